@@ -1,0 +1,214 @@
+"""Argument checks of the public functions: one error format, shapes and dtypes only, no device synchronisation.
+
+A message reads ``block_table: expected int32 [4, *], got int64 [4, 9]``. ``AttentionCall`` carries the arguments of one attention
+call after these checks, with every default filled in, so that the implementations need none of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+MODEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+HEAD_DIMS = (16, 32, 64, 128, 256, 512)
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """The checked arguments of one attention call; fields are named and shaped as in ``ops.paged_attention``."""
+
+    q: torch.Tensor
+    k_pages: torch.Tensor
+    v_pages: torch.Tensor
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    k: torch.Tensor | None
+    v: torch.Tensor | None
+    sinks: torch.Tensor | None
+    out: torch.Tensor
+    lse: torch.Tensor | None
+    workspace: torch.Tensor | None
+    max_seqlen_q: int
+    max_seq_len: int | None
+    num_decodes: int
+    softmax_scale: float
+    softcap: float | None
+    sliding_window: int | None
+
+    @property
+    def num_seqs(self) -> int:
+        """Sequences in the batch."""
+        return self.seq_lens.shape[0]
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.q.shape[1] // self.k_pages.shape[2]
+
+
+def expect_tensor(
+    name: str,
+    tensor: Any,
+    shape: Sequence[int | None],
+    dtypes: torch.dtype | Sequence[torch.dtype],
+    *,
+    device: torch.device | None = None,
+) -> None:
+    """Require a tensor of a shape (None: any size), of one of some dtypes, whose last dimension has stride 1.
+
+    Args:
+        name: the argument's name, which starts the message.
+        tensor: the value to check.
+        shape: expected sizes; None matches any size and prints as ``*``.
+        dtypes: accepted dtypes.
+        device: where the tensor has to be; None accepts any place.
+
+    Raises:
+        ValueError: naming what was expected and what came.
+
+    Source: style rule 16 of this project (raise at the edge, one format).
+    """
+    accepted = (dtypes,) if isinstance(dtypes, torch.dtype) else tuple(dtypes)
+    expected = f"{_names(accepted)} [{', '.join('*' if n is None else str(n) for n in shape)}]"
+    if not isinstance(tensor, torch.Tensor):
+        raise ValueError(f"{name}: expected {expected}, got {type(tensor).__name__}")
+    same_shape = len(shape) == tensor.dim() and all(
+        want is None or want == have for want, have in zip(shape, tensor.shape, strict=True)
+    )
+    if not same_shape or tensor.dtype not in accepted:
+        raise ValueError(
+            f"{name}: expected {expected}, got {_names((tensor.dtype,))} {list(tensor.shape)}"
+        )
+    # A dimension of size 0 or 1 is never stepped over, so its stride says nothing.
+    if tensor.dim() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise ValueError(f"{name}: expected stride 1 in the last dimension, got {tensor.stride()}")
+    if device is not None and tensor.device != device:
+        raise ValueError(f"{name}: expected a tensor on {device}, got one on {tensor.device}")
+
+
+def expect_int(name: str, value: Any, low: int, high: int | None = None) -> None:
+    """Require a host integer in [low, high] (high None: no upper bound); ValueError otherwise."""
+    bound = f">= {low}" if high is None else f"in [{low}, {high}]"
+    is_int = isinstance(value, int) and not isinstance(value, bool)
+    if not is_int or value < low or (high is not None and value > high):
+        raise ValueError(f"{name}: expected an int {bound}, got {value!r}")
+
+
+def expect_positive(name: str, value: Any) -> None:
+    """Require a finite host number above 0; ValueError otherwise."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not 0 < value < float("inf"):
+        raise ValueError(f"{name}: expected a finite number > 0, got {value!r}")
+
+
+def expect_head_dim(name: str, head_dim: int) -> None:
+    """Require a head dimension that the kernels are built for; NotImplementedError otherwise."""
+    if head_dim not in HEAD_DIMS:
+        raise NotImplementedError(f"{name}: head_dim {head_dim} is not one of {list(HEAD_DIMS)}")
+
+
+def check_pages(
+    k_pages: torch.Tensor, v_pages: torch.Tensor, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Require a K and a V page tensor ``[num_pages, block_size, num_kv_heads, head_dim]`` of equal shape; ValueError otherwise."""
+    expect_tensor("k_pages", k_pages, (None,) * 4, dtype, device=device)
+    expect_tensor("v_pages", v_pages, tuple(k_pages.shape), dtype, device=device)
+    expect_head_dim("k_pages", k_pages.shape[3])
+    for axis, what in ((0, "num_pages"), (1, "block_size"), (2, "num_kv_heads")):
+        expect_int(f"k_pages: {what}", k_pages.shape[axis], 1)
+
+
+def check_attention(
+    q: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    *,
+    max_seqlen_q: int,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    max_seq_len: int | None,
+    num_decodes: int | None,
+    softmax_scale: float | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    workspace: torch.Tensor | None,
+    sliding_window: int | None,
+) -> AttentionCall:
+    """Check the arguments of one attention call and fill in the defaults; see ``ops.paged_attention`` for shapes and errors."""
+    expect_tensor("q", q, (None, None, None), MODEL_DTYPES)
+    num_tokens, num_heads, head_dim = q.shape
+    device = q.device
+    check_pages(k_pages, v_pages, q.dtype, device)
+    num_kv_heads = k_pages.shape[2]
+    if k_pages.shape[3] != head_dim:
+        raise ValueError(f"k_pages: expected head_dim {head_dim}, got {k_pages.shape[3]}")
+    if num_heads == 0 or num_heads % num_kv_heads:
+        raise ValueError(
+            f"q: expected num_heads to be a multiple of num_kv_heads {num_kv_heads}, got {num_heads}"
+        )
+    expect_tensor("seq_lens", seq_lens, (None,), torch.int32, device=device)
+    num_seqs = seq_lens.shape[0]
+    expect_tensor("cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,), torch.int32, device=device)
+    expect_tensor("block_table", block_table, (num_seqs, None), torch.int32, device=device)
+    expect_int("block_table: width", block_table.shape[1], 1)
+    if (k is None) != (v is None):
+        missing = "k" if k is None else "v"
+        raise ValueError(f"{missing}: expected fresh rows of both k and v or of neither, got None")
+    if k is not None and v is not None:
+        fresh_shape = (num_tokens, num_kv_heads, head_dim)
+        expect_tensor("k", k, fresh_shape, q.dtype, device=device)
+        expect_tensor("v", v, fresh_shape, q.dtype, device=device)
+    if sinks is not None:
+        expect_tensor("sinks", sinks, (num_heads,), torch.float32, device=device)
+    if out is not None:
+        expect_tensor("out", out, (num_tokens, num_heads, head_dim), q.dtype, device=device)
+    if lse is not None:
+        expect_tensor("lse", lse, (num_heads, num_tokens), torch.float32, device=device)
+    if workspace is not None:
+        expect_tensor("workspace", workspace, (None,), torch.float32, device=device)
+    expect_int("max_seqlen_q", max_seqlen_q, 0)
+    if max_seq_len is not None:
+        expect_int("max_seq_len", max_seq_len, 0)
+    if num_decodes is None:
+        num_decodes = num_seqs if max_seqlen_q <= 1 else 0
+    expect_int("num_decodes", num_decodes, 0, num_seqs)
+    if softmax_scale is None:
+        softmax_scale = head_dim**-0.5
+    expect_positive("softmax_scale", softmax_scale)
+    if softcap is not None:
+        expect_positive("softcap", softcap)
+    if sliding_window is not None:
+        expect_int("sliding_window", sliding_window, 1)
+    return AttentionCall(
+        q=q,
+        k_pages=k_pages,
+        v_pages=v_pages,
+        block_table=block_table,
+        seq_lens=seq_lens,
+        cu_seqlens_q=cu_seqlens_q,
+        k=k,
+        v=v,
+        sinks=sinks,
+        out=torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out,
+        lse=lse,
+        workspace=workspace,
+        max_seqlen_q=max_seqlen_q,
+        max_seq_len=max_seq_len,
+        num_decodes=num_decodes,
+        softmax_scale=float(softmax_scale),
+        softcap=None if softcap is None else float(softcap),
+        sliding_window=sliding_window,
+    )
+
+
+def _names(dtypes: Sequence[torch.dtype]) -> str:
+    return "|".join(str(dtype).removeprefix("torch.") for dtype in dtypes)

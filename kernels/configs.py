@@ -1,0 +1,93 @@
+"""Launch choices as pure functions of host integers: tile shapes, and how decode work is cut into splits.
+
+Nothing is autotuned on the call path. The table holds what compiles without spills and fits the shared memory of each
+architecture (``python -m bench.static`` shows it); the split constants state what they trade.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# Shared memory that one program may use, in bytes (CUDA programming guide, compute capabilities table: 227, 163 and 99 KiB).
+SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
+
+# A split of fewer keys costs more in the merge than it wins in parallelism.
+MIN_SPLIT_TOKENS = 256
+# Decode work is cut so that about this many programs come to an SM: two resident ones, and as many to even out the end.
+PROGRAMS_PER_SM = 4
+
+
+@dataclass(frozen=True)
+class Config:
+    """One launch: rows of the query tile, keys of the K/V tile, warps of a program, stages of the K/V pipeline."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class DecodePlan:
+    """How the decode part of a batch is cut: see ``plan_decode``."""
+
+    block_m: int
+    target_items: int
+    max_items: int
+    workspace_numel: int
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two >= n (n >= 1)."""
+    return 1 << (n - 1).bit_length()
+
+
+def tile_heads(group: int, block_m: int) -> tuple[int, int, int]:
+    """How a query tile of ``block_m`` rows is shared by the ``group`` query heads of a KV head.
+
+    Returns:
+        (tokens of a tile, heads of a tile, tiles that cover the group). Rows past tokens * heads are idle, so that a group of 3 or 5
+        is not padded to a power of two.
+    """
+    heads = min(group, block_m)
+    return block_m // heads, heads, -(-group // heads)
+
+
+def plan_decode(
+    *,
+    num_decodes: int,
+    max_seqlen_q: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    num_sms: int,
+    max_keys: int | None = None,
+) -> DecodePlan:
+    """Plan split-KV decode from host integers only, so that a captured graph stays right at any sequence length.
+
+    The kernel itself divides the keys of the whole batch by ``target_items`` and cuts every sequence into pieces of that many keys (at
+    least MIN_SPLIT_TOKENS); ``max_items`` bounds how many pieces that can give.
+
+    Args:
+        num_decodes: sequences on the decode path.
+        max_seqlen_q: new tokens of the longest of them. A longer one is still right, but not split.
+        num_heads, num_kv_heads, head_dim: of the layer.
+        num_sms: streaming multiprocessors of the device.
+        max_keys: upper bound of the keys one sequence attends to; None if unknown.
+
+    Returns:
+        DecodePlan; ``workspace_numel`` is in fp32 elements, 0 where no sequence can be split.
+
+    Source: FlashDecoding (split-KV); FlashMLA's tile scheduler divides the batch's keys in the same way.
+    """
+    group = num_heads // num_kv_heads
+    block_m = min(64, max(16, next_power_of_2(group * max(1, max_seqlen_q))))
+    block_q, _, head_tiles = tile_heads(group, block_m)
+    target_items = max(1, PROGRAMS_PER_SM * num_sms // (num_kv_heads * head_tiles))
+    may_split = num_decodes > 0 and (max_keys is None or max_keys > MIN_SPLIT_TOKENS)
+    if not may_split:
+        return DecodePlan(block_m, target_items, num_decodes, 0)
+    max_items = target_items + num_decodes
+    return DecodePlan(
+        block_m, target_items, max_items, max_items * block_q * num_heads * (head_dim + 1)
+    )

@@ -1,0 +1,322 @@
+"""The public functions: check once, choose the implementation by name, never fall back to another.
+
+Torch is imported here and Triton only by the functions that launch a kernel, so that ``impl="torch"`` works where Triton is missing.
+
+Terms. A *page* holds ``block_size`` token rows of one layer. ``block_table[s, b % width]`` is the page of block b of sequence s:
+a linear table has b < width, so the modulo changes nothing; a ring table (window layers) reuses its entries. One rule serves both.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from quire.kernels import _check, configs
+
+
+def write_kv(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    impl: str | None = None,
+) -> None:
+    """Write rows of keys and values to their slots in the pages, in place.
+
+    Args:
+        k, v: [num_rows, num_kv_heads, head_dim] bf16, fp16 or fp32, last stride 1.
+        k_pages, v_pages: [num_pages, block_size, num_kv_heads, head_dim] same dtype, any strides with last stride 1 (two views of one
+            pool, head-major pages). No two of the slots written may share memory.
+        slot_mapping: [num_rows] int64, page * block_size + row; -1 = do not write this row.
+        impl: "triton" (default for CUDA tensors), "torch" (default for CPU tensors).
+
+    Raises:
+        ValueError: a shape, dtype, stride or device is not as above.
+        NotImplementedError: head_dim is not a power of two in 16..512.
+
+    Source: PagedAttention (arXiv 2309.06180) 4.3.
+    """
+    _check.expect_tensor("k", k, (None, None, None), _check.MODEL_DTYPES)
+    _check.expect_tensor("v", v, tuple(k.shape), k.dtype, device=k.device)
+    _check.check_pages(k_pages, v_pages, k.dtype, k.device)
+    if k.shape[1:] != k_pages.shape[2:]:
+        raise ValueError(
+            f"k: expected [*, {k_pages.shape[2]}, {k_pages.shape[3]}], got {list(k.shape)}"
+        )
+    _check.expect_tensor("slot_mapping", slot_mapping, (k.shape[0],), torch.int64, device=k.device)
+    if _implementation(impl, k) == "torch":
+        from quire.kernels import torch_impl
+
+        torch_impl.write_kv(k, v, k_pages, v_pages, slot_mapping)
+    else:
+        from quire.kernels import cache_write
+
+        cache_write.launch(k, v, k_pages, v_pages, slot_mapping)
+
+
+def paged_attention(
+    q: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    *,
+    max_seqlen_q: int,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    max_seq_len: int | None = None,
+    num_decodes: int | None = None,
+    softmax_scale: float | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+    impl: str | None = None,
+) -> torch.Tensor:
+    """Causal attention of a ragged batch over paged keys and values, optionally with the step's own rows beside the pages.
+
+    Query i of sequence s stands at position p = seq_lens[s] - q_len + i and sees the keys j <= p. With ``k`` and ``v`` the pages hold
+    keys [0, seq_len - q_len) and the fresh rows are the last q_len keys; without them all keys are in the pages. Page rows and table
+    entries of keys that no query sees are never read, and may hold anything.
+
+    Args:
+        q: [num_tokens, num_heads, head_dim] bf16, fp16 or fp32, last stride 1; the sequences one after another.
+        k_pages, v_pages: [num_pages, block_size, num_kv_heads, head_dim] q's dtype, any strides with last stride 1 (two views of one
+            pool, head-major pages). num_heads is a multiple of num_kv_heads.
+        block_table: [num_seqs, width] int32, physical page ids; any row stride.
+        seq_lens: [num_seqs] int32, keys of each sequence including this step's; 0 for a padding row.
+        cu_seqlens_q: [num_seqs + 1] int32, prefix sums of the new tokens.
+        max_seqlen_q: host int, new tokens of the longest sequence. It sizes tiles; the result does not depend on it.
+        k, v: [num_tokens, num_kv_heads, head_dim] q's dtype, the fresh rows, ragged like q; both or neither.
+        max_seq_len: host int, upper bound of seq_lens; lets short batches skip the split of decode work.
+        num_decodes: host int, how many sequences at the front take the split-KV path made for few new tokens; the others take the
+            prefill path. Default: all if max_seqlen_q <= 1, else none. Any choice gives the right result.
+        softmax_scale: factor of q . k, > 0; default head_dim ** -0.5.
+        softcap: logits become softcap * tanh(logit / softcap); None = no cap.
+        sinks: [num_heads] fp32 logits that join the denominator only.
+        out: [num_tokens, num_heads, head_dim] q's dtype, filled in place; None allocates.
+        lse: [num_heads, num_tokens] fp32, filled in place with the natural-log sum of exp of the logits, without the sink.
+        workspace: [n] fp32, n >= ``workspace_numel(...)``, scratch of the split; None allocates. Calls that may run at the same time
+            need different ones.
+        impl: "triton" (default for CUDA tensors), "torch" (default for CPU tensors).
+
+    Returns:
+        ``out``. A query that sees no key gets out 0 and lse -inf.
+
+    Raises:
+        ValueError: a shape, dtype, stride, device or host value is not as above.
+        NotImplementedError: head_dim is not a power of two in 16..512.
+
+    Source: PagedAttention (arXiv 2309.06180); FlashAttention-2 (arXiv 2307.08691) for the online softmax; gpt-oss for sinks.
+    """
+    call = _check.check_attention(
+        q,
+        k_pages,
+        v_pages,
+        block_table,
+        seq_lens,
+        cu_seqlens_q,
+        max_seqlen_q=max_seqlen_q,
+        k=k,
+        v=v,
+        max_seq_len=max_seq_len,
+        num_decodes=num_decodes,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        sinks=sinks,
+        out=out,
+        lse=lse,
+        workspace=workspace,
+        sliding_window=None,
+    )
+    return _attention(call, impl)
+
+
+def sliding_window_attention(
+    q: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    *,
+    sliding_window: int,
+    max_seqlen_q: int,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    max_seq_len: int | None = None,
+    num_decodes: int | None = None,
+    softmax_scale: float | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+    impl: str | None = None,
+) -> torch.Tensor:
+    """``paged_attention`` where query i sees only the last ``sliding_window`` keys: 0 <= p - j < sliding_window.
+
+    Only tiles with a visible key are visited, so the cost does not grow with the context. The table may be a ring whose width * block_size
+    covers the window and, without fresh rows, the step's own keys; a linear table serves as well.
+
+    Args:
+        sliding_window: tokens that a query sees, its own included; >= 1.
+        q, k_pages, v_pages, block_table, seq_lens, cu_seqlens_q, max_seqlen_q, k, v, max_seq_len, num_decodes, softmax_scale, softcap,
+            sinks, out, lse, workspace, impl: as in ``paged_attention``.
+
+    Returns:
+        ``out`` [num_tokens, num_heads, head_dim].
+
+    Raises:
+        ValueError, NotImplementedError: as in ``paged_attention``.
+
+    Source: Longformer (arXiv 2004.05150) 3.1; Gemma 3 report (arXiv 2503.19786) 2 for local layers.
+    """
+    _check.expect_int("sliding_window", sliding_window, 1)
+    call = _check.check_attention(
+        q,
+        k_pages,
+        v_pages,
+        block_table,
+        seq_lens,
+        cu_seqlens_q,
+        max_seqlen_q=max_seqlen_q,
+        k=k,
+        v=v,
+        max_seq_len=max_seq_len,
+        num_decodes=num_decodes,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        sinks=sinks,
+        out=out,
+        lse=lse,
+        workspace=workspace,
+        sliding_window=sliding_window,
+    )
+    return _attention(call, impl)
+
+
+def merge_partials(
+    partial_out: torch.Tensor,
+    partial_lse: torch.Tensor,
+    *,
+    sinks: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    impl: str | None = None,
+) -> torch.Tensor:
+    """Merge attention results over disjoint sets of keys into the result over their union; fold the sink in once.
+
+    out = sum_p exp(lse_p - z) out_p with z = log(sum_p exp(lse_p) + exp(sink)). A part with lse -inf counts nothing, whatever its rows hold.
+
+    Args:
+        partial_out: [num_parts, num_tokens, num_heads, head_dim] bf16, fp16 or fp32, each part normalised, without sinks.
+        partial_lse: [num_parts, num_heads, num_tokens] fp32, natural log.
+        sinks: [num_heads] fp32 logits that join the denominator only.
+        out: [num_tokens, num_heads, head_dim] bf16, fp16 or fp32; None allocates in partial_out's dtype.
+        lse: [num_heads, num_tokens] fp32, filled in place with the merged natural-log lse, without the sink.
+        impl: "triton" (default for CUDA tensors), "torch" (default for CPU tensors).
+
+    Returns:
+        ``out``; where no part has a key, out is 0 and lse -inf.
+
+    Raises:
+        ValueError: a shape, dtype, stride or device is not as above.
+        NotImplementedError: head_dim is not a power of two in 16..512.
+
+    Source: FlashInfer (arXiv 2501.01005) 2.2, attention states and their merge; gpt-oss for sinks.
+    """
+    _check.expect_tensor("partial_out", partial_out, (None,) * 4, _check.MODEL_DTYPES)
+    num_parts, num_tokens, num_heads, head_dim = partial_out.shape
+    device = partial_out.device
+    _check.expect_head_dim("partial_out", head_dim)
+    _check.expect_int("partial_out: num_parts", num_parts, 1)
+    lse_shape = (num_heads, num_tokens)
+    _check.expect_tensor(
+        "partial_lse", partial_lse, (num_parts, *lse_shape), torch.float32, device=device
+    )
+    if sinks is not None:
+        _check.expect_tensor("sinks", sinks, (num_heads,), torch.float32, device=device)
+    if lse is not None:
+        _check.expect_tensor("lse", lse, lse_shape, torch.float32, device=device)
+    if out is None:
+        out = torch.empty(partial_out.shape[1:], dtype=partial_out.dtype, device=device)
+    else:
+        out_shape = (num_tokens, num_heads, head_dim)
+        _check.expect_tensor("out", out, out_shape, _check.MODEL_DTYPES, device=device)
+    if _implementation(impl, partial_out) == "torch":
+        from quire.kernels import torch_impl
+
+        return torch_impl.merge_partials(partial_out, partial_lse, sinks, out, lse)
+    from quire.kernels import merge
+
+    return merge.launch(partial_out, partial_lse, sinks, out, lse)
+
+
+def workspace_numel(
+    *,
+    num_decodes: int,
+    max_seqlen_q: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    num_sms: int,
+) -> int:
+    """How many fp32 elements ``workspace`` needs for any batch of up to ``num_decodes`` sequences on the decode path.
+
+    Args:
+        num_decodes: sequences on the decode path, at most.
+        max_seqlen_q: as passed to the attention call; 1 for batches that also hold prefill sequences.
+        num_heads, num_kv_heads, head_dim: of the layer.
+        num_sms: streaming multiprocessors, ``torch.cuda.get_device_properties(device).multi_processor_count``.
+
+    Returns:
+        Elements, independent of the sequence lengths.
+
+    Raises:
+        ValueError: a value is not a positive int, or num_heads is not a multiple of num_kv_heads.
+
+    Source: ``configs.plan_decode``: one partial row of head_dim + 1 values for each piece, token and head.
+    """
+    for name, value in (
+        ("num_decodes", num_decodes),
+        ("max_seqlen_q", max_seqlen_q),
+        ("num_heads", num_heads),
+        ("num_kv_heads", num_kv_heads),
+        ("head_dim", head_dim),
+        ("num_sms", num_sms),
+    ):
+        _check.expect_int(name, value, 1)
+    if num_heads % num_kv_heads:
+        raise ValueError(
+            f"num_heads: expected a multiple of num_kv_heads {num_kv_heads}, got {num_heads}"
+        )
+    return configs.plan_decode(
+        num_decodes=num_decodes,
+        max_seqlen_q=max_seqlen_q,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        num_sms=num_sms,
+    ).workspace_numel
+
+
+def _attention(call: _check.AttentionCall, impl: str | None) -> torch.Tensor:
+    if _implementation(impl, call.q) == "torch":
+        from quire.kernels import torch_impl
+
+        return torch_impl.attention(call)
+    from quire.kernels import paged
+
+    return paged.launch(call)
+
+
+def _implementation(impl: str | None, tensor: torch.Tensor) -> str:
+    if impl is None:
+        return "triton" if tensor.is_cuda else "torch"
+    if impl not in ("triton", "torch"):
+        raise ValueError(f"impl: expected 'triton', 'torch' or None, got {impl!r}")
+    return impl

@@ -1,0 +1,176 @@
+"""Oracles of the public functions: plain torch, one token and one key at a time, every index visible to a reviewer.
+
+    out_i = sum_j softmax_j(cap(softmax_scale * q_i . k_j)) v_j   over the keys j that query i may see,
+
+where cap(x) = softcap * tanh(x / softcap), and a sink is one more logit of the denominator. Nothing is shared with the
+implementations, so no index error can hide in both. ``dtype`` chooses the arithmetic: float64 for the truth, the model's dtype for
+what a plain low-precision program would give (the error budget of the tests compares the two).
+
+Source: Attention Is All You Need 3.2.1; PagedAttention (arXiv 2309.06180) 4.1 for the pages; gpt-oss model card for sinks.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+
+def write_kv(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """Write rows to pages one at a time; shapes as in ``quire.kernels.write_kv``."""
+    block_size = k_pages.shape[1]
+    for i, slot in enumerate(slot_mapping.tolist()):
+        if slot >= 0:
+            k_pages[slot // block_size, slot % block_size] = k[i]
+            v_pages[slot // block_size, slot % block_size] = v[i]
+
+
+def paged_attention(
+    q: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    *,
+    max_seqlen_q: int | None = None,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    max_seq_len: int | None = None,
+    num_decodes: int | None = None,
+    softmax_scale: float | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+    sliding_window: int | None = None,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Attend token by token; shapes as in ``quire.kernels.paged_attention``.
+
+    Args:
+        dtype: arithmetic and result dtype; None takes q's. ``lse`` may be of any floating dtype here.
+        max_seqlen_q, max_seq_len, num_decodes, workspace: launch hints of the kernels; they do not change the result.
+
+    Returns:
+        [num_tokens, num_heads, head_dim] in ``dtype`` (``out`` if given).
+    """
+    dtype = q.dtype if dtype is None else dtype
+    num_heads, head_dim = q.shape[1:]
+    group = num_heads // k_pages.shape[2]
+    block_size, width = k_pages.shape[1], block_table.shape[1]
+    scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
+    if out is None:
+        out = torch.empty(q.shape, dtype=dtype, device=q.device)
+    for s, seq_len in enumerate(seq_lens.tolist()):
+        first, last = cu_seqlens_q[s].item(), cu_seqlens_q[s + 1].item()
+        context = seq_len - (last - first)
+        for token in range(first, last):
+            position = context + token - first
+            lowest = 0 if sliding_window is None else max(0, position - sliding_window + 1)
+            keys, values = [], []
+            for j in range(lowest, position + 1):
+                if k is not None and v is not None and j >= context:
+                    keys.append(k[first + j - context])
+                    values.append(v[first + j - context])
+                else:
+                    page = block_table[s, j // block_size % width].item()
+                    keys.append(k_pages[page, j % block_size])
+                    values.append(v_pages[page, j % block_size])
+            for h in range(num_heads):
+                if not keys:
+                    out[token, h] = 0
+                    if lse is not None:
+                        lse[h, token] = -math.inf
+                    continue
+                key_rows = torch.stack([row[h // group] for row in keys]).to(dtype)
+                value_rows = torch.stack([row[h // group] for row in values]).to(dtype)
+                logits = key_rows @ q[token, h].to(dtype) * scale
+                if softcap is not None:
+                    logits = softcap * torch.tanh(logits / softcap)
+                if lse is not None:
+                    lse[h, token] = torch.logsumexp(logits, 0)
+                if sinks is not None:
+                    logits = torch.cat([logits, sinks[h : h + 1].to(dtype)])
+                weights = torch.softmax(logits, 0)[: len(keys)]
+                out[token, h] = weights @ value_rows
+    return out
+
+
+def sliding_window_attention(
+    q: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    *,
+    sliding_window: int,
+    max_seqlen_q: int | None = None,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    max_seq_len: int | None = None,
+    num_decodes: int | None = None,
+    softmax_scale: float | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Attend to the last ``sliding_window`` keys, the query's own included; otherwise ``paged_attention`` of this module."""
+    return paged_attention(
+        q,
+        k_pages,
+        v_pages,
+        block_table,
+        seq_lens,
+        cu_seqlens_q,
+        k=k,
+        v=v,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        sinks=sinks,
+        out=out,
+        lse=lse,
+        sliding_window=sliding_window,
+        dtype=dtype,
+    )
+
+
+def merge_partials(
+    partial_out: torch.Tensor,
+    partial_lse: torch.Tensor,
+    *,
+    sinks: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Merge token by token; shapes as in ``quire.kernels.merge_partials``, ``dtype`` as in ``paged_attention`` of this module."""
+    dtype = partial_out.dtype if dtype is None else dtype
+    num_parts, num_tokens, num_heads, _ = partial_out.shape
+    if out is None:
+        out = torch.empty(partial_out.shape[1:], dtype=dtype, device=partial_out.device)
+    for token in range(num_tokens):
+        for h in range(num_heads):
+            live = [p for p in range(num_parts) if partial_lse[p, h, token] != -math.inf]
+            logits = partial_lse[live, h, token].to(dtype)
+            total = torch.logsumexp(logits, 0) if live else torch.tensor(-math.inf)
+            if lse is not None:
+                lse[h, token] = total
+            if sinks is not None:
+                logits = torch.cat([logits, sinks[h : h + 1].to(dtype)])
+            weights = torch.softmax(logits, 0)
+            out[token, h] = 0
+            for weight, p in zip(weights, live, strict=False):
+                out[token, h] += (weight * partial_out[p, token, h].to(dtype)).to(out.dtype)
+    return out

@@ -1,0 +1,133 @@
+"""The implementation for CPU tensors: plain torch, vectorised, fp32 arithmetic.
+
+Sequences with one new token are one padded batch; every other sequence is a batch of its own, so that the numbers of a prefill chunk
+depend on that chunk alone and not on what else the step holds. Keys are gathered from the lowest visible one on: a window layer
+costs the same at any context length. Reads lengths on the host, so under a GPU it synchronises; there it is asked for by name only.
+
+Source: as ``reference.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+
+from quire.kernels._check import AttentionCall
+
+# Keys gathered at once for the batch of one-token sequences, so that a long batch does not copy the whole pool.
+MAX_GATHERED_KEYS = 1 << 17
+
+
+def write_kv(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """Write rows to pages by slot; shapes as in ``quire.kernels.write_kv``."""
+    rows = torch.nonzero(slot_mapping >= 0).squeeze(1)
+    slots = slot_mapping[rows]
+    block_size = k_pages.shape[1]
+    page, row = slots // block_size, slots % block_size
+    k_pages[page, row] = k[rows]
+    v_pages[page, row] = v[rows]
+
+
+def attention(call: AttentionCall) -> torch.Tensor:
+    """Compute one checked attention call; returns ``call.out``."""
+    seq_lens, bounds = call.seq_lens.tolist(), call.cu_seqlens_q.tolist()
+    q_lens = [last - first for first, last in pairwise(bounds)]
+    reach = call.sliding_window or max(seq_lens, default=1)
+    batch_size = max(1, MAX_GATHERED_KEYS // max(1, min(reach, max(seq_lens, default=1))))
+    single = [s for s, q_len in enumerate(q_lens) if q_len == 1]
+    batches = [single[i : i + batch_size] for i in range(0, len(single), batch_size)]
+    batches += [[s] for s, q_len in enumerate(q_lens) if q_len > 1]
+    for batch in batches:
+        _attend(call, batch, [seq_lens[s] for s in batch], q_lens[batch[0]])
+    return call.out
+
+
+def merge_partials(
+    partial_out: torch.Tensor,
+    partial_lse: torch.Tensor,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> torch.Tensor:
+    """Merge partial results by their lse; shapes as in ``quire.kernels.merge_partials``."""
+    total = torch.logsumexp(partial_lse, 0)  # [num_heads, num_tokens]
+    if lse is not None:
+        lse.copy_(total)
+    joint = total if sinks is None else torch.logaddexp(total, sinks[:, None])
+    # An empty part has lse -inf; its rows may hold anything, so both factors are replaced, not multiplied by zero.
+    empty = torch.isneginf(partial_lse)
+    weight = torch.where(empty, 0.0, torch.exp(partial_lse - joint)).transpose(1, 2).unsqueeze(-1)
+    rows = torch.where(empty.transpose(1, 2).unsqueeze(-1), 0.0, partial_out.float())
+    return out.copy_((weight * rows).sum(0))
+
+
+def _attend(call: AttentionCall, batch: Sequence[int], seq_lens: Sequence[int], q_len: int) -> None:
+    """Attend for some sequences of equal q_len: shapes below are [B = sequences, L = q_len, S = gathered keys, ...]."""
+    num_heads, head_dim = call.q.shape[1:]
+    num_kv_heads = call.k_pages.shape[2]
+    device = call.q.device
+    sequence = torch.tensor(batch, device=device)
+    length = torch.tensor(seq_lens, device=device)
+    first = call.cu_seqlens_q[sequence].long()
+    context = length - q_len
+    tokens = first[:, None] + torch.arange(q_len, device=device)  # [B, L]
+    position = context[:, None] + torch.arange(q_len, device=device)  # [B, L]
+    lowest = torch.zeros_like(context)
+    if call.sliding_window is not None:
+        lowest = (context - call.sliding_window + 1).clamp(min=0)
+
+    paged_end = length if call.k is None else context
+    span = max(0, int((paged_end - lowest).max()))
+    key_position = lowest[:, None] + torch.arange(span, device=device)  # [B, S]
+    live = key_position < paged_end[:, None]
+    block_size, width = call.k_pages.shape[1], call.block_table.shape[1]
+    entry = key_position // block_size % width
+    # Entries that no query sees may hold anything, so page 0 stands in for them; its rows are blanked below.
+    page = torch.where(live, call.block_table[sequence[:, None], entry].long(), 0)
+    row = key_position % block_size
+    keys = call.k_pages[page, row]  # [B, S, num_kv_heads, head_dim]
+    values = call.v_pages[page, row]
+    if call.k is not None and call.v is not None:
+        keys = torch.cat([keys, call.k[tokens]], 1)
+        values = torch.cat([values, call.v[tokens]], 1)
+        key_position = torch.cat([key_position, position], 1)
+        live = torch.cat([live, position >= 0], 1)
+    row_live = live[:, :, None, None]
+    keys = (
+        torch.where(row_live, keys, 0).float().permute(0, 2, 3, 1)
+    )  # [B, num_kv_heads, head_dim, S]
+    values = (
+        torch.where(row_live, values, 0).float().transpose(1, 2)
+    )  # [B, num_kv_heads, S, head_dim]
+
+    visible = live[:, None, :] & (key_position[:, None, :] <= position[:, :, None])
+    if call.sliding_window is not None:
+        visible &= position[:, :, None] - key_position[:, None, :] < call.sliding_window
+    # The rows of one KV head: its group's heads, each with all L tokens.
+    grouped = (len(batch), num_kv_heads, call.group, q_len)
+    packed = (len(batch), num_kv_heads, call.group * q_len)
+    queries = call.q[tokens].float().transpose(1, 2).reshape(*packed, head_dim)
+    logits = (queries @ keys).view(*grouped, keys.shape[-1])
+    logits = logits * call.softmax_scale
+    if call.softcap is not None:
+        logits = call.softcap * torch.tanh(logits / call.softcap)
+    logits = logits.masked_fill(~visible[:, None, None], -torch.inf)
+    total = torch.logsumexp(logits, -1)  # [B, num_kv_heads, group, L]
+    joint = total
+    if call.sinks is not None:
+        joint = torch.logaddexp(total, call.sinks.view(1, num_kv_heads, call.group, 1))
+    # A row that sees nothing has joint -inf (or the sink): its weights are 0, not exp(-inf + inf).
+    weights = torch.where(torch.isneginf(logits), 0.0, torch.exp(logits - joint[..., None]))
+    out = weights.view(*packed, keys.shape[-1]) @ values
+    out = out.view(len(batch), num_heads, q_len, head_dim).transpose(1, 2)
+    call.out[tokens] = out.to(call.out.dtype)
+    if call.lse is not None:
+        call.lse[:, tokens] = total.reshape(len(batch), num_heads, q_len).transpose(0, 1)
