@@ -1,0 +1,55 @@
+"""Runs transformers on checkpoints and saves what it computes. A program of its own, because transformers looks for a package
+named ``kernels`` and must not find this repository's: start it in another directory.
+
+Usage: python oracle.py JOBS.json, a list of
+    {"load": checkpoint directory, "input_ids": [...], "out": file}    logits [num_tokens, vocab_size] of one uncached forward
+    {"make": directory, "config": {...}, "seed": n}                    a random checkpoint, saved by transformers itself
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+
+def randomise(model, seed):
+    """Every tensor random: layer scalars are buffers, and norm weights start out constant."""
+    generator = torch.Generator().manual_seed(seed)
+    offset = 0.0 if model.config.model_type == "gemma3_text" else 1.0
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight":
+            continue  # tied to the embedding
+        if name.endswith("layer_scalar"):
+            tensor.uniform_(0.8, 1.2, generator=generator)
+        elif tensor.ndim == 1:
+            tensor.normal_(offset, 0.3, generator=generator)
+        elif "embed_tokens" in name:
+            tensor.normal_(0.0, 0.15, generator=generator)
+        else:
+            tensor.normal_(0.0, tensor.shape[1] ** -0.5, generator=generator)
+
+
+def logits(path, input_ids):
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager"
+    )
+    return model.eval()(torch.tensor([input_ids]), use_cache=False).logits[0]
+
+
+def main():
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(False)
+    for job in json.loads(Path(sys.argv[1]).read_text()):
+        if "make" in job:
+            config = AutoConfig.for_model(**job["config"])
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            randomise(model, job["seed"])
+            model.save_pretrained(job["make"])
+        else:
+            torch.save(logits(job["load"], job["input_ids"]), job["out"])
+
+
+if __name__ == "__main__":
+    main()
