@@ -1,0 +1,20 @@
+"""Retention-aware KV-cache allocator for hybrid-attention models; needs numpy and nothing else."""
+
+from .eviction import LRU, Entry, EvictionPolicy
+from .hashing import Prompt
+from .manager import KVCache, OutOfPages, StepPlan
+from .report import Match
+from .spec import NULL_BLOCK, GroupSpec
+
+__all__ = [
+    "LRU",
+    "NULL_BLOCK",
+    "Entry",
+    "EvictionPolicy",
+    "GroupSpec",
+    "KVCache",
+    "Match",
+    "OutOfPages",
+    "Prompt",
+    "StepPlan",
+]

@@ -1,0 +1,83 @@
+"""Segment keys: one chained SHA-256 key for each aligned segment of a prompt.
+
+``key_i = H(key_{i-1} || token ids of segment i)``, so equal keys mean equal prefixes. ``key_{-1}``
+comes from an explicit seed and the caller's salt (tenant, adapter, image hashes), each with its
+length in front, so that no choice of salt can imitate another.
+"""
+
+from __future__ import annotations
+
+import struct
+from hashlib import sha256
+from typing import Any
+
+import numpy as np
+
+from .spec import Int32
+
+KEY_BYTES = 32
+
+
+def root_key(seed: bytes, salt: bytes) -> bytes:
+    """Key before the first segment.
+
+    Raises:
+        ValueError: `seed` or `salt` is not bytes.
+    """
+    for name, value in (("hash_seed", seed), ("salt", salt)):
+        if not isinstance(value, bytes):
+            raise ValueError(f"{name}: expected bytes, got {type(value).__name__}")
+    return sha256(struct.pack("<QQ", len(seed), len(salt)) + seed + salt).digest()
+
+
+def next_key(previous: bytes, tokens: bytes) -> bytes:
+    """Key of the segment whose int32 token ids are `tokens`, after `previous`."""
+    return sha256(previous + tokens).digest()
+
+
+def as_token_ids(name: str, tokens: Any) -> Int32:
+    """`tokens` as a contiguous int32 vector.
+
+    Raises:
+        ValueError: not one-dimensional, not integers, or an id outside [0, 2**31).
+    """
+    array = np.asarray(tokens)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise ValueError(
+            f"{name}: expected a 1-D sequence of ints, got {array.dtype} {list(array.shape)}"
+        )
+    if array.size:
+        low, high = int(array.min()), int(array.max())
+        if low < 0 or high >= 2**31:
+            bad = low if low < 0 else high
+            raise ValueError(f"{name}: expected ids in [0, 2**31), got {bad}")
+    return np.ascontiguousarray(array, dtype=np.int32)
+
+
+class Prompt:
+    """A tokenised prompt with its segment keys, hashed once and looked up any number of times.
+
+    Attributes:
+        num_tokens: prompt length.
+        num_segments: whole segments, each with a key.
+        keys: num_segments * 32 bytes.
+        last_key: key of the last whole segment (the root key when there is none).
+        tail: int32 token ids after the last whole segment.
+    """
+
+    __slots__ = ("keys", "last_key", "num_segments", "num_tokens", "tail")
+
+    def __init__(self, token_ids: Any, alignment: int, root: bytes) -> None:
+        tokens = as_token_ids("token_ids", token_ids)
+        if not tokens.size:
+            raise ValueError("token_ids: expected at least one token, got none")
+        self.num_tokens = len(tokens)
+        self.num_segments = len(tokens) // alignment
+        data = tokens.tobytes()
+        key, step, keys = root, 4 * alignment, []
+        for start in range(0, self.num_segments * step, step):
+            key = sha256(key + data[start : start + step]).digest()
+            keys.append(key)
+        self.keys = b"".join(keys)
+        self.last_key = key
+        self.tail = tokens[self.num_segments * alignment :].copy()

@@ -1,0 +1,79 @@
+"""The page pool: which pages are free, and who holds the pages of window groups.
+
+Dense pages have exactly one owner (a request, or the prefix index) and need no counters. Window
+pages can be held by several requests (`users`) and several resume points (`holds`) at once; such a
+page becomes free when both counts are zero, and counts as evictable when only points hold it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .spec import NULL_BLOCK, Int32, Int64
+
+
+class PagePool:
+    """`num_pages` equal pages; page 0 is the null page and is never handed out.
+
+    The free pages form a stack (the page freed last is reused first), so that taking and freeing n
+    pages are each one slice.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        if num_pages < 2:
+            raise ValueError(f"num_pages: expected at least 2 (page 0 is null), got {num_pages}")
+        self.num_pages = num_pages
+        self._stack: Int32 = np.arange(num_pages - 1, -1, -1, dtype=np.int32)
+        self.num_free = num_pages - 1
+        self.users: Int32 = np.zeros(num_pages, dtype=np.int32)
+        self.holds: Int32 = np.zeros(num_pages, dtype=np.int32)
+        self.users[NULL_BLOCK] = 1 << 30  # padding entries name page 0: it must never become free
+        self.num_held_only = 0  # window pages that only resume points hold
+
+    def peek(self, n: int) -> Int32:
+        """The n pages that the next `take(n)` hands out, as a copy."""
+        assert n <= self.num_free
+        return self._stack[self.num_free - n : self.num_free].copy()
+
+    def take(self, n: int) -> None:
+        """Remove from the stack the n pages that `peek(n)` showed."""
+        assert n <= self.num_free
+        self.num_free -= n
+
+    def put(self, pages: Int32 | Int64) -> None:
+        """Give pages back; none may be free already or have users or holds."""
+        n = len(pages)
+        self._stack[self.num_free : self.num_free + n] = pages
+        self.num_free += n
+
+    def use(self, pages: Int32) -> None:
+        """A request starts to read `pages` (distinct, already in use or held)."""
+        self.num_held_only -= int(np.count_nonzero(self.users[pages] == 0))
+        self.users[pages] += 1
+
+    def unuse(self, pages: Int32) -> None:
+        """Requests stop reading `pages` (repeats allowed: several requests may share a page)."""
+        pages = pages[pages != NULL_BLOCK]
+        np.subtract.at(self.users, pages, 1)
+        idle = np.unique(pages[self.users[pages] == 0])
+        held = self.holds[idle] > 0
+        self.num_held_only += int(np.count_nonzero(held))
+        self.put(idle[~held])
+
+    def hold(self, pages: Int32) -> None:
+        """A resume point starts to hold `pages` (distinct but for padding)."""
+        fresh = (self.users[pages] == 0) & (self.holds[pages] == 0)
+        self.num_held_only += int(np.count_nonzero(fresh))
+        np.add.at(self.holds, pages, 1)
+
+    def unhold(self, pages: Int32) -> int:
+        """A resume point lets go of `pages` (distinct but for padding); returns how many got free."""
+        np.subtract.at(self.holds, pages, 1)
+        idle = pages[(self.holds[pages] == 0) & (self.users[pages] == 0)]
+        self.num_held_only -= len(idle)
+        self.put(idle)
+        return len(idle)
+
+    def free_pages(self) -> Int32:
+        """All free pages, next one last (for reports and invariant checks)."""
+        return self._stack[: self.num_free].copy()

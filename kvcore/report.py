@@ -1,0 +1,159 @@
+"""What a look-up found and why, what a cache can reuse, and the recount of all pages."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from .hashing import Prompt
+
+if TYPE_CHECKING:
+    from .manager import KVCache
+
+Reason = Literal[
+    "caching-disabled", "prompt-too-short", "prompt-end", "not-cached", "diverged", "resume-point"
+]
+
+_EXPLANATIONS: dict[Reason, str] = {
+    "caching-disabled": "caching is disabled",
+    "prompt-too-short": "the prompt has no whole segment before its last token",
+    "prompt-end": "the whole prompt was found; its last token is always computed",
+    "not-cached": "nothing of this prompt is cached",
+    "diverged": "the cached chain ends, or differs from the prompt, there",
+    "resume-point": "dense blocks reach further, but no resume point of the window groups does",
+}
+
+
+@dataclass(frozen=True)
+class Match:
+    """Result of a look-up.
+
+    Attributes:
+        num_tokens: tokens that need not be computed, a multiple of the alignment.
+        dense_tokens: tokens whose dense blocks are cached.
+        limited_by: why the hit is not longer (see `explain`).
+        per_group: tokens that each group could serve.
+        prompt: the hashed prompt, to look up again.
+    """
+
+    num_tokens: int
+    dense_tokens: int
+    limited_by: Reason
+    per_group: dict[str, int]
+    prompt: Prompt
+
+    def explain(self) -> str:
+        """One sentence: hit length and what limited it."""
+        return f"{self.num_tokens} of {self.prompt.num_tokens} tokens: {_EXPLANATIONS[self.limited_by]}"
+
+
+def limited_by(enabled: bool, whole: int, usable: int, dense: int, hit: int) -> Reason:
+    """Why a hit of `hit` segments is not longer; all in segments (see `KVCache._match`)."""
+    if not enabled:
+        return "caching-disabled"
+    if usable == 0:
+        return "prompt-too-short"
+    if hit == usable:
+        return "prompt-end"
+    if dense > hit:
+        return "resume-point"
+    return "diverged" if dense else "not-cached"
+
+
+def describe(cache: KVCache) -> str:
+    """What `cache` can reuse: alignment, smallest prefix, retention, cost of a resume point."""
+    layout, a = cache.layout, cache.alignment
+    mib = layout.page_bytes / 2**20
+    retention = {"dense": f"every {a} tokens", "latest": "none besides"}.get(
+        str(cache.retention), f"every {cache.retention} tokens"
+    )
+    lines = [
+        f"{cache.num_pages} pages of {mib:.3g} MiB ({cache.num_pages * mib / 1024:.3g} GiB a layer slot), "
+        f"{cache.max_requests} requests of up to {cache.max_model_len} tokens",
+        f"hits are multiples of {a} tokens; smallest cacheable prefix {a} tokens "
+        f"(a prompt of at least {a + 1}), keys: SHA-256, one per {a} tokens",
+    ]
+    if not cache.enable_caching:
+        lines.append("prefix caching is off")
+    elif cache.hybrid:
+        lines.append(
+            f"resume points: both replay boundaries of a prompt, junctions, the end of a request; "
+            f"retention {cache.retention!r}: {retention}; "
+            f"{layout.pages_per_point} pages each ({layout.pages_per_point * mib:.3g} MiB)"
+        )
+    for g in layout.groups:
+        if g.kind == "dense":
+            lines.append(f"  {g.name}: dense, {g.block_size} tokens a page")
+        else:
+            lines.append(
+                f"  {g.name}: window {g.sliding_window}, {g.block_size} tokens a page, "
+                f"{g.tail_blocks} pages to resume"
+            )
+    return "\n".join(lines)
+
+
+def check_invariants(cache: KVCache) -> None:
+    """Recount pages, holders and locks of `cache` from scratch.
+
+    Raises:
+        AssertionError: any count or owner is wrong.
+    """
+    pool, index, a = cache.pool, cache.index, cache.alignment
+    owners: Counter[int] = Counter(pool.free_pages().tolist())
+    users: Counter[int] = Counter()
+    holds: Counter[int] = Counter()
+    locks: Counter[int] = Counter()
+    segments = locked = points = 0
+    for slot in np.flatnonzero(cache.active).tolist():
+        computed, cached = int(cache.num_computed[slot]), int(cache._cached[slot])
+        assert cached <= computed and cached % a == 0
+        run = cache._runs[slot]
+        assert run.depth * a == cached, "a request's prefix ends at the end of its run"
+        for node in index.path(run):
+            locks[id(node)] += 1
+        path_pages = index.pages_between(run, 0, run.depth)
+        for state in cache.classes:
+            c = state.spec
+            if c.is_window:
+                users.update(p for p in state.table[slot].ravel().tolist() if p)
+                low = max(0, computed - c.reach) // c.block_size
+                blocks = np.arange(low, -(-computed // c.block_size))
+                live = state.table[slot][:, blocks % c.width]
+                assert (live != 0).all(), "a block inside the window has no page"
+            else:
+                row = state.table[slot, :, : -(-computed // c.block_size)]
+                assert (row != 0).all(), "a computed dense block has no page"
+                whole = cached // c.block_size
+                owners.update(row[:, whole:].ravel().tolist())
+                part = path_pages[:, c.segment_offset :][:, : c.num_groups * c.per_segment]
+                part = part.reshape(-1, c.num_groups, c.per_segment).transpose(1, 0, 2)
+                assert (part.reshape(c.num_groups, -1) == row[:, :whole]).all()
+    for run in index.runs():
+        segments += run.length
+        locked += run.length if run.locks else 0
+        assert run.locks == locks[id(run)], "locks count the running requests below"
+        assert run.length > 0 and run.parent is not None and run.start == run.parent.depth
+        assert run.parent.children[run.key(0)] is run
+        assert len(run.keys) == 32 * run.length
+        owners.update(run.pages.ravel().tolist())
+        assert run.depths == sorted(run.points) and all(
+            run.start < d <= run.depth for d in run.depths
+        )
+        for point in run.points.values():
+            points += 1
+            assert point.run is run
+            holds.update(p for p in point.pages.tolist() if p)
+    owners.update(dict.fromkeys(users.keys() | holds.keys(), 1))
+    assert 0 not in owners, "the null page has an owner"
+    assert len(owners) == pool.num_pages - 1, f"{pool.num_pages - 1 - len(owners)} pages leaked"
+    assert set(owners.values()) == {1}, "a page has two owners"
+    assert segments == index.num_segments and locked == index.num_locked_segments
+    assert points == index.num_points
+    held_only = sum(1 for p in holds if not users[p])
+    assert held_only == pool.num_held_only
+    pages = np.arange(1, pool.num_pages)
+    assert [users[p] for p in pages.tolist()] == pool.users[1:].tolist()
+    assert [holds[p] for p in pages.tolist()] == pool.holds[1:].tolist()

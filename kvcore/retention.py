@@ -1,0 +1,62 @@
+"""Retention: at which boundaries of a sequence a resume point is kept.
+
+Whatever the setting, a prompt of P tokens keeps its two replay boundaries (a resend of the same
+prompt is capped at P - 1 tokens, a longer sibling can use floor(P / A) * A), a request keeps the
+junction where it left a cached chain that had no resume point there, and the last boundary
+that it reached when it ended.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .spec import Int64, ragged_arange
+
+
+def parse_retention(retention: str | int, alignment: int) -> int:
+    """Tokens between kept boundaries; 0 for none besides those that are always kept.
+
+    Args:
+        retention: ``"dense"`` (every boundary), ``"latest"`` (none besides), or an interval in tokens.
+        alignment: tokens of one segment.
+
+    Raises:
+        ValueError: unknown word, or an interval that is not a positive multiple of `alignment`.
+    """
+    if retention == "dense":
+        return alignment
+    if retention == "latest":
+        return 0
+    if isinstance(retention, bool) or not isinstance(retention, int):
+        raise ValueError(f"retention: expected 'dense', 'latest' or an int, got {retention!r}")
+    if retention < 1 or retention % alignment:
+        raise ValueError(
+            f"retention: expected a positive multiple of the alignment {alignment}, got {retention}"
+        )
+    return retention
+
+
+def kept_boundaries(start: Int64, end: Int64, always: Int64, interval: int) -> tuple[Int64, Int64]:
+    """Boundaries in (start, end] of each request at which a resume point is kept.
+
+    Args:
+        start, end: [n] tokens before and after the step.
+        always: [n, m] boundaries kept whatever the setting; 0 = none.
+        interval: from `parse_retention`.
+
+    Returns:
+        (rows [k], boundaries [k]) int64, sorted by row, then boundary, without repeats.
+    """
+    inside = (always > start[:, None]) & (always <= end[:, None])
+    rows, columns = np.nonzero(inside)
+    positions = always[rows, columns]
+    if interval:
+        first = start // interval + 1
+        more_rows, index = ragged_arange(first, end // interval + 1 - first)
+        rows = np.concatenate([rows, more_rows])
+        positions = np.concatenate([positions, index * interval])
+    if len(rows) > 1:
+        span = int(end.max()) + 1
+        merged = np.unique(rows * span + positions)
+        rows, positions = merged // span, merged % span
+    return rows, positions

@@ -1,0 +1,236 @@
+"""Vectorised planning and committing of one step, for all groups of one spec at once.
+
+Two kinds of step exist. In a *decode* step every request computes one token: nothing but the open
+block changes, and a new page is needed where a block starts. A *chunk* step is everything
+else (prefill chunks, speculative tokens): a dense group gets pages for all of its new blocks, a
+window group only for the blocks that outlive the chunk: those that the next query can still see, and
+the tails of boundaries that retention keeps. All other rows get slot -1 and are never written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from .pages import PagePool
+from .spec import GroupClass, Int32, Int64, ragged_arange
+
+
+@dataclass
+class Decode:
+    """Plan of one class for requests that compute one token each."""
+
+    fresh_rows: Int64  # requests that start a block in this step
+    within: Int64  # [n] row of the new token in its page
+    pages: Int32 | None = None  # [n, num_groups] page of the new token
+
+
+@dataclass
+class Chunk:
+    """Plan of one class for requests that compute several tokens: the blocks that are written."""
+
+    rows: Int64  # [m] request of each block, ascending
+    blocks: Int64  # [m] block number, ascending within a request
+    is_new: npt.NDArray[np.bool_]  # [m] the block needs a page (else it is the open block)
+    pages: Int32 | None = None  # [m, num_groups]
+
+
+class ClassState:
+    """Tables and open pages of the groups of one spec.
+
+    Args:
+        spec: the class.
+        tables: [max_requests, num_columns] int32, the fused table; this class owns a slice of it.
+        alignment: tokens of one segment.
+        pool: the pages.
+    """
+
+    def __init__(self, spec: GroupClass, tables: Int32, alignment: int, pool: PagePool) -> None:
+        self.spec = spec
+        self.alignment = alignment
+        self.pool = pool
+        k = spec.num_groups
+        columns = tables[:, spec.offset : spec.offset + spec.num_columns]
+        self.table = columns.reshape(len(tables), k, spec.width)
+        assert np.shares_memory(self.table, tables)
+        # Page of the block that position `computed - 1` lies in, while that block is not full.
+        self.open_page: Int32 = np.zeros((len(tables), k), dtype=np.int32)
+        self._groups = np.arange(k)[None, :]
+
+    # Tables.
+
+    def write(self, slots: Int64, blocks: Int64, pages: Int32) -> Int64:
+        """Set the table entries of `blocks` [m] of `slots` [m]; returns their flat columns [m, k]."""
+        columns = (blocks % self.spec.width)[:, None]
+        self.table[slots[:, None], self._groups, columns] = pages
+        return self.spec.offset + self._groups * self.spec.width + columns
+
+    def read(self, slots: Int64, blocks: Int64) -> Int32:
+        """Pages of `blocks` [m, j] of `slots` [m]: [m, k, j]; 0 for blocks before the sequence."""
+        columns = (blocks % self.spec.width)[:, None, :]
+        pages = self.table[slots[:, None, None], self._groups[:, :, None], columns]
+        pages[np.broadcast_to(blocks[:, None, :] < 0, pages.shape)] = 0
+        return pages
+
+    def reopen(self, slots: Int64, computed: Int64) -> None:
+        """Refresh `open_page` from the table after `computed` [n] changed."""
+        blocks = (computed // self.spec.block_size) % self.spec.width
+        self.open_page[slots] = self.table[slots[:, None], self._groups, blocks[:, None]]
+
+    # Decode steps.
+
+    def plan_decode(self, start: Int64) -> Decode:
+        """Which requests start a block at position `start` [n]."""
+        within = start % self.spec.block_size
+        return Decode(np.flatnonzero(within == 0), within)
+
+    def fill_decode(self, plan: Decode, slots: Int64, fresh: Int32) -> Int64:
+        """Give `fresh` pages to the plan; returns the slot mapping [k, n]."""
+        plan.pages = self.open_page[slots]
+        if plan.fresh_rows.size:
+            plan.pages[plan.fresh_rows] = fresh.reshape(-1, self.spec.num_groups)
+        return (plan.pages * np.int64(self.spec.block_size) + plan.within[:, None]).T
+
+    def commit_decode(self, plan: Decode, slots: Int64, start: Int64) -> tuple[Int64, Int64, Int32]:
+        """Make the plan's blocks the request's own; returns table changes (slots, columns, pages)."""
+        assert plan.pages is not None
+        rows = plan.fresh_rows
+        pages = plan.pages[rows]
+        self.open_page[slots] = plan.pages
+        slots, start = slots[rows], start[rows]
+        blocks = start // self.spec.block_size
+        if self.spec.is_window:
+            self._drop_behind(slots, start, blocks)
+            self.pool.users[pages] = 1
+        columns = self.write(slots, blocks, pages)
+        return slots, columns, pages
+
+    def _drop_behind(self, slots: Int64, start: Int64, blocks: Int64) -> None:
+        """Let go of blocks that neither the next queries nor a resume point at the last boundary needs."""
+        spec = self.spec
+        last = blocks - spec.live - 1
+        at_boundary = start % self.alignment == 0
+        # Between boundaries, one block leaves the window; it stays while it is in the boundary's tail.
+        behind = ~at_boundary & (last * spec.block_size >= start - start % self.alignment)
+        if behind.any():
+            self._drop(slots[behind], last[behind][:, None])
+        if at_boundary.any():
+            reach = np.arange(spec.per_segment)
+            self._drop(slots[at_boundary], last[at_boundary][:, None] - reach)
+
+    def _drop(self, slots: Int64, blocks: Int64) -> None:
+        columns = (blocks % self.spec.width)[:, None, :]
+        index = (slots[:, None, None], self._groups[:, :, None], columns)
+        self.pool.unuse(self.table[index].ravel())
+        self.table[index] = 0
+
+    # Chunk steps.
+
+    def plan_chunk(self, start: Int64, end: Int64, kept_rows: Int64, kept: Int64) -> Chunk:
+        """Which blocks of [start, end) are written.
+
+        Args:
+            start, end: [n] tokens before and after the step.
+            kept_rows, kept: requests and boundaries in (start, end] whose tails must survive, sorted.
+        """
+        spec, size = self.spec, self.spec.block_size
+        first, stop = start // size, -(-end // size)
+        rows = np.arange(len(start))
+        if not spec.is_window:
+            rows, blocks = ragged_arange(first, stop - first)
+        else:
+            low = np.maximum(first, np.maximum(0, end - spec.reach) // size)
+            tails = kept // size
+            rows = np.concatenate([kept_rows, rows])
+            lows = np.concatenate([np.maximum(tails - spec.tail, first[kept_rows]), low])
+            highs = np.concatenate([tails, stop])
+            order = np.lexsort((highs, rows))
+            rows, lows, highs = rows[order], lows[order], highs[order]
+            # Intervals of a request ascend; each one starts where those before it stopped.
+            lows = np.minimum(lows, low[rows])
+            lows[1:] = np.where(rows[1:] == rows[:-1], np.maximum(lows[1:], highs[:-1]), lows[1:])
+            which, blocks = ragged_arange(lows, np.maximum(highs - lows, 0))
+            rows = rows[which]
+        return Chunk(rows, blocks, blocks * size >= start[rows])
+
+    def fill_chunk(
+        self, plan: Chunk, slots: Int64, start: Int64, end: Int64, offset: Int64, fresh: Int32
+    ) -> tuple[Int64, Int64]:
+        """Give `fresh` pages to the plan.
+
+        Args:
+            offset: [n] index of each request's first token among the step's tokens.
+
+        Returns:
+            (token indices [t], slots [k, t]) of the rows that are written.
+        """
+        size, rows = self.spec.block_size, plan.rows
+        plan.pages = self.open_page[slots[rows]]
+        plan.pages[plan.is_new] = fresh.reshape(-1, self.spec.num_groups)
+        low = np.maximum(plan.blocks * size, start[rows])
+        high = np.minimum((plan.blocks + 1) * size, end[rows])
+        which, tokens = ragged_arange(offset[rows] + low - start[rows], high - low)
+        within = tokens - (offset[rows] - start[rows] + plan.blocks * size)[which]
+        return tokens, (plan.pages * np.int64(size)).T[:, which] + within
+
+    def commit_dense(self, plan: Chunk, slots: Int64, end: Int64) -> tuple[Int64, Int64, Int32]:
+        """Make the plan's blocks up to `end` [n] the request's own; free the others."""
+        assert plan.pages is not None
+        kept = plan.is_new & (plan.blocks * self.spec.block_size < end[plan.rows])
+        self.pool.put(plan.pages[plan.is_new & ~kept].ravel())
+        where, pages = slots[plan.rows[kept]], plan.pages[kept]
+        return where, self.write(where, plan.blocks[kept], pages), pages
+
+    def tails(self, plan: Chunk, slots: Int64, rows: Int64, boundaries: Int64) -> Int32:
+        """Pages of the tails of `boundaries` [m] of the plan's requests `rows` [m]: [m, k, tail].
+
+        Call before `commit_window`: blocks older than the chunk are read from the ring.
+        """
+        blocks = (boundaries // self.spec.block_size)[:, None] - np.arange(self.spec.tail, 0, -1)
+        return self._pages_of(plan, slots, rows, blocks)
+
+    def _pages_of(self, plan: Chunk, slots: Int64, rows: Int64, blocks: Int64) -> Int32:
+        """Pages of `blocks` [m, j] of requests `rows` [m], from the plan or else from the table."""
+        assert plan.pages is not None
+        pages = self.read(slots[rows], blocks)
+        if not len(plan.rows) or not blocks.size:
+            return pages
+        span = max(int(plan.blocks.max()), int(blocks.max())) + 2
+        written = plan.rows * span + plan.blocks
+        wanted = rows[:, None] * span + np.maximum(blocks, -1)
+        at = np.minimum(np.searchsorted(written, wanted), len(written) - 1)
+        found = (written[at] == wanted) & (blocks >= 0)
+        return np.where(found[:, None, :], plan.pages[at].transpose(0, 2, 1), pages)
+
+    def commit_window(
+        self, plan: Chunk, slots: Int64, end: Int64
+    ) -> tuple[Int64, Int64, Int32, Int32]:
+        """Turn the rings to `end` [n].
+
+        Returns:
+            (slots, columns, pages) of the table changes, and the pages that left the rings: the caller
+            calls `pool.unuse` on them once resume points hold what they need.
+        """
+        assert plan.pages is not None
+        spec, size = self.spec, self.spec.block_size
+        blocks = ((end - 1) // size)[:, None] - np.arange(spec.width)  # [n, width], newest first
+        tail_end = (end // self.alignment * (self.alignment // size))[:, None]
+        live = blocks >= (np.maximum(0, end - spec.reach) // size)[:, None]
+        live |= (blocks < tail_end) & (blocks >= tail_end - spec.tail)
+        live &= blocks >= 0
+        pages = self._pages_of(plan, slots, np.arange(len(slots)), blocks)
+        pages[np.broadcast_to(~live[:, None, :], pages.shape)] = 0
+        old = self.table[slots]
+        fresh = plan.pages[plan.is_new]
+        in_ring = np.isin(fresh, pages)
+        columns = np.broadcast_to((blocks % spec.width)[:, None, :], pages.shape)
+        new = np.empty_like(pages)
+        np.put_along_axis(new, columns, pages, axis=2)
+        self.table[slots] = new
+        self.pool.users[fresh[in_ring]] = 1
+        changed = np.nonzero(new != old)
+        flat = spec.offset + changed[1] * spec.width + changed[2]
+        gone = old[(old != new) & (old != 0)]
+        return slots[changed[0]], flat, new[changed], gone
