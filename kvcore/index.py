@@ -265,6 +265,18 @@ class PrefixIndex:
         run.last_used = self.tick
         return run, known
 
+    def append(self, run: Run, key: bytes, pages: Int32) -> tuple[Run, int]:
+        """`insert` of one segment, quick where `run` is a leaf of one request."""
+        if run.locks != 1 or run.children or run is self.root or run.length == len(run._pages):
+            return self.insert(run, key, pages[None])
+        run._pages[run.length] = pages
+        run.keys += key
+        run.length += 1
+        run.last_used = self.tick
+        self.num_segments += 1
+        self.num_locked_segments += 1
+        return run, 0
+
     def add_point(self, run: Run, depth: int, pages: Int32) -> bool:
         """Keep a resume point at boundary `depth` on the path to `run`; False if one is there."""
         while run.start >= depth:
@@ -381,7 +393,7 @@ class PrefixIndex:
         """Cut `run` at boundary `depth`; returns the upper part. `run` itself stays the lower part."""
         k = depth - run.start
         assert 0 < k < run.length and run.parent is not None
-        upper = Run(run.parent, run.start, run.keys[: k * KEY_BYTES], run.pages[:k].copy())
+        upper = Run(run.parent, run.start, bytes(run.keys[: k * KEY_BYTES]), run.pages[:k].copy())
         upper.locks, upper.last_used, upper.num_uses = run.locks, run.last_used, run.num_uses
         run.parent.children[upper.key(0)] = upper
         run.parent, run.start = upper, depth

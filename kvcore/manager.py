@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from .eviction import LRU, EvictionPolicy
 from .hashing import KEY_BYTES, Prompt, as_token_ids, next_key, root_key
@@ -70,6 +69,7 @@ class StepPlan:
     _version: int = field(repr=False)
     _num_pages: int = field(repr=False)
     _decode_rows: Int64 = field(repr=False)
+    _decode_slots: Int64 = field(repr=False)
     _chunk_rows: Int64 = field(repr=False)
     _decodes: list[Decode] = field(repr=False)
     _chunks: list[Chunk] = field(repr=False)
@@ -130,9 +130,15 @@ class KVCache:
             self.pool, self.layout.pages_per_segment, self.hybrid, policy or LRU()
         )
         self.tables: Int32 = np.zeros((max_requests, self.layout.num_columns), dtype=np.int32)
-        self.classes = [
-            ClassState(c, self.tables, self.alignment, self.pool) for c in self.layout.classes
-        ]
+        self.num_groups = len(self.layout.groups)
+        self._next_slots: Int64 = np.zeros((max_requests, self.num_groups), dtype=np.int64)
+        self.classes: list[ClassState] = []
+        self._class_order: Int64 = np.concatenate([c.groups for c in self.layout.classes])
+        done = 0
+        for c in self.layout.classes:
+            part = self._next_slots[:, done : done + c.num_groups]
+            done += c.num_groups
+            self.classes.append(ClassState(c, self.tables, part, self.alignment, self.pool))
         self.num_computed: Int64 = np.zeros(max_requests, dtype=np.int64)
         self.active = np.zeros(max_requests, dtype=bool)
         self._prompt_len: Int64 = np.zeros(max_requests, dtype=np.int64)
@@ -146,6 +152,7 @@ class KVCache:
         self._slots: dict[Hashable, int] = {}
         self._free_slots = list(range(max_requests - 1, -1, -1))
         self._mark: Int64 = np.zeros(max_requests, dtype=np.int64)
+        self._checked: Int64 | None = None  # slots that `plan` found valid and distinct
         self._version = 0
         self._track_deltas = track_deltas
         self._deltas: list[tuple[Int64, Int32]] = []
@@ -254,6 +261,7 @@ class KVCache:
         prompt = match.prompt
         match, run = self._match(prompt)
         self._changed()
+        self._checked = None
         slot = self._slots[request_id] = self._free_slots.pop()
         hit = match.num_tokens
         self.active[slot] = True
@@ -329,7 +337,7 @@ class KVCache:
         """
         slots = np.asarray(slots, dtype=np.int64)
         counts = np.asarray(num_new_tokens, dtype=np.int64)
-        self._check_step(slots, counts)
+        max_count = self._check_step(slots, counts)
         n = len(slots)
         start = self.num_computed[slots]
         end = start + counts
@@ -339,69 +347,91 @@ class KVCache:
                 f"num_new_tokens: slot {slots[i]} would reach {end[i]} tokens, "
                 f"expected at most max_model_len = {self.max_model_len}"
             )
-        every = np.arange(n)
-        if counts.max() == 1:
-            decode_rows, chunk_rows = every, every[:0]
+        if max_count == 1:
+            decode_rows, chunk_rows = np.arange(n), slots[:0]
         else:
-            decode_rows, chunk_rows = np.flatnonzero(counts == 1), np.flatnonzero(counts > 1)
+            decode_rows, chunk_rows = (counts == 1).nonzero()[0], (counts > 1).nonzero()[0]
         decodes, chunks = [], []
         if len(decode_rows):
-            some = start if len(decode_rows) == n else start[decode_rows]
+            some = start if max_count == 1 else start[decode_rows]
             decodes = [state.plan_decode(some) for state in self.classes]
         if len(chunk_rows):
             chunks = self._plan_chunks(slots[chunk_rows], start[chunk_rows], end[chunk_rows])
-        sizes = [len(d.fresh_rows) * s.spec.num_groups for d, s in zip(decodes, self.classes)]
-        sizes += [int(p.is_new.sum()) * s.spec.num_groups for p, s in zip(chunks, self.classes)]
+        sizes = [len(d.starts) * k for d, k in zip(decodes, self.layout.class_sizes, strict=False)]
+        sizes += [
+            int(p.is_new.sum()) * k for p, k in zip(chunks, self.layout.class_sizes, strict=False)
+        ]
         needed = sum(sizes)
         if needed > self.pool.num_free:
             if needed > self.pool.num_free + self.index.num_evictable:
                 return self._out_of_pages(needed, decodes, chunks)
             self.index.evict(needed - self.pool.num_free)
         pages = self.pool.peek(needed)
-        parts = iter(np.split(pages, np.cumsum(sizes)[:-1]))
-        if not chunks:
-            cu = np.arange(n + 1, dtype=np.int32)
-            positions = start
-        else:
+        if chunks:
             cu = np.zeros(n + 1, dtype=np.int32)
             np.cumsum(counts, out=cu[1:])
             positions = np.arange(cu[-1]) + np.repeat(start - cu[:-1], counts)
-        mapping = np.full((len(self.layout.groups), len(positions)), -1, dtype=np.int64)
-        for decode, state in zip(decodes, self.classes):
-            rows = state.fill_decode(decode, slots[decode_rows], next(parts))
-            if not chunks:
-                mapping[state.spec.groups] = rows
-            else:
-                mapping[state.spec.groups[:, None], cu[decode_rows]] = rows
-        for chunk, state in zip(chunks, self.classes):
+            mapping = np.full((self.num_groups, len(positions)), -1, dtype=np.int64)
+        else:
+            cu, positions = np.arange(n + 1, dtype=np.int32), start
+            mapping = np.empty((self.num_groups, n), dtype=np.int64)
+        rows = slots[:0]
+        if decodes:
+            where = slots if max_count == 1 else slots[decode_rows]
+            rows, pages = self._fill_decodes(decodes, where, pages)
+            mapping[self._class_order[:, None], cu[decode_rows]] = rows.T
+        for chunk, state, size in zip(chunks, self.classes, sizes[len(decodes) :], strict=False):
             offset = cu[chunk_rows].astype(np.int64)
-            tokens, rows = state.fill_chunk(
-                chunk, slots[chunk_rows], start[chunk_rows], end[chunk_rows], offset, next(parts)
+            tokens, where = state.fill_chunk(
+                chunk, slots[chunk_rows], start[chunk_rows], end[chunk_rows], offset, pages[:size]
             )
-            mapping[state.spec.groups[:, None], tokens] = rows
+            mapping[state.spec.groups[:, None], tokens] = where
+            pages = pages[size:]
         return StepPlan(
             slots, counts, cu, end.astype(np.int32), positions, mapping,
-            start, self._version, needed, decode_rows, chunk_rows, decodes, chunks,
+            start, self._version, needed, decode_rows, rows, chunk_rows, decodes, chunks,
         )  # fmt: skip
 
-    def _check_step(self, slots: Int64, counts: Int64) -> None:
+    def _fill_decodes(
+        self, decodes: list[Decode], slots: Int64, pages: Int32
+    ) -> tuple[Int64, Int32]:
+        """Slots of one new token of each of `slots`: ([n, num_groups] in class order, unused pages)."""
+        rows = self._next_slots[slots]
+        column = 0
+        for decode, state in zip(decodes, self.classes, strict=True):
+            k, n = state.spec.num_groups, len(decode.starts)
+            if n:
+                decode.pages, pages = pages[: n * k].reshape(n, k), pages[n * k :]
+                rows[decode.starts, column : column + k] = decode.pages * np.int64(
+                    state.spec.block_size
+                )
+            column += k
+        return rows, pages
+
+    def _check_step(self, slots: Int64, counts: Int64) -> int:
+        """Refuse bad arguments of `plan`; returns the largest count."""
         n = len(slots)
         if slots.ndim != 1 or counts.shape != slots.shape or not n:
             raise ValueError(
                 f"slots, num_new_tokens: expected two vectors of one length > 0, "
                 f"got {list(slots.shape)} and {list(counts.shape)}"
             )
-        if int(slots.min()) < 0 or int(slots.max()) >= self.max_requests:
-            raise ValueError(f"slots: expected 0..{self.max_requests - 1}, got {slots.tolist()}")
-        if not self.active[slots].all():
-            bad = slots[~self.active[slots]].tolist()
-            raise ValueError(f"slots: expected slots of admitted requests, got {bad}")
-        every = np.arange(n)
-        self._mark[slots] = every
-        if (self._mark[slots] != every).any():
-            raise ValueError(f"slots: expected distinct slots, got {slots.tolist()}")
         if int(counts.min()) < 1:
             raise ValueError(f"num_new_tokens: expected at least 1 each, got {counts.tolist()}")
+        if self._checked is None or not np.array_equal(slots, self._checked):
+            if int(slots.min()) < 0 or int(slots.max()) >= self.max_requests:
+                raise ValueError(
+                    f"slots: expected 0..{self.max_requests - 1}, got {slots.tolist()}"
+                )
+            if not self.active[slots].all():
+                bad = slots[~self.active[slots]].tolist()
+                raise ValueError(f"slots: expected slots of admitted requests, got {bad}")
+            every = np.arange(n)
+            self._mark[slots] = every
+            if (self._mark[slots] != every).any():
+                raise ValueError(f"slots: expected distinct slots, got {slots.tolist()}")
+            self._checked = slots.copy()
+        return int(counts.max())
 
     def _kept(self, slots: Int64, start: Int64, end: Int64) -> tuple[Int64, Int64]:
         """Boundaries in (start, end] that get a resume point: (rows, boundaries)."""
@@ -422,12 +452,12 @@ class KVCache:
     def _out_of_pages(self, needed: int, decodes: list[Decode], chunks: list[Chunk]) -> OutOfPages:
         per_class = [0] * len(self.classes)
         for i, d in enumerate(decodes):
-            per_class[i] += len(d.fresh_rows)
+            per_class[i] += len(d.starts)
         for i, p in enumerate(chunks):
             per_class[i] += int(p.is_new.sum())
         per_group = {
             self.layout.groups[g].name: count
-            for state, count in zip(self.classes, per_class)
+            for state, count in zip(self.classes, per_class, strict=True)
             for g in state.spec.groups.tolist()
         }
         worst = max(per_group, key=lambda name: per_group[name])
@@ -479,8 +509,10 @@ class KVCache:
         if plan._decodes:
             some = plan._decode_rows
             where, begin = (slots, start) if len(some) == len(slots) else (slots[some], start[some])
-            for decode, state in zip(plan._decodes, self.classes):
-                self._delta(*state.commit_decode(decode, where, begin))
+            self._next_slots[where] = plan._decode_slots + 1
+            for decode, state in zip(plan._decodes, self.classes, strict=True):
+                if len(decode.starts):
+                    self._delta(*state.commit_decode(decode, where, begin))
         self.num_computed[slots] = end
         if self.max_draft_tokens:
             floor = np.maximum(self._rollback_floor[slots], end - self.max_draft_tokens)
@@ -493,7 +525,7 @@ class KVCache:
                 self._add_point(int(chunk_slots[row]), int(kept[i]), pages)
         for pages in gone:
             self.pool.unuse(pages)
-        for chunk, state in zip(plan._chunks, self.classes):
+        for chunk, state in zip(plan._chunks, self.classes, strict=False):
             if state.spec.is_window:  # blocks that no ring and no resume point took
                 assert chunk.pages is not None
                 fresh = chunk.pages[chunk.is_new].ravel()
@@ -504,7 +536,7 @@ class KVCache:
     ) -> tuple[list[Int32], list[Int32]]:
         """Tables of the chunk requests; returns the tails of kept boundaries and pages that left rings."""
         tails, gone = [], []
-        for chunk, state in zip(plan._chunks, self.classes):
+        for chunk, state in zip(plan._chunks, self.classes, strict=True):
             if state.spec.is_window:
                 tails.append(state.tails(chunk, slots, kept_rows, kept))
                 where, columns, pages, left = state.commit_window(chunk, slots, end)
@@ -532,15 +564,67 @@ class KVCache:
             skip = max(0, int(self._prompt_len[slot] - start[row]))
             tokens = ids[first + skip : first + int(end[row] - start[row])]
             self._feed(slot, int(start[row]) + skip, tokens)
-        closing = np.flatnonzero(end - end % a > self._cached[slots])
-        decode = set(rows.tolist()) if len(plan._chunk_rows) else None
-        for row in closing.tolist():
-            slot, to = int(slots[row]), int(end[row]) // a * a
-            self._close(slot, to)
-            if decode is None or row in decode:
-                one = slots[row : row + 1]
-                for boundary in self._kept(one, start[row : row + 1], end[row : row + 1])[1]:
-                    self._add_point(slot, int(boundary), self._ring_tail(slot, int(boundary)))
+        closing = (end - self._cached[slots] >= a).nonzero()[0]
+        if not len(plan._chunk_rows):
+            self._close_decodes(slots[closing], end[closing])
+        elif len(closing):
+            for row in closing.tolist():
+                self._close(int(slots[row]), int(end[row]) // a * a)
+            one = closing[plan.num_new_tokens[closing] == 1]
+            self._keep_decodes(slots[one], end[one])
+
+    def _close_decodes(self, slots: Int64, end: Int64) -> None:
+        """Cache the segment that each of `slots` completed with one token; `end` are boundaries."""
+        if not len(slots):
+            return
+        segments = end // self.alignment - 1
+        pages = self._segment_pages(slots, segments)
+        tokens = self._open_tokens[slots].tobytes()
+        size = 4 * self.alignment
+        for i, slot in enumerate(slots.tolist()):
+            segment, prompt = int(segments[i]), self._prompts[slot]
+            assert prompt is not None
+            if segment < prompt.num_segments:
+                key = prompt.keys[segment * KEY_BYTES : (segment + 1) * KEY_BYTES]
+            else:
+                key = next_key(self._last_keys[slot], tokens[i * size : (i + 1) * size])
+                self._last_keys[slot] = key
+            run, known = self.index.append(self._runs[slot], key, pages[i])
+            self._runs[slot] = run
+            if known:
+                self._adopt(slot, segment, pages[i : i + 1])
+        self._cached[slots] = end
+        self._keep_decodes(slots, end)
+
+    def _keep_decodes(self, slots: Int64, end: Int64) -> None:
+        """Resume points that retention wants at `end` [n], boundaries reached with one token."""
+        if not self.interval and (end > self._prompt_len[slots]).all():
+            return
+        rows, kept = self._kept(slots, end - 1, end)
+        for row, boundary in zip(rows.tolist(), kept.tolist(), strict=True):
+            slot = int(slots[row])
+            self._add_point(slot, boundary, self._ring_tail(slot, boundary))
+
+    def _segment_pages(self, slots: Int64, segments: Int64) -> Int32:
+        """Dense pages of one segment of each of `slots`: [n, pages_per_segment]."""
+        parts = []
+        for state in self.classes:
+            c = state.spec
+            if not c.is_window:
+                if c.per_segment == 1:
+                    parts.append(state.table[slots, :, segments])
+                else:
+                    blocks = (segments * c.per_segment)[:, None] + np.arange(c.per_segment)
+                    parts.append(state.read(slots, blocks).reshape(len(slots), -1))
+        if len(parts) == 1:
+            return parts[0]
+        return np.concatenate(parts, axis=1) if parts else np.empty((len(slots), 0), np.int32)
+
+    def _adopt(self, slot: int, first: int, pages: Int32) -> None:
+        """Segments from `first` on were cached by someone else: keep one copy, theirs."""
+        self.pool.put(pages.ravel())
+        theirs = self.index.pages_between(self._runs[slot], first, first + len(pages))
+        self._fill_dense(slot, first, theirs)
 
     def _feed(self, slot: int, start: int, tokens: Int32) -> None:
         """Append tokens past the prompt to the open segment; segments before the last are cached here."""
@@ -563,21 +647,11 @@ class KVCache:
             key = next_key(self._last_keys[slot], self._open_tokens[slot].tobytes())
             self._last_keys[slot] = key
             keys += key
-        parts = []
-        for state in self.classes:
-            c = state.spec
-            if not c.is_window:
-                part = state.table[slot, :, first * c.per_segment : last * c.per_segment]
-                part = part.reshape(c.num_groups, last - first, c.per_segment)
-                parts.append(part.transpose(1, 0, 2).reshape(last - first, -1))
-        pages = np.concatenate(parts, axis=1) if parts else np.empty((last - first, 0), np.int32)
-        run, known = self.index.insert(self._runs[slot], keys, pages)
+        segments = np.arange(first, last)
+        pages = self._segment_pages(np.full(last - first, slot), segments)
+        self._runs[slot], known = self.index.insert(self._runs[slot], keys, pages)
         if known:
-            # Someone else cached these segments first: keep one copy, theirs.
-            self.pool.put(pages[:known].ravel())
-            theirs = self.index.pages_between(run, first, first + known)
-            self._fill_dense(slot, first, theirs)
-        self._runs[slot] = run
+            self._adopt(slot, first, pages[:known])
         self._cached[slot] = to
 
     def _ring_tail(self, slot: int, boundary: int) -> Int32:
@@ -629,7 +703,7 @@ class KVCache:
                     self.pool.unuse(pages)
                 else:
                     self.pool.put(pages)
-                state.write(np.repeat(slots, len(blocks)), blocks, np.int32(0))
+                state.write(np.repeat(slots, len(blocks)), blocks, np.zeros(1, np.int32))
             state.reopen(slots, np.array([new]))
         self.num_computed[slot] = new
 
@@ -644,6 +718,7 @@ class KVCache:
         """
         slot = self.slot_of(request_id)
         self._changed()
+        self._checked = None
         computed, cached = int(self.num_computed[slot]), int(self._cached[slot])
         if self.hybrid and cached and self.enable_caching:
             self._add_point(slot, cached, self._ring_tail(slot, cached))

@@ -28,6 +28,7 @@ class PagePool:
         self.users: Int32 = np.zeros(num_pages, dtype=np.int32)
         self.holds: Int32 = np.zeros(num_pages, dtype=np.int32)
         self.users[NULL_BLOCK] = 1 << 30  # padding entries name page 0: it must never become free
+        self._mark: Int32 = np.empty(num_pages, dtype=np.int32)
         self.num_held_only = 0  # window pages that only resume points hold
 
     def peek(self, n: int) -> Int32:
@@ -55,10 +56,15 @@ class PagePool:
         """Requests stop reading `pages` (repeats allowed: several requests may share a page)."""
         pages = pages[pages != NULL_BLOCK]
         np.subtract.at(self.users, pages, 1)
-        idle = np.unique(pages[self.users[pages] == 0])
+        idle = pages[self.users[pages] == 0]
+        order = np.arange(len(idle), dtype=np.int32)
+        self._mark[idle] = order
+        idle = idle[self._mark[idle] == order]  # each page once
         held = self.holds[idle] > 0
-        self.num_held_only += int(np.count_nonzero(held))
-        self.put(idle[~held])
+        if held.any():
+            self.num_held_only += int(np.count_nonzero(held))
+            idle = idle[~held]
+        self.put(idle)
 
     def hold(self, pages: Int32) -> None:
         """A resume point starts to hold `pages` (distinct but for padding)."""

@@ -143,6 +143,7 @@ class Layout:
         ]
         self.dense = [c for c in self.classes if not c.is_window]
         self.windows = [c for c in self.classes if c.is_window]
+        self.class_sizes = [c.num_groups for c in self.classes]
         self.num_columns = 0
         for c in self.classes:
             c.offset = self.num_columns

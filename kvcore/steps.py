@@ -22,9 +22,8 @@ from .spec import GroupClass, Int32, Int64, ragged_arange
 class Decode:
     """Plan of one class for requests that compute one token each."""
 
-    fresh_rows: Int64  # requests that start a block in this step
-    within: Int64  # [n] row of the new token in its page
-    pages: Int32 | None = None  # [n, num_groups] page of the new token
+    starts: Int64  # requests that start a block in this step
+    pages: Int32 | None = None  # [len(starts), num_groups]
 
 
 @dataclass
@@ -43,11 +42,14 @@ class ClassState:
     Args:
         spec: the class.
         tables: [max_requests, num_columns] int32, the fused table; this class owns a slice of it.
+        next_slots: [max_requests, num_groups] int64, this class's slice of the next tokens' slots.
         alignment: tokens of one segment.
         pool: the pages.
     """
 
-    def __init__(self, spec: GroupClass, tables: Int32, alignment: int, pool: PagePool) -> None:
+    def __init__(
+        self, spec: GroupClass, tables: Int32, next_slots: Int64, alignment: int, pool: PagePool
+    ) -> None:
         self.spec = spec
         self.alignment = alignment
         self.pool = pool
@@ -55,8 +57,8 @@ class ClassState:
         columns = tables[:, spec.offset : spec.offset + spec.num_columns]
         self.table = columns.reshape(len(tables), k, spec.width)
         assert np.shares_memory(self.table, tables)
-        # Page of the block that position `computed - 1` lies in, while that block is not full.
-        self.open_page: Int32 = np.zeros((len(tables), k), dtype=np.int32)
+        # Slot of the next token, page * block_size + row, while the open block is not full.
+        self.next_slots = next_slots
         self._groups = np.arange(k)[None, :]
 
     # Tables.
@@ -71,58 +73,49 @@ class ClassState:
         """Pages of `blocks` [m, j] of `slots` [m]: [m, k, j]; 0 for blocks before the sequence."""
         columns = (blocks % self.spec.width)[:, None, :]
         pages = self.table[slots[:, None, None], self._groups[:, :, None], columns]
-        pages[np.broadcast_to(blocks[:, None, :] < 0, pages.shape)] = 0
-        return pages
+        return np.where(blocks[:, None, :] < 0, np.int32(0), pages)
 
     def reopen(self, slots: Int64, computed: Int64) -> None:
-        """Refresh `open_page` from the table after `computed` [n] changed."""
-        blocks = (computed // self.spec.block_size) % self.spec.width
-        self.open_page[slots] = self.table[slots[:, None], self._groups, blocks[:, None]]
+        """Refresh `next_slots` from the table after `computed` [n] changed."""
+        size = self.spec.block_size
+        blocks = (computed // size) % self.spec.width
+        pages = self.table[slots[:, None], self._groups, blocks[:, None]]
+        self.next_slots[slots] = pages * np.int64(size) + (computed % size)[:, None]
 
     # Decode steps.
 
     def plan_decode(self, start: Int64) -> Decode:
         """Which requests start a block at position `start` [n]."""
-        within = start % self.spec.block_size
-        return Decode(np.flatnonzero(within == 0), within)
-
-    def fill_decode(self, plan: Decode, slots: Int64, fresh: Int32) -> Int64:
-        """Give `fresh` pages to the plan; returns the slot mapping [k, n]."""
-        plan.pages = self.open_page[slots]
-        if plan.fresh_rows.size:
-            plan.pages[plan.fresh_rows] = fresh.reshape(-1, self.spec.num_groups)
-        return (plan.pages * np.int64(self.spec.block_size) + plan.within[:, None]).T
+        return Decode((start % self.spec.block_size == 0).nonzero()[0])
 
     def commit_decode(self, plan: Decode, slots: Int64, start: Int64) -> tuple[Int64, Int64, Int32]:
         """Make the plan's blocks the request's own; returns table changes (slots, columns, pages)."""
         assert plan.pages is not None
-        rows = plan.fresh_rows
-        pages = plan.pages[rows]
-        self.open_page[slots] = plan.pages
-        slots, start = slots[rows], start[rows]
+        slots, start = slots[plan.starts], start[plan.starts]
         blocks = start // self.spec.block_size
         if self.spec.is_window:
             self._drop_behind(slots, start, blocks)
-            self.pool.users[pages] = 1
-        columns = self.write(slots, blocks, pages)
-        return slots, columns, pages
+            self.pool.users[plan.pages] = 1
+        return slots, self.write(slots, blocks, plan.pages), plan.pages
 
     def _drop_behind(self, slots: Int64, start: Int64, blocks: Int64) -> None:
         """Let go of blocks that neither the next queries nor a resume point at the last boundary needs."""
         spec = self.spec
         last = blocks - spec.live - 1
-        at_boundary = start % self.alignment == 0
-        # Between boundaries, one block leaves the window; it stays while it is in the boundary's tail.
-        behind = ~at_boundary & (last * spec.block_size >= start - start % self.alignment)
-        if behind.any():
-            self._drop(slots[behind], last[behind][:, None])
-        if at_boundary.any():
+        inside = start % self.alignment
+        at = (inside == 0).nonzero()[0]
+        if at.size:
             reach = np.arange(spec.per_segment)
-            self._drop(slots[at_boundary], last[at_boundary][:, None] - reach)
+            self._drop(slots[at].repeat(spec.per_segment), (last[at][:, None] - reach).ravel())
+        if spec.per_segment > spec.live + 1:
+            # Between boundaries, one block leaves the window; it stays while the boundary needs it.
+            passed = (last * spec.block_size >= start - inside) & (inside != 0)
+            at = passed.nonzero()[0]
+            if at.size:
+                self._drop(slots[at], last[at])
 
     def _drop(self, slots: Int64, blocks: Int64) -> None:
-        columns = (blocks % self.spec.width)[:, None, :]
-        index = (slots[:, None, None], self._groups[:, :, None], columns)
+        index = (slots[:, None], self._groups, (blocks % self.spec.width)[:, None])
         self.pool.unuse(self.table[index].ravel())
         self.table[index] = 0
 
@@ -167,7 +160,7 @@ class ClassState:
             (token indices [t], slots [k, t]) of the rows that are written.
         """
         size, rows = self.spec.block_size, plan.rows
-        plan.pages = self.open_page[slots[rows]]
+        plan.pages = (self.next_slots[slots[rows]] // size).astype(np.int32)
         plan.pages[plan.is_new] = fresh.reshape(-1, self.spec.num_groups)
         low = np.maximum(plan.blocks * size, start[rows])
         high = np.minimum((plan.blocks + 1) * size, end[rows])
