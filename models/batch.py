@@ -52,14 +52,17 @@ class BatchBuilder:
     """Keeps a copy of the block tables on the device, and makes the tensors of a step from its plan.
 
     Only table entries that changed since the last step travel to the device.
+
+    kv: an allocator made with ``track_deltas=True``; nobody else may take its deltas.
     """
 
     def __init__(self, kv: KVCache, device: torch.device | str) -> None:
         self._kv = kv
+        self._groups = kv.layout.groups
+        self._columns = [kv.layout.columns(g) for g in range(len(self._groups))]
         self._device = torch.device(device)
         kv.take_deltas()  # the copy below starts from the present state
-        self._tables = torch.from_numpy(np.array(kv.tables)).to(self._device)
-        self._columns = [kv.columns(g) for g in range(len(kv.groups))]
+        self._tables = torch.from_numpy(kv.tables).to(self._device, copy=True)
 
     def build(
         self, plan: StepPlan, slots: Sequence[int], input_ids: np.ndarray, logits_rows: np.ndarray
@@ -69,14 +72,12 @@ class BatchBuilder:
         plan: of ``kv.plan(slots, ...)``, sequences with one new token first.
         input_ids: [num_tokens] int32, the new tokens of all sequences. logits_rows: [num_rows] int64.
         """
-        index, value = self._kv.take_deltas()
-        if len(index):
-            self._tables.view(-1)[self._to_device(index)] = self._to_device(value)
+        self._update_tables()
         rows = self._to_device(np.asarray(slots, dtype=np.int64))
         q_lens = np.diff(plan.cu_seqlens_q)
         max_seq_len = int(plan.seq_lens.max())
         block_tables = []
-        for spec, (first, width) in zip(self._kv.groups, self._columns, strict=True):
+        for spec, (first, width) in zip(self._groups, self._columns, strict=True):
             if (
                 spec.kind == "dense"
             ):  # a ring needs its whole width, a linear table only what is in use
@@ -97,6 +98,13 @@ class BatchBuilder:
             logits_rows=self._to_device(logits_rows),
             attn=attn,
         )
+
+    def _update_tables(self) -> None:
+        index, _ = self._kv.take_deltas()
+        if len(index):
+            # An entry may have changed twice; its present value for both makes their order irrelevant on the device.
+            value = self._kv.tables.reshape(-1)[index]
+            self._tables.view(-1)[self._to_device(index)] = self._to_device(value)
 
     def _to_device(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
