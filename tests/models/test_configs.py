@@ -1,0 +1,214 @@
+"""Configurations: reading config.json with its traps, and dealing layers into cache groups."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from quire.models.cache import PagePool, cache_groups, num_slots
+from quire.models.configs import CONFIGS, FULL, SLIDING, AttentionConfig, RopeConfig, get_config
+from quire.models.hf_config import from_hf, to_hf
+
+
+def read(config: dict, name: str = "x"):
+    return from_hf(json.loads(json.dumps(config)), name=name)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_config_json_round_trip(name):
+    assert read(to_hf(CONFIGS[name]), name) == CONFIGS[name]
+
+
+def test_unknown_name_lists_the_known():
+    with pytest.raises(ValueError, match=r"name: expected one of .*gemma-4-31b.*got 'gemma-5'"):
+        get_config("gemma-5")
+
+
+def test_sparse_multimodal_gemma3():
+    """The repository's 4B file leaves most keys out, and says rope_scaling instead of rope_parameters."""
+    config = {
+        "model_type": "gemma3",
+        "eos_token_id": [1, 106],
+        "text_config": {
+            "model_type": "gemma3_text",
+            "hidden_size": 2560,
+            "intermediate_size": 10240,
+            "num_hidden_layers": 34,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+            "sliding_window": 1024,
+        },
+        "vision_config": {"hidden_size": 1152},
+    }
+    assert read(config, "gemma-3-4b") == replace(CONFIGS["gemma-3-4b"], eos_token_ids=(1, 106))
+
+
+def test_older_keys_of_gemma3():
+    config = to_hf(CONFIGS["gemma3-tiny"])
+    del config["layer_types"], config["rope_parameters"]
+    config |= {"sliding_window_pattern": 3, "rope_theta": 5e5, "rope_local_base_freq": 2e4}
+    got = read(config | {"rope_scaling": {"type": "linear", "factor": 4.0}})
+    assert got.layer_types == CONFIGS["gemma3-tiny"].layer_types
+    assert got.full.rope == RopeConfig("linear", 5e5, factor=4.0)
+    assert got.sliding.rope == RopeConfig("default", 2e4)  # never scaled
+    assert read(config | {"rope_scaling": None}).full.rope == RopeConfig("default", 5e5)
+
+
+def test_defaults_of_gemma4():
+    got = read({"model_type": "gemma4_text", "hidden_size_per_layer_input": 0})
+    assert got.vocab_size == 262144 and got.hidden_size == 2304 and got.num_layers == 30
+    assert got.final_logit_softcapping is None
+    assert got.sliding == AttentionConfig(8, 4, 256, RopeConfig("default", 1e4), sliding_window=512)
+    proportional = RopeConfig("proportional", 1e6, partial_rotary_factor=0.25)
+    assert got.full == AttentionConfig(8, 4, 512, proportional)
+    assert got.layer_types == ((SLIDING,) * 5 + (FULL,)) * 5
+
+
+def test_gemma4_last_layer_is_full_whatever_the_list_says():
+    config = to_hf(CONFIGS["gemma4-tiny"]) | {"layer_types": [SLIDING] * 6}
+    assert read(config).layer_types == (SLIDING,) * 5 + (FULL,)
+
+
+def test_gemma4_global_kv_heads_need_k_eq_v():
+    config = to_hf(CONFIGS["gemma4-tiny"]) | {"attention_k_eq_v": False}
+    assert read(config).full.num_kv_heads == config["num_key_value_heads"]
+
+
+def test_gemma4_per_layer_config():
+    config = to_hf(CONFIGS["gemma4-tiny"])
+    del config["global_head_dim"], config["num_global_key_value_heads"]
+    config["per_layer_config"] = {
+        str(i): {"head_dim": 32, "num_key_value_heads": 1} for i in (2, 5)
+    }
+    assert read(config, "gemma4-tiny") == CONFIGS["gemma4-tiny"]
+    config["per_layer_config"]["2"]["head_dim"] = 64
+    with pytest.raises(NotImplementedError, match="per_layer_config: supported are"):
+        read(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("gemma4-tiny", {"hidden_size_per_layer_input": 8}, "per-layer embeddings .*=8"),
+        ("gemma4-tiny", {"hidden_size_per_layer_input": ...}, "per-layer embeddings .*=256"),
+        ("gemma4-tiny", {"enable_moe_block": True}, "mixture of experts"),
+        ("gemma4-tiny", {"num_kv_shared_layers": 3}, "shared-KV layers .*=3"),
+        (
+            "gemma4-tiny",
+            {"use_bidirectional_attention": "all"},
+            "use_bidirectional_attention='all'",
+        ),
+        ("gemma3-tiny", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+        ("gemma3-tiny", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
+        ("gemma3-tiny", {"tie_word_embeddings": False}, "tie_word_embeddings=False"),
+        ("gemma3-tiny", {"attention_bias": True}, "attention_bias=True"),
+        ("gemma3-tiny", {"hidden_activation": "silu"}, "hidden_activation='silu'"),
+        ("gemma3-tiny", {"quantization_config": {"bits": 4}}, "quantization_config"),
+        ("gemma3-tiny", {"rope_scaling": {"rope_type": "yarn"}}, "rope_type: .*got 'yarn'"),
+        ("gemma3-tiny", {"model_type": "llama"}, "model_type: supported are .*got 'llama'"),
+    ],
+)
+def test_unsupported_features_are_named(name, change, message):
+    config = to_hf(CONFIGS[name]) | change
+    config = {key: value for key, value in config.items() if value is not ...}
+    with pytest.raises(NotImplementedError, match=message):
+        read(config)
+
+
+def test_all_unsupported_features_in_one_message():
+    config = to_hf(CONFIGS["gemma4-tiny"]) | {"enable_moe_block": True, "num_kv_shared_layers": 2}
+    with pytest.raises(NotImplementedError, match=r"mixture of experts.*shared-KV"):
+        read(config)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_key_value_heads": 3}, "num_kv_heads: expected a divisor of num_heads=4, got 3"),
+        ({"head_dim": 31}, "head_dim: expected an even number"),
+        ({"sliding_window": 0}, "sliding_window: expected >= 1, got 0"),
+        ({"num_hidden_layers": 9}, "layer_types: expected num_hidden_layers=9 entries, got 7"),
+        ({"layer_types": ["other"] * 7}, r"layer_types: .*got \['other'\]"),
+    ],
+)
+def test_contradictions(change, message):
+    with pytest.raises(ValueError, match=message):
+        read(to_hf(CONFIGS["gemma3-tiny"]) | change)
+
+
+# (page bytes, block of sliding and full groups, layers a group, sliding groups, bytes of a page id), bf16, base block 16
+GROUPS = {
+    "gemma-3-1b": (16384, 16, 16, 4, 6, 65536),
+    "gemma-3-4b": (65536, 16, 16, 5, 6, 327680),
+    "gemma-3-12b": (131072, 16, 16, 8, 5, 1048576),
+    "gemma-3-27b": (131072, 16, 16, 10, 6, 1310720),
+    "gemma-4-31b": (262144, 16, 32, 10, 5, 2621440),
+}
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_cache_groups_of_real_models(name):
+    page_bytes, sliding_block, full_block, layers, num_sliding, id_bytes = GROUPS[name]
+    groups, placement = cache_groups(CONFIGS[name], torch.bfloat16)
+    assert [g.kind for g in groups] == ["dense"] + ["window"] * num_sliding
+    assert {g.block_size for g in groups if g.kind == "window"} == {sliding_block}
+    assert groups[0].block_size == full_block
+    assert {g.page_bytes for g in groups} == {page_bytes}
+    assert num_slots(placement) == layers and layers * page_bytes == id_bytes
+    assert len(set(placement)) == len(placement)  # no two layers share a slot of a group
+    kinds = {place.group: set() for place in placement}
+    for layer, place in enumerate(placement):
+        kinds[place.group].add(CONFIGS[name].layer_types[layer])
+    assert all(len(kind) == 1 for kind in kinds.values())
+
+
+def test_group_size_is_the_commoner_kind_when_counts_are_close():
+    base = CONFIGS["gemma3-tiny"]
+    groups, placement = cache_groups(
+        replace(base, layer_types=(SLIDING,) * 4 + (FULL,) * 3), torch.float32
+    )
+    assert len(groups) == 2 and num_slots(placement) == 4
+
+
+def test_page_sizes_that_do_not_divide_are_padded():
+    """Three heads against two: 16 tokens a page everywhere, and a third of the lighter page unused."""
+    base = CONFIGS["gemma4-tiny"]
+    config = replace(
+        base,
+        sliding=replace(base.sliding, num_heads=6, num_kv_heads=3),
+        full=replace(base.full, num_heads=6, num_kv_heads=1),
+    )
+    groups, placement = cache_groups(config, torch.float32)
+    assert {g.block_size for g in groups} == {16} and groups[0].page_bytes == 2 * 16 * 48 * 4
+    pool = PagePool(config, groups, placement, num_pages=3, dtype=torch.float32, device="cpu")
+    full = pool.layers[2]
+    assert full.k_pages.shape == full.v_pages.shape == (3, 16, 1, 32)
+    for page in range(3):
+        full.k_pages[page], full.v_pages[page] = 2.0 * page, 2.0 * page + 1
+    for page in range(3):
+        assert full.k_pages[page].eq(2 * page).all() and full.v_pages[page].eq(2 * page + 1).all()
+
+
+def test_layers_of_a_slot_share_memory_and_slots_do_not():
+    config = CONFIGS["gemma4-tiny"]
+    groups, placement = cache_groups(config, torch.float32)
+    pool = PagePool(config, groups, placement, num_pages=4, dtype=torch.float32, device="cpu")
+    for a, first in zip(pool.layers, placement, strict=True):
+        for b, second in zip(pool.layers, placement, strict=True):
+            same = a.k_pages.untyped_storage().data_ptr() == b.k_pages.untyped_storage().data_ptr()
+            assert same == (first.slot == second.slot)
+
+
+def test_bad_sizes():
+    with pytest.raises(ValueError, match="base_block_size: expected >= 1, got 0"):
+        cache_groups(CONFIGS["gemma3-tiny"], torch.float32, base_block_size=0)
+    groups, placement = cache_groups(CONFIGS["gemma3-tiny"], torch.float32)
+    with pytest.raises(ValueError, match="num_pages: expected >= 2"):
+        PagePool(
+            CONFIGS["gemma3-tiny"],
+            groups,
+            placement,
+            num_pages=1,
+            dtype=torch.float32,
+            device="cpu",
+        )

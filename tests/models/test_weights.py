@@ -1,0 +1,109 @@
+"""Checkpoints: name variants, shards, and one error that names everything wrong."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from quire.models.configs import get_config
+from quire.models.weights import INDEX_FILE, load_config, load_model, random_model, save_checkpoint
+
+CONFIG = get_config("gemma4-tiny")
+
+
+def write(path, rename=lambda name: name, extra=(), config=lambda c: c, model=None):
+    """A checkpoint whose tensors are renamed, with extra tensors and a changed config.json."""
+    model = model or random_model(CONFIG)
+    save_checkpoint(model, path)
+    tensors = load_file(path / "model.safetensors")
+    renamed = {rename(name): tensor for name, tensor in tensors.items()} | dict(extra)
+    save_file(renamed, path / "model.safetensors")
+    raw = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config(raw)))
+    return model
+
+
+def assert_same_weights(a, b):
+    mine, other = dict(a.named_parameters()), dict(b.named_parameters())
+    assert mine.keys() == other.keys()
+    assert all(torch.equal(mine[name], other[name]) for name in mine)
+
+
+def multimodal(raw):
+    top = {"model_type": "gemma4", "architectures": ["Gemma4ForConditionalGeneration"]}
+    return top | {"text_config": raw, "vision_config": {}}
+
+
+@pytest.mark.parametrize("prefix", ["model.", "model.language_model.", "language_model.model.", ""])
+def test_name_variants(tmp_path, prefix):
+    extra = {
+        "lm_head.weight": torch.zeros(2, 2),  # tied: never read
+        "language_model.lm_head.weight": torch.zeros(2, 2),
+        "model.vision_tower.layer.weight": torch.zeros(1),
+        "vision_tower.layer.weight": torch.zeros(1),
+        "multi_modal_projector.weight": torch.zeros(1),
+        "model.embed_vision.embedding_projection.weight": torch.zeros(1),
+    }
+    model = write(tmp_path, lambda name: prefix + name.removeprefix("model."), extra, multimodal)
+    loaded = load_model(tmp_path)
+    assert_same_weights(loaded, model)
+    assert loaded.config.layer_types == CONFIG.layer_types
+
+
+def test_shards(tmp_path):
+    model = random_model(CONFIG)
+    save_checkpoint(model, tmp_path, max_shard_bytes=50_000)
+    files = sorted(file.name for file in tmp_path.glob("*.safetensors"))
+    assert len(files) > 3 and (tmp_path / INDEX_FILE).is_file()
+    assert_same_weights(load_model(tmp_path), model)
+    (tmp_path / files[1]).unlink()
+    with pytest.raises(ValueError, match=rf"path: expected the files \['{files[1]}'\]"):
+        load_model(tmp_path)
+
+
+def test_one_error_names_missing_unexpected_and_misshaped(tmp_path):
+    save_checkpoint(random_model(CONFIG), tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.layer_scalar"], tensors["model.norm.weight"]
+    tensors["model.layers.2.self_attn.v_proj.weight"] = torch.zeros(32, 64)  # this layer has k_eq_v
+    tensors["model.layers.0.self_attn.k_norm.weight"] = torch.zeros(17)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError) as error:
+        load_model(tmp_path)
+    message = str(error.value)
+    assert "missing ['layers.1.layer_scalar', 'norm.weight']" in message
+    assert "unexpected ['layers.2.self_attn.v_proj.weight']" in message
+    assert "misshaped ['layers.0.self_attn.k_norm.weight [17] (expected [16])']" in message
+
+
+def test_dtype_comes_from_the_file_unless_given(tmp_path):
+    model = write(tmp_path, model=random_model(CONFIG, dtype=torch.bfloat16))
+    assert load_model(tmp_path).dtype == torch.bfloat16
+    wide = load_model(tmp_path, dtype=torch.float32)
+    assert wide.dtype == torch.float32
+    assert torch.equal(wide.norm.weight, model.norm.weight.float())
+    write(tmp_path, config=lambda raw: multimodal(raw | {"dtype": "float32"}))
+    assert load_model(tmp_path).dtype == torch.float32
+    write(tmp_path, config=lambda raw: {k: v for k, v in raw.items() if k != "dtype"})
+    assert load_model(tmp_path).dtype == torch.bfloat16
+
+
+def test_stop_ids_of_generation_config_win(tmp_path):
+    write(tmp_path)
+    assert load_config(tmp_path).eos_token_ids == (1,)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 106]}')
+    assert load_config(tmp_path).eos_token_ids == (1, 106)
+
+
+def test_no_directory(tmp_path):
+    with pytest.raises(ValueError, match=r"path: expected a directory with a config\.json"):
+        load_config(tmp_path / "absent")
+
+
+def test_random_weights_follow_the_seed():
+    assert_same_weights(random_model(CONFIG, seed=3), random_model(CONFIG, seed=3))
+    a, b = random_model(CONFIG, seed=3), random_model(CONFIG, seed=4)
+    for (name, first), second in zip(a.named_parameters(), b.parameters(), strict=True):
+        assert not torch.equal(first, second), name
+        assert first.numel() == 1 or first.std() > 0, name  # a constant could hide a missing rule
