@@ -6,6 +6,7 @@ architecture (``python -m bench.static`` shows it); the split constants state wh
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 # Shared memory that one program may use, in bytes (CUDA programming guide, compute capabilities table: 227, 163 and 99 KiB).
@@ -61,7 +62,8 @@ def plan_decode(
     num_kv_heads: int,
     head_dim: int,
     num_sms: int,
-    max_keys: int | None = None,
+    max_seq_len: int | None = None,
+    sliding_window: int | None = None,
 ) -> DecodePlan:
     """Plan split-KV decode from host integers only, so that a captured graph stays right at any sequence length.
 
@@ -73,7 +75,8 @@ def plan_decode(
         max_seqlen_q: new tokens of the longest of them. A longer one is still right, but not split.
         num_heads, num_kv_heads, head_dim: of the layer.
         num_sms: streaming multiprocessors of the device.
-        max_keys: upper bound of the keys one sequence attends to; None if unknown.
+        max_seq_len: upper bound of the sequence lengths; None if unknown.
+        sliding_window: tokens a query sees; None if all.
 
     Returns:
         DecodePlan; ``workspace_numel`` is in fp32 elements, 0 where no sequence can be split.
@@ -84,10 +87,30 @@ def plan_decode(
     block_m = min(64, max(16, next_power_of_2(group * max(1, max_seqlen_q))))
     block_q, _, head_tiles = tile_heads(group, block_m)
     target_items = max(1, PROGRAMS_PER_SM * num_sms // (num_kv_heads * head_tiles))
-    may_split = num_decodes > 0 and (max_keys is None or max_keys > MIN_SPLIT_TOKENS)
-    if not may_split:
+    max_keys = min(x for x in (max_seq_len, sliding_window, sys.maxsize) if x is not None)
+    # A window bounds every sequence alike: with enough of them there is no long one to cut.
+    enough = sliding_window is not None and num_decodes >= target_items
+    if max_keys <= MIN_SPLIT_TOKENS or enough:
         return DecodePlan(block_m, target_items, num_decodes, 0)
     max_items = target_items + num_decodes
     return DecodePlan(
         block_m, target_items, max_items, max_items * block_q * num_heads * (head_dim + 1)
     )
+
+
+def select_config(
+    head_dim: int, dtype_bytes: int, phase: str, block_size: int, arch: int, *, rows: int = 16
+) -> Config:
+    """Tile shape of the attention kernel.
+
+    Args:
+        head_dim: a power of two in 16..512.
+        dtype_bytes: 2 (bf16, fp16) or 4 (fp32).
+        phase: "prefill" or "decode".
+        block_size: tokens of a page.
+        arch: compute capability as major * 10 + minor.
+        rows: query rows of a decode tile, 16..64 (``DecodePlan.block_m``); ignored for prefill.
+    """
+    if phase == "decode":
+        return Config(rows, 32 if head_dim >= 256 else 64, 4, 3)
+    return Config(64 if head_dim >= 256 else 128, 32 if head_dim >= 256 else 64, 8, 3)

@@ -52,7 +52,7 @@ def write_kv(
     else:
         from quire.kernels import cache_write
 
-        cache_write.launch(k, v, k_pages, v_pages, slot_mapping)
+        cache_write.prepare(k, v, k_pages, v_pages, slot_mapping).run()
 
 
 def paged_attention(
@@ -253,7 +253,8 @@ def merge_partials(
         return torch_impl.merge_partials(partial_out, partial_lse, sinks, out, lse)
     from quire.kernels import merge
 
-    return merge.launch(partial_out, partial_lse, sinks, out, lse)
+    merge.prepare(partial_out, partial_lse, sinks, out, lse).run()
+    return out
 
 
 def workspace_numel(

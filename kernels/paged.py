@@ -1,0 +1,629 @@
+"""Paged attention, full and sliding-window: one kernel body for prefill and for split-KV decode.
+
+    out_i = sum_j softmax_j(cap(softmax_scale * q_i . k_j)) v_j   over the keys j <= p_i (and p_i - j < sliding_window)
+
+A query tile packs the tokens of a sequence with the query heads of one KV head (row = token * heads + head), so every K/V tile is read
+once for all of them. Its keys come from two sources, pages and the step's fresh rows, merged by one online softmax (exp2 domain, fp32).
+Per source, tiles that every row sees whole run in a loop without masks, the tiles at the edges in a loop with masks. The page id of the
+next tile is loaded one tile ahead and carried around the loop: loaded inside it, Triton keeps one K/V tile in flight instead of
+``num_stages``. If block_size is a multiple of BLOCK_N a tile has one page id, else each of its rows has one.
+
+Layout: q, out [num_tokens, num_heads, head_dim]; pages [num_pages, block_size, num_kv_heads, head_dim] of any strides; block_table
+[num_seqs, width] where block b is entry b % width. Decode partials, fp32: [items, BLOCK_Q, num_heads, head_dim], then their lse.
+
+Source: FlashAttention-2 (arXiv 2307.08691); PagedAttention (arXiv 2309.06180); FlashDecoding (split-KV).
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from quire.kernels import merge, schedule
+from quire.kernels._check import AttentionCall
+from quire.kernels._launch import Launch
+from quire.kernels.configs import (
+    MIN_SPLIT_TOKENS,
+    Config,
+    plan_decode,
+    select_config,
+    tile_heads,
+)
+from quire.kernels.merge import LOG2E, fold_sink, natural_lse
+
+# What CPU tensors (the Triton interpreter) are launched for.
+INTERPRETER_ARCH = 90
+INTERPRETER_SMS = 2
+
+
+@triton.jit
+def _softcapped(scores, inner_scale, outer_scale):
+    """outer_scale * tanh(inner_scale * scores), to fp32 accuracy everywhere.
+
+    tanh by exp2 is right at both infinities but loses its digits to cancellation near 0, where its series takes over (to x^9).
+    """
+    x = inner_scale * scores
+    square = x * x
+    series = 1.0 + square * (
+        -1.0 / 3 + square * (2.0 / 15 + square * (-17.0 / 315 + square * (62.0 / 2835)))
+    )
+    by_exp = 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2E)) + 1.0)
+    return outer_scale * tl.where(square < 0.0625, x * series, by_exp)
+
+
+@triton.jit
+def _update(acc, row_max, row_sum, q, keys, values, visible, inner_scale, outer_scale):
+    """One step of the online softmax with a K/V tile; ``visible`` [BLOCK_M, BLOCK_N] or None if all is."""
+    scores = tl.dot(q, tl.trans(keys), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
+    if outer_scale is not None:
+        scores = _softcapped(scores, inner_scale, outer_scale)
+        scale = 1.0
+    else:
+        scale = inner_scale
+    if visible is not None:
+        scores = tl.where(visible, scores, float("-inf"))
+    new_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
+    base = new_max
+    if visible is not None:
+        # A row that has seen nothing yet: subtracting its -inf would give NaN.
+        base = tl.where(new_max == float("-inf"), 0.0, new_max)
+    weights = tl.exp2(scores * scale - base[:, None])
+    decay = tl.exp2(row_max - base)
+    row_sum = row_sum * decay + tl.sum(weights, 1)
+    acc = tl.dot(
+        weights.to(values.dtype), values, acc * decay[:, None], input_precision="ieee"
+    )  # [BLOCK_M, HEAD_DIM]
+    return acc, new_max, row_sum
+
+
+@triton.jit
+def _load_page(
+    table, width, tile, key_low, key_high, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Page id of a tile, or of each of its rows where a page is no multiple of a tile; 0 for keys that are not read."""
+    if BLOCK_SIZE % BLOCK_N == 0:
+        key = tile * BLOCK_N
+        live = (key < key_high) & (key + BLOCK_N > key_low)
+    else:
+        key = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        live = (key < key_high) & (key >= key_low)
+    return tl.load(table + key // BLOCK_SIZE % width, mask=live, other=0)
+
+
+@triton.jit
+def _attend_tiles(
+    acc,
+    row_max,
+    row_sum,
+    q,
+    row_low,
+    row_high,
+    k_base,
+    v_base,
+    table,
+    width,
+    k_stride_page,
+    k_stride_row,
+    v_stride_page,
+    v_stride_row,
+    first,
+    count,
+    head_count,
+    gap,
+    key_low,
+    key_high,
+    inner_scale,
+    outer_scale,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Run the online softmax over ``count`` tiles from tile ``first`` on, jumping ``gap`` tiles after ``head_count`` of them."""
+    offs_n = tl.arange(0, BLOCK_N)
+    offs_d = tl.arange(0, HEAD_DIM)
+    if table is not None:
+        tile = first + tl.where(head_count > 0, 0, gap)
+        page = _load_page(table, width, tile, key_low, key_high, BLOCK_SIZE, BLOCK_N)
+    for i in range(0, count):
+        tile = first + i + tl.where(i < head_count, 0, gap)
+        key = tile * BLOCK_N + offs_n
+        if table is None:
+            k_ptrs = k_base + (key.to(tl.int64) * k_stride_row)[:, None] + offs_d[None, :]
+            v_ptrs = v_base + (key.to(tl.int64) * v_stride_row)[:, None] + offs_d[None, :]
+        elif BLOCK_SIZE % BLOCK_N == 0:
+            row = (tile * BLOCK_N % BLOCK_SIZE + offs_n).to(tl.int64)
+            page_id = page.to(tl.int64)
+            k_ptrs = (
+                k_base + page_id * k_stride_page + (row * k_stride_row)[:, None] + offs_d[None, :]
+            )
+            v_ptrs = (
+                v_base + page_id * v_stride_page + (row * v_stride_row)[:, None] + offs_d[None, :]
+            )
+        else:
+            row = (key % BLOCK_SIZE).to(tl.int64)
+            page_ids = page.to(tl.int64)
+            k_ptrs = (
+                k_base + (page_ids * k_stride_page + row * k_stride_row)[:, None] + offs_d[None, :]
+            )
+            v_ptrs = (
+                v_base + (page_ids * v_stride_page + row * v_stride_row)[:, None] + offs_d[None, :]
+            )
+        if MASKED:
+            # Rows outside may be NaN: 0 * NaN would reach the output through V.
+            live = ((key >= key_low) & (key < key_high))[:, None]
+            keys = tl.load(k_ptrs, mask=live, other=0.0)
+            values = tl.load(v_ptrs, mask=live, other=0.0)
+            visible = key[None, :] <= row_high[:, None]
+            if row_low is not None:
+                visible &= key[None, :] >= row_low[:, None]
+        else:
+            keys = tl.load(k_ptrs)
+            values = tl.load(v_ptrs)
+            visible = None
+        acc, row_max, row_sum = _update(
+            acc, row_max, row_sum, q, keys, values, visible, inner_scale, outer_scale
+        )
+        if table is not None:
+            tile = first + i + 1 + tl.where(i + 1 < head_count, 0, gap)
+            page = _load_page(table, width, tile, key_low, key_high, BLOCK_SIZE, BLOCK_N)
+    return acc, row_max, row_sum
+
+
+@triton.jit
+def _attend_source(
+    acc,
+    row_max,
+    row_sum,
+    q,
+    row_low,
+    row_high,
+    k_base,
+    v_base,
+    table,
+    width,
+    k_stride_page,
+    k_stride_row,
+    v_stride_page,
+    v_stride_row,
+    key_low,
+    key_high,
+    open_low,
+    open_high,
+    inner_scale,
+    outer_scale,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MASK_ALL: tl.constexpr,
+):
+    """Attend to the keys [key_low, key_high) of one source, of which every row sees [open_low, open_high)."""
+    first = key_low // BLOCK_N
+    stop = tl.maximum((key_high + BLOCK_N - 1) // BLOCK_N, first)
+    if MASK_ALL:
+        # One loop fills the pipeline once; decode waits for memory, not for its masks.
+        open_first = stop
+        open_stop = stop
+    else:
+        open_first = tl.minimum(tl.maximum((open_low + BLOCK_N - 1) // BLOCK_N, first), stop)
+        open_stop = tl.minimum(tl.maximum(open_high // BLOCK_N, open_first), stop)
+        num_open = open_stop - open_first
+        acc, row_max, row_sum = _attend_tiles(
+            acc, row_max, row_sum, q, row_low, row_high, k_base, v_base, table, width,
+            k_stride_page, k_stride_row, v_stride_page, v_stride_row,
+            open_first, num_open, num_open, 0, key_low, key_high, inner_scale, outer_scale,
+            HEAD_DIM, BLOCK_SIZE, BLOCK_N, False,
+        )  # fmt: skip
+    head_count = open_first - first
+    return _attend_tiles(
+        acc, row_max, row_sum, q, row_low, row_high, k_base, v_base, table, width,
+        k_stride_page, k_stride_row, v_stride_page, v_stride_row,
+        first, head_count + stop - open_stop, head_count, open_stop - open_first, key_low, key_high,
+        inner_scale, outer_scale, HEAD_DIM, BLOCK_SIZE, BLOCK_N, True,
+    )  # fmt: skip
+
+
+@triton.jit
+def _attend_query_tile(
+    q,
+    token,
+    q_first,
+    q_last,
+    context,
+    k_pages,
+    v_pages,
+    table,
+    width,
+    k_stride_page,
+    k_stride_row,
+    v_stride_page,
+    v_stride_row,
+    k_fresh,
+    v_fresh,
+    k_fresh_stride,
+    v_fresh_stride,
+    piece_low,
+    piece_high,
+    last_piece,
+    sliding_window,
+    inner_scale,
+    outer_scale,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MASK_ALL: tl.constexpr,
+):
+    """Attend for one query tile to a piece of the paged keys and, in the last piece, to the fresh rows.
+
+    q: [BLOCK_M, HEAD_DIM]; token [BLOCK_M]: each row's token in its sequence's step; q_first, q_last: the tile's first and last.
+    """
+    acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+
+    paged_high = context + q_last + 1
+    paged_open_high = context + q_first + 1
+    row_high = context + token
+    if k_fresh is not None:
+        paged_high = context
+        paged_open_high = context
+        row_high = context - 1 + token * 0
+    paged_low = piece_low
+    paged_open_low = piece_low
+    row_low = None
+    if sliding_window is not None:
+        row_low = context + token - sliding_window + 1
+        paged_low = tl.maximum(context + q_first - sliding_window + 1, piece_low)
+        paged_open_low = tl.maximum(context + q_last - sliding_window + 1, piece_low)
+    paged_high = tl.maximum(tl.minimum(paged_high, piece_high), 0)
+    acc, row_max, row_sum = _attend_source(
+        acc, row_max, row_sum, q, row_low, row_high, k_pages, v_pages, table, width,
+        k_stride_page, k_stride_row, v_stride_page, v_stride_row,
+        paged_low, paged_high, paged_open_low, tl.minimum(paged_open_high, paged_high),
+        inner_scale, outer_scale, HEAD_DIM, BLOCK_SIZE, BLOCK_N, MASK_ALL,
+    )  # fmt: skip
+
+    if k_fresh is not None:
+        # Fresh key r is key context + r; in a padding row (seq_len < q_len) the first of them do not exist.
+        fresh_low = tl.maximum(-context, 0)
+        fresh_open_low = fresh_low
+        fresh_row_low = fresh_low + token * 0
+        if sliding_window is not None:
+            fresh_low = tl.maximum(q_first - sliding_window + 1, fresh_low)
+            fresh_open_low = tl.maximum(q_last - sliding_window + 1, fresh_open_low)
+            fresh_row_low = tl.maximum(token - sliding_window + 1, fresh_row_low)
+        fresh_high = tl.where(last_piece, q_last + 1, fresh_low)
+        acc, row_max, row_sum = _attend_source(
+            acc, row_max, row_sum, q, fresh_row_low, token, k_fresh, v_fresh, None, 1,
+            0, k_fresh_stride, 0, v_fresh_stride,
+            fresh_low, fresh_high, fresh_open_low, q_first + 1,
+            inner_scale, outer_scale, HEAD_DIM, BLOCK_SIZE, BLOCK_N, MASK_ALL,
+        )  # fmt: skip
+    return acc, row_max, row_sum
+
+
+@triton.jit
+def _tile_rows(
+    q_first, q_len, head_tile, GROUP: tl.constexpr, BLOCK_Q: tl.constexpr, HEADS: tl.constexpr, BLOCK_M: tl.constexpr
+):  # fmt: skip
+    """Token in the step, query head and liveness of each row of a query tile."""
+    row = tl.arange(0, BLOCK_M)
+    group_head = head_tile * HEADS + row % HEADS
+    token = q_first + row // HEADS
+    live = (row < BLOCK_Q * HEADS) & (token < q_len) & (group_head < GROUP)
+    return token, group_head, live
+
+
+@triton.jit
+def _store_final(
+    acc, row_max, row_sum, out_rows, lse_rows, sinks, head, live, HEAD_DIM: tl.constexpr
+):
+    """Normalise, fold the sink in and store output rows and lse."""
+    if sinks is not None:
+        sink = tl.load(sinks + head, mask=live, other=float("-inf")) * LOG2E
+    else:
+        sink = float("-inf")
+    factor = fold_sink(row_max, row_sum, sink)
+    dim = tl.arange(0, HEAD_DIM)
+    rows = (acc * factor[:, None]).to(out_rows.dtype.element_ty)
+    tl.store(out_rows[:, None] + dim[None, :], rows, mask=live[:, None])
+    if lse_rows is not None:
+        tl.store(lse_rows, natural_lse(row_max, row_sum), mask=live)
+
+
+@triton.jit
+def _find_query_tile(cu_seqlens_q, tile, first_seq, num_seqs, BLOCK_Q: tl.constexpr):
+    """Sequence of a query tile and the tile's first token. Sequence s starts at tile cu[s] // BLOCK_Q + s, counted from first_seq."""
+    start = tl.load(cu_seqlens_q + first_seq)
+    low = first_seq
+    high = num_seqs
+    while high - low > 1:
+        middle = (low + high) // 2
+        middle_tile = (tl.load(cu_seqlens_q + middle) - start) // BLOCK_Q + middle - first_seq
+        low = tl.where(middle_tile <= tile, middle, low)
+        high = tl.where(middle_tile <= tile, high, middle)
+    first_tile = (tl.load(cu_seqlens_q + low) - start) // BLOCK_Q + low - first_seq
+    return low, (tile - first_tile) * BLOCK_Q
+
+
+@triton.jit
+def _prefill_kernel(
+    q, k_pages, v_pages, k_fresh, v_fresh, block_table, seq_lens, cu_seqlens_q, sinks, out, lse,
+    first_seq, num_seqs, num_tiles, num_kv_heads, width, sliding_window, inner_scale, outer_scale,
+    q_stride_token, q_stride_head, out_stride_token, out_stride_head, lse_stride_head, table_stride,
+    k_stride_page, k_stride_row, k_stride_head, v_stride_page, v_stride_row, v_stride_head,
+    k_fresh_stride_token, k_fresh_stride_head, v_fresh_stride_token, v_fresh_stride_head,
+    GROUP: tl.constexpr, BLOCK_Q: tl.constexpr, HEADS: tl.constexpr, HEAD_TILES: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    num_head_tiles = num_kv_heads * HEAD_TILES
+    head_index = tl.program_id(0) % num_head_tiles
+    kv_head = (head_index // HEAD_TILES).to(tl.int64)
+    # Later tiles of a sequence see more keys; they start first, so that no long tile runs alone at the end.
+    tile = num_tiles - 1 - tl.program_id(0) // num_head_tiles
+    seq, q_first = _find_query_tile(cu_seqlens_q, tile, first_seq, num_seqs, BLOCK_Q)
+    first_token = tl.load(cu_seqlens_q + seq)
+    q_len = tl.load(cu_seqlens_q + seq + 1) - first_token
+    if q_first >= q_len:
+        return
+    context = tl.load(seq_lens + seq) - q_len
+
+    token, group_head, live = _tile_rows(q_first, q_len, head_index % HEAD_TILES, GROUP, BLOCK_Q, HEADS, BLOCK_M)  # fmt: skip
+    row_token = (first_token + token).to(tl.int64)
+    head = kv_head * GROUP + group_head
+    q_rows = q + row_token * q_stride_token + head * q_stride_head
+    q_tile = tl.load(
+        q_rows[:, None] + tl.arange(0, HEAD_DIM)[None, :], mask=live[:, None], other=0.0
+    )
+    fresh_first = first_token.to(tl.int64)
+    if k_fresh is not None:
+        k_fresh += fresh_first * k_fresh_stride_token + kv_head * k_fresh_stride_head
+        v_fresh += fresh_first * v_fresh_stride_token + kv_head * v_fresh_stride_head
+    acc, row_max, row_sum = _attend_query_tile(
+        q_tile, token, q_first, tl.minimum(q_first + BLOCK_Q, q_len) - 1, context,
+        k_pages + kv_head * k_stride_head, v_pages + kv_head * v_stride_head,
+        block_table + seq.to(tl.int64) * table_stride, width,
+        k_stride_page, k_stride_row, v_stride_page, v_stride_row,
+        k_fresh, v_fresh, k_fresh_stride_token, v_fresh_stride_token,
+        0, context + q_len, True, sliding_window, inner_scale, outer_scale,
+        HEAD_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, False,
+    )  # fmt: skip
+    out_rows = out + row_token * out_stride_token + head * out_stride_head
+    lse_rows = None
+    if lse is not None:
+        lse_rows = lse + head * lse_stride_head + row_token
+    _store_final(acc, row_max, row_sum, out_rows, lse_rows, sinks, head, live, HEAD_DIM)
+
+
+@triton.jit
+def _decode_kernel(
+    q, k_pages, v_pages, k_fresh, v_fresh, block_table, seq_lens, cu_seqlens_q, sinks, out, lse,
+    partial_out, partial_lse,
+    num_decodes, target_items, num_kv_heads, width, sliding_window, inner_scale, outer_scale,
+    q_stride_token, q_stride_head, out_stride_token, out_stride_head, lse_stride_head, table_stride,
+    k_stride_page, k_stride_row, k_stride_head, v_stride_page, v_stride_row, v_stride_head,
+    k_fresh_stride_token, k_fresh_stride_head, v_fresh_stride_token, v_fresh_stride_head,
+    GROUP: tl.constexpr, BLOCK_Q: tl.constexpr, HEADS: tl.constexpr, HEAD_TILES: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    MIN_TOKENS: tl.constexpr,
+):  # fmt: skip
+    num_head_tiles = num_kv_heads * HEAD_TILES
+    head_index = tl.program_id(0) % num_head_tiles
+    kv_head = (head_index // HEAD_TILES).to(tl.int64)
+    item = tl.program_id(0) // num_head_tiles
+    seq = item
+    piece = 0
+    if partial_out is not None:
+        tokens = schedule.piece_tokens(
+            seq_lens, cu_seqlens_q, num_decodes, target_items, sliding_window, k_fresh is not None, MIN_TOKENS
+        )  # fmt: skip
+        seq, first_item = schedule.find_item(
+            item, seq_lens, cu_seqlens_q, num_decodes, tokens, sliding_window, k_fresh is not None, BLOCK_Q
+        )  # fmt: skip
+        if seq >= num_decodes:
+            return
+        piece = item - first_item
+    first_token = tl.load(cu_seqlens_q + seq)
+    q_len = tl.load(cu_seqlens_q + seq + 1) - first_token
+    seq_len = tl.load(seq_lens + seq)
+    context = seq_len - q_len
+    low, high = schedule.paged_range(seq_len, q_len, sliding_window, k_fresh is not None)
+    pieces = 1
+    if partial_out is not None:
+        pieces = schedule.num_pieces(
+            seq_len, q_len, tokens, sliding_window, k_fresh is not None, BLOCK_Q
+        )
+        first_tile = low // BLOCK_N
+        num_tiles = (high + BLOCK_N - 1) // BLOCK_N - first_tile
+        low = tl.maximum(low, (first_tile + num_tiles * piece // pieces) * BLOCK_N)
+        high = tl.minimum(high, (first_tile + num_tiles * (piece + 1) // pieces) * BLOCK_N)
+
+    fresh_first = first_token.to(tl.int64)
+    if k_fresh is not None:
+        k_fresh += fresh_first * k_fresh_stride_token + kv_head * k_fresh_stride_head
+        v_fresh += fresh_first * v_fresh_stride_token + kv_head * v_fresh_stride_head
+    # More than one turn only for a sequence with more new tokens than a tile has, which is never cut into pieces.
+    for q_first in range(0, q_len, BLOCK_Q):
+        token, group_head, live = _tile_rows(q_first, q_len, head_index % HEAD_TILES, GROUP, BLOCK_Q, HEADS, BLOCK_M)  # fmt: skip
+        row_token = (first_token + token).to(tl.int64)
+        head = kv_head * GROUP + group_head
+        q_rows = q + row_token * q_stride_token + head * q_stride_head
+        q_tile = tl.load(
+            q_rows[:, None] + tl.arange(0, HEAD_DIM)[None, :], mask=live[:, None], other=0.0
+        )
+        acc, row_max, row_sum = _attend_query_tile(
+            q_tile, token, q_first, tl.minimum(q_first + BLOCK_Q, q_len) - 1, context,
+            k_pages + kv_head * k_stride_head, v_pages + kv_head * v_stride_head,
+            block_table + seq.to(tl.int64) * table_stride, width,
+            k_stride_page, k_stride_row, v_stride_page, v_stride_row,
+            k_fresh, v_fresh, k_fresh_stride_token, v_fresh_stride_token,
+            low, high, piece == pieces - 1, sliding_window, inner_scale, outer_scale,
+            HEAD_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, True,
+        )  # fmt: skip
+        if pieces == 1:
+            out_rows = out + row_token * out_stride_token + head * out_stride_head
+            lse_rows = None
+            if lse is not None:
+                lse_rows = lse + head * lse_stride_head + row_token
+            _store_final(acc, row_max, row_sum, out_rows, lse_rows, sinks, head, live, HEAD_DIM)
+        elif partial_out is not None:
+            num_heads = num_kv_heads * GROUP
+            part_row = (item.to(tl.int64) * BLOCK_Q + token) * num_heads + head
+            _store_final(
+                acc, row_max, row_sum, partial_out + part_row * HEAD_DIM, partial_lse + part_row, None, head, live, HEAD_DIM
+            )  # fmt: skip
+
+
+def launch(call: AttentionCall) -> torch.Tensor:
+    """Launch the decode and the prefill part of a checked call; returns ``call.out``."""
+    arch, num_sms = _device(call.q)
+    if call.num_decodes > 0:
+        for part in prepare_decode(call, arch, num_sms):
+            part.run()
+    if call.num_decodes < call.num_seqs:
+        prepare_prefill(call, arch).run()
+    return call.out
+
+
+def _device(tensor: torch.Tensor) -> tuple[int, int]:
+    """Compute capability as major * 10 + minor, and streaming multiprocessors."""
+    if not tensor.is_cuda:
+        return INTERPRETER_ARCH, INTERPRETER_SMS
+    properties = torch.cuda.get_device_properties(tensor.device)
+    return properties.major * 10 + properties.minor, properties.multi_processor_count
+
+
+def _shared_arguments(call: AttentionCall) -> dict[str, Any]:
+    """Kernel arguments that both kernels take."""
+    if call.softcap is None:
+        inner_scale, outer_scale = call.softmax_scale * LOG2E.value, None
+    else:
+        inner_scale = call.softmax_scale / call.softcap
+        outer_scale = call.softcap * LOG2E.value
+    k_page, v_page = call.k_pages.stride(), call.v_pages.stride()
+    k_fresh = (0, 0) if call.k is None else call.k.stride()
+    v_fresh = (0, 0) if call.v is None else call.v.stride()
+    return {
+        "q": call.q,
+        "k_pages": call.k_pages,
+        "v_pages": call.v_pages,
+        "k_fresh": call.k,
+        "v_fresh": call.v,
+        "block_table": call.block_table,
+        "seq_lens": call.seq_lens,
+        "cu_seqlens_q": call.cu_seqlens_q,
+        "sinks": call.sinks,
+        "out": call.out,
+        "lse": call.lse,
+        "num_kv_heads": call.k_pages.shape[2],
+        "width": call.block_table.shape[1],
+        "sliding_window": call.sliding_window,
+        "inner_scale": inner_scale,
+        "outer_scale": outer_scale,
+        "q_stride_token": call.q.stride(0),
+        "q_stride_head": call.q.stride(1),
+        "out_stride_token": call.out.stride(0),
+        "out_stride_head": call.out.stride(1),
+        "lse_stride_head": 0 if call.lse is None else call.lse.stride(0),
+        "table_stride": call.block_table.stride(0),
+        "k_stride_page": k_page[0],
+        "k_stride_row": k_page[1],
+        "k_stride_head": k_page[2],
+        "v_stride_page": v_page[0],
+        "v_stride_row": v_page[1],
+        "v_stride_head": v_page[2],
+        "k_fresh_stride_token": k_fresh[0],
+        "k_fresh_stride_head": k_fresh[1],
+        "v_fresh_stride_token": v_fresh[0],
+        "v_fresh_stride_head": v_fresh[1],
+    }
+
+
+def _shape_arguments(call: AttentionCall, config: Config) -> dict[str, int]:
+    """Compile-time constants and launch options that both kernels take."""
+    block_q, heads, head_tiles = tile_heads(call.group, config.block_m)
+    return {
+        "GROUP": call.group,
+        "BLOCK_Q": block_q,
+        "HEADS": heads,
+        "HEAD_TILES": head_tiles,
+        "HEAD_DIM": call.q.shape[2],
+        "BLOCK_SIZE": call.k_pages.shape[1],
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+    }
+
+
+def prepare_prefill(call: AttentionCall, arch: int) -> Launch:
+    """The launch for the sequences past the first ``num_decodes``; arch: compute capability as major * 10 + minor."""
+    head_dim, block_size = call.q.shape[2], call.k_pages.shape[1]
+    config = select_config(head_dim, call.q.element_size(), "prefill", block_size, arch)
+    constants = _shape_arguments(call, config)
+    # Without the lengths on the host: each sequence adds at most one tile that is not full.
+    num_tiles = call.q.shape[0] // constants["BLOCK_Q"] + call.num_seqs - call.num_decodes
+    return Launch(
+        _prefill_kernel,
+        (num_tiles * call.k_pages.shape[2] * constants["HEAD_TILES"],),
+        {
+            "first_seq": call.num_decodes,
+            "num_seqs": call.num_seqs,
+            "num_tiles": num_tiles,
+            **_shared_arguments(call),
+            **constants,
+        },
+    )
+
+
+def prepare_decode(call: AttentionCall, arch: int, num_sms: int) -> list[Launch]:
+    """The launches for the first ``num_decodes`` sequences: attention, and the merge where a sequence may be cut into pieces."""
+    num_heads, head_dim = call.q.shape[1:]
+    num_kv_heads, block_size = call.k_pages.shape[2], call.k_pages.shape[1]
+    plan = plan_decode(
+        num_decodes=call.num_decodes,
+        max_seqlen_q=call.max_seqlen_q if call.num_decodes == call.num_seqs else 1,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        num_sms=num_sms,
+        max_seq_len=call.max_seq_len,
+        sliding_window=call.sliding_window,
+    )
+    config = select_config(
+        head_dim, call.q.element_size(), "decode", block_size, arch, rows=plan.block_m
+    )
+    constants = _shape_arguments(call, config)
+    partial_out = partial_lse = None
+    if plan.workspace_numel:
+        workspace = call.workspace
+        if workspace is None:
+            workspace = torch.empty(plan.workspace_numel, dtype=torch.float32, device=call.q.device)
+        elif workspace.numel() < plan.workspace_numel:
+            raise ValueError(
+                f"workspace: expected float32 [>= {plan.workspace_numel}], got float32 [{workspace.numel()}]"
+            )
+        num_rows = plan.workspace_numel // (head_dim + 1)
+        partial_out = workspace[: num_rows * head_dim]
+        partial_lse = workspace[num_rows * head_dim : plan.workspace_numel]
+    attention = Launch(
+        _decode_kernel,
+        (plan.max_items * num_kv_heads * constants["HEAD_TILES"],),
+        {
+            "partial_out": partial_out,
+            "partial_lse": partial_lse,
+            "num_decodes": call.num_decodes,
+            "target_items": plan.target_items,
+            "MIN_TOKENS": MIN_SPLIT_TOKENS,
+            **_shared_arguments(call),
+            **constants,
+        },
+    )
+    if partial_out is None:
+        return [attention]
+    return [
+        attention,
+        merge.prepare_pieces(call, partial_out, partial_lse, plan, constants["BLOCK_Q"]),
+    ]
