@@ -1,0 +1,468 @@
+"""Behaviour of `KVCache`, case by case; every read is checked by the stand-in engine."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from quire.kvcore import GroupSpec, KVCache, OutOfPages, StepPlan
+
+from .engine import Engine, groups
+
+GEMMA = ((32, None), (16, 64), (16, 64))  # alignment 32, tail 4 blocks
+V4 = ((256, None), (64, 128), (64, 128))  # alignment 256, wider than the window
+MIXES = {
+    "dense": ((16, None),),
+    "gemma": GEMMA,
+    "v4": V4,
+    "window-only": ((16, 40),),
+    "two-windows": ((32, None), (16, 33), (8, 20), (32, 1)),
+    "three-blocks": ((48, None), (16, 50)),
+}
+
+
+def tokens(n: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(0, 1000, n).tolist()
+
+
+def engine(specs=GEMMA, **options) -> Engine:
+    base = {"num_pages": 2000, "max_requests": 8, "max_model_len": 4096}
+    return Engine(groups(*specs), **(base | options))
+
+
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("chunk", [1, 7, 64, 1000])
+def test_cold_run_then_same_prompt(mix, chunk):
+    e = engine(MIXES[mix])
+    prompt = tokens(600)
+    assert e.run("a", prompt, tokens(70, 1), chunk).num_tokens == 0
+    e.check()
+    a = e.kv.alignment
+    match = e.run("b", prompt, tokens(5, 2), chunk)
+    assert match.num_tokens == 599 // a * a
+    assert match.limited_by == "prompt-end"
+    e.check()
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_next_turn_resumes_after_the_answer(mix):
+    e = engine(MIXES[mix])
+    prompt, answer = tokens(300), tokens(330, 1)
+    e.run("turn 1", prompt, answer)
+    history = prompt + answer
+    match = e.run("turn 2", history + tokens(100, 2))
+    assert match.num_tokens == 630 // e.kv.alignment * e.kv.alignment
+    e.check()
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_both_replay_boundaries_of_an_aligned_prompt(mix):
+    e = engine(MIXES[mix])
+    a = e.kv.alignment
+    prompt = tokens(4 * a)
+    e.run("a", prompt, tokens(3 * a, 1), chunk=a + 3)
+    assert e.kv.match(prompt).num_tokens == 3 * a
+    assert e.kv.match([*prompt, 1]).num_tokens == 4 * a
+
+
+def test_latest_keeps_no_boundary_inside_the_prompt():
+    e = engine()
+    prompt = tokens(320)
+    e.run("a", prompt)
+    match = e.kv.match(prompt[:200] + tokens(50, 1))
+    assert (match.num_tokens, match.dense_tokens) == (0, 192)
+    assert match.limited_by == "resume-point"
+    assert "no resume point" in match.explain()
+    assert match.per_group == {"g0": 192, "g1": 0, "g2": 0}
+
+
+def test_a_junction_is_kept_when_traffic_diverges():
+    e = engine()
+    system = tokens(200)
+    e.run("a", system + tokens(100, 1))
+    assert e.run("b", system + tokens(100, 2)).num_tokens == 0
+    assert e.run("c", system + tokens(100, 3)).num_tokens == 192
+    e.check()
+
+
+@pytest.mark.parametrize("retention", ["dense", 64, 128])
+def test_interval_retention(retention):
+    e = engine(retention=retention)
+    prompt = tokens(500)
+    e.run("a", prompt, tokens(100, 1), chunk=90)
+    step = 32 if retention == "dense" else retention
+    for cut in (40, 100, 257, 470):
+        match = e.kv.match(prompt[:cut] + [1001] * 40)
+        assert match.num_tokens == cut // step * step
+    # and along the answer
+    match = e.kv.match(prompt + tokens(100, 1)[:60] + [1001] * 40)
+    assert match.num_tokens == 560 // step * step
+
+
+def test_dense_models_need_no_resume_points():
+    e = engine(MIXES["dense"])
+    prompt = tokens(300)
+    e.run("a", prompt)
+    assert e.kv.match([*prompt[:200], 5]).num_tokens == 192
+    assert e.kv.stats()["resume_points"] == 0
+
+
+def test_salts_never_share():
+    e = engine()
+    prompt = tokens(200)
+    e.run("a", prompt, salt=b"tenant-1")
+    assert e.kv.match(prompt, salt=b"tenant-2").num_tokens == 0
+    assert e.kv.match(prompt).limited_by == "not-cached"
+    assert e.kv.match(prompt, salt=b"tenant-1").num_tokens == 192
+
+
+def test_salt_and_seed_cannot_imitate_each_other():
+    keys = {
+        KVCache(groups(*GEMMA), num_pages=9, max_requests=1, max_model_len=99, hash_seed=seed)
+        .match(tokens(40), salt=salt)
+        .prompt.keys
+        for seed, salt in [(b"", b""), (b"ab", b""), (b"", b"ab"), (b"a", b"b"), (b"b", b"a")]
+    }
+    assert len(keys) == 5
+
+
+def test_keys_are_reproducible():
+    caches = [
+        KVCache(groups(*GEMMA), num_pages=9, max_requests=1, max_model_len=99, hash_seed=b"s")
+        for _ in range(2)
+    ]
+    assert len({c.match(tokens(64)).prompt.keys for c in caches}) == 1
+    # SHA-256 of (0, 0) lengths, then of that and 32 int32 ones, computed with hashlib alone.
+    from hashlib import sha256
+
+    root = sha256(bytes(16)).digest()
+    expected = sha256(root + np.ones(32, np.int32).tobytes()).digest()
+    cache = KVCache(groups(*GEMMA), num_pages=9, max_requests=1, max_model_len=99)
+    assert cache.match([1] * 33).prompt.keys == expected
+
+
+def test_concurrent_requests_with_one_prefix_keep_one_copy():
+    e = engine()
+    prompt = tokens(256)
+    for rid in range(4):
+        e.admit(rid, prompt + tokens(40, rid + 1))
+    for _ in range(5):
+        e.step(dict.fromkeys(range(4), 59))
+        e.check()
+    segments = 256 // 32 + 4 * (295 // 32 - 256 // 32)
+    assert e.kv.stats()["cached_segments"] == segments
+    for rid in range(4):
+        e.release(rid)
+        e.check()
+
+
+def test_preempted_request_resumes_where_it_was():
+    e = engine()
+    prompt = tokens(500)
+    e.admit("a", prompt)
+    e.step({"a": 301})
+    e.release("a")  # preempted in the middle of its prompt
+    assert e.admit("a", prompt).num_tokens == 288
+    e.finish_prompt("a")
+    e.decode("a", tokens(50, 1))
+    so_far = e.tokens["a"]
+    e.release("a")  # preempted in the middle of its answer
+    assert e.admit("a", so_far).num_tokens == 549 // 32 * 32
+    e.finish_prompt("a")
+    e.check()
+
+
+def test_disabled_caching_never_hits_and_frees_everything():
+    e = engine(enable_caching=False)
+    prompt = tokens(300)
+    e.run("a", prompt, tokens(50, 1))
+    match = e.kv.match(prompt)
+    assert (match.num_tokens, match.limited_by) == (0, "caching-disabled")
+    assert e.kv.num_free_pages == e.kv.num_pages - 1
+    e.check()
+
+
+def test_only_survivors_get_pages():
+    e = engine(max_model_len=1 << 16, num_pages=4000)
+    e.admit("a", tokens(40000))
+    plan = e.step({"a": 8192})
+    written = (plan.slot_mapping >= 0).sum(axis=1)
+    assert written[0] == 8192
+    assert written[1] == written[2] == 64  # the last 63 tokens, in whole blocks
+    assert e.kv.stats()["pages_in_use"] == 8192 // 32 + 2 * 4
+    e.check()
+
+
+def test_window_pages_do_not_grow_with_the_context():
+    e = engine(max_model_len=1 << 16, num_pages=4000)
+    e.admit("a", tokens(40000))
+    for _ in range(4):
+        e.step({"a": 8192})
+        assert e.kv.stats()["pages_in_use"] == e.computed("a") // 32 + 2 * 4
+    e.decode("a", [])
+    e.release("a")
+    e.check()
+
+
+def test_decode_holds_the_window_and_the_last_boundary_only():
+    e = engine(V4)
+    e.admit("a", tokens(256))
+    e.step({"a": 256})
+    held = []
+    for t in range(512):
+        e.decode("a", [t])
+        e.check()
+        pages = (e.kv.table(1)[e.slots["a"]] != 0).sum()
+        held.append(int(pages))
+    # 2 blocks of the last boundary's tail + up to 3 of the window, never the 4 blocks of a segment more
+    assert max(held) == 5 and min(held) >= 2
+
+
+def test_out_of_pages_is_a_value_and_changes_nothing():
+    e = engine(num_pages=40)
+    e.admit("a", tokens(400))
+    assert isinstance(e.step({"a": 200}), StepPlan)
+    e.admit("b", tokens(2000, 1))
+    before = (e.kv.tables.copy(), e.kv.stats(), e.kv.pool.free_pages().tolist())
+    out = e.step({"b": 2000})
+    assert isinstance(out, OutOfPages)
+    assert out.needed == 63 + 2 * 5 and out.free == e.kv.num_free_pages and out.evictable == 0
+    assert out.group == "g0" and out.per_group == {"g0": 63, "g1": 5, "g2": 5}
+    assert "73" in str(out) and "g0" in str(out)
+    assert (before[0] == e.kv.tables).all()
+    assert before[1:] == (e.kv.stats(), e.kv.pool.free_pages().tolist())
+    e.check()
+
+
+def test_eviction_takes_whole_resume_points_least_recently_used_first():
+    e = engine(num_pages=2 + 3 * (10 + 8))
+    prompts = [tokens(320, seed) for seed in range(4)]
+    for i in range(3):
+        e.run(i, prompts[i])
+    e.run("again", prompts[0])
+    e.run("new", prompts[3])
+    hits = [e.kv.match(p).num_tokens for p in prompts]
+    assert hits[0] == 288 and hits[3] == 288, "used lately"
+    assert hits[1] == 0, "the oldest went"
+    e.check()
+    for run in e.kv.index.runs():
+        for point in run.points.values():
+            assert (e.kv.pool.holds[point.pages] > 0).all(), "a point is whole or gone"
+
+
+def test_dense_past_the_last_resume_point_goes_first():
+    e = engine(num_pages=200)
+    e.run("a", tokens(320))
+    e.run("b", tokens(320, 1))
+    index = e.kv.index
+    run = next(r for r in index.runs() if r.points)
+    for depth in list(run.depths):
+        index._drop_point(run.points[depth])
+    points = index.num_points
+    index.evict(5)
+    assert index.num_points == points and index.num_segments == 15
+    e.check()
+
+
+def test_pages_of_a_running_request_are_never_evicted():
+    e = engine(num_pages=45)
+    shared = tokens(256)
+    e.run("first", shared)
+    assert e.admit("a", shared + tokens(20, 1)).num_tokens == 256
+    e.admit("b", tokens(1000, 2))
+    while isinstance(e.step({"b": 32}), StepPlan):
+        e.check()
+    e.check()  # every row of "a" is still there
+    e.release("b")
+    e.finish_prompt("a", 1)
+    e.check()
+
+
+def test_speculative_commit_keeps_what_was_accepted():
+    e = engine(max_draft_tokens=4)
+    e.admit("a", tokens(100))
+    e.finish_prompt("a")
+    for i in range(60):
+        n = 1 + i % 5
+        e.tokens["a"] += tokens(n, i)
+        assert e.step({"a": n}, {"a": max(1, n - i % 4)})
+        e.check()
+    done = e.release("a")
+    assert e.kv.match(done).num_tokens == (len(done) - 1) // 32 * 32
+
+
+def test_rejected_tokens_are_not_findable():
+    e = engine(max_draft_tokens=4)
+    e.admit("a", tokens(60))
+    e.finish_prompt("a")
+    e.tokens["a"] += [1, 2, 3, 4, 5]
+    e.step({"a": 5}, {"a": 2})  # 62 computed: the segment [32, 64) stays open
+    assert e.kv.match([*tokens(60), 1, 2, 3, 4, 5]).dense_tokens == 32
+    e.decode("a", [7, 8])
+    assert e.kv.match([*tokens(60), 1, 2, 7, 8, 9]).dense_tokens == 64
+    assert e.kv.match([*tokens(60), 1, 2, 3, 4, 9]).dense_tokens == 32
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_rollback(mix):
+    e = engine(MIXES[mix], max_draft_tokens=6)
+    a = e.kv.alignment
+    e.admit("a", tokens(2 * a + 1))
+    e.finish_prompt("a")
+    taken_back = 0
+    for i in range(3 * a):
+        e.decode("a", tokens(5, i))
+        room = e.computed("a") % a
+        if room:
+            e.kv.rollback(e.slots["a"], min(4, room))
+            del e.tokens["a"][e.computed("a") :]
+            taken_back += 1
+            e.check()
+    assert taken_back > a
+    history = e.release("a")
+    assert e.kv.match([*history, 1]).num_tokens == len(history) // a * a
+
+
+def test_rollback_refuses_what_it_cannot_restore():
+    e = engine(max_draft_tokens=4)
+    e.admit("a", tokens(66))
+    e.finish_prompt("a")
+    slot = e.slots["a"]
+    with pytest.raises(ValueError, match=r"num_tokens: expected 1\.\.2 .*got 3"):
+        e.kv.rollback(slot, 3)  # 64 is cached
+    e.kv.rollback(slot, 2)
+    with pytest.raises(ValueError, match="num_tokens"):
+        e.kv.rollback(slot, 1)
+    with pytest.raises(ValueError, match="slot"):
+        e.kv.rollback(slot + 1, 1)
+
+
+def test_deltas_rebuild_the_tables():
+    e = engine(track_deltas=True)
+    copy = np.zeros_like(e.kv.tables)
+
+    def sync():
+        index, value = e.kv.take_deltas()
+        copy.reshape(-1)[index] = value
+        for slot in e.slots.values():
+            for g, spec in enumerate(e.kv.layout.groups):
+                offset, width = e.kv.layout.columns(g)
+                computed = int(e.kv.num_computed[slot])
+                low = max(0, computed - (spec.sliding_window or computed + 1) + 1)
+                blocks = np.arange(low // spec.block_size, -(-computed // spec.block_size)) % width
+                theirs, ours = e.kv.table(g)[slot, blocks], copy[slot, offset + blocks]
+                assert (theirs == ours).all()
+
+    e.run("a", tokens(200), tokens(90, 1))
+    e.kv.take_deltas()
+    copy[:] = e.kv.tables
+    e.admit("b", tokens(200) + tokens(90, 1) + tokens(50, 2))
+    sync()
+    for n in (30, 1, 1, 5, 300):
+        e.tokens["b"] += tokens(n, 3)
+        e.step({"b": n})
+        sync()
+    with pytest.raises(ValueError, match="track_deltas"):
+        engine().kv.take_deltas()
+
+
+def test_describe_tells_what_can_hit():
+    text = engine(retention=64).kv.describe()
+    for part in ("multiples of 32", "at least 33", "every 64 tokens", "8 pages each", "window 64"):
+        assert part in text
+
+
+def make(**change):
+    base = {"groups": groups(*GEMMA), "num_pages": 50, "max_requests": 2, "max_model_len": 100}
+    options = base | change
+    return KVCache(options.pop("groups"), **options)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"groups": []}, "groups: expected at least one"),
+        ({"groups": groups((16, None)) * 2}, "groups: expected unique names"),
+        (
+            {"groups": [*groups((16, None)), GroupSpec("x", "window", 16, 8192, 64)]},
+            r"groups: expected one page size.*'g0': 4096, 'x': 8192",
+        ),
+        ({"retention": 48}, "retention: expected a positive multiple of the alignment 32, got 48"),
+        ({"retention": 0}, "retention: expected a positive multiple"),
+        ({"retention": "some"}, "retention: expected 'dense', 'latest' or an int, got 'some'"),
+        ({"retention": True}, "retention"),
+        ({"num_pages": 1}, "num_pages: expected at least 2"),
+        ({"max_requests": 0}, "max_requests: expected an int >= 1, got 0"),
+        ({"max_model_len": 1.5}, "max_model_len"),
+        ({"max_draft_tokens": -1}, "max_draft_tokens"),
+        ({"hash_seed": "text"}, "hash_seed: expected bytes, got str"),
+    ],
+)
+def test_bad_settings_are_named(change, message):
+    with pytest.raises(ValueError, match=message):
+        make(**change)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("x", "dense", 0, 1), "block_size: expected a positive int, got 0"),
+        (("x", "dense", 16, -4), "page_bytes"),
+        (("x", "dense", 16, 1, 64), "sliding_window: expected None for a dense group, got 64"),
+        (("x", "window", 16, 1), "sliding_window: expected a positive int"),
+        (("x", "mamba", 16, 1), "kind: expected 'dense' or 'window', got 'mamba'"),
+    ],
+)
+def test_bad_groups_are_named(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        GroupSpec(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ([], "token_ids: expected at least one token"),
+        ([1, -5], r"token_ids: expected ids in \[0, 2\*\*31\), got -5"),
+        ([2**31], r"got 2147483648"),
+        ([0.5], "token_ids: expected a 1-D sequence of ints, got float64"),
+        ([[1, 2]], "token_ids: expected a 1-D"),
+        ([1] * 101, "token_ids: expected at most max_model_len = 100 tokens, got 101"),
+    ],
+)
+def test_bad_prompts_are_named(bad, message):
+    with pytest.raises(ValueError, match=message):
+        make().match(bad)
+
+
+def test_bad_calls_are_named_and_change_nothing():
+    kv = make()
+    match = kv.match([1] * 60)
+    slot = kv.admit("a", match)
+    with pytest.raises(ValueError, match="request_id: expected a new id, got 'a'"):
+        kv.admit("a", match)
+    kv.admit("b", match)
+    with pytest.raises(ValueError, match="all max_requests = 2 slots are taken"):
+        kv.admit("c", match)
+    kv.release("b")
+    with pytest.raises(ValueError, match="request_id: expected an admitted request, got 'b'"):
+        kv.release("b")
+    for slots, counts, message in [
+        ([slot, slot], [1, 1], "slots: expected distinct"),
+        ([1 - slot], [1], "slots: expected slots of admitted requests"),
+        ([7], [1], r"slots: expected 0\.\.1, got \[7\]"),
+        ([slot], [0], "num_new_tokens: expected at least 1"),
+        ([slot], [1, 1], "slots, num_new_tokens"),
+        ([slot], [101], "would reach 101 tokens, expected at most max_model_len = 100"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            kv.plan(slots, counts)
+    plan = kv.plan([slot], [3])
+    with pytest.raises(ValueError, match="input_ids: expected 3 tokens as planned, got 2"):
+        kv.commit(plan, [1, 1])
+    with pytest.raises(ValueError, match="accepted: expected between"):
+        kv.commit(plan, [1, 1, 1], [2])  # max_draft_tokens is 0
+    kv.commit(plan, [1, 1, 1])
+    with pytest.raises(ValueError, match="plan: expected the newest plan"):
+        kv.commit(plan, [1, 1, 1])
+    kv.check_invariants()
+    assert kv.num_computed[slot] == 3

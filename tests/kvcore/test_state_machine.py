@@ -1,0 +1,180 @@
+"""Random traffic against a model of a few lines: two sets of token prefixes, no pages, no arrays.
+
+The model knows which prefixes were computed and at which boundaries a resume point is due. While nothing
+was evicted the cache must hit exactly what the model hits; afterwards never more. The stand-in engine
+checks that every row behind a hit is the right one.
+"""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from quire.kvcore import OutOfPages
+
+from .engine import Engine, groups
+
+MIXES = [
+    ((8, None),),
+    ((8, None), (4, 10), (4, 10)),
+    ((16, None), (4, 8)),
+    ((4, None), (8, 20), (4, 1)),
+    ((4, 9),),
+    ((4, None), (8, None), (8, 17), (2, 5)),
+    ((6, None), (4, 7)),
+]
+
+
+class Naive:
+    """What should hit: prefixes as tuples."""
+
+    def __init__(self, alignment: int, hybrid: bool, interval: int) -> None:
+        self.a, self.hybrid, self.interval = alignment, hybrid, interval
+        self.dense: set[tuple] = set()
+        self.points: set[tuple] = set()
+
+    def dense_hit(self, prefix: list[int], salt: bytes) -> int:
+        n = len(prefix) // self.a * self.a
+        while n and (salt, *prefix[:n]) not in self.dense:
+            n -= self.a
+        return n
+
+    def hit(self, prompt: list[int], salt: bytes) -> int:
+        n = min(self.dense_hit(prompt, salt), (len(prompt) - 1) // self.a * self.a)
+        while n and self.hybrid and (salt, *prompt[:n]) not in self.points:
+            n -= self.a
+        return n
+
+    def advance(self, tokens, salt, start, end, keep) -> None:
+        for b in range(start // self.a * self.a + self.a, end + 1, self.a):
+            self.dense.add((salt, *tokens[:b]))
+            if b in keep or (self.interval and b % self.interval == 0):
+                self.points.add((salt, *tokens[:b]))
+
+    def end(self, tokens, salt) -> None:
+        self.points.add((salt, *tokens[: len(tokens) // self.a * self.a]))
+
+
+class Traffic(RuleBasedStateMachine):
+    @initialize(
+        mix=st.sampled_from(MIXES),
+        pages=st.sampled_from([40, 90, 2000]),
+        retention=st.sampled_from(["latest", "dense", 2, 3]),
+        drafts=st.sampled_from([0, 3]),
+    )
+    def build(self, mix, pages, retention, drafts):
+        specs = groups(*mix)
+        import math
+
+        a = math.lcm(*(g.block_size for g in specs))
+        if isinstance(retention, int):
+            retention *= a
+        self.e = Engine(
+            specs, num_pages=pages, max_requests=4, max_model_len=160, retention=retention,
+            max_draft_tokens=drafts,
+        )  # fmt: skip
+        interval = {"latest": 0, "dense": a}.get(retention, retention)
+        self.model = Naive(a, self.e.kv.hybrid, interval)
+        self.history: list[list[int]] = [[]]
+        self.keep: dict[int, set[int]] = {}
+        self.next_id = 0
+
+    @precondition(lambda self: len(self.e.slots) < 4)
+    @rule(data=st.data(), salt=st.sampled_from([b"", b"", b"", b"t"]))
+    def admit(self, data, salt):
+        base = data.draw(st.sampled_from(self.history))
+        cut = data.draw(st.integers(0, len(base)))
+        fresh = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=40))
+        prompt = (base[:cut] + fresh)[:150]
+        expected = self.model.hit(prompt, salt)
+        match = self.e.admit(self.next_id, prompt, salt)
+        index = self.e.kv.index
+        if index.num_evicted_points + index.num_evicted_segments == 0:
+            assert match.num_tokens == expected
+            assert match.dense_tokens == self.model.dense_hit(prompt, salt)
+        else:
+            assert match.num_tokens <= expected
+        a, p = self.model.a, len(prompt)
+        self.keep[self.next_id] = {(p - 1) // a * a, p // a * a, match.dense_tokens}
+        self.next_id += 1
+
+    def _advance(self, counts, accepted=None):
+        before = {r: self.e.computed(r) for r in counts}
+        index = self.e.kv.index
+        evicted = index.num_evicted_points + index.num_evicted_segments
+        plan = self.e.step(counts, accepted)
+        if isinstance(plan, OutOfPages):
+            assert plan.needed > plan.free + plan.evictable
+            assert sum(plan.per_group.values()) == plan.needed
+            assert evicted == index.num_evicted_points + index.num_evicted_segments
+            assert before == {r: self.e.computed(r) for r in counts}
+            return
+        for r in counts:
+            tokens, salt = self.e.tokens[r], self.e.salts[r]
+            self.model.advance(tokens, salt, before[r], self.e.computed(r), self.keep[r])
+
+    @precondition(lambda self: self.e.slots)
+    @rule(data=st.data())
+    def step(self, data):
+        counts = {}
+        for r in list(self.e.slots):
+            c, known = self.e.computed(r), len(self.e.tokens[r])
+            if data.draw(st.booleans()) and c < 159:
+                if c < known:
+                    counts[r] = data.draw(st.integers(1, known - c))
+                else:
+                    self.e.tokens[r].append(data.draw(st.integers(0, 1)))
+                    counts[r] = 1
+        if counts:
+            self._advance(counts)
+
+    @precondition(lambda self: self.e.slots and self.e.kv.max_draft_tokens)
+    @rule(data=st.data())
+    def speculate(self, data):
+        r = data.draw(st.sampled_from(sorted(self.e.slots)))
+        c = self.e.computed(r)
+        if c < len(self.e.tokens[r]) or c > 150:
+            return
+        n = data.draw(st.integers(1, 4))
+        self.e.tokens[r] += data.draw(st.lists(st.integers(0, 1), min_size=n, max_size=n))
+        self._advance({r: n}, {r: data.draw(st.integers(max(1, n - 3), n))})
+        del self.e.tokens[r][max(c, self.e.computed(r)) :]
+
+    @precondition(lambda self: self.e.slots and self.e.kv.max_draft_tokens)
+    @rule(data=st.data())
+    def rollback(self, data):
+        r = data.draw(st.sampled_from(sorted(self.e.slots)))
+        slot, kv = self.e.slots[r], self.e.kv
+        low = max(int(kv._rollback_floor[slot]), int(kv._cached[slot]))
+        room = self.e.computed(r) - low
+        # Tokens of the prompt come back as they were: the chain was hashed from them.
+        room = min(room, self.e.computed(r) - int(kv._prompt_len[slot]))
+        if room > 0:
+            kv.rollback(slot, data.draw(st.integers(1, room)))
+            del self.e.tokens[r][self.e.computed(r) :]
+
+    @precondition(lambda self: self.e.slots)
+    @rule(data=st.data())
+    def release(self, data):
+        r = data.draw(st.sampled_from(sorted(self.e.slots)))
+        salt = self.e.salts[r]
+        done = self.e.release(r)
+        self.model.end(done, salt)
+        self.history.append(done)
+
+    @invariant()
+    def sound(self):
+        if hasattr(self, "e"):
+            self.e.check()
+
+
+TestTraffic = Traffic.TestCase
+TestTraffic.settings = settings(
+    max_examples=int(os.environ.get("QUIRE_STATE_MACHINE_EXAMPLES", "60")),
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
