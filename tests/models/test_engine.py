@@ -1,0 +1,313 @@
+"""The engine on the real allocator: every logit that it samples from equals a run of that sequence alone, without any cache."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from quire.models.configs import get_config
+from quire.models.request import SamplingParams
+from quire.models.runner import Engine, EngineConfig
+from quire.models.weights import random_model
+
+TOLERANCE = 1e-3  # as in test_gemma.py
+NAMES = ("gemma3-tiny", "gemma4-tiny", "gemma4-small")
+
+
+class Recorder:
+    """Runs an engine, keeps the logits of every sampled token, and distrusts the pool: after each step the allocator
+    recounts its pages, and pages that nobody owns become NaN."""
+
+    def __init__(self, model, **settings):
+        settings = {"max_num_seqs": 4, "max_num_batched_tokens": 48, "num_pages": 2000} | settings
+        self.engine = Engine(model, EngineConfig(**settings))
+        self.logits: dict[str, list[torch.Tensor]] = {}
+        self.outputs, self.reports = {}, []
+        self.forced: dict[str, list[int]] = {}  # tokens to "sample" instead
+        self._poison(torch.arange(self.engine.kv.num_pages))
+        forward = self.engine._forward
+
+        def recording(step):
+            last = []
+            hook = model.register_forward_hook(lambda module, args, output: last.append(output))
+            ready, ids, seconds = forward(step)
+            hook.remove()
+            for i, (request, row) in enumerate(zip(ready, last[0], strict=True)):
+                self.logits.setdefault(request.request_id, []).append(row)
+                if request.request_id in self.forced:
+                    ids[i] = self.forced[request.request_id][request.num_tokens]
+            return ready, ids, seconds
+
+        self.engine._forward = recording
+
+    def _poison(self, pages):
+        for slot in self.engine.pool.slots:
+            slot.view(self.engine.model.dtype)[pages] = float("nan")
+
+    def run(self, max_steps=100_000):
+        for _ in range(max_steps):
+            report = self.engine.step()
+            if report is None:
+                break
+            self.reports.append(report)
+            self.outputs |= {output.request_id: output for output in report.finished}
+            self.engine.kv.check_invariants()
+            self._poison(torch.from_numpy(self.engine.kv.pool.free_pages().astype("int64")))
+        return self.outputs
+
+    def add(self, prompt, max_tokens=8, **options):
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        return self.engine.add_request(prompt, params, **options)
+
+    def check(self, request_id):
+        """All logits of a finished request against a run of its whole sequence without a cache."""
+        output = self.outputs[request_id]
+        sequence = torch.tensor(output.prompt_token_ids + output.token_ids)
+        first = len(output.prompt_token_ids) - 1
+        expected = self.engine.model.full_forward(sequence[:-1])[first:]
+        got = torch.stack(self.logits[request_id])
+        assert got.shape == expected.shape
+        assert (got - expected).abs().max().item() < TOLERANCE
+        return output
+
+
+def prompt(length, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, 259, (length,), generator=generator).tolist()
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def model(request):
+    return random_model(get_config(request.param))
+
+
+@pytest.mark.parametrize("retention", ["latest", "dense", 64])
+def test_ragged_requests_equal_each_alone(model, retention):
+    run = Recorder(model, retention=retention)
+    lengths = (1, 15, 16, 17, 47, 48, 49, 140, 31)
+    ids = [run.add(prompt(n, seed=n), max_tokens=3 + n % 20) for n in lengths]
+    run.run()
+    for request_id, n in zip(ids, lengths, strict=True):
+        output = run.check(request_id)
+        assert len(output.token_ids) == 3 + n % 20 and output.finish_reason == "length"
+    assert run.engine.kv.stats()["pages_in_use"] == 0
+    assert any(r.num_decodes and r.num_prefills for r in run.reports)  # mixed steps happened
+
+
+@pytest.mark.parametrize("budget", [37, 131])
+def test_prefill_and_forced_decode_equal_transformers(oracle, budget):
+    """Prompts of many lengths, then the rest of the known sequence token by token: each logit row is transformers'."""
+    run = Recorder(oracle.model, max_num_batched_tokens=budget)
+    tokens = oracle.input_ids.tolist()
+    for length in (1, 2, 37, 38, 102, 107, 130):
+        request_id = run.add(tokens[:length], max_tokens=131 - length)
+        run.forced[request_id] = tokens
+        run.run()  # one after another: the later ones start from cached prefixes
+        got = torch.stack(run.logits[request_id])
+        assert (got - oracle.ours_logits[length - 1 : 130]).abs().max().item() < TOLERANCE
+    assert run.outputs[request_id].num_cached_tokens == 128
+
+
+def test_prefix_hit_equals_cold_run(model):
+    base = prompt(100)
+    run = Recorder(model)
+    alignment = run.engine.kv.alignment
+    cold = run.add(base)
+    run.run()
+    resent, longer = run.add(base), run.add(base + prompt(30, seed=1))
+    run.run()
+    next_turn = run.add(base + list(run.check(cold).token_ids) + prompt(5, seed=2))
+    other_salt = run.add(base, salt=b"tenant")
+    run.run()
+    hits = {
+        i: run.check(i).num_cached_tokens for i in (cold, resent, longer, next_turn, other_salt)
+    }
+    whole = 100 // alignment * alignment
+    assert hits[cold] == hits[other_salt] == 0
+    assert hits[resent] == hits[longer] == whole
+    assert hits[next_turn] >= whole
+    assert run.outputs[resent].token_ids == run.outputs[cold].token_ids
+
+
+def test_a_hit_is_bit_equal_where_chunks_fall_on_the_same_rows(model):
+    """Cut where the hit ends, the cold run's last chunk and the hit's only chunk do the same arithmetic."""
+    alignment = Recorder(model).engine.kv.alignment
+    tokens = prompt(2 * alignment + 9)
+    run = Recorder(model, max_num_batched_tokens=2 * alignment, max_num_seqs=1)
+    cold, hit = run.add(tokens, 1), run.add(tokens, 1)
+    run.run()
+    assert run.outputs[hit].num_cached_tokens == 2 * alignment
+    assert torch.equal(run.logits[cold][0], run.logits[hit][0])
+
+
+def test_preempted_and_resumed_equals_undisturbed(model):
+    lengths = (60, 70, 80, 50)
+
+    def outputs(num_pages):
+        run = Recorder(model, num_pages=num_pages)
+        ids = [run.add(prompt(n, seed=n), max_tokens=100) for n in lengths]
+        run.run()
+        return run, [run.check(i) for i in ids]
+
+    free, undisturbed = outputs(2000)
+    assert sum(o.num_preemptions for o in undisturbed) == 0
+    # Room for about two of the four.
+    tight_pages = 1 + max(r for r in _peak_pages(model, lengths)) // 2
+    tight, disturbed = outputs(tight_pages)
+    assert sum(o.num_preemptions for o in disturbed) == tight.engine.totals.num_preempted > 0
+    assert [o.token_ids for o in disturbed] == [o.token_ids for o in undisturbed]
+    assert tight.engine.totals.num_tokens < free.engine.totals.num_tokens + sum(lengths) + 400
+
+
+def _peak_pages(model, lengths):
+    run = Recorder(model, enable_caching=False)
+    for n in lengths:
+        run.add(prompt(n, seed=n), max_tokens=100)
+    while run.engine.has_work:
+        run.run(max_steps=1)
+        yield run.engine.kv.stats()["pages_in_use"]
+
+
+def test_one_request_that_cannot_fit_fails_alone():
+    model = random_model(get_config("gemma3-tiny"))
+    run = Recorder(model, num_pages=14)
+    small, huge, later = run.add(prompt(20)), run.add(prompt(400)), run.add(prompt(21))
+    with pytest.raises(
+        RuntimeError, match=r"request '1' with 400 tokens does not fit even alone: .*13 pages"
+    ):
+        run.run()
+    run.run()
+    assert run.check(small) and run.check(later) and huge not in run.outputs
+    assert not run.engine.has_work and run.engine.kv.stats()["pages_in_use"] == 0
+
+
+def test_later_requests_wait_for_pages_without_preempting_earlier_ones():
+    """Admitting what cannot be planned is not a preemption, and the first request never loses its pages."""
+    model = random_model(get_config("gemma3-tiny"))
+    run = Recorder(model, num_pages=20, enable_caching=False)
+    ids = [run.add(prompt(100, seed=i), max_tokens=10) for i in range(3)]
+    outputs = run.run()
+    assert list(outputs) == ids
+    assert [outputs[i].num_preemptions for i in ids] == [0, 0, 0]
+    for request_id in ids:
+        run.check(request_id)
+
+
+def test_budget_order_and_determinism():
+    model = random_model(get_config("gemma3-tiny"))
+
+    def shapes():
+        run = Recorder(model, max_num_batched_tokens=20, max_num_seqs=5)
+        for n in (30, 3, 50, 1, 7, 90, 20):
+            run.add(prompt(n, seed=n), max_tokens=12)
+        run.run()
+        return [(r.num_tokens, r.num_decodes, r.num_prefills) for r in run.reports], run
+
+    first, run = shapes()
+    assert first == shapes()[0]
+    assert max(tokens for tokens, _, _ in first) == 20
+    assert max(decodes + prefills for _, decodes, prefills in first) <= 5
+    assert run.engine.totals.num_generated_tokens == 7 * 12
+    assert run.engine.totals.num_steps == len(first)
+
+
+def test_times_add_up():
+    run = Recorder(random_model(get_config("gemma3-tiny")))
+    request_id = run.add(prompt(30), max_tokens=5)
+    run.run()
+    totals, output = run.engine.totals, run.outputs[request_id]
+    assert totals.allocator > 0 and totals.model > 0 and totals.rest > 0 and totals.hashing > 0
+    assert totals.total == pytest.approx(sum(r.total for r in run.reports))
+    assert output.ttft > 0 and len(output.itl) == 4 and min(output.itl) > 0
+    assert output.ttft + sum(output.itl) == pytest.approx(output.token_times[-1] - output.arrival)
+
+
+def test_stop_conditions():
+    model = random_model(get_config("gemma3-tiny"))
+    run = Recorder(model, max_model_len=64)
+    tokens = prompt(40)
+
+    def finish(**params):
+        request_id = run.engine.add_request(tokens, SamplingParams(**params))
+        output = run.run()[request_id]
+        return output.token_ids, output.finish_reason
+
+    greedy, reason = finish(max_tokens=1000, ignore_eos=True)
+    assert reason == "length" and len(greedy) == 64 - 40  # the longest sequence
+    stop = greedy[5]
+    first = greedy.index(stop) + 1
+    assert finish(max_tokens=20, stop_token_ids=(stop,)) == (greedy[:first], "stop")
+    model.config = replace(model.config, eos_token_ids=(stop, 1))
+    assert finish(max_tokens=20) == (greedy[:first], "stop")
+    assert finish(max_tokens=20, ignore_eos=True) == (greedy[:20], "length")
+
+
+def test_abort_waiting_and_running():
+    run = Recorder(random_model(get_config("gemma3-tiny")), max_num_seqs=1)
+    running, waiting = run.add(prompt(30), max_tokens=50), run.add(prompt(31), max_tokens=50)
+    run.run(max_steps=4)
+    assert run.engine.abort(waiting).token_ids == ()
+    output = run.engine.abort(running)
+    assert output.finish_reason == "abort" and len(output.token_ids) == 4
+    assert not run.engine.has_work and run.engine.step() is None
+    assert run.engine.kv.stats()["pages_in_use"] == 0
+    with pytest.raises(ValueError, match="request_id: expected an unfinished request, got '0'"):
+        run.engine.abort(running)
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([], r"prompt_token_ids: expected 1\.\.63 ids .*got \[0\]"),
+        ([5] * 64, r"prompt_token_ids: expected 1\.\.63 ids .*got \[64\]"),
+        ([3, 259], r"prompt_token_ids: expected ints in 0\.\.258, got \[  3 259\]"),
+        ([-1], r"prompt_token_ids: expected ints in 0\.\.258, got \[-1\]"),
+        ([0.5], r"prompt_token_ids: expected ints in 0\.\.258"),
+        ([[1, 2]], r"prompt_token_ids: expected 1\.\.63 ids .*got \[1, 2\]"),
+    ],
+)
+def test_bad_prompts(ids, message):
+    engine = Engine(
+        random_model(get_config("gemma3-tiny")), EngineConfig(max_model_len=64, num_pages=9)
+    )
+    with pytest.raises(ValueError, match=message):
+        engine.add_request(ids)
+    assert not engine.has_work
+
+
+def test_bad_settings():
+    model = random_model(get_config("gemma3-tiny"))
+    with pytest.raises(
+        ValueError, match=r"max_num_seqs: expected 1\.\.max_num_batched_tokens=4, got 5"
+    ):
+        Engine(model, EngineConfig(max_num_seqs=5, max_num_batched_tokens=4, num_pages=9))
+    with pytest.raises(ValueError, match=r"max_model_len: expected 1\.\.4096, got 5000"):
+        Engine(model, EngineConfig(max_model_len=5000, num_pages=9))
+    with pytest.raises(ValueError, match="max_tokens: expected >= 1, got 0"):
+        SamplingParams(max_tokens=0)
+    engine = Engine(model, EngineConfig(num_pages=9))
+    engine.add_request([5], request_id="a")
+    with pytest.raises(ValueError, match="request_id: expected a new id, got 'a'"):
+        engine.add_request([5], request_id="a")
+
+
+def test_triton_kernels_drive_the_engine():
+    run = Recorder(
+        random_model(get_config("gemma4-tiny")), impl="triton", max_num_batched_tokens=24
+    )
+    ids = [run.add(prompt(19), max_tokens=2), run.add(prompt(10, seed=1), max_tokens=3)]
+    run.run()
+    for request_id in ids:
+        run.check(request_id)
+
+
+def test_scheduler_never_starves_the_oldest_prefill():
+    """Decodes may fill the budget but for one token: that one is the oldest prefill's."""
+    run = Recorder(
+        random_model(get_config("gemma3-tiny")), max_num_batched_tokens=4, max_num_seqs=4
+    )
+    for n in (1, 1, 1, 40):
+        run.add(prompt(n, seed=n), max_tokens=60)
+    run.run(max_steps=45)
+    assert "3" in run.logits  # the long prompt got its first token while the others decode
+    assert run.engine.unfinished == {"0", "1", "2", "3"}

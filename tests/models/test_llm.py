@@ -1,0 +1,104 @@
+"""LLM: models by name, directory or object; prompts as text or ids; the progress bar."""
+
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+
+from quire.models.configs import get_config
+from quire.models.llm import LLM
+from quire.models.request import SamplingParams
+from quire.models.runner import EngineConfig
+from quire.models.tokenizer import ByteTokenizer, FileTokenizer
+from quire.models.weights import load_model, random_model, save_checkpoint
+
+SETTINGS = EngineConfig(num_pages=200)
+FOUR = SamplingParams(max_tokens=4, ignore_eos=True)
+
+
+def test_directory_and_built_model_equal_transformers(oracle):
+    ids = oracle.input_ids[:50].tolist()
+    expected = oracle.ours_logits[49].argmax().item()
+    for model in (oracle.ours, str(oracle.ours), load_model(oracle.ours)):
+        [output] = LLM(model, engine=SETTINGS).generate([ids], FOUR, progress=False)
+        assert output.token_ids[0] == expected and len(output.token_ids) == 4
+
+
+def test_named_models_follow_the_seed():
+    outputs = []
+    for seed in (7, 7, 8):
+        llm = LLM("gemma4-tiny", engine=SETTINGS, seed=seed)
+        outputs.append(llm.generate([[5, 6, 7], [8]], FOUR, progress=False))
+    assert [o.token_ids for o in outputs[0]] == [o.token_ids for o in outputs[1]]
+    assert [o.token_ids for o in outputs[0]] != [o.token_ids for o in outputs[2]]
+
+
+def test_text_goes_through_bytes(capsys):
+    llm = LLM("gemma3-tiny", engine=SETTINGS)
+    many = llm.generate(["héllo", "a"], [FOUR, SamplingParams(max_tokens=2, ignore_eos=True)])
+    assert "2/2" in capsys.readouterr().err  # the bar
+    assert many[0].prompt_token_ids == (2, *(3 + byte for byte in "héllo".encode()))
+    assert [len(output.token_ids) for output in many] == [4, 2]
+    one = llm.generate("héllo", FOUR, progress=False)
+    assert capsys.readouterr().err == ""
+    assert one[0].text == ByteTokenizer().decode(one[0].token_ids) == many[0].text
+
+
+def test_text_leaves_the_stopping_id_out():
+    llm = LLM("gemma3-tiny", engine=SETTINGS)
+    free = llm.generate("abc", SamplingParams(max_tokens=9, ignore_eos=True), progress=False)[0]
+    stop = free.token_ids[3]
+    stopped = llm.generate("abc", SamplingParams(9, stop_token_ids=(stop,)), progress=False)[0]
+    end = free.token_ids.index(stop)
+    assert stopped.token_ids == free.token_ids[: end + 1] and stopped.finish_reason == "stop"
+    assert stopped.text == ByteTokenizer().decode(free.token_ids[:end])
+
+
+def test_byte_tokenizer():
+    tokenizer = ByteTokenizer()
+    assert tokenizer.encode("aé") == [2, 100, 198, 172]
+    assert tokenizer.decode([2, 100, 198, 172, 1, 0]) == "aé"
+    assert tokenizer.decode([198]) == "�"
+
+
+def test_tokenizer_json(tmp_path):
+    words = {"<pad>": 0, "<eos>": 1, "<bos>": 2, "one": 3, "two": 4, "[UNK]": 5}
+    backend = Tokenizer(WordLevel(words, unk_token="[UNK]"))
+    backend.pre_tokenizer = Whitespace()
+    backend.add_special_tokens(["<bos>", "<eos>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = FileTokenizer(tmp_path / "tokenizer.json", bos_token_id=2)
+    assert tokenizer.encode("one two three") == [2, 3, 4, 5]
+    assert tokenizer.encode("<bos> one") == [2, 3]  # not twice
+    assert tokenizer.decode([2, 3, 4, 1]) == "one two"
+    assert FileTokenizer(tmp_path / "tokenizer.json", bos_token_id=None).encode("one") == [3]
+    save_checkpoint(random_model(get_config("gemma3-tiny")), tmp_path)
+    llm = LLM(tmp_path, engine=SETTINGS)
+    assert llm.generate("one", FOUR, progress=False)[0].prompt_token_ids == (2, 3)
+
+
+def test_a_bad_prompt_queues_nothing():
+    llm = LLM("gemma3-tiny", engine=SETTINGS)
+    with pytest.raises(ValueError, match="prompt_token_ids: expected ints"):
+        llm.generate([[5], [999]], FOUR, progress=False)
+    assert not llm.engine.has_work
+    llm.tokenizer = None
+    with pytest.raises(ValueError, match="prompts: expected token ids, got text"):
+        llm.generate("text", FOUR)
+    with pytest.raises(ValueError, match="params: expected one for each of 2 prompts, got 1"):
+        llm.generate([[5], [6]], [FOUR], progress=False)
+
+
+def test_a_request_that_never_fits_takes_none_along():
+    llm = LLM("gemma3-tiny", engine=EngineConfig(num_pages=12, max_num_seqs=2))
+    with pytest.raises(RuntimeError, match="does not fit even alone"):
+        llm.generate([[5] * 500, [6] * 10], FOUR, progress=False)
+    assert not llm.engine.has_work
+    assert llm.generate([[6] * 10], FOUR, progress=False)[0].finish_reason == "length"
+
+
+def test_what_is_not_a_model():
+    with pytest.raises(ValueError, match=r"model: expected one of .*got 'gemma-9'"):
+        LLM("gemma-9")
+    with pytest.raises(ValueError, match="device, dtype: expected None with a built model"):
+        LLM(random_model(get_config("gemma3-tiny")), device="cpu")
