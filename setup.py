@@ -1,5 +1,7 @@
 """Packaging of quire. The top-level folders install as ``quire.kernels``, ``quire.kvcore``, ``quire.models`` and ``quire.bench``."""
 
+from pathlib import Path
+
 from setuptools import setup
 
 PACKAGES = ["kernels", "kvcore", "models", "bench"]
@@ -8,19 +10,25 @@ setup(
     name="quire",
     version="0.1.0",
     description="Paged hybrid-attention kernels in Triton, a retention-aware KV-cache allocator, and a minimal runner",
-    long_description=open("README.md", encoding="utf-8").read(),
+    long_description=Path("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.10,<3.14",
     packages=[f"quire.{name}" for name in PACKAGES],
     package_dir={f"quire.{name}": name for name in PACKAGES},
-    install_requires=["numpy>=1.26", "torch>=2.11", "triton>=3.6,<3.10; platform_system == 'Linux'", "safetensors>=0.5", "tqdm>=4.60"],
+    install_requires=[
+        "numpy>=1.26",
+        "torch>=2.11",
+        "triton>=3.6,<3.10; platform_system == 'Linux'",
+        "safetensors>=0.5",
+        "tqdm>=4.60",
+    ],
     extras_require={
         "gpu": ["flashinfer-python>=0.6"],
         "hf": ["transformers>=5.23,<6", "tokenizers>=0.22"],
         "plot": ["matplotlib>=3.8"],
-        "test": ["pytest>=8", "pytest-xdist>=3.5", "hypothesis>=6.100"],
+        "test": ["pytest>=8", "pytest-xdist>=3.5", "hypothesis>=6.100", "ruff>=0.9", "mypy>=1.14"],
         "events": ["msgspec>=0.18", "pyzmq>=26"],
     },
 )

@@ -110,6 +110,7 @@ def check_invariants(cache: KVCache) -> None:
     for slot in np.flatnonzero(cache.active).tolist():
         computed, cached = int(cache.num_computed[slot]), int(cache._cached[slot])
         assert cached <= computed and cached % a == 0
+        lowest = max(computed - cache.max_draft_tokens, int(cache._rollback_floor[slot]), cached)
         run = cache._runs[slot]
         assert run.depth * a == cached, "a request's prefix ends at the end of its run"
         for node in index.path(run):
@@ -119,7 +120,7 @@ def check_invariants(cache: KVCache) -> None:
             c = state.spec
             if c.is_window:
                 users.update(p for p in state.table[slot].ravel().tolist() if p)
-                low = max(0, computed - c.reach) // c.block_size
+                low = max(0, lowest - (c.spec.sliding_window or 1) + 1) // c.block_size
                 blocks = np.arange(low, -(-computed // c.block_size))
                 live = state.table[slot][:, blocks % c.width]
                 assert (live != 0).all(), "a block inside the window has no page"

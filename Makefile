@@ -1,0 +1,39 @@
+# `make bench` and `make test` do all the set-up themselves: a virtual environment in .venv, then what they name.
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+
+.PHONY: bench test check format static gpu clean
+
+bench: $(STAMP)  ## generate with a small model through allocator and kernels, and check the output
+	$(PY) -m bench.prefill_decode $(ARGS)
+
+test: $(STAMP)  ## all tests that need no GPU
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal $(ARGS)
+
+check: $(STAMP)  ## lint, format, types, layering
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy --strict kvcore
+	$(PY) -m pytest tests/test_layering.py
+
+format: $(STAMP)  ## apply the formatter and safe fixes
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+static: $(STAMP)  ## compile every kernel for sm_80, sm_90 and sm_100 without a GPU; fails on spills
+	$(PY) -m bench.static $(ARGS)
+
+gpu: $(STAMP)  ## the tests that need a GPU
+	$(PY) -m pytest -m gpu $(ARGS)
+
+$(STAMP): setup.py constraints.txt
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install -q --upgrade pip setuptools wheel -c constraints.txt
+	$(PY) -m pip install -q -c constraints.txt torch triton
+	$(PY) -m pip install -q -c constraints.txt --no-build-isolation -e ".[hf,plot,test,events]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
