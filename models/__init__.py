@@ -1,4 +1,55 @@
 """Models: Gemma text models on paged attention, their weights, and a continuous-batching runner.
 
-The only package where the integers of ``kvcore`` and the tensors of ``kernels`` meet.
+The only package where the integers of ``kvcore`` and the tensors of ``kernels`` meet. Public names load on first use.
 """
+
+from importlib import import_module
+from typing import Any
+
+_HOME = {
+    "CONFIGS": "configs",
+    "Engine": "runner",
+    "EngineConfig": "runner",
+    "Gemma": "gemma",
+    "LLM": "llm",
+    "ModelConfig": "configs",
+    "RequestOutput": "request",
+    "SamplingParams": "request",
+    "cache_groups": "cache",
+    "from_hf": "hf_config",
+    "get_config": "configs",
+    "load_model": "weights",
+    "random_model": "weights",
+    "save_checkpoint": "weights",
+}
+
+__all__ = [
+    "CONFIGS",
+    "LLM",
+    "Engine",
+    "EngineConfig",
+    "Gemma",
+    "ModelConfig",
+    "RequestOutput",
+    "SamplingParams",
+    "cache_groups",
+    "from_hf",
+    "get_config",
+    "load_model",
+    "random_model",
+    "save_checkpoint",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Loads the module that defines a public name when the name is first asked for."""
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """The public names, loaded or not."""
+    return sorted([*globals(), *_HOME])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -10,12 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("transformers", reason="the oracle of the model tests is transformers")
-
 import torch
 
-from quire.models.configs import get_config
+from quire.models.configs import CONFIGS, get_config
 from quire.models.gemma import Gemma
 from quire.models.hf_config import to_hf
 from quire.models.weights import random_model, save_checkpoint
@@ -41,32 +39,45 @@ class Oracle:
 
 
 @pytest.fixture(scope="session")
-def oracles(tmp_path_factory) -> dict[str, Oracle]:
+def oracle_root(tmp_path_factory) -> Path:
+    """Directory of one run of the oracle; everything that tests ask of transformers is asked here, for its import is slow."""
+    # Found, not imported: transformers looks for a package named kernels and must not find this repository's.
+    if importlib.util.find_spec("transformers") is None:
+        pytest.skip("transformers, the oracle of this test, is not installed")
     root = tmp_path_factory.mktemp("oracle")
-    models, ids, jobs = {}, {}, []
+    jobs = []
     for seed, name in enumerate(TINY):
-        models[name] = random_model(get_config(name), seed=seed)
-        save_checkpoint(models[name], root / name / "ours")
-        generator = torch.Generator().manual_seed(seed)
-        ids[name] = torch.randint(3, 259, (NUM_TOKENS,), generator=generator)
+        model = random_model(get_config(name), seed=seed)
+        save_checkpoint(model, root / name / "ours")
         theirs = str(root / name / "theirs")
-        jobs.append({"make": theirs, "config": to_hf(models[name].config), "seed": seed})
+        jobs.append({"make": theirs, "config": to_hf(model.config), "seed": seed + 10})
         for which in ("ours", "theirs"):
             load, out = str(root / name / which), str(root / name / f"{which}.pt")
-            jobs.append({"load": load, "input_ids": ids[name].tolist(), "out": out})
+            jobs.append({"load": load, "input_ids": _input_ids(seed).tolist(), "out": out})
+    for name, config in CONFIGS.items():
+        jobs.append({"shapes": to_hf(config), "out": str(root / f"{name}.json")})
     _run_oracle(root, jobs)
+    return root
+
+
+@pytest.fixture(scope="session")
+def oracles(oracle_root) -> dict[str, Oracle]:
     return {
         name: Oracle(
             name=name,
-            model=models[name],
-            input_ids=ids[name],
-            ours=root / name / "ours",
-            theirs=root / name / "theirs",
-            ours_logits=torch.load(root / name / "ours.pt"),
-            theirs_logits=torch.load(root / name / "theirs.pt"),
+            model=random_model(get_config(name), seed=seed),
+            input_ids=_input_ids(seed),
+            ours=oracle_root / name / "ours",
+            theirs=oracle_root / name / "theirs",
+            ours_logits=torch.load(oracle_root / name / "ours.pt"),
+            theirs_logits=torch.load(oracle_root / name / "theirs.pt"),
         )
-        for name in TINY
+        for seed, name in enumerate(TINY)
     }
+
+
+def _input_ids(seed: int) -> torch.Tensor:
+    return torch.randint(3, 259, (NUM_TOKENS,), generator=torch.Generator().manual_seed(seed))
 
 
 def _run_oracle(cwd: Path, jobs: list[dict]) -> None:

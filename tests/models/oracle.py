@@ -4,6 +4,7 @@ named ``kernels`` and must not find this repository's: start it in another direc
 Usage: python oracle.py JOBS.json, a list of
     {"load": checkpoint directory, "input_ids": [...], "out": file}    logits [num_tokens, vocab_size] of one uncached forward
     {"make": directory, "config": {...}, "seed": n}                    a random checkpoint, saved by transformers itself
+    {"shapes": {config}, "out": file}                                  {tensor name: shape} as JSON, lm_head left out
 """
 
 import json
@@ -38,6 +39,13 @@ def logits(path, input_ids):
     return model.eval()(torch.tensor([input_ids]), use_cache=False).logits[0]
 
 
+def shapes(config):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    tensors = model.state_dict().items()
+    return {name: list(tensor.shape) for name, tensor in tensors if name != "lm_head.weight"}
+
+
 def main():
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
@@ -47,6 +55,8 @@ def main():
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
             randomise(model, job["seed"])
             model.save_pretrained(job["make"])
+        elif "shapes" in job:
+            Path(job["out"]).write_text(json.dumps(shapes(job["shapes"])))
         else:
             torch.save(logits(job["load"], job["input_ids"]), job["out"])
 

@@ -1,9 +1,6 @@
 """LLM: models by name, directory or object; prompts as text or ids; the progress bar."""
 
 import pytest
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
 
 from quire.models.configs import get_config
 from quire.models.llm import LLM
@@ -62,9 +59,10 @@ def test_byte_tokenizer():
 
 
 def test_tokenizer_json(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers", reason="reads tokenizer.json files")
     words = {"<pad>": 0, "<eos>": 1, "<bos>": 2, "one": 3, "two": 4, "[UNK]": 5}
-    backend = Tokenizer(WordLevel(words, unk_token="[UNK]"))
-    backend.pre_tokenizer = Whitespace()
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     backend.add_special_tokens(["<bos>", "<eos>"])
     backend.save(str(tmp_path / "tokenizer.json"))
     tokenizer = FileTokenizer(tmp_path / "tokenizer.json", bos_token_id=2)

@@ -6,7 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quire.models.configs import get_config
+from quire.models.configs import CONFIGS, get_config
+from quire.models.gemma import Gemma
 from quire.models.weights import INDEX_FILE, load_config, load_model, random_model, save_checkpoint
 
 CONFIG = get_config("gemma4-tiny")
@@ -107,3 +108,26 @@ def test_random_weights_follow_the_seed():
     for (name, first), second in zip(a.named_parameters(), b.parameters(), strict=True):
         assert not torch.equal(first, second), name
         assert first.numel() == 1 or first.std() > 0, name  # a constant could hide a missing rule
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_names_and_shapes_equal_transformers(oracle_root, name):
+    model = Gemma(CONFIGS[name], device="meta", dtype=torch.bfloat16)
+    ours = {f"model.{key}": list(weight.shape) for key, weight in model.named_parameters()}
+    assert ours == json.loads((oracle_root / f"{name}.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("gemma-3-1b", 1.0),
+        ("gemma-3-4b", 3.9),  # 4.3 with the vision tower
+        ("gemma-3-12b", 11.8),
+        ("gemma-3-27b", 27.0),
+        ("gemma-4-31b", 30.7),
+    ],
+)
+def test_real_models_have_their_size(name, billions):
+    model = Gemma(CONFIGS[name], device="meta", dtype=torch.bfloat16)
+    total = sum(weight.numel() for weight in model.parameters())
+    assert total / 1e9 == pytest.approx(billions, rel=0.02)
