@@ -120,6 +120,10 @@ def check_pages(
     expect_head_dim("k_pages", k_pages.shape[3])
     for axis, what in ((0, "num_pages"), (1, "block_size"), (2, "num_kv_heads")):
         expect_int(f"k_pages: {what}", k_pages.shape[axis], 1)
+    for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
+        # The kernels address rows within a page with 32 bits.
+        if pages.shape[1] * abs(pages.stride(1)) >= 2**31:
+            raise ValueError(f"{name}: expected pages of < 2**31 elements, got {pages.stride()}")
 
 
 def check_attention(

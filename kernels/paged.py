@@ -24,6 +24,7 @@ from quire.kernels import merge, schedule
 from quire.kernels._check import AttentionCall
 from quire.kernels._launch import Launch
 from quire.kernels.configs import (
+    MAX_REGISTERS,
     MIN_SPLIT_TOKENS,
     Config,
     plan_decode,
@@ -123,6 +124,9 @@ def _attend_tiles(
     """Run the online softmax over ``count`` tiles from tile ``first`` on, jumping ``gap`` tiles after ``head_count`` of them."""
     offs_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, HEAD_DIM)
+    # 32 bits within a page or a tile of fresh rows, where they reach (_check.check_pages); 64 bits from there on.
+    k_offsets = (offs_n * k_stride_row)[:, None] + offs_d[None, :]
+    v_offsets = (offs_n * v_stride_row)[:, None] + offs_d[None, :]
     if table is not None:
         tile = first + tl.where(head_count > 0, 0, gap)
         page = _load_page(table, width, tile, key_low, key_high, BLOCK_SIZE, BLOCK_N)
@@ -130,26 +134,21 @@ def _attend_tiles(
         tile = first + i + tl.where(i < head_count, 0, gap)
         key = tile * BLOCK_N + offs_n
         if table is None:
-            k_ptrs = k_base + (key.to(tl.int64) * k_stride_row)[:, None] + offs_d[None, :]
-            v_ptrs = v_base + (key.to(tl.int64) * v_stride_row)[:, None] + offs_d[None, :]
+            first_row = (tile * BLOCK_N).to(tl.int64)
+            k_ptrs = k_base + first_row * k_stride_row + k_offsets
+            v_ptrs = v_base + first_row * v_stride_row + v_offsets
         elif BLOCK_SIZE % BLOCK_N == 0:
-            row = (tile * BLOCK_N % BLOCK_SIZE + offs_n).to(tl.int64)
             page_id = page.to(tl.int64)
-            k_ptrs = (
-                k_base + page_id * k_stride_page + (row * k_stride_row)[:, None] + offs_d[None, :]
-            )
-            v_ptrs = (
-                v_base + page_id * v_stride_page + (row * v_stride_row)[:, None] + offs_d[None, :]
-            )
+            first_row = tile * BLOCK_N % BLOCK_SIZE
+            k_ptrs = k_base + (page_id * k_stride_page + first_row * k_stride_row) + k_offsets
+            v_ptrs = v_base + (page_id * v_stride_page + first_row * v_stride_row) + v_offsets
         else:
-            row = (key % BLOCK_SIZE).to(tl.int64)
+            row = key % BLOCK_SIZE
             page_ids = page.to(tl.int64)
-            k_ptrs = (
-                k_base + (page_ids * k_stride_page + row * k_stride_row)[:, None] + offs_d[None, :]
-            )
-            v_ptrs = (
-                v_base + (page_ids * v_stride_page + row * v_stride_row)[:, None] + offs_d[None, :]
-            )
+            k_rows = k_base + (page_ids * k_stride_page + row * k_stride_row)
+            v_rows = v_base + (page_ids * v_stride_page + row * v_stride_row)
+            k_ptrs = k_rows[:, None] + offs_d[None, :]
+            v_ptrs = v_rows[:, None] + offs_d[None, :]
         if MASKED:
             # Rows outside may be NaN: 0 * NaN would reach the output through V.
             live = ((key >= key_low) & (key < key_high))[:, None]
@@ -334,24 +333,22 @@ def _store_final(
 
 
 @triton.jit
-def _find_query_tile(cu_seqlens_q, tile, first_seq, num_seqs, BLOCK_Q: tl.constexpr):
-    """Sequence of a query tile and the tile's first token. Sequence s starts at tile cu[s] // BLOCK_Q + s, counted from first_seq."""
-    start = tl.load(cu_seqlens_q + first_seq)
-    low = first_seq
-    high = num_seqs
+def _find_query_tile(cu_seqlens_q, tile, num_seqs, BLOCK_Q: tl.constexpr):
+    """Sequence of a query tile and the tile's first token. Sequence s starts at tile cu[s] // BLOCK_Q + s, so none is cut short."""
+    low = tile * 0
+    high = low + num_seqs
     while high - low > 1:
         middle = (low + high) // 2
-        middle_tile = (tl.load(cu_seqlens_q + middle) - start) // BLOCK_Q + middle - first_seq
-        low = tl.where(middle_tile <= tile, middle, low)
-        high = tl.where(middle_tile <= tile, high, middle)
-    first_tile = (tl.load(cu_seqlens_q + low) - start) // BLOCK_Q + low - first_seq
-    return low, (tile - first_tile) * BLOCK_Q
+        passed = tl.load(cu_seqlens_q + middle) // BLOCK_Q + middle <= tile
+        low = tl.where(passed, middle, low)
+        high = tl.where(passed, high, middle)
+    return low, (tile - tl.load(cu_seqlens_q + low) // BLOCK_Q - low) * BLOCK_Q
 
 
 @triton.jit
 def _prefill_kernel(
     q, k_pages, v_pages, k_fresh, v_fresh, block_table, seq_lens, cu_seqlens_q, sinks, out, lse,
-    first_seq, num_seqs, num_tiles, num_kv_heads, width, sliding_window, inner_scale, outer_scale,
+    num_seqs, num_decodes, decode_tokens, num_tiles, num_kv_heads, width, sliding_window, inner_scale, outer_scale,
     q_stride_token, q_stride_head, out_stride_token, out_stride_head, lse_stride_head, table_stride,
     k_stride_page, k_stride_row, k_stride_head, v_stride_page, v_stride_row, v_stride_head,
     k_fresh_stride_token, k_fresh_stride_head, v_fresh_stride_token, v_fresh_stride_head,
@@ -363,10 +360,10 @@ def _prefill_kernel(
     kv_head = (head_index // HEAD_TILES).to(tl.int64)
     # Later tiles of a sequence see more keys; they start first, so that no long tile runs alone at the end.
     tile = num_tiles - 1 - tl.program_id(0) // num_head_tiles
-    seq, q_first = _find_query_tile(cu_seqlens_q, tile, first_seq, num_seqs, BLOCK_Q)
+    seq, q_first = _find_query_tile(cu_seqlens_q, tile, num_seqs, BLOCK_Q)
     first_token = tl.load(cu_seqlens_q + seq)
     q_len = tl.load(cu_seqlens_q + seq + 1) - first_token
-    if q_first >= q_len:
+    if (q_first >= q_len) | ((seq < num_decodes) & (q_len <= decode_tokens)):
         return
     context = tl.load(seq_lens + seq) - q_len
 
@@ -430,6 +427,8 @@ def _decode_kernel(
     seq_len = tl.load(seq_lens + seq)
     context = seq_len - q_len
     low, high = schedule.paged_range(seq_len, q_len, sliding_window, k_fresh is not None)
+    if (q_len == 0) | (q_len > BLOCK_Q):
+        return
     pieces = 1
     if partial_out is not None:
         pieces = schedule.num_pieces(
@@ -444,47 +443,63 @@ def _decode_kernel(
     if k_fresh is not None:
         k_fresh += fresh_first * k_fresh_stride_token + kv_head * k_fresh_stride_head
         v_fresh += fresh_first * v_fresh_stride_token + kv_head * v_fresh_stride_head
-    # More than one turn only for a sequence with more new tokens than a tile has, which is never cut into pieces.
-    for q_first in range(0, q_len, BLOCK_Q):
-        token, group_head, live = _tile_rows(q_first, q_len, head_index % HEAD_TILES, GROUP, BLOCK_Q, HEADS, BLOCK_M)  # fmt: skip
-        row_token = (first_token + token).to(tl.int64)
-        head = kv_head * GROUP + group_head
-        q_rows = q + row_token * q_stride_token + head * q_stride_head
-        q_tile = tl.load(
-            q_rows[:, None] + tl.arange(0, HEAD_DIM)[None, :], mask=live[:, None], other=0.0
-        )
-        acc, row_max, row_sum = _attend_query_tile(
-            q_tile, token, q_first, tl.minimum(q_first + BLOCK_Q, q_len) - 1, context,
-            k_pages + kv_head * k_stride_head, v_pages + kv_head * v_stride_head,
-            block_table + seq.to(tl.int64) * table_stride, width,
-            k_stride_page, k_stride_row, v_stride_page, v_stride_row,
-            k_fresh, v_fresh, k_fresh_stride_token, v_fresh_stride_token,
-            low, high, piece == pieces - 1, sliding_window, inner_scale, outer_scale,
-            HEAD_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, True,
+    token, group_head, live = _tile_rows(0, q_len, head_index % HEAD_TILES, GROUP, BLOCK_Q, HEADS, BLOCK_M)  # fmt: skip
+    row_token = (first_token + token).to(tl.int64)
+    head = kv_head * GROUP + group_head
+    q_rows = q + row_token * q_stride_token + head * q_stride_head
+    q_tile = tl.load(
+        q_rows[:, None] + tl.arange(0, HEAD_DIM)[None, :], mask=live[:, None], other=0.0
+    )
+    acc, row_max, row_sum = _attend_query_tile(
+        q_tile, token, 0, q_len - 1, context,
+        k_pages + kv_head * k_stride_head, v_pages + kv_head * v_stride_head,
+        block_table + seq.to(tl.int64) * table_stride, width,
+        k_stride_page, k_stride_row, v_stride_page, v_stride_row,
+        k_fresh, v_fresh, k_fresh_stride_token, v_fresh_stride_token,
+        low, high, piece == pieces - 1, sliding_window, inner_scale, outer_scale,
+        HEAD_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, True,
+    )  # fmt: skip
+    if pieces == 1:
+        out_rows = out + row_token * out_stride_token + head * out_stride_head
+        lse_rows = None
+        if lse is not None:
+            lse_rows = lse + head * lse_stride_head + row_token
+        _store_final(acc, row_max, row_sum, out_rows, lse_rows, sinks, head, live, HEAD_DIM)
+    elif partial_out is not None:
+        num_heads = num_kv_heads * GROUP
+        part_row = (item.to(tl.int64) * BLOCK_Q + token) * num_heads + head
+        _store_final(
+            acc, row_max, row_sum, partial_out + part_row * HEAD_DIM, partial_lse + part_row, None, head, live, HEAD_DIM
         )  # fmt: skip
-        if pieces == 1:
-            out_rows = out + row_token * out_stride_token + head * out_stride_head
-            lse_rows = None
-            if lse is not None:
-                lse_rows = lse + head * lse_stride_head + row_token
-            _store_final(acc, row_max, row_sum, out_rows, lse_rows, sinks, head, live, HEAD_DIM)
-        elif partial_out is not None:
-            num_heads = num_kv_heads * GROUP
-            part_row = (item.to(tl.int64) * BLOCK_Q + token) * num_heads + head
-            _store_final(
-                acc, row_max, row_sum, partial_out + part_row * HEAD_DIM, partial_lse + part_row, None, head, live, HEAD_DIM
-            )  # fmt: skip
 
 
 def launch(call: AttentionCall) -> torch.Tensor:
-    """Launch the decode and the prefill part of a checked call; returns ``call.out``."""
+    """Launch the kernels of a checked call; returns ``call.out``."""
     arch, num_sms = _device(call.q)
-    if call.num_decodes > 0:
-        for part in prepare_decode(call, arch, num_sms):
-            part.run()
-    if call.num_decodes < call.num_seqs:
-        prepare_prefill(call, arch).run()
+    for part in prepare(call, arch, num_sms):
+        part.run()
     return call.out
+
+
+def prepare(call: AttentionCall, arch: int, num_sms: int) -> list[Launch]:
+    """The launches of a checked call.
+
+    In a mixed batch the host does not know how many new tokens the decode sequences have: the decode kernel takes those that fit its query
+    tile and the prefill kernel all others, so each sequence is computed once whatever the caller put first.
+
+    Args:
+        call: the checked call.
+        arch: compute capability as major * 10 + minor.
+        num_sms: streaming multiprocessors of the device.
+    """
+    launches: list[Launch] = []
+    decode_tokens = 0
+    if call.num_decodes > 0:
+        launches = _prepare_decode(call, arch, num_sms)
+        decode_tokens = launches[0].arguments["BLOCK_Q"]
+    if call.num_decodes < call.num_seqs or (call.num_seqs and call.max_seqlen_q > decode_tokens):
+        launches.append(_prepare_prefill(call, arch, decode_tokens))
+    return launches
 
 
 def _device(tensor: torch.Tensor) -> tuple[int, int]:
@@ -555,22 +570,24 @@ def _shape_arguments(call: AttentionCall, config: Config) -> dict[str, int]:
         "BLOCK_N": config.block_n,
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
+        "maxnreg": MAX_REGISTERS,
     }
 
 
-def prepare_prefill(call: AttentionCall, arch: int) -> Launch:
-    """The launch for the sequences past the first ``num_decodes``; arch: compute capability as major * 10 + minor."""
+def _prepare_prefill(call: AttentionCall, arch: int, decode_tokens: int) -> Launch:
+    """The launch for all sequences but the first ``num_decodes`` of up to ``decode_tokens`` new tokens."""
     head_dim, block_size = call.q.shape[2], call.k_pages.shape[1]
     config = select_config(head_dim, call.q.element_size(), "prefill", block_size, arch)
     constants = _shape_arguments(call, config)
     # Without the lengths on the host: each sequence adds at most one tile that is not full.
-    num_tiles = call.q.shape[0] // constants["BLOCK_Q"] + call.num_seqs - call.num_decodes
+    num_tiles = call.q.shape[0] // constants["BLOCK_Q"] + call.num_seqs
     return Launch(
         _prefill_kernel,
         (num_tiles * call.k_pages.shape[2] * constants["HEAD_TILES"],),
         {
-            "first_seq": call.num_decodes,
             "num_seqs": call.num_seqs,
+            "num_decodes": call.num_decodes,
+            "decode_tokens": decode_tokens,
             "num_tiles": num_tiles,
             **_shared_arguments(call),
             **constants,
@@ -578,8 +595,8 @@ def prepare_prefill(call: AttentionCall, arch: int) -> Launch:
     )
 
 
-def prepare_decode(call: AttentionCall, arch: int, num_sms: int) -> list[Launch]:
-    """The launches for the first ``num_decodes`` sequences: attention, and the merge where a sequence may be cut into pieces."""
+def _prepare_decode(call: AttentionCall, arch: int, num_sms: int) -> list[Launch]:
+    """The launches for the first ``num_decodes`` sequences of few new tokens: attention, and the merge where a sequence may be cut into pieces."""
     num_heads, head_dim = call.q.shape[1:]
     num_kv_heads, block_size = call.k_pages.shape[2], call.k_pages.shape[1]
     plan = plan_decode(

@@ -63,9 +63,9 @@ def piece_tokens(
 
 @triton.jit
 def _num_pieces(q_len, keys, tokens, BLOCK_Q: tl.constexpr):
-    # Partials hold BLOCK_Q tokens of a sequence: a longer one is not cut. One without new tokens has nothing to compute.
-    pieces = tl.where(q_len > BLOCK_Q, 1, tl.maximum((keys + tokens - 1) // tokens, 1))
-    return tl.where(q_len > 0, pieces, 0)
+    # A decode tile holds BLOCK_Q tokens: a sequence with more is the prefill kernel's, one without new tokens is nobody's.
+    pieces = tl.maximum((keys + tokens - 1) // tokens, 1)
+    return tl.where((q_len > 0) & (q_len <= BLOCK_Q), pieces, 0)
 
 
 @triton.jit
