@@ -55,16 +55,25 @@ class PagePool:
     def unuse(self, pages: Int32) -> None:
         """Requests stop reading `pages` (repeats allowed: several requests may share a page)."""
         pages = pages[pages != NULL_BLOCK]
-        np.subtract.at(self.users, pages, 1)
-        idle = pages[self.users[pages] == 0]
-        order = np.arange(len(idle), dtype=np.int32)
-        self._mark[idle] = order
-        idle = idle[self._mark[idle] == order]  # each page once
+        if (self.users[pages] == 1).all():  # the common case: nobody shares, so none repeats
+            self.users[pages] = 0
+            idle = pages
+        else:
+            idle = self._unuse_shared(pages)
         held = self.holds[idle] > 0
         if held.any():
             self.num_held_only += int(np.count_nonzero(held))
             idle = idle[~held]
         self.put(idle)
+
+    def _unuse_shared(self, pages: Int32) -> Int32:
+        """Count `pages` down, repeats allowed; returns those that nobody reads now, each once."""
+        np.subtract.at(self.users, pages, 1)
+        idle = pages[self.users[pages] == 0]
+        order = np.arange(len(idle), dtype=np.int32)
+        self._mark[idle] = order
+        once: Int32 = idle[self._mark[idle] == order]
+        return once
 
     def hold(self, pages: Int32) -> None:
         """A resume point starts to hold `pages` (distinct but for padding)."""

@@ -60,6 +60,7 @@ class ClassState:
         # Slot of the next token, page * block_size + row, while the open block is not full.
         self.next_slots = next_slots
         self._groups = np.arange(k)[None, :]
+        self._first_columns = spec.offset + self._groups * spec.width
 
     # Tables.
 
@@ -67,7 +68,7 @@ class ClassState:
         """Set the table entries of `blocks` [m] of `slots` [m]; returns their flat columns [m, k]."""
         columns = (blocks % self.spec.width)[:, None]
         self.table[slots[:, None], self._groups, columns] = pages
-        return self.spec.offset + self._groups * self.spec.width + columns
+        return self._first_columns + columns
 
     def read(self, slots: Int64, blocks: Int64) -> Int32:
         """Pages of `blocks` [m, j] of `slots` [m]: [m, k, j]; 0 for blocks before the sequence."""

@@ -55,6 +55,33 @@ def test_next_turn_resumes_after_the_answer(mix):
     e.check()
 
 
+def test_a_one_token_chunk_inside_the_prompt_does_not_disturb_its_open_segment():
+    e = engine()
+    prompt, answer = tokens(70), tokens(40, 1)
+    e.admit("a", prompt)
+    for n in (33, 1, 36):  # the token at 33 has the column of the token at 65, which is in the tail
+        e.step({"a": n})
+    e.decode("a", answer)
+    e.release("a")
+    assert e.kv.match(prompt + answer).num_tokens == 96
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_a_long_speculative_chunk_keeps_the_window_of_whatever_is_accepted(mix):
+    e = engine(MIXES[mix], max_draft_tokens=5)
+    for rid, rejected in enumerate(range(6)):
+        e.admit(rid, tokens(10, rid))
+        e.finish_prompt(rid)
+        for i in range(40):
+            n = 97 + i
+            if e.computed(rid) + n > 4000:
+                break
+            e.tokens[rid] += tokens(n, i)
+            e.step({rid: n}, {rid: n - rejected})
+            e.check()
+        e.release(rid)
+
+
 @pytest.mark.parametrize("mix", MIXES)
 def test_both_replay_boundaries_of_an_aligned_prompt(mix):
     e = engine(MIXES[mix])
@@ -235,19 +262,39 @@ def test_out_of_pages_is_a_value_and_changes_nothing():
 
 
 def test_eviction_takes_whole_resume_points_least_recently_used_first():
-    e = engine(num_pages=2 + 3 * (10 + 8))
+    # A run of 320 tokens leaves 10 dense pages and points at 288 and 320: blocks 14..19 of two groups.
+    e = engine(num_pages=1 + 3 * (10 + 2 * 6) + 10)
     prompts = [tokens(320, seed) for seed in range(4)]
     for i in range(3):
         e.run(i, prompts[i])
-    e.run("again", prompts[0])
+    assert e.kv.stats()["evicted_resume_points"] == 0
+    assert e.run("again", prompts[0]).num_tokens == 288
     e.run("new", prompts[3])
     hits = [e.kv.match(p).num_tokens for p in prompts]
-    assert hits[0] == 288 and hits[3] == 288, "used lately"
+    assert hits[0] == hits[3] == 288, "used lately"
     assert hits[1] == 0, "the oldest went"
     e.check()
     for run in e.kv.index.runs():
         for point in run.points.values():
             assert (e.kv.pool.holds[point.pages] > 0).all(), "a point is whole or gone"
+
+
+def test_window_pages_shared_by_running_requests_are_freed_once():
+    e = engine()
+    prompt = tokens(100)
+    e.run("first", prompt)
+    for rid in "ab":
+        assert e.admit(rid, [*prompt[:97], 1]).num_tokens == 96
+    for run in list(e.kv.index.runs()):
+        for point in list(run.points.values()):
+            e.kv.index._drop_point(point)
+    e.check()
+    for t in range(120):  # both rings let go of the same pages in the same step
+        for rid in "ab":
+            if e.computed(rid) == len(e.tokens[rid]):
+                e.tokens[rid].append(t)
+        e.step({"a": 1, "b": 1})
+        e.check()
 
 
 def test_dense_past_the_last_resume_point_goes_first():

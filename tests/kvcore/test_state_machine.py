@@ -25,6 +25,7 @@ MIXES = [
     ((4, 9),),
     ((4, None), (8, None), (8, 17), (2, 5)),
     ((6, None), (4, 7)),
+    ((4, None), (4, 5)),
 ]
 
 
@@ -136,9 +137,9 @@ class Traffic(RuleBasedStateMachine):
     def speculate(self, data):
         r = data.draw(st.sampled_from(sorted(self.e.slots)))
         c = self.e.computed(r)
-        if c < len(self.e.tokens[r]) or c > 150:
+        if c < len(self.e.tokens[r]) or c > 120:
             return
-        n = data.draw(st.integers(1, 4))
+        n = data.draw(st.one_of(st.integers(1, 4), st.integers(5, 39)))
         self.e.tokens[r] += data.draw(st.lists(st.integers(0, 1), min_size=n, max_size=n))
         self._advance({r: n}, {r: data.draw(st.integers(max(1, n - 3), n))})
         del self.e.tokens[r][max(c, self.e.computed(r)) :]
