@@ -40,6 +40,7 @@ class RequestOutput:
     token_ids: generated tokens. text: their text without the stopping id, or None without a tokenizer.
     finish_reason: "stop" (a stop id was generated), "length" (max_tokens or the longest sequence was reached) or "abort".
     num_cached_tokens: prompt tokens that the prefix cache gave when the request was first admitted.
+    limited_by: why they were not more (`quire.kvcore.Match.limited_by`); "" when it never was admitted.
     num_preemptions: times that the request lost its pages and was resumed.
     arrival, token_times: seconds on `time.perf_counter`'s clock.
     """
@@ -49,6 +50,7 @@ class RequestOutput:
     token_ids: tuple[int, ...]
     finish_reason: str
     num_cached_tokens: int
+    limited_by: str
     num_preemptions: int
     arrival: float
     token_times: tuple[float, ...]
@@ -83,6 +85,7 @@ class Request:
     match: Match
     slot: int = -1
     num_cached_tokens: int = -1
+    limited_by: str = ""
     num_preemptions: int = 0
     token_times: list[float] = field(default_factory=list)
 
@@ -114,6 +117,7 @@ class Request:
             token_ids=tuple(tokens[self.prompt_len :]),
             finish_reason=finish_reason,
             num_cached_tokens=max(self.num_cached_tokens, 0),
+            limited_by=self.limited_by,
             num_preemptions=self.num_preemptions,
             arrival=self.arrival,
             token_times=tuple(self.token_times),

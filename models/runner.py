@@ -28,11 +28,14 @@ CUDA_CACHE_SHARE = 0.9  # of the memory that is free once the weights are there
 class StepReport:
     """One step in numbers; times in seconds.
 
+    q_lens, seq_lens: per sequence [num_seqs], its new tokens and its KV tokens including them.
     num_tokens: new tokens computed. num_decodes, num_prefills: sequences with one new token, and with more.
     allocator, model, total: time in kvcore; in the forward pass up to the sampled ids on the host; in the whole step.
     finished: requests that ended in it.
     """
 
+    q_lens: np.ndarray
+    seq_lens: np.ndarray
     num_tokens: int
     num_decodes: int
     num_prefills: int
@@ -244,6 +247,8 @@ class Engine:
                 finished.append(self._finish(request, reason))
         num_decodes = sum(count == 1 for count in step.num_new_tokens)
         report = StepReport(
+            q_lens=step.plan.num_new_tokens,
+            seq_lens=step.plan.seq_lens,
             num_tokens=sum(step.num_new_tokens),
             num_decodes=num_decodes,
             num_prefills=len(step.requests) - num_decodes,

@@ -115,10 +115,13 @@ class Scheduler:
         while self._may_admit(budget):
             request = self.waiting.popleft()
             with self.allocating():
+                # What is cached has changed since the request came: look up again, without hashing.
+                request.match = self.kv.match(request.match.prompt)
                 request.slot = self.kv.admit(request.request_id, request.match)
             computed = int(self.kv.num_computed[request.slot])
             if request.num_cached_tokens < 0:
                 request.num_cached_tokens = computed
+                request.limited_by = request.match.limited_by
             self.running.append(request)
             admitted.add(request)
             chosen[request] = min(request.num_tokens - computed, budget)
@@ -126,9 +129,8 @@ class Scheduler:
         return chosen, admitted
 
     def _may_admit(self, budget: int) -> bool:
-        if not self.waiting or not budget or len(self.running) >= self.max_num_seqs:
-            return False
-        return not (self._starved and self.running)
+        room = budget > 0 and len(self.running) < self.max_num_seqs
+        return bool(self.waiting) and room and not self._starved
 
     def _preempt(self, request: Request) -> None:
         self._release(request)

@@ -136,6 +136,27 @@ def test_prefix_hit_equals_cold_run(model):
     assert run.outputs[resent].token_ids == run.outputs[cold].token_ids
 
 
+def test_outputs_say_what_limited_their_hit():
+    """As seen on admission: the second request came before the first had cached anything."""
+    run = Recorder(build("gemma3-tiny"), max_num_seqs=1)
+    ids = [run.add(prompt(100)), run.add(prompt(100) + [9]), run.add(prompt(40) + [5] * 40)]
+    waiting = run.add(prompt(100, seed=1))
+    run.run(max_steps=1)
+    assert run.engine.abort(waiting).limited_by == ""
+    run.run()
+    outputs = [run.outputs[i] for i in ids]
+    assert [o.limited_by for o in outputs] == ["not-cached", "prompt-end", "resume-point"]
+    assert [o.num_cached_tokens for o in outputs] == [0, 96, 0]
+
+
+def test_reports_tell_the_lengths_of_each_sequence():
+    run = Recorder(build("gemma3-tiny"), max_num_batched_tokens=40)
+    run.add(prompt(30), max_tokens=2), run.add(prompt(50), max_tokens=1)
+    run.run()
+    lengths = [(r.q_lens.tolist(), r.seq_lens.tolist()) for r in run.reports]
+    assert lengths == [([30, 10], [30, 10]), ([1, 39], [31, 49]), ([1], [50])]
+
+
 def test_next_turn_hits_what_was_generated(model):
     """Two conversations decode side by side; each continues on its own output."""
     run = Recorder(model)
