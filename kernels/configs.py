@@ -22,12 +22,76 @@ PROGRAMS_PER_SM = 4
 
 @dataclass(frozen=True)
 class Config:
-    """One launch: rows of the query tile, keys of the K/V tile, warps of a program, stages of the K/V pipeline."""
+    """One launch: rows of the query tile, keys of the K/V tile, warps of a program, stages of the K/V pipeline.
+
+    mask_all: one loop with masks for each source of keys, instead of one without for whole tiles and one with for the edges.
+    """
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
+    mask_all: bool = False
+
+
+# Two-byte dtypes, prefill: head_dim (32 stands for 16 too) -> Config. At 512, 64 rows leave no register free on Hopper.
+PREFILL = {
+    "large": {
+        32: Config(64, 64, 4, 3),
+        64: Config(128, 64, 8, 3),
+        128: Config(128, 64, 8, 3),
+        256: Config(128, 32, 8, 3),
+        512: Config(32, 32, 8, 3),
+    },
+    "medium": {
+        32: Config(64, 64, 4, 3),
+        64: Config(128, 64, 8, 3),
+        128: Config(128, 64, 8, 3),
+        256: Config(64, 32, 8, 3),
+        512: Config(32, 32, 8, 2),
+    },
+    "small": {
+        32: Config(64, 64, 4, 3),
+        64: Config(128, 64, 8, 3),
+        128: Config(128, 32, 8, 3),
+        256: Config(64, 32, 8, 2),
+        512: Config(32, 16, 8, 2),
+    },
+}
+
+# Two-byte dtypes, decode: head_dim -> rows -> (block_n, num_warps, num_stages). K/V tiles and stages put over 36 KB in flight an SM.
+DECODE = {
+    "large": {
+        32: {16: (64, 4, 4), 32: (64, 4, 4), 64: (64, 4, 4)},
+        64: {16: (64, 4, 4), 32: (64, 4, 4), 64: (64, 4, 4)},
+        128: {16: (64, 4, 3), 32: (64, 4, 3), 64: (64, 4, 3)},
+        256: {16: (32, 4, 3), 32: (32, 4, 3), 64: (32, 4, 3)},
+        512: {16: (16, 4, 3), 32: (32, 8, 3), 64: (16, 8, 3)},
+    },
+    "medium": {
+        32: {16: (64, 4, 4), 32: (64, 4, 4), 64: (64, 4, 4)},
+        64: {16: (64, 4, 4), 32: (64, 4, 4), 64: (64, 4, 4)},
+        128: {16: (64, 4, 3), 32: (64, 4, 3), 64: (64, 4, 3)},
+        256: {16: (32, 4, 3), 32: (32, 4, 3), 64: (32, 8, 3)},
+        512: {16: (16, 4, 3), 32: (16, 8, 3), 64: (16, 8, 3)},
+    },
+    "small": {
+        32: {16: (64, 4, 4), 32: (64, 4, 4), 64: (64, 4, 4)},
+        64: {16: (64, 4, 3), 32: (64, 4, 3), 64: (64, 4, 3)},
+        128: {16: (32, 4, 3), 32: (32, 4, 3), 64: (32, 4, 3)},
+        256: {16: (32, 4, 2), 32: (32, 4, 2), 64: (32, 8, 2)},
+        512: {16: (16, 4, 2), 32: (16, 8, 2), 64: (16, 8, 2)},
+    },
+}
+
+# fp32 runs without tensor cores, for checks more than for speed: small tiles, for both phases and every architecture.
+FP32 = {
+    32: Config(16, 32, 4, 2, mask_all=True),
+    64: Config(16, 32, 8, 2, mask_all=True),
+    128: Config(16, 16, 8, 2, mask_all=True),
+    256: Config(16, 16, 8, 2, mask_all=True),
+    512: Config(16, 16, 8, 1, mask_all=True),
+}
 
 
 @dataclass(frozen=True)
@@ -64,6 +128,7 @@ def plan_decode(
     num_kv_heads: int,
     head_dim: int,
     num_sms: int,
+    dtype_bytes: int = 2,
     max_seq_len: int | None = None,
     sliding_window: int | None = None,
 ) -> DecodePlan:
@@ -77,6 +142,7 @@ def plan_decode(
         max_seqlen_q: new tokens of the longest of them. A longer one is still right, but not split.
         num_heads, num_kv_heads, head_dim: of the layer.
         num_sms: streaming multiprocessors of the device.
+        dtype_bytes: 2 or 4; fp32 tiles have 16 rows only, and need no more workspace.
         max_seq_len: upper bound of the sequence lengths; None if unknown.
         sliding_window: tokens a query sees; None if all.
 
@@ -86,7 +152,8 @@ def plan_decode(
     Source: FlashDecoding (split-KV); FlashMLA's tile scheduler divides the batch's keys in the same way.
     """
     group = num_heads // num_kv_heads
-    block_m = min(64, max(16, next_power_of_2(group * max(1, max_seqlen_q))))
+    max_rows = 64 if dtype_bytes == 2 else 16
+    block_m = min(max_rows, max(16, next_power_of_2(group * max(1, max_seqlen_q))))
     block_q, _, head_tiles = tile_heads(group, block_m)
     target_items = max(1, PROGRAMS_PER_SM * num_sms // (num_kv_heads * head_tiles))
     max_keys = min(x for x in (max_seq_len, sliding_window, sys.maxsize) if x is not None)
@@ -100,6 +167,13 @@ def plan_decode(
     )
 
 
+def shared_memory_class(arch: int) -> str:
+    """ "large" (227 KiB a program: Hopper, data-centre Blackwell), "medium" (163 KiB: A100) or "small" (99 KiB: all others)."""
+    if 90 <= arch < 120:
+        return "large"
+    return "medium" if arch in (80, 87) else "small"
+
+
 def select_config(
     head_dim: int, dtype_bytes: int, phase: str, block_size: int, arch: int, *, rows: int = 16
 ) -> Config:
@@ -111,8 +185,16 @@ def select_config(
         phase: "prefill" or "decode".
         block_size: tokens of a page.
         arch: compute capability as major * 10 + minor.
-        rows: query rows of a decode tile, 16..64 (``DecodePlan.block_m``); ignored for prefill.
+        rows: query rows of a decode tile, ``DecodePlan.block_m``: 16, 32 or 64; ignored for prefill.
+
+    Returns:
+        Config, the same for every architecture of one shared-memory class.
     """
-    if phase == "decode":
-        return Config(rows, 32 if head_dim >= 256 else 64, 4, 3)
-    return Config(64 if head_dim >= 256 else 128, 32 if head_dim >= 256 else 64, 8, 3)
+    size = shared_memory_class(arch)
+    dim = max(head_dim, 32)
+    if dtype_bytes == 4:
+        return FP32[dim]
+    if phase == "prefill":
+        return PREFILL[size][dim]
+    # Decode waits for memory, not for masks, and one loop fills the pipeline once.
+    return Config(rows, *DECODE[size][dim][rows], mask_all=True)

@@ -130,7 +130,8 @@ def _attend_tiles(
     if table is not None:
         tile = first + tl.where(head_count > 0, 0, gap)
         page = _load_page(table, width, tile, key_low, key_high, BLOCK_SIZE, BLOCK_N)
-    for i in range(0, count):
+    # Left to LICM, addresses of every later loop would be kept in registers through this one.
+    for i in tl.range(0, count, disable_licm=True):
         tile = first + i + tl.where(i < head_count, 0, gap)
         key = tile * BLOCK_N + offs_n
         if table is None:
@@ -201,7 +202,6 @@ def _attend_source(
     first = key_low // BLOCK_N
     stop = tl.maximum((key_high + BLOCK_N - 1) // BLOCK_N, first)
     if MASK_ALL:
-        # One loop fills the pipeline once; decode waits for memory, not for its masks.
         open_first = stop
         open_stop = stop
     else:
@@ -304,24 +304,27 @@ def _attend_query_tile(
 
 
 @triton.jit
-def _tile_rows(
-    q_first, q_len, head_tile, GROUP: tl.constexpr, BLOCK_Q: tl.constexpr, HEADS: tl.constexpr, BLOCK_M: tl.constexpr
-):  # fmt: skip
-    """Token in the step, query head and liveness of each row of a query tile."""
+def _tile_rows(head_tile, num_tokens, GROUP: tl.constexpr, BLOCK_Q: tl.constexpr, HEADS: tl.constexpr, BLOCK_M: tl.constexpr):  # fmt: skip
+    """Token within the tile, head within the group and liveness of each row of a query tile that has ``num_tokens`` tokens."""
     row = tl.arange(0, BLOCK_M)
-    group_head = head_tile * HEADS + row % HEADS
-    token = q_first + row // HEADS
-    live = (row < BLOCK_Q * HEADS) & (token < q_len) & (group_head < GROUP)
-    return token, group_head, live
+    token = row // HEADS
+    head = head_tile * HEADS + row % HEADS
+    live = (row < BLOCK_Q * HEADS) & (token < num_tokens) & (head < GROUP)
+    return token, head, live
 
 
 @triton.jit
-def _store_final(
-    acc, row_max, row_sum, out_rows, lse_rows, sinks, head, live, HEAD_DIM: tl.constexpr
-):
-    """Normalise, fold the sink in and store output rows and lse."""
+def _row_pointers(base, first_token, first_head, token, head, stride_token, stride_head):
+    """Pointer to each row of a query tile; 64 bits from the scalars on."""
+    tile = base + first_token.to(tl.int64) * stride_token + first_head.to(tl.int64) * stride_head
+    return tile + token.to(tl.int64) * stride_token + head.to(tl.int64) * stride_head
+
+
+@triton.jit
+def _store_final(acc, row_max, row_sum, out_rows, lse_rows, sinks, live, HEAD_DIM: tl.constexpr):
+    """Normalise, fold the sinks in (pointers to each row's, or None) and store output rows and lse."""
     if sinks is not None:
-        sink = tl.load(sinks + head, mask=live, other=float("-inf")) * LOG2E
+        sink = tl.load(sinks, mask=live, other=float("-inf")) * LOG2E
     else:
         sink = float("-inf")
     factor = fold_sink(row_max, row_sum, sink)
@@ -353,7 +356,7 @@ def _prefill_kernel(
     k_stride_page, k_stride_row, k_stride_head, v_stride_page, v_stride_row, v_stride_head,
     k_fresh_stride_token, k_fresh_stride_head, v_fresh_stride_token, v_fresh_stride_head,
     GROUP: tl.constexpr, BLOCK_Q: tl.constexpr, HEADS: tl.constexpr, HEAD_TILES: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASK_ALL: tl.constexpr,
 ):  # fmt: skip
     num_head_tiles = num_kv_heads * HEAD_TILES
     head_index = tl.program_id(0) % num_head_tiles
@@ -367,10 +370,11 @@ def _prefill_kernel(
         return
     context = tl.load(seq_lens + seq) - q_len
 
-    token, group_head, live = _tile_rows(q_first, q_len, head_index % HEAD_TILES, GROUP, BLOCK_Q, HEADS, BLOCK_M)  # fmt: skip
-    row_token = (first_token + token).to(tl.int64)
-    head = kv_head * GROUP + group_head
-    q_rows = q + row_token * q_stride_token + head * q_stride_head
+    tile_token = first_token + q_first
+    token, group_head, live = _tile_rows(
+        head_index % HEAD_TILES, q_len - q_first, GROUP, BLOCK_Q, HEADS, BLOCK_M
+    )
+    q_rows = _row_pointers(q, tile_token, kv_head * GROUP, token, group_head, q_stride_token, q_stride_head)  # fmt: skip
     q_tile = tl.load(
         q_rows[:, None] + tl.arange(0, HEAD_DIM)[None, :], mask=live[:, None], other=0.0
     )
@@ -379,19 +383,21 @@ def _prefill_kernel(
         k_fresh += fresh_first * k_fresh_stride_token + kv_head * k_fresh_stride_head
         v_fresh += fresh_first * v_fresh_stride_token + kv_head * v_fresh_stride_head
     acc, row_max, row_sum = _attend_query_tile(
-        q_tile, token, q_first, tl.minimum(q_first + BLOCK_Q, q_len) - 1, context,
+        q_tile, q_first + token, q_first, tl.minimum(q_first + BLOCK_Q, q_len) - 1, context,
         k_pages + kv_head * k_stride_head, v_pages + kv_head * v_stride_head,
         block_table + seq.to(tl.int64) * table_stride, width,
         k_stride_page, k_stride_row, v_stride_page, v_stride_row,
         k_fresh, v_fresh, k_fresh_stride_token, v_fresh_stride_token,
         0, context + q_len, True, sliding_window, inner_scale, outer_scale,
-        HEAD_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, False,
+        HEAD_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, MASK_ALL,
     )  # fmt: skip
-    out_rows = out + row_token * out_stride_token + head * out_stride_head
+    out_rows = _row_pointers(out, tile_token, kv_head * GROUP, token, group_head, out_stride_token, out_stride_head)  # fmt: skip
     lse_rows = None
     if lse is not None:
-        lse_rows = lse + head * lse_stride_head + row_token
-    _store_final(acc, row_max, row_sum, out_rows, lse_rows, sinks, head, live, HEAD_DIM)
+        lse_rows = _row_pointers(lse, tile_token, kv_head * GROUP, token, group_head, 1, lse_stride_head)  # fmt: skip
+    if sinks is not None:
+        sinks += kv_head * GROUP + group_head
+    _store_final(acc, row_max, row_sum, out_rows, lse_rows, sinks, live, HEAD_DIM)
 
 
 @triton.jit
@@ -403,7 +409,7 @@ def _decode_kernel(
     k_stride_page, k_stride_row, k_stride_head, v_stride_page, v_stride_row, v_stride_head,
     k_fresh_stride_token, k_fresh_stride_head, v_fresh_stride_token, v_fresh_stride_head,
     GROUP: tl.constexpr, BLOCK_Q: tl.constexpr, HEADS: tl.constexpr, HEAD_TILES: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASK_ALL: tl.constexpr,
     MIN_TOKENS: tl.constexpr,
 ):  # fmt: skip
     num_head_tiles = num_kv_heads * HEAD_TILES
@@ -443,10 +449,10 @@ def _decode_kernel(
     if k_fresh is not None:
         k_fresh += fresh_first * k_fresh_stride_token + kv_head * k_fresh_stride_head
         v_fresh += fresh_first * v_fresh_stride_token + kv_head * v_fresh_stride_head
-    token, group_head, live = _tile_rows(0, q_len, head_index % HEAD_TILES, GROUP, BLOCK_Q, HEADS, BLOCK_M)  # fmt: skip
-    row_token = (first_token + token).to(tl.int64)
-    head = kv_head * GROUP + group_head
-    q_rows = q + row_token * q_stride_token + head * q_stride_head
+    token, group_head, live = _tile_rows(
+        head_index % HEAD_TILES, q_len, GROUP, BLOCK_Q, HEADS, BLOCK_M
+    )
+    q_rows = _row_pointers(q, first_token, kv_head * GROUP, token, group_head, q_stride_token, q_stride_head)  # fmt: skip
     q_tile = tl.load(
         q_rows[:, None] + tl.arange(0, HEAD_DIM)[None, :], mask=live[:, None], other=0.0
     )
@@ -457,19 +463,21 @@ def _decode_kernel(
         k_stride_page, k_stride_row, v_stride_page, v_stride_row,
         k_fresh, v_fresh, k_fresh_stride_token, v_fresh_stride_token,
         low, high, piece == pieces - 1, sliding_window, inner_scale, outer_scale,
-        HEAD_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, True,
+        HEAD_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, MASK_ALL,
     )  # fmt: skip
     if pieces == 1:
-        out_rows = out + row_token * out_stride_token + head * out_stride_head
+        out_rows = _row_pointers(out, first_token, kv_head * GROUP, token, group_head, out_stride_token, out_stride_head)  # fmt: skip
         lse_rows = None
         if lse is not None:
-            lse_rows = lse + head * lse_stride_head + row_token
-        _store_final(acc, row_max, row_sum, out_rows, lse_rows, sinks, head, live, HEAD_DIM)
+            lse_rows = _row_pointers(lse, first_token, kv_head * GROUP, token, group_head, 1, lse_stride_head)  # fmt: skip
+        if sinks is not None:
+            sinks += kv_head * GROUP + group_head
+        _store_final(acc, row_max, row_sum, out_rows, lse_rows, sinks, live, HEAD_DIM)
     elif partial_out is not None:
         num_heads = num_kv_heads * GROUP
-        part_row = (item.to(tl.int64) * BLOCK_Q + token) * num_heads + head
+        part_row = (item.to(tl.int64) * BLOCK_Q + token) * num_heads + kv_head * GROUP + group_head
         _store_final(
-            acc, row_max, row_sum, partial_out + part_row * HEAD_DIM, partial_lse + part_row, None, head, live, HEAD_DIM
+            acc, row_max, row_sum, partial_out + part_row * HEAD_DIM, partial_lse + part_row, None, live, HEAD_DIM
         )  # fmt: skip
 
 
@@ -568,6 +576,7 @@ def _shape_arguments(call: AttentionCall, config: Config) -> dict[str, int]:
         "BLOCK_SIZE": call.k_pages.shape[1],
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
+        "MASK_ALL": config.mask_all,
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
         "maxnreg": MAX_REGISTERS,
@@ -606,6 +615,7 @@ def _prepare_decode(call: AttentionCall, arch: int, num_sms: int) -> list[Launch
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         num_sms=num_sms,
+        dtype_bytes=call.q.element_size(),
         max_seq_len=call.max_seq_len,
         sliding_window=call.sliding_window,
     )
