@@ -78,9 +78,8 @@ class BatchBuilder:
         max_seq_len = int(plan.seq_lens.max())
         block_tables = []
         for spec, (first, width) in zip(self._groups, self._columns, strict=True):
-            # A ring needs its whole width, a linear table only the columns in use.
-            if spec.kind == "dense":
-                width = min(width, -(-max_seq_len // spec.block_size))
+            # Columns past the last block are never read: a ring that has not come round is still a linear table.
+            width = min(width, -(-max_seq_len // spec.block_size))
             block_tables.append(self._tables[:, first : first + width].index_select(0, rows))
         attn = AttnMetadata(
             cu_seqlens_q=self._to_device(plan.cu_seqlens_q),
