@@ -98,8 +98,7 @@ def test_ragged_requests_equal_each_alone(model, retention):
         output = run.check(request_id)
         assert len(output.token_ids) == 3 + n % 20 and output.finish_reason == "length"
     assert run.engine.kv.stats()["pages_in_use"] == 0
-    mixed = [r for r in run.reports if r.num_decodes and r.num_prefills]
-    assert mixed and all((r.q_lens[: r.num_decodes] == 1).all() for r in mixed)  # decodes first
+    assert any(r.num_decodes and r.num_prefills for r in run.reports)  # mixed steps happened
 
 
 @pytest.mark.parametrize("budget", [37, 131])
@@ -264,6 +263,8 @@ def test_budget_order_and_determinism():
     assert first == shapes()[0]
     assert max(tokens for tokens, _, _ in first) == 20
     assert max(decodes + prefills for _, decodes, prefills in first) <= 5
+    # A prompt of one token comes after a longer chunk, and still stands before it in its batch.
+    assert all((r.q_lens[: r.num_decodes] == 1).all() for r in run.reports)
     assert run.engine.totals.num_generated_tokens == 7 * 12
     assert run.engine.totals.num_steps == len(first)
 
