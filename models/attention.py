@@ -52,7 +52,7 @@ def paged_attend(
             out = paged_attention(*tensors, **arguments)
         else:
             out = sliding_window_attention(*tensors, sliding_window=window, **arguments)
-        # Only now: the new rows of a ring may take the place of rows that this step's first queries still see.
+        # Only now: a table may give the new rows of a window the places of rows that the step's first queries still see.
         write_kv(k, v, cache.k_pages, cache.v_pages, attn.slot_mappings[cache.group], impl=impl)
         return out
 

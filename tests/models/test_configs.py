@@ -162,6 +162,13 @@ def test_cache_groups_of_real_models(name):
     assert all(len(kind) == 1 for kind in kinds.values())
 
 
+def test_layers_are_dealt_in_turn():
+    """Five sliding layers (0, 1, 3, 4, 6) over three groups of at most two; full layers (2, 5) in group 0."""
+    _, placement = cache_groups(CONFIGS["gemma3-tiny"], torch.float32)
+    dealt = [(1, 0), (2, 0), (0, 0), (3, 0), (1, 1), (0, 1), (2, 1)]
+    assert [(place.group, place.slot) for place in placement] == dealt
+
+
 def test_group_size_is_the_commoner_kind_when_counts_are_close():
     base = CONFIGS["gemma3-tiny"]
     groups, placement = cache_groups(
@@ -171,15 +178,15 @@ def test_group_size_is_the_commoner_kind_when_counts_are_close():
 
 
 def test_page_sizes_that_do_not_divide_are_padded():
-    """Three heads against two: 16 tokens a page everywhere, and a third of the lighter page unused."""
+    """160 floats a token against 64: 16 tokens a page everywhere, and three fifths of the lighter page unused."""
     base = CONFIGS["gemma4-tiny"]
     config = replace(
         base,
-        sliding=replace(base.sliding, num_heads=6, num_kv_heads=3),
-        full=replace(base.full, num_heads=6, num_kv_heads=1),
+        sliding=replace(base.sliding, num_heads=10, num_kv_heads=5),
+        full=replace(base.full, num_heads=10, num_kv_heads=1),
     )
     groups, placement = cache_groups(config, torch.float32)
-    assert {g.block_size for g in groups} == {16} and groups[0].page_bytes == 2 * 16 * 48 * 4
+    assert {g.block_size for g in groups} == {16} and groups[0].page_bytes == 2 * 16 * 80 * 4
     pool = PagePool(config, groups, placement, num_pages=3, dtype=torch.float32, device="cpu")
     full = pool.layers[2]
     assert full.k_pages.shape == full.v_pages.shape == (3, 16, 1, 32)

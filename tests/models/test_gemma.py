@@ -19,15 +19,24 @@ CHUNKS = {"whole": [131], "chunks": [1, 37, 64, 5, 24], "steps": [40] + [1] * 91
 
 
 class HandPaged:
-    """Pages of a few sequences under linear tables with shuffled page ids; every row is written and none is ever freed."""
+    """Pages of a few sequences under hand-made tables with shuffled page ids, made without `quire.kvcore`.
 
-    def __init__(self, model: Gemma, num_seqs: int, max_len: int):
-        self.model = model
+    ring False: linear tables, every row is written. True: window groups have the smallest ring that can serve a decode, and of
+    a chunk only the last W - 1 rows are written, some of them over rows that its first queries still see.
+    """
+
+    def __init__(self, model: Gemma, num_seqs: int, max_len: int, ring: bool = False):
+        self.model, self.ring = model, ring
         self.groups, placement = cache_groups(model.config, model.dtype)
-        widths = [-(-max_len // group.block_size) for group in self.groups]
-        num_pages = 1 + num_seqs * sum(widths)
+        self.widths = [
+            1 - (1 - group.sliding_window) // group.block_size
+            if ring and group.kind == "window"
+            else -(-max_len // group.block_size)
+            for group in self.groups
+        ]
+        num_pages = 1 + num_seqs * sum(self.widths)
         ids = 1 + torch.randperm(num_pages - 1, generator=torch.Generator().manual_seed(0))
-        tables = ids.to(torch.int32).view(num_seqs, -1).split(widths, dim=1)
+        tables = ids.to(torch.int32).view(num_seqs, -1).split(self.widths, dim=1)
         self.tables = [table.contiguous() for table in tables]
         self.pool = PagePool(
             model.config,
@@ -48,11 +57,15 @@ class HandPaged:
         rows = [torch.arange(self.context[s], self.context[s] + len(chunks[s])) for s in chunks]
         positions = torch.cat(rows)
         owner = torch.repeat_interleave(seqs, q_lens)
-        slots = []
-        for group, table in zip(self.groups, self.tables, strict=True):
-            pages = table[owner, positions // group.block_size].long()
-            slots.append(pages * group.block_size + positions % group.block_size)
         seq_lens = self.context[seqs] + q_lens
+        slots = []
+        for group, width, table in zip(self.groups, self.widths, self.tables, strict=True):
+            pages = table[owner, positions // group.block_size % width].long()
+            slot = pages * group.block_size + positions % group.block_size
+            if self.ring and group.kind == "window":
+                last = torch.repeat_interleave(seq_lens, q_lens)
+                slot[positions < last - (group.sliding_window - 1)] = -1
+            slots.append(slot)
         attn = AttnMetadata(
             cu_seqlens_q=torch.nn.functional.pad(q_lens.cumsum(0), (1, 0)).int(),
             seq_lens=seq_lens.int(),
@@ -88,9 +101,10 @@ def test_full_forward_equals_transformers_on_its_own_checkpoint(oracle):
     assert difference(model.full_forward(oracle.input_ids), oracle.theirs_logits) < TOLERANCE
 
 
+@pytest.mark.parametrize("ring", [False, True], ids=["linear", "ring"])
 @pytest.mark.parametrize("chunks", CHUNKS.values(), ids=CHUNKS)
-def test_paged_forward_equals_transformers(oracle, chunks):
-    paged = HandPaged(oracle.model, num_seqs=1, max_len=131)
+def test_paged_forward_equals_transformers(oracle, chunks, ring):
+    paged = HandPaged(oracle.model, num_seqs=1, max_len=131, ring=ring)
     logits = torch.cat([paged.step({0: ids}) for ids in oracle.input_ids.split(chunks)])
     assert difference(logits, oracle.ours_logits) < TOLERANCE
 
