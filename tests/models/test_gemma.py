@@ -10,7 +10,7 @@ from quire.models.batch import AttnMetadata
 from quire.models.cache import PagePool, cache_groups
 from quire.models.configs import RopeConfig, get_config
 from quire.models.gemma import Gemma
-from quire.models.weights import load_model, random_model
+from quire.models.weights import load_model, random_model, save_checkpoint
 
 TOLERANCE = (
     1e-3  # fp32 logits; a sequence of other operations of the same mathematics moves them by 1e-5
@@ -136,6 +136,24 @@ def test_blocks_of_two_sizes_in_one_pool():
     ids = torch.randint(3, 259, (300,), generator=torch.Generator().manual_seed(1))
     logits = torch.cat([paged.step({0: chunk}) for chunk in ids.split([130, 1, 1, 168])])
     assert difference(logits, model.full_forward(ids)) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["gemma3-tiny", "gemma4-small"])
+def test_bf16_pages_cost_no_more_than_bf16_itself(tmp_path, name):
+    """Against fp32 arithmetic on the same (rounded) weights, the paged run errs at most twice as much as the run without a cache."""
+    save_checkpoint(random_model(get_config(name), dtype=torch.bfloat16), tmp_path)
+    model, exact = load_model(tmp_path), load_model(tmp_path, dtype=torch.float32)
+    ids = torch.randint(3, 259, (200,), generator=torch.Generator().manual_seed(1))
+    expected = exact.full_forward(ids)
+
+    def error(logits):
+        assert logits.dtype == torch.float32 and logits.isfinite().all()
+        return (logits - expected).pow(2).mean().sqrt().item()
+
+    plain = error(model.full_forward(ids))
+    paged = HandPaged(model, num_seqs=1, max_len=200, ring=True)
+    chunks = torch.cat([paged.step({0: chunk}) for chunk in ids.split([130, 1, 1, 68])])
+    assert 0 < error(chunks) <= 2 * plain < expected.std() / 2
 
 
 @pytest.mark.parametrize(
