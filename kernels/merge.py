@@ -18,22 +18,12 @@ from quire.kernels._launch import Launch
 from quire.kernels.configs import MIN_SPLIT_TOKENS, DecodePlan
 
 LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def fold_sink(row_max, row_sum, sink):
-    """Factor that turns the unnormalised sum over keys into the output, the sink counted; all in log2 units, 0 for an empty row."""
-    joint = tl.maximum(row_max, sink)
-    base = tl.where(joint == float("-inf"), 0.0, joint)
-    total = row_sum * tl.exp2(row_max - base) + tl.exp2(sink - base)
-    return tl.where(total > 0.0, tl.exp2(row_max - base) / total, 0.0)
-
-
-@triton.jit
-def natural_lse(row_max, row_sum):
-    """Natural-log lse of a running maximum (log2 units) and sum; -inf for an empty row."""
-    return tl.where(row_sum > 0.0, (row_max + tl.log2(row_sum)) * LN2, float("-inf"))
+def _exp(x):
+    # Differences of logarithms come in: scaled to base 2 only here, large ones lose nothing to the factor's rounding.
+    return tl.exp2(x * LOG2E)
 
 
 @triton.jit
@@ -56,25 +46,30 @@ def _merge_rows(
     for start in range(0, num_parts, BLOCK_PARTS):
         index = (start + part).to(tl.int64)
         live = index < num_parts
-        part_lse = tl.load(lses + index * lse_stride_part, mask=live, other=float("-inf")) * LOG2E
+        part_lse = tl.load(lses + index * lse_stride_part, mask=live, other=float("-inf"))
         live &= part_lse != float("-inf")
         new_max = tl.maximum(row_max, tl.max(part_lse, 0))
         base = tl.where(new_max == float("-inf"), 0.0, new_max)
-        weight = tl.exp2(part_lse - base)  # [BLOCK_PARTS]
-        decay = tl.exp2(row_max - base)
+        weight = _exp(part_lse - base)  # [BLOCK_PARTS]
+        decay = _exp(row_max - base)
         values = tl.load(
             rows + index[:, None] * stride_part + dim[None, :], mask=live[:, None], other=0.0
         ).to(tl.float32)
         acc = acc * decay + tl.sum(values * weight[:, None], 0)
         row_sum = row_sum * decay + tl.sum(weight, 0)
         row_max = new_max
-    return acc * fold_sink(row_max, row_sum, sink), natural_lse(row_max, row_sum)
+    joint = tl.maximum(row_max, sink)
+    base = tl.where(joint == float("-inf"), 0.0, joint)
+    share = _exp(row_max - base)
+    total = row_sum * share + _exp(sink - base)
+    merged = acc * tl.where(total > 0.0, share / total, 0.0)
+    return merged, tl.where(row_sum > 0.0, row_max + tl.log(row_sum), float("-inf"))
 
 
 @triton.jit
 def _load_sink(sinks, head):
     if sinks is not None:
-        sink = tl.load(sinks + head) * LOG2E
+        sink = tl.load(sinks + head)
     else:
         sink = float("-inf")
     return sink

@@ -31,7 +31,9 @@ from quire.kernels.configs import (
     select_config,
     tile_heads,
 )
-from quire.kernels.merge import LOG2E, fold_sink, natural_lse
+from quire.kernels.merge import LOG2E
+
+LN2 = tl.constexpr(0.6931471805599453)
 
 # What CPU tensors (the Triton interpreter) are launched for.
 INTERPRETER_ARCH = 90
@@ -321,18 +323,33 @@ def _row_pointers(base, first_token, first_head, token, head, stride_token, stri
 
 
 @triton.jit
+def _fold_sink(row_max, row_sum, sink):
+    """Factor that turns the unnormalised sum over keys into the output, the sink counted; all in log2 units, 0 for an empty row."""
+    joint = tl.maximum(row_max, sink)
+    base = tl.where(joint == float("-inf"), 0.0, joint)
+    total = row_sum * tl.exp2(row_max - base) + tl.exp2(sink - base)
+    return tl.where(total > 0.0, tl.exp2(row_max - base) / total, 0.0)
+
+
+@triton.jit
+def _natural_lse(row_max, row_sum):
+    """Natural-log lse of a running maximum (log2 units) and sum; -inf for an empty row."""
+    return tl.where(row_sum > 0.0, (row_max + tl.log2(row_sum)) * LN2, float("-inf"))
+
+
+@triton.jit
 def _store_final(acc, row_max, row_sum, out_rows, lse_rows, sinks, live, HEAD_DIM: tl.constexpr):
     """Normalise, fold the sinks in (pointers to each row's, or None) and store output rows and lse."""
     if sinks is not None:
         sink = tl.load(sinks, mask=live, other=float("-inf")) * LOG2E
     else:
         sink = float("-inf")
-    factor = fold_sink(row_max, row_sum, sink)
+    factor = _fold_sink(row_max, row_sum, sink)
     dim = tl.arange(0, HEAD_DIM)
     rows = (acc * factor[:, None]).to(out_rows.dtype.element_ty)
     tl.store(out_rows[:, None] + dim[None, :], rows, mask=live[:, None])
     if lse_rows is not None:
-        tl.store(lse_rows, natural_lse(row_max, row_sum), mask=live)
+        tl.store(lse_rows, _natural_lse(row_max, row_sum), mask=live)
 
 
 @triton.jit
@@ -395,9 +412,10 @@ def _prefill_kernel(
     lse_rows = None
     if lse is not None:
         lse_rows = _row_pointers(lse, tile_token, kv_head * GROUP, token, group_head, 1, lse_stride_head)  # fmt: skip
+    sink_rows = None
     if sinks is not None:
-        sinks += kv_head * GROUP + group_head
-    _store_final(acc, row_max, row_sum, out_rows, lse_rows, sinks, live, HEAD_DIM)
+        sink_rows = sinks + kv_head * GROUP + group_head
+    _store_final(acc, row_max, row_sum, out_rows, lse_rows, sink_rows, live, HEAD_DIM)
 
 
 @triton.jit
@@ -470,9 +488,10 @@ def _decode_kernel(
         lse_rows = None
         if lse is not None:
             lse_rows = _row_pointers(lse, first_token, kv_head * GROUP, token, group_head, 1, lse_stride_head)  # fmt: skip
+        sink_rows = None
         if sinks is not None:
-            sinks += kv_head * GROUP + group_head
-        _store_final(acc, row_max, row_sum, out_rows, lse_rows, sinks, live, HEAD_DIM)
+            sink_rows = sinks + kv_head * GROUP + group_head
+        _store_final(acc, row_max, row_sum, out_rows, lse_rows, sink_rows, live, HEAD_DIM)
     elif partial_out is not None:
         num_heads = num_kv_heads * GROUP
         part_row = (item.to(tl.int64) * BLOCK_Q + token) * num_heads + kv_head * GROUP + group_head

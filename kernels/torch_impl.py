@@ -58,13 +58,15 @@ def merge_partials(
     lse: torch.Tensor | None,
 ) -> torch.Tensor:
     """Merge partial results by their lse; shapes as in ``quire.kernels.merge_partials``."""
-    total = torch.logsumexp(partial_lse, 0)  # [num_heads, num_tokens]
     if lse is not None:
-        lse.copy_(total)
-    joint = total if sinks is None else torch.logaddexp(total, sinks[:, None])
+        lse.copy_(torch.logsumexp(partial_lse, 0))
+    logits = partial_lse
+    if sinks is not None:
+        logits = torch.cat([logits, sinks[:, None].expand(partial_lse.shape[1:])[None]])
+    weight = torch.softmax(logits, 0)[: partial_lse.shape[0]]
     # An empty part has lse -inf; its rows may hold anything, so both factors are replaced, not multiplied by zero.
     empty = torch.isneginf(partial_lse)
-    weight = torch.where(empty, 0.0, torch.exp(partial_lse - joint)).transpose(1, 2).unsqueeze(-1)
+    weight = torch.where(empty, 0.0, weight).transpose(1, 2).unsqueeze(-1)
     rows = torch.where(empty.transpose(1, 2).unsqueeze(-1), 0.0, partial_out.float())
     return out.copy_((weight * rows).sum(0))
 
@@ -120,14 +122,16 @@ def _attend(call: AttentionCall, batch: Sequence[int], seq_lens: Sequence[int], 
     if call.softcap is not None:
         logits = call.softcap * torch.tanh(logits / call.softcap)
     logits = logits.masked_fill(~visible[:, None, None], -torch.inf)
-    total = torch.logsumexp(logits, -1)  # [B, num_kv_heads, group, L]
-    joint = total
+    if call.lse is not None:
+        total = torch.logsumexp(logits, -1)  # [B, num_kv_heads, group, L]
+        call.lse[:, tokens] = total.reshape(len(batch), num_heads, q_len).transpose(0, 1)
+    joint = logits
     if call.sinks is not None:
-        joint = torch.logaddexp(total, call.sinks.view(1, num_kv_heads, call.group, 1))
-    # A row that sees nothing has joint -inf (or the sink): its weights are 0, not exp(-inf + inf).
-    weights = torch.where(torch.isneginf(logits), 0.0, torch.exp(logits - joint[..., None]))
-    out = weights.view(*packed, keys.shape[-1]) @ values
+        sinks = call.sinks.view(1, num_kv_heads, call.group, 1, 1)
+        joint = torch.cat([logits, sinks.expand(*grouped, 1)], -1)
+    weights = torch.softmax(joint, -1)[..., : logits.shape[-1]]
+    # A row that sees nothing is NaN after the softmax; its weights are 0.
+    weights = torch.where(torch.isneginf(logits), 0.0, weights)
+    out = weights.reshape(*packed, keys.shape[-1]) @ values
     out = out.view(len(batch), num_heads, q_len, head_dim).transpose(1, 2)
     call.out[tokens] = out.to(call.out.dtype)
-    if call.lse is not None:
-        call.lse[:, tokens] = total.reshape(len(batch), num_heads, q_len).transpose(0, 1)

@@ -1,0 +1,162 @@
+"""Attention batches with poison wherever nothing may be read, and the error budget that results are held to.
+
+The budget is derived, not tuned: a kernel may be at most twice as far from the float64 result as a plain program in the same dtype is,
+counting one rounding of the result.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from quire.kernels import reference
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NAN = float("nan")
+# A page id that no pool has: an implementation that looks it up fails.
+NO_PAGE = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionCase:
+    """One ragged batch; the fields are the arguments of the attention functions and what shapes them.
+
+    layout: "nhd" separate pools; "interleaved" K and V of a page side by side [.., block_size, 2, heads, dim]; "hnd" head-major pages.
+    ring: the table is a ring of just enough pages; otherwise it is linear.
+    """
+
+    name: str
+    seq_lens: Sequence[int]
+    q_lens: Sequence[int]
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 16
+    block_size: int = 16
+    dtype: torch.dtype = torch.float32
+    fresh: bool = True
+    sliding_window: int | None = None
+    ring: bool = False
+    layout: str = "nhd"
+    softcap: float | None = None
+    softmax_scale: float | None = None
+    sinks: bool = False
+    num_decodes: int | None = None
+    max_seq_len: int | None = None
+
+
+def make_pages(case: AttentionCase, num_pages: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V pages [num_pages, block_size, num_kv_heads, head_dim] in the case's layout, all NaN."""
+    heads, dim = case.num_kv_heads, case.head_dim
+    if case.layout == "interleaved":
+        shape = (num_pages, case.block_size, 2, heads, dim)
+        k_pages, v_pages = torch.full(shape, NAN, dtype=case.dtype, device=DEVICE).unbind(2)
+    elif case.layout == "hnd":
+        shape = (2, num_pages, heads, case.block_size, dim)
+        pool = torch.full(shape, NAN, dtype=case.dtype, device=DEVICE)
+        k_pages, v_pages = pool.transpose(2, 3).unbind(0)
+    else:
+        shape = (num_pages, case.block_size, heads, dim)
+        k_pages = torch.full(shape, NAN, dtype=case.dtype, device=DEVICE)
+        v_pages = k_pages.clone()
+    return k_pages, v_pages
+
+
+def make_batch(case: AttentionCase, seed: int = 42) -> dict[str, Any]:
+    """Arguments of the attention function for a case; pages permuted, and NaN or NO_PAGE in all that no query sees."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(device=DEVICE, dtype=case.dtype)
+
+    num_seqs, num_tokens = len(case.seq_lens), sum(case.q_lens)
+    window, block_size = case.sliding_window, case.block_size
+    if case.ring:
+        assert window is not None
+        own = 0 if case.fresh else max(case.q_lens)
+        width = -(-(window - 1 + own) // block_size) + 1
+    else:
+        width = max([1, *(-(-n // block_size) for n in case.seq_lens)])
+    num_pages = num_seqs * width + 3
+    order = (torch.randperm(num_pages - 1, generator=generator) + 1).tolist()
+    k_pages, v_pages = make_pages(case, num_pages)
+    # One column more than used, so that rows are strided as those of a shared table are.
+    table = torch.full((num_seqs, width + 1), NO_PAGE, dtype=torch.int32, device=DEVICE)[:, :width]
+    k, v = normal(num_tokens, case.num_kv_heads, case.head_dim), None
+    v = normal(num_tokens, case.num_kv_heads, case.head_dim)
+    cu = [0, *accumulate(case.q_lens)]
+    for s, (seq_len, q_len) in enumerate(zip(case.seq_lens, case.q_lens, strict=True)):
+        context = seq_len - q_len
+        if q_len == 0:
+            continue
+        lowest = 0 if window is None else max(0, context - window + 1)
+        for j in range(lowest, context if case.fresh else seq_len):
+            entry = j // block_size % width
+            if table[s, entry] == NO_PAGE:
+                table[s, entry] = order.pop()
+            page = table[s, entry].item()
+            k_pages[page, j % block_size] = normal(case.num_kv_heads, case.head_dim)
+            v_pages[page, j % block_size] = normal(case.num_kv_heads, case.head_dim)
+        # A padding row has more new tokens than keys: its first fresh rows are keys of nobody.
+        k[cu[s] : cu[s] + max(0, -context)] = NAN
+        v[cu[s] : cu[s] + max(0, -context)] = NAN
+    batch = {
+        "q": normal(num_tokens, case.num_heads, case.head_dim),
+        "k_pages": k_pages,
+        "v_pages": v_pages,
+        "block_table": table,
+        "seq_lens": torch.tensor(case.seq_lens, dtype=torch.int32, device=DEVICE),
+        "cu_seqlens_q": torch.tensor(cu, dtype=torch.int32, device=DEVICE),
+        "max_seqlen_q": max(case.q_lens, default=0),
+        "k": k if case.fresh else None,
+        "v": v if case.fresh else None,
+        "softcap": case.softcap,
+        "softmax_scale": case.softmax_scale,
+        "num_decodes": case.num_decodes,
+        "max_seq_len": case.max_seq_len,
+        "sinks": None,
+    }
+    if case.sinks:
+        batch["sinks"] = torch.randn(case.num_heads, generator=generator).to(DEVICE)
+    if window is not None:
+        batch["sliding_window"] = window
+    return batch
+
+
+def attention_reference(
+    batch: dict[str, Any], dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and lse of the oracle in an arithmetic of choice."""
+    num_tokens, num_heads = batch["q"].shape[:2]
+    lse = torch.full((num_heads, num_tokens), NAN, dtype=dtype, device=DEVICE)
+    return reference.paged_attention(**batch, lse=lse, dtype=dtype), lse
+
+
+def assert_within_budget(
+    name: str, actual: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor
+) -> None:
+    """Require err(actual) <= 2 * (err(plain) + rounding), both against ``exact``, and infinities and NaN at the same places.
+
+    Args:
+        name: starts the message of a failure.
+        actual: the result, in the dtype whose rounding counts.
+        plain: what a plain program in that dtype gives.
+        exact: the float64 result.
+    """
+    assert actual.shape == exact.shape, f"{name}: {actual.shape} is not {exact.shape}"
+    finite = torch.isfinite(exact)
+    if not finite.all():
+        same = torch.equal(actual[~finite].double(), exact[~finite])
+        assert same, f"{name}: expected {exact[~finite]}, got {actual[~finite]}"
+    if not finite.any():
+        return
+    want = exact[finite]
+    error = (actual.double()[finite] - want).abs().max().item()
+    plain_error = (plain.double()[finite] - want).abs().max().item()
+    rounding = torch.finfo(actual.dtype).eps / 2 * max(1.0, want.abs().max().item())
+    budget = 2 * (plain_error + rounding)
+    # "not <=" rather than ">": NaN fails.
+    assert error <= budget, f"{name}: error {error:.3g}, budget {budget:.3g}"

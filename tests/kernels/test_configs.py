@@ -1,0 +1,143 @@
+"""Launch choices: what the host plans, and that the device divides the work as the host assumed."""
+
+import random
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from quire.kernels import configs, schedule, workspace_numel
+from tests.helpers import DEVICE
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 5, 8, 16, 17, 64, 160])
+@pytest.mark.parametrize("block_m", [16, 32, 64, 128])
+def test_tile_heads_covers_the_group(group, block_m):
+    tokens, heads, tiles = configs.tile_heads(group, block_m)
+    assert tokens >= 1
+    assert tokens * heads <= block_m
+    assert heads * (tiles - 1) < group <= heads * tiles
+
+
+@pytest.mark.parametrize("arch", [75, 80, 86, 87, 89, 90, 100, 103, 120])
+@pytest.mark.parametrize("head_dim", [16, 32, 64, 128, 256, 512])
+@pytest.mark.parametrize("dtype_bytes", [2, 4])
+def test_every_config_fits_shared_memory(arch, head_dim, dtype_bytes):
+    limit = {"large": 227, "medium": 163, "small": 99}[configs.shared_memory_class(arch)] << 10
+    chosen = [configs.select_config(head_dim, dtype_bytes, "prefill", 16, arch)]
+    for rows in (16, 32, 64) if dtype_bytes == 2 else (16,):
+        chosen.append(configs.select_config(head_dim, dtype_bytes, "decode", 16, arch, rows=rows))
+        assert chosen[-1].block_m == rows
+    for config in chosen:
+        # Triton keeps num_stages - 1 tiles of K and V, and one more and the query where wgmma reads them from there.
+        tiles = 2 * config.block_n * max(1, config.num_stages - 1)
+        assert (tiles + config.block_m) * head_dim * dtype_bytes <= limit
+
+
+def plan(**changes):
+    shape = dict(
+        num_decodes=4, max_seqlen_q=1, num_heads=8, num_kv_heads=2, head_dim=64, num_sms=10
+    )
+    return configs.plan_decode(**shape | changes)
+
+
+def test_plan_decode():
+    assert plan() == configs.DecodePlan(16, 20, 24, 24 * 4 * 8 * 65)
+    assert plan(max_seqlen_q=8).block_m == 32
+    assert plan(max_seqlen_q=100).block_m == 64
+    assert plan(max_seqlen_q=8, dtype_bytes=4).block_m == 16
+    assert plan(num_heads=128, num_kv_heads=1, max_seqlen_q=1).target_items == 20
+    assert plan(num_sms=1, num_kv_heads=8).target_items == 1
+
+
+def test_plan_decode_knows_when_nothing_can_be_split():
+    whole = configs.DecodePlan(16, 20, 4, 0)
+    assert plan(max_seq_len=256) == whole
+    assert plan(max_seq_len=257) == plan()
+    assert plan(sliding_window=256) == whole
+    assert plan(sliding_window=257) == plan()
+    assert plan(num_decodes=20, sliding_window=4096).workspace_numel == 0
+    assert plan(num_decodes=20).workspace_numel > 0
+
+
+@pytest.mark.parametrize("num_heads", [2, 6, 16, 64, 128])
+@pytest.mark.parametrize("max_seqlen_q", [1, 4, 64])
+def test_workspace_numel_bounds_every_plan(num_heads, max_seqlen_q):
+    shape = dict(num_decodes=9, max_seqlen_q=max_seqlen_q, num_heads=num_heads, num_kv_heads=2)
+    shape |= dict(head_dim=64, num_sms=132)
+    bound = workspace_numel(**shape)
+    for dtype_bytes in (2, 4):
+        for limits in ({}, {"max_seq_len": 100}, {"sliding_window": 999}):
+            assert (
+                configs.plan_decode(**shape, dtype_bytes=dtype_bytes, **limits).workspace_numel
+                <= bound
+            )
+
+
+def test_workspace_numel_refuses():
+    good = dict(num_decodes=1, max_seqlen_q=1, num_heads=3, num_kv_heads=3, head_dim=64, num_sms=1)
+    with pytest.raises(ValueError, match=r"^num_sms: expected an int >= 1, got 0"):
+        workspace_numel(**good | {"num_sms": 0})
+    with pytest.raises(
+        ValueError, match=r"^num_heads: expected a multiple of num_kv_heads 2, got 3"
+    ):
+        workspace_numel(**good | {"num_kv_heads": 2})
+
+
+@triton.jit
+def _division_kernel(
+    seq_lens, cu, found, first, pieces, num_decodes, target_items, window, max_items,
+    FRESH: tl.constexpr, BLOCK_Q: tl.constexpr, MIN_TOKENS: tl.constexpr,
+):  # fmt: skip
+    tokens = schedule.piece_tokens(
+        seq_lens, cu, num_decodes, target_items, window, FRESH, MIN_TOKENS
+    )
+    for item in range(max_items):
+        seq, start = schedule.find_item(
+            item, seq_lens, cu, num_decodes, tokens, window, FRESH, BLOCK_Q
+        )
+        tl.store(found + item, seq)
+        tl.store(first + item, start)
+    for seq in range(num_decodes):
+        q_len = tl.load(cu + seq + 1) - tl.load(cu + seq)
+        count = schedule.num_pieces(tl.load(seq_lens + seq), q_len, tokens, window, FRESH, BLOCK_Q)
+        start = schedule.first_item(seq, seq_lens, cu, num_decodes, tokens, window, FRESH, BLOCK_Q)
+        tl.store(pieces + 2 * seq, start)
+        tl.store(pieces + 2 * seq + 1, count)
+
+
+@pytest.mark.parametrize("window", [None, 700])
+@pytest.mark.parametrize("num_decodes", [1, 2, 128, 131])
+def test_every_piece_is_found_once(num_decodes, window):
+    rng = random.Random(num_decodes)
+    q_lens = [rng.choice([0, 1, 1, 2, 5]) for _ in range(num_decodes)]
+    lengths = [q + rng.choice([0, 1, 255, 300, 2000]) for q in q_lens]
+    block_q, target = 4, 37
+    keys = [
+        n - q if window is None else min(n - q, window - 1)
+        for n, q in zip(lengths, q_lens, strict=True)
+    ]
+    per_piece = max(configs.MIN_SPLIT_TOKENS, -(-sum(keys) // target))
+    expected = [
+        0 if q == 0 or q > block_q else max(1, -(-n // per_piece))
+        for q, n in zip(q_lens, keys, strict=True)
+    ]
+    max_items = target + num_decodes
+    assert sum(expected) <= max_items, "the host's bound"
+    seq_lens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    cu = torch.tensor([0, *q_lens], device=DEVICE).cumsum(0).int()
+    found, first, pieces = (
+        torch.full((n,), -7, dtype=torch.int32, device=DEVICE)
+        for n in (max_items, max_items, 2 * num_decodes)
+    )
+    _division_kernel[(1,)](
+        seq_lens, cu, found, first, pieces, num_decodes, target, window, max_items, True, block_q, configs.MIN_SPLIT_TOKENS
+    )  # fmt: skip
+    starts = [sum(expected[:s]) for s in range(num_decodes)]
+    assert pieces.view(-1, 2).tolist() == [
+        list(pair) for pair in zip(starts, expected, strict=True)
+    ]
+    items = [(s, starts[s]) for s in range(num_decodes) for _ in range(expected[s])]
+    assert list(zip(found.tolist(), first.tolist(), strict=True))[: len(items)] == items
+    assert set(found[len(items) :].tolist()) <= {num_decodes}
