@@ -186,7 +186,7 @@ def test_preempted_and_resumed_equals_undisturbed(model):
 
     def outputs(num_pages):
         run = Recorder(model, num_pages=num_pages)
-        ids = [run.add(prompt(n, seed=n), max_tokens=100) for n in lengths]
+        ids = [run.add(prompt(n, seed=n), max_tokens=60) for n in lengths]
         run.run()
         return run, [run.check(i) for i in ids]
 
@@ -202,7 +202,7 @@ def test_preempted_and_resumed_equals_undisturbed(model):
 def _peak_pages(model, lengths):
     run = Recorder(model, enable_caching=False)
     for n in lengths:
-        run.add(prompt(n, seed=n), max_tokens=100)
+        run.add(prompt(n, seed=n), max_tokens=60)
     while run.engine.has_work:
         run.run(max_steps=1)
         yield run.engine.kv.stats()["pages_in_use"]
@@ -212,7 +212,7 @@ def test_a_preempted_request_hits_its_own_output(model):
     """Prompt and output so far are found again, so a resumed request computes less than one segment."""
     run = Recorder(model)
     alignment = run.engine.kv.alignment
-    request_id = run.add(prompt(40), max_tokens=200)
+    request_id = run.add(prompt(40), max_tokens=2 * alignment + 50)
     run.run(max_steps=2 * alignment + 41)
     [request] = run.engine.scheduler.running
     num_tokens = request.num_tokens
