@@ -2,7 +2,8 @@
 
 from .eviction import LRU, Entry, EvictionPolicy
 from .hashing import Prompt
-from .manager import KVCache, OutOfPages, StepPlan
+from .manager import KVCache
+from .plan import OutOfPages, StepPlan
 from .report import Match
 from .spec import NULL_BLOCK, GroupSpec
 

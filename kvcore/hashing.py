@@ -58,27 +58,31 @@ def as_token_ids(name: str, tokens: Any) -> Int32:
 class Prompt:
     """A tokenised prompt with its segment keys, hashed once and looked up any number of times.
 
+    Segment i covers tokens [i * A, (i + 1) * A); with a lookahead of k its key covers the tokens up to (i + 1) * A + k.
+
     Attributes:
         num_tokens: prompt length.
-        num_segments: whole segments, each with a key.
+        num_segments: segments whose key is known.
         keys: num_segments * 32 bytes.
-        last_key: key of the last whole segment (the root key when there is none).
-        tail: int32 token ids after the last whole segment.
+        last_key: key of the last of them (the root key when there is none).
+        tail: int32 token ids that no key covers yet.
     """
 
     __slots__ = ("keys", "last_key", "num_segments", "num_tokens", "tail")
 
-    def __init__(self, token_ids: Any, alignment: int, root: bytes) -> None:
+    def __init__(self, token_ids: Any, alignment: int, lookahead: int, root: bytes) -> None:
         tokens = as_token_ids("token_ids", token_ids)
         if not tokens.size:
             raise ValueError("token_ids: expected at least one token, got none")
         self.num_tokens = len(tokens)
-        self.num_segments = len(tokens) // alignment
+        self.num_segments = max(0, len(tokens) - lookahead) // alignment
         data = tokens.tobytes()
         key, step, keys = root, 4 * alignment, []
-        for start in range(0, self.num_segments * step, step):
-            key = sha256(key + data[start : start + step]).digest()
+        start, stop = 0, step + 4 * lookahead
+        for _ in range(self.num_segments):
+            key = sha256(key + data[start:stop]).digest()
             keys.append(key)
+            start, stop = stop, stop + step
         self.keys = b"".join(keys)
         self.last_key = key
-        self.tail = tokens[self.num_segments * alignment :].copy()
+        self.tail = tokens[start // 4 :].copy()

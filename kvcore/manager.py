@@ -8,71 +8,20 @@ index (a segment that was cached before keeps its old pages); the blocks after i
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from .eviction import LRU, EvictionPolicy
-from .hashing import KEY_BYTES, Prompt, as_token_ids, next_key, root_key
+from .hashing import Prompt, as_token_ids, root_key
 from .index import PrefixIndex, Run
 from .pages import PagePool
+from .plan import OutOfPages, StepPlan
 from .report import Match, check_invariants, describe, limited_by
 from .retention import kept_boundaries, parse_retention
+from .sequences import Sequences
 from .spec import GroupSpec, Int32, Int64, Layout
-from .steps import Chunk, ClassState, Decode
-
-
-@dataclass(frozen=True)
-class OutOfPages:
-    """A plan that does not fit; nothing was changed.
-
-    Attributes:
-        needed, free, evictable: pages that the step needs, that are free, that eviction could free.
-        group: name of the group that needs the most pages.
-        per_group: pages that each group needs.
-    """
-
-    needed: int
-    free: int
-    evictable: int
-    group: str
-    per_group: dict[str, int]
-
-    def __str__(self) -> str:
-        return (
-            f"out of pages: the step needs {self.needed} (most of them in group {self.group!r}), "
-            f"{self.free} are free and {self.evictable} evictable"
-        )
-
-
-@dataclass(frozen=True)
-class StepPlan:
-    """One step of a batch, as the kernels need it.
-
-    Attributes:
-        slots: [n] int64 request slots, in batch order.
-        num_new_tokens: [n] int64.
-        cu_seqlens_q: [n + 1] int32 prefix sums of num_new_tokens.
-        seq_lens: [n] int32 tokens after the step.
-        positions: [total] int64.
-        slot_mapping: [num_groups, total] int64, page * block_size + row; -1 = do not write.
-    """
-
-    slots: Int64
-    num_new_tokens: Int64
-    cu_seqlens_q: Int32
-    seq_lens: Int32
-    positions: Int64
-    slot_mapping: Int64
-    _start: Int64 = field(repr=False)
-    _version: int = field(repr=False)
-    _num_pages: int = field(repr=False)
-    _decode_rows: Int64 = field(repr=False)
-    _decode_slots: Int64 = field(repr=False)
-    _chunk_rows: Int64 = field(repr=False)
-    _decodes: list[Decode] = field(repr=False)
-    _chunks: list[Chunk] = field(repr=False)
+from .tables import NO_ROWS, Tables
 
 
 class KVCache:
@@ -86,7 +35,8 @@ class KVCache:
         retention: ``"latest"``, ``"dense"``, or an interval in tokens (see `retention`).
         hash_seed: start of every key chain; processes with equal seeds agree on keys.
         enable_caching: False never caches and never hits.
-        max_draft_tokens: tokens of a step that `commit(accepted=)` may reject or `rollback` take back.
+        max_draft_tokens: tokens of a step that `commit(accepted=)` may reject or `rollback` take back. Rows of state
+            groups must then tolerate tokens that are taken back (rows addressed by position do).
         policy: eviction policy; `LRU` by default.
         track_deltas: collect table changes for `take_deltas`.
 
@@ -115,8 +65,8 @@ class KVCache:
         ):
             if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < low:
                 raise ValueError(f"{name}: expected an int >= {low}, got {value!r}")
-        self.layout = Layout(groups, max_model_len, max_draft_tokens)
-        self.alignment = self.layout.alignment
+        self.layout = layout = Layout(groups, max_model_len, max_draft_tokens)
+        self.alignment = layout.alignment
         self.interval = parse_retention(retention, self.alignment)
         self.retention = retention
         self.max_requests, self.max_model_len = max_requests, max_model_len
@@ -124,38 +74,16 @@ class KVCache:
         self.enable_caching = enable_caching
         self.hash_seed = hash_seed
         root_key(hash_seed, b"")  # refuses a seed that is not bytes
-        self.hybrid = bool(self.layout.windows)
+        self.hybrid = layout.hybrid
         self.pool = PagePool(num_pages)
-        self.index = PrefixIndex(
-            self.pool, self.layout.pages_per_segment, self.hybrid, policy or LRU()
-        )
-        self.tables: Int32 = np.zeros((max_requests, self.layout.num_columns), dtype=np.int32)
-        self.num_groups = len(self.layout.groups)
-        self._next_slots: Int64 = np.zeros((max_requests, self.num_groups), dtype=np.int64)
-        self.classes: list[ClassState] = []
-        self._class_order: Int64 = np.concatenate([c.groups for c in self.layout.classes])
-        done = 0
-        for c in self.layout.classes:
-            part = self._next_slots[:, done : done + c.num_groups]
-            done += c.num_groups
-            self.classes.append(ClassState(c, self.tables, part, self.alignment, self.pool))
-        self.num_computed: Int64 = np.zeros(max_requests, dtype=np.int64)
-        self.active = np.zeros(max_requests, dtype=bool)
-        self._prompt_len: Int64 = np.zeros(max_requests, dtype=np.int64)
+        self.index = PrefixIndex(self.pool, layout.pages_per_segment, self.hybrid, policy or LRU())
+        self.sequences = Sequences(max_requests, self.alignment, layout.lookahead)
+        self._tables = Tables(layout, max_requests, self.pool, track_deltas)
         self._cached: Int64 = np.zeros(max_requests, dtype=np.int64)  # tokens in the index
         self._rollback_floor: Int64 = np.zeros(max_requests, dtype=np.int64)
         self._keep: Int64 = np.zeros((max_requests, 3), dtype=np.int64)  # replay x2, junction
-        self._open_tokens: Int32 = np.zeros((max_requests, self.alignment), dtype=np.int32)
         self._runs: list[Run] = [self.index.root] * max_requests
-        self._prompts: list[Prompt | None] = [None] * max_requests
-        self._last_keys: list[bytes] = [b""] * max_requests
-        self._slots: dict[Hashable, int] = {}
-        self._free_slots = list(range(max_requests - 1, -1, -1))
-        self._mark: Int64 = np.zeros(max_requests, dtype=np.int64)
-        self._checked: Int64 | None = None  # slots that `plan` found valid and distinct
         self._version = 0
-        self._track_deltas = track_deltas
-        self._deltas: list[tuple[Int64, Int32]] = []
         self.counters = {
             "requests": 0, "prompt_tokens": 0, "hit_tokens": 0, "tokens_without_resume_point": 0,
             "resume_points_kept": 0, "resume_points_used": 0,
@@ -181,16 +109,33 @@ class KVCache:
     @property
     def num_free_slots(self) -> int:
         """Requests that can still be admitted."""
-        return len(self._free_slots)
+        return self.sequences.num_free
 
-    def table(self, group: int) -> Int32:
+    @property
+    def num_computed(self) -> Int64:
+        """[max_requests] int64 tokens of each slot's request whose rows are valid."""
+        return self.sequences.num_computed
+
+    @property
+    def tables(self) -> Int32:
+        """[max_requests, columns] int32: all block tables side by side (see `table`)."""
+        return self._tables.array
+
+    def table(self, group: int, part: int = 0) -> Int32:
         """Block table of `group`: [max_requests, width] int32 view; column = block % width.
+
+        A group with pages_per_block > 1 has a table for each part of its blocks. A state group's table
+        names the live page of each request in column 0.
 
         Between `plan` and `commit` it describes the context before the step. Entries at or past a
         request's length, and of a window group those behind its window, are not to be read.
         """
-        offset, width = self.layout.columns(group)
+        offset, width = self.layout.columns(group, part)
         return self.tables[:, offset : offset + width]
+
+    def table_index(self, group: int, part: int = 0) -> int:
+        """Row of `StepPlan.slot_mapping` that belongs to `table(group, part)`."""
+        return self.layout.table(group, part)
 
     def slot_of(self, request_id: Hashable) -> int:
         """Slot of an admitted request.
@@ -198,12 +143,7 @@ class KVCache:
         Raises:
             ValueError: the id is unknown.
         """
-        try:
-            return self._slots[request_id]
-        except KeyError:
-            raise ValueError(
-                f"request_id: expected an admitted request, got {request_id!r}"
-            ) from None
+        return self.sequences.slot_of(request_id)
 
     # Life of a request.
 
@@ -223,7 +163,8 @@ class KVCache:
         """
         prompt = token_ids
         if not isinstance(prompt, Prompt):
-            prompt = Prompt(token_ids, self.alignment, root_key(self.hash_seed, salt))
+            root = root_key(self.hash_seed, salt)
+            prompt = Prompt(token_ids, self.alignment, self.layout.lookahead, root)
         if prompt.num_tokens > self.max_model_len:
             raise ValueError(
                 f"token_ids: expected at most max_model_len = {self.max_model_len} tokens, "
@@ -234,9 +175,9 @@ class KVCache:
     def _match(self, prompt: Prompt) -> tuple[Match, Run]:
         limit = prompt.num_segments if self.enable_caching else 0
         run, dense = self.index.find(prompt.keys, limit)
-        usable = (prompt.num_tokens - 1) // self.alignment
+        usable = min((prompt.num_tokens - 1) // self.alignment, prompt.num_segments)
         hit = self.index.resumable(run, dense, usable)
-        reason = limited_by(self.enable_caching, prompt.num_segments, usable, dense, hit)
+        reason = limited_by(self.enable_caching, usable, dense, hit)
         a = self.alignment
         per_group = {g.name: (dense if g.kind == "dense" else hit) * a for g in self.layout.groups}
         return Match(hit * a, dense * a, reason, per_group, prompt), run
@@ -254,33 +195,29 @@ class KVCache:
         Raises:
             ValueError: the id is admitted already, or all slots are taken.
         """
-        if request_id in self._slots:
+        if request_id in self.sequences:
             raise ValueError(f"request_id: expected a new id, got {request_id!r}, already admitted")
-        if not self._free_slots:
+        if not self.num_free_slots:
             raise ValueError(f"request_id: all max_requests = {self.max_requests} slots are taken")
         prompt = match.prompt
         match, run = self._match(prompt)
         self._changed()
-        self._checked = None
-        slot = self._slots[request_id] = self._free_slots.pop()
-        hit = match.num_tokens
-        self.active[slot] = True
-        self.num_computed[slot] = self._cached[slot] = self._rollback_floor[slot] = hit
-        self._prompt_len[slot] = prompt.num_tokens
-        self._prompts[slot], self._last_keys[slot] = prompt, prompt.last_key
-        self._open_tokens[slot, : len(prompt.tail)] = prompt.tail
-        a = self.alignment
+        hit, a = match.num_tokens, self.alignment
+        slot = self.sequences.add(request_id, prompt, hit)
+        self._cached[slot] = self._rollback_floor[slot] = hit
         self._keep[slot] = 0
         if self.hybrid and self.enable_caching:
             replay = ((prompt.num_tokens - 1) // a * a, prompt.num_tokens // a * a)
             self._keep[slot] = (*replay, match.dense_tokens)
-        if hit:
-            run = self.index.end_at(run, hit // a)
-            self.index.lock(run)
-            self._load(slot, run)
-        else:
-            run = self.index.root
+        run = self.index.end_at(run, hit // a) if hit else self.index.root
+        self.index.lock(run)
         self._runs[slot] = run
+        if hit:
+            self._tables.fill_dense(slot, 0, self.index.pages_between(run, 0, run.depth))
+            point = self.index.use(run)
+            if point is not None:
+                self._tables.load(slot, hit, point.pages)
+                self.counters["resume_points_used"] += 1
         self.counters["requests"] += 1
         self.counters["prompt_tokens"] += prompt.num_tokens
         self.counters["hit_tokens"] += hit
@@ -288,36 +225,33 @@ class KVCache:
             self.counters["tokens_without_resume_point"] += match.dense_tokens - hit
         return slot
 
-    def _load(self, slot: int, run: Run) -> None:
-        """Fill the tables of `slot` with what the path to the end of `run` caches."""
-        self._fill_dense(slot, 0, self.index.pages_between(run, 0, run.depth))
-        point = self.index.use(run)
-        if point is None:
-            return
-        self.counters["resume_points_used"] += 1
-        self.pool.use(point.pages[point.pages != 0])
-        slots = np.array([slot])
-        for state in self.classes:
-            c = state.spec
-            if c.is_window and c.tail:
-                pages = point.pages[c.tail_offset : c.tail_offset + c.num_groups * c.tail]
-                blocks = run.depth * c.per_segment - np.arange(c.tail, 0, -1)
-                valid = blocks >= 0
-                where = np.repeat(slots, int(valid.sum()))
-                pages = pages.reshape(c.num_groups, c.tail).T[valid]
-                self._delta(where, state.write(where, blocks[valid], pages), pages)
+    def cut(self, slots: Any, num_new_tokens: Any) -> Int64:
+        """Shorten chunks so that each ends at its next kept boundary, or else at its last boundary.
 
-    def _fill_dense(self, slot: int, first: int, pages: Int32) -> None:
-        """Set the dense table entries of segments from `first` on to `pages` [n, pages_per_segment]."""
-        for state in self.classes:
-            c = state.spec
-            if not c.is_window:
-                part = pages[:, c.segment_offset : c.segment_offset + c.num_groups * c.per_segment]
-                part = part.reshape(len(pages), c.num_groups, c.per_segment).transpose(0, 2, 1)
-                part = part.reshape(-1, c.num_groups)
-                blocks = first * c.per_segment + np.arange(len(part))
-                where = np.full(len(part), slot)
-                self._delta(where, state.write(where, blocks, part), part)
+        Only needed with state groups, whose state can be kept only where a step ends; without them the counts
+        come back as they are.
+
+        Args:
+            slots, num_new_tokens: [n] as for `plan`.
+
+        Returns:
+            [n] int64 counts, at least 1 each.
+
+        Raises:
+            ValueError: as `plan` for the slots and counts.
+        """
+        slots, counts = self._checked_step(slots, num_new_tokens)
+        if not (self._tables.states and self.enable_caching):
+            return counts
+        start, a = self.num_computed[slots], self.alignment
+        last = (start + counts) // a * a
+        stops = np.concatenate([self._keep[slots], last[:, None]], axis=1)
+        if self.interval:
+            following = (start // self.interval + 1) * self.interval
+            stops = np.concatenate([stops, following[:, None]], axis=1)
+        stops = np.where(stops > start[:, None], stops, np.iinfo(np.int64).max)
+        shortened: Int64 = np.minimum(counts, stops.min(axis=1) - start)
+        return shortened
 
     def plan(self, slots: Any, num_new_tokens: Any) -> StepPlan | OutOfPages:
         """Plan a step: which pages and rows the new tokens of each request get.
@@ -335,10 +269,7 @@ class KVCache:
         Raises:
             ValueError: an unknown or repeated slot, a count below 1, a sequence past max_model_len.
         """
-        slots = np.asarray(slots, dtype=np.int64)
-        counts = np.asarray(num_new_tokens, dtype=np.int64)
-        max_count = self._check_step(slots, counts)
-        n = len(slots)
+        slots, counts = self._checked_step(slots, num_new_tokens)
         start = self.num_computed[slots]
         end = start + counts
         if end.max() > self.max_model_len:
@@ -347,123 +278,63 @@ class KVCache:
                 f"num_new_tokens: slot {slots[i]} would reach {end[i]} tokens, "
                 f"expected at most max_model_len = {self.max_model_len}"
             )
-        if max_count == 1:
-            decode_rows, chunk_rows = np.arange(n), slots[:0]
-        else:
-            decode_rows, chunk_rows = (counts == 1).nonzero()[0], (counts > 1).nonzero()[0]
-        decodes, chunks = [], []
-        if len(decode_rows):
-            some = start if max_count == 1 else start[decode_rows]
-            decodes = [state.plan_decode(some) for state in self.classes]
-        if len(chunk_rows):
-            chunks = self._plan_chunks(slots[chunk_rows], start[chunk_rows], end[chunk_rows])
-        sizes = [len(d.starts) * k for d, k in zip(decodes, self.layout.class_sizes, strict=False)]
-        sizes += [
-            int(p.is_new.sum()) * k for p, k in zip(chunks, self.layout.class_sizes, strict=False)
-        ]
-        needed = sum(sizes)
-        if needed > self.pool.num_free:
-            if needed > self.pool.num_free + self.index.num_evictable:
-                return self._out_of_pages(needed, decodes, chunks)
-            self.index.evict(needed - self.pool.num_free)
-        pages = self.pool.peek(needed)
-        if chunks:
-            cu = np.zeros(n + 1, dtype=np.int32)
-            np.cumsum(counts, out=cu[1:])
+        step = self._tables.plan(slots, start, end, *self._boundaries(slots, start, end))
+        if step.needed > self.pool.num_free:
+            evictable = self.index.num_evictable
+            if step.needed > self.pool.num_free + evictable:
+                per_group = self._tables.per_group(step)
+                worst = max(per_group, key=lambda name: per_group[name])
+                return OutOfPages(step.needed, self.pool.num_free, evictable, worst, per_group)
+            self.index.evict(step.needed - self.pool.num_free)
+        cu = np.zeros(len(slots) + 1, dtype=np.int32)
+        np.cumsum(counts, out=cu[1:])
+        positions = start
+        if step.chunks:
             positions = np.arange(cu[-1]) + np.repeat(start - cu[:-1], counts)
-            mapping = np.full((self.num_groups, len(positions)), -1, dtype=np.int64)
-        else:
-            cu, positions = np.arange(n + 1, dtype=np.int32), start
-            mapping = np.empty((self.num_groups, n), dtype=np.int64)
-        rows = slots[:0]
-        if decodes:
-            where = slots if max_count == 1 else slots[decode_rows]
-            rows, pages = self._fill_decodes(decodes, where, pages)
-            mapping[self._class_order[:, None], cu[decode_rows]] = rows.T
-        for chunk, state, size in zip(chunks, self.classes, sizes[len(decodes) :], strict=False):
-            offset = cu[chunk_rows].astype(np.int64)
-            tokens, where = state.fill_chunk(
-                chunk, slots[chunk_rows], start[chunk_rows], end[chunk_rows], offset, pages[:size]
-            )
-            mapping[state.spec.groups[:, None], tokens] = where
-            pages = pages[size:]
+        pages = self.pool.peek(step.needed)
+        mapping = self._tables.fill(step, pages, cu, len(positions))
+        seq_lens = end.astype(np.int32)
         return StepPlan(
-            slots, counts, cu, end.astype(np.int32), positions, mapping,
-            start, self._version, needed, decode_rows, rows, chunk_rows, decodes, chunks,
+            slots, counts, cu, seq_lens, positions, mapping, step.copies, step.state_pages,
+            step, self._version,
         )  # fmt: skip
 
-    def _fill_decodes(
-        self, decodes: list[Decode], slots: Int64, pages: Int32
-    ) -> tuple[Int64, Int32]:
-        """Slots of one new token of each of `slots`: ([n, num_groups] in class order, unused pages)."""
-        rows = self._next_slots[slots]
-        column = 0
-        for decode, state in zip(decodes, self.classes, strict=True):
-            k, n = state.spec.num_groups, len(decode.starts)
-            if n:
-                decode.pages, pages = pages[: n * k].reshape(n, k), pages[n * k :]
-                rows[decode.starts, column : column + k] = decode.pages * np.int64(
-                    state.spec.block_size
-                )
-            column += k
-        return rows, pages
-
-    def _check_step(self, slots: Int64, counts: Int64) -> int:
-        """Refuse bad arguments of `plan`; returns the largest count."""
-        n = len(slots)
-        if slots.ndim != 1 or counts.shape != slots.shape or not n:
+    def _checked_step(self, slots: Any, num_new_tokens: Any) -> tuple[Int64, Int64]:
+        slots = np.asarray(slots, dtype=np.int64)
+        counts = np.asarray(num_new_tokens, dtype=np.int64)
+        if slots.ndim != 1 or counts.shape != slots.shape or not len(slots):
             raise ValueError(
                 f"slots, num_new_tokens: expected two vectors of one length > 0, "
                 f"got {list(slots.shape)} and {list(counts.shape)}"
             )
         if int(counts.min()) < 1:
             raise ValueError(f"num_new_tokens: expected at least 1 each, got {counts.tolist()}")
-        if self._checked is None or not np.array_equal(slots, self._checked):
-            if int(slots.min()) < 0 or int(slots.max()) >= self.max_requests:
-                raise ValueError(
-                    f"slots: expected 0..{self.max_requests - 1}, got {slots.tolist()}"
-                )
-            if not self.active[slots].all():
-                bad = slots[~self.active[slots]].tolist()
-                raise ValueError(f"slots: expected slots of admitted requests, got {bad}")
-            every = np.arange(n)
-            self._mark[slots] = every
-            if (self._mark[slots] != every).any():
-                raise ValueError(f"slots: expected distinct slots, got {slots.tolist()}")
-            self._checked = slots.copy()
-        return int(counts.max())
+        self.sequences.check(slots)
+        return slots, counts
 
-    def _kept(self, slots: Int64, start: Int64, end: Int64) -> tuple[Int64, Int64]:
-        """Boundaries in (start, end] that get a resume point: (rows, boundaries)."""
+    def _boundaries(
+        self, slots: Int64, start: Int64, end: Int64
+    ) -> tuple[tuple[Int64, Int64], Int64]:
+        """Boundaries whose tails must survive a step (of chunk rows), and those of state snapshots."""
+        none = (NO_ROWS, NO_ROWS)
         if not (self.hybrid and self.enable_caching):
-            return slots[:0], slots[:0]
-        return kept_boundaries(start, end, self._keep[slots], self.interval)
+            return none, NO_ROWS
+        a = self.alignment
+        snapshot = NO_ROWS
+        if self._tables.states:
+            last = end // a * a
+            snapshot = np.where((last > start) & (last >= end - self.max_draft_tokens), last, 0)
+        chunk = (end - start > 1).nonzero()[0]
+        if not chunk.size:
+            return none, snapshot
+        slots, start, end = slots[chunk], start[chunk], end[chunk]
+        # The last boundary, and the last that has its key, stay in the ring, whatever is accepted.
+        ends = [end - self.max_draft_tokens - self.layout.lookahead, end - self.max_draft_tokens]
+        ends += [end - self.layout.lookahead, end]
+        always = np.concatenate([self._keep[slots], np.stack(ends, axis=1) // a * a], axis=1)
+        return kept_boundaries(start, end, always, self.interval), snapshot
 
-    def _plan_chunks(self, slots: Int64, start: Int64, end: Int64) -> list[Chunk]:
-        rows, kept = self._kept(slots, start, end)
-        if self.hybrid and self.enable_caching:
-            # The last boundary stays resumable in the ring, whatever part of the drafts is accepted.
-            a = self.alignment
-            last = np.stack([(end - self.max_draft_tokens) // a * a, end // a * a], axis=1)
-            always = np.concatenate([self._keep[slots], last], axis=1)
-            rows, kept = kept_boundaries(start, end, always, self.interval)
-        return [state.plan_chunk(start, end, rows, kept) for state in self.classes]
-
-    def _out_of_pages(self, needed: int, decodes: list[Decode], chunks: list[Chunk]) -> OutOfPages:
-        per_class = [0] * len(self.classes)
-        for i, d in enumerate(decodes):
-            per_class[i] += len(d.starts)
-        for i, p in enumerate(chunks):
-            per_class[i] += int(p.is_new.sum())
-        per_group = {
-            self.layout.groups[g].name: count
-            for state, count in zip(self.classes, per_class, strict=True)
-            for g in state.spec.groups.tolist()
-        }
-        worst = max(per_group, key=lambda name: per_group[name])
-        return OutOfPages(needed, self.pool.num_free, self.index.num_evictable, worst, per_group)
-
-    def commit(self, plan: StepPlan, input_ids: Any, accepted: Any = None) -> None:
+    def commit(self, plan: StepPlan, input_ids: Any, accepted: Any = None) -> Int32:
         """Make a planned step real: its rows become context, whole segments become findable.
 
         Args:
@@ -472,199 +343,129 @@ class KVCache:
             accepted: [n] ints, how many of each request's new tokens stay; all by default. At most
                 max_draft_tokens of a request may be rejected.
 
+        Returns:
+            [m, 2] int32 pages (source, destination) to copy after this step and before the next: snapshots of
+            states. Empty without state groups.
+
         Raises:
             ValueError: the plan is not the newest, or an argument has the wrong size. Nothing changed.
         """
         ids = as_token_ids("input_ids", input_ids)
-        slots, start = plan.slots, plan._start
-        if plan._version != self._version:
+        step, slots = plan.step, plan.slots
+        if plan.version != self._version:
             raise ValueError("plan: expected the newest plan, got one made before another change")
         if len(ids) != len(plan.positions):
             raise ValueError(
                 f"input_ids: expected {len(plan.positions)} tokens as planned, got {len(ids)}"
             )
-        taken = plan.num_new_tokens
+        end = step.end
         if accepted is not None:
-            taken = np.asarray(accepted, dtype=np.int64)
-            low = np.maximum(1, plan.num_new_tokens - self.max_draft_tokens)
-            if (
-                taken.shape != slots.shape
-                or (taken < low).any()
-                or (taken > plan.num_new_tokens).any()
-            ):
-                raise ValueError(
-                    f"accepted: expected between {low.tolist()} and {plan.num_new_tokens.tolist()}, "
-                    f"got {taken.tolist()}"
-                )
-        end = start + taken
+            end = step.start + self._checked_accepted(plan, accepted)
         self._changed()
-        self.pool.take(plan._num_pages)
-        gone: list[Int32] = []
-        tails: list[Int32] = []
-        kept_rows = kept = slots[:0]
-        if plan._chunks:
-            some = plan._chunk_rows
-            kept_rows, kept = self._kept(slots[some], start[some], end[some])
-            tails, gone = self._commit_chunks(plan, slots[some], end[some], kept_rows, kept)
-        if plan._decodes:
-            some = plan._decode_rows
-            where, begin = (slots, start) if len(some) == len(slots) else (slots[some], start[some])
-            self._next_slots[where] = plan._decode_slots + 1
-            for decode, state in zip(plan._decodes, self.classes, strict=True):
-                if len(decode.starts):
-                    self._delta(*state.commit_decode(decode, where, begin))
+        self.pool.take(step.needed)
+        if not self.enable_caching:
+            effects = self._tables.commit(step, end, (NO_ROWS, NO_ROWS))
+            self.num_computed[slots] = end
+            self._tables.settle(step, effects)
+            return effects.copies
+        self._feed(plan, ids, end)
+        cached = self._cached[slots]
+        whole = end // self.alignment
+        if self.layout.lookahead:
+            whole = np.minimum(whole, self.sequences.num_keys[slots])
+        closing = (whole * self.alignment > cached).nonzero()[0]
+        rows, kept = self._kept(slots, whole * self.alignment, closing)
+        several = plan.num_new_tokens[rows] > 1
+        chunk_kept = (step.chunk_rows.searchsorted(rows[several]), kept[several])
+        effects = self._tables.commit(step, end, chunk_kept)
         self.num_computed[slots] = end
         if self.max_draft_tokens:
-            floor = np.maximum(self._rollback_floor[slots], end - self.max_draft_tokens)
+            floor = np.maximum(self._rollback_floor[slots], step.end - self.max_draft_tokens)
             self._rollback_floor[slots] = floor
-        if self.enable_caching:
-            self._cache(plan, ids, end)
-            chunk_slots = slots[plan._chunk_rows]
-            for i, row in enumerate(kept_rows.tolist()):
-                pages = np.concatenate([t[i].ravel() for t in tails])
-                self._add_point(int(chunk_slots[row]), int(kept[i]), pages)
-        for pages in gone:
-            self.pool.unuse(pages)
-        for chunk, state in zip(plan._chunks, self.classes, strict=False):
-            if state.spec.is_window:  # blocks that no ring and no resume point took
-                assert chunk.pages is not None
-                fresh = chunk.pages[chunk.is_new].ravel()
-                self.pool.put(fresh[(self.pool.users[fresh] == 0) & (self.pool.holds[fresh] == 0)])
+        if closing.size:
+            self._close(slots[closing], whole[closing])
+        tails = iter(effects.tails)
+        for row, boundary, in_chunk in zip(
+            rows.tolist(), kept.tolist(), several.tolist(), strict=True
+        ):
+            slot = int(slots[row])
+            pages = next(tails) if in_chunk else self._tables.tail(slot, boundary)
+            self._add_point(slot, boundary, pages)
+        self._tables.settle(step, effects)
+        return effects.copies
 
-    def _commit_chunks(
-        self, plan: StepPlan, slots: Int64, end: Int64, kept_rows: Int64, kept: Int64
-    ) -> tuple[list[Int32], list[Int32]]:
-        """Tables of the chunk requests; returns the tails of kept boundaries and pages that left rings."""
-        tails, gone = [], []
-        for chunk, state in zip(plan._chunks, self.classes, strict=True):
-            if state.spec.is_window:
-                tails.append(state.tails(chunk, slots, kept_rows, kept))
-                where, columns, pages, left = state.commit_window(chunk, slots, end)
-                gone.append(left)
-            else:
-                where, columns, pages = state.commit_dense(chunk, slots, end)
-            self._delta(where, columns, pages)
-            state.reopen(slots, end)
-        return tails, gone
+    def _checked_accepted(self, plan: StepPlan, accepted: Any) -> Int64:
+        taken = np.asarray(accepted, dtype=np.int64)
+        most = plan.num_new_tokens
+        least = np.maximum(1, most - self.max_draft_tokens)
+        if taken.shape != most.shape or (taken < least).any() or (taken > most).any():
+            raise ValueError(
+                f"accepted: expected between {least.tolist()} and {most.tolist()}, "
+                f"got {taken.tolist()}"
+            )
+        return taken
 
-    def _cache(self, plan: StepPlan, ids: Int32, end: Int64) -> None:
-        """Feed new tokens to the key chains and cache the segments that became whole."""
-        slots, start, a = plan.slots, plan._start, self.alignment
-        rows = plan._decode_rows
-        if len(rows):
-            whole = len(rows) == len(slots)
-            where, at = (slots, start) if whole else (slots[rows], start[rows])
-            tokens = ids if whole else ids[plan.cu_seqlens_q[rows]]
-            new = at >= self._prompt_len[where]
-            if not new.all():
-                where, at, tokens = where[new], at[new], tokens[new]
-            self._open_tokens[where, at % a] = tokens
-        for row in plan._chunk_rows.tolist():
-            slot, first = int(slots[row]), int(plan.cu_seqlens_q[row])
-            skip = max(0, int(self._prompt_len[slot] - start[row]))
-            tokens = ids[first + skip : first + int(end[row] - start[row])]
-            self._feed(slot, int(start[row]) + skip, tokens)
-        closing = (end - self._cached[slots] >= a).nonzero()[0]
-        if not len(plan._chunk_rows):
-            self._close_decodes(slots[closing], end[closing])
-        elif len(closing):
-            for row in closing.tolist():
-                self._close(int(slots[row]), int(end[row]) // a * a)
-            one = closing[plan.num_new_tokens[closing] == 1]
-            self._keep_decodes(slots[one], end[one])
-
-    def _close_decodes(self, slots: Int64, end: Int64) -> None:
-        """Cache the segment that each of `slots` completed with one token; `end` are boundaries."""
-        if not len(slots):
+    def _feed(self, plan: StepPlan, ids: Int32, end: Int64) -> None:
+        """Give the tokens of a step to the key chains."""
+        step = plan.step
+        if not step.chunks:
+            self.sequences.feed_one(step.slots, step.start, ids)
             return
-        segments = end // self.alignment - 1
-        pages = self._segment_pages(slots, segments)
-        tokens = self._open_tokens[slots].tobytes()
-        size = 4 * self.alignment
-        for i, slot in enumerate(slots.tolist()):
-            segment, prompt = int(segments[i]), self._prompts[slot]
-            assert prompt is not None
-            if segment < prompt.num_segments:
-                key = prompt.keys[segment * KEY_BYTES : (segment + 1) * KEY_BYTES]
-            else:
-                key = next_key(self._last_keys[slot], tokens[i * size : (i + 1) * size])
-                self._last_keys[slot] = key
-            run, known = self.index.append(self._runs[slot], key, pages[i])
-            self._runs[slot] = run
+        rows = step.decode_rows
+        if rows.size:
+            self.sequences.feed_one(
+                step.slots[rows], step.start[rows], ids[plan.cu_seqlens_q[rows]]
+            )
+        for row in step.chunk_rows.tolist():
+            first, start = int(plan.cu_seqlens_q[row]), int(step.start[row])
+            self.sequences.feed(
+                int(step.slots[row]), start, ids[first : first + int(end[row]) - start]
+            )
+
+    def _kept(self, slots: Int64, to: Int64, closing: Int64) -> tuple[Int64, Int64]:
+        """Which of `closing` rows keep a resume point, at which boundaries up to `to` [n]."""
+        if not (self.hybrid and closing.size):
+            return NO_ROWS, NO_ROWS
+        slots, to = slots[closing], to[closing]
+        always = self._keep[slots]
+        start = self._cached[slots]
+        if not self.interval and not (always > start[:, None]).any():
+            return NO_ROWS, NO_ROWS
+        rows, kept = kept_boundaries(start, to, always, self.interval)
+        return closing[rows], kept
+
+    def _close(self, slots: Int64, whole: Int64) -> None:
+        """Cache the segments of `slots` [n] up to segment `whole` [n]."""
+        first = self._cached[slots] // self.alignment
+        self._cached[slots] = whole * self.alignment
+        one = whole - first == 1
+        pages = self._tables.segment_pages(slots[one], first[one])
+        for i, (slot, segment) in enumerate(
+            zip(slots[one].tolist(), first[one].tolist(), strict=True)
+        ):
+            key = self.sequences.keys(slot, segment, segment + 1)
+            self._runs[slot], known = self.index.append(self._runs[slot], key, pages[i])
             if known:
                 self._adopt(slot, segment, pages[i : i + 1])
-        self._cached[slots] = end
-        self._keep_decodes(slots, end)
-
-    def _keep_decodes(self, slots: Int64, end: Int64) -> None:
-        """Resume points that retention wants at `end` [n], boundaries reached with one token."""
-        if not self.interval and (end > self._prompt_len[slots]).all():
-            return
-        rows, kept = self._kept(slots, end - 1, end)
-        for row, boundary in zip(rows.tolist(), kept.tolist(), strict=True):
-            slot = int(slots[row])
-            self._add_point(slot, boundary, self._ring_tail(slot, boundary))
-
-    def _segment_pages(self, slots: Int64, segments: Int64) -> Int32:
-        """Dense pages of one segment of each of `slots`: [n, pages_per_segment]."""
-        parts = []
-        for state in self.classes:
-            c = state.spec
-            if not c.is_window:
-                if c.per_segment == 1:
-                    parts.append(state.table[slots, :, segments])
-                else:
-                    blocks = (segments * c.per_segment)[:, None] + np.arange(c.per_segment)
-                    parts.append(state.read(slots, blocks).reshape(len(slots), -1))
-        if len(parts) == 1:
-            return parts[0]
-        return np.concatenate(parts, axis=1) if parts else np.empty((len(slots), 0), np.int32)
+        for i in (~one).nonzero()[0].tolist():
+            slot, begin, end = int(slots[i]), int(first[i]), int(whole[i])
+            keys = self.sequences.keys(slot, begin, end)
+            span = np.arange(begin, end)
+            pages = self._tables.segment_pages(np.full(len(span), slot), span)
+            self._runs[slot], known = self.index.insert(self._runs[slot], keys, pages)
+            if known:
+                self._adopt(slot, begin, pages[:known])
 
     def _adopt(self, slot: int, first: int, pages: Int32) -> None:
         """Segments from `first` on were cached by someone else: keep one copy, theirs."""
         self.pool.put(pages.ravel())
         theirs = self.index.pages_between(self._runs[slot], first, first + len(pages))
-        self._fill_dense(slot, first, theirs)
-
-    def _feed(self, slot: int, start: int, tokens: Int32) -> None:
-        """Append tokens past the prompt to the open segment; segments before the last are cached here."""
-        a = self.alignment
-        while len(tokens):
-            at = start % a
-            part, tokens = tokens[: a - at], tokens[a - at :]
-            self._open_tokens[slot, at : at + len(part)] = part
-            start += len(part)
-            if start % a == 0 and len(tokens):
-                self._close(slot, start)
-
-    def _close(self, slot: int, to: int) -> None:
-        """Cache the segments of `slot` up to token `to`, a boundary."""
-        first, last = int(self._cached[slot]) // self.alignment, to // self.alignment
-        prompt = self._prompts[slot]
-        assert prompt is not None
-        keys = prompt.keys[first * KEY_BYTES : last * KEY_BYTES]
-        if last > prompt.num_segments:
-            key = next_key(self._last_keys[slot], self._open_tokens[slot].tobytes())
-            self._last_keys[slot] = key
-            keys += key
-        segments = np.arange(first, last)
-        pages = self._segment_pages(np.full(last - first, slot), segments)
-        self._runs[slot], known = self.index.insert(self._runs[slot], keys, pages)
-        if known:
-            self._adopt(slot, first, pages[:known])
-        self._cached[slot] = to
-
-    def _ring_tail(self, slot: int, boundary: int) -> Int32:
-        """Pages of the tail of `boundary` from the rings of `slot`: [pages_per_point]."""
-        tails, slots = [], np.array([slot])
-        for state in self.classes:
-            c = state.spec
-            if c.is_window:
-                blocks = boundary // c.block_size - np.arange(c.tail, 0, -1)
-                tails.append(state.read(slots, blocks[None, :]).ravel())
-        return np.concatenate(tails)
+        self._tables.fill_dense(slot, first, theirs)
 
     def _add_point(self, slot: int, boundary: int, pages: Int32) -> None:
+        """Keep a resume point of a request at `boundary`, unless its state was not copied there."""
+        if self._tables.states and self._tables.snapshot_at[slot] != boundary:
+            return
         if self.index.add_point(self._runs[slot], boundary // self.alignment, pages):
             self.counters["resume_points_kept"] += 1
 
@@ -676,16 +477,14 @@ class KVCache:
             num_tokens: how many, at least 1.
 
         Raises:
-            ValueError: the slot is unknown, or the tokens are cached already, or more than
-                max_draft_tokens would be taken back from the furthest position reached.
+            ValueError: the slot is unknown, or the tokens are cached already (or are the lookahead of cached
+                ones), or more than max_draft_tokens would be taken back from the furthest position reached.
         """
         slot = int(slot)
-        if not (0 <= slot < self.max_requests and self.active[slot]):
+        if not (0 <= slot < self.max_requests and self.sequences.active[slot]):
             raise ValueError(f"slot: expected the slot of an admitted request, got {slot}")
         old = int(self.num_computed[slot])
-        low = max(int(self._rollback_floor[slot]), int(self._cached[slot]))
-        if not self.max_draft_tokens:
-            low = old
+        low = self.lowest_rollback(slot)
         new = old - int(num_tokens)
         if num_tokens < 1 or new < low:
             raise ValueError(
@@ -693,19 +492,19 @@ class KVCache:
                 f"{self._cached[slot]}, max_draft_tokens {self.max_draft_tokens}), got {num_tokens}"
             )
         self._changed()
-        slots = np.array([slot])
-        for state in self.classes:
-            size = state.spec.block_size
-            blocks = np.arange(-(-new // size), -(-old // size))
-            if len(blocks):
-                pages = state.read(slots, blocks[None, :]).ravel()
-                if state.spec.is_window:
-                    self.pool.unuse(pages)
-                else:
-                    self.pool.put(pages)
-                state.write(np.repeat(slots, len(blocks)), blocks, np.zeros(1, np.int32))
-            state.reopen(slots, np.array([new]))
+        self._tables.shrink(slot, old, new)
         self.num_computed[slot] = new
+
+    def lowest_rollback(self, slot: int) -> int:
+        """The fewest tokens that `rollback` can leave the request of `slot`."""
+        old = int(self.num_computed[slot])
+        if not self.max_draft_tokens:
+            return old
+        known = int(self._cached[slot])
+        if known and old > self.sequences.prompt_len[slot]:
+            # Tokens that the last key covers stay; those of the prompt come back as they were.
+            known = max(known, min(old, known + self.layout.lookahead))
+        return max(int(self._rollback_floor[slot]), known)
 
     def release(self, request_id: Hashable) -> None:
         """End a request: finished, aborted or preempted. What is cached of it stays findable.
@@ -718,27 +517,14 @@ class KVCache:
         """
         slot = self.slot_of(request_id)
         self._changed()
-        self._checked = None
         computed, cached = int(self.num_computed[slot]), int(self._cached[slot])
-        if self.hybrid and cached and self.enable_caching:
-            self._add_point(slot, cached, self._ring_tail(slot, cached))
-        for state in self.classes:
-            c = state.spec
-            if c.is_window:
-                self.pool.unuse(state.table[slot].ravel())
-                state.table[slot] = 0
-            else:
-                own = state.table[slot, :, cached // c.block_size : -(-computed // c.block_size)]
-                self.pool.put(own.ravel())
-                state.table[slot, :, : -(-computed // c.block_size)] = 0
+        if self.hybrid and cached:
+            self._add_point(slot, cached, self._tables.tail(slot, cached))
+        self._tables.release(slot, cached, computed)
         self.index.unlock(self._runs[slot])
-        self._runs[slot], self._prompts[slot] = self.index.root, None
-        self.active[slot] = False
-        self.num_computed[slot] = self._cached[slot] = 0
-        del self._slots[request_id]
-        self._free_slots.append(slot)
-
-    # Device copies.
+        self._runs[slot] = self.index.root
+        self._cached[slot] = 0
+        self.sequences.remove(request_id)
 
     def take_deltas(self) -> tuple[Int64, Int32]:
         """Table entries that changed since the last call, for a copy of `tables` on a device.
@@ -749,20 +535,7 @@ class KVCache:
         Raises:
             ValueError: the cache was made without track_deltas.
         """
-        if not self._track_deltas:
-            raise ValueError(
-                "track_deltas: expected True at construction to take deltas, got False"
-            )
-        deltas, self._deltas = self._deltas, []
-        if not deltas:
-            return np.empty(0, np.int64), np.empty(0, np.int32)
-        return np.concatenate([d[0] for d in deltas]), np.concatenate([d[1] for d in deltas])
-
-    def _delta(self, slots: Int64, columns: Int64, pages: Int32) -> None:
-        if self._track_deltas and pages.size:
-            base = slots * self.layout.num_columns
-            flat = columns + (base[:, None] if columns.ndim == 2 else base)
-            self._deltas.append((flat.ravel(), pages.ravel().astype(np.int32)))
+        return self._tables.take_deltas()
 
     def _changed(self) -> None:
         self._version += 1

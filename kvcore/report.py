@@ -50,7 +50,7 @@ class Match:
         return f"{self.num_tokens} of {self.prompt.num_tokens} tokens: {_EXPLANATIONS[self.limited_by]}"
 
 
-def limited_by(enabled: bool, whole: int, usable: int, dense: int, hit: int) -> Reason:
+def limited_by(enabled: bool, usable: int, dense: int, hit: int) -> Reason:
     """Why a hit of `hit` segments is not longer; all in segments (see `KVCache._match`)."""
     if not enabled:
         return "caching-disabled"
@@ -85,12 +85,16 @@ def describe(cache: KVCache) -> str:
             f"{layout.pages_per_point} pages each ({layout.pages_per_point * mib:.3g} MiB)"
         )
     for g in layout.groups:
+        pages = f", {g.pages_per_block} pages a block" if g.pages_per_block > 1 else ""
+        ahead = f", keys cover {g.lookahead} tokens ahead" if g.lookahead else ""
         if g.kind == "dense":
-            lines.append(f"  {g.name}: dense, {g.block_size} tokens a page")
+            lines.append(f"  {g.name}: dense, {g.block_size} tokens a block{pages}{ahead}")
+        elif g.kind == "state":
+            lines.append(f"  {g.name}: state, snapshots at multiples of {g.block_size}{pages}")
         else:
             lines.append(
-                f"  {g.name}: window {g.sliding_window}, {g.block_size} tokens a page, "
-                f"{g.tail_blocks} pages to resume"
+                f"  {g.name}: window {g.sliding_window}, {g.block_size} tokens a block{pages}, "
+                f"{g.tail_blocks} blocks to resume{ahead}"
             )
     return "\n".join(lines)
 
@@ -107,31 +111,33 @@ def check_invariants(cache: KVCache) -> None:
     holds: Counter[int] = Counter()
     locks: Counter[int] = Counter()
     segments = locked = points = 0
-    for slot in np.flatnonzero(cache.active).tolist():
+    for slot in np.flatnonzero(cache.sequences.active).tolist():
         computed, cached = int(cache.num_computed[slot]), int(cache._cached[slot])
         assert cached <= computed and cached % a == 0
-        lowest = max(computed - cache.max_draft_tokens, int(cache._rollback_floor[slot]), cached)
+        lowest = min(computed, cache.lowest_rollback(slot))
         run = cache._runs[slot]
         assert run.depth * a == cached, "a request's prefix ends at the end of its run"
         for node in index.path(run):
             locks[id(node)] += 1
         path_pages = index.pages_between(run, 0, run.depth)
-        for state in cache.classes:
-            c = state.spec
-            if c.is_window:
-                users.update(p for p in state.table[slot].ravel().tolist() if p)
-                low = max(0, lowest - (c.spec.sliding_window or 1) + 1) // c.block_size
-                blocks = np.arange(low, -(-computed // c.block_size))
-                live = state.table[slot][:, blocks % c.width]
-                assert (live != 0).all(), "a block inside the window has no page"
-            else:
-                row = state.table[slot, :, : -(-computed // c.block_size)]
-                assert (row != 0).all(), "a computed dense block has no page"
-                whole = cached // c.block_size
-                owners.update(row[:, whole:].ravel().tolist())
-                part = path_pages[:, c.segment_offset :][:, : c.num_groups * c.per_segment]
-                part = part.reshape(-1, c.num_groups, c.per_segment).transpose(1, 0, 2)
-                assert (part.reshape(c.num_groups, -1) == row[:, :whole]).all()
+        for block in cache._tables.windows:
+            c = block.spec
+            users.update(p for p in block.table[slot].ravel().tolist() if p)
+            low = max(0, lowest - (c.spec.sliding_window or 1) + 1) // c.block_size
+            visible = np.arange(low, -(-computed // c.block_size))
+            live = block.table[slot][:, visible % c.width]
+            assert (live != 0).all(), "a block inside the window has no page"
+        for state in cache._tables.states:
+            users.update(p for p in state.table[slot].ravel().tolist() if p)
+        for block in cache._tables.dense:
+            c = block.spec
+            row = block.table[slot, :, : -(-computed // c.block_size)]
+            assert (row != 0).all(), "a computed dense block has no page"
+            whole = cached // c.block_size
+            owners.update(row[:, whole:].ravel().tolist())
+            part = path_pages[:, c.segment_offset :][:, : c.num_tables * c.per_segment]
+            part = part.reshape(-1, c.num_tables, c.per_segment).transpose(1, 0, 2)
+            assert (part.reshape(c.num_tables, -1) == row[:, :whole]).all()
     for run in index.runs():
         segments += run.length
         locked += run.length if run.locks else 0

@@ -1,9 +1,10 @@
 """Cache groups and the integer arithmetic of pages, blocks and boundaries: the only copy of it.
 
-A *group* is a set of layers that share one block table. Two kinds of group exist here:
+A *group* is a set of layers that share block tables. Three kinds exist, by what they need to resume at position B:
 
-* ``dense``: every block in [0, B) is needed to resume at position B (full attention, latents);
-* ``window``: only the last ``ceil((W - 1) / block_size)`` blocks before B are needed.
+* ``dense``: every block in [0, B) (full attention, latents, compressed entries);
+* ``window``: the last ``ceil((W - 1) / block_size)`` blocks before B (sliding layers);
+* ``state``: one snapshot of a state that each token changes, taken at B (Mamba, compressor state).
 
 A *boundary* is a multiple of the alignment (the LCM of all block sizes): hits end there.
 """
@@ -30,31 +31,39 @@ class GroupSpec:
 
     Args:
         name: unique among the groups of a model; appears in errors and reports.
-        kind: ``"dense"`` or ``"window"``.
-        block_size: tokens that one page covers.
+        kind: ``"dense"``, ``"window"`` or ``"state"``.
+        block_size: tokens that a block covers; of a state group, tokens between possible snapshots.
         page_bytes: bytes of one page (all groups of a pool must agree, see `Layout`).
         sliding_window: W tokens including the query itself; window groups only.
+        pages_per_block: pages that a block (or a state) takes; each has a table of its own.
+        lookahead: rows of this group at position t depend on the tokens up to t + lookahead (a drafter's do).
 
     Raises:
         ValueError: a field is out of range, or `sliding_window` does not fit `kind`.
     """
 
     name: str
-    kind: Literal["dense", "window"]
+    kind: Literal["dense", "window", "state"]
     block_size: int
     page_bytes: int
     sliding_window: int | None = None
+    pages_per_block: int = 1
+    lookahead: int = 0
 
     def __post_init__(self) -> None:
-        if self.kind not in ("dense", "window"):
-            raise ValueError(f"kind: expected 'dense' or 'window', got {self.kind!r}")
-        for field in ("block_size", "page_bytes"):
+        if self.kind not in ("dense", "window", "state"):
+            raise ValueError(f"kind: expected 'dense', 'window' or 'state', got {self.kind!r}")
+        for field in ("block_size", "page_bytes", "pages_per_block"):
             value = getattr(self, field)
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{field}: expected a positive int, got {value!r}")
+        if not isinstance(self.lookahead, int) or self.lookahead < 0:
+            raise ValueError(f"lookahead: expected an int >= 0, got {self.lookahead!r}")
         window = self.sliding_window
-        if self.kind == "dense" and window is not None:
-            raise ValueError(f"sliding_window: expected None for a dense group, got {window!r}")
+        if self.kind != "window" and window is not None:
+            raise ValueError(
+                f"sliding_window: expected None for a {self.kind} group, got {window!r}"
+            )
         if self.kind == "window" and (not isinstance(window, int) or window < 1):
             raise ValueError(
                 f"sliding_window: expected a positive int for a window group, got {window!r}"
@@ -62,49 +71,52 @@ class GroupSpec:
 
     @property
     def tail_blocks(self) -> int:
-        """Blocks before a boundary that this group needs to resume there (0 for dense groups)."""
+        """Blocks of this group that a resume point holds (0 for dense groups)."""
         if self.sliding_window is None:
-            return 0
+            return int(self.kind == "state")
         return -(-(self.sliding_window - 1) // self.block_size)
 
 
 class GroupClass:
-    """Groups of one spec (kind, block size, window): every step treats them in one operation.
+    """Tables of one spec (kind, block size, window): every step treats them in one operation.
 
     Attributes:
-        groups: [k] positions of these groups in the caller's list.
+        tables: [k] rows of these tables in a slot mapping.
         per_segment: blocks in one aligned segment.
-        tail: blocks that a resume point holds (window classes).
+        tail: blocks that a resume point holds.
         live: blocks behind the open one that a request may still read, drafts included.
-        width: columns of one group's table; window tables are rings of this many blocks.
-        offset: first column of the class in the fused table.
+        lag: blocks past a boundary before the segment that ends there gets its key.
+        width: columns of one table; window tables are rings of this many blocks, state tables have the
+            live page and the newest snapshot.
+        offset, tail_offset, segment_offset: first column in the fused table, in a resume point's pages, and
+            in a segment's pages.
     """
 
     def __init__(
-        self, spec: GroupSpec, groups: list[int], alignment: int, drafts: int, max_len: int
-    ) -> None:
+        self, spec: GroupSpec, tables: list[int], alignment: int, lookahead: int, drafts: int, max_len: int
+    ) -> None:  # fmt: skip
         self.spec = spec
-        self.is_window = spec.kind == "window"
-        self.groups: Int64 = np.array(groups, dtype=np.int64)
-        self.num_groups = len(groups)
+        self.tables: Int64 = np.array(tables, dtype=np.int64)
+        self.num_tables = len(tables)
         self.block_size = spec.block_size
         self.per_segment = alignment // spec.block_size
         self.tail = spec.tail_blocks
         # Rows before position p that a query at p, or a query after a rollback, can see.
         self.reach = (spec.sliding_window or 1) - 1 + drafts
         self.live = -(-self.reach // spec.block_size)
-        if self.is_window:
-            self.width = self.live + self.per_segment
-        else:
+        self.lag = -(-lookahead // spec.block_size)
+        if spec.kind == "dense":
             self.width = -(-max_len // spec.block_size)
-        self.offset = 0
-        self.tail_offset = 0
-        self.segment_offset = 0
+        elif spec.kind == "window":
+            self.width = self.live + self.per_segment + self.lag
+        else:
+            self.width = 2
+        self.offset = self.tail_offset = self.segment_offset = 0
 
     @property
     def num_columns(self) -> int:
         """Columns of the fused table that this class takes."""
-        return self.num_groups * self.width
+        return self.num_tables * self.width
 
 
 class Layout:
@@ -116,7 +128,7 @@ class Layout:
         max_draft_tokens: rows of a step that may be rejected or rolled back.
 
     Raises:
-        ValueError: no groups, duplicate names, or pages of different size.
+        ValueError: no groups, duplicate names, pages of different size, or a lookahead past one segment.
     """
 
     def __init__(self, groups: Sequence[GroupSpec], max_model_len: int, max_draft_tokens: int):
@@ -134,36 +146,56 @@ class Layout:
             )
         self.page_bytes = self.groups[0].page_bytes
         self.alignment = math.lcm(*(g.block_size for g in self.groups))
+        self.lookahead = max(g.lookahead for g in self.groups)
+        if self.lookahead > self.alignment:
+            raise ValueError(
+                f"lookahead: expected at most one segment of {self.alignment} tokens, got {self.lookahead}"
+            )
+        # Table t serves part `part` of a block of group `group`.
+        self.tables = [(i, j) for i, g in enumerate(self.groups) for j in range(g.pages_per_block)]
         members: dict[tuple[str, int, int | None], list[int]] = {}
-        for i, g in enumerate(self.groups):
-            members.setdefault((g.kind, g.block_size, g.sliding_window), []).append(i)
+        for t, (i, _) in enumerate(self.tables):
+            g = self.groups[i]
+            members.setdefault((g.kind, g.block_size, g.sliding_window), []).append(t)
         self.classes = [
-            GroupClass(self.groups[ids[0]], ids, self.alignment, max_draft_tokens, max_model_len)
+            GroupClass(
+                self.groups[self.tables[ids[0]][0]],
+                ids, self.alignment, self.lookahead, max_draft_tokens, max_model_len,
+            )
             for ids in members.values()
-        ]
-        self.dense = [c for c in self.classes if not c.is_window]
-        self.windows = [c for c in self.classes if c.is_window]
-        self.class_sizes = [c.num_groups for c in self.classes]
-        self.num_columns = 0
+        ]  # fmt: skip
+        self.hybrid = any(g.kind != "dense" for g in self.groups)
+        self.num_columns = self.pages_per_segment = self.pages_per_point = 0
+        self._first_columns = [0] * len(self.tables)
         for c in self.classes:
             c.offset = self.num_columns
             self.num_columns += c.num_columns
-        self.pages_per_segment = 0
-        for c in self.dense:
-            c.segment_offset = self.pages_per_segment
-            self.pages_per_segment += c.num_groups * c.per_segment
-        self.pages_per_point = 0
-        for c in self.windows:
+            for i, t in enumerate(c.tables.tolist()):
+                self._first_columns[t] = c.offset + i * c.width
+            if c.spec.kind == "dense":
+                c.segment_offset = self.pages_per_segment
+                self.pages_per_segment += c.num_tables * c.per_segment
             c.tail_offset = self.pages_per_point
-            self.pages_per_point += c.num_groups * c.tail
+            self.pages_per_point += c.num_tables * c.tail
 
-    def columns(self, group: int) -> tuple[int, int]:
-        """First column and width of `group` in the fused table."""
-        for c in self.classes:
-            for i, g in enumerate(c.groups.tolist()):
-                if g == group:
-                    return c.offset + i * c.width, c.width
-        raise ValueError(f"group: expected 0..{len(self.groups) - 1}, got {group}")
+    def table(self, group: int, part: int = 0) -> int:
+        """Row of a slot mapping, and number of the table, of part `part` of `group`'s blocks.
+
+        Raises:
+            ValueError: there is no such group or part.
+        """
+        try:
+            return self.tables.index((group, part))
+        except ValueError:
+            raise ValueError(
+                f"group, part: expected one of {self.tables}, got {(group, part)}"
+            ) from None
+
+    def columns(self, group: int, part: int = 0) -> tuple[int, int]:
+        """First column and width, in the fused table, of the table of part `part` of `group`."""
+        table = self.table(group, part)
+        width = next(c.width for c in self.classes if table in c.tables)
+        return self._first_columns[table], width
 
 
 def ragged_arange(starts: Int64, lengths: Int64) -> tuple[Int64, Int64]:

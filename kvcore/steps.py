@@ -1,4 +1,4 @@
-"""Vectorised planning and committing of one step, for all groups of one spec at once.
+"""Vectorised planning and committing of one step, for all dense or window tables of one spec at once.
 
 Two kinds of step exist. In a *decode* step every request computes one token: nothing but the open
 block changes, and a new page is needed where a block starts. A *chunk* step is everything
@@ -23,7 +23,7 @@ class Decode:
     """Plan of one class for requests that compute one token each."""
 
     starts: Int64  # requests that start a block in this step
-    pages: Int32 | None = None  # [len(starts), num_groups]
+    pages: Int32 | None = None  # [len(starts), num_tables]
 
 
 @dataclass
@@ -33,27 +33,37 @@ class Chunk:
     rows: Int64  # [m] request of each block, ascending
     blocks: Int64  # [m] block number, ascending within a request
     is_new: npt.NDArray[np.bool_]  # [m] the block needs a page (else it is the open block)
-    pages: Int32 | None = None  # [m, num_groups]
+    num_new: int  # how many are
+    pages: Int32 | None = None  # [m, num_tables]
 
 
-class ClassState:
-    """Tables and open pages of the groups of one spec.
+class BlockTables:
+    """Tables and open pages of the dense or window groups of one spec.
 
     Args:
         spec: the class.
         tables: [max_requests, num_columns] int32, the fused table; this class owns a slice of it.
-        next_slots: [max_requests, num_groups] int64, this class's slice of the next tokens' slots.
+        next_slots: [max_requests, num_tables] int64, this class's slice of the next tokens' slots.
         alignment: tokens of one segment.
+        lookahead: tokens past a boundary that the key of its segment covers.
         pool: the pages.
     """
 
     def __init__(
-        self, spec: GroupClass, tables: Int32, next_slots: Int64, alignment: int, pool: PagePool
+        self,
+        spec: GroupClass,
+        tables: Int32,
+        next_slots: Int64,
+        alignment: int,
+        lookahead: int,
+        pool: PagePool,
     ) -> None:
         self.spec = spec
         self.alignment = alignment
+        self.lookahead = lookahead
+        self.is_window = spec.spec.kind == "window"
         self.pool = pool
-        k = spec.num_groups
+        k = spec.num_tables
         columns = tables[:, spec.offset : spec.offset + spec.num_columns]
         self.table = columns.reshape(len(tables), k, spec.width)
         assert np.shares_memory(self.table, tables)
@@ -94,7 +104,7 @@ class ClassState:
         assert plan.pages is not None
         slots, start = slots[plan.starts], start[plan.starts]
         blocks = start // self.spec.block_size
-        if self.spec.is_window:
+        if self.is_window:
             self._drop_behind(slots, start, blocks)
             self.pool.users[plan.pages] = 1
         return slots, self.write(slots, blocks, plan.pages), plan.pages
@@ -102,18 +112,17 @@ class ClassState:
     def _drop_behind(self, slots: Int64, start: Int64, blocks: Int64) -> None:
         """Let go of blocks that neither the next queries nor a resume point at the last boundary needs."""
         spec = self.spec
-        last = blocks - spec.live - 1
-        inside = start % self.alignment
-        at = (inside == 0).nonzero()[0]
-        if at.size:
+        inside = blocks % spec.per_segment  # blocks since the last boundary
+        at = (inside == spec.lag % spec.per_segment).nonzero()[0]
+        if at.size:  # the segment before the boundary has its key: older tails are settled
+            oldest = blocks[at] - spec.lag - spec.live - 1
             reach = np.arange(spec.per_segment)
-            self._drop(slots[at].repeat(spec.per_segment), (last[at][:, None] - reach).ravel())
+            self._drop(slots[at].repeat(spec.per_segment), (oldest[:, None] - reach).ravel())
         if spec.per_segment > spec.live + 1:
-            # Between boundaries, one block leaves the window; it stays while the boundary needs it.
-            passed = (last * spec.block_size >= start - inside) & (inside != 0)
-            at = passed.nonzero()[0]
+            # Between boundaries, one block leaves the window; it stays while the last boundary needs it.
+            at = (inside > spec.live).nonzero()[0]
             if at.size:
-                self._drop(slots[at], last[at])
+                self._drop(slots[at], blocks[at] - spec.live - 1)
 
     def _drop(self, slots: Int64, blocks: Int64) -> None:
         index = (slots[:, None], self._groups, (blocks % self.spec.width)[:, None])
@@ -132,7 +141,7 @@ class ClassState:
         spec, size = self.spec, self.spec.block_size
         first, stop = start // size, -(-end // size)
         rows = np.arange(len(start))
-        if not spec.is_window:
+        if not self.is_window:
             rows, blocks = ragged_arange(first, stop - first)
         else:
             low = np.maximum(first, np.maximum(0, end - spec.reach) // size)
@@ -147,7 +156,8 @@ class ClassState:
             lows[1:] = np.where(rows[1:] == rows[:-1], np.maximum(lows[1:], highs[:-1]), lows[1:])
             which, blocks = ragged_arange(lows, np.maximum(highs - lows, 0))
             rows = rows[which]
-        return Chunk(rows, blocks, blocks * size >= start[rows])
+        is_new = blocks * size >= start[rows]
+        return Chunk(rows, blocks, is_new, int(np.count_nonzero(is_new)))
 
     def fill_chunk(
         self, plan: Chunk, slots: Int64, start: Int64, end: Int64, offset: Int64, fresh: Int32
@@ -162,7 +172,7 @@ class ClassState:
         """
         size, rows = self.spec.block_size, plan.rows
         plan.pages = (self.next_slots[slots[rows]] // size).astype(np.int32)
-        plan.pages[plan.is_new] = fresh.reshape(-1, self.spec.num_groups)
+        plan.pages[plan.is_new] = fresh.reshape(-1, self.spec.num_tables)
         low = np.maximum(plan.blocks * size, start[rows])
         high = np.minimum((plan.blocks + 1) * size, end[rows])
         which, tokens = ragged_arange(offset[rows] + low - start[rows], high - low)
@@ -199,9 +209,9 @@ class ClassState:
         return np.where(found[:, None, :], plan.pages[at].transpose(0, 2, 1), pages)
 
     def commit_window(
-        self, plan: Chunk, slots: Int64, end: Int64
+        self, plan: Chunk, slots: Int64, end: Int64, planned: Int64
     ) -> tuple[Int64, Int64, Int32, Int32]:
-        """Turn the rings to `end` [n].
+        """Turn the rings to `end` [n], of `planned` [n] tokens whose survivors were written.
 
         Returns:
             (slots, columns, pages) of the table changes, and the pages that left the rings: the caller
@@ -210,9 +220,13 @@ class ClassState:
         assert plan.pages is not None
         spec, size = self.spec, self.spec.block_size
         blocks = ((end - 1) // size)[:, None] - np.arange(spec.width)  # [n, width], newest first
-        tail_end = (end // self.alignment * (self.alignment // size))[:, None]
-        live = blocks >= (np.maximum(0, end - spec.reach) // size)[:, None]
-        live |= (blocks < tail_end) & (blocks >= tail_end - spec.tail)
+        live = blocks >= (np.maximum(0, planned - spec.reach) // size)[:, None]
+        for known in {
+            0,
+            self.lookahead,
+        }:  # the last boundary, and the last whose segment has its key
+            tail_end = ((end - known) // self.alignment * spec.per_segment)[:, None]
+            live |= (blocks < tail_end) & (blocks >= tail_end - spec.tail)
         live &= blocks >= 0
         pages = self._pages_of(plan, slots, np.arange(len(slots)), blocks)
         pages[np.broadcast_to(~live[:, None, :], pages.shape)] = 0

@@ -1,7 +1,8 @@
 """A stand-in engine: it writes the identity of every row into its page and checks every row it would read.
 
-The identity of a row is a chain over all tokens up to it, so that a page which holds the rows of another
-prefix, stale rows, or rows that were never written is noticed at the first read.
+The identity of a row is a chain over all tokens it depends on, so that a page which holds the rows of another
+prefix, stale rows, or rows that were never written is noticed at the first read. A state page holds the rows
+of its last tokens by position, as a compressor state does.
 """
 
 from __future__ import annotations
@@ -11,31 +12,37 @@ import numpy as np
 from quire.kvcore import GroupSpec, KVCache, StepPlan
 
 POISON = -1
+STATE_ROWS = 64  # rows of a state page, addressed by position
+STATE_READS = 4  # how many of them the next token reads
 
 
-def groups(*specs: tuple[int, int | None]) -> list[GroupSpec]:
-    """Groups from (block_size, window or None) pairs, named g0, g1, ..."""
+def groups(*specs: tuple[int, int | None] | GroupSpec) -> list[GroupSpec]:
+    """Groups from (block_size, window or None) pairs or specs, named g0, g1, ..."""
     return [
-        GroupSpec(f"g{i}", "dense" if w is None else "window", size, 4096, w)
-        for i, (size, w) in enumerate(specs)
+        s
+        if isinstance(s, GroupSpec)
+        else GroupSpec(f"g{i}", "dense" if s[1] is None else "window", s[0], 4096, s[1])
+        for i, s in enumerate(specs)
     ]
 
 
-def row_ids(tokens: list[int], salt: bytes) -> list[int]:
-    """Identity of the row of each token."""
+def row_ids(tokens: list[int], salt: bytes, lookahead: int = 0) -> np.ndarray:
+    """Identity of the row of each token that has `lookahead` tokens after it."""
     ids, last = [], hash(("salt", salt))
-    for t in tokens:
+    for i, t in enumerate(tokens[: max(0, len(tokens) - lookahead)]):
         last = hash((last, t))
-        ids.append(last & 0x7FFFFFFFFFFFFFFF)
-    return ids
+        ids.append(hash((last, *tokens[i + 1 : i + 1 + lookahead])) & 0x7FFFFFFFFFFFFFFF)
+    return np.array(ids, dtype=np.int64)
 
 
 class Engine:
     """Drives a `KVCache` as a runner would; every read is checked, every write recorded."""
 
     def __init__(self, specs: list[GroupSpec], **options) -> None:
-        self.kv = KVCache(specs, **options)
-        self.rows = [np.full((self.kv.num_pages, g.block_size), POISON) for g in specs]
+        self.kv = kv = KVCache(specs, **options)
+        self.specs = [kv.layout.groups[g] for g, _ in kv.layout.tables]
+        sizes = [STATE_ROWS if g.kind == "state" else g.block_size for g in self.specs]
+        self.rows = [np.full((kv.num_pages, size), POISON) for size in sizes]
         self.tokens: dict[object, list[int]] = {}
         self.salts: dict[object, bytes] = {}
         self.slots: dict[object, int] = {}
@@ -58,36 +65,66 @@ class Engine:
         if not isinstance(plan, StepPlan):
             return plan
         self._poison_free_pages()
-        ids = []
+        self._copy(plan.copies)
+        ids: list[int] = []
         for i, rid in enumerate(order):
             c, n = self.computed(rid), counts[rid]
-            known = self.tokens[rid]
-            known += [0] * (c + n - len(known))
-            identity = row_ids(known, self.salts[rid])
-            self._check_reads(self.slots[rid], c, identity)
+            assert len(self.tokens[rid]) >= c + n
+            live = plan.state_pages[:, i] if len(plan.state_pages) else None
+            self._check_reads(rid, live)
             a, b = plan.cu_seqlens_q[i : i + 2]
             assert plan.positions[a:b].tolist() == list(range(c, c + n))
             assert plan.seq_lens[i] == c + n
-            ids += known[c : c + n]
-            for g, rows in enumerate(self.rows):
-                size = rows.shape[1]
-                for position, slot in zip(range(c, c + n), plan.slot_mapping[g, a:b], strict=True):
+            ids += self.tokens[rid][c : c + n]
+            for t, (rows, spec) in enumerate(zip(self.rows, self.specs, strict=True)):
+                identity = row_ids(self.tokens[rid], self.salts[rid], spec.lookahead)
+                written = plan.slot_mapping[t, a:b]
+                if spec.kind == "state":
+                    assert (written == -1).all() and live[t] > 0
+                    positions = np.arange(c, c + n)
+                    rows[live[t], positions % STATE_ROWS] = identity[positions]
+                    continue
+                for position, slot in zip(range(c, c + n), written.tolist(), strict=True):
                     if slot >= 0:
+                        size = rows.shape[1]
                         assert slot >= size and slot % size == position % size
-                        rows[slot // size, slot % size] = identity[position]
+                        known = position < len(
+                            identity
+                        )  # else a drafter's row, to be written later
+                        rows[slot // size, slot % size] = identity[position] if known else POISON
         taken = None if accepted is None else [accepted[r] for r in order]
-        self.kv.commit(plan, ids, taken)
+        before = {r: self.computed(r) for r in order}
+        self._copy(self.kv.commit(plan, ids, taken))
         if taken:  # rejected tokens never happened
             for rid, m in zip(order, taken, strict=True):
                 if m < counts[rid]:
                     del self.tokens[rid][self.computed(rid) :]
+        for rid in order:
+            self._write_drafter_rows(rid, before[rid])
         return plan
+
+    def _copy(self, pages: np.ndarray) -> None:
+        for rows in self.rows:
+            rows[pages[:, 1]] = rows[pages[:, 0]]
+
+    def _write_drafter_rows(self, rid, before: int) -> None:
+        """Rows that waited for the tokens after them."""
+        for t, (rows, spec) in enumerate(zip(self.rows, self.specs, strict=True)):
+            if spec.lookahead and spec.kind != "state":
+                identity = row_ids(self.tokens[rid], self.salts[rid], spec.lookahead)
+                last = min(len(identity), self.computed(rid))
+                table = self.kv.table(*self.kv.layout.tables[t])[self.slots[rid]]
+                for position in range(max(0, before - spec.lookahead), last):
+                    page = table[position // spec.block_size % len(table)]
+                    if page and rows[page, position % spec.block_size] == POISON:
+                        rows[page, position % spec.block_size] = identity[position]
 
     def finish_prompt(self, rid, chunk: int = 64) -> None:
         """Compute the rest of the known tokens in chunks."""
         while self.computed(rid) < len(self.tokens[rid]):
-            left = len(self.tokens[rid]) - self.computed(rid)
-            plan = self.step({rid: min(chunk, left)})
+            left = min(chunk, len(self.tokens[rid]) - self.computed(rid))
+            (count,) = self.kv.cut([self.slots[rid]], [left]).tolist()
+            plan = self.step({rid: count})
             assert isinstance(plan, StepPlan), plan
 
     def decode(self, rid, tokens: list[int]) -> None:
@@ -116,20 +153,29 @@ class Engine:
         """Invariants, and that the next step of every request could read what it needs."""
         self.kv.check_invariants()
         self._poison_free_pages()
-        for rid, slot in self.slots.items():
-            identity = row_ids(self.tokens[rid], self.salts[rid])
-            self._check_reads(slot, self.computed(rid), identity)
+        for rid in self.slots:
+            self._check_reads(rid)
 
-    def _check_reads(self, slot: int, computed: int, identity: list[int]) -> None:
-        for g, spec in enumerate(self.kv.layout.groups):
-            window = spec.sliding_window or computed + 1
-            positions = np.arange(max(0, computed - window + 1), computed)
-            table = self.kv.table(g)[slot]
-            pages = table[positions // spec.block_size % len(table)]
-            assert (pages != 0).all(), f"{spec.name}: a visible block has no page"
-            found = self.rows[g][pages, positions % spec.block_size]
-            expected = np.array(identity, dtype=np.int64)[positions]
-            assert (found == expected).all(), f"{spec.name}: a visible row holds something else"
+    def _check_reads(self, rid, live: np.ndarray | None = None) -> None:
+        slot, computed = self.slots[rid], self.computed(rid)
+        for t, spec in enumerate(self.specs):
+            identity = row_ids(self.tokens[rid], self.salts[rid], spec.lookahead)
+            table = self.kv.table(*self.kv.layout.tables[t])[slot]
+            last = min(computed, len(identity))
+            if spec.kind == "state":
+                page = table[0] if live is None else live[t]
+                page = page or table[1]  # a hit that has not started: the snapshot
+                positions = np.arange(max(0, last - STATE_READS), last)
+                found = self.rows[t][page, positions % STATE_ROWS]
+            else:
+                window = spec.sliding_window or computed + 1
+                positions = np.arange(max(0, computed - window + 1), last)
+                pages = table[positions // spec.block_size % len(table)]
+                assert (pages != 0).all(), f"{spec.name}: a visible block has no page"
+                found = self.rows[t][pages, positions % spec.block_size]
+            assert (found == identity[positions]).all(), (
+                f"{spec.name}: a visible row holds something else"
+            )
 
     def _poison_free_pages(self) -> None:
         free = self.kv.pool.free_pages()

@@ -457,7 +457,7 @@ def test_bad_settings_are_named(change, message):
         (("x", "dense", 16, -4), "page_bytes"),
         (("x", "dense", 16, 1, 64), "sliding_window: expected None for a dense group, got 64"),
         (("x", "window", 16, 1), "sliding_window: expected a positive int"),
-        (("x", "mamba", 16, 1), "kind: expected 'dense' or 'window', got 'mamba'"),
+        (("x", "mamba", 16, 1), "kind: expected 'dense', 'window' or 'state', got 'mamba'"),
     ],
 )
 def test_bad_groups_are_named(arguments, message):

@@ -14,13 +14,13 @@ def cached_window_blocks(e: Engine, prompt: list[int], group: int) -> dict[int, 
     """Window blocks that the resume points of `prompt` hold, by boundary in tokens."""
     rows = e.rows[group]
     size = rows.shape[1]
-    identity = np.array(row_ids(prompt, b""))
+    identity = row_ids(prompt, b"")
     block_of = {int(identity[b * size]): b for b in range(len(prompt) // size)}
     found = {}
     for run in e.kv.index.runs():
         for depth, point in run.points.items():
-            c = e.kv.layout.windows[0]
-            assert c.groups.tolist() == [group]
+            c = e.kv.layout.classes[group]
+            assert c.tables.tolist() == [group]
             pages = point.pages[c.tail_offset : c.tail_offset + c.tail]
             found[depth * e.kv.alignment] = [block_of[int(rows[p, 0])] for p in pages if p]
     return found

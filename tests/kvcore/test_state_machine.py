@@ -149,10 +149,9 @@ class Traffic(RuleBasedStateMachine):
     def rollback(self, data):
         r = data.draw(st.sampled_from(sorted(self.e.slots)))
         slot, kv = self.e.slots[r], self.e.kv
-        low = max(int(kv._rollback_floor[slot]), int(kv._cached[slot]))
-        room = self.e.computed(r) - low
+        room = self.e.computed(r) - kv.lowest_rollback(slot)
         # Tokens of the prompt come back as they were: the chain was hashed from them.
-        room = min(room, self.e.computed(r) - int(kv._prompt_len[slot]))
+        room = min(room, self.e.computed(r) - int(kv.sequences.prompt_len[slot]))
         if room > 0:
             kv.rollback(slot, data.draw(st.integers(1, room)))
             del self.e.tokens[r][self.e.computed(r) :]

@@ -1,0 +1,61 @@
+"""What planning a step returns: a `StepPlan`, or `OutOfPages`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .spec import Int32, Int64
+from .tables import Step
+
+
+@dataclass(frozen=True)
+class OutOfPages:
+    """A step that does not fit; nothing was changed.
+
+    Attributes:
+        needed, free, evictable: pages that the step needs, that are free, that eviction could free.
+        group: name of the group that needs the most pages.
+        per_group: pages that each group needs.
+    """
+
+    needed: int
+    free: int
+    evictable: int
+    group: str
+    per_group: dict[str, int]
+
+    def __str__(self) -> str:
+        return (
+            f"out of pages: the step needs {self.needed} (most of them in group {self.group!r}), "
+            f"{self.free} are free and {self.evictable} evictable"
+        )
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One step of a batch, as the kernels need it.
+
+    Attributes:
+        slots: [n] int64 request slots, in batch order.
+        num_new_tokens: [n] int64.
+        cu_seqlens_q: [n + 1] int32 prefix sums of num_new_tokens.
+        seq_lens: [n] int32 tokens after the step.
+        positions: [total] int64.
+        slot_mapping: [num_tables, total] int64, page * block_size + row; -1 = do not write. One row a group, or
+            one for each of a group's pages_per_block (`KVCache.table_index`); rows of state groups are all -1.
+        copies: [m, 2] int32 pages (source, destination) to copy before the step: state snapshots that requests
+            start from. Source 0 is the null page: the initial state.
+        state_pages: [num_tables, n] int32 live page of each request in the step, 0 in rows of other groups;
+            [0, n] without state groups.
+    """
+
+    slots: Int64
+    num_new_tokens: Int64
+    cu_seqlens_q: Int32
+    seq_lens: Int32
+    positions: Int64
+    slot_mapping: Int64
+    copies: Int32
+    state_pages: Int32
+    step: Step = field(repr=False)
+    version: int = field(repr=False)

@@ -1,0 +1,155 @@
+"""Running requests: which slot each has, how far it is, and its chain of segment keys.
+
+Tokens reach the chain when their rows are computed. With a drafter (lookahead k > 0) the key of a segment that ends at boundary B
+covers the tokens up to B + k, because the drafter's last rows depend on them: then equal keys mean equal
+rows in every group, and nothing need be dropped at a hit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import numpy as np
+
+from .hashing import KEY_BYTES, Prompt, next_key
+from .spec import Int32, Int64
+
+
+class Sequences:
+    """Slots and token chains of running requests.
+
+    Attributes:
+        active: [max_requests] bool.
+        num_computed: [max_requests] int64 tokens whose rows are valid.
+        prompt_len: [max_requests] int64.
+        num_keys: [max_requests] int64 segments of the request whose keys are known.
+    """
+
+    def __init__(self, max_requests: int, alignment: int, lookahead: int) -> None:
+        self.max_requests = max_requests
+        self.alignment = alignment
+        self.lookahead = lookahead
+        self.active = np.zeros(max_requests, dtype=bool)
+        self.num_computed: Int64 = np.zeros(max_requests, dtype=np.int64)
+        self.prompt_len: Int64 = np.zeros(max_requests, dtype=np.int64)
+        self.num_keys: Int64 = np.zeros(max_requests, dtype=np.int64)
+        # Tokens since the last whole segment; the first segment is longer by the lookahead.
+        self._open: Int32 = np.zeros((max_requests, alignment + lookahead), dtype=np.int32)
+        self._prompt_keys: list[bytes] = [b""] * max_requests
+        self._more_keys: list[bytearray] = [bytearray()] * max_requests
+        self._last_key: list[bytes] = [b""] * max_requests
+        self._slots: dict[Hashable, int] = {}
+        self._free = list(range(max_requests - 1, -1, -1))
+        self._mark: Int64 = np.zeros(max_requests, dtype=np.int64)
+        self._checked: Int64 | None = None  # slots that `check` found valid and distinct
+
+    @property
+    def num_free(self) -> int:
+        """Slots without a request."""
+        return len(self._free)
+
+    def __contains__(self, request_id: Hashable) -> bool:
+        return request_id in self._slots
+
+    def slot_of(self, request_id: Hashable) -> int:
+        """Slot of a running request.
+
+        Raises:
+            ValueError: the id is unknown.
+        """
+        try:
+            return self._slots[request_id]
+        except KeyError:
+            raise ValueError(
+                f"request_id: expected an admitted request, got {request_id!r}"
+            ) from None
+
+    def add(self, request_id: Hashable, prompt: Prompt, computed: int) -> int:
+        """Give a request a free slot; `computed` of its tokens are valid already."""
+        slot = self._slots[request_id] = self._free.pop()
+        self._checked = None
+        self.active[slot] = True
+        self.num_computed[slot] = computed
+        self.prompt_len[slot] = prompt.num_tokens
+        self.num_keys[slot] = prompt.num_segments
+        self._open[slot, : len(prompt.tail)] = prompt.tail
+        self._prompt_keys[slot], self._more_keys[slot] = prompt.keys, bytearray()
+        self._last_key[slot] = prompt.last_key
+        return slot
+
+    def remove(self, request_id: Hashable) -> None:
+        """Free the slot of a request."""
+        slot = self._slots.pop(request_id)
+        self._checked = None
+        self.active[slot] = False
+        self.num_computed[slot] = 0
+        self._prompt_keys[slot], self._more_keys[slot] = b"", bytearray()
+        self._free.append(slot)
+
+    def check(self, slots: Int64) -> None:
+        """Raise ValueError unless `slots` are distinct slots of running requests."""
+        if self._checked is not None and np.array_equal(slots, self._checked):
+            return
+        if int(slots.min()) < 0 or int(slots.max()) >= self.max_requests:
+            raise ValueError(f"slots: expected 0..{self.max_requests - 1}, got {slots.tolist()}")
+        if not self.active[slots].all():
+            bad = slots[~self.active[slots]].tolist()
+            raise ValueError(f"slots: expected slots of admitted requests, got {bad}")
+        every = np.arange(len(slots))
+        self._mark[slots] = every
+        if (self._mark[slots] != every).any():
+            raise ValueError(f"slots: expected distinct slots, got {slots.tolist()}")
+        self._checked = slots.copy()
+
+    def keys(self, slot: int, first: int, last: int) -> bytes:
+        """Keys of segments [first, last) of a request, (last - first) * 32 bytes."""
+        prompt = self._prompt_keys[slot]
+        split = len(prompt) // KEY_BYTES
+        if last <= split:
+            return prompt[first * KEY_BYTES : last * KEY_BYTES]
+        more = self._more_keys[slot]
+        start = max(0, first - split)
+        return prompt[first * KEY_BYTES :] + bytes(
+            more[start * KEY_BYTES : (last - split) * KEY_BYTES]
+        )
+
+    def feed_one(self, slots: Int64, start: Int64, tokens: Int32) -> None:
+        """Tokens [n] at positions `start` [n], one for each of `slots` [n]; those of prompts are known."""
+        new = start >= self.prompt_len[slots]
+        if not new.all():
+            slots, start, tokens = slots[new], start[new], tokens[new]
+        a, k = self.alignment, self.lookahead
+        if k:
+            columns = np.where(start < a + k, start, (start - k) % a)
+            whole = (start >= a + k - 1) & ((start - k + 1) % a == 0)
+        else:
+            columns = start % a
+            whole = columns == a - 1
+        self._open[slots, columns] = tokens
+        rows = whole.nonzero()[0]
+        if not rows.size:
+            return
+        done = slots[rows]
+        data, size = self._open[done].tobytes(), 4 * (a + k)
+        for i, slot in enumerate(done.tolist()):
+            length = size if self.num_keys[slot] == 0 else 4 * a
+            self._append_key(slot, data[i * size : i * size + length])
+
+    def feed(self, slot: int, start: int, tokens: Int32) -> None:
+        """Several tokens of one request, from position `start` on; those of its prompt are known."""
+        skip = max(0, int(self.prompt_len[slot]) - start)
+        start, tokens = start + skip, tokens[skip:]
+        a, k = self.alignment, self.lookahead
+        while len(tokens):
+            first = start < a + k
+            column, stop = (start, a + k) if first else ((start - k) % a, a)
+            part, tokens = tokens[: stop - column], tokens[stop - column :]
+            self._open[slot, column : column + len(part)] = part
+            start += len(part)
+            if column + len(part) == stop:
+                self._append_key(slot, self._open[slot, :stop].tobytes())
+
+    def _append_key(self, slot: int, tokens: bytes) -> None:
+        key = self._last_key[slot] = next_key(self._last_key[slot], tokens)
+        self._more_keys[slot] += key
+        self.num_keys[slot] += 1

@@ -1,0 +1,356 @@
+"""The block tables of all groups, and what a step does to them.
+
+Tables know pages, blocks and positions; they know nothing of prompts, keys or what is cached. `plan` counts
+the pages that a step needs, `fill` hands them out, `commit` makes the step real, and `settle` frees what nobody
+took. All tables are columns of one array, so that a device copy needs one list of changes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from .pages import PagePool
+from .spec import GroupClass, Int32, Int64, Layout
+from .states import SNAPSHOT, StateStep, StateTables
+from .steps import BlockTables, Chunk, Decode
+
+NO_ROWS: Int64 = np.empty(0, dtype=np.int64)
+NO_COPIES: Int32 = np.empty((0, 2), dtype=np.int32)
+
+
+@dataclass
+class Step:
+    """A step in terms of tables; see `Tables.plan`.
+
+    Attributes:
+        decode_rows, chunk_rows: requests that compute one token, and several.
+        needed: pages, in all. next_slots: [decode rows, tables in class order] slots of the new tokens.
+        copies: [m, 2] pages to copy before the step (source, destination).
+        state_pages: [tables, n] live pages of state tables; [0, n] where there are none.
+    """
+
+    slots: Int64
+    start: Int64
+    end: Int64
+    decode_rows: Int64
+    chunk_rows: Int64
+    decodes: list[Decode]
+    chunks: list[Chunk]
+    states: list[StateStep]
+    needed: int
+    next_slots: Int64 = field(default_factory=lambda: NO_ROWS)
+    copies: Int32 = field(default_factory=lambda: NO_COPIES)
+    state_pages: Int32 = field(default_factory=lambda: np.empty((0, 0), dtype=np.int32))
+
+
+@dataclass
+class Effects:
+    """What a committed step left to settle.
+
+    Attributes:
+        tails: [m, pages_per_point] pages of the tails asked for.
+        gone: pages that left window rings.
+        copies: [m, 2] pages to copy after the step.
+    """
+
+    tails: Int32
+    gone: list[Int32]
+    copies: Int32
+
+
+class Tables:
+    """Block tables of every group.
+
+    Args:
+        layout: the groups.
+        max_requests: rows.
+        pool: the pages.
+        track_deltas: collect changes for `take_deltas`.
+
+    Attributes:
+        array: [max_requests, num_columns] int32, all tables side by side.
+        snapshot_at: [max_requests] int64 boundary of each request's newest state snapshot.
+    """
+
+    def __init__(
+        self, layout: Layout, max_requests: int, pool: PagePool, track_deltas: bool
+    ) -> None:
+        self.layout = layout
+        self.pool = pool
+        self.array: Int32 = np.zeros((max_requests, layout.num_columns), dtype=np.int32)
+        self.snapshot_at: Int64 = np.zeros(max_requests, dtype=np.int64)
+        block_classes = [c for c in layout.classes if c.spec.kind != "state"]
+        num_tables = sum(c.num_tables for c in block_classes)
+        self._next_slots: Int64 = np.zeros((max_requests, num_tables), dtype=np.int64)
+        self._mapping_rows = np.concatenate([NO_ROWS, *(c.tables for c in block_classes)])[:, None]
+        self.blocks: list[BlockTables] = []
+        done = 0
+        for c in block_classes:
+            part = self._next_slots[:, done : done + c.num_tables]
+            done += c.num_tables
+            self.blocks.append(
+                BlockTables(c, self.array, part, layout.alignment, layout.lookahead, pool)
+            )
+        self.dense = [b for b in self.blocks if not b.is_window]
+        self.windows = [b for b in self.blocks if b.is_window]
+        self.states = [
+            StateTables(c, self.array, pool) for c in layout.classes if c.spec.kind == "state"
+        ]
+        self._track_deltas = track_deltas
+        self._deltas: list[tuple[Int64, Int32]] = []
+
+    # A step.
+
+    def plan(
+        self, slots: Int64, start: Int64, end: Int64, kept: tuple[Int64, Int64], snapshot: Int64
+    ) -> Step:
+        """Count what a step needs; nothing changes.
+
+        Args:
+            slots, start, end: [n] requests and their tokens before and after the step.
+            kept: (chunk rows, boundaries) whose tails must outlive the step; rows index requests that compute
+                several tokens, sorted.
+            snapshot: [n] boundary that the step may end at, 0 = none.
+        """
+        counts = end - start
+        if int(counts.max()) == 1:
+            decode_rows, chunk_rows = np.arange(len(slots)), NO_ROWS
+        else:
+            decode_rows, chunk_rows = (counts == 1).nonzero()[0], (counts > 1).nonzero()[0]
+        decodes: list[Decode] = []
+        chunks: list[Chunk] = []
+        if len(decode_rows):
+            some = start[decode_rows] if len(chunk_rows) else start
+            decodes = [b.plan_decode(some) for b in self.blocks]
+        if len(chunk_rows):
+            begin, stop = start[chunk_rows], end[chunk_rows]
+            chunks = [b.plan_chunk(begin, stop, *kept) for b in self.blocks]
+        states = [s.plan(slots, snapshot) for s in self.states]
+        step = Step(slots, start, end, decode_rows, chunk_rows, decodes, chunks, states, 0)
+        step.needed = sum(n * c.num_tables for c, n in self._demand(step))
+        return step
+
+    def _demand(self, step: Step) -> list[tuple[GroupClass, int]]:
+        demand = [(b.spec, len(d.starts)) for d, b in zip(step.decodes, self.blocks, strict=False)]
+        demand += [(b.spec, c.num_new) for c, b in zip(step.chunks, self.blocks, strict=False)]
+        demand += [(s.spec, p.num_blocks) for p, s in zip(step.states, self.states, strict=True)]
+        return demand
+
+    def per_group(self, step: Step) -> dict[str, int]:
+        """Pages that each group needs."""
+        needed = {g.name: 0 for g in self.layout.groups}
+        for c, n in self._demand(step):
+            for t in c.tables.tolist():
+                needed[self.layout.groups[self.layout.tables[t][0]].name] += n
+        return needed
+
+    def fill(self, step: Step, pages: Int32, cu: Int32, total: int) -> Int64:
+        """Give `pages` [needed] to the step; returns the slot mapping [num_tables, total]."""
+        only_decodes = not step.chunks and not self.states
+        shape = (len(self.layout.tables), total)
+        mapping = np.empty(shape, np.int64) if only_decodes else np.full(shape, -1, np.int64)
+        if step.decodes:
+            where = step.slots[step.decode_rows] if step.chunks else step.slots
+            pages = self._fill_decodes(step, where, pages)
+            mapping[self._mapping_rows, cu[step.decode_rows]] = step.next_slots.T
+        if step.chunks:
+            rows = step.chunk_rows
+            slots, start, end = step.slots[rows], step.start[rows], step.end[rows]
+            offset = cu[rows].astype(np.int64)
+            for chunk, block in zip(step.chunks, self.blocks, strict=True):
+                size = chunk.num_new * block.spec.num_tables
+                tokens, where = block.fill_chunk(chunk, slots, start, end, offset, pages[:size])
+                mapping[block.spec.tables[:, None], tokens] = where
+                pages = pages[size:]
+        step.state_pages = np.zeros(
+            (len(self.layout.tables) if self.states else 0, len(step.slots)), np.int32
+        )
+        if self.states:
+            for plan, state in zip(step.states, self.states, strict=True):
+                size = plan.num_blocks * state.spec.num_tables
+                step.state_pages[state.spec.tables] = state.fill(plan, step.slots, pages[:size]).T
+                pages = pages[size:]
+            step.copies = np.concatenate([p.copies for p in step.states if p.copies is not None])
+        return mapping
+
+    def _fill_decodes(self, step: Step, slots: Int64, pages: Int32) -> Int32:
+        """Slots of the decode rows, one column a table in class order; returns the unused pages."""
+        rows = step.next_slots = self._next_slots[slots]
+        column = 0
+        for decode, block in zip(step.decodes, self.blocks, strict=True):
+            k, n = block.spec.num_tables, len(decode.starts)
+            if n:
+                decode.pages, pages = pages[: n * k].reshape(n, k), pages[n * k :]
+                first_rows = decode.pages * np.int64(block.spec.block_size)
+                rows[decode.starts, column : column + k] = first_rows
+            column += k
+        return pages
+
+    def commit(self, step: Step, end: Int64, kept: tuple[Int64, Int64]) -> Effects:
+        """Make a step real.
+
+        Args:
+            end: [n] tokens after the step, rejected ones not counted.
+            kept: (chunk rows, boundaries) whose tails the caller is about to keep, sorted.
+        """
+        tails = np.zeros((len(kept[0]), self.layout.pages_per_point), dtype=np.int32)
+        gone: list[Int32] = []
+        if step.chunks:
+            slots, stop = step.slots[step.chunk_rows], end[step.chunk_rows]
+            reached = step.end[step.chunk_rows]
+            for chunk, block in zip(step.chunks, self.blocks, strict=True):
+                if block.is_window:
+                    self._place(tails, block, block.tails(chunk, slots, *kept))
+                    where, columns, pages, left = block.commit_window(chunk, slots, stop, reached)
+                    gone.append(left)
+                else:
+                    where, columns, pages = block.commit_dense(chunk, slots, stop)
+                self._delta(where, columns, pages)
+                block.reopen(slots, stop)
+        if step.decodes:
+            slots, start = step.slots, step.start
+            if step.chunks:
+                slots, start = slots[step.decode_rows], start[step.decode_rows]
+            self._next_slots[slots] = step.next_slots + 1
+            for decode, block in zip(step.decodes, self.blocks, strict=True):
+                if len(decode.starts):
+                    self._delta(*block.commit_decode(decode, slots, start))
+        copies = NO_COPIES
+        if self.states:
+            copies = self._commit_states(step, end)
+            where = step.slots[step.chunk_rows[kept[0]]]
+            for state in self.states:
+                self._place(tails, state, state.table[where, :, SNAPSHOT, None])
+        return Effects(tails, gone, copies)
+
+    def _commit_states(self, step: Step, end: Int64) -> Int32:
+        ends = (end % self.layout.alignment == 0).nonzero()[0]
+        self.snapshot_at[step.slots[ends]] = end[ends]
+        copies = []
+        for plan, state in zip(step.states, self.states, strict=True):
+            more, changes = state.commit(plan, step.slots, ends)
+            copies.append(more)
+            self._delta(*changes)
+        return np.concatenate(copies)
+
+    def _place(self, tails: Int32, part: BlockTables | StateTables, pages: Int32) -> None:
+        """Put the tail pages [m, k, tail] of one class into their columns of `tails`."""
+        c = part.spec
+        size = c.num_tables * c.tail
+        tails[:, c.tail_offset : c.tail_offset + size] = pages.reshape(len(tails), size)
+
+    def settle(self, step: Step, effects: Effects) -> None:
+        """Free what the step left and nobody holds: pages out of windows, and blocks that nobody took."""
+        for pages in effects.gone:
+            self.pool.unuse(pages)
+        for chunk, block in zip(step.chunks, self.blocks, strict=False):
+            if block.is_window:
+                assert chunk.pages is not None
+                fresh = chunk.pages[chunk.is_new].ravel()
+                idle = (self.pool.users[fresh] == 0) & (self.pool.holds[fresh] == 0)
+                self.pool.put(fresh[idle])
+
+    # One request.
+
+    def tail(self, slot: int, boundary: int) -> Int32:
+        """Pages of the tail of `boundary`, which the rings of `slot` still have: [pages_per_point]."""
+        tails = np.zeros((1, self.layout.pages_per_point), dtype=np.int32)
+        slots = np.array([slot])
+        for block in self.windows:
+            c = block.spec
+            blocks = boundary // c.block_size - np.arange(c.tail, 0, -1)
+            self._place(tails, block, block.read(slots, blocks[None, :]))
+        for state in self.states:
+            self._place(tails, state, state.table[slots, :, SNAPSHOT, None])
+        row: Int32 = tails[0]
+        return row
+
+    def segment_pages(self, slots: Int64, segments: Int64) -> Int32:
+        """Dense pages of one segment of each of `slots` [n]: [n, pages_per_segment]."""
+        parts = []
+        for block in self.dense:
+            c = block.spec
+            if c.per_segment == 1:
+                parts.append(block.table[slots, :, segments])
+            else:
+                blocks = (segments * c.per_segment)[:, None] + np.arange(c.per_segment)
+                pages = block.read(slots, blocks)
+                parts.append(pages.reshape(len(slots), c.num_tables * c.per_segment))
+        if len(parts) == 1:
+            return parts[0]
+        return np.concatenate(parts, axis=1) if parts else np.empty((len(slots), 0), np.int32)
+
+    def fill_dense(self, slot: int, first: int, pages: Int32) -> None:
+        """Set the dense entries of segments from `first` on to `pages` [n, pages_per_segment]."""
+        for block in self.dense:
+            c = block.spec
+            part = pages[:, c.segment_offset : c.segment_offset + c.num_tables * c.per_segment]
+            part = part.reshape(len(pages), c.num_tables, c.per_segment).transpose(0, 2, 1)
+            part = part.reshape(-1, c.num_tables)
+            blocks = first * c.per_segment + np.arange(len(part))
+            where = np.full(len(part), slot)
+            self._delta(where, block.write(where, blocks, part), part)
+
+    def load(self, slot: int, boundary: int, pages: Int32) -> None:
+        """A hit: the request starts at `boundary` with the resume point's `pages` [pages_per_point]."""
+        self.pool.use(pages[pages != 0])
+        for block in self.windows:
+            c = block.spec
+            blocks = boundary // c.block_size - np.arange(c.tail, 0, -1)
+            valid = blocks >= 0
+            where = np.full(int(valid.sum()), slot)
+            part = pages[c.tail_offset : c.tail_offset + c.num_tables * c.tail]
+            part = part.reshape(c.num_tables, c.tail).T[valid]
+            self._delta(where, block.write(where, blocks[valid], part), part)
+        for state in self.states:
+            c = state.spec
+            state.table[slot, :, SNAPSHOT] = pages[c.tail_offset : c.tail_offset + c.num_tables]
+        self.snapshot_at[slot] = boundary
+
+    def shrink(self, slot: int, old: int, new: int) -> None:
+        """Forget the tokens [new, old) of a request; they are in no cached segment."""
+        slots = np.array([slot])
+        for block in self.blocks:
+            size = block.spec.block_size
+            blocks = np.arange(-(-new // size), -(-old // size))
+            if len(blocks):
+                pages = block.read(slots, blocks[None, :]).ravel()
+                if block.is_window:
+                    self.pool.unuse(pages)
+                else:
+                    self.pool.put(pages)
+                block.write(np.repeat(slots, len(blocks)), blocks, np.zeros(1, np.int32))
+            block.reopen(slots, np.array([new]))
+
+    def release(self, slot: int, cached: int, computed: int) -> None:
+        """Empty the row of a request, whose tokens past `cached` are its own."""
+        for block in self.dense:
+            size = block.spec.block_size
+            own = block.table[slot, :, cached // size : -(-computed // size)]
+            self.pool.put(own.ravel())
+            block.table[slot, :, : -(-computed // size)] = 0
+        for table in [b.table for b in self.windows] + [s.table for s in self.states]:
+            self.pool.unuse(table[slot].ravel())
+            table[slot] = 0
+        self.snapshot_at[slot] = 0
+
+    # Device copies.
+
+    def take_deltas(self) -> tuple[Int64, Int32]:
+        """Entries that changed since the last call; see `KVCache.take_deltas`."""
+        if not self._track_deltas:
+            raise ValueError(
+                "track_deltas: expected True at construction to take deltas, got False"
+            )
+        deltas, self._deltas = self._deltas, []
+        if not deltas:
+            return np.empty(0, np.int64), np.empty(0, np.int32)
+        return np.concatenate([d[0] for d in deltas]), np.concatenate([d[1] for d in deltas])
+
+    def _delta(self, slots: Int64, columns: Int64, pages: Int32) -> None:
+        if self._track_deltas and pages.size:
+            base = slots * self.layout.num_columns
+            flat = columns + (base[:, None] if columns.ndim == 2 else base)
+            self._deltas.append((flat.ravel(), pages.ravel().astype(np.int32)))
