@@ -1,0 +1,69 @@
+"""The model of a bench: a checkpoint, or random weights whose output shows what attention read."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from quire.models.configs import CONFIGS, ModelConfig
+from quire.models.gemma import Gemma
+from quire.models.tokenizer import ByteTokenizer, Tokenizer, find_tokenizer
+from quire.models.weights import load_model, random_model, save_checkpoint
+
+CHECKPOINT_BYTES = 2**28  # random models up to this size take the way over a checkpoint on disk
+EMBEDDING_SHRINK = 0.125
+
+
+@dataclass(frozen=True)
+class BenchModel:
+    """A model, how text becomes its tokens, and one phrase on where the weights come from."""
+
+    model: Gemma
+    tokenizer: Tokenizer
+    source: str
+
+
+def build_model(
+    name: str, *, device: torch.device, dtype: torch.dtype | None = None, seed: int = 0
+) -> BenchModel:
+    """Loads a Hugging Face directory, or makes random weights for a named configuration.
+
+    A small random model is written as a checkpoint to a temporary directory and read back, so that a default run covers the way
+    real weights take. Models without a tokenizer.json read bytes.
+
+    name: a named configuration, or a directory. dtype: default: the checkpoint's own; for random weights bfloat16 on a GPU and
+    float32 on a CPU. seed: of random weights.
+
+    Raises: ValueError for a name that is neither, and what `load_model` raises.
+    """
+    if name in CONFIGS:
+        dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+        model, source = _random(CONFIGS[name], device, dtype, seed)
+        return BenchModel(model, ByteTokenizer(), source)
+    path = Path(name)
+    if not path.is_dir():
+        raise ValueError(f"model: expected one of {sorted(CONFIGS)} or a directory, got {name!r}")
+    model = load_model(path, device=device, dtype=dtype)
+    tokenizer = find_tokenizer(model.config, path) or ByteTokenizer()
+    return BenchModel(model, tokenizer, "weights from a directory")
+
+
+def _random(
+    config: ModelConfig, device: torch.device, dtype: torch.dtype, seed: int
+) -> tuple[Gemma, str]:
+    model = random_model(config, seed=seed, device=device, dtype=dtype)
+    # With its usual size the embedding drowns what the layers add, and the tied output repeats the last token for ever, whatever
+    # attention did: a check of such tokens would prove nothing. The final norm keeps the logits at order one.
+    model.embed_tokens.weight.mul_(EMBEDDING_SHRINK)
+    model.norm.weight.add_(config.norm_offset).div_(EMBEDDING_SHRINK).sub_(config.norm_offset)
+    if sum(w.numel() * w.element_size() for w in model.parameters()) > CHECKPOINT_BYTES:
+        return model, f"random weights (seed {seed})"
+    with tempfile.TemporaryDirectory(prefix="quire-bench-") as directory:
+        save_checkpoint(model, directory)
+        loaded = load_model(directory, device=device)
+    # The name in config.json's place is the directory's.
+    loaded.config = config
+    return loaded, f"random weights (seed {seed}), saved as a checkpoint and loaded"

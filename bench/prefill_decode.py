@@ -1,0 +1,263 @@
+"""The main benchmark: generates with a model through allocator and kernels, proves the output right, then says how fast it was.
+
+    python -m bench.prefill_decode
+    python -m bench.prefill_decode --json result.json --plot result.png
+    python -m bench.prefill_decode --trace conversation.jsonl.xz --limit 40 --scale 0.05
+    python -m bench.prefill_decode --model gemma4-tiny --retention 64 --no-baseline --scale 0.2
+
+Work: chats of several turns with shared system prompts, or a trace of requests in Mooncake's format. At most --max-num-seqs
+requests are in the engine at once; the next is added when one is finished, so the time to the first token has no queue in front.
+Every answer has its full length: stop tokens do not end it.
+
+Exit status 1, and no numbers, when a checked token is not what a full forward pass without any cache says (`bench.verify`). With
+caching off the same prompts run again; a request whose output then differs is checked too, in both runs. Engines are warmed up with
+the first requests, apart from the runs that are measured. Keys of --json: `bench.report`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quire.bench.build import BenchModel, build_model
+from quire.bench.drive import Key, Run, run_workload
+from quire.bench.floors import measure_rates, weight_bytes
+from quire.bench.machine import describe_machine
+from quire.bench.plot import require_matplotlib, save_plot
+from quire.bench.report import comparison, metrics, report
+from quire.bench.text import header, table
+from quire.bench.traces import trace_workload
+from quire.bench.verify import Check, check_outputs, sample
+from quire.bench.workload import Workload, chat_workload
+from quire.models.runner import Engine, EngineConfig
+from quire.models.tokenizer import NUM_SPECIAL
+
+DTYPES = ("bfloat16", "float16", "float32")
+WARM_UP_SESSIONS = 2
+
+
+class WrongOutput(Exception):
+    """The model's output differs from the full forward pass; the message says where."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A run, and what of its engine the report needs."""
+
+    run: Run
+    num_pages: int
+    describe: str
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the benchmark; returns the exit status."""
+    args = _parser().parse_args(argv)
+    try:
+        if args.plot:
+            require_matplotlib()
+        device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        dtype = getattr(torch, args.dtype) if args.dtype else None
+        name = args.model or ("gemma-3-4b" if device.type == "cuda" else "gemma4-small")
+        built = build_model(name, device=device, dtype=dtype, seed=args.seed)
+        workload = _workload(args, built)
+        result = measure(
+            built,
+            workload,
+            _settings(args, device, workload),
+            num_checks=args.check,
+            baseline=not args.no_baseline,
+        )
+        print(header(result), table(result), sep="\n\n")
+        if args.json:
+            Path(args.json).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        if args.plot:
+            save_plot(result, args.plot)
+    except WrongOutput as error:
+        print(f"refusing to report: {error}", file=sys.stderr)
+        return 1
+    except (ValueError, NotImplementedError, ImportError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def measure(
+    built: BenchModel,
+    workload: Workload,
+    settings: EngineConfig,
+    *,
+    num_checks: int,
+    baseline: bool = True,
+) -> dict[str, Any]:
+    """Runs, checks and measures; the dictionary of `bench.report`.
+
+    num_checks: requests to check at least. baseline: run once more with caching off.
+
+    Raises: WrongOutput; what the engine raises.
+    """
+    model = built.model
+    warm = replace(workload, sessions=tuple(s[:1] for s in workload.sessions[:WARM_UP_SESSIONS]))
+    # One size for all engines: memory that torch keeps for the next engine would not count as free then.
+    settings = replace(settings, num_pages=_run(built, warm, settings, "warm-up").num_pages)
+    cached = _run(built, workload, settings, "caching on")
+    outputs = cached.run.outputs
+    check = _checked(built, {key: outputs[key] for key in sample(outputs, num_checks)})
+    uncached = None
+    if baseline:
+        off = replace(settings, enable_caching=False)
+        uncached = _run(built, workload, off, "caching off", prompts=cached.run.prompts)
+        for run in (cached.run, uncached.run):
+            _checked(built, {key: run.outputs[key] for key in _differing(cached.run, uncached.run)})
+    rates = measure_rates(model)
+    return report(
+        machine=describe_machine(model.device),
+        model={
+            "name": model.config.name,
+            "source": built.source,
+            "parameters": sum(weight.numel() for weight in model.parameters()),
+            "weight_bytes": weight_bytes(model),
+            "dtype": str(model.dtype).removeprefix("torch."),
+        },
+        engine={
+            "impl": settings.impl or ("triton" if model.device.type == "cuda" else "torch"),
+            "retention": settings.retention,
+            "num_pages": cached.num_pages,
+            "max_num_seqs": settings.max_num_seqs,
+            "max_num_batched_tokens": settings.max_num_batched_tokens,
+            "describe": cached.describe,
+        },
+        workload=workload,
+        check=check,
+        rates=rates,
+        cached=metrics(cached.run, model, rates, cached.num_pages),
+        uncached=uncached and metrics(uncached.run, model, rates, uncached.num_pages),
+        compared=uncached and comparison(cached.run, uncached.run),
+    )
+
+
+def _run(
+    built: BenchModel,
+    workload: Workload,
+    settings: EngineConfig,
+    label: str,
+    prompts: dict[Key, tuple[int, ...]] | None = None,
+) -> Measured:
+    """One engine's life; its pages are free again on return."""
+    engine = Engine(built.model, settings)
+    describe, num_pages = engine.kv.describe(), engine.kv.num_pages
+    run = run_workload(
+        engine, workload, concurrency=settings.max_num_seqs, prompts=prompts, label=label
+    )
+    del engine
+    gc.collect()
+    return Measured(run, num_pages, describe)
+
+
+def _checked(built: BenchModel, outputs: dict) -> Check:
+    check = check_outputs(built.model, outputs)
+    if check.problems:
+        raise WrongOutput(
+            f"{len(check.problems)} of {check.num_requests} checked requests differ from a full forward pass\n  "
+            + "\n  ".join(check.problems)
+        )
+    return check
+
+
+def _differing(one: Run, other: Run) -> list[Key]:
+    return [k for k in one.outputs if one.outputs[k].token_ids != other.outputs[k].token_ids]
+
+
+def _workload(args: argparse.Namespace, built: BenchModel) -> Workload:
+    config = built.model.config
+    if args.trace:
+        return trace_workload(
+            args.trace,
+            vocab_size=config.vocab_size,
+            low=NUM_SPECIAL,
+            limit=args.limit,
+            scale=args.scale,
+            seed=args.seed,
+        )
+    return chat_workload(
+        built.tokenizer.encode,
+        bos_token_id=config.bos_token_id,
+        limit=args.limit,
+        scale=args.scale,
+        seed=args.seed,
+    )
+
+
+def _settings(args: argparse.Namespace, device: torch.device, workload: Workload) -> EngineConfig:
+    on_gpu = device.type == "cuda"
+    return EngineConfig(
+        max_num_seqs=args.max_num_seqs or (16 if on_gpu else 4),
+        max_num_batched_tokens=args.max_num_batched_tokens or (8192 if on_gpu else 512),
+        max_model_len=workload.longest,
+        num_pages=args.num_pages,
+        retention=args.retention,
+        impl=args.impl,
+    )
+
+
+def _retention(text: str) -> str | int:
+    return int(text) if text.isdecimal() else text
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.prefill_decode",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add(
+        "--model",
+        metavar="NAME|DIR",
+        help="named configuration (random weights) or Hugging Face directory; default: gemma4-small, on a GPU gemma-3-4b",
+    )
+    add(
+        "--trace",
+        metavar="FILE",
+        help="Mooncake JSONL, also .xz, instead of chats; timestamps give the order only",
+    )
+    add("--limit", type=int, metavar="N", help="requests of the trace, or sessions, at most")
+    add("--scale", type=float, default=1.0, metavar="F", help="factor of all lengths; default: 1")
+    add("--device", help="torch device; default: cuda where there is one, else cpu")
+    add(
+        "--dtype",
+        choices=DTYPES,
+        help="default: the checkpoint's; random: bfloat16 on a GPU, float32 on a CPU",
+    )
+    add("--impl", choices=("triton", "torch"), help="kernels; default: triton on a GPU, else torch")
+    add(
+        "--retention",
+        type=_retention,
+        default="latest",
+        metavar="R",
+        help="which boundaries stay resumable: latest (default), dense, or an interval in tokens",
+    )
+    add("--num-pages", type=int, metavar="N", help="pool size; default: what memory allows")
+    add("--max-num-seqs", type=int, metavar="N", help="requests at once; default: 4, on a GPU 16")
+    add(
+        "--max-num-batched-tokens",
+        type=int,
+        metavar="N",
+        help="new tokens a step; default: 512, on a GPU 8192",
+    )
+    add("--check", type=int, default=8, metavar="N", help="requests to check; default: 8")
+    add("--no-baseline", action="store_true", help="skip the run with caching off")
+    add("--json", metavar="FILE", help="write all numbers")
+    add("--plot", metavar="FILE", help="write a picture (extra: plot)")
+    add("--seed", type=int, default=0, metavar="N", help="of weights, lengths and tokens")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,123 @@
+"""The report as aligned text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def header(result: dict[str, Any]) -> str:
+    """What ran where, and what the check found."""
+    machine, model, engine = result["machine"], result["model"], result["engine"]
+    work, check, rates = result["workload"], result["check"], result["rates"]
+    driver = f", driver {machine['driver']}" if machine["driver"] else ""
+    lines = [
+        f"device    {machine['device']} ({machine['threads']} CPU threads){driver}",
+        f"software  python {machine['python']}, torch {machine['torch']}, triton {machine['triton']}, "
+        f"commit {machine['commit']}",
+        f"model     {model['name']}: {model['parameters'] / 1e6:.2f} M parameters, {model['dtype']}, {model['source']}",
+        f"engine    impl {engine['impl']}, retention {engine['retention']!r}, at most {engine['max_num_seqs']} requests and "
+        f"{engine['max_num_batched_tokens']} tokens a step",
+        *(f"cache     {line}" for line in engine["describe"].splitlines()),
+        f"workload  {work['title']}: {work['requests']} requests, {work['prompt_tokens']} prompt and "
+        f"{work['output_tokens']} output tokens",
+        f"check     {check['requests']} of {check['of_requests']} requests against a full forward pass without a cache: "
+        f"{check['exact_tokens']} of {check['tokens']} tokens are its argmax,",
+        f"          {check['tokens'] - check['exact_tokens']} others near-ties (a gap below {check['largest_bound']:.2g} logits)",
+        f"rates     copy {rates['copy_bytes_per_s'] / 1e9:.4g} GB/s read + written ({rates['copy_bytes'] / 2**20:.3g} MiB buffer), "
+        f"matmul {rates['matmul_flops_per_s'] / 1e12:.3g} TFLOP/s ({rates['matmul_size']}^3)",
+    ]
+    return "\n".join(lines)
+
+
+def table(result: dict[str, Any]) -> str:
+    """The numbers of both runs side by side, then results per group, then the comparison."""
+    runs = {"caching on": result["cached"]}
+    if result["uncached"] is not None:
+        runs["caching off"] = result["uncached"]
+    rows = [("", *runs)]
+    rows += [(name, *map(cell, runs.values())) for name, cell in _ROWS]
+    group_name = result["workload"]["group_name"]
+    groups = [(group_name, "requests", "hit rate", *(f"TTFT p50 ms, {name}" for name in runs))]
+    for several in zip(*(run["groups"] for run in runs.values()), strict=True):
+        one = several[0]
+        groups.append(
+            (
+                str(one["group"]),
+                str(one["requests"]),
+                f"{one['hit_rate']:.1%}",
+                *(_number(g["ttft_p50_ms"]) for g in several),
+            )
+        )
+    lines = [*_aligned(rows), "", *_aligned(groups), "", _limits(result["cached"])]
+    if (compared := result["comparison"]) is not None:
+        lines.append(
+            f"caching on against off: {compared['speedup']:.2f} x as fast, TTFT p50 {compared['ttft_speedup']:.2f} x; identical output: "
+            f"{compared['identical_requests']} of {result['workload']['requests']} requests, "
+            f"{compared['identical_tokens']} of {compared['output_tokens']} tokens"
+        )
+    return "\n".join(lines)
+
+
+def _number(value: float | None, unit: str = "") -> str:
+    if value is None:
+        return "-"
+    return (f"{value:.0f}" if value >= 100 else f"{value:.3g}") + unit
+
+
+def _percentile_cell(name: str):
+    return lambda run: f"{_number(run[name]['p50'])} / {_number(run[name]['p99'])}"
+
+
+def _pages(run: dict[str, Any]) -> str:
+    pages = run["pages"]
+    return f"{pages['peak_in_use']} / {pages['in_use']}"
+
+
+def _cached_pages(run: dict[str, Any]) -> str:
+    pages = run["pages"]
+    return f"{pages['peak_cached']} / {pages['cached']}"
+
+
+_ROWS = (
+    ("seconds", lambda run: f"{run['seconds']:.2f}"),
+    ("steps (with prefill)", lambda run: f"{run['steps']} ({run['prefill']['steps']})"),
+    ("output tokens/s", lambda run: _number(run["output_tokens_per_s"])),
+    ("prefill tokens/s", lambda run: _number(run["prefill"]["tokens_per_s"])),
+    ("decode tokens/s", lambda run: _number(run["decode"]["tokens_per_s"])),
+    ("prefill over floor", lambda run: _number(run["prefill"]["over_floor"], " x")),
+    ("decode over floor", lambda run: _number(run["decode"]["over_floor"], " x")),
+    ("TTFT p50 / p99, ms", _percentile_cell("ttft_ms")),
+    ("ITL p50 / p99, ms", _percentile_cell("itl_ms")),
+    ("prompt tokens computed", lambda run: str(run["hit"]["prompt_tokens"] - run["hit"]["tokens"])),
+    ("prefix hit rate", lambda run: f"{run['hit']['rate']:.1%}"),
+    ("pages of requests, peak / now", _pages),
+    ("pages with cached ones, peak / now", _cached_pages),
+    ("pages in all", lambda run: str(run["pages"]["total"])),
+    ("preemptions", lambda run: str(run["preemptions"])),
+    ("allocator, us a step", lambda run: _number(run["allocator"]["us_per_step"])),
+    ("allocator, share of step time", lambda run: f"{run['allocator']['share_of_step']:.2%}"),
+    ("hashing, us a request", lambda run: _number(run["allocator"]["hashing_us_per_request"])),
+)
+
+
+def _limits(run: dict[str, Any]) -> str:
+    hit = run["hit"]
+    reasons = ", ".join(f"{reason} {count}" for reason, count in hit["limited_by"].items())
+    return (
+        f"hits: {hit['tokens']} of {hit['prompt_tokens']} prompt tokens; limited by (requests): {reasons}\n"
+        "prefill = steps with a chunk of more than one token; floor = operations at the measured matmul rate\n"
+        "decode = all other steps; floor = bytes of weights and live K/V at the measured copy rate"
+    )
+
+
+def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return [
+        "  ".join(
+            [
+                row[0].ljust(widths[0]),
+                *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True)),
+            ]
+        ).rstrip()
+        for row in rows
+    ]

@@ -1,0 +1,134 @@
+"""Checks what an engine generated against full forward passes without any cache or kernel of ours.
+
+Greedy tokens can only be compared up to rounding: two correct programs round differently, and where two logits are nearly equal the
+other token wins. So each generated token must have, in a reference pass over the whole sequence, the largest logit or one that is
+less than ``bound`` below it. The bound is derived, not tuned. err is the largest difference between the logits of an eager pass in low
+precision and of a pass in fp32 over the same rows; a program as exact as twice that moves each of the two logits by up to 2 err::
+
+    bound = 4 * err
+
+A model in fp32 is itself the reference. Rounding errors scale with the machine epsilon, so its err is that of a pass in bf16, scaled
+by 2^-23 / 2^-7, the two epsilons.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from quire.bench.drive import Key
+from quire.models.gemma import Gemma
+from quire.models.request import RequestOutput
+
+MARGIN = 4.0  # two logits, each off by up to twice the error of the eager pass
+FP32_FROM_BF16 = torch.finfo(torch.float32).eps / torch.finfo(torch.bfloat16).eps
+
+
+@dataclass(frozen=True)
+class Check:
+    """Result of `check_outputs`.
+
+    num_requests, num_tokens: compared. num_exact: tokens with the largest logit; the others are within the bound or in problems.
+    largest_bound: of any compared request, in logits.
+    problems: one message for each request that differs, with its first wrong token.
+    """
+
+    num_requests: int
+    num_tokens: int
+    num_exact: int
+    largest_bound: float
+    problems: tuple[str, ...]
+
+
+def sample(outputs: Mapping[Key, RequestOutput], count: int) -> list[Key]:
+    """At most ``count`` of the keys: the request with the longest hit, and others evenly spaced. The same ones every time.
+
+    Raises: ValueError for a count below 1.
+    """
+    if count < 1:
+        raise ValueError(f"check: expected at least 1 request, got {count}")
+    keys = sorted(outputs)
+    if count >= len(keys):
+        return keys
+    longest_hit = max(keys, key=lambda key: outputs[key].num_cached_tokens)
+    rest = [key for key in keys if key != longest_hit]
+    spaced = (rest[i * len(rest) // (count - 1)] for i in range(count - 1))
+    return sorted([longest_hit, *spaced])
+
+
+def check_outputs(model: Gemma, outputs: Mapping[Key, RequestOutput]) -> Check:
+    """Compares all tokens of all ``outputs`` with full passes of ``model``; see the file's docstring."""
+    num_tokens = num_exact = 0
+    largest = 0.0
+    problems = []
+    for (session, turn), output in sorted(outputs.items()):
+        tokens = torch.tensor(output.prompt_token_ids + output.token_ids, device=model.device)
+        rows = torch.arange(
+            len(output.prompt_token_ids) - 1, len(tokens) - 1, device=model.device
+        )  # the row before a token decides it
+        reference, err = reference_logits(model, tokens[:-1], rows)
+        best, best_ids = reference.max(dim=-1)
+        chosen = tokens[rows + 1]
+        gap = best - reference.gather(1, chosen[:, None]).squeeze(1)
+        bound = MARGIN * err
+        wrong = ~(gap < bound) & (chosen != best_ids) | ~torch.isfinite(best)
+        num_tokens += len(rows)
+        num_exact += int((chosen == best_ids).sum())
+        largest = max(largest, bound)
+        if wrong.any():
+            i = int(wrong.nonzero()[0])
+            problems.append(
+                f"request (session {session}, turn {turn + 1}), output token {i}: got {int(chosen[i])}, the full forward "
+                f"says {int(best_ids[i])}, {float(gap[i]):.3g} logits above (allowed for a near-tie: {bound:.3g}); "
+                f"{int(wrong.sum())} of its {len(rows)} tokens are wrong"
+            )
+    return Check(len(outputs), num_tokens, num_exact, largest, tuple(problems))
+
+
+def reference_logits(model: Gemma, input_ids: Tensor, rows: Tensor) -> tuple[Tensor, float]:
+    """Logits of a full pass in fp32, and the largest error of a pass in low precision (for an fp32 model scaled to fp32).
+
+    input_ids: [num_tokens] int64. rows: [num_rows] int64.
+
+    Returns: ([num_rows, vocab_size] fp32, err in logits).
+    """
+    native = model.full_forward(input_ids, logits_rows=rows)
+    is_fp32 = model.dtype == torch.float32
+    with computing_in(model, torch.bfloat16 if is_fp32 else torch.float32):
+        other = model.full_forward(input_ids, logits_rows=rows)
+    err = float((native - other).abs().max())
+    return (native, err * FP32_FROM_BF16) if is_fp32 else (other, err)
+
+
+@contextmanager
+def computing_in(model: Gemma, dtype: torch.dtype) -> Iterator[None]:
+    """Inside, passes of ``model`` use its weights converted to ``dtype``, one layer's copies at a time; afterwards its own tensors
+    are back in place, untouched."""
+    saved: dict[nn.Module, list[tuple[nn.Parameter, Tensor]]] = {}
+
+    def convert(module: nn.Module, *_: object) -> None:
+        with torch.inference_mode(False):  # parameters cannot hold inference tensors
+            saved[module] = [(weight, weight.data) for weight in module.parameters()]
+            for weight, data in saved[module]:
+                weight.data = data.to(dtype)
+
+    def restore(module: nn.Module, *_: object) -> None:
+        with torch.inference_mode(False):
+            for weight, data in saved.pop(module):
+                weight.data = data
+
+    hooks = [layer.register_forward_pre_hook(convert) for layer in model.layers]
+    hooks += [layer.register_forward_hook(restore) for layer in model.layers]
+    try:
+        convert(model.embed_tokens)
+        convert(model.norm)
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for module in list(saved):
+            restore(module)

@@ -1,0 +1,133 @@
+"""What a bench generates: chats of several turns, each turn a prompt that continues the whole conversation before it."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+# Modules with much prose: system prompts quote the first ones, users the others.
+SYSTEM_MODULES = ("statistics", "heapq", "textwrap")
+USER_MODULES = ("argparse", "difflib", "datetime", "decimal", "doctest", "tarfile")
+
+# Tokens of a chat at scale 1; every length but that of a system prompt varies by half around these.
+SYSTEM_TOKENS = 640
+USER_TOKENS = 128
+ANSWER_TOKENS = 20
+NUM_SESSIONS = 8
+NUM_TURNS = 4
+
+
+@dataclass(frozen=True, eq=False)
+class Turn:
+    """One request of a session.
+
+    token_ids: [n] int32, what follows the previous turn's prompt and answer (the whole prompt in a first turn).
+    max_tokens: tokens to generate, always all of them.
+    group: what results are grouped by, as `Workload.group_name` says.
+    """
+
+    token_ids: np.ndarray
+    max_tokens: int
+    group: int
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Sessions, each a tuple of turns.
+
+    title: one line for the report. group_name: meaning of `Turn.group`.
+    """
+
+    title: str
+    group_name: str
+    sessions: tuple[tuple[Turn, ...], ...]
+
+    @property
+    def num_requests(self) -> int:
+        """Turns of all sessions."""
+        return sum(len(session) for session in self.sessions)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest session with all of its answers."""
+        return max(sum(len(t.token_ids) + t.max_tokens for t in s) for s in self.sessions)
+
+
+def scaled(length: int, scale: float) -> int:
+    """length * scale, rounded, and at least 1."""
+    return max(1, round(length * scale))
+
+
+def chat_workload(
+    encode: Callable[[str], list[int]],
+    *,
+    bos_token_id: int | None = None,
+    limit: int | None = None,
+    scale: float = 1.0,
+    seed: int = 0,
+) -> Workload:
+    """Chats about texts of the standard library; several sessions share each of the system prompts.
+
+    encode: text -> token ids, with or without bos in front; each text is encoded once and then cut by tokens.
+    bos_token_id: first token of every session; None = none. limit: sessions at most; None = NUM_SESSIONS.
+    scale: factor of all lengths. seed: of lengths and quotes.
+
+    The same arguments give the same tokens under the same Python version, whose own files are the text.
+
+    Raises: ValueError unless limit >= 1 and scale > 0.
+    """
+    check_size(limit, scale)
+
+    def tokens(text: str) -> list[int]:
+        ids = encode(text)
+        return ids[1:] if ids and ids[0] == bos_token_id else ids
+
+    start = [] if bos_token_id is None else [bos_token_id]
+    user, assistant = tokens("\n\nUser: Please explain this.\n"), tokens("\n\nAssistant: ")
+    systems = [
+        tokens(f"You answer questions about the Python module {name}. Its source:\n{_source(name)}")
+        for name in SYSTEM_MODULES
+    ]
+    corpora = [tokens(_source(name)) for name in USER_MODULES]
+    rng = np.random.default_rng(seed)
+
+    def around(length: int) -> int:
+        return scaled(length, scale * rng.uniform(0.5, 1.5))
+
+    sessions = []
+    for s in range(NUM_SESSIONS if limit is None else min(limit, NUM_SESSIONS)):
+        turns = []
+        for t in range(NUM_TURNS):
+            corpus = corpora[rng.integers(len(corpora))]
+            length = min(around(USER_TOKENS), len(corpus))
+            first = int(rng.integers(len(corpus) - length + 1))
+            ids = [*user, *corpus[first : first + length], *assistant]
+            if t == 0:
+                system = systems[s % len(systems)][: scaled(SYSTEM_TOKENS, scale)]
+                ids = [*start, *system, *ids]
+            turns.append(Turn(np.array(ids, dtype=np.int32), around(ANSWER_TOKENS), t + 1))
+        sessions.append(tuple(turns))
+    title = (
+        f"chat: {len(sessions)} sessions of {NUM_TURNS} turns on {len(systems)} system prompts, "
+        f"texts of the standard library"
+    )
+    return Workload(title, "turn", tuple(sessions))
+
+
+def check_size(limit: int | None, scale: float) -> None:
+    """Raises ValueError unless limit is None or >= 1, and scale > 0."""
+    if limit is not None and limit < 1:
+        raise ValueError(f"limit: expected >= 1, got {limit}")
+    if not scale > 0:
+        raise ValueError(f"scale: expected > 0, got {scale}")
+
+
+def _source(module: str) -> str:
+    """Text of a module of the standard library, which is found but not imported."""
+    spec = importlib.util.find_spec(module)
+    assert spec is not None and spec.origin is not None, module
+    return Path(spec.origin).read_text(encoding="utf-8")
