@@ -52,6 +52,8 @@ class Case:
     phase: str
     dtype: str = "bfloat16"
     group: int = 4
+    num_kv_heads: int = 4
+    table_width: int = 256
     q_len: int = 1
     fresh: bool = True
     sliding_window: int | None = None
@@ -63,17 +65,17 @@ def cases() -> list[Case]:
     """Every tile shape of ``select_config`` in both ways of addressing pages, and each feature at least once."""
     table = []
     for head_dim in (16, 32, 64, 128, 256, 512):
-        for block_size in (16, 128):
-            for q_len in (1, 8, 16):
+        for block_size in (16, 128) if head_dim >= 64 else (16,):
+            for q_len in (1, 8, 16) if head_dim >= 64 else (1,):
                 table.append(
                     Case(f"decode-d{head_dim}-p{block_size}-q{q_len}", head_dim, block_size, "decode", q_len=q_len)
                 )  # fmt: skip
             table.append(
                 Case(f"prefill-d{head_dim}-p{block_size}", head_dim, block_size, "prefill")
             )
-            table.append(
-                Case(f"prefill-d{head_dim}-p{block_size}-window", head_dim, block_size, "prefill", sliding_window=1024)
-            )  # fmt: skip
+        table.append(
+            Case(f"prefill-d{head_dim}-window", head_dim, 128, "prefill", sliding_window=1024)
+        )
         for phase in ("decode", "prefill"):
             table.append(
                 Case(f"{phase}-d{head_dim}-fp32", head_dim, 64, phase, dtype="float32", q_len=16)
@@ -88,6 +90,7 @@ def cases() -> list[Case]:
             Case(f"{phase}-softcap-sinks", 64, 64, phase, softcap=50.0, sinks=True, sliding_window=128),
             Case(f"{phase}-group-5-odd-pages", 128, 48, phase, group=5),
             Case(f"{phase}-fp16", 128, 64, phase, dtype="float16"),
+            Case(f"{phase}-mqa-ones", 64, 64, phase, num_kv_heads=1, table_width=1, sliding_window=1),
         ]  # fmt: skip
     return table
 
@@ -99,7 +102,7 @@ def launches(case: Case, arch: int) -> list[Any]:
     from quire.kernels import _check, cache_write, merge, paged
 
     dtype = getattr(torch, case.dtype)
-    num_kv_heads, num_seqs = 4, 16
+    num_kv_heads, num_seqs = case.num_kv_heads, 16
     q_len = 1024 if case.phase == "prefill" else case.q_len
     num_heads, num_tokens = num_kv_heads * case.group, num_seqs * q_len
 
@@ -124,7 +127,7 @@ def launches(case: Case, arch: int) -> list[Any]:
         empty(num_tokens, num_heads, case.head_dim),
         k_pages,
         v_pages,
-        empty(num_seqs, 256, dtype=torch.int32),
+        empty(num_seqs, case.table_width, dtype=torch.int32),
         empty(num_seqs, dtype=torch.int32),
         empty(num_seqs + 1, dtype=torch.int32),
         max_seqlen_q=q_len,
@@ -156,12 +159,16 @@ def specialise(
         torch.int32: "*i32",
         torch.int64: "*i64",
     }
-    constant_names = {p.name for p in launch.kernel.params if p.is_constexpr}
     signature, constants, attributes = {}, {}, {}
-    for index, name in enumerate(launch.kernel.arg_names):
+    for index, parameter in enumerate(launch.kernel.params):
+        name, special = parameter.name, not parameter.do_not_specialize
         value = launch.arguments[name]
         divisible = False
-        if name in constant_names or value is None or (type(value) is int and value == 1):
+        if (
+            parameter.is_constexpr
+            or value is None
+            or (type(value) is int and value == 1 and special)
+        ):
             signature[name] = "constexpr"
             constants[(index,)] = value
         elif isinstance(value, torch.Tensor):
@@ -170,7 +177,7 @@ def specialise(
             divisible = value.storage_offset() * value.element_size() % 16 == 0
         elif isinstance(value, int):
             signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
-            divisible = value % 16 == 0
+            divisible = special and value % 16 == 0
         else:
             signature[name] = "fp32"
         if divisible:

@@ -1,0 +1,282 @@
+"""The main benchmark end to end on a tiny model: it reports when the output is right, and only then."""
+
+import json
+import lzma
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from quire.bench import floors, prefill_decode, report
+from quire.bench.build import build_model
+from quire.bench.drive import run_workload
+from quire.bench.verify import check_outputs, computing_in, reference_logits, sample
+from quire.bench.workload import chat_workload
+from quire.models import attention
+from quire.models.configs import get_config
+from quire.models.runner import Engine, EngineConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+TRACE = ROOT.parent / "shared/traces/mooncake_conversation.jsonl.xz"
+TINY = ["--device", "cpu", "--model", "gemma4-tiny", "--limit", "2", "--scale", "0.1"]
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def built():
+    return build_model("gemma4-tiny", device=CPU)
+
+
+@pytest.fixture(scope="module")
+def run(built):
+    engine = Engine(built.model, EngineConfig(num_pages=500))
+    workload = chat_workload(built.tokenizer.encode, bos_token_id=2, limit=3, scale=0.2)
+    return run_workload(engine, workload, concurrency=2)
+
+
+def keys(value):
+    """Key paths of nested dictionaries; what hangs below a reason or in a list is not fixed."""
+    if not isinstance(value, dict):
+        return set()
+    return set(value) | {f"{k}.{sub}" for k in value for sub in keys(value[k]) if k != "limited_by"}
+
+
+def documented_keys():
+    """The names in the table of bench.report's docstring."""
+    table = report.__doc__.split("::\n\n")[1].split("\n\nA number")[0]
+    return set(table.replace(",", " ").replace("{", " ").replace("}", " ").split())
+
+
+def test_json_and_text(tmp_path, capsys):
+    file = tmp_path / "result.json"
+    assert prefill_decode.main([*TINY, "--json", str(file)]) == 0
+    out = capsys.readouterr().out
+    result = json.loads(file.read_text())
+    names = {key.split(".")[-1] for key in keys(result)}
+    assert names - documented_keys() == set()
+    for run in ("cached", "uncached"):
+        assert set(result[run]) == {
+            "seconds", "steps", "preemptions", "output_tokens_per_s", "prefill", "decode",
+            "ttft_ms", "itl_ms", "hit", "pages", "allocator", "groups",
+        }  # fmt: skip
+        phases = result[run]["prefill"], result[run]["decode"]
+        assert sum(phase["steps"] for phase in phases) == result[run]["steps"]
+        assert sum(row["requests"] for row in result[run]["groups"]) == 8
+    hit = result["cached"]["hit"]
+    assert 0 < hit["tokens"] < hit["prompt_tokens"] and sum(hit["limited_by"].values()) == 8
+    assert result["uncached"]["hit"]["limited_by"] == {"caching-disabled": 8}
+    computed = sum(result["cached"][phase]["tokens"] for phase in ("prefill", "decode"))
+    # The last token of an answer is never computed.
+    assert (
+        computed == hit["prompt_tokens"] - hit["tokens"] + result["workload"]["output_tokens"] - 8
+    )
+    compared = result["comparison"]
+    assert compared["identical_tokens"] == compared["output_tokens"] > 0
+    assert compared["identical_requests"] == result["check"]["requests"] == 8
+    assert result["check"]["exact_tokens"] == result["check"]["tokens"]
+    for text in ("caching on against off", "prefix hit rate", "limited by (requests)", "tokens are its argmax"):  # fmt: skip
+        assert text in out
+
+
+def test_no_baseline(capsys):
+    assert prefill_decode.main([*TINY, "--no-baseline"]) == 0
+    out = capsys.readouterr().out
+    assert "caching off" not in out and "prefix hit rate" in out
+
+
+def examples():
+    lines = [line.strip() for line in prefill_decode.__doc__.splitlines()]
+    return [line for line in lines if line.startswith("python -m bench.prefill_decode")]
+
+
+@pytest.mark.parametrize("line", examples())
+def test_examples_of_the_usage_text(line, tmp_path, monkeypatch):
+    """Each example runs as written, on a tiny model and with less to do."""
+    monkeypatch.chdir(tmp_path)
+    requests = [
+        {"timestamp": t, "input_length": 700, "output_length": 40, "hash_ids": [0, t]}
+        for t in (1, 2)
+    ]
+    data = "\n".join(map(json.dumps, requests)).encode()
+    Path("conversation.jsonl.xz").write_bytes(lzma.compress(data))
+    arguments = line.split()[3:]
+    if "--plot" in arguments:
+        pytest.importorskip("matplotlib", reason="matplotlib draws the picture")
+    assert prefill_decode.main([*arguments, *TINY]) == 0
+    for option in ("--json", "--plot"):
+        if option in arguments:
+            assert Path(arguments[arguments.index(option) + 1]).stat().st_size > 1000
+
+
+@pytest.mark.parametrize("module", ["prefill_decode", "static", "kvcore"])
+def test_help_of_every_bench(module):
+    command = [sys.executable, "-m", f"bench.{module}", "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "--json FILE" in done.stdout, done.stderr
+
+
+def test_bench_never_imports_transformers():
+    code = (
+        "import sys; sys.modules['transformers'] = None\n"
+        "from quire.bench import prefill_decode\n"
+        f"sys.exit(prefill_decode.main({[*TINY, '--no-baseline']!r}))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_slice_of_the_conversation_trace(capsys):
+    if not TRACE.is_file():
+        pytest.skip(f"the trace is not at {TRACE.parent.name}/{TRACE.name} next to the repository")
+    arguments = ["--trace", str(TRACE), "--limit", "6", "--scale", "0.01"]
+    assert prefill_decode.main(["--device", "cpu", "--model", "gemma4-tiny", *arguments]) == 0
+    out = capsys.readouterr().out
+    assert "6 requests" in out and "identical output: 6 of 6" in out
+
+
+# Refusals.
+
+
+def test_refuses_when_the_cache_holds_wrong_values(monkeypatch, capsys, tmp_path):
+    def broken(k, v, *arguments, **options):
+        return write_kv(k, v.roll(1, -1), *arguments, **options)
+
+    write_kv = attention.write_kv
+    monkeypatch.setattr(attention, "write_kv", broken)
+    file = tmp_path / "result.json"
+    assert prefill_decode.main([*TINY, "--json", str(file)]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == "" and not file.exists()
+    assert "refusing to report" in captured.err and "the full forward says" in captured.err
+
+
+def test_one_wrong_token_is_named(built, run):
+    assert check_outputs(built.model, run.outputs).problems == ()
+    right = run.outputs[1, 2]
+    position = len(right.token_ids) // 2
+    wrong = list(right.token_ids)
+    wrong[position] = 3 + (wrong[position] + 1) % 256
+    outputs = run.outputs | {(1, 2): replace(right, token_ids=tuple(wrong))}
+    [problem] = check_outputs(built.model, outputs).problems
+    assert f"request (session 1, turn 3), output token {position}: got {wrong[position]}" in problem
+    assert f"says {right.token_ids[position]}," in problem
+
+
+def test_not_a_number_is_no_argmax(built, run):
+    broken = build_model("gemma4-tiny", device=CPU).model
+    broken.layers[3].mlp.down_proj.weight[0, 0] = float("nan")
+    assert check_outputs(broken, dict(list(run.outputs.items())[:1])).problems
+
+
+def test_wrong_output_of_the_run_without_caching_is_refused_too(monkeypatch, capsys):
+    run_one = prefill_decode._run
+
+    def broken(built, workload, settings, label, prompts=None):
+        measured = run_one(built, workload, settings, label, prompts)
+        if label == "caching off":
+            output = measured.run.outputs[0, 0]
+            measured.run.outputs[0, 0] = replace(output, token_ids=(3,) * len(output.token_ids))
+        return measured
+
+    monkeypatch.setattr(prefill_decode, "_run", broken)
+    assert prefill_decode.main(TINY) == 1
+    assert "request (session 0, turn 1)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "gemma5"], "model: expected one of"),
+        (["--trace", "absent.jsonl"], "absent.jsonl"),
+        (["--scale", "30"], "max_model_len: expected 1..4096"),
+        (["--retention", "7"], "retention"),
+        (["--check", "0"], "check: expected at least 1 request, got 0"),
+    ],
+)
+def test_errors_name_the_argument(arguments, message, capsys):
+    assert prefill_decode.main([*TINY, *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and message in captured.err
+
+
+def test_plot_without_matplotlib_names_the_extra(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert prefill_decode.main([*TINY, "--plot", "x.png"]) == 2
+    assert "pip install 'quire[plot]'" in capsys.readouterr().err
+
+
+# Parts.
+
+
+def test_answers_depend_on_more_than_the_last_token(run):
+    """Else a check of them would prove little: random tied weights easily repeat their input."""
+    answers = [(o.prompt_token_ids[-1:] + o.token_ids) for o in run.outputs.values()]
+    steps = [pair for a in answers for pair in pairwise(a)]
+    followers = {first: {b for a, b in steps if a == first} for first, _ in steps}
+    assert sum(a == b for a, b in steps) < len(steps) / 4
+    assert max(map(len, followers.values())) >= 5
+
+
+def test_turns_continue_the_whole_conversation(run):
+    for (session, turn), output in run.outputs.items():
+        if turn:
+            before = run.outputs[session, turn - 1]
+            history = before.prompt_token_ids + before.token_ids
+            assert output.prompt_token_ids[: len(history)] == history
+            assert output.num_cached_tokens > len(before.prompt_token_ids) / 2
+
+
+def test_sample_is_fixed_and_has_the_longest_hit(run):
+    picked = sample(run.outputs, 4)
+    assert picked == sample(run.outputs, 4) and len(set(picked)) == 4
+    longest = max(o.num_cached_tokens for o in run.outputs.values())
+    assert longest in [run.outputs[key].num_cached_tokens for key in picked]
+    assert sample(run.outputs, 1) and sample(run.outputs, 99) == sorted(run.outputs)
+
+
+def test_other_precision_leaves_the_weights_alone(built):
+    model = built.model
+    before = [(w.data_ptr(), w.clone()) for w in model.parameters()]
+    ids = torch.arange(3, 40)
+    exact = model.full_forward(ids)
+    with computing_in(model, torch.bfloat16):
+        rough = model.full_forward(ids)
+    assert 1e-3 < (rough - exact).abs().max() < 2
+    for weight, (pointer, value) in zip(model.parameters(), before, strict=True):
+        assert weight.data_ptr() == pointer and torch.equal(weight, value)
+    assert torch.equal(model.full_forward(ids), exact)
+
+
+def test_reference_of_a_bf16_model_is_fp32():
+    model = build_model("gemma4-tiny", device=CPU, dtype=torch.bfloat16).model
+    ids, rows = torch.arange(3, 40), torch.tensor([5, 36])
+    logits, err = reference_logits(model, ids, rows)
+    expected = model.float().full_forward(ids, logits_rows=rows)
+    assert torch.equal(logits, expected) and err > 0
+
+
+@pytest.mark.parametrize("window", [None, 1, 4, 5, 100])
+def test_visible_pairs(window):
+    q_lens, seq_lens = np.array([1, 3, 7, 9]), np.array([1, 10, 7, 12])
+    expected = sum(
+        min(p + 1, window or p + 1)
+        for q, s in zip(q_lens, seq_lens, strict=True)
+        for p in range(s - q, s)
+    )
+    assert floors.visible_pairs(q_lens, seq_lens, window) == expected
+
+
+def test_floors_count_weights_and_live_keys(built):
+    model, config = built.model, get_config("gemma4-tiny")
+    weights = sum(w.numel() for w in model.parameters()) * 4
+    # Four sliding layers: 2 KV heads of 16, 16 tokens seen. Two full layers: 1 KV head of 32.
+    kv = 4 * 2 * (2 * 4 * 2 * 16) * 16 + 2 * (2 * 4 * 32) * (100 + 40)
+    assert floors.decode_bytes(model, np.array([100, 40])) == weights + kv
+    matrices = sum(w.numel() for n, w in model.named_parameters() if w.ndim == 2)
+    matrices -= model.embed_tokens.weight.numel()
+    flops = floors.prefill_flops(config, np.array([8]), np.array([8]))
+    assert flops == 2 * 8 * matrices + 4 * 36 * (4 * 4 * 16 + 2 * 4 * 32)
