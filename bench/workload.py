@@ -14,9 +14,9 @@ SYSTEM_MODULES = ("statistics", "heapq", "textwrap")
 USER_MODULES = ("argparse", "difflib", "datetime", "decimal", "doctest", "tarfile")
 
 # Tokens of a chat at scale 1; every length but that of a system prompt varies by half around these.
-SYSTEM_TOKENS = 640
-USER_TOKENS = 128
-ANSWER_TOKENS = 20
+SYSTEM_TOKENS = 448
+USER_TOKENS = 96
+ANSWER_TOKENS = 24
 NUM_SESSIONS = 8
 NUM_TURNS = 4
 
