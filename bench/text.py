@@ -50,8 +50,10 @@ def table(result: dict[str, Any]) -> str:
         )
     lines = [*_aligned(rows), "", *_aligned(groups), "", _limits(result["cached"])]
     if (compared := result["comparison"]) is not None:
+        hit = result["cached"]["hit"]
+        fewer = hit["prompt_tokens"] / (hit["prompt_tokens"] - hit["tokens"])
         lines.append(
-            f"caching on against off: {compared['speedup']:.2f} x as fast, TTFT p50 {compared['ttft_speedup']:.2f} x; identical output: "
+            f"caching on against off: {fewer:.2f} x fewer prompt tokens to compute, {compared['speedup']:.2f} x as fast, TTFT p50 {compared['ttft_speedup']:.2f} x; identical output: "
             f"{compared['identical_requests']} of {result['workload']['requests']} requests, "
             f"{compared['identical_tokens']} of {compared['output_tokens']} tokens"
         )

@@ -107,7 +107,7 @@ def trace_workload(
         group = 1 + i * NUM_GROUPS // len(requests)
         turn = Turn(np.concatenate(ids), scaled(request.output_length, scale), group)
         sessions.append((turn,))
-    title = f"trace {Path(path).name}: {len(requests)} requests, lengths x {scale:g}"
+    title = f"trace {Path(path).name}: {len(requests)} requests, lengths x {scale:g} (blocks of {block} tokens)"
     return Workload(title, "fifth of the trace", tuple(sessions))
 
 
