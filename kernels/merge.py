@@ -75,7 +75,7 @@ def _load_sink(sinks, head):
     return sink
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_parts"])
 def _merge_partials_kernel(
     partial_out,
     partial_lse,
@@ -114,7 +114,7 @@ def _merge_partials_kernel(
         tl.store(lse + head * merged_lse_stride_head + token, merged_lse)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_decodes", "target_items"])
 def _merge_pieces_kernel(
     partial_out,
     partial_lse,

@@ -365,7 +365,8 @@ def _find_query_tile(cu_seqlens_q, tile, num_seqs, BLOCK_Q: tl.constexpr):
     return low, (tile - tl.load(cu_seqlens_q + low) // BLOCK_Q - low) * BLOCK_Q
 
 
-@triton.jit
+# What changes from step to step is not specialised on: a new batch size must not compile a new kernel.
+@triton.jit(do_not_specialize=["num_seqs", "num_decodes", "decode_tokens", "num_tiles"])
 def _prefill_kernel(
     q, k_pages, v_pages, k_fresh, v_fresh, block_table, seq_lens, cu_seqlens_q, sinks, out, lse,
     num_seqs, num_decodes, decode_tokens, num_tiles, num_kv_heads, width, sliding_window, inner_scale, outer_scale,
@@ -418,7 +419,7 @@ def _prefill_kernel(
     _store_final(acc, row_max, row_sum, out_rows, lse_rows, sink_rows, live, HEAD_DIM)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_decodes", "target_items"])
 def _decode_kernel(
     q, k_pages, v_pages, k_fresh, v_fresh, block_table, seq_lens, cu_seqlens_q, sinks, out, lse,
     partial_out, partial_lse,
