@@ -289,7 +289,7 @@ class KVCache:
         cu = np.zeros(len(slots) + 1, dtype=np.int32)
         np.cumsum(counts, out=cu[1:])
         positions = start
-        if step.chunks:
+        if len(step.chunk_rows):
             positions = np.arange(cu[-1]) + np.repeat(start - cu[:-1], counts)
         pages = self.pool.peek(step.needed)
         mapping = self._tables.fill(step, pages, cu, len(positions))
@@ -408,7 +408,7 @@ class KVCache:
     def _feed(self, plan: StepPlan, ids: Int32, end: Int64) -> None:
         """Give the tokens of a step to the key chains."""
         step = plan.step
-        if not step.chunks:
+        if not len(step.chunk_rows):
             self.sequences.feed_one(step.slots, step.start, ids)
             return
         rows = step.decode_rows

@@ -148,7 +148,7 @@ class Tables:
 
     def fill(self, step: Step, pages: Int32, cu: Int32, total: int) -> Int64:
         """Give `pages` [needed] to the step; returns the slot mapping [num_tables, total]."""
-        only_decodes = not step.chunks and not self.states
+        only_decodes = not len(step.chunk_rows) and not self.states
         shape = (len(self.layout.tables), total)
         mapping = np.empty(shape, np.int64) if only_decodes else np.full(shape, -1, np.int64)
         if step.decodes:

@@ -108,7 +108,7 @@ class Engine:
             rows[pages[:, 1]] = rows[pages[:, 0]]
 
     def _write_drafter_rows(self, rid, before: int) -> None:
-        """Rows that waited for the tokens after them."""
+        """Rows that waited for the tokens after them, or were made with tokens that were rejected."""
         for t, (rows, spec) in enumerate(zip(self.rows, self.specs, strict=True)):
             if spec.lookahead and spec.kind != "state":
                 identity = row_ids(self.tokens[rid], self.salts[rid], spec.lookahead)
@@ -116,7 +116,7 @@ class Engine:
                 table = self.kv.table(*self.kv.layout.tables[t])[self.slots[rid]]
                 for position in range(max(0, before - spec.lookahead), last):
                     page = table[position // spec.block_size % len(table)]
-                    if page and rows[page, position % spec.block_size] == POISON:
+                    if page:
                         rows[page, position % spec.block_size] = identity[position]
 
     def finish_prompt(self, rid, chunk: int = 64) -> None:
@@ -161,7 +161,9 @@ class Engine:
         for t, spec in enumerate(self.specs):
             identity = row_ids(self.tokens[rid], self.salts[rid], spec.lookahead)
             table = self.kv.table(*self.kv.layout.tables[t])[slot]
-            last = min(computed, len(identity))
+            # A drafter's row is written once the tokens it depends on were inputs, or are in the prompt.
+            known = max(computed, int(self.kv.sequences.prompt_len[slot]))
+            last = min(computed, known - spec.lookahead)
             if spec.kind == "state":
                 page = table[0] if live is None else live[t]
                 page = page or table[1]  # a hit that has not started: the snapshot

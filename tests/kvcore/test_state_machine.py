@@ -7,16 +7,18 @@ checks that every row behind a hit is the right one.
 
 from __future__ import annotations
 
+import math
 import os
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from quire.kvcore import OutOfPages
+from quire.kvcore import GroupSpec, OutOfPages
 
 from .engine import Engine, groups
 
+STATE = GroupSpec("state", "state", 4, 4096)
 MIXES = [
     ((8, None),),
     ((8, None), (4, 10), (4, 10)),
@@ -26,50 +28,75 @@ MIXES = [
     ((4, None), (8, None), (8, 17), (2, 5)),
     ((6, None), (4, 7)),
     ((4, None), (4, 5)),
+    ((4, None), STATE),
+    (GroupSpec("state", "state", 8, 4096, pages_per_block=2), (4, 9), (8, None)),
+    (STATE,),
+    (GroupSpec("wide", "dense", 8, 4096, pages_per_block=3), (4, 6)),
+    ((8, None), (4, 10), GroupSpec("draft", "window", 4, 4096, 10, lookahead=1)),
+    (GroupSpec("draft", "dense", 4, 4096, lookahead=3), (2, 6), STATE),
+    (GroupSpec("draft", "window", 4, 4096, 7, 2, lookahead=2),),
 ]
 
 
 class Naive:
-    """What should hit: prefixes as tuples."""
+    """What should hit: prefixes as tuples, with the lookahead of drafters in the key."""
 
-    def __init__(self, alignment: int, hybrid: bool, interval: int) -> None:
-        self.a, self.hybrid, self.interval = alignment, hybrid, interval
+    def __init__(self, layout, interval: int) -> None:
+        self.a, self.hybrid, self.interval = layout.alignment, layout.hybrid, interval
+        self.ahead = max(g.lookahead for g in layout.groups)
+        self.stateful = any(g.kind == "state" for g in layout.groups)
         self.dense: set[tuple] = set()
         self.points: set[tuple] = set()
 
-    def dense_hit(self, prefix: list[int], salt: bytes) -> int:
-        n = len(prefix) // self.a * self.a
-        while n and (salt, *prefix[:n]) not in self.dense:
+    def key(self, tokens, salt, b: int) -> tuple:
+        return (b, salt, *tokens[: b + self.ahead])
+
+    def dense_hit(self, prompt: list[int], salt: bytes) -> int:
+        n = max(0, len(prompt) - self.ahead) // self.a * self.a
+        while n and self.key(prompt, salt, n) not in self.dense:
             n -= self.a
         return n
 
     def hit(self, prompt: list[int], salt: bytes) -> int:
         n = min(self.dense_hit(prompt, salt), (len(prompt) - 1) // self.a * self.a)
-        while n and self.hybrid and (salt, *prompt[:n]) not in self.points:
+        while n and self.hybrid and self.key(prompt, salt, n) not in self.points:
             n -= self.a
         return n
 
-    def advance(self, tokens, salt, start, end, keep) -> None:
-        for b in range(start // self.a * self.a + self.a, end + 1, self.a):
-            self.dense.add((salt, *tokens[:b]))
-            if b in keep or (self.interval and b % self.interval == 0):
-                self.points.add((salt, *tokens[:b]))
+    def admit(self, prompt, salt, hit: int, dense: int) -> dict:
+        """State of a running request."""
+        p = len(prompt)
+        keep = {(p - 1) // self.a * self.a, p // self.a * self.a, dense}
+        return {"prompt": p, "salt": salt, "cached": hit, "snapshot": hit, "keep": keep}
 
-    def end(self, tokens, salt) -> None:
-        self.points.add((salt, *tokens[: len(tokens) // self.a * self.a]))
+    def advance(self, request: dict, tokens, end: int) -> None:
+        if end % self.a == 0:
+            request["snapshot"] = end
+        known = max(end, request["prompt"])
+        while (b := request["cached"] + self.a) <= end and b + self.ahead <= known:
+            request["cached"] = b
+            self.dense.add(self.key(tokens, request["salt"], b))
+            if b in request["keep"] or (self.interval and b % self.interval == 0):
+                self._point(request, tokens, b)
+
+    def end(self, request: dict, tokens) -> None:
+        if request["cached"]:
+            self._point(request, tokens, request["cached"])
+
+    def _point(self, request: dict, tokens, b: int) -> None:
+        if not self.stateful or request["snapshot"] == b:
+            self.points.add(self.key(tokens, request["salt"], b))
 
 
 class Traffic(RuleBasedStateMachine):
     @initialize(
         mix=st.sampled_from(MIXES),
-        pages=st.sampled_from([40, 90, 2000]),
+        pages=st.sampled_from([60, 120, 3000]),
         retention=st.sampled_from(["latest", "dense", 2, 3]),
         drafts=st.sampled_from([0, 3]),
     )
     def build(self, mix, pages, retention, drafts):
         specs = groups(*mix)
-        import math
-
         a = math.lcm(*(g.block_size for g in specs))
         if isinstance(retention, int):
             retention *= a
@@ -78,9 +105,9 @@ class Traffic(RuleBasedStateMachine):
             max_draft_tokens=drafts,
         )  # fmt: skip
         interval = {"latest": 0, "dense": a}.get(retention, retention)
-        self.model = Naive(a, self.e.kv.hybrid, interval)
+        self.model = Naive(self.e.kv.layout, interval)
         self.history: list[list[int]] = [[]]
-        self.keep: dict[int, set[int]] = {}
+        self.running: dict[int, dict] = {}
         self.next_id = 0
 
     @precondition(lambda self: len(self.e.slots) < 4)
@@ -98,8 +125,9 @@ class Traffic(RuleBasedStateMachine):
             assert match.dense_tokens == self.model.dense_hit(prompt, salt)
         else:
             assert match.num_tokens <= expected
-        a, p = self.model.a, len(prompt)
-        self.keep[self.next_id] = {(p - 1) // a * a, p // a * a, match.dense_tokens}
+        self.running[self.next_id] = self.model.admit(
+            prompt, salt, match.num_tokens, match.dense_tokens
+        )
         self.next_id += 1
 
     def _advance(self, counts, accepted=None):
@@ -114,8 +142,7 @@ class Traffic(RuleBasedStateMachine):
             assert before == {r: self.e.computed(r) for r in counts}
             return
         for r in counts:
-            tokens, salt = self.e.tokens[r], self.e.salts[r]
-            self.model.advance(tokens, salt, before[r], self.e.computed(r), self.keep[r])
+            self.model.advance(self.running[r], self.e.tokens[r], self.e.computed(r))
 
     @precondition(lambda self: self.e.slots)
     @rule(data=st.data())
@@ -129,6 +156,11 @@ class Traffic(RuleBasedStateMachine):
                 else:
                     self.e.tokens[r].append(data.draw(st.integers(0, 1)))
                     counts[r] = 1
+        if counts and data.draw(st.booleans()):
+            order = list(counts)
+            slots = [self.e.slots[r] for r in order]
+            cut = self.e.kv.cut(slots, list(counts.values())).tolist()
+            counts = dict(zip(order, cut, strict=True))
         if counts:
             self._advance(counts)
 
@@ -160,9 +192,9 @@ class Traffic(RuleBasedStateMachine):
     @rule(data=st.data())
     def release(self, data):
         r = data.draw(st.sampled_from(sorted(self.e.slots)))
-        salt = self.e.salts[r]
+        tokens = list(self.e.tokens[r])
         done = self.e.release(r)
-        self.model.end(done, salt)
+        self.model.end(self.running.pop(r), tokens)
         self.history.append(done)
 
     @invariant()
