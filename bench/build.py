@@ -10,11 +10,12 @@ import torch
 
 from quire.models.configs import CONFIGS, ModelConfig
 from quire.models.gemma import Gemma
+from quire.models.layers import RMSNorm
 from quire.models.tokenizer import ByteTokenizer, Tokenizer, find_tokenizer
 from quire.models.weights import load_model, random_model, save_checkpoint
 
 CHECKPOINT_BYTES = 2**28  # random models up to this size take the way over a checkpoint on disk
-EMBEDDING_SHRINK = 0.125
+EMBEDDING_SHRINK = 1 / 32
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,14 @@ def _random(
     # With its usual size the embedding drowns what the layers add, and the tied output repeats the last token for ever, whatever
     # attention did: a check of such tokens would prove nothing. The final norm keeps the logits at order one.
     model.embed_tokens.weight.mul_(EMBEDDING_SHRINK)
-    model.norm.weight.add_(config.norm_offset).div_(EMBEDDING_SHRINK).sub_(config.norm_offset)
+    _scale_norm(model.norm, 1 / EMBEDDING_SHRINK)
+    # Trained query norms carry the scale that the softmax lacks. Without it scores have a deviation of sqrt(head_dim), attention
+    # picks single keys, and rounding decides which: in bf16 two correct programs would then generate different texts. In fp32 a
+    # deviation of 2 is still harmless, and gives more varied answers.
+    sharpness = 2.0 if dtype == torch.float32 else 1.0
+    for layer in model.layers:
+        scale = config.softmax_scale * layer.self_attn.head_dim**0.5
+        _scale_norm(layer.self_attn.q_norm, sharpness / scale)
     if sum(w.numel() * w.element_size() for w in model.parameters()) > CHECKPOINT_BYTES:
         return model, f"random weights (seed {seed})"
     with tempfile.TemporaryDirectory(prefix="quire-bench-") as directory:
@@ -67,3 +75,8 @@ def _random(
     # The name in config.json's place is the directory's.
     loaded.config = config
     return loaded, f"random weights (seed {seed}), saved as a checkpoint and loaded"
+
+
+def _scale_norm(norm: RMSNorm, factor: float) -> None:
+    """Multiplies the effective weight of a norm, which is stored minus its offset."""
+    norm.weight.add_(norm.offset).mul_(factor).sub_(norm.offset)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from quire.bench import floors, prefill_decode, report
+from quire.bench import floors, prefill_decode, report, verify
 from quire.bench.build import build_model
 from quire.bench.drive import run_workload
 from quire.bench.verify import check_outputs, computing_in, reference_logits, sample
@@ -172,6 +172,12 @@ def test_not_a_number_is_no_argmax(built, run):
     key, output = next(iter(run.outputs.items()))
     for answer in (output.token_ids, (0,) * len(output.token_ids)):  # 0 is where argmax finds NaN
         assert check_outputs(broken, {key: replace(output, token_ids=answer)}).problems
+
+
+def test_rounding_as_large_as_the_logits_is_no_success(built, run, monkeypatch):
+    monkeypatch.setattr(verify, "MARGIN", 1e7)
+    problems = check_outputs(built.model, run.outputs).problems
+    assert len(problems) == len(run.outputs) and "cannot be checked" in problems[0]
 
 
 def test_wrong_output_of_the_run_without_caching_is_refused_too(monkeypatch, capsys):
