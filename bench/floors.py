@@ -7,6 +7,7 @@ activations, the output projection of prefill (one row a prompt) and everything 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -35,19 +36,31 @@ class Rates:
 
 
 def measure_rates(model: Gemma) -> Rates:
-    """Copy and matmul rates where ``model`` is: the best of several repetitions, after one to warm up.
+    """Copy and matmul rates where ``model`` is, in its dtype.
 
     The copied buffer is as large as the weights (at most 1 GiB), so that it lives where they live: a small model stays in a CPU's
     caches, and main memory would be no floor for it.
     """
-    on_gpu = model.device.type == "cuda"
-    size = min(weight_bytes(model), MAX_COPY_BYTES)
-    source = torch.ones(size, dtype=torch.uint8, device=model.device)
+    return device_rates(
+        model.device, model.dtype, copy_bytes=min(weight_bytes(model), MAX_COPY_BYTES)
+    )
+
+
+def device_rates(
+    device: torch.device, dtype: torch.dtype, *, copy_bytes: int | None = None
+) -> Rates:
+    """Copy and matmul rates of a device: the best of several repetitions, after one to warm up.
+
+    dtype: of the product. copy_bytes: size of the copied buffer; default: 1 GiB, on a CPU 64 MiB.
+    """
+    on_gpu = device.type == "cuda"
+    size = copy_bytes or (MAX_COPY_BYTES if on_gpu else 2**26)
+    source = torch.randint(256, (size,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     copy_seconds = _best(lambda: target.copy_(source), on_gpu)
     n = 8192 if on_gpu else 768
-    a = torch.randn(n, n, device=model.device).to(model.dtype)
-    b = torch.randn(n, n, device=model.device).to(model.dtype)
+    a = torch.randn(n, n, device=device).to(dtype)
+    b = torch.randn(n, n, device=device).to(dtype)
     matmul_seconds = _best(lambda: a @ b, on_gpu)
     return Rates(2 * size / copy_seconds, size, 2 * n**3 / matmul_seconds, n)
 
@@ -105,13 +118,19 @@ def _layer_counts(config: ModelConfig) -> list[tuple[str, int]]:
     return [(kind, config.layer_types.count(kind)) for kind in dict.fromkeys(config.layer_types)]
 
 
-def _best(call, on_gpu: bool) -> float:
-    """Fewest seconds of one call; a GPU is waited for."""
+def _best(call: Callable[[], object], on_gpu: bool) -> float:
+    """Fewest seconds of one call; on a GPU by its own clock, as the host's would count launch and synchronisation too."""
     seconds = []
     for _ in range(1 + REPEATS):
-        start = perf_counter()
-        call()
         if on_gpu:
+            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            first.record()
+            call()
+            last.record()
             torch.cuda.synchronize()
-        seconds.append(perf_counter() - start)
+            seconds.append(first.elapsed_time(last) / 1e3)
+        else:
+            start = perf_counter()
+            call()
+            seconds.append(perf_counter() - start)
     return min(seconds[1:])

@@ -48,7 +48,7 @@ def table(result: dict[str, Any]) -> str:
                 *(_number(g["ttft_p50_ms"]) for g in several),
             )
         )
-    lines = [*_aligned(rows), "", *_aligned(groups), "", _limits(result["cached"])]
+    lines = [*aligned(rows), "", *aligned(groups), "", _limits(result["cached"])]
     if (compared := result["comparison"]) is not None:
         hit = result["cached"]["hit"]
         fewer = hit["prompt_tokens"] / (hit["prompt_tokens"] - hit["tokens"])
@@ -112,7 +112,8 @@ def _limits(run: dict[str, Any]) -> str:
     )
 
 
-def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
+def aligned(rows: list[tuple[str, ...]]) -> list[str]:
+    """Lines of a table: the first column to the left, the others to the right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return [
         "  ".join(

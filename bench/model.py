@@ -1,0 +1,220 @@
+"""How long a kernel should take: a model simple enough to be wrong in ways that one can name, printed beside what was measured.
+
+    predicted = max(memory, l2, tensor cores, softmax, launch)
+
+memory        bytes over the copy rate, or over what the copies in flight sustain where that is less (Little's law: bytes in flight over
+              latency), stretched where the last wave of programs does not fill the device
+l2            bytes of the K/V tiles that all programs load over the rate of the L2 cache: a tile serves the rows of one program only
+tensor cores  operations of whole tiles, padding included, over the matmul rate; tiles of 16 or 32 rows run on mma.sync, which is slower
+softmax       one exponential and ``FP32_OPS`` fp32 operations for each element of the score tiles, over their issue rates
+launch        a constant for each kernel
+
+floor         max(bytes / copy rate, operations / matmul rate) without padding, limits and overheads: no kernel is faster.
+
+The five overlap completely in this model; a kernel that overlaps them less is slower than predicted. Source of the constants: beside them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from quire.bench.floors import visible_pairs
+from quire.bench.shapes import Case
+from quire.kernels.configs import (
+    MAX_REGISTERS,
+    MIN_SPLIT_TOKENS,
+    SHARED_MEMORY,
+    Config,
+    plan_decode,
+    select_config,
+    tile_heads,
+)
+
+ITEM_BYTES = 2  # bf16 and fp16
+# mma.sync reaches 63 % of the rate of wgmma (arXiv 2402.13499, Hopper).
+MMA_SYNC_SHARE = 0.63
+# Scale, subtract, two maxima, sum, conversion, and the rescaling of the accumulator spread over a tile. Own estimate.
+FP32_OPS = 8
+FP32_PER_CLOCK, EXP_PER_CLOCK = (
+    128,
+    16,
+)  # of an SM (CUDA programming guide, arithmetic instructions, 9.0)
+REGISTERS = 65536  # of an SM
+
+
+@dataclass(frozen=True)
+class Device:
+    """What the model knows of a GPU.
+
+    arch: compute capability as major * 10 + minor. copy_bytes_per_s, matmul_flops_per_s: measured where there is a device.
+    l2_bytes_per_s: reads. latency: seconds from a load to its data under load. launch: seconds of one kernel in a CUDA graph.
+    """
+
+    name: str
+    arch: int
+    num_sms: int
+    copy_bytes_per_s: float
+    matmul_flops_per_s: float
+    clock_hz: float
+    l2_bytes_per_s: float = 5.5e12
+    latency: float = 0.9e-6
+    launch: float = 2.0e-6
+
+
+# Copy and matmul rates as measured on an H200 by others; L2 rate, latency and launch are estimates. A run on a GPU replaces the rates by its own.
+H200 = Device("NVIDIA H200", 90, 132, 4.3e12, 780e12, 1.755e9)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Seconds of each term, and the floor. ``bound`` names the largest term."""
+
+    memory: float
+    l2: float
+    tensor_cores: float
+    softmax: float
+    launch: float
+    floor: float
+
+    @property
+    def terms(self) -> dict[str, float]:
+        """The five terms by name."""
+        names = ("memory", "l2", "tensor_cores", "softmax", "launch")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def seconds(self) -> float:
+        """The predicted time."""
+        return max(self.terms.values())
+
+    @property
+    def bound(self) -> str:
+        """Name of the term that decides."""
+        return max(self.terms, key=self.terms.__getitem__)
+
+
+@dataclass
+class _Work:
+    """Sums over the kernels of a case: device memory traffic, tile loads and operations, score elements."""
+
+    partial_bytes: float = 0.0
+    loaded_bytes: float = 0.0
+    wgmma_flops: float = 0.0
+    mma_sync_flops: float = 0.0
+    scores: float = 0.0
+    kernels: int = 0
+    memory_share: float = 1.0
+
+
+def case_bytes(case: Case) -> float:
+    """Bytes that must move: visible keys and values read once, queries read, results written."""
+    rows = sum(case.q_lens) * case.shape.num_heads * case.shape.head_dim
+    return case.cache_bytes + 2 * rows * ITEM_BYTES
+
+
+def case_flops(case: Case) -> float:
+    """Operations of visible pairs: two products of two operations, for each pair, head and channel."""
+    pairs = visible_pairs(np.array(case.q_lens), np.array(case.seq_lens), case.shape.sliding_window)
+    return 4.0 * pairs * case.shape.num_heads * case.shape.head_dim
+
+
+def predict(case: Case, device: Device) -> Prediction:
+    """The prediction for one case on one device, for this repository's kernels with all keys in pages."""
+    work = _Work()
+    if case.num_decodes:
+        _add_decode(case, device, work)
+    if case.num_decodes < case.batch:
+        _add_prefill(case, device, work)
+    memory_rate = device.copy_bytes_per_s * work.memory_share
+    seconds_per_sm = device.num_sms * device.clock_hz
+    flops = case_flops(case)
+    return Prediction(
+        memory=(case_bytes(case) + work.partial_bytes) / memory_rate,
+        l2=work.loaded_bytes / device.l2_bytes_per_s,
+        tensor_cores=work.wgmma_flops / device.matmul_flops_per_s
+        + work.mma_sync_flops / (device.matmul_flops_per_s * MMA_SYNC_SHARE),
+        softmax=work.scores * max(1 / EXP_PER_CLOCK, FP32_OPS / FP32_PER_CLOCK) / seconds_per_sm,
+        launch=work.kernels * device.launch,
+        floor=max(case_bytes(case) / device.copy_bytes_per_s, flops / device.matmul_flops_per_s),
+    )
+
+
+def _add_decode(case: Case, device: Device, work: _Work) -> None:
+    shape = case.shape
+    window = shape.sliding_window
+    plan = plan_decode(
+        num_decodes=case.num_decodes,
+        max_seqlen_q=1,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        num_sms=device.num_sms,
+        max_seq_len=max(case.seq_lens),
+        sliding_window=window,
+    )
+    config = select_config(
+        shape.head_dim, ITEM_BYTES, "decode", case.block_size, device.arch, rows=plan.block_m
+    )
+    _, _, head_tiles = tile_heads(shape.num_heads // shape.num_kv_heads, config.block_m)
+    keys = [n if window is None else min(n, window) for n in case.seq_lens[: case.num_decodes]]
+    piece = max(MIN_SPLIT_TOKENS, -(-sum(keys) // plan.target_items))
+    pieces = [-(-n // piece) if plan.workspace_numel else 1 for n in keys]
+    cut = sum(count for count in pieces if count > 1)
+    programs = sum(pieces) * shape.num_kv_heads * head_tiles
+    # fp32 partial rows are written, and read by the merge.
+    work.partial_bytes += 2 * 4 * cut * shape.num_heads * (shape.head_dim + 1)
+    tile_rows = config.block_m * shape.num_kv_heads * head_tiles * sum(keys)
+    _add_tiles(work, config, tile_rows, shape.head_dim)
+    work.kernels += 2 if plan.workspace_numel else 1
+    work.memory_share = min(work.memory_share, memory_share(config, shape.head_dim, programs, device))  # fmt: skip
+
+
+def _add_prefill(case: Case, device: Device, work: _Work) -> None:
+    shape = case.shape
+    config = select_config(shape.head_dim, ITEM_BYTES, "prefill", case.block_size, device.arch)
+    block_q, _, head_tiles = tile_heads(shape.num_heads // shape.num_kv_heads, config.block_m)
+    programs = 0
+    for q_len, seq_len in list(zip(case.q_lens, case.seq_lens, strict=True))[case.num_decodes :]:
+        first = np.arange(0, q_len, block_q) + seq_len - q_len
+        last = np.minimum(first + block_q, seq_len)
+        low = 0 if shape.sliding_window is None else np.maximum(0, first - shape.sliding_window + 1)
+        tiles = -(-last // config.block_n) - low // config.block_n
+        heads = shape.num_kv_heads * head_tiles
+        programs += len(first) * heads
+        tile_rows = config.block_m * config.block_n * float(tiles.sum()) * heads
+        _add_tiles(work, config, tile_rows, shape.head_dim)
+    work.kernels += 1
+    if not case.num_decodes:
+        work.memory_share = memory_share(config, shape.head_dim, programs, device)
+
+
+def _add_tiles(work: _Work, config: Config, tile_rows: float, head_dim: int) -> None:
+    """tile_rows: elements of all score tiles."""
+    work.scores += tile_rows
+    work.loaded_bytes += tile_rows / config.block_m * 2 * head_dim * ITEM_BYTES
+    # wgmma takes 64 rows at least, by a group of four warps.
+    if config.block_m >= 64:
+        work.wgmma_flops += 4.0 * tile_rows * head_dim
+    else:
+        work.mma_sync_flops += 4.0 * tile_rows * head_dim
+
+
+def memory_share(config: Config, head_dim: int, programs: int, device: Device) -> float:
+    """Share of the copy rate that ``programs`` programs can use: copies in flight, and how full their last wave is."""
+    stage = 2 * config.block_n * head_dim * ITEM_BYTES
+    shared = config.num_stages * stage + config.block_m * head_dim * ITEM_BYTES
+    resident = max(
+        1,
+        min(
+            SHARED_MEMORY[device.arch] // shared,
+            REGISTERS // (MAX_REGISTERS * 32 * config.num_warps),
+        ),
+    )
+    # Fewer programs than places leave places empty; more come in waves, of which the last may be thin.
+    places = resident * device.num_sms
+    waves = -(-programs // places)
+    filled = programs / (waves * places)
+    in_flight = stage * (config.num_stages - 1) * resident * device.num_sms
+    return min(1.0, in_flight * filled / device.latency / device.copy_bytes_per_s)

@@ -1,0 +1,216 @@
+"""The tensors of one case, shared by all implementations, and what the result has to be.
+
+Pages lie as the runner's pool has them: ``[num_pages, 2, block_size, num_kv_heads, head_dim]``, K and V of a page side by side. The table is
+linear, so that every implementation can read it; pages behind a sliding window do not exist (their entries name page 0, which no query
+sees). There are several copies of pages, queries and fresh rows where one would stay in the L2 cache: calls take turns.
+
+Logits have a standard deviation of ``LOGIT_STD``: a softmax over thousands of keys then rests on few of them, elsewhere for every query
+and head, so a tile that was not read shows. The budget is derived, as in the tests: a result may be twice as far from the float64 one as
+a plain program in the same dtype is, counting one rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from quire.bench.shapes import Case
+
+LOGIT_STD = 3.0
+# Bytes of K and V that calls rotate over, as a multiple of the L2 cache, and copies at most.
+L2_MULTIPLE = 4
+MAX_COPIES = 32
+# Sequences, and rows of each, that are compared with the float64 result.
+CHECKED_SEQS = 8
+CHECKED_ROWS = 12
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A case with its tensors; the first dimension of q, pages, k and v is the copy.
+
+    q: [copies, num_tokens, num_heads, head_dim]. pages: [copies, num_pages, 2, block_size, num_kv_heads, head_dim].
+    k, v: [copies, num_tokens, num_kv_heads, head_dim], the rows of the new tokens, which the pages hold as well.
+    block_table, seq_lens, cu_seqlens_q, sinks: as in ``quire.kernels.paged_attention``. sinks is None where the shape has none.
+    """
+
+    case: Case
+    q: Tensor
+    pages: Tensor
+    k: Tensor
+    v: Tensor
+    block_table: Tensor
+    seq_lens: Tensor
+    cu_seqlens_q: Tensor
+    sinks: Tensor | None
+
+    @property
+    def copies(self) -> int:
+        """How many calls can be made before one reads what another has read."""
+        return self.q.shape[0]
+
+    @property
+    def softmax_scale(self) -> float:
+        """The shape's, or head_dim ** -0.5."""
+        shape = self.case.shape
+        return shape.head_dim**-0.5 if shape.softmax_scale is None else shape.softmax_scale
+
+    def k_pages(self, copy: int) -> Tensor:
+        """[num_pages, block_size, num_kv_heads, head_dim] view."""
+        return self.pages[copy, :, 0]
+
+    def v_pages(self, copy: int) -> Tensor:
+        """[num_pages, block_size, num_kv_heads, head_dim] view."""
+        return self.pages[copy, :, 1]
+
+    def gathered(self, seq: int, copy: int = 0, lowest: int = 0) -> tuple[Tensor, Tensor]:
+        """K and V rows [keys, num_kv_heads, head_dim] of one sequence from position ``lowest`` on."""
+        block_size = self.case.block_size
+        position = torch.arange(lowest, self.case.seq_lens[seq], device=self.q.device)
+        page = self.block_table[seq, position // block_size].long()
+        row = position % block_size
+        return self.k_pages(copy)[page, row], self.v_pages(copy)[page, row]
+
+    def lowest_visible(self, seq: int) -> int:
+        """The first position that some query of a sequence sees."""
+        window = self.case.shape.sliding_window
+        context = self.case.seq_lens[seq] - self.case.q_lens[seq]
+        return 0 if window is None else max(0, context - window + 1)
+
+
+def make_problem(
+    case: Case,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    seed: int = 0,
+    copies: int | None = None,
+) -> Problem:
+    """Random tensors for a case. copies: default: as many as exceed the L2 cache ``L2_MULTIPLE`` times; 1 on a CPU."""
+    shape = case.shape
+    if copies is None:
+        copies = 1
+        if device.type == "cuda":
+            l2 = torch.cuda.get_device_properties(device).L2_cache_size
+            copies = min(MAX_COPIES, -(-L2_MULTIPLE * l2 // case.cache_bytes))
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(*size: int) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device).normal_(generator=generator)
+
+    num_tokens = sum(case.q_lens)
+    table, num_pages = _table(case, seed)
+    scale = shape.head_dim**-0.5 if shape.softmax_scale is None else shape.softmax_scale
+    q = normal(copies, num_tokens, shape.num_heads, shape.head_dim)
+    q.mul_(LOGIT_STD / (scale * shape.head_dim**0.5))
+    problem = Problem(
+        case=case,
+        q=q,
+        pages=normal(copies, num_pages, 2, case.block_size, shape.num_kv_heads, shape.head_dim),
+        k=normal(copies, num_tokens, shape.num_kv_heads, shape.head_dim),
+        v=normal(copies, num_tokens, shape.num_kv_heads, shape.head_dim),
+        block_table=table.to(device),
+        seq_lens=torch.tensor(case.seq_lens, dtype=torch.int32, device=device),
+        cu_seqlens_q=torch.tensor([0, *accumulate(case.q_lens)], dtype=torch.int32, device=device),
+        sinks=normal(shape.num_heads).float() if shape.sinks else None,
+    )
+    first = 0
+    for seq, q_len in enumerate(case.q_lens):
+        for copy in range(copies):
+            k, v = problem.gathered(seq, copy, case.seq_lens[seq] - q_len)
+            problem.k[copy, first : first + q_len] = k
+            problem.v[copy, first : first + q_len] = v
+        first += q_len
+    return problem
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a sample of rows of a problem's first copy has to be.
+
+    rows: [n] indices of tokens. exact: [n, num_heads, head_dim] float64. budget: largest error allowed.
+    """
+
+    rows: Tensor
+    exact: Tensor
+    budget: float
+
+    def wrong(self, out: Tensor) -> str | None:
+        """What is wrong with a result [num_tokens, num_heads, head_dim]: a message, or None. All of it has to be finite."""
+        if not bool(torch.isfinite(out).all()):
+            return "not finite"
+        error = (out[self.rows].double() - self.exact).abs().max().item()
+        return None if error <= self.budget else f"error {error:.3g}, budget {self.budget:.3g}"
+
+
+def expect(problem: Problem) -> Expected:
+    """The float64 result of a sample of rows, and the budget of the problem's dtype."""
+    starts = [0, *accumulate(problem.case.q_lens)]
+    index, exact, plain = [], [], []
+    for seq in _spread(problem.case.batch, CHECKED_SEQS):
+        rows = _spread(problem.case.q_lens[seq], CHECKED_ROWS)
+        index += [starts[seq] + row for row in rows]
+        exact.append(attention_rows(problem, seq, rows, torch.float64))
+        plain.append(attention_rows(problem, seq, rows, problem.q.dtype))
+    truth = torch.cat(exact)
+    plain_error = (torch.cat(plain).double() - truth).abs().max().item()
+    rounding = torch.finfo(problem.q.dtype).eps / 2 * max(1.0, truth.abs().max().item())
+    rows = torch.tensor(index, device=truth.device)
+    return Expected(rows, truth, 2 * (plain_error + rounding))
+
+
+def attention_rows(problem: Problem, seq: int, rows: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Attention of some rows of one sequence of the first copy, all keys at once, in the arithmetic ``dtype``.
+
+    rows: new tokens of the sequence, counted from 0.
+
+    Returns: [len(rows), num_heads, head_dim] in ``dtype``.
+    Source: as ``quire.kernels.reference``, with which a test compares it.
+    """
+    case, shape = problem.case, problem.case.shape
+    lowest = problem.lowest_visible(seq)
+    keys, values = problem.gathered(seq, 0, lowest)
+    first = sum(case.q_lens[:seq])
+    index = torch.tensor(rows, device=problem.q.device)
+    queries = problem.q[0, first + index].to(dtype)
+    position = case.seq_lens[seq] - case.q_lens[seq] + index
+    distance = position[:, None] - torch.arange(lowest, case.seq_lens[seq], device=index.device)
+    hidden = distance < 0
+    if shape.sliding_window is not None:
+        hidden |= distance >= shape.sliding_window
+    group = shape.num_heads // shape.num_kv_heads
+    out = torch.empty(queries.shape, dtype=dtype, device=index.device)
+    for head in range(shape.num_heads):
+        key, value = keys[:, head // group].to(dtype), values[:, head // group].to(dtype)
+        logits = (queries[:, head] @ key.T * problem.softmax_scale).masked_fill(hidden, -torch.inf)
+        if problem.sinks is not None:
+            sink = problem.sinks[head].to(dtype).expand(len(rows), 1)
+            logits = torch.cat([logits, sink], 1)
+        out[:, head] = torch.softmax(logits, 1)[:, : len(key)] @ value
+    return out
+
+
+def _table(case: Case, seed: int) -> tuple[Tensor, int]:
+    """Block table [batch, width] with shuffled pages, and the number of pages; page 0 stands for pages that nobody sees."""
+    window, block_size = case.shape.sliding_window, case.block_size
+    width = -(-max(case.seq_lens) // block_size)
+    table = torch.zeros(case.batch, width, dtype=torch.int32)
+    seen = torch.zeros(case.batch, width, dtype=torch.bool)
+    for seq, (seq_len, q_len) in enumerate(zip(case.seq_lens, case.q_lens, strict=True)):
+        lowest = 0 if window is None else max(0, seq_len - q_len - window + 1)
+        seen[seq, lowest // block_size : -(-seq_len // block_size)] = True
+    num_pages = 1 + int(seen.sum())
+    shuffled = 1 + torch.randperm(num_pages - 1, generator=torch.Generator().manual_seed(seed))
+    table[seen] = shuffled.int()
+    return table, num_pages
+
+
+def _spread(count: int, most: int) -> list[int]:
+    """At most ``most`` of range(count), the first and the last among them, evenly spaced."""
+    if count <= most:
+        return list(range(count))
+    return sorted({round(i * (count - 1) / (most - 1)) for i in range(most)})
