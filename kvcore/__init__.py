@@ -1,6 +1,6 @@
 """Retention-aware KV-cache allocator for hybrid-attention models; needs numpy and nothing else."""
 
-from .eviction import LRU, Entry, EvictionPolicy
+from .eviction import LRU, S3FIFO, CostAware, Entry, EvictionPolicy, Ranked
 from .hashing import Prompt
 from .manager import KVCache
 from .plan import OutOfPages, StepPlan
@@ -10,6 +10,8 @@ from .spec import NULL_BLOCK, GroupSpec
 __all__ = [
     "LRU",
     "NULL_BLOCK",
+    "S3FIFO",
+    "CostAware",
     "Entry",
     "EvictionPolicy",
     "GroupSpec",
@@ -17,5 +19,6 @@ __all__ = [
     "Match",
     "OutOfPages",
     "Prompt",
+    "Ranked",
     "StepPlan",
 ]

@@ -13,12 +13,13 @@ on the path of a running request are locked.
 
 from __future__ import annotations
 
-import heapq
 from bisect import bisect_right, insort
+from collections import OrderedDict
 from collections.abc import Iterator
 
 import numpy as np
 
+from .events import Announcer
 from .eviction import EvictionPolicy
 from .hashing import KEY_BYTES
 from .pages import PagePool
@@ -28,7 +29,7 @@ from .spec import Int32
 class ResumePoint:
     """Window pages that make one boundary resumable."""
 
-    __slots__ = ("depth", "last_used", "num_uses", "pages", "run", "ticket")
+    __slots__ = ("depth", "last_used", "num_uses", "pages", "run")
 
     def __init__(self, run: Run, depth: int, pages: Int32, tick: int) -> None:
         self.run: Run | None = run  # None once evicted
@@ -36,7 +37,29 @@ class ResumePoint:
         self.pages = pages
         self.last_used = tick
         self.num_uses = 0
-        self.ticket = -1
+
+    @property
+    def key(self) -> bytes:
+        """Key of the prefix that ends here."""
+        assert self.run is not None
+        return self.run.segment_key(self.depth - self.run.start - 1)
+
+    @property
+    def gain(self) -> int:
+        """Segments that a hit here saves over one at the resume point before it."""
+        node = self.run
+        while node is not None:
+            i = bisect_right(node.depths, self.depth - 1)
+            if i:
+                return self.depth - node.depths[i - 1]
+            node = node.parent
+        return self.depth
+
+    @property
+    def num_pages(self) -> int:
+        """Window pages of this point, and dense pages of the segments that it gains."""
+        assert self.run is not None
+        return len(self.pages) + self.gain * int(self.run.pages.shape[1])
 
 
 class Run:
@@ -44,13 +67,13 @@ class Run:
 
     Attributes:
         keys: length * 32 bytes.
-        locks: running requests whose prefix ends in this run or below it.
+        locks, pins: running requests, and pins, whose prefix ends in this run or below it.
         depths: sorted boundaries (in segments, absolute) that have a resume point here.
     """
 
     __slots__ = (
         "_pages", "children", "depths", "keys", "last_used", "length", "locks", "num_uses", "parent",
-        "points", "start", "ticket",
+        "pins", "points", "start",
     )  # fmt: skip
 
     def __init__(self, parent: Run | None, start: int, keys: bytes, pages: Int32) -> None:
@@ -63,9 +86,9 @@ class Run:
         self.points: dict[int, ResumePoint] = {}
         self.depths: list[int] = []
         self.locks = 0
+        self.pins = 0
         self.last_used = 0
         self.num_uses = 0
-        self.ticket = -1
 
     @property
     def depth(self) -> int:
@@ -73,11 +96,26 @@ class Run:
         return self.start + self.length
 
     @property
+    def key(self) -> bytes:
+        """Key of the prefix that ends with this run."""
+        return self.segment_key(self.length - 1)
+
+    @property
+    def gain(self) -> int:
+        """Segments of this run."""
+        return self.length
+
+    @property
+    def num_pages(self) -> int:
+        """Dense pages of this run."""
+        return self.pages.size
+
+    @property
     def pages(self) -> Int32:
         """[length, pages_per_segment] int32."""
         return self._pages[: self.length]
 
-    def key(self, i: int) -> bytes:
+    def segment_key(self, i: int) -> bytes:
         """Key of the i-th segment of this run."""
         return bytes(self.keys[i * KEY_BYTES : (i + 1) * KEY_BYTES])
 
@@ -118,7 +156,7 @@ class PrefixIndex:
         pool: where evicted pages go.
         pages_per_segment: dense pages of one segment, all groups.
         hybrid: there are window groups, so a hit needs a resume point.
-        policy: ranks entries for eviction.
+        policy: chooses entries for eviction.
     """
 
     def __init__(
@@ -136,9 +174,12 @@ class PrefixIndex:
         self.num_evicted_segments = 0
         self.root = Run(None, 0, b"", np.empty((0, pages_per_segment), dtype=np.int32))
         self.root.locks = 1
+        self.announcer: Announcer | None = None
         self._useless: list[Run] = []
-        self._heap: list[tuple[float, int, int, Run | ResumePoint]] = []
-        self._ticket = 0
+        self.pins: OrderedDict[Run | ResumePoint, float] = OrderedDict()  # -> expiry; oldest first
+        self.num_pinned_segments = 0
+        self.num_pinned_point_pages = 0
+        self.num_demoted_pins = 0
 
     # Look-up: changes nothing.
 
@@ -209,6 +250,7 @@ class PrefixIndex:
         for node in self.path(run):
             if node.locks == 0:
                 self.num_locked_segments += node.length
+                self.policy.discard(node)
             node.locks += 1
 
     def unlock(self, run: Run) -> None:
@@ -247,6 +289,7 @@ class PrefixIndex:
                 child = self._split(child, child.start + common)
             if child.locks == 0:
                 self.num_locked_segments += child.length
+                self.policy.discard(child)
             child.locks += 1
             known += common
             run = child
@@ -255,19 +298,20 @@ class PrefixIndex:
         keys, pages = keys[known * KEY_BYTES :], pages[known:]
         self.num_segments += n - known
         self.num_locked_segments += n - known
-        if run.locks == 1 and not run.children and run is not self.root:
+        if run.locks == 1 and not run.children and not run.pins and run is not self.root:
             run.extend(keys, pages)
         else:
             child = Run(run, run.depth, keys, pages.copy())
             child.locks = 1
-            run.children[child.key(0)] = child
+            run.children[child.segment_key(0)] = child
             run = child
         run.last_used = self.tick
         return run, known
 
     def append(self, run: Run, key: bytes, pages: Int32) -> tuple[Run, int]:
         """`insert` of one segment, quick where `run` is a leaf of one request."""
-        if run.locks != 1 or run.children or run is self.root or run.length == len(run._pages):
+        leaf = run.locks == 1 and not run.children and not run.pins and run is not self.root
+        if not leaf or run.length == len(run._pages):
             return self.insert(run, key, pages[None])
         run._pages[run.length] = pages
         run.keys += key
@@ -284,23 +328,70 @@ class PrefixIndex:
             run = run.parent
         point = run.points.get(depth)
         if point is not None:
-            self._rank(point)
+            self._used(point)
             return False
         point = run.points[depth] = ResumePoint(run, depth, pages, self.tick)
         insort(run.depths, depth)
         self.pool.hold(pages)
         self.num_points += 1
-        self._rank(point)
+        self._used(point)
         return True
 
     def use(self, run: Run) -> ResumePoint | None:
-        """A hit ends at the end of `run`: count the use; returns the resume point there, if any."""
-        entry: Run | ResumePoint | None = run.points.get(run.depth) if self.hybrid else run
-        if entry is None:
+        """A hit ends at the end of `run`, which is locked: count the use; returns the resume point there, if any."""
+        if not self.hybrid:
+            run.num_uses += 1
             return None
-        entry.num_uses += 1
-        self._rank(entry)
-        return entry if isinstance(entry, ResumePoint) else None
+        point = run.points[run.depth]
+        point.num_uses += 1
+        self._used(point)
+        return point
+
+    def _used(self, point: ResumePoint) -> None:
+        point.last_used = self.tick
+        if point not in self.pins:
+            self.policy.add(point)
+
+    # Pins: entries that are evicted after all others.
+
+    @property
+    def num_pinned_pages(self) -> int:
+        """Pages of pinned entries, with the dense pages below them."""
+        return self.num_pinned_segments * self.pages_per_segment + self.num_pinned_point_pages
+
+    def pin(self, run: Run, expiry: float) -> None:
+        """Pin the entry at the end of `run`, or renew its pin as the newest."""
+        entry = run.points[run.depth] if self.hybrid else run
+        if entry not in self.pins:
+            for node in self.path(run):
+                if node.pins == 0:
+                    self.num_pinned_segments += node.length
+                node.pins += 1
+            if isinstance(entry, ResumePoint):
+                self.num_pinned_point_pages += len(entry.pages)
+            self.policy.discard(entry)
+        self.pins[entry] = expiry
+        self.pins.move_to_end(entry)
+
+    def unpin(self, entry: Run | ResumePoint) -> None:
+        """Make a pinned entry an ordinary one."""
+        del self.pins[entry]
+        run = entry.run if isinstance(entry, ResumePoint) else entry
+        assert run is not None
+        for node in self.path(run):
+            node.pins -= 1
+            if node.pins == 0:
+                self.num_pinned_segments -= node.length
+        if isinstance(entry, ResumePoint):
+            self.num_pinned_point_pages -= len(entry.pages)
+            self.policy.add(entry)
+        else:
+            self._became_leaf(entry)
+
+    def demote_oldest(self) -> None:
+        """Unpin the entry that was pinned first."""
+        self.unpin(next(iter(self.pins)))
+        self.num_demoted_pins += 1
 
     # Eviction.
 
@@ -311,45 +402,50 @@ class PrefixIndex:
             if self._useless:
                 self._trim_useless(self._useless.pop(), target - self.pool.num_free)
                 continue
-            entry = self._pop()
-            if isinstance(entry, ResumePoint):
+            entry = self.policy.pop()
+            if entry is None:
+                self.demote_oldest()
+            elif isinstance(entry, ResumePoint):
                 self._drop_point(entry)
             else:
+                assert isinstance(entry, Run)
                 self._trim(entry, min(entry.length, self._segments(target - self.pool.num_free)))
 
     def _segments(self, num_pages: int) -> int:
         return -(-num_pages // max(1, self.pages_per_segment))
 
-    def _pop(self) -> Run | ResumePoint:
-        while True:
-            _, _, ticket, entry = heapq.heappop(self._heap)
-            if entry.ticket != ticket:
-                continue  # a newer record of this entry is in the heap, or it is gone
-            entry.ticket = -1
-            if isinstance(entry, ResumePoint) or (not entry.locks and not entry.children):
-                return entry
-
-    def _rank(self, entry: Run | ResumePoint) -> None:
-        """(Re)file `entry` in the heap with a fresh rank."""
-        entry.last_used = self.tick
-        self._file(entry)
-
-    def _file(self, entry: Run | ResumePoint) -> None:
-        self._ticket += 1
-        entry.ticket = self._ticket
-        record = (self.policy.rank(entry), -entry.depth, entry.ticket, entry)
-        heapq.heappush(self._heap, record)
-        live = self.num_points if self.hybrid else self.num_segments
-        if len(self._heap) > 4 * live + 1024:
-            self._heap = [r for r in self._heap if r[3].ticket == r[2]]
-            heapq.heapify(self._heap)
+    def clear(self) -> None:
+        """Drop all resume points, and all segments but those on the path of a running request."""
+        announcer, evicted = self.announcer, (self.num_evicted_points, self.num_evicted_segments)
+        if self.num_locked_segments == 0:
+            self.announcer = None  # one record for all of them, below
+        runs = list(self.runs())
+        for run in runs:
+            for depth in list(run.depths):
+                self._drop_point(run.points[depth])
+        for run in reversed(runs):  # children first
+            if not run.locks:
+                if run in self.pins:
+                    self.unpin(run)
+                self.policy.discard(run)
+                self._trim(run, run.length)
+        self._useless.clear()
+        self.announcer = announcer
+        self.num_evicted_points, self.num_evicted_segments = evicted
+        if announcer is not None and self.num_locked_segments == 0:
+            announcer.cleared()
 
     def _drop_point(self, point: ResumePoint) -> None:
         run = point.run
         assert run is not None
+        if point in self.pins:
+            self.unpin(point)
+        self.policy.discard(point)
+        if self.announcer is not None:
+            self.announcer.point_removed(point.key, point.depth)
         del run.points[point.depth]
         run.depths.remove(point.depth)
-        point.run, point.ticket = None, -1
+        point.run = None
         self.pool.unhold(point.pages)
         self.num_points -= 1
         self.num_evicted_points += 1
@@ -367,13 +463,15 @@ class PrefixIndex:
         keep = run.length - n
         assert not run.depths or run.depths[-1] <= run.start + keep
         self.pool.put(run.pages[keep:].ravel())
+        if self.announcer is not None:
+            self.announcer.segments_removed(bytes(run.keys[keep * KEY_BYTES :]))
         self.num_segments -= n
         self.num_evicted_segments += n
         parent = run.parent
         assert parent is not None
         if keep == 0:
-            del parent.children[run.key(0)]
-            run.parent, run.ticket, run.length = None, -1, 0
+            del parent.children[run.segment_key(0)]
+            run.parent, run.length = None, 0
             self._became_leaf(parent)
             return
         del run.keys[keep * KEY_BYTES :]
@@ -385,7 +483,8 @@ class PrefixIndex:
         if run.locks or run.children or run.parent is None:
             return
         if not self.hybrid:
-            self._file(run)
+            if run not in self.pins:
+                self.policy.add(run)
         elif run.useless(True):
             self._useless.append(run)
 
@@ -394,13 +493,14 @@ class PrefixIndex:
         k = depth - run.start
         assert 0 < k < run.length and run.parent is not None
         upper = Run(run.parent, run.start, bytes(run.keys[: k * KEY_BYTES]), run.pages[:k].copy())
-        upper.locks, upper.last_used, upper.num_uses = run.locks, run.last_used, run.num_uses
-        run.parent.children[upper.key(0)] = upper
+        upper.locks, upper.pins = run.locks, run.pins
+        upper.last_used, upper.num_uses = run.last_used, run.num_uses
+        run.parent.children[upper.segment_key(0)] = upper
         run.parent, run.start = upper, depth
         del run.keys[: k * KEY_BYTES]
         run._pages = run.pages[k:].copy()
         run.length -= k
-        upper.children[run.key(0)] = run
+        upper.children[run.segment_key(0)] = run
         cut = bisect_right(run.depths, depth)
         upper.depths, run.depths = run.depths[:cut], run.depths[cut:]
         for d in upper.depths:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from .events import Announcer, EventLog
 from .eviction import LRU, EvictionPolicy
 from .hashing import Prompt, as_token_ids, root_key
 from .index import PrefixIndex, Run
@@ -38,7 +39,9 @@ class KVCache:
         max_draft_tokens: tokens of a step that `commit(accepted=)` may reject or `rollback` take back. Rows of state
             groups must then tolerate tokens that are taken back (rows addressed by position do).
         policy: eviction policy; `LRU` by default.
+        max_pinned_pages: budget of `pin`; all pages by default.
         track_deltas: collect table changes for `take_deltas`.
+        events: where to write what is stored and removed; None keeps no events and no tokens.
 
     Raises:
         ValueError: an argument is out of range, page sizes differ, or retention is not aligned.
@@ -56,7 +59,9 @@ class KVCache:
         enable_caching: bool = True,
         max_draft_tokens: int = 0,
         policy: EvictionPolicy | None = None,
+        max_pinned_pages: int | None = None,
         track_deltas: bool = False,
+        events: EventLog | None = None,
     ) -> None:
         for name, value, low in (
             ("max_requests", max_requests, 1),
@@ -79,10 +84,14 @@ class KVCache:
         self.index = PrefixIndex(self.pool, layout.pages_per_segment, self.hybrid, policy or LRU())
         self.sequences = Sequences(max_requests, self.alignment, layout.lookahead)
         self._tables = Tables(layout, max_requests, self.pool, track_deltas)
+        self._announcer = None if events is None else Announcer(events, layout, self.sequences)
+        self.index.announcer = self._announcer
         self._cached: Int64 = np.zeros(max_requests, dtype=np.int64)  # tokens in the index
         self._rollback_floor: Int64 = np.zeros(max_requests, dtype=np.int64)
         self._keep: Int64 = np.zeros((max_requests, 3), dtype=np.int64)  # replay x2, junction
         self._runs: list[Run] = [self.index.root] * max_requests
+        self.max_pinned_pages = num_pages if max_pinned_pages is None else max_pinned_pages
+        self._pin_at_release: dict[int, float] = {}  # slot -> expiry
         self._version = 0
         self.counters = {
             "requests": 0, "prompt_tokens": 0, "hit_tokens": 0, "tokens_without_resume_point": 0,
@@ -164,7 +173,10 @@ class KVCache:
         prompt = token_ids
         if not isinstance(prompt, Prompt):
             root = root_key(self.hash_seed, salt)
-            prompt = Prompt(token_ids, self.alignment, self.layout.lookahead, root)
+            keep = self._announcer is not None
+            prompt = Prompt(token_ids, self.alignment, self.layout.lookahead, root, keep)
+        if self._announcer is not None and prompt.tokens is None:
+            raise ValueError("token_ids: expected a prompt made by a cache with events")
         if prompt.num_tokens > self.max_model_len:
             raise ValueError(
                 f"token_ids: expected at most max_model_len = {self.max_model_len} tokens, "
@@ -204,6 +216,8 @@ class KVCache:
         self._changed()
         hit, a = match.num_tokens, self.alignment
         slot = self.sequences.add(request_id, prompt, hit)
+        if self._announcer is not None:
+            self._announcer.admitted(slot, prompt)
         self._cached[slot] = self._rollback_floor[slot] = hit
         self._keep[slot] = 0
         if self.hybrid and self.enable_caching:
@@ -369,6 +383,8 @@ class KVCache:
             self._tables.settle(step, effects)
             return effects.copies
         self._feed(plan, ids, end)
+        if self._announcer is not None:
+            self._announcer.computed(plan, ids, end)
         cached = self._cached[slots]
         whole = end // self.alignment
         if self.layout.lookahead:
@@ -447,6 +463,8 @@ class KVCache:
             self._runs[slot], known = self.index.append(self._runs[slot], key, pages[i])
             if known:
                 self._adopt(slot, segment, pages[i : i + 1])
+            elif self._announcer is not None:
+                self._announcer.segments(slot, segment, segment + 1)
         for i in (~one).nonzero()[0].tolist():
             slot, begin, end = int(slots[i]), int(first[i]), int(whole[i])
             keys = self.sequences.keys(slot, begin, end)
@@ -455,6 +473,8 @@ class KVCache:
             self._runs[slot], known = self.index.insert(self._runs[slot], keys, pages)
             if known:
                 self._adopt(slot, begin, pages[:known])
+            if self._announcer is not None and begin + known < end:
+                self._announcer.segments(slot, begin + known, end)
 
     def _adopt(self, slot: int, first: int, pages: Int32) -> None:
         """Segments from `first` on were cached by someone else: keep one copy, theirs."""
@@ -468,6 +488,8 @@ class KVCache:
             return
         if self.index.add_point(self._runs[slot], boundary // self.alignment, pages):
             self.counters["resume_points_kept"] += 1
+            if self._announcer is not None:
+                self._announcer.point(slot, boundary)
 
     def rollback(self, slot: int, num_tokens: int) -> None:
         """Forget the last computed tokens of a request.
@@ -520,11 +542,96 @@ class KVCache:
         computed, cached = int(self.num_computed[slot]), int(self._cached[slot])
         if self.hybrid and cached:
             self._add_point(slot, cached, self._tables.tail(slot, cached))
+        expiry = self._pin_at_release.pop(slot, None)
+        if expiry is not None and cached:
+            self._pin(self._runs[slot], cached // self.alignment, expiry)
         self._tables.release(slot, cached, computed)
         self.index.unlock(self._runs[slot])
         self._runs[slot] = self.index.root
         self._cached[slot] = 0
         self.sequences.remove(request_id)
+        if self._announcer is not None:
+            self._announcer.released(slot)
+
+    # Pins.
+
+    def pin(self, match: Match, *, now: float, ttl: float) -> int:
+        """Keep the cached prefix of a prompt until everything unpinned is gone, or `ttl` seconds have passed.
+
+        Pins never block an admission: under pressure the oldest are demoted and evicted. When the budget
+        max_pinned_pages is exceeded, the oldest pins are demoted at once.
+
+        Args:
+            match: from `match`; its hit is looked up again.
+            now: seconds on the caller's clock.
+            ttl: seconds from now.
+
+        Returns:
+            Tokens of the pinned prefix; 0 if nothing is cached or it alone exceeds the budget.
+
+        Raises:
+            ValueError: `ttl` is not positive.
+        """
+        self._check_ttl(ttl)
+        match, run = self._match(match.prompt)
+        self._changed()
+        return self._pin(run, match.num_tokens // self.alignment, now + ttl) * self.alignment
+
+    def pin_request(self, request_id: Hashable, *, now: float, ttl: float) -> None:
+        """Pin what is cached of a running request when it is released.
+
+        Raises:
+            ValueError: the id is unknown, or `ttl` is not positive.
+        """
+        self._check_ttl(ttl)
+        self._pin_at_release[self.slot_of(request_id)] = now + ttl
+
+    def _check_ttl(self, ttl: float) -> None:
+        if not ttl > 0:
+            raise ValueError(f"ttl: expected seconds > 0, got {ttl!r}")
+
+    def _pin(self, run: Run, depth: int, expiry: float) -> int:
+        """Pin the boundary `depth` on the path to `run`; returns the segments pinned."""
+        index = self.index
+        if not depth:
+            return 0
+        run = index.end_at(run, depth)
+        if index.hybrid and depth not in run.points:
+            return 0
+        index.pin(run, expiry)
+        while index.num_pinned_pages > self.max_pinned_pages:
+            if len(index.pins) == 1:
+                depth = 0
+            index.demote_oldest()
+        return depth
+
+    def unpin(self, match: Match) -> bool:
+        """End the pin of the prefix that `match` finds; False if it is not pinned."""
+        match, run = self._match(match.prompt)
+        if not match.num_tokens:
+            return False
+        self._changed()
+        run = self.index.end_at(run, match.num_tokens // self.alignment)
+        entry = run.points[run.depth] if self.hybrid else run
+        if entry not in self.index.pins:
+            return False
+        self.index.unpin(entry)
+        return True
+
+    def expire_pins(self, now: float) -> int:
+        """End the pins whose time has passed; returns how many."""
+        expired = [entry for entry, expiry in self.index.pins.items() if expiry <= now]
+        self._version += bool(expired)
+        for entry in expired:
+            self.index.unpin(entry)
+        return len(expired)
+
+    def clear(self) -> None:
+        """Forget everything cached that no running request needs, pinned or not."""
+        self._changed()
+        self.index.clear()
+
+    # Device copies.
 
     def take_deltas(self) -> tuple[Int64, Int32]:
         """Table entries that changed since the last call, for a copy of `tables` on a device.
@@ -556,6 +663,9 @@ class KVCache:
             "cached_segments": self.index.num_segments,
             "evicted_resume_points": self.index.num_evicted_points,
             "evicted_segments": self.index.num_evicted_segments,
+            "pins": len(self.index.pins),
+            "pinned_pages": self.index.num_pinned_pages,
+            "demoted_pins": self.index.num_demoted_pins,
             "free_pages": self.num_free_pages,
             "evictable_pages": self.num_evictable_pages,
             "pages_in_use": held,

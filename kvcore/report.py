@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from .hashing import Prompt
+from .index import Run
 
 if TYPE_CHECKING:
     from .manager import KVCache
@@ -110,7 +111,14 @@ def check_invariants(cache: KVCache) -> None:
     users: Counter[int] = Counter()
     holds: Counter[int] = Counter()
     locks: Counter[int] = Counter()
-    segments = locked = points = 0
+    pins: Counter[int] = Counter()
+    segments = locked = points = pinned = 0
+    for entry in index.pins:
+        pinned_run = entry if isinstance(entry, Run) else entry.run
+        assert pinned_run is not None and pinned_run.parent is not None, "a pin of what is gone"
+        assert pinned_run.depth == entry.depth
+        for node in index.path(pinned_run):
+            pins[id(node)] += 1
     for slot in np.flatnonzero(cache.sequences.active).tolist():
         computed, cached = int(cache.num_computed[slot]), int(cache._cached[slot])
         assert cached <= computed and cached % a == 0
@@ -142,8 +150,10 @@ def check_invariants(cache: KVCache) -> None:
         segments += run.length
         locked += run.length if run.locks else 0
         assert run.locks == locks[id(run)], "locks count the running requests below"
+        assert run.pins == pins[id(run)], "pins count the pinned entries below"
+        pinned += run.length if run.pins else 0
         assert run.length > 0 and run.parent is not None and run.start == run.parent.depth
-        assert run.parent.children[run.key(0)] is run
+        assert run.parent.children[run.segment_key(0)] is run
         assert len(run.keys) == 32 * run.length
         owners.update(run.pages.ravel().tolist())
         assert run.depths == sorted(run.points) and all(
@@ -158,7 +168,7 @@ def check_invariants(cache: KVCache) -> None:
     assert len(owners) == pool.num_pages - 1, f"{pool.num_pages - 1 - len(owners)} pages leaked"
     assert set(owners.values()) == {1}, "a page has two owners"
     assert segments == index.num_segments and locked == index.num_locked_segments
-    assert points == index.num_points
+    assert points == index.num_points and pinned == index.num_pinned_segments
     held_only = sum(1 for p in holds if not users[p])
     assert held_only == pool.num_held_only
     pages = np.arange(1, pool.num_pages)

@@ -1,0 +1,160 @@
+"""Eviction policies: their order, what they learn, and that a small one of one's own is enough."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from quire.kvcore import LRU, S3FIFO, CostAware, Ranked
+
+from .engine import Engine, groups
+
+GEMMA = ((32, None), (16, 64), (16, 64))
+POLICIES = [LRU, CostAware, S3FIFO]
+
+
+@dataclass(eq=False)
+class Fake:
+    """An entry as a policy sees it."""
+
+    key: bytes
+    last_used: int = 0
+    num_uses: int = 0
+    depth: int = 1
+    gain: int = 1
+    num_pages: int = 1
+    name: str = field(default="")
+
+
+def popped(policy) -> list[bytes]:
+    order = []
+    while (entry := policy.pop()) is not None:
+        order.append(entry.key)
+    return order
+
+
+@pytest.mark.parametrize("make", POLICIES)
+def test_a_policy_gives_back_each_entry_once(make):
+    policy = make()
+    entries = [Fake(b"%d" % i, last_used=i) for i in range(50)]
+    for e in entries + entries[::3]:
+        policy.add(e)
+    for e in entries[::5]:
+        policy.discard(e)
+    policy.discard(Fake(b"never filed"))
+    assert sorted(popped(policy)) == sorted(e.key for e in entries if entries.index(e) % 5)
+    assert policy.pop() is None
+    policy.add(entries[0])
+    assert popped(policy) == [b"0"]
+
+
+def test_lru_takes_the_least_recently_used_and_the_deepest_among_equals():
+    policy = LRU()
+    for key, tick, depth in ((b"a", 1, 1), (b"b", 1, 5), (b"c", 0, 1), (b"d", 2, 1)):
+        policy.add(Fake(key, last_used=tick, depth=depth))
+    assert popped(policy) == [b"c", b"b", b"a", b"d"]
+
+
+def test_cost_aware_keeps_what_saves_more_for_its_pages():
+    policy = CostAware(weight=0.9)
+    for i in range(20):
+        policy.add(Fake(b"cheap%d" % i, last_used=i, gain=1, num_pages=10))
+    policy.add(Fake(b"dear", last_used=5, gain=10, num_pages=10))
+    order = popped(policy)
+    assert order.index(b"dear") > order.index(b"cheap6"), "a later, cheaper entry goes before it"
+    assert CostAware(weight=0.0).rank(Fake(b"x", last_used=7, gain=99)) == 7, "weight 0 is LRU"
+
+
+def test_cost_aware_learns_from_what_comes_back():
+    policy = CostAware(weight=0.5, step=0.2)
+    for i in range(10):
+        policy.add(Fake(b"%d" % i, last_used=i, gain=1, num_pages=4 if i % 2 else 1))
+    while policy.pop() is not None:
+        pass
+    policy.add(Fake(b"1", gain=1, num_pages=4))  # was evicted as worth little: value was wrong
+    lower = policy.weight
+    assert lower < 0.5
+    policy.add(
+        Fake(b"2", gain=1, num_pages=1)
+    )  # was evicted although worth much: recency was wrong
+    assert policy.weight > lower
+
+
+def test_s3fifo_resists_a_scan():
+    policy = S3FIFO(small=0.1)
+    hot = [Fake(b"hot%d" % i) for i in range(20)]
+    for e in hot:
+        policy.add(e)
+        policy.add(e)  # used again
+    scan = [Fake(b"scan%d" % i) for i in range(100)]
+    gone = []
+    for e in scan:
+        policy.add(e)
+        gone.append(policy.pop().key)
+    # The small queue's share, a tenth, is all that the scan may take from the rest.
+    assert sum(key.startswith(b"hot") for key in gone) <= 3
+    lru = LRU()
+    for i, e in enumerate(hot + scan):
+        e.last_used = i
+        lru.add(e)
+    assert [e.key for e in hot] == popped(lru)[:20], "LRU loses all of them"
+
+
+def test_s3fifo_lets_a_ghost_into_the_main_queue():
+    policy = S3FIFO()
+    first = [Fake(b"%d" % i) for i in range(10)]
+    for e in first:
+        policy.add(e)
+    assert policy.pop().key == b"0"
+    policy.add(Fake(b"0"))  # comes back: main queue
+    for i in range(10, 20):
+        policy.add(Fake(b"%d" % i))
+    order = popped(policy)
+    assert order.index(b"0") > order.index(b"9")
+
+
+@pytest.mark.parametrize("make", [lambda: CostAware(weight=2), lambda: S3FIFO(small=0)])
+def test_bad_settings_are_named(make):
+    with pytest.raises(ValueError, match=r"weight: expected|small: expected"):
+        make()
+
+
+class MostUsed(Ranked):
+    """A policy of one's own, whole."""
+
+    def rank(self, entry):
+        return entry.num_uses
+
+
+@pytest.mark.parametrize("make", [*POLICIES, MostUsed])
+@pytest.mark.parametrize("specs", [GEMMA, ((32, None),)], ids=["hybrid", "dense"])
+def test_every_policy_serves_only_real_hits_under_pressure(make, specs):
+    e = Engine(groups(*specs), num_pages=140, max_requests=3, max_model_len=1024, policy=make())
+    rng = np.random.default_rng(0)
+    shared = [rng.integers(0, 50, 96).tolist() for _ in range(3)]
+    history = [rng.integers(0, 50, 60).tolist() for _ in range(4)]
+    hits = 0
+    for i in range(80):
+        kind, n = i % 4, int(rng.integers(40, 120))
+        fresh = rng.integers(0, 50, n).tolist()
+        prompt = (shared[i % 3] if kind < 2 else history[i % len(history)]) + fresh
+        hits += e.run(i, prompt[:900], rng.integers(0, 50, 9).tolist(), chunk=50).num_tokens
+        history[i % len(history)] = prompt[:700]
+        e.check()
+    assert e.kv.stats()["evicted_segments"] > 0 and hits > 0
+    for policy in (e.kv.index.policy,):
+        if isinstance(policy, Ranked):
+            assert len(policy._heap) <= 4 * len(policy._tickets) + 1024
+
+
+def test_a_policy_of_ones_own_decides():
+    e = Engine(groups(*GEMMA), num_pages=90, max_requests=2, max_model_len=512, policy=MostUsed())
+    loved = list(range(200))
+    for i in range(4):
+        e.run(("loved", i), loved)
+    for i in range(10):
+        e.run(i, list(range(1000 * (i + 1), 1000 * (i + 1) + 200)))
+        e.check()
+    assert e.kv.match(loved).num_tokens == 192
