@@ -66,11 +66,14 @@ class Prompt:
         keys: num_segments * 32 bytes.
         last_key: key of the last of them (the root key when there is none).
         tail: int32 token ids that no key covers yet.
+        tokens: [num_tokens] int32, or None: kept only for events.
     """
 
-    __slots__ = ("keys", "last_key", "num_segments", "num_tokens", "tail")
+    __slots__ = ("keys", "last_key", "num_segments", "num_tokens", "tail", "tokens")
 
-    def __init__(self, token_ids: Any, alignment: int, lookahead: int, root: bytes) -> None:
+    def __init__(
+        self, token_ids: Any, alignment: int, lookahead: int, root: bytes, keep_tokens: bool = False
+    ) -> None:
         tokens = as_token_ids("token_ids", token_ids)
         if not tokens.size:
             raise ValueError("token_ids: expected at least one token, got none")
@@ -86,3 +89,4 @@ class Prompt:
         self.keys = b"".join(keys)
         self.last_key = key
         self.tail = tokens[start // 4 :].copy()
+        self.tokens: Int32 | None = tokens.copy() if keep_tokens else None

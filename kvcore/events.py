@@ -1,0 +1,239 @@
+"""Events: records of what became findable and what did not stay so, for routers and other readers outside.
+
+What is cached has two kinds of entries, and so have the events:
+
+* a *segment*: the dense blocks of `alignment` tokens. Its record is of kind ``"dense"``, with the segment key as the
+  hash of one block of `alignment` tokens;
+* a *resume point*: at one boundary, the last blocks of each window group and the snapshot of each state group. It has a
+  record for each kind, block size and window; the last hash is the key of the segment before the boundary, and the
+  blocks before it have hashes made from that key, since a tail is stored and removed whole.
+
+A reader that keeps these hashes knows each hit: the longest boundary whose segments are all stored, and whose
+key is stored in every group that is not dense. Keys are hashes of all tokens before; a salt never shows.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Literal
+
+import numpy as np
+
+from .hashing import KEY_BYTES, Prompt
+from .plan import StepPlan
+from .sequences import Sequences
+from .spec import GroupClass, Int32, Int64, Layout
+
+
+@dataclass(frozen=True)
+class BlockStored:
+    """Blocks became findable.
+
+    Attributes:
+        kind: ``"dense"``, ``"window"`` or ``"state"``.
+        groups, names: indices and names of the groups that store them.
+        block_hashes: one for each block, in the order of the sequence.
+        parent: key of the last boundary at or before the first block; None at the start of a sequence.
+        start: position of the first token, in tokens.
+        token_ids: tokens of exactly these blocks, ``block_size`` for each. (A window of one token keeps no
+            blocks: then the boundary's key stands alone.)
+        block_size: tokens of one of these blocks; the alignment for dense groups.
+        sliding_window: tokens, window groups only.
+        medium: where the blocks are.
+    """
+
+    kind: Literal["dense", "window", "state"]
+    groups: tuple[int, ...]
+    names: tuple[str, ...]
+    block_hashes: tuple[bytes, ...]
+    parent: bytes | None
+    start: int
+    token_ids: tuple[int, ...]
+    block_size: int
+    sliding_window: int | None
+    medium: str
+
+
+@dataclass(frozen=True)
+class BlockRemoved:
+    """Blocks are not findable any more; fields as of `BlockStored`."""
+
+    kind: Literal["dense", "window", "state"]
+    groups: tuple[int, ...]
+    names: tuple[str, ...]
+    block_hashes: tuple[bytes, ...]
+    medium: str
+
+
+@dataclass(frozen=True)
+class AllBlocksCleared:
+    """Nothing is findable any more."""
+
+
+Event = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class EventLog:
+    """A bounded queue of events, numbered from 0. Not for several threads at once.
+
+    When it is full the oldest event is dropped and counted: the numbers that `take` returns then have a gap. A
+    reader that sees one has lost track; `KVCache.clear` brings cache and reader to the same state.
+
+    Args:
+        capacity: events kept until they are taken.
+        medium: named in each event.
+
+    Attributes:
+        next_number: number of the next event.
+        num_dropped: events lost so far.
+
+    Raises:
+        ValueError: capacity is below 1.
+    """
+
+    def __init__(self, capacity: int = 100_000, *, medium: str = "GPU") -> None:
+        if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1:
+            raise ValueError(f"capacity: expected an int >= 1, got {capacity!r}")
+        self.medium = medium
+        self.next_number = 0
+        self.num_dropped = 0
+        self._events: deque[Event] = deque(maxlen=capacity)
+
+    def __len__(self) -> int:
+        return len(self._events)
+
+    def append(self, event: Event) -> None:
+        """Add an event, at the cost of the oldest where there is no room."""
+        self.num_dropped += len(self._events) == self._events.maxlen
+        self._events.append(event)
+        self.next_number += 1
+
+    def take(self) -> tuple[int, list[Event]]:
+        """Take out all events: the number of the first (of the next to come, if there is none), and the events."""
+        first = self.next_number - len(self._events)
+        events = list(self._events)
+        self._events.clear()
+        return first, events
+
+
+def tail_hashes(key: bytes, num_blocks: int) -> tuple[bytes, ...]:
+    """Hashes of the blocks of a resume point, the last one `key` itself.
+
+    Args:
+        key: of the segment that ends at the boundary.
+        num_blocks: blocks of the tail; 0 still names the boundary.
+    """
+    before = [sha256(key + i.to_bytes(4, "little")).digest() for i in range(num_blocks - 1, 0, -1)]
+    return (*before, key)
+
+
+class Announcer:
+    """Writes the events of one cache; keeps the tokens of running requests, which events must name.
+
+    Args:
+        log: where events go.
+        layout: the groups.
+        sequences: the running requests and their keys.
+    """
+
+    def __init__(self, log: EventLog, layout: Layout, sequences: Sequences) -> None:
+        self.log = log
+        self.alignment = layout.alignment
+        self._sequences = sequences
+        self._tokens: list[Int32] = [np.empty(0, np.int32)] * sequences.max_requests
+        dense = [i for i, g in enumerate(layout.groups) if g.kind == "dense"]
+        self._dense = tuple(dense)
+        self._dense_names = tuple(layout.groups[i].name for i in dense)
+        self._tails: list[tuple[GroupClass, tuple[int, ...], tuple[str, ...]]] = []
+        for c in layout.classes:
+            if c.spec.kind != "dense":
+                groups = tuple(dict.fromkeys(layout.tables[t][0] for t in c.tables.tolist()))
+                self._tails.append((c, groups, tuple(layout.groups[i].name for i in groups)))
+
+    # Tokens of running requests.
+
+    def admitted(self, slot: int, prompt: Prompt) -> None:
+        """A request starts."""
+        assert prompt.tokens is not None
+        self._tokens[slot] = prompt.tokens
+
+    def computed(self, plan: StepPlan, ids: Int32, end: Int64) -> None:
+        """Tokens `ids` of a step were computed, those of each request up to position `end` [n] to stay."""
+        lengths = self._sequences.prompt_len[plan.slots].tolist()
+        firsts = plan.cu_seqlens_q.tolist()
+        for slot, start, stop, length, first in zip(
+            plan.slots.tolist(), plan.step.start.tolist(), end.tolist(), lengths, firsts, strict=False
+        ):  # fmt: skip
+            skip = max(0, length - start)  # tokens of the prompt are known
+            if start + skip >= stop:
+                continue
+            if stop > len(self._tokens[slot]):
+                grown = np.empty(max(stop, 2 * len(self._tokens[slot])), np.int32)
+                grown[: start + skip] = self._tokens[slot][: start + skip]
+                self._tokens[slot] = grown
+            part = ids[first + skip : first + stop - start]
+            self._tokens[slot][start + skip : stop] = part
+
+    def released(self, slot: int) -> None:
+        """A request ended."""
+        self._tokens[slot] = np.empty(0, np.int32)
+
+    # What the index did.
+
+    def segments(self, slot: int, first: int, last: int) -> None:
+        """Segments [first, last) of a request are cached now."""
+        if not self._dense:
+            return
+        keys = self._sequences.keys(slot, first, last)
+        self.log.append(
+            BlockStored(
+                "dense", self._dense, self._dense_names, _split(keys), self._parent(slot, first),
+                first * self.alignment, self._span(slot, first * self.alignment, last * self.alignment),
+                self.alignment, None, self.log.medium,
+            )
+        )  # fmt: skip
+
+    def point(self, slot: int, boundary: int) -> None:
+        """A request left a resume point at `boundary`."""
+        depth = boundary // self.alignment
+        key = self._sequences.keys(slot, depth - 1, depth)
+        for c, groups, names in self._tails:
+            num_blocks = min(c.tail, boundary // c.block_size)
+            start = boundary - num_blocks * c.block_size
+            self.log.append(
+                BlockStored(
+                    c.spec.kind, groups, names, tail_hashes(key, num_blocks),
+                    self._parent(slot, start // self.alignment), start,
+                    self._span(slot, start, boundary), c.block_size, c.spec.sliding_window,
+                    self.log.medium,
+                )
+            )  # fmt: skip
+
+    def segments_removed(self, keys: bytes) -> None:
+        """Segments with these keys are not cached any more."""
+        if self._dense:
+            hashes = _split(keys)
+            names = self._dense_names
+            self.log.append(BlockRemoved("dense", self._dense, names, hashes, self.log.medium))
+
+    def point_removed(self, key: bytes, depth: int) -> None:
+        """The resume point at segment `depth`, after the segment of `key`, is gone."""
+        for c, groups, names in self._tails:
+            hashes = tail_hashes(key, min(c.tail, depth * self.alignment // c.block_size))
+            self.log.append(BlockRemoved(c.spec.kind, groups, names, hashes, self.log.medium))
+
+    def cleared(self) -> None:
+        """Nothing is cached any more."""
+        self.log.append(AllBlocksCleared())
+
+    def _parent(self, slot: int, depth: int) -> bytes | None:
+        return self._sequences.keys(slot, depth - 1, depth) if depth else None
+
+    def _span(self, slot: int, start: int, end: int) -> tuple[int, ...]:
+        return tuple(self._tokens[slot][start:end].tolist())
+
+
+def _split(keys: bytes) -> tuple[bytes, ...]:
+    return tuple(bytes(keys[i : i + KEY_BYTES]) for i in range(0, len(keys), KEY_BYTES))
