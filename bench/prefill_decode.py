@@ -59,7 +59,11 @@ class Measured:
 def main(argv: list[str] | None = None) -> int:
     """Runs the benchmark; returns the exit status."""
     args = _parser().parse_args(argv)
+    threads = torch.get_num_threads()
     try:
+        if args.threads < 1:
+            raise ValueError(f"threads: expected >= 1, got {args.threads}")
+        torch.set_num_threads(args.threads)
         if args.plot:
             require_matplotlib()
         device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -85,6 +89,8 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, NotImplementedError, ImportError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    finally:
+        torch.set_num_threads(threads)
     return 0
 
 
@@ -243,6 +249,8 @@ def _parser() -> argparse.ArgumentParser:
         metavar="R",
         help="which boundaries stay resumable: latest (default), dense, or an interval in tokens",
     )
+    # One: the products of a small model gain little from more, and threads that wait for a busy core cost much more than that.
+    add("--threads", type=int, default=1, metavar="N", help="CPU threads of torch; default: 1")
     add("--num-pages", type=int, metavar="N", help="pool size; default: what memory allows")
     add("--max-num-seqs", type=int, metavar="N", help="requests at once; default: 4, on a GPU 16")
     add(

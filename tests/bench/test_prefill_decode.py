@@ -202,6 +202,7 @@ def test_wrong_output_of_the_run_without_caching_is_refused_too(monkeypatch, cap
         (["--trace", "absent.jsonl"], "absent.jsonl"),
         (["--scale", "30"], "max_model_len: expected 1..4096"),
         (["--retention", "7"], "retention"),
+        (["--threads", "0"], "threads: expected >= 1, got 0"),
         (["--check", "0"], "check: expected at least 1 request, got 0"),
     ],
 )
