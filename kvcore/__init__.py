@@ -1,5 +1,6 @@
 """Retention-aware KV-cache allocator for hybrid-attention models; needs numpy and nothing else."""
 
+from .events import AllBlocksCleared, BlockRemoved, BlockStored, EventLog, tail_hashes
 from .eviction import LRU, S3FIFO, CostAware, Entry, EvictionPolicy, Ranked
 from .hashing import Prompt
 from .manager import KVCache
@@ -11,8 +12,12 @@ __all__ = [
     "LRU",
     "NULL_BLOCK",
     "S3FIFO",
+    "AllBlocksCleared",
+    "BlockRemoved",
+    "BlockStored",
     "CostAware",
     "Entry",
+    "EventLog",
     "EvictionPolicy",
     "GroupSpec",
     "KVCache",
@@ -21,4 +26,5 @@ __all__ = [
     "Prompt",
     "Ranked",
     "StepPlan",
+    "tail_hashes",
 ]

@@ -1,0 +1,305 @@
+"""Events: a reader that sees nothing else answers the same hits as the cache."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from quire.kvcore import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EventLog,
+    GroupSpec,
+    OutOfPages,
+    tail_hashes,
+)
+
+from .engine import Engine, groups
+
+STATE = GroupSpec("state", "state", 4, 4096)
+MIXES = [
+    ((8, None),),
+    ((8, None), (4, 10), (4, 10)),
+    ((16, None), (4, 8)),
+    ((4, None), (8, 20), (4, 1)),
+    ((4, None), (4, 1)),
+    ((4, 9),),
+    (STATE,),
+    ((4, None), (8, None), STATE, (2, 5)),
+    (GroupSpec("wide", "dense", 8, 4096, pages_per_block=3), (4, 6)),
+    (GroupSpec("draft", "dense", 4, 4096, lookahead=3), (2, 6), STATE),
+]
+
+
+class Reader:
+    """A router: it knows the groups, and learns the rest from events. Salts and tokens never reach it."""
+
+    def __init__(self, specs: list[GroupSpec]) -> None:
+        self.dense = [i for i, g in enumerate(specs) if g.kind == "dense"]
+        self.others = [i for i, g in enumerate(specs) if g.kind != "dense"]
+        self.alignment = math.lcm(*(g.block_size for g in specs))
+        self.stored: list[set[bytes]] = [set() for _ in specs]
+        self.next_number = 0
+        self.lost = False
+
+    def read(self, log: EventLog) -> None:
+        first, events = log.take()
+        self.lost |= first != self.next_number
+        self.next_number = first + len(events)
+        for event in events:
+            self.apply(event)
+
+    def apply(self, event) -> None:
+        if isinstance(event, AllBlocksCleared):
+            for stored in self.stored:
+                stored.clear()
+            return
+        hashes = set(event.block_hashes)
+        assert len(hashes) == len(event.block_hashes)
+        for group in event.groups:
+            if isinstance(event, BlockStored):
+                assert not hashes & self.stored[group], "stored twice"
+                self.stored[group] |= hashes
+            else:
+                assert hashes <= self.stored[group], "removed what was not stored"
+                self.stored[group] -= hashes
+
+    def hit(self, keys: list[bytes], num_tokens: int) -> int:
+        depth = len(keys)
+        if self.dense:
+            while depth and not all(k in self.stored[g] for k in keys[:depth] for g in self.dense):
+                depth -= 1
+        depth = min(depth, (num_tokens - 1) // self.alignment)
+        while depth and not all(keys[depth - 1] in self.stored[g] for g in self.others):
+            depth -= 1
+        return depth * self.alignment
+
+
+def engine(specs, log: EventLog | None = None, **options) -> Engine:
+    base = {"num_pages": 400, "max_requests": 4, "max_model_len": 400}
+    return Engine(groups(*specs), events=log, **(base | options))
+
+
+def same_hits(e: Engine, reader: Reader, prompts, salts=(b"",)) -> None:
+    for tokens in prompts:
+        for salt in salts:
+            match = e.kv.match(tokens, salt=salt)
+            keys = match.prompt.keys
+            split = [keys[i : i + 32] for i in range(0, len(keys), 32)]
+            assert reader.hit(split, len(tokens)) == match.num_tokens
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_a_reader_answers_the_same_hits(data):
+    mix = data.draw(st.sampled_from(MIXES))
+    log = EventLog()
+    e = engine(
+        mix, log,
+        num_pages=data.draw(st.sampled_from([60, 120, 400])),
+        retention=data.draw(st.sampled_from(["latest", "dense"])),
+        max_draft_tokens=3,
+    )  # fmt: skip
+    reader = Reader(e.kv.layout.groups)
+    history: list[list[int]] = [[1]]
+    salts = (b"", b"t")
+    for rid in range(data.draw(st.integers(3, 12))):
+        base = data.draw(st.sampled_from(history))
+        cut = data.draw(st.integers(0, len(base)))
+        prompt = base[:cut] + data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=60))
+        e.admit(rid, prompt[:150], data.draw(st.sampled_from(salts)))
+        if len(e.slots) == 4 or data.draw(st.booleans()):
+            turn(e, data, history)
+        if data.draw(st.integers(0, 9)) == 0:
+            e.kv.clear()
+        reader.read(log)
+        same_hits(e, reader, history, salts)
+        e.check()
+    for rid in list(e.slots):
+        e.release(rid)
+    reader.read(log)
+    same_hits(e, reader, history, salts)
+    assert not reader.lost
+    e.kv.clear()
+    reader.read(log)
+    assert not any(reader.stored) and e.kv.num_free_pages == e.kv.num_pages - 1
+
+
+def turn(e: Engine, data, history: list[list[int]]) -> None:
+    """Every running request computes its prompt, and a few tokens more, some of them rejected; one ends."""
+    for rid in list(e.slots):
+        while (left := len(e.tokens[rid]) - e.computed(rid)) > 0:
+            (n,) = e.kv.cut([e.slots[rid]], [min(left, 37)]).tolist()
+            if isinstance(e.step({rid: n}), OutOfPages):
+                break
+        else:
+            for n in data.draw(st.lists(st.integers(1, 4), max_size=6)):
+                known = len(e.tokens[rid])
+                e.tokens[rid] += data.draw(st.lists(st.integers(0, 1), min_size=n, max_size=n))
+                accepted = data.draw(st.integers(max(1, n - 3), n))
+                if isinstance(e.step({rid: n}, {rid: accepted}), OutOfPages):
+                    del e.tokens[rid][known:]
+                    break
+    rid = data.draw(st.sampled_from(sorted(e.slots)))
+    history.append(e.release(rid) or [0])
+
+
+def test_the_records_of_a_request_name_exactly_its_blocks():
+    log = EventLog(medium="HBM")
+    specs = ((8, None), (4, 10), (4, 10), GroupSpec("state", "state", 4, 4096))
+    e = engine(specs, log)
+    prompt = list(range(100, 126))
+    e.run("a", prompt, [7, 8], chunk=8)
+    first, events = log.take()
+    keys = e.kv.match([*prompt, 7, 8, 9]).prompt.keys
+    key = [keys[i : i + 32] for i in range(0, len(keys), 32)]
+    assert first == 0 and len(events) == log.next_number
+    dense = [r for r in events if r.kind == "dense"]
+    assert [r.block_hashes for r in dense] == [(k,) for k in key]
+    assert [r.parent for r in dense] == [None, *key[:2]]
+    assert [list(r.token_ids) for r in dense] == [prompt[i : i + 8] for i in (0, 8, 16)]
+    assert {(r.groups, r.names, r.block_size, r.sliding_window) for r in dense} == {
+        ((0,), ("g0",), 8, None)
+    }
+    # One resume point, at 24: three window blocks from 12 on, in both window groups, and one state block.
+    window, state = [r for r in events if r.kind != "dense"]
+    assert (window.kind, window.groups, window.names) == ("window", (1, 2), ("g1", "g2"))
+    assert (window.start, window.block_size, window.sliding_window) == (12, 4, 10)
+    assert list(window.token_ids) == prompt[12:24] and window.parent == key[0]
+    assert window.block_hashes == tail_hashes(key[2], 3) and window.block_hashes[-1] == key[2]
+    assert (state.kind, state.groups, state.start) == ("state", (3,), 20)
+    assert list(state.token_ids) == prompt[20:24] and state.block_hashes == (key[2],)
+    assert {r.medium for r in events} == {"HBM"}
+
+
+def test_a_tail_at_the_start_names_only_blocks_that_exist():
+    log = EventLog()
+    e = engine(((4, None), (4, 30)), log)
+    e.run("a", [1, 2, 3, 4, 5])
+    (stored,) = [r for r in log.take()[1] if r.kind == "window"]
+    assert stored.token_ids == (1, 2, 3, 4) and stored.start == 0 and stored.parent is None
+    assert len(stored.block_hashes) == 1
+
+
+def test_every_record_has_block_size_tokens_for_each_hash():
+    log = EventLog()
+    e = engine(((8, None), (4, 10), STATE), log, num_pages=60)
+    rng = np.random.default_rng(0)
+    for i in range(30):
+        e.run(i, rng.integers(0, 2, int(rng.integers(9, 90))).tolist(), chunk=16)
+    events = log.take()[1]
+    kinds = {type(r) for r in events}
+    assert kinds == {BlockStored, BlockRemoved}
+    for r in events:
+        if isinstance(r, BlockStored):
+            assert len(r.token_ids) == len(r.block_hashes) * r.block_size
+            assert r.start % r.block_size == 0
+
+
+def test_a_prompt_cached_by_another_request_is_announced_once():
+    log = EventLog()
+    e = engine(((8, None), (4, 10)), log)
+    prompt = list(range(40))
+    e.admit("a", prompt)
+    e.admit("b", prompt)  # before anything is cached
+    e.finish_prompt("a")
+    log.take()
+    e.finish_prompt("b")
+    assert log.take()[1] == []
+
+
+def test_rejected_tokens_never_show():
+    log = EventLog()
+    e = engine(((4, None), (4, 6)), log, max_draft_tokens=3)
+    e.admit("a", [1, 2, 3])
+    e.finish_prompt("a")
+    e.tokens["a"] += [4, 90, 91, 92]
+    e.step({"a": 4}, {"a": 1})
+    e.decode("a", [5, 6, 7, 8, 9])
+    e.release("a")
+    dense = [t for r in log.take()[1] if r.kind == "dense" for t in r.token_ids]
+    assert dense == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def test_the_tokens_of_a_hit_are_named_in_the_tail_behind_it():
+    log = EventLog()
+    e = engine(((4, None), (4, 12)), log)
+    prompt = list(range(50, 62))
+    e.run("a", prompt)
+    log.take()
+    e.run("b", [*prompt, 1, 2, 3, 4, 5])  # a hit of 12; the tail of 16 begins at 4
+    window = [r for r in log.take()[1] if r.kind == "window"]
+    assert [list(r.token_ids) for r in window] == [[*prompt[4:], 1, 2, 3, 4]]
+
+
+def test_an_overflow_drops_the_oldest_and_shows_as_a_gap():
+    log = EventLog(capacity=5)
+    e = engine(((4, None),), log)
+    reader = Reader(e.kv.layout.groups)
+    e.run("a", list(range(20)), chunk=4)
+    reader.read(log)
+    assert not reader.lost and log.num_dropped == 0
+    e.run("b", list(range(100, 140)), chunk=4)
+    assert len(log) == 5 and log.num_dropped == 5 and log.next_number == 15
+    number, events = log.take()
+    assert number == 10 and len(events) == 5
+    reader.read(log)
+    assert reader.lost
+    e.kv.clear()  # brings both to the same state
+    assert log.take() == (15, [AllBlocksCleared()])
+
+
+def test_clear_spares_what_running_requests_use():
+    log = EventLog()
+    e = engine(((8, None), (4, 10)), log)
+    reader = Reader(e.kv.layout.groups)
+    e.run("old", list(range(40)))
+    e.admit("a", [*range(16), 99, 98])
+    e.finish_prompt("a")
+    in_use = e.kv.stats()["pages_in_use"]
+    e.kv.clear()
+    reader.read(log)
+    e.check()
+    assert e.kv.num_evictable_pages == 0 and e.kv.stats()["pages_in_use"] == in_use
+    assert e.kv.match([*range(16), 99]).num_tokens == 0, "no resume point is left"
+    assert e.kv.match([*range(16), 99]).dense_tokens == 16, "its dense blocks stay findable"
+    same_hits(e, reader, [list(range(40)), [*range(16), 99]])
+    e.release("a")
+    reader.read(log)
+    assert e.kv.match([*range(16), 99]).num_tokens == 16
+    same_hits(e, reader, [[*range(16), 99]])
+
+
+def test_clear_refuses_the_plan_made_before_it():
+    e = engine(((8, None),))
+    e.admit("a", [1, 2, 3])
+    plan = e.kv.plan([0], [3])
+    e.kv.clear()
+    with pytest.raises(ValueError, match="plan: expected the newest plan"):
+        e.kv.commit(plan, [1, 2, 3])
+
+
+def test_without_a_log_no_tokens_are_kept():
+    quiet, loud = engine(((4, None),)), engine(((4, None),), EventLog())
+    assert quiet.kv.match([1, 2, 3]).prompt.tokens is None
+    assert loud.kv.match([1, 2, 3]).prompt.tokens.tolist() == [1, 2, 3]
+    with pytest.raises(ValueError, match="a prompt made by a cache with events"):
+        loud.kv.match(quiet.kv.match([1, 2, 3]).prompt)
+
+
+def test_a_salt_does_not_show():
+    log = EventLog()
+    e = engine(((4, None), (4, 6)), log)
+    e.run("a", [1, 2, 3, 4, 5], salt=b"tenant-secret")
+    assert "secret" not in repr(log.take())
+
+
+@pytest.mark.parametrize("capacity", [0, -1, 1.5, True])
+def test_a_bad_capacity_is_named(capacity):
+    with pytest.raises(ValueError, match=r"capacity: expected an int >= 1, got"):
+        EventLog(capacity)
