@@ -84,7 +84,7 @@ class Tables:
         block_classes = [c for c in layout.classes if c.spec.kind != "state"]
         num_tables = sum(c.num_tables for c in block_classes)
         self._next_slots: Int64 = np.zeros((max_requests, num_tables), dtype=np.int64)
-        self._mapping_rows = np.concatenate([NO_ROWS, *(c.tables for c in block_classes)])[:, None]
+        self._mapping_rows = np.concatenate([NO_ROWS, *(c.tables for c in block_classes)])
         self.blocks: list[BlockTables] = []
         done = 0
         for c in block_classes:
@@ -154,7 +154,10 @@ class Tables:
         if step.decodes:
             where = step.slots[step.decode_rows] if step.chunks else step.slots
             pages = self._fill_decodes(step, where, pages)
-            mapping[self._mapping_rows, cu[step.decode_rows]] = step.next_slots.T
+            if step.chunks:
+                mapping[self._mapping_rows[:, None], cu[step.decode_rows]] = step.next_slots.T
+            else:
+                mapping[self._mapping_rows] = step.next_slots.T
         if step.chunks:
             rows = step.chunk_rows
             slots, start, end = step.slots[rows], step.start[rows], step.end[rows]

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from quire.kvcore import GroupSpec, OutOfPages
+from quire.kvcore import LRU, S3FIFO, CostAware, GroupSpec, OutOfPages
 
 from .engine import Engine, groups
 
@@ -94,15 +94,16 @@ class Traffic(RuleBasedStateMachine):
         pages=st.sampled_from([60, 120, 3000]),
         retention=st.sampled_from(["latest", "dense", 2, 3]),
         drafts=st.sampled_from([0, 3]),
+        policy=st.sampled_from([LRU, LRU, CostAware, S3FIFO]),
     )
-    def build(self, mix, pages, retention, drafts):
+    def build(self, mix, pages, retention, drafts, policy):
         specs = groups(*mix)
         a = math.lcm(*(g.block_size for g in specs))
         if isinstance(retention, int):
             retention *= a
         self.e = Engine(
             specs, num_pages=pages, max_requests=4, max_model_len=160, retention=retention,
-            max_draft_tokens=drafts,
+            max_draft_tokens=drafts, policy=policy(), max_pinned_pages=20,
         )  # fmt: skip
         interval = {"latest": 0, "dense": a}.get(retention, retention)
         self.model = Naive(self.e.kv.layout, interval)
@@ -196,6 +197,28 @@ class Traffic(RuleBasedStateMachine):
         done = self.e.release(r)
         self.model.end(self.running.pop(r), tokens)
         self.history.append(done)
+
+    @rule(data=st.data(), ttl=st.sampled_from([1.0, 100.0]))
+    def pin(self, data, ttl):
+        base = data.draw(st.sampled_from(self.history))
+        prompt = [*base, 1][:150]
+        expected = self.model.hit(prompt, b"")
+        assert self.e.kv.pin(self.e.kv.match(prompt), now=self.next_id, ttl=ttl) <= expected
+        assert self.e.kv.stats()["pinned_pages"] <= 20
+
+    @precondition(lambda self: self.e.slots)
+    @rule(data=st.data())
+    def pin_request(self, data):
+        r = data.draw(st.sampled_from(sorted(self.e.slots)))
+        self.e.kv.pin_request(r, now=self.next_id, ttl=5.0)
+
+    @rule(data=st.data())
+    def unpin(self, data):
+        kv = self.e.kv
+        if data.draw(st.booleans()):
+            kv.expire_pins(self.next_id)
+        else:
+            kv.unpin(kv.match([*data.draw(st.sampled_from(self.history)), 1][:150]))
 
     @invariant()
     def sound(self):
