@@ -19,7 +19,7 @@ from .index import PrefixIndex, Run
 from .pages import PagePool
 from .plan import OutOfPages, StepPlan
 from .report import Match, check_invariants, describe, limited_by
-from .retention import kept_boundaries, parse_retention
+from .retention import Retention, kept_boundaries, parse_retention
 from .sequences import Sequences
 from .spec import GroupSpec, Int32, Int64, Layout
 from .tables import NO_ROWS, Tables
@@ -33,7 +33,8 @@ class KVCache:
         num_pages: pages of the pool, page 0 (never owned) included.
         max_requests: requests admitted at once.
         max_model_len: longest sequence, tokens.
-        retention: ``"latest"``, ``"dense"``, or an interval in tokens (see `retention`).
+        retention: ``"latest"``, ``"dense"``, an interval in tokens, or one of these for each of some groups (see
+            `retention`).
         hash_seed: start of every key chain; processes with equal seeds agree on keys.
         enable_caching: False never caches and never hits.
         max_draft_tokens: tokens of a step that `commit(accepted=)` may reject or `rollback` take back. Rows of state
@@ -54,7 +55,7 @@ class KVCache:
         num_pages: int,
         max_requests: int,
         max_model_len: int,
-        retention: str | int = "latest",
+        retention: Retention = "latest",
         hash_seed: bytes = b"",
         enable_caching: bool = True,
         max_draft_tokens: int = 0,
@@ -72,7 +73,8 @@ class KVCache:
                 raise ValueError(f"{name}: expected an int >= {low}, got {value!r}")
         self.layout = layout = Layout(groups, max_model_len, max_draft_tokens)
         self.alignment = layout.alignment
-        self.interval = parse_retention(retention, self.alignment)
+        names = [g.name for g in layout.groups]
+        self.interval = parse_retention(retention, self.alignment, names)
         self.retention = retention
         self.max_requests, self.max_model_len = max_requests, max_model_len
         self.max_draft_tokens = max_draft_tokens

@@ -68,9 +68,7 @@ def describe(cache: KVCache) -> str:
     """What `cache` can reuse: alignment, smallest prefix, retention, cost of a resume point."""
     layout, a = cache.layout, cache.alignment
     mib = layout.page_bytes / 2**20
-    retention = {"dense": f"every {a} tokens", "latest": "none besides"}.get(
-        str(cache.retention), f"every {cache.retention} tokens"
-    )
+    retention = f"every {cache.interval} tokens" if cache.interval else "none besides"
     lines = [
         f"{cache.num_pages} pages of {mib:.3g} MiB ({cache.num_pages * mib / 1024:.3g} GiB a layer slot), "
         f"{cache.max_requests} requests of up to {cache.max_model_len} tokens",

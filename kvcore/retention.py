@@ -8,21 +8,35 @@ that it reached when it ended.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
+
 import numpy as np
 
 from .spec import Int64, ragged_arange
 
+Retention = str | int | Mapping[str, str | int]
 
-def parse_retention(retention: str | int, alignment: int) -> int:
+
+def parse_retention(retention: Retention, alignment: int, groups: Sequence[str]) -> int:
     """Tokens between kept boundaries; 0 for none besides those that are always kept.
 
     Args:
-        retention: ``"dense"`` (every boundary), ``"latest"`` (none besides), or an interval in tokens.
+        retention: ``"dense"`` (every boundary), ``"latest"`` (none besides), or an interval in tokens; or one of these
+            for each of some groups. A boundary is resumable only where all groups keep it, so the
+            intervals of several groups give their least common multiple.
         alignment: tokens of one segment.
+        groups: names that a mapping may have.
 
     Raises:
-        ValueError: unknown word, or an interval that is not a positive multiple of `alignment`.
+        ValueError: unknown word or group, or an interval that is not a positive multiple of `alignment`.
     """
+    if isinstance(retention, Mapping):
+        unknown = sorted(set(retention) - set(groups))
+        if unknown or not retention:
+            raise ValueError(f"retention: expected groups out of {list(groups)}, got {unknown}")
+        intervals = [parse_retention(r, alignment, groups) for r in retention.values()]
+        return math.lcm(*intervals)  # 0 if any group keeps none
     if retention == "dense":
         return alignment
     if retention == "latest":

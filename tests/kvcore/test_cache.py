@@ -126,6 +126,17 @@ def test_interval_retention(retention):
     assert match.num_tokens == 560 // step * step
 
 
+@pytest.mark.parametrize(
+    ("retention", "interval"),
+    [({"g1": 64, "g2": 96}, 192), ({"g1": 64}, 64), ({"g1": "dense", "g2": "latest"}, 0)],
+)
+def test_intervals_of_several_groups_meet(retention, interval):
+    e = engine(retention=retention)
+    e.run("a", tokens(500), chunk=90)
+    match = e.kv.match([*tokens(500)[:450], 1001])
+    assert match.num_tokens == (450 // interval * interval if interval else 0)
+
+
 def test_dense_models_need_no_resume_points():
     e = engine(MIXES["dense"])
     prompt = tokens(300)
@@ -438,6 +449,8 @@ def make(**change):
         ({"retention": 0}, "retention: expected a positive multiple"),
         ({"retention": "some"}, "retention: expected 'dense', 'latest' or an int, got 'some'"),
         ({"retention": True}, "retention"),
+        ({"retention": {"g1": 64, "other": 64}}, r"retention: expected groups out of .*'other'"),
+        ({"retention": {"g1": 40}}, "retention: expected a positive multiple of the alignment 32"),
         ({"num_pages": 1}, "num_pages: expected at least 2"),
         ({"max_requests": 0}, "max_requests: expected an int >= 1, got 0"),
         ({"max_model_len": 1.5}, "max_model_len"),
