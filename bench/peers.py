@@ -76,14 +76,20 @@ def _commit() -> str:
 
 
 def _quire(problem: Problem) -> list[Callable[[], Tensor]]:
-    return _quire_calls(problem, fresh=False)
+    return quire_calls(problem, fresh=False)
 
 
 def _quire_fresh(problem: Problem) -> list[Callable[[], Tensor]]:
-    return _quire_calls(problem, fresh=True)
+    return quire_calls(problem, fresh=True)
 
 
-def _quire_calls(problem: Problem, *, fresh: bool) -> list[Callable[[], Tensor]]:
+def quire_calls(
+    problem: Problem, *, fresh: bool, impl: str | None = None
+) -> list[Callable[[], Tensor]]:
+    """One call of quire's attention for each copy; all share ``out`` and ``workspace``.
+
+    fresh: pass the new rows beside the pages. impl: as in ``quire.kernels.paged_attention``.
+    """
     case, shape = problem.case, problem.case.shape
     device = problem.q.device
     max_seqlen_q = max(case.q_lens)
@@ -105,6 +111,7 @@ def _quire_calls(problem: Problem, *, fresh: bool) -> list[Callable[[], Tensor]]
         "softmax_scale": problem.softmax_scale,
         "sinks": problem.sinks,
         "workspace": workspace,
+        "impl": impl,
         "out": torch.full_like(problem.q[0], float("nan")),
     }
     attend = paged_attention

@@ -21,6 +21,7 @@ import tarfile
 import types
 import zipfile
 from collections.abc import Callable
+from importlib import metadata
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -121,10 +122,11 @@ def _positions(schema: Any, named: dict[str, Any]) -> list[Any]:
 def vllm_triton_peer(folder: Path | None) -> Peer:
     """vLLM's Triton unified attention. Raises: FileNotFoundError, ImportError."""
     name = "vllm.v1.attention.ops.triton_unified_attention"
-    version = "installed"
-    if importlib.util.find_spec("vllm") is None or "vllm" in sys.modules:
+    version = _installed("vllm")
+    if version is None:
         path = _file(folder, "vllm/v1/attention/ops/triton_unified_attention.py")
-        _stub_vllm(path.parent)
+        if "vllm" not in sys.modules:
+            _stub_vllm(path.parent)
         version = "0.33.0"
     unified = importlib.import_module(name).unified_attention
 
@@ -269,6 +271,8 @@ def build_flashinfer(folder: Path) -> dict[str, str]:
 
     Returns: {kernel: "built" or why not}.
     """
+    # What is not noted as built is not used: compiling at first use would take minutes of a benchmark.
+    (folder / BUILT).write_text("[]")
     _import_flashinfer(folder)
     modules = importlib.import_module("flashinfer.jit.attention.modules")
     build = importlib.import_module("flashinfer.jit.core").build_jit_specs
@@ -301,7 +305,7 @@ def _built(folder: Path | None) -> list[list[Any]] | None:
 
 
 def _import_flashinfer(folder: Path | None) -> Any:
-    if importlib.util.find_spec("flashinfer") is None:
+    if _installed("flashinfer-python") is None and "flashinfer" not in sys.modules:
         root = _file(folder, "flashinfer/__init__.py").parent.parent
         sys.path.insert(0, str(root))
         _compiler_environment(root)
@@ -345,6 +349,14 @@ def _driver_library() -> Path | None:
     lines = [line.rpartition("=> ")[2] for line in listed.splitlines() if "libcuda.so.1 " in line]
     paths = [Path(line) for line in lines] + list(Path("/usr/local/nvidia").glob("lib*/libcuda.so.1"))  # fmt: skip
     return paths[0] if paths else None
+
+
+def _installed(distribution: str) -> str | None:
+    """Version of an installed package; a folder of the same name somewhere on the path is none."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _file(folder: Path | None, name: str) -> Path:

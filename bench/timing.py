@@ -10,8 +10,9 @@ from time import perf_counter
 import numpy as np
 import torch
 
-# A graph holds at least this many calls, so that the events around it weigh little.
+# A graph holds this many calls, so that the events around it weigh little; fewer where they take longer than GRAPH_SECONDS.
 MIN_CALLS = 8
+GRAPH_SECONDS = 5e-3
 MIN_REPLAYS, MAX_REPLAYS = 5, 200
 
 
@@ -37,13 +38,18 @@ def time_calls(
     """
     if device.type != "cuda":
         return _time_on_host(calls, seconds)
-    rounds = -(-MIN_CALLS // len(calls))
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         for call in calls:
             call()
-    torch.cuda.synchronize(device)
+        torch.cuda.synchronize(device)
+        start = perf_counter()
+        for call in calls:
+            call()
+        torch.cuda.synchronize(device)
+        once = perf_counter() - start
+    rounds = max(1, min(-(-MIN_CALLS // len(calls)), int(GRAPH_SECONDS / once)))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         for _ in range(rounds):

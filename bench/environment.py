@@ -1,0 +1,92 @@
+"""What a machine is, has and can do, before anything is measured on it.
+
+    python -m bench.environment --json environment.json
+    python -m bench.environment --unpack .peers --target bench/out/peers --json peers.json
+
+With --unpack: makes a folder of peers (`bench.peers_folder`) ready to load, and compiles FlashInfer's kernels where there is an nvcc.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quire.bench.floors import device_rates
+from quire.bench.machine import describe_machine
+from quire.bench.peers import find_peers
+from quire.bench.peers_folder import build_flashinfer, unpack
+
+
+def describe(device: torch.device) -> dict[str, Any]:
+    """Machine, device properties and measured rates."""
+    result: dict[str, Any] = {
+        "machine": describe_machine(device),
+        "cpus": os.cpu_count(),
+        "nvcc": shutil.which("nvcc"),
+        "rates": dataclasses.asdict(device_rates(device, torch.bfloat16)),
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        free, total = torch.cuda.mem_get_info(device)
+        result["gpu"] = {
+            "arch": properties.major * 10 + properties.minor,
+            "num_sms": properties.multi_processor_count,
+            "l2_bytes": properties.L2_cache_size,
+            "free_bytes": free,
+            "total_bytes": total,
+        }
+    return result
+
+
+def prepare_peers(source: Path, target: Path) -> dict[str, Any]:
+    """Unpacks peers, compiles what has to be compiled, and sees which load. Raises: what unpacking raises."""
+    folder = unpack(source, target)
+    result: dict[str, Any] = {"folder": str(folder)}
+    if not torch.cuda.is_available():
+        result["flashinfer"] = "not compiled: no GPU"
+    elif shutil.which("nvcc") is None and not Path("/usr/local/cuda/bin/nvcc").exists():
+        result["flashinfer"] = "not compiled: no nvcc"
+    else:
+        result["flashinfer"] = build_flashinfer(folder)
+    found, missing = find_peers(folder)
+    result["present"] = {peer.name: peer.version for peer in found}
+    result["missing"] = missing
+    return result
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command line; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.environment",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--device", help="torch device; default: cuda where there is one, else cpu")
+    parser.add_argument("--unpack", type=Path, metavar="DIR", help="folder of packed peers")
+    parser.add_argument("--target", type=Path, metavar="DIR", help="where to unpack them")
+    parser.add_argument("--json", metavar="FILE", help="write the result")
+    args = parser.parse_args(argv)
+    if (args.unpack is None) != (args.target is None):
+        parser.error("--unpack and --target go together")
+    if args.unpack is not None:
+        result = prepare_peers(args.unpack, args.target)
+    else:
+        name = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        result = describe(torch.device(name))
+    text = json.dumps(result, indent=1)
+    print(text)
+    if args.json:
+        Path(args.json).write_text(text + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

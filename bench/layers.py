@@ -1,0 +1,254 @@
+"""A few layers of a named model at their real widths, end to end: engine, allocator, kernels.
+
+    python -m bench.layers --model gemma-4-31b --layers 6 --batch 16 --context 8192 --json layers.json
+
+First the logits of a short run are compared with full forward passes without a cache: the engine's may be at most twice as far from those
+in fp32 as a full pass in the model's dtype is, counting one rounding. Exit status 1, and no numbers, if they are not. Then all prompts are
+prefilled in chunks, and decoded together.
+
+Printed: tokens a second of prefill and decode steps and their time over the floor (`bench.floors`); where the time of a decode step goes;
+and the forward pass of one decode step replayed as a CUDA graph (on a CPU: called again), with the allocator's share of a step that would
+consist of that and the host's work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.bench.floors import Rates, decode_bytes, measure_rates, prefill_flops
+from quire.bench.machine import describe_machine
+from quire.bench.timing import time_calls
+from quire.models.configs import ModelConfig, get_config
+from quire.models.gemma import Gemma
+from quire.models.request import SamplingParams
+from quire.models.runner import Engine, EngineConfig, StepReport
+from quire.models.weights import random_model
+
+SCHEMA = 1
+CHECK_TOKENS = 4
+
+
+class WrongOutput(Exception):
+    """The engine's logits differ from those of a full forward pass by more than their budget."""
+
+
+class Recorder:
+    """Runs requests on an engine, and keeps the logits of each step and the arguments of the last forward pass of the whole batch."""
+
+    def __init__(self, model: Gemma, settings: EngineConfig) -> None:
+        self.engine = Engine(model, settings)
+        self.steps: list[StepReport] = []
+        self.logits: list[Tensor] = []
+        self.call: tuple[tuple, dict] = ((), {})
+
+    def run(self, prompts: list[np.ndarray], max_tokens: list[int], keep: bool) -> list[Any]:
+        """Outputs of all requests in order. keep: collect the logits of every step."""
+        params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in max_tokens]
+        ids = [self.engine.add_request(p, q) for p, q in zip(prompts, params, strict=True)]
+
+        def record(module: Any, args: tuple, kwargs: dict, output: Tensor) -> None:
+            if len(args[2].seq_lens) == len(prompts):
+                self.call = (args, kwargs)
+            if keep:
+                self.logits.append(output)
+
+        hook = self.engine.model.register_forward_hook(record, with_kwargs=True)
+        outputs = {}
+        while self.engine.has_work:
+            report = self.engine.step()
+            self.steps.append(report)
+            outputs |= {output.request_id: output for output in report.finished}
+        hook.remove()
+        return [outputs[request_id] for request_id in ids]
+
+
+def few_layers(name: str, num_layers: int) -> ModelConfig:
+    """The first layers of a named configuration. Raises: ValueError for an unknown name or more layers than it has."""
+    config = get_config(name)
+    if not 1 <= num_layers <= config.num_layers:
+        raise ValueError(f"layers: expected 1..{config.num_layers}, got {num_layers}")
+    return dataclasses.replace(
+        config, name=f"{name}, {num_layers} layers", layer_types=config.layer_types[:num_layers]
+    )
+
+
+def check_logits(model: Gemma, settings: EngineConfig, length: int) -> float:
+    """Compares every logit that the engine samples from, for a prompt of ``length`` tokens and a few more, with full passes.
+
+    Returns: the largest error over its budget, at most 1. Raises: WrongOutput.
+    """
+    settings = dataclasses.replace(settings, max_num_batched_tokens=max(2, length // 3))
+    recorder = Recorder(model, settings)
+    [output] = recorder.run([prompt(model, length, 0)], [CHECK_TOKENS], keep=True)
+    # Chunks that do not end the prompt have no logits.
+    got = torch.cat(recorder.logits).float()
+    sequence = torch.tensor([*output.prompt_token_ids, *output.token_ids][:-1], device=model.device)
+    rows = torch.arange(length - 1, len(sequence), device=model.device)
+    plain = model.full_forward(sequence, logits_rows=rows).float()
+    wide = Gemma(model.config, device=model.device, dtype=torch.float32)
+    for target, source in zip(wide.parameters(), model.parameters(), strict=True):
+        target.copy_(source)
+    exact = wide.full_forward(sequence, logits_rows=rows)
+    size = exact.abs().max().item()
+    rounding = torch.finfo(model.dtype).eps / 2 * size
+    budget = 2 * ((plain - exact).abs().max().item() + rounding)
+    error = (got - exact).abs().max().item()
+    # "not <=" rather than ">": NaN fails.
+    if not error <= budget:
+        raise WrongOutput(
+            f"logits: error {error:.3g}, budget {budget:.3g}, largest logit {size:.3g}"
+        )
+    return error / budget
+
+
+def prompt(model: Gemma, length: int, seed: int) -> np.ndarray:
+    """Random token ids [length]."""
+    return np.random.default_rng(seed).integers(3, model.config.vocab_size, length)
+
+
+def measure(
+    model: Gemma, settings: EngineConfig, *, batch: int, context: int, num_steps: int
+) -> dict[str, Any]:
+    """Prefills ``batch`` prompts of ``context`` tokens and decodes them together for ``num_steps`` steps or more."""
+    recorder = Recorder(model, settings)
+    chunk = settings.max_num_batched_tokens
+    # Each prompt has its turn; the first ones decode while the last are prefilled, so they answer longer.
+    waiting = -(-batch * context // max(1, chunk - batch))
+    prompts = [prompt(model, context, 1 + i) for i in range(batch)]
+    recorder.run(prompts, [waiting + num_steps + 1] * batch, keep=False)
+    decodes = [s for s in recorder.steps if not s.num_prefills and s.num_decodes == batch]
+    prefills = [s for s in recorder.steps if s.num_tokens == chunk and s.num_prefills]
+    rates = measure_rates(model)
+    args, kwargs = recorder.call
+    replay = time_calls([lambda: model(*args, **kwargs)], model.device)
+    replayed = args[2].seq_lens.tolist()
+    return {
+        "rates": dataclasses.asdict(rates),
+        "prefill": _prefill(model.config, prefills, rates),
+        "decode": _decode(model, decodes, rates),
+        "graph": {
+            "sequences": len(replayed),
+            "ms": 1e3 * replay.p50,
+            "over_floor": replay.p50 / _decode_floor(model, np.array(replayed), rates),
+            "allocator_share": _graph_share(decodes, replay.p50),
+        },
+    }
+
+
+def _prefill(config: ModelConfig, steps: list[StepReport], rates: Rates) -> dict[str, Any]:
+    """Of steps as full as they can be; medians, as the first ones may compile."""
+    if not steps:
+        return {"steps": 0}
+    flops = [prefill_flops(config, s.q_lens, s.seq_lens) for s in steps]
+    floors = [f / rates.matmul_flops_per_s for f in flops]
+    over = [s.total / floor for s, floor in zip(steps, floors, strict=True)]
+    return {
+        "steps": len(steps),
+        "tokens_per_s": statistics.median(s.num_tokens / s.total for s in steps),
+        "over_floor": statistics.median(over),
+        "allocator_share": statistics.median(s.allocator / s.total for s in steps),
+    }
+
+
+def _decode(model: Gemma, steps: list[StepReport], rates: Rates) -> dict[str, Any]:
+    if not steps:
+        return {"steps": 0}
+    over = [s.total / _decode_floor(model, s.seq_lens, rates) for s in steps]
+    return {
+        "steps": len(steps),
+        "ms": 1e3 * statistics.median(s.total for s in steps),
+        "tokens_per_s": statistics.median(s.num_tokens / s.total for s in steps),
+        "over_floor": statistics.median(over),
+        "model_ms": 1e3 * statistics.median(s.model for s in steps),
+        "allocator_us": 1e6 * statistics.median(s.allocator for s in steps),
+        "rest_us": 1e6 * statistics.median(s.total - s.model - s.allocator for s in steps),
+        "allocator_share": statistics.median(s.allocator / s.total for s in steps),
+    }
+
+
+def _decode_floor(model: Gemma, seq_lens: np.ndarray, rates: Rates) -> float:
+    return decode_bytes(model, seq_lens) / rates.copy_bytes_per_s
+
+
+def _graph_share(steps: list[StepReport], replay: float) -> float | None:
+    """The allocator's share of a decode step whose forward pass takes as long as its replay."""
+    if not steps:
+        return None
+    return statistics.median(s.allocator / (s.total - s.model + replay) for s in steps)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command line; returns the exit status."""
+    args = _parser().parse_args(argv)
+    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    dtype = torch.bfloat16
+    config = few_layers(args.model, args.layers)
+    settings = EngineConfig(
+        max_num_seqs=args.batch,
+        max_num_batched_tokens=args.chunk,
+        max_model_len=config.max_position_embeddings,
+        cache_bytes=int(args.cache_gib * 2**30),
+    )
+    with torch.inference_mode():
+        model = random_model(config, device=device, dtype=dtype)
+        try:
+            share = check_logits(model, settings, args.check_length)
+        except WrongOutput as error:
+            print(f"refusing to report: {error}", file=sys.stderr)
+            return 1
+        result = measure(
+            model, settings, batch=args.batch, context=args.context, num_steps=args.steps
+        )
+    result = {
+        "schema": SCHEMA,
+        "machine": describe_machine(device),
+        "model": config.name,
+        "dtype": str(dtype).removeprefix("torch."),
+        "batch": args.batch,
+        "context": args.context,
+        "chunk": args.chunk,
+        "check": {"tokens": args.check_length, "error_over_budget": share},
+        **result,
+    }
+    print(f"{config.name}, {args.batch} sequences of {args.context} tokens, chunks of {args.chunk}")
+    print(f"logits checked: error {share:.2f} of the budget")
+    for part in ("prefill", "decode", "graph"):
+        numbers = (f"{k} {v:.4g}" for k, v in result[part].items() if v is not None)
+        print(f"{part:8}", ", ".join(numbers))
+    if args.json:
+        Path(args.json).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.layers",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--model", default="gemma-4-31b", help="named configuration; default: gemma-4-31b")
+    add("--layers", type=int, default=6, help="layers to keep, from the front; default: 6")
+    add("--batch", type=int, default=16, help="sequences; default: 16")
+    add("--context", type=int, default=8192, help="prompt tokens of each; default: 8192")
+    add("--chunk", type=int, default=8192, help="new tokens a step at most; default: 8192")
+    add("--steps", type=int, default=20, help="decode steps at least; default: 20")
+    add("--check-length", type=int, default=1600, help="prompt tokens of the check; default: 1600")
+    add("--cache-gib", type=float, default=40.0, help="size of the page pool; default: 40")
+    add("--device", help="torch device; default: cuda where there is one, else cpu")
+    add("--json", metavar="FILE", help="write all numbers")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

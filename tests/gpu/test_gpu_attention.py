@@ -1,0 +1,104 @@
+"""Attention on the device: the case tables of tests/kernels in every dtype, named shapes at real sizes, and runs repeated."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from quire.bench.peers import quire_calls
+from quire.bench.problem import expect, make_problem
+from quire.bench.shapes import SHAPES, TINY_SHAPES, Case
+from quire.kernels import reference
+from tests.gpu.conftest import DRY_RUN
+from tests.helpers import DEVICE, NAN, assert_within_budget, make_batch
+from tests.kernels.test_attention import FULL, WINDOW, attend
+
+pytestmark = pytest.mark.gpu
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+REPEATS = 2 if DRY_RUN else 30
+
+
+def tables():
+    """Every case of the tables in bf16, and once more in fp16 or fp32, in turn."""
+    named = [("full", case) for case in FULL] + [("window", case) for case in WINDOW]
+    if DRY_RUN:
+        named = [(name, case) for name, case in named if case.name == "decode-empty-ring"]
+    first = [(name, case, BF16) for name, case in named]
+    second = [(name, case, (FP16, FP32)[i % 2]) for i, (name, case) in enumerate(named)]
+    return [
+        pytest.param(
+            dataclasses.replace(case, dtype=dtype),
+            id=f"{name}-{case.name}-{str(dtype).removeprefix('torch.')}",
+        )
+        for name, case, dtype in first + second
+    ]
+
+
+def exactly(batch, dtype):
+    """The oracle's output and lse; its loops are slow on a device, so it runs on the host."""
+    host = {key: x.cpu() if isinstance(x, torch.Tensor) else x for key, x in batch.items()}
+    lse = torch.full((batch["q"].shape[1], batch["q"].shape[0]), NAN, dtype=dtype)
+    return reference.paged_attention(**host, lse=lse, dtype=dtype), lse
+
+
+@pytest.mark.parametrize("case", tables())
+def test_tables(case):
+    batch = make_batch(case)
+    exact, exact_lse = exactly(batch, torch.float64)
+    plain, _ = exactly(batch, case.dtype)
+    _, plain_lse = exactly(batch, torch.float32)
+    lse = torch.full(exact_lse.shape, NAN, device=DEVICE)
+    out = attend(batch, "triton", lse=lse)
+    assert_within_budget("out", out.cpu(), plain, exact)
+    assert_within_budget("lse", lse.cpu(), plain_lse, exact_lse)
+
+
+def named_cases():
+    """Every named shape in every phase, lengths that fill no page and no tile."""
+    if DRY_RUN:
+        return [Case(TINY_SHAPES["tiny/local"], phase, 2, 27, 16) for phase in ("decode", "mixed")]
+    cases = []
+    for shape in SHAPES.values():
+        cases.append(Case(shape, "decode", 5, 9001, shape.block_size))
+        cases.append(Case(shape, "prefill", 1, 9001, shape.block_size))
+        cases.append(Case(shape, "mixed", 5, 4999, 16))
+    return cases
+
+
+def poisoned_problem(case, dtype):
+    """A problem whose pages are NaN wherever no query may look."""
+    problem = make_problem(case, torch.device(DEVICE), dtype, copies=1)
+    seen = torch.zeros(problem.pages.shape[1], case.block_size, dtype=torch.bool, device=DEVICE)
+    for seq in range(case.batch):
+        position = torch.arange(problem.lowest_visible(seq), case.seq_lens[seq], device=DEVICE)
+        page = problem.block_table[seq, position // case.block_size].long()
+        seen[page, position % case.block_size] = True
+    pages = problem.pages[0].transpose(1, 2)  # [num_pages, block_size, 2, heads, dim]
+    pages[~seen] = NAN
+    assert pages[0].isnan().all()
+    return problem
+
+
+@pytest.mark.parametrize("fresh", [False, True], ids=["pages", "fresh"])
+@pytest.mark.parametrize("case", named_cases(), ids=lambda case: case.name.replace(" ", "-"))
+def test_named_shapes(case, fresh):
+    problem = poisoned_problem(case, BF16)
+    [call] = quire_calls(problem, fresh=fresh, impl="triton")
+    out = call()
+    assert expect(problem).wrong(out) is None
+    # The same work again, with the caches in another state: a race shows as another result.
+    first = out.clone()
+    for _ in range(REPEATS):
+        assert call().equal(first)
+
+
+@pytest.mark.parametrize("dtype", [FP16, FP32])
+def test_named_shapes_in_other_dtypes(dtype):
+    names = ["tiny/global"] if DRY_RUN else ["gemma-4-31b/global", "gemma-4-31b/local"]
+    for name in names:
+        shape = (SHAPES | TINY_SHAPES)[name]
+        for phase in ("decode", "mixed"):
+            problem = poisoned_problem(Case(shape, phase, 2, 20 if DRY_RUN else 2999, 16), dtype)
+            [call] = quire_calls(problem, fresh=True, impl="triton")
+            assert expect(problem).wrong(call()) is None, (name, phase)
