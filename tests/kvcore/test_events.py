@@ -213,6 +213,37 @@ def test_a_prompt_cached_by_another_request_is_announced_once():
     assert log.take()[1] == []
 
 
+def test_only_the_new_segments_of_a_chunk_are_announced():
+    log = EventLog()
+    e = engine(((8, None),), log)
+    e.admit("b", list(range(64)))
+    e.run("a", list(range(40)))
+    log.take()
+    e.finish_prompt("b")  # one chunk; five of its segments were cached meanwhile
+    (stored,) = log.take()[1]
+    assert stored.start == 40 and stored.token_ids == tuple(range(40, 64))
+
+
+def test_a_chunk_that_reaches_past_the_prompt():
+    log = EventLog()
+    e = engine(((8, None),), log)
+    e.admit("a", list(range(10)))
+    e.tokens["a"] += list(range(50, 60))
+    e.finish_prompt("a")
+    assert log.take()[1][-1].token_ids == (*range(10), *range(50, 56))
+
+
+def test_an_eviction_names_only_what_went():
+    log = EventLog()
+    e = engine(((4, None),), log, num_pages=16)
+    reader = Reader(e.kv.layout.groups)
+    e.run("a", list(range(40)))
+    e.run("b", list(range(100, 132)))
+    reader.read(log)
+    assert e.kv.match(list(range(40))).num_tokens == 28
+    same_hits(e, reader, [list(range(40)), list(range(100, 132))])
+
+
 def test_rejected_tokens_never_show():
     log = EventLog()
     e = engine(((4, None), (4, 6)), log, max_draft_tokens=3)
