@@ -22,6 +22,7 @@ from .report import Match, check_invariants, describe, limited_by
 from .retention import Retention, kept_boundaries, parse_retention
 from .sequences import Sequences
 from .spec import GroupSpec, Int32, Int64, Layout
+from .stats import count_admission, new_counters
 from .tables import NO_ROWS, Tables
 
 
@@ -95,10 +96,7 @@ class KVCache:
         self.max_pinned_pages = num_pages if max_pinned_pages is None else max_pinned_pages
         self._pin_at_release: dict[int, float] = {}  # slot -> expiry
         self._version = 0
-        self.counters = {
-            "requests": 0, "prompt_tokens": 0, "hit_tokens": 0, "tokens_without_resume_point": 0,
-            "resume_points_kept": 0, "resume_points_used": 0,
-        }  # fmt: skip
+        self.counters = new_counters(layout)
 
     # Properties.
 
@@ -234,11 +232,7 @@ class KVCache:
             if point is not None:
                 self._tables.load(slot, hit, point.pages)
                 self.counters["resume_points_used"] += 1
-        self.counters["requests"] += 1
-        self.counters["prompt_tokens"] += prompt.num_tokens
-        self.counters["hit_tokens"] += hit
-        if match.limited_by == "resume-point":
-            self.counters["tokens_without_resume_point"] += match.dense_tokens - hit
+        count_admission(self.counters, match)
         return slot
 
     def cut(self, slots: Any, num_new_tokens: Any) -> Int64:
@@ -633,6 +627,20 @@ class KVCache:
         self._changed()
         self.index.clear()
 
+    def evict(self, num_pages: int) -> int:
+        """Free cached pages now, as pressure would.
+
+        Args:
+            num_pages: pages wanted.
+
+        Returns:
+            Pages freed: at least `num_pages`, or all that running requests do not need.
+        """
+        before = self.num_free_pages
+        self._version += 1
+        self.index.evict(min(num_pages, self.num_evictable_pages))
+        return self.num_free_pages - before
+
     # Device copies.
 
     def take_deltas(self) -> tuple[Int64, Int32]:
@@ -665,6 +673,9 @@ class KVCache:
             "cached_segments": self.index.num_segments,
             "evicted_resume_points": self.index.num_evicted_points,
             "evicted_segments": self.index.num_evicted_segments,
+            "evicted_segments/useless": self.index.num_useless_evicted,
+            "evicted_segments/policy": self.index.num_evicted_segments
+            - self.index.num_useless_evicted,
             "pins": len(self.index.pins),
             "pinned_pages": self.index.num_pinned_pages,
             "demoted_pins": self.index.num_demoted_pins,

@@ -21,10 +21,10 @@ Reason = Literal[
 _EXPLANATIONS: dict[Reason, str] = {
     "caching-disabled": "caching is disabled",
     "prompt-too-short": "the prompt has no whole segment before its last token",
-    "prompt-end": "the whole prompt was found; its last token is always computed",
+    "prompt-end": "every segment before the last token was found",
     "not-cached": "nothing of this prompt is cached",
     "diverged": "the cached chain ends, or differs from the prompt, there",
-    "resume-point": "dense blocks reach further, but no resume point of the window groups does",
+    "resume-point": "dense blocks reach {dense}, but no resume point does",
 }
 
 
@@ -48,7 +48,8 @@ class Match:
 
     def explain(self) -> str:
         """One sentence: hit length and what limited it."""
-        return f"{self.num_tokens} of {self.prompt.num_tokens} tokens: {_EXPLANATIONS[self.limited_by]}"
+        why = _EXPLANATIONS[self.limited_by].format(dense=self.dense_tokens)
+        return f"{self.num_tokens} of {self.prompt.num_tokens} tokens: {why}"
 
 
 def limited_by(enabled: bool, usable: int, dense: int, hit: int) -> Reason:

@@ -13,16 +13,25 @@ ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
 
 
-def test_the_embedding_example_runs_and_says_what_the_text_says(tmp_path):
-    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
-    )
+EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+def run(code: str, cwd: Path) -> str:
+    done = subprocess.run([sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [
+    return done.stdout
+
+
+def test_the_embedding_example_runs_and_says_what_the_text_says(tmp_path):
+    assert run(EXAMPLES[0], tmp_path).splitlines() == [
         "cold: computed 320 of 320 tokens",
         "warm: computed 16 of 320 tokens",
     ]
+
+
+def test_the_kvcore_example_prints_what_stands_below_it(tmp_path):
+    (expected,) = re.findall(r"```text\n(.*?)```", README, re.DOTALL)
+    assert run(EXAMPLES[1], tmp_path) == expected
 
 
 @pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])

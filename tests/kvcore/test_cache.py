@@ -290,6 +290,21 @@ def test_eviction_takes_whole_resume_points_least_recently_used_first():
             assert (e.kv.pool.holds[point.pages] > 0).all(), "a point is whole or gone"
 
 
+def test_evict_frees_what_is_asked_or_all_that_nobody_needs():
+    e = engine()
+    for seed in range(5):
+        e.run(seed, tokens(200, seed))
+    e.admit("a", [*tokens(200, 4), 1])
+    free = e.kv.num_free_pages
+    assert e.kv.evict(7) >= 7
+    e.check()
+    e.kv.evict(10**6)
+    assert e.kv.num_evictable_pages == 0
+    assert e.kv.num_free_pages == e.kv.num_pages - 1 - e.kv.stats()["pages_in_use"] > free
+    e.check()
+    e.finish_prompt("a")
+
+
 def test_window_pages_shared_by_running_requests_are_freed_once():
     e = engine()
     prompt = tokens(100)
