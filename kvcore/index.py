@@ -172,6 +172,7 @@ class PrefixIndex:
         self.num_points = 0
         self.num_evicted_points = 0
         self.num_evicted_segments = 0
+        self.num_useless_evicted = 0  # of these segments, those that could serve no hit
         self.root = Run(None, 0, b"", np.empty((0, pages_per_segment), dtype=np.int32))
         self.root.locks = 1
         self.announcer: Announcer | None = None
@@ -456,7 +457,9 @@ class PrefixIndex:
             return  # used again, or gone, since it was listed
         n = run.useless(self.hybrid)
         if n:
-            self._trim(run, min(n, self._segments(num_pages)) if self.pages_per_segment else n)
+            n = min(n, self._segments(num_pages)) if self.pages_per_segment else n
+            self.num_useless_evicted += n
+            self._trim(run, n)
 
     def _trim(self, run: Run, n: int) -> None:
         """Evict the last n segments of an unlocked leaf; no resume point is on them."""
