@@ -76,7 +76,7 @@ def plan(dry_run: bool) -> list[Part]:
         Part("correctness", 130, "kernels and engine on the device against float64: poison, graphs, repeated runs, no host sync",
              (*pytest, "tests/gpu", "--ignore=tests/gpu/test_gpu_peers.py"), tests=True),
         Part("kernels", 100, "attention kernels and peers side by side, the cases that matter most",
-             (*kernels, *size(f"--impl {COMPARED} --seconds 75", "--set tiny --only decode --per-call 0.01 --impl quire,sdpa")), waits=True),
+             (*kernels, *size(f"--impl {COMPARED} --seconds 75", "--set tiny --only decode --per-call 0.01 --impl quire,quire-fresh,sdpa")), waits=True),
         Part("layers", 60, "six layers of gemma-4-31b end to end, allocator's share of a step",
              ("-m", "bench.layers", "--json", "{json}", *size("", "--model gemma4-tiny --batch 2 --context 40 --chunk 32 --steps 2 --check-length 40 --cache-gib 0.01")),
              modules=("safetensors",)),
@@ -88,7 +88,7 @@ def plan(dry_run: bool) -> list[Part]:
              ("-m", "bench.prefill_decode", "--json", "{json}", *size("--no-baseline --check 4", "--model gemma4-tiny --limit 1 --scale 0.1 --no-baseline --check 1")),
              modules=("safetensors", "tqdm")),
         Part("flex", 40, "FlexAttention beside quire",
-             (*kernels, *size("--impl quire,flex --seconds 25", "--set tiny --only global --per-call 0.01 --impl quire,flex"))),
+             (*kernels, *size("--impl quire,flex --seconds 25", "--set tiny --only decode --per-call 0.01 --impl quire,flex"))),
     ]  # fmt: skip
 
 

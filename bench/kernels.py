@@ -148,11 +148,11 @@ def _measure(
     peer: Peer, problem: Problem, expected: Any, device: torch.device, seconds: float
 ) -> dict[str, Any]:
     calls = peer.prepare(problem)
-    wrong = expected.wrong(calls[0]())
+    wrong = expected.wrong(*calls[0]())
     if wrong is None:
         timing = time_calls(calls, device, seconds=seconds)
         # Once more: a kernel that races, or a captured call that depends on what is gone, shows here.
-        wrong = expected.wrong(calls[0]())
+        wrong = expected.wrong(*calls[0]())
     if wrong is not None:
         return {"wrong": wrong}
     return {

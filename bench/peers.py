@@ -17,6 +17,9 @@ from torch import Tensor
 from quire.bench.problem import Problem
 from quire.kernels import paged_attention, sliding_window_attention, workspace_numel
 
+Call = Callable[[], tuple[Tensor, ...]]
+"""Computes one copy; returns (out,) or (out, lse): [num_tokens, num_heads, head_dim], and [num_heads, num_tokens] in natural log."""
+
 # Implementations that read no pages get contiguous copies of K and V up to this size.
 MAX_CONTIGUOUS_BYTES = 12 * 2**30
 
@@ -30,14 +33,14 @@ class Peer:
     """An implementation.
 
     name: short, for tables and ``--impl``. version: of the package. note: what differs in its work, or "".
-    prepare: (problem) -> one call for each copy, each returning out [num_tokens, num_heads, head_dim]. Raises Unsupported.
+    prepare: (problem) -> one call for each copy. Raises Unsupported.
     ours: whether a wrong result of it is a bug of this repository.
     """
 
     name: str
     version: str
     note: str
-    prepare: Callable[[Problem], list[Callable[[], Tensor]]]
+    prepare: Callable[[Problem], list[Call]]
     ours: bool = False
 
 
@@ -75,18 +78,16 @@ def _commit() -> str:
     return str(describe_machine(torch.device("cpu"))["commit"])
 
 
-def _quire(problem: Problem) -> list[Callable[[], Tensor]]:
+def _quire(problem: Problem) -> list[Call]:
     return quire_calls(problem, fresh=False)
 
 
-def _quire_fresh(problem: Problem) -> list[Callable[[], Tensor]]:
+def _quire_fresh(problem: Problem) -> list[Call]:
     return quire_calls(problem, fresh=True)
 
 
-def quire_calls(
-    problem: Problem, *, fresh: bool, impl: str | None = None
-) -> list[Callable[[], Tensor]]:
-    """One call of quire's attention for each copy; all share ``out`` and ``workspace``.
+def quire_calls(problem: Problem, *, fresh: bool, impl: str | None = None) -> list[Call]:
+    """One call of quire's attention for each copy; all share ``out``, ``lse`` and ``workspace``.
 
     fresh: pass the new rows beside the pages. impl: as in ``quire.kernels.paged_attention``.
     """
@@ -114,15 +115,17 @@ def quire_calls(
         "impl": impl,
         "out": torch.full_like(problem.q[0], float("nan")),
     }
+    lse = torch.full((shape.num_heads, problem.q.shape[1]), float("nan"), device=device)
+    options["lse"] = lse
     attend = paged_attention
     if shape.sliding_window is not None:
         attend, options["sliding_window"] = sliding_window_attention, shape.sliding_window
 
-    def call(copy: int) -> Callable[[], Tensor]:
+    def call(copy: int) -> Call:
         tensors = (problem.q[copy], problem.k_pages(copy), problem.v_pages(copy))
         lengths = (problem.block_table, problem.seq_lens, problem.cu_seqlens_q)
         rows = {"k": problem.k[copy], "v": problem.v[copy]} if fresh else {}
-        return lambda: attend(*tensors, *lengths, **options, **rows)
+        return lambda: (attend(*tensors, *lengths, **options, **rows), lse)
 
     return [call(copy) for copy in range(problem.copies)]
 
@@ -148,7 +151,7 @@ def contiguous(problem: Problem) -> list[tuple[Tensor, Tensor, Tensor]]:
     return found
 
 
-def _sdpa(problem: Problem) -> list[Callable[[], Tensor]]:
+def _sdpa(problem: Problem) -> list[Call]:
     """torch's scaled_dot_product_attention; keys of grouped heads are repeated beforehand where its causal mask needs that."""
     from torch.nn.attention.bias import causal_lower_right
     from torch.nn.functional import scaled_dot_product_attention
@@ -165,15 +168,17 @@ def _sdpa(problem: Problem) -> list[Callable[[], Tensor]]:
         if q_len > 1:
             options["attn_mask"] = causal_lower_right(q_len, k.shape[2])
 
-        def call(q: Tensor = q, k: Tensor = k, v: Tensor = v, options: dict = options) -> Tensor:
+        def call(
+            q: Tensor = q, k: Tensor = k, v: Tensor = v, options: dict = options
+        ) -> tuple[Tensor]:
             out = scaled_dot_product_attention(q, k, v, **options)
-            return out.transpose(1, 2).flatten(0, 1)
+            return (out.transpose(1, 2).flatten(0, 1),)
 
         calls.append(call)
     return calls
 
 
-def _flex(problem: Problem) -> list[Callable[[], Tensor]]:
+def _flex(problem: Problem) -> list[Call]:
     """torch's FlexAttention with a block mask, compiled on a GPU, eager on a CPU."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -188,8 +193,8 @@ def _flex(problem: Problem) -> list[Callable[[], Tensor]]:
     mask = create_block_mask(visible, None, None, q.shape[2], k.shape[2], device=q.device)
     attend = torch.compile(flex_attention) if q.is_cuda else flex_attention
 
-    def call(q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Call:
         options = {"block_mask": mask, "scale": problem.softmax_scale, "enable_gqa": True}
-        return lambda: attend(q, k, v, **options).transpose(1, 2).flatten(0, 1)
+        return lambda: (attend(q, k, v, **options).transpose(1, 2).flatten(0, 1),)
 
     return [call(*three) for three in tensors]

@@ -20,7 +20,6 @@ import sysconfig
 import tarfile
 import types
 import zipfile
-from collections.abc import Callable
 from importlib import metadata
 from itertools import accumulate
 from pathlib import Path
@@ -29,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.bench.peers import Peer, Unsupported
+from quire.bench.peers import Call, Peer, Unsupported
 from quire.bench.problem import Problem
 
 FLASHINFER_WORKSPACE = 256 * 2**20
@@ -73,7 +72,7 @@ def fa3_peer(folder: Path | None) -> Peer:
     torch.ops.load_library(str(library))
     forward = torch.ops._vllm_fa3_C.fwd
 
-    def prepare(problem: Problem) -> list[Callable[[], Tensor]]:
+    def prepare(problem: Problem) -> list[Call]:
         case, shape = problem.case, problem.case.shape
         if shape.head_dim > 256:
             raise Unsupported("head_dim above 256")
@@ -96,9 +95,9 @@ def fa3_peer(folder: Path | None) -> Peer:
         }
         positions = _positions(forward.default._schema, named)
 
-        def call(copy: int) -> Callable[[], Tensor]:
+        def call(copy: int) -> Call:
             first = (problem.q[copy], problem.k_pages(copy), problem.v_pages(copy))
-            return lambda: forward(*first, *positions)[0]
+            return lambda: (forward(*first, *positions)[0],)
 
         return [call(copy) for copy in range(problem.copies)]
 
@@ -130,7 +129,7 @@ def vllm_triton_peer(folder: Path | None) -> Peer:
         version = "0.33.0"
     unified = importlib.import_module(name).unified_attention
 
-    def prepare(problem: Problem) -> list[Callable[[], Tensor]]:
+    def prepare(problem: Problem) -> list[Call]:
         case, shape = problem.case, problem.case.shape
         device = problem.q.device
         rows = max(1, VLLM_GRID_2D // shape.num_kv_heads)
@@ -159,12 +158,12 @@ def vllm_triton_peer(folder: Path | None) -> Peer:
             "sinks": problem.sinks,
         }
 
-        def call(copy: int) -> Callable[[], Tensor]:
+        def call(copy: int) -> Call:
             first = (problem.q[copy], problem.k_pages(copy), problem.v_pages(copy))
 
-            def run() -> Tensor:
+            def run() -> tuple[Tensor]:
                 unified(*first, **options)
-                return out
+                return (out,)
 
             return run
 
@@ -214,7 +213,7 @@ def flashinfer_peer(folder: Path | None) -> Peer:
     flashinfer = _import_flashinfer(folder)
     built = _built(folder)
 
-    def prepare(problem: Problem) -> list[Callable[[], Tensor]]:
+    def prepare(problem: Problem) -> list[Call]:
         case, shape = problem.case, problem.case.shape
         if problem.sinks is not None:
             raise Unsupported("sinks")
@@ -227,7 +226,7 @@ def flashinfer_peer(folder: Path | None) -> Peer:
     return Peer("flashinfer", flashinfer.__version__, "plan() not timed", prepare)
 
 
-def _flashinfer_calls(flashinfer: Any, problem: Problem) -> list[Callable[[], Tensor]]:
+def _flashinfer_calls(flashinfer: Any, problem: Problem) -> list[Call]:
     case, shape = problem.case, problem.case.shape
     device = problem.q.device
     counts = [-(-n // case.block_size) for n in case.seq_lens]
@@ -259,9 +258,9 @@ def _flashinfer_calls(flashinfer: Any, problem: Problem) -> list[Callable[[], Te
         wrapper.plan(cu, indptr, ints(indices), ints(last), *heads, causal=True, **options)
     out = torch.full_like(problem.q[0], float("nan"))
 
-    def call(copy: int) -> Callable[[], Tensor]:
+    def call(copy: int) -> Call:
         q, pages = problem.q[copy], (problem.k_pages(copy), problem.v_pages(copy))
-        return lambda: wrapper.run(q, pages, out=out)
+        return lambda: (wrapper.run(q, pages, out=out),)
 
     return [call(copy) for copy in range(problem.copies)]
 

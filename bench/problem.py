@@ -5,8 +5,9 @@ linear, so that every implementation can read it; pages behind a sliding window 
 sees). There are several copies of pages, queries and fresh rows where one would stay in the L2 cache: calls take turns.
 
 Logits have a standard deviation of ``LOGIT_STD``: a softmax over thousands of keys then rests on few of them, elsewhere for every query
-and head, so a tile that was not read shows. The budget is derived, as in the tests: a result may be twice as far from the float64 one as
-a plain program in the same dtype is, counting one rounding.
+and head, so values read from a wrong place show. A tile of keys that was not read at all may matter little to each output, and shows in the lse, which is
+known to more digits. Budgets are derived, as in the tests: a result may be twice as far from the float64 one as a plain program is (in the
+same dtype for the output, in fp32 for the lse), counting one rounding, and for the lse those of the tensor cores.
 """
 
 from __future__ import annotations
@@ -132,35 +133,60 @@ def make_problem(
 class Expected:
     """What a sample of rows of a problem's first copy has to be.
 
-    rows: [n] indices of tokens. exact: [n, num_heads, head_dim] float64. budget: largest error allowed.
+    rows: [n] indices of tokens. exact: [n, num_heads, head_dim] float64. lse: [n, num_heads] float64.
+    budget, lse_budget: largest errors allowed.
     """
 
     rows: Tensor
     exact: Tensor
+    lse: Tensor
     budget: float
+    lse_budget: float
 
-    def wrong(self, out: Tensor) -> str | None:
-        """What is wrong with a result [num_tokens, num_heads, head_dim]: a message, or None. All of it has to be finite."""
-        if not bool(torch.isfinite(out).all()):
-            return "not finite"
-        error = (out[self.rows].double() - self.exact).abs().max().item()
-        return None if error <= self.budget else f"error {error:.3g}, budget {self.budget:.3g}"
+    def wrong(self, out: Tensor, lse: Tensor | None = None) -> str | None:
+        """What is wrong with a result: a message, or None. All of it has to be finite.
+
+        out: [num_tokens, num_heads, head_dim]. lse: [num_heads, num_tokens] natural log, where an implementation gives it.
+        """
+        found = [("out", out, out[self.rows], self.exact, self.budget)]
+        if lse is not None:
+            found.append(("lse", lse, lse[:, self.rows].T, self.lse, self.lse_budget))
+        for name, whole, sample, exact, budget in found:
+            if not bool(torch.isfinite(whole).all()):
+                return f"{name}: not finite"
+            error = (sample.double() - exact).abs().max().item()
+            if error > budget:
+                return f"{name}: error {error:.3g}, budget {budget:.3g}"
+        return None
 
 
 def expect(problem: Problem) -> Expected:
-    """The float64 result of a sample of rows, and the budget of the problem's dtype."""
+    """The float64 result of a sample of rows, and the budgets of the problem's dtype."""
     starts = [0, *accumulate(problem.case.q_lens)]
-    index, exact, plain = [], [], []
+    index: list[int] = []
+    results: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
     for seq in _spread(problem.case.batch, CHECKED_SEQS):
         rows = _spread(problem.case.q_lens[seq], CHECKED_ROWS)
         index += [starts[seq] + row for row in rows]
-        exact.append(attention_rows(problem, seq, rows, torch.float64))
-        plain.append(attention_rows(problem, seq, rows, problem.q.dtype))
-    truth = torch.cat(exact)
-    plain_error = (torch.cat(plain).double() - truth).abs().max().item()
-    rounding = torch.finfo(problem.q.dtype).eps / 2 * max(1.0, truth.abs().max().item())
-    rows = torch.tensor(index, device=truth.device)
-    return Expected(rows, truth, 2 * (plain_error + rounding))
+        for dtype in {torch.float64, torch.float32, problem.q.dtype}:
+            results.setdefault(dtype, []).append(attention_rows(problem, seq, rows, dtype))
+    whole = {
+        dtype: tuple(torch.cat(part).double() for part in zip(*found, strict=True))
+        for dtype, found in results.items()
+    }
+    exact, lse = whole[torch.float64]
+    plain, plain_lse = whole[problem.q.dtype][0], whole[torch.float32][1]
+    rounding = torch.finfo(problem.q.dtype).eps / 2 * max(1.0, exact.abs().max().item())
+    # Tensor cores add 16 channels at a time and truncate each sum, so the errors of one logit add up.
+    steps = problem.case.shape.head_dim / 16
+    truncation = steps * torch.finfo(torch.float32).eps * max(1.0, lse.abs().max().item())
+    return Expected(
+        rows=torch.tensor(index, device=exact.device),
+        exact=exact,
+        lse=lse,
+        budget=2 * ((plain - exact).abs().max().item() + rounding),
+        lse_budget=2 * ((plain_lse - lse).abs().max().item() + truncation),
+    )
 
 
 def attention_rows(problem: Problem, seq: int, rows: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -168,7 +194,7 @@ def attention_rows(problem: Problem, seq: int, rows: Sequence[int], dtype: torch
 
     rows: new tokens of the sequence, counted from 0.
 
-    Returns: [len(rows), num_heads, head_dim] in ``dtype``.
+    Returns: out [len(rows), num_heads, head_dim] and lse [len(rows), num_heads] in ``dtype``.
     Source: as ``quire.kernels.reference``, with which a test compares it.
     """
     case, shape = problem.case, problem.case.shape
@@ -184,14 +210,16 @@ def attention_rows(problem: Problem, seq: int, rows: Sequence[int], dtype: torch
         hidden |= distance >= shape.sliding_window
     group = shape.num_heads // shape.num_kv_heads
     out = torch.empty(queries.shape, dtype=dtype, device=index.device)
+    lse = torch.empty(queries.shape[:2], dtype=dtype, device=index.device)
     for head in range(shape.num_heads):
         key, value = keys[:, head // group].to(dtype), values[:, head // group].to(dtype)
         logits = (queries[:, head] @ key.T * problem.softmax_scale).masked_fill(hidden, -torch.inf)
+        lse[:, head] = torch.logsumexp(logits, 1)
         if problem.sinks is not None:
             sink = problem.sinks[head].to(dtype).expand(len(rows), 1)
             logits = torch.cat([logits, sink], 1)
         out[:, head] = torch.softmax(logits, 1)[:, : len(key)] @ value
-    return out
+    return out, lse
 
 
 def _table(case: Case, seed: int) -> tuple[Tensor, int]:

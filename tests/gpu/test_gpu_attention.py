@@ -85,12 +85,13 @@ def poisoned_problem(case, dtype):
 def test_named_shapes(case, fresh):
     problem = poisoned_problem(case, BF16)
     [call] = quire_calls(problem, fresh=fresh, impl="triton")
-    out = call()
-    assert expect(problem).wrong(out) is None
+    out, lse = call()
+    assert expect(problem).wrong(out, lse) is None
     # The same work again, with the caches in another state: a race shows as another result.
-    first = out.clone()
+    first, first_lse = out.clone(), lse.clone()
     for _ in range(REPEATS):
-        assert call().equal(first)
+        out, lse = call()
+        assert out.equal(first) and lse.equal(first_lse)
 
 
 @pytest.mark.parametrize("dtype", [FP16, FP32])
@@ -101,4 +102,4 @@ def test_named_shapes_in_other_dtypes(dtype):
         for phase in ("decode", "mixed"):
             problem = poisoned_problem(Case(shape, phase, 2, 20 if DRY_RUN else 2999, 16), dtype)
             [call] = quire_calls(problem, fresh=True, impl="triton")
-            assert expect(problem).wrong(call()) is None, (name, phase)
+            assert expect(problem).wrong(*call()) is None, (name, phase)

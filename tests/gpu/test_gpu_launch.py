@@ -105,14 +105,14 @@ def test_two_streams_do_not_disturb_each_other(cuda):
     """Two calls with memory of their own at the same time, many times over."""
     problems = [problem_of(SHAPE, "decode"), problem_of(WINDOW, "mixed")]
     calls = [quire_calls(problem, fresh=True)[0] for problem in problems]
-    expected = [call().clone() for call in calls]
+    expected = [call()[0].clone() for call in calls]
     torch.cuda.synchronize()
     streams = [torch.cuda.Stream() for _ in calls]
     for _ in range(20):
         results = []
         for call, stream in zip(calls, streams, strict=True):
             with torch.cuda.stream(stream):
-                results.append(call())
+                results.append(call()[0])
         torch.cuda.synchronize()
         for got, want in zip(results, expected, strict=True):
             assert got.equal(want)
@@ -124,6 +124,6 @@ def test_calls_share_their_output_and_differ_by_copy(fresh):
     case = Case(TINY_SHAPES["tiny/global"], "decode", 2, 20, 16)
     problem = make_problem(case, torch.device(DEVICE), torch.float32, copies=2)
     first, second = quire_calls(problem, fresh=fresh)
-    one = first().clone()
-    two = second().clone()
-    assert not one.equal(two) and first().equal(one)
+    one = first()[0].clone()
+    two = second()[0].clone()
+    assert not one.equal(two) and first()[0].equal(one)

@@ -1,0 +1,236 @@
+"""bench.kernels: its shapes, its oracle, its model, and that it reports no time of a result that is wrong."""
+
+import argparse
+import dataclasses
+import json
+import os
+
+import pytest
+import torch
+
+from quire.bench import kernels, model
+from quire.bench.peers import Peer, Unsupported, find_peers
+from quire.bench.peers_folder import unpack
+from quire.bench.problem import attention_rows, expect, make_problem
+from quire.bench.shapes import SHAPES, TINY_SHAPES, Case, all_cases, headline
+from quire.bench.timing import time_calls
+from quire.kernels import reference
+from quire.models.configs import get_config
+
+CPU = torch.device("cpu")
+CASES = [
+    Case(TINY_SHAPES[f"tiny/{kind}"], phase, 2, 37, 16)
+    for kind in ("local", "global")
+    for phase in ("decode", "prefill", "mixed")
+]
+NAMES = [case.name.replace(" ", "-") for case in CASES]
+RATES = {"copy_bytes_per_s": 1e9, "matmul_flops_per_s": 1e12}
+
+
+def test_shapes_are_those_of_the_configurations():
+    config = get_config("gemma-4-31b")
+    for kind, attention in (("local", config.sliding), ("global", config.full)):
+        shape = SHAPES[f"gemma-4-31b/{kind}"]
+        for field in ("num_heads", "num_kv_heads", "head_dim", "sliding_window"):
+            assert getattr(shape, field) == getattr(attention, field)
+        assert shape.softmax_scale == 1.0
+    # All pages of a model have equal bytes.
+    pages = {s.block_size * s.kv_token_bytes for n, s in SHAPES.items() if n.startswith("gemma-4-31b")}  # fmt: skip
+    assert pages == {16 * 4 * 16 * 256}
+
+
+def test_shards_divide_heads_and_replicate_none():
+    shape = SHAPES["gemma-4-31b/global"]
+    share = shape.shard(4)
+    assert (share.num_heads, share.num_kv_heads, share.name) == (8, 1, "gemma-4-31b/global/tp4")
+    assert shape.shard(8) is None
+
+
+def test_cases_are_unique_and_the_headline_comes_first():
+    cases = all_cases()
+    assert len({case.name for case in cases}) == len(cases) > 150
+    assert cases[: len(headline())] == headline()
+    for phase in ("decode", "prefill", "mixed"):
+        assert {c.shape.name for c in cases if c.phase == phase} >= set(SHAPES)
+    assert {1, 16, 128} <= {c.batch for c in cases}
+    assert {4096, 32768, 131072} <= {c.context for c in cases}
+    assert {16, 32, 64, 128, 256} == {c.block_size for c in cases}
+
+
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
+def test_the_vectorised_oracle_is_the_one_with_loops(case):
+    problem = make_problem(case, CPU, torch.float32)
+    lse = torch.empty(case.shape.num_heads, problem.q.shape[1], dtype=torch.float64)
+    exact = reference.paged_attention(
+        problem.q[0],
+        problem.k_pages(0),
+        problem.v_pages(0),
+        problem.block_table,
+        problem.seq_lens,
+        problem.cu_seqlens_q,
+        softmax_scale=problem.softmax_scale,
+        sinks=problem.sinks,
+        sliding_window=case.shape.sliding_window,
+        lse=lse,
+        dtype=torch.float64,
+    )
+    start = 0
+    for seq, q_len in enumerate(case.q_lens):
+        rows, rows_lse = attention_rows(problem, seq, list(range(q_len)), torch.float64)
+        part = slice(start, start + q_len)
+        torch.testing.assert_close(rows, exact[part], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(rows_lse.T, lse[:, part], rtol=1e-12, atol=1e-12)
+        start += q_len
+
+
+def test_an_unread_key_is_an_error():
+    """The budget is tight enough: a result over all keys but one tile is refused."""
+    case = Case(TINY_SHAPES["tiny/global"], "decode", 2, 640, 16)
+    problem = make_problem(case, CPU, torch.bfloat16)
+    expected = expect(problem)
+    [found] = [p for p in find_peers(None)[0] if p.name == "quire"]
+    assert expected.wrong(*found.prepare(problem)[0]()) is None
+    for skipped in range(0, 40, 8):
+        # The keys of one page become those of another one that the sequence sees anyway.
+        table = problem.block_table.clone()
+        table[0, skipped] = table[0, (skipped + 1) % 40]
+        broken = dataclasses.replace(problem, block_table=table)
+        assert "error" in expected.wrong(*found.prepare(broken)[0]())
+    assert expected.wrong(torch.full_like(problem.q[0], float("nan"))) == "out: not finite"
+
+
+def row_of(prepare, ours=False):
+    peer = Peer("test", "1", "", prepare, ours=ours)
+    [row] = kernels.run_case(CASES[3], [peer], CPU, RATES, 0.0)
+    return row
+
+
+def test_a_wrong_result_is_not_timed():
+    row = row_of(lambda problem: [lambda: (torch.zeros_like(problem.q[0]),)] * 2)
+    assert "budget" in row["wrong"] and "ms" not in row
+
+
+def test_a_result_that_changes_while_it_is_timed_is_not_reported():
+    def prepare(problem):
+        [found] = [p for p in find_peers(None)[0] if p.name == "quire"]
+        right, calls = found.prepare(problem)[0], []
+
+        def call():
+            calls.append(1)
+            return right() if len(calls) == 1 else (torch.zeros_like(problem.q[0]),)
+
+        return [call]
+
+    row = row_of(prepare)
+    assert "budget" in row["wrong"] and "ms" not in row
+
+
+def test_failures_of_others_are_reasons_and_ours_are_wrong():
+    def unsupported(problem):
+        raise Unsupported("no such thing")
+
+    def broken(problem):
+        raise RuntimeError("it broke\nin line 2")
+
+    assert row_of(unsupported)["skipped"] == "no such thing"
+    assert row_of(broken)["skipped"] == "RuntimeError: it broke"
+    assert row_of(broken, ours=True)["wrong"] == "RuntimeError: it broke"
+
+
+def test_rows_have_shares_and_the_ratio_to_the_best_peer():
+    found, missing = find_peers(None)
+    rows = kernels.run_case(CASES[3], found, CPU, RATES, 0.0)
+    times = {row["impl"]: row["ms"] for row in rows}
+    assert set(times) == {"quire", "quire-fresh", "sdpa", "flex"}
+    best = min(times["sdpa"], times["flex"])
+    for row in rows:
+        assert row["over_best_peer"] == pytest.approx(row["ms"] / best)
+        assert row["copy_share"] == pytest.approx(row["gb_per_s"] * 1e9 / 1e9)
+    assert set(missing) >= {"flashinfer", "fa3", "vllm-triton", "flashmla"} - {
+        peer.name for peer in found
+    }
+    bytes_moved = 2 * 37 * 4 * 2 * 32 + 2 * 2 * 2 * 4 * 32  # K and V once; q and out
+    assert model.case_bytes(CASES[3]) == bytes_moved
+
+
+def test_the_command_writes_json_and_says_what_it_did_not_run(tmp_path, capsys):
+    path = tmp_path / "kernels.json"
+    command = ["--set", "tiny", "--impl", "quire", "--per-call", "0", "--device", "cpu"]
+    assert kernels.main([*command, "--seconds", "0", "--json", str(path)]) == 0
+    result = json.loads(path.read_text())
+    assert result["rows"] == [] and len(result["not_run"]) == 6
+    assert "out of time: 6 cases not run" in capsys.readouterr().out
+    assert kernels.main([*command, "--only", "global mixed", "--json", str(path)]) == 0
+    [row] = json.loads(path.read_text())["rows"]
+    assert row["impl"] == "quire" and row["ms"] > 0
+    assert "missing   flashmla" in capsys.readouterr().out
+    assert kernels.main(["--only", "no such case"]) == 2
+
+
+def test_a_wrong_result_of_ours_is_exit_status_1(monkeypatch):
+    wrong = {"case": "c", "impl": "quire", "ours": True, "wrong": "error 1, budget 0", "skipped": None}  # fmt: skip
+    monkeypatch.setattr(kernels, "run", lambda *a: {"rows": [wrong], "not_run": []})
+    assert kernels.main(["--set", "tiny"]) == 1
+    monkeypatch.setattr(kernels, "run", lambda *a: {"rows": [wrong | {"ours": False}], "not_run": []})  # fmt: skip
+    assert kernels.main(["--set", "tiny"]) == 0
+
+
+@pytest.mark.parametrize("case", all_cases(), ids=lambda case: case.name.replace(" ", "-"))
+def test_no_prediction_is_below_its_floor(case):
+    found = model.predict(case, model.H200)
+    assert found.seconds >= found.floor * 0.999
+    assert found.seconds == max(found.terms.values()) == found.terms[found.bound]
+
+
+def test_predictions_follow_what_they_are_made_of():
+    decode = Case(SHAPES["llama-3-70b"], "decode", 16, 32768, 16)
+    slow = dataclasses.replace(model.H200, copy_bytes_per_s=1e12)
+    assert model.predict(decode, slow).memory > 4 * model.predict(decode, model.H200).memory
+    # One program on the whole device cannot keep it busy.
+    config = model.Config(16, 64, 4, 3)
+    assert model.memory_share(config, 128, 1, model.H200) < 0.02
+    assert model.memory_share(config, 128, 10**6, model.H200) == 1.0
+    # At twice the chunk, prefill over the same context costs twice the products, less the causal corner.
+    prefill = Case(SHAPES["llama-3-70b"], "prefill", 1, 4096, 16)
+    longer = Case(SHAPES["llama-3-70b"], "prefill", 1, 8192, 16)
+    ratio = model.predict(longer, model.H200).tensor_cores / model.predict(prefill, model.H200).tensor_cores  # fmt: skip
+    assert 3.9 < ratio < 4.0
+
+
+def test_predict_prints_floors_without_measuring(capsys):
+    assert kernels.main(["--predict"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("predicted, not measured: NVIDIA H200")
+    assert len(lines) == 2 + len(headline())
+
+
+def test_times_are_of_one_call():
+    calls = []
+    timing = time_calls([lambda: calls.append(0), lambda: calls.append(1)], CPU, seconds=0.0)
+    assert timing.calls == 2 and timing.replays == 5 and len(calls) == 2 * 6
+    assert calls[:4] == [0, 1, 0, 1]
+    assert timing.p20 <= timing.p50 <= timing.p80
+
+
+def test_packed_peers_are_unpacked_once(tmp_path):
+    import lzma
+    import zipfile
+
+    packed, target = tmp_path / "packed", tmp_path / "target"
+    packed.mkdir()
+    (packed / "lib.so.xz").write_bytes(lzma.compress(b"library"))
+    with zipfile.ZipFile(packed / "package-1-py3.whl", "w") as wheel:
+        wheel.writestr("package/__init__.py", "")
+    assert unpack(packed, target) == target
+    assert (target / "lib.so").read_bytes() == b"library"
+    assert (target / "package/__init__.py").exists()
+    before = os.stat(target / "lib.so").st_mtime_ns
+    unpack(packed, target)
+    assert os.stat(target / "lib.so").st_mtime_ns == before
+    assert unpack(target, tmp_path / "other") == target
+
+
+def test_unknown_implementations_are_named():
+    args = argparse.Namespace(peers=None, impl="quire,none", seconds=None, per_call=0.0, json=None)
+    with pytest.raises(SystemExit, match=r"impl: expected some of .*'none'"):
+        kernels.run([CASES[0]], CPU, args)
