@@ -4,7 +4,7 @@ from pathlib import Path
 
 from setuptools import setup
 
-PACKAGES = ["kernels", "kvcore", "models", "bench"]
+PACKAGES = ["kernels", "kvcore", "models", "models.integrations", "bench"]
 
 setup(
     name="quire",
@@ -16,7 +16,7 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.10,<3.14",
     packages=[f"quire.{name}" for name in PACKAGES],
-    package_dir={f"quire.{name}": name for name in PACKAGES},
+    package_dir={f"quire.{name}": name.replace(".", "/") for name in PACKAGES},
     install_requires=[
         "numpy>=1.26",
         "torch>=2.11",

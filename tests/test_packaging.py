@@ -40,7 +40,7 @@ def test_the_wheel_holds_the_namespace_and_nothing_else(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     tops = {name.split("/")[0] for name in names}
     assert {t for t in tops if not t.endswith(".dist-info")} == {"quire"}
-    for package in ("kernels", "kvcore", "models", "bench"):
+    for package in ("kernels", "kvcore", "models", "models/integrations", "bench"):
         assert f"quire/{package}/__init__.py" in names
 
 
