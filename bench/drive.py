@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from time import perf_counter
+from time import perf_counter, process_time
 
 import numpy as np
 from tqdm import tqdm
@@ -24,6 +24,7 @@ class Run:
 
     outputs: of every request, in order of (session, turn). groups: `Turn.group` of each. steps: every step's report.
     seconds: wall time from the first request to the last token. hashing: seconds of it spent hashing prompts.
+    cpu_seconds: time of this process on all cores meanwhile; on a busy machine the wall time says less.
     peak_pages_in_use, peak_pages_cached: most pages that running requests held at the end of a step, and most that held
         anything at all, what is only cached included.
     stats: counters of the cache at the end.
@@ -33,6 +34,7 @@ class Run:
     groups: dict[Key, int]
     steps: list[StepReport]
     seconds: float
+    cpu_seconds: float
     hashing: float
     peak_pages_in_use: int
     peak_pages_cached: int
@@ -70,7 +72,7 @@ def run_workload(
     steps: list[StepReport] = []
     in_use = cached = 0
     hashing_before = engine.totals.hashing
-    start = perf_counter()
+    start, cpu_start = perf_counter(), process_time()
     with tqdm(total=workload.num_requests, desc=label, unit="request", disable=None) as bar:
         while queue or flying:
             while queue and len(flying) < concurrency:
@@ -95,12 +97,13 @@ def run_workload(
                 if key[1] + 1 < len(workload.sessions[key[0]]):
                     queue.append((key[0], key[1] + 1))
                 bar.update()
-    seconds = perf_counter() - start
+    seconds, cpu_seconds = perf_counter() - start, process_time() - cpu_start
     return Run(
         outputs=dict(sorted(outputs.items())),
         groups={(s, t): workload.sessions[s][t].group for s, t in sorted(outputs)},
         steps=steps,
         seconds=seconds,
+        cpu_seconds=cpu_seconds,
         hashing=engine.totals.hashing - hashing_before,
         peak_pages_in_use=in_use,
         peak_pages_cached=cached,

@@ -8,14 +8,14 @@
     check                  requests, of_requests, tokens, exact_tokens, largest_bound
     rates                  copy_bytes_per_s, copy_bytes, matmul_flops_per_s, matmul_size
     cached, uncached       with prefix caching on, and off (null with --no-baseline), each:
-      seconds, steps, preemptions, output_tokens_per_s
+      seconds, cpu_seconds, steps, preemptions, output_tokens_per_s
       prefill, decode      steps with a chunk of more than one token, and the others: steps, tokens, seconds, tokens_per_s, over_floor
       ttft_ms, itl_ms      p50, p99
       hit                  tokens, prompt_tokens, rate, limited_by {reason: requests}
       pages                peak_in_use, peak_cached, in_use, cached, total
       allocator            us_per_step, share_of_step, hashing_us_per_request
       groups               list of {group, requests, hit_rate, ttft_p50_ms}; what a group is: workload.group_name
-    comparison             speedup, ttft_speedup (p50), identical_requests, identical_tokens, output_tokens; or null
+    comparison             speedup, cpu_speedup, ttft_speedup (p50), identical_requests, identical_tokens, output_tokens; or null
 
 A number that does not exist (no step of a kind, no second token) is null.
 """
@@ -49,6 +49,7 @@ def metrics(run: Run, model: Gemma, rates: Rates, num_pages: int) -> dict[str, A
     last = run.stats
     return {
         "seconds": run.seconds,
+        "cpu_seconds": run.cpu_seconds,
         "steps": len(run.steps),
         "preemptions": sum(step.num_preempted for step in run.steps),
         "output_tokens_per_s": sum(len(o.token_ids) for o in outputs) / run.seconds,
@@ -83,6 +84,7 @@ def comparison(cached: Run, uncached: Run) -> dict[str, Any]:
     ttft = [_percentiles(o.ttft for o in run.outputs.values())["p50"] for run in (uncached, cached)]
     return {
         "speedup": uncached.seconds / cached.seconds,
+        "cpu_speedup": uncached.cpu_seconds / cached.cpu_seconds,
         "ttft_speedup": ttft[0] / ttft[1],
         "identical_requests": sum(a == b for a, b in pairs),
         "identical_tokens": sum(x == y for a, b in pairs for x, y in zip(a, b, strict=True)),

@@ -53,7 +53,7 @@ def table(result: dict[str, Any]) -> str:
         hit = result["cached"]["hit"]
         fewer = hit["prompt_tokens"] / (hit["prompt_tokens"] - hit["tokens"])
         lines.append(
-            f"caching on against off: {fewer:.2f} x fewer prompt tokens to compute, {compared['speedup']:.2f} x as fast, TTFT p50 {compared['ttft_speedup']:.2f} x; identical output: "
+            f"caching on against off: {fewer:.2f} x fewer prompt tokens to compute, {compared['speedup']:.2f} x as fast ({compared['cpu_speedup']:.2f} x less CPU time), TTFT p50 {compared['ttft_speedup']:.2f} x; identical output: "
             f"{compared['identical_requests']} of {result['workload']['requests']} requests, "
             f"{compared['identical_tokens']} of {compared['output_tokens']} tokens"
         )
@@ -82,6 +82,7 @@ def _cached_pages(run: dict[str, Any]) -> str:
 
 _ROWS = (
     ("seconds", lambda run: f"{run['seconds']:.2f}"),
+    ("CPU seconds", lambda run: f"{run['cpu_seconds']:.2f}"),
     ("steps (with prefill)", lambda run: f"{run['steps']} ({run['prefill']['steps']})"),
     ("output tokens/s", lambda run: _number(run["output_tokens_per_s"])),
     ("prefill tokens/s", lambda run: _number(run["prefill"]["tokens_per_s"])),

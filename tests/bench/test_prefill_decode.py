@@ -61,7 +61,7 @@ def test_json_and_text(tmp_path, capsys):
     assert names - documented_keys() == set()
     for run in ("cached", "uncached"):
         assert set(result[run]) == {
-            "seconds", "steps", "preemptions", "output_tokens_per_s", "prefill", "decode",
+            "seconds", "cpu_seconds", "steps", "preemptions", "output_tokens_per_s", "prefill", "decode",
             "ttft_ms", "itl_ms", "hit", "pages", "allocator", "groups",
         }  # fmt: skip
         phases = result[run]["prefill"], result[run]["decode"]
