@@ -78,16 +78,15 @@ def plan(dry_run: bool) -> list[Part]:
         Part("kernels", 100, "attention kernels and peers side by side, the cases that matter most",
              (*kernels, *size(f"--impl {COMPARED} --seconds 75", "--set tiny --only decode --per-call 0.01 --impl quire,quire-fresh,sdpa")), waits=True),
         Part("layers", 60, "six layers of gemma-4-31b end to end, allocator's share of a step",
-             ("-m", "bench.layers", "--json", "{json}", *size("", "--model gemma4-tiny --batch 2 --context 40 --chunk 32 --steps 2 --check-length 40 --cache-gib 0.01")),
-             modules=("safetensors",)),
-        Part("oracle", 30, "peers as a second, independent oracle",
+             ("-m", "bench.layers", "--json", "{json}", *size("", "--model gemma4-tiny --batch 2 --context 40 --chunk 32 --steps 2 --check-length 40 --cache-gib 0.01"))),
+        Part("oracle", 40, "peers as a second, independent oracle",
              (*pytest, "tests/gpu/test_gpu_peers.py"), waits=True, tests=True),
         Part("kernels-rest", 70, "more batches, contexts, shards and page sizes, as far as time goes",
              (*kernels, *size(f"--set all --skip headline --impl {COMPARED} --per-call 0.1 --seconds 50", "--set tiny --only mixed --per-call 0.01 --impl quire,sdpa")), waits=True),
         Part("prefill-decode", 60, "bench.prefill_decode on the device",
              ("-m", "bench.prefill_decode", "--json", "{json}", *size("--no-baseline --check 4", "--model gemma4-tiny --limit 1 --scale 0.1 --no-baseline --check 1")),
              modules=("safetensors", "tqdm")),
-        Part("flex", 40, "FlexAttention beside quire",
+        Part("flex", 30, "FlexAttention beside quire",
              (*kernels, *size("--impl quire,flex --seconds 25", "--set tiny --only decode --per-call 0.01 --impl quire,flex"))),
     ]  # fmt: skip
 
@@ -133,6 +132,8 @@ class Runner:
         environment = dict(os.environ, PYTHONUNBUFFERED="1")
         if self.dry_run:
             environment |= {"QUIRE_DRY_RUN": "1", "CUDA_VISIBLE_DEVICES": ""}
+        if part.tests:
+            environment["OMP_NUM_THREADS"] = "1"  # as many processes as cores
         if (folder := self._peers_folder()) is not None:
             environment["QUIRE_PEERS"] = str(folder)
         self._result(part).unlink(missing_ok=True)

@@ -91,10 +91,12 @@ def run(cases: list[Case], device: torch.device, args: argparse.Namespace) -> di
     start = perf_counter()
     for i, case in enumerate(cases):
         if args.seconds is not None and perf_counter() - start > args.seconds:
-            result["not_run"] = [case.name for case in cases[i:]]
+            result["not_run"] += [case.name for case in cases[i:]]
             break
         try:
             result["rows"] += run_case(case, peers, device, result["rates"], args.per_call)
+        except torch.OutOfMemoryError:
+            result["not_run"].append(case.name)
         finally:
             _write(args.json, result)
         print(f"{perf_counter() - start:6.1f} s  {case.name}", flush=True)
@@ -229,7 +231,7 @@ def table(result: dict[str, Any]) -> str:
             )
         )
     if result["not_run"]:
-        remarks.append(f"out of time: {len(result['not_run'])} cases not run")
+        remarks.append(f"out of time or memory: {len(result['not_run'])} cases not run")
     return "\n".join([*aligned(rows), *remarks])
 
 

@@ -42,6 +42,7 @@ FP32_PER_CLOCK, EXP_PER_CLOCK = (
     16,
 )  # of an SM (CUDA programming guide, arithmetic instructions, 9.0)
 REGISTERS = 65536  # of an SM
+SMALLEST_SHARED = min(SHARED_MEMORY.values())
 
 
 @dataclass(frozen=True)
@@ -208,7 +209,7 @@ def memory_share(config: Config, head_dim: int, programs: int, device: Device) -
     resident = max(
         1,
         min(
-            SHARED_MEMORY[device.arch] // shared,
+            SHARED_MEMORY.get(device.arch, SMALLEST_SHARED) // shared,
             REGISTERS // (MAX_REGISTERS * 32 * config.num_warps),
         ),
     )

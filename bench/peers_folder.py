@@ -36,7 +36,7 @@ FLASHINFER_WORKSPACE = 256 * 2**20
 VLLM_SEGMENTS = 16
 VLLM_GRID_2D = 128
 # (head_dim, whether there is a window) of the FlashInfer kernels that the named shapes use.
-FLASHINFER_KERNELS = ((128, False), (256, True), (64, False), (64, True), (512, False))
+FLASHINFER_KERNELS = ((128, False), (256, True), (128, True), (512, False))
 BUILT = "flashinfer_built.json"
 
 
@@ -249,7 +249,7 @@ def _flashinfer_calls(flashinfer: Any, problem: Problem) -> list[Call]:
     if case.phase == "decode":
         # Grouped heads go over tensor cores, which its kernel has for head_dim up to 256.
         wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-            scratch, "NHD", use_tensor_cores=shape.head_dim <= 256
+            scratch, "NHD", use_tensor_cores=shape.head_dim <= 256, backend="fa2"
         )
         wrapper.plan(indptr, ints(indices), ints(last), *heads, **options)
     else:

@@ -1,4 +1,7 @@
-"""Weights of a model: read from a Hugging Face directory, drawn at random, or written as a checkpoint that transformers reads."""
+"""Weights of a model: read from a Hugging Face directory, drawn at random, or written as a checkpoint that transformers reads.
+
+safetensors is imported where files are read or written, so that random weights need nothing but torch.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 
 from quire.models.configs import ModelConfig
 from quire.models.gemma import Gemma
@@ -55,6 +56,8 @@ def load_model(
         NotImplementedError for unsupported models.
     Source: tensor names of transformers 5.23 and of the older multimodal repositories.
     """
+    from safetensors import safe_open
+
     path = Path(path)
     config = load_config(path)
     model = Gemma(config, device=device, dtype=dtype or _stored_dtype(path))
@@ -100,6 +103,8 @@ def save_checkpoint(model: Gemma, path: str | Path, *, max_shard_bytes: int = 5 
 
     path: directory, made if absent. max_shard_bytes: a file closes before it would grow past this.
     """
+    from safetensors.torch import save_file
+
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
     dtype = str(model.dtype).removeprefix("torch.")
@@ -166,6 +171,8 @@ def _text_name(stored: str) -> str | None:
 
 def _check_names(path: Path, files: list[Path], parameters: dict[str, torch.nn.Parameter]) -> None:
     """Compares names and shapes of all files, read from their headers only, with the model's."""
+    from safetensors import safe_open
+
     shapes: dict[str, list[int]] = {}
     for file in files:
         with safe_open(file, framework="pt") as tensors:

@@ -159,7 +159,7 @@ def test_the_command_writes_json_and_says_what_it_did_not_run(tmp_path, capsys):
     assert kernels.main([*command, "--seconds", "0", "--json", str(path)]) == 0
     result = json.loads(path.read_text())
     assert result["rows"] == [] and len(result["not_run"]) == 6
-    assert "out of time: 6 cases not run" in capsys.readouterr().out
+    assert "out of time or memory: 6 cases not run" in capsys.readouterr().out
     assert kernels.main([*command, "--only", "global mixed", "--json", str(path)]) == 0
     [row] = json.loads(path.read_text())["rows"]
     assert row["impl"] == "quire" and row["ms"] > 0

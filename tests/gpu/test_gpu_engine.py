@@ -3,15 +3,12 @@
 import pytest
 import torch
 
-from tests.helpers import DEVICE
-
-pytest.importorskip("safetensors", reason="models.weights needs safetensors")
-
 from quire.bench import layers
 from quire.models.configs import get_config
 from quire.models.runner import EngineConfig
 from quire.models.weights import random_model
 from tests.gpu.conftest import DRY_RUN
+from tests.helpers import DEVICE
 from tests.models.test_engine import Recorder, build, prompt
 
 pytestmark = pytest.mark.gpu
