@@ -41,6 +41,14 @@ class PagePool:
         assert n <= self.num_free
         self.num_free -= n
 
+    def claim(self, pages: Int32) -> None:
+        """Remove `pages` (distinct, free) from wherever in the stack they are."""
+        free = self.free_pages()
+        rest = free[~np.isin(free, pages)]
+        assert len(rest) == len(free) - len(pages)
+        self._stack[: len(rest)] = rest
+        self.num_free = len(rest)
+
     def put(self, pages: Int32 | Int64) -> None:
         """Give pages back; none may be free already or have users or holds."""
         n = len(pages)
@@ -69,16 +77,19 @@ class PagePool:
     def _unuse_shared(self, pages: Int32) -> Int32:
         """Count `pages` down, repeats allowed; returns those that nobody reads now, each once."""
         np.subtract.at(self.users, pages, 1)
-        idle = pages[self.users[pages] == 0]
-        order = np.arange(len(idle), dtype=np.int32)
-        self._mark[idle] = order
-        once: Int32 = idle[self._mark[idle] == order]
+        return self._once(pages[self.users[pages] == 0])
+
+    def _once(self, pages: Int32) -> Int32:
+        """`pages` without repeats."""
+        order = np.arange(len(pages), dtype=np.int32)
+        self._mark[pages] = order
+        once: Int32 = pages[self._mark[pages] == order]
         return once
 
     def hold(self, pages: Int32) -> None:
-        """A resume point starts to hold `pages` (distinct but for padding)."""
-        fresh = (self.users[pages] == 0) & (self.holds[pages] == 0)
-        self.num_held_only += int(np.count_nonzero(fresh))
+        """Resume points start to hold `pages` (repeats allowed: points of one chain overlap)."""
+        fresh = pages[(self.users[pages] == 0) & (self.holds[pages] == 0)]
+        self.num_held_only += len(self._once(fresh))
         np.add.at(self.holds, pages, 1)
 
     def unhold(self, pages: Int32) -> int:
