@@ -22,7 +22,8 @@ import torch
 from quire.bench.floors import device_rates
 from quire.bench.machine import describe_machine
 from quire.bench.peers import find_peers
-from quire.bench.peers_folder import build_flashinfer, unpack
+from quire.bench.peers_flashinfer import build_flashinfer
+from quire.bench.peers_folder import unpack
 
 
 def describe(device: torch.device) -> dict[str, Any]:

@@ -153,7 +153,7 @@ def _measure(
     wrong = expected.wrong(*calls[0]())
     if wrong is None:
         timing = time_calls(calls, device, seconds=seconds)
-        # Once more: a kernel that races, or a captured call that depends on what is gone, shows here.
+        # Once more, after many runs: a race shows here, or scratch that an earlier call left in another state.
         wrong = expected.wrong(*calls[0]())
     if wrong is not None:
         return {"wrong": wrong}

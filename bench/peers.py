@@ -49,7 +49,7 @@ def find_peers(folder: Path | None) -> tuple[list[Peer], dict[str, str]]:
 
     folder: of `bench.peers_folder`, or None.
     """
-    from quire.bench import peers_folder
+    from quire.bench import peers_flashinfer, peers_folder
 
     found = [
         Peer("quire", _commit(), "all keys in pages", _quire, ours=True),
@@ -57,7 +57,7 @@ def find_peers(folder: Path | None) -> tuple[list[Peer], dict[str, str]]:
     ]  # fmt: skip
     missing = {}
     for name, load in (
-        ("flashinfer", peers_folder.flashinfer_peer),
+        ("flashinfer", peers_flashinfer.flashinfer_peer),
         ("fa3", peers_folder.fa3_peer),
         ("vllm-triton", peers_folder.vllm_triton_peer),
     ):

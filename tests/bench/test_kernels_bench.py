@@ -106,8 +106,18 @@ def row_of(prepare, ours=False):
 
 
 def test_a_wrong_result_is_not_timed():
-    row = row_of(lambda problem: [lambda: (torch.zeros_like(problem.q[0]),)] * 2)
+    calls = []
+
+    def prepare(problem):
+        def call():
+            calls.append(1)
+            return (torch.zeros_like(problem.q[0]),)
+
+        return [call] * 2
+
+    row = row_of(prepare)
     assert "budget" in row["wrong"] and "ms" not in row
+    assert len(calls) == 1
 
 
 def test_a_result_that_changes_while_it_is_timed_is_not_reported():
