@@ -176,7 +176,7 @@ class PrefixIndex:
         self.root = Run(None, 0, b"", np.empty((0, pages_per_segment), dtype=np.int32))
         self.root.locks = 1
         self.announcer: Announcer | None = None
-        self._useless: list[Run] = []
+        self._useless: dict[Run, None] = {}  # an ordered set: a run is listed once
         self.pins: OrderedDict[Run | ResumePoint, float] = OrderedDict()  # -> expiry; oldest first
         self.num_pinned_segments = 0
         self.num_pinned_point_pages = 0
@@ -401,7 +401,7 @@ class PrefixIndex:
         target = self.pool.num_free + num_pages
         while self.pool.num_free < target:
             if self._useless:
-                self._trim_useless(self._useless.pop(), target - self.pool.num_free)
+                self._trim_useless(self._useless.popitem()[0], target - self.pool.num_free)
                 continue
             entry = self.policy.pop()
             if entry is None:
@@ -489,7 +489,7 @@ class PrefixIndex:
             if run not in self.pins:
                 self.policy.add(run)
         elif run.useless(True):
-            self._useless.append(run)
+            self._useless[run] = None
 
     def _split(self, run: Run, depth: int) -> Run:
         """Cut `run` at boundary `depth`; returns the upper part. `run` itself stays the lower part."""
