@@ -96,6 +96,10 @@ def build_flashinfer(folder: Path) -> dict[str, str]:
     _import_flashinfer(folder)
     modules = importlib.import_module("flashinfer.jit.attention.modules")
     build = importlib.import_module("flashinfer.jit.core").build_jit_specs
+    # Pages whose K and V have equal strides are served by a module of their own since 0.7; before, one module served all.
+    prefill = getattr(
+        modules, "_gen_batch_prefill_primary_module", modules.gen_batch_prefill_module
+    )
     bf16 = (torch.bfloat16,) * 3
     result, built = {}, []
     # The first run takes what is known to compile, all at once; the last one is an attempt.
@@ -107,7 +111,7 @@ def build_flashinfer(folder: Path) -> dict[str, str]:
                 if dim > 256:
                     specs.append(modules.gen_batch_decode_module(*shape))
                 else:
-                    specs.append(modules.gen_batch_prefill_module("fa2", *shape, False))
+                    specs.append(prefill("fa2", *shape, False))
             build(specs, verbose=False, skip_prebuilt=True)
             built += [list(kernel) for kernel in group]
             outcome = "built"

@@ -4,6 +4,9 @@ import argparse
 import dataclasses
 import json
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +20,7 @@ from quire.bench.timing import time_calls
 from quire.kernels import reference
 from quire.models.configs import get_config
 
+ROOT = Path(__file__).resolve().parent.parent.parent
 CPU = torch.device("cpu")
 CASES = [
     Case(TINY_SHAPES[f"tiny/{kind}"], phase, 2, 37, 16)
@@ -244,3 +248,54 @@ def test_unknown_implementations_are_named():
     args = argparse.Namespace(peers=None, impl="quire,none", seconds=None, per_call=0.0, json=None)
     with pytest.raises(SystemExit, match=r"impl: expected some of .*'none'"):
         kernels.run([CASES[0]], CPU, args)
+
+
+FAKE_FLASHINFER = {
+    "__init__.py": "__version__ = '9.9'",
+    "jit/__init__.py": "",
+    "jit/attention/__init__.py": "",
+    "jit/attention/modules.py": "def gen_batch_decode_module(*a): return ('decode', *a)\n"
+    "def gen_batch_prefill_module(*a): return ('prefill', *a)\n",
+    "jit/core.py": "def build_jit_specs(specs, **options):\n"
+    "    if any(spec[0] == 'decode' for spec in specs): raise RuntimeError('nvcc said no')\n",
+}
+USE_FAKE = """
+import sys
+from pathlib import Path
+import torch
+from quire.bench.peers import Unsupported
+from quire.bench.peers_flashinfer import build_flashinfer, flashinfer_peer
+from quire.bench.problem import make_problem
+from quire.bench.shapes import Case, Shape
+folder = Path(sys.argv[1])
+print(build_flashinfer(folder))
+peer = flashinfer_peer(folder)
+print(peer.version)
+for dim in (512, 64, 128):
+    case = Case(Shape("", 2, 1, dim), "decode", 1, 20, 16)
+    try:
+        peer.prepare(make_problem(case, torch.device("cpu"), torch.bfloat16))
+    except Unsupported as reason:
+        print(dim, reason)
+    except AttributeError as error:
+        print(dim, error)
+"""
+
+
+def test_flashinfer_kernels_that_did_not_compile_are_not_used(tmp_path):
+    for name, text in FAKE_FLASHINFER.items():
+        path = tmp_path / "flashinfer" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    # A process of its own: the folder goes to its import path and environment.
+    done = subprocess.run(
+        [sys.executable, "-c", USE_FAKE, str(tmp_path)], capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    built, version, wide, unknown, narrow = done.stdout.splitlines()
+    assert "'head_dim 128': 'built'" in built
+    assert "'head_dim 512': 'RuntimeError: nvcc said no'" in built
+    assert version == "9.9"
+    assert wide == "512 its kernel for this head_dim was not built"
+    assert unknown == "64 its kernel for this head_dim was not built"
+    assert "BatchDecodeWithPagedKVCacheWrapper" in narrow  # this one is called
