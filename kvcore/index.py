@@ -323,7 +323,10 @@ class PrefixIndex:
         return run, 0
 
     def add_point(self, run: Run, depth: int, pages: Int32) -> bool:
-        """Keep a resume point at boundary `depth` on the path to `run`; False if one is there."""
+        """Keep a resume point at boundary `depth` on the path to `run`; False if one is there.
+
+        If True, the caller calls `pool.hold(pages)`, once for all points of a step.
+        """
         while run.start >= depth:
             assert run.parent is not None
             run = run.parent
@@ -333,7 +336,6 @@ class PrefixIndex:
             return False
         point = run.points[depth] = ResumePoint(run, depth, pages, self.tick)
         insort(run.depths, depth)
-        self.pool.hold(pages)
         self.num_points += 1
         self._used(point)
         return True

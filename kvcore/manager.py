@@ -7,7 +7,7 @@ index (a segment that was cached before keeps its old pages); the blocks after i
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -396,13 +396,18 @@ class KVCache:
             self._rollback_floor[slots] = floor
         if closing.size:
             self._close(slots[closing], whole[closing])
-        tails = iter(effects.tails)
-        for row, boundary, in_chunk in zip(
-            rows.tolist(), kept.tolist(), several.tolist(), strict=True
-        ):
-            slot = int(slots[row])
-            pages = next(tails) if in_chunk else self._tables.tail(slot, boundary)
-            self._add_point(slot, boundary, pages)
+        if rows.size:
+            tails = iter(effects.tails)
+            self._add_points(
+                (
+                    slot,
+                    boundary,
+                    next(tails).copy() if in_chunk else self._tables.tail(slot, boundary),
+                )
+                for slot, boundary, in_chunk in zip(
+                    slots[rows].tolist(), kept.tolist(), several.tolist(), strict=True
+                )
+            )
         self._tables.settle(step, effects)
         return effects.copies
 
@@ -478,14 +483,19 @@ class KVCache:
         theirs = self.index.pages_between(self._runs[slot], first, first + len(pages))
         self._tables.fill_dense(slot, first, theirs)
 
-    def _add_point(self, slot: int, boundary: int, pages: Int32) -> None:
-        """Keep a resume point of a request at `boundary`, unless its state was not copied there."""
-        if self._tables.states and self._tables.snapshot_at[slot] != boundary:
-            return
-        if self.index.add_point(self._runs[slot], boundary // self.alignment, pages):
-            self.counters["resume_points_kept"] += 1
-            if self._announcer is not None:
-                self._announcer.point(slot, boundary)
+    def _add_points(self, points: Iterable[tuple[int, int, Int32]]) -> None:
+        """Keep resume points (slot, boundary, pages), but none where the state was not copied."""
+        made = []
+        for slot, boundary, pages in points:
+            if self._tables.states and self._tables.snapshot_at[slot] != boundary:
+                continue
+            if self.index.add_point(self._runs[slot], boundary // self.alignment, pages):
+                made.append(pages)
+                if self._announcer is not None:
+                    self._announcer.point(slot, boundary)
+        if made:
+            self.counters["resume_points_kept"] += len(made)
+            self.pool.hold(np.concatenate(made))
 
     def rollback(self, slot: int, num_tokens: int) -> None:
         """Forget the last computed tokens of a request.
@@ -537,7 +547,7 @@ class KVCache:
         self._changed()
         computed, cached = int(self.num_computed[slot]), int(self._cached[slot])
         if self.hybrid and cached:
-            self._add_point(slot, cached, self._tables.tail(slot, cached))
+            self._add_points([(slot, cached, self._tables.tail(slot, cached))])
         expiry = self._pin_at_release.pop(slot, None)
         if expiry is not None and cached:
             self._pin(self._runs[slot], cached // self.alignment, expiry)

@@ -71,6 +71,7 @@ def kept_boundaries(start: Int64, end: Int64, always: Int64, interval: int) -> t
         positions = np.concatenate([positions, index * interval])
     if len(rows) > 1:
         span = int(end.max()) + 1
-        merged = np.unique(rows * span + positions)
+        merged = np.sort(rows * span + positions)
+        merged = merged[np.append(True, merged[1:] != merged[:-1])]
         rows, positions = merged // span, merged % span
     return rows, positions

@@ -231,13 +231,11 @@ class BlockTables:
         pages = self._pages_of(plan, slots, np.arange(len(slots)), blocks)
         pages[np.broadcast_to(~live[:, None, :], pages.shape)] = 0
         old = self.table[slots]
-        fresh = plan.pages[plan.is_new]
-        in_ring = np.isin(fresh, pages)
+        self.pool.users[pages[self.pool.users[pages] == 0]] = 1  # those that were free until now
         columns = np.broadcast_to((blocks % spec.width)[:, None, :], pages.shape)
         new = np.empty_like(pages)
         np.put_along_axis(new, columns, pages, axis=2)
         self.table[slots] = new
-        self.pool.users[fresh[in_ring]] = 1
         changed = np.nonzero(new != old)
         flat = spec.offset + changed[1] * spec.width + changed[2]
         gone = old[(old != new) & (old != 0)]
