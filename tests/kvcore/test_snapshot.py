@@ -239,3 +239,24 @@ def test_state_groups_with_several_pages():
     snapshot.loads(after.kv, snapshot.dumps(before.kv))
     assert after.run("b", [*range(30), 1, 2, 3, 4]).num_tokens == 32
     after.check()
+
+
+def test_a_policy_learns_of_entries_in_the_order_of_their_use():
+    class Recording(LRU):
+        def __init__(self):
+            super().__init__()
+            self.seen = []
+
+        def add(self, entry):
+            self.seen.append((entry.last_used, entry.num_uses))
+            super().add(entry)
+
+    before = engine(MIX)
+    for i in range(5):
+        before.run(i, [i] * 40)
+    before.run("again", [1] * 41)
+    policy = Recording()
+    after = successor(before, MIX, policy=policy)
+    snapshot.loads(after.kv, snapshot.dumps(before.kv))
+    assert len(policy.seen) > 5 and policy.seen == sorted(policy.seen)
+    assert [uses for _, uses in policy.seen].count(1) == 1
