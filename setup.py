@@ -29,6 +29,6 @@ setup(
         "hf": ["transformers>=5.23,<6", "tokenizers>=0.22"],
         "plot": ["matplotlib>=3.8"],
         "test": ["pytest>=8", "pytest-xdist>=3.5", "hypothesis>=6.100", "ruff>=0.9", "mypy>=1.14"],
-        "events": ["msgspec>=0.18", "pyzmq>=26"],
+        "events": ["msgspec>=0.18", "pyzmq>=26", "prometheus-client>=0.20"],
     },
 )

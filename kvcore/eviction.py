@@ -46,7 +46,7 @@ class Entry(Protocol):
 
 
 class EvictionPolicy(Protocol):
-    """The whole interface."""
+    """The whole interface. `add` and `discard` are called in the middle of changes and must not raise."""
 
     def add(self, entry: Entry) -> None:
         """`entry` was made, or was used again: file it (anew)."""

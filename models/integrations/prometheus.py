@@ -43,7 +43,7 @@ def _client() -> Any:
         import prometheus_client.core
     except ImportError as error:
         raise ImportError(
-            "metrics need the package prometheus-client: pip install prometheus-client"
+            "metrics need the package prometheus-client: pip install prometheus-client (extra `events`)"
         ) from error
     return prometheus_client
 

@@ -91,7 +91,7 @@ class Naive:
 class Traffic(RuleBasedStateMachine):
     @initialize(
         mix=st.sampled_from(MIXES),
-        pages=st.sampled_from([60, 120, 3000]),
+        pages=st.sampled_from([60, 120, 700]),
         retention=st.sampled_from(["latest", "dense", 2, 3]),
         drafts=st.sampled_from([0, 3]),
         policy=st.sampled_from([LRU, LRU, CostAware, S3FIFO]),
@@ -228,7 +228,7 @@ class Traffic(RuleBasedStateMachine):
 
 TestTraffic = Traffic.TestCase
 TestTraffic.settings = settings(
-    max_examples=int(os.environ.get("QUIRE_STATE_MACHINE_EXAMPLES", "60")),
+    max_examples=int(os.environ.get("QUIRE_STATE_MACHINE_EXAMPLES", "600")),
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=list(HealthCheck),
