@@ -1,45 +1,57 @@
 """What can be known of the kernels without a GPU: compile every shipped configuration offline and table what came out.
 
-    python -m bench.static [--json FILE] [--arch 80 90 100] [--jobs 2] [--only TEXT]
+    python -m bench.static [--arch 80 90 100] [--only TEXT] [--jobs 2] [--json FILE] [--baseline FILE] [--update]
 
 The arguments are those of a real launch over tensors without storage, specialised as Triton's launcher does it, so what is compiled here is
-what runs there. Exit status 1 if a kernel spills, needs more shared memory than a program may use, or copies bf16 or
-fp16 K/V less than 16 bytes at a time.
+what runs there. What two cases share is compiled once. Exit status 1 if a kernel breaks one of these rules:
 
-Columns: registers a thread; spill, bytes of the stack frame (the kernels have no other use for one); shared memory, and its limit on that
-architecture; warps; stages; mma, the tensor-core instruction; copy, bytes of the widest asynchronous K/V copy (0: none, loads go through
-registers); flight, KiB of K/V copies in flight per SM: tiles ahead of the one in use, times the programs that registers and shared
-memory allow.
+    spills         a kernel stores registers to local memory, or has a stack frame
+    shared memory  a program needs more than it may use on that architecture
+    narrow copies  K/V is copied less than 16 bytes at a time (fp32: where it is copied asynchronously at all)
+    in flight      a 2-byte decode kernel keeps less than 36 KiB of K/V under way per SM on sm_90
+
+The rules decide; the differences from the baseline are only shown, since registers move between versions of Triton. ``--json`` of any run
+serves as ``--baseline`` of another.
+
+Columns: registers of a thread; spill, bytes that a thread spills; stack, bytes of its frame; shared memory of a program, and its limit on
+that architecture; ctas, programs that an SM holds at once; warps and stages of a program; mma, the matrix instruction; copy, bytes of the
+narrowest asynchronous K/V copy (0: loads go through registers); flight, KiB of K/V copies under way per SM: tiles ahead of the one in use,
+times the resident programs; sass, instructions that a warp issues for one K/V tile, of the first loop over tiles: without masks in
+prefill, with masks in decode ("-": cannot be told).
 """
 
 from __future__ import annotations
 
 import argparse
-import collections
 import concurrent.futures
 import dataclasses
 import json
 import multiprocessing
 import os
-import re
-import subprocess
 import sys
-import tempfile
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from bench import sass
+
 ARCHS = (80, 90, 100)
-MORE_ARCHS = (86, 89)
-NUM_SMS = {80: 108, 86: 84, 89: 142, 90: 132, 100: 148}
-# Shared memory of an SM, and threads it can hold (CUDA programming guide, compute capabilities table).
-SM_SHARED = {80: 164 << 10, 86: 100 << 10, 89: 100 << 10, 90: 228 << 10, 100: 228 << 10}
-SM_THREADS = {80: 2048, 86: 1536, 89: 1536, 90: 2048, 100: 2048}
+MORE_ARCHS = (86, 89, 120)
+NUM_SMS = {80: 108, 86: 84, 89: 142, 90: 132, 100: 148, 120: 170}
+# Of an SM: shared memory, threads and programs it can hold (CUDA programming guide, compute capabilities table).
+SM_SHARED = {80: 164 << 10, 86: 100 << 10, 89: 100 << 10, 90: 228 << 10, 100: 228 << 10, 120: 100 << 10}  # fmt: skip
+SM_THREADS = {80: 2048, 86: 1536, 89: 1536, 90: 2048, 100: 2048, 120: 1536}
+SM_PROGRAMS = {80: 32, 86: 16, 89: 24, 90: 32, 100: 32, 120: 24}
 SM_REGISTERS = 65536
+# Columns of tensor memory (sm_100), where tcgen05 keeps its accumulators.
+SM_TENSOR_COLUMNS = 512
 # Shared memory that the system keeps for each resident program.
 RESERVED_SHARED = 1024
 MIN_COPY_BYTES = 16
+# Little's law for an H200: about 4.8 TB/s * 1 us over 132 SMs.
+MIN_BYTES_IN_FLIGHT = 36 << 10
 PIPELINED = ("prefill_kernel", "decode_kernel")
-
-MMA = (("UTCHMMA", "tcgen05"), ("HGMMA", "wgmma"), ("HMMA", "mma.sync"), ("FFMA", "fma"))
+BASELINE = Path(__file__).with_name("static_baseline.json")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,141 +198,198 @@ def specialise(
     return signature, constants, attributes, options
 
 
-def measure(case: Case, arch: int) -> list[dict[str, Any]]:
-    """Compile the kernels of a case for an architecture; one row of the table for each."""
+def distinct(archs: Sequence[int], only: str = "") -> list[tuple[Case, int, int]]:
+    """(case, arch, index of the launch) of all cases whose name contains ``only``, less what an earlier one compiles to as well."""
+    work, seen = [], set()
+    for arch in archs:
+        for case in cases():
+            if only not in case.name:
+                continue
+            for index, launch in enumerate(launches(case, arch)):
+                key = (arch, launch.kernel.__name__, repr(specialise(launch)))
+                if key not in seen:
+                    seen.add(key)
+                    work.append((case, arch, index))
+    return work
+
+
+def measure(case: Case, arch: int, index: int) -> dict[str, Any]:
+    """Compile a kernel of a case for an architecture: its row of the report.
+
+    index: of the kernel among ``launches(case, arch)``.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     from quire.kernels.configs import SHARED_MEMORY
 
-    rows = []
-    for launch in launches(case, arch):
-        signature, constants, attributes, options = specialise(launch)
-        source = ASTSource(launch.kernel, signature, constants, attributes)
-        compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-        registers, stack = _resources(compiled.asm["cubin"])
-        opcodes = _opcodes(compiled.asm["cubin"])
-        shared, warps = compiled.metadata.shared, compiled.metadata.num_warps
-        copy = max((_width(op) for op in opcodes if op.startswith("LDGSTS")), default=0)
-        constexprs = launch.arguments
-        in_flight = 0.0
-        if "BLOCK_N" in constexprs and copy:
-            element = constexprs["k_pages"].element_size()
-            tile = 2 * constexprs["BLOCK_N"] * case.head_dim * element
-            resident = min(
-                SM_REGISTERS // (_round_up(registers, 8) * warps * 32),
-                SM_SHARED[arch] // (shared + RESERVED_SHARED),
-                SM_THREADS[arch] // (warps * 32),
-            )
-            in_flight = tile * (compiled.metadata.num_stages - 1) * resident / 1024
-        rows.append(
-            {
-                "case": case.name,
-                "kernel": launch.kernel.__name__.strip("_"),
-                "arch": arch,
-                "tile": "x".join(
-                    str(constexprs[n]) for n in ("BLOCK_M", "BLOCK_N") if n in constexprs
-                ),
-                "registers": registers,
-                "spill": stack,
-                "shared": shared,
-                "limit": SHARED_MEMORY[arch],
-                "warps": warps,
-                "stages": compiled.metadata.num_stages,
-                "mma": next(
-                    (word for op, word in MMA if any(o.startswith(op) for o in opcodes)), "-"
-                ),
-                "copy": copy,
-                "flight": round(in_flight),
-            }
-        )
-    return rows
+    launch = launches(case, arch)[index]
+    signature, constants, attributes, options = specialise(launch)
+    source = ASTSource(launch.kernel, signature, constants, attributes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    code, metadata = sass.read(compiled.asm["cubin"]), compiled.metadata
+    threads = metadata.num_warps * 32
+    resident = resident_programs(
+        arch, code.registers, metadata.shared, threads, getattr(metadata, "tmem_size", None) or 0
+    )
+    values = launch.arguments
+    copy, in_flight, instructions = 0, 0, None
+    if "BLOCK_N" in values:
+        element_size = values["k_pages"].element_size()
+        tile_bytes = 2 * values["BLOCK_N"] * case.head_dim * element_size
+        copy = code.copy_bytes(element_size)
+        instructions = code.tile_instructions(tile_bytes, threads)
+        if copy:
+            in_flight = tile_bytes * (metadata.num_stages - 1) * resident
+    tile = "x".join(str(values[name]) for name in ("BLOCK_M", "BLOCK_N") if name in values)
+    return {
+        "kernel": launch.kernel.__name__.strip("_"),
+        "case": case.name,
+        "config": " ".join(f"{tile} w{metadata.num_warps} s{metadata.num_stages}".split()),
+        "arch": arch,
+        "dtype": case.dtype,
+        "registers": code.registers,
+        "spill_bytes": code.spill_bytes,
+        "stack_bytes": code.stack_bytes,
+        "shared_bytes": metadata.shared,
+        "shared_limit": SHARED_MEMORY[arch],
+        "ctas_per_sm": resident,
+        "mma": code.mma,
+        "kv_copy_bytes": copy,
+        "bytes_in_flight_per_sm": in_flight,
+        "sass_per_tile": instructions,
+        "triton": triton.__version__,
+    }
+
+
+def resident_programs(
+    arch: int, registers: int, shared_bytes: int, threads: int, tensor_columns: int = 0
+) -> int:
+    """Programs that an SM holds at once.
+
+    registers: of a thread; the SM hands them out by 8. tensor_columns: of a program.
+    """
+    bounds = [
+        SM_REGISTERS // (-(-registers // 8) * 8 * threads),
+        SM_SHARED[arch] // (shared_bytes + RESERVED_SHARED),
+        SM_THREADS[arch] // threads,
+        SM_PROGRAMS[arch],
+    ]
+    if tensor_columns:
+        bounds.append(SM_TENSOR_COLUMNS // tensor_columns)
+    return min(bounds)
 
 
 def problems(row: dict[str, Any]) -> list[str]:
-    """What is wrong with a compiled kernel."""
+    """The rules that a compiled kernel breaks."""
     found = []
-    if row["spill"]:
-        found.append(f"spills {row['spill']} bytes")
-    if row["shared"] > row["limit"]:
-        found.append(f"needs {row['shared']} bytes of shared memory, limit {row['limit']}")
-    if row["kernel"] in PIPELINED and row["mma"] != "fma" and row["copy"] < MIN_COPY_BYTES:
-        found.append(f"copies K/V {row['copy']} bytes at a time")
+    if row["spill_bytes"] or row["stack_bytes"]:
+        found.append(f"spills {row['spill_bytes']} bytes, stack frame {row['stack_bytes']} bytes")
+    if row["shared_bytes"] > row["shared_limit"]:
+        found.append(
+            f"needs {row['shared_bytes']} bytes of shared memory, limit {row['shared_limit']}"
+        )
+    if row["kernel"] not in PIPELINED:
+        return found
+    through_registers = row["dtype"] == "float32" and row["kv_copy_bytes"] == 0
+    if row["kv_copy_bytes"] < MIN_COPY_BYTES and not through_registers:
+        found.append(f"copies K/V {row['kv_copy_bytes']} bytes at a time")
+    paced = row["kernel"] == "decode_kernel" and row["dtype"] != "float32" and row["arch"] == 90
+    if paced and row["bytes_in_flight_per_sm"] < MIN_BYTES_IN_FLIGHT:
+        found.append(f"keeps {row['bytes_in_flight_per_sm']} bytes in flight per SM")
     return found
 
 
-def _round_up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple
+def differences(rows: list[dict[str, Any]], baseline: list[dict[str, Any]]) -> list[str]:
+    """What changed against a baseline, one line for each kernel that is in both, and one for those that are new."""
 
+    def name(row: dict[str, Any]) -> str:
+        return f"{row['case']} {row['kernel']} sm_{row['arch']}"
 
-def _tool(name: str, cubin: bytes, *flags: str) -> str:
-    """Output of one of the CUDA tools that come with Triton."""
-    import triton
-
-    path = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", name)
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        return subprocess.run(
-            [path, *flags, file.name], capture_output=True, text=True, check=True
-        ).stdout
-
-
-def _resources(cubin: bytes) -> tuple[int, int]:
-    """Registers a thread and bytes of stack frame."""
-    usage = _tool("cuobjdump", cubin, "-res-usage")
-    return int(re.search(r"REG:(\d+)", usage)[1]), int(re.search(r"STACK:(\d+)", usage)[1])
-
-
-def _opcodes(cubin: bytes) -> collections.Counter[str]:
-    """How often each machine instruction occurs."""
-    listing = _tool("nvdisasm", cubin, "-c")
-    pattern = r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]+)"
-    return collections.Counter(re.findall(pattern, listing))
-
-
-def _width(opcode: str) -> int:
-    """Bytes that one thread copies with an LDGSTS instruction."""
-    return next((bits // 8 for bits in (128, 64) if f".{bits}" in opcode), 4)
+    before = {name(row): row for row in baseline}
+    lines, new = [], 0
+    for row in rows:
+        old = before.get(name(row))
+        if old is None:
+            new += 1
+            continue
+        changed = [
+            f"{key} {old.get(key)} -> {value}"
+            for key, value in row.items()
+            if value != old.get(key) and key != "triton"
+        ]
+        if changed:
+            lines.append(f"{name(row)}: {', '.join(changed)}")
+    if new:
+        lines.append(f"{new} kernels are not in the baseline")
+    return lines
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Rows as aligned text."""
     if not rows:
         return "no case"
-    head = list(rows[0])
-    cells = [head, *([str(row[name]) for name in head] for row in rows)]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(head))]
+    columns = {
+        "case": "case", "kernel": "kernel", "arch": "arch", "config": "config", "registers": "registers", "spill": "spill_bytes",
+        "stack": "stack_bytes", "shared": "shared_bytes", "limit": "shared_limit", "ctas": "ctas_per_sm", "mma": "mma",
+        "copy": "kv_copy_bytes",
+    }  # fmt: skip
+    cells = [[*columns, "flight", "sass"]]
+    for row in rows:
+        flight, instructions = row["bytes_in_flight_per_sm"] / 1024, row["sass_per_tile"]
+        cells.append(
+            [
+                *(str(row[key]) for key in columns.values()),
+                f"{flight:g}",
+                "-" if instructions is None else str(instructions),
+            ]
+        )
+    widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
     return "\n".join(
         "  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in cells
     )
 
 
+def write(rows: list[dict[str, Any]], path: str | Path) -> None:
+    """Write rows as a JSON list, a row to a line."""
+    lines = ",\n".join(json.dumps(row) for row in rows)
+    Path(path).write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--json", metavar="FILE", help="also write the table as JSON")
+    parser.add_argument("--json", metavar="FILE", help="also write the rows as a JSON list")
     parser.add_argument(
         "--arch", type=int, nargs="+", choices=ARCHS + MORE_ARCHS, default=list(ARCHS)
     )
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--only", default="", help="compile only cases whose name contains this")
+    parser.add_argument("--baseline", default=BASELINE, help="rows to show the differences from")
+    parser.add_argument("--update", action="store_true", help="write the rows to the baseline")
     options = parser.parse_args(argv)
-    work = [(c, arch) for arch in options.arch for c in cases() if options.only in c.name]
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(options.jobs, mp_context=context) as pool:
-        rows = [row for found in pool.map(measure, *zip(*work, strict=True)) for row in found]
     import triton
 
+    work = distinct(options.arch, options.only)
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(options.jobs, mp_context=context) as pool:
+        rows = list(pool.map(measure, *zip(*work, strict=True))) if work else []
     print(f"triton {triton.__version__}; {len(rows)} kernels compiled for {options.arch}")
     print(table(rows))
+    if options.update:
+        write(rows, options.baseline)
+    elif Path(options.baseline).exists():
+        baseline = json.loads(Path(options.baseline).read_text(encoding="utf-8"))
+        versions = ", ".join(sorted({row["triton"] for row in baseline}))
+        changes = differences(rows, baseline)
+        print(f"{len(changes)} differences from {options.baseline} (triton {versions})")
+        print(*changes, sep="\n", end="\n" if changes else "")
+    if options.json:
+        write(rows, options.json)
     failures = [(row, text) for row in rows for text in problems(row)]
     for row, text in failures:
         print(f"FAIL {row['case']} {row['kernel']} sm_{row['arch']}: {text}")
-    if options.json:
-        with open(options.json, "w", encoding="utf-8") as file:
-            json.dump({"triton": triton.__version__, "rows": rows}, file, indent=1)
     return 1 if failures else 0
 
 

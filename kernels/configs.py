@@ -10,7 +10,14 @@ import sys
 from dataclasses import dataclass
 
 # Shared memory that one program may use, in bytes (CUDA programming guide, compute capabilities table: 227, 163 and 99 KiB).
-SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
+SHARED_MEMORY = {
+    80: 163 << 10,
+    86: 99 << 10,
+    89: 99 << 10,
+    90: 227 << 10,
+    100: 227 << 10,
+    120: 99 << 10,
+}
 
 # Registers of a thread, said outright: left alone, ptxas aims for one more program an SM and spills a few of them.
 MAX_REGISTERS = 255
