@@ -131,9 +131,13 @@ class Sequences:
             return
         done = slots[rows]
         data, size = self._open[done].tobytes(), 4 * (a + k)
+        lengths = np.where(self.num_keys[done] == 0, size, 4 * a).tolist()
+        self.num_keys[done] += 1
+        last, more = self._last_key, self._more_keys
         for i, slot in enumerate(done.tolist()):
-            length = size if self.num_keys[slot] == 0 else 4 * a
-            self._append_key(slot, data[i * size : i * size + length])
+            at = i * size
+            key = last[slot] = next_key(last[slot], data[at : at + lengths[i]])
+            more[slot] += key
 
     def feed(self, slot: int, start: int, tokens: Int32) -> None:
         """Several tokens of one request, from position `start` on; those of its prompt are known."""
@@ -147,9 +151,7 @@ class Sequences:
             self._open[slot, column : column + len(part)] = part
             start += len(part)
             if column + len(part) == stop:
-                self._append_key(slot, self._open[slot, :stop].tobytes())
-
-    def _append_key(self, slot: int, tokens: bytes) -> None:
-        key = self._last_key[slot] = next_key(self._last_key[slot], tokens)
-        self._more_keys[slot] += key
-        self.num_keys[slot] += 1
+                key = next_key(self._last_key[slot], self._open[slot, :stop].tobytes())
+                self._last_key[slot] = key
+                self._more_keys[slot] += key
+                self.num_keys[slot] += 1
