@@ -185,6 +185,11 @@ def check_attention(
     if num_decodes is None:
         num_decodes = num_seqs if max_seqlen_q <= 1 else 0
     expect_int("num_decodes", num_decodes, 0, num_seqs)
+    if num_decodes == num_seqs and num_seqs * max_seqlen_q < num_tokens:
+        # No prefill kernel is launched for what the decode tile cannot hold.
+        raise ValueError(
+            f"max_seqlen_q: expected the longest of {num_seqs} sequences with {num_tokens} tokens, got {max_seqlen_q}"
+        )
     if softmax_scale is None:
         softmax_scale = head_dim**-0.5
     expect_positive("softmax_scale", softmax_scale)

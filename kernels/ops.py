@@ -89,7 +89,9 @@ def paged_attention(
         block_table: [num_seqs, width] int32, physical page ids; any row stride.
         seq_lens: [num_seqs] int32, keys of each sequence including this step's; 0 for a padding row.
         cu_seqlens_q: [num_seqs + 1] int32, prefix sums of the new tokens.
-        max_seqlen_q: host int, new tokens of the longest sequence. It sizes tiles; the result does not depend on it.
+        max_seqlen_q: host int, at least the new tokens of the longest sequence. It sizes tiles. Where all sequences take the decode path,
+            the call trusts it that none is too long for them: too small a value leaves rows of longer sequences unwritten. (Device values
+            are not read; that the sequences cannot hold all of q's rows is refused.) Elsewhere the result does not depend on it.
         k, v: [num_tokens, num_kv_heads, head_dim] q's dtype, the fresh rows, ragged like q; both or neither.
         max_seq_len: host int, upper bound of seq_lens; lets short batches skip the split of decode work.
         num_decodes: host int, how many sequences at the front take the split-KV path made for few new tokens; the others take the
@@ -107,7 +109,8 @@ def paged_attention(
         ``out``. A query that sees no key gets out 0 and lse -inf.
 
     Raises:
-        ValueError: a shape, dtype, stride, device or host value is not as above.
+        ValueError: a shape, dtype, stride, device or host value is not as above, or num_seqs * max_seqlen_q < num_tokens on the
+            decode path.
         NotImplementedError: head_dim is not a power of two in 16..512.
 
     Source: PagedAttention (arXiv 2309.06180); FlashAttention-2 (arXiv 2307.08691) for the online softmax; gpt-oss for sinks.

@@ -35,6 +35,8 @@ REFUSED = [
     ({"v": None}, "v: expected fresh rows of both k and v or of neither, got None"),
     ({"k": zeros(5, 2, 16)}, r"k: expected float32 \[6, 2, 16\], got float32 \[5, 2, 16\]"),
     ({"max_seqlen_q": 5.0}, "max_seqlen_q: expected an int >= 0, got 5.0"),
+    ({"max_seqlen_q": 1}, "max_seqlen_q: expected the longest of 2 sequences with 6 tokens, got 1"),
+    ({"max_seqlen_q": 2, "num_decodes": 2}, "max_seqlen_q: expected the longest of 2 sequences with 6 tokens, got 2"),
     ({"max_seq_len": -1}, "max_seq_len: expected an int >= 0, got -1"),
     ({"num_decodes": 3}, r"num_decodes: expected an int in \[0, 2\], got 3"),
     ({"softmax_scale": 0.0}, "softmax_scale: expected a finite number > 0, got 0.0"),
@@ -51,6 +53,12 @@ REFUSED = [
 def test_attention_refuses(changes, message):
     with pytest.raises(ValueError, match=f"^{message}"):
         paged_attention(**replaced(**changes))
+
+
+@pytest.mark.parametrize("max_seqlen_q, num_decodes", [(3, 2), (1, 1), (0, 0), (99, 2)])
+def test_lengths_that_the_host_cannot_refute(max_seqlen_q, num_decodes):
+    """Only where no prefill kernel would be launched must the sequences be able to hold all rows."""
+    paged_attention(**replaced(max_seqlen_q=max_seqlen_q, num_decodes=num_decodes, impl="torch"))
 
 
 @pytest.mark.parametrize("window", [0, -1, None, 2.5, True])
