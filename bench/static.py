@@ -33,7 +33,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import sass
+from quire.bench import sass
 
 ARCHS = (80, 90, 100)
 MORE_ARCHS = (86, 89, 120)
