@@ -296,11 +296,12 @@ class KVCache:
                 worst = max(per_group, key=lambda name: per_group[name])
                 return OutOfPages(step.needed, self.pool.num_free, evictable, worst, per_group)
             self.index.evict(step.needed - self.pool.num_free)
-        cu = np.zeros(len(slots) + 1, dtype=np.int32)
-        np.cumsum(counts, out=cu[1:])
-        positions = start
         if len(step.chunk_rows):
+            cu = np.zeros(len(slots) + 1, dtype=np.int32)
+            np.cumsum(counts, out=cu[1:])
             positions = np.arange(cu[-1]) + np.repeat(start - cu[:-1], counts)
+        else:
+            cu, positions = np.arange(len(slots) + 1, dtype=np.int32), start
         pages = self.pool.peek(step.needed)
         mapping = self._tables.fill(step, pages, cu, len(positions))
         seq_lens = end.astype(np.int32)
@@ -381,11 +382,12 @@ class KVCache:
         self._feed(plan, ids, end)
         if self._announcer is not None:
             self._announcer.computed(plan, ids, end)
-        cached = self._cached[slots]
-        whole = end // self.alignment
+        closing = (end - self._cached[slots] >= self.alignment).nonzero()[0]
+        whole = end[closing] // self.alignment
         if self.layout.lookahead:
-            whole = np.minimum(whole, self.sequences.num_keys[slots])
-        closing = (whole * self.alignment > cached).nonzero()[0]
+            known = self.sequences.num_keys[slots[closing]]
+            ready = known * self.alignment > self._cached[slots[closing]]
+            closing, whole = closing[ready], np.minimum(whole, known)[ready]
         rows, kept = self._kept(slots, whole * self.alignment, closing)
         several = plan.num_new_tokens[rows] > 1
         chunk_kept = (step.chunk_rows.searchsorted(rows[several]), kept[several])
@@ -395,7 +397,7 @@ class KVCache:
             floor = np.maximum(self._rollback_floor[slots], step.end - self.max_draft_tokens)
             self._rollback_floor[slots] = floor
         if closing.size:
-            self._close(slots[closing], whole[closing])
+            self._close(slots[closing], whole)
         if rows.size:
             tails = iter(effects.tails)
             self._add_points(
@@ -440,10 +442,10 @@ class KVCache:
             )
 
     def _kept(self, slots: Int64, to: Int64, closing: Int64) -> tuple[Int64, Int64]:
-        """Which of `closing` rows keep a resume point, at which boundaries up to `to` [n]."""
+        """Which of `closing` rows keep a resume point, at which boundaries up to `to` [len(closing)]."""
         if not (self.hybrid and closing.size):
             return NO_ROWS, NO_ROWS
-        slots, to = slots[closing], to[closing]
+        slots = slots[closing]
         always = self._keep[slots]
         start = self._cached[slots]
         if not self.interval and not (always > start[:, None]).any():

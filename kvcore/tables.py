@@ -198,7 +198,7 @@ class Tables:
             end: [n] tokens after the step, rejected ones not counted.
             kept: (chunk rows, boundaries) whose tails the caller is about to keep, sorted.
         """
-        tails = np.zeros((len(kept[0]), self.layout.pages_per_point), dtype=np.int32)
+        tails = np.empty((len(kept[0]), self.layout.pages_per_point), dtype=np.int32)
         gone: list[Int32] = []
         if step.chunks:
             slots, stop = step.slots[step.chunk_rows], end[step.chunk_rows]
