@@ -142,10 +142,9 @@ class Run:
         self.keys += keys
         self.length = n
 
-    def useless(self, hybrid: bool) -> int:
-        """Segments at the end of this leaf past its last resume point."""
-        if not hybrid:
-            return 0
+    @property
+    def useless(self) -> int:
+        """Segments past the last resume point here: where hits need one, these serve none if this is a leaf."""
         return self.depth - max(self.start, self.depths[-1] if self.depths else 0)
 
 
@@ -249,10 +248,13 @@ class PrefixIndex:
     def lock(self, run: Run) -> None:
         """Protect the path to the end of `run`."""
         for node in self.path(run):
-            if node.locks == 0:
-                self.num_locked_segments += node.length
-                self.policy.discard(node)
-            node.locks += 1
+            self._lock_one(node)
+
+    def _lock_one(self, run: Run) -> None:
+        if run.locks == 0:
+            self.num_locked_segments += run.length
+            self.policy.discard(run)
+        run.locks += 1
 
     def unlock(self, run: Run) -> None:
         """Undo one `lock(run)`; the path counts as used now."""
@@ -288,10 +290,7 @@ class PrefixIndex:
             common = child.common(keys, known, n)
             if common < child.length:
                 child = self._split(child, child.start + common)
-            if child.locks == 0:
-                self.num_locked_segments += child.length
-                self.policy.discard(child)
-            child.locks += 1
+            self._lock_one(child)
             known += common
             run = child
         if known == n:
@@ -299,7 +298,7 @@ class PrefixIndex:
         keys, pages = keys[known * KEY_BYTES :], pages[known:]
         self.num_segments += n - known
         self.num_locked_segments += n - known
-        if run.locks == 1 and not run.children and not run.pins and run is not self.root:
+        if self._extensible(run):
             run.extend(keys, pages)
         else:
             child = Run(run, run.depth, keys, pages.copy())
@@ -309,10 +308,13 @@ class PrefixIndex:
         run.last_used = self.tick
         return run, known
 
+    def _extensible(self, run: Run) -> bool:
+        """Whether segments may be put at the end of `run`: it is a leaf that only one request, and no pin, ends in."""
+        return run.locks == 1 and not run.children and not run.pins and run is not self.root
+
     def append(self, run: Run, key: bytes, pages: Int32) -> tuple[Run, int]:
         """`insert` of one segment, quick where `run` is a leaf of one request."""
-        leaf = run.locks == 1 and not run.children and not run.pins and run is not self.root
-        if not leaf or run.length == len(run._pages):
+        if not self._extensible(run) or run.length == len(run._pages):
             return self.insert(run, key, pages[None])
         run._pages[run.length] = pages
         run.keys += key
@@ -457,7 +459,7 @@ class PrefixIndex:
     def _trim_useless(self, run: Run, num_pages: int) -> None:
         if run.parent is None or run.locks or run.children:
             return  # used again, or gone, since it was listed
-        n = run.useless(self.hybrid)
+        n = run.useless
         if n:
             n = min(n, self._segments(num_pages)) if self.pages_per_segment else n
             self.num_useless_evicted += n
@@ -490,7 +492,7 @@ class PrefixIndex:
         if not self.hybrid:
             if run not in self.pins:
                 self.policy.add(run)
-        elif run.useless(True):
+        elif run.useless:
             self._useless[run] = None
 
     def _split(self, run: Run, depth: int) -> Run:

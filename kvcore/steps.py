@@ -221,10 +221,8 @@ class BlockTables:
         spec, size = self.spec, self.spec.block_size
         blocks = ((end - 1) // size)[:, None] - np.arange(spec.width)  # [n, width], newest first
         live = blocks >= (np.maximum(0, planned - spec.reach) // size)[:, None]
-        for known in {
-            0,
-            self.lookahead,
-        }:  # the last boundary, and the last whose segment has its key
+        # The last boundary stays resumable, and the last one whose segment has its key.
+        for known in {0, self.lookahead}:
             tail_end = ((end - known) // self.alignment * spec.per_segment)[:, None]
             live |= (blocks < tail_end) & (blocks >= tail_end - spec.tail)
         live &= blocks >= 0
