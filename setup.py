@@ -4,7 +4,16 @@ from pathlib import Path
 
 from setuptools import setup
 
-PACKAGES = ["kernels", "kvcore", "models", "models.integrations", "bench"]
+PACKAGES = [
+    "kernels",
+    "kernels.mla",
+    "kvcore",
+    "models",
+    "models.integrations",
+    "bench",
+    "bench.replay",
+    "bench.static_cases",
+]
 
 setup(
     name="quire",

@@ -1,0 +1,1 @@
+"""The cases that ``bench.static`` compiles, one module a family of kernels."""
