@@ -1,0 +1,93 @@
+"""Mixture-of-experts feed-forward: every token through its experts, as two matrix multiplications over sorted rows.
+
+Rows (a token once for each of its experts) are sorted by expert, so that an expert's rows are adjacent and one grouped matrix
+multiplication serves all experts::
+
+    token, expert   (0, 5) (0, 2) (1, 2) (1, 7)   ->   sorted by expert   (0, 2) (1, 2) | (0, 5) | (1, 7)
+
+No loop over tokens, no host synchronisation where torch's grouped matrix multiplication has a device kernel, and a token's
+result is summed over its experts in the router's order, in fp32, whatever else is in the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def run_experts(
+    x: Tensor,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    activation: Callable[[Tensor, Tensor], Tensor],
+    *,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+) -> Tensor:
+    """Sum over a token's experts e of weight * down[e](activation(gate[e] x, up[e] x)).
+
+    x: [num_tokens, hidden_size]. expert_ids: [num_tokens, k] int64 below num_experts.
+    expert_weights: [num_tokens, k], used in fp32.
+    gate_up: [num_experts, 2 * intermediate_size, hidden_size], rows of gate first.
+    down: [num_experts, hidden_size, intermediate_size].
+    activation: (gate, up), each [rows, intermediate_size] -> the same shape.
+    gate_up_bias, down_bias: [num_experts, 2 * intermediate_size] and [num_experts, hidden_size], or None.
+
+    Returns: [num_tokens, hidden_size] in the dtype of x.
+    """
+    num_tokens, k = expert_ids.shape
+    sorted_ids, order = expert_ids.flatten().sort(stable=True)
+    experts = torch.arange(len(gate_up), device=x.device)
+    offsets = torch.searchsorted(sorted_ids, experts, right=True).int()
+    gate, up = _rows(x[order // k], gate_up, gate_up_bias, sorted_ids, offsets).chunk(2, dim=-1)
+    y_sorted = _rows(activation(gate, up), down, down_bias, sorted_ids, offsets)
+    y = torch.empty_like(y_sorted).index_copy_(0, order, y_sorted).unflatten(0, (num_tokens, k))
+    out = y[:, 0].float() * expert_weights[:, :1].float()
+    for i in range(1, k):  # not sum(dim=1): its order of additions is torch's business
+        out += y[:, i].float() * expert_weights[:, i : i + 1].float()
+    return out.to(x.dtype)
+
+
+def grouped_matmul(x_sorted: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
+    """Multiplies consecutive groups of rows by a matrix each: ``y[start:end] = x_sorted[start:end] @ weights[group].T``.
+
+    x_sorted: [num_rows, in_size], the rows of group 0 first. weights: [num_groups, out_size, in_size].
+    offsets: [num_groups] int32, ascending: where each group ends; the last is num_rows.
+
+    torch's ``grouped_mm`` where its layout rule (rows of whole 16 bytes) and dtypes allow, else a loop over the groups that have
+    rows. On a CPU it has no kernel of its own and costs what the loop costs once matrices are large; it is the faster by half
+    at tiny sizes.
+
+    Returns: [num_rows, out_size].
+    """
+    if _has_grouped_mm(x_sorted, weights):
+        return F.grouped_mm(x_sorted, weights.transpose(1, 2), offs=offsets)
+    out = x_sorted.new_empty(len(x_sorted), weights.shape[1])
+    start = 0
+    for group, end in enumerate(offsets.tolist()):
+        if end > start:
+            torch.mm(x_sorted[start:end], weights[group].T, out=out[start:end])
+        start = end
+    return out
+
+
+def _rows(
+    x: Tensor, weights: Tensor, bias: Tensor | None, sorted_ids: Tensor, offsets: Tensor
+) -> Tensor:
+    y = grouped_matmul(x, weights, offsets)
+    return y if bias is None else y + bias[sorted_ids]
+
+
+def _has_grouped_mm(x: Tensor, weights: Tensor) -> bool:
+    if not hasattr(F, "grouped_mm") or len(x) == 0:
+        return False
+    if x.is_cuda and (
+        x.dtype != torch.bfloat16 or torch.cuda.get_device_capability(x.device) < (8, 0)
+    ):
+        return False
+    return all(size * x.element_size() % 16 == 0 for size in weights.shape[1:])
