@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import dataclasses
 import json
 import multiprocessing
 import os
@@ -34,10 +33,8 @@ from pathlib import Path
 from typing import Any
 
 from quire.bench import sass
+from quire.bench.static_cases import ARCHS, MORE_ARCHS, all_cases
 
-ARCHS = (80, 90, 100)
-MORE_ARCHS = (86, 89, 120)
-NUM_SMS = {80: 108, 86: 84, 89: 142, 90: 132, 100: 148, 120: 170}
 # Of an SM: shared memory, threads and programs it can hold (CUDA programming guide, compute capabilities table).
 SM_SHARED = {80: 164 << 10, 86: 100 << 10, 89: 100 << 10, 90: 228 << 10, 100: 228 << 10, 120: 100 << 10}  # fmt: skip
 SM_THREADS = {80: 2048, 86: 1536, 89: 1536, 90: 2048, 100: 2048, 120: 1536}
@@ -54,110 +51,6 @@ PIPELINED = ("prefill_kernel", "decode_kernel")
 BASELINE = Path(__file__).with_name("static_baseline.json")
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """One attention call to compile, or the ``merge_partials`` / ``write_kv`` of the same shape."""
-
-    name: str
-    head_dim: int
-    block_size: int
-    phase: str
-    dtype: str = "bfloat16"
-    group: int = 4
-    num_kv_heads: int = 4
-    table_width: int = 256
-    q_len: int = 1
-    fresh: bool = True
-    sliding_window: int | None = None
-    softcap: float | None = None
-    sinks: bool = False
-
-
-def cases() -> list[Case]:
-    """Every tile shape of ``select_config`` in both ways of addressing pages, and each feature at least once."""
-    table = []
-    for head_dim in (16, 32, 64, 128, 256, 512):
-        for block_size in (16, 128) if head_dim >= 64 else (16,):
-            for q_len in (1, 8, 16) if head_dim >= 64 else (1,):
-                table.append(
-                    Case(f"decode-d{head_dim}-p{block_size}-q{q_len}", head_dim, block_size, "decode", q_len=q_len)
-                )  # fmt: skip
-            table.append(
-                Case(f"prefill-d{head_dim}-p{block_size}", head_dim, block_size, "prefill")
-            )
-        table.append(
-            Case(f"prefill-d{head_dim}-window", head_dim, 128, "prefill", sliding_window=1024)
-        )
-        for phase in ("decode", "prefill"):
-            table.append(
-                Case(f"{phase}-d{head_dim}-fp32", head_dim, 64, phase, dtype="float32", q_len=16)
-            )
-        table.append(Case(f"merge-d{head_dim}", head_dim, 64, "merge"))
-        table.append(Case(f"write-d{head_dim}", head_dim, 64, "write"))
-    for phase in ("decode", "prefill"):
-        table += [
-            Case(f"{phase}-pages-only", 128, 64, phase, fresh=False),
-            Case(f"{phase}-pages-only-window", 128, 64, phase, fresh=False, sliding_window=512),
-            Case(f"{phase}-window-ring", 256, 64, phase, sliding_window=512),
-            Case(f"{phase}-softcap-sinks", 64, 64, phase, softcap=50.0, sinks=True, sliding_window=128),
-            Case(f"{phase}-group-5-odd-pages", 128, 48, phase, group=5),
-            Case(f"{phase}-fp16", 128, 64, phase, dtype="float16"),
-            Case(f"{phase}-mqa-ones", 64, 64, phase, num_kv_heads=1, table_width=1, sliding_window=1),
-        ]  # fmt: skip
-    return table
-
-
-def launches(case: Case, arch: int) -> list[Any]:
-    """The kernels that a case launches, as ``Launch`` values over tensors without storage."""
-    import torch
-
-    from quire.kernels import _check, cache_write, merge, paged
-
-    dtype = getattr(torch, case.dtype)
-    num_kv_heads, num_seqs = case.num_kv_heads, 16
-    q_len = 1024 if case.phase == "prefill" else case.q_len
-    num_heads, num_tokens = num_kv_heads * case.group, num_seqs * q_len
-
-    def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    rows = (empty(num_tokens, num_kv_heads, case.head_dim) for _ in range(2))
-    pool = empty(512, case.block_size, 2, num_kv_heads, case.head_dim)
-    k_pages, v_pages = pool.unbind(2)
-    lse = empty(num_heads, num_tokens, dtype=torch.float32)
-    sinks = empty(num_heads, dtype=torch.float32) if case.sinks else None
-    if case.phase == "write":
-        slots = empty(num_tokens, dtype=torch.int64)
-        return [cache_write.prepare(*rows, k_pages, v_pages, slots)]
-    if case.phase == "merge":
-        parts = empty(4, num_tokens, num_heads, case.head_dim)
-        part_lse = empty(4, num_heads, num_tokens, dtype=torch.float32)
-        out = empty(num_tokens, num_heads, case.head_dim)
-        return [merge.prepare(parts, part_lse, sinks, out, lse)]
-    k, v = rows if case.fresh else (None, None)
-    call = _check.check_attention(
-        empty(num_tokens, num_heads, case.head_dim),
-        k_pages,
-        v_pages,
-        empty(num_seqs, case.table_width, dtype=torch.int32),
-        empty(num_seqs, dtype=torch.int32),
-        empty(num_seqs + 1, dtype=torch.int32),
-        max_seqlen_q=q_len,
-        k=k,
-        v=v,
-        max_seq_len=None,
-        num_decodes=num_seqs if case.phase == "decode" else 0,
-        softmax_scale=None,
-        softcap=case.softcap,
-        sinks=sinks,
-        out=None,
-        lse=lse,
-        workspace=None,
-        sliding_window=case.sliding_window,
-    )
-    return paged.prepare(call, arch, NUM_SMS[arch])
-
-
 def specialise(
     launch: Any,
 ) -> tuple[dict[str, str], dict[tuple[int], Any], dict[tuple[int], Any], dict[str, int]]:
@@ -170,6 +63,7 @@ def specialise(
         torch.float32: "*fp32",
         torch.int32: "*i32",
         torch.int64: "*i64",
+        torch.uint8: "*u8",
     }
     signature, constants, attributes = {}, {}, {}
     for index, parameter in enumerate(launch.kernel.params):
@@ -198,33 +92,36 @@ def specialise(
     return signature, constants, attributes, options
 
 
-def distinct(archs: Sequence[int], only: str = "") -> list[tuple[Case, int, int]]:
-    """(case, arch, index of the launch) of all cases whose name contains ``only``, less what an earlier one compiles to as well."""
+def distinct(archs: Sequence[int], only: str = "") -> list[tuple[str, int, int]]:
+    """(case's name, arch, index of the launch) of all cases whose name contains ``only``, less what an earlier one compiles to as well."""
     work, seen = [], set()
     for arch in archs:
-        for case in cases():
-            if only not in case.name:
+        for name, case in all_cases().items():
+            if only not in name or arch not in case.archs:
                 continue
-            for index, launch in enumerate(launches(case, arch)):
+            for index, launch in enumerate(case.launches(arch)):
                 key = (arch, launch.kernel.__name__, repr(specialise(launch)))
                 if key not in seen:
                     seen.add(key)
-                    work.append((case, arch, index))
+                    work.append((name, arch, index))
     return work
 
 
-def measure(case: Case, arch: int, index: int) -> dict[str, Any]:
+def measure(name: str, arch: int, index: int) -> dict[str, Any]:
     """Compile a kernel of a case for an architecture: its row of the report.
 
-    index: of the kernel among ``launches(case, arch)``.
+    name: of the case. index: of the kernel among the case's launches.
     """
+    import torch
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     from quire.kernels.configs import SHARED_MEMORY
 
-    launch = launches(case, arch)[index]
+    case = all_cases()[name]
+    launch = case.launches(arch)[index]
+    kernel = launch.kernel.__name__.strip("_")
     signature, constants, attributes, options = specialise(launch)
     source = ASTSource(launch.kernel, signature, constants, attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
@@ -235,17 +132,17 @@ def measure(case: Case, arch: int, index: int) -> dict[str, Any]:
     )
     values = launch.arguments
     copy, in_flight, instructions = 0, 0, None
-    if "BLOCK_N" in values:
-        element_size = values["k_pages"].element_size()
-        tile_bytes = 2 * values["BLOCK_N"] * case.head_dim * element_size
+    if kernel.endswith(PIPELINED):
+        element_size = getattr(torch, case.dtype).itemsize
+        tile_bytes = values["BLOCK_N"] * case.key_bytes
         copy = code.copy_bytes(element_size)
         instructions = code.tile_instructions(tile_bytes, threads)
         if copy:
             in_flight = tile_bytes * (metadata.num_stages - 1) * resident
     tile = "x".join(str(values[name]) for name in ("BLOCK_M", "BLOCK_N") if name in values)
     return {
-        "kernel": launch.kernel.__name__.strip("_"),
-        "case": case.name,
+        "kernel": kernel,
+        "case": name,
         "config": " ".join(f"{tile} w{metadata.num_warps} s{metadata.num_stages}".split()),
         "arch": arch,
         "dtype": case.dtype,
@@ -290,12 +187,14 @@ def problems(row: dict[str, Any]) -> list[str]:
         found.append(
             f"needs {row['shared_bytes']} bytes of shared memory, limit {row['shared_limit']}"
         )
-    if row["kernel"] not in PIPELINED:
+    if not row["kernel"].endswith(PIPELINED):
         return found
     through_registers = row["dtype"] == "float32" and row["kv_copy_bytes"] == 0
     if row["kv_copy_bytes"] < MIN_COPY_BYTES and not through_registers:
         found.append(f"copies K/V {row['kv_copy_bytes']} bytes at a time")
-    paced = row["kernel"] == "decode_kernel" and row["dtype"] != "float32" and row["arch"] == 90
+    paced = (
+        row["kernel"].endswith("decode_kernel") and row["dtype"] != "float32" and row["arch"] == 90
+    )
     if paced and row["bytes_in_flight_per_sm"] < MIN_BYTES_IN_FLIGHT:
         found.append(f"keeps {row['bytes_in_flight_per_sm']} bytes in flight per SM")
     return found

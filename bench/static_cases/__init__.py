@@ -1,1 +1,57 @@
-"""The cases that ``bench.static`` compiles, one module a family of kernels."""
+"""The cases that ``bench.static`` compiles: one module a family of kernels, each with ``cases() -> list[StaticCase]``.
+
+A new family is a new module here. A kernel whose name ends in ``prefill_kernel`` or ``decode_kernel`` is held to the rules about copies
+and bytes in flight as well; its constant BLOCK_N is the keys of a tile.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import pkgutil
+from collections.abc import Callable
+from typing import Any
+
+NUM_SMS = {80: 108, 86: 84, 89: 142, 90: 132, 100: 148, 120: 170}
+ARCHS = (80, 90, 100)
+MORE_ARCHS = (86, 89, 120)
+
+
+@dataclasses.dataclass(frozen=True)
+class StaticCase:
+    """What one call of a public function launches at one shape.
+
+    name: unique among all cases.
+    phase: "prefill", "decode", or what else the call does.
+    launches: compute capability -> the ``Launch`` values of the call, over tensors without storage (``meta``).
+    dtype: of the keys and values, a torch dtype by name.
+    key_bytes: what one key takes of the K/V tile, values included; 0 if no kernel of the case has such tiles.
+    archs: where the case has to hold; it is compiled for no other architecture.
+    """
+
+    name: str
+    phase: str
+    launches: Callable[[int], list[Any]]
+    dtype: str = "bfloat16"
+    key_bytes: int = 0
+    archs: tuple[int, ...] = ARCHS + MORE_ARCHS
+
+
+@functools.cache
+def all_cases() -> dict[str, StaticCase]:
+    """Every case of every module of this package, by name; ValueError if two share a name."""
+    found: dict[str, StaticCase] = {}
+    for module in pkgutil.iter_modules(__path__):
+        for case in importlib.import_module(f"{__name__}.{module.name}").cases():
+            if case.name in found:
+                raise ValueError(f"name: expected one case of each name, got two of {case.name!r}")
+            found[case.name] = case
+    return found
+
+
+def meta(*shape: int, dtype: str = "bfloat16") -> Any:
+    """A contiguous tensor without storage."""
+    import torch
+
+    return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")

@@ -1,0 +1,120 @@
+"""Paged and sliding-window attention, ``merge_partials`` and ``write_kv``."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+from quire.bench.static_cases import NUM_SMS, StaticCase, meta
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """One attention call, or the ``merge_partials`` / ``write_kv`` of the same shape."""
+
+    name: str
+    head_dim: int
+    block_size: int
+    phase: str
+    dtype: str = "bfloat16"
+    group: int = 4
+    num_kv_heads: int = 4
+    table_width: int = 256
+    q_len: int = 1
+    fresh: bool = True
+    sliding_window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+
+
+def cases() -> list[StaticCase]:
+    """Every tile shape of ``select_config`` in both ways of addressing pages, and each feature at least once."""
+    return [
+        StaticCase(
+            shape.name,
+            shape.phase,
+            functools.partial(launches, shape),
+            shape.dtype,
+            key_bytes=2 * shape.head_dim * (4 if shape.dtype == "float32" else 2),
+        )
+        for shape in shapes()
+    ]
+
+
+def shapes() -> list[Shape]:
+    """The shapes of ``cases``."""
+    table = []
+    for head_dim in (16, 32, 64, 128, 256, 512):
+        for block_size in (16, 128) if head_dim >= 64 else (16,):
+            for q_len in (1, 8, 16) if head_dim >= 64 else (1,):
+                table.append(
+                    Shape(f"decode-d{head_dim}-p{block_size}-q{q_len}", head_dim, block_size, "decode", q_len=q_len)
+                )  # fmt: skip
+            table.append(
+                Shape(f"prefill-d{head_dim}-p{block_size}", head_dim, block_size, "prefill")
+            )
+        table.append(
+            Shape(f"prefill-d{head_dim}-window", head_dim, 128, "prefill", sliding_window=1024)
+        )
+        for phase in ("decode", "prefill"):
+            table.append(
+                Shape(f"{phase}-d{head_dim}-fp32", head_dim, 64, phase, dtype="float32", q_len=16)
+            )
+        table.append(Shape(f"merge-d{head_dim}", head_dim, 64, "merge"))
+        table.append(Shape(f"write-d{head_dim}", head_dim, 64, "write"))
+    for phase in ("decode", "prefill"):
+        table += [
+            Shape(f"{phase}-pages-only", 128, 64, phase, fresh=False),
+            Shape(f"{phase}-pages-only-window", 128, 64, phase, fresh=False, sliding_window=512),
+            Shape(f"{phase}-window-ring", 256, 64, phase, sliding_window=512),
+            Shape(f"{phase}-softcap-sinks", 64, 64, phase, softcap=50.0, sinks=True, sliding_window=128),
+            Shape(f"{phase}-group-5-odd-pages", 128, 48, phase, group=5),
+            Shape(f"{phase}-fp16", 128, 64, phase, dtype="float16"),
+            Shape(f"{phase}-mqa-ones", 64, 64, phase, num_kv_heads=1, table_width=1, sliding_window=1),
+        ]  # fmt: skip
+    return table
+
+
+def launches(shape: Shape, arch: int) -> list[Any]:
+    """The kernels that a shape launches, as ``Launch`` values over tensors without storage."""
+    from quire.kernels import _check, cache_write, merge, paged
+
+    num_kv_heads, num_seqs = shape.num_kv_heads, 16
+    q_len = 1024 if shape.phase == "prefill" else shape.q_len
+    num_heads, num_tokens = num_kv_heads * shape.group, num_seqs * q_len
+    empty = functools.partial(meta, dtype=shape.dtype)
+    rows = (empty(num_tokens, num_kv_heads, shape.head_dim) for _ in range(2))
+    pool = empty(512, shape.block_size, 2, num_kv_heads, shape.head_dim)
+    k_pages, v_pages = pool.unbind(2)
+    lse = meta(num_heads, num_tokens, dtype="float32")
+    sinks = meta(num_heads, dtype="float32") if shape.sinks else None
+    if shape.phase == "write":
+        return [cache_write.prepare(*rows, k_pages, v_pages, meta(num_tokens, dtype="int64"))]
+    if shape.phase == "merge":
+        parts = empty(4, num_tokens, num_heads, shape.head_dim)
+        part_lse = meta(4, num_heads, num_tokens, dtype="float32")
+        out = empty(num_tokens, num_heads, shape.head_dim)
+        return [merge.prepare(parts, part_lse, sinks, out, lse)]
+    k, v = rows if shape.fresh else (None, None)
+    call = _check.check_attention(
+        empty(num_tokens, num_heads, shape.head_dim),
+        k_pages,
+        v_pages,
+        meta(num_seqs, shape.table_width, dtype="int32"),
+        meta(num_seqs, dtype="int32"),
+        meta(num_seqs + 1, dtype="int32"),
+        max_seqlen_q=q_len,
+        k=k,
+        v=v,
+        max_seq_len=None,
+        num_decodes=num_seqs if shape.phase == "decode" else 0,
+        softmax_scale=None,
+        softcap=shape.softcap,
+        sinks=sinks,
+        out=None,
+        lse=lse,
+        workspace=None,
+        sliding_window=shape.sliding_window,
+    )
+    return paged.prepare(call, arch, NUM_SMS[arch])
