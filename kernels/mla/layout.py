@@ -9,7 +9,8 @@ Plain pages are rows [num_pages, storage_block_size, dim]. The two quantised lay
 n is ``storage_block_size``. Pages are padded to a multiple of 576 bytes; what a page holds beyond that is not touched.
 
 Quantisation, of each 64 latent values or each index key: x is first rounded to bf16, a = max(|x|_max, 1e-4), e = ceil(log2(a / 448)),
-value = e4m3(x * 2^-e), scale = 2^e. 448 is the largest e4m3 value, so nothing saturates. Reading gives e4m3 * 2^e, which bf16 holds exactly.
+value = e4m3(clamp(x * 2^-e, +-448)), scale = 2^e. 448 is the largest e4m3 value, so only infinities are clamped; a NaN becomes the e4m3 NaN
+and does not count in the maximum. Reading gives e4m3 * 2^e, which bf16 holds exactly.
 
 Source: DeepSeek-V4 (``fp8_ds_mla`` rows; FlashMLA's tests/quant.py, where they are MODEL1).
 """
@@ -78,11 +79,6 @@ class LatentPages:
             )
         _expect_bytes(self.data, self.storage_block_size * (ROW_BYTES + SCALE_BYTES))
 
-    @staticmethod
-    def page_bytes(storage_block_size: int) -> int:
-        """Bytes of a quantised page, padded to a multiple of 576: 37,440 for 64 rows, 1,728 for 2."""
-        return _aligned(storage_block_size * (ROW_BYTES + SCALE_BYTES))
-
     @property
     def fp8(self) -> bool:
         """Whether the pages are in the quantised layout."""
@@ -136,12 +132,19 @@ class LatentPages:
         if not self.fp8:
             self.data[page, row] = rows[live].to(self.data.dtype)
             return
-        rows = rows[live].to(torch.bfloat16)
+        rows = rows[live]
         values, exponent = quantise(rows[:, :NOPE_DIM], QUANT_GROUP)
         self.values[page, row] = values
-        self.rope[page, row] = rows[:, NOPE_DIM:]
+        self.rope[page, row] = rows[:, NOPE_DIM:].to(torch.bfloat16)
         biased = (exponent + EXPONENT_BIAS).to(torch.uint8)
         self.scales[page, row] = torch.nn.functional.pad(biased, (0, 1))
+
+    def seen(self, rows: torch.Tensor) -> torch.Tensor:
+        """``rows`` [n, head_dim] as a reader of these pages sees them once they are written: [n, head_dim] fp32."""
+        if not self.fp8:
+            return rows.to(self.data.dtype).float()
+        nope = dequantise(*quantise(rows[:, :NOPE_DIM], QUANT_GROUP))
+        return torch.cat([nope, rows[:, NOPE_DIM:].to(torch.bfloat16).float()], -1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,11 +176,6 @@ class IndexPages:
             _expect_bytes(self.data, self.storage_block_size * (self.index_dim + 4))
         else:
             _expect_rows(self.data, self.storage_block_size, self.index_dim)
-
-    @staticmethod
-    def page_bytes(storage_block_size: int, index_dim: int = 128) -> int:
-        """Bytes of a quantised page, padded to a multiple of 576: 8,640 for 64 keys of 128."""
-        return _aligned(storage_block_size * (index_dim + 4))
 
     @property
     def fp8(self) -> bool:
@@ -221,6 +219,26 @@ class IndexPages:
         self.scales[page, row] = _power_of_two(exponent[:, 0])
 
 
+def page_bytes(storage_block_size: int, row_bytes: int = ROW_BYTES + SCALE_BYTES) -> int:
+    """Bytes of a quantised page, padding included.
+
+    Args:
+        storage_block_size: rows that the page stores.
+        row_bytes: of one row with its scales: 584 for latents, index_dim + 4 for index keys.
+
+    Returns:
+        A multiple of 576: 37,440 for 64 latents, 1,728 for 2, and 8,640 for 64 index keys of 128 channels.
+
+    Raises:
+        ValueError: an argument is not a positive int.
+
+    Source: this module's docstring.
+    """
+    expect_int("storage_block_size", storage_block_size, 1)
+    expect_int("row_bytes", row_bytes, 1)
+    return -(-storage_block_size * row_bytes // PAGE_ALIGNMENT) * PAGE_ALIGNMENT
+
+
 def quantise(rows: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise rows to e4m3 with one power-of-two scale for each ``group`` channels.
 
@@ -234,11 +252,13 @@ def quantise(rows: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor
     Source: this module's docstring.
     """
     x = rows.to(torch.bfloat16).float().unflatten(-1, (-1, group))
-    mantissa, exponent = torch.frexp(x.abs().amax(-1).clamp(min=MIN_AMAX))
-    # 448 = 0.875 * 2^9, and frexp's mantissa is in [0.5, 1): the ceiling of the logarithm without its rounding.
-    exponent = exponent - 9 + (mantissa > 0.875).int()
-    codes = (x * _power_of_two(-exponent)[..., None]).to(torch.float8_e4m3fn)
-    return codes.view(torch.uint8).flatten(-2), exponent
+    largest = torch.where(x.isnan(), 0.0, x).abs().amax(-1).clamp(min=MIN_AMAX)
+    # 448 = 1.75 * 2^8: the ceiling of log2(largest / 448) by its bits, without the rounding of a logarithm.
+    bits = largest.view(torch.int32)
+    exponent = (bits >> 23) - (EXPONENT_BIAS + 8) + ((bits & 0x7FFFFF) > 0x600000).int()
+    scaled = (x * _power_of_two(-exponent)[..., None]).clamp(-E4M3_MAX, E4M3_MAX)
+    codes = scaled.to(torch.float8_e4m3fn).view(torch.uint8)
+    return codes.flatten(-2), exponent
 
 
 def dequantise(codes: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
@@ -253,7 +273,7 @@ def _decode(codes: torch.Tensor) -> torch.Tensor:
 
 def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
     """2^exponent in fp32, exactly: the bits of a normal number, -126 <= exponent <= 127."""
-    return ((exponent + 127) << 23).view(torch.float32)
+    return ((exponent + EXPONENT_BIAS) << 23).view(torch.float32)
 
 
 def _locate(slots: torch.Tensor, storage_block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -267,10 +287,6 @@ def _rows_at(
     """Rows of ``width`` bytes that begin ``stride`` bytes apart from byte ``first`` of each page on."""
     offset = data.storage_offset() + first
     return data.as_strided((data.shape[0], num_rows, width), (data.stride(0), stride, 1), offset)
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // PAGE_ALIGNMENT) * PAGE_ALIGNMENT
 
 
 def _is_bytes(data: torch.Tensor) -> bool:

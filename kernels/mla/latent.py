@@ -1,0 +1,105 @@
+"""``write_latent``: check once, choose the implementation by name."""
+
+from __future__ import annotations
+
+import torch
+
+from quire.kernels import _check
+from quire.kernels.mla.layout import DIMS, LatentPages
+from quire.kernels.ops import _implementation
+
+
+def write_latent(
+    x: torch.Tensor,
+    pages: LatentPages | None,
+    slot_mapping: torch.Tensor | None,
+    *,
+    positions: torch.Tensor | None = None,
+    cos_sin: torch.Tensor | None = None,
+    norm_weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    out: torch.Tensor | None = None,
+    impl: str | None = None,
+) -> torch.Tensor | None:
+    """Norm latent rows, rope them, and write them to their slots, in one pass; any of the three can be left out.
+
+    The arithmetic is fp32 and rounds once, to the dtype of the pages. ``out`` gets what a reader of the page will see, so that attention over
+    fresh rows gives what attention over cached rows gives.
+
+    Args:
+        x: [num_rows, head_dim] bf16, fp16 or fp32, last stride 1.
+        pages: where to write; None fills only ``out``. No two of the slots written may share memory.
+        slot_mapping: [num_rows] int64, page * storage_block_size + row; -1 = do not write this row. None without pages.
+        positions: [num_rows] int64 absolute positions in tokens, rows of ``cos_sin``; None = no RoPE.
+        cos_sin: [max_position, rope_dim] fp32, the cosines of rope_dim / 2 pairs and then their sines. Pair i is channels 2i and 2i + 1 of the
+            trailing rope_dim channels and turns by +angle.
+        norm_weight: [head_dim] bf16, fp16 or fp32, weight of an RMS norm before RoPE; None = no norm.
+        eps: added to the mean square.
+        out: [num_rows, head_dim] x's dtype, filled in place, rows of slot -1 too; None = not wanted.
+        impl: "triton" (default for CUDA tensors), "torch" (default for CPU tensors).
+
+    Returns:
+        ``out``.
+
+    Raises:
+        ValueError: a shape, dtype, stride or device is not as above, or of two arguments that go together one is missing.
+        NotImplementedError: head_dim is not a power of two in 16..512.
+
+    Source: DeepSeek-V4, kv_norm and RoPE of the latent.
+    """
+    _check.expect_tensor("x", x, (None, None), _check.MODEL_DTYPES)
+    num_rows, head_dim = x.shape
+    if pages is not None:
+        if not isinstance(pages, LatentPages):
+            raise ValueError(f"pages: expected LatentPages or None, got {type(pages).__name__}")
+        _check.expect_tensor("x", x, (None, pages.head_dim), _check.MODEL_DTYPES)
+        _expect_device("pages", pages.data, x.device)
+        _check.expect_tensor(
+            "slot_mapping", slot_mapping, (num_rows,), torch.int64, device=x.device
+        )
+    elif out is None or slot_mapping is not None:
+        raise ValueError("pages: expected LatentPages, or None with out and without slot_mapping")
+    elif head_dim not in DIMS:
+        raise NotImplementedError(f"x: head_dim {head_dim} is not one of {list(DIMS)}")
+    if (positions is None) != (cos_sin is None):
+        missing = "positions" if positions is None else "cos_sin"
+        raise ValueError(f"{missing}: expected positions and cos_sin or neither, got None")
+    if positions is not None and cos_sin is not None:
+        _check.expect_tensor("positions", positions, (num_rows,), torch.int64, device=x.device)
+        check_cos_sin(cos_sin, head_dim, None if pages is None else pages.rope_dim, x.device)
+    if norm_weight is not None:
+        check_norm(norm_weight, eps, head_dim, x.device)
+    if out is not None:
+        _check.expect_tensor("out", out, (num_rows, head_dim), x.dtype, device=x.device)
+    arguments = (x, pages, slot_mapping, positions, cos_sin, norm_weight, float(eps), out)
+    if _implementation(impl, x) == "torch":
+        from quire.kernels.mla import latent_torch
+
+        latent_torch.write_latent(*arguments)
+    else:
+        from quire.kernels.mla import latent_triton
+
+        latent_triton.prepare(*arguments).run()
+    return out
+
+
+def check_cos_sin(
+    cos_sin: torch.Tensor, dim: int, rope_dim: int | None, device: torch.device
+) -> None:
+    """Require a table [*, rope_dim] fp32 of an even rope_dim <= dim (None: any); ValueError otherwise."""
+    _check.expect_tensor("cos_sin", cos_sin, (None, rope_dim), torch.float32, device=device)
+    if cos_sin.shape[1] % 2 or not 0 < cos_sin.shape[1] <= dim:
+        raise ValueError(
+            f"cos_sin: expected an even rope_dim in 2..{dim}, got {list(cos_sin.shape)}"
+        )
+
+
+def check_norm(norm_weight: torch.Tensor, eps: float, dim: int, device: torch.device) -> None:
+    """Require a weight [dim] and a positive eps; ValueError otherwise."""
+    _check.expect_tensor("norm_weight", norm_weight, (dim,), _check.MODEL_DTYPES, device=device)
+    _check.expect_positive("eps", eps)
+
+
+def _expect_device(name: str, tensor: torch.Tensor, device: torch.device) -> None:
+    if tensor.device != device:
+        raise ValueError(f"{name}: expected a tensor on {device}, got one on {tensor.device}")
