@@ -273,7 +273,7 @@ def _decode(codes: torch.Tensor) -> torch.Tensor:
 
 def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
     """2^exponent in fp32, exactly: the bits of a normal number, -126 <= exponent <= 127."""
-    return ((exponent + EXPONENT_BIAS) << 23).view(torch.float32)
+    return ((exponent.int() + EXPONENT_BIAS) << 23).view(torch.float32)
 
 
 def _locate(slots: torch.Tensor, storage_block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
