@@ -1,0 +1,119 @@
+"""DeepSeek-V4: embedding, layers over residual streams (`models.deepseek_v4_block`), their collapse, and drafters (`models.mtp`).
+
+Source: transformers ``modeling_deepseek_v4``; DeepSeek-V4 report 2.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from quire.models.deepseek_v4_attention import dense_attend
+from quire.models.deepseek_v4_block import Attend, DecoderLayer
+from quire.models.deepseek_v4_config import SLIDING, DeepseekV4Config
+from quire.models.deepseek_v4_layers import HyperHead, rope_frequencies, rope_table
+from quire.models.layers import Linear, RMSNorm, empty_parameter
+from quire.models.mtp import MTP
+
+
+class TokenEmbedding(nn.Module):
+    """Rows of a table, not scaled. weight: [vocab_size, hidden_size]."""
+
+    def __init__(self, config: DeepseekV4Config, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        shape = (config.vocab_size, config.hidden_size)
+        self.weight = empty_parameter(*shape, device=device, dtype=dtype)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """input_ids: [num_tokens] int64. Returns [num_tokens, hidden_size]."""
+        return F.embedding(input_ids, self.weight)
+
+
+class DeepseekV4(nn.Module):
+    """A DeepSeek-V4 model with uninitialised weights; `models.deepseek_v4_weights` fills them.
+
+    config: shapes. device: of all weights. dtype: of matrices and activations; what the model keeps in fp32 (hyper-connections,
+    norms, sinks, position and correction biases) is fp32 in any case. max_positions: rows of the rotary tables, 8 bytes for each
+    rotated channel; default: all that the config allows. expert_format: "fp8" or "fp4" for routed experts that stay packed.
+    """
+
+    def __init__(
+        self,
+        config: DeepseekV4Config,
+        *,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        max_positions: int | None = None,
+        expert_format: str | None = None,
+    ) -> None:
+        super().__init__()
+        device = torch.device(device)
+        self.config = config
+        self.embed_tokens = TokenEmbedding(config, device, dtype)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, layer, kind, device, dtype, expert_format)
+            for layer, kind in enumerate(config.mlp_layer_types)
+        )
+        self.hc_head = HyperHead(config, device)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, 0.0, device, torch.float32)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, device, dtype)
+        self.mtp = nn.ModuleList(
+            MTP(config, index, device, dtype, expert_format)
+            for index in range(config.num_mtp_layers)
+        )
+        num_positions = max_positions or config.max_position_embeddings
+        self.rope = {
+            compressed: rope_table(
+                rope_frequencies(config, compressed=compressed).to(device), num_positions
+            )
+            for compressed in (False, True)
+        }
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.embed_tokens.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Data type of matrices and activations."""
+        return self.embed_tokens.weight.dtype
+
+    @torch.inference_mode()
+    def full_forward(self, input_ids: Tensor, *, logits_rows: Tensor | None = None) -> Tensor:
+        """One whole sequence without any cache and without `quire.kernels`: what a paged run must agree with.
+
+        input_ids: [num_tokens] int64. logits_rows: [num_rows] int64, the rows to compute logits for; default: all.
+
+        Returns: [num_rows, vocab_size] fp32 logits.
+        """
+        positions = torch.arange(len(input_ids), device=input_ids.device)
+        streams = self.streams(input_ids, positions, dense_attend(self.config))
+        return self.logits(streams if logits_rows is None else streams[logits_rows])
+
+    def streams(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Residual streams after the last layer, not collapsed yet: [num_tokens, hc_mult, hidden_size].
+
+        input_ids, positions: [num_tokens] int64. attend: the attention operator of all layers.
+        """
+        x = self.embed_tokens(input_ids)[:, None].expand(-1, self.config.hc_mult, -1)
+        for layer in self.layers:
+            cos_sin = self.rope[layer.self_attn.kind != SLIDING]
+            x = layer(x, input_ids, positions, cos_sin, attend)
+        return x
+
+    def logits(self, streams: Tensor) -> Tensor:
+        """streams: [num_rows, hc_mult, hidden_size]. Returns [num_rows, vocab_size] fp32."""
+        return self.lm_head(self.norm(self.hc_head(streams))).float()
+
+    def draft_streams(
+        self, index: int, streams: Tensor, next_ids: Tensor, positions: Tensor, attend: Attend
+    ) -> Tensor:
+        """Streams of drafter ``index``: [num_tokens, hc_mult, hidden_size]; arguments of `MTP.draft`."""
+        embeds = self.embed_tokens(next_ids)
+        return self.mtp[index].draft(streams, next_ids, embeds, positions, self.rope[False], attend)
+
+    def draft_logits(self, index: int, streams: Tensor) -> Tensor:
+        """Logits of the token after the next from :meth:`draft_streams`: [num_rows, vocab_size] fp32."""
+        return self.lm_head(self.mtp[index].hidden(streams)).float()

@@ -1,0 +1,107 @@
+"""The attention operator of a DeepSeek-V4 layer: over pages, or over one whole sequence without any cache.
+
+Both are functions ``attend(attention, rows) -> out`` of `models.deepseek_v4_block`.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.models.deepseek_v4_block import Attend, Attention, AttentionRows, IndexRows, WindowPool
+from quire.models.deepseek_v4_config import DeepseekV4Config
+from quire.models.deepseek_v4_layers import apply_rope
+from quire.models.layers import rms_norm
+
+QUERY_BLOCK = 256  # rows of the score matrix that dense attention holds at a time
+
+
+def dense_attend(config: DeepseekV4Config) -> Attend:
+    """Attention of one whole sequence in plain torch, fp32 scores and softmax, without `quire.kernels`."""
+
+    def attend(attention: Attention, rows: AttentionRows) -> Tensor:
+        kv = rms_norm(rows.kv, attention.kv_norm.weight, attention.eps)
+        keys = apply_rope(kv, rows.cos_sin[rows.positions])
+        compressor, index_keys = attention.compressor, None
+        if compressor is not None:
+            assert rows.compressor is not None
+            entries = pool_windows(compressor, *rows.compressor, rows.cos_sin)
+            keys = torch.cat([keys, entries.to(keys.dtype)])
+        if rows.index is not None:
+            assert compressor is not None
+            index_keys = pool_windows(compressor.indexer, rows.index.kv, rows.index.gate, rows.cos_sin)  # fmt: skip
+            index_keys = index_keys.to(keys.dtype)
+        out = torch.empty_like(rows.q)
+        for start in range(0, len(out), QUERY_BLOCK):
+            block = slice(start, start + QUERY_BLOCK)
+            positions = rows.positions[block, None]
+            distance = positions - rows.positions
+            visible = (distance >= 0) & (distance < config.sliding_window)
+            if compressor is not None:
+                entry = torch.arange(len(keys) - len(kv), device=keys.device)
+                seen = entry < num_visible(positions, compressor.ratio)
+                if index_keys is not None:
+                    seen &= picked(rows.index, block, index_keys, seen, config.index_topk)
+                visible = torch.cat([visible, seen], dim=1)
+            out[block] = softmax_with_sinks(rows.q[block], keys, visible, attention.sinks, config)
+        return apply_rope(out, rows.cos_sin[rows.positions], inverse=True)
+
+    return attend
+
+
+def num_visible(positions: Tensor, ratio: int) -> Tensor:
+    """Entries that a query sees: those of windows that end at or before it, its own position included."""
+    return (positions + 1) // ratio
+
+
+def pool_windows(pool: WindowPool, kv: Tensor, gate: Tensor, cos_sin: Tensor) -> Tensor:
+    """Compressed entries of all whole windows of a sequence.
+
+    kv, gate: [num_tokens, width * (1 + overlap)] fp32, from position 0 on. cos_sin: [max_positions, rope_dim].
+
+    Returns: [num_tokens // ratio, width] fp32, normed, and rotated by the position at which each window starts.
+    """
+    ratio, num_windows = pool.ratio, len(kv) // pool.ratio
+    kv = kv[: num_windows * ratio].unflatten(0, (num_windows, ratio))
+    gate = gate[: num_windows * ratio].unflatten(0, (num_windows, ratio)) + pool.position_bias
+    if pool.overlap:
+        kv, gate = with_window_before(kv, 0.0), with_window_before(gate, float("-inf"))
+    entries = rms_norm((gate.softmax(dim=1) * kv).sum(dim=1), pool.kv_norm.weight, pool.kv_norm.eps)
+    return apply_rope(entries, cos_sin[: num_windows * ratio : ratio])
+
+
+def with_window_before(rows: Tensor, absent: float) -> Tensor:
+    """Series a of the window before, then series b of the window itself; ``absent`` before window 0.
+
+    rows: [num_windows, ratio, 2 * width], series a first. Returns [num_windows, 2 * ratio, width].
+    """
+    a, b = rows.chunk(2, dim=-1)
+    return torch.cat([F.pad(a, (0, 0, 0, 0, 1, 0), value=absent)[:-1], b], dim=1)
+
+
+def picked(index: IndexRows, block: slice, index_keys: Tensor, visible: Tensor, topk: int) -> Tensor:  # fmt: skip
+    """Which entries are among a query's ``topk`` best visible ones; of equal scores the lowest entry goes first.
+
+    visible: [rows, num_entries] bool, for the queries of ``block``. Returns the same shape.
+    """
+    dots = torch.einsum("qhd,kd->qhk", index.q[block].float(), index_keys.float()).relu()
+    scores = torch.einsum("qh,qhk->qk", index.weights[block], dots)
+    scores = scores.masked_fill(~visible, float("-inf"))
+    best = scores.sort(dim=-1, descending=True, stable=True).indices[:, :topk]
+    return torch.zeros_like(visible).scatter_(1, best, True)
+
+
+def softmax_with_sinks(
+    q: Tensor, keys: Tensor, visible: Tensor, sinks: Tensor, config: DeepseekV4Config
+) -> Tensor:
+    """One softmax over raw rows and entries together; a head's sink joins the denominator only.
+
+    q: [rows, num_heads, head_dim]. keys: [num_keys, head_dim], also the values. visible: [rows, num_keys] bool.
+    """
+    keys = keys.float()
+    scores = torch.einsum("qhd,kd->qhk", q.float(), keys) * config.softmax_scale
+    scores = scores.masked_fill(~visible[:, None], float("-inf"))
+    sink = sinks.view(1, -1, 1).expand(len(q), -1, 1)
+    probabilities = torch.cat([scores, sink], dim=-1).softmax(dim=-1)[..., :-1]
+    return torch.einsum("qhk,kd->qhd", probabilities, keys).to(q.dtype)

@@ -1,0 +1,202 @@
+"""One layer of DeepSeek-V4: attention and a mixture of experts, each between the same N residual streams (mHC)::
+
+    u, post, comb = attn_hc.collapse(streams)
+    streams = attn_hc.expand(streams, attention(input_layernorm(u)), post, comb)
+    u, post, comb = ffn_hc.collapse(streams)
+    streams = ffn_hc.expand(streams, moe(post_attention_layernorm(u)), post, comb)
+
+Attention has one KV head whose rows are key and value at once. Besides a window of raw rows, queries see compressed entries: in
+HCA layers all of them, in CSA layers those that the indexer picks. Where rows, entries and index keys live is not the model's
+business: a layer hands its fresh projections to ``attend``, which `models.deepseek_v4_attention` provides for paged caches and,
+without any cache, for whole sequences.
+
+Source: transformers ``modeling_deepseek_v4``; DeepSeek-V4 report 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from quire.models.deepseek_v4_config import CSA, SLIDING, DeepseekV4Config
+from quire.models.deepseek_v4_layers import (
+    HyperConnection,
+    MoE,
+    apply_rope,
+    linear_fp32,
+)
+from quire.models.layers import Linear, RMSNorm, empty_parameter, rms_norm
+
+
+@dataclass(frozen=True)
+class IndexRows:
+    """What the indexer of a CSA layer makes of a step.
+
+    q: [num_tokens, index_num_heads, index_head_dim], rotated. weights: [num_tokens, index_num_heads] fp32, every factor of the
+    score included. kv, gate: [num_tokens, 2 * index_head_dim] fp32, of its own compressor.
+    """
+
+    q: Tensor
+    weights: Tensor
+    kv: Tensor
+    gate: Tensor
+
+
+@dataclass(frozen=True)
+class AttentionRows:
+    """What a layer's projections make of a step, before anything is cached.
+
+    positions: [num_tokens] int64. cos_sin: [max_positions, rope_dim] fp32, the layer's rotary table.
+    q: [num_tokens, num_heads, head_dim], normed and rotated. kv: [num_tokens, head_dim], neither normed nor rotated yet.
+    compressor: (kv, gate), each [num_tokens, head_dim] fp32, twice as wide in CSA layers; None in sliding layers.
+    index: of CSA layers.
+    """
+
+    positions: Tensor
+    cos_sin: Tensor
+    q: Tensor
+    kv: Tensor
+    compressor: tuple[Tensor, Tensor] | None
+    index: IndexRows | None
+
+
+Attend = Callable[["Attention", AttentionRows], Tensor]
+"""(attention, its rows) -> [num_tokens, num_heads, head_dim], the trailing channels rotated back by the query's position."""
+
+
+class WindowPool(nn.Module):
+    """Weights of a compressor: gated pooling of ``ratio`` tokens to one entry of ``width`` channels, channel by channel.
+
+    overlap: 1 where an entry also takes in the window before its own, through channels of their own (series a, then b).
+    """
+
+    def __init__(
+        self, config: DeepseekV4Config, width: int, ratio: int, overlap: int,
+        device: torch.device, dtype: torch.dtype,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.ratio, self.overlap = ratio, overlap
+        channels = width * (1 + overlap)
+        self.kv_proj = Linear(config.hidden_size, channels, device, dtype)
+        self.gate_proj = Linear(config.hidden_size, channels, device, dtype)
+        self.position_bias = empty_parameter(ratio, channels, device=device, dtype=torch.float32)
+        self.kv_norm = RMSNorm(width, config.rms_norm_eps, 0.0, device, torch.float32)
+
+    def rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x: [num_tokens, hidden_size]. Returns (kv, gate), each [num_tokens, width * (1 + overlap)] fp32."""
+        return linear_fp32(x, self.kv_proj.weight), linear_fp32(x, self.gate_proj.weight)
+
+
+class Scorer(nn.Module):
+    """Weights of the index heads in a score."""
+
+    def __init__(self, config: DeepseekV4Config, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weights_proj = Linear(config.hidden_size, config.index_num_heads, device, dtype)
+
+
+class Indexer(WindowPool):
+    """Queries and keys of the score by which a CSA query picks its entries: sum_h weight_h relu(q_h . k)."""
+
+    def __init__(self, config: DeepseekV4Config, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__(config, config.index_head_dim, config.csa_ratio, 1, device, dtype)
+        self.head_dim = config.index_head_dim
+        self.score_scale = (config.index_num_heads * config.index_head_dim) ** -0.5
+        q_size = config.index_num_heads * config.index_head_dim
+        self.q_b_proj = Linear(config.q_lora_rank, q_size, device, dtype)
+        self.scorer = Scorer(config, device, dtype)
+
+    def index_rows(self, x: Tensor, q_latent: Tensor, cos_sin: Tensor) -> IndexRows:
+        """x: [num_tokens, hidden_size]. q_latent: [num_tokens, q_lora_rank]. cos_sin: [num_tokens, rope_dim]."""
+        q = apply_rope(self.q_b_proj(q_latent).unflatten(-1, (-1, self.head_dim)), cos_sin)
+        weights = linear_fp32(x, self.scorer.weights_proj.weight) * self.score_scale
+        return IndexRows(q, weights, *self.rows(x))
+
+
+class Compressor(WindowPool):
+    """The compressor of a CSA or HCA layer, and in CSA layers the indexer."""
+
+    def __init__(
+        self, config: DeepseekV4Config, kind: str, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        csa = kind == CSA
+        ratio = config.csa_ratio if csa else config.hca_ratio
+        super().__init__(config, config.head_dim, ratio, int(csa), device, dtype)
+        self.indexer = Indexer(config, device, dtype) if csa else None
+
+
+class Attention(nn.Module):
+    """Projections around the attention operator of one layer; queries and the output go through narrow matrices."""
+
+    def __init__(
+        self, config: DeepseekV4Config, layer: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.layer = layer
+        self.kind = config.all_layer_types[layer]
+        self.eps = config.rms_norm_eps
+        self.head_dim = config.head_dim
+        heads, groups, rank = config.num_heads, config.o_groups, config.o_lora_rank
+        self.q_a_proj = Linear(config.hidden_size, config.q_lora_rank, device, dtype)
+        self.q_a_norm = RMSNorm(config.q_lora_rank, self.eps, 0.0, device, torch.float32)
+        self.q_b_proj = Linear(config.q_lora_rank, heads * config.head_dim, device, dtype)
+        self.kv_proj = Linear(config.hidden_size, config.head_dim, device, dtype)
+        self.kv_norm = RMSNorm(config.head_dim, self.eps, 0.0, device, torch.float32)
+        self.sinks = empty_parameter(heads, device=device, dtype=torch.float32)
+        # One matrix for each group of heads, stacked: [o_groups * o_lora_rank, heads of a group * head_dim].
+        self.o_a_proj = Linear(heads * config.head_dim // groups, groups * rank, device, dtype)
+        self.o_b_proj = Linear(groups * rank, config.hidden_size, device, dtype)
+        self.num_groups = groups
+        sliding = self.kind == SLIDING
+        self.compressor = None if sliding else Compressor(config, self.kind, device, dtype)
+
+    def forward(self, x: Tensor, positions: Tensor, cos_sin: Tensor, attend: Attend) -> Tensor:
+        """x: [num_tokens, hidden_size]. positions: [num_tokens] int64. cos_sin: [max_positions, rope_dim]. Returns the shape of x."""
+        angles = cos_sin[positions]
+        q_latent = self.q_a_norm(self.q_a_proj(x))
+        q = rms_norm(self.q_b_proj(q_latent).unflatten(-1, (-1, self.head_dim)), None, self.eps)
+        compressor = self.compressor
+        indexer = None if compressor is None else compressor.indexer
+        rows = AttentionRows(
+            positions=positions,
+            cos_sin=cos_sin,
+            q=apply_rope(q, angles),
+            kv=self.kv_proj(x),
+            compressor=None if compressor is None else compressor.rows(x),
+            index=None if indexer is None else indexer.index_rows(x, q_latent, angles),
+        )
+        out = attend(self, rows).reshape(len(x), self.num_groups, -1)
+        weight = self.o_a_proj.weight.unflatten(0, (self.num_groups, -1))
+        narrow = torch.bmm(out.transpose(0, 1), weight.transpose(1, 2))
+        return self.o_b_proj(narrow.transpose(0, 1).flatten(1))
+
+
+class DecoderLayer(nn.Module):
+    """Attention and experts between the residual streams; the formula is in the file's docstring."""
+
+    def __init__(
+        self, config: DeepseekV4Config, layer: int, mlp_kind: str,
+        device: torch.device, dtype: torch.dtype, expert_format: str | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.self_attn = Attention(config, layer, device, dtype)
+        self.mlp = MoE(config, mlp_kind, device, dtype, expert_format)
+        self.attn_hc = HyperConnection(config, device)
+        self.ffn_hc = HyperConnection(config, device)
+        self.input_layernorm = RMSNorm(hidden, eps, 0.0, device, torch.float32)
+        self.post_attention_layernorm = RMSNorm(hidden, eps, 0.0, device, torch.float32)
+
+    def forward(
+        self, streams: Tensor, input_ids: Tensor, positions: Tensor, cos_sin: Tensor, attend: Attend
+    ) -> Tensor:
+        """streams: [num_tokens, hc_mult, hidden_size]. The others as in `Attention`. Returns the shape of streams."""
+        x, post, comb = self.attn_hc.collapse(streams)
+        y = self.self_attn(self.input_layernorm(x), positions, cos_sin, attend)
+        streams = self.attn_hc.expand(streams, y, post, comb)
+        x, post, comb = self.ffn_hc.collapse(streams)
+        y = self.mlp(self.post_attention_layernorm(x), input_ids)
+        return self.ffn_hc.expand(streams, y, post, comb)

@@ -1,0 +1,127 @@
+"""Weights of DeepSeek-V4: read from a directory in any naming scheme (`models.deepseek_v4_names`), fp8 and fp4 weights dequantised
+or kept packed; drawn at random; or written for transformers.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from quire.models.deepseek_v4 import DeepseekV4
+from quire.models.deepseek_v4_config import DeepseekV4Config
+from quire.models.deepseek_v4_hf import from_hf, to_hf
+from quire.models.deepseek_v4_load import check, fill, format_of_experts, read_headers
+
+
+def load_config(path: str | Path) -> DeepseekV4Config:
+    """Reads ``config.json``.
+
+    Raises: ValueError when there is none; NotImplementedError for what is not supported.
+    """
+    path = Path(path)
+    if not (path / "config.json").is_file():
+        raise ValueError(f"path: expected a directory with a config.json, got {str(path)!r}")
+    return from_hf(json.loads((path / "config.json").read_text(encoding="utf-8")), name=path.name)
+
+
+def load_model(
+    path: str | Path,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.bfloat16,
+    max_positions: int | None = None,
+    packed_experts: bool = False,
+) -> DeepseekV4:
+    """Builds the model of a directory, one tensor at a time on its final device.
+
+    path: directory with config.json and model.safetensors, or shards with their index. Drafters that the config counts but the
+    files do not hold are left out.
+    dtype: of matrices and activations. max_positions: as of `DeepseekV4`.
+    packed_experts: keep quantised experts as they are stored, a half (fp8) to a quarter (fp4) of bf16, and dequantise those that a
+        step needs; else they are dequantised once, here.
+
+    Returns: DeepseekV4.
+    Raises: ValueError naming every missing, unexpected and misshaped tensor at once, before any is read, and when experts are to
+        stay packed that are not quantised; NotImplementedError for unsupported models.
+    """
+    path = Path(path)
+    config = load_config(path)
+    stored = read_headers(path)
+    if not any(tensor.target.parameter.startswith("mtp.") for tensor in stored):
+        config = replace(config, num_mtp_layers=0)
+    expert_format = None
+    if packed_experts and (expert_format := format_of_experts(stored)) is None:
+        raise ValueError(
+            "packed_experts: expected False, the experts of this checkpoint are not quantised"
+        )
+    shapes = DeepseekV4(config, device="meta", dtype=dtype, max_positions=1, expert_format=expert_format)  # fmt: skip
+    check(path, stored, shapes)
+    model = DeepseekV4(
+        config, device=device, dtype=dtype, max_positions=max_positions, expert_format=expert_format
+    )
+    fill(model, stored)
+    return model
+
+
+def random_model(
+    config: DeepseekV4Config,
+    *,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    max_positions: int | None = None,
+) -> DeepseekV4:
+    """A model with random weights drawn on its device: logits of order one, and no weight at a value that hides it.
+
+    Norm weights and hyper-connection scales are 1 + 0.3 N(0, 1), sinks and position biases N(0, 1), correction biases 0.2 N(0, 1),
+    hyper-connection bases 0.5 N(0, 1), their projections 0.05 N(0, 1), router weights 0.3 N(0, 1), the embedding N(0, 1), other
+    matrices N(0, 1 / in_size); hash tables name distinct experts. The same seed gives the same weights on the same kind of device.
+    """
+    model = DeepseekV4(config, device=device, dtype=dtype, max_positions=max_positions)
+    generator = torch.Generator(device=model.device).manual_seed(seed)
+    for name, weight in model.named_parameters():
+        if name.endswith("tid2eid"):
+            order = torch.rand(config.vocab_size, config.num_experts, generator=generator, device=weight.device)  # fmt: skip
+            weight.copy_(order.argsort(dim=1)[:, : weight.shape[1]])
+            continue
+        mean, std = _distribution(name, weight)
+        weight.normal_(mean, std, generator=generator)
+    return model
+
+
+def _distribution(name: str, weight: Tensor) -> tuple[float, float]:
+    """Mean and standard deviation of a random weight."""
+    leaf = name.split(".")[-1]
+    if leaf in ("scale", "hc_scale") or (leaf == "weight" and weight.ndim == 1):
+        return 1.0, 0.3
+    if leaf in ("sinks", "position_bias") or name == "embed_tokens.weight":
+        return 0.0, 1.0
+    known = {
+        "fn": 0.05, "hc_fn": 0.05, "base": 0.5, "hc_base": 0.5, "e_score_correction_bias": 0.2,
+    }  # fmt: skip
+    if leaf in known:
+        return 0.0, known[leaf]
+    return 0.0, 0.3 if name.endswith("mlp.gate.weight") else weight.shape[-1] ** -0.5
+
+
+def save_checkpoint(model: DeepseekV4, path: str | Path) -> None:
+    """Writes config.json and model.safetensors with the names of transformers, and the drafters, which it ignores.
+
+    path: directory, made if absent.
+    """
+    from safetensors.torch import save_file
+
+    path = Path(path)
+    path.mkdir(parents=True, exist_ok=True)
+    dtype = str(model.dtype).removeprefix("torch.")
+    (path / "config.json").write_text(json.dumps(to_hf(model.config) | {"dtype": dtype}, indent=2) + "\n")  # fmt: skip
+    plain = ("lm_head.", "mtp.")
+    tensors = {
+        name if name.startswith(plain) else f"model.{name}": weight.detach()
+        for name, weight in model.named_parameters()
+    }
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})

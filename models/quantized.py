@@ -1,0 +1,139 @@
+"""Block-scaled fp8 and fp4 weights: dequantised whole, or kept packed and dequantised some experts at a time.
+
+    fp8   e4m3 [out, in], one scale for each 128 x 128 block
+    fp4   two e2m1 values a byte [out, in / 2], the even column in the low four bits, one scale for 32 columns of a row
+
+Scales are fp32, or E8M0: a byte b that stands for 2^(b - 127). E8M0 is read as bytes: a numeric cast would round or destroy it.
+
+Source: DeepSeek-V4 checkpoints; OCP Microscaling Formats 1.0 (E2M1, E8M0).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from quire.models.layers import empty_parameter
+from quire.models.moe import run_experts
+
+FP8_BLOCK = 128
+FP4_GROUP = 32
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+EXPERTS_AT_ONCE = 16  # experts whose dequantised weights exist at one time
+
+
+def scale_values(scale: Tensor) -> Tensor:
+    """Scales as fp32: fp32 ones as they are, E8M0 ones (float8_e8m0fnu, or its bytes as uint8) as powers of two; 255 is NaN."""
+    if scale.dtype == torch.float32:
+        return scale
+    exponent = scale.view(torch.uint8).int() - 127
+    values = torch.ldexp(torch.ones((), device=scale.device), exponent)
+    return values.masked_fill(exponent == 128, float("nan"))
+
+
+def dequantize_fp8(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """e4m3 values times the scale of their block.
+
+    weight: [..., out, in] float8_e4m3fn. scale: [..., ceil(out / 128), ceil(in / 128)] fp32 or E8M0.
+
+    Returns: [..., out, in] in ``dtype``; the product is fp32.
+    """
+    rows, columns = weight.shape[-2:]
+    spread = scale_values(scale).repeat_interleave(FP8_BLOCK, dim=-2)[..., :rows, :]
+    spread = spread.repeat_interleave(FP8_BLOCK, dim=-1)[..., :columns]
+    return (weight.float() * spread).to(dtype)
+
+
+def dequantize_fp4(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """e2m1 values times the scale of their group.
+
+    weight: [..., out, in / 2] int8 or uint8. scale: [..., out, in / 32] E8M0.
+
+    Returns: [..., out, in] in ``dtype``; bf16 holds every value exactly whose exponent it holds.
+    """
+    packed = weight.view(torch.uint8)
+    codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2).int()
+    magnitudes = torch.tensor(E2M1_VALUES, device=weight.device)
+    values = torch.cat((magnitudes, -magnitudes))[codes]
+    groups = values.unflatten(-1, (-1, FP4_GROUP)) * scale_values(scale)[..., None]
+    return groups.flatten(-2).to(dtype)
+
+
+DEQUANTIZE: dict[str, Callable[[Tensor, Tensor, torch.dtype], Tensor]] = {
+    "fp8": dequantize_fp8,
+    "fp4": dequantize_fp4,
+}
+
+
+def packed_shapes(
+    kind: str, rows: int, columns: int
+) -> tuple[tuple[int, int], torch.dtype, tuple[int, int], torch.dtype]:
+    """How a [rows, columns] matrix is stored: shape and dtype of its values, then of its scales.
+
+    kind: "fp8" (scales are kept as fp32) or "fp4" (as E8M0 bytes).
+
+    Raises: ValueError where an fp4 row is no multiple of 32 columns.
+    """
+    if kind == "fp8":
+        blocks = (-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))
+        return (rows, columns), torch.float8_e4m3fn, blocks, torch.float32
+    if columns % FP4_GROUP:
+        raise ValueError(f"columns: expected a multiple of {FP4_GROUP} for fp4, got {columns}")
+    return (rows, columns // 2), torch.uint8, (rows, columns // FP4_GROUP), torch.uint8
+
+
+class PackedMatrices(nn.Module):
+    """A stack of quantised matrices [*lead, rows, columns]: values, and scales beside them."""
+
+    def __init__(
+        self, kind: str, lead: tuple[int, ...], rows: int, columns: int, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.kind = kind
+        shape, dtype, scale_shape, scale_dtype = packed_shapes(kind, rows, columns)
+        self.weight = empty_parameter(*lead, *shape, device=device, dtype=dtype)
+        self.scale = empty_parameter(*lead, *scale_shape, device=device, dtype=scale_dtype)
+
+    def dequantize(self, which: Tensor, dtype: torch.dtype) -> Tensor:
+        """Matrices ``which`` [n] int64 of the first dimension: [n, *, rows, columns] in ``dtype``."""
+        # Indexing knows no fp8 dtype: take bytes.
+        weight = self.weight.view(torch.uint8)[which].view(self.weight.dtype)
+        return DEQUANTIZE[self.kind](weight, self.scale[which], dtype)
+
+
+class PackedExperts(nn.Module):
+    """Routed experts that stay as small as they are stored; those that a step needs are dequantised, a few at a time.
+
+    The result is that of `run_experts` on all dequantised weights. The experts of a step are looked up on the host.
+
+    kind: "fp8" or "fp4". activation: (gate, up) -> product.
+    """
+
+    def __init__(
+        self, kind: str, num_experts: int, hidden_size: int, width: int,
+        activation: Callable[[Tensor, Tensor], Tensor], device: torch.device,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.activation = activation
+        # Gate and up apart: their scale blocks do not share a row, whatever the width.
+        self.gate_up_proj = PackedMatrices(kind, (num_experts, 2), width, hidden_size, device)
+        self.down_proj = PackedMatrices(kind, (num_experts,), hidden_size, width, device)
+
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """x: [num_tokens, hidden_size]. ids, weights: [num_tokens, k] of the router. Returns the shape of x."""
+        k, flat = ids.shape[1], ids.flatten()
+        y = x.new_empty(len(flat), x.shape[1])
+        for some in flat.unique().split(EXPERTS_AT_ONCE):
+            rows = torch.isin(flat, some).nonzero()[:, 0]
+            local = torch.searchsorted(some, flat[rows])[:, None]
+            gate_up = self.gate_up_proj.dequantize(some, x.dtype).flatten(1, 2)
+            down = self.down_proj.dequantize(some, x.dtype)
+            one = weights.new_ones(local.shape)
+            y[rows] = run_experts(x[rows // k], local, one, gate_up, down, self.activation)
+        out = y.unflatten(0, (len(x), k))
+        total = out[:, 0].float() * weights[:, :1].float()
+        for i in range(1, k):
+            total += out[:, i].float() * weights[:, i : i + 1].float()
+        return total.to(x.dtype)
