@@ -47,7 +47,7 @@ def as_token_ids(name: str, tokens: Any) -> Int32:
             f"{name}: expected a 1-D sequence of ints, got {array.dtype} {list(array.shape)}"
         )
     if array.size:
-        low = int(array.min())
+        low = int(np.minimum.reduce(array))
         high = low if array.dtype == np.int32 else int(array.max())
         if low < 0 or high >= 2**31:
             bad = low if low < 0 else high

@@ -23,7 +23,7 @@ from .retention import Retention, kept_boundaries, parse_retention
 from .sequences import Sequences
 from .spec import GroupSpec, Int32, Int64, Layout
 from .stats import count_admission, new_counters
-from .tables import NO_ROWS, Tables
+from .tables import NO_ROWS, Step, Tables
 
 
 class KVCache:
@@ -250,7 +250,8 @@ class KVCache:
         Raises:
             ValueError: as `plan` for the slots and counts.
         """
-        slots, counts = self._checked_step(slots, num_new_tokens)
+        slots, counts = self._vectors(slots, num_new_tokens)
+        self._check_step(slots, counts)
         if not (self._tables.states and self.enable_caching):
             return counts
         start, a = self.num_computed[slots], self.alignment
@@ -279,16 +280,23 @@ class KVCache:
         Raises:
             ValueError: an unknown or repeated slot, a count below 1, a sequence past max_model_len.
         """
-        slots, counts = self._checked_step(slots, num_new_tokens)
-        start = self.num_computed[slots]
-        end = start + counts
-        if end.max() > self.max_model_len:
+        slots, counts = self._vectors(slots, num_new_tokens)
+        batch = self._tables.batch_again(slots, counts)
+        if batch is not None:
+            start, end, longest = batch.start, batch.end, batch.longest
+        else:
+            self._check_step(slots, counts)
+            start = self.num_computed[slots]
+            end = start + counts
+            longest = int(end.max())
+        if longest > self.max_model_len:
             i = int(end.argmax())
             raise ValueError(
                 f"num_new_tokens: slot {slots[i]} would reach {end[i]} tokens, "
                 f"expected at most max_model_len = {self.max_model_len}"
             )
-        step = self._tables.plan(slots, start, end, *self._boundaries(slots, start, end))
+        kept, snapshot = self._boundaries(slots, start, end, batch is not None)
+        step = self._tables.plan(slots, start, end, kept, snapshot, batch)
         if step.needed > self.pool.num_free:
             evictable = self.index.num_evictable
             if step.needed > self.pool.num_free + evictable:
@@ -296,7 +304,7 @@ class KVCache:
                 worst = max(per_group, key=lambda name: per_group[name])
                 return OutOfPages(step.needed, self.pool.num_free, evictable, worst, per_group)
             self.index.evict(step.needed - self.pool.num_free)
-        if len(step.chunk_rows):
+        if step.chunk_rows.size:
             cu = np.zeros(len(slots) + 1, dtype=np.int32)
             np.cumsum(counts, out=cu[1:])
             positions = np.arange(cu[-1]) + np.repeat(start - cu[:-1], counts)
@@ -310,7 +318,7 @@ class KVCache:
             step, self._version,
         )  # fmt: skip
 
-    def _checked_step(self, slots: Any, num_new_tokens: Any) -> tuple[Int64, Int64]:
+    def _vectors(self, slots: Any, num_new_tokens: Any) -> tuple[Int64, Int64]:
         slots = np.asarray(slots, dtype=np.int64)
         counts = np.asarray(num_new_tokens, dtype=np.int64)
         if slots.ndim != 1 or counts.shape != slots.shape or not len(slots):
@@ -318,13 +326,15 @@ class KVCache:
                 f"slots, num_new_tokens: expected two vectors of one length > 0, "
                 f"got {list(slots.shape)} and {list(counts.shape)}"
             )
+        return slots, counts
+
+    def _check_step(self, slots: Int64, counts: Int64) -> None:
         if int(counts.min()) < 1:
             raise ValueError(f"num_new_tokens: expected at least 1 each, got {counts.tolist()}")
         self.sequences.check(slots)
-        return slots, counts
 
     def _boundaries(
-        self, slots: Int64, start: Int64, end: Int64
+        self, slots: Int64, start: Int64, end: Int64, only_decodes: bool
     ) -> tuple[tuple[Int64, Int64], Int64]:
         """Boundaries whose tails must survive a step (of chunk rows), and those of state snapshots."""
         none = (NO_ROWS, NO_ROWS)
@@ -335,7 +345,7 @@ class KVCache:
         if self._tables.states:
             last = end // a * a
             snapshot = np.where((last > start) & (last >= end - self.max_draft_tokens), last, 0)
-        chunk = (end - start > 1).nonzero()[0]
+        chunk = NO_ROWS if only_decodes else (end - start > 1).nonzero()[0]
         if not chunk.size:
             return none, snapshot
         slots, start, end = slots[chunk], start[chunk], end[chunk]
@@ -382,12 +392,7 @@ class KVCache:
         self._feed(plan, ids, end)
         if self._announcer is not None:
             self._announcer.computed(plan, ids, end)
-        closing = (end - self._cached[slots] >= self.alignment).nonzero()[0]
-        whole = end[closing] // self.alignment
-        if self.layout.lookahead:
-            known = self.sequences.num_keys[slots[closing]]
-            ready = known * self.alignment > self._cached[slots[closing]]
-            closing, whole = closing[ready], np.minimum(whole, known)[ready]
+        closing, whole = self._closing(step, end)
         rows, kept = self._kept(slots, whole * self.alignment, closing)
         several = plan.num_new_tokens[rows] > 1
         chunk_kept = (step.chunk_rows.searchsorted(rows[several]), kept[several])
@@ -413,6 +418,20 @@ class KVCache:
         self._tables.settle(step, effects)
         return effects.copies
 
+    def _closing(self, step: Step, end: Int64) -> tuple[Int64, Int64]:
+        """Rows of a step with segments to cache, and up to which segment."""
+        a = self.alignment
+        if not self.layout.lookahead and step.batch is not None and not step.chunk_rows.size:
+            closing = step.batch.ending
+            return closing, end[closing] // a
+        closing = (end - self._cached[step.slots] >= a).nonzero()[0]
+        whole = end[closing] // a
+        if self.layout.lookahead:
+            known = self.sequences.num_keys[step.slots[closing]]
+            ready = known * a > self._cached[step.slots[closing]]
+            closing, whole = closing[ready], np.minimum(whole, known)[ready]
+        return closing, whole
+
     def _checked_accepted(self, plan: StepPlan, accepted: Any) -> Int64:
         taken = np.asarray(accepted, dtype=np.int64)
         most = plan.num_new_tokens
@@ -426,15 +445,10 @@ class KVCache:
 
     def _feed(self, plan: StepPlan, ids: Int32, end: Int64) -> None:
         """Give the tokens of a step to the key chains."""
-        step = plan.step
-        if not len(step.chunk_rows):
-            self.sequences.feed_one(step.slots, step.start, ids)
-            return
-        rows = step.decode_rows
-        if rows.size:
-            self.sequences.feed_one(
-                step.slots[rows], step.start[rows], ids[plan.cu_seqlens_q[rows]]
-            )
+        step, batch = plan.step, plan.step.batch
+        if batch is not None:
+            tokens = ids[plan.cu_seqlens_q[step.decode_rows]] if step.chunk_rows.size else ids
+            self.sequences.feed_one(batch, tokens)
         for row in step.chunk_rows.tolist():
             first, start = int(plan.cu_seqlens_q[row]), int(step.start[row])
             self.sequences.feed(
@@ -458,17 +472,20 @@ class KVCache:
         first = self._cached[slots] // self.alignment
         self._cached[slots] = whole * self.alignment
         one = whole - first == 1
-        pages = self._tables.segment_pages(slots[one], first[one])
-        for i, (slot, segment) in enumerate(
-            zip(slots[one].tolist(), first[one].tolist(), strict=True)
-        ):
-            key = self.sequences.keys(slot, segment, segment + 1)
-            self._runs[slot], known = self.index.append(self._runs[slot], key, pages[i])
+        several = NO_ROWS if np.count_nonzero(one) == len(one) else (~one).nonzero()[0]
+        if several.size:
+            some, segments = slots[one], first[one]
+        else:
+            some, segments = slots, first
+        pages = self._tables.segment_pages(some, segments)
+        runs, append, newest = self._runs, self.index.append, self.sequences.newest_key
+        for slot, segment, row in zip(some.tolist(), segments.tolist(), pages, strict=True):
+            runs[slot], known = append(runs[slot], newest(slot, segment), row)
             if known:
-                self._adopt(slot, segment, pages[i : i + 1])
+                self._adopt(slot, segment, row[None])
             elif self._announcer is not None:
                 self._announcer.segments(slot, segment, segment + 1)
-        for i in (~one).nonzero()[0].tolist():
+        for i in several.tolist():
             slot, begin, end = int(slots[i]), int(first[i]), int(whole[i])
             keys = self.sequences.keys(slot, begin, end)
             span = np.arange(begin, end)

@@ -8,6 +8,7 @@ page becomes free when both counts are zero, and counts as evictable when only p
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from .spec import NULL_BLOCK, Int32, Int64
 
@@ -25,8 +26,11 @@ class PagePool:
         self.num_pages = num_pages
         self._stack: Int32 = np.arange(num_pages - 1, -1, -1, dtype=np.int32)
         self.num_free = num_pages - 1
-        self.users: Int32 = np.zeros(num_pages, dtype=np.int32)
-        self.holds: Int32 = np.zeros(num_pages, dtype=np.int32)
+        # The two counts of a page lie side by side, so that one look tells both: ``users + (holds << 32)``.
+        self._counts: Int64 = np.zeros(num_pages, dtype="<i8")
+        self.users: Int32
+        self.holds: Int32
+        self.users, self.holds = self._counts.view("<i4").reshape(-1, 2).T
         self.users[NULL_BLOCK] = 1 << 30  # padding entries name page 0: it must never become free
         self._mark: Int32 = np.empty(num_pages, dtype=np.int32)
         self.num_held_only = 0  # window pages that only resume points hold
@@ -63,16 +67,24 @@ class PagePool:
     def unuse(self, pages: Int32) -> None:
         """Requests stop reading `pages` (repeats allowed: several requests may share a page)."""
         pages = pages[pages != NULL_BLOCK]
-        if (self.users[pages] == 1).all():  # the common case: nobody shares, so none repeats
+        users = self.users[pages]
+        if np.count_nonzero(users == 1) == len(
+            pages
+        ):  # the common case: nobody shares, so none repeats
             self.users[pages] = 0
             idle = pages
         else:
             idle = self._unuse_shared(pages)
         held = self.holds[idle] > 0
-        if held.any():
-            self.num_held_only += int(np.count_nonzero(held))
-            idle = idle[~held]
-        self.put(idle)
+        num_held = int(np.count_nonzero(held))
+        self.num_held_only += num_held
+        if num_held < len(idle):
+            self.put(idle[~held] if num_held else idle)
+
+    def unshared(self, pages: Int32) -> npt.NDArray[np.bool_]:
+        """Which of `pages` one request reads and no resume point holds."""
+        alone: npt.NDArray[np.bool_] = self._counts[pages] == 1
+        return alone
 
     def _unuse_shared(self, pages: Int32) -> Int32:
         """Count `pages` down, repeats allowed; returns those that nobody reads now, each once."""

@@ -13,6 +13,7 @@ import numpy as np
 
 from .hashing import KEY_BYTES, Prompt, next_key
 from .spec import Int32, Int64
+from .steps import DecodeBatch
 
 
 class Sequences:
@@ -40,6 +41,10 @@ class Sequences:
         self._last_key: list[bytes] = [b""] * max_requests
         self._slots: dict[Hashable, int] = {}
         self._free = list(range(max_requests - 1, -1, -1))
+        self._fed: Int64 | None = None  # slots of the batch that `_places` is about
+        self._places: Int64 = np.empty(
+            0, dtype=np.int64
+        )  # where their next tokens go, in all of `_open`
         self._mark: Int64 = np.zeros(max_requests, dtype=np.int64)
         self._checked: Int64 | None = None  # slots that `check` found valid and distinct
 
@@ -113,31 +118,46 @@ class Sequences:
             more[start * KEY_BYTES : (last - split) * KEY_BYTES]
         )
 
-    def feed_one(self, slots: Int64, start: Int64, tokens: Int32) -> None:
-        """Tokens [n] at positions `start` [n], one for each of `slots` [n]; those of prompts are known."""
-        new = start >= self.prompt_len[slots]
-        if not new.all():
-            slots, start, tokens = slots[new], start[new], tokens[new]
+    def newest_key(self, slot: int, segment: int) -> bytes:
+        """Key of one segment of a request."""
+        if (
+            len(self._prompt_keys[slot]) <= segment * KEY_BYTES
+            and self.num_keys[slot] == segment + 1
+        ):
+            return self._last_key[slot]
+        return self.keys(slot, segment, segment + 1)
+
+    def feed_one(self, batch: DecodeBatch, tokens: Int32) -> None:
+        """The next token of each request of a batch [n]; those of prompts are known."""
         a, k = self.alignment, self.lookahead
+        if batch.slots is not self._fed:
+            known = batch.start < self.prompt_len[batch.slots]
+            if np.count_nonzero(known):
+                for i in range(len(tokens)):
+                    self.feed(int(batch.slots[i]), int(batch.start[i]), tokens[i : i + 1])
+                return
+            start = batch.start
+            columns = np.where(start < a + k, start, (start - k) % a) if k else start % a
+            self._fed, self._places = batch.slots, batch.slots * (a + k) + columns
+        self._open.reshape(-1)[self._places] = tokens
+        self._places += 1
+        whole = batch.ending
         if k:
-            columns = np.where(start < a + k, start, (start - k) % a)
-            whole = (start >= a + k - 1) & ((start - k + 1) % a == 0)
-        else:
-            columns = start % a
-            whole = columns == a - 1
-        self._open[slots, columns] = tokens
-        rows = whole.nonzero()[0]
-        if not rows.size:
+            whole = ((batch.end >= a + k) & ((batch.end - k) % a == 0)).nonzero()[0]
+        if not whole.size:
             return
-        done = slots[rows]
-        data, size = self._open[done].tobytes(), 4 * (a + k)
-        lengths = np.where(self.num_keys[done] == 0, size, 4 * a).tolist()
-        self.num_keys[done] += 1
-        last, more = self._last_key, self._more_keys
-        for i, slot in enumerate(done.tolist()):
-            at = i * size
-            key = last[slot] = next_key(last[slot], data[at : at + lengths[i]])
+        slots = batch.slots[whole]
+        self._places[whole] = slots * (a + k)
+        data, size = self._open[slots].tobytes(), 4 * (a + k)
+        lengths = [4 * a] * len(slots)
+        if k:
+            lengths = np.where(self.num_keys[slots] == 0, size, 4 * a).tolist()
+        self.num_keys[slots] += 1
+        last, more, at = self._last_key, self._more_keys, 0
+        for slot, length in zip(slots.tolist(), lengths, strict=True):
+            last[slot] = key = next_key(last[slot], data[at : at + length])
             more[slot] += key
+            at += size
 
     def feed(self, slot: int, start: int, tokens: Int32) -> None:
         """Several tokens of one request, from position `start` on; those of its prompt are known."""

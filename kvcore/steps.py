@@ -1,9 +1,8 @@
 """Vectorised planning and committing of one step, for all dense or window tables of one spec at once.
 
-Two kinds of step exist. In a *decode* step every request computes one token: nothing but the open
-block changes, and a new page is needed where a block starts. A *chunk* step is everything
-else (prefill chunks, speculative tokens): a dense group gets pages for all of its new blocks, a
-window group only for the blocks that outlive the chunk: those that the next query can still see, and
+Two kinds of requests exist in a step. A *decode* computes one token: nothing but the open block changes, and a page is
+needed where a block starts. A *chunk* is everything else (prefill chunks, speculative tokens): a dense group gets pages for
+all of its new blocks, a window group only for the blocks that outlive the chunk: those that the next query can still see, and
 the tails of boundaries that retention keeps. All other rows get slot -1 and are never written.
 """
 
@@ -19,11 +18,43 @@ from .spec import GroupClass, Int32, Int64, ragged_arange
 
 
 @dataclass
-class Decode:
-    """Plan of one class for requests that compute one token each."""
+class DecodeBatch:
+    """The requests that compute one token in a step; kept from step to step while they stay the same.
 
-    starts: Int64  # requests that start a block in this step
-    pages: Int32 | None = None  # [len(starts), num_tables]
+    Attributes:
+        slots: [n] requests; key: their bytes, to compare them quickly.
+        start, end: [n] their tokens before and after the step. longest: of `end`.
+        last_slots: [num_tables, n] slots of the tokens before these.
+        starting: [s] rows where some block starts. ending: [e] rows whose token ends a segment.
+    """
+
+    slots: Int64
+    key: bytes
+    start: Int64
+    end: Int64
+    longest: int
+    last_slots: Int64
+    starting: Int64
+    ending: Int64
+
+    def is_of(self, slots: Int64) -> bool:
+        """Whether these are the batch's requests, in its order."""
+        return slots.tobytes() == self.key
+
+
+@dataclass
+class Decode:
+    """Plan of one class for the requests of a `DecodeBatch` that start a block of it."""
+
+    rows: Int64  # [m] rows of the batch
+    slots: Int64  # [m]
+    blocks: Int64  # [m] block numbers
+    num_new: int  # pages needed
+    old: Int32 | None = (
+        None  # [m, num_tables] pages that have these places in a ring that is reused
+    )
+    is_new: npt.NDArray[np.bool_] | None = None  # [m, num_tables] which of them must be replaced
+    pages: Int32 | None = None  # [m, num_tables]
 
 
 @dataclass
@@ -43,7 +74,6 @@ class BlockTables:
     Args:
         spec: the class.
         tables: [max_requests, num_columns] int32, the fused table; this class owns a slice of it.
-        next_slots: [max_requests, num_tables] int64, this class's slice of the next tokens' slots.
         alignment: tokens of one segment.
         lookahead: tokens past a boundary that the key of its segment covers.
         pool: the pages.
@@ -53,7 +83,6 @@ class BlockTables:
         self,
         spec: GroupClass,
         tables: Int32,
-        next_slots: Int64,
         alignment: int,
         lookahead: int,
         pool: PagePool,
@@ -67,8 +96,8 @@ class BlockTables:
         columns = tables[:, spec.offset : spec.offset + spec.num_columns]
         self.table = columns.reshape(len(tables), k, spec.width)
         assert np.shares_memory(self.table, tables)
-        # Slot of the next token, page * block_size + row, while the open block is not full.
-        self.next_slots = next_slots
+        # A window that reaches over most of its ring keeps its pages, and writes over those out of reach.
+        self.recycles = self.is_window and spec.per_segment <= spec.live + 1
         self._groups = np.arange(k)[None, :]
         self._first_columns = spec.offset + self._groups * spec.width
 
@@ -86,31 +115,60 @@ class BlockTables:
         pages = self.table[slots[:, None, None], self._groups[:, :, None], columns]
         return np.where(blocks[:, None, :] < 0, np.int32(0), pages)
 
-    def reopen(self, slots: Int64, computed: Int64) -> None:
-        """Refresh `next_slots` from the table after `computed` [n] changed."""
+    def last_slots(self, slots: Int64, computed: Int64) -> Int64:
+        """Slots of the tokens before position `computed` [n]: [k, n]; one below the next slot in an open block."""
         size = self.spec.block_size
-        blocks = (computed // size) % self.spec.width
-        pages = self.table[slots[:, None], self._groups, blocks[:, None]]
-        self.next_slots[slots] = pages * np.int64(size) + (computed % size)[:, None]
+        blocks, within = np.divmod(computed, size)
+        pages = self.table[slots, :, blocks % self.spec.width]
+        last: Int64 = pages.T * np.int64(size) + (within - 1)
+        return last
 
     # Decode steps.
 
-    def plan_decode(self, start: Int64) -> Decode:
-        """Which requests start a block at position `start` [n]."""
-        return Decode((start % self.spec.block_size == 0).nonzero()[0])
+    def plan_decode(self, batch: DecodeBatch) -> Decode:
+        """What the requests that start a block in this step need."""
+        rows, size, k = batch.starting, self.spec.block_size, self.spec.num_tables
+        start = batch.start[rows]
+        inside = start % size
+        if np.count_nonzero(inside):
+            at = (inside == 0).nonzero()[0]
+            rows, start = rows[at], start[at]
+        slots, blocks = batch.slots[rows], start // size
+        if not (self.recycles and len(rows)):
+            return Decode(rows, slots, blocks, len(rows) * k)
+        old = self.table[slots[:, None], self._groups, (blocks % self.spec.width)[:, None]]
+        reused = self.pool.unshared(old)
+        return Decode(
+            rows, slots, blocks, reused.size - int(np.count_nonzero(reused)), old, ~reused
+        )
 
-    def commit_decode(self, plan: Decode, slots: Int64, start: Int64) -> tuple[Int64, Int64, Int32]:
+    def fill_decode(self, plan: Decode, fresh: Int32) -> Int64:
+        """Give `fresh` pages to the plan; returns the slots of the blocks' first rows [k, m]."""
+        if plan.old is None or plan.num_new == plan.old.size:
+            plan.pages = fresh.reshape(len(plan.rows), -1)
+        elif not plan.num_new:
+            plan.pages = plan.old
+        else:
+            plan.pages = plan.old.copy()
+            plan.pages[plan.is_new] = fresh
+        first: Int64 = plan.pages.T * np.int64(self.spec.block_size)
+        return first
+
+    def commit_decode(self, plan: Decode) -> tuple[Int64, Int64, Int32]:
         """Make the plan's blocks the request's own; returns table changes (slots, columns, pages)."""
         assert plan.pages is not None
-        slots, start = slots[plan.starts], start[plan.starts]
-        blocks = start // self.spec.block_size
         if self.is_window:
-            self._drop_behind(slots, start, blocks)
-            self.pool.users[plan.pages] = 1
-        return slots, self.write(slots, blocks, plan.pages), plan.pages
+            if plan.old is None:
+                self._drop_behind(plan.slots, plan.blocks)
+                self.pool.users[plan.pages] = 1
+            else:
+                assert plan.is_new is not None
+                self.pool.unuse(plan.old[plan.is_new])
+                self.pool.users[plan.pages[plan.is_new]] = 1
+        return plan.slots, self.write(plan.slots, plan.blocks, plan.pages), plan.pages
 
-    def _drop_behind(self, slots: Int64, start: Int64, blocks: Int64) -> None:
-        """Let go of blocks that neither the next queries nor a resume point at the last boundary needs."""
+    def _drop_behind(self, slots: Int64, blocks: Int64) -> None:
+        """Let go of what `blocks` [m] put out of reach of the next queries and of a resume point at the last boundary."""
         spec = self.spec
         inside = blocks % spec.per_segment  # blocks since the last boundary
         at = (inside == spec.lag % spec.per_segment).nonzero()[0]
@@ -118,11 +176,10 @@ class BlockTables:
             oldest = blocks[at] - spec.lag - spec.live - 1
             reach = np.arange(spec.per_segment)
             self._drop(slots[at].repeat(spec.per_segment), (oldest[:, None] - reach).ravel())
-        if spec.per_segment > spec.live + 1:
-            # Between boundaries, one block leaves the window; it stays while the last boundary needs it.
-            at = (inside > spec.live).nonzero()[0]
-            if at.size:
-                self._drop(slots[at], blocks[at] - spec.live - 1)
+        # Between boundaries, one block leaves the window; it stays while the last boundary needs it.
+        at = (inside > spec.live).nonzero()[0]
+        if at.size:
+            self._drop(slots[at], blocks[at] - spec.live - 1)
 
     def _drop(self, slots: Int64, blocks: Int64) -> None:
         index = (slots[:, None], self._groups, (blocks % self.spec.width)[:, None])
@@ -171,7 +228,8 @@ class BlockTables:
             (token indices [t], slots [k, t]) of the rows that are written.
         """
         size, rows = self.spec.block_size, plan.rows
-        plan.pages = (self.next_slots[slots[rows]] // size).astype(np.int32)
+        open_blocks = (plan.blocks % self.spec.width)[:, None]
+        plan.pages = self.table[slots[rows][:, None], self._groups, open_blocks]
         plan.pages[plan.is_new] = fresh.reshape(-1, self.spec.num_tables)
         low = np.maximum(plan.blocks * size, start[rows])
         high = np.minimum((plan.blocks + 1) * size, end[rows])

@@ -7,6 +7,7 @@ took. All tables are columns of one array, so that a device copy needs one list 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,7 +15,7 @@ import numpy as np
 from .pages import PagePool
 from .spec import GroupClass, Int32, Int64, Layout
 from .states import SNAPSHOT, StateStep, StateTables
-from .steps import BlockTables, Chunk, Decode
+from .steps import BlockTables, Chunk, Decode, DecodeBatch
 
 NO_ROWS: Int64 = np.empty(0, dtype=np.int64)
 NO_COPIES: Int32 = np.empty((0, 2), dtype=np.int32)
@@ -25,8 +26,9 @@ class Step:
     """A step in terms of tables; see `Tables.plan`.
 
     Attributes:
-        decode_rows, chunk_rows: requests that compute one token, and several.
-        needed: pages, in all. next_slots: [decode rows, tables in class order] slots of the new tokens.
+        decode_rows, chunk_rows: requests that compute one token (unless all do), and several.
+        batch: the requests of the decode rows, None if there are none.
+        needed: pages, in all. decode_slots: [tables, decode rows] slots of their tokens.
         copies: [m, 2] pages to copy before the step (source, destination).
         state_pages: [tables, n] live pages of state tables; [0, n] where there are none.
     """
@@ -36,11 +38,12 @@ class Step:
     end: Int64
     decode_rows: Int64
     chunk_rows: Int64
+    batch: DecodeBatch | None
     decodes: list[Decode]
     chunks: list[Chunk]
     states: list[StateStep]
     needed: int
-    next_slots: Int64 = field(default_factory=lambda: NO_ROWS)
+    decode_slots: Int64 = field(default_factory=lambda: NO_ROWS)
     copies: Int32 = field(default_factory=lambda: NO_COPIES)
     state_pages: Int32 = field(default_factory=lambda: np.empty((0, 0), dtype=np.int32))
 
@@ -82,17 +85,14 @@ class Tables:
         self.array: Int32 = np.zeros((max_requests, layout.num_columns), dtype=np.int32)
         self.snapshot_at: Int64 = np.zeros(max_requests, dtype=np.int64)
         block_classes = [c for c in layout.classes if c.spec.kind != "state"]
-        num_tables = sum(c.num_tables for c in block_classes)
-        self._next_slots: Int64 = np.zeros((max_requests, num_tables), dtype=np.int64)
         self._mapping_rows = np.concatenate([NO_ROWS, *(c.tables for c in block_classes)])
-        self.blocks: list[BlockTables] = []
-        done = 0
-        for c in block_classes:
-            part = self._next_slots[:, done : done + c.num_tables]
-            done += c.num_tables
-            self.blocks.append(
-                BlockTables(c, self.array, part, layout.alignment, layout.lookahead, pool)
-            )
+        self.blocks = [
+            BlockTables(c, self.array, layout.alignment, layout.lookahead, pool)
+            for c in block_classes
+        ]
+        sizes = [c.block_size for c in block_classes]
+        self._smallest = math.gcd(layout.alignment, *sizes)
+        self._batch: DecodeBatch | None = None
         self.dense = [b for b in self.blocks if not b.is_window]
         self.windows = [b for b in self.blocks if b.is_window]
         self.states = [
@@ -104,7 +104,13 @@ class Tables:
     # A step.
 
     def plan(
-        self, slots: Int64, start: Int64, end: Int64, kept: tuple[Int64, Int64], snapshot: Int64
+        self,
+        slots: Int64,
+        start: Int64,
+        end: Int64,
+        kept: tuple[Int64, Int64],
+        snapshot: Int64,
+        batch: DecodeBatch | None = None,
     ) -> Step:
         """Count what a step needs; nothing changes.
 
@@ -113,29 +119,58 @@ class Tables:
             kept: (chunk rows, boundaries) whose tails must outlive the step; rows index requests that compute
                 several tokens, sorted.
             snapshot: [n] boundary that the step may end at, 0 = none.
+            batch: from `batch_again`, if the step is nothing else.
         """
-        counts = end - start
-        if int(counts.max()) == 1:
-            decode_rows, chunk_rows = np.arange(len(slots)), NO_ROWS
+        if batch is not None:
+            decode_rows, chunk_rows = NO_ROWS, NO_ROWS  # all, and none
         else:
+            counts = end - start
             decode_rows, chunk_rows = (counts == 1).nonzero()[0], (counts > 1).nonzero()[0]
+            batch = self._batch_of(slots[decode_rows], start[decode_rows])
         decodes: list[Decode] = []
         chunks: list[Chunk] = []
-        if len(decode_rows):
-            some = start[decode_rows] if len(chunk_rows) else start
-            decodes = [b.plan_decode(some) for b in self.blocks]
+        if batch is not None:
+            decodes = [b.plan_decode(batch) for b in self.blocks]
         if len(chunk_rows):
             begin, stop = start[chunk_rows], end[chunk_rows]
             chunks = [b.plan_chunk(begin, stop, *kept) for b in self.blocks]
         states = [s.plan(slots, snapshot) for s in self.states]
-        step = Step(slots, start, end, decode_rows, chunk_rows, decodes, chunks, states, 0)
-        step.needed = sum(n * c.num_tables for c, n in self._demand(step))
+        step = Step(slots, start, end, decode_rows, chunk_rows, batch, decodes, chunks, states, 0)
+        step.needed = sum(n for _, n in self._demand(step))
         return step
 
+    def batch_again(self, slots: Int64, counts: Int64) -> DecodeBatch | None:
+        """The decode batch of the last step moved on, if `slots`, `counts` [n] ask for just that."""
+        batch = self._batch
+        if batch is None or not batch.is_of(slots):
+            return None
+        return batch if np.count_nonzero(counts == 1) == len(counts) else None
+
+    def _batch_of(self, slots: Int64, start: Int64) -> DecodeBatch | None:
+        if not len(slots):
+            return None
+        if self._batch is not None and self._batch.is_of(slots):
+            return self._batch
+        last = np.full((len(self.layout.tables), len(slots)), -1, dtype=np.int64)
+        for block in self.blocks:
+            last[block.spec.tables] = block.last_slots(slots, start)
+        return self._batch_from(slots.copy(), slots.tobytes(), start, last)
+
+    def _batch_from(self, slots: Int64, key: bytes, start: Int64, last_slots: Int64) -> DecodeBatch:
+        end = start + 1
+        return DecodeBatch(
+            slots, key, start, end, int(np.maximum.reduce(end)), last_slots,
+            starting=(start % self._smallest == 0).nonzero()[0],
+            ending=(end % self.layout.alignment == 0).nonzero()[0],
+        )  # fmt: skip
+
     def _demand(self, step: Step) -> list[tuple[GroupClass, int]]:
-        demand = [(b.spec, len(d.starts)) for d, b in zip(step.decodes, self.blocks, strict=False)]
-        demand += [(b.spec, c.num_new) for c, b in zip(step.chunks, self.blocks, strict=False)]
-        demand += [(s.spec, p.num_blocks) for p, s in zip(step.states, self.states, strict=True)]
+        """Pages that each class needs for decodes, chunks and states."""
+        demand = [(b.spec, d.num_new) for d, b in zip(step.decodes, self.blocks, strict=False)]
+        for chunk, block in zip(step.chunks, self.blocks, strict=False):
+            demand.append((block.spec, chunk.num_new * block.spec.num_tables))
+        for plan, state in zip(step.states, self.states, strict=True):
+            demand.append((state.spec, plan.num_blocks * state.spec.num_tables))
         return demand
 
     def per_group(self, step: Step) -> dict[str, int]:
@@ -143,21 +178,19 @@ class Tables:
         needed = {g.name: 0 for g in self.layout.groups}
         for c, n in self._demand(step):
             for t in c.tables.tolist():
-                needed[self.layout.groups[self.layout.tables[t][0]].name] += n
+                needed[self.layout.groups[self.layout.tables[t][0]].name] += n // c.num_tables
         return needed
 
     def fill(self, step: Step, pages: Int32, cu: Int32, total: int) -> Int64:
         """Give `pages` [needed] to the step; returns the slot mapping [num_tables, total]."""
-        only_decodes = not len(step.chunk_rows) and not self.states
-        shape = (len(self.layout.tables), total)
-        mapping = np.empty(shape, np.int64) if only_decodes else np.full(shape, -1, np.int64)
-        if step.decodes:
-            where = step.slots[step.decode_rows] if step.chunks else step.slots
-            pages = self._fill_decodes(step, where, pages)
-            if step.chunks:
-                mapping[self._mapping_rows[:, None], cu[step.decode_rows]] = step.next_slots.T
-            else:
-                mapping[self._mapping_rows] = step.next_slots.T
+        if step.batch is not None:
+            pages = self._fill_decodes(step, step.batch, pages)
+        if step.batch is not None and not step.chunk_rows.size:
+            mapping = step.decode_slots
+        else:
+            mapping = np.full((len(self.layout.tables), total), -1, np.int64)
+            if step.batch is not None:
+                mapping[:, cu[step.decode_rows]] = step.decode_slots
         if step.chunks:
             rows = step.chunk_rows
             slots, start, end = step.slots[rows], step.start[rows], step.end[rows]
@@ -178,17 +211,17 @@ class Tables:
             step.copies = np.concatenate([p.copies for p in step.states if p.copies is not None])
         return mapping
 
-    def _fill_decodes(self, step: Step, slots: Int64, pages: Int32) -> Int32:
-        """Slots of the decode rows, one column a table in class order; returns the unused pages."""
-        rows = step.next_slots = self._next_slots[slots]
-        column = 0
+    def _fill_decodes(self, step: Step, batch: DecodeBatch, pages: Int32) -> Int32:
+        """Slots of the decode rows; returns the unused pages."""
+        where = step.decode_slots = batch.last_slots + 1
+        for state in self.states:
+            where[state.spec.tables] = -1
         for decode, block in zip(step.decodes, self.blocks, strict=True):
-            k, n = block.spec.num_tables, len(decode.starts)
-            if n:
-                decode.pages, pages = pages[: n * k].reshape(n, k), pages[n * k :]
-                first_rows = decode.pages * np.int64(block.spec.block_size)
-                rows[decode.starts, column : column + k] = first_rows
-            column += k
+            n = decode.num_new
+            if len(decode.rows):
+                first = block.fill_decode(decode, pages[:n])
+                where[block.spec.tables[:, None], decode.rows] = first
+                pages = pages[n:]
         return pages
 
     def commit(self, step: Step, end: Int64, kept: tuple[Int64, Int64]) -> Effects:
@@ -211,15 +244,13 @@ class Tables:
                 else:
                     where, columns, pages = block.commit_dense(chunk, slots, stop)
                 self._delta(where, columns, pages)
-                block.reopen(slots, stop)
-        if step.decodes:
-            slots, start = step.slots, step.start
-            if step.chunks:
-                slots, start = slots[step.decode_rows], start[step.decode_rows]
-            self._next_slots[slots] = step.next_slots + 1
+        batch = step.batch
+        if batch is not None:
             for decode, block in zip(step.decodes, self.blocks, strict=True):
-                if len(decode.starts):
-                    self._delta(*block.commit_decode(decode, slots, start))
+                if len(decode.rows) and (decode.num_new or decode.old is None):
+                    self._delta(*block.commit_decode(decode))
+            batch = self._batch_from(batch.slots, batch.key, batch.end, step.decode_slots)
+        self._batch = batch
         copies = NO_COPIES
         if self.states:
             copies = self._commit_states(step, end)
@@ -325,7 +356,7 @@ class Tables:
                 else:
                     self.pool.put(pages)
                 block.write(np.repeat(slots, len(blocks)), blocks, np.zeros(1, np.int32))
-            block.reopen(slots, np.array([new]))
+        self._batch = None
 
     def release(self, slot: int, cached: int, computed: int) -> None:
         """Empty the row of a request, whose tokens past `cached` are its own."""
@@ -338,6 +369,7 @@ class Tables:
             self.pool.unuse(table[slot].ravel())
             table[slot] = 0
         self.snapshot_at[slot] = 0
+        self._batch = None
 
     # Device copies.
 

@@ -50,7 +50,7 @@ def picture(e: Engine) -> tuple:
         kv._cached.tolist(),
         kv.sequences.num_keys.tolist(),
         [kv._runs[s].depth for s in slots],
-        kv._tables._next_slots.tolist(),
+        id(kv._tables._batch),
         kv._tables.snapshot_at.tolist(),
         kv.counters.copy(),
         kv.pool.users.tolist(),
