@@ -53,7 +53,7 @@ def write_latent(
         if not isinstance(pages, LatentPages):
             raise ValueError(f"pages: expected LatentPages or None, got {type(pages).__name__}")
         _check.expect_tensor("x", x, (None, pages.head_dim), _check.MODEL_DTYPES)
-        _expect_device("pages", pages.data, x.device)
+        check_device("pages", pages.data, x.device)
         _check.expect_tensor(
             "slot_mapping", slot_mapping, (num_rows,), torch.int64, device=x.device
         )
@@ -100,6 +100,7 @@ def check_norm(norm_weight: torch.Tensor, eps: float, dim: int, device: torch.de
     _check.expect_positive("eps", eps)
 
 
-def _expect_device(name: str, tensor: torch.Tensor, device: torch.device) -> None:
+def check_device(name: str, tensor: torch.Tensor, device: torch.device) -> None:
+    """Require a tensor on a device; ValueError otherwise."""
     if tensor.device != device:
         raise ValueError(f"{name}: expected a tensor on {device}, got one on {tensor.device}")

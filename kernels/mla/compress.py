@@ -1,0 +1,131 @@
+"""``compress``: check once, choose the implementation by name.
+
+The state is the rows themselves, the last ``ring`` tokens of a sequence by position, also at ratio 128, where running sums (a maximum, a sum
+and a weighted sum for each channel) would be 43 times smaller. Rows, because
+
+* rejected drafts need no undoing: the next step writes the same places again, and older rows are still there if the ring is as much longer;
+* a snapshot is right at any position, not only where it was planned, and what a step made of its tokens does not depend on how they were cut;
+* rows move fewer bytes: a token writes 2 values a channel and has them read once when its window closes; running sums are 3 values a channel
+  that each decode step reads and writes.
+
+The price is that all reading falls on the token that closes a window, and 512 KiB a sequence and layer at ratio 128 (dim 512).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from quire.kernels import _check
+from quire.kernels.mla.latent import check_cos_sin, check_device, check_norm
+from quire.kernels.mla.layout import IndexPages, LatentPages
+from quire.kernels.ops import _implementation
+
+ROW_DTYPES = (torch.bfloat16, torch.float32)
+
+
+def compress(
+    kv: torch.Tensor,
+    gate: torch.Tensor,
+    ape: torch.Tensor,
+    state: torch.Tensor,
+    state_index: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    *,
+    ratio: int,
+    overlap: bool,
+    norm_weight: torch.Tensor,
+    eps: float = 1e-6,
+    cos_sin: torch.Tensor,
+    pages: LatentPages | IndexPages,
+    slot_mapping: torch.Tensor,
+    max_seqlen_q: int,
+    impl: str | None = None,
+) -> None:
+    """Pool each window of ``ratio`` tokens that closes in this step into one entry, write it to its slot, and keep the last rows.
+
+    Entry w of a sequence covers the tokens w * ratio .. w * ratio + ratio - 1; with ``overlap`` also those of the window before, by channels of
+    their own. Per channel it is the softmax of gate + ape[position % ratio] over these tokens, applied to kv; then RMS norm, and RoPE at
+    position w * ratio. All in fp32. The steps of a sequence may be cut anywhere; the entries are the same bit for bit.
+
+    A step may be taken back: call again with a smaller context, and the rows are replaced. That is right while at most ``ring`` -
+    (ratio * (1 + overlap) - 1) tokens are taken back.
+
+    Args:
+        kv, gate: [num_tokens, channels] bf16 or fp32, last stride 1, the step's rows, ragged. channels = dim of the pages; twice that with
+            overlap: first series a, which the next window pools, then series b, which the token's own window pools.
+        ape: [ratio, channels] fp32, added to the gate of a token by its position modulo ratio.
+        state: [num_states, ring, 2, channels] fp32, any strides with last stride 1. Row position % ring holds kv and gate + ape of a token.
+            ring >= ratio * (1 + overlap) - 1, and longer by the tokens that may be taken back. Where ring >= max_seqlen_q + ratio *
+            (1 + overlap) - 1 the step is one launch, else two.
+        state_index: [num_seqs] int32, the state of each sequence; no two alike.
+        seq_lens: [num_seqs] int32, tokens of each sequence including this step's; 0 for a padding row.
+        cu_seqlens_q: [num_seqs + 1] int32, prefix sums of the new tokens.
+        ratio: tokens of a window, >= 1.
+        overlap: whether an entry pools the window before its own too.
+        norm_weight: [dim] bf16, fp16 or fp32.
+        eps: added to the mean square.
+        cos_sin: [max_position, rope_dim] fp32 as in ``write_latent``.
+        pages: where entries go: LatentPages, or IndexPages for the keys of the indexer.
+        slot_mapping: [num_tokens] int64: the entry that a token closes goes to that token's slot; -1 = it is not made. Slots of other tokens
+            are not looked at.
+        max_seqlen_q: host int, at least the new tokens of the longest sequence. It sizes the grid: too small a value leaves entries out.
+        impl: "triton" (default for CUDA tensors), "torch" (default for CPU tensors).
+
+    Raises:
+        ValueError: a shape, dtype, stride, device or host value is not as above, or num_seqs * max_seqlen_q < num_tokens.
+
+    Source: DeepSeek-V4, compressed sparse and heavily compressed attention.
+    """
+    if not isinstance(pages, LatentPages | IndexPages):
+        raise ValueError(f"pages: expected LatentPages or IndexPages, got {type(pages).__name__}")
+    _check.expect_int("ratio", ratio, 1)
+    if not isinstance(overlap, bool):
+        raise ValueError(f"overlap: expected a bool, got {overlap!r}")
+    channels = pages.dim * (1 + overlap)
+    _check.expect_tensor("kv", kv, (None, channels), ROW_DTYPES)
+    num_tokens, device = kv.shape[0], kv.device
+    _check.expect_tensor("gate", gate, (num_tokens, channels), ROW_DTYPES, device=device)
+    _check.expect_tensor("ape", ape, (ratio, channels), torch.float32, device=device)
+    _check.expect_tensor("state", state, (None, None, 2, channels), torch.float32, device=device)
+    _check.expect_int("state: ring", state.shape[1], max(1, ratio * (1 + overlap) - 1))
+    _check.expect_tensor("seq_lens", seq_lens, (None,), torch.int32, device=device)
+    num_seqs = seq_lens.shape[0]
+    _check.expect_tensor("state_index", state_index, (num_seqs,), torch.int32, device=device)
+    _check.expect_tensor("cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,), torch.int32, device=device)
+    check_norm(norm_weight, eps, pages.dim, device)
+    rope_dim = pages.rope_dim if isinstance(pages, LatentPages) else None
+    check_cos_sin(cos_sin, pages.dim, rope_dim, device)
+    check_device("pages", pages.data, device)
+    _check.expect_tensor("slot_mapping", slot_mapping, (num_tokens,), torch.int64, device=device)
+    _check.expect_int("max_seqlen_q", max_seqlen_q, 0)
+    if num_seqs * max_seqlen_q < num_tokens:
+        raise ValueError(
+            f"max_seqlen_q: expected the longest of {num_seqs} sequences with {num_tokens} tokens, got {max_seqlen_q}"
+        )
+    arguments = (
+        kv,
+        gate,
+        ape,
+        state,
+        state_index,
+        seq_lens,
+        cu_seqlens_q,
+        ratio,
+        overlap,
+        norm_weight,
+        float(eps),
+        cos_sin,
+        pages,
+        slot_mapping,
+        max_seqlen_q,
+    )
+    if _implementation(impl, kv) == "torch":
+        from quire.kernels.mla import compress_torch
+
+        compress_torch.compress(*arguments)
+    else:
+        from quire.kernels.mla import compress_triton
+
+        for launch in compress_triton.prepare(*arguments):
+            launch.run()

@@ -1,0 +1,67 @@
+"""Gated pooling for CPU tensors: plain torch over all entries of a step at once, fp32 arithmetic. Source: as ``compress_triton.py``."""
+
+from __future__ import annotations
+
+import torch
+
+from quire.kernels.mla.latent_torch import norm_and_rotate
+from quire.kernels.mla.layout import IndexPages, LatentPages
+
+
+def compress(
+    kv: torch.Tensor,
+    gate: torch.Tensor,
+    ape: torch.Tensor,
+    state: torch.Tensor,
+    state_index: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    ratio: int,
+    overlap: bool,
+    norm_weight: torch.Tensor,
+    eps: float,
+    cos_sin: torch.Tensor,
+    pages: LatentPages | IndexPages,
+    slot_mapping: torch.Tensor,
+    max_seqlen_q: int,
+) -> None:
+    """Compress checked arguments; shapes as in ``quire.kernels.mla.compress``."""
+    device, dim, ring, num_series = kv.device, pages.dim, state.shape[1], 1 + overlap
+    q_lens = cu_seqlens_q.diff().long()
+    context = seq_lens - q_lens
+    seq = torch.repeat_interleave(torch.arange(len(seq_lens), device=device), q_lens)
+    token = torch.arange(len(seq), device=device)
+    position = token - cu_seqlens_q[seq] + context[seq]
+    # The rows of tokens that exist, [rows, ...] from here on; those of a sequence stay neighbours.
+    live = position >= 0
+    seq, token, position = seq[live], token[live], position[live]
+    index = state_index[seq].long()
+    step_kv, step_gate = kv[token].float(), gate[token].float() + ape[position % ratio]
+
+    slots = slot_mapping[token]
+    closing = torch.nonzero(((position + 1) % ratio == 0) & (slots >= 0))  # [entries, 1]
+    pooled_slot = torch.arange(ratio * num_series, device=device)
+    back = ratio * num_series - 1 - pooled_slot
+    at = position[closing] - back  # [entries, pooled slots]
+    fresh = at >= context[seq[closing]].clamp(min=0)
+    seen = at >= 0
+    series = pooled_slot // ratio if overlap else torch.zeros_like(pooled_slot)
+
+    def pooled(step_rows: torch.Tensor, part: int) -> torch.Tensor:
+        """The rows that each entry pools: [entries, pooled slots, dim], anything where nothing is seen."""
+        new = step_rows.unflatten(1, (num_series, dim))
+        new = new[torch.where(fresh, closing - back, 0), series]
+        old = state[:, :, part].unflatten(2, (num_series, dim))
+        old = old[torch.where(seen, index[closing], 0), torch.where(seen, at, 0) % ring, series]
+        return torch.where(fresh[..., None], new, old)
+
+    gates = pooled(step_gate, 1).masked_fill(~seen[..., None], -torch.inf)
+    values = pooled(step_kv, 0).masked_fill(~seen[..., None], 0)
+    entries = (torch.softmax(gates, 1) * values).sum(1)
+    closing = closing[:, 0]
+    start = position[closing] + 1 - ratio
+    pages.write(slots[closing], norm_and_rotate(entries, start, cos_sin, norm_weight, eps))
+
+    kept = seq_lens[seq] - position <= ring
+    rows = torch.stack([step_kv[kept], step_gate[kept]], 1)
+    state[index[kept], position[kept] % ring] = rows

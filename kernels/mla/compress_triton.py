@@ -1,0 +1,312 @@
+"""Gated pooling of tokens into entries, with norm, RoPE and the paged write of ``latent_triton`` at its end.
+
+    entry w = sum_j softmax_j(z_j) c_j   per channel, over the ratio tokens of window w;
+              with overlap over series a of the tokens of window w - 1 and series b of those of window w
+    z_j = gate_j + ape[position_j mod ratio],  c_j = kv_j,  RoPE at position w * ratio
+
+One program makes one entry: it runs an online softmax over tiles of BLOCK_TOKENS tokens, in fp32, counted from the start of the window and not
+from that of the chunk, so that an entry is the same bit for bit however its tokens were cut into steps. Rows of this step come from kv and
+gate, older ones from the ring. Before position 0 there is nothing: those slots weigh 0, and a tile of them alone leaves the sums as they are.
+One more program for each of the last ``ring`` rows of a sequence puts it into the ring.
+
+Both kinds of program run in one launch where the ring is so large that no row written can be one that is still read, which is so in decode;
+otherwise the rows are written by a second launch of the same kernel.
+
+Layout: kv, gate [num_tokens, channels], channels = dim, or 2 * dim with overlap (series a, then b); state [num_states, ring, 2, channels] fp32.
+
+Source: DeepSeek-V4, compressed attention: the compressors of the latents and of the indexer.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from quire.kernels._launch import Launch
+from quire.kernels.configs import next_power_of_2
+from quire.kernels.merge import LOG2E
+from quire.kernels.mla.latent_triton import normed, page_arguments, rotated, stored
+from quire.kernels.mla.layout import IndexPages, LatentPages
+
+# Values of one row source that a program of an entry holds at once, and sequences that it looks through at once.
+TILE_ELEMENTS = 4096
+BLOCK_SEQS = 256
+
+
+@triton.jit
+def _entry_of(item, cu_seqlens_q, num_seqs, RATIO: tl.constexpr, BLOCK_SEQS: tl.constexpr):
+    """(sequence, how many windows behind its first one) of a program.
+
+    Sequence s gets the programs from cu_seqlens_q[s] // RATIO + s on: at least as many as windows can close in its tokens.
+    """
+    before = tl.full([], 0, tl.int32)
+    first = tl.full([], 0, tl.int32)
+    for start in range(0, num_seqs, BLOCK_SEQS):
+        seq = start + tl.arange(0, BLOCK_SEQS)
+        live = seq < num_seqs
+        begin = tl.load(cu_seqlens_q + seq, mask=live, other=0) // RATIO + seq
+        begun = live & (begin <= item)
+        before += tl.sum(begun.to(tl.int32), 0)
+        first = tl.maximum(first, tl.max(tl.where(begun, begin, 0), 0))
+    return before - 1, item - first
+
+
+@triton.jit
+def _load_rows(
+    kv,
+    gate,
+    ape,
+    ring_rows,
+    row,
+    position,
+    fresh,
+    old,
+    column,
+    kv_stride,
+    gate_stride,
+    ape_stride,
+    state_stride_row,
+    state_stride_part,
+    RATIO: tl.constexpr,
+    RING: tl.constexpr,
+):
+    """kv and gate + ape, fp32, of the rows at ``position``: where ``fresh`` from the step's rows, where ``old`` from the ring, else 0."""
+    c = tl.load(kv + row * kv_stride + column, mask=fresh, other=0.0).to(tl.float32)
+    z = tl.load(gate + row * gate_stride + column, mask=fresh, other=0.0).to(tl.float32)
+    z += tl.load(ape + position % RATIO * ape_stride + column, mask=fresh, other=0.0)
+    cell = ring_rows + position % RING * state_stride_row + column
+    old_c = tl.load(cell, mask=old, other=0.0)
+    old_z = tl.load(cell + state_stride_part, mask=old, other=0.0)
+    return tl.where(old, old_c, c), tl.where(old, old_z, z)
+
+
+@triton.jit(do_not_specialize=["num_seqs", "num_entries", "first_program"])
+def _compress_kernel(
+    kv,
+    gate,
+    ape,
+    state,
+    state_index,
+    seq_lens,
+    cu_seqlens_q,
+    norm_weight,
+    eps,
+    cos_sin,
+    pages,
+    rope,
+    scales,
+    slot_mapping,
+    num_seqs,
+    num_entries,
+    first_program,
+    kv_stride,
+    gate_stride,
+    ape_stride,
+    state_stride,
+    state_stride_row,
+    state_stride_part,
+    cos_sin_stride,
+    page_stride,
+    row_stride,
+    RATIO: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    RING: tl.constexpr,
+    KEPT_ROWS: tl.constexpr,
+    ONE_WINDOW: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    DIM: tl.constexpr,
+    ROPE_DIM: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_SEQS: tl.constexpr,
+):
+    program = tl.program_id(0) + first_program
+    if program >= num_entries:
+        _keep_row(
+            program - num_entries,
+            kv,
+            gate,
+            ape,
+            state,
+            state_index,
+            seq_lens,
+            cu_seqlens_q,
+            kv_stride,
+            gate_stride,
+            ape_stride,
+            state_stride,
+            state_stride_row,
+            state_stride_part,
+            RATIO,
+            RING,
+            KEPT_ROWS,
+            DIM * (1 + OVERLAP),
+        )
+        return
+    if ONE_WINDOW:
+        seq = program
+        window = 0
+    else:
+        seq, window = _entry_of(program, cu_seqlens_q, num_seqs, RATIO, BLOCK_SEQS)
+    first_token = tl.load(cu_seqlens_q + seq)
+    seq_len = tl.load(seq_lens + seq)
+    context = seq_len - (tl.load(cu_seqlens_q + seq + 1) - first_token)
+    window += tl.maximum(context, 0) // RATIO
+    if window >= seq_len // RATIO:
+        return
+    closing = window * RATIO + RATIO - 1
+    slot = tl.load(slot_mapping + first_token + closing - context)
+    if slot < 0:
+        return
+
+    ring_rows = state + tl.load(state_index + seq).to(tl.int64) * state_stride
+    dim = tl.arange(0, DIM)[None, :]
+    row_max = tl.full([DIM], float("-inf"), tl.float32)
+    row_sum = tl.zeros([DIM], tl.float32)
+    acc = tl.zeros([DIM], tl.float32)
+    for start in range(0, RATIO * (1 + OVERLAP), BLOCK_TOKENS):
+        token = (start + tl.arange(0, BLOCK_TOKENS))[:, None]
+        position = (window - OVERLAP) * RATIO + token
+        live = (position >= 0) & (position <= closing)
+        column = dim
+        if OVERLAP:
+            column = tl.where(token < RATIO, 0, DIM) + dim
+        old = live & (position < context)
+        c, z = _load_rows(
+            kv,
+            gate,
+            ape,
+            ring_rows,
+            (first_token + position - context).to(tl.int64),
+            position,
+            live & (position >= context),
+            old,
+            column,
+            kv_stride,
+            gate_stride,
+            ape_stride,
+            state_stride_row,
+            state_stride_part,
+            RATIO,
+            RING,
+        )
+        z = tl.where(live, z, float("-inf"))  # [BLOCK_TOKENS, DIM]
+        new_max = tl.maximum(row_max, tl.max(z, 0))
+        # Nothing but slots before position 0 so far: subtracting that -inf would give NaN.
+        base = tl.where(new_max == float("-inf"), 0.0, new_max)
+        weight = tl.exp2((z - base[None, :]) * LOG2E)
+        decay = tl.exp2((row_max - base) * LOG2E)
+        acc = acc * decay + tl.sum(weight * c, 0)
+        row_sum = row_sum * decay + tl.sum(weight, 0)
+        row_max = new_max
+    entry = normed((acc / row_sum)[None, :], norm_weight, eps, DIM)
+    one = tl.full([1], 1, tl.int1)
+    start = tl.full([1], 0, tl.int64) + window * RATIO
+    entry = rotated(entry, start, one, cos_sin, cos_sin_stride, 1, DIM, ROPE_DIM)
+    slots = tl.full([1], 0, tl.int64) + slot
+    stored(entry, slots, one, pages, rope, scales, page_stride, row_stride, BLOCK_SIZE, 1, DIM)
+
+
+@triton.jit
+def _keep_row(
+    item,
+    kv,
+    gate,
+    ape,
+    state,
+    state_index,
+    seq_lens,
+    cu_seqlens_q,
+    kv_stride,
+    gate_stride,
+    ape_stride,
+    state_stride,
+    state_stride_row,
+    state_stride_part,
+    RATIO: tl.constexpr,
+    RING: tl.constexpr,
+    KEPT_ROWS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    """Put a row of the step into the ring of its sequence: the row that is item % KEPT_ROWS before the last one."""
+    seq = item // KEPT_ROWS
+    position = tl.load(seq_lens + seq) - 1 - item % KEPT_ROWS
+    row = tl.load(cu_seqlens_q + seq + 1) - 1 - item % KEPT_ROWS
+    if (row < tl.load(cu_seqlens_q + seq)) | (position < 0):
+        return
+    column = tl.arange(0, CHANNELS)
+    row = row.to(tl.int64)
+    z = tl.load(gate + row * gate_stride + column).to(tl.float32)
+    z += tl.load(ape + position % RATIO * ape_stride + column)
+    cell = state + tl.load(state_index + seq).to(tl.int64) * state_stride
+    cell += position % RING * state_stride_row + column
+    tl.store(cell, tl.load(kv + row * kv_stride + column).to(tl.float32))
+    tl.store(cell + state_stride_part, z)
+
+
+def prepare(
+    kv: torch.Tensor,
+    gate: torch.Tensor,
+    ape: torch.Tensor,
+    state: torch.Tensor,
+    state_index: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    ratio: int,
+    overlap: bool,
+    norm_weight: torch.Tensor,
+    eps: float,
+    cos_sin: torch.Tensor,
+    pages: LatentPages | IndexPages,
+    slot_mapping: torch.Tensor,
+    max_seqlen_q: int,
+) -> list[Launch]:
+    """The launches of checked arguments, in order; shapes as in ``quire.kernels.mla.compress``."""
+    num_seqs, ring, dim = seq_lens.shape[0], state.shape[1], pages.dim
+    one_window = max_seqlen_q <= ratio
+    num_entries = num_seqs if one_window else kv.shape[0] // ratio + num_seqs
+    kept_rows = max(1, min(ring, max_seqlen_q))
+    slots = ratio * (1 + overlap)
+    arguments: dict[str, Any] = {
+        "kv": kv,
+        "gate": gate,
+        "ape": ape,
+        "state": state,
+        "state_index": state_index,
+        "seq_lens": seq_lens,
+        "cu_seqlens_q": cu_seqlens_q,
+        "norm_weight": norm_weight,
+        "eps": eps,
+        "cos_sin": cos_sin,
+        "slot_mapping": slot_mapping,
+        "num_seqs": num_seqs,
+        "num_entries": num_entries,
+        "kv_stride": kv.stride(0),
+        "gate_stride": gate.stride(0),
+        "ape_stride": ape.stride(0),
+        "state_stride": state.stride(0),
+        "state_stride_row": state.stride(1),
+        "state_stride_part": state.stride(2),
+        "cos_sin_stride": cos_sin.stride(0),
+        **page_arguments(pages),
+        "RATIO": ratio,
+        "OVERLAP": int(overlap),
+        "RING": ring,
+        "KEPT_ROWS": kept_rows,
+        "ONE_WINDOW": one_window,
+        "DIM": dim,
+        "ROPE_DIM": cos_sin.shape[1],
+        "BLOCK_TOKENS": min(next_power_of_2(slots), max(1, TILE_ELEMENTS // dim)),
+        "BLOCK_SEQS": BLOCK_SEQS,
+        "num_warps": 8,
+    }
+    kept = num_seqs * kept_rows
+    # The rows written replace those up to seq_len - 1 - ring, and the windows that close reach back to context - (slots - 1).
+    if ring >= max_seqlen_q + slots - 1:
+        launches = [(num_entries + kept, 0)]
+    else:
+        launches = [(num_entries, 0), (kept, num_entries)]
+    return [
+        Launch(_compress_kernel, (programs,), arguments | {"first_program": first})
+        for programs, first in launches
+    ]
