@@ -29,7 +29,7 @@ def scale_values(scale: Tensor) -> Tensor:
     if scale.dtype == torch.float32:
         return scale
     exponent = scale.view(torch.uint8).int() - 127
-    values = torch.ldexp(torch.ones((), device=scale.device), exponent)
+    values = torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent)
     return values.masked_fill(exponent == 128, float("nan"))
 
 

@@ -1,0 +1,119 @@
+"""Configurations: the released models by their own keys and by transformers' keys, and what is refused."""
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+
+from quire.models.deepseek_v4 import DeepseekV4
+from quire.models.deepseek_v4_config import CONFIGS, CSA, HCA, SLIDING, YarnConfig
+from quire.models.deepseek_v4_hf import from_hf, to_hf
+
+# The keys of the released Flash model that matter, and some that must not.
+FLASH = {
+    "architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4", "torch_dtype": "bfloat16",
+    "vocab_size": 129280, "hidden_size": 4096, "num_hidden_layers": 43, "num_nextn_predict_layers": 1,
+    "num_attention_heads": 64, "num_key_value_heads": 1, "head_dim": 512, "qk_rope_head_dim": 64,
+    "q_lora_rank": 1024, "o_groups": 8, "o_lora_rank": 1024, "sliding_window": 128,
+    "compress_ratios": [0, 0, *[4, 128] * 20, 4, 0], "compress_rope_theta": 160000, "rope_theta": 10000,
+    "rope_scaling": {"type": "yarn", "factor": 16, "original_max_position_embeddings": 65536, "beta_fast": 32,
+                     "beta_slow": 1},
+    "index_n_heads": 64, "index_head_dim": 128, "index_topk": 512, "n_routed_experts": 256,
+    "n_shared_experts": 1, "num_experts_per_tok": 6, "moe_intermediate_size": 2048, "num_hash_layers": 3,
+    "routed_scaling_factor": 1.5, "scoring_func": "sqrtsoftplus", "norm_topk_prob": True, "swiglu_limit": 10.0,
+    "hc_mult": 4, "hc_sinkhorn_iters": 20, "hc_eps": 1e-6, "rms_norm_eps": 1e-6, "hidden_act": "silu",
+    "max_position_embeddings": 1048576, "bos_token_id": 0, "eos_token_id": 1, "expert_dtype": "fp4",
+    "attention_bias": False, "tie_word_embeddings": False,
+    "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0",
+                            "weight_block_size": [128, 128], "activation_scheme": "dynamic"},
+}  # fmt: skip
+
+
+def test_released_keys():
+    assert from_hf(FLASH, name="deepseek-v4-flash") == CONFIGS["deepseek-v4-flash"]
+
+
+def test_pro_differs_in_every_schedule():
+    pro = CONFIGS["deepseek-v4-pro"]
+    keys = FLASH | {
+        "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128, "q_lora_rank": 1536,
+        "o_groups": 16, "compress_ratios": [128, 128, *[4, 128] * 29, 4, 0], "index_topk": 1024,
+        "n_routed_experts": 384, "moe_intermediate_size": 3072, "routed_scaling_factor": 2.5,
+    }  # fmt: skip
+    assert from_hf(keys, name="deepseek-v4-pro") == pro
+    assert SLIDING not in pro.layer_types and pro.all_layer_types[-1] == SLIDING
+    assert [pro.layer_types.count(kind) for kind in (CSA, HCA)] == [30, 31]
+    assert pro.layer_types[:4] == (HCA, HCA, CSA, HCA)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_round_trip_through_transformers_keys(name):
+    assert from_hf(to_hf(CONFIGS[name]), name=name) == CONFIGS[name]
+
+
+def test_three_drafter_layers():
+    keys = FLASH | {"compress_ratios": [*FLASH["compress_ratios"], 0, 0], "num_nextn_predict_layers": 3}  # fmt: skip
+    config = from_hf(keys)
+    assert config.num_mtp_layers == 3 and config.num_layers == 43
+    del keys["num_nextn_predict_layers"]
+    assert from_hf(keys).num_mtp_layers == 3
+
+
+def test_flat_rope_parameters_belong_to_compressed_layers():
+    keys = to_hf(CONFIGS["deepseek-v4-tiny"])
+    keys["rope_parameters"] = {
+        "rope_type": "yarn", "factor": 8, "original_max_position_embeddings": 32, "rope_theta": 123,
+    }  # fmt: skip
+    config = from_hf(keys)
+    assert config.yarn == YarnConfig(8, 32) and config.compress_rope_theta == 1.6e5
+    assert config.rope_theta == 1e4
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"model_type": "deepseek_v41"}, NotImplementedError, "model_type"),
+        ({"model_type": "deepseek_v3"}, NotImplementedError, "model_type"),
+        ({"scoring_func": "softmax"}, NotImplementedError, "scoring_func"),
+        ({"n_shared_experts": 2}, NotImplementedError, "n_shared_experts"),
+        ({"tie_word_embeddings": True}, NotImplementedError, "tie_word_embeddings"),
+        ({"quantization_config": {"quant_method": "awq"}}, NotImplementedError, "awq"),
+        ({"compress_ratios": [0] * 42 + [16, 0]}, NotImplementedError, "16"),
+        ({"compress_ratios": [0] * 42}, ValueError, "compress_ratios"),
+        ({"compress_ratios": [0] * 43 + [4]}, ValueError, "num_nextn_predict_layers"),
+        ({"compress_ratios": None}, ValueError, "neither"),
+        ({"rope_scaling": {"type": "longrope"}}, NotImplementedError, "rope"),
+        (
+            {"rope_scaling": FLASH["rope_scaling"] | {"attention_factor": 1.277}},
+            NotImplementedError,
+            "attention_factor",
+        ),
+        ({"o_groups": 7}, ValueError, "o_groups"),
+        ({"qk_rope_head_dim": 63}, ValueError, "rope_dim"),
+        ({"num_experts_per_tok": 300}, ValueError, "num_experts_per_tok"),
+    ],
+)
+def test_refusals_name_the_key(change, error, match):
+    with pytest.raises(error, match=match):
+        from_hf(FLASH | change)
+
+
+def test_every_default_is_transformers(tmp_path):
+    """A file that says only the schedule has the values of transformers' defaults, which are Flash's."""
+    config = from_hf({"model_type": "deepseek_v4", "layer_types": list(CONFIGS["deepseek-v4-flash"].layer_types)})  # fmt: skip
+    expected = replace(
+        CONFIGS["deepseek-v4-flash"], name="deepseek_v4", yarn=None, num_mtp_layers=0
+    )
+    for field in fields(config):
+        assert getattr(config, field.name) == getattr(expected, field.name), field.name
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"), [("deepseek-v4-flash", (283, 294)), ("deepseek-v4-pro", (1570, 1640))]
+)
+def test_parameter_counts_are_the_released_ones(name, billions):
+    """284B and 1.6T parameters, drafter apart; on the meta device, which takes no memory."""
+    config = replace(CONFIGS[name], num_mtp_layers=0)
+    model = DeepseekV4(config, device="meta", dtype=torch.bfloat16, max_positions=1)
+    low, high = billions
+    assert low < sum(weight.numel() for weight in model.parameters()) / 1e9 < high
