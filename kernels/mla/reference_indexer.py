@@ -1,0 +1,73 @@
+"""Oracle of ``index_topk``: plain torch, one query and one entry at a time, every byte of a page addressed by hand.
+
+    score(t, w) = sum_h weights[t, h] * relu(q[t, h] . key_w),  w < floor((p_t + 1) / compress_ratio)
+
+The ``topk`` highest are kept, among equals those of the lowest ids.
+
+Source: DeepSeek-V4, lightning indexer.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def e4m3(byte: int) -> float:
+    """The number that an e4m3fn byte stands for (OCP 8-bit floating point 5.1)."""
+    sign, exponent, mantissa = byte >> 7, byte >> 3 & 15, byte & 7
+    if exponent == 15 and mantissa == 7:
+        return float("nan")
+    size = mantissa * 2.0**-9 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7)
+    return -size if sign else size
+
+
+def index_key(data: torch.Tensor, page: int, row: int, num_rows: int, dim: int) -> torch.Tensor:
+    """One index key in float64.
+
+    Args:
+        data: [num_pages, num_rows, dim] rows, or [num_pages, *] uint8 of num_rows * dim e4m3 bytes, then num_rows fp32 scales.
+        page, row: where the key is.
+        num_rows, dim: keys of a page, channels of a key.
+    """
+    if data.dtype != torch.uint8:
+        return data[page, row].double()
+    values = [e4m3(byte) for byte in data[page, row * dim : (row + 1) * dim].tolist()]
+    first = num_rows * dim + 4 * row
+    scale = data[page, first : first + 4].clone().view(torch.float32).item()
+    return torch.tensor(values, dtype=torch.float64) * scale
+
+
+def index_scores(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    data: torch.Tensor,
+    storage_block_size: int,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    *,
+    compress_ratio: int = 4,
+) -> list[torch.Tensor]:
+    """The scores of each query's visible entries, float64; arguments as in ``index_topk``, pages as in ``index_key``."""
+    scores = []
+    for s, seq_len in enumerate(seq_lens.tolist()):
+        first, last = cu_seqlens_q[s].item(), cu_seqlens_q[s + 1].item()
+        for token in range(first, last):
+            position = seq_len - (last - token)
+            row = []
+            for w in range(max(0, (position + 1) // compress_ratio)):
+                page = block_table[s, w // storage_block_size].item()
+                key = index_key(data, page, w % storage_block_size, storage_block_size, q.shape[2])
+                dots = q[token].double() @ key
+                row.append((weights[token].double() * dots.clamp(min=0)).sum())
+            scores.append(torch.stack(row) if row else torch.zeros(0, dtype=torch.float64))
+    return scores
+
+
+def select(scores: list[torch.Tensor], topk: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The picks and their number from the scores of each query; shapes and order as ``index_topk`` returns them."""
+    out = torch.full((len(scores), topk), -1, dtype=torch.int32)
+    for t, row in enumerate(scores):
+        best = sorted(range(len(row)), key=lambda w: (-row[w].item(), w))[:topk]
+        out[t, : len(best)] = torch.tensor(sorted(best), dtype=torch.int32)
+    return out, (out >= 0).sum(1).to(torch.int32)
