@@ -1,44 +1,136 @@
-"""The attention operator of a layer: over pages, or over one whole sequence without any cache.
+"""The attention operator of all layers of one step: over pages, or over one whole sequence without any cache.
 
-Both are functions ``attend(layer, q, k, v) -> out`` with q, out [num_tokens, num_heads, head_dim] and k, v
-[num_tokens, num_kv_heads, head_dim], the rows that the layer just computed.
+A layer calls ``attend(layer, q, k, v)`` with the rows that it just computed. A layer without keys and values of its own (the last ones
+of Gemma-4 E models) passes None: it attends to what its donor, an earlier layer, has in its pages and among its fresh rows.
+
+Those last layers need not run for rows whose logits nobody wants: their keys and values are already there. ``attend.rows`` are the
+rows that they run for. Each becomes a sequence of one query; what it sees of a sliding donor is gathered once, for all layers that
+share it, and a full donor's pages serve as they are once the step's rows are in them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from quire.kernels import paged_attention, sliding_window_attention, write_kv
 from quire.models.batch import AttnMetadata
-from quire.models.cache import PagePool
+from quire.models.cache import LayerCache, PagePool
 from quire.models.configs import ModelConfig
 
 QUERY_BLOCK = 256  # rows of the score matrix that dense attention holds at a time
+GATHERED_BLOCK = 16  # rows of a page of gathered keys
 
 
-def paged_attend(
-    config: ModelConfig, attn: AttnMetadata, pool: PagePool, *, impl: str | None = None
-) -> Callable[[int, Tensor, Tensor, Tensor], Tensor]:
+class Attend(Protocol):
+    """Attention of one step. rows: the rows that layers without own keys and values run for; None = all."""
+
+    rows: Tensor | None
+
+    def __call__(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor | None = None,
+        v: Tensor | None = None,
+        *,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """q: [num_tokens, num_heads, head_dim]. k, v: [num_tokens, num_kv_heads, head_dim] or None. sinks: [num_heads] fp32.
+
+        Returns: shaped like q.
+        """
+
+    def finish(self) -> None:
+        """Ends the step, after its last layer."""
+
+
+@dataclass(frozen=True)
+class _Gathered:
+    """Keys and values of chosen rows: of each, one sequence with one query that sees all of them."""
+
+    k_pages: Tensor
+    v_pages: Tensor
+    block_table: Tensor
+    seq_lens: Tensor
+    max_seq_len: int
+
+
+class PagedAttend:
     """Attention of one ragged step through `quire.kernels`: context from pages, the step's own rows from k and v.
 
-    attn: this step's tables, lengths and slots. pool: pages, read and then written.
+    attn: this step's tables, lengths and slots. pool: pages, read and then written; groups of full attention write every row.
+    positions: [num_tokens] int64. rows: [num_rows] int64, rows that shared layers run for; None = all.
     impl: "triton" or "torch"; default: by device.
     """
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        cache = pool.layers[layer]
-        window = config.attention(layer).sliding_window
+    def __init__(
+        self,
+        config: ModelConfig,
+        attn: AttnMetadata,
+        pool: PagePool,
+        *,
+        positions: Tensor,
+        rows: Tensor | None = None,
+        impl: str | None = None,
+    ) -> None:
+        self.rows = rows
+        self._config, self._attn, self._pool, self._impl = config, attn, pool, impl
+        self._positions = positions
+        self._donors = config.kv_donors
+        self._fresh: dict[int, tuple[Tensor, Tensor]] = {}
+        self._gathered: dict[int, _Gathered] = {}
+
+    def __call__(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor | None = None,
+        v: Tensor | None = None,
+        *,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """See `Attend`."""
+        if k is None or v is None:
+            donor = self._config.kv_donor(layer)
+            if self.rows is not None:
+                return self._attend_gathered(self._gathered[donor], q)
+            return self._attend(donor, q, *self._fresh[donor], sinks)
+        out = self._attend(layer, q, k, v, sinks)
+        # Rows are written only now: a table may give new rows of a window the places of rows that the first queries still see.
+        if layer not in self._donors:
+            self._write(layer, k, v)
+        elif self.rows is None:
+            self._fresh[layer] = k, v  # written after the layers that share them
+        elif self._config.attention(layer).sliding_window is None:
+            self._write(layer, k, v)
+            self._gathered[layer] = self._whole_context(self._pool.layers[layer])
+        else:
+            self._gathered[layer] = self._gather_window(layer, k, v)
+            self._write(layer, k, v)
+        return out
+
+    def finish(self) -> None:
+        """Writes the rows that shared layers had to see unwritten."""
+        for layer, (k, v) in self._fresh.items():
+            self._write(layer, k, v)
+        self._fresh.clear()
+
+    def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+        attn, cache = self._attn, self._pool.layers[layer]
+        window = self._config.attention(layer).sliding_window
         arguments = {
             "max_seqlen_q": attn.max_seqlen_q,
             "k": k,
             "v": v,
             "max_seq_len": attn.max_seq_len,
             "num_decodes": attn.num_decodes,
-            "softmax_scale": config.softmax_scale,
-            "impl": impl,
+            "softmax_scale": self._config.softmax_scale,
+            "sinks": sinks,
+            "impl": self._impl,
         }
         tensors = (
             q,
@@ -49,35 +141,133 @@ def paged_attend(
             attn.cu_seqlens_q,
         )
         if window is None:
-            out = paged_attention(*tensors, **arguments)
-        else:
-            out = sliding_window_attention(*tensors, sliding_window=window, **arguments)
-        # Only now: a table may give the new rows of a window the places of rows that the step's first queries still see.
-        write_kv(k, v, cache.k_pages, cache.v_pages, attn.slot_mappings[cache.group], impl=impl)
-        return out
+            return paged_attention(*tensors, **arguments)
+        return sliding_window_attention(*tensors, sliding_window=window, **arguments)
 
-    return attend
+    def _write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        cache = self._pool.layers[layer]
+        slots = self._attn.slot_mappings[cache.group]
+        write_kv(k, v, cache.k_pages, cache.v_pages, slots, impl=self._impl)
+
+    def _attend_gathered(self, kv: _Gathered, q: Tensor) -> Tensor:
+        num_rows = len(q)
+        return paged_attention(
+            q,
+            kv.k_pages,
+            kv.v_pages,
+            kv.block_table,
+            kv.seq_lens,
+            torch.arange(num_rows + 1, dtype=torch.int32, device=q.device),
+            max_seqlen_q=1,
+            max_seq_len=kv.max_seq_len,
+            num_decodes=num_rows,
+            softmax_scale=self._config.softmax_scale,
+            impl=self._impl,
+        )
+
+    def _sequence_of(self, rows: Tensor) -> Tensor:
+        """[num_rows] int64, the sequence that each row belongs to."""
+        return torch.searchsorted(self._attn.cu_seqlens_q[1:].long(), rows, right=True)
+
+    def _whole_context(self, cache: LayerCache) -> _Gathered:
+        """Keys [0, position] of each chosen row, in place: all of them are in pages by now.
+
+        The step's table does not yet name the pages that it fills; their ids are in its slots.
+        """
+        assert self.rows is not None
+        table = self._attn.block_tables[cache.group].clone()
+        slots, block_size = self._attn.slot_mappings[cache.group], cache.k_pages.shape[1]
+        every = torch.arange(len(slots), device=slots.device)
+        table[self._sequence_of(every), self._positions // block_size] = (slots // block_size).int()
+        return _Gathered(
+            cache.k_pages,
+            cache.v_pages,
+            table[self._sequence_of(self.rows)],
+            (self._positions[self.rows] + 1).int(),
+            self._attn.max_seq_len,
+        )
+
+    def _gather_window(self, layer: int, k: Tensor, v: Tensor) -> _Gathered:
+        """Copies of the keys that each chosen row sees, some from pages, some from the fresh rows; called before these are written."""
+        assert self.rows is not None
+        attn, cache = self._attn, self._pool.layers[layer]
+        window = self._config.attention(layer).sliding_window
+        assert window is not None
+        device, sequence = k.device, self._sequence_of(self.rows)
+        start = attn.cu_seqlens_q.long()[sequence]
+        context = attn.seq_lens.long()[sequence] - attn.cu_seqlens_q.diff().long()[sequence]
+        last = self._positions[self.rows]
+        first = (last - window + 1).clamp(min=0)
+        num_blocks = -(-window // GATHERED_BLOCK)
+        position = first[:, None] + torch.arange(num_blocks * GATHERED_BLOCK, device=device)
+        is_fresh = position >= context[:, None]
+        fresh = (start[:, None] + position - context[:, None]).clamp(0, len(k) - 1)
+        table, block_size = attn.block_tables[cache.group], cache.k_pages.shape[1]
+        entry = position // block_size % table.shape[1]
+        page = torch.where(is_fresh, 0, table[sequence[:, None], entry].long())
+        row = position % block_size
+
+        def gather(pages: Tensor, rows: Tensor) -> Tensor:
+            both = torch.where(is_fresh[..., None, None], rows[fresh], pages[page, row])
+            return both.view(-1, GATHERED_BLOCK, *rows.shape[1:])
+
+        blocks = torch.arange(len(first) * num_blocks, dtype=torch.int32, device=device)
+        return _Gathered(
+            gather(cache.k_pages, k),
+            gather(cache.v_pages, v),
+            blocks.view(-1, num_blocks),
+            (last - first + 1).int(),
+            min(window, attn.max_seq_len),
+        )
 
 
-def dense_attend(config: ModelConfig) -> Callable[[int, Tensor, Tensor, Tensor], Tensor]:
-    """Causal and sliding-window attention of one whole sequence in plain torch, fp32 scores and softmax."""
+class DenseAttend:
+    """Causal and sliding-window attention of one whole sequence in plain torch, fp32 scores and softmax.
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        shape = config.attention(layer)
+    rows: as in `Attend`.
+    """
+
+    def __init__(self, config: ModelConfig, *, rows: Tensor | None = None) -> None:
+        self.rows = rows
+        self._config = config
+        self._kept: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __call__(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor | None = None,
+        v: Tensor | None = None,
+        *,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """See `Attend`."""
+        shape, position = self._config.attention(layer), None
+        if k is None or v is None:
+            k, v = self._kept[self._config.kv_donor(layer)]
+            position = self.rows
+        elif layer in self._config.kv_donors:
+            self._kept[layer] = k, v
+        every = torch.arange(len(k), device=q.device)
+        position = every if position is None else position
         group = shape.num_heads // shape.num_kv_heads
         keys = k.float().repeat_interleave(group, dim=1)  # [num_tokens, num_heads, head_dim]
         values = v.float().repeat_interleave(group, dim=1)
-        position = torch.arange(len(q), device=q.device)
         out = torch.empty_like(q)
         for start in range(0, len(q), QUERY_BLOCK):
             rows = slice(start, start + QUERY_BLOCK)
-            distance = position[rows, None] - position[None, :]  # [rows, num_tokens]
+            distance = position[rows, None] - every[None, :]  # [rows, num_tokens]
             visible = distance >= 0
             if shape.sliding_window is not None:
                 visible &= distance < shape.sliding_window
-            scores = torch.einsum("qhd,khd->hqk", q[rows].float(), keys) * config.softmax_scale
-            probabilities = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
+            scores = torch.einsum("qhd,khd->hqk", q[rows].float(), keys)
+            scores = (scores * self._config.softmax_scale).masked_fill(~visible, float("-inf"))
+            if sinks is not None:
+                column = sinks[:, None, None].expand(-1, scores.shape[1], 1)
+                scores = torch.cat((scores, column), dim=-1)
+            probabilities = scores.softmax(dim=-1)[..., : len(k)]
             out[rows] = torch.einsum("hqk,khd->qhd", probabilities, values).to(q.dtype)
         return out
 
-    return attend
+    def finish(self) -> None:
+        """Nothing is left to do."""

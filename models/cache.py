@@ -1,5 +1,7 @@
 """Where the keys and values of every layer live: layers dealt into cache groups, and the page tensors.
 
+Layers that share another layer's keys and values take no part: they have the place of their donor.
+
 One page id stands for ``num_slots`` physical pages, one in each slot tensor. The j-th layer of every group uses slot j and sees
 it with its own shape, so layers with different heads, head sizes and block sizes share one pool::
 
@@ -57,10 +59,11 @@ def cache_groups(
     """
     if base_block_size < 1:
         raise ValueError(f"base_block_size: expected >= 1, got {base_block_size}")
+    owners = config.layer_types[: config.num_kv_owners]
     layers = {
-        kind: [i for i, layer_type in enumerate(config.layer_types) if layer_type == kind]
+        kind: [i for i, layer_type in enumerate(owners) if layer_type == kind]
         for kind in (FULL, SLIDING)
-        if kind in config.layer_types
+        if kind in owners
     }
     counts = sorted(len(members) for members in layers.values())
     group_size = counts[-1] if counts[-1] < 1.5 * counts[0] else counts[0]
@@ -84,10 +87,11 @@ def cache_groups(
                     kind="dense" if kind == FULL else "window",
                     block_size=base_block_size * multiple,
                     page_bytes=page_bytes,
-                    sliding_window=None if kind == FULL else config.sliding.sliding_window,
+                    sliding_window=config.attention(members[0]).sliding_window,
                 )
             )
-    return groups, placement
+    # A layer without keys and values of its own is where its donor is.
+    return groups, [placement[config.kv_donor(layer)] for layer in range(config.num_layers)]
 
 
 def _token_bytes(config: ModelConfig, layer: int, dtype: torch.dtype) -> int:

@@ -1,142 +1,33 @@
-"""What a dense Gemma-3 or Gemma-4 text model is, and named configurations: real ones, and tiny ones for tests and CPU runs."""
+"""Named configurations: real ones, tiny ones for tests, and a small one for CPU runs. What their fields mean: `models.model_config`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import math
+from dataclasses import replace
+from typing import Any
 
-SLIDING = "sliding_attention"
-FULL = "full_attention"
-FAMILIES = ("gemma3", "gemma4")
+from quire.models.model_config import (
+    FAMILIES,
+    FULL,
+    SLIDING,
+    AttentionConfig,
+    ModelConfig,
+    MoEConfig,
+    RopeConfig,
+)
 
-
-@dataclass(frozen=True)
-class RopeConfig:
-    """Rotary embedding of one kind of layer.
-
-    kind: "default"; "linear", which divides every frequency by ``factor``; "proportional", which rotates only the first
-    ``partial_rotary_factor`` of the frequencies of the whole head and leaves the others at zero.
-    base: float, the RoPE theta.
-
-    Source: transformers ``modeling_rope_utils``.
-    """
-
-    kind: str
-    base: float
-    factor: float = 1.0
-    partial_rotary_factor: float = 1.0
-
-    def __post_init__(self) -> None:
-        if self.kind not in ("default", "linear", "proportional"):
-            raise NotImplementedError(
-                f"rope_type: supported are 'default', 'linear' and 'proportional', got {self.kind!r}"
-            )
-        if self.kind != "proportional" and self.partial_rotary_factor != 1.0:
-            raise NotImplementedError(
-                f"partial_rotary_factor: supported with rope_type 'proportional', got "
-                f"{self.partial_rotary_factor} with {self.kind!r}"
-            )
-
-
-@dataclass(frozen=True)
-class AttentionConfig:
-    """Attention shapes shared by all layers of one kind.
-
-    num_heads, num_kv_heads, head_dim: query heads, KV heads, channels of a head.
-    sliding_window: tokens that a query sees including itself; None = all earlier tokens.
-    k_eq_v: True where V is made from the K projection (Gemma-4 ``attention_k_eq_v``).
-    """
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rope: RopeConfig
-    sliding_window: int | None = None
-    k_eq_v: bool = False
-
-    def __post_init__(self) -> None:
-        if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_kv_heads: expected a divisor of num_heads={self.num_heads}, got {self.num_kv_heads}"
-            )
-        if self.head_dim < 2 or self.head_dim % 2:
-            raise ValueError(f"head_dim: expected an even number >= 2, got {self.head_dim}")
-        if self.sliding_window is not None and self.sliding_window < 1:
-            raise ValueError(f"sliding_window: expected >= 1, got {self.sliding_window}")
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """A dense Gemma-3 or Gemma-4 text model.
-
-    family: "gemma3" or "gemma4"; decides the norm form, the V norm, the layer scalar and the softmax scale.
-    layer_types: one of ``SLIDING`` and ``FULL`` for every layer.
-    sliding, full: attention shapes of the two kinds of layers.
-    query_pre_attn_scalar: Gemma-3 only, the softmax scale is its inverse square root.
-    final_logit_softcapping: cap c of ``c * tanh(logits / c)``; None = no cap.
-    max_position_embeddings: longest sequence in tokens.
-
-    Source: transformers ``configuration_gemma3``, ``configuration_gemma4``.
-    """
-
-    name: str
-    family: str
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    layer_types: tuple[str, ...]
-    sliding: AttentionConfig
-    full: AttentionConfig
-    max_position_embeddings: int
-    query_pre_attn_scalar: float | None = None
-    final_logit_softcapping: float | None = None
-    rms_norm_eps: float = 1e-6
-    eos_token_ids: tuple[int, ...] = (1,)
-    bos_token_id: int | None = 2
-
-    def __post_init__(self) -> None:
-        if self.family not in FAMILIES:
-            raise ValueError(f"family: expected one of {FAMILIES}, got {self.family!r}")
-        unknown = sorted(set(self.layer_types) - {SLIDING, FULL})
-        if unknown or not self.layer_types:
-            raise ValueError(
-                f"layer_types: expected a non-empty list of {SLIDING!r} and {FULL!r}, got {unknown or []}"
-            )
-        if (self.query_pre_attn_scalar is not None) != (self.family == "gemma3"):
-            raise ValueError(
-                f"query_pre_attn_scalar: expected a number for gemma3 and None for gemma4, "
-                f"got {self.query_pre_attn_scalar} for {self.family}"
-            )
-        if self.sliding.sliding_window is None or self.full.sliding_window is not None:
-            raise ValueError("sliding_window: expected a number in `sliding` and None in `full`")
-
-    @property
-    def num_layers(self) -> int:
-        """Number of decoder layers."""
-        return len(self.layer_types)
-
-    @property
-    def softmax_scale(self) -> float:
-        """Factor of q.k before the softmax: 1 in Gemma-4, where the q and k norms carry the scale."""
-        return 1.0 if self.query_pre_attn_scalar is None else self.query_pre_attn_scalar**-0.5
-
-    @property
-    def norm_offset(self) -> float:
-        """What is added to a stored norm weight: Gemma-3 stores w - 1, Gemma-4 stores w."""
-        return 1.0 if self.family == "gemma3" else 0.0
-
-    @property
-    def has_v_norm(self) -> bool:
-        """Whether V goes through an RMSNorm without weight (Gemma-4)."""
-        return self.family == "gemma4"
-
-    @property
-    def has_layer_scalar(self) -> bool:
-        """Whether the output of a layer is multiplied by a stored scalar (Gemma-4)."""
-        return self.family == "gemma4"
-
-    def attention(self, layer: int) -> AttentionConfig:
-        """Attention shapes of layer ``layer``."""
-        return self.sliding if self.layer_types[layer] == SLIDING else self.full
+__all__ = [
+    "BYTE_VOCAB",
+    "CONFIGS",
+    "FAMILIES",
+    "FULL",
+    "SLIDING",
+    "AttentionConfig",
+    "MoEConfig",
+    "ModelConfig",
+    "RopeConfig",
+    "get_config",
+]
 
 
 def _pattern(num_layers: int, period: int) -> tuple[str, ...]:
@@ -187,8 +78,10 @@ def _gemma4(
     window: int,
     max_positions: int = 262144,
     vocab: int = 262144,
+    k_eq_v: bool = True,
+    **more: Any,
 ) -> ModelConfig:
-    """sliding, full: (num_kv_heads, head_dim) of the two kinds of layers."""
+    """sliding, full: (num_kv_heads, head_dim) of the two kinds of layers. more: fields of the E and MoE models."""
     proportional = RopeConfig("proportional", 1e6, partial_rotary_factor=0.25)
     return ModelConfig(
         name=name,
@@ -200,9 +93,87 @@ def _gemma4(
         sliding=AttentionConfig(
             num_heads, *sliding, rope=RopeConfig("default", 1e4), sliding_window=window
         ),
-        full=AttentionConfig(num_heads, *full, rope=proportional, k_eq_v=True),
+        full=AttentionConfig(num_heads, *full, rope=proportional, k_eq_v=k_eq_v),
         max_position_embeddings=max_positions,
         final_logit_softcapping=30.0,
+        **more,
+    )
+
+
+def _llama(
+    name: str,
+    *,
+    num_layers: int,
+    hidden: int,
+    mlp: int,
+    heads: tuple[int, int, int],
+    rope: RopeConfig,
+    vocab: int = 128256,
+    max_positions: int = 131072,
+    tied: bool = False,
+    eos: tuple[int, ...] = (128001, 128008, 128009),
+    bos: int = 128000,
+) -> ModelConfig:
+    """heads: (num_heads, num_kv_heads, head_dim)."""
+    return ModelConfig(
+        name=name,
+        family="llama",
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=mlp,
+        layer_types=(FULL,) * num_layers,
+        sliding=None,
+        full=AttentionConfig(*heads, rope=rope),
+        max_position_embeddings=max_positions,
+        rms_norm_eps=1e-5,
+        eos_token_ids=eos,
+        bos_token_id=bos,
+        tie_word_embeddings=tied,
+    )
+
+
+def _gpt_oss(
+    name: str,
+    *,
+    num_layers: int,
+    hidden: int,
+    heads: tuple[int, int, int],
+    moe: MoEConfig,
+    window: int,
+    original_max_positions: int = 4096,
+    vocab: int = 201088,
+    max_positions: int = 131072,
+    eos: tuple[int, ...] = (200002,),
+    bos: int | None = 199998,
+) -> ModelConfig:
+    """heads: (num_heads, num_kv_heads, head_dim), the same in both kinds of layers, which take turns."""
+    rope = RopeConfig(
+        "yarn",
+        150000.0,
+        factor=32.0,
+        original_max_positions=original_max_positions,
+        low=1.0,
+        high=32.0,
+        truncate=False,
+        amplitude=1.0 + 0.1 * math.log(32.0),
+    )
+    full = AttentionConfig(*heads, rope=rope)
+    return ModelConfig(
+        name=name,
+        family="gpt_oss",
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=0,
+        layer_types=_pattern(num_layers, 2),
+        sliding=replace(full, sliding_window=window),
+        full=full,
+        max_position_embeddings=max_positions,
+        rms_norm_eps=1e-5,
+        eos_token_ids=eos,
+        bos_token_id=bos,
+        moe=moe,
+        attention_bias=True,
+        tie_word_embeddings=False,
     )
 
 
@@ -258,6 +229,79 @@ _CONFIGS = (
         full=(4, 512),
         window=1024,
     ),
+    _gemma4(
+        "gemma-4-26b-a4b",
+        layers=_pattern(30, 6),
+        hidden=2816,
+        mlp=2112,
+        num_heads=16,
+        sliding=(8, 256),
+        full=(2, 512),
+        window=1024,
+        moe=MoEConfig(num_experts=128, top_k=8, intermediate_size=704),
+    ),
+    _gemma4(
+        "gemma-4-e4b",
+        layers=_pattern(42, 6),
+        hidden=2560,
+        mlp=10240,
+        num_heads=8,
+        sliding=(2, 256),
+        full=(2, 512),
+        window=512,
+        max_positions=131072,
+        k_eq_v=False,
+        per_layer_input_size=256,
+        num_kv_shared_layers=18,
+    ),
+    _gemma4(
+        "gemma-4-e2b",
+        layers=_pattern(35, 5),
+        hidden=1536,
+        mlp=6144,
+        num_heads=8,
+        sliding=(1, 256),
+        full=(1, 512),
+        window=512,
+        max_positions=131072,
+        k_eq_v=False,
+        per_layer_input_size=256,
+        num_kv_shared_layers=20,
+        double_wide_mlp=True,
+    ),
+    _llama(
+        "llama-3.1-8b",
+        num_layers=32,
+        hidden=4096,
+        mlp=14336,
+        heads=(32, 8, 128),
+        rope=RopeConfig("llama3", 5e5, factor=8.0, original_max_positions=8192),
+    ),
+    _llama(
+        "llama-3.2-1b",
+        num_layers=16,
+        hidden=2048,
+        mlp=8192,
+        heads=(32, 8, 64),
+        rope=RopeConfig("llama3", 5e5, factor=32.0, original_max_positions=8192),
+        tied=True,
+    ),
+    _gpt_oss(
+        "gpt-oss-20b",
+        num_layers=24,
+        hidden=2880,
+        heads=(64, 8, 64),
+        moe=MoEConfig(num_experts=32, top_k=4, intermediate_size=2880),
+        window=128,
+    ),
+    _gpt_oss(
+        "gpt-oss-120b",
+        num_layers=36,
+        hidden=2880,
+        heads=(64, 8, 64),
+        moe=MoEConfig(num_experts=128, top_k=4, intermediate_size=2880),
+        window=128,
+    ),
     # Every branch differs in the tiny ones: scale not from head_dim, odd layer tail, other KV heads in full layers.
     _gemma3(
         "gemma3-tiny",
@@ -281,6 +325,62 @@ _CONFIGS = (
         window=16,
         max_positions=4096,
         vocab=BYTE_VOCAB,
+    ),
+    # Two full layers own keys and values, and four sliding ones: the last of each kind are the ones that are shared.
+    _gemma4(
+        "gemma4-e-tiny",
+        layers=_pattern(9, 3),
+        hidden=64,
+        mlp=96,
+        num_heads=4,
+        sliding=(1, 16),
+        full=(1, 32),
+        window=16,
+        max_positions=4096,
+        vocab=BYTE_VOCAB,
+        k_eq_v=False,
+        per_layer_input_size=8,
+        num_kv_shared_layers=3,
+        double_wide_mlp=True,
+    ),
+    _gemma4(
+        "gemma4-moe-tiny",
+        layers=_pattern(6, 3),
+        hidden=64,
+        mlp=96,
+        num_heads=4,
+        sliding=(2, 16),
+        full=(1, 32),
+        window=16,
+        max_positions=4096,
+        vocab=BYTE_VOCAB,
+        moe=MoEConfig(num_experts=8, top_k=2, intermediate_size=40),
+    ),
+    _llama(
+        "llama-tiny",
+        num_layers=4,
+        hidden=64,
+        mlp=96,
+        heads=(4, 2, 32),
+        # Of 16 frequencies, some turn more than 4 times in 64 tokens, some less than once.
+        rope=RopeConfig("llama3", 1e4, factor=8.0, original_max_positions=64),
+        vocab=BYTE_VOCAB,
+        max_positions=4096,
+        eos=(1,),
+        bos=2,
+    ),
+    _gpt_oss(
+        "gpt-oss-tiny",
+        num_layers=4,
+        hidden=64,
+        heads=(4, 2, 32),
+        moe=MoEConfig(num_experts=6, top_k=2, intermediate_size=40),
+        window=16,
+        original_max_positions=256,
+        vocab=BYTE_VOCAB,
+        max_positions=4096,
+        eos=(1,),
+        bos=2,
     ),
     # As in gemma-4-31b, a token costs a sliding layer twice the bytes of a full layer: blocks of 16 and 32 tokens.
     _gemma4(

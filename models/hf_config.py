@@ -1,7 +1,7 @@
-"""Reading and writing Hugging Face ``config.json`` files of Gemma-3 and Gemma-4.
+"""Reading and writing Hugging Face ``config.json`` files.
 
-A key that a file leaves out has the value that transformers 5.23 gives it (``configuration_gemma3``, ``configuration_gemma4``),
-because that is what the file's author ran.
+A key that a file leaves out has the value that transformers 5.23 gives it, because that is what the file's author ran. This file
+has the Gemma families; `models.hf_llama` those whose layers all have the same shapes.
 """
 
 from __future__ import annotations
@@ -10,29 +10,67 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from quire.models.configs import FAMILIES, FULL, SLIDING, AttentionConfig, ModelConfig, RopeConfig
+from quire.models import hf_llama
+from quire.models.configs import (
+    FAMILIES,
+    FULL,
+    SLIDING,
+    AttentionConfig,
+    ModelConfig,
+    MoEConfig,
+    RopeConfig,
+)
+from quire.models.hf_common import common_fields, read_rope, refuse, write_common, write_rope
 
 
 def from_hf(config: Mapping[str, Any], *, name: str | None = None) -> ModelConfig:
-    """Reads a Hugging Face ``config.json`` of a Gemma-3 or Gemma-4 model, text-only or multimodal (``text_config``).
+    """Reads a Hugging Face ``config.json``, text-only or multimodal (``text_config``).
 
     config: the parsed file. name: what to call the model; default: its ``model_type``.
 
     Returns: ModelConfig.
     Raises: NotImplementedError naming each feature of the file that is not supported; ValueError for contradictions.
-    Source: transformers ``configuration_gemma3``, ``configuration_gemma4``.
+    Source: transformers ``configuration_*`` of each family.
     """
     text = dict(config.get("text_config") or config)
-    model_type = config.get("model_type", "")
-    family = str(text.get("model_type", model_type)).removesuffix("_text")
+    model_type = str(config.get("model_type", ""))
+    kind = str(text.get("model_type", model_type)).removesuffix("_text")
+    family = "gemma4" if kind == "gemma4_unified" else kind
     if family not in FAMILIES:
         raise NotImplementedError(
-            f"model_type: supported are {FAMILIES} and their _text forms, got {family!r}"
+            f"model_type: supported are {FAMILIES} and their _text forms, got {kind!r}"
         )
-    text.setdefault("tie_word_embeddings", config.get("tie_word_embeddings", True))
-    _refuse_unsupported(text, family, config)
+    # These may stand at the top of a multimodal file, outside of its text_config.
+    for key in ("eos_token_id", "bos_token_id", "quantization_config"):
+        if key in config:
+            text[key] = config[key]
+    if "tie_word_embeddings" in config:
+        text.setdefault("tie_word_embeddings", config["tie_word_embeddings"])
+    text["name"] = name or model_type
+    if family == "llama":
+        return hf_llama.llama_from_hf(text)
+    if family == "gpt_oss":
+        return hf_llama.gpt_oss_from_hf(text)
+    return _gemma_from_hf(text, family, unified=kind == "gemma4_unified")
 
+
+def to_hf(config: ModelConfig) -> dict[str, Any]:
+    """The text-only ``config.json`` of a model, with every key that a reader could default wrongly.
+
+    Returns: dict that ``from_hf`` and transformers' ``AutoConfig`` read.
+    """
+    if config.family == "llama":
+        return hf_llama.llama_to_hf(config)
+    if config.family == "gpt_oss":
+        return hf_llama.gpt_oss_to_hf(config)
+    return _gemma_to_hf(config)
+
+
+def _gemma_from_hf(text: Mapping[str, Any], family: str, *, unified: bool) -> ModelConfig:
+    _refuse_unsupported(text, family)
     defaults = _HF_DEFAULTS | _HF_FAMILY_DEFAULTS[family]
+    if unified:
+        defaults |= {"sliding_window": 1024, "max_position_embeddings": 262144}
     value = {key: text.get(key, default) for key, default in defaults.items()}
     layer_types = _layer_types(text, family, value["num_hidden_layers"])
     ropes = _ropes(text, family)
@@ -46,9 +84,8 @@ def from_hf(config: Mapping[str, Any], *, name: str | None = None) -> ModelConfi
     full = replace(sliding, rope=ropes[FULL], sliding_window=None)
     if family == "gemma4":
         full = replace(full, **_gemma4_full_shapes(text, layer_types, sliding.num_kv_heads))
-    eos = config.get("eos_token_id", text.get("eos_token_id", 1))
     return ModelConfig(
-        name=name or str(model_type),
+        **common_fields({"eos_token_id": 1, "bos_token_id": 2} | dict(text)),
         family=family,
         vocab_size=value["vocab_size"],
         hidden_size=value["hidden_size"],
@@ -62,43 +99,50 @@ def from_hf(config: Mapping[str, Any], *, name: str | None = None) -> ModelConfi
         else None,
         final_logit_softcapping=text.get("final_logit_softcapping"),
         rms_norm_eps=text.get("rms_norm_eps", 1e-6),
-        eos_token_ids=tuple(eos) if isinstance(eos, Sequence) else () if eos is None else (eos,),
-        bos_token_id=config.get("bos_token_id", text.get("bos_token_id", 2)),
+        **(_gemma4_extras(text, value["vocab_size"], unified) if family == "gemma4" else {}),
     )
 
 
-def to_hf(config: ModelConfig) -> dict[str, Any]:
-    """The text-only ``config.json`` of a model, with every key that a reader could default wrongly.
+def _gemma4_extras(text: Mapping[str, Any], vocab_size: int, unified: bool) -> dict[str, Any]:
+    """Experts, per-layer embeddings and shared layers, which Gemma-3 does not have."""
+    # An absent key means width 256 in transformers: a file must say 0 to have no per-layer embeddings.
+    width = 0 if unified else text.get("hidden_size_per_layer_input", 256)
+    table = text.get("vocab_size_per_layer_input", 262144)
+    if width and table != vocab_size:
+        raise NotImplementedError(
+            f"vocab_size_per_layer_input: supported is vocab_size={vocab_size}, got {table}"
+        )
+    moe = None
+    if text.get("enable_moe_block", False):
+        keys = ("num_experts", "top_k_experts", "moe_intermediate_size")
+        if absent := [key for key in keys if not text.get(key)]:
+            raise ValueError(f"enable_moe_block: expected {absent} beside it")
+        moe = MoEConfig(*(text[key] for key in keys))
+    return {
+        "moe": moe,
+        "per_layer_input_size": width,
+        "num_kv_shared_layers": text.get("num_kv_shared_layers", 0),
+        "double_wide_mlp": text.get("use_double_wide_mlp", False),
+    }
 
-    Returns: dict that ``from_hf`` and transformers' ``AutoConfig`` read.
-    """
-    out: dict[str, Any] = {
+
+def _gemma_to_hf(config: ModelConfig) -> dict[str, Any]:
+    assert config.sliding is not None
+    out = write_common(config) | {
         "architectures": [
             "Gemma3ForCausalLM" if config.family == "gemma3" else "Gemma4ForCausalLM"
         ],
         "model_type": f"{config.family}_text",
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.sliding.num_heads,
         "num_key_value_heads": config.sliding.num_kv_heads,
         "head_dim": config.sliding.head_dim,
         "sliding_window": config.sliding.sliding_window,
         "layer_types": list(config.layer_types),
         "rope_parameters": {
-            SLIDING: _rope_to_hf(config.sliding.rope),
-            FULL: _rope_to_hf(config.full.rope),
+            SLIDING: write_rope(config.sliding.rope),
+            FULL: write_rope(config.full.rope),
         },
-        "max_position_embeddings": config.max_position_embeddings,
         "final_logit_softcapping": config.final_logit_softcapping,
-        "rms_norm_eps": config.rms_norm_eps,
         "hidden_activation": "gelu_pytorch_tanh",
-        "attention_bias": False,
-        "tie_word_embeddings": True,
-        "eos_token_id": list(config.eos_token_ids),
-        "bos_token_id": config.bos_token_id,
-        "pad_token_id": 0,
     }
     if config.family == "gemma3":
         return out | {
@@ -109,10 +153,14 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
         "global_head_dim": config.full.head_dim,
         "num_global_key_value_heads": config.full.num_kv_heads,
         "attention_k_eq_v": config.full.k_eq_v,
-        "hidden_size_per_layer_input": 0,
+        "hidden_size_per_layer_input": config.per_layer_input_size,
         "vocab_size_per_layer_input": config.vocab_size,
-        "num_kv_shared_layers": 0,
-        "enable_moe_block": False,
+        "num_kv_shared_layers": config.num_kv_shared_layers,
+        "use_double_wide_mlp": config.double_wide_mlp,
+        "enable_moe_block": config.moe is not None,
+        "num_experts": config.moe and config.moe.num_experts,
+        "top_k_experts": config.moe and config.moe.top_k,
+        "moe_intermediate_size": config.moe and config.moe.intermediate_size,
     }
 
 
@@ -130,17 +178,9 @@ _HF_FAMILY_DEFAULTS = {
 }
 
 
-def _refuse_unsupported(text: Mapping[str, Any], family: str, config: Mapping[str, Any]) -> None:
+def _refuse_unsupported(text: Mapping[str, Any], family: str) -> None:
     """Raises one NotImplementedError that names every feature of the file which this runner lacks."""
     found = []
-    if family == "gemma4":
-        # An absent key means width 256 in transformers: a file must say 0 to have no per-layer embeddings.
-        if width := text.get("hidden_size_per_layer_input", 256):
-            found.append(f"per-layer embeddings (hidden_size_per_layer_input={width})")
-        if text.get("enable_moe_block", False):
-            found.append("mixture of experts (enable_moe_block=True)")
-        if shared := text.get("num_kv_shared_layers", 0):
-            found.append(f"shared-KV layers (num_kv_shared_layers={shared})")
     if text.get("use_bidirectional_attention") not in (None, False, "vision"):
         found.append(f"use_bidirectional_attention={text['use_bidirectional_attention']!r}")
     if text.get("attention_bias", False):
@@ -150,15 +190,13 @@ def _refuse_unsupported(text: Mapping[str, Any], family: str, config: Mapping[st
     # transformers stores this key for Gemma-3 but never applies it, so no reference says what it should do.
     if text.get("attn_logit_softcapping") is not None:
         found.append(f"attn_logit_softcapping={text['attn_logit_softcapping']}")
-    if not text["tie_word_embeddings"]:
+    if not text.get("tie_word_embeddings", True):
         found.append("tie_word_embeddings=False")
-    if config.get("quantization_config") or text.get("quantization_config"):
-        found.append("quantization_config")
-    if found:
-        raise NotImplementedError(
-            f"config: supported are dense {family} text models with causal attention, gelu_pytorch_tanh and tied "
-            f"embeddings; this one has {', '.join(found)}"
-        )
+    refuse(
+        text,
+        found,
+        f"{family} text models with causal attention, gelu_pytorch_tanh and tied embeddings",
+    )
 
 
 def _layer_types(text: Mapping[str, Any], family: str, num_layers: int) -> tuple[str, ...]:
@@ -194,25 +232,7 @@ def _ropes(text: Mapping[str, Any], family: str) -> dict[str, RopeConfig]:
         full = full | (text.get("rope_scaling") or {})  # never applies to sliding layers
         full.setdefault("rope_theta", text.get("rope_theta", 1e6))
         sliding.setdefault("rope_theta", text.get("rope_local_base_freq", 1e4))
-    return {SLIDING: _rope(sliding, 1e4), FULL: _rope(full, 1e6)}
-
-
-def _rope(params: Mapping[str, Any], base: float) -> RopeConfig:
-    return RopeConfig(
-        kind=params.get("rope_type", params.get("type", "default")),
-        base=float(params.get("rope_theta", base)),
-        factor=float(params.get("factor", 1.0)),
-        partial_rotary_factor=float(params.get("partial_rotary_factor", 1.0)),
-    )
-
-
-def _rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
-    out: dict[str, Any] = {"rope_type": rope.kind, "rope_theta": rope.base}
-    if rope.kind == "proportional":
-        out["partial_rotary_factor"] = rope.partial_rotary_factor
-    if rope.factor != 1.0:
-        out["factor"] = rope.factor
-    return out
+    return {SLIDING: read_rope(sliding, 1e4), FULL: read_rope(full, 1e6)}
 
 
 def _gemma4_full_shapes(

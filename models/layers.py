@@ -1,9 +1,12 @@
-"""Building blocks of Gemma text models. Weights keep the names and shapes of Hugging Face checkpoints; nothing is initialised here.
+"""Building blocks of the text models. Weights keep the names and shapes of Hugging Face checkpoints; nothing is initialised here.
 
 Rows are tokens of a ragged batch: [num_tokens, ...], no batch dimension.
 """
 
 from __future__ import annotations
+
+import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +35,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     """Radians per position of each channel pair (i, i + head_dim / 2).
 
     Proportional: the exponent's denominator is head_dim, not the rotated width, and pairs past
-    ``partial_rotary_factor`` do not turn at all (frequency 0).
+    ``partial_rotary_factor`` do not turn at all (frequency 0). ``amplitude`` is not in it: see :func:`rotary_angles`.
 
     Returns: [head_dim // 2] fp32, CPU.
     Source: transformers ``modeling_rope_utils``.
@@ -41,20 +44,51 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     frequencies = 1.0 / rope.base**exponent
     if rope.kind == "proportional":
         frequencies[int(rope.partial_rotary_factor * head_dim // 2) :] = 0.0
-    if rope.kind != "default":
-        frequencies = frequencies / rope.factor
+    if rope.kind in ("linear", "proportional"):
+        return frequencies / rope.factor
+    if rope.kind in ("llama3", "yarn"):
+        share = _blend(rope, frequencies)
+        return frequencies * (share + (1 - share) / rope.factor)
     return frequencies
 
 
-def rotary_angles(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of every position's angles.
+def _blend(rope: RopeConfig, frequencies: Tensor) -> Tensor:
+    """How far a frequency keeps its value: 1 for high ones, 0 for low ones, a ramp between. [head_dim // 2] fp32.
+
+    llama3's ramp is linear in the turns that a frequency makes within ``original_max_positions``, yarn's in the channel pair.
+    """
+    assert rope.original_max_positions is not None
+    if rope.kind == "llama3":
+        turns = frequencies * (rope.original_max_positions / (2 * math.pi))
+        return ((turns - rope.low) / (rope.high - rope.low)).clamp(0, 1)
+    num_pairs = len(frequencies)
+
+    def pair_that_turns(turns: float) -> float:
+        wavelength = rope.original_max_positions / (2 * math.pi * turns)
+        return num_pairs * math.log(wavelength) / math.log(rope.base)
+
+    first, last = pair_that_turns(rope.high), pair_that_turns(rope.low)
+    if rope.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    # The upper limit is in channels, not pairs, as in the paper's code; it matters where no frequency is low.
+    first, last = max(first, 0), min(last, 2 * num_pairs - 1)
+    width = last - first or 0.001
+    return 1 - ((torch.arange(num_pairs, dtype=torch.float32) - first) / width).clamp(0, 1)
+
+
+def rotary_angles(
+    positions: Tensor, frequencies: Tensor, amplitude: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of every position's angles, times ``amplitude``.
 
     positions: [num_tokens] int64. frequencies: [head_dim // 2] fp32.
 
     Returns: (cos, sin), each [num_tokens, 1, head_dim // 2] fp32; the 1 broadcasts over heads.
     """
     angles = positions.float()[:, None, None] * frequencies
-    return angles.cos(), angles.sin()
+    if amplitude == 1.0:
+        return angles.cos(), angles.sin()
+    return angles.cos() * amplitude, angles.sin() * amplitude
 
 
 def apply_rotary(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
@@ -90,53 +124,118 @@ class RMSNorm(nn.Module):
 
 
 class Linear(nn.Module):
-    """x W^T without bias. weight: [out_size, in_size]."""
+    """x W^T + b.
 
-    def __init__(
-        self, in_size: int, out_size: int, device: torch.device, dtype: torch.dtype
-    ) -> None:
-        super().__init__()
-        self.weight = empty_parameter(out_size, in_size, device=device, dtype=dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [num_tokens, in_size]. Returns [num_tokens, out_size]."""
-        return F.linear(x, self.weight)
-
-
-class Embedding(nn.Module):
-    """Token embedding scaled by sqrt(hidden_size), tied with the output projection, which is not scaled.
-
-    weight: [vocab_size, hidden_size].
+    weight: [out_size, in_size] of the model's dtype, or fp8 after :meth:`keep_fp8`. bias: [out_size] or None.
     """
 
     def __init__(
-        self, vocab_size: int, hidden_size: int, device: torch.device, dtype: torch.dtype
+        self,
+        in_size: int,
+        out_size: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        bias: bool = False,
+    ) -> None:
+        super().__init__()
+        self.weight = empty_parameter(out_size, in_size, device=device, dtype=dtype)
+        self.bias = empty_parameter(out_size, device=device, dtype=dtype) if bias else None
+        self.scale: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [num_tokens, in_size]. Returns [num_tokens, out_size]."""
+        weight = self.weight
+        if self.scale is not None:
+            weight = dequantize(weight, self.scale, x.dtype)
+        return F.linear(x, weight, self.bias)
+
+    def keep_fp8(self, weight: Tensor, scale: Tensor) -> None:
+        """Holds the weight in fp8 and makes the full one anew in each forward pass: half the memory of bf16.
+
+        weight: [out_size, in_size] fp8. scale: as in :func:`dequantize`.
+        """
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.scale = scale
+
+
+def dequantize(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """fp8 weights times their scales, rounded once.
+
+    weight: [..., out_size, in_size] fp8. scale: one number; or with as many axes as the weight (the last ones may be left out: [out_size] is one of
+    each output channel), along each of them 1, all, or one of each block. Blocks are powers of two long, the last one of
+    an axis may be cut off.
+
+    Returns: [..., out_size, in_size] of ``dtype``.
+    Source: ``weight_scale_inv`` of transformers' fine-grained fp8; ``weight_scale`` of compressed-tensors.
+    """
+    scale = scale.float()
+    if scale.numel() > 1:
+        scale = scale.view(*scale.shape, *[1] * (weight.ndim - scale.ndim))
+        for axis, size in enumerate(weight.shape):
+            if 1 < scale.shape[axis] < size:
+                block = 1 << (-(-size // scale.shape[axis]) - 1).bit_length()
+                index = torch.arange(size, device=scale.device) // block
+                scale = scale.index_select(axis, index)
+    return (weight.float() * scale).to(dtype)
+
+
+class Embedding(nn.Module):
+    """Token embedding, scaled where the family scales it; tied models use it, unscaled, as output projection too.
+
+    weight: [vocab_size, hidden_size]. scale: factor of the rows, or None; the default is sqrt(hidden_size), as in Gemma.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        scaled: bool = True,
     ) -> None:
         super().__init__()
         self.weight = empty_parameter(vocab_size, hidden_size, device=device, dtype=dtype)
         # Rounded to the weight dtype first, as the models were trained: in bf16 sqrt(5376) is 73.5.
-        self.scale = torch.tensor(hidden_size**0.5, dtype=dtype).item()
+        self.scale = torch.tensor(hidden_size**0.5, dtype=dtype).item() if scaled else 1.0
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """input_ids: [num_tokens] int. Returns [num_tokens, hidden_size]."""
-        return F.embedding(input_ids, self.weight) * self.scale
+        rows = F.embedding(input_ids, self.weight)
+        return rows if self.scale == 1.0 else rows * self.scale
 
     def logits(self, x: Tensor) -> Tensor:
         """x: [num_rows, hidden_size]. Returns [num_rows, vocab_size] fp32."""
         return F.linear(x, self.weight).float()
 
 
+def gelu_tanh(x: Tensor) -> Tensor:
+    """GELU in its tanh form."""
+    return F.gelu(x, approximate="tanh")
+
+
 class MLP(nn.Module):
-    """down(gelu_tanh(gate(x)) * up(x))."""
+    """down(activation(gate(x)) * up(x)).
+
+    activation: default GELU in its tanh form, as in Gemma.
+    """
 
     def __init__(
-        self, hidden_size: int, intermediate_size: int, device: torch.device, dtype: torch.dtype
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        activation: Callable[[Tensor], Tensor] = gelu_tanh,
     ) -> None:
         super().__init__()
         self.gate_proj = Linear(hidden_size, intermediate_size, device, dtype)
         self.up_proj = Linear(hidden_size, intermediate_size, device, dtype)
         self.down_proj = Linear(intermediate_size, hidden_size, device, dtype)
+        self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [num_tokens, hidden_size]. Returns the same shape."""
-        return self.down_proj(F.gelu(self.gate_proj(x), approximate="tanh") * self.up_proj(x))
+        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))

@@ -28,12 +28,13 @@ def run_experts(
     *,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
+    interleaved: bool = False,
 ) -> Tensor:
     """Sum over a token's experts e of weight * down[e](activation(gate[e] x, up[e] x)).
 
     x: [num_tokens, hidden_size]. expert_ids: [num_tokens, k] int64 below num_experts.
     expert_weights: [num_tokens, k], used in fp32.
-    gate_up: [num_experts, 2 * intermediate_size, hidden_size], rows of gate first.
+    gate_up: [num_experts, 2 * intermediate_size, hidden_size], rows of gate first, or with ``interleaved`` in turns with those of up.
     down: [num_experts, hidden_size, intermediate_size].
     activation: (gate, up), each [rows, intermediate_size] -> the same shape.
     gate_up_bias, down_bias: [num_experts, 2 * intermediate_size] and [num_experts, hidden_size], or None.
@@ -44,7 +45,8 @@ def run_experts(
     sorted_ids, order = expert_ids.flatten().sort(stable=True)
     experts = torch.arange(len(gate_up), device=x.device)
     offsets = torch.searchsorted(sorted_ids, experts, right=True).int()
-    gate, up = _rows(x[order // k], gate_up, gate_up_bias, sorted_ids, offsets).chunk(2, dim=-1)
+    both = _rows(x[order // k], gate_up, gate_up_bias, sorted_ids, offsets)
+    gate, up = (both[:, 0::2], both[:, 1::2]) if interleaved else both.chunk(2, dim=-1)
     y_sorted = _rows(activation(gate, up), down, down_bias, sorted_ids, offsets)
     y = torch.empty_like(y_sorted).index_copy_(0, order, y_sorted).unflatten(0, (num_tokens, k))
     out = y[:, 0].float() * expert_weights[:, :1].float()

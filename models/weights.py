@@ -6,69 +6,86 @@ safetensors is imported where files are read or written, so that random weights 
 from __future__ import annotations
 
 import json
-import re
+import os
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor, nn
 
+from quire.models.checkpoint import INDEX_FILE, Source, catalogue, match, read_json
 from quire.models.configs import ModelConfig
+from quire.models.decoder import Decoder
 from quire.models.gemma import Gemma
+from quire.models.gpt_oss import GptOss
 from quire.models.hf_config import from_hf, to_hf
+from quire.models.layers import Linear, dequantize
+from quire.models.llama import Llama
+from quire.models.mxfp4 import dequantize_mxfp4
 
-INDEX_FILE = "model.safetensors.index.json"
+_MODELS: dict[str, type[Decoder]] = {
+    "gemma3": Gemma,
+    "gemma4": Gemma,
+    "llama": Llama,
+    "gpt_oss": GptOss,
+}
+FP8_MODES = ("auto", "keep", "dequantize")
+WORKING_SHARE = 0.8  # of the free memory may be weights before "auto" keeps fp8
 
-# Text tensors have one of these prefixes, longest first; the rest of the name is the same in every repository.
-_TEXT_PREFIXES = ("model.language_model.", "language_model.model.", "model.")
-# The output projection is tied to the embedding, and the towers of multimodal checkpoints are not the text model's.
-_IGNORED = re.compile(
-    r"(model\.)?(vision_tower|audio_tower|multi_modal_projector|embed_vision|embed_audio)\."
-    r"|(language_model\.)?lm_head\.weight$"
-)
+
+def build_model(config: ModelConfig, *, device: torch.device | str, dtype: torch.dtype) -> Decoder:
+    """The model of ``config`` with uninitialised weights."""
+    return _MODELS[config.family](config, device=device, dtype=dtype)
 
 
 def load_config(path: str | Path) -> ModelConfig:
     """Reads ``config.json``, and the stop ids of ``generation_config.json`` where there is one.
 
-    Raises: ValueError when there is no config.json; NotImplementedError for unsupported models.
+    Raises: ValueError when there is no config.json or it is not JSON; NotImplementedError for unsupported models.
     """
     path = Path(path)
     if not (path / "config.json").is_file():
         raise ValueError(f"path: expected a directory with a config.json, got {str(path)!r}")
-    config = from_hf(_read_json(path / "config.json"), name=path.name)
+    config = from_hf(read_json(path / "config.json"), name=path.name)
     generation = path / "generation_config.json"
-    eos = _read_json(generation).get("eos_token_id") if generation.is_file() else None
+    eos = read_json(generation).get("eos_token_id") if generation.is_file() else None
     if eos is None:
         return config
     return replace(config, eos_token_ids=tuple(eos) if isinstance(eos, list) else (eos,))
 
 
 def load_model(
-    path: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
-) -> Gemma:
+    path: str | Path,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    fp8: str = "auto",
+) -> Decoder:
     """Builds the model of a Hugging Face directory, one tensor at a time on its final device.
 
     path: directory with config.json and model.safetensors or shards with their index.
     dtype: of the model; default: that of config.json, else bfloat16. Tensors of other dtypes are converted.
+    fp8: what becomes of matrices stored in fp8. "dequantize": converted on load. "keep": held in fp8 and converted anew in every
+        forward pass, layer by layer. "auto": kept only if the converted model would fill more than 80 % of the free memory.
 
-    Returns: Gemma.
-    Raises: ValueError naming every missing, unexpected and misshaped tensor at once, before any is read;
-        NotImplementedError for unsupported models.
-    Source: tensor names of transformers 5.23 and of the older multimodal repositories.
+    Returns: Decoder.
+    Raises: ValueError naming every missing, unexpected and misshaped tensor at once, or each file that is missing or cut off,
+        before any tensor is read; NotImplementedError for unsupported models.
     """
-    from safetensors import safe_open
-
-    path = Path(path)
+    if fp8 not in FP8_MODES:
+        raise ValueError(f"fp8: expected one of {FP8_MODES}, got {fp8!r}")
+    path, device = Path(path), torch.device(device)
     config = load_config(path)
-    model = Gemma(config, device=device, dtype=dtype or _stored_dtype(path))
-    parameters = dict(model.named_parameters())
-    files = _weight_files(path)
-    _check_names(path, files, parameters)
-    for file in files:
-        with safe_open(file, framework="pt", device=str(model.device)) as tensors:
-            for stored in tensors.keys():  # noqa: SIM118 (not a dict: it has no iterator)
-                if (name := _text_name(stored)) is not None:
-                    parameters[name].copy_(tensors.get_tensor(stored))
+    dtype = dtype or _stored_dtype(path)
+    found = catalogue(path, config)
+    # Shapes are checked, and it is decided what stays in fp8, before anything is allocated.
+    model = build_model(config, device="meta", dtype=dtype)
+    shapes = {name: weight.shape for name, weight in model.named_parameters()}
+    sources = match(path, found, shapes)
+    kept = _kept_in_fp8(model, sources, fp8, device)
+    model.allocate(device, except_for=kept)
+    _fill(model, sources, kept)
     return model
 
 
@@ -78,27 +95,36 @@ def random_model(
     seed: int = 0,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
-) -> Gemma:
+) -> Decoder:
     """A model with random weights drawn on its device: outputs of order one, and no weight at a value that hides it.
 
-    Matrices are N(0, 1 / in_size), the embedding 0.15 N(0, 1), norm weights 1 + 0.3 N(0, 1) in effect, layer scalars
-    uniform in 0.8 .. 1.2. The same seed gives the same weights on the same kind of device.
+    Matrices are N(0, 1 / in_size), the embeddings 0.15 N(0, 1), norm weights 1 + 0.3 N(0, 1) in effect, layer scalars uniform in
+    0.8 .. 1.2, biases and sinks N(0, 1). The same seed gives the same weights on the same kind of device.
     """
-    model = Gemma(config, device=device, dtype=dtype)
-    generator = torch.Generator(device=model.device).manual_seed(seed)
+    model = build_model(config, device=device, dtype=dtype)
+    generators: dict[torch.device, torch.Generator] = {}
     for name, weight in model.named_parameters():
-        if name.endswith("layer_scalar"):
-            weight.uniform_(0.8, 1.2, generator=generator)
-        elif name == "embed_tokens.weight":
-            weight.normal_(0.0, 0.15, generator=generator)
-        elif weight.ndim == 1:
-            weight.normal_(1.0 - config.norm_offset, 0.3, generator=generator)
-        else:
-            weight.normal_(0.0, weight.shape[1] ** -0.5, generator=generator)
+        if weight.device not in generators:
+            generators[weight.device] = torch.Generator(device=weight.device).manual_seed(seed)
+        _draw(name, weight, config, generators[weight.device])
     return model
 
 
-def save_checkpoint(model: Gemma, path: str | Path, *, max_shard_bytes: int = 5 * 2**30) -> None:
+def _draw(name: str, weight: Tensor, config: ModelConfig, generator: torch.Generator) -> None:
+    if name.endswith("layer_scalar"):
+        weight.uniform_(0.8, 1.2, generator=generator)
+    elif name.startswith("embed_tokens"):
+        weight.normal_(0.0, 0.15, generator=generator)
+    elif name.endswith(("bias", "sinks")):
+        weight.normal_(0.0, 1.0, generator=generator)
+    elif weight.ndim == 1:
+        weight.normal_(1.0 - config.norm_offset, 0.3, generator=generator)
+    else:
+        in_axis = 1 if config.family == "gpt_oss" and weight.ndim == 3 else -1
+        weight.normal_(0.0, weight.shape[in_axis] ** -0.5, generator=generator)
+
+
+def save_checkpoint(model: Decoder, path: str | Path, *, max_shard_bytes: int = 5 * 2**30) -> None:
     """Writes config.json and safetensors files that `load_model` and transformers' ``from_pretrained`` read.
 
     path: directory, made if absent. max_shard_bytes: a file closes before it would grow past this.
@@ -111,14 +137,15 @@ def save_checkpoint(model: Gemma, path: str | Path, *, max_shard_bytes: int = 5 
     (path / "config.json").write_text(
         json.dumps(to_hf(model.config) | {"dtype": dtype}, indent=2) + "\n"
     )
-    shards: list[dict[str, torch.Tensor]] = [{}]
+    shards: list[dict[str, Tensor]] = [{}]
     size = 0
     for name, weight in model.named_parameters():
         num_bytes = weight.numel() * weight.element_size()
         if shards[-1] and size + num_bytes > max_shard_bytes:
             shards.append({})
             size = 0
-        shards[-1][f"model.{name}"] = weight.detach()
+        stored = name if name == "lm_head.weight" else f"model.{name}"
+        shards[-1][stored] = weight.detach()
         size += num_bytes
     if len(shards) == 1:
         save_file(shards[0], path / "model.safetensors", metadata={"format": "pt"})
@@ -133,65 +160,66 @@ def save_checkpoint(model: Gemma, path: str | Path, *, max_shard_bytes: int = 5 
     )
 
 
-def _read_json(path: Path) -> dict:
-    return json.loads(path.read_text(encoding="utf-8"))
-
-
 def _stored_dtype(path: Path) -> torch.dtype:
     """The dtype that config.json names (``dtype``, earlier ``torch_dtype``), at the top or in text_config."""
-    config = _read_json(path / "config.json")
+    config = read_json(path / "config.json")
     text = config.get("text_config") or {}
     for section in (text, config):
         for key in ("dtype", "torch_dtype"):
-            if section.get(key):
-                return getattr(torch, section[key])
+            if name := section.get(key):
+                dtype = getattr(torch, str(name), None)
+                if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+                    raise NotImplementedError(
+                        f"dtype: supported are bfloat16, float16 and float32, got {name!r}"
+                    )
+                return dtype
     return torch.bfloat16
 
 
-def _weight_files(path: Path) -> list[Path]:
-    if (path / INDEX_FILE).is_file():
-        names = sorted(set(_read_json(path / INDEX_FILE)["weight_map"].values()))
-    else:
-        names = ["model.safetensors"]
-    absent = [name for name in names if not (path / name).is_file()]
-    if absent:
-        raise ValueError(f"path: expected the files {absent} in {str(path)!r}")
-    return [path / name for name in names]
+def _kept_in_fp8(
+    model: Decoder, sources: dict[str, Source], fp8: str, device: torch.device
+) -> dict[str, Linear]:
+    """The layers whose weights stay in fp8, by parameter name. Stacked experts are always converted."""
+    if fp8 == "auto":
+        num_bytes = sum(weight.numel() * weight.element_size() for weight in model.parameters())
+        fp8 = "keep" if num_bytes > WORKING_SHARE * free_memory(device) else "dequantize"
+    if fp8 == "dequantize":
+        return {}
+    layers = {f"{name}.weight": m for name, m in model.named_modules() if isinstance(m, Linear)}
+    return {n: m for n, m in layers.items() if sources[n].kind == "fp8"}
 
 
-def _text_name(stored: str) -> str | None:
-    """The model's name of a stored tensor; the stored name itself when no rule knows it; None = ignore."""
-    if _IGNORED.match(stored):
-        return None
-    for prefix in _TEXT_PREFIXES:
-        if stored.startswith(prefix):
-            return stored.removeprefix(prefix)
-    return stored
+def free_memory(device: torch.device) -> int:
+    """Bytes that can still be allocated on ``device``."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _check_names(path: Path, files: list[Path], parameters: dict[str, torch.nn.Parameter]) -> None:
-    """Compares names and shapes of all files, read from their headers only, with the model's."""
+def _fill(model: nn.Module, sources: dict[str, Source], kept: dict[str, Linear]) -> None:
+    """Reads tensors file by file, each into its place. Of a file no more than one tensor is in use at a time."""
     from safetensors import safe_open
 
-    shapes: dict[str, list[int]] = {}
-    for file in files:
+    by_file = defaultdict(list)
+    for name, source in sources.items():
+        by_file[source.value.file].append((name, source))
+    parameters = dict(model.named_parameters())
+    for file, members in by_file.items():
         with safe_open(file, framework="pt") as tensors:
-            for stored in tensors.keys():  # noqa: SIM118
-                if (name := _text_name(stored)) is not None:
-                    shapes[name] = list(tensors.get_slice(stored).get_shape())
-    problems = []
-    if missing := sorted(set(parameters) - set(shapes)):
-        problems.append(f"missing {missing}")
-    if unexpected := sorted(set(shapes) - set(parameters)):
-        problems.append(f"unexpected {unexpected}")
-    misshaped = [
-        f"{name} {shapes[name]} (expected {list(weight.shape)})"
-        for name, weight in parameters.items()
-        if name in shapes and shapes[name] != list(weight.shape)
-    ]
-    if misshaped:
-        problems.append(f"misshaped {misshaped}")
-    if problems:
-        raise ValueError(
-            f"path: tensors of {str(path)!r} do not fit its config.json: {'; '.join(problems)}"
-        )
+            for name, source in members:
+                value = tensors.get_tensor(source.value.name)
+                scale = None if source.scale is None else source.scale.read()
+                weight = parameters[name]
+                if name in kept:
+                    device = model.device
+                    kept[name].keep_fp8(value.to(device, copy=True), scale.to(device, copy=True))
+                elif source.kind == "fp8":
+                    value, scale = value.to(weight.device), scale.to(weight.device)
+                    weight.copy_(dequantize(value, scale, weight.dtype))
+                elif source.kind == "mxfp4":
+                    for i in range(len(weight)):  # expert by expert
+                        weight[i] = dequantize_mxfp4(
+                            value[i].to(weight.device), scale[i].to(weight.device)
+                        ).T
+                else:
+                    weight.copy_(value)

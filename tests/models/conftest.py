@@ -14,11 +14,18 @@ import pytest
 import torch
 
 from quire.models.configs import CONFIGS, get_config
-from quire.models.gemma import Gemma
+from quire.models.decoder import Decoder
 from quire.models.hf_config import to_hf
 from quire.models.weights import random_model, save_checkpoint
 
-TINY = ("gemma3-tiny", "gemma4-tiny")
+TINY = (
+    "gemma3-tiny",
+    "gemma4-tiny",
+    "gemma4-e-tiny",
+    "gemma4-moe-tiny",
+    "llama-tiny",
+    "gpt-oss-tiny",
+)
 NUM_TOKENS = 131  # more than eight windows of 16
 
 
@@ -30,7 +37,7 @@ class Oracle:
     """
 
     name: str
-    model: Gemma
+    model: Decoder
     input_ids: torch.Tensor
     ours: Path
     theirs: Path
@@ -56,6 +63,7 @@ def oracle_root(tmp_path_factory) -> Path:
             jobs.append({"load": load, "input_ids": _input_ids(seed).tolist(), "out": out})
     for name, config in CONFIGS.items():
         jobs.append({"shapes": to_hf(config), "out": str(root / f"{name}.json")})
+    jobs.append({"mxfp4": 0, "out": str(root / "mxfp4.pt")})
     _run_oracle(root, jobs)
     return root
 

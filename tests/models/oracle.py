@@ -4,7 +4,8 @@ named ``kernels`` and must not find this repository's: start it in another direc
 Usage: python oracle.py JOBS.json, a list of
     {"load": checkpoint directory, "input_ids": [...], "out": file}    logits [num_tokens, vocab_size] of one uncached forward
     {"make": directory, "config": {...}, "seed": n}                    a random checkpoint, saved by transformers itself
-    {"shapes": {config}, "out": file}                                  {tensor name: shape} as JSON, lm_head left out
+    {"shapes": {config}, "out": file}                                  {tensor name: shape} as JSON, a tied lm_head left out
+    {"mxfp4": seed, "out": file}                                       (blocks, scales, their values) of random packed experts
 """
 
 import json
@@ -16,20 +17,28 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 
 def randomise(model, seed):
-    """Every tensor random: layer scalars are buffers, and norm weights start out constant."""
+    """Every tensor random: layer scalars are buffers, norm weights start out constant, and sinks and biases uninitialised."""
     generator = torch.Generator().manual_seed(seed)
     offset = 0.0 if model.config.model_type == "gemma3_text" else 1.0
-    for name, tensor in model.state_dict().items():
-        if name == "lm_head.weight":
-            continue  # tied to the embedding
+    for name, tensor in own_tensors(model):
         if name.endswith("layer_scalar"):
             tensor.uniform_(0.8, 1.2, generator=generator)
+        elif name.endswith(("bias", "sinks")):
+            tensor.normal_(0.0, 1.0, generator=generator)
         elif tensor.ndim == 1:
             tensor.normal_(offset, 0.3, generator=generator)
         elif "embed_tokens" in name:
             tensor.normal_(0.0, 0.15, generator=generator)
         else:
-            tensor.normal_(0.0, tensor.shape[1] ** -0.5, generator=generator)
+            in_axis = 1 if model.config.model_type == "gpt_oss" and tensor.ndim == 3 else -1
+            tensor.normal_(0.0, tensor.shape[in_axis] ** -0.5, generator=generator)
+
+
+def own_tensors(model):
+    """Names and tensors, without an output projection that is the embedding."""
+    for name, tensor in model.state_dict().items():
+        if name != "lm_head.weight" or not model.config.tie_word_embeddings:
+            yield name, tensor
 
 
 def logits(path, input_ids):
@@ -42,8 +51,16 @@ def logits(path, input_ids):
 def shapes(config):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
-    tensors = model.state_dict().items()
-    return {name: list(tensor.shape) for name, tensor in tensors if name != "lm_head.weight"}
+    return {name: list(tensor.shape) for name, tensor in own_tensors(model)}
+
+
+def mxfp4(seed):
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    generator = torch.Generator().manual_seed(seed)
+    blocks = torch.randint(0, 256, (3, 10, 2, 16), generator=generator, dtype=torch.uint8)
+    scales = torch.randint(110, 140, (3, 10, 2), generator=generator, dtype=torch.uint8)
+    return blocks, scales, convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
 
 
 def main():
@@ -57,6 +74,8 @@ def main():
             model.save_pretrained(job["make"])
         elif "shapes" in job:
             Path(job["out"]).write_text(json.dumps(shapes(job["shapes"])))
+        elif "mxfp4" in job:
+            torch.save(mxfp4(job["mxfp4"]), job["out"])
         else:
             torch.save(logits(job["load"], job["input_ids"]), job["out"])
 

@@ -1,6 +1,7 @@
 """Configurations: reading config.json with its traps, and dealing layers into cache groups."""
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -89,10 +90,14 @@ def test_gemma4_per_layer_config():
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("gemma4-tiny", {"hidden_size_per_layer_input": 8}, "per-layer embeddings .*=8"),
-        ("gemma4-tiny", {"hidden_size_per_layer_input": ...}, "per-layer embeddings .*=256"),
-        ("gemma4-tiny", {"enable_moe_block": True}, "mixture of experts"),
-        ("gemma4-tiny", {"num_kv_shared_layers": 3}, "shared-KV layers .*=3"),
+        (
+            "gemma4-e-tiny",
+            {"vocab_size_per_layer_input": 300},
+            "vocab_size_per_layer_input: supported is vocab_size=259, got 300",
+        ),
+        ("llama-tiny", {"mlp_bias": True}, "mlp_bias=True"),
+        ("llama-tiny", {"hidden_act": "relu"}, "hidden_act='relu'"),
+        ("gpt-oss-tiny", {"swiglu_limit": 5.0}, "swiglu_limit=5.0"),
         (
             "gemma4-tiny",
             {"use_bidirectional_attention": "all"},
@@ -103,9 +108,17 @@ def test_gemma4_per_layer_config():
         ("gemma3-tiny", {"tie_word_embeddings": False}, "tie_word_embeddings=False"),
         ("gemma3-tiny", {"attention_bias": True}, "attention_bias=True"),
         ("gemma3-tiny", {"hidden_activation": "silu"}, "hidden_activation='silu'"),
-        ("gemma3-tiny", {"quantization_config": {"bits": 4}}, "quantization_config"),
-        ("gemma3-tiny", {"rope_scaling": {"rope_type": "yarn"}}, "rope_type: .*got 'yarn'"),
-        ("gemma3-tiny", {"model_type": "llama"}, "model_type: supported are .*got 'llama'"),
+        (
+            "gemma3-tiny",
+            {"quantization_config": {"quant_method": "gptq"}},
+            r"quantization_config='gptq' \(supported are .*'fp8'",
+        ),
+        ("gemma3-tiny", {"rope_scaling": {"rope_type": "dynamic"}}, "rope_type: .*got 'dynamic'"),
+        (
+            "gemma3-tiny",
+            {"model_type": "qwen3"},
+            r"model_type: supported are \('gemma3', 'gemma4', 'llama', 'gpt_oss'\).*got 'qwen3'",
+        ),
     ],
 )
 def test_unsupported_features_are_named(name, change, message):
@@ -116,9 +129,90 @@ def test_unsupported_features_are_named(name, change, message):
 
 
 def test_all_unsupported_features_in_one_message():
-    config = to_hf(CONFIGS["gemma4-tiny"]) | {"enable_moe_block": True, "num_kv_shared_layers": 2}
-    with pytest.raises(NotImplementedError, match=r"mixture of experts.*shared-KV"):
+    config = to_hf(CONFIGS["gemma4-tiny"]) | {"attention_bias": True, "tie_word_embeddings": False}
+    with pytest.raises(NotImplementedError, match=r"attention_bias.*tie_word_embeddings"):
         read(config)
+
+
+def test_absent_keys_of_gemma4_mean_what_transformers_takes_them_for():
+    """A width of 256 for per-layer embeddings, where a file does not say 0; the unified models have none."""
+    config = to_hf(CONFIGS["gemma4-tiny"])
+    del config["hidden_size_per_layer_input"]
+    assert read(config).per_layer_input_size == 256
+    unified = {k: v for k, v in config.items() if k != "sliding_window"}
+    got = read(
+        {
+            "model_type": "gemma4_unified",
+            "text_config": unified | {"model_type": "gemma4_unified_text"},
+        }
+    )
+    assert got.family == "gemma4" and got.per_layer_input_size == 0
+    assert got.sliding.sliding_window == 1024
+
+
+def test_rope_of_llama():
+    config = to_hf(CONFIGS["llama-3.1-8b"])
+    rope = config.pop("rope_parameters")
+    older = {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}  # as in the released file
+    assert read(config | older, "llama-3.1-8b") == CONFIGS["llama-3.1-8b"]
+    assert read(config).full.rope == RopeConfig("default", 1e4)
+    assert read(config | {"rope_theta": 5e5, "rope_scaling": None}).full.rope == RopeConfig(
+        "default", 5e5
+    )
+    del rope["low_freq_factor"]
+    with pytest.raises(ValueError, match=r"rope_parameters: expected \['low_freq_factor'\]"):
+        read(config | {"rope_scaling": rope})
+
+
+def test_released_gpt_oss_file():
+    """The keys of the 20b file that differ from transformers' defaults, and rope_scaling as it is written there."""
+    config = {
+        "model_type": "gpt_oss",
+        "num_hidden_layers": 24,
+        "num_local_experts": 32,
+        "eos_token_id": 200002,
+        "bos_token_id": 199998,
+        "rope_theta": 150000,
+        "rope_scaling": {
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "rope_type": "yarn",
+            "truncate": False,
+        },
+        "quantization_config": {"quant_method": "mxfp4"},
+    }
+    assert read(config, "gpt-oss-20b") == CONFIGS["gpt-oss-20b"]
+
+
+@pytest.mark.parametrize(
+    ("rope", "amplitude"),
+    [
+        ({}, 1.0 + 0.1 * math.log(8)),
+        ({"attention_factor": 1.25}, 1.25),
+        ({"mscale": 1.0, "mscale_all_dim": 1.0}, 1.0),
+        (
+            {"mscale": 0.707, "mscale_all_dim": 1.0},
+            (0.0707 * math.log(8) + 1) / (0.1 * math.log(8) + 1),
+        ),
+    ],
+)
+def test_amplitude_of_yarn(rope, amplitude):
+    rope |= {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
+    got = read(to_hf(CONFIGS["llama-tiny"]) | {"rope_parameters": rope}).full.rope
+    assert got.amplitude == pytest.approx(amplitude) and (got.low, got.high) == (1, 32)
+
+
+@pytest.mark.parametrize("name", ["gemma-4-e2b", "gemma-4-e4b", "gemma4-e-tiny"])
+def test_shared_layers_have_the_last_owner_of_their_kind(name):
+    config = CONFIGS[name]
+    donors = {"gemma-4-e2b": {13, 14}, "gemma-4-e4b": {22, 23}, "gemma4-e-tiny": {4, 5}}[name]
+    assert config.kv_donors == donors
+    for layer in range(config.num_layers):
+        donor = config.kv_donor(layer)
+        assert config.layer_types[donor] == config.layer_types[layer]
+        assert donor == layer if layer < config.num_kv_owners else donor in donors
 
 
 @pytest.mark.parametrize(
@@ -136,6 +230,21 @@ def test_contradictions(change, message):
         read(to_hf(CONFIGS["gemma3-tiny"]) | change)
 
 
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("gemma4-e-tiny", {"num_kv_shared_layers": 9}, r"num_kv_shared_layers: expected 0\.\.8"),
+        ("gemma4-e-tiny", {"num_kv_shared_layers": 7}, "an earlier layer of kind .*full_attention"),
+        ("gemma4-moe-tiny", {"top_k_experts": 9}, r"top_k: expected 1\.\.num_experts=8, got 9"),
+        ("gemma4-moe-tiny", {"num_experts": None}, r"enable_moe_block: expected \['num_experts'\]"),
+        ("gpt-oss-tiny", {"layer_types": [SLIDING]}, "layer_types: expected num_hidden_layers=4"),
+    ],
+)
+def test_contradictions_of_other_families(name, change, message):
+    with pytest.raises(ValueError, match=message):
+        read(to_hf(CONFIGS[name]) | change)
+
+
 # (page bytes, block of sliding and full groups, layers a group, sliding groups, bytes of a page id), bf16, base block 16
 GROUPS = {
     "gemma-3-1b": (16384, 16, 16, 4, 6, 65536),
@@ -143,6 +252,10 @@ GROUPS = {
     "gemma-3-12b": (131072, 16, 16, 8, 5, 1048576),
     "gemma-3-27b": (131072, 16, 16, 10, 6, 1310720),
     "gemma-4-31b": (262144, 16, 32, 10, 5, 2621440),
+    "gemma-4-26b-a4b": (131072, 16, 32, 5, 5, 655360),
+    "gemma-4-e4b": (65536, 32, 16, 4, 5, 262144),
+    "gemma-4-e2b": (32768, 32, 16, 3, 4, 98304),
+    "gpt-oss-20b": (32768, 16, 16, 12, 1, 393216),
 }
 
 
@@ -155,7 +268,10 @@ def test_cache_groups_of_real_models(name):
     assert groups[0].block_size == full_block
     assert {g.page_bytes for g in groups} == {page_bytes}
     assert num_slots(placement) == layers and layers * page_bytes == id_bytes
-    assert len(set(placement)) == len(placement)  # no two layers share a slot of a group
+    owners = placement[: CONFIGS[name].num_kv_owners]
+    assert len(set(owners)) == len(owners)  # no two layers share a slot of a group
+    for layer, place in enumerate(placement):
+        assert place == placement[CONFIGS[name].kv_donor(layer)]
     kinds = {place.group: set() for place in placement}
     for layer, place in enumerate(placement):
         kinds[place.group].add(CONFIGS[name].layer_types[layer])

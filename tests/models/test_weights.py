@@ -6,9 +6,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from quire.models.checkpoint import INDEX_FILE
 from quire.models.configs import CONFIGS, get_config
-from quire.models.gemma import Gemma
-from quire.models.weights import INDEX_FILE, load_config, load_model, random_model, save_checkpoint
+from quire.models.weights import (
+    build_model,
+    load_config,
+    load_model,
+    random_model,
+    save_checkpoint,
+)
 
 CONFIG = get_config("gemma4-tiny")
 
@@ -112,8 +118,11 @@ def test_random_weights_follow_the_seed():
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_names_and_shapes_equal_transformers(oracle_root, name):
-    model = Gemma(CONFIGS[name], device="meta", dtype=torch.bfloat16)
-    ours = {f"model.{key}": list(weight.shape) for key, weight in model.named_parameters()}
+    model = build_model(CONFIGS[name], device="meta", dtype=torch.bfloat16)
+    ours = {
+        key if key == "lm_head.weight" else f"model.{key}": list(weight.shape)
+        for key, weight in model.named_parameters()
+    }
     assert ours == json.loads((oracle_root / f"{name}.json").read_text())
 
 
@@ -125,9 +134,16 @@ def test_names_and_shapes_equal_transformers(oracle_root, name):
         ("gemma-3-12b", 11.8),
         ("gemma-3-27b", 27.0),
         ("gemma-4-31b", 30.7),
+        ("gemma-4-26b-a4b", 25.2),
+        ("gemma-4-e4b", 7.5),
+        ("gemma-4-e2b", 4.6),
+        ("llama-3.1-8b", 8.03),
+        ("llama-3.2-1b", 1.24),
+        ("gpt-oss-20b", 20.9),
+        ("gpt-oss-120b", 116.8),
     ],
 )
 def test_real_models_have_their_size(name, billions):
-    model = Gemma(CONFIGS[name], device="meta", dtype=torch.bfloat16)
+    model = build_model(CONFIGS[name], device="meta", dtype=torch.bfloat16)
     total = sum(weight.numel() for weight in model.parameters())
     assert total / 1e9 == pytest.approx(billions, rel=0.02)

@@ -1,0 +1,159 @@
+"""What all text models share: embed, run the layers, norm, project; the layers and what else they need is each family's."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+import torch
+from torch import Tensor, nn
+
+from quire.models.attention import Attend, DenseAttend, PagedAttend
+from quire.models.batch import AttnMetadata
+from quire.models.cache import PagePool
+from quire.models.configs import FULL, SLIDING, ModelConfig
+from quire.models.layers import (
+    Embedding,
+    Linear,
+    RMSNorm,
+    empty_parameter,
+    inverse_frequencies,
+    rotary_angles,
+)
+
+Rotary = tuple[Tensor, Tensor]
+
+
+class Decoder(nn.Module):
+    """A text model with uninitialised weights; `models.weights` fills them. Families derive from it and set ``layers``.
+
+    config: shapes. device, dtype: of all weights but those that stay on the host; activations have the same dtype.
+    """
+
+    layers: nn.ModuleList
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        scaled_embedding: bool = False,
+    ) -> None:
+        super().__init__()
+        device = torch.device(device)
+        size = config.hidden_size
+        self.config = config
+        self.embed_tokens = Embedding(
+            config.vocab_size, size, device, dtype, scaled=scaled_embedding
+        )
+        self.norm = RMSNorm(size, config.rms_norm_eps, config.norm_offset, device, dtype)
+        self.frequencies = self._frequencies(device)
+        self.lm_head = None
+        if not config.tie_word_embeddings:
+            self.lm_head = Linear(size, config.vocab_size, device, dtype)
+
+    def allocate(self, device: torch.device, *, except_for: Container[str] = ()) -> None:
+        """Gives a model that was built on the meta device uninitialised weights on ``device``, but for the named ones."""
+        for prefix, module in self.named_modules():
+            for name, weight in module.named_parameters(prefix, recurse=False):
+                if name not in except_for:
+                    place = getattr(module, "weight_device", lambda device: device)(device)
+                    empty = empty_parameter(*weight.shape, device=place, dtype=weight.dtype)
+                    setattr(module, name.rpartition(".")[2], empty)
+        self.frequencies = self._frequencies(device)
+
+    def _frequencies(self, device: torch.device) -> dict[str, Tensor]:
+        """RoPE of each kind of layer. Never one table for both kinds: base, scaling and head_dim all may differ."""
+        shapes = ((SLIDING, self.config.sliding), (FULL, self.config.full))
+        return {
+            kind: inverse_frequencies(shape.rope, shape.head_dim).to(device)
+            for kind, shape in shapes
+            if shape is not None
+        }
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.embed_tokens.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Data type of weights, activations and cache."""
+        return self.embed_tokens.weight.dtype
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        attn: AttnMetadata,
+        pool: PagePool,
+        *,
+        logits_rows: Tensor | None = None,
+        impl: str | None = None,
+    ) -> Tensor:
+        """One step of a ragged batch: reads the context from ``pool``, writes the rows that somebody will read again.
+
+        input_ids, positions: [num_tokens] int64.
+        attn: tables, lengths and slots of this step. pool: the pages of all layers, updated in place.
+        logits_rows: [num_rows] int64, the rows to compute logits for; default: all.
+        impl: "triton" or "torch" for the kernels; default: by device.
+
+        Returns: [num_rows, vocab_size] fp32 logits.
+        """
+        # Where each sequence has one token, choosing rows saves nothing.
+        skips = self.config.num_kv_shared_layers > 0 and attn.max_seqlen_q > 1
+        attend = PagedAttend(
+            self.config,
+            attn,
+            pool,
+            positions=positions,
+            rows=logits_rows if skips else None,
+            impl=impl,
+        )
+        return self._run(input_ids, positions, attend, logits_rows)
+
+    def full_forward(self, input_ids: Tensor, *, logits_rows: Tensor | None = None) -> Tensor:
+        """One whole sequence without any cache and without `quire.kernels`: what a paged run must agree with.
+
+        input_ids: [num_tokens] int64. logits_rows: as in `forward`.
+
+        Returns: [num_rows, vocab_size] fp32 logits.
+        """
+        positions = torch.arange(len(input_ids), device=input_ids.device)
+        rows = logits_rows if self.config.num_kv_shared_layers > 0 else None
+        return self._run(input_ids, positions, DenseAttend(self.config, rows=rows), logits_rows)
+
+    @torch.inference_mode()
+    def _run(
+        self, input_ids: Tensor, positions: Tensor, attend: Attend, logits_rows: Tensor | None
+    ) -> Tensor:
+        x = self.embed_tokens(input_ids)
+        amplitude = self.config.full.rope.amplitude
+        rotary = {
+            kind: rotary_angles(positions, frequencies, amplitude)
+            for kind, frequencies in self.frequencies.items()
+        }
+        x = self.run_layers(input_ids, x, rotary, attend)
+        attend.finish()
+        if logits_rows is not None and attend.rows is None:
+            x = x[logits_rows]
+        return self.logits(self.norm(x))
+
+    def run_layers(
+        self, input_ids: Tensor, x: Tensor, rotary: dict[str, Rotary], attend: Attend
+    ) -> Tensor:
+        """All layers in turn.
+
+        x: [num_tokens, hidden_size], embedded tokens. rotary: angles of each kind of layer.
+
+        Returns: [num_tokens, hidden_size], or ``attend.rows`` of it.
+        """
+        for layer in self.layers:
+            x = layer(x, rotary[layer.kind], attend)
+        return x
+
+    def logits(self, x: Tensor) -> Tensor:
+        """x: [num_rows, hidden_size], normed. Returns [num_rows, vocab_size] fp32."""
+        logits = self.embed_tokens.logits(x) if self.lm_head is None else self.lm_head(x).float()
+        cap = self.config.final_logit_softcapping
+        return logits if cap is None else cap * torch.tanh(logits / cap)

@@ -1,0 +1,95 @@
+"""gpt-oss text models: layers of Llama's order with attention sinks, sliding windows in every other layer, and experts as MLP.
+
+Source: transformers ``modeling_gpt_oss``.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from quire.models.configs import ModelConfig
+from quire.models.decoder import Decoder
+from quire.models.hf_llama import SWIGLU
+from quire.models.layers import Linear, empty_parameter
+from quire.models.llama import DecoderLayer
+from quire.models.moe import run_experts
+
+
+class Experts(nn.Module):
+    """Clamped SwiGLU MLPs with biases; the weights lie transposed, gate and up columns in turns.
+
+    gate_up_proj: [num_experts, hidden_size, 2 * width], bias [num_experts, 2 * width].
+    down_proj: [num_experts, width, hidden_size], bias [num_experts, hidden_size].
+    """
+
+    def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        assert config.moe is not None
+        num_experts, width = config.moe.num_experts, config.moe.intermediate_size
+        size = config.hidden_size
+
+        def empty(*shape: int) -> nn.Parameter:
+            return empty_parameter(num_experts, *shape, device=device, dtype=dtype)
+
+        self.gate_up_proj = empty(size, 2 * width)
+        self.gate_up_proj_bias = empty(2 * width)
+        self.down_proj = empty(width, size)
+        self.down_proj_bias = empty(size)
+
+    def forward(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+        """x: [num_tokens, hidden_size]. expert_ids, weights: [num_tokens, top_k]. Returns x's shape."""
+        return run_experts(
+            x,
+            expert_ids,
+            weights,
+            self.gate_up_proj.transpose(1, 2),
+            self.down_proj.transpose(1, 2),
+            clamped_swiglu,
+            gate_up_bias=self.gate_up_proj_bias,
+            down_bias=self.down_proj_bias,
+            interleaved=True,
+        )
+
+
+def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """(up + 1) gate sigmoid(alpha gate), with gate at most the limit and up within plus or minus it."""
+    limit = SWIGLU["swiglu_limit"]
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + 1) * gate * torch.sigmoid(SWIGLU["swiglu_alpha"] * gate)
+
+
+class MoE(nn.Module):
+    """Chooses the largest logits, in fp32; their softmax weighs the experts."""
+
+    def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        assert config.moe is not None
+        self.top_k = config.moe.top_k
+        size, num_experts = config.hidden_size, config.moe.num_experts
+        self.router = Linear(size, num_experts, device, dtype, bias=True)
+        self.experts = Experts(config, device, dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [num_tokens, hidden_size]. Returns the same shape."""
+        assert self.router.bias is not None
+        logits = F.linear(x.float(), self.router.weight.float(), self.router.bias.float())
+        top, ids = logits.topk(self.top_k, dim=-1)
+        return self.experts(x, ids, top.softmax(dim=-1))
+
+
+class GptOss(Decoder):
+    """A gpt-oss model with uninitialised weights; `models.weights` fills them. Arguments as in `Decoder`."""
+
+    def __init__(
+        self, config: ModelConfig, *, device: torch.device | str, dtype: torch.dtype
+    ) -> None:
+        super().__init__(config, device=device, dtype=dtype)
+        device = torch.device(device)
+        self.layers = nn.ModuleList(
+            DecoderLayer(
+                config, layer, device, dtype, mlp=MoE(config, device, dtype), has_sinks=True
+            )
+            for layer in range(config.num_layers)
+        )

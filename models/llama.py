@@ -1,0 +1,107 @@
+"""Llama text models: grouped-query attention and a SiLU MLP, each after its norm and before its residual sum.
+
+Source: transformers ``modeling_llama``.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from quire.models.attention import Attend
+from quire.models.configs import ModelConfig
+from quire.models.decoder import Decoder, Rotary
+from quire.models.layers import MLP, Linear, RMSNorm, apply_rotary, empty_parameter
+
+
+class Attention(nn.Module):
+    """Projections and RoPE around the attention operator of one layer.
+
+    has_sinks: give every head a logit that joins the denominator of its softmax only (gpt-oss).
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        has_sinks: bool = False,
+    ) -> None:
+        super().__init__()
+        shape, size = config.attention(layer), config.hidden_size
+        q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        self.layer = layer
+        self.head_dim = shape.head_dim
+
+        def linear(in_size: int, out_size: int) -> Linear:
+            return Linear(in_size, out_size, device, dtype, bias=config.attention_bias)
+
+        self.q_proj = linear(size, q_size)
+        self.k_proj = linear(size, kv_size)
+        self.v_proj = linear(size, kv_size)
+        self.o_proj = linear(q_size, size)
+        self.sinks = None
+        if has_sinks:
+            self.sinks = empty_parameter(shape.num_heads, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor, rotary: Rotary, attend: Attend) -> Tensor:
+        """x: [num_tokens, hidden_size]. Returns the same shape."""
+        q, k, v = (
+            projection(x).view(len(x), -1, self.head_dim)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        sinks = None if self.sinks is None else self.sinks.float()
+        q, k = apply_rotary(q, rotary), apply_rotary(k, rotary)
+        out = attend(self.layer, q, k, v, sinks=sinks)
+        return self.o_proj(out.reshape(len(x), -1))
+
+
+class DecoderLayer(nn.Module):
+    """Attention and ``mlp`` branches of one layer, with a norm before each."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        mlp: nn.Module,
+        has_sinks: bool = False,
+    ) -> None:
+        super().__init__()
+        self.kind = config.layer_types[layer]
+        self.self_attn = Attention(config, layer, device, dtype, has_sinks=has_sinks)
+        self.mlp = mlp
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = RMSNorm(size, eps, config.norm_offset, device, dtype)
+        self.post_attention_layernorm = RMSNorm(size, eps, config.norm_offset, device, dtype)
+
+    def forward(self, x: Tensor, rotary: Rotary, attend: Attend) -> Tensor:
+        """x: [num_tokens, hidden_size]. Returns the same shape."""
+        x = x + self.self_attn(self.input_layernorm(x), rotary, attend)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Llama(Decoder):
+    """A Llama model with uninitialised weights; `models.weights` fills them. Arguments as in `Decoder`."""
+
+    def __init__(
+        self, config: ModelConfig, *, device: torch.device | str, dtype: torch.dtype
+    ) -> None:
+        super().__init__(config, device=device, dtype=dtype)
+        device = torch.device(device)
+        size, width = config.hidden_size, config.intermediate_size
+        self.layers = nn.ModuleList(
+            DecoderLayer(
+                config,
+                layer,
+                device,
+                dtype,
+                mlp=MLP(size, width, device, dtype, activation=F.silu),
+            )
+            for layer in range(config.num_layers)
+        )

@@ -1,0 +1,226 @@
+"""What a text model is: the shapes and rules that its layers, its cache and its weights are made from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+SLIDING = "sliding_attention"
+FULL = "full_attention"
+FAMILIES = ("gemma3", "gemma4", "llama", "gpt_oss")
+ROPE_KINDS = ("default", "linear", "proportional", "llama3", "yarn")
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary embedding of one kind of layer.
+
+    kind: "default"; "linear", which divides every frequency by ``factor``; "proportional", which rotates only the first
+        ``partial_rotary_factor`` of the frequencies of the whole head and leaves the others at zero; "llama3" and "yarn", which
+        divide the low frequencies by ``factor``, leave the high ones and blend those between.
+    base: float, the RoPE theta.
+    original_max_positions: tokens that the model was trained on before the frequencies were scaled (llama3, yarn).
+    low, high: where the blend lies. llama3: turns within original_max_positions below which a frequency counts as low, and above
+        which as high (``low_freq_factor``, ``high_freq_factor``). yarn: the same as ``beta_slow`` and ``beta_fast``.
+    truncate: yarn only, round the ends of the blend to whole channel pairs.
+    amplitude: factor of cosine and sine (``attention_factor`` of yarn), else 1.
+
+    Source: transformers ``modeling_rope_utils``.
+    """
+
+    kind: str
+    base: float
+    factor: float = 1.0
+    partial_rotary_factor: float = 1.0
+    original_max_positions: int | None = None
+    low: float = 1.0
+    high: float = 4.0
+    truncate: bool = True
+    amplitude: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.kind not in ROPE_KINDS:
+            raise NotImplementedError(f"rope_type: supported are {ROPE_KINDS}, got {self.kind!r}")
+        if self.kind != "proportional" and self.partial_rotary_factor != 1.0:
+            raise NotImplementedError(
+                f"partial_rotary_factor: supported with rope_type 'proportional', got "
+                f"{self.partial_rotary_factor} with {self.kind!r}"
+            )
+        if (self.kind in ("llama3", "yarn")) != (self.original_max_positions is not None):
+            raise ValueError(
+                f"original_max_position_embeddings: expected a number with 'llama3' and 'yarn' only, got "
+                f"{self.original_max_positions} with {self.kind!r}"
+            )
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """Attention shapes shared by all layers of one kind.
+
+    num_heads, num_kv_heads, head_dim: query heads, KV heads, channels of a head.
+    sliding_window: tokens that a query sees including itself; None = all earlier tokens.
+    k_eq_v: True where V is made from the K projection (Gemma-4 ``attention_k_eq_v``).
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: RopeConfig
+    sliding_window: int | None = None
+    k_eq_v: bool = False
+
+    def __post_init__(self) -> None:
+        if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_kv_heads: expected a divisor of num_heads={self.num_heads}, got {self.num_kv_heads}"
+            )
+        if self.head_dim < 2 or self.head_dim % 2:
+            raise ValueError(f"head_dim: expected an even number >= 2, got {self.head_dim}")
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise ValueError(f"sliding_window: expected >= 1, got {self.sliding_window}")
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """Mixture of experts of every layer.
+
+    num_experts, top_k: experts in all, and chosen for a token. intermediate_size: width of one expert.
+    """
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.top_k <= self.num_experts:
+            raise ValueError(f"top_k: expected 1..num_experts={self.num_experts}, got {self.top_k}")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A text model.
+
+    family: one of `FAMILIES`; decides the norm form, the norms of q, k and v, the softmax scale and the layer's order.
+    intermediate_size: width of the dense MLP; 0 where there is none (gpt_oss).
+    layer_types: one of ``SLIDING`` and ``FULL`` for every layer.
+    sliding, full: attention shapes of the two kinds of layers; sliding may be None where no layer slides.
+    query_pre_attn_scalar: Gemma-3 only, the softmax scale is its inverse square root.
+    final_logit_softcapping: cap c of ``c * tanh(logits / c)``; None = no cap.
+    max_position_embeddings: longest sequence in tokens.
+    moe: experts beside (gemma4) or instead of (gpt_oss) the MLP.
+    per_layer_input_size: channels that every layer gets of each token's own embedding row; 0 = none (Gemma-4 E).
+    num_kv_shared_layers: last layers without keys and values, which read those of the last earlier layer of their kind.
+    double_wide_mlp: whether those have MLPs of twice the width.
+    attention_bias: whether the projections of attention have biases.
+
+    Source: transformers ``configuration_gemma3``, ``configuration_gemma4``, ``configuration_llama``, ``configuration_gpt_oss``.
+    """
+
+    name: str
+    family: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    layer_types: tuple[str, ...]
+    sliding: AttentionConfig | None
+    full: AttentionConfig
+    max_position_embeddings: int
+    query_pre_attn_scalar: float | None = None
+    final_logit_softcapping: float | None = None
+    rms_norm_eps: float = 1e-6
+    eos_token_ids: tuple[int, ...] = (1,)
+    bos_token_id: int | None = 2
+    moe: MoEConfig | None = None
+    per_layer_input_size: int = 0
+    num_kv_shared_layers: int = 0
+    double_wide_mlp: bool = False
+    attention_bias: bool = False
+    tie_word_embeddings: bool = True
+
+    def __post_init__(self) -> None:
+        if self.family not in FAMILIES:
+            raise ValueError(f"family: expected one of {FAMILIES}, got {self.family!r}")
+        unknown = sorted(set(self.layer_types) - {SLIDING, FULL})
+        if unknown or not self.layer_types:
+            raise ValueError(
+                f"layer_types: expected a non-empty list of {SLIDING!r} and {FULL!r}, got {unknown or []}"
+            )
+        if (self.query_pre_attn_scalar is not None) != (self.family == "gemma3"):
+            raise ValueError(
+                f"query_pre_attn_scalar: expected a number for gemma3 and None for other families, "
+                f"got {self.query_pre_attn_scalar} for {self.family}"
+            )
+        if self.sliding is None and SLIDING in self.layer_types:
+            raise ValueError("sliding: expected attention shapes of the sliding layers, got None")
+        if self.full.sliding_window is not None or (
+            self.sliding is not None and self.sliding.sliding_window is None
+        ):
+            raise ValueError("sliding_window: expected a number in `sliding` and None in `full`")
+        if not 0 <= self.num_kv_shared_layers < self.num_layers:
+            raise ValueError(
+                f"num_kv_shared_layers: expected 0..{self.num_layers - 1}, got {self.num_kv_shared_layers}"
+            )
+        owners = set(self.layer_types[: self.num_kv_owners])
+        if missing := set(self.layer_types) - owners:
+            raise ValueError(
+                f"num_kv_shared_layers: expected an earlier layer of kind {sorted(missing)} to share"
+            )
+
+    @property
+    def num_layers(self) -> int:
+        """Number of decoder layers."""
+        return len(self.layer_types)
+
+    @property
+    def num_kv_owners(self) -> int:
+        """How many layers, the first ones, have keys and values of their own."""
+        return self.num_layers - self.num_kv_shared_layers
+
+    @property
+    def softmax_scale(self) -> float:
+        """Factor of q.k before the softmax: 1 in Gemma-4, where the q and k norms carry the scale."""
+        if self.query_pre_attn_scalar is not None:
+            return self.query_pre_attn_scalar**-0.5
+        return 1.0 if self.family == "gemma4" else self.full.head_dim**-0.5
+
+    @property
+    def norm_offset(self) -> float:
+        """What is added to a stored norm weight: Gemma-3 stores w - 1, the others store w."""
+        return 1.0 if self.family == "gemma3" else 0.0
+
+    @property
+    def has_v_norm(self) -> bool:
+        """Whether V goes through an RMSNorm without weight (Gemma-4)."""
+        return self.family == "gemma4"
+
+    @property
+    def has_layer_scalar(self) -> bool:
+        """Whether the output of a layer is multiplied by a stored scalar (Gemma-4)."""
+        return self.family == "gemma4"
+
+    def attention(self, layer: int) -> AttentionConfig:
+        """Attention shapes of layer ``layer``."""
+        if self.layer_types[layer] == FULL:
+            return self.full
+        assert self.sliding is not None
+        return self.sliding
+
+    def kv_donor(self, layer: int) -> int:
+        """The layer whose keys and values layer ``layer`` attends to: itself, or for a shared layer the last owner of its kind."""
+        return self._donor_of[layer]
+
+    @cached_property
+    def kv_donors(self) -> frozenset[int]:
+        """Layers whose keys and values later layers share."""
+        return frozenset(self._donor_of[self.num_kv_owners :])
+
+    @cached_property
+    def _donor_of(self) -> tuple[int, ...]:
+        owners = range(self.num_kv_owners)
+        last = {self.layer_types[i]: i for i in owners}
+        return (*owners, *(last[kind] for kind in self.layer_types[self.num_kv_owners :]))
+
+    def mlp_size(self, layer: int) -> int:
+        """Width of layer ``layer``'s dense MLP."""
+        wide = self.double_wide_mlp and layer >= self.num_kv_owners
+        return self.intermediate_size * (2 if wide else 1)

@@ -1,0 +1,77 @@
+"""An embedding table that stays in host memory: 4.7 GB of gemma-4-e2b, of which a step needs a few rows."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from quire.models.layers import empty_parameter
+
+
+class HostEmbedding(nn.Module):
+    """Scaled embedding whose table is on the host; its rows come out on the device of the ids.
+
+    On a GPU the table is page-locked when it is first used, and the lookup kernel reads the rows over the bus: no host
+    synchronisation, and it can be captured in a CUDA graph.
+
+    weight: [vocab_size, size], CPU. scale: factor of the rows, rounded to the dtype first.
+    """
+
+    def __init__(
+        self, vocab_size: int, size: int, device: torch.device, dtype: torch.dtype, *, scale: float
+    ) -> None:
+        super().__init__()
+        place = self.weight_device(device)
+        self.weight = empty_parameter(vocab_size, size, device=place, dtype=dtype)
+        self.scale = torch.tensor(scale, dtype=dtype).item()
+        self._view: Tensor | None = None
+
+    @staticmethod
+    def weight_device(device: torch.device) -> torch.device:
+        """Where the table of a model on ``device`` is."""
+        return device if device.type == "meta" else torch.device("cpu")
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """input_ids: [num_tokens] int64. Returns [num_tokens, size] on the same device."""
+        if not input_ids.is_cuda:
+            return F.embedding(input_ids, self.weight) * self.scale
+        if self._view is None:
+            self._view = _device_view(self.weight.data, input_ids.device)
+            weakref.finalize(self, _release, self.weight.data_ptr())
+        return F.embedding(input_ids, self._view) * self.scale
+
+
+class _CudaArray:
+    """A host tensor under the protocol by which torch takes device memory that it did not allocate."""
+
+    def __init__(self, host: Tensor) -> None:
+        self.host = host
+        self.__cuda_array_interface__ = {
+            "shape": (host.numel() * host.element_size(),),
+            "typestr": "|u1",
+            "data": (host.data_ptr(), False),
+            "version": 2,
+        }
+
+
+def _device_view(host: Tensor, device: torch.device) -> Tensor:
+    """A CUDA tensor over the memory of ``host``, which this page-locks.
+
+    cudaHostRegister, not torch's pin_memory: that one copies, and rounds sizes up to powers of two.
+    """
+    runtime = torch.cuda.cudart()
+    address = host.data_ptr()
+    error = runtime.cudaHostRegister(address, host.numel() * host.element_size(), 0)
+    if int(error) != 0:
+        raise RuntimeError(
+            f"embed_tokens_per_layer: cannot page-lock the table, CUDA error {error}"
+        )
+    view = torch.as_tensor(_CudaArray(host), device=device)
+    return view.view(host.dtype).view(host.shape)
+
+
+def _release(address: int) -> None:
+    torch.cuda.cudart().cudaHostUnregister(address)
