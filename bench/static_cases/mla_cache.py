@@ -13,18 +13,34 @@ HEAD_DIM, ROPE_DIM, INDEX_DIM = 512, 64, 128
 
 def cases() -> list[StaticCase]:
     """Each kind of page, in both page geometries where the layout depends on it; each dtype of rows; each optional step left out."""
+    writes = {
+        "bf16": {"kind": "bfloat16"},
+        "fp16": {"kind": "float16", "dtype": "float16"},
+        "fp32": {"kind": "float32", "dtype": "float32"},
+        "fp8-p64": {"kind": "uint8"},
+        "fp8-p2": {"kind": "uint8", "block_size": 2},
+        "fp8-fp32-rows": {"kind": "uint8", "dtype": "float32"},
+        "fp8-only-write": {"kind": "uint8", "fused": False, "out": False},
+        "no-pages": {"kind": None},
+    }
+    csa = {"ratio": 4, "block_size": 64}
+    hca = {"ratio": 128, "block_size": 2}
+    pools = {
+        "csa-bf16-decode": {**csa, "kind": "bfloat16"},
+        "csa-fp8-prefill": {**csa, "kind": "uint8", "q_len": 8192},
+        "csa-fp32-decode": {**csa, "kind": "float32", "dtype": "float32"},
+        "hca-bf16-decode": {**hca, "kind": "bfloat16"},
+        "hca-fp8-prefill": {**hca, "kind": "uint8", "q_len": 8192},
+        "index-bf16-prefill": {**csa, "kind": "bfloat16", "index": True, "q_len": 8192},
+        "index-fp8-decode": {**csa, "kind": "uint8", "index": True},
+    }
     return [
-        StaticCase(f"latent-{name}", "write", functools.partial(write_launches, **options))
-        for name, options in {
-            "bf16": {"kind": "bfloat16"},
-            "fp16": {"kind": "float16", "dtype": "float16"},
-            "fp32": {"kind": "float32", "dtype": "float32"},
-            "fp8-p64": {"kind": "uint8"},
-            "fp8-p2": {"kind": "uint8", "block_size": 2},
-            "fp8-fp32-rows": {"kind": "uint8", "dtype": "float32"},
-            "fp8-only-write": {"kind": "uint8", "fused": False, "out": False},
-            "no-pages": {"kind": None},
-        }.items()
+        StaticCase(f"{name}-{case}", name, functools.partial(launches, **options))
+        for name, launches, table in (
+            ("latent", write_launches, writes),
+            ("compress", compress_launches, pools),
+        )
+        for case, options in table.items()
     ]
 
 
@@ -60,3 +76,47 @@ def write_launches(
             meta(NUM_ROWS, HEAD_DIM, dtype=dtype) if out else None,
         )
     ]
+
+
+def compress_launches(
+    arch: int,
+    ratio: int,
+    block_size: int,
+    kind: str,
+    q_len: int = 1,
+    dtype: str = "bfloat16",
+    index: bool = False,
+) -> list[Any]:
+    """The launches of one ``compress``, with a ring that a decode step of one token needs no second launch for."""
+    from quire.kernels.mla import compress_triton
+    from quire.kernels.mla.layout import IndexPages, page_bytes
+
+    num_seqs, overlap = 16, ratio == 4
+    dim = INDEX_DIM if index else HEAD_DIM
+    num_tokens, channels = num_seqs * q_len, dim * (1 + overlap)
+    if not index:
+        pages = latent_pages(kind, block_size)
+    elif kind == "uint8":
+        width = page_bytes(block_size, INDEX_DIM + 4)
+        pages = IndexPages(meta(512, width, dtype="uint8"), block_size)
+    else:
+        pages = IndexPages(meta(512, block_size, INDEX_DIM, dtype=kind), block_size)
+    # Projected side by side, as a model does.
+    kv, gate = meta(num_tokens, 2, channels, dtype=dtype).unbind(1)
+    return compress_triton.prepare(
+        kv,
+        gate,
+        meta(ratio, channels, dtype="float32"),
+        meta(num_seqs, ratio * (1 + overlap), 2, channels, dtype="float32"),
+        meta(num_seqs, dtype="int32"),
+        meta(num_seqs, dtype="int32"),
+        meta(num_seqs + 1, dtype="int32"),
+        ratio,
+        overlap,
+        meta(dim, dtype="float32"),
+        1e-6,
+        meta(1 << 20, ROPE_DIM, dtype="float32"),
+        pages,
+        meta(num_tokens, dtype="int64"),
+        q_len,
+    )

@@ -29,8 +29,9 @@ from quire.kernels.merge import LOG2E
 from quire.kernels.mla.latent_triton import normed, page_arguments, rotated, stored
 from quire.kernels.mla.layout import IndexPages, LatentPages
 
-# Values of one row source that a program of an entry holds at once, and sequences that it looks through at once.
-TILE_ELEMENTS = 4096
+# Values that a program of an entry pools at once, 16 a thread; sequences that it looks through at once.
+TILE_ELEMENTS = 8192
+ELEMENTS_PER_WARP = 512
 BLOCK_SEQS = 256
 
 
@@ -267,6 +268,7 @@ def prepare(
     num_entries = num_seqs if one_window else kv.shape[0] // ratio + num_seqs
     kept_rows = max(1, min(ring, max_seqlen_q))
     slots = ratio * (1 + overlap)
+    block_tokens = min(next_power_of_2(slots), TILE_ELEMENTS // dim)
     arguments: dict[str, Any] = {
         "kv": kv,
         "gate": gate,
@@ -296,9 +298,9 @@ def prepare(
         "ONE_WINDOW": one_window,
         "DIM": dim,
         "ROPE_DIM": cos_sin.shape[1],
-        "BLOCK_TOKENS": min(next_power_of_2(slots), max(1, TILE_ELEMENTS // dim)),
+        "BLOCK_TOKENS": block_tokens,
         "BLOCK_SEQS": BLOCK_SEQS,
-        "num_warps": 8,
+        "num_warps": max(4, block_tokens * dim // ELEMENTS_PER_WARP),
     }
     kept = num_seqs * kept_rows
     # The rows written replace those up to seq_len - 1 - ring, and the windows that close reach back to context - (slots - 1).
