@@ -9,8 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from quire.models.batch import AttnMetadata
 from quire.models.deepseek_v4_attention import dense_attend
 from quire.models.deepseek_v4_block import Attend, DecoderLayer
+from quire.models.deepseek_v4_cache import V4PagePool
 from quire.models.deepseek_v4_config import SLIDING, DeepseekV4Config
 from quire.models.deepseek_v4_layers import HyperHead, rope_frequencies, rope_table
 from quire.models.layers import Linear, RMSNorm, empty_parameter
@@ -79,6 +81,31 @@ class DeepseekV4(nn.Module):
     def dtype(self) -> torch.dtype:
         """Data type of matrices and activations."""
         return self.embed_tokens.weight.dtype
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        attn: AttnMetadata,
+        pool: V4PagePool,
+        *,
+        logits_rows: Tensor | None = None,
+        impl: str | None = None,
+    ) -> Tensor:
+        """One step of a ragged batch: reads the context from ``pool``, writes the rows that somebody will read again.
+
+        input_ids, positions: [num_tokens] int64.
+        attn: tables, lengths and slots of this step. pool: pages and rings of all layers, updated in place.
+        logits_rows: [num_rows] int64, the rows to compute logits for; default: all.
+        impl: "triton" or "torch" for the kernels; default: by device.
+
+        Returns: [num_rows, vocab_size] fp32 logits.
+        """
+        from quire.models.deepseek_v4_paged import PagedStep
+
+        streams = self.streams(input_ids, positions, PagedStep(attn, pool, impl=impl))
+        return self.logits(streams if logits_rows is None else streams[logits_rows])
 
     @torch.inference_mode()
     def full_forward(self, input_ids: Tensor, *, logits_rows: Tensor | None = None) -> Tensor:

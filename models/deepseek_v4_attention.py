@@ -1,6 +1,6 @@
-"""The attention operator of a DeepSeek-V4 layer: over pages, or over one whole sequence without any cache.
+"""The attention operator of a DeepSeek-V4 layer over one whole sequence: plain torch, no cache, nothing of `quire.kernels`.
 
-Both are functions ``attend(attention, rows) -> out`` of `models.deepseek_v4_block`.
+`models.deepseek_v4_paged` has the one over pages; both are called as ``attend(attention, rows)`` of `models.deepseek_v4_block`.
 """
 
 from __future__ import annotations

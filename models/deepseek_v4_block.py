@@ -7,8 +7,8 @@
 
 Attention has one KV head whose rows are key and value at once. Besides a window of raw rows, queries see compressed entries: in
 HCA layers all of them, in CSA layers those that the indexer picks. Where rows, entries and index keys live is not the model's
-business: a layer hands its fresh projections to ``attend``, which `models.deepseek_v4_attention` provides for paged caches and,
-without any cache, for whole sequences.
+business: a layer hands its fresh projections to ``attend``, which `models.deepseek_v4_paged` provides for caches, and
+`models.deepseek_v4_attention` for whole sequences without any.
 
 Source: transformers ``modeling_deepseek_v4``; DeepSeek-V4 report 2.
 """

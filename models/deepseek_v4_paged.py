@@ -1,0 +1,128 @@
+"""The attention operator of a DeepSeek-V4 layer over pages, through `quire.kernels.mla`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.kernels.mla import (
+    IndexPages,
+    LatentPages,
+    compress,
+    compressed_attention,
+    index_topk,
+    write_latent,
+)
+from quire.models.batch import AttnMetadata
+from quire.models.deepseek_v4_block import Attention, AttentionRows, Compressor, WindowPool
+from quire.models.deepseek_v4_cache import COMPRESSED, LayerCache, V4PagePool
+
+
+class PagedStep:
+    """Attention of one ragged step through `quire.kernels.mla`: context from pages, the step's own raw rows from the projections.
+
+    A layer writes its rows first, then the entries that the step closes, and attends last, for a token sees the entry that it
+    closes. Raw rows may be written before attention reads the context, because `quire.kvcore` gives no row a place that a query of
+    the same step can still see.
+
+    attn: this step's tables, lengths, slots of rows, and slots of requests, which are their places in the rings of the pool.
+    pool: pages and rings, read and written. impl: "triton" or "torch" for the kernels; default: by device.
+    """
+
+    def __init__(self, attn: AttnMetadata, pool: V4PagePool, *, impl: str | None = None) -> None:
+        self.attn, self.pool, self.impl = attn, pool, impl
+        self._rows = {
+            "seq_lens": attn.seq_lens,
+            "cu_seqlens_q": attn.cu_seqlens_q,
+            "max_seqlen_q": attn.max_seqlen_q,
+            "impl": impl,
+        }
+        self._state_index = attn.request_slots
+        self._entries = pool.plan.group(COMPRESSED)
+        self._entry_slots: dict[int, Tensor] = {}
+
+    def __call__(self, attention: Attention, rows: AttentionRows) -> Tensor:
+        """Attention of one layer; see `models.deepseek_v4_block.Attend`."""
+        config, attn = self.pool.config, self.attn
+        cache = self.pool.layers[attention.layer]
+        kv = write_latent(
+            rows.kv,
+            cache.window,
+            attn.slot_mappings[cache.window_group],
+            positions=rows.positions,
+            cos_sin=rows.cos_sin,
+            norm_weight=attention.kv_norm.weight,
+            eps=attention.eps,
+            out=torch.empty_like(rows.kv),
+            impl=self.impl,
+        )
+        compressed = {}
+        if attention.compressor is not None:
+            compressed = self._compress(attention.compressor, cache, rows)
+        return compressed_attention(
+            rows.q,
+            cache.window,
+            attn.block_tables[cache.window_group],
+            kv=kv,
+            sliding_window=config.sliding_window,
+            sinks=attention.sinks,
+            softmax_scale=config.softmax_scale,
+            cos_sin=rows.cos_sin,
+            max_seq_len=attn.max_seq_len,
+            num_decodes=attn.num_decodes,
+            **compressed,
+            **self._rows,
+        )
+
+    def _compress(self, pool: Compressor, cache: LayerCache, rows: AttentionRows) -> dict[str, Any]:
+        """Writes the entries that the step closes, and picks. Returns the arguments that attention needs of them."""
+        assert rows.compressor is not None and cache.compressed is not None
+        assert self._entries is not None
+        table = self.attn.block_tables[self._entries]
+        self._pool_windows(pool, *rows.compressor, cache.state, cache.compressed, rows.cos_sin)
+        arguments = {
+            "compressed_pages": cache.compressed,
+            "compressed_table": table,
+            "compress_ratio": pool.ratio,
+        }
+        if rows.index is not None:
+            index, indexer = rows.index, pool.indexer
+            self._pool_windows(indexer, index.kv, index.gate, cache.index_state, cache.index, rows.cos_sin)  # fmt: skip
+            picks, lens = index_topk(
+                index.q,
+                index.weights,
+                cache.index,
+                table,
+                topk=self.pool.config.index_topk,
+                compress_ratio=pool.ratio,
+                max_seq_len=self.attn.max_seq_len,
+                **self._rows,
+            )
+            arguments |= {"topk_indices": picks, "topk_lens": lens}
+        return arguments
+
+    def _pool_windows(
+        self, pool: WindowPool, kv: Tensor, gate: Tensor, state: Tensor,
+        pages: LatentPages | IndexPages, cos_sin: Tensor,
+    ) -> None:  # fmt: skip
+        if pool.ratio not in self._entry_slots:
+            # A page's entries are its tokens' slots, ratio to one; -1 stays -1.
+            slots = self.attn.slot_mappings[self._entries]
+            self._entry_slots[pool.ratio] = slots.div(pool.ratio, rounding_mode="floor")
+        compress(
+            kv,
+            gate,
+            pool.position_bias,
+            state,
+            self._state_index,
+            ratio=pool.ratio,
+            overlap=bool(pool.overlap),
+            norm_weight=pool.kv_norm.weight,
+            eps=pool.kv_norm.eps,
+            cos_sin=cos_sin,
+            pages=pages,
+            slot_mapping=self._entry_slots[pool.ratio],
+            **self._rows,
+        )
