@@ -395,7 +395,9 @@ class KVCache:
         closing, whole = self._closing(step, end)
         rows, kept = self._kept(slots, whole * self.alignment, closing)
         several = plan.num_new_tokens[rows] > 1
-        chunk_kept = (step.chunk_rows.searchsorted(rows[several]), kept[several])
+        chunk_kept = (NO_ROWS, NO_ROWS)
+        if rows.size:
+            chunk_kept = (step.chunk_rows.searchsorted(rows[several]), kept[several])
         effects = self._tables.commit(step, end, chunk_kept)
         self.num_computed[slots] = end
         if self.max_draft_tokens:
@@ -462,7 +464,7 @@ class KVCache:
         slots = slots[closing]
         always = self._keep[slots]
         start = self._cached[slots]
-        if not self.interval and not (always > start[:, None]).any():
+        if not self.interval and not np.count_nonzero(always > start[:, None]):
             return NO_ROWS, NO_ROWS
         rows, kept = kept_boundaries(start, to, always, self.interval)
         return closing[rows], kept

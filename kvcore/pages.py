@@ -65,7 +65,7 @@ class PagePool:
         self.users[pages] += 1
 
     def unuse(self, pages: Int32) -> None:
-        """Requests stop reading `pages` (repeats allowed: several requests may share a page)."""
+        """Requests stop reading `pages` (repeats and the null page allowed: requests may share pages)."""
         pages = pages[pages != NULL_BLOCK]
         users = self.users[pages]
         if np.count_nonzero(users == 1) == len(

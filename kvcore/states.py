@@ -43,6 +43,7 @@ class StateTables:
         columns = tables[:, spec.offset : spec.offset + spec.num_columns]
         self.table = columns.reshape(len(tables), spec.num_tables, 2)
         assert np.shares_memory(self.table, tables)
+        self._row = tables.shape[1]
 
     def plan(self, slots: Int64, boundary: Int64) -> StateStep:
         """Which of `slots` [n] need live pages, and which a snapshot at `boundary` [n] (0 = none)."""
@@ -67,14 +68,14 @@ class StateTables:
 
     def commit(
         self, plan: StateStep, slots: Int64, ends: Int64
-    ) -> tuple[Int32, tuple[Int64, Int64, Int32]]:
+    ) -> tuple[Int32, tuple[Int64, Int32]]:
         """Make the plan real.
 
         Args:
             ends: [m] rows whose step ended at a boundary of which a snapshot is due.
 
         Returns:
-            (copies after the step [m, 2], table changes (slots [n], columns [n, k], pages [n, k])).
+            (copies after the step [m, 2], table changes (flat indices [n, k], pages [n, k])).
         """
         assert plan.live is not None and plan.snapshots is not None
         starting, snapping = slots[plan.starting], slots[plan.snapping]
@@ -88,6 +89,5 @@ class StateTables:
         self.pool.users[pages] = 1
         sources, targets = self.table[slots[ends], :, LIVE], self.table[slots[ends], :, SNAPSHOT]
         copies = np.stack([sources.ravel(), targets.ravel()], axis=1)
-        k = np.arange(self.spec.num_tables) * 2 + self.spec.offset
-        changed = np.broadcast_to(k, plan.live.shape) + LIVE
-        return copies, (starting, changed, plan.live)
+        first = np.arange(self.spec.num_tables) * 2 + self.spec.offset + LIVE
+        return copies, ((starting * self._row)[:, None] + first, plan.live)

@@ -200,9 +200,8 @@ class Tables:
                 tokens, where = block.fill_chunk(chunk, slots, start, end, offset, pages[:size])
                 mapping[block.spec.tables[:, None], tokens] = where
                 pages = pages[size:]
-        step.state_pages = np.zeros(
-            (len(self.layout.tables) if self.states else 0, len(step.slots)), np.int32
-        )
+        shape = (len(self.layout.tables) if self.states else 0, len(step.slots))
+        step.state_pages = np.zeros(shape, np.int32)
         if self.states:
             for plan, state in zip(step.states, self.states, strict=True):
                 size = plan.num_blocks * state.spec.num_tables
@@ -214,13 +213,14 @@ class Tables:
     def _fill_decodes(self, step: Step, batch: DecodeBatch, pages: Int32) -> Int32:
         """Slots of the decode rows; returns the unused pages."""
         where = step.decode_slots = batch.last_slots + 1
+        flat = where.reshape(-1)
         for state in self.states:
             where[state.spec.tables] = -1
         for decode, block in zip(step.decodes, self.blocks, strict=True):
             n = decode.num_new
             if len(decode.rows):
                 first = block.fill_decode(decode, pages[:n])
-                where[block.spec.tables[:, None], decode.rows] = first
+                flat[(block.spec.tables * len(batch.slots))[:, None] + decode.rows] = first
                 pages = pages[n:]
         return pages
 
@@ -239,16 +239,17 @@ class Tables:
             for chunk, block in zip(step.chunks, self.blocks, strict=True):
                 if block.is_window:
                     self._place(tails, block, block.tails(chunk, slots, *kept))
-                    where, columns, pages, left = block.commit_window(chunk, slots, stop, reached)
+                    places, pages, left = block.commit_window(chunk, slots, stop, reached)
                     gone.append(left)
                 else:
-                    where, columns, pages = block.commit_dense(chunk, slots, stop)
-                self._delta(where, columns, pages)
+                    places, pages = block.commit_dense(chunk, slots, stop)
+                self._delta(places, pages)
         batch = step.batch
         if batch is not None:
             for decode, block in zip(step.decodes, self.blocks, strict=True):
                 if len(decode.rows) and (decode.num_new or decode.old is None):
-                    self._delta(*block.commit_decode(decode))
+                    block.commit_decode(decode)
+                    self._delta(decode.places, decode.pages)
             batch = self._batch_from(batch.slots, batch.key, batch.end, step.decode_slots)
         self._batch = batch
         copies = NO_COPIES
@@ -264,9 +265,9 @@ class Tables:
         self.snapshot_at[step.slots[ends]] = end[ends]
         copies = []
         for plan, state in zip(step.states, self.states, strict=True):
-            more, changes = state.commit(plan, step.slots, ends)
+            more, (places, pages) = state.commit(plan, step.slots, ends)
             copies.append(more)
-            self._delta(*changes)
+            self._delta(places, pages)
         return np.concatenate(copies)
 
     def _place(self, tails: Int32, part: BlockTables | StateTables, pages: Int32) -> None:
@@ -307,7 +308,7 @@ class Tables:
         for block in self.dense:
             c = block.spec
             if c.per_segment == 1:
-                parts.append(block.table[slots, :, segments])
+                parts.append(block.pages(slots, segments))
             else:
                 blocks = (segments * c.per_segment)[:, None] + np.arange(c.per_segment)
                 pages = block.read(slots, blocks)
@@ -325,7 +326,7 @@ class Tables:
             part = part.reshape(-1, c.num_tables)
             blocks = first * c.per_segment + np.arange(len(part))
             where = np.full(len(part), slot)
-            self._delta(where, block.write(where, blocks, part), part)
+            self._delta(block.write(where, blocks, part), part)
 
     def load(self, slot: int, boundary: int, pages: Int32) -> None:
         """A hit: the request starts at `boundary` with the resume point's `pages` [pages_per_point]."""
@@ -337,7 +338,7 @@ class Tables:
             where = np.full(int(valid.sum()), slot)
             part = pages[c.tail_offset : c.tail_offset + c.num_tables * c.tail]
             part = part.reshape(c.num_tables, c.tail).T[valid]
-            self._delta(where, block.write(where, blocks[valid], part), part)
+            self._delta(block.write(where, blocks[valid], part), part)
         for state in self.states:
             c = state.spec
             state.table[slot, :, SNAPSHOT] = pages[c.tail_offset : c.tail_offset + c.num_tables]
@@ -384,8 +385,6 @@ class Tables:
             return np.empty(0, np.int64), np.empty(0, np.int32)
         return np.concatenate([d[0] for d in deltas]), np.concatenate([d[1] for d in deltas])
 
-    def _delta(self, slots: Int64, columns: Int64, pages: Int32) -> None:
-        if self._track_deltas and pages.size:
-            base = slots * self.layout.num_columns
-            flat = columns + (base[:, None] if columns.ndim == 2 else base)
-            self._deltas.append((flat.ravel(), pages.ravel().astype(np.int32)))
+    def _delta(self, places: Int64, pages: Int32 | None) -> None:
+        if self._track_deltas and pages is not None and pages.size:
+            self._deltas.append((places.ravel(), pages.ravel().astype(np.int32)))
