@@ -1,0 +1,131 @@
+"""Launch choices of ``compressed_attention`` as pure functions of host integers: tile shapes, and how decode work may be cut.
+
+Nothing is autotuned on the call path. The table holds what compiles without spills and fits the shared memory of each architecture
+(``python -m bench.static --only compressed`` shows it).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quire.kernels.configs import next_power_of_2, shared_memory_class
+
+# A piece of fewer keys leaves more partial results behind than it reads (``compressed_schedule``).
+MIN_PIECE_KEYS = 128
+MAX_ROWS = 64
+
+
+@dataclass(frozen=True)
+class CompressedConfig:
+    """One launch: rows of the query tile, keys of a tile, warps of a program, stages of the pipeline.
+
+    swap: whether the products are swapped, so that keys and channels lie along the tensor cores' tiles of 64.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    swap: bool
+
+
+@dataclass(frozen=True)
+class DecodePlan:
+    """How the decode part of a batch may be cut: see ``plan_decode``."""
+
+    target_items: int
+    max_items: int
+    workspace_numel: int
+
+
+# head_dim 512, two-byte queries: (rows, quantised pages) -> (block_n, num_warps, num_stages, swap).
+WIDE = {
+    "large": {
+        (16, False): (64, 8, 3, True),
+        (32, False): (64, 8, 2, True),
+        (64, False): (32, 8, 3, False),
+        (16, True): (64, 8, 2, True),
+        (32, True): (64, 8, 2, True),
+        (64, True): (32, 8, 3, False),
+    },
+    "medium": {
+        (16, False): (32, 8, 3, True),
+        (32, False): (32, 8, 2, True),
+        (64, False): (32, 8, 2, False),
+        (16, True): (32, 8, 2, True),
+        (32, True): (32, 8, 2, True),
+        (64, True): (32, 8, 2, False),
+    },
+    "small": {
+        (16, False): (16, 8, 3, False),
+        (32, False): (16, 8, 2, False),
+        (64, False): (16, 8, 1, False),
+        (16, True): (32, 8, 2, False),
+        (32, True): (16, 8, 2, False),
+        (64, True): (16, 8, 1, False),
+    },
+}
+
+
+def tile_rows(num_heads: int, tokens: int) -> int:
+    """Rows of a query tile that holds up to ``tokens`` tokens of ``num_heads`` heads: 16, 32 or 64."""
+    return min(MAX_ROWS, max(16, next_power_of_2(num_heads * tokens)))
+
+
+def select_config(
+    head_dim: int, dtype_bytes: int, fp8: bool, arch: int, *, rows: int
+) -> CompressedConfig:
+    """Tile shape of the attention kernel, of prefill and of decode.
+
+    Args:
+        head_dim: a power of two in 16..512.
+        dtype_bytes: of a query value, 2 or 4.
+        fp8: whether the pages are quantised.
+        arch: compute capability as major * 10 + minor.
+        rows: of the query tile, ``tile_rows``.
+
+    Returns:
+        CompressedConfig, the same for every architecture of one shared-memory class.
+    """
+    if dtype_bytes == 4:
+        # Without tensor cores, for checks more than for speed.
+        return CompressedConfig(16, 16, 8, 1, rows == 16)
+    if head_dim < 512:
+        return CompressedConfig(rows, 32, 4, 3, rows < 64)
+    return CompressedConfig(rows, *WIDE[shared_memory_class(arch)][rows, fp8])
+
+
+def plan_decode(
+    *,
+    num_tiles: int,
+    block_q: int,
+    num_heads: int,
+    head_tiles: int,
+    head_dim: int,
+    num_sms: int,
+    max_keys: int | None,
+    bounded: bool,
+) -> DecodePlan:
+    """Plan split-KV decode from host integers only, so that a captured graph stays right at any sequence length.
+
+    Args:
+        num_tiles: query tiles on the decode path, at most.
+        block_q: tokens of a tile.
+        num_heads, head_dim: of the layer.
+        head_tiles: tiles that cover the heads.
+        num_sms: streaming multiprocessors of the device; each holds one program.
+        max_keys: upper bound of the keys of a tile; None if unknown.
+        bounded: whether the keys of a tile stay few at any context length (a window, picks): where there are tiles for all
+            multiprocessors anyway, none of them is worth cutting.
+
+    Returns:
+        DecodePlan; ``workspace_numel`` is in fp32 elements, 0 where no tile can be cut.
+
+    Source: ``compressed_schedule``.
+    """
+    target_items = max(1, num_sms // head_tiles)
+    too_short = max_keys is not None and max_keys < 2 * MIN_PIECE_KEYS
+    if too_short or (bounded and num_tiles >= target_items) or target_items == 1:
+        return DecodePlan(target_items, num_tiles, 0)
+    rows = target_items * block_q * num_heads
+    return DecodePlan(target_items, num_tiles + target_items, rows * (head_dim + 1))

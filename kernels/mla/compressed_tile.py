@@ -1,0 +1,209 @@
+"""The loop of ``compressed_attention`` over its keys: gather a tile of latent rows once, use it as K and as V.
+
+The keys of a query tile are numbered x = 0, 1, ...: first the raw positions low, low + 1, ... (rows of the window's pages, then the step's
+fresh rows), then the compressed entries (all of them, or the picks of the indexer). A tile takes BLOCK_N of them, wherever they lie, so
+that 127 cached rows, one fresh row and 512 picks are ten tiles of 64, not twelve. Key x is visible to a query at position p if it is born
+and not yet dead: a raw position j lives from j to j + sliding_window - 1, entry w from (w + 1) * ratio - 1 for ever.
+
+What finds the rows of the next tile is carried around the loop (its page ids, and the picks of the tile after it), since copies of K/V
+that wait for a load of the same iteration are not pipelined.
+
+With few rows the products are swapped, S^T = KV Q^T and O^T = KV^T P^T: keys and channels fill the tensor cores' tiles of 64, and the rows
+need not be padded to 64. Then accumulators are [HEAD_DIM, ROWS] and scores [BLOCK_N, ROWS].
+
+Source: FlashAttention-2 (arXiv 2307.08691) for the online softmax; DeepSeek-V4 for what is visible.
+"""
+
+import triton
+import triton.language as tl
+
+from quire.kernels.mla import layout
+from quire.kernels.mla._tiles import widen_e4m3
+
+ROW_BYTES = tl.constexpr(layout.ROW_BYTES)
+SCALE_BYTES = tl.constexpr(layout.SCALE_BYTES)
+NOPE_DIM = tl.constexpr(layout.NOPE_DIM)
+GROUP = tl.constexpr(layout.QUANT_GROUP)
+FOREVER = tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def _update(acc, row_max, row_sum, q, tile, visible, scale, SWAP: tl.constexpr):
+    """One step of the online softmax with a tile [BLOCK_N, HEAD_DIM]; ``visible`` is shaped as the scores are."""
+    if SWAP:
+        scores = tl.dot(tile, tl.trans(q), input_precision="ieee")
+    else:
+        scores = tl.dot(q, tl.trans(tile), input_precision="ieee")
+    scores = tl.where(visible, scores, float("-inf"))
+    new_max = tl.maximum(row_max, tl.max(scores, 0 if SWAP else 1) * scale)
+    # A row that has seen nothing yet: subtracting its -inf would give NaN.
+    base = tl.where(new_max == float("-inf"), 0.0, new_max)
+    decay = tl.exp2(row_max - base)
+    if SWAP:
+        weights = tl.exp2(scores * scale - base[None, :])
+        row_sum = row_sum * decay + tl.sum(weights, 0)
+        acc = tl.dot(tl.trans(tile), weights.to(tile.dtype), acc * decay[None, :], input_precision="ieee")  # fmt: skip
+    else:
+        weights = tl.exp2(scores * scale - base[:, None])
+        row_sum = row_sum * decay + tl.sum(weights, 1)
+        acc = tl.dot(weights.to(tile.dtype), tile, acc * decay[:, None], input_precision="ieee")
+    return acc, new_max, row_sum
+
+
+@triton.jit
+def _load_quantised(rows, scales, live, HARDWARE_E4M3: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, DTYPE: tl.constexpr):  # fmt: skip
+    """Rows of the 584-byte layout as numbers [BLOCK_N, HEAD_DIM]; rows and scales: [BLOCK_N] pointers to bytes."""
+    GROUPS: tl.constexpr = HEAD_DIM // GROUP
+    dim = tl.arange(0, HEAD_DIM)
+    codes = tl.load(
+        rows[:, None] + dim[None, :], mask=live[:, None] & (dim < NOPE_DIM)[None, :], other=0
+    )
+    rope = (rows + NOPE_DIM).to(tl.pointer_type(tl.bfloat16))
+    rope = tl.load(rope[:, None] + tl.arange(0, GROUP)[None, :], mask=live[:, None], other=0.0)
+    # The eight bytes of a row's scales at once; 2^(byte - 127) is the fp32 number with that exponent and no mantissa.
+    packed = tl.load(scales.to(tl.pointer_type(tl.int64)), mask=live, other=0)
+    group = tl.arange(0, GROUPS)
+    exponents = ((packed[:, None] >> (8 * group)[None, :]) & 0xFF).to(tl.int32)
+    factors = (exponents << 23).to(tl.float32, bitcast=True)[:, :, None]
+    values = tl.reshape(widen_e4m3(codes, tl.float32, HARDWARE_E4M3), [BLOCK_N, GROUPS, GROUP])
+    values = (values * factors).to(DTYPE)
+    values = tl.where((group == GROUPS - 1)[None, :, None], rope.to(DTYPE)[:, None, :], values)
+    return tl.reshape(values, [BLOCK_N, HEAD_DIM])
+
+
+@triton.jit
+def attend_keys(
+    acc, row_max, row_sum, q, position,
+    window, fresh, entries, window_list, entry_table, picks,
+    window_width, window_stride_page, window_stride_row, fresh_stride, entry_stride_page, entry_stride_row,
+    low, context, num_raw, num_entries, first, stop, sliding_window, ratio, scale,
+    WINDOW_ROWS: tl.constexpr, ENTRY_ROWS: tl.constexpr, SLOTS: tl.constexpr, HARDWARE_E4M3: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, SWAP: tl.constexpr, ONE_TOKEN: tl.constexpr,
+):  # fmt: skip
+    """Run the online softmax over the keys [first, stop) of a query tile.
+
+    q: [ROWS, HEAD_DIM]; position: [ROWS] int32, of each row. window, fresh, entries: where rows lie, None where there are none; fresh row 0 is
+    the raw position ``context``. window_list, entry_table: the sequence's block tables. low: position of key 0; num_raw: keys that are raw
+    positions; num_entries: entries that the last row of the tile sees. picks: entry of each key from num_raw on, None = the entries in order.
+
+    SLOTS: the keys come as lists of physical rows instead, window_list and picks; whatever they name is visible.
+    """
+    offs_n = tl.arange(0, BLOCK_N)
+    dim = tl.arange(0, HEAD_DIM)
+    FP8: tl.constexpr = window is not None and window.dtype.element_ty == tl.uint8
+    first_cell = low // WINDOW_ROWS // window_width * window_width
+    x = first + offs_n
+    next_entry = _load_entry(x, stop, num_raw, picks, SLOTS)
+    entry = _checked(next_entry, num_entries)
+    place = _load_place(
+        x, stop, num_raw, entry, low, context, window_list, window_width, first_cell, fresh, entry_table, picks, WINDOW_ROWS, ENTRY_ROWS, SLOTS
+    )  # fmt: skip
+    next_entry = _load_entry(x + BLOCK_N, stop, num_raw, picks, SLOTS)
+    for start in tl.range(first, stop, BLOCK_N, disable_licm=True):
+        x = start + offs_n
+        raw = x < num_raw
+        key_position = low + x
+        place = tl.gather(place, offs_n, 0)
+        entry = tl.gather(entry, offs_n, 0)
+        if SLOTS:
+            live = (x < stop) & (place >= 0)
+            page = place // WINDOW_ROWS
+            row = place % WINDOW_ROWS
+        else:
+            live = (x < stop) & (raw | (entry >= 0))
+            page = place
+            row = key_position % WINDOW_ROWS
+        if window is not None:
+            row_stride = ROW_BYTES if FP8 else window_stride_row
+            page_rows = window + page.to(tl.int64) * window_stride_page
+            rows = page_rows + row * row_stride
+            scales = page_rows + (WINDOW_ROWS * ROW_BYTES + row * SCALE_BYTES)
+        if fresh is not None:
+            fresh_rows = fresh + (key_position - context).to(tl.int64) * fresh_stride
+            if window is not None:
+                rows = tl.where(key_position < context, rows, fresh_rows)
+            else:
+                rows = fresh_rows
+        if entries is not None:
+            if SLOTS:
+                page = place // ENTRY_ROWS
+                row = place % ENTRY_ROWS
+            else:
+                row = entry % ENTRY_ROWS
+            row_stride = ROW_BYTES if FP8 else entry_stride_row
+            page_rows = entries + page.to(tl.int64) * entry_stride_page
+            rows = tl.where(raw, rows, page_rows + row * row_stride)
+            scales = tl.where(raw, scales, page_rows + (ENTRY_ROWS * ROW_BYTES + row * SCALE_BYTES))
+        if FP8:
+            tile = _load_quantised(rows, scales, live, HARDWARE_E4M3, HEAD_DIM, BLOCK_N, q.dtype)
+        else:
+            # What lies in rows that are not live may be NaN: 0 * NaN would reach the output.
+            tile = tl.load(rows[:, None] + dim[None, :], mask=live[:, None], other=0.0)
+        if ONE_TOKEN:
+            visible = live[:, None] if SWAP else live[None, :]
+        else:
+            birth = key_position
+            death = key_position + (sliding_window - 1)
+            if entries is not None:
+                birth = tl.where(raw, birth, (entry + 1) * ratio - 1)
+                death = tl.where(raw, death, FOREVER)
+            if SWAP:
+                visible = live[:, None] & (birth[:, None] <= position[None, :]) & (death[:, None] >= position[None, :])  # fmt: skip
+            else:
+                visible = live[None, :] & (birth[None, :] <= position[:, None]) & (death[None, :] >= position[:, None])  # fmt: skip
+        acc, row_max, row_sum = _update(acc, row_max, row_sum, q, tile, visible, scale, SWAP)
+        x += BLOCK_N
+        entry = _checked(next_entry, num_entries)
+        place = _load_place(
+            x, stop, num_raw, entry, low, context, window_list, window_width, first_cell, fresh, entry_table, picks, WINDOW_ROWS, ENTRY_ROWS, SLOTS
+        )  # fmt: skip
+        next_entry = _load_entry(x + BLOCK_N, stop, num_raw, picks, SLOTS)
+    return acc, row_max, row_sum
+
+
+@triton.jit
+def _load_entry(x, stop, num_raw, picks, SLOTS: tl.constexpr):
+    """The entry that each key is, -1 or less for raw positions and past the end."""
+    if picks is None or SLOTS:
+        entry = x - num_raw
+    else:
+        entry = tl.load(picks + (x - num_raw), mask=(x >= num_raw) & (x < stop), other=-1)
+    return entry
+
+
+@triton.jit
+def _checked(entry, num_entries):
+    """The entries, -1 for those that no row of the tile sees.
+
+    (More than tidiness: a value that a loop hands on for two rounds untouched keeps Triton from pipelining the loop.)
+    """
+    return tl.where(entry < num_entries, entry, -1)
+
+
+@triton.jit
+def _load_place(
+    x, stop, num_raw, entry, low, context, window_list, window_width, first_cell, fresh, entry_table, picks,
+    WINDOW_ROWS: tl.constexpr, ENTRY_ROWS: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """Where each key lies: its page, or its physical row with SLOTS; 0 (-1 with SLOTS) for keys that are not read."""
+    raw = x < num_raw
+    if SLOTS:
+        cells = window_list + x
+        if picks is not None:
+            cells = tl.where(raw, cells, picks + (x - num_raw))
+        place = tl.load(cells, mask=x < stop, other=-1)
+    else:
+        position = low + x
+        paged = raw
+        if fresh is not None:
+            paged = raw & (position < context)
+        if window_list is not None:
+            cell = position // WINDOW_ROWS - first_cell
+            cells = window_list + tl.where(cell < window_width, cell, cell - window_width)
+            if entry_table is not None:
+                cells = tl.where(raw, cells, entry_table + entry // ENTRY_ROWS)
+                paged |= entry >= 0
+            place = tl.load(cells, mask=paged & (x < stop), other=0)
+        else:
+            place = x * 0
+    return place
