@@ -11,6 +11,7 @@ from quire.kernels.mla import LatentPages, page_bytes, write_latent
 from quire.kernels.mla import reference_latent as reference
 from quire.kernels.mla.latent_triton import rounded_to_e4m3
 from tests.helpers import DEVICE, NAN, assert_within_budget
+from tests.kernels.mla.quantised import assert_quantised
 
 IMPLS = pytest.mark.parametrize("impl", ["triton", "torch"])
 POISON = 0xAB
@@ -100,7 +101,7 @@ def oracle_of(call, dtype):
 
 
 def assert_rows(name, rows, call, case):
-    """Rows that were read back, against the oracle; the budget of quantised rows counts the steps of e4m3 as well."""
+    """Rows that were read back, against the oracle."""
     live = torch.ones(case.num_rows, dtype=torch.bool, device=DEVICE)
     if name == "pages":
         live = call["slot_mapping"] >= 0
@@ -112,17 +113,7 @@ def assert_rows(name, rows, call, case):
         dtype = case.dtype if case.pages in (None, torch.float32) else case.pages
         return assert_within_budget(name, rows.to(dtype), plain, exact)
     assert_within_budget(f"{name} rope", rows[:, 448:].bfloat16(), plain[:, 448:], exact[:, 448:])
-    step = torch.zeros_like(exact[:, :448])
-    for i, row in enumerate(exact):
-        for first in range(0, 448, 64):
-            group = row[first : first + 64]
-            # Half a step of e4m3 at a size, of the coarser scale where rounding to bf16 can decide about it.
-            scale = 2.0 ** reference.scale_exponent((group * (1 + 2**-8)).tolist())
-            size = (group.abs() * (1 + 2**-8)).clamp(min=scale * 2**-6)
-            step[i, first : first + 64] = torch.exp2(size.log2().floor()) * 2**-4
-    error = (rows[:, :448].double() - exact[:, :448]).abs()
-    slack = exact[:, :448].abs() * 2**-8
-    assert (error <= step + slack).all(), f"{name}: {(error - step - slack).max()}"
+    assert_quantised(name, rows[:, :448], exact[:, :448], 64, 0.0)
 
 
 @IMPLS
