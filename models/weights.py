@@ -116,7 +116,8 @@ def _draw(name: str, weight: Tensor, config: ModelConfig, generator: torch.Gener
     elif name.startswith("embed_tokens"):
         weight.normal_(0.0, 0.15, generator=generator)
     elif name.endswith(("bias", "sinks")):
-        weight.normal_(0.0, 1.0, generator=generator)
+        # Some gates of gpt-oss must pass the limit of their clamp.
+        weight.normal_(0.0, 4.0 if name.endswith("gate_up_proj_bias") else 1.0, generator=generator)
     elif weight.ndim == 1:
         weight.normal_(1.0 - config.norm_offset, 0.3, generator=generator)
     else:

@@ -7,13 +7,13 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from quire.models.configs import CONFIGS, get_config
+from quire.models.configs import CONFIGS, ModelConfig, RopeConfig, get_config
 from quire.models.decoder import Decoder
 from quire.models.hf_config import to_hf
 from quire.models.weights import random_model, save_checkpoint
@@ -26,6 +26,24 @@ TINY = (
     "llama-tiny",
     "gpt-oss-tiny",
 )
+ROPES = {
+    "default": RopeConfig("default", 1e4),
+    "linear": RopeConfig("linear", 1e6, factor=8.0),
+    "llama3": RopeConfig("llama3", 5e5, factor=8.0, original_max_positions=8192),
+    "llama3 of other bands": RopeConfig(
+        "llama3", 1e4, factor=3.0, original_max_positions=100, low=2.0, high=5.0
+    ),
+    "yarn": RopeConfig("yarn", 1.5e5, factor=32.0, original_max_positions=4096, high=32.0),
+    "yarn, not truncated": RopeConfig(
+        "yarn", 1.5e5, factor=32.0, original_max_positions=4096, high=32.0, truncate=False
+    ),
+    "yarn without low frequencies": RopeConfig(
+        "yarn", 1e4, factor=4.0, original_max_positions=10**9, high=32.0, amplitude=1.5
+    ),
+    "yarn without high frequencies": RopeConfig(
+        "yarn", 1e4, factor=4.0, original_max_positions=20, high=8.0, low=4.0
+    ),
+}
 NUM_TOKENS = 131  # more than eight windows of 16
 
 
@@ -43,6 +61,12 @@ class Oracle:
     theirs: Path
     ours_logits: torch.Tensor
     theirs_logits: torch.Tensor
+
+
+def rope_config(rope: RopeConfig) -> ModelConfig:
+    """A model of 64 channels a head with this RoPE."""
+    base = get_config("llama-tiny")
+    return replace(base, full=replace(base.full, rope=rope, head_dim=64))
 
 
 @pytest.fixture(scope="session")
@@ -63,6 +87,8 @@ def oracle_root(tmp_path_factory) -> Path:
             jobs.append({"load": load, "input_ids": _input_ids(seed).tolist(), "out": out})
     for name, config in CONFIGS.items():
         jobs.append({"shapes": to_hf(config), "out": str(root / f"{name}.json")})
+    ropes = [to_hf(rope_config(rope)) for rope in ROPES.values()]
+    jobs.append({"ropes": ropes, "out": str(root / "ropes.pt")})
     jobs.append({"mxfp4": 0, "out": str(root / "mxfp4.pt")})
     _run_oracle(root, jobs)
     return root
@@ -96,7 +122,13 @@ def _run_oracle(cwd: Path, jobs: list[dict]) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
 
 
-@pytest.fixture(params=TINY)
+@pytest.fixture(params=[name for name in TINY if name.startswith("gemma")])
 def oracle(request, oracles) -> Oracle:
-    """Each tiny model in turn."""
+    """Each tiny Gemma model in turn."""
+    return oracles[request.param]
+
+
+@pytest.fixture(params=TINY)
+def every_oracle(request, oracles) -> Oracle:
+    """Each tiny model of every family in turn."""
     return oracles[request.param]

@@ -14,12 +14,14 @@ TOLERANCE = (
 class HandPaged:
     """Pages of a few sequences under hand-made tables with shuffled page ids, made without `quire.kvcore`.
 
-    ring False: linear tables, every row is written. True: window groups have the smallest ring that can serve a decode, and of
+    ring False: linear tables, every row is written; the step's table has page 0 for the blocks that the step starts. True: window groups have the smallest ring that can serve a decode, and of
     a chunk only the last W - 1 rows are written, some of them over rows that its first queries still see.
     """
 
-    def __init__(self, model: Decoder, num_seqs: int, max_len: int, ring: bool = False):
-        self.model, self.ring = model, ring
+    def __init__(
+        self, model: Decoder, num_seqs: int, max_len: int, ring: bool = False, impl="torch"
+    ):
+        self.model, self.ring, self.impl = model, ring, impl
         self.groups, placement = cache_groups(model.config, model.dtype)
         self.widths = [
             1 - (1 - group.sliding_window) // group.block_size
@@ -62,7 +64,10 @@ class HandPaged:
         attn = AttnMetadata(
             cu_seqlens_q=torch.nn.functional.pad(q_lens.cumsum(0), (1, 0)).int(),
             seq_lens=seq_lens.int(),
-            block_tables=tuple(table[seqs] for table in self.tables),
+            block_tables=tuple(
+                self._known(group, table[seqs], self.context[seqs])
+                for group, table in zip(self.groups, self.tables, strict=True)
+            ),
             slot_mappings=tuple(slots),
             max_seqlen_q=int(q_lens.max()),
             max_seq_len=int(seq_lens.max()),
@@ -75,8 +80,15 @@ class HandPaged:
             attn,
             self.pool,
             logits_rows=logits_rows,
-            impl="torch",
+            impl=self.impl,
         )
+
+    def _known(self, group, table, context):
+        """The table as it is before the step."""
+        if self.ring and group.kind == "window":
+            return table
+        block = torch.arange(table.shape[1])
+        return torch.where(block * group.block_size < context[:, None], table, 0)
 
 
 def difference(got: torch.Tensor, expected: torch.Tensor) -> float:

@@ -5,6 +5,7 @@ Usage: python oracle.py JOBS.json, a list of
     {"load": checkpoint directory, "input_ids": [...], "out": file}    logits [num_tokens, vocab_size] of one uncached forward
     {"make": directory, "config": {...}, "seed": n}                    a random checkpoint, saved by transformers itself
     {"shapes": {config}, "out": file}                                  {tensor name: shape} as JSON, a tied lm_head left out
+    {"ropes": [{config}, ...], "out": file}                            [(frequencies, amplitude)] of llama configurations
     {"mxfp4": seed, "out": file}                                       (blocks, scales, their values) of random packed experts
 """
 
@@ -24,7 +25,9 @@ def randomise(model, seed):
         if name.endswith("layer_scalar"):
             tensor.uniform_(0.8, 1.2, generator=generator)
         elif name.endswith(("bias", "sinks")):
-            tensor.normal_(0.0, 1.0, generator=generator)
+            # Some gates of gpt-oss must pass the limit of their clamp.
+            std = 4.0 if name.endswith("gate_up_proj_bias") else 1.0
+            tensor.normal_(0.0, std, generator=generator)
         elif tensor.ndim == 1:
             tensor.normal_(offset, 0.3, generator=generator)
         elif "embed_tokens" in name:
@@ -54,6 +57,13 @@ def shapes(config):
     return {name: list(tensor.shape) for name, tensor in own_tensors(model)}
 
 
+def ropes(configs):
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    modules = [LlamaRotaryEmbedding(AutoConfig.for_model(**config)) for config in configs]
+    return [(module.inv_freq, module.attention_scaling) for module in modules]
+
+
 def mxfp4(seed):
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -74,6 +84,8 @@ def main():
             model.save_pretrained(job["make"])
         elif "shapes" in job:
             Path(job["out"]).write_text(json.dumps(shapes(job["shapes"])))
+        elif "ropes" in job:
+            torch.save(ropes(job["ropes"]), job["out"])
         elif "mxfp4" in job:
             torch.save(mxfp4(job["mxfp4"]), job["out"])
         else:
