@@ -134,10 +134,10 @@ def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
     logits: [..., n, n] fp32. iterations: column normalisations; there is one row normalisation less, and columns come last.
     """
     matrix = logits.softmax(dim=-1) + eps
-    matrix = matrix / (matrix.sum(dim=-2, keepdim=True) + eps)
+    matrix.div_(matrix.sum(dim=-2, keepdim=True).add_(eps))
     for _ in range(iterations - 1):
-        matrix = matrix / (matrix.sum(dim=-1, keepdim=True) + eps)
-        matrix = matrix / (matrix.sum(dim=-2, keepdim=True) + eps)
+        matrix.div_(matrix.sum(dim=-1, keepdim=True).add_(eps))
+        matrix.div_(matrix.sum(dim=-2, keepdim=True).add_(eps))
     return matrix
 
 

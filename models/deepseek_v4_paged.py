@@ -40,8 +40,16 @@ class PagedStep:
             "impl": impl,
         }
         self._state_index = attn.request_slots
-        self._entries = pool.plan.group(COMPRESSED)
-        self._entry_slots: dict[int, Tensor] = {}
+        group = pool.plan.group(COMPRESSED)
+        if group is not None:
+            block_size = pool.plan.groups[group].block_size
+            slots = attn.slot_mappings[group]
+            self._entry_table = with_new_blocks(attn, attn.block_tables[group], slots, block_size)
+            # The entries of a page are its tokens' slots, ratio to one; -1 stays -1.
+            self._entry_slots = {
+                ratio: slots.div(ratio, rounding_mode="floor")
+                for ratio in (pool.config.csa_ratio, pool.config.hca_ratio)
+            }
 
     def __call__(self, attention: Attention, rows: AttentionRows) -> Tensor:
         """Attention of one layer; see `models.deepseek_v4_block.Attend`."""
@@ -79,12 +87,10 @@ class PagedStep:
     def _compress(self, pool: Compressor, cache: LayerCache, rows: AttentionRows) -> dict[str, Any]:
         """Writes the entries that the step closes, and picks. Returns the arguments that attention needs of them."""
         assert rows.compressor is not None and cache.compressed is not None
-        assert self._entries is not None
-        table = self.attn.block_tables[self._entries]
         self._pool_windows(pool, *rows.compressor, cache.state, cache.compressed, rows.cos_sin)
         arguments = {
             "compressed_pages": cache.compressed,
-            "compressed_table": table,
+            "compressed_table": self._entry_table,
             "compress_ratio": pool.ratio,
         }
         if rows.index is not None:
@@ -94,7 +100,7 @@ class PagedStep:
                 index.q,
                 index.weights,
                 cache.index,
-                table,
+                self._entry_table,
                 topk=self.pool.config.index_topk,
                 compress_ratio=pool.ratio,
                 max_seq_len=self.attn.max_seq_len,
@@ -107,10 +113,6 @@ class PagedStep:
         self, pool: WindowPool, kv: Tensor, gate: Tensor, state: Tensor,
         pages: LatentPages | IndexPages, cos_sin: Tensor,
     ) -> None:  # fmt: skip
-        if pool.ratio not in self._entry_slots:
-            # A page's entries are its tokens' slots, ratio to one; -1 stays -1.
-            slots = self.attn.slot_mappings[self._entries]
-            self._entry_slots[pool.ratio] = slots.div(pool.ratio, rounding_mode="floor")
         compress(
             kv,
             gate,
@@ -126,3 +128,21 @@ class PagedStep:
             slot_mapping=self._entry_slots[pool.ratio],
             **self._rows,
         )
+
+
+def with_new_blocks(attn: AttnMetadata, table: Tensor, slots: Tensor, block_size: int) -> Tensor:
+    """The block table of a dense group with the blocks of this step: a query sees entries that its own step closes.
+
+    table: [num_seqs, width] int32, the context before the step. slots: [num_tokens] int64, -1 = not written. block_size: tokens.
+
+    Returns: [num_seqs, width] int32, a copy.
+    """
+    num_tokens = len(slots)
+    q_lens = attn.cu_seqlens_q.diff().long()
+    seq = torch.arange(len(q_lens), device=slots.device)
+    seq = torch.repeat_interleave(seq, q_lens, output_size=num_tokens)
+    token = torch.arange(num_tokens, device=slots.device)
+    positions = token - attn.cu_seqlens_q[seq] + (attn.seq_lens - q_lens)[seq]
+    block = positions.clamp(min=0) // block_size
+    pages = torch.where(slots >= 0, slots // block_size, table[seq, block])
+    return table.index_put((seq, block), pages.int())
