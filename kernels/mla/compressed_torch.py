@@ -135,7 +135,9 @@ def _turned_back(out: torch.Tensor, cos_sin: torch.Tensor, position: torch.Tenso
     """Rows [L, H, head_dim] fp32 whose trailing pairs (2i, 2i + 1) are turned by minus the angles of ``position`` [L]."""
     rope_dim = cos_sin.shape[1]
     # A padding row (fewer keys than new tokens) has no position; what it sees is nothing.
+    known = (position >= 0)[:, None, None]
     cos, sin = cos_sin[position.clamp(min=0)].unsqueeze(1).chunk(2, -1)
+    cos, sin = torch.where(known, cos, 1.0), torch.where(known, sin, 0.0)
     rope = out[..., -rope_dim:]
     even, odd = rope[..., 0::2], rope[..., 1::2]
     turned = torch.stack([even * cos + odd * sin, odd * cos - even * sin], -1).flatten(-2)
