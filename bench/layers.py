@@ -46,7 +46,8 @@ class Recorder:
     """Runs requests on an engine, and keeps the logits of each step and the arguments of the last forward pass of the whole batch."""
 
     def __init__(self, model: Gemma, settings: EngineConfig) -> None:
-        self.engine = Engine(model, settings)
+        # Replayed graphs do not call the hook that `run` registers.
+        self.engine = Engine(model, dataclasses.replace(settings, decode_graphs=False))
         self.steps: list[StepReport] = []
         self.logits: list[Tensor] = []
         self.call: tuple[tuple, dict] = ((), {})

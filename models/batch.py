@@ -13,6 +13,14 @@ from torch import Tensor
 if TYPE_CHECKING:
     from quire.kvcore import KVCache, StepPlan
 
+ALIGNMENT = 16  # bytes; of each array in a packed copy
+_TORCH = {
+    np.dtype(np.int32): torch.int32,
+    np.dtype(np.int64): torch.int64,
+    np.dtype(np.float32): torch.float32,
+    np.dtype(np.float64): torch.float64,
+}
+
 
 @dataclass(frozen=True)
 class AttnMetadata:
@@ -48,61 +56,95 @@ class Batch:
     attn: AttnMetadata
 
 
+class Staging:
+    """Moves small host arrays to the device: all of a call in one copy that the host does not wait for.
+
+    device: where to. packed: False = no copy at all, which is right for a CPU and the default there.
+    """
+
+    def __init__(self, device: torch.device | str, *, packed: bool | None = None) -> None:
+        self._device = torch.device(device)
+        self._packed = self._device.type != "cpu" if packed is None else packed
+
+    def send(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
+        """Tensors of the same shapes and dtypes as the arrays. On a CPU they may share the arrays' memory."""
+        arrays = [np.ascontiguousarray(array) for array in arrays]
+        if not self._packed:
+            return [torch.from_numpy(array) for array in arrays]
+        ends = np.cumsum([-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays]).tolist()
+        # Pinned memory of torch's own: it is not handed out again before the copy has read it.
+        host = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+        starts = [0, *ends[:-1]]
+        for array, start in zip(arrays, starts, strict=True):
+            host.numpy()[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
+        device = host.to(self._device, non_blocking=True)
+        return [
+            device[start : start + array.nbytes].view(_TORCH[array.dtype]).view(array.shape)
+            for array, start in zip(arrays, starts, strict=True)
+        ]
+
+
 class BatchBuilder:
     """Keeps a copy of the block tables on the device, and makes the tensors of a step from its plan.
 
     Only table entries that changed since the last step travel to the device.
 
     kv: an allocator made with ``track_deltas=True``; nobody else may take its deltas.
+
+    Attributes:
+        tables: [max_requests, columns] int32 on the device, all block tables side by side.
+        columns: of each group, its first column and width in it.
     """
 
     def __init__(self, kv: KVCache, device: torch.device | str) -> None:
         self._kv = kv
         self._groups = kv.layout.groups
-        self._columns = [kv.layout.columns(g) for g in range(len(self._groups))]
-        self._device = torch.device(device)
+        self.columns = [kv.layout.columns(g) for g in range(len(self._groups))]
+        self._staging = Staging(device)
         kv.take_deltas()  # the copy below starts from the present state
-        self._tables = torch.from_numpy(kv.tables).to(self._device, copy=True)
+        self.tables = torch.from_numpy(kv.tables).to(device, copy=True)
 
-    def build(
-        self, plan: StepPlan, slots: Sequence[int], input_ids: np.ndarray, logits_rows: np.ndarray
-    ) -> Batch:
+    def build(self, plan: StepPlan, input_ids: np.ndarray, logits_rows: np.ndarray) -> Batch:
         """Tensors of one step, to be called between the plan and its commit.
 
-        plan: of ``kv.plan(slots, ...)``, sequences with one new token first.
+        plan: sequences with one new token first.
         input_ids: [num_tokens] int32, the new tokens of all sequences. logits_rows: [num_rows] int64.
         """
-        self._update_tables()
-        rows = self._to_device(np.asarray(slots, dtype=np.int64))
-        q_lens = np.diff(plan.cu_seqlens_q)
-        max_seq_len = int(plan.seq_lens.max())
+        index, value = self._changes()
+        arrays = [index, value, plan.slots, plan.cu_seqlens_q, plan.seq_lens]
+        arrays += [plan.slot_mapping, input_ids.astype(np.int64), plan.positions, logits_rows]
+        index, value, rows, cu_seqlens_q, seq_lens, slot_mapping, *inputs = self._staging.send(
+            arrays
+        )
+        self._apply(index, value)
+        counts, max_seq_len = plan.num_new_tokens, int(plan.seq_lens.max())
         block_tables = []
-        for spec, (first, width) in zip(self._groups, self._columns, strict=True):
+        for spec, (first, width) in zip(self._groups, self.columns, strict=True):
             # Columns past the last block are never read: a ring that has not come round is still a linear table.
             width = min(width, -(-max_seq_len // spec.block_size))
-            block_tables.append(self._tables[:, first : first + width].index_select(0, rows))
+            block_tables.append(self.tables[:, first : first + width].index_select(0, rows))
         attn = AttnMetadata(
-            cu_seqlens_q=self._to_device(plan.cu_seqlens_q),
-            seq_lens=self._to_device(plan.seq_lens),
+            cu_seqlens_q=cu_seqlens_q,
+            seq_lens=seq_lens,
             block_tables=tuple(block_tables),
-            slot_mappings=tuple(self._to_device(plan.slot_mapping).unbind(0)),
-            max_seqlen_q=int(q_lens.max()),
+            slot_mappings=tuple(slot_mapping.unbind(0)),
+            max_seqlen_q=int(counts.max()),
             max_seq_len=max_seq_len,
-            num_decodes=int(np.cumprod(q_lens == 1).sum()),
+            num_decodes=int((counts > 1).argmax()) if counts.max() > 1 else len(counts),
         )
-        return Batch(
-            input_ids=self._to_device(input_ids.astype(np.int64)),
-            positions=self._to_device(plan.positions),
-            logits_rows=self._to_device(logits_rows),
-            attn=attn,
-        )
+        return Batch(*inputs, attn)
 
-    def _update_tables(self) -> None:
-        index, _ = self._kv.take_deltas()
+    def update_tables(self) -> None:
+        """Brings `tables` up to date where no `build` does."""
+        index, value = self._changes()
         if len(index):
-            # An entry may have changed twice; its present value for both makes their order irrelevant on the device.
-            value = self._kv.tables.reshape(-1)[index]
-            self._tables.view(-1)[self._to_device(index)] = self._to_device(value)
+            self._apply(*self._staging.send([index, value]))
 
-    def _to_device(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
+    def _changes(self) -> tuple[np.ndarray, np.ndarray]:
+        index, _ = self._kv.take_deltas()
+        # An entry may have changed twice; its present value for both makes their order irrelevant on the device.
+        return index, self._kv.tables.reshape(-1)[index]
+
+    def _apply(self, index: Tensor, value: Tensor) -> None:
+        if len(index):
+            self.tables.view(-1)[index] = value

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 from tqdm import tqdm
 
+from quire.models.chat import PLAIN, ChatTemplate
 from quire.models.configs import CONFIGS
-from quire.models.gemma import Gemma
-from quire.models.request import RequestOutput, SamplingParams
-from quire.models.runner import Engine, EngineConfig
-from quire.models.tokenizer import Tokenizer, find_tokenizer
+from quire.models.request import OutputDelta, RequestOutput, SamplingParams
+from quire.models.runner import Engine, EngineConfig, StepReport
+from quire.models.speculative import Drafter
+from quire.models.tokenizer import ByteTokenizer, Tokenizer, find_tokenizer
 from quire.models.weights import load_model, random_model
 
 
 class LLM:
     """A model with an engine and, where there is one, a tokenizer.
 
-    model: a named configuration (random weights), a Hugging Face directory, or a built `Gemma`.
-    engine: settings; default `EngineConfig()`.
+    model: a named configuration (random weights), a Hugging Face directory, or a built model.
+    engine: settings; default `EngineConfig()`. drafter: speculates (`quire.models.speculative`); None = no speculation.
     device: default: the GPU if there is one. dtype: default: that of the checkpoint; for random weights bfloat16 on a GPU
         and float32 on a CPU. Both are the model's own where it is already built.
     seed: of random weights.
@@ -29,20 +33,21 @@ class LLM:
     Attributes:
         model, engine, tokenizer (None where prompts must be token ids).
 
-    Raises: ValueError for a model that is neither a name, a directory nor a `Gemma`, and what `load_model` raises.
+    Raises: ValueError for a model that is neither a name, a directory nor a module, and what `load_model` and `Engine` raise.
     """
 
     def __init__(
         self,
-        model: str | Path | Gemma,
+        model: str | Path | nn.Module,
         *,
         engine: EngineConfig | None = None,
+        drafter: Drafter | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         seed: int = 0,
     ) -> None:
-        directory = None
-        if isinstance(model, Gemma):
+        self._directory: Path | None = None
+        if isinstance(model, nn.Module):
             if device is not None or dtype is not None:
                 raise ValueError(
                     "device, dtype: expected None with a built model, which has its own"
@@ -57,14 +62,15 @@ class LLM:
                     CONFIGS[str(model)], seed=seed, device=device, dtype=dtype
                 )
             elif Path(model).is_dir():
-                directory = Path(model)
-                self.model = load_model(directory, device=device, dtype=dtype)
+                self._directory = Path(model)
+                self.model = load_model(self._directory, device=device, dtype=dtype)
             else:
                 raise ValueError(
-                    f"model: expected one of {sorted(CONFIGS)}, a directory or a Gemma, got {str(model)!r}"
+                    f"model: expected one of {sorted(CONFIGS)}, a directory or a module, got {str(model)!r}"
                 )
-        self.tokenizer: Tokenizer | None = find_tokenizer(self.model.config, directory)
-        self.engine = Engine(self.model, engine)
+        self.tokenizer: Tokenizer | None = find_tokenizer(self.model.config, self._directory)
+        self.engine = Engine(self.model, engine, tokenizer=self.tokenizer, drafter=drafter)
+        self._streams: dict[str, deque[OutputDelta]] = {}
 
     def generate(
         self,
@@ -78,9 +84,9 @@ class LLM:
         prompts: texts (where the model has a tokenizer) or lists of token ids; one text stands for a list of one.
         params: for all prompts, or one for each. progress: show a bar with tokens per second on stderr.
 
-        Returns: outputs in the order of the prompts.
+        Returns: outputs in the order of the prompts; the n samples of a prompt (`SamplingParams.n`) one after another.
         Raises: ValueError for prompts that the engine refuses (none is then queued), for texts without a tokenizer, or for
-            params of another count; RuntimeError when a request does not fit the pool even alone (the others are aborted).
+            params of another count.
         """
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)
         if params is None or isinstance(params, SamplingParams):
@@ -91,28 +97,86 @@ class LLM:
             )
         token_ids = [self._encode(prompt) for prompt in prompts]
         queued: list[str] = []
-        outputs: dict[str, RequestOutput] = {}
+        outputs: dict[tuple[str, int], RequestOutput] = {}
+        keys: list[tuple[str, int]] = []
         try:
             for ids, one in zip(token_ids, params, strict=True):
                 queued.append(self.engine.add_request(ids, one))
-            with tqdm(total=len(queued), unit="request", disable=not progress) as bar:
-                self._run(queued, outputs, bar)
+                keys += [(queued[-1], sample) for sample in range(one.n)]
+            with tqdm(total=len(keys), unit="request", disable=not progress) as bar:
+                self._run(set(queued), len(keys), outputs, bar)
         finally:
             for request_id in queued:
                 if request_id in self.engine.unfinished:
                     self.engine.abort(request_id)
-        return [self._with_text(outputs[request_id]) for request_id in queued]
+        return [self._with_text(outputs[key]) for key in keys]
 
-    def _run(self, queued: list[str], outputs: dict[str, RequestOutput], bar: tqdm) -> None:
-        mine = set(queued)
+    def stream(
+        self, prompt: str | Sequence[int], params: SamplingParams | None = None
+    ) -> Iterator[OutputDelta]:
+        """Generates for one prompt, and yields what each step adds. Ending the iteration early aborts the request.
+
+        prompt: text or token ids. params: of the request; with n samples, deltas say which one they belong to.
+
+        Yields: OutputDelta; their texts together are the text of the output.
+        Raises: ValueError, at once, for a prompt that the engine refuses.
+        """
+        ids, params = self._encode(prompt), params or SamplingParams()
+        self.engine.check(ids, params)
+        return self._deltas(ids, params)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Token ids of a chat whose next message is the model's (`quire.models.chat`).
+
+        Raises: ValueError without tokenizer or template; ImportError without jinja2.
+        """
+        if self.tokenizer is None:
+            raise ValueError("chat: expected a model with a tokenizer.json, this one has none")
+        if self._directory is not None:
+            template = ChatTemplate.of_directory(self._directory)
+        elif isinstance(self.tokenizer, ByteTokenizer):
+            template = ChatTemplate(PLAIN)
+        else:
+            raise ValueError("chat: expected a Hugging Face directory, whose template is known")
+        return self.tokenizer.encode(template.render(messages), special=False)
+
+    def _deltas(self, ids: Sequence[int], params: SamplingParams) -> Iterator[OutputDelta]:
+        request_id = self.engine.add_request(ids, params, stream=True)
+        mine = self._streams[request_id] = deque()
+        try:
+            while mine or request_id in self.engine.unfinished:
+                if not mine:
+                    self._step()
+                while mine:
+                    yield mine.popleft()
+        finally:
+            del self._streams[request_id]
+            if request_id in self.engine.unfinished:
+                self.engine.abort(request_id)
+
+    def _step(self) -> StepReport:
+        """One step of the engine; what belongs to open streams is kept for them, whoever asked for the step."""
+        report = self.engine.step()
+        assert report is not None, "unfinished requests always make a step"
+        for delta in report.deltas:
+            if delta.request_id in self._streams:
+                self._streams[delta.request_id].append(delta)
+        return report
+
+    def _run(
+        self,
+        mine: set[str],
+        count: int,
+        outputs: dict[tuple[str, int], RequestOutput],
+        bar: tqdm,
+    ) -> None:
         num_tokens = 0
-        while len(outputs) < len(mine):
-            report = self.engine.step()
-            assert report is not None, "unfinished requests always make a step"
+        while len(outputs) < count:
+            report = self._step()
             num_tokens += report.num_tokens
             for output in report.finished:
                 if output.request_id in mine:
-                    outputs[output.request_id] = output
+                    outputs[output.request_id, output.sample] = output
                     bar.update()
             bar.set_postfix_str(
                 f"{num_tokens / max(bar.format_dict['elapsed'], 1e-9):.0f} tok/s", refresh=False
@@ -128,7 +192,7 @@ class LLM:
         return self.tokenizer.encode(prompt)
 
     def _with_text(self, output: RequestOutput) -> RequestOutput:
-        if self.tokenizer is None:
+        if self.tokenizer is None or output.text is not None:
             return output
         ids = output.token_ids[:-1] if output.finish_reason == "stop" else output.token_ids
         return replace(output, text=self.tokenizer.decode(ids))

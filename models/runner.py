@@ -1,37 +1,47 @@
-"""The engine: continuous batching of greedy requests on one model, one cache pool and one device.
+"""The engine: continuous batching on one model, one cache pool and one device.
 
-A step: schedule (which plans pages) -> tensors -> forward -> commit -> sample. Attention reads the pages as they were before the
-step, and the model writes the rows that the plan kept.
+A step: drafts -> schedule (which plans pages) -> tensors -> forward -> sample -> commit -> deliver. Attention reads the pages as they
+were before the step, and the model writes the rows that the plan kept.
+
+A model is a module with ``config`` (vocab_size, max_position_embeddings, eos_token_ids), ``dtype`` and ``device``, called as
+``model(input_ids, positions, attn, pool, logits_rows=, impl=)``; `quire.models.memory.model_cache` says where its cache comes from.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
-import torch
+from torch import Tensor, nn
 
 from quire.kvcore import KVCache
-from quire.models.batch import BatchBuilder
-from quire.models.cache import PagePool, cache_groups, num_slots
-from quire.models.gemma import Gemma
-from quire.models.request import Request, RequestOutput, SamplingParams
-from quire.models.scheduler import ScheduledStep, Scheduler
-
-CPU_CACHE_BYTES = 256 * 2**20
-CUDA_CACHE_SHARE = 0.9  # of the memory that is free once the weights are there
+from quire.models.batch import AttnMetadata, BatchBuilder
+from quire.models.graphs import DecodeGraphs
+from quire.models.memory import MemoryPlan, activation_bytes, model_cache, plan_memory
+from quire.models.request import (
+    OutputDelta,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    TokenLogprobs,
+)
+from quire.models.sampling import Sampled, Sampler, derived_seed
+from quire.models.scheduler import ScheduledStep, Scheduler, SchedulerPolicy
+from quire.models.speculative import Drafter, count_accepted
+from quire.models.tokenizer import TextStream, Tokenizer
 
 
 @dataclass(frozen=True)
 class StepReport:
     """One step in numbers; times in seconds.
 
-    q_lens, seq_lens: per sequence [num_seqs], its new tokens and its KV tokens including them.
+    q_lens, seq_lens: per sequence [num_seqs], its new tokens and its KV tokens including them (and drafts that were rejected).
     num_tokens: new tokens computed. num_decodes, num_prefills: sequences with one new token, and with more.
-    allocator, model, total: time in kvcore; in the forward pass up to the sampled ids on the host; in the whole step.
-    finished: requests that ended in it.
+    num_generated, num_drafts, num_accepted: tokens of output; drafts verified, and those of them that stayed.
+    allocator, model, total: time in kvcore; in the forward pass and sampling up to the ids on the host; in the whole step.
+    finished: requests that ended in it. deltas: what it added to requests that are streamed.
     """
 
     q_lens: np.ndarray
@@ -40,10 +50,14 @@ class StepReport:
     num_decodes: int
     num_prefills: int
     num_preempted: int
+    num_generated: int
+    num_drafts: int
+    num_accepted: int
     allocator: float
     model: float
     total: float
     finished: list[RequestOutput]
+    deltas: list[OutputDelta]
 
 
 @dataclass
@@ -57,6 +71,8 @@ class EngineTotals:
     num_tokens: int = 0
     num_generated_tokens: int = 0
     num_preempted: int = 0
+    num_drafts: int = 0
+    num_accepted: int = 0
     allocator: float = 0.0
     model: float = 0.0
     total: float = 0.0
@@ -67,12 +83,14 @@ class EngineTotals:
         """Seconds neither in the allocator nor in the model: scheduling, tensors, bookkeeping."""
         return self.total - self.allocator - self.model
 
-    def add(self, report: StepReport, num_generated_tokens: int) -> None:
+    def add(self, report: StepReport) -> None:
         """Adds one step."""
         self.num_steps += 1
         self.num_tokens += report.num_tokens
-        self.num_generated_tokens += num_generated_tokens
+        self.num_generated_tokens += report.num_generated
         self.num_preempted += report.num_preempted
+        self.num_drafts += report.num_drafts
+        self.num_accepted += report.num_accepted
         self.allocator += report.allocator
         self.model += report.model
         self.total += report.total
@@ -83,12 +101,15 @@ class EngineConfig:
     """Settings of an engine.
 
     max_num_seqs: requests running at once. max_num_batched_tokens: new tokens in a step.
-    max_model_len: longest sequence in tokens; None = the model's.
-    num_pages: page ids including the null page; None = as many as fit cache_bytes.
-    cache_bytes: bytes of all page tensors; None = 256 MiB on a CPU, 90 % of the free memory on a GPU.
+    max_model_len: longest sequence in tokens; None = the model's, or what the pool holds if that is less.
+    num_pages: page ids including the null page. cache_bytes: bytes of all page tensors. memory_fraction: share of the free memory
+        that they take. One of the three at most; default: 256 MiB on a CPU, a fraction of 0.9 on a GPU.
     base_block_size: tokens in a page of the heaviest kind of layer.
     retention, enable_caching, hash_seed: as in `quire.kvcore.KVCache`.
+    policy: how a step is divided between prefill and decode.
+    seed: requests without a seed of their own get one from it, in the order they come.
     impl: "triton" or "torch" for the kernels; None = by device.
+    decode_graphs: decode through buffers of fixed sizes (`quire.models.graphs`); None = on a GPU, where the model allows it.
     """
 
     max_num_seqs: int = 64
@@ -96,65 +117,83 @@ class EngineConfig:
     max_model_len: int | None = None
     num_pages: int | None = None
     cache_bytes: int | None = None
+    memory_fraction: float | None = None
     base_block_size: int = 16
     retention: str | int = "latest"
     enable_caching: bool = True
     hash_seed: bytes = b""
+    policy: SchedulerPolicy = field(default_factory=SchedulerPolicy)
+    seed: int = 0
     impl: str | None = None
+    decode_graphs: bool | None = None
+
+
+@dataclass(frozen=True)
+class NewTokens:
+    """What a step gave one request: accepted drafts and the token after them. logprobs: one for each id; None where nobody asks."""
+
+    request: Request
+    ids: list[int]
+    logprobs: list[TokenLogprobs | None] | None
 
 
 class Engine:
     """Runs many requests at once. ``while engine.has_work: engine.step()``.
 
-    Attributes:
-        kv: the allocator, for its ``describe`` and ``stats``. pool: the page tensors. totals: sums over steps.
+    tokenizer: for stop strings and streamed text. drafter: speculates; None = one token a step.
 
-    Raises: ValueError for settings out of range.
+    Attributes:
+        kv: the allocator, for its ``describe`` and ``stats``. pool: the page tensors. memory: how the pool was sized.
+        totals: sums over steps.
+
+    Raises: ValueError for settings out of range, or a pool that does not hold one request.
     """
 
-    def __init__(self, model: Gemma, config: EngineConfig | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        config: EngineConfig | None = None,
+        *,
+        tokenizer: Tokenizer | None = None,
+        drafter: Drafter | None = None,
+    ) -> None:
         config = config or EngineConfig()
         self.model = model
-        self.max_model_len = config.max_model_len or model.config.max_position_embeddings
-        if not 1 <= self.max_model_len <= model.config.max_position_embeddings:
-            raise ValueError(
-                f"max_model_len: expected 1..{model.config.max_position_embeddings}, got {self.max_model_len}"
-            )
-        groups, placement = cache_groups(
-            model.config, model.dtype, base_block_size=config.base_block_size
-        )
-        num_pages = config.num_pages
-        if num_pages is None:
-            cache_bytes = config.cache_bytes or default_cache_bytes(model.device)
-            num_pages = cache_bytes // (groups[0].page_bytes * num_slots(placement))
-        self.pool = PagePool(
-            model.config,
-            groups,
-            placement,
-            num_pages=num_pages,
-            dtype=model.dtype,
-            device=model.device,
-        )
+        self.tokenizer = tokenizer
+        self.drafter = drafter
+        self.memory = _plan_memory(model, config, drafter)
+        self.max_model_len = self.memory.max_model_len
         self.kv = KVCache(
-            groups,
-            num_pages=num_pages,
+            self.memory.groups,
+            num_pages=self.memory.num_pages,
             max_requests=config.max_num_seqs,
             max_model_len=self.max_model_len,
             retention=config.retention,
             hash_seed=config.hash_seed,
             enable_caching=config.enable_caching,
+            max_draft_tokens=drafter.max_draft_tokens if drafter else 0,
             track_deltas=True,
         )
         self.scheduler = Scheduler(
             self.kv,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_num_seqs=config.max_num_seqs,
+            policy=config.policy,
+        )
+        self.pool = model_cache(model, base_block_size=config.base_block_size).allocate(
+            self.memory.num_pages
         )
         self.totals = EngineTotals()
         self._builder = BatchBuilder(self.kv, model.device)
+        self._sampler = Sampler(model.config.vocab_size, config.max_num_seqs, model.device)
         self._impl = config.impl
-        self._requests: dict[str, Request] = {}
+        self._graphs = self._make_graphs(config)
+        self._requests: dict[str, list[Request]] = {}  # unfinished samples
+        self._siblings: dict[
+            Request, list[Request]
+        ] = {}  # samples that wait for the first one's prompt
         self._num_added = 0
+        self._seeds = np.random.default_rng(config.seed)
 
     @property
     def unfinished(self) -> frozenset[str]:
@@ -173,15 +212,17 @@ class Engine:
         *,
         request_id: str | None = None,
         salt: bytes = b"",
+        stream: bool = False,
     ) -> str:
-        """Queues a request.
+        """Queues a request. With ``params.n`` samples, the others start when the prompt of the first is computed, and share its pages.
 
         prompt_token_ids: at least one id, all below vocab_size, and fewer than max_model_len.
         request_id: unique among unfinished requests; default: a running number.
         salt: requests with different salts never share cached prefixes.
+        stream: report new tokens (and, with a tokenizer, text) in `StepReport.deltas`.
 
         Returns: the request id.
-        Raises: ValueError for a prompt or id that breaks these rules.
+        Raises: ValueError for a prompt or id that breaks these rules, or stop strings without a tokenizer.
         """
         params = params or SamplingParams()
         request_id = str(self._num_added) if request_id is None else request_id
@@ -189,6 +230,41 @@ class Engine:
             raise ValueError(
                 f"request_id: expected a new id, got {request_id!r}, which is unfinished"
             )
+        prompt = self.check(prompt_token_ids, params)
+        arrival = time.perf_counter()
+        match = self.kv.match(prompt, salt=salt)
+        self.totals.hashing += time.perf_counter() - arrival
+        seed = int(self._seeds.integers(2**63)) if params.seed is None else params.seed
+        eos = () if params.ignore_eos else self.model.config.eos_token_ids
+        stop_ids = frozenset(params.stop_token_ids) | frozenset(eos)
+        samples = [
+            Request(
+                request_id=request_id,
+                prompt_token_ids=prompt,
+                params=params,
+                capacity=min(len(prompt) + params.max_tokens, self.max_model_len),
+                stop_ids=stop_ids,
+                salt=salt,
+                arrival=arrival,
+                match=match,
+                sample=sample,
+                seed=derived_seed(seed, sample),
+                text=TextStream(self.tokenizer, params.stop, stop_ids)
+                if self.tokenizer is not None and (stream or params.stop)
+                else None,
+                stream=stream,
+            )
+            for sample in range(params.n)
+        ]
+        self._requests[request_id] = samples
+        self._num_added += 1
+        self.scheduler.waiting.append(samples[0])
+        if len(samples) > 1:
+            self._siblings[samples[0]] = samples[1:]
+        return request_id
+
+    def check(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> np.ndarray:
+        """The prompt as an array [num_tokens]; raises ValueError where `add_request` does. Queues nothing."""
         prompt = np.asarray(prompt_token_ids)
         if prompt.ndim != 1 or not 1 <= len(prompt) < self.max_model_len:
             raise ValueError(
@@ -199,29 +275,23 @@ class Engine:
             raise ValueError(
                 f"prompt_token_ids: expected ints in 0..{vocab_size - 1}, got {prompt}"
             )
-        eos = () if params.ignore_eos else self.model.config.eos_token_ids
-        arrival = time.perf_counter()
-        match = self.kv.match(prompt, salt=salt)
-        self.totals.hashing += time.perf_counter() - arrival
-        request = Request(
-            request_id=request_id,
-            prompt_token_ids=prompt,
-            capacity=min(len(prompt) + params.max_tokens, self.max_model_len),
-            stop_ids=frozenset(params.stop_token_ids) | frozenset(eos),
-            salt=salt,
-            arrival=arrival,
-            match=match,
-        )
-        self._requests[request_id] = request
-        self._num_added += 1
-        self.scheduler.waiting.append(request)
-        return request_id
+        if params.stop and self.tokenizer is None:
+            raise ValueError("stop: expected no strings, as this engine has no tokenizer")
+        return prompt
 
     def abort(self, request_id: str) -> RequestOutput:
-        """Ends a request with what it has so far; raises ValueError for an unknown id."""
+        """Ends a request, all of its samples, with what it has so far; raises ValueError for an unknown id.
+
+        Returns: the output of its first unfinished sample.
+        """
         if request_id not in self._requests:
             raise ValueError(f"request_id: expected an unfinished request, got {request_id!r}")
-        return self._finish(self._requests[request_id], "abort")
+        outputs = []
+        for request in list(self._requests[request_id]):
+            waiting = self._siblings.pop(request, [])
+            self.scheduler.waiting.extend(waiting)  # from where `_finish` takes them
+            outputs.append(self._finish(request, "abort"))
+        return outputs[0]
 
     def step(self) -> StepReport | None:
         """Runs one step of the batch; None when there is nothing to do.
@@ -231,21 +301,17 @@ class Engine:
         start = time.perf_counter()
         self.scheduler.allocator_seconds = 0.0
         try:
+            self._draft()
             step = self.scheduler.schedule()
         except RuntimeError:
-            unfinished = {*self.scheduler.running, *self.scheduler.waiting}
-            self._requests = {i: r for i, r in self._requests.items() if r in unfinished}
+            self._forget_dropped()
             raise
         if step is None:
             return None
-        ready, ids, model_seconds = self._forward(step)
-        now = time.perf_counter()
-        finished = []
-        for request, token in zip(ready, ids, strict=True):
-            reason = request.append(token, now)
-            if reason is not None:
-                finished.append(self._finish(request, reason))
+        new, model_seconds = self._forward(step)
+        finished, deltas, num_generated = self._deliver(new)
         num_decodes = sum(count == 1 for count in step.num_new_tokens)
+        num_drafts = sum(step.num_drafts)
         report = StepReport(
             q_lens=step.plan.num_new_tokens,
             seq_lens=step.plan.seq_lens,
@@ -253,53 +319,181 @@ class Engine:
             num_decodes=num_decodes,
             num_prefills=len(step.requests) - num_decodes,
             num_preempted=step.num_preempted,
+            num_generated=num_generated,
+            num_drafts=num_drafts,
+            num_accepted=sum(len(tokens.ids) - 1 for tokens in new),
             allocator=self.scheduler.allocator_seconds,
             model=model_seconds,
             total=time.perf_counter() - start,
             finished=finished,
+            deltas=deltas,
         )
-        self.totals.add(report, len(ready))
+        self.totals.add(report)
         return report
 
-    def _forward(self, step: ScheduledStep) -> tuple[list[Request], list[int], float]:
-        """Runs the model and commits. Returns the requests that have all of their tokens computed, the next token of
-        each, and the seconds in the model."""
-        inputs, ready, rows = [], [], []
-        last_rows = step.plan.cu_seqlens_q[1:] - 1
-        for request, count, row in zip(step.requests, step.num_new_tokens, last_rows, strict=True):
-            computed = int(self.kv.num_computed[request.slot])
-            inputs.append(request.tokens[computed : computed + count])
-            if computed + count == request.num_tokens:
-                ready.append(request)
-                rows.append(row)
+    def _draft(self) -> None:
+        """Asks the drafter for the requests that decode next. Penalties change with each token, so such requests go without."""
+        if self.drafter is None:
+            return
+        running = zip(self.scheduler.running, self.scheduler.pending(), strict=True)
+        requests = [
+            r for r, count in running if count == 1 and r.params.repetition_penalty == 1
+        ]  # fmt: skip
+        if requests:
+            for request, drafts in zip(requests, self.drafter.propose(requests), strict=True):
+                request.set_drafts(drafts)
+
+    def _forward(self, step: ScheduledStep) -> tuple[list[NewTokens], float]:
+        """Runs the model, samples, verifies drafts and commits. Returns the new tokens, and the seconds in model and sampler."""
+        plan = step.plan
+        ready, inputs = [], []
+        for i, (request, end) in enumerate(zip(step.requests, plan.seq_lens.tolist(), strict=True)):
+            inputs.append(request.inputs(end - step.num_new_tokens[i], end))
+            if end >= request.num_tokens:
+                ready.append(i)
         input_ids = np.concatenate(inputs)
-        batch = self._builder.build(
-            step.plan, [r.slot for r in step.requests], input_ids, np.array(rows, dtype=np.int64)
-        )
-        start = time.perf_counter()
-        logits = self.model(
-            batch.input_ids,
-            batch.positions,
-            batch.attn,
-            self.pool,
-            logits_rows=batch.logits_rows,
-            impl=self._impl,
-        )
-        ids = logits.argmax(dim=-1).tolist()
+        if len(plan.copies):
+            self.pool.copy(plan.copies)
+        if self._graphs is not None and len(input_ids) == len(ready) == len(step.requests):
+            start = time.perf_counter()
+            logits = self._graphs(plan, input_ids)
+        else:
+            batch = self._builder.build(plan, input_ids, _logits_rows(step, ready))
+            start = time.perf_counter()
+            logits = self._run(batch.input_ids, batch.positions, batch.attn, batch.logits_rows)
+        requests = [step.requests[i] for i in ready]
+        sampled = self._sampler(logits, requests, [1 + step.num_drafts[i] for i in ready])
         seconds = time.perf_counter() - start
+        new, accepted = _verified(step, ready, sampled)
         with self.scheduler.allocating():
-            self.kv.commit(step.plan, input_ids)
-        return ready, ids, seconds
+            copies = self.kv.commit(plan, input_ids, accepted)
+        if len(copies):
+            self.pool.copy(copies)
+        return new, seconds
+
+    def _run(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        attn: AttnMetadata,
+        logits_rows: Tensor | None = None,
+    ) -> Tensor:
+        return self.model(
+            input_ids, positions, attn, self.pool, logits_rows=logits_rows, impl=self._impl
+        )
+
+    def _deliver(self, new: list[NewTokens]) -> tuple[list[RequestOutput], list[OutputDelta], int]:
+        """Gives requests their new tokens. Returns what ended, what is streamed, and the number of tokens."""
+        now = time.perf_counter()
+        finished, deltas, num_generated = [], [], 0
+        for tokens in new:
+            request, reason = tokens.request, None
+            before = request.num_tokens
+            for i, token in enumerate(tokens.ids):
+                if request.params.logprobs is not None:
+                    request.logprobs.append(tokens.logprobs[i])
+                reason = request.append(token, now)
+                if reason is not None:
+                    break  # accepted drafts may go past the end
+            num_generated += request.num_tokens - before
+            if request in self._siblings:
+                self.scheduler.waiting.extendleft(reversed(self._siblings.pop(request)))
+            if reason is not None:
+                finished.append(self._finish(request, reason))
+            if request.stream:
+                text = request.text.take() if request.text is not None else ""
+                ids = tuple(request.tokens[before:].tolist())
+                deltas.append(OutputDelta(request.request_id, request.sample, ids, text, reason))
+        return finished, deltas, num_generated
 
     def _finish(self, request: Request, reason: str) -> RequestOutput:
         self.scheduler.finish(request)
-        del self._requests[request.request_id]
+        samples = self._requests[request.request_id]
+        samples.remove(request)
+        if not samples:
+            del self._requests[request.request_id]
         return request.output(reason)
 
+    def _forget_dropped(self) -> None:
+        """Forgets requests that the scheduler no longer has."""
+        alive = {*self.scheduler.running, *self.scheduler.waiting}
+        self._siblings = {r: samples for r, samples in self._siblings.items() if r in alive}
+        alive.update(*self._siblings.values())
+        kept = {i: [r for r in samples if r in alive] for i, samples in self._requests.items()}
+        self._requests = {i: samples for i, samples in kept.items() if samples}
 
-def default_cache_bytes(device: torch.device) -> int:
-    """Bytes for page tensors where the caller names none."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(free * CUDA_CACHE_SHARE)
-    return CPU_CACHE_BYTES
+    def _make_graphs(self, config: EngineConfig) -> DecodeGraphs | None:
+        capturable = getattr(self.model, "capturable", True) and config.impl != "torch"
+        wanted = config.decode_graphs
+        on_gpu = self.model.device.type == "cuda"
+        if wanted and on_gpu and not capturable:
+            raise NotImplementedError(
+                "decode_graphs: supported with impl='triton' and models that only read the device"
+            )
+        if not (on_gpu and capturable if wanted is None else wanted):
+            return None
+        return DecodeGraphs(
+            self._run,
+            self._builder,
+            max_num_seqs=config.max_num_seqs,
+            max_seq_len=self.max_model_len,
+            device=self.model.device,
+        )
+
+
+def _plan_memory(model: nn.Module, config: EngineConfig, drafter: Drafter | None) -> MemoryPlan:
+    longest = model.config.max_position_embeddings
+    max_model_len = config.max_model_len or longest
+    if not 1 <= max_model_len <= longest:
+        raise ValueError(f"max_model_len: expected 1..{longest}, got {max_model_len}")
+    num_drafts = drafter.max_draft_tokens if drafter else 0
+    rows = config.max_num_seqs * (1 + num_drafts)
+    return plan_memory(
+        model_cache(model, base_block_size=config.base_block_size),
+        device=model.device,
+        max_model_len=max_model_len,
+        max_model_len_is_given=config.max_model_len is not None,
+        max_num_seqs=config.max_num_seqs,
+        max_draft_tokens=num_drafts,
+        retention=config.retention,
+        num_pages=config.num_pages,
+        cache_bytes=config.cache_bytes,
+        memory_fraction=config.memory_fraction,
+        activation_bytes=activation_bytes(
+            model.config,
+            model.dtype.itemsize,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_rows=rows,
+        ),
+    )
+
+
+def _logits_rows(step: ScheduledStep, ready: list[int]) -> np.ndarray:
+    """[num_rows] int64: the rows of the last known token and the drafts of each sequence in ``ready``."""
+    last = step.plan.cu_seqlens_q[1:][ready].astype(np.int64) - 1
+    if not any(step.num_drafts):
+        return last
+    return np.concatenate(
+        [np.arange(row - step.num_drafts[i], row + 1) for i, row in zip(ready, last, strict=True)]
+    )
+
+
+def _verified(
+    step: ScheduledStep, ready: list[int], sampled: Sampled
+) -> tuple[list[NewTokens], np.ndarray | None]:
+    """New tokens of the sequences in ``ready``, and how many computed tokens of each sequence stay (None = all)."""
+    accepted = np.array(step.num_new_tokens) if any(step.num_drafts) else None
+    new, row = [], 0
+    for i in ready:
+        request, num_drafts, stay = step.requests[i], step.num_drafts[i], 0
+        if num_drafts:
+            ids = sampled.ids[row : row + num_drafts + 1]
+            stay = count_accepted(request.drafts[:num_drafts].tolist(), ids)
+            accepted[i] -= num_drafts - stay
+            request.num_drafts += num_drafts
+            request.num_accepted += stay
+        rows = slice(row, row + stay + 1)
+        logprobs = None if sampled.logprobs is None else sampled.logprobs[rows]
+        new.append(NewTokens(request, sampled.ids[rows], logprobs))
+        row += num_drafts + 1
+    return new, accepted

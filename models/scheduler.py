@@ -1,8 +1,8 @@
 """Which requests run in a step, and with how many tokens. Integers only: no torch, no model, and the same choices every time.
 
-Running requests are kept in order of admission. A step takes one token of every decoding request, then prefill chunks of running
-requests, then admits waiting ones, all within a budget of tokens. When pages run out, the request admitted last gives its pages
-back and waits at the head of the queue; nobody is admitted until some request has ended.
+Running requests are kept in order of admission. A step takes prefill chunks of running requests, admits waiting ones, and takes one
+token (and its drafts) of every decoding request, all within a budget of tokens that `SchedulerPolicy` divides. When pages run
+out, the request admitted last gives its pages back and waits at the head of the queue; nobody is admitted until some request has ended.
 """
 
 from __future__ import annotations
@@ -18,14 +18,44 @@ from quire.models.request import Request
 
 
 @dataclass(frozen=True)
+class SchedulerPolicy:
+    """Divides the token budget of a step between prefill and decode. For another policy, override `prefill_tokens`.
+
+    prefill_first: prompts take what they can, and decoding requests what is left; by default decoding requests go first.
+    max_prefill_tokens: at most so many prompt tokens in a step that somebody's next token waits for; None = no bound. It
+        bounds the time between tokens, as a step of its own size would.
+
+    Raises: ValueError for max_prefill_tokens below 1.
+    """
+
+    prefill_first: bool = False
+    max_prefill_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_prefill_tokens is not None and self.max_prefill_tokens < 1:
+            raise ValueError(f"max_prefill_tokens: expected >= 1, got {self.max_prefill_tokens}")
+
+    def prefill_tokens(self, budget: int, num_decodes: int) -> int:
+        """Prompt tokens that the next step may hold.
+
+        budget: tokens of the step. num_decodes: running requests that wait for their next token, at most budget.
+        """
+        if num_decodes == 0:
+            return budget
+        tokens = budget if self.prefill_first else budget - num_decodes
+        return tokens if self.max_prefill_tokens is None else min(tokens, self.max_prefill_tokens)
+
+
+@dataclass(frozen=True)
 class ScheduledStep:
     """A step that fits: requests in batch order (those with one new token first), their new tokens, and the plan.
 
-    num_preempted: running requests that gave up their pages for it.
+    num_drafts: how many of a request's new tokens are drafts. num_preempted: running requests that gave up their pages for it.
     """
 
     requests: list[Request]
     num_new_tokens: list[int]
+    num_drafts: list[int]
     plan: StepPlan
     num_preempted: int
 
@@ -33,7 +63,7 @@ class ScheduledStep:
 class Scheduler:
     """Continuous batching over one `KVCache`.
 
-    max_num_batched_tokens: new tokens in a step. max_num_seqs: requests running at once.
+    max_num_batched_tokens: new tokens in a step. max_num_seqs: requests running at once. policy: who goes first.
 
     Attributes:
         waiting, running: requests, first come first.
@@ -42,7 +72,14 @@ class Scheduler:
     Raises: ValueError unless 1 <= max_num_seqs <= max_num_batched_tokens, which lets every running request go on.
     """
 
-    def __init__(self, kv: KVCache, *, max_num_batched_tokens: int, max_num_seqs: int) -> None:
+    def __init__(
+        self,
+        kv: KVCache,
+        *,
+        max_num_batched_tokens: int,
+        max_num_seqs: int,
+        policy: SchedulerPolicy | None = None,
+    ) -> None:
         if not 1 <= max_num_seqs <= max_num_batched_tokens:
             raise ValueError(
                 f"max_num_seqs: expected 1..max_num_batched_tokens={max_num_batched_tokens}, got {max_num_seqs}"
@@ -50,9 +87,11 @@ class Scheduler:
         self.kv = kv
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_num_seqs = max_num_seqs
+        self.policy = policy or SchedulerPolicy()
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.allocator_seconds = 0.0
+        self._has_states = any(group.kind == "state" for group in kv.layout.groups)
         self._starved = False  # pages ran out and no request has ended since
 
     @contextmanager
@@ -64,28 +103,33 @@ class Scheduler:
         finally:
             self.allocator_seconds += time.perf_counter() - start
 
+    def pending(self) -> list[int]:
+        """Known tokens of each running request that are not computed yet: 1 for those that decode."""
+        computed = self.kv.num_computed[[r.slot for r in self.running]].tolist()
+        return [r.num_tokens - c for r, c in zip(self.running, computed, strict=True)]
+
     def schedule(self) -> ScheduledStep | None:
         """Chooses and plans the next step; admits and preempts as needed. None when there is nothing to do.
 
-        Raises: RuntimeError when the only running request does not fit; that request is dropped.
+        Raises: RuntimeError when one token of the only running request does not fit; that request is dropped.
         """
         chosen, admitted = self._choose()
         num_preempted = 0
         while chosen:
-            requests = sorted(chosen, key=lambda r: chosen[r] != 1)  # stable: decodes first
-            counts = [chosen[r] for r in requests]
-            with self.allocating():
-                plan = self.kv.plan([r.slot for r in requests], counts)
-            if isinstance(plan, StepPlan):
-                return ScheduledStep(requests, counts, plan, num_preempted)
+            step = self._plan(chosen, num_preempted)
+            if isinstance(step, ScheduledStep):
+                return step
             self._starved = True
             victim = self.running[-1]
             if len(self.running) == 1:
-                self.finish(victim)
-                raise RuntimeError(
-                    f"request {victim.request_id!r} with {victim.num_tokens} tokens does not fit even alone: {plan}; "
-                    f"the pool has {self.kv.num_pages - 1} pages (num_pages)"
-                )
+                if chosen[victim] == 1:
+                    self.finish(victim)
+                    raise RuntimeError(
+                        f"request {victim.request_id!r} with {victim.num_tokens} tokens does not fit even alone: {step}; "
+                        f"the pool has {self.kv.num_pages - 1} pages (num_pages)"
+                    )
+                chosen[victim] //= 2  # a long chunk keeps more boundaries than a short one
+                continue
             if victim not in admitted:
                 num_preempted += 1
                 victim.num_preemptions += 1
@@ -101,32 +145,62 @@ class Scheduler:
         self._release(request)
         self._starved = False
 
+    def _plan(self, chosen: dict[Request, int], num_preempted: int) -> ScheduledStep | object:
+        """The step with the chosen tokens, or the allocator's `OutOfPages`."""
+        requests = sorted(chosen, key=lambda r: chosen[r] != 1)  # stable: decodes first
+        slots, counts = [r.slot for r in requests], [chosen[r] for r in requests]
+        with self.allocating():
+            if self._has_states:
+                shortened = dict(zip(requests, self.kv.cut(slots, counts).tolist(), strict=True))
+                requests.sort(key=lambda r: shortened[r] != 1)
+                slots, counts = [r.slot for r in requests], [shortened[r] for r in requests]
+            plan = self.kv.plan(slots, counts)
+        if not isinstance(plan, StepPlan):
+            return plan
+        ends = plan.seq_lens.tolist()
+        drafts = [max(0, end - r.num_tokens) for end, r in zip(ends, requests, strict=True)]
+        return ScheduledStep(requests, counts, drafts, plan, num_preempted)
+
     def _choose(self) -> tuple[dict[Request, int], set[Request]]:
         """New tokens of each request in the next step, and which requests were admitted just now."""
         budget = self.max_num_batched_tokens
-        pending = {r: r.num_tokens - int(self.kv.num_computed[r.slot]) for r in self.running}
-        chosen = {r: 1 for r, count in pending.items() if count == 1}
-        budget -= len(chosen)
+        pending = dict(zip(self.running, self.pending(), strict=True)) if self.running else {}
+        decodes = [r for r, count in pending.items() if count == 1]
+        prefill = self.policy.prefill_tokens(budget, len(decodes))
+        chosen: dict[Request, int] = {}
         for request, count in pending.items():
-            if count > 1 and budget:
-                chosen[request] = min(count, budget)
+            if count > 1 and prefill:
+                chosen[request] = min(count, prefill)
+                prefill -= chosen[request]
                 budget -= chosen[request]
         admitted = set()
-        while self._may_admit(budget):
-            request = self.waiting.popleft()
-            with self.allocating():
-                # What is cached has changed since the request came: look up again, without hashing.
-                request.match = self.kv.match(request.match.prompt)
-                request.slot = self.kv.admit(request.request_id, request.match)
-            computed = int(self.kv.num_computed[request.slot])
-            if request.num_cached_tokens < 0:
-                request.num_cached_tokens = computed
-                request.limited_by = request.match.limited_by
-            self.running.append(request)
+        while self._may_admit(prefill):
+            request, count = self._admit()
             admitted.add(request)
-            chosen[request] = min(request.num_tokens - computed, budget)
+            chosen[request] = min(count, prefill)
+            prefill -= chosen[request]
             budget -= chosen[request]
+        decodes = decodes[:budget]
+        spare = budget - len(decodes)  # everybody's next token goes before anybody's drafts
+        for request in decodes:
+            num_drafts = min(len(request.drafts), spare)
+            chosen[request] = 1 + num_drafts
+            spare -= num_drafts
         return chosen, admitted
+
+    def _admit(self) -> tuple[Request, int]:
+        """Gives the first waiting request a slot; returns it and how many tokens it has to compute."""
+        request = self.waiting.popleft()
+        with self.allocating():
+            # What is cached has changed since the request came: look up again, without hashing.
+            request.match = self.kv.match(request.match.prompt)
+            request.slot = self.kv.admit(request.key, request.match)
+        computed = int(self.kv.num_computed[request.slot])
+        if request.num_cached_tokens < 0:
+            request.num_cached_tokens = computed
+            request.limited_by = request.match.limited_by
+        self.running.append(request)
+        return request, request.num_tokens - computed
 
     def _may_admit(self, budget: int) -> bool:
         room = budget > 0 and len(self.running) < self.max_num_seqs
@@ -141,6 +215,6 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         with self.allocating():
-            self.kv.release(request.request_id)
+            self.kv.release(request.key)
         request.slot = -1
         self.running.remove(request)

@@ -2,23 +2,98 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from quire.models.configs import BYTE_VOCAB, ModelConfig
 
 NUM_SPECIAL = BYTE_VOCAB - 256  # pad, eos, bos
+REPLACEMENT = "\ufffd"
+MAX_HELD_TOKENS = 8  # twice the tokens that one character can take
 
 
 class Tokenizer(Protocol):
     """What `quire.models.llm.LLM` needs of a tokenizer."""
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt, with the model's start token."""
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Token ids of a prompt, with the model's start token; special=False: of text that spells its special tokens itself."""
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of generated ids, without special tokens."""
+
+
+class TextStream:
+    """Text that grows token by token, and stop strings in it.
+
+    A character may take several tokens, and a stop string several steps: what could still turn out to be part of one is not
+    released before that is decided.
+
+    tokenizer: for its ``decode``. stop: strings that end the text. stop_ids: ids that have no text.
+
+    Source: the two offsets of text-generation-inference's ``decode_token``.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, stop: Sequence[str], stop_ids: Collection[int]
+    ) -> None:
+        self.text = ""
+        self._tokenizer = tokenizer
+        self._stop = tuple(stop)
+        self._stop_ids = stop_ids
+        self._longest = max(map(len, self._stop), default=0)
+        self._ids: list[int] = []
+        self._start = self._read = (
+            0  # ids decoded together with the next ones, for their spaces; ids whose text is out
+        )
+        self._num_taken = 0
+        self._finished = False
+
+    def append(self, token: int) -> str | None:
+        """Adds a token; returns the stop string that the text now contains, if any. The text then ends before it."""
+        if token in self._stop_ids:
+            return None
+        self._ids.append(token)
+        known = self._tokenizer.decode(self._ids[self._start : self._read])
+        text = self._tokenizer.decode(self._ids[self._start :])
+        if text.endswith(REPLACEMENT) and len(self._ids) - self._read < MAX_HELD_TOKENS:
+            return None  # the first tokens of a character
+        self._start, self._read = self._read, len(self._ids)
+        return self._extend(text[len(known) :])
+
+    def _extend(self, more: str) -> str | None:
+        low = max(0, len(self.text) - self._longest + 1)
+        self.text += more
+        found = [(at, stop) for stop in self._stop if (at := self.text.find(stop, low)) >= 0]
+        if not found:
+            return None
+        at, stop = min(found)
+        self.text, self._finished = self.text[:at], True
+        return stop
+
+    def finish(self) -> str:
+        """The whole text, half a character at its end included. Nothing is held back any more."""
+        if not self._finished:
+            known = self._tokenizer.decode(self._ids[self._start : self._read])
+            self.text += self._tokenizer.decode(self._ids[self._start :])[len(known) :]
+            self._start = self._read = len(self._ids)
+            self._finished = True
+        return self.text
+
+    def take(self) -> str:
+        """What is new since the last call and can no longer become part of a stop string."""
+        end = len(self.text) - (0 if self._finished else self._num_held())
+        new = self.text[self._num_taken : end]
+        self._num_taken = max(self._num_taken, end)
+        return new
+
+    def _num_held(self) -> int:
+        """Length of the longest end of the text that is a beginning of a stop string."""
+        return next(
+            (n for n in range(min(self._longest - 1, len(self.text)), 0, -1)
+             if any(stop.startswith(self.text[-n:]) for stop in self._stop)),
+            0,
+        )  # fmt: skip
 
 
 class ByteTokenizer:
@@ -26,9 +101,10 @@ class ByteTokenizer:
 
     bos_token_id = 2
 
-    def encode(self, text: str) -> list[int]:
-        """bos, then one id a byte."""
-        return [self.bos_token_id, *(byte + NUM_SPECIAL for byte in text.encode("utf-8"))]
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """bos (unless special is False), then one id a byte."""
+        ids = [byte + NUM_SPECIAL for byte in text.encode("utf-8")]
+        return [self.bos_token_id, *ids] if special else ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Special ids are left out; bytes that are not UTF-8 become U+FFFD."""
@@ -52,10 +128,10 @@ class FileTokenizer:
         self._backend = Backend.from_file(str(path))
         self._bos_token_id = bos_token_id
 
-    def encode(self, text: str) -> list[int]:
-        """Ids with the special tokens that the file adds, starting with bos."""
-        ids = self._backend.encode(text).ids
-        if self._bos_token_id is not None and ids[:1] != [self._bos_token_id]:
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Ids with the special tokens that the file adds, starting with bos; with special=False only those in the text."""
+        ids = self._backend.encode(text, add_special_tokens=special).ids
+        if special and self._bos_token_id is not None and ids[:1] != [self._bos_token_id]:
             ids.insert(0, self._bos_token_id)
         return ids
 

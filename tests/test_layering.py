@@ -15,7 +15,7 @@ ALLOWED = {
     "kvcore": {"numpy", "quire.kvcore"},
     "kernels": {"torch", "triton", "quire.kernels"},
     "models": {
-        "numpy", "safetensors", "tokenizers", "torch", "tqdm",
+        "jinja2", "numpy", "safetensors", "tokenizers", "torch", "tqdm",
         "quire.kernels", "quire.kvcore", "quire.models",
     },
     "models/integrations": {"msgspec", "prometheus_client", "zmq", "quire.kvcore"},

@@ -87,11 +87,11 @@ def test_a_bad_prompt_queues_nothing():
         llm.generate([[5], [6]], [FOUR], progress=False)
 
 
-def test_a_request_that_never_fits_takes_none_along():
+def test_a_prompt_that_never_fits_is_refused_before_any_runs():
     llm = LLM("gemma3-tiny", engine=EngineConfig(num_pages=12, max_num_seqs=2))
-    with pytest.raises(RuntimeError, match="does not fit even alone"):
-        llm.generate([[5] * 500, [6] * 10], FOUR, progress=False)
-    assert not llm.engine.has_work
+    with pytest.raises(ValueError, match=r"prompt_token_ids: expected 1\.\.31 ids .*got \[500\]"):
+        llm.generate([[6] * 10, [5] * 500], FOUR, progress=False)
+    assert not llm.engine.has_work and llm.engine.totals.num_steps == 0
     assert llm.generate([[6] * 10], FOUR, progress=False)[0].finish_reason == "length"
 
 

@@ -1,0 +1,96 @@
+"""Chat templates: messages to the text that a model was trained on, through jinja2 (extra "hf").
+
+Source: transformers ``utils/chat_template_utils``, whose sandbox, globals and filters the templates of checkpoints rely on.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+# For models that have bytes for tokens and never saw a chat.
+PLAIN = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+class ChatTemplate:
+    """A compiled template.
+
+    source: jinja. special_tokens: their texts by name, such as ``bos_token``.
+
+    Raises: ImportError without jinja2; ValueError for a source that is no template.
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
+        try:
+            import jinja2
+            from jinja2.ext import loopcontrols
+            from jinja2.sandbox import ImmutableSandboxedEnvironment
+        except ImportError as error:
+            raise ImportError("chat needs the package jinja2 (pip install 'quire[hf]')") from error
+        sandbox = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+        )
+
+        def refuse(message: str) -> None:
+            raise jinja2.TemplateError(message)
+
+        sandbox.filters["tojson"] = _to_json
+        sandbox.globals["raise_exception"] = refuse
+        sandbox.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        self._error = jinja2.TemplateError
+        self._special_tokens = dict(special_tokens or {})
+        try:
+            self._template = sandbox.from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise ValueError(f"chat template: line {error.lineno}: {error.message}") from error
+
+    @classmethod
+    def of_directory(cls, path: Path) -> ChatTemplate:
+        """The template of a checkpoint: ``chat_template.jinja``, or the (default) one in ``tokenizer_config.json``.
+
+        Raises: ValueError when the directory has neither; what the constructor raises.
+        """
+        config_file, file = path / "tokenizer_config.json", path / "chat_template.jinja"
+        config = (
+            json.loads(config_file.read_text(encoding="utf-8")) if config_file.is_file() else {}
+        )
+        source: Any = config.get("chat_template")
+        if file.is_file():
+            source = file.read_text(encoding="utf-8")
+        elif isinstance(source, list):
+            source = {entry["name"]: entry["template"] for entry in source}.get("default")
+        if not isinstance(source, str):
+            raise ValueError(
+                f"chat: expected a chat_template.jinja, or a chat_template in tokenizer_config.json, in {str(path)!r}"
+            )
+        tokens = {name: config[name] for name in SPECIAL_TOKENS if config.get(name)}
+        return cls(
+            source, {n: t["content"] if isinstance(t, dict) else t for n, t in tokens.items()}
+        )
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+    ) -> str:
+        """Text of a chat, special tokens spelled out.
+
+        messages: ``{"role": "system" | "user" | "assistant", "content": text}``, first one first.
+        add_generation_prompt: end with what introduces the model's answer.
+
+        Raises: ValueError when the template refuses the messages.
+        """
+        try:
+            return self._template.render(
+                messages=list(messages),
+                add_generation_prompt=add_generation_prompt,
+                **self._special_tokens,
+            )
+        except self._error as error:
+            raise ValueError(f"messages: the chat template refuses them: {error}") from error
+
+
+def _to_json(value: Any, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent)

@@ -1,0 +1,265 @@
+"""Generates text from the command line.
+
+    python -m models.generate --model gemma4-tiny --prompt "Once upon a time"
+    python -m models.generate --model DIR --file prompt.txt --max-tokens 200 --temperature 0.8 --top-p 0.95 --seed 1
+    echo "Once upon a time" | python -m models.generate --model DIR --stats
+    python -m models.generate --model DIR --chat --system "Answer in one sentence."
+
+DIR is a Hugging Face directory; a NAME has random weights, which is good for trying things out. One prompt is answered as a stream;
+several (--prompt again) are generated together and printed in order. In a chat, Ctrl-C ends an answer, and at the prompt the chat.
+
+Exit status: 0; 2 for what cannot be done, with the reason on stderr; 130 after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from quire.models.llm import LLM
+from quire.models.request import SamplingParams
+from quire.models.runner import EngineConfig
+from quire.models.speculative import NGramDrafter
+
+DTYPES = ("bfloat16", "float16", "float32")
+INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; returns the exit status."""
+    args = _parser().parse_args(argv)
+    threads = torch.get_num_threads()
+    try:
+        if args.threads < 1:
+            raise ValueError(f"threads: expected >= 1, got {args.threads}")
+        torch.set_num_threads(args.threads)
+        params = _params(args)
+        prompts = [] if args.chat else _prompts(args)
+        llm = LLM(
+            args.model,
+            engine=_settings(args),
+            drafter=NGramDrafter(args.speculate) if args.speculate else None,
+            device=args.device,
+            dtype=getattr(torch, args.dtype) if args.dtype else None,
+            seed=args.model_seed,
+        )
+        if args.stats:
+            print(llm.engine.memory.describe(), file=sys.stderr)
+        try:
+            status = _chat(llm, params, args.system) if args.chat else _answer(llm, prompts, params)
+        finally:
+            if args.stats:
+                print(stats(llm), file=sys.stderr)
+        return status
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return INTERRUPTED
+    except (ValueError, NotImplementedError, ImportError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    finally:
+        torch.set_num_threads(threads)
+
+
+def stats(llm: LLM) -> str:
+    """What was done and where the time went, in a few lines."""
+    totals, cache = llm.engine.totals, llm.engine.kv.stats()
+    seconds = max(totals.total, 1e-9)
+    lines = [
+        f"tokens    {totals.num_generated_tokens} generated, {totals.num_tokens} computed in {totals.num_steps} steps, "
+        f"{totals.num_generated_tokens / seconds:.4g} generated/s",
+        f"time      {totals.total:.3f} s: model and sampling {totals.model / seconds:.1%}, allocator {totals.allocator / seconds:.1%}, "
+        f"rest {totals.rest / seconds:.1%}; hashing of prompts {totals.hashing * 1e3:.2f} ms",
+        f"cache     {cache['hit_tokens']} of {cache['prompt_tokens']} prompt tokens were cached; {totals.num_preempted} preemptions",
+    ]
+    if llm.engine.drafter is not None:
+        lines.append(f"drafts    {totals.num_accepted} of {totals.num_drafts} accepted")
+    return "\n".join(lines)
+
+
+def _answer(llm: LLM, prompts: list[str], params: SamplingParams) -> int:
+    if len(prompts) == 1 and params.n == 1:
+        _show(llm, prompts[0], params)
+        return 0
+    for output in llm.generate(prompts, params, progress=sys.stderr.isatty()):
+        print(output.text)
+    return 0
+
+
+def _show(llm: LLM, prompt: str | list[int], params: SamplingParams) -> str:
+    """Prints an answer as it comes; returns it."""
+    text = ""
+    try:
+        for delta in llm.stream(prompt, params):
+            text += delta.text
+            print(delta.text, end="", flush=True)
+    finally:
+        print(flush=True)
+    return text
+
+
+def _chat(llm: LLM, params: SamplingParams, system: str | None) -> int:
+    messages = [{"role": "system", "content": system}] if system else []
+    llm.encode_chat(
+        [*messages, {"role": "user", "content": "?"}]
+    )  # what is missing is said before anybody types
+    while True:
+        try:
+            print("> " if sys.stdin.isatty() else "", end="", file=sys.stderr, flush=True)
+            line = sys.stdin.readline()
+        except KeyboardInterrupt:
+            line = ""
+        if not line:
+            return 0
+        if not line.strip():
+            continue
+        messages.append({"role": "user", "content": line.rstrip("\n")})
+        try:
+            answer = _show(llm, llm.encode_chat(messages), params)
+        except KeyboardInterrupt:
+            messages.pop()  # as if it had not been asked
+            continue
+        messages.append({"role": "assistant", "content": answer})
+
+
+def _prompts(args: argparse.Namespace) -> list[str]:
+    """The prompts, from the command line, a file or stdin."""
+    if args.prompt:
+        return args.prompt
+    text = Path(args.file).read_text(encoding="utf-8") if args.file else sys.stdin.read()
+    return [text.removesuffix("\n")]
+
+
+def _params(args: argparse.Namespace) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=args.max_tokens,
+        ignore_eos=args.ignore_eos,
+        stop=tuple(args.stop),
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        min_p=args.min_p,
+        repetition_penalty=args.repetition_penalty,
+        seed=args.seed,
+        n=args.n,
+    )
+
+
+def _settings(args: argparse.Namespace) -> EngineConfig:
+    return EngineConfig(
+        max_num_seqs=args.max_num_seqs,
+        max_model_len=args.max_model_len,
+        num_pages=args.num_pages,
+        memory_fraction=args.memory_fraction,
+        impl=args.impl,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m models.generate",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add(
+        "--model",
+        required=True,
+        metavar="DIR|NAME",
+        help="Hugging Face directory, or a named configuration with random weights",
+    )
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument(
+        "--prompt", action="append", metavar="TEXT", help="may be repeated; default: stdin"
+    )
+    what.add_argument("--file", metavar="FILE", help="a prompt from a file")
+    what.add_argument("--chat", action="store_true", help="a conversation, one line a message")
+    add("--system", metavar="TEXT", help="of a chat: its system message")
+    add(
+        "--max-tokens",
+        type=int,
+        default=256,
+        metavar="N",
+        help="tokens to generate at most; default: 256",
+    )
+    add("--temperature", type=float, default=0.0, metavar="T", help="default: 0, greedy")
+    add(
+        "--top-k",
+        type=int,
+        default=0,
+        metavar="K",
+        help="only the K likeliest tokens; default: 0, all",
+    )
+    add(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="only the likeliest tokens of this mass; default: 1",
+    )
+    add(
+        "--min-p",
+        type=float,
+        default=0.0,
+        metavar="P",
+        help="only tokens with this share of the likeliest one's; default: 0",
+    )
+    add("--repetition-penalty", type=float, default=1.0, metavar="F", help="default: 1, none")
+    add("--seed", type=int, metavar="N", help="of the draws; default: the same every time")
+    add(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="ends the answer; may be repeated",
+    )
+    add("--ignore-eos", action="store_true", help="the model's own stop ids do not end the answer")
+    add("--n", type=int, default=1, metavar="N", help="samples of each prompt; default: 1")
+    add(
+        "--speculate",
+        type=int,
+        default=0,
+        metavar="K",
+        help="K draft tokens from earlier text; default: 0, none",
+    )
+    add(
+        "--stats", action="store_true", help="memory plan, speed and where the time went, on stderr"
+    )
+    add(
+        "--memory-fraction",
+        type=float,
+        metavar="F",
+        help="of the free memory for pages; default: 0.9 on a GPU, 256 MiB on a CPU",
+    )
+    add("--num-pages", type=int, metavar="N", help="pages of the pool, instead")
+    add(
+        "--max-model-len",
+        type=int,
+        metavar="N",
+        help="longest sequence; default: what model and pool allow",
+    )
+    add("--max-num-seqs", type=int, default=16, metavar="N", help="requests at once; default: 16")
+    add("--device", help="torch device; default: cuda where there is one, else cpu")
+    add(
+        "--dtype",
+        choices=DTYPES,
+        help="default: the checkpoint's; random: bfloat16 on a GPU, float32 on a CPU",
+    )
+    add("--impl", choices=("triton", "torch"), help="kernels; default: triton on a GPU, else torch")
+    add("--model-seed", type=int, default=0, metavar="N", help="of random weights")
+    add(
+        "--threads",
+        type=int,
+        default=torch.get_num_threads(),
+        metavar="N",
+        help="CPU threads of torch; default: torch's own",
+    )
+    return parser  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())

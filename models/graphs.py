@@ -1,0 +1,143 @@
+"""Decode steps of a few batch sizes, captured once as CUDA graphs and replayed.
+
+A step writes its integers into the buffers that the graph reads: one copy from pinned memory, and the table entries that
+changed. The gathering of block tables is part of the graph. A batch is padded to the next size; a padding row has length 0 and slot -1:
+it sees nothing and writes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.kvcore import StepPlan
+from quire.models.batch import AttnMetadata, BatchBuilder, Staging
+
+Capture = Callable[[Callable[[], None]], Callable[[], None]]
+"""Takes work on fixed buffers, and returns what does it again on their contents of then."""
+Forward = Callable[[Tensor, Tensor, AttnMetadata], Tensor]
+"""(input_ids, positions, attn) -> logits [num_seqs, vocab_size]."""
+
+WARM_UP_RUNS = 2
+
+
+@dataclass(frozen=True)
+class _Graph:
+    """rows: [4 + num_tables, size] int64: input ids, positions, lengths, allocator slots, and slot mappings."""
+
+    rows: Tensor
+    logits: list[Tensor]
+    replay: Callable[[], None]
+
+
+class DecodeGraphs:
+    """Runs steps in which every sequence has one new token.
+
+    forward: the model. builder: whose tables the graphs read. max_num_seqs: the largest batch. max_seq_len: the longest sequence.
+    capture: default: CUDA graphs on a GPU, and on a CPU the same work called again.
+    """
+
+    def __init__(
+        self,
+        forward: Forward,
+        builder: BatchBuilder,
+        *,
+        max_num_seqs: int,
+        max_seq_len: int,
+        device: torch.device,
+        capture: Capture | None = None,
+    ) -> None:
+        self.sizes = batch_sizes(max_num_seqs)
+        self._forward = forward
+        self._builder = builder
+        self._max_seq_len = max_seq_len
+        self._device = device
+        self._staging = Staging(device)
+        self._capture = capture or (CudaCapture() if device.type == "cuda" else call_again)
+        self._graphs: dict[int, _Graph] = {}
+
+    def __call__(self, plan: StepPlan, input_ids: np.ndarray) -> Tensor:
+        """Logits of one decode step, to be called between the plan and its commit.
+
+        plan: with one new token for each sequence. input_ids: [num_seqs] int32.
+
+        Returns: [num_seqs, vocab_size] fp32, valid until the next call.
+        """
+        n = len(plan.slots)
+        size = next(s for s in self.sizes if s >= n)
+        rows = np.zeros((4 + len(plan.slot_mapping), size), dtype=np.int64)
+        rows[0, :n], rows[1, :n], rows[2, :n], rows[3, :n] = (
+            input_ids,
+            plan.positions,
+            plan.seq_lens,
+            plan.slots,
+        )
+        rows[4:, :n], rows[4:, n:] = plan.slot_mapping, -1
+        self._builder.update_tables()
+        if size not in self._graphs:
+            self._graphs[size] = self._make(size, len(rows))
+        graph = self._graphs[size]
+        graph.rows.copy_(self._staging.send([rows])[0], non_blocking=True)
+        graph.replay()
+        return graph.logits[0][:n]
+
+    def _make(self, size: int, num_rows: int) -> _Graph:
+        # Padding rows all through: what a warm-up run must not do is write.
+        rows = torch.zeros(num_rows, size, dtype=torch.int64, device=self._device)
+        rows[4:] = -1
+        cu_seqlens_q = torch.arange(size + 1, dtype=torch.int32, device=self._device)
+        logits: list[Tensor] = []
+
+        def work() -> None:
+            slots = rows[3]
+            tables = self._builder.tables
+            attn = AttnMetadata(
+                cu_seqlens_q=cu_seqlens_q,
+                seq_lens=rows[2].to(torch.int32),
+                block_tables=tuple(
+                    tables[:, first : first + width].index_select(0, slots)
+                    for first, width in self._builder.columns
+                ),
+                slot_mappings=tuple(rows[4:].unbind(0)),
+                max_seqlen_q=1,
+                max_seq_len=self._max_seq_len,
+                num_decodes=size,
+            )
+            logits[:] = [self._forward(rows[0], rows[1], attn)]
+
+        return _Graph(rows, logits, self._capture(work))
+
+
+def batch_sizes(largest: int) -> list[int]:
+    """Sizes to capture: 1, 2, 4, 8, then multiples of 8 up to 64 and of 32 beyond, and the largest itself."""
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, largest + 1, 32)]
+    return [s for s in sizes if s < largest] + [largest]
+
+
+class CudaCapture:
+    """Captures work as CUDA graphs that share one pool of memory, as only one of them runs at a time."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Runs ``work`` a few times, so that kernels are compiled and libraries have their workspaces, then captures it."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UP_RUNS):
+                work()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            work()
+        return graph.replay
+
+
+def call_again(work: Callable[[], None]) -> Callable[[], None]:
+    """Stands in for a capture where there is no GPU: a replay does the work anew, on the same buffers."""
+    return work

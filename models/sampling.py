@@ -1,0 +1,248 @@
+"""From logits to the next token of every request, for the whole batch at once.
+
+A token is drawn by inversion: the first one whose cumulative probability, in the order of ids, exceeds u. The uniform number u is a
+hash of the request's seed and the position, not the next number of a generator. So a request draws the same tokens whatever
+else runs beside it, after a preemption, and with speculation, whose drafts are simply compared with what is drawn.
+
+Source: transformers ``generation/logits_process`` for the filters and their order; SplitMix64 (Steele et al. 2014) for the hash.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.models.batch import Staging
+from quire.models.request import Request, SamplingParams, TokenLogprobs
+
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Tokens of one step.
+
+    ids: one for each row of logits. logprobs: likewise, None for rows whose request wants none; None where nobody wants any.
+    """
+
+    ids: list[int]
+    logprobs: list[TokenLogprobs | None] | None
+
+
+class Sampler:
+    """Draws the next tokens of a step. One device-to-host copy, of the ids and what goes with them.
+
+    vocab_size: columns of the logits. max_requests: slots of the allocator. device: of the logits.
+    """
+
+    def __init__(self, vocab_size: int, max_requests: int, device: torch.device | str) -> None:
+        self._device = torch.device(device)
+        self._staging = Staging(device)
+        self._seen_shape = (max_requests, vocab_size)
+        self._seen: Tensor | None = (
+            None  # tokens of prompt and output, for penalties; made when first needed
+        )
+        self._owners: list[tuple[Request, int] | None] = [None] * max_requests
+
+    def __call__(
+        self, logits: Tensor, requests: Sequence[Request], num_rows: Sequence[int]
+    ) -> Sampled:
+        """Samples all rows.
+
+        logits: [sum(num_rows), vocab_size] fp32, the rows of one request one after another.
+        requests, num_rows: the requests that get tokens, and for each 1 + its verified drafts.
+        """
+        ids = logits.argmax(dim=-1)
+        if all(request.params.is_plain for request in requests):
+            return Sampled(ids.tolist(), None)
+        params = [
+            r.params for r, count in zip(requests, num_rows, strict=True) for _ in range(count)
+        ]
+        raw = logits
+        if any(p.repetition_penalty != 1 for p in params):
+            logits = self._penalised(logits, requests, num_rows)
+            ids = logits.argmax(dim=-1)
+        rows = np.array([i for i, p in enumerate(params) if p.temperature > 0], dtype=np.int64)
+        if len(rows):
+            index, u = self._staging.send([rows, _draws(requests, num_rows)[rows]])
+            filters = Filters.of([params[i] for i in rows], self._staging)
+            ids = ids.index_copy(0, index, draw(probabilities(logits[index], filters), u))
+        return Sampled(*_to_host(raw, ids, params))
+
+    def _penalised(
+        self, logits: Tensor, requests: Sequence[Request], num_rows: Sequence[int]
+    ) -> Tensor:
+        """Rows of penalised requests changed; such a request has one row, as it is never speculated."""
+        if self._seen is None:
+            self._seen = torch.zeros(self._seen_shape, dtype=torch.bool, device=self._device)
+        slots, penalty, rows, row = [], [], [], 0
+        for request, count in zip(requests, num_rows, strict=True):
+            if request.params.repetition_penalty != 1:
+                self._note(request)
+                slots.append(request.slot)
+                penalty.append(request.params.repetition_penalty)
+                rows.append(row)
+            row += count
+        index, owned, factor = self._staging.send(
+            [np.array(rows), np.array(slots), np.array(penalty)]
+        )
+        changed = penalise(logits[index], self._seen[owned], factor)
+        return logits.index_copy(0, index, changed)
+
+    def _note(self, request: Request) -> None:
+        """Marks the tokens that came since the last time."""
+        assert self._seen is not None
+        owner = self._owners[request.slot]
+        known = owner[1] if owner is not None and owner[0] is request else 0
+        if not known:
+            self._seen[request.slot] = False
+        [new] = self._staging.send([request.tokens[known:].astype(np.int64)])
+        self._seen[request.slot, new] = True
+        self._owners[request.slot] = (request, request.num_tokens)
+
+
+def penalise(logits: Tensor, seen: Tensor, penalty: Tensor) -> Tensor:
+    """Repetition penalty: logits of seen tokens are divided by it where positive, multiplied where negative.
+
+    logits: [num_rows, vocab_size]. seen: the same shape, bool. penalty: [num_rows].
+
+    Source: CTRL (arXiv 1909.05858) 4.1, as in transformers.
+    """
+    factor = penalty[:, None].to(logits.dtype)
+    return torch.where(seen, torch.where(logits > 0, logits / factor, logits * factor), logits)
+
+
+@dataclass(frozen=True)
+class Filters:
+    """Temperature and filters of some rows; temperature, top_p, min_p [num_rows, 1] fp32, top_k [num_rows, 1] int64.
+
+    sorts, has_min_p: host bools, whether any row needs the likeliest tokens in order, and whether any has a min_p.
+    """
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    sorts: bool
+    has_min_p: bool
+
+    @classmethod
+    def of(cls, params: Sequence[SamplingParams], staging: Staging) -> Filters:
+        """Filters of rows that are drawn, all with a temperature above 0."""
+        columns = [
+            np.array([[getattr(p, name)] for p in params], dtype=dtype)
+            for name, dtype in (
+                ("temperature", "f4"),
+                ("top_k", "i8"),
+                ("top_p", "f4"),
+                ("min_p", "f4"),
+            )
+        ]
+        columns[0] = np.maximum(columns[0], np.float32(1e-30))  # what fp32 would round to 0
+        return cls(
+            *staging.send(columns),
+            sorts=any(p.top_k > 0 or p.top_p < 1 for p in params),
+            has_min_p=any(p.min_p > 0 for p in params),
+        )
+
+
+def probabilities(logits: Tensor, filters: Filters) -> Tensor:
+    """What the rows are drawn from: temperature, then top_k, top_p and min_p.
+
+    logits: [num_rows, vocab_size] fp32.
+
+    Returns: [num_rows, vocab_size] fp32, rows that add up to 1.
+    """
+    # Largest logit 0 first: then no temperature overflows.
+    logits = (logits - logits.amax(dim=-1, keepdim=True)) / filters.temperature
+    if filters.sorts:
+        ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+        rank = torch.arange(logits.shape[1], device=logits.device)
+        behind = (filters.top_k > 0) & (rank >= filters.top_k)
+        ordered = ordered.masked_fill(behind, -torch.inf)
+        mass = ordered.softmax(dim=-1)
+        before = mass.cumsum(dim=-1) - mass
+        # The likeliest token always stays, and rounding of the sum must not cut a row that keeps all.
+        behind = (before >= filters.top_p) & (rank > 0) & (filters.top_p < 1)
+        ordered = ordered.masked_fill(behind, -torch.inf)
+        # Back to the order of ids: a draw must not depend on whether some other row needed a sort.
+        logits = torch.empty_like(ordered).scatter_(1, order, ordered)
+    kept = logits.softmax(dim=-1)
+    if filters.has_min_p:
+        kept = kept.masked_fill(kept < filters.min_p * kept.amax(dim=-1, keepdim=True), 0.0)
+        kept = kept / kept.sum(dim=-1, keepdim=True)
+    return kept
+
+
+def draw(mass: Tensor, u: Tensor) -> Tensor:
+    """Draws one index a row by inversion.
+
+    mass: [num_rows, n] >= 0, each row with a positive sum (not necessarily 1). u: [num_rows] float64 in [0, 1).
+
+    Returns: [num_rows] int64; never an index of mass 0.
+    """
+    total = mass.cumsum(dim=-1, dtype=torch.float64)
+    return torch.searchsorted(total, u[:, None] * total[:, -1:], right=True).squeeze(1)
+
+
+def uniform(seeds: Sequence[int], positions: Sequence[int], purpose: int = 0) -> np.ndarray:
+    """One number in [0, 1) for each (seed, position, purpose), a multiple of 2^-32: the same one every time.
+
+    seeds, positions: [n] ints. purpose: keeps independent draws at one position apart.
+
+    Returns: [n] float64.
+    """
+    with np.errstate(over="ignore"):
+        x = _mix(np.array([s % 2**64 for s in seeds], dtype=np.uint64))
+        x = _mix(x + np.asarray(positions, dtype=np.uint64) * GOLDEN)
+        x = _mix(x ^ np.uint64(purpose))
+    return (x >> np.uint64(32)).astype(np.float64) * 2.0**-32
+
+
+def derived_seed(seed: int, sample: int) -> int:
+    """Seed of one sample of a request; sample 0 has the request's own."""
+    return seed if sample == 0 else (seed + sample * 0xD1B54A32D192ED03) % 2**64
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """The output function of SplitMix64."""
+    x = x + GOLDEN
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _draws(requests: Sequence[Request], num_rows: Sequence[int]) -> np.ndarray:
+    """[sum(num_rows)] float64: a row's number depends on its request's seed and its place in the output."""
+    counts = np.asarray(num_rows)
+    first = np.repeat([r.num_output for r in requests], counts)
+    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    seeds = [r.seed for r, count in zip(requests, num_rows, strict=True) for _ in range(count)]
+    return uniform(seeds, first + within)
+
+
+def _to_host(
+    logits: Tensor, ids: Tensor, params: Sequence[SamplingParams]
+) -> tuple[list[int], list[TokenLogprobs | None] | None]:
+    """Ids, and the log-probabilities that rows ask for, in one copy."""
+    wanted = [p.logprobs for p in params]
+    most = max((n for n in wanted if n is not None), default=None)
+    if most is None:
+        return ids.tolist(), None
+    most = min(most, logits.shape[1])
+    scores = logits.log_softmax(dim=-1)
+    chosen = scores.gather(1, ids[:, None])
+    best, best_ids = scores.topk(most, dim=-1)
+    # Ids are exact in float64.
+    packed = torch.cat(
+        [part.double() for part in (ids[:, None], chosen, best, best_ids)], dim=1
+    ).tolist()
+    rows: list[TokenLogprobs | None] = []
+    for row, n in zip(packed, wanted, strict=True):
+        top = zip(map(int, row[2 + most :]), row[2 : 2 + most], strict=True)
+        rows.append(None if n is None else TokenLogprobs(row[1], tuple(top)[:n]))
+    return [int(row[0]) for row in packed], rows
