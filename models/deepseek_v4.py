@@ -15,6 +15,7 @@ from quire.models.deepseek_v4_block import Attend, DecoderLayer
 from quire.models.deepseek_v4_cache import V4PagePool
 from quire.models.deepseek_v4_config import SLIDING, DeepseekV4Config
 from quire.models.deepseek_v4_layers import HyperHead, rope_frequencies, rope_table
+from quire.models.deepseek_v4_paged import PagedStep
 from quire.models.layers import Linear, RMSNorm, empty_parameter
 from quire.models.mtp import MTP
 
@@ -102,8 +103,6 @@ class DeepseekV4(nn.Module):
 
         Returns: [num_rows, vocab_size] fp32 logits.
         """
-        from quire.models.deepseek_v4_paged import PagedStep
-
         streams = self.streams(input_ids, positions, PagedStep(attn, pool, impl=impl))
         return self.logits(streams if logits_rows is None else streams[logits_rows])
 

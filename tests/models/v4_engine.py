@@ -100,10 +100,12 @@ class SmallEngine:
         return logits
 
     def run(self, name: str, upto: int, chunk: int = 10**6) -> Tensor:
-        """Logits of a request's tokens from the first not computed up to ``upto``, in steps of ``chunk`` tokens."""
-        parts = []
+        """Logits of a request's tokens from the first not computed up to ``upto``, in steps of ``chunk`` tokens; draft_logits too."""
+        parts, drafted = [], []
         while (done := self.computed(name)) < upto:
             parts.append(self.step({name: min(chunk, upto - done)})[name])
+            drafted += self.draft_logits.values()
+        self.draft_logits = {name: torch.cat(drafted)} if drafted else {}
         return torch.cat(parts)
 
     @torch.inference_mode()
