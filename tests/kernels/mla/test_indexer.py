@@ -116,18 +116,18 @@ def test_a_query_picks_the_same_alone_and_in_a_chunk(dtype):
 
 @pytest.mark.parametrize("values", ["integers", "zeros", "negative", "normal"])
 def test_levels_change_nothing(values, monkeypatch):
-    """Pieces of 16 values and 8 picks: five levels, with last pieces that hold fewer than 8."""
-    batch = make_index_batch(IndexCase("", [760, 47, 133, 64, 68], [2, 1, 1, 1, 1], values=values))
+    """Pieces of 16 values and 8 picks: four levels, with last pieces that hold fewer than 8."""
+    batch = make_index_batch(IndexCase("", [400, 64, 68], [1, 1, 1], values=values))
     want = pick(batch, "torch" if values != "normal" else "triton")
     monkeypatch.setattr(indexer_plan, "MIN_BLOCK", 16)
     monkeypatch.setattr(indexer_plan, "MAX_BLOCK", 16)
-    assert plan(num_tokens=1, topk=8, compress_ratio=4, max_seq_len=760).pieces == (12, 6, 3, 2, 1)
+    assert plan(num_tokens=1, topk=8, compress_ratio=4, max_seq_len=400).pieces == (7, 4, 2, 1)
     assert_picks(pick(batch), [x.cpu() for x in want])
 
 
-@pytest.mark.parametrize("queries", [1, 3, 4, 100])
+@pytest.mark.parametrize("queries", [1, 3, 100])
 def test_chunks_change_nothing_and_stay_within_the_workspace(queries):
-    batch = make_index_batch(IndexCase("", [120, 90, 60], [4, 3, 6], values="normal"))
+    batch = make_index_batch(IndexCase("", [120, 90], [3, 2], values="normal"))
     want = pick(batch)
     sizes = {"topk": 8, "compress_ratio": 4, "max_seq_len": 120}
     numel = queries * index_topk_workspace_numel(num_tokens=1, **sizes)
@@ -187,39 +187,37 @@ def test_entries_past_max_seq_len_are_not_looked_at(impl):
     assert_picks(got, want)
 
 
-def test_a_million_tokens(monkeypatch):
-    """262,143 entries through a table of 4,096 small pages, almost all of them the same one, whose keys score 0."""
-    monkeypatch.setattr(indexer_triton, "FP32_CONFIG", (8192, 8, 2))
-    heads, dim, rows, topk = 2, 16, 64, 512
-    data = torch.full((6, rows, dim), NAN, device=DEVICE)
+@pytest.mark.parametrize("seq_len", [2**20 - 1, 2**20])
+def test_a_million_tokens(seq_len, monkeypatch):
+    """Up to 262,144 entries through a table of 4,096 pages, almost all of them the same one, whose keys score 0."""
+    if seq_len % 2:
+        monkeypatch.setattr(indexer_triton, "FP32_CONFIG", (8192, 8, 2))
+    rows, topk = 64, 512
+    data = torch.full((6, rows, 16), NAN, device=DEVICE)
     data[1] = 0
-    data[[2, 4, 5]] = torch.arange(rows, device=DEVICE)[:, None].float().expand(rows, dim)
-    table = torch.ones(2, 4096, dtype=torch.int32, device=DEVICE)
-    planted = {2: 4095, 4: 17, 5: 2048}
-    for page, block in planted.items():
-        table[:, block] = page
+    data[[2, 4, 5]] = torch.arange(rows, device=DEVICE)[:, None].float().expand(rows, 16)
+    table = torch.ones(1, 4096, dtype=torch.int32, device=DEVICE)
+    best = []
+    for page, block in ((4, 17), (5, 2048), (2, 4095)):
+        table[0, block] = page
+        # Row 0 scores 0 as well, and the very last entry is there for who closes it.
+        best += [w for w in range(block * rows + 1, block * rows + rows) if w < seq_len // 4]
     batch = {
-        "q": torch.ones(2, heads, dim, device=DEVICE),
-        "weights": torch.ones(2, heads, device=DEVICE),
-        "pages": IndexPages(data, rows, dim),
+        "q": torch.ones(1, 2, 16, device=DEVICE),
+        "weights": torch.ones(1, 2, device=DEVICE),
+        "pages": IndexPages(data, rows, 16),
         "block_table": table,
-        "seq_lens": torch.tensor([2**20 - 1, 2**20], dtype=torch.int32, device=DEVICE),
-        "cu_seqlens_q": torch.tensor([0, 1, 2], dtype=torch.int32, device=DEVICE),
+        "seq_lens": torch.tensor([seq_len], dtype=torch.int32, device=DEVICE),
+        "cu_seqlens_q": torch.tensor([0, 1], dtype=torch.int32, device=DEVICE),
         "topk": topk,
         "max_seqlen_q": 1,
         "max_seq_len": 2**20,
     }
-    for s, last_row in ((0, 62), (1, 63)):
-        # Rows 1.. of a planted page score above 0; the last entry of all belongs to who sees its closing token.
-        best = [
-            block * rows + row
-            for page, block in planted.items()
-            for row in range(1, (last_row if page == 2 else 63) + 1)
-        ]
-        want = sorted(best + list(range(topk - len(best))))
-        for impl in IMPLS:
-            out, lens = pick(batch, impl)
-            assert out[s].tolist() == want and lens[s] == topk
+    assert len(best) == (189 if seq_len == 2**20 else 188)
+    # The million tokens of the interpreter take long: the odd length runs there, both run vectorised.
+    for impl in IMPLS if seq_len % 2 or DEVICE == "cuda" else ("torch",):
+        out, lens = pick(batch, impl)
+        assert out[0].tolist() == [*range(topk - len(best)), *best] and lens.tolist() == [topk]
 
 
 def test_the_workspace_is_bounded():

@@ -1,0 +1,413 @@
+"""Attention over one latent row a token (MLA): one kernel body for prefill and for split-KV decode.
+
+    out_i = sum_j softmax_j(softmax_scale * (q_i . c_j + q'_i . r_j)) c_j   over the keys j <= p_i,   row_j = (c_j, r_j)
+
+A query tile packs the tokens of a sequence with the query heads (row = token * heads + head), so every tile of rows is read once for all of
+them; its first HEAD_DIM_V channels serve as key and as value. The keys of a tile come from pages or from the step's fresh rows, wherever
+each lies, in one loop; page ids of the next tile are carried around it (see ``kernels.paged``).
+
+With few rows in the query tile the products are swapped, S^T = C Q^T and O^T = C^T P^T: keys and channels fill the 64 rows of a matrix
+instruction and the heads are its columns, which need no padding. Then accumulators are [HEAD_DIM_V, BLOCK_M] and scores [BLOCK_N, BLOCK_M].
+
+Layout: q [num_tokens, num_heads, HEAD_DIM_V + ROPE_DIM], out [num_tokens, num_heads, HEAD_DIM_V]; pages [num_pages, block_size, *] of any
+strides. Pieces of decode sequences and their merge are those of ``kernels.schedule`` and ``kernels.merge``.
+
+Source: DeepSeek-V2 (arXiv 2405.04434) 2.1; FlashAttention-2 (arXiv 2307.08691); FlashDecoding (split-KV).
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from quire.kernels import merge, schedule
+from quire.kernels._launch import Launch
+from quire.kernels.configs import (
+    MAX_REGISTERS,
+    MIN_SPLIT_TOKENS,
+    DecodePlan,
+    plan_decode,
+    shared_memory_class,
+    tile_heads,
+)
+from quire.kernels.merge import LOG2E
+from quire.kernels.mla.dense import MlaCall
+from quire.kernels.paged import (
+    _device,
+    _find_query_tile,
+    _fold_sink,
+    _load_page,
+    _natural_lse,
+    _row_pointers,
+    _tile_rows,
+)
+
+
+@dataclass(frozen=True)
+class MlaConfig:
+    """One launch: keys of a tile, warps, stages, and whether keys take the rows of the matrix instructions (swap)."""
+
+    block_n: int
+    num_warps: int
+    num_stages: int
+    swap: bool
+
+
+# Two-byte dtypes: rows of the query tile -> config, at 512 + 64 channels; narrower latents fit as well.
+CONFIGS = {
+    "large": {16: MlaConfig(64, 8, 2, True), 32: MlaConfig(64, 8, 2, True), 64: MlaConfig(32, 8, 2, False)},
+    "medium": {16: MlaConfig(32, 8, 2, True), 32: MlaConfig(32, 8, 2, True), 64: MlaConfig(32, 8, 2, False)},
+    "small": {16: MlaConfig(32, 8, 2, True), 32: MlaConfig(16, 8, 2, True), 64: MlaConfig(16, 8, 1, False)},
+}  # fmt: skip
+# fp32 runs without tensor cores, for checks more than for speed.
+FP32_CONFIG = MlaConfig(16, 8, 1, False)
+# Rows of a query tile in prefill, by bytes of an element.
+PREFILL_ROWS = {2: 64, 4: 16}
+
+
+@triton.jit
+def _update(acc, row_max, row_sum, q, q_rope, latents, ropes, visible, scale, SWAP: tl.constexpr):
+    """One step of the online softmax with a tile of rows; ``visible`` is shaped as the scores are."""
+    if SWAP:
+        scores = tl.dot(latents, tl.trans(q), input_precision="ieee")
+        scores = tl.dot(ropes, tl.trans(q_rope), scores, input_precision="ieee")
+    else:
+        scores = tl.dot(q, tl.trans(latents), input_precision="ieee")
+        scores = tl.dot(q_rope, tl.trans(ropes), scores, input_precision="ieee")
+    scores = tl.where(visible, scores, float("-inf"))
+    new_max = tl.maximum(row_max, tl.max(scores, 0 if SWAP else 1) * scale)
+    # A row that has seen nothing yet: subtracting its -inf would give NaN.
+    base = tl.where(new_max == float("-inf"), 0.0, new_max)
+    decay = tl.exp2(row_max - base)
+    if SWAP:
+        weights = tl.exp2(scores * scale - base[None, :])
+        row_sum = row_sum * decay + tl.sum(weights, 0)
+        acc = tl.dot(
+            tl.trans(latents), weights.to(latents.dtype), acc * decay[None, :], input_precision="ieee"
+        )  # fmt: skip
+    else:
+        weights = tl.exp2(scores * scale - base[:, None])
+        row_sum = row_sum * decay + tl.sum(weights, 1)
+        acc = tl.dot(
+            weights.to(latents.dtype), latents, acc * decay[:, None], input_precision="ieee"
+        )
+    return acc, new_max, row_sum
+
+
+@triton.jit
+def _attend_query_tile(
+    q_rows, live, position, pages, kv, table, width, stride_page, stride_row, kv_stride, low, high, context, scale,
+    HEAD_DIM_V: tl.constexpr, ROPE_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SWAP: tl.constexpr,
+):  # fmt: skip
+    """Attend for one query tile to the keys [low, high), of which those from ``context`` on are fresh rows if there are any.
+
+    q_rows, live, position: [BLOCK_M] pointer, liveness and int32 position of each row. low is a multiple of BLOCK_N.
+    """
+    offs_n = tl.arange(0, BLOCK_N)
+    dim = tl.arange(0, HEAD_DIM_V)
+    rope_dim = HEAD_DIM_V + tl.arange(0, ROPE_DIM)
+    q = tl.load(q_rows[:, None] + dim[None, :], mask=live[:, None], other=0.0)
+    q_rope = tl.load(q_rows[:, None] + rope_dim[None, :], mask=live[:, None], other=0.0)
+    if SWAP:
+        acc = tl.zeros([HEAD_DIM_V, BLOCK_M], tl.float32)
+    else:
+        acc = tl.zeros([BLOCK_M, HEAD_DIM_V], tl.float32)
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    paged_high = high
+    if kv is not None:
+        paged_high = tl.minimum(high, context)
+    page = _load_page(table, width, low // BLOCK_N, low, paged_high, BLOCK_SIZE, BLOCK_N)
+    for start in tl.range(low, high, BLOCK_N, disable_licm=True):
+        key = start + offs_n
+        rows = pages + (page.to(tl.int64) * stride_page + key % BLOCK_SIZE * stride_row)
+        if kv is not None:
+            rows = tl.where(key < context, rows, kv + (key - context).to(tl.int64) * kv_stride)
+        # What lies in rows that are not live may be NaN: 0 * NaN would reach the output.
+        read = (key < high)[:, None]
+        latents = tl.load(rows[:, None] + dim[None, :], mask=read, other=0.0)
+        ropes = tl.load(rows[:, None] + rope_dim[None, :], mask=read, other=0.0)
+        if SWAP:
+            visible = read & (key[:, None] <= position[None, :])
+        else:
+            visible = (key < high)[None, :] & (key[None, :] <= position[:, None])
+        acc, row_max, row_sum = _update(
+            acc, row_max, row_sum, q, q_rope, latents, ropes, visible, scale, SWAP
+        )
+        page = _load_page(table, width, start // BLOCK_N + 1, low, paged_high, BLOCK_SIZE, BLOCK_N)
+    return acc, row_max, row_sum
+
+
+@triton.jit
+def _store_rows(acc, row_max, row_sum, out_rows, lse_rows, live, HEAD_DIM_V: tl.constexpr, SWAP: tl.constexpr):  # fmt: skip
+    """Normalise and store the rows of a query tile and their lse."""
+    factor = _fold_sink(row_max, row_sum, float("-inf"))
+    dim = tl.arange(0, HEAD_DIM_V)
+    dtype = out_rows.dtype.element_ty
+    if SWAP:
+        tl.store(out_rows[None, :] + dim[:, None], (acc * factor[None, :]).to(dtype), mask=live[None, :])  # fmt: skip
+    else:
+        tl.store(out_rows[:, None] + dim[None, :], (acc * factor[:, None]).to(dtype), mask=live[:, None])  # fmt: skip
+    if lse_rows is not None:
+        tl.store(lse_rows, _natural_lse(row_max, row_sum), mask=live)
+
+
+# What changes from step to step is not specialised on: a new batch size must not compile a new kernel.
+@triton.jit(do_not_specialize=["num_seqs", "num_decodes", "decode_tokens", "num_tiles"])
+def _mla_prefill_kernel(
+    q, pages, kv, block_table, seq_lens, cu_seqlens_q, out, lse,
+    num_seqs, num_decodes, decode_tokens, num_tiles, width, scale,
+    q_stride_token, q_stride_head, out_stride_token, out_stride_head, lse_stride_head, table_stride, stride_page, stride_row, kv_stride,
+    NUM_HEADS: tl.constexpr, BLOCK_Q: tl.constexpr, HEADS: tl.constexpr, HEAD_TILES: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr, ROPE_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SWAP: tl.constexpr,
+):  # fmt: skip
+    head_tile = tl.program_id(0) % HEAD_TILES
+    # Later tiles of a sequence see more keys; they start first, so that no long tile runs alone at the end.
+    tile = num_tiles - 1 - tl.program_id(0) // HEAD_TILES
+    seq, q_first = _find_query_tile(cu_seqlens_q, tile, num_seqs, BLOCK_Q)
+    first_token = tl.load(cu_seqlens_q + seq)
+    q_len = tl.load(cu_seqlens_q + seq + 1) - first_token
+    if (q_first >= q_len) | ((seq < num_decodes) & (q_len <= decode_tokens)):
+        return
+    context = tl.load(seq_lens + seq) - q_len
+    tile_token = first_token + q_first
+    token, head, live = _tile_rows(head_tile, q_len - q_first, NUM_HEADS, BLOCK_Q, HEADS, BLOCK_M)
+    first_head = head_tile * 0
+    q_rows = _row_pointers(q, tile_token, first_head, token, head, q_stride_token, q_stride_head)
+    if kv is not None:
+        kv += first_token.to(tl.int64) * kv_stride
+    high = context + tl.minimum(q_first + BLOCK_Q, q_len)
+    acc, row_max, row_sum = _attend_query_tile(
+        q_rows, live, context + q_first + token, pages, kv, block_table + seq.to(tl.int64) * table_stride, width,
+        stride_page, stride_row, kv_stride, 0, high, context, scale,
+        HEAD_DIM_V, ROPE_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, SWAP,
+    )  # fmt: skip
+    out_rows = _row_pointers(out, tile_token, first_head, token, head, out_stride_token, out_stride_head)  # fmt: skip
+    lse_rows = None
+    if lse is not None:
+        lse_rows = _row_pointers(lse, tile_token, first_head, token, head, 1, lse_stride_head)
+    _store_rows(acc, row_max, row_sum, out_rows, lse_rows, live, HEAD_DIM_V, SWAP)
+
+
+@triton.jit(do_not_specialize=["num_decodes", "target_items"])
+def _mla_decode_kernel(
+    q, pages, kv, block_table, seq_lens, cu_seqlens_q, out, lse, partial_out, partial_lse,
+    num_decodes, target_items, width, scale,
+    q_stride_token, q_stride_head, out_stride_token, out_stride_head, lse_stride_head, table_stride, stride_page, stride_row, kv_stride,
+    NUM_HEADS: tl.constexpr, BLOCK_Q: tl.constexpr, HEADS: tl.constexpr, HEAD_TILES: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr, ROPE_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SWAP: tl.constexpr, MIN_TOKENS: tl.constexpr,
+):  # fmt: skip
+    FRESH: tl.constexpr = kv is not None
+    head_tile = tl.program_id(0) % HEAD_TILES
+    item = tl.program_id(0) // HEAD_TILES
+    seq = item
+    piece = 0
+    if partial_out is not None:
+        tokens = schedule.piece_tokens(seq_lens, cu_seqlens_q, num_decodes, target_items, None, FRESH, MIN_TOKENS)  # fmt: skip
+        seq, first_item = schedule.find_item(item, seq_lens, cu_seqlens_q, num_decodes, tokens, None, FRESH, BLOCK_Q)  # fmt: skip
+        if seq >= num_decodes:
+            return
+        piece = item - first_item
+    first_token = tl.load(cu_seqlens_q + seq)
+    q_len = tl.load(cu_seqlens_q + seq + 1) - first_token
+    if (q_len == 0) | (q_len > BLOCK_Q):
+        return
+    seq_len = tl.load(seq_lens + seq)
+    context = seq_len - q_len
+    pieces = 1
+    low = 0
+    high = seq_len
+    if partial_out is not None:
+        pieces = schedule.num_pieces(seq_len, q_len, tokens, None, FRESH, BLOCK_Q)
+        _, paged_high = schedule.paged_range(seq_len, q_len, None, FRESH)
+        num_tiles = (paged_high + BLOCK_N - 1) // BLOCK_N
+        low = num_tiles * piece // pieces * BLOCK_N
+        # The last piece takes the fresh rows as well.
+        next_low = num_tiles * (piece + 1) // pieces * BLOCK_N
+        high = tl.where(piece == pieces - 1, seq_len, next_low)
+
+    token, head, live = _tile_rows(head_tile, q_len, NUM_HEADS, BLOCK_Q, HEADS, BLOCK_M)
+    first_head = head_tile * 0
+    q_rows = _row_pointers(q, first_token, first_head, token, head, q_stride_token, q_stride_head)
+    if kv is not None:
+        kv += first_token.to(tl.int64) * kv_stride
+    acc, row_max, row_sum = _attend_query_tile(
+        q_rows, live, context + token, pages, kv, block_table + seq.to(tl.int64) * table_stride, width,
+        stride_page, stride_row, kv_stride, low, high, context, scale,
+        HEAD_DIM_V, ROPE_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, SWAP,
+    )  # fmt: skip
+    if pieces == 1:
+        out_rows = _row_pointers(out, first_token, first_head, token, head, out_stride_token, out_stride_head)  # fmt: skip
+        lse_rows = None
+        if lse is not None:
+            lse_rows = _row_pointers(lse, first_token, first_head, token, head, 1, lse_stride_head)
+        _store_rows(acc, row_max, row_sum, out_rows, lse_rows, live, HEAD_DIM_V, SWAP)
+    elif partial_out is not None:
+        part_row = (item.to(tl.int64) * BLOCK_Q + token) * NUM_HEADS + head
+        _store_rows(
+            acc, row_max, row_sum, partial_out + part_row * HEAD_DIM_V, partial_lse + part_row, live, HEAD_DIM_V, SWAP
+        )  # fmt: skip
+
+
+def launch(call: MlaCall) -> torch.Tensor:
+    """Launch the kernels of a checked call; returns ``call.out``."""
+    for part in prepare(call, *_device(call.q)):
+        part.run()
+    return call.out
+
+
+def prepare(call: MlaCall, arch: int, num_sms: int) -> list[Launch]:
+    """The launches of a checked call; each sequence is computed once, whatever the caller put first (see ``kernels.paged.prepare``).
+
+    Args:
+        call: the checked call.
+        arch: compute capability as major * 10 + minor.
+        num_sms: streaming multiprocessors of the device.
+    """
+    launches: list[Launch] = []
+    decode_tokens = 0
+    if call.num_decodes > 0:
+        launches = _prepare_decode(call, arch, num_sms)
+        decode_tokens = launches[0].arguments["BLOCK_Q"]
+    if call.num_decodes < call.num_seqs or (call.num_seqs and call.max_seqlen_q > decode_tokens):
+        launches.append(_prepare_prefill(call, arch, decode_tokens))
+    return launches
+
+
+def select_config(dtype_bytes: int, rows: int, arch: int) -> MlaConfig:
+    """Tile shape of the attention kernels.
+
+    Args:
+        dtype_bytes: 2 (bf16, fp16) or 4 (fp32).
+        rows: rows of the query tile: 16, 32 or 64.
+        arch: compute capability as major * 10 + minor.
+
+    Returns:
+        MlaConfig, the same for every architecture of one shared-memory class.
+    """
+    if dtype_bytes == 4:
+        return FP32_CONFIG
+    return CONFIGS[shared_memory_class(arch)][rows]
+
+
+def _shared_arguments(call: MlaCall, rows: int, arch: int) -> dict[str, Any]:
+    """Arguments, constants and options that both attention kernels take."""
+    num_heads, head_dim = call.q.shape[1:]
+    block_q, heads, head_tiles = tile_heads(num_heads, rows)
+    config = select_config(call.q.element_size(), rows, arch)
+    return {
+        "q": call.q,
+        "pages": call.pages,
+        "kv": call.kv,
+        "block_table": call.block_table,
+        "seq_lens": call.seq_lens,
+        "cu_seqlens_q": call.cu_seqlens_q,
+        "out": call.out,
+        "lse": call.lse,
+        "num_decodes": call.num_decodes,
+        "width": call.block_table.shape[1],
+        "scale": call.softmax_scale * LOG2E.value,
+        "q_stride_token": call.q.stride(0),
+        "q_stride_head": call.q.stride(1),
+        "out_stride_token": call.out.stride(0),
+        "out_stride_head": call.out.stride(1),
+        "lse_stride_head": 0 if call.lse is None else call.lse.stride(0),
+        "table_stride": call.block_table.stride(0),
+        "stride_page": call.pages.stride(0),
+        "stride_row": call.pages.stride(1),
+        "kv_stride": 0 if call.kv is None else call.kv.stride(0),
+        "NUM_HEADS": num_heads,
+        "BLOCK_Q": block_q,
+        "HEADS": heads,
+        "HEAD_TILES": head_tiles,
+        "HEAD_DIM_V": call.head_dim_v,
+        "ROPE_DIM": head_dim - call.head_dim_v,
+        "BLOCK_SIZE": call.pages.shape[1],
+        "BLOCK_M": rows,
+        "BLOCK_N": config.block_n,
+        "SWAP": config.swap,
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+        "maxnreg": MAX_REGISTERS,
+    }
+
+
+def _prepare_prefill(call: MlaCall, arch: int, decode_tokens: int) -> Launch:
+    """The launch for all sequences but the first ``num_decodes`` of up to ``decode_tokens`` new tokens."""
+    shared = _shared_arguments(call, PREFILL_ROWS[call.q.element_size()], arch)
+    # Without the lengths on the host: each sequence adds at most one tile that is not full.
+    num_tiles = call.q.shape[0] // shared["BLOCK_Q"] + call.num_seqs
+    return Launch(
+        _mla_prefill_kernel,
+        (num_tiles * shared["HEAD_TILES"],),
+        {
+            **shared,
+            "num_seqs": call.num_seqs,
+            "decode_tokens": decode_tokens,
+            "num_tiles": num_tiles,
+        },
+    )
+
+
+def _prepare_decode(call: MlaCall, arch: int, num_sms: int) -> list[Launch]:
+    """The launches for the first ``num_decodes`` sequences of few new tokens: attention, and the merge where one may be cut."""
+    plan = plan_decode(
+        num_decodes=call.num_decodes,
+        max_seqlen_q=call.max_seqlen_q if call.num_decodes == call.num_seqs else 1,
+        num_heads=call.q.shape[1],
+        num_kv_heads=1,
+        head_dim=call.head_dim_v,
+        # A program takes the shared memory of an SM for itself, and leaves wide partial results: half as many pieces as of narrow heads.
+        num_sms=max(1, num_sms // 2),
+        dtype_bytes=call.q.element_size(),
+        max_seq_len=call.max_seq_len,
+    )
+    shared = _shared_arguments(call, plan.block_m, arch)
+    partial_out, partial_lse = _partials(call, plan)
+    attention = Launch(
+        _mla_decode_kernel,
+        (plan.max_items * shared["HEAD_TILES"],),
+        {
+            **shared,
+            "partial_out": partial_out,
+            "partial_lse": partial_lse,
+            "target_items": plan.target_items,
+            "MIN_TOKENS": MIN_SPLIT_TOKENS,
+        },
+    )
+    if partial_out is None:
+        return [attention]
+    more = {
+        "sinks": None,
+        "sliding_window": None,
+        "num_heads": call.q.shape[1],
+        "FRESH": call.kv is not None,
+        "HEAD_DIM": call.head_dim_v,
+        "BLOCK_PARTS": merge.block_parts(plan.max_items, call.head_dim_v),
+    }
+    kernel = merge._merge_pieces_kernel
+    arguments = {name: (attention.arguments | more)[name] for name in kernel.arg_names}
+    merging = Launch(kernel, (call.num_decodes * call.q.shape[1],), arguments | {"num_warps": 4})
+    return [attention, merging]
+
+
+def _partials(call: MlaCall, plan: DecodePlan) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The partial results and their lse in the workspace; None where nothing is cut."""
+    numel = plan.workspace_numel
+    if numel == 0:
+        return None, None
+    workspace = call.workspace
+    if workspace is None:
+        workspace = torch.empty(numel, dtype=torch.float32, device=call.q.device)
+    elif workspace.numel() < numel:
+        raise ValueError(
+            f"workspace: expected float32 [>= {numel}], got float32 [{workspace.numel()}]"
+        )
+    num_rows = numel // (call.head_dim_v + 1)
+    split = num_rows * call.head_dim_v
+    return workspace[:split], workspace[split:numel]
