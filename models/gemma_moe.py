@@ -32,7 +32,7 @@ class Router(nn.Module):
         """x: [num_tokens, hidden_size]. Returns (expert_ids int64, weights fp32), both [num_tokens, top_k]."""
         scale = self.scale.float() * x.shape[-1] ** -0.5
         z = rms_norm(x.float(), scale, self.eps)
-        probabilities = F.linear(z, self.proj.weight.float()).softmax(dim=-1)
+        probabilities = F.linear(z, self.proj.matrix(torch.float32)).softmax(dim=-1)
         weights, ids = probabilities.topk(self.top_k, dim=-1)
         weights = weights / weights.sum(dim=-1, keepdim=True)
         return ids, weights * self.per_expert_scale.float()[ids]

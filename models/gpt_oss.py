@@ -74,7 +74,7 @@ class MoE(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x: [num_tokens, hidden_size]. Returns the same shape."""
         assert self.router.bias is not None
-        logits = F.linear(x.float(), self.router.weight.float(), self.router.bias.float())
+        logits = F.linear(x.float(), self.router.matrix(torch.float32), self.router.bias.float())
         top, ids = logits.topk(self.top_k, dim=-1)
         return self.experts(x, ids, top.softmax(dim=-1))
 

@@ -145,10 +145,14 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [num_tokens, in_size]. Returns [num_tokens, out_size]."""
-        weight = self.weight
-        if self.scale is not None:
-            weight = dequantize(weight, self.scale, x.dtype)
+        weight = self.weight if self.scale is None else self.matrix(x.dtype)
         return F.linear(x, weight, self.bias)
+
+    def matrix(self, dtype: torch.dtype) -> Tensor:
+        """The weight as it counts, [out_size, in_size] of ``dtype``."""
+        if self.scale is None:
+            return self.weight.to(dtype)
+        return dequantize(self.weight, self.scale, dtype)
 
     def keep_fp8(self, weight: Tensor, scale: Tensor) -> None:
         """Holds the weight in fp8 and makes the full one anew in each forward pass: half the memory of bf16.

@@ -42,20 +42,106 @@ def multimodal(raw):
     return top | {"text_config": raw, "vision_config": {}}
 
 
-@pytest.mark.parametrize("prefix", ["model.", "model.language_model.", "language_model.model.", ""])
+PREFIXES = ("model.", "model.language_model.", "language_model.model.", "language_model.", "")
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
 def test_name_variants(tmp_path, prefix):
     extra = {
         "lm_head.weight": torch.zeros(2, 2),  # tied: never read
         "language_model.lm_head.weight": torch.zeros(2, 2),
         "model.vision_tower.layer.weight": torch.zeros(1),
         "vision_tower.layer.weight": torch.zeros(1),
+        "model.audio_tower.layer.weight": torch.zeros(1),
         "multi_modal_projector.weight": torch.zeros(1),
+        "model.vision_embedder.pos_embedding": torch.zeros(1),
+        "model.embed_audio.embedding_projection.weight": torch.zeros(1),
         "model.embed_vision.embedding_projection.weight": torch.zeros(1),
     }
     model = write(tmp_path, lambda name: prefix + name.removeprefix("model."), extra, multimodal)
     loaded = load_model(tmp_path)
     assert_same_weights(loaded, model)
     assert loaded.config.layer_types == CONFIG.layer_types
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+@pytest.mark.parametrize("name", ["gemma4-e-tiny", "gemma4-moe-tiny", "gemma3-tiny"])
+def test_name_variants_of_all_text_tensors(tmp_path, name, prefix):
+    model = write(
+        tmp_path,
+        lambda stored: prefix + stored.removeprefix("model."),
+        config=lambda raw: {
+            "model_type": raw["model_type"].removesuffix("_text"),
+            "text_config": raw,
+        },
+        model=random_model(get_config(name)),
+    )
+    assert_same_weights(load_model(tmp_path), model)
+
+
+@pytest.mark.parametrize("name", ["llama-tiny", "gpt-oss-tiny"])
+def test_output_projection_of_its_own(tmp_path, name):
+    model = write(tmp_path, model=random_model(get_config(name)))
+    loaded = load_model(tmp_path)
+    assert_same_weights(loaded, model)
+    assert not torch.equal(loaded.lm_head.weight, loaded.embed_tokens.weight)
+    write(
+        tmp_path,
+        rename=lambda n: n,
+        config=lambda raw: raw | {"tie_word_embeddings": True},
+        model=model,
+    )
+    assert load_model(tmp_path).lm_head is None  # the file says so, whatever it ships
+
+
+def test_keys_and_values_of_shared_layers_are_dropped(tmp_path):
+    """Some repositories ship them for layers that use another layer's."""
+    extra = {
+        f"model.layers.{layer}.self_attn.{name}.weight": torch.zeros(16)
+        for layer in (6, 7, 8)
+        for name in ("k_proj", "v_proj", "k_norm")
+    }
+    model = write(tmp_path, extra=extra, model=random_model(get_config("gemma4-e-tiny")))
+    assert_same_weights(load_model(tmp_path), model)
+    extra = {"model.layers.5.self_attn.v_norm.weight": torch.zeros(16)}
+    write(tmp_path, extra=extra, model=model)
+    with pytest.raises(ValueError, match=r"unexpected \['layers.5.self_attn.v_norm.weight'\]"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize("keep", [0, 7, 1000, -1])
+def test_cut_off_file_is_named(tmp_path, keep):
+    save_checkpoint(random_model(CONFIG), tmp_path, max_shard_bytes=50_000)
+    file = sorted(tmp_path.glob("*.safetensors"))[1]
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(ValueError, match=rf"path: expected a complete .*, got '.*{file.name}'"):
+        load_model(tmp_path)
+
+
+def test_broken_json_is_named(tmp_path):
+    save_checkpoint(random_model(CONFIG), tmp_path, max_shard_bytes=50_000)
+    index = tmp_path / INDEX_FILE
+    for text in ("{", "[]"):
+        index.write_text(text)
+        with pytest.raises(ValueError, match=r"path: expected .*JSON.*index"):
+            load_model(tmp_path)
+    index.write_text("{}")
+    with pytest.raises(ValueError, match="path: expected a weight_map in"):
+        load_model(tmp_path)
+    (tmp_path / "config.json").write_text("")
+    with pytest.raises(ValueError, match=r"path: expected JSON in .*config\.json"):
+        load_model(tmp_path)
+
+
+def test_unsupported_before_anything_is_read(tmp_path):
+    """Neither files nor memory are touched for a model that cannot run."""
+    write(tmp_path, config=lambda raw: raw | {"model_type": "mamba"})
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(NotImplementedError, match=r"model_type: supported are .*got 'mamba'"):
+        load_model(tmp_path)
+    write(tmp_path, config=lambda raw: raw | {"dtype": "int8"})
+    with pytest.raises(NotImplementedError, match=r"dtype: supported are bfloat16.*got 'int8'"):
+        load_model(tmp_path)
 
 
 def test_shards(tmp_path):

@@ -1,0 +1,193 @@
+"""Checkpoints in fp8 and mxfp4, and what loading costs in memory."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from quire.models import weights
+from quire.models.configs import get_config
+from quire.models.layers import Linear, dequantize
+from quire.models.mxfp4 import dequantize_mxfp4
+from quire.models.weights import load_model, random_model, save_checkpoint
+
+FP8 = torch.float8_e4m3fn
+# Scales of a [out_size, in_size] weight: their shape.
+LAYOUTS = {
+    "tensor": lambda out_size, in_size: (1,),
+    "scalar": lambda out_size, in_size: (),
+    "channel": lambda out_size, in_size: (out_size, 1),
+    "channel, flat": lambda out_size, in_size: (out_size,),
+    "blocks of 32": lambda out_size, in_size: (-(-out_size // 32), -(-in_size // 32)),
+    "blocks of 32 rows": lambda out_size, in_size: (-(-out_size // 32), 1),
+}
+
+
+def naive(weight, scale):
+    """fp64, element by element."""
+    out = torch.empty(weight.shape, dtype=torch.float64)
+    if scale.numel() == 1:
+        rows, columns, scale = weight.shape[0], weight.shape[1], scale.view(1, 1)
+    else:
+        scale = scale.view(len(scale), -1)
+        rows = 1 if len(scale) == len(weight) else 32
+        columns = weight.shape[1] if scale.shape[1] == 1 else 32
+    for i in range(weight.shape[0]):
+        for j in range(weight.shape[1]):
+            out[i, j] = weight[i, j].double() * scale[i // rows, j // columns].double()
+    return out
+
+
+@pytest.mark.parametrize("shape", [(64, 96), (70, 33), (33, 64)])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_dequantize(layout, shape):
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(shape, generator=generator).to(FP8)
+    scale = torch.rand(layout(*shape), generator=generator) + 0.5
+    got = dequantize(weight, scale, torch.float32)
+    # One rounding to fp32.
+    torch.testing.assert_close(got.double(), naive(weight, scale), rtol=2**-24, atol=0)
+
+
+def test_dequantize_experts():
+    weight = torch.randn(3, 64, 40, generator=torch.Generator().manual_seed(0)).to(FP8)
+    scale = torch.rand(3, 2, 2) + 0.5
+    got = dequantize(weight, scale, torch.float32)
+    for expert in range(3):
+        want = naive(weight[expert], scale[expert])
+        torch.testing.assert_close(got[expert].double(), want, rtol=2**-24, atol=0)
+
+
+def write_fp8(path, name, suffix, method):
+    """A checkpoint whose layer matrices are fp8 with a scale for each 32 x 32 block; returns what they stand for."""
+    save_checkpoint(random_model(get_config(name)), path)
+    tensors = load_file(path / "model.safetensors")
+    exact = {}
+    for stored in list(tensors):
+        weight = tensors[stored]
+        if ".layers." not in stored or weight.ndim < 2:
+            continue
+        rows, columns = (-(-n // 32) for n in weight.shape[-2:])
+        scale = torch.rand(*weight.shape[:-2], rows, columns) / 100 + 0.01
+        whole = scale.repeat_interleave(32, -1).repeat_interleave(32, -2)
+        whole = whole[..., : weight.shape[-2], : weight.shape[-1]]
+        tensors[stored] = (weight / whole).to(FP8)
+        tensors[f"{stored}{suffix}"] = scale
+        exact[stored.removeprefix("model.")] = tensors[stored].float() * whole
+    tensors["model.layers.0.self_attn.q_proj.input_scale"] = torch.ones(1)
+    save_file(tensors, path / "model.safetensors")
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": method}
+    (path / "config.json").write_text(json.dumps(config))
+    return exact
+
+
+@pytest.mark.parametrize(
+    ("name", "suffix", "method"),
+    [
+        ("gemma3-tiny", "_scale_inv", "fp8"),
+        ("gemma4-e-tiny", "_scale", "compressed-tensors"),
+        ("gemma4-moe-tiny", "_scale_inv", "fp8"),
+    ],
+)
+def test_fp8_checkpoints(tmp_path, name, suffix, method):
+    exact = write_fp8(tmp_path, name, suffix, method)
+    converted = load_model(tmp_path, fp8="dequantize")
+    parameters = dict(converted.named_parameters())
+    assert len(exact) > 20 and all(torch.equal(parameters[n], exact[n]) for n in exact)
+    kept = load_model(tmp_path, fp8="keep")
+    in_fp8 = {n for n, w in kept.named_parameters() if w.dtype == FP8}
+    assert in_fp8 == {n for n, w in exact.items() if w.ndim == 2}
+    ids = torch.randint(3, 259, (40,), generator=torch.Generator().manual_seed(0))
+    assert torch.equal(kept.full_forward(ids), converted.full_forward(ids))
+
+
+def test_fp8_is_kept_where_the_converted_model_does_not_fit(tmp_path, monkeypatch):
+    write_fp8(tmp_path, "gemma3-tiny", "_scale", "compressed-tensors")
+    num_bytes = sum(w.numel() * w.element_size() for w in load_model(tmp_path).parameters())
+
+    def kept(free):
+        monkeypatch.setattr(weights, "free_memory", lambda device: free)
+        return any(
+            isinstance(m, Linear) and m.scale is not None for m in load_model(tmp_path).modules()
+        )
+
+    assert not kept(1.3 * num_bytes) and kept(1.2 * num_bytes)
+    with pytest.raises(ValueError, match=r"fp8: expected one of .*'auto'.*, got 'yes'"):
+        load_model(tmp_path, fp8="yes")
+
+
+def test_fp8_without_its_scale_is_missing(tmp_path):
+    write_fp8(tmp_path, "gemma3-tiny", "_scale", "fp8")
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight_scale"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"missing \['layers.1.mlp.up_proj.weight'\]"):
+        load_model(tmp_path)
+
+
+def test_mxfp4_equals_transformers(oracle_root):
+    blocks, scales, want = torch.load(oracle_root / "mxfp4.pt")
+    got = dequantize_mxfp4(blocks, scales)
+    assert torch.equal(got.transpose(1, 2), want)
+    assert got.unique().numel() > 100
+
+
+def test_mxfp4_checkpoint(tmp_path):
+    """Experts packed as in released gpt-oss files: [E, out, in / 32, 16] bytes, and the model's weights lie transposed."""
+    config = get_config("gpt-oss-tiny")
+    moe = replace(config.moe, intermediate_size=64)
+    model = random_model(replace(config, moe=moe))
+    save_checkpoint(model, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    generator = torch.Generator().manual_seed(0)
+    want = {}
+    for stored in [n for n in tensors if n.endswith(("gate_up_proj", "down_proj"))]:
+        experts, in_size, out_size = tensors.pop(stored).shape
+        blocks = torch.randint(0, 256, (experts, out_size, in_size // 32, 16), generator=generator)
+        scales = torch.randint(120, 126, (experts, out_size, in_size // 32), generator=generator)
+        tensors |= {f"{stored}_blocks": blocks.byte(), f"{stored}_scales": scales.byte()}
+        value = dequantize_mxfp4(blocks.byte(), scales.byte())
+        want[stored.removeprefix("model.")] = value.transpose(1, 2)
+    save_file(tensors, tmp_path / "model.safetensors")
+    loaded = dict(load_model(tmp_path).named_parameters())
+    assert len(want) == 8 and all(torch.equal(loaded[name], want[name]) for name in want)
+
+
+MEASURE = """
+import ctypes, sys, torch
+from quire.models.weights import load_model
+from safetensors import safe_open
+
+def status(field):
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+load_model(sys.argv[1])  # what is imported on the way is not the weights'
+ctypes.CDLL(None).malloc_trim(0)
+open("/proc/self/clear_refs", "w").write("5")  # the peak starts anew
+before = status("VmRSS")
+model = load_model(sys.argv[2])
+total = sum(w.numel() * w.element_size() for w in model.parameters())
+print(status("VmHWM") - before - total, total)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_peak_host_memory_is_below_the_largest_shard(tmp_path):
+    """Beside the weights themselves, loading has less than 1.2 times the largest file in memory, here a fifth of the model."""
+    large = replace(
+        get_config("gemma3-tiny"), hidden_size=512, intermediate_size=2048, vocab_size=8192
+    )
+    save_checkpoint(random_model(get_config("gemma3-tiny")), tmp_path / "warm")
+    save_checkpoint(random_model(large), tmp_path / "large", max_shard_bytes=25 * 2**20)
+    shard = max(f.stat().st_size for f in (tmp_path / "large").glob("*.safetensors"))
+    command = [sys.executable, "-c", MEASURE, str(tmp_path / "warm"), str(tmp_path / "large")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    extra, total = map(int, done.stdout.split())
+    assert total > 4 * shard and extra < 1.2 * shard
