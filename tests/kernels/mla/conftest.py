@@ -1,4 +1,7 @@
-"""In Triton's interpreter, fp32 becomes bf16 by truncation; devices round to the nearest, and quantised pages have to agree bit for bit."""
+"""The interpreter's casts between fp32 and bf16, made those of a device: it truncates where devices round to the nearest, and mistakes subnormals.
+
+Quantised pages have to agree bit for bit.
+"""
 
 import torch
 
@@ -6,11 +9,16 @@ if not torch.cuda.is_available():
     from triton.runtime import interpreter
 
     cast_impl = interpreter.InterpreterBuilder.cast_impl
+    FP32, BF16 = interpreter.tl.float32, interpreter.tl.bfloat16
 
-    def cast_to_nearest(self, src, dst_type):
-        if (src.dtype.scalar, dst_type.scalar) != (interpreter.tl.float32, interpreter.tl.bfloat16):
+    def cast_as_devices_do(self, src, dst_type):
+        casts = (src.dtype.scalar, dst_type.scalar)
+        if casts == (FP32, BF16):
+            data = torch.from_numpy(src.data).to(torch.bfloat16).view(torch.uint16).numpy()
+        elif casts == (BF16, FP32):
+            data = (src.data.astype("uint32") << 16).view("float32")
+        else:
             return cast_impl(self, src, dst_type)
-        bits = torch.from_numpy(src.data).to(torch.bfloat16).view(torch.uint16).numpy()
-        return interpreter.TensorHandle(bits, dst_type.scalar)
+        return interpreter.TensorHandle(data, dst_type.scalar)
 
-    interpreter.InterpreterBuilder.cast_impl = cast_to_nearest
+    interpreter.InterpreterBuilder.cast_impl = cast_as_devices_do

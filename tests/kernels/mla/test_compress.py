@@ -361,6 +361,13 @@ def test_padding_rows(impl):
     run.check_entries()
 
 
+def test_more_tokens_than_a_tile(monkeypatch):
+    """Tiles of 4 tokens: the first one of window 0 holds only tokens before position 0, the last one of ratio 5 is not full."""
+    monkeypatch.setattr(compress_triton, "TILE_ELEMENTS", 64)
+    for shape in (dict(), dict(ratio=5)):
+        Run(Case([[9], [2]], **shape)).run("triton").check_entries()
+
+
 def test_more_sequences_than_a_program_looks_at_once(monkeypatch):
     monkeypatch.setattr(compress_triton, "BLOCK_SEQS", 2)
     run = Run(Case([[5, 0, 9, 4, 3]])).run("triton")

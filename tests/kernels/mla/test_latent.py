@@ -149,15 +149,16 @@ def test_write_latent(impl, name):
 
 
 @IMPLS
-@pytest.mark.parametrize("block_size", [64, 2])
-def test_quantised_bytes(impl, block_size):
-    """Without norm and RoPE a bf16 row is quantised as it is: every byte of the pool is the oracle's."""
+@pytest.mark.parametrize("block_size, dtype", [(64, torch.bfloat16), (2, torch.float32)])
+def test_quantised_bytes(impl, block_size, dtype):
+    """Without norm and RoPE a row is quantised as it is: every byte of the pool is the oracle's."""
     case = dataclasses.replace(FP8, num_rows=6, block_size=block_size, norm=False, rope=False)
+    case = dataclasses.replace(case, dtype=dtype)
     call = make_call(case)
     scale = torch.exp2(
         torch.randint(-40, 60, (6, 8, 1), generator=torch.Generator().manual_seed(5))
     )
-    x = (call["x"].float().unflatten(1, (8, 64)) * scale.to(DEVICE)).flatten(1).bfloat16()
+    x = (call["x"].float().unflatten(1, (8, 64)) * scale.to(DEVICE)).flatten(1).to(dtype)
     x[0, :64] = 0
     x[0, 64:66] = torch.tensor([NAN, 3.0])
     x[0, 128:131] = torch.tensor([torch.inf, -torch.inf, NAN])
@@ -239,13 +240,13 @@ def test_a_row_without_a_slot_is_not_read(impl):
 
 @IMPLS
 def test_addresses_beyond_32_bits(impl):
-    """A page 2^32 bytes behind the first one (memory that is never touched costs nothing)."""
-    stride = 1 << 32
-    pool = torch.empty(stride + page_bytes(2), dtype=torch.uint8, device=DEVICE)
-    far = LatentPages(pool.as_strided((2, page_bytes(2)), (stride, 1)), 2)
-    x = torch.randn(2, 512, device=DEVICE).bfloat16()
-    write_latent(x, far, torch.tensor([3, 0], device=DEVICE), impl=impl)
-    assert far.read(torch.tensor([3, 0], device=DEVICE)).equal(far.seen(x))
+    """A page 2^32 bytes behind the first one, whose number and stride have 32 bits (memory that is never touched costs nothing)."""
+    stride = 1 << 30
+    pool = torch.empty(4 * stride + page_bytes(2), dtype=torch.uint8, device=DEVICE)
+    far = LatentPages(pool.as_strided((5, page_bytes(2)), (stride, 1)), 2)
+    x, slots = torch.randn(2, 512, device=DEVICE).bfloat16(), torch.tensor([9, 0], device=DEVICE)
+    write_latent(x, far, slots, impl=impl)
+    assert far.read(slots).equal(far.seen(x))
 
 
 def refusal(**changes):
