@@ -312,17 +312,41 @@ class PrefixIndex:
         """Whether segments may be put at the end of `run`: it is a leaf that only one request, and no pin, ends in."""
         return run.locks == 1 and not run.children and not run.pins and run is not self.root
 
-    def append(self, run: Run, key: bytes, pages: Int32) -> tuple[Run, int]:
-        """`insert` of one segment, quick where `run` is a leaf of one request."""
-        if not self._extensible(run) or run.length == len(run._pages):
-            return self.insert(run, key, pages[None])
-        run._pages[run.length] = pages
-        run.keys += key
-        run.length += 1
-        run.last_used = self.tick
-        self.num_segments += 1
-        self.num_locked_segments += 1
-        return run, 0
+    def append(
+        self, runs: list[Run], slots: list[int], keys: list[bytes], pages: Int32
+    ) -> list[int]:
+        """`insert` of one segment for each of several requests, quick where it prolongs a leaf of one request.
+
+        Args:
+            runs: by slot: where the request's segments end; set anew.
+            keys, pages: [n], [n, pages_per_segment] of the new segments.
+
+        Returns:
+            Indices of those that were cached already.
+        """
+        known, added, root, tick = [], 0, self.root, self.tick
+        for i, slot in enumerate(slots):
+            run = runs[slot]
+            n = run.length
+            if (
+                run.locks == 1
+                and not run.children
+                and not run.pins
+                and n < len(run._pages)
+                and run is not root
+            ):
+                run._pages[n] = pages[i]
+                run.keys += keys[i]
+                run.length = n + 1
+                run.last_used = tick
+                added += 1
+            else:
+                runs[slot], found = self.insert(run, keys[i], pages[i : i + 1])
+                if found:
+                    known.append(i)
+        self.num_segments += added
+        self.num_locked_segments += added
+        return known
 
     def add_point(self, run: Run, depth: int, pages: Int32) -> bool:
         """Keep a resume point at boundary `depth` on the path to `run`; False if one is there.

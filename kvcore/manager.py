@@ -473,20 +473,10 @@ class KVCache:
         """Cache the segments of `slots` [n] up to segment `whole` [n]."""
         first = self._cached[slots] // self.alignment
         self._cached[slots] = whole * self.alignment
-        one = whole - first == 1
-        several = NO_ROWS if np.count_nonzero(one) == len(one) else (~one).nonzero()[0]
-        if several.size:
-            some, segments = slots[one], first[one]
-        else:
-            some, segments = slots, first
-        pages = self._tables.segment_pages(some, segments)
-        runs, append, newest = self._runs, self.index.append, self.sequences.newest_key
-        for slot, segment, row in zip(some.tolist(), segments.tolist(), pages, strict=True):
-            runs[slot], known = append(runs[slot], newest(slot, segment), row)
-            if known:
-                self._adopt(slot, segment, row[None])
-            elif self._announcer is not None:
-                self._announcer.segments(slot, segment, segment + 1)
+        several = (whole - first > 1).nonzero()[0]
+        if several.size < len(slots):
+            one = slice(None) if not several.size else whole - first == 1
+            self._close_one(slots[one], first[one])
         for i in several.tolist():
             slot, begin, end = int(slots[i]), int(first[i]), int(whole[i])
             keys = self.sequences.keys(slot, begin, end)
@@ -497,6 +487,18 @@ class KVCache:
                 self._adopt(slot, begin, pages[:known])
             if self._announcer is not None and begin + known < end:
                 self._announcer.segments(slot, begin + known, end)
+
+    def _close_one(self, slots: Int64, segments: Int64) -> None:
+        """Cache one segment of each of `slots` [n]."""
+        pages = self._tables.segment_pages(slots, segments)
+        where, which, newest = slots.tolist(), segments.tolist(), self.sequences.newest_key
+        keys = [newest(slot, segment) for slot, segment in zip(where, which, strict=True)]
+        known = self.index.append(self._runs, where, keys, pages)
+        for i in known:
+            self._adopt(where[i], which[i], pages[i : i + 1])
+        if self._announcer is not None:
+            for i in sorted(set(range(len(where))) - set(known)):
+                self._announcer.segments(where[i], which[i], which[i] + 1)
 
     def _adopt(self, slot: int, first: int, pages: Int32) -> None:
         """Segments from `first` on were cached by someone else: keep one copy, theirs."""

@@ -8,9 +8,10 @@ page becomes free when both counts are zero, and counts as evictable when only p
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 from .spec import NULL_BLOCK, Int32, Int64
+
+UNSHARED = 1  # `PagePool.counts` of a page that one request reads and no resume point holds
 
 
 class PagePool:
@@ -18,6 +19,11 @@ class PagePool:
 
     The free pages form a stack (the page freed last is reused first), so that taking and freeing n
     pages are each one slice.
+
+    Attributes:
+        users, holds: [num_pages] int32 requests that read a page, and resume points that hold it.
+        counts: [num_pages] int64, both at once: users + (holds << 32).
+        num_free: pages in the stack. num_held_only: pages that only resume points hold.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -27,10 +33,10 @@ class PagePool:
         self._stack: Int32 = np.arange(num_pages - 1, -1, -1, dtype=np.int32)
         self.num_free = num_pages - 1
         # The two counts of a page lie side by side, so that one look tells both: ``users + (holds << 32)``.
-        self._counts: Int64 = np.zeros(num_pages, dtype="<i8")
+        self.counts: Int64 = np.zeros(num_pages, dtype="<i8")
         self.users: Int32
         self.holds: Int32
-        self.users, self.holds = self._counts.view("<i4").reshape(-1, 2).T
+        self.users, self.holds = self.counts.view("<i4").reshape(-1, 2).T
         self.users[NULL_BLOCK] = 1 << 30  # padding entries name page 0: it must never become free
         self._mark: Int32 = np.empty(num_pages, dtype=np.int32)
         self.num_held_only = 0  # window pages that only resume points hold
@@ -66,25 +72,18 @@ class PagePool:
 
     def unuse(self, pages: Int32) -> None:
         """Requests stop reading `pages` (repeats and the null page allowed: requests may share pages)."""
-        pages = pages[pages != NULL_BLOCK]
-        users = self.users[pages]
-        if np.count_nonzero(users == 1) == len(
-            pages
-        ):  # the common case: nobody shares, so none repeats
-            self.users[pages] = 0
-            idle = pages
+        counts = self.counts[pages]
+        users = counts.astype(np.int32)  # the low half
+        if np.count_nonzero(users == 1) == len(pages):
+            self.users[pages] = 0  # the common case: nobody shares, so none repeats
+            held = counts > UNSHARED
         else:
-            idle = self._unuse_shared(pages)
-        held = self.holds[idle] > 0
+            pages = self._unuse_shared(pages[pages != NULL_BLOCK])
+            held = self.holds[pages] > 0
         num_held = int(np.count_nonzero(held))
         self.num_held_only += num_held
-        if num_held < len(idle):
-            self.put(idle[~held] if num_held else idle)
-
-    def unshared(self, pages: Int32) -> npt.NDArray[np.bool_]:
-        """Which of `pages` one request reads and no resume point holds."""
-        alone: npt.NDArray[np.bool_] = self._counts[pages] == 1
-        return alone
+        if num_held < len(pages):
+            self.put(pages[~held] if num_held else pages)
 
     def _unuse_shared(self, pages: Int32) -> Int32:
         """Count `pages` down, repeats allowed; returns those that nobody reads now, each once."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from .pages import PagePool
+from .pages import UNSHARED, PagePool
 from .spec import GroupClass, Int32, Int64, ragged_arange
 
 
@@ -25,7 +25,8 @@ class DecodeBatch:
         slots: [n] requests; key: their bytes, to compare them quickly.
         start, end: [n] their tokens before and after the step. longest: of `end`.
         last_slots: [num_tables, n] slots of the tokens before these.
-        starting: [s] rows where some block starts. ending: [e] rows whose token ends a segment.
+        starting, next_starting: rows where some block starts in this step, and in the next.
+        ending: rows whose token ends a segment.
     """
 
     slots: Int64
@@ -35,6 +36,7 @@ class DecodeBatch:
     longest: int
     last_slots: Int64
     starting: Int64
+    next_starting: Int64
     ending: Int64
 
     def is_of(self, slots: Int64) -> bool:
@@ -51,10 +53,8 @@ class Decode:
     blocks: Int64  # [m] block numbers
     places: Int64  # [m, num_tables] flat indices of their table entries
     num_new: int  # pages needed
-    old: Int32 | None = (
-        None  # [m, num_tables] pages that have these places in a ring that is reused
-    )
-    is_new: npt.NDArray[np.bool_] | None = None  # [m, num_tables] which of them must be replaced
+    old: Int32 | None = None  # [m, num_tables] pages in these places of a ring that is reused
+    is_new: npt.NDArray[np.bool_] | None = None  # [m, num_tables] which of them are replaced
     pages: Int32 | None = None  # [m, num_tables]
 
 
@@ -101,8 +101,9 @@ class BlockTables:
         self._flat = tables.reshape(-1)
         self._row = tables.shape[1]
         self._first = spec.offset + np.arange(k) * spec.width
-        # A window that reaches over most of its ring keeps its pages, and writes over those out of reach.
-        self.recycles = self.is_window and spec.per_segment <= spec.live + 1
+        # A ring of which the window takes a good part keeps all its pages, and writes over those out of reach: nothing
+        # to free and to take. One that is long only because boundaries are far apart gives pages back.
+        self.recycles = self.is_window and spec.per_segment <= 2 * (spec.live + 1)
 
     # Tables.
 
@@ -152,7 +153,7 @@ class BlockTables:
         if not (self.recycles and len(rows)):
             return Decode(rows, slots, blocks, places, len(rows) * k)
         old = self._flat[places]
-        is_new = ~self.pool.unshared(old)
+        is_new = self.pool.counts[old] != UNSHARED
         return Decode(rows, slots, blocks, places, int(np.count_nonzero(is_new)), old, is_new)
 
     def fill_decode(self, plan: Decode, fresh: Int32) -> Int64:

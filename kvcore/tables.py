@@ -156,13 +156,22 @@ class Tables:
             last[block.spec.tables] = block.last_slots(slots, start)
         return self._batch_from(slots.copy(), slots.tobytes(), start, last)
 
-    def _batch_from(self, slots: Int64, key: bytes, start: Int64, last_slots: Int64) -> DecodeBatch:
+    def _batch_from(
+        self,
+        slots: Int64,
+        key: bytes,
+        start: Int64,
+        last_slots: Int64,
+        starting: Int64 | None = None,
+    ) -> DecodeBatch:
+        if starting is None:
+            starting = (start % self._smallest == 0).nonzero()[0]
         end = start + 1
-        return DecodeBatch(
-            slots, key, start, end, int(np.maximum.reduce(end)), last_slots,
-            starting=(start % self._smallest == 0).nonzero()[0],
-            ending=(end % self.layout.alignment == 0).nonzero()[0],
-        )  # fmt: skip
+        ending = following = (end % self._smallest == 0).nonzero()[0]
+        if self._smallest != self.layout.alignment:
+            ending = following[end[following] % self.layout.alignment == 0]
+        longest = int(np.maximum.reduce(end))
+        return DecodeBatch(slots, key, start, end, longest, last_slots, starting, following, ending)
 
     def _demand(self, step: Step) -> list[tuple[GroupClass, int]]:
         """Pages that each class needs for decodes, chunks and states."""
@@ -250,7 +259,9 @@ class Tables:
                 if len(decode.rows) and (decode.num_new or decode.old is None):
                     block.commit_decode(decode)
                     self._delta(decode.places, decode.pages)
-            batch = self._batch_from(batch.slots, batch.key, batch.end, step.decode_slots)
+            batch = self._batch_from(
+                batch.slots, batch.key, batch.end, step.decode_slots, batch.next_starting
+            )
         self._batch = batch
         copies = NO_COPIES
         if self.states:

@@ -242,17 +242,31 @@ def test_window_pages_do_not_grow_with_the_context():
     e.check()
 
 
-def test_decode_holds_the_window_and_the_last_boundary_only():
-    e = engine(V4)
-    e.admit("a", tokens(256))
-    e.step({"a": 256})
-    held = []
-    for t in range(512):
+def decode_pages(groups, num_tokens):
+    """Pages in the window table of a request after each decode step, and table changes of each step."""
+    e = engine(groups, num_pages=400)
+    e.admit("a", tokens(e.kv.alignment))
+    e.step({"a": e.kv.alignment})
+    held, changed = [], []
+    for t in range(num_tokens):
+        before = e.kv.table(1).copy()
         e.decode("a", [t])
         e.check()
-        pages = (e.kv.table(1)[e.slots["a"]] != 0).sum()
-        held.append(int(pages))
-    # 2 blocks of the last boundary's tail + up to 3 of the window, never the 4 blocks of a segment more
+        held.append(int((e.kv.table(1)[e.slots["a"]] != 0).sum()))
+        changed.append(int((e.kv.table(1) != before).sum()))
+    return held, changed
+
+
+def test_a_ring_that_has_come_round_keeps_its_pages():
+    held, changed = decode_pages(V4, 1024)
+    assert held[-1] == max(held) == 6, "2 blocks in the window, and the 4 of a segment"
+    assert not any(changed[512:]), "blocks take the places, and the pages, of those out of reach"
+
+
+def test_a_ring_that_is_long_only_for_far_boundaries_gives_pages_back():
+    far = [GroupSpec("dense", "dense", 512, 1), GroupSpec("window", "window", 16, 1, 32)]
+    held, _ = decode_pages(far, 1024)
+    # 2 blocks of the last boundary's tail, and 3 of the window; a ring has room for 34.
     assert max(held) == 5 and min(held) >= 2
 
 
