@@ -48,6 +48,11 @@ class CompressedCall:
         return self.q.shape[0] if self.seq_lens is None else self.seq_lens.shape[0]
 
     @property
+    def picked(self) -> bool:
+        """Whether every token has keys of its own, so that a query tile holds one token."""
+        return self.slots or self.topk_indices is not None
+
+    @property
     def bounded(self) -> bool:
         """Whether a token's keys stay few at any context length."""
         return self.compressed_pages is None or self.topk_indices is not None

@@ -238,7 +238,7 @@ def _compressed_decode_kernel(
     piece = (item - first_item) % pieces
     q_first = (item - first_item) // pieces * BLOCK_Q
     first_token = seq
-    q_len = BLOCK_Q
+    q_len = 1
     context = 0
     if not SLOTS:
         first_token = tl.load(cu_seqlens_q + seq)
@@ -376,7 +376,7 @@ def _shared_arguments(call: CompressedCall, config: CompressedConfig, arch: int)
     """Arguments, constants and options that both attention kernels take."""
     num_heads, head_dim = call.q.shape[1:]
     block_q, heads, head_tiles = tile_heads(num_heads, config.block_m)
-    if call.topk_indices is not None:
+    if call.picked:
         block_q = 1
     window, entries, table, picks = call.window_pages, call.compressed_pages, call.compressed_table, call.topk_indices  # fmt: skip
     entry_strides = (0, 0) if entries is None else entries.data.stride()
@@ -435,7 +435,7 @@ def _shared_arguments(call: CompressedCall, config: CompressedConfig, arch: int)
 
 def _config(call: CompressedCall, arch: int, tokens: int) -> CompressedConfig:
     num_heads, head_dim = call.q.shape[1:]
-    rows = tile_rows(num_heads, 1 if call.topk_indices is not None else tokens)
+    rows = tile_rows(num_heads, 1 if call.picked else tokens)
     return select_config(head_dim, call.q.element_size(), call.window_pages.fp8, arch, rows=rows)
 
 

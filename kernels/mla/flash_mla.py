@@ -1,0 +1,200 @@
+"""FlashMLA's calling convention for DeepSeek-V4 over the kernels of ``compressed_attention``.
+
+An engine that calls ``flash_mla_with_kvcache`` with a window cache and an extra cache can call this instead: any number of heads (FlashMLA
+takes 64 and 128), plain bf16 caches besides the quantised ones, and every architecture that Triton compiles for.
+
+Source: FlashMLA, flash_mla_interface (signature, index convention, meaning of the sink and of the lengths); its tests for empty rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from quire.kernels import _check
+from quire.kernels.mla.compressed import attend
+from quire.kernels.mla.compressed_call import CompressedCall, check_rows, check_scale
+from quire.kernels.mla.layout import HEAD_DIM, ROW_BYTES, SCALE_BYTES, LatentPages
+
+# Pages, physical rows [num_tokens, n] of them, and how many of a token's rows count (None: all).
+Keys = tuple[LatentPages, torch.Tensor, torch.Tensor | None]
+
+
+def flash_mla_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    block_table: torch.Tensor | None,
+    cache_seqlens: torch.Tensor | None,
+    head_dim_v: int,
+    tile_scheduler_metadata: Any = None,
+    num_splits: None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    is_fp8_kvcache: bool = False,
+    indices: torch.Tensor | None = None,
+    attn_sink: torch.Tensor | None = None,
+    extra_k_cache: torch.Tensor | None = None,
+    extra_indices_in_kvcache: torch.Tensor | None = None,
+    topk_length: torch.Tensor | None = None,
+    extra_topk_length: torch.Tensor | None = None,
+    *,
+    out: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+    impl: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sparse decode attention over lists of physical cache rows: a window cache, and optionally an extra (compressed) one.
+
+    Differences from FlashMLA's: work is divided on the device, so ``tile_scheduler_metadata`` is ignored; rows are never dereferenced past
+    the lengths. Dense attention (``block_table``, ``cache_seqlens``, ``causal``) is ``mla_attention``.
+
+    Args:
+        q: [batch, seq_len_q, num_heads, 512] bf16, fp16 or fp32, last stride 1.
+        k_cache: [num_blocks, block_size, 1, 584] one-byte values in V4's page layout (any block stride of a multiple of 16 bytes, the page's
+            own padding included), or [num_blocks, block_size, 1, 512] of q's dtype.
+        block_table, cache_seqlens: None.
+        head_dim_v: 512.
+        tile_scheduler_metadata: ignored.
+        num_splits: None.
+        softmax_scale: factor of q . k, > 0; default 512 ** -0.5.
+        causal: False.
+        is_fp8_kvcache: whether the caches are quantised.
+        indices: [batch, seq_len_q, topk] int32 physical rows of k_cache, block * block_size + offset; -1 = none.
+        attn_sink: [num_heads] fp32 logits that join the denominator only.
+        extra_k_cache, extra_indices_in_kvcache: the same for the second cache; both or neither.
+        topk_length, extra_topk_length: [batch] int32, how many of the leftmost indices count; None = all.
+        out: [batch, seq_len_q, num_heads, 512] q's dtype, contiguous, filled in place; None allocates.
+        workspace: as in ``compressed_attention``.
+        impl: "triton" (default for CUDA tensors), "torch" (default for CPU tensors).
+
+    Returns:
+        (out, lse [batch, num_heads, seq_len_q] fp32, natural log, without the sink). A query without keys gets 0 and, as in FlashMLA, lse
+        +inf.
+
+    Raises:
+        ValueError: a shape, dtype, stride or device is not as above, or one of two arguments that go together is missing.
+        NotImplementedError: dense attention, or another head_dim_v or cache layout.
+
+    Source: FlashMLA, flash_mla_interface.
+    """
+    if block_table is not None or cache_seqlens is not None or causal or indices is None:
+        raise NotImplementedError(
+            "indices: dense attention is not supported here; supported are indices without block_table, cache_seqlens, causal"
+        )
+    if num_splits is not None:
+        raise ValueError(f"num_splits: expected None, got {type(num_splits).__name__}")
+    if head_dim_v != HEAD_DIM:
+        raise NotImplementedError(f"head_dim_v: {head_dim_v} is not {HEAD_DIM}")
+    _check.expect_tensor("q", q, (None, None, None, HEAD_DIM), _check.MODEL_DTYPES)
+    batch, seq_len_q, num_heads = q.shape[:3]
+    given = (extra_k_cache is not None, extra_indices_in_kvcache is not None)
+    if given[0] != given[1] or (extra_topk_length is not None and not given[0]):
+        raise ValueError(
+            "extra_k_cache: expected extra_k_cache and extra_indices_in_kvcache (with extra_topk_length or without) or none"
+        )
+    window = _keys("", q, k_cache, indices, topk_length, is_fp8_kvcache)
+    extra = None
+    if extra_k_cache is not None:
+        extra = _keys("extra_", q, extra_k_cache, extra_indices_in_kvcache, extra_topk_length, is_fp8_kvcache)  # fmt: skip
+    if out is None:
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    else:
+        _check.expect_tensor("out", out, tuple(q.shape), q.dtype, device=q.device)
+        if not out.is_contiguous():
+            raise ValueError(f"out: expected a contiguous tensor, got strides {out.stride()}")
+    lse = torch.empty(num_heads, batch * seq_len_q, dtype=torch.float32, device=q.device)
+    call = slots_call(
+        q.flatten(0, 1),
+        window,
+        extra,
+        sinks=attn_sink,
+        softmax_scale=softmax_scale,
+        out=out.view(-1, num_heads, HEAD_DIM),
+        lse=lse,
+        workspace=workspace,
+    )
+    attend(call, impl)
+    lse = lse.masked_fill_(lse == -torch.inf, torch.inf)
+    return out, lse.view(num_heads, batch, seq_len_q).transpose(0, 1)
+
+
+def slots_call(
+    q: torch.Tensor,
+    window: Keys,
+    extra: Keys | None,
+    *,
+    sinks: torch.Tensor | None,
+    softmax_scale: float | None,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    workspace: torch.Tensor | None,
+) -> CompressedCall:
+    """The call of queries [num_tokens, num_heads, head_dim] over lists of physical rows; errors as in ``flash_mla_with_kvcache``."""
+    pages, slots, lens = window
+    extra_pages, extra_slots, extra_lens = extra or (None, None, None)
+    check_rows(q, pages, extra_pages, sinks, out)
+    return CompressedCall(
+        q=q,
+        window_pages=pages,
+        window_table=slots,
+        window_lens=lens,
+        seq_lens=None,
+        cu_seqlens_q=None,
+        sliding_window=slots.shape[1],
+        max_seqlen_q=1,
+        kv=None,
+        compressed_pages=extra_pages,
+        compressed_table=None,
+        compress_ratio=None,
+        topk_indices=extra_slots,
+        topk_lens=extra_lens,
+        sinks=sinks,
+        softmax_scale=check_scale(softmax_scale, q.shape[2]),
+        cos_sin=None,
+        max_seq_len=None,
+        num_decodes=q.shape[0],
+        out=torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out,
+        lse=lse,
+        workspace=workspace,
+        slots=True,
+    )
+
+
+def _keys(
+    prefix: str,
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    indices: torch.Tensor | None,
+    lens: torch.Tensor | None,
+    fp8: bool,
+) -> Keys:
+    """One cache with its list, a row a token."""
+    batch, seq_len_q = q.shape[:2]
+    _check.expect_tensor(
+        f"{prefix}indices", indices, (batch, seq_len_q, None), torch.int32, device=q.device
+    )
+    assert indices is not None
+    _check.expect_int(f"{prefix}indices: topk", indices.shape[2], 1)
+    if lens is not None:
+        _check.expect_tensor(f"{prefix}topk_length", lens, (batch,), torch.int32, device=q.device)
+        # One length a token; for one token a sequence this is the tensor itself.
+        lens = lens if seq_len_q == 1 else lens.repeat_interleave(seq_len_q, output_size=batch * seq_len_q)  # fmt: skip
+    return _pages(f"{prefix}k_cache", cache, fp8), indices.flatten(0, 1), lens
+
+
+def _pages(name: str, cache: torch.Tensor, fp8: bool) -> LatentPages:
+    """FlashMLA's cache tensor as pages."""
+    if not fp8:
+        _check.expect_tensor(name, cache, (None, None, 1, HEAD_DIM), _check.MODEL_DTYPES)
+        return LatentPages(cache.squeeze(2), cache.shape[1])
+    one_byte = (torch.uint8, torch.int8, torch.float8_e4m3fn)
+    width = ROW_BYTES + SCALE_BYTES
+    _check.expect_tensor(name, cache, (None, None, 1, width), one_byte)
+    num_blocks, block_size = cache.shape[:2]
+    if block_size > 1 and cache.stride(1) != width:
+        raise ValueError(f"{name}: expected rows {width} bytes apart, got {cache.stride(1)}")
+    # The rows of 584 are a fiction of the shape: a page is its bytes, values first and scales last.
+    data = cache.view(torch.uint8).as_strided(
+        (num_blocks, block_size * width), (cache.stride(0), 1), cache.storage_offset()
+    )
+    return LatentPages(data, block_size)
