@@ -20,8 +20,6 @@ from quire.kernels.mla.latent import check_cos_sin, check_device, check_norm
 from quire.kernels.mla.layout import IndexPages, LatentPages
 from quire.kernels.ops import _implementation
 
-ROW_DTYPES = (torch.bfloat16, torch.float32)
-
 
 def compress(
     kv: torch.Tensor,
@@ -52,7 +50,7 @@ def compress(
     (ratio * (1 + overlap) - 1) tokens are taken back.
 
     Args:
-        kv, gate: [num_tokens, channels] bf16 or fp32, last stride 1, the step's rows, ragged. channels = dim of the pages; twice that with
+        kv, gate: [num_tokens, channels] bf16, fp16 or fp32, last stride 1, the step's rows, ragged. channels = dim of the pages; twice that with
             overlap: first series a, which the next window pools, then series b, which the token's own window pools.
         ape: [ratio, channels] fp32, added to the gate of a token by its position modulo ratio.
         state: [num_states, ring, 2, channels] fp32, any strides with last stride 1. Row position % ring holds kv and gate + ape of a token.
@@ -83,9 +81,9 @@ def compress(
     if not isinstance(overlap, bool):
         raise ValueError(f"overlap: expected a bool, got {overlap!r}")
     channels = pages.dim * (1 + overlap)
-    _check.expect_tensor("kv", kv, (None, channels), ROW_DTYPES)
+    _check.expect_tensor("kv", kv, (None, channels), _check.MODEL_DTYPES)
     num_tokens, device = kv.shape[0], kv.device
-    _check.expect_tensor("gate", gate, (num_tokens, channels), ROW_DTYPES, device=device)
+    _check.expect_tensor("gate", gate, (num_tokens, channels), _check.MODEL_DTYPES, device=device)
     _check.expect_tensor("ape", ape, (ratio, channels), torch.float32, device=device)
     _check.expect_tensor("state", state, (None, None, 2, channels), torch.float32, device=device)
     _check.expect_int("state: ring", state.shape[1], max(1, ratio * (1 + overlap) - 1))

@@ -76,13 +76,13 @@ def _load_rows(
     c = tl.load(kv + row * kv_stride + column, mask=fresh, other=0.0).to(tl.float32)
     z = tl.load(gate + row * gate_stride + column, mask=fresh, other=0.0).to(tl.float32)
     z += tl.load(ape + position % RATIO * ape_stride + column, mask=fresh, other=0.0)
-    cell = ring_rows + position % RING * state_stride_row + column
+    cell = ring_rows + (position % RING).to(tl.int64) * state_stride_row + column
     old_c = tl.load(cell, mask=old, other=0.0)
     old_z = tl.load(cell + state_stride_part, mask=old, other=0.0)
     return tl.where(old, old_c, c), tl.where(old, old_z, z)
 
 
-@triton.jit(do_not_specialize=["num_seqs", "num_entries", "first_program"])
+@triton.jit(do_not_specialize=["num_seqs", "num_entries", "kept_rows", "first_program"])
 def _compress_kernel(
     kv,
     gate,
@@ -100,6 +100,7 @@ def _compress_kernel(
     slot_mapping,
     num_seqs,
     num_entries,
+    kept_rows,
     first_program,
     kv_stride,
     gate_stride,
@@ -113,7 +114,6 @@ def _compress_kernel(
     RATIO: tl.constexpr,
     OVERLAP: tl.constexpr,
     RING: tl.constexpr,
-    KEPT_ROWS: tl.constexpr,
     ONE_WINDOW: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     DIM: tl.constexpr,
@@ -125,6 +125,7 @@ def _compress_kernel(
     if program >= num_entries:
         _keep_row(
             program - num_entries,
+            kept_rows,
             kv,
             gate,
             ape,
@@ -140,7 +141,6 @@ def _compress_kernel(
             state_stride_part,
             RATIO,
             RING,
-            KEPT_ROWS,
             DIM * (1 + OVERLAP),
         )
         return
@@ -211,6 +211,7 @@ def _compress_kernel(
 @triton.jit
 def _keep_row(
     item,
+    kept_rows,
     kv,
     gate,
     ape,
@@ -226,13 +227,12 @@ def _keep_row(
     state_stride_part,
     RATIO: tl.constexpr,
     RING: tl.constexpr,
-    KEPT_ROWS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """Put a row of the step into the ring of its sequence: the row that is item % KEPT_ROWS before the last one."""
-    seq = item // KEPT_ROWS
-    position = tl.load(seq_lens + seq) - 1 - item % KEPT_ROWS
-    row = tl.load(cu_seqlens_q + seq + 1) - 1 - item % KEPT_ROWS
+    """Put a row of the step into the ring of its sequence: the row that is item % kept_rows before the last one."""
+    seq = item // kept_rows
+    position = tl.load(seq_lens + seq) - 1 - item % kept_rows
+    row = tl.load(cu_seqlens_q + seq + 1) - 1 - item % kept_rows
     if (row < tl.load(cu_seqlens_q + seq)) | (position < 0):
         return
     column = tl.arange(0, CHANNELS)
@@ -240,7 +240,7 @@ def _keep_row(
     z = tl.load(gate + row * gate_stride + column).to(tl.float32)
     z += tl.load(ape + position % RATIO * ape_stride + column)
     cell = state + tl.load(state_index + seq).to(tl.int64) * state_stride
-    cell += position % RING * state_stride_row + column
+    cell += (position % RING).to(tl.int64) * state_stride_row + column
     tl.store(cell, tl.load(kv + row * kv_stride + column).to(tl.float32))
     tl.store(cell + state_stride_part, z)
 
@@ -283,6 +283,7 @@ def prepare(
         "slot_mapping": slot_mapping,
         "num_seqs": num_seqs,
         "num_entries": num_entries,
+        "kept_rows": kept_rows,
         "kv_stride": kv.stride(0),
         "gate_stride": gate.stride(0),
         "ape_stride": ape.stride(0),
@@ -294,7 +295,6 @@ def prepare(
         "RATIO": ratio,
         "OVERLAP": int(overlap),
         "RING": ring,
-        "KEPT_ROWS": kept_rows,
         "ONE_WINDOW": one_window,
         "DIM": dim,
         "ROPE_DIM": cos_sin.shape[1],
