@@ -1,0 +1,369 @@
+"""Text in and out: streams, stop strings, chat templates, the command line."""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from quire.models import generate
+from quire.models.chat import PLAIN, ChatTemplate
+from quire.models.configs import get_config
+from quire.models.llm import LLM
+from quire.models.request import SamplingParams
+from quire.models.runner import EngineConfig
+from quire.models.tokenizer import ByteTokenizer, FileTokenizer, TextStream
+from quire.models.weights import random_model, save_checkpoint
+
+ROOT = Path(__file__).resolve().parents[2]
+SETTINGS = EngineConfig(num_pages=300)
+TEXT = "naïve café – 東京 🙂👩‍🔬 end"
+
+
+class Words:
+    """A tokenizer of whole words, for streams only: id i is the i-th word."""
+
+    def __init__(self, words):
+        self.words = words
+
+    def decode(self, token_ids):
+        return "".join(self.words[i] for i in token_ids)
+
+
+def streamed(words, stop):
+    """(pieces that were released, stop string or None) of a stream that ends with its words, or at a stop string."""
+    stream, pieces = TextStream(Words(words), stop, ()), []
+    for i in range(len(words)):
+        found = stream.append(i)
+        if found is not None:
+            break
+        pieces.append(stream.take())
+    text = stream.finish()
+    pieces.append(stream.take())
+    assert "".join(pieces) == text
+    return pieces, found
+
+
+# Streams.
+
+
+def test_a_stream_of_bytes_is_the_text_and_no_piece_holds_half_a_character():
+    tokenizer = ByteTokenizer()
+    stream, pieces = TextStream(tokenizer, (), ()), []
+    for token in tokenizer.encode(TEXT)[1:]:
+        assert stream.append(token) is None
+        pieces.append(stream.take())
+    assert "".join(pieces) == TEXT == stream.finish() and stream.take() == ""
+    assert "\ufffd" not in "".join(pieces) and pieces.count("") > 10
+
+
+def test_broken_bytes_are_not_held_for_ever():
+    stream = TextStream(ByteTokenizer(), (), ())
+    for i in range(40):
+        stream.append(3 + 0x80 + i % 16)
+        if i == 20:
+            assert stream.take() != ""
+    assert set(stream.finish()) == {"\ufffd"}
+
+
+def test_half_a_character_at_the_end_is_shown_at_the_end():
+    stream = TextStream(ByteTokenizer(), (), ())
+    for token in ByteTokenizer().encode("a🙂")[1:-1]:
+        stream.append(token)
+    assert stream.take() == "a"
+    assert stream.finish() == "a\ufffd" and stream.take() == "\ufffd"
+
+
+@pytest.mark.parametrize(
+    ("words", "stop", "pieces", "found"),
+    [
+        (["a", "b"], (), ["a", "b", ""], None),
+        (["one", " STOP two"], ("STOP",), ["one", " "], "STOP"),
+        (["one ST", "OP"], ("STOP",), ["one ", ""], "STOP"),
+        (["one ST", "OR", "M"], ("STOP",), ["one ", "STOR", "M", ""], None),
+        (["one ST"], ("STOP",), ["one ", "ST"], None),
+        (["SSTO", "P"], ("STOP",), ["S", ""], "STOP"),
+        (["aab", "aac"], ("aabaac",), ["", ""], "aabaac"),
+        (["xabc"], ("bc", "ab"), ["x"], "ab"),
+        (["\n", "\nq"], ("\n\n",), ["", ""], "\n\n"),
+        (["ab", "abX"], ("abab", "babX"), ["", ""], "abab"),
+        (["a", "b", "c", "d"], ("bcd",), ["a", "", "", ""], "bcd"),
+    ],
+)
+def test_stop_strings_and_what_is_held_back(words, stop, pieces, found):
+    assert streamed(words, stop) == (pieces, found)
+
+
+def test_every_split_of_a_text_gives_the_same_text():
+    text, stop = "xxabaababcyy", ("ababc",)
+    for mask in range(1 << (len(text) - 1)):
+        words, word = [], ""
+        for i, character in enumerate(text):
+            word += character
+            if i == len(text) - 1 or mask >> i & 1:
+                words.append(word)
+                word = ""
+        pieces, found = streamed(words, stop)
+        assert ("".join(pieces), found) == ("xxaba", "ababc"), words
+
+
+def test_spaces_of_a_word_tokenizer_survive_the_stream(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers", reason="reads tokenizer.json files")
+    words = {"<eos>": 0, "▁one": 1, "▁two": 2, "s": 3, "[UNK]": 4}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
+    backend.decoder = tokenizers.decoders.Metaspace()  # strips the first space only
+    backend.add_special_tokens(["<eos>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = FileTokenizer(tmp_path / "tokenizer.json", bos_token_id=None)
+    stream = TextStream(tokenizer, (), (0,))
+    pieces = []
+    for token in (1, 2, 3, 1, 0):
+        stream.append(token)
+        pieces.append(stream.take())
+    assert pieces == ["one", " two", "s", " one", ""] and stream.finish() == "one twos one"
+
+
+# LLM.
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return LLM("gemma3-tiny", engine=SETTINGS)
+
+
+def test_a_stream_is_what_generate_returns(llm):
+    params = SamplingParams(30, temperature=1.0, top_k=20, seed=3, ignore_eos=True, n=2)
+    outputs = llm.generate("hello", params, progress=False)
+    deltas = list(llm.stream("hello", params))
+    for output in outputs:
+        mine = [d for d in deltas if d.sample == output.sample]
+        assert tuple(t for d in mine for t in d.token_ids) == output.token_ids
+        assert "".join(d.text for d in mine) == output.text
+        assert [d.finish_reason for d in mine] == [None] * (len(mine) - 1) + ["length"]
+    assert [o.sample for o in outputs] == [0, 1] and outputs[0].text != outputs[1].text
+
+
+def test_stop_strings_end_generation(llm):
+    free = llm.generate("abc", SamplingParams(30, ignore_eos=True), progress=False)[0]
+    # A string of the text that spans tokens; bytes that are no characters are in the text as U+FFFD.
+    stop = free.text[6:9]
+    params = SamplingParams(30, ignore_eos=True, stop=stop)
+    output = llm.generate("abc", params, progress=False)[0]
+    assert output.finish_reason == "stop" and output.stop_reason == stop
+    assert output.text == free.text[: free.text.index(stop)]
+    assert (
+        output.token_ids == free.token_ids[: len(output.token_ids)] and len(output.token_ids) < 30
+    )
+    deltas = list(llm.stream("abc", params))
+    assert "".join(d.text for d in deltas) == output.text and deltas[-1].finish_reason == "stop"
+
+
+def test_streams_may_be_read_in_turns_and_left(llm):
+    params = SamplingParams(12, ignore_eos=True)
+    expected = [llm.generate(p, params, progress=False)[0].token_ids for p in ("first", "second")]
+    one, two, left = (
+        llm.stream("first", params),
+        llm.stream("second", params),
+        llm.stream("x", params),
+    )
+    next(left)
+    left.close()
+    got = [[*next(one).token_ids], [*next(two).token_ids]]
+    for first, second in zip(one, two, strict=True):
+        got[0] += first.token_ids
+        got[1] += second.token_ids
+    assert [tuple(tokens) for tokens in got] == expected
+    assert not llm.engine.has_work and llm.engine.kv.stats()["pages_in_use"] == 0
+
+
+def test_bad_streams_are_refused_at_once(llm):
+    with pytest.raises(ValueError, match="prompt_token_ids: expected ints"):
+        llm.stream([999])
+    without = LLM(llm.model, engine=SETTINGS)
+    without.tokenizer = without.engine.tokenizer = None
+    with pytest.raises(
+        ValueError, match="stop: expected no strings, as this engine has no tokenizer"
+    ):
+        without.generate([[5]], SamplingParams(stop="x"), progress=False)
+    assert not without.engine.has_work
+    assert [d.text for d in without.stream([5], SamplingParams(2))] == ["", ""]
+
+
+# Chat.
+
+TEMPLATE = (
+    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    "{% for m in messages %}<turn>{{ m['role'] }}\n{{ m['content'] | trim }}{{ {'a': 'é'} | tojson }}<end>\n{% endfor %}"
+    "{% if add_generation_prompt %}<turn>model\n{% endif %}"
+)
+
+
+def test_chat_templates_of_a_directory(tmp_path):
+    pytest.importorskip("jinja2", reason="renders chat templates")
+    messages = [{"role": "user", "content": " hi "}]
+    expected = '<s><turn>user\nhi{"a": "é"}<end>\n<turn>model\n'
+    with pytest.raises(ValueError, match=r"chat: expected a chat_template\.jinja"):
+        ChatTemplate.of_directory(tmp_path)
+    config = {"bos_token": {"content": "<s>"}, "eos_token": "</s>"}
+    for template in (
+        TEMPLATE,
+        [{"name": "tools", "template": "x"}, {"name": "default", "template": TEMPLATE}],
+    ):
+        (tmp_path / "tokenizer_config.json").write_text(
+            json.dumps(config | {"chat_template": template})
+        )
+        assert ChatTemplate.of_directory(tmp_path).render(messages) == expected
+    (tmp_path / "chat_template.jinja").write_text("file wins")
+    assert ChatTemplate.of_directory(tmp_path).render(messages) == "file wins"
+    template = ChatTemplate(TEMPLATE, {"bos_token": "<s>"})
+    assert (
+        template.render(messages, add_generation_prompt=False) == expected[: -len("<turn>model\n")]
+    )
+    with pytest.raises(
+        ValueError, match="messages: the chat template refuses them: no system role"
+    ):
+        template.render([{"role": "system", "content": "x"}])
+    with pytest.raises(ValueError, match="chat template: line 1"):
+        ChatTemplate("{% for %}")
+    assert ChatTemplate(PLAIN).render(messages) == "user:  hi \nassistant: "
+
+
+def test_templates_run_in_a_sandbox():
+    jinja2 = pytest.importorskip("jinja2", reason="renders chat templates")
+    with pytest.raises((ValueError, jinja2.exceptions.SecurityError)):
+        ChatTemplate("{{ ''.__class__.__mro__[1].__subclasses__() }}").render([])
+
+
+def test_what_is_missing_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(
+        ImportError, match=r"chat needs the package jinja2 \(pip install 'quire\[hf\]'\)"
+    ):
+        ChatTemplate("x")
+
+
+# The command line.
+
+
+def test_prompts_files_and_stdin(capsys, tmp_path, monkeypatch):
+    base = ["--model", "gemma3-tiny", "--max-tokens", "5", "--ignore-eos", "--num-pages", "300"]
+    assert generate.main([*base, "--prompt", "hello"]) == 0
+    expected = capsys.readouterr().out
+    assert expected.endswith("\n") and len(expected) > 1
+    (tmp_path / "prompt.txt").write_text("hello\n", encoding="utf-8")
+    assert generate.main([*base, "--file", str(tmp_path / "prompt.txt")]) == 0
+    assert capsys.readouterr().out == expected
+    with open(tmp_path / "prompt.txt", encoding="utf-8") as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        assert generate.main(base) == 0
+    assert capsys.readouterr().out == expected
+    assert generate.main([*base, "--prompt", "hello", "--prompt", "hello", "--n", "2"]) == 0
+    assert capsys.readouterr().out == 4 * expected  # greedy samples are equal
+    sampled = [*base, "--prompt", "hello", "--temperature", "2", "--seed"]
+    outs = []
+    for seed in ("1", "1", "2"):
+        assert generate.main([*sampled, seed]) == 0
+        outs.append(capsys.readouterr().out)
+    assert outs[0] == outs[1] != outs[2]
+
+
+def test_statistics_and_speculation(capsys):
+    command = [
+        "--model",
+        "gemma4-tiny",
+        "--prompt",
+        "ab" * 20,
+        "--max-tokens",
+        "20",
+        "--ignore-eos",
+        "--num-pages",
+        "99",
+    ]
+    assert generate.main(command) == 0
+    plain = capsys.readouterr()
+    assert plain.err == ""
+    assert generate.main([*command, "--stats", "--speculate", "3"]) == 0
+    out, err = capsys.readouterr()
+    assert out == plain.out, "speculation does not show"
+    for word in ("pool", "99 pages", "tokens    20 generated", "model and sampling", "drafts"):
+        assert word in err
+
+
+def test_a_chat_continues_from_its_own_answers(capsys, tmp_path, monkeypatch):
+    pytest.importorskip("jinja2", reason="renders chat templates")
+    save_checkpoint(random_model(get_config("gemma3-tiny")), tmp_path)
+    base = [
+        "--model",
+        str(tmp_path),
+        "--chat",
+        "--max-tokens",
+        "6",
+        "--ignore-eos",
+        "--num-pages",
+        "300",
+    ]
+    assert generate.main(base) == 2
+    assert "chat: expected a chat_template.jinja" in capsys.readouterr().err
+    (tmp_path / "chat_template.jinja").write_text(
+        "{% for m in messages %}[{{ m['role'][0] }}]{{ m['content'] }}{% endfor %}[a]"
+    )
+    (tmp_path / "lines").write_text("hi\n\nthere\n", encoding="utf-8")
+    with open(tmp_path / "lines", encoding="utf-8") as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        assert generate.main([*base, "--system", "s"]) == 0
+    out = capsys.readouterr().out
+    llm, tokenizer = LLM(tmp_path, engine=SETTINGS), ByteTokenizer()
+
+    def answer(text):
+        ids = tokenizer.encode(text, special=False)
+        return llm.generate([ids], SamplingParams(6, ignore_eos=True), progress=False)[0].text
+
+    first = answer("[s]s[u]hi[a]")
+    second = answer(f"[s]s[u]hi[a]{first}[u]there[a]")
+    assert out == f"{first}\n{second}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "gemma-9"], "error: model: expected one of"),
+        (["--model", "gemma3-tiny", "--top-p", "0"], "error: top_p: expected in (0, 1], got 0"),
+        (["--model", "gemma3-tiny", "--num-pages", "3"], "error: num_pages: expected at least 5"),
+        (["--model", "gemma3-tiny", "--max-model-len", "8"], "error: prompt_token_ids: expected 1..7 ids (max_model_len - 1)"),
+        (["--model", "gemma3-tiny", "--threads", "0"], "error: threads: expected >= 1, got 0"),
+        (["--model", "gemma3-tiny", "--memory-fraction", "2"], "error: memory_fraction: expected a number in (0, 1], got 2"),
+    ],
+)  # fmt: skip
+def test_errors_name_the_argument(arguments, message, capsys):
+    assert generate.main([*arguments, "--prompt", "a long enough prompt"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_missing_file_is_an_error(capsys):
+    assert generate.main(["--model", "gemma3-tiny", "--file", "nowhere.txt"]) == 2
+    assert "nowhere.txt" in capsys.readouterr().err
+
+
+def test_ctrl_c_leaves_cleanly_after_what_was_streamed():
+    command = [
+        sys.executable,
+        "-m",
+        "models.generate",
+        "--model",
+        "gemma3-tiny",
+        "--prompt",
+        "x",
+        "--threads",
+        "1",
+    ]
+    process = subprocess.Popen(
+        [*command, "--max-tokens", "4000", "--ignore-eos", "--stats"],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdout.read(5), "text comes before the end"
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == generate.INTERRUPTED
+    assert b"Traceback" not in err and b"generated/s" in err

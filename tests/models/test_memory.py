@@ -1,0 +1,127 @@
+"""The memory plan: what it says fits, fits."""
+
+import numpy as np
+import pytest
+import torch
+
+from quire.kvcore import GroupSpec, KVCache
+from quire.models.memory import (
+    ModelCache,
+    activation_bytes,
+    free_memory,
+    longest_request,
+    model_cache,
+    pages_of_request,
+    plan_memory,
+)
+from quire.models.request import SamplingParams
+from quire.models.runner import Engine, EngineConfig
+from tests.models.test_engine import build
+
+GROUPS = {
+    "dense": [GroupSpec("d", "dense", 16, 100)],
+    "hybrid": [
+        GroupSpec("d", "dense", 16, 100),
+        GroupSpec("w", "window", 32, 100, sliding_window=70),
+    ],
+    "parts": [
+        GroupSpec("d", "dense", 32, 100, pages_per_block=2),
+        GroupSpec("w", "window", 16, 100, sliding_window=16),
+        GroupSpec("v", "window", 16, 100, sliding_window=300),
+    ],
+}
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("name", GROUPS)
+def test_a_request_never_needs_more_pages_than_its_bound(name, drafts):
+    """Token by token in a pool of exactly that size; the most pages in use come within one block a table of the bound."""
+    groups, n = GROUPS[name], 700
+    bound = pages_of_request(groups, n, drafts)
+    kv = KVCache(
+        groups, num_pages=1 + bound, max_requests=1, max_model_len=n, max_draft_tokens=drafts
+    )
+    tokens = np.arange(n)
+    slot = kv.admit("r", kv.match(tokens[:1]))
+    most = 0
+    for token in tokens:
+        plan = kv.plan([slot], [1])
+        assert hasattr(plan, "slots"), f"{plan} at {token}"
+        kv.commit(plan, [token])
+        most = max(most, kv.stats()["pages_in_use"])
+    tables = sum(g.pages_per_block for g in groups)
+    # What a ring keeps for drafts and for a boundary shows only now and then.
+    assert bound - 3 * tables <= most <= bound
+
+
+def test_longest_request_is_the_inverse_of_its_pages():
+    for groups in GROUPS.values():
+        for num_pages in (1, 2, 5, 20, 61, 200):
+            n = longest_request(groups, num_pages, 1000)
+            assert n == 0 or pages_of_request(groups, n) < num_pages
+            assert n == 1000 or pages_of_request(groups, n + 1) >= num_pages
+
+
+def test_as_many_requests_fit_as_the_plan_says():
+    model = build("gemma3-tiny")
+    for num_pages, n in ((61, 100), (200, 333)):
+        engine = Engine(
+            model, EngineConfig(num_pages=num_pages, max_num_seqs=50, max_num_batched_tokens=512)
+        )
+        count = engine.memory.num_fitting(n)
+        assert 1 < count < 50
+        rng = np.random.default_rng(0)
+        for _ in range(count):
+            engine.add_request(rng.integers(3, 259, n - 6), SamplingParams(6, ignore_eos=True))
+        while engine.has_work:
+            report = engine.step()
+            assert report.num_preempted == 0
+            if report.num_prefills == 0 and not report.finished:
+                assert report.num_decodes == count, "they all hold their pages at once"
+
+
+def test_figures_of_the_plan():
+    model = build("gemma4-small")
+    memory = Engine(model, EngineConfig(num_pages=500, max_num_seqs=9)).memory
+    # 2 full layers of 1 head of 64, 4 sliding ones of 4 heads of 32; K and V in fp32.
+    assert memory.bytes_per_token == 2 * 2 * 64 * 4 == 1024
+    assert memory.page_bytes == 32 * 1024 == 16 * 2 * (2 * 4 * 32 * 4)
+    assert memory.request_bytes(3200) == 3200 * 1024 + memory.bytes_per_request
+    assert memory.alignment == 32 and memory.cache_bytes == 500 * memory.page_bytes
+    text = memory.describe([100, 1000])
+    for part in ("15.62 MiB: 500 pages of 32 KiB", "1 KiB a token", "multiples of 32 tokens, retention 'latest'",
+                 f"{memory.num_fitting(100)} of 100, {memory.num_fitting(1000)} of 1000 (at most 9)"):  # fmt: skip
+        assert part in text
+    assert "of 1024, " in memory.describe()
+
+
+def test_pool_from_free_memory(monkeypatch):
+    cache = ModelCache(GROUPS["hybrid"], 1000, lambda n: None)
+    sizes = {"max_model_len": 50, "max_model_len_is_given": False, "max_num_seqs": 2}
+    monkeypatch.setattr("quire.models.memory.free_memory", lambda device: 5_000_000)
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert plan_memory(cache, device=cpu, memory_fraction=0.5, **sizes).num_pages == 2500
+    plan = plan_memory(cache, device=gpu, activation_bytes=1_000_000, **sizes)
+    assert plan.num_pages == 3600 and "of 4.768 MiB free" in plan.describe()
+    assert plan_memory(cache, device=gpu, cache_bytes=70_999, **sizes).num_pages == 70
+    assert plan_memory(cache, device=cpu, **sizes).num_pages == 256 * 2**20 // 1000
+    with pytest.raises(ValueError, match=r"num_pages: expected at least 3 \(2\.93 KiB\) for one request of 2 tokens, got 0"):  # fmt: skip
+        plan_memory(cache, device=gpu, activation_bytes=6_000_000, **sizes)
+
+
+def test_bad_sizes():
+    model = build("gemma3-tiny")
+    with pytest.raises(ValueError, match=r"expected one of them at most, got 50, None, 0\.5"):
+        Engine(model, EngineConfig(num_pages=50, memory_fraction=0.5))
+    for fraction in (0, 1.5, -1):
+        with pytest.raises(ValueError, match=r"memory_fraction: expected a number in \(0, 1\]"):
+            Engine(model, EngineConfig(memory_fraction=fraction))
+
+
+def test_free_memory_and_activations():
+    assert 2**20 < free_memory(torch.device("cpu")) < 2**50
+    config = build("gemma4-small").config
+    assert activation_bytes(config, 2, max_num_batched_tokens=10, max_num_rows=3) == (
+        10 * 2 * (3 * 512 + 6 * 192) + 3 * 4 * 3 * 259
+    )
+    assert model_cache(build("gemma3-tiny")).page_bytes % 16 == 0
