@@ -76,17 +76,21 @@ class SmallEngine:
         drafts: guesses that follow the counted tokens of a request; those that greedy decoding agrees with become its tokens, and so
         does the token after them.
         """
-        drafts = drafts or {}
+        drafts = dict(drafts or {})
         names = sorted(counts, key=lambda n: counts[n] + len(drafts.get(n, [])) != 1)
         slots = [self.slots[name] for name in names]
-        totals = self.kv.cut(slots, [counts[n] + len(drafts.get(n, [])) for n in names]).tolist()
+        totals = [counts[name] + len(drafts.get(name, [])) for name in names]
         tokens = []
-        for i, name in enumerate(names):
+        for name, total in zip(names, self.kv.cut(slots, totals).tolist(), strict=True):
             start = self.computed(name)
-            ahead = self.tokens[name][start : start + counts[name]] + list(drafts.get(name, []))
-            if name in drafts:
-                totals[i] = len(ahead)
-            tokens.append(ahead[: totals[i]])
+            ahead = self.tokens[name][start : start + counts[name]]
+            if (
+                name in drafts
+            ):  # fewer guesses where a step is cut, so that it can end at a boundary
+                drafts[name] = list(drafts[name])[: max(0, total - counts[name])]
+                ahead = ahead + drafts[name]
+            tokens.append(ahead[:total])
+        totals = [len(row) for row in tokens]
         plan = self.kv.plan(slots, totals)
         assert isinstance(plan, StepPlan), plan
         self._load_states(plan)
@@ -154,8 +158,15 @@ class SmallEngine:
         self.tokens[name] += [*drafts[:agreed], greedy[count - 1 + agreed]]
         return count + agreed
 
+    def _live(self, plan: StepPlan) -> dict[int, int]:
+        """Slot of each live state page of the step."""
+        if self.state is None:
+            return {}
+        pages = plan.state_pages[self.kv.table_index(self.state)]
+        return dict(zip(pages.tolist(), plan.slots.tolist(), strict=True))
+
     def _load_states(self, plan: StepPlan) -> None:
-        live = dict(zip(plan.state_pages[self.kv.table_index(self.state)].tolist(), plan.slots.tolist(), strict=True))  # fmt: skip
+        live = self._live(plan)
         pairs = [(live[dest], page) for page, dest in plan.copies.tolist() if page]
         if pairs:
             slots, pages = torch.tensor(pairs).T
@@ -163,7 +174,7 @@ class SmallEngine:
 
     def _commit(self, plan: StepPlan, tokens: list[list[int]], accepted: list[int]) -> None:
         flat = [token for row in tokens for token in row]
-        live = dict(zip(plan.state_pages[self.kv.table_index(self.state)].tolist(), plan.slots.tolist(), strict=True))  # fmt: skip
+        live = self._live(plan)
         copies = self.kv.commit(plan, flat, accepted)
         pairs = [(live[source], page) for source, page in copies.tolist()]
         if pairs:
