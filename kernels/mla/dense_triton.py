@@ -47,7 +47,7 @@ from quire.kernels.paged import (
 
 @dataclass(frozen=True)
 class MlaConfig:
-    """One launch: keys of a tile, warps, stages, and whether keys take the rows of the matrix instructions (swap)."""
+    """One launch: keys of a tile, warps, stages; swap: keys take the rows of the matrix instructions."""
 
     block_n: int
     num_warps: int
@@ -55,12 +55,30 @@ class MlaConfig:
     swap: bool
 
 
-# Two-byte dtypes: rows of the query tile -> config, at 512 + 64 channels; narrower latents fit as well.
+# Two-byte dtypes: rows of the query tile -> config, at 512 + 64 channels; narrower latents fit as well. Ampere does not pipeline tiles of
+# swapped products. Tensor memory's instructions take more shared memory. With 99 KiB, 64 rows leave room for tiles of 16 keys.
 CONFIGS = {
-    "large": {16: MlaConfig(64, 8, 2, True), 32: MlaConfig(64, 8, 2, True), 64: MlaConfig(32, 8, 2, False)},
-    "medium": {16: MlaConfig(32, 8, 2, True), 32: MlaConfig(32, 8, 2, True), 64: MlaConfig(32, 8, 2, False)},
-    "small": {16: MlaConfig(32, 8, 2, True), 32: MlaConfig(16, 8, 2, True), 64: MlaConfig(16, 8, 1, False)},
-}  # fmt: skip
+    "hopper": {
+        16: MlaConfig(32, 8, 3, True),
+        32: MlaConfig(32, 8, 3, True),
+        64: MlaConfig(32, 8, 3, False),
+    },
+    "blackwell": {
+        16: MlaConfig(32, 8, 3, True),
+        32: MlaConfig(32, 8, 3, True),
+        64: MlaConfig(32, 8, 2, False),
+    },
+    "medium": {
+        16: MlaConfig(32, 8, 3, False),
+        32: MlaConfig(32, 8, 3, False),
+        64: MlaConfig(32, 8, 3, False),
+    },
+    "small": {
+        16: MlaConfig(32, 8, 2, False),
+        32: MlaConfig(32, 8, 2, False),
+        64: MlaConfig(16, 8, 2, False),
+    },
+}
 # fp32 runs without tensor cores, for checks more than for speed.
 FP32_CONFIG = MlaConfig(16, 8, 1, False)
 # Rows of a query tile in prefill, by bytes of an element.
@@ -288,11 +306,14 @@ def select_config(dtype_bytes: int, rows: int, arch: int) -> MlaConfig:
         arch: compute capability as major * 10 + minor.
 
     Returns:
-        MlaConfig, the same for every architecture of one shared-memory class.
+        MlaConfig.
     """
     if dtype_bytes == 4:
         return FP32_CONFIG
-    return CONFIGS[shared_memory_class(arch)][rows]
+    machine = shared_memory_class(arch)
+    if machine == "large":
+        machine = "hopper" if arch < 100 else "blackwell"
+    return CONFIGS[machine][rows]
 
 
 def _shared_arguments(call: MlaCall, rows: int, arch: int) -> dict[str, Any]:
@@ -362,7 +383,7 @@ def _prepare_decode(call: MlaCall, arch: int, num_sms: int) -> list[Launch]:
         num_heads=call.q.shape[1],
         num_kv_heads=1,
         head_dim=call.head_dim_v,
-        # A program takes the shared memory of an SM for itself, and leaves wide partial results: half as many pieces as of narrow heads.
+        # Partial results are wide here, those of 64 heads as large as 110 keys: half as many pieces as of ordinary heads.
         num_sms=max(1, num_sms // 2),
         dtype_bytes=call.q.element_size(),
         max_seq_len=call.max_seq_len,

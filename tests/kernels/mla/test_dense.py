@@ -156,7 +156,7 @@ def test_every_architecture_has_a_config_of_every_tile(arch):
     """That each fits is checked by compiling it: see ``bench.static``."""
     for rows in (16, 32, 64):
         config = dense_triton.select_config(2, rows, arch)
-        assert config.block_n in (16, 32, 64) and config.swap == (rows < 64)
+        assert config.block_n in (16, 32) and config.swap == (rows < 64 and 90 <= arch < 120)
     assert dense_triton.select_config(4, 16, arch) == dense_triton.FP32_CONFIG
 
 

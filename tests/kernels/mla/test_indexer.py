@@ -190,7 +190,9 @@ def test_entries_past_max_seq_len_are_not_looked_at(impl):
 @pytest.mark.parametrize("seq_len", [2**20 - 1, 2**20])
 def test_a_million_tokens(seq_len, monkeypatch):
     """Up to 262,144 entries through a table of 4,096 pages, almost all of them the same one, whose keys score 0."""
-    if seq_len % 2:
+    interpreted = DEVICE == "cpu"
+    if interpreted:
+        # Tiles that no device has room for: the interpreter takes its time for each.
         monkeypatch.setattr(indexer_triton, "FP32_CONFIG", (8192, 8, 2))
     rows, topk = 64, 512
     data = torch.full((6, rows, 16), NAN, device=DEVICE)
@@ -214,8 +216,7 @@ def test_a_million_tokens(seq_len, monkeypatch):
         "max_seq_len": 2**20,
     }
     assert len(best) == (189 if seq_len == 2**20 else 188)
-    # The million tokens of the interpreter take long: the odd length runs there, both run vectorised.
-    for impl in IMPLS if seq_len % 2 or DEVICE == "cuda" else ("torch",):
+    for impl in ("torch",) if interpreted and seq_len == 2**20 else IMPLS:
         out, lens = pick(batch, impl)
         assert out[0].tolist() == [*range(topk - len(best)), *best] and lens.tolist() == [topk]
 
