@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,10 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from quire.models.checkpoint import weight_files
 from quire.models.deepseek_v4_names import GATE, UP, WHOLE, Target, target
 from quire.models.quantized import DEQUANTIZE, packed_shapes, scale_values
-
-INDEX_FILE = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
@@ -39,23 +37,19 @@ def read_headers(path: Path) -> list[Stored]:
     """
     from safetensors import SafetensorError, safe_open
 
-    index = path / INDEX_FILE
-    names = ["model.safetensors"]
-    if index.is_file():
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    if absent := [name for name in names if not (path / name).is_file()]:
-        raise ValueError(f"path: expected the files {absent} in {str(path)!r}")
     stored = []
-    for name in names:
+    for file in weight_files(path):
         try:
-            with safe_open(path / name, framework="pt") as tensors:
+            with safe_open(file, framework="pt") as tensors:
                 for key in tensors.keys():  # noqa: SIM118 (not a dict: it has no iterator)
                     if (where := target(key)) is not None:
                         view = tensors.get_slice(key)
                         shape = tuple(view.get_shape())
-                        stored.append(Stored(key, path / name, shape, view.get_dtype(), where))
-        except SafetensorError as error:
-            raise ValueError(f"path: cannot read {str(path / name)!r}: {error}") from error
+                        stored.append(Stored(key, file, shape, view.get_dtype(), where))
+        except (SafetensorError, OSError) as error:
+            raise ValueError(
+                f"path: expected a complete safetensors file, got {str(file)!r}: {error}"
+            ) from None
     return stored
 
 

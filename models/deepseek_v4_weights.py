@@ -11,10 +11,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from quire.models.checkpoint import read_json
 from quire.models.deepseek_v4 import DeepseekV4
 from quire.models.deepseek_v4_config import DeepseekV4Config
 from quire.models.deepseek_v4_hf import from_hf, to_hf
 from quire.models.deepseek_v4_load import check, fill, format_of_experts, read_headers
+from quire.models.weights import WORKING_SHARE, free_memory
 
 
 def load_config(path: str | Path) -> DeepseekV4Config:
@@ -25,7 +27,7 @@ def load_config(path: str | Path) -> DeepseekV4Config:
     path = Path(path)
     if not (path / "config.json").is_file():
         raise ValueError(f"path: expected a directory with a config.json, got {str(path)!r}")
-    return from_hf(json.loads((path / "config.json").read_text(encoding="utf-8")), name=path.name)
+    return from_hf(read_json(path / "config.json"), name=path.name)
 
 
 def load_model(
@@ -34,37 +36,49 @@ def load_model(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.bfloat16,
     max_positions: int | None = None,
-    packed_experts: bool = False,
+    experts: str = "auto",
 ) -> DeepseekV4:
     """Builds the model of a directory, one tensor at a time on its final device.
 
     path: directory with config.json and model.safetensors, or shards with their index. Drafters that the config counts but the
     files do not hold are left out.
     dtype: of matrices and activations. max_positions: as of `DeepseekV4`.
-    packed_experts: keep quantised experts as they are stored, a half (fp8) to a quarter (fp4) of bf16, and dequantise those that a
-        step needs; else they are dequantised once, here.
+    experts: what to do with quantised routed experts: "dequantize" them once, here; "keep" them as they are stored, a half (fp8) or a
+        quarter (fp4) of bf16, and dequantise those that a step needs; "auto": keep them where all of the model in ``dtype`` would
+        not fit the free memory. Other quantised matrices are dequantised.
 
     Returns: DeepseekV4.
-    Raises: ValueError naming every missing, unexpected and misshaped tensor at once, before any is read, and when experts are to
-        stay packed that are not quantised; NotImplementedError for unsupported models.
+    Raises: ValueError naming every missing, unexpected and misshaped tensor at once, before any is read, and when experts are to be
+        kept that are not quantised; NotImplementedError for unsupported models.
     """
+    if experts not in ("auto", "keep", "dequantize"):
+        raise ValueError(f"experts: expected 'auto', 'keep' or 'dequantize', got {experts!r}")
     path = Path(path)
     config = load_config(path)
     stored = read_headers(path)
     if not any(tensor.target.parameter.startswith("mtp.") for tensor in stored):
         config = replace(config, num_mtp_layers=0)
-    expert_format = None
-    if packed_experts and (expert_format := format_of_experts(stored)) is None:
-        raise ValueError(
-            "packed_experts: expected False, the experts of this checkpoint are not quantised"
-        )
-    shapes = DeepseekV4(config, device="meta", dtype=dtype, max_positions=1, expert_format=expert_format)  # fmt: skip
+    kept = format_of_experts(stored)
+    if experts == "keep" and kept is None:
+        raise ValueError("experts: expected 'dequantize', those of this checkpoint are not quantised")  # fmt: skip
+    if experts == "dequantize" or (
+        experts == "auto" and _fits(config, dtype, torch.device(device))
+    ):
+        kept = None
+    shapes = DeepseekV4(config, device="meta", dtype=dtype, max_positions=1, expert_format=kept)
     check(path, stored, shapes)
     model = DeepseekV4(
-        config, device=device, dtype=dtype, max_positions=max_positions, expert_format=expert_format
+        config, device=device, dtype=dtype, max_positions=max_positions, expert_format=kept
     )
     fill(model, stored)
     return model
+
+
+def _fits(config: DeepseekV4Config, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether all weights fit the free memory of a device when nothing is packed."""
+    model = DeepseekV4(config, device="meta", dtype=dtype, max_positions=1)
+    num_bytes = sum(weight.numel() * weight.element_size() for weight in model.parameters())
+    return num_bytes <= WORKING_SHARE * free_memory(device)
 
 
 def random_model(

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from quire.models.layers import empty_parameter
 from quire.models.moe import run_experts
+from quire.models.mxfp4 import dequantize_mxfp4
 
 FP8_BLOCK = 128
 FP4_GROUP = 32
-E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 EXPERTS_AT_ONCE = 16  # experts whose dequantised weights exist at one time
 
 
@@ -53,12 +53,8 @@ def dequantize_fp4(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
     Returns: [..., out, in] in ``dtype``; bf16 holds every value exactly whose exponent it holds.
     """
-    packed = weight.view(torch.uint8)
-    codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2).int()
-    magnitudes = torch.tensor(E2M1_VALUES, device=weight.device)
-    values = torch.cat((magnitudes, -magnitudes))[codes]
-    groups = values.unflatten(-1, (-1, FP4_GROUP)) * scale_values(scale)[..., None]
-    return groups.flatten(-2).to(dtype)
+    blocks = weight.view(torch.uint8).unflatten(-1, (-1, FP4_GROUP // 2))
+    return dequantize_mxfp4(blocks, scale.view(torch.uint8)).to(dtype)
 
 
 DEQUANTIZE: dict[str, Callable[[Tensor, Tensor, torch.dtype], Tensor]] = {

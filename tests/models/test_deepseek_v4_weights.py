@@ -7,10 +7,17 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from quire.models import deepseek_v4_weights
 from quire.models.deepseek_v4_config import CONFIGS, CSA, HASH_MOE, HCA, MOE, SLIDING
 from quire.models.deepseek_v4_hf import to_hf
+from quire.models.deepseek_v4_layers import Experts
 from quire.models.deepseek_v4_weights import load_model, random_model, save_checkpoint
-from quire.models.quantized import dequantize_fp4, dequantize_fp8, scale_values
+from quire.models.quantized import (
+    PackedExperts,
+    dequantize_fp4,
+    dequantize_fp8,
+    scale_values,
+)
 
 # Matrices of more than one block of 128, the last one cut short; every kind of layer once.
 CONFIG = replace(
@@ -165,13 +172,20 @@ def test_release_directory(tmp_path, model, experts, e8m0_scales):
     assert set(got) == set(exact)
     for name, weight in exact.items():
         assert torch.equal(got[name].double(), weight.double()), name
-    packed = load_model(tmp_path / "release", dtype=torch.float32, packed_experts=True)
+    packed = load_model(tmp_path / "release", dtype=torch.float32, experts="keep")
     ids = torch.randint(3, 259, (50,), generator=torch.Generator().manual_seed(0))
     expected = loaded.full_forward(ids)
     assert (packed.full_forward(ids) - expected).abs().max() < 1e-5 < expected.std()
     size = sum(w.numel() * w.element_size() for w in packed.layers[0].mlp.experts.parameters())
     plain = 2 * sum(w.numel() for w in loaded.layers[0].mlp.experts.parameters())
     assert size < plain * {"fp8": 0.51, "fp4": 0.27}[experts]  # of bf16
+
+
+@pytest.mark.parametrize(("free", "kind"), [(10**9, Experts), (10**5, PackedExperts)])
+def test_memory_decides(tmp_path, model, monkeypatch, free, kind):
+    write_release(tmp_path / "release", model, "fp8")
+    monkeypatch.setattr(deepseek_v4_weights, "free_memory", lambda device: free)
+    assert isinstance(load_model(tmp_path / "release").layers[0].mlp.experts, kind)
 
 
 def test_drafters_may_repeat_what_they_share(tmp_path, model):
@@ -234,11 +248,13 @@ def test_unreadable_directories(tmp_path, model):
     with pytest.raises(ValueError, match=r"config\.json"):
         load_model(tmp_path)
     save_checkpoint(model, tmp_path)
-    with pytest.raises(ValueError, match="packed_experts"):
-        load_model(tmp_path, packed_experts=True)
+    with pytest.raises(ValueError, match="not quantised"):
+        load_model(tmp_path, experts="keep")
+    with pytest.raises(ValueError, match="experts: expected"):
+        load_model(tmp_path, experts="packed")
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    with pytest.raises(ValueError, match=r"cannot read .*model\.safetensors"):
+    with pytest.raises(ValueError, match=r"complete safetensors file, got .*model\.safetensors"):
         load_model(tmp_path)
     weights.unlink()
     with pytest.raises(ValueError, match=r"expected the files \['model.safetensors'\]"):
