@@ -198,4 +198,4 @@ class Gemma(Decoder):
         context = self.per_layer_model_projection(x) * self.config.hidden_size**-0.5
         context = self.per_layer_projection_norm(context.unflatten(1, (-1, width)))
         token = self.embed_tokens_per_layer(input_ids).unflatten(1, (-1, width))
-        return (context + token) * 2.0**-0.5
+        return (context + token.to(x.dtype)) * 2.0**-0.5
