@@ -3,6 +3,7 @@
 import pytest
 
 from quire.models.configs import get_config
+from quire.models.speculative import NGramDrafter
 from quire.models.weights import random_model
 from tests.models.test_engine import DEVICE, Recorder, prompt
 
@@ -58,3 +59,18 @@ def test_preempted_and_resumed_equals_undisturbed(model):
     assert sum(o.num_preemptions for o in undisturbed) == 0
     assert sum(o.num_preemptions for o in disturbed) > 0
     assert [o.token_ids for o in disturbed] == [o.token_ids for o in undisturbed]
+
+
+def test_drafts_change_nothing(model):
+    """Verified drafts are several wanted rows of a sequence, among prompts that want their last row or none."""
+
+    def outputs(drafter):
+        run = Recorder(model, drafter=drafter)
+        ids = [run.add(prompt(7, seed=n) * 6, max_tokens=16) for n in range(2)]
+        ids.append(run.add(prompt(110, seed=5), max_tokens=4))
+        run.run()
+        return run, [run.check(i).token_ids for i in ids]
+
+    run, drafted = outputs(NGramDrafter(3, min_ngram=1))
+    assert run.engine.totals.num_drafts > 0
+    assert drafted == outputs(None)[1]
