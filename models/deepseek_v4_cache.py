@@ -116,7 +116,7 @@ def plan_cache(
     state_bytes = 4 * kinds.count(CSA) * sum(state_rows(config))
     window_bytes = fmt.latent_bytes(config, window_block_size)
     page_bytes = max(size, state_bytes, window_bytes)
-    num_windows = -(-len(kinds) * window_bytes // page_bytes)
+    num_windows = -(-len(kinds) // (page_bytes // window_bytes))
     share = -(-len(kinds) // num_windows)
 
     groups = []

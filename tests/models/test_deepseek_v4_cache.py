@@ -159,3 +159,18 @@ def test_quantised_pages():
     hit = engine.admit("b", ids)
     assert hit == 112
     assert rms(engine.run("b", 120) - expected[hit:]) < 0.05 * error
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layers", range(1, 9))
+def test_windows_of_all_layers_lie_inside_their_pages(layers, dtype):
+    """However few layers share a page with however large entries."""
+    kinds = (SLIDING, CSA, HCA, SLIDING, SLIDING, HCA, SLIDING, CSA)[:layers]
+    config = replace(TINY, layer_types=kinds, mlp_layer_types=(MOE,) * layers)
+    plan = plan_cache(config, CacheFormat(dtype))
+    size = 8 * config.head_dim * dtype.itemsize
+    places = {(place.window_group, place.window) for place in plan.layers}
+    assert len(places) == layers + 1  # and the drafter's, all different
+    assert all(start % size == 0 and start + size <= plan.groups[0].page_bytes for _, start in places)  # fmt: skip
+    names = {plan.groups[group].name for group, _ in places}
+    assert names == {group.name for group in plan.groups if group.kind == "window"}

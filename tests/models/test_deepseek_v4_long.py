@@ -1,0 +1,147 @@
+"""Positions up to 1,048,575, by construction: tables of a full-length context over a few pages, without a million real steps."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from quire.kvcore import KVCache, StepPlan
+from quire.models.deepseek_v4_block import Attention
+from quire.models.deepseek_v4_cache import CacheFormat, V4PagePool, plan_cache
+from quire.models.deepseek_v4_config import CONFIGS, CSA, HCA, MOE, SLIDING
+from quire.models.deepseek_v4_layers import apply_rope, rope_frequencies, rope_table
+from quire.models.deepseek_v4_paged import PagedStep
+from tests.models.v4_engine import Metadata
+
+LENGTH = 1_048_576
+NUM_NEW = 5  # the last tokens: the last one closes a window of every kind
+CONFIG = replace(
+    CONFIGS["deepseek-v4-tiny"],
+    layer_types=(SLIDING, CSA, HCA),
+    mlp_layer_types=(MOE,) * 3,
+    num_mtp_layers=0,
+    max_position_embeddings=LENGTH,
+)
+
+
+@pytest.fixture(scope="module")
+def tables():
+    """Rotary tables with angles in fp64: {compressed: [LENGTH, rope_dim]}."""
+    return {
+        compressed: rope_table(rope_frequencies(CONFIG, compressed=compressed), LENGTH)
+        for compressed in (False, True)
+    }
+
+
+def test_rotary_table_at_its_end(tables):
+    """The last position's angles, as the fp32 product that models are trained with, to the last bit of sine and cosine."""
+    frequencies = rope_frequencies(CONFIG, compressed=False)
+    angles = (torch.tensor(float(LENGTH - 1)) * frequencies).double()
+    got = tables[False][-1].double()
+    assert (got - torch.cat([angles.cos(), angles.sin()])).abs().max() < 1e-6
+    assert len(tables[False]) == LENGTH
+
+
+def random_attention(layer, generator):
+    attention = Attention(CONFIG, layer, torch.device("cpu"), torch.float32)
+    for weight in attention.parameters():
+        weight.normal_(0.0, weight.shape[-1] ** -0.5 if weight.ndim == 2 else 1.0, generator=generator)  # fmt: skip
+    return attention
+
+
+@pytest.mark.parametrize("layer", range(3), ids=["sliding", "csa", "hca"])
+def test_last_tokens_of_a_full_context(tables, layer):
+    """Every page of a table is one of 7, with random content: 262,144 and 131,072 entries, indices that need more than 16 bits,
+    windows that open, close and are rotated at the very end. Compared with plain attention over the same rows in fp64."""
+    generator = torch.Generator().manual_seed(layer)
+    plan = plan_cache(CONFIG, CacheFormat(torch.float32))
+    pool = V4PagePool(CONFIG, plan, num_pages=1 + 7 * len(plan.groups), max_requests=1)
+    pool.data.view(torch.float32).normal_(generator=generator)
+    cache = pool.layers[layer]
+    for ring in (cache.state, cache.index_state):
+        if ring is not None:
+            ring.normal_(generator=generator)
+    context = LENGTH - NUM_NEW
+    positions = torch.arange(context, LENGTH)
+    block_tables, mappings = [], []
+    for g, group in enumerate(plan.groups):
+        num_blocks, first = LENGTH // group.block_size, 1 + 7 * g
+        table = torch.randint(first, first + 6, (1, num_blocks), generator=generator).int()
+        table[0, -1] = first + 6  # the block that the step writes
+        block_tables.append(table)
+        pages = table[0, positions // group.block_size].long()
+        mappings.append(pages * group.block_size + positions % group.block_size)
+    attn = Metadata(
+        cu_seqlens_q=torch.tensor([0, NUM_NEW], dtype=torch.int32),
+        seq_lens=torch.tensor([LENGTH], dtype=torch.int32),
+        block_tables=tuple(block_tables),
+        slot_mappings=tuple(mappings),
+        max_seqlen_q=NUM_NEW,
+        max_seq_len=LENGTH,
+        num_decodes=0,
+        request_slots=torch.zeros(1, dtype=torch.int32),
+    )
+    attention = random_attention(layer, generator)
+    cos_sin = tables[layer > 0]
+    seen = {}
+
+    def attend(module, rows):
+        seen["rows"] = rows
+        seen["out"] = PagedStep(attn, pool, impl="torch")(module, rows)
+        return seen["out"]
+
+    x = torch.randn(NUM_NEW, CONFIG.hidden_size, generator=generator)
+    attention(x, positions, cos_sin, attend)
+    rows, out = seen["rows"], seen["out"]
+
+    # All rows as the pages have them now, the step's own included.
+    window_table = block_tables[cache.window_group][0].long()
+    at = torch.arange(context - CONFIG.sliding_window + 1, LENGTH)
+    block, within = at // cache.window.storage_block_size, at % cache.window.storage_block_size
+    raw = cache.window.data[window_table[block], within].double()
+    entries = index_keys = torch.zeros(0, CONFIG.head_dim).double()
+    if cache.compressed is not None:
+        entries = cache.compressed.data[block_tables[0][0].long()].flatten(0, 1).double()
+        assert len(entries) == LENGTH // CONFIG.compress_ratio(layer)
+    if cache.index is not None:
+        index_keys = cache.index.data[block_tables[0][0].long()].flatten(0, 1).double()
+    for i, position in enumerate(positions.tolist()):
+        keys = raw[i : i + CONFIG.sliding_window]
+        if len(entries):
+            ratio = CONFIG.compress_ratio(layer)
+            visible = entries[: (position + 1) // ratio]
+            if len(index_keys):
+                dots = (index_keys[: len(visible)] @ rows.index.q[i].double().T).relu()
+                scores = dots @ rows.index.weights[i].double()
+                visible = visible[scores.topk(CONFIG.index_topk).indices]
+            keys = torch.cat([keys, visible])
+        scores = rows.q[i].double() @ keys.T * CONFIG.softmax_scale
+        weights = torch.cat([scores, attention.sinks[:, None].double()], dim=1).softmax(dim=1)
+        want = (weights[:, :-1] @ keys)[None]
+        want = apply_rope(want.float(), cos_sin[position : position + 1], inverse=True)[0]
+        assert (out[i] - want).abs().max() < 1e-5
+    # The entry that the last token closed is in its page, and turned by the position of its window's start.
+    if len(entries):
+        ratio = CONFIG.compress_ratio(layer)
+        start = LENGTH - ratio
+        last = entries[-1].float()[None]
+        plain = apply_rope(last, cos_sin[start : start + 1], inverse=True)[0]
+        normed = plain / attention.compressor.kv_norm.weight
+        assert abs(normed.pow(2).mean().item() - 1) < 1e-4
+
+
+def test_the_allocator_at_full_length():
+    """A million tokens in chunks of 65,536: page ids and slots stay right, and window groups hold a few pages all along."""
+    plan = plan_cache(CONFIGS["deepseek-v4-flash"], CacheFormat(torch.bfloat16, fp8=True))
+    kv = KVCache(plan.groups, num_pages=4200, max_requests=1, max_model_len=LENGTH)
+    tokens = torch.randint(0, 1000, (LENGTH,), generator=torch.Generator().manual_seed(0)).numpy()
+    slot = kv.admit("a", kv.match(tokens))
+    while (done := int(kv.num_computed[slot])) < LENGTH:
+        count = int(kv.cut([slot], [min(65536, LENGTH - done)])[0])
+        step = kv.plan([slot], [count])
+        assert isinstance(step, StepPlan)
+        assert step.positions[-1] == done + count - 1
+        assert step.slot_mapping[0].max() < 4200 * 256 and step.slot_mapping[0].min() >= 0
+        kv.commit(step, tokens[done : done + count])
+    assert kv.num_pages - 1 - kv.num_free_pages <= LENGTH // 256 + 3 * 5 + 6
+    kv.check_invariants()
