@@ -1,7 +1,7 @@
 """``compress``: check once, choose the implementation by name.
 
 The state is the rows themselves, the last ``ring`` tokens of a sequence by position, also at ratio 128, where running sums (a maximum, a sum
-and a weighted sum for each channel) would be 43 times smaller. Rows, because
+and a weighted sum for each channel) would be 85 times smaller. Rows, because
 
 * rejected drafts need no undoing: the next step writes the same places again, and older rows are still there if the ring is as much longer;
 * a snapshot is right at any position, not only where it was planned, and what a step made of its tokens does not depend on how they were cut;

@@ -15,8 +15,8 @@ from tests.helpers import DEVICE, NAN, assert_within_budget
 from tests.kernels.mla.quantised import assert_quantised
 
 IMPLS = pytest.mark.parametrize("impl", ["triton", "torch"])
-# A slot that no pool has, for tokens that close nothing.
-NO_SLOT = 2**60
+# A slot that no pool has, for tokens that close nothing; its address does not wrap around to one that exists.
+NO_SLOT = 2**45
 POISON = 0xAB
 
 
@@ -336,15 +336,15 @@ def test_an_entry_without_a_slot_is_not_made(impl):
 
 @IMPLS
 def test_padding_rows(impl):
-    """A sequence of length 0 with a token, one of 2 with 6, and one whose state does not exist because it has nothing."""
+    """A sequence of length 0 with a token, one with fewer tokens than rows, and one whose state does not exist because it has nothing."""
     run = Run(Case([[9, 8]]))
     arguments = run.arguments([0, 0], [9, 8])
-    pad = torch.full((3, run.case.channels), NAN, device=DEVICE)
+    pad = torch.full((6, run.case.channels), NAN, device=DEVICE)
     for name in ("kv", "gate"):
         rows = arguments[name]
         arguments[name] = torch.cat([pad[:1], rows[:9], pad, rows[9:]])
     slots = arguments["slot_mapping"]
-    none = torch.full((3,), NO_SLOT, device=DEVICE)
+    none = torch.full((6,), NO_SLOT, device=DEVICE)
     arguments["slot_mapping"] = torch.cat([none[:1], slots[:9], none, slots[9:]])
 
     def int32(*values):
@@ -353,9 +353,9 @@ def test_padding_rows(impl):
     index = run.state_index.tolist()
     arguments["state_index"] = int32(2**30, index[0], -(2**30), index[1])
     arguments["seq_lens"] = int32(0, 9, 0, 8)
-    # The last sequence stands at 8 with 11 new rows: the first three are rows of nobody.
-    arguments["cu_seqlens_q"] = int32(0, 1, 10, 10, 21)
-    arguments["max_seqlen_q"] = 11
+    # The last sequence stands at 8 with 14 new rows: the first six, more than a window, are rows of nobody.
+    arguments["cu_seqlens_q"] = int32(0, 1, 10, 10, 24)
+    arguments["max_seqlen_q"] = 14
     compress(**arguments, impl=impl)
     run.check_state()
     run.check_entries()
