@@ -38,8 +38,11 @@ def assert_right(engine, name, got, oracle, start):
     assert difference(got, oracle.logits[start:stop]) < TOLERANCE
 
 
-@pytest.mark.parametrize("caching", [False, True])
-@pytest.mark.parametrize("chunks", [[203], ODD_CHUNKS, [150] + [1] * 53], ids=["full", "odd", "steps"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("chunks", "caching"),
+    [([203], False), (ODD_CHUNKS, False), (ODD_CHUNKS, True), ([160] + [1] * 43, True)],
+    ids=["full", "odd", "odd-caching", "steps-caching"],
+)
 def test_chunks(oracle, model, chunks, caching):
     engine = SmallEngine(model, caching=caching)
     engine.admit("a", oracle.input_ids)
@@ -53,7 +56,7 @@ def test_released_rates(model):
     engine = SmallEngine(load_model(oracle.path, dtype=torch.float32))
     assert [(g.block_size, g.sliding_window) for g in engine.groups[:2]] == [(256, None), (64, 128)]
     engine.admit("a", oracle.input_ids)
-    got = [engine.run("a", upto, chunk) for upto, chunk in ((253, 11), (261, 1), (510, 249), (620, 33))]  # fmt: skip
+    got = [engine.run("a", upto, chunk) for upto, chunk in ((253, 77), (258, 1), (510, 249), (620, 50))]  # fmt: skip
     assert difference(torch.cat(got), oracle.logits) < TOLERANCE
     engine.release("a")
     assert engine.admit("b", oracle.input_ids[:600]) == 512
@@ -80,7 +83,7 @@ def test_ragged_batches(oracle, model):
             assert_right(engine, name, got, oracle, before[name])
 
 
-@pytest.mark.parametrize("boundary", range(16, 203, 16))
+@pytest.mark.parametrize("boundary", [16, 32, 48, 80, 128, 192])
 def test_hit_at_every_boundary(oracle, model, boundary):
     """Also boundaries that are no multiple of the ring lengths, and with the rest computed in chunks and in steps."""
     engine = SmallEngine(model, retention="dense")
@@ -114,7 +117,7 @@ def test_hits_of_every_kind(oracle, model):
     turn("third", ids[:60], 48, 60)
 
 
-@pytest.mark.parametrize("stop", [64, 96, 101, 128, 143])
+@pytest.mark.parametrize("stop", [64, 101, 128])
 def test_preempted_requests_resume(oracle, model, stop):
     """At an aligned or an unaligned position, while another request goes on and takes over the pages."""
     engine = SmallEngine(model, num_pages=110)
@@ -137,11 +140,11 @@ def test_preempted_requests_resume(oracle, model, stop):
 
 @pytest.fixture(scope="module")
 def greedy(model, oracle):
-    """A prompt of 37 tokens and its greedy continuation of 90, decoded one by one, with logits of one uncached forward over both."""
+    """A prompt of 37 tokens and its greedy continuation of 55, decoded one by one, with logits of one uncached forward over both."""
     engine = SmallEngine(model)
     engine.admit("a", oracle.input_ids[:37])
     logits = engine.run("a", 37)
-    for _ in range(90):
+    for _ in range(55):
         engine.tokens["a"].append(int(logits[-1].argmax()))
         logits = engine.run("a", engine.computed("a") + 1)
     tokens = torch.tensor(engine.tokens["a"])
@@ -157,7 +160,7 @@ def test_drafts_accepted_and_rejected(model, greedy):
     engine.admit("a", tokens[:37])
     engine.run("a", 36)
     pairs = cycle([(num_drafts, right) for num_drafts in range(4) for right in range(num_drafts + 1)])  # fmt: skip
-    while (start := engine.computed("a")) < 120:
+    while (start := engine.computed("a")) < 86:
         num_drafts, right = next(pairs)
         drafts = tokens[start + 1 : start + 1 + num_drafts].clone()
         drafts[right:] = (drafts[right:] + 1) % 259
@@ -169,7 +172,7 @@ def test_drafts_accepted_and_rejected(model, greedy):
     # What was cached on the way is right too.
     engine.release("a")
     hit = engine.admit("b", tokens)
-    assert hit == 112
+    assert hit == 80
     assert difference(engine.run("b", len(tokens)), logits[hit:]) < TOLERANCE
 
 
@@ -195,7 +198,7 @@ def test_drafter_over_pages(model, greedy, depth):
     assert difference(engine.draft_logits["a"], expected[20:37]) < TOLERANCE
     engine.tokens["a"].append(int(tokens[37]))
     accepted = 0
-    while (start := engine.computed("a")) < 100:
+    while (start := engine.computed("a")) < 75:
         draft = int(expected[start - 1].argmax())
         if depth and start % 3 == 0:
             draft = int(tokens[start + 1])  # a drafter with random weights never guesses right
@@ -206,7 +209,7 @@ def test_drafter_over_pages(model, greedy, depth):
         drafted = engine.draft_logits["a"][:taken]
         assert difference(drafted, expected[start : start + taken]) < TOLERANCE
     assert engine.tokens["a"] == tokens[: len(engine.tokens["a"])].tolist()
-    assert accepted > 10 * depth - 1
+    assert accepted >= 5 * depth
     engine.release("a")
     hit = engine.admit("b", tokens)
     got = engine.run("b", len(tokens) - 1)
@@ -301,5 +304,5 @@ def test_each_rule_matters_over_pages(oracle, model, monkeypatch, mutation):
     BROKEN[mutation](monkeypatch)
     engine = SmallEngine(model)
     engine.admit("a", oracle.input_ids)
-    got = torch.cat([engine.run("a", 120, 50), engine.run("a", 130, 1)])
-    assert not (got - oracle.logits[:130]).abs().max() < 1000 * TOLERANCE
+    got = torch.cat([engine.run("a", 60, 31), engine.run("a", 65, 1)])
+    assert not (got - oracle.logits[:65]).abs().max() < 1000 * TOLERANCE
