@@ -38,31 +38,35 @@ class DecodePlan:
     workspace_numel: int
 
 
-# head_dim 512, two-byte queries: (rows, quantised pages) -> (block_n, num_warps, num_stages, swap).
+# head_dim 512, two-byte queries: (rows, quantised pages) -> (block_n, num_warps, num_stages, swap). Where 64 rows are missing, 32 are the
+# most: an accumulator of 64 x 512 beside the widened rows (or, on sm_100, beside its copy in tensor memory) does not fit the registers.
 WIDE = {
-    "large": {
+    "hopper": {
         (16, False): (64, 8, 3, True),
         (32, False): (64, 8, 2, True),
         (64, False): (32, 8, 3, False),
-        (16, True): (64, 8, 2, True),
-        (32, True): (64, 8, 2, True),
+        (16, True): (32, 8, 3, True),
+        (32, True): (32, 8, 3, True),
         (64, True): (32, 8, 3, False),
     },
-    "medium": {
+    "blackwell": {
+        (16, False): (64, 8, 2, True),
+        (32, False): (32, 8, 3, True),
+        (16, True): (32, 8, 3, True),
+        (32, True): (32, 8, 3, True),
+    },
+    "ampere": {
         (16, False): (32, 8, 3, True),
-        (32, False): (32, 8, 2, True),
+        (32, False): (32, 8, 3, True),
         (64, False): (32, 8, 2, False),
-        (16, True): (32, 8, 2, True),
-        (32, True): (32, 8, 2, True),
-        (64, True): (32, 8, 2, False),
+        (16, True): (32, 8, 3, True),
+        (32, True): (32, 8, 3, True),
     },
     "small": {
         (16, False): (16, 8, 3, False),
         (32, False): (16, 8, 2, False),
-        (64, False): (16, 8, 1, False),
-        (16, True): (32, 8, 2, False),
-        (32, True): (16, 8, 2, False),
-        (64, True): (16, 8, 1, False),
+        (16, True): (16, 8, 3, True),
+        (32, True): (16, 8, 3, True),
     },
 }
 
@@ -85,14 +89,26 @@ def select_config(
         rows: of the query tile, ``tile_rows``.
 
     Returns:
-        CompressedConfig, the same for every architecture of one shared-memory class.
+        CompressedConfig; its ``block_m`` is ``rows`` or less.
     """
     if dtype_bytes == 4:
         # Without tensor cores, for checks more than for speed.
-        return CompressedConfig(16, 16, 8, 1, rows == 16)
+        return CompressedConfig(
+            16, 64 if head_dim <= 64 else 16, 8, 1, head_dim == 512 or rows < 64
+        )
     if head_dim < 512:
         return CompressedConfig(rows, 32, 4, 3, rows < 64)
-    return CompressedConfig(rows, *WIDE[shared_memory_class(arch)][rows, fp8])
+    table = WIDE[_generation(arch)]
+    if (rows, fp8) not in table:
+        rows = 32
+    return CompressedConfig(rows, *table[rows, fp8])
+
+
+def _generation(arch: int) -> str:
+    size = shared_memory_class(arch)
+    if size == "large":
+        return "hopper" if arch < 100 else "blackwell"
+    return "ampere" if size == "medium" else "small"
 
 
 def plan_decode(

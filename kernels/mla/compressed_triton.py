@@ -295,14 +295,14 @@ def _compressed_decode_kernel(
 @triton.jit(do_not_specialize=["num_decodes", "decode_tokens", "target_items"])
 def _compressed_merge_kernel(
     partial_out, partial_lse, window_lens, pick_lens, seq_lens, cu_seqlens_q, sinks, cos_sin, out, lse,
-    num_decodes, decode_tokens, target_items, window_width, topk, sliding_window, ratio,
+    num_decodes, decode_tokens, target_items, window_width, topk, sliding_window, ratio, num_heads,
     out_stride_token, out_stride_head, lse_stride_head, cos_sin_stride,
-    NUM_HEADS: tl.constexpr, BLOCK_Q: tl.constexpr, SLOTS: tl.constexpr, HEAD_DIM: tl.constexpr, ROPE_DIM: tl.constexpr,
+    BLOCK_Q: tl.constexpr, SLOTS: tl.constexpr, HEAD_DIM: tl.constexpr, ROPE_DIM: tl.constexpr,
     MIN_KEYS: tl.constexpr, BLOCK_PARTS: tl.constexpr,
 ):  # fmt: skip
     """Merge the pieces of one head of one decode sequence, numbered as ``compressed_schedule`` does, and turn the result back."""
-    seq = tl.program_id(0) // NUM_HEADS
-    head = (tl.program_id(0) % NUM_HEADS).to(tl.int64)
+    seq = tl.program_id(0) // num_heads
+    head = (tl.program_id(0) % num_heads).to(tl.int64)
     batch = (seq_lens, cu_seqlens_q, window_lens, pick_lens, num_decodes, decode_tokens, window_width, topk, sliding_window, ratio)  # fmt: skip
     # The attention kernel wrote what is in one piece; short sequences are, whatever the batch holds.
     tiles, pieces = schedule.pieces_of(seq, batch, MIN_KEYS, SLOTS, BLOCK_Q)
@@ -323,10 +323,10 @@ def _compressed_merge_kernel(
     sink = _load_sink(sinks, head)
     dim = tl.arange(0, HEAD_DIM)
     for t in range(0, q_len):
-        first_row = ((part + t // BLOCK_Q * pieces) * BLOCK_Q + t % BLOCK_Q) * NUM_HEADS + head
+        first_row = ((part + t // BLOCK_Q * pieces) * BLOCK_Q + t % BLOCK_Q) * num_heads + head
         merged, merged_lse = _merge_rows(
             partial_out + first_row * HEAD_DIM, partial_lse + first_row, pieces,
-            BLOCK_Q * NUM_HEADS * HEAD_DIM, BLOCK_Q * NUM_HEADS, sink, HEAD_DIM, BLOCK_PARTS,
+            BLOCK_Q * num_heads * HEAD_DIM, BLOCK_Q * num_heads, sink, HEAD_DIM, BLOCK_PARTS,
         )  # fmt: skip
         if cos_sin is not None:
             even, odd = tl.split(tl.reshape(merged, [HEAD_DIM // 2, 2]))
@@ -493,7 +493,8 @@ def _prepare_decode(
     if partial_out is None:
         return [attention]
     merge_names = set(_compressed_merge_kernel.arg_names)
-    arguments = {name: value for name, value in {**shared, **split}.items() if name in merge_names}
+    arguments = {**shared, **split, "num_heads": num_heads}
+    arguments = {name: value for name, value in arguments.items() if name in merge_names}
     merge = Launch(
         _compressed_merge_kernel,
         (call.num_decodes * num_heads,),

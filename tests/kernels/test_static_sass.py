@@ -57,6 +57,15 @@ def test_the_narrowest_copy_counts():
     assert changed("LDGSTS", "LDG").copy_bytes(2) == 0
 
 
+@pytest.mark.parametrize("rows, expected", [(15, 8), (16, 16)])
+def test_copies_of_little_do_not_count(rows, expected):
+    """8 bytes of scales beside rows of 16 * 16 bytes are less than a thirty-second of both, beside 15 * 16 they are more."""
+    line = "/*0000*/ LDGSTS.E.BYPASS.128 [R3], desc[UR4][R2.64] ;"
+    scales = "/*0000*/ LDGSTS.E.64 [R3], desc[UR4][R2.64] ;"
+    code = dataclasses.replace(CODE, lines=sass.parse("\n".join([line] * rows + [scales])))
+    assert code.copy_bytes(1) == expected
+
+
 def test_instructions_of_a_tile():
     """5 instructions copy 2 * 16 bytes a thread: a tile of 128 threads is 4096 bytes, or two of 2048."""
     assert CODE.tile_instructions(4096, 128) == 5

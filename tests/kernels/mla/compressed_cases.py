@@ -18,7 +18,7 @@ class Case:
     """One ragged batch.
 
     ratio None: sliding only; topk None: every entry (HCA). rows, entry_rows: of a page of raw rows and of entries. ring: the window's table
-    is a ring of just enough pages; else linear. scattered: the picks of a token are shuffled, with -1 and entries of the future between.
+    is a ring of just enough pages; else linear. num_sms: multiprocessors that decode work is divided for, None: the device's; scattered: the picks of a token are shuffled, with -1 and entries of the future between.
     """
 
     name: str
@@ -43,6 +43,7 @@ class Case:
     num_decodes: int | None = None
     max_seq_len: int | None = None
     softmax_scale: float | None = None
+    num_sms: int | None = None
 
 
 class Pool:
