@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +21,16 @@ from quire.models.deepseek_v4_block import Attention, AttentionRows, Compressor,
 from quire.models.deepseek_v4_cache import COMPRESSED, LayerCache, V4PagePool
 
 
+@dataclass(frozen=True)
+class V4Metadata(AttnMetadata):
+    """What attention must know about one ragged step; block_tables describe the context before it.
+
+    request_slots: [num_seqs] int32, the requests' places in the rings of the pool.
+    """
+
+    request_slots: Tensor
+
+
 class PagedStep:
     """Attention of one ragged step through `quire.kernels.mla`: context from pages, the step's own raw rows from the projections.
 
@@ -27,11 +38,10 @@ class PagedStep:
     closes. Raw rows may be written before attention reads the context, because `quire.kvcore` gives no row a place that a query of
     the same step can still see.
 
-    attn: this step's tables, lengths, slots of rows, and slots of requests, which are their places in the rings of the pool.
-    pool: pages and rings, read and written. impl: "triton" or "torch" for the kernels; default: by device.
+    attn: this step's tables, lengths and slots. pool: pages and rings, read and written. impl: "triton" or "torch" for the kernels; default: by device.
     """
 
-    def __init__(self, attn: AttnMetadata, pool: V4PagePool, *, impl: str | None = None) -> None:
+    def __init__(self, attn: V4Metadata, pool: V4PagePool, *, impl: str | None = None) -> None:
         self.attn, self.pool, self.impl = attn, pool, impl
         self._rows = {
             "seq_lens": attn.seq_lens,

@@ -10,8 +10,7 @@ from quire.models.deepseek_v4_block import Attention
 from quire.models.deepseek_v4_cache import CacheFormat, V4PagePool, plan_cache
 from quire.models.deepseek_v4_config import CONFIGS, CSA, HCA, MOE, SLIDING
 from quire.models.deepseek_v4_layers import apply_rope, rope_frequencies, rope_table
-from quire.models.deepseek_v4_paged import PagedStep
-from tests.models.v4_engine import Metadata
+from quire.models.deepseek_v4_paged import PagedStep, V4Metadata
 
 LENGTH = 1_048_576
 NUM_NEW = 5  # the last tokens: the last one closes a window of every kind
@@ -71,7 +70,7 @@ def test_last_tokens_of_a_full_context(tables, layer):
         block_tables.append(table)
         pages = table[0, positions // group.block_size].long()
         mappings.append(pages * group.block_size + positions % group.block_size)
-    attn = Metadata(
+    attn = V4Metadata(
         cu_seqlens_q=torch.tensor([0, NUM_NEW], dtype=torch.int32),
         seq_lens=torch.tensor([LENGTH], dtype=torch.int32),
         block_tables=tuple(block_tables),

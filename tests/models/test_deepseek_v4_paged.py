@@ -217,6 +217,30 @@ def test_drafter_over_pages(model, greedy, depth):
     assert difference(engine.draft_logits["b"], expected[hit:-1]) < TOLERANCE
 
 
+def test_chained_drafts(model, greedy):
+    """Four drafts from one drafter layer, of two requests at once: those of the layer run on its own streams without a cache."""
+    tokens, logits = greedy
+    engine = SmallEngine(model, drafters=True)
+    for name, length in (("a", 71), ("b", 44)):
+        engine.admit(name, tokens[:length])
+        engine.run(name, length - 1, 40)
+    engine.step({"a": 1, "b": 1})
+    got = engine.chain({"a": 0, "b": 0}, 4)
+    positions, attend = torch.arange(90), dense_attend(model.config)
+    for name, length in (("a", 71), ("b", 44)):
+        with torch.inference_mode():
+            rows = model.streams(tokens[:length], positions[:length], attend)
+            ids, drafts = tokens[1 : length + 1], []
+            while len(drafts) < 4:
+                out = model.draft_streams(0, rows, ids, positions[: len(ids)], attend)[-1:]
+                drafts.append(int(model.draft_logits(0, out).argmax()))
+                rows = torch.cat([rows, out])
+                ids = torch.cat([ids, torch.tensor(drafts[-1:])])
+        assert got[name] == drafts and len(set(drafts)) > 1
+    engine.tokens["a"].append(int(tokens[71]))  # guesses left nothing behind
+    assert difference(engine.step({"a": 1})["a"], logits[71:72]) < TOLERANCE
+
+
 def test_hits_with_a_drafter_are_those_without(oracle, model):
     """A drafter's rows depend on one token more; no block is dropped for it."""
     ids = oracle.input_ids

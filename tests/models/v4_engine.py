@@ -5,7 +5,6 @@ Greedy verification of given drafts, and the drafter layer after each step, on o
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 
 import numpy as np
@@ -13,17 +12,12 @@ import torch
 from torch import Tensor
 
 from quire.kvcore import KVCache, StepPlan
-from quire.models.batch import AttnMetadata
 from quire.models.deepseek_v4 import DeepseekV4
 from quire.models.deepseek_v4_cache import CacheFormat, V4PagePool, plan_cache
-from quire.models.deepseek_v4_paged import PagedStep
+from quire.models.deepseek_v4_draft import chain_drafts
+from quire.models.deepseek_v4_paged import PagedStep, V4Metadata
 
 NAN = 255  # as bytes: NaN in fp32, bf16 and e4m3
-
-
-@dataclasses.dataclass(frozen=True)
-class Metadata(AttnMetadata):
-    request_slots: Tensor
 
 
 class SmallEngine:
@@ -112,6 +106,22 @@ class SmallEngine:
         self.draft_logits = {name: torch.cat(drafted)} if drafted else {}
         return torch.cat(parts)
 
+    def chain(self, rows: Mapping[str, int], num_drafts: int) -> dict[str, list[int]]:
+        """Drafts of requests from one row each of the last step, the one that their last token follows."""
+        slots = np.array([self.slots[name] for name in rows])
+        drafts = chain_drafts(
+            self.model,
+            torch.stack([self.draft_rows[name][row] for name, row in rows.items()]),
+            torch.from_numpy(self.kv.num_computed[slots].astype(np.int32)),
+            tuple(torch.from_numpy(self.kv.table(g)[slots]) for g in range(len(self.groups))),
+            torch.from_numpy(slots.astype(np.int32)),
+            self.pool,
+            num_drafts=num_drafts,
+            max_seq_len=int(self.kv.num_computed[slots].max()),
+            impl=self.impl,
+        )
+        return dict(zip(rows, drafts.tolist(), strict=True))
+
     @torch.inference_mode()
     def _forward(self, plan, names, tokens, drafts):
         attn = self._metadata(plan)
@@ -131,15 +141,16 @@ class SmallEngine:
             # A row's next token: what the request has, else what was decided after it (drafts agree as far as they count).
             after += known + greedy[len(known) :]
         out = self.model.draft_streams(0, streams, torch.tensor(after), positions, step)
+        self.draft_rows = dict(zip(names, out.split(sizes), strict=True))
         drafted = self.model.draft_logits(0, out).split(sizes)
         return logits, dict(zip(names, drafted, strict=True))
 
-    def _metadata(self, plan: StepPlan) -> Metadata:
+    def _metadata(self, plan: StepPlan) -> V4Metadata:
         tables = []
         for group in range(len(self.groups)):
             tables.append(torch.from_numpy(self.kv.table(group)[plan.slots].copy()))
         counts = plan.num_new_tokens
-        return Metadata(
+        return V4Metadata(
             cu_seqlens_q=torch.from_numpy(plan.cu_seqlens_q.copy()),
             seq_lens=torch.from_numpy(plan.seq_lens.copy()),
             block_tables=tuple(tables),
