@@ -9,7 +9,7 @@ any BLOCK_T, so decode and prefill agree to the bit. Page ids of the next tile a
 *Selection* (``indexer_plan``: pieces and levels). A program holds one piece in registers, as unsigned integers of the same order, and finds
 the topk-th largest bit by bit, from the highest: a bit is set if at least topk values are as large with it. Exact, no atomics, the same on
 every run, and 32 counts whatever the values. What is above that value is taken, of what equals it the first; a prefix sum places both in
-ascending order of id. A row of one piece is final; others leave their candidates, padded with id -1, to the next level.
+ascending order of id. A row of one piece is final; others leave their candidates, padded with the value 0, to the next level.
 
 Layout: scores [chunk, row_numel] fp32, of which entries < visible(t) are written; candidates of a level, scores as ordered bits and ids,
 both [chunk, pieces, topk] int32.
@@ -103,10 +103,10 @@ def _index_scores_kernel(
             else:
                 row_ids = entries % ROWS
                 pointers = (keys + (page_id * stride_page + row_ids * stride_row))[:, None] + dim[None, :]  # fmt: skip
-            read = entries < high
-            tile = tl.load(pointers, mask=read[:, None], other=0)
+            # Past the end these are other rows of real pages: their scores are not stored, so that they may hold anything.
+            tile = tl.load(pointers)
             if scales is not None:
-                scale = tl.load(scales + page_id * scales_stride + row_ids, mask=read, other=0.0)
+                scale = tl.load(scales + page_id * scales_stride + row_ids)
                 tile = widen_e4m3(tile, q.dtype.element_ty, HARDWARE_FP8)
             products = tl.dot(
                 tile, q_tile, input_precision="ieee"
@@ -168,20 +168,19 @@ def _index_select_kernel(
     if piece * BLOCK >= size:
         return
 
-    place = piece * BLOCK + tl.arange(0, BLOCK)
-    live = place < size
+    entry = piece * BLOCK + tl.arange(0, BLOCK)
+    live = entry < size
     if scores is not None:
-        score = tl.load(scores + row * scores_stride + place, mask=live, other=0.0)
+        score = tl.load(scores + row * scores_stride + entry, mask=live, other=0.0)
         value = tl.where(live, _ordered(score), 0)
-        entry = place
     else:
-        previous = row * pieces * topk
-        value = tl.load(values + previous + place, mask=live, other=0).to(tl.uint32, bitcast=True)
-        entry = tl.load(ids + previous + place, mask=live, other=-1)
-        live = entry >= 0
+        place = row * pieces * topk + entry
+        value = tl.load(values + place, mask=live, other=0).to(tl.uint32, bitcast=True)
+        entry = tl.load(ids + place, mask=live, other=0)
     threshold = _kth_largest(value, topk)
-    above = live & (value > threshold)
-    equal = live & (value == threshold)
+    # 0 is no score: what is past the end, and what a piece of fewer than topk left unused.
+    above = value > threshold
+    equal = (value == threshold) & (value > 0)
     needed = topk - tl.sum(above.to(tl.int32), 0)
     # One scan for two counts: those above in the high half, the equal ones in the low half.
     counts = tl.cumsum((above.to(tl.int32) << 16) + equal.to(tl.int32), 0)
@@ -198,7 +197,6 @@ def _index_select_kernel(
         # The last piece may have fewer than topk.
         unused = (rank >= tl.sum(taken.to(tl.int32), 0)) & (rank < topk)
         tl.store(next_values + target + rank, 0, mask=unused)
-        tl.store(next_ids + target + rank, -1, mask=unused)
 
 
 def launch(call: IndexCall) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import subprocess
 import sys
+from itertools import pairwise
 
 import pytest
 import torch
@@ -41,6 +42,8 @@ CASES = [
     IndexCase("decode-3-heads-d32-pages-of-2", [300], [1], num_heads=3, index_dim=32, rows=2, dtype=BF16),
     IndexCase("decode-128-heads", [90], [2], num_heads=128),
     IndexCase("decode-ratio-128", [128 * 40 + 127], [1], compress_ratio=128, rows=2),
+    IndexCase("decode-pages-of-128", [800], [1], rows=128, dtype=BF16),
+    IndexCase("decode-pages-of-128-fp8", [800], [1], rows=128, dtype=BF16, fp8=True),
     IndexCase("decode-ratio-1", [50, 8, 9], [1] * 3, compress_ratio=1),
     IndexCase("decode-topk-1", [300, 4, 8], [1] * 3, topk=1),
     IndexCase("decode-topk-100", [1000, 404, 403], [1] * 3, topk=100),
@@ -53,7 +56,7 @@ CASES = [
     IndexCase("prefill-fp8-fp16-d64", [120], [9], index_dim=64, dtype=FP16, fp8=True, rows=64),
     IndexCase("mixed", [200, 90, 61, 55], [1, 1, 9, 4], dtype=BF16),
     IndexCase("ties-all", [300, 200], [3, 1], values="zeros"),
-    IndexCase("ties-at-minus-zero", [300, 200], [3, 1], values="negative", num_heads=2),
+    IndexCase("ties-below-zero", [300, 200], [3, 1], values="negative", num_heads=2),
 ]  # fmt: skip
 NORMAL = [
     IndexCase("decode", [400, 90], [1, 1]),
@@ -256,6 +259,24 @@ def test_every_e4m3_number(hardware, dtype):
     number = ~want.isnan()
     assert number.sum() == 254
     assert out.cpu().float()[number].equal(want[number])
+
+
+@triton.jit
+def _ordered_kernel(scores, out):
+    offsets = tl.arange(0, 16)
+    ordered = indexer_triton._ordered(tl.load(scores + offsets))
+    tl.store(out + offsets, ordered.to(tl.int32, bitcast=True))
+
+
+def test_ordered_bits():
+    """Integers in the order of the scores, all above the 0 that stands for no score; both zeros are equal."""
+    tiny, huge = 2.0**-149, 3e38
+    scores = [-torch.inf, -huge, -2.5, -1.0, -tiny, -0.0, 0.0, tiny, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0, huge, torch.inf]  # fmt: skip
+    out = torch.zeros(16, dtype=torch.int32, device=DEVICE)
+    _ordered_kernel[(1,)](torch.tensor(scores, device=DEVICE), out)
+    values = [value % 2**32 for value in out.tolist()]
+    assert values[5] == values[6] and values[0] > 0
+    assert all(a < b for a, b in pairwise(values[:6] + values[7:]))
 
 
 @pytest.mark.parametrize("arch", [80, 90])
