@@ -5,7 +5,8 @@ import torch
 
 from quire.bench import layers
 from quire.models.configs import get_config
-from quire.models.runner import EngineConfig
+from quire.models.request import SamplingParams
+from quire.models.runner import Engine, EngineConfig
 from quire.models.weights import random_model
 from tests.gpu.conftest import DRY_RUN
 from tests.helpers import DEVICE
@@ -46,3 +47,53 @@ def test_bf16_logits_are_within_the_budget(name):
     length = 40 if DRY_RUN else 700
     with torch.inference_mode():
         assert layers.check_logits(model, settings, length) <= 1
+
+
+def outputs(engine, count):
+    """Tokens of ``count`` requests; every third is sampled, with a penalty and log-probabilities."""
+    sampling = {"temperature": 0.9, "top_p": 0.9, "repetition_penalty": 1.1, "logprobs": 2}
+    for n in range(count):
+        extra = {} if n % 3 else sampling | {"seed": n}
+        params = SamplingParams(6 + n, ignore_eos=True, **extra)
+        engine.add_request(prompt(5 + 7 * n, seed=n), params, request_id=str(n))
+    done = {}
+    while engine.has_work:
+        done |= {o.request_id: o.token_ids for o in engine.step().finished}
+    return done
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_decode_through_graphs_equals_eager_decode(name, cuda):
+    """fp32 tokens of captured batches of several sizes; pages come and go, so tables change between replays."""
+    model = build(name)
+    both = []
+    for graphs in (False, True):
+        config = EngineConfig(
+            num_pages=900, max_num_seqs=6, max_num_batched_tokens=64, decode_graphs=graphs
+        )
+        engine = Engine(model, config)
+        both.append([outputs(engine, 9), outputs(engine, 9)])
+    assert both[0] == both[1]
+    assert len(engine._graphs._graphs) > 1
+
+
+def test_a_decode_step_waits_for_the_device_only_for_its_tokens(cuda):
+    """Up to the logits nothing synchronises: tables, integers and the replay are queued."""
+    engine = Engine(build("gemma4-tiny"), EngineConfig(num_pages=900, max_num_seqs=4))
+    forward, seen = engine._graphs.__class__.__call__, []
+
+    class Watched:
+        def __call__(self, plan, input_ids):
+            if seen:  # the first call captures
+                torch.cuda.set_sync_debug_mode("error")
+            try:
+                return forward(graphs, plan, input_ids)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+                seen.append(len(input_ids))
+
+    graphs, engine._graphs = engine._graphs, Watched()
+    engine.add_request(prompt(20), SamplingParams(20, ignore_eos=True))
+    while engine.has_work:
+        engine.step()
+    assert len(seen) == 19

@@ -8,6 +8,7 @@ import torch
 from quire.models.configs import get_config
 from quire.models.request import SamplingParams
 from quire.models.runner import Engine, EngineConfig
+from quire.models.scheduler import SchedulerPolicy
 from quire.models.weights import load_model, random_model
 
 DEVICE = (
@@ -393,3 +394,75 @@ def test_scheduler_never_starves_the_oldest_prefill():
     run.run(max_steps=45)
     assert "3" in run.logits  # the long prompt got its first token while the others decode
     assert run.engine.unfinished == {"0", "1", "2", "3"}
+
+
+def test_prefill_first_and_a_bound_on_prompt_tokens():
+    def shapes(policy):
+        run = Recorder(build("gemma3-tiny"), max_num_batched_tokens=20, policy=policy)
+        run.add(prompt(5), max_tokens=6)
+        run.run(max_steps=2)  # it decodes when the long prompt comes
+        run.add(prompt(50, seed=1), max_tokens=2)
+        run.run()
+        for request_id in run.outputs:
+            run.check(request_id)
+        return [r.q_lens.tolist() for r in run.reports[2:]]
+
+    assert shapes(SchedulerPolicy()) == [[1, 19], [1, 19], [1, 12], [1, 1]]
+    assert shapes(SchedulerPolicy(prefill_first=True)) == [[20], [20], [1, 10], [1, 1], [1], [1]]
+    bounded = SchedulerPolicy(max_prefill_tokens=16)
+    assert shapes(bounded) == [[1, 16], [1, 16], [1, 16], [1, 2], [1]]
+    with pytest.raises(ValueError, match="max_prefill_tokens: expected >= 1, got 0"):
+        SchedulerPolicy(max_prefill_tokens=0)
+
+
+def test_abort_ends_all_samples_started_or_not():
+    for steps in (0, 1, 2, 4):
+        run = Recorder(build("gemma3-tiny"), max_num_seqs=2, max_num_batched_tokens=24)
+        params = SamplingParams(20, temperature=1.0, n=3, ignore_eos=True)
+        run.engine.add_request(prompt(40), params, request_id="r")
+        other = run.add(prompt(9), max_tokens=3)
+        run.run(max_steps=steps)
+        output = run.engine.abort("r")
+        assert output.finish_reason == "abort" and len(output.token_ids) == max(0, steps - 1)
+        assert run.engine.unfinished == {other}
+        run.run()
+        run.check(other)
+        assert run.engine.kv.stats()["pages_in_use"] == 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_decode_through_fixed_buffers_equals_each_alone(name):
+    """What a graph replays, called again instead: batches of many sizes, padded with rows that must neither read nor write."""
+    run = Recorder(build(name), decode_graphs=True, max_num_seqs=11, max_model_len=200)
+    ids = [run.add(prompt(n, seed=n), max_tokens=4 + 3 * (n % 7)) for n in range(7, 40, 3)]
+    run.run()
+    for request_id in ids:
+        run.check(request_id)
+    graphs = run.engine._graphs._graphs
+    assert run.engine._graphs.sizes == [1, 2, 4, 8, 11] and len(graphs) >= 3
+    decodes = [r for r in run.reports if not r.num_prefills]
+    assert any(r.num_decodes not in graphs for r in decodes)  # padded ones
+    for slot in run.engine.pool.slots:
+        assert slot.view(torch.float32)[0].isnan().all(), "padding wrote to page 0"
+
+
+def test_graph_buffers_stay_where_they_are():
+    """A captured graph knows addresses: buffers and tables must be the same tensors in every step."""
+    places = set()
+
+    def capture(work):
+        def replay():
+            work()
+            rows, tables = graphs._graphs[4].rows, run.engine._builder.tables
+            places.add((rows.data_ptr(), tables.data_ptr(), tuple(rows.shape)))
+
+        return replay
+
+    run = Recorder(build("gemma3-tiny"), decode_graphs=True, max_num_seqs=4)
+    graphs = run.engine._graphs
+    graphs._capture = capture
+    ids = [run.add(prompt(10, seed=n), max_tokens=30) for n in range(4)]
+    run.run()
+    assert len(places) == 1
+    for request_id in ids:
+        run.check(request_id)
