@@ -1,0 +1,160 @@
+"""Traces in three public formats, as `Request`s.
+
+* Mooncake (kvcache-ai, ``FAST25-release/traces``): ids of 512 prompt tokens, no sessions.
+* Qwen-Bailian (alibaba-edu, ``qwen-bailian-usagetraces-anon``): ids of 16 prompt tokens, turns linked by ``parent_chat_id``.
+* Weka: agentic coding sessions, one JSON object each (a file, a folder of files, or one a line), ids of `block_size` prompt tokens, requests of
+  subagents nested in those of their parent. Ids are of one session unless ``hash_id_scope`` is "global".
+
+Files whose names end in ``.xz`` are decompressed. Lengths are in tokens, times in seconds since the start.
+"""
+
+from __future__ import annotations
+
+import json
+import lzma
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from quire.bench.traces import BLOCK_TOKENS, read_trace
+
+from .requests import Numbering, Request
+
+BAILIAN_BLOCK = 16
+
+
+def load_mooncake(path: str | Path, limit: int | None = None) -> list[Request]:
+    """The first `limit` requests of a Mooncake trace; each is a session of its own.
+
+    Raises: ValueError naming file, line and what is wrong with it.
+    """
+    number = Numbering(BLOCK_TOKENS)
+    return [
+        Request(r.timestamp / 1000, i, r.input_length, r.output_length, number(r.hash_ids), BLOCK_TOKENS)
+        for i, r in enumerate(read_trace(path, limit=limit))
+    ]  # fmt: skip
+
+
+def load_bailian(path: str | Path, limit: int | None = None) -> list[Request]:
+    """The first `limit` requests of a Qwen-Bailian trace; turns of one conversation share a session.
+
+    Raises: ValueError naming file, line and what is wrong with it.
+    """
+    number, sessions = Numbering(BAILIAN_BLOCK), dict[int, int]()
+    requests = []
+    for where, row in _objects(path):
+        if len(requests) == limit:
+            break
+        chat, parent = _get(row, "chat_id", int, where), _get(row, "parent_chat_id", int, where)
+        session = sessions[chat] = (
+            sessions.get(parent, len(requests)) if parent >= 0 else len(requests)
+        )
+        tokens = _get(row, "input_length", int, where), _get(row, "output_length", int, where)
+        ids = _get(row, "hash_ids", list, where)
+        arrival = _get(row, "timestamp", (int, float), where)
+        requests.append(_request(where, arrival, session, *tokens, ids, BAILIAN_BLOCK, "", number))
+    return _some(requests, path)
+
+
+def load_weka(path: str | Path, limit: int | None = None) -> list[Request]:
+    """The first `limit` requests of Weka sessions, in the order of their times.
+
+    Each session starts at its own recorded time. A prompt whose last, partial block has no id ends in tokens of its own.
+
+    Raises: ValueError naming file, line and what is wrong with it.
+    """
+    requests: list[Request] = []
+    numbers: dict[int, Numbering] = {}
+    path = Path(path)
+    files = sorted(path.glob("*.json*")) if path.is_dir() else [path]
+    for session, (where, trace) in enumerate(pair for file in files for pair in _objects(file)):
+        size = _get(trace, "block_size", int, where)
+        number = numbers.setdefault(size, Numbering(size))
+        scope = trace.get("hash_id_scope", "local")
+        if scope not in ("local", "global"):
+            raise ValueError(
+                f"trace: {where}: hash_id_scope: expected 'local' or 'global', got {scope!r}"
+            )
+        name = "" if scope == "global" else str(trace.get("id", session))
+        for row in _calls(trace, where):
+            tokens = _get(row, "in", int, where), _get(row, "out", int, where)
+            ids = list(_get(row, "hash_ids", list, where))
+            if len(ids) == tokens[0] // size and tokens[0] % size:
+                ids.append(("tail", session, len(requests)))
+            arrival = _get(row, "t", (int, float), where)
+            requests.append(_request(where, arrival, session, *tokens, ids, size, name, number))
+    requests.sort(key=lambda r: r.arrival)
+    return _some(requests[:limit], path)
+
+
+LOADERS: dict[str, Callable[[str | Path, int | None], list[Request]]] = {
+    "mooncake": load_mooncake,
+    "bailian": load_bailian,
+    "weka": load_weka,
+}
+
+
+def _calls(trace: dict[str, Any], where: str) -> Iterator[dict[str, Any]]:
+    """Model calls of a session, those of its subagents included."""
+    for row in _get(trace, "requests", list, where):
+        if not isinstance(row, dict):
+            raise ValueError(f"trace: {where}: requests: expected objects, got {row!r:.60}")
+        if row.get("type") == "subagent":
+            yield from _calls(row, where)
+        else:
+            yield row
+
+
+def _request(
+    where: str, arrival: float, session: int, input: int, output: int, ids: list[Any], size: int, scope: str, number: Numbering
+) -> Request:  # fmt: skip
+    if output < 1:  # 0 would be a look-up
+        output = 1
+    needed = -(-input // size)
+    if len(ids) < needed:
+        raise ValueError(
+            f"trace: {where}: hash_ids: expected {needed} ids for {input} tokens, got {len(ids)}"
+        )
+    try:
+        return Request(float(arrival), session, input, output, number(ids[:needed]), size, scope)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"trace: {where}: {error}") from error
+
+
+def _objects(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """JSON objects of a file (one in all, or one a line), each with where it stands."""
+    path = Path(path)
+    with lzma.open(path) if path.suffix == ".xz" else path.open("rb") as lines:
+        if path.name.removesuffix(".xz").endswith(".json"):
+            yield path.name, _parsed(lines.read(), path.name)
+            return
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                where = f"{path.name}, line {number}"
+                yield where, _parsed(line, where)
+
+
+def _parsed(text: bytes, where: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"trace: {where}: expected a JSON object, got {text[:60]!r}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"trace: {where}: expected a JSON object, got {text[:60]!r}")
+    return value
+
+
+def _get(row: dict[str, Any], field: str, kind: Any, where: str) -> Any:
+    value = row.get(field)
+    if not isinstance(value, kind) or isinstance(value, bool):
+        names = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
+        raise ValueError(f"trace: {where}: {field}: expected {names}, got {value!r:.60}")
+    return value
+
+
+def _some(requests: list[Request], path: str | Path) -> list[Request]:
+    if not requests:
+        raise ValueError(
+            f"trace: expected at least one request in {Path(path).name}, got an empty file"
+        )
+    return requests

@@ -1,0 +1,118 @@
+"""Traces of three formats become the same kind of request, and bad lines are named."""
+
+import json
+import lzma
+
+import numpy as np
+import pytest
+
+from quire.bench.replay.loaders import load_bailian, load_mooncake, load_weka
+from quire.bench.replay.requests import ANSWER_TOKENS, Numbering, Request
+
+
+def write(path, *rows):
+    data = "\n".join(json.dumps(r) for r in rows).encode()
+    path.write_bytes(lzma.compress(data) if path.suffix == ".xz" else data)
+    return path
+
+
+def shared(a, b, i=0, j=1):
+    """Tokens that the prompts of two requests have in common at the start."""
+    x, y = a.tokens(i)[: a.input], b.tokens(j)[: b.input]
+    n = min(len(x), len(y))
+    different = np.flatnonzero(x[:n] != y[:n])
+    return int(different[0]) if len(different) else n
+
+
+def test_mooncake(tmp_path):
+    path = write(
+        tmp_path / "t.jsonl.xz",
+        {"timestamp": 1500, "input_length": 1030, "output_length": 9, "hash_ids": [7, 8, 9]},
+        {"timestamp": 2000, "input_length": 1100, "output_length": 3, "hash_ids": [7, 8, 5]},
+    )
+    first, second = load_mooncake(path)
+    assert (first.arrival, first.input, first.output, first.ids_block_size) == (1.5, 1030, 9, 512)
+    assert shared(first, second) == 1024 and first.session != second.session
+    assert load_mooncake(path, limit=1)[0].input == 1030
+
+
+def bailian(chat, parent, **more):
+    row = {"chat_id": chat, "parent_chat_id": parent, "timestamp": chat / 2, "input_length": 40, "output_length": 5,
+           "type": "text", "turn": 1, "hash_ids": [10**18, 2, 3]}  # fmt: skip
+    return row | more
+
+
+def test_bailian(tmp_path):
+    rows = [bailian(5, -1), bailian(6, -1, hash_ids=[4, 5, 6]), bailian(9, 5, input_length=64, hash_ids=[10**18, 2, 8, 9]), bailian(11, 9)]  # fmt: skip
+    a, b, c, d = load_bailian(write(tmp_path / "qwen.jsonl", *rows))
+    assert a.arrival == 2.5 and a.ids_block_size == 16
+    assert a.session == c.session == d.session != b.session
+    assert shared(a, c) == 32 and shared(a, b) == 0 and shared(a, d) == 40
+    assert len(load_bailian(tmp_path / "qwen.jsonl", limit=2)) == 2
+
+
+def call(t, size, ids, out=10):
+    return {"t": t, "type": "n", "model": "m", "in": size, "out": out, "hash_ids": ids}
+
+
+def session(name, *requests, scope="local"):
+    return {"id": name, "block_size": 64, "hash_id_scope": scope, "requests": list(requests)}
+
+
+def test_weka_sessions_subagents_and_scopes(tmp_path):
+    sub = {"t": 2.0, "type": "subagent", "agent_id": "x", "requests": [call(2.5, 128, [1, 9])]}
+    one = session("one", call(0.0, 128, [1, 2]), sub, call(3.0, 150, [1, 2]))
+    two = session("two", call(1.0, 128, [1, 2]))
+    path = write(tmp_path / "weka.jsonl", one, two)
+    a, b, c, d = load_weka(path)
+    assert [r.arrival for r in (a, b, c, d)] == [0.0, 1.0, 2.5, 3.0]
+    assert a.session == c.session == d.session != b.session
+    assert a.scope == c.scope != b.scope
+    assert shared(a, c) == 64 and shared(a, d) == 128 and d.input == 150
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for trace in (one, two):
+        write(folder / f"{trace['id']}.json", trace | {"hash_id_scope": "global"})
+    everywhere = load_weka(folder)
+    assert {r.scope for r in everywhere} == {""} and len(everywhere) == 4
+    assert len(load_weka(folder, limit=3)) == 3
+
+
+@pytest.mark.parametrize(
+    ("load", "row", "message"),
+    [
+        (load_bailian, {"chat_id": 1}, "line 1: parent_chat_id: expected int, got None"),
+        (load_bailian, bailian(1, -1, hash_ids=[1]), "line 1: hash_ids: expected 3 ids for 40 tokens, got 1"),
+        (load_bailian, bailian(1, -1, input_length=0), "line 1: request: expected input >= 1"),
+        (load_bailian, bailian(1, -1, timestamp="now"), "line 1: timestamp: expected int or float, got 'now'"),
+        (load_bailian, [1], "line 1: expected a JSON object"),
+        (load_weka, session("a", 3), "line 1: requests: expected objects, got 3"),
+        (load_weka, session("a", call(0, 640, [1])), "line 1: hash_ids: expected 10 ids for 640 tokens, got 1"),
+        (load_weka, session("a", scope="odd"), "line 1: hash_id_scope: expected 'local' or 'global', got 'odd'"),
+        (load_weka, session("a"), "expected at least one request in t.jsonl"),
+        (load_mooncake, {"timestamp": 1}, "line 1: missing fields"),
+    ],
+)  # fmt: skip
+def test_bad_lines_are_named(tmp_path, load, row, message):
+    with pytest.raises(ValueError, match="trace: .*" + message.replace("[", r"\[")):
+        load(write(tmp_path / "t.jsonl", row))
+
+
+def test_tokens_of_a_request():
+    known = Request(0.0, 0, 40, 20, np.array([3, 1, 2, 7]), 16)
+    assert known.tokens(0).tolist() == [*range(48, 64), *range(16, 48), *range(112, 124)]
+    unknown = Request(0.0, 0, 40, 20, np.array([3, 1, 2]), 16)
+    first, second = unknown.tokens(0), unknown.tokens(1)
+    assert first[:40].tolist() == second[:40].tolist() == known.tokens(0)[:40].tolist()
+    assert len(first) == 60 and (first[40:] >= ANSWER_TOKENS).all()
+    assert not set(first[40:].tolist()) & set(second[40:].tolist())
+    for bad in ({"input": 0}, {"output": -1}, {"ids": np.array([1])}):
+        with pytest.raises(ValueError, match="expected"):
+            Request(**({"arrival": 0.0, "session": 0, "input": 40, "output": 1, "ids": np.arange(3), "ids_block_size": 16} | bad))  # fmt: skip
+
+
+def test_too_many_ids_for_31_bits():
+    number = Numbering(1 << 28)
+    assert number(["a", "b", "a"]).tolist() == [0, 1, 0]
+    with pytest.raises(ValueError, match="at most 4 distinct"):
+        number(range(5))
