@@ -1,7 +1,7 @@
 """Retention-aware KV-cache allocator for hybrid-attention models; needs numpy and nothing else."""
 
 from .events import AllBlocksCleared, BlockRemoved, BlockStored, EventLog, tail_hashes
-from .eviction import LRU, S3FIFO, CostAware, Entry, EvictionPolicy, Ranked
+from .eviction import LRU, S3FIFO, Adaptive, CostAware, Entry, EvictionPolicy, Ranked
 from .hashing import Prompt
 from .manager import KVCache
 from .plan import OutOfPages, StepPlan
@@ -12,6 +12,7 @@ __all__ = [
     "LRU",
     "NULL_BLOCK",
     "S3FIFO",
+    "Adaptive",
     "AllBlocksCleared",
     "BlockRemoved",
     "BlockStored",

@@ -13,8 +13,15 @@ how entries compare:
 from __future__ import annotations
 
 import heapq
+import math
 from collections import OrderedDict, deque
 from typing import Protocol
+
+from .hashing import KEY_BYTES
+
+FIRST = 2.0**40  # ticks: before every entry that is not set back as far
+RARE = -1.5  # log2: kinds returned to about a third as often as the others, or less, go first
+NEAR = 32  # segments before the end of a prompt that count as near it
 
 
 class Entry(Protocol):
@@ -57,6 +64,9 @@ class EvictionPolicy(Protocol):
     def pop(self) -> Entry | None:
         """Take out the entry to evict next; None when there is none."""
 
+    def asked(self, keys: bytes, hit: int) -> None:
+        """A prompt was admitted: 32 bytes for each of its segments, and how many of them were reused."""
+
 
 class Ranked:
     """Base of policies that give each entry a number when it is filed: the lowest goes first, the deepest among equals.
@@ -86,15 +96,26 @@ class Ranked:
         """Forget `entry`."""
         self._tickets.pop(entry, None)
 
-    def pop(self) -> Entry | None:
-        """The entry of lowest rank."""
+    def peek(self) -> Entry | None:
+        """The entry of lowest rank; it stays."""
         while self._heap:
-            rank, _, ticket, entry = heapq.heappop(self._heap)
+            _, _, ticket, entry = self._heap[0]
             if self._tickets.get(entry) == ticket:
-                del self._tickets[entry]
-                self.evicted(entry, rank)
                 return entry
+            heapq.heappop(self._heap)
         return None
+
+    def pop(self) -> Entry | None:
+        """Take out the entry of lowest rank."""
+        entry = self.peek()
+        if entry is not None:
+            rank = heapq.heappop(self._heap)[0]
+            del self._tickets[entry]
+            self.evicted(entry, rank)
+        return entry
+
+    def asked(self, keys: bytes, hit: int) -> None:
+        """Called with each admitted prompt; does nothing here."""
 
     def evicted(self, entry: Entry, rank: float) -> None:
         """Called with each popped entry; does nothing here."""
@@ -235,6 +256,166 @@ class S3FIFO:
         self._main.clear()
         return None
 
+    def asked(self, keys: bytes, hit: int) -> None:
+        """Nothing is learned from prompts."""
+
     def _enter(self, queue: deque[Entry], entry: Entry) -> None:
         self._place[entry] = queue
         queue.append(entry)
+
+
+class Record:
+    """What `Adaptive` remembers of an entry, cached or evicted."""
+
+    __slots__ = ("cost", "last_used", "superseded", "turn", "where")
+
+    def __init__(self, turn: int) -> None:
+        self.turn = turn  # turns of its conversation that came before
+        self.last_used = 0
+        self.superseded = False  # a longer prompt returned to it, and leaves entries of its own
+        self.where = ""  # its kind, while no prompt returned to it since it has that
+        self.cost = ""  # the same; "-" once a prompt returned to it
+
+
+class Shares:
+    """Of each kind, how many out of how many were returned to; the latest thousand or two of each count."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, float] = {}
+        self._returned: dict[str, float] = {}
+
+    def made(self, kind: str) -> None:
+        """One more of `kind`."""
+        self._made[kind] = self._made.get(kind, 0.0) + 1
+        if self._made[kind] > 1024:
+            self._made[kind] /= 2
+            self._returned[kind] = self._returned.get(kind, 0.0) / 2
+
+    def returned(self, kind: str) -> None:
+        """One of `kind` was returned to."""
+        self._returned[kind] = self._returned.get(kind, 0.0) + 1
+
+    def lift(self, kind: str) -> float:
+        """log2 of the share of `kind` over that of all other kinds; near 0 while there is little to tell."""
+        made, returned = self._made.get(kind, 0.0), self._returned.get(kind, 0.0)
+        others = sum(self._made.values()) - made
+        mean = (sum(self._returned.values()) - returned + 1) / (others + 10)
+        # 20 imagined ones of the other kinds' share: a kind has to show that it differs.
+        return math.log2((returned + 20 * mean) / (made + 20) / mean) if others > 20 else 0.0
+
+
+class Adaptive(Ranked):
+    """Recency, corrected by what this traffic shows of things that nobody can know beforehand.
+
+    * Do conversations that came back once come back more often than new ones? Then their entries are kept longer, by
+      `patience` times the mean time after which prompts return.
+    * Are some kinds of entries returned to a third as often as the others, or less? Then they go first. An entry is at the `end` of a
+      prompt, `near` it, or `else`where (after the answer, at a junction); `superseded` once the next turn left longer ones;
+      `costly` or not, that is with fewer than half of the segments saved per page of the best.
+
+    Keys are remembered longer than their entries, so that a prompt shows what it would have returned to had all been kept.
+    Where nothing differs, this is LRU.
+
+    Source: LeCaR and ARC for learning from what was evicted; Marconi (arXiv 2411.19379) for kinds of reuse and savings per byte.
+
+    Args:
+        patience: mean times to a return that a conversation which comes back earns.
+        memory: keys remembered, as a multiple of the cached entries.
+    """
+
+    def __init__(self, patience: float = 4.0, memory: float = 16.0) -> None:
+        super().__init__()
+        if not (patience >= 0 and memory >= 1):
+            raise ValueError(
+                f"patience, memory: expected >= 0 and >= 1, got {patience} and {memory}"
+            )
+        self._patience, self._memory = patience, memory
+        self._records: OrderedDict[bytes, Record] = OrderedDict()
+        self._places: OrderedDict[bytes, str] = (
+            OrderedDict()
+        )  # keys at and near the ends of late prompts
+        self._turns, self._where, self._costs = Shares(), Shares(), Shares()
+        self._wait = 0.0  # mean ticks to a return
+        self._num_returns = 0
+        self._densest = 0.0  # most segments saved per page
+        self._turn = self._now = 0
+        self._popped: tuple[Entry, Record] | None = None
+
+    def asked(self, keys: bytes, hit: int) -> None:
+        """Find what the prompt returns to: the entry that it hit, and the deepest that it could have hit had all been kept."""
+        self._turn = 0
+        end = len(keys) // KEY_BYTES
+        for depth in range(end, 0, -1):
+            record = self._records.get(keys[(depth - 1) * KEY_BYTES : depth * KEY_BYTES])
+            if record is not None:
+                self._return_to(record, 2 * depth >= end)
+                if 0 < hit < depth:
+                    used = self._records.get(keys[(hit - 1) * KEY_BYTES : hit * KEY_BYTES])
+                    if used is not None:
+                        self._credit(used)
+                break
+        self._turns.made("later" if self._turn else "first")
+        for depth in range(max(1, end - NEAR), end + 1):
+            key = keys[(depth - 1) * KEY_BYTES : depth * KEY_BYTES]
+            self._places[key] = "end" if depth >= end - 1 else "near"
+        while len(self._places) > 64 * NEAR:
+            self._places.popitem(last=False)
+
+    def _return_to(self, record: Record, most: bool) -> None:
+        """A prompt starts with the prefix of `record`; `most` of it is that."""
+        self._credit(record)
+        if most:
+            self._turns.returned("later" if record.turn else "first")
+            self._num_returns += 1
+            wait = self._now - record.last_used
+            self._wait += (wait - self._wait) / min(self._num_returns, 1024)
+            self._turn = record.turn = record.turn + 1
+            record.superseded = True
+
+    def _credit(self, record: Record) -> None:
+        """Count a return once for each kind that the entry has."""
+        if record.where:
+            self._where.returned(record.where)
+            record.where = ""
+        if record.cost not in ("", "-"):
+            self._costs.returned(record.cost)
+            record.cost = "-"
+
+    def rank(self, entry: Entry) -> float:
+        """The tick of the last use, and what its kinds add or take."""
+        self._now = max(self._now, entry.last_used)
+        record = self._record(entry)
+        density = entry.gain / max(1, entry.num_pages)
+        self._densest = max(self._densest, density)
+        cost = "costly" if density < self._densest / 2 else "cheap"
+        where = "superseded" if record.superseded else self._places.get(entry.key, "else")
+        if record.where != where:
+            record.where = where
+            self._where.made(where)
+        if not record.cost:
+            record.cost = cost
+            self._costs.made(cost)
+        rank = float(entry.last_used)
+        if record.turn:
+            rank += self._patience * self._wait * min(1.0, max(0.0, self._turns.lift("later")))
+        rank -= FIRST * ((self._where.lift(where) < RARE) + (self._costs.lift(cost) < RARE))
+        return rank
+
+    def evicted(self, entry: Entry, rank: float) -> None:
+        """A chain that is only shortened is filed again at once, under another key."""
+        record = self._records.get(entry.key)
+        self._popped = None if record is None else (entry, record)
+
+    def _record(self, entry: Entry) -> Record:
+        key, records = entry.key, self._records
+        if key in records:
+            record = records[key]
+            records.move_to_end(key)
+        elif self._popped is not None and self._popped[0] is entry:
+            record = records[key] = self._popped[1]
+        else:
+            record = records[key] = Record(self._turn)
+        record.last_used = entry.last_used
+        while len(records) > 1024 + self._memory * len(self._tickets):
+            records.popitem(last=False)
+        return record

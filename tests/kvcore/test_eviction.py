@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from quire.kvcore import LRU, S3FIFO, CostAware, Ranked
+from quire.kvcore import LRU, S3FIFO, Adaptive, CostAware, Ranked
 
 from .engine import Engine, groups
 
 GEMMA = ((32, None), (16, 64), (16, 64))
-POLICIES = [LRU, CostAware, S3FIFO]
+POLICIES = [LRU, CostAware, S3FIFO, Adaptive]
 
 
 @dataclass(eq=False)
@@ -115,9 +115,82 @@ def test_s3fifo_lets_a_ghost_into_the_main_queue():
     assert order.index(b"0") > order.index(b"9")
 
 
-@pytest.mark.parametrize("make", [lambda: CostAware(weight=2), lambda: S3FIFO(small=0)])
+def key(*names: object) -> bytes:
+    """Segment keys, 32 bytes each."""
+    return b"".join(str(name).encode().rjust(32) for name in names)
+
+
+def test_adaptive_is_lru_while_nothing_comes_back():
+    adaptive, lru = Adaptive(), LRU()
+    entries = []
+    for tick in range(400):
+        adaptive.asked(key(tick), 0)
+        entries.append(Fake(key(tick), last_used=tick))
+        if tick % 3 == 0:  # used again, as by a request that goes on from there
+            entries.append(entries[tick // 2])
+            entries[-1].last_used = tick
+        for policy in (adaptive, lru):
+            policy.add(entries[-1])
+        if tick > 50:
+            assert adaptive.pop() is lru.pop()
+
+
+def test_adaptive_keeps_conversations_that_come_back():
+    """Half of the prompts are never repeated; chats return every 40 prompts, and more surely than new ones do."""
+    policy, kept = Adaptive(), {}
+    tick = 0
+    for round_ in range(30):
+        for who in range(20):
+            for name in (f"chat{who}", f"once{round_}-{who}"):
+                tick += 1
+                policy.asked(key(name), int(name in kept))
+                kept[name] = Fake(key(name), last_used=tick)
+                policy.add(kept[name])
+                while len(kept) > 30:  # LRU needs 40 for any hit
+                    gone = policy.pop().key.decode().strip()
+                    del kept[gone]
+    assert sum(name.startswith("chat") for name in kept) == 20
+
+
+@pytest.mark.parametrize("chats", [True, False])
+def test_adaptive_learns_which_end_of_a_turn_is_returned_to(chats):
+    """Each turn leaves an entry at the end of its prompt and one after the answer; only one kind is returned to."""
+    policy = Adaptive()
+    history, live, tick = {}, {}, 0
+    for turn in range(12):
+        for who in range(8):
+            tick += 1
+            before = history.get(who, [])
+            said = [f"{who}.{turn}.{i}" for i in range(40)]
+            prompt = before + said
+            policy.asked(key(*prompt), len(before))
+            whole = [*prompt, f"answer{who}.{turn}.{len(prompt)}"]
+            end = Fake(key(prompt[-1]), last_used=tick, depth=len(prompt))
+            after = Fake(key(whole[-1]), last_used=tick, depth=len(whole))
+            policy.add(end)
+            policy.add(after)
+            live[who] = (end, after)
+            history[who] = whole if chats else prompt
+    order = popped(policy)
+    rank = {k: i for i, k in enumerate(order)}
+    for end, after in live.values():
+        assert (rank[after.key] > rank[end.key]) == chats
+
+
+def test_adaptive_forgets_old_keys():
+    policy = Adaptive(memory=1)
+    for i in range(5000):
+        policy.asked(key(i), 0)
+        policy.add(Fake(key(i), last_used=i))
+        policy.pop()
+    assert len(policy._records) <= 1100 and len(policy._places) <= 64 * 32
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: CostAware(weight=2), lambda: S3FIFO(small=0), lambda: Adaptive(patience=-1)]
+)
 def test_bad_settings_are_named(make):
-    with pytest.raises(ValueError, match=r"weight: expected|small: expected"):
+    with pytest.raises(ValueError, match=r"(weight|small|patience, memory): expected"):
         make()
 
 
