@@ -55,11 +55,12 @@ WIDE = {
         (16, True): (32, 8, 3, True),
         (32, True): (32, 8, 3, True),
     },
+    # Tiles of mma.sync have 16 rows, so nothing is gained by a swap, and plain rows would not be copied asynchronously with it.
     "ampere": {
-        (16, False): (32, 8, 3, True),
-        (32, False): (32, 8, 3, True),
+        (16, False): (32, 8, 3, False),
+        (32, False): (32, 8, 3, False),
         (64, False): (32, 8, 2, False),
-        (16, True): (32, 8, 3, True),
+        (16, True): (32, 8, 3, False),
         (32, True): (32, 8, 3, True),
     },
     "small": {
@@ -93,9 +94,9 @@ def select_config(
     """
     if dtype_bytes == 4:
         # Without tensor cores, for checks more than for speed.
-        return CompressedConfig(
-            16, 64 if head_dim <= 64 else 16, 8, 1, head_dim == 512 or rows < 64
-        )
+        if head_dim == 512:
+            return CompressedConfig(16, 16, 16, 1, True)
+        return CompressedConfig(16, 64 if head_dim <= 64 else 16, 8, 1, rows < 64)
     if head_dim < 512:
         return CompressedConfig(rows, 32, 4, 3, rows < 64)
     table = WIDE[_generation(arch)]

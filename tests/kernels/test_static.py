@@ -199,6 +199,18 @@ print(len(kept) == len(set(kept)), set(kept) == set(every), len(kept) < len(ever
     assert done.stdout.split() == ["True"] * 3, done.stderr
 
 
+def test_every_case_can_be_built():
+    """For each architecture where it has to hold, whatever takes minutes to compile."""
+    done = run("-c", """
+from bench import static
+for name, case in static.all_cases().items():
+    for arch in case.archs:
+        assert case.launches(arch), (name, arch)
+print("built")
+""")  # fmt: skip
+    assert done.stdout.split() == ["built"], done.stderr
+
+
 def test_table_aligns():
     lines = static.table([GOOD, GOOD | {"case": "longer", "sass_per_tile": None}]).splitlines()
     assert len({line.index("decode_kernel") for line in lines[1:]}) == 1

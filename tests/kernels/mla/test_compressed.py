@@ -1,12 +1,14 @@
 """``compressed_attention`` against the float64 oracle, both implementations, on batches full of poison."""
 
 import dataclasses
+import itertools
 import re
 
 import pytest
 import torch
 
 from quire.kernels import paged
+from quire.kernels.configs import tile_heads
 from quire.kernels.mla import (
     LatentPages,
     compressed_attention,
@@ -17,6 +19,7 @@ from quire.kernels.mla import (
     page_bytes,
     reference_compressed,
 )
+from quire.kernels.mla import compressed_configs as configs
 from tests.helpers import DEVICE, NAN, NO_PAGE, assert_within_budget
 from tests.kernels.mla.compressed_cases import Case, W, exactly, make_batch
 
@@ -58,7 +61,7 @@ CASES = [
     Case("mixed-csa", [40, 9, 30], [1, 1, 6], ratio=4, topk=6, num_decodes=2),
     Case("mixed-long-decode", [30, 9, 20], [7, 1, 6], ratio=4, num_decodes=2),
     Case("split-hca", [1100], [1], ratio=4, entry_rows=64, num_sms=9),
-    Case("split-hca-ragged", [3, 1600, 0, 1100, 9], [1, 1, 1, 2, 1], ratio=4, entry_rows=64, num_decodes=5, num_sms=9),
+    Case("split-hca-ragged", [3, 1100, 0, 1600, 9], [1, 2, 1, 1, 1], ratio=4, entry_rows=64, num_decodes=5, num_sms=9),
     Case("split-hca-two-head-tiles", [600], [1], ratio=2, num_heads=18, fresh=False, num_sms=7),
     Case("split-csa", [1300], [1], ratio=4, topk=270, entry_rows=64, num_sms=3),
     Case("split-csa-speculative", [1300, 9], [2, 2], ratio=4, topk=270, num_decodes=2, entry_rows=64, num_sms=9),
@@ -234,6 +237,29 @@ def test_quantised_rows_are_read_exactly(arch):
         launch.run()
     expected = torch.stack([reference_compressed.read_row(pages, 1, row) for row in range(rows)])
     assert call.out[:, 0].double().equal(expected.to(BF16).double())
+
+
+@pytest.mark.parametrize("num_heads", [1, 5, 8, 16, 24, 64, 65, 80, 128])
+def test_the_stated_workspace_suffices(num_heads):
+    """Whatever the batch, the format, the architecture and the lengths are."""
+    for arch, fp8, picked in itertools.product(
+        (80, 86, 90, 100, 120), (False, True), (False, True)
+    ):
+        for decode_tokens, num_decodes, num_sms in itertools.product(
+            (1, 3, 9), (1, 300), (1, 7, 132)
+        ):
+            rows = configs.tile_rows(num_heads, 1 if picked else decode_tokens)
+            config = configs.select_config(512, 2, fp8, arch, rows=rows)
+            assert config.block_m <= rows
+            block_q, _, head_tiles = tile_heads(num_heads, config.block_m)
+            block_q = 1 if picked else block_q
+            plan = configs.plan_decode(
+                num_tiles=num_decodes * -(-decode_tokens // block_q), block_q=block_q, num_heads=num_heads,
+                head_tiles=head_tiles, head_dim=512, num_sms=num_sms, max_keys=None, bounded=picked,
+            )  # fmt: skip
+            assert plan.workspace_numel <= compressed_attention_workspace_numel(
+                head_dim=512, num_sms=num_sms
+            )
 
 
 ARGUMENTS = {
