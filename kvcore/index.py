@@ -361,9 +361,12 @@ class PrefixIndex:
             self._used(point)
             return False
         point = run.points[depth] = ResumePoint(run, depth, pages, self.tick)
-        insort(run.depths, depth)
+        if run.depths and depth < run.depths[-1]:
+            insort(run.depths, depth)
+        else:
+            run.depths.append(depth)
         self.num_points += 1
-        self._used(point)
+        self.policy.add(point)
         return True
 
     def use(self, run: Run) -> ResumePoint | None:

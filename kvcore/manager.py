@@ -7,7 +7,8 @@ index (a segment that was cached before keeps its old pages); the blocks after i
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from .index import PrefixIndex, Run
 from .pages import PagePool
 from .plan import OutOfPages, StepPlan
 from .report import Match, check_invariants, describe, limited_by
-from .retention import Retention, kept_boundaries, parse_retention
+from .retention import Retention, kept_boundaries, parse_retention, replay_boundaries
 from .sequences import Sequences
 from .spec import GroupSpec, Int32, Int64, Layout
 from .stats import count_admission, new_counters
@@ -40,13 +41,17 @@ class KVCache:
         enable_caching: False never caches and never hits.
         max_draft_tokens: tokens of a step that `commit(accepted=)` may reject or `rollback` take back. Rows of state
             groups must then tolerate tokens that are taken back (rows addressed by position do).
+        replay_tokens: tokens that must be computed before a boundary so that all window layers are exact there: the
+            sum of (sliding_window - 1) over them. With it, a request whose dense blocks are cached much further than
+            any resume point computes these again instead (see `Match.replay_from`); None never does.
         policy: eviction policy; `LRU` by default.
         max_pinned_pages: budget of `pin`; all pages by default.
         track_deltas: collect table changes for `take_deltas`.
         events: where to write what is stored and removed; None keeps no events and no tokens.
 
     Raises:
-        ValueError: an argument is out of range, page sizes differ, or retention is not aligned.
+        ValueError: an argument is out of range, page sizes differ, retention is not aligned, or replay_tokens is given
+            with a state group (a state depends on all tokens before it).
     """
 
     def __init__(
@@ -60,6 +65,7 @@ class KVCache:
         hash_seed: bytes = b"",
         enable_caching: bool = True,
         max_draft_tokens: int = 0,
+        replay_tokens: int | None = None,
         policy: EvictionPolicy | None = None,
         max_pinned_pages: int | None = None,
         track_deltas: bool = False,
@@ -69,6 +75,7 @@ class KVCache:
             ("max_requests", max_requests, 1),
             ("max_model_len", max_model_len, 1),
             ("max_draft_tokens", max_draft_tokens, 0),
+            ("replay_tokens", 1 if replay_tokens is None else replay_tokens, 1),
         ):
             if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < low:
                 raise ValueError(f"{name}: expected an int >= {low}, got {value!r}")
@@ -80,6 +87,9 @@ class KVCache:
         self.max_requests, self.max_model_len = max_requests, max_model_len
         self.max_draft_tokens = max_draft_tokens
         self.enable_caching = enable_caching
+        if replay_tokens is not None and any(g.kind == "state" for g in layout.groups):
+            raise ValueError("replay_tokens: expected None with a state group, got a number")
+        self.replay_tokens = replay_tokens
         self.hash_seed = hash_seed
         root_key(hash_seed, b"")  # refuses a seed that is not bytes
         self.hybrid = layout.hybrid
@@ -91,7 +101,12 @@ class KVCache:
         self.index.announcer = self._announcer
         self._cached: Int64 = np.zeros(max_requests, dtype=np.int64)  # tokens in the index
         self._rollback_floor: Int64 = np.zeros(max_requests, dtype=np.int64)
-        self._keep: Int64 = np.zeros((max_requests, 3), dtype=np.int64)  # replay x2, junction
+        self._keep: Int64 = np.zeros(
+            (max_requests, 4), dtype=np.int64
+        )  # replay boundaries, junction
+        # Requests that compute cached tokens again: which ones; both 0 for all others.
+        self._replay_from: Int64 = np.zeros(max_requests, dtype=np.int64)
+        self._replay_to: Int64 = np.zeros(max_requests, dtype=np.int64)
         self._runs: list[Run] = [self.index.root] * max_requests
         self.max_pinned_pages = num_pages if max_pinned_pages is None else max_pinned_pages
         self._pin_at_release: dict[int, float] = {}  # slot -> expiry
@@ -192,7 +207,13 @@ class KVCache:
         reason = limited_by(self.enable_caching, usable, dense, hit)
         a = self.alignment
         per_group = {g.name: (dense if g.kind == "dense" else hit) * a for g in self.layout.groups}
-        return Match(hit * a, dense * a, reason, per_group, prompt), run
+        match = Match(hit * a, dense * a, reason, per_group, prompt)
+        if self.replay_tokens is not None and self.hybrid:
+            to = min(dense, usable) * a
+            start = max(0, to - self.replay_tokens) // a * a
+            if start > hit * a:
+                match = replace(match, replay_from=start, replay_to=to)
+        return match, run
 
     def admit(self, request_id: Hashable, match: Match) -> int:
         """Give a request a slot and the pages of its hit (looked up again). Allocates nothing.
@@ -214,21 +235,25 @@ class KVCache:
         prompt = match.prompt
         match, run = self._match(prompt)
         self._changed()
-        hit, a = match.num_tokens, self.alignment
-        slot = self.sequences.add(request_id, prompt, hit)
+        hit, a = match.replay_to or match.num_tokens, self.alignment
+        slot = self.sequences.add(request_id, prompt, match.num_saved_tokens)
         if self._announcer is not None:
             self._announcer.admitted(slot, prompt)
         self._cached[slot] = self._rollback_floor[slot] = hit
+        self._replay_from[slot], self._replay_to[slot] = (
+            match.replay_from or 0,
+            match.replay_to or 0,
+        )
         self._keep[slot] = 0
         if self.hybrid and self.enable_caching:
-            replay = ((prompt.num_tokens - 1) // a * a, prompt.num_tokens // a * a)
-            self._keep[slot] = (*replay, match.dense_tokens)
+            self._keep[slot] = (*replay_boundaries(prompt.num_tokens, a), match.dense_tokens)
+        self.index.policy.asked(prompt.keys, hit // a)
         run = self.index.end_at(run, hit // a) if hit else self.index.root
         self.index.lock(run)
         self._runs[slot] = run
         if hit:
             self._tables.fill_dense(slot, 0, self.index.pages_between(run, 0, run.depth))
-            point = self.index.use(run)
+            point = None if match.replay_to else self.index.use(run)
             if point is not None:
                 self._tables.load(slot, hit, point.pages)
                 self.counters["resume_points_used"] += 1
@@ -296,7 +321,8 @@ class KVCache:
                 f"expected at most max_model_len = {self.max_model_len}"
             )
         kept, snapshot = self._boundaries(slots, start, end, batch is not None)
-        step = self._tables.plan(slots, start, end, kept, snapshot, batch)
+        written = start if batch is not None else np.maximum(start, self._replay_to[slots])
+        step = self._tables.plan(slots, start, end, written, kept, snapshot, batch)
         if step.needed > self.pool.num_free:
             evictable = self.index.num_evictable
             if step.needed > self.pool.num_free + evictable:
@@ -314,8 +340,8 @@ class KVCache:
         mapping = self._tables.fill(step, pages, cu, len(positions))
         seq_lens = end.astype(np.int32)
         return StepPlan(
-            slots, counts, cu, seq_lens, positions, mapping, step.copies, step.state_pages,
-            step, self._version,
+            slots, counts, cu, seq_lens, positions, mapping, *self._tables.replays(step, cu), step.copies,
+            step.state_pages, step, self._version,
         )  # fmt: skip
 
     def _vectors(self, slots: Any, num_new_tokens: Any) -> tuple[Int64, Int64]:
@@ -349,6 +375,7 @@ class KVCache:
         if not chunk.size:
             return none, snapshot
         slots, start, end = slots[chunk], start[chunk], end[chunk]
+        start = np.maximum(start, self._replay_to[slots] - 1)  # the windows are not exact before
         # The last boundary, and the last that has its key, stay in the ring, whatever is accepted.
         ends = [end - self.max_draft_tokens - self.layout.lookahead, end - self.max_draft_tokens]
         ends += [end - self.layout.lookahead, end]
@@ -394,6 +421,8 @@ class KVCache:
             self._announcer.computed(plan, ids, end)
         closing, whole = self._closing(step, end)
         rows, kept = self._kept(slots, whole * self.alignment, closing)
+        if step.replaying:
+            rows, kept = self._with_replayed(step, end, rows, kept)
         several = plan.num_new_tokens[rows] > 1
         chunk_kept = (NO_ROWS, NO_ROWS)
         if rows.size:
@@ -406,17 +435,13 @@ class KVCache:
         if closing.size:
             self._close(slots[closing], whole)
         if rows.size:
-            tails = iter(effects.tails)
-            self._add_points(
-                (
-                    slot,
-                    boundary,
-                    next(tails).copy() if in_chunk else self._tables.tail(slot, boundary),
-                )
-                for slot, boundary, in_chunk in zip(
-                    slots[rows].tolist(), kept.tolist(), several.tolist(), strict=True
-                )
-            )
+            in_chunk = iter(effects.tails)
+            where, boundaries = slots[rows].tolist(), kept.tolist()
+            tails = [
+                next(in_chunk) if chunk else self._tables.tail(slot, boundary)
+                for slot, boundary, chunk in zip(where, boundaries, several.tolist(), strict=True)
+            ]
+            self._add_points(where, boundaries, tails)
         self._tables.settle(step, effects)
         return effects.copies
 
@@ -469,6 +494,16 @@ class KVCache:
         rows, kept = kept_boundaries(start, to, always, self.interval)
         return closing[rows], kept
 
+    def _with_replayed(
+        self, step: Step, end: Int64, rows: Int64, kept: Int64
+    ) -> tuple[Int64, Int64]:
+        """`rows`, `kept` and the boundaries up to which requests have now computed their windows again."""
+        to = self._replay_to[step.slots]
+        done = ((step.start < to) & (to <= end)).nonzero()[0]
+        rows, kept = np.concatenate([rows, done]), np.concatenate([kept, to[done]])
+        order = np.lexsort((kept, rows))
+        return rows[order], kept[order]
+
     def _close(self, slots: Int64, whole: Int64) -> None:
         """Cache the segments of `slots` [n] up to segment `whole` [n]."""
         first = self._cached[slots] // self.alignment
@@ -506,13 +541,13 @@ class KVCache:
         theirs = self.index.pages_between(self._runs[slot], first, first + len(pages))
         self._tables.fill_dense(slot, first, theirs)
 
-    def _add_points(self, points: Iterable[tuple[int, int, Int32]]) -> None:
-        """Keep resume points (slot, boundary, pages), but none where the state was not copied."""
-        made = []
-        for slot, boundary, pages in points:
-            if self._tables.states and self._tables.snapshot_at[slot] != boundary:
+    def _add_points(self, slots: list[int], boundaries: list[int], tails: list[Int32]) -> None:
+        """Keep resume points with their pages, but none where the state was not copied."""
+        a, states, made = self.alignment, bool(self._tables.states), []
+        for slot, boundary, pages in zip(slots, boundaries, tails, strict=True):
+            if states and self._tables.snapshot_at[slot] != boundary:
                 continue
-            if self.index.add_point(self._runs[slot], boundary // self.alignment, pages):
+            if self.index.add_point(self._runs[slot], boundary // a, pages):
                 made.append(pages)
                 if self._announcer is not None:
                     self._announcer.point(slot, boundary)
@@ -549,7 +584,7 @@ class KVCache:
     def lowest_rollback(self, slot: int) -> int:
         """The fewest tokens that `rollback` can leave the request of `slot`."""
         old = int(self.num_computed[slot])
-        if not self.max_draft_tokens:
+        if not self.max_draft_tokens or old < self._replay_to[slot]:
             return old
         known = int(self._cached[slot])
         if known and old > self.sequences.prompt_len[slot]:
@@ -569,8 +604,8 @@ class KVCache:
         slot = self.slot_of(request_id)
         self._changed()
         computed, cached = int(self.num_computed[slot]), int(self._cached[slot])
-        if self.hybrid and cached:
-            self._add_points([(slot, cached, self._tables.tail(slot, cached))])
+        if self.hybrid and 0 < cached <= computed:
+            self._add_points([slot], [cached], [self._tables.tail(slot, cached)])
         expiry = self._pin_at_release.pop(slot, None)
         if expiry is not None and cached:
             self._pin(self._runs[slot], cached // self.alignment, expiry)

@@ -11,6 +11,7 @@ import numpy as np
 
 from .spec import NULL_BLOCK, Int32, Int64
 
+ONE_HOLD = 1 << 32
 UNSHARED = 1  # `PagePool.counts` of a page that one request reads and no resume point holds
 
 
@@ -87,7 +88,7 @@ class PagePool:
 
     def _unuse_shared(self, pages: Int32) -> Int32:
         """Count `pages` down, repeats allowed; returns those that nobody reads now, each once."""
-        np.subtract.at(self.users, pages, 1)
+        np.add.at(self.counts, pages, -1)
         return self._once(pages[self.users[pages] == 0])
 
     def _once(self, pages: Int32) -> Int32:
@@ -101,11 +102,11 @@ class PagePool:
         """Resume points start to hold `pages` (repeats allowed: points of one chain overlap)."""
         fresh = pages[(self.users[pages] == 0) & (self.holds[pages] == 0)]
         self.num_held_only += len(self._once(fresh))
-        np.add.at(self.holds, pages, 1)
+        np.add.at(self.counts, pages, ONE_HOLD)
 
     def unhold(self, pages: Int32) -> int:
         """A resume point lets go of `pages` (distinct but for padding); returns how many got free."""
-        np.subtract.at(self.holds, pages, 1)
+        np.add.at(self.counts, pages, -ONE_HOLD)
         idle = pages[(self.holds[pages] == 0) & (self.users[pages] == 0)]
         self.num_held_only -= len(idle)
         self.put(idle)

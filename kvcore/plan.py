@@ -43,6 +43,8 @@ class StepPlan:
         positions: [total] int64.
         slot_mapping: [num_tables, total] int64, page * block_size + row; -1 = do not write. One row a group, or
             one for each of a group's pages_per_block (`KVCache.table_index`); rows of state groups are all -1.
+        replay_rows, replay_slots: [m] int64 rows of the step that are computed once more, and [num_tables, m] int64 where
+            dense groups hold them already: their attention must take these rows from the pages, not from the step.
         copies: [m, 2] int32 pages (source, destination) to copy before the step: state snapshots that requests
             start from. Source 0 is the null page: the initial state.
         state_pages: [num_tables, n] int32 live page of each request in the step, 0 in rows of other groups;
@@ -55,6 +57,8 @@ class StepPlan:
     seq_lens: Int32
     positions: Int64
     slot_mapping: Int64
+    replay_rows: Int64
+    replay_slots: Int64
     copies: Int32
     state_pages: Int32
     step: Step = field(repr=False)

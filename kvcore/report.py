@@ -38,6 +38,8 @@ class Match:
         limited_by: why the hit is not longer (see `explain`).
         per_group: tokens that each group could serve.
         prompt: the hashed prompt, to look up again.
+        replay_from, replay_to: where no resume point is near, the tokens from `replay_from` on may be computed once more
+            to restore the windows at `replay_to`, all of whose dense blocks are cached; None where that saves nothing.
     """
 
     num_tokens: int
@@ -45,11 +47,21 @@ class Match:
     limited_by: Reason
     per_group: dict[str, int]
     prompt: Prompt
+    replay_from: int | None = None
+    replay_to: int | None = None
+
+    @property
+    def num_saved_tokens(self) -> int:
+        """Tokens that an admitted request does not compute."""
+        return self.num_tokens if self.replay_from is None else self.replay_from
 
     def explain(self) -> str:
         """One sentence: hit length and what limited it."""
         why = _EXPLANATIONS[self.limited_by].format(dense=self.dense_tokens)
-        return f"{self.num_tokens} of {self.prompt.num_tokens} tokens: {why}"
+        text = f"{self.num_tokens} of {self.prompt.num_tokens} tokens: {why}"
+        if self.replay_from is not None:
+            text += f"; replayed from {self.replay_from}"
+        return text
 
 
 def limited_by(enabled: bool, usable: int, dense: int, hit: int) -> Reason:
@@ -120,7 +132,8 @@ def check_invariants(cache: KVCache) -> None:
             pins[id(node)] += 1
     for slot in np.flatnonzero(cache.sequences.active).tolist():
         computed, cached = int(cache.num_computed[slot]), int(cache._cached[slot])
-        assert cached <= computed and cached % a == 0
+        replaying = computed < int(cache._replay_to[slot])
+        assert (cached <= computed or replaying) and cached % a == 0
         lowest = min(computed, cache.lowest_rollback(slot))
         run = cache._runs[slot]
         assert run.depth * a == cached, "a request's prefix ends at the end of its run"
@@ -130,7 +143,8 @@ def check_invariants(cache: KVCache) -> None:
         for block in cache._tables.windows:
             c = block.spec
             users.update(p for p in block.table[slot].ravel().tolist() if p)
-            low = max(0, lowest - (c.spec.sliding_window or 1) + 1) // c.block_size
+            low = max(int(cache._replay_from[slot]), lowest - (c.spec.sliding_window or 1) + 1)
+            low = max(0, low) // c.block_size
             visible = np.arange(low, -(-computed // c.block_size))
             live = block.table[slot][:, visible % c.width]
             assert (live != 0).all(), "a block inside the window has no page"
@@ -138,7 +152,7 @@ def check_invariants(cache: KVCache) -> None:
             users.update(p for p in state.table[slot].ravel().tolist() if p)
         for block in cache._tables.dense:
             c = block.spec
-            row = block.table[slot, :, : -(-computed // c.block_size)]
+            row = block.table[slot, :, : -(-max(cached, computed) // c.block_size)]
             assert (row != 0).all(), "a computed dense block has no page"
             whole = cached // c.block_size
             owners.update(row[:, whole:].ravel().tolist())

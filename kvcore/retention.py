@@ -15,6 +15,9 @@ import numpy as np
 
 from .spec import Int64, ragged_arange
 
+# A prompt of at least this many tokens also keeps a point at the last multiple of them.
+EDITED_TOKENS = 512
+
 Retention = str | int | Mapping[str, str | int]
 
 
@@ -50,6 +53,17 @@ def parse_retention(retention: Retention, alignment: int, groups: Sequence[str])
     return retention
 
 
+def replay_boundaries(num_tokens: int, alignment: int) -> tuple[int, int, int]:
+    """Boundaries of a prompt that are kept whatever the setting; 0 = none.
+
+    A resend of the prompt is capped one token before its end, a longer sibling can use all whole segments, and a
+    prompt whose last lines are edited (or end in a template's suffix) parts from this one somewhat earlier.
+    """
+    end = num_tokens // alignment * alignment
+    edited = num_tokens // EDITED_TOKENS * EDITED_TOKENS // alignment * alignment
+    return (num_tokens - 1) // alignment * alignment, end, edited
+
+
 def kept_boundaries(start: Int64, end: Int64, always: Int64, interval: int) -> tuple[Int64, Int64]:
     """Boundaries in (start, end] of each request at which a resume point is kept.
 
@@ -64,9 +78,9 @@ def kept_boundaries(start: Int64, end: Int64, always: Int64, interval: int) -> t
     inside = (always > start[:, None]) & (always <= end[:, None])
     rows, columns = np.nonzero(inside)
     positions = always[rows, columns]
-    if interval:
-        first = start // interval + 1
-        more_rows, index = ragged_arange(first, end // interval + 1 - first)
+    passed = start // interval if interval else start
+    if interval and np.count_nonzero(end // interval - passed):
+        more_rows, index = ragged_arange(passed + 1, end // interval - passed)
         rows = np.concatenate([rows, more_rows])
         positions = np.concatenate([positions, index * interval])
     if len(rows) > 1:

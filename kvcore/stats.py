@@ -16,7 +16,7 @@ def new_counters(layout: Layout) -> dict[str, int]:
     """
     names = [
         "requests", "hits", "prompt_tokens", "hit_tokens", "tokens_without_resume_point",
-        "resume_points_kept", "resume_points_used",
+        "resume_points_kept", "resume_points_used", "replays", "replayed_tokens",
     ]  # fmt: skip
     reasons = get_args(Reason)
     names += [f"limited_by/{reason}" for reason in reasons]
@@ -29,9 +29,12 @@ def count_admission(counters: dict[str, int], match: Match) -> None:
     """A request was admitted with the hit `match`."""
     counters["requests"] += 1
     counters["prompt_tokens"] += match.prompt.num_tokens
-    counters["hit_tokens"] += match.num_tokens
+    counters["hit_tokens"] += match.num_saved_tokens
     counters[f"limited_by/{match.limited_by}"] += 1
-    if match.num_tokens:
+    if match.replay_from is not None and match.replay_to is not None:
+        counters["replays"] += 1
+        counters["replayed_tokens"] += match.replay_to - match.replay_from
+    if match.num_saved_tokens:
         counters["hits"] += 1
     else:
         counters[f"misses/{match.limited_by}"] += 1

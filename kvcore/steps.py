@@ -62,6 +62,8 @@ class Decode:
 class Chunk:
     """Plan of one class for requests that compute several tokens: the blocks that are written."""
 
+    first: Int64  # [n] block in which each request's tokens start
+    span: int  # blocks that the longest of them reaches
     rows: Int64  # [m] request of each block, ascending
     blocks: Int64  # [m] block number, ascending within a request
     is_new: npt.NDArray[np.bool_]  # [m] the block needs a page (else it is the open block)
@@ -208,14 +210,14 @@ class BlockTables:
         """Which blocks of [start, end) are written.
 
         Args:
-            start, end: [n] tokens before and after the step.
+            start, end: [n] tokens that were written before, and after the step.
             kept_rows, kept: requests and boundaries in (start, end] whose tails must survive, sorted.
         """
         spec, size = self.spec, self.spec.block_size
         first, stop = start // size, -(-end // size)
         rows = np.arange(len(start))
         if not self.is_window:
-            rows, blocks = ragged_arange(first, stop - first)
+            rows, blocks = ragged_arange(first, np.maximum(0, stop - first))
         else:
             low = np.maximum(first, np.maximum(0, end - spec.reach) // size)
             tails = kept // size
@@ -230,27 +232,36 @@ class BlockTables:
             which, blocks = ragged_arange(lows, np.maximum(highs - lows, 0))
             rows = rows[which]
         is_new = blocks * size >= start[rows]
-        return Chunk(rows, blocks, is_new, int(np.count_nonzero(is_new)))
+        span = int((stop - first).max())
+        return Chunk(first, span, rows, blocks, is_new, int(np.count_nonzero(is_new)))
 
     def fill_chunk(
-        self, plan: Chunk, slots: Int64, start: Int64, end: Int64, offset: Int64, fresh: Int32
-    ) -> tuple[Int64, Int64]:
+        self, plan: Chunk, slots: Int64, start: Int64, offset: Int64, end: Int64, fresh: Int32
+    ) -> tuple[Int64 | slice, Int64]:
         """Give `fresh` pages to the plan.
 
         Args:
             offset: [n] index of each request's first token among the step's tokens.
 
         Returns:
-            (token indices [t], slots [k, t]) of the rows that are written.
+            (indices of the tokens whose rows are written, their slots [k, t]).
         """
         size, rows = self.spec.block_size, plan.rows
         plan.pages = self.pages(slots[rows], plan.blocks)
         plan.pages[plan.is_new] = fresh.reshape(-1, self.spec.num_tables)
         low = np.maximum(plan.blocks * size, start[rows])
         high = np.minimum((plan.blocks + 1) * size, end[rows])
+        # Where a block's rows would be if its tokens were numbered like the step's.
+        base = (
+            plan.pages * np.int64(size) + (start[rows] - offset[rows] - plan.blocks * size)[:, None]
+        )
+        if not self.is_window and len(start) == 1:  # all of these tokens, one after another
+            every = slice(int(offset[0]), int(offset[0] + max(0, end[0] - start[0])))
+            where = np.repeat(base.T, high - low, axis=1)
+            where += np.arange(every.start, every.stop)
+            return every, where
         which, tokens = ragged_arange(offset[rows] + low - start[rows], high - low)
-        within = tokens - (offset[rows] - start[rows] + plan.blocks * size)[which]
-        return tokens, (plan.pages * np.int64(size)).T[:, which] + within
+        return tokens, base.T[:, which] + tokens
 
     def commit_dense(self, plan: Chunk, slots: Int64, end: Int64) -> tuple[Int64, Int32]:
         """Make the plan's blocks up to `end` [n] the request's own; free the others.
@@ -264,29 +275,26 @@ class BlockTables:
         pages = plan.pages[kept]
         return self.write(slots[plan.rows[kept]], plan.blocks[kept], pages), pages
 
-    def tails(self, plan: Chunk, slots: Int64, rows: Int64, boundaries: Int64) -> Int32:
-        """Pages of the tails of `boundaries` [m] of the plan's requests `rows` [m]: [m, k, tail].
+    def strip(self, plan: Chunk, slots: Int64) -> Int32:
+        """Pages of a window's blocks before and in the chunk: [n, k, j], from block `first - width + 1` of each request on.
 
-        Call before `commit_window`: blocks older than the chunk are read from the ring.
+        To be asked before `commit_window`: the blocks before the chunk are those in the ring.
         """
-        blocks = (boundaries // self.spec.block_size)[:, None] - np.arange(self.spec.tail, 0, -1)
-        return self._pages_of(plan, slots, rows, blocks)
-
-    def _pages_of(self, plan: Chunk, slots: Int64, rows: Int64, blocks: Int64) -> Int32:
-        """Pages of `blocks` [m, j] of requests `rows` [m], from the plan or else from the table."""
         assert plan.pages is not None
-        pages = self.read(slots[rows], blocks)
-        if not len(plan.rows) or not blocks.size:
-            return pages
-        span = max(int(plan.blocks.max()), int(blocks.max())) + 2
-        written = plan.rows * span + plan.blocks
-        wanted = rows[:, None] * span + np.maximum(blocks, -1)
-        at = np.minimum(np.searchsorted(written, wanted), len(written) - 1)
-        found = (written[at] == wanted) & (blocks >= 0)
-        return np.where(found[:, None, :], plan.pages[at].transpose(0, 2, 1), pages)
+        width = self.spec.width
+        strip = np.zeros((len(slots), self.spec.num_tables, width - 1 + plan.span), dtype=np.int32)
+        oldest = plan.first - (width - 1)
+        strip[:, :, :width] = self.read(slots, oldest[:, None] + np.arange(width))
+        strip[plan.rows, :, plan.blocks - oldest[plan.rows]] = plan.pages
+        return strip
+
+    def tails(self, plan: Chunk, strip: Int32, rows: Int64, boundaries: Int64) -> Int32:
+        """Pages of the tails of `boundaries` [m] of the plan's requests `rows` [m]: [m, k, tail]."""
+        lows = boundaries // self.spec.block_size - self.spec.tail - plan.first[rows]
+        return _windows(strip, rows, lows + self.spec.width - 1, self.spec.tail)
 
     def commit_window(
-        self, plan: Chunk, slots: Int64, end: Int64, planned: Int64
+        self, plan: Chunk, strip: Int32, slots: Int64, end: Int64, planned: Int64
     ) -> tuple[Int64, Int32, Int32]:
         """Turn the rings to `end` [n], of `planned` [n] tokens whose survivors were written.
 
@@ -294,24 +302,34 @@ class BlockTables:
             (flat indices, pages) of the table changes, and the pages that left the rings: the caller
             calls `pool.unuse` on them once resume points hold what they need.
         """
-        assert plan.pages is not None
-        spec, size = self.spec, self.spec.block_size
-        blocks = ((end - 1) // size)[:, None] - np.arange(spec.width)  # [n, width], newest first
+        spec, size, width = self.spec, self.spec.block_size, self.spec.width
+        oldest = (end - 1) // size - (width - 1)
+        blocks = oldest[:, None] + np.arange(width)  # [n, width]
         live = blocks >= (np.maximum(0, planned - spec.reach) // size)[:, None]
         # The last boundary stays resumable, and the last one whose segment has its key.
         for known in {0, self.lookahead}:
             tail_end = ((end - known) // self.alignment * spec.per_segment)[:, None]
             live |= (blocks < tail_end) & (blocks >= tail_end - spec.tail)
         live &= blocks >= 0
-        pages = self._pages_of(plan, slots, np.arange(len(slots)), blocks)
-        pages[np.broadcast_to(~live[:, None, :], pages.shape)] = 0
-        old = self.table[slots]
-        self.pool.users[pages[self.pool.users[pages] == 0]] = 1  # those that were free until now
-        columns = np.broadcast_to((blocks % spec.width)[:, None, :], pages.shape)
-        new = np.empty_like(pages)
-        np.put_along_axis(new, columns, pages, axis=2)
-        self.table[slots] = new
-        changed = np.nonzero(new != old)
-        places = slots[changed[0]] * self._row + self._first[changed[1]] + changed[2]
-        gone = old[(old != new) & (old != 0)]
-        return places, new[changed], gone
+        every = np.arange(len(slots))
+        pages = _windows(strip, every, oldest - plan.first + width - 1, width)
+        pages *= live[:, None, :]
+        columns = (slots * self._row)[:, None] + blocks % width
+        places = columns[:, None, :] + self._first[:, None]
+        old = self._flat[places]
+        changed = old != pages
+        places, new, gone = places[changed], pages[changed], old[changed]
+        self.pool.users[new[self.pool.users[new] == 0]] = 1  # those that were free until now
+        self._flat[places] = new
+        return places, new, gone[gone != 0]
+
+
+def _windows(strip: Int32, rows: Int64, columns: Int64, size: int) -> Int32:
+    """``strip[rows[i], :, columns[i] : columns[i] + size]`` for each i, as one array [m, k, size]."""
+    n, k, j = strip.shape
+    row, part, one = strip.strides
+    views = np.lib.stride_tricks.as_strided(
+        strip, (n, k, j - size + 1, size), (row, part, one, one)
+    )
+    windows: Int32 = views[rows, :, columns]
+    return windows

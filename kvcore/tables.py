@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from .pages import PagePool
-from .spec import GroupClass, Int32, Int64, Layout
+from .spec import GroupClass, Int32, Int64, Layout, ragged_arange
 from .states import SNAPSHOT, StateStep, StateTables
 from .steps import BlockTables, Chunk, Decode, DecodeBatch
 
@@ -31,11 +31,13 @@ class Step:
         needed: pages, in all. decode_slots: [tables, decode rows] slots of their tokens.
         copies: [m, 2] pages to copy before the step (source, destination).
         state_pages: [tables, n] live pages of state tables; [0, n] where there are none.
+        written: [n] position from which dense groups write. replaying: whether it is past `start` anywhere.
     """
 
     slots: Int64
     start: Int64
     end: Int64
+    written: Int64
     decode_rows: Int64
     chunk_rows: Int64
     batch: DecodeBatch | None
@@ -46,6 +48,11 @@ class Step:
     decode_slots: Int64 = field(default_factory=lambda: NO_ROWS)
     copies: Int32 = field(default_factory=lambda: NO_COPIES)
     state_pages: Int32 = field(default_factory=lambda: np.empty((0, 0), dtype=np.int32))
+
+    @property
+    def replaying(self) -> bool:
+        """Whether some tokens are computed once more."""
+        return self.written is not self.start and bool(np.count_nonzero(self.written > self.start))
 
 
 @dataclass
@@ -85,7 +92,9 @@ class Tables:
         self.array: Int32 = np.zeros((max_requests, layout.num_columns), dtype=np.int32)
         self.snapshot_at: Int64 = np.zeros(max_requests, dtype=np.int64)
         block_classes = [c for c in layout.classes if c.spec.kind != "state"]
-        self._mapping_rows = np.concatenate([NO_ROWS, *(c.tables for c in block_classes)])
+        # Rows of a slot mapping where not every token has a slot.
+        sparse = [c.tables for c in layout.classes if c.spec.kind != "dense"]
+        self._sparse_rows = np.concatenate([NO_ROWS, *sparse])
         self.blocks = [
             BlockTables(c, self.array, layout.alignment, layout.lookahead, pool)
             for c in block_classes
@@ -108,6 +117,7 @@ class Tables:
         slots: Int64,
         start: Int64,
         end: Int64,
+        written: Int64,
         kept: tuple[Int64, Int64],
         snapshot: Int64,
         batch: DecodeBatch | None = None,
@@ -116,6 +126,7 @@ class Tables:
 
         Args:
             slots, start, end: [n] requests and their tokens before and after the step.
+            written: [n] position from which dense groups write; past `start` where a request computes cached tokens again.
             kept: (chunk rows, boundaries) whose tails must outlive the step; rows index requests that compute
                 several tokens, sorted.
             snapshot: [n] boundary that the step may end at, 0 = none.
@@ -124,18 +135,20 @@ class Tables:
         if batch is not None:
             decode_rows, chunk_rows = NO_ROWS, NO_ROWS  # all, and none
         else:
-            counts = end - start
-            decode_rows, chunk_rows = (counts == 1).nonzero()[0], (counts > 1).nonzero()[0]
+            alone = (end - start == 1) & (written == start)
+            decode_rows, chunk_rows = alone.nonzero()[0], (~alone).nonzero()[0]
             batch = self._batch_of(slots[decode_rows], start[decode_rows])
         decodes: list[Decode] = []
         chunks: list[Chunk] = []
         if batch is not None:
             decodes = [b.plan_decode(batch) for b in self.blocks]
         if len(chunk_rows):
-            begin, stop = start[chunk_rows], end[chunk_rows]
-            chunks = [b.plan_chunk(begin, stop, *kept) for b in self.blocks]
+            begin, stop, low = start[chunk_rows], end[chunk_rows], written[chunk_rows]
+            chunks = [b.plan_chunk(begin if b.is_window else low, stop, *kept) for b in self.blocks]
         states = [s.plan(slots, snapshot) for s in self.states]
-        step = Step(slots, start, end, decode_rows, chunk_rows, batch, decodes, chunks, states, 0)
+        step = Step(
+            slots, start, end, written, decode_rows, chunk_rows, batch, decodes, chunks, states, 0
+        )
         step.needed = sum(n for _, n in self._demand(step))
         return step
 
@@ -197,18 +210,28 @@ class Tables:
         if step.batch is not None and not step.chunk_rows.size:
             mapping = step.decode_slots
         else:
-            mapping = np.full((len(self.layout.tables), total), -1, np.int64)
-            if step.batch is not None:
-                mapping[:, cu[step.decode_rows]] = step.decode_slots
+            mapping = np.empty((len(self.layout.tables), total), np.int64)
+            mapping[self._sparse_rows] = -1
         if step.chunks:
             rows = step.chunk_rows
             slots, start, end = step.slots[rows], step.start[rows], step.end[rows]
             offset = cu[rows].astype(np.int64)
+            low = step.written[rows]
+            skipped = offset + (low - start)
+            if step.replaying:
+                mapping[:] = -1
             for chunk, block in zip(step.chunks, self.blocks, strict=True):
                 size = chunk.num_new * block.spec.num_tables
-                tokens, where = block.fill_chunk(chunk, slots, start, end, offset, pages[:size])
-                mapping[block.spec.tables[:, None], tokens] = where
+                if block.is_window:
+                    filled = block.fill_chunk(chunk, slots, start, offset, end, pages[:size])
+                else:
+                    filled = block.fill_chunk(chunk, slots, low, skipped, end, pages[:size])
+                tokens, where = filled
+                tables = block.spec.tables
+                mapping[tables if isinstance(tokens, slice) else tables[:, None], tokens] = where
                 pages = pages[size:]
+        if step.batch is not None and mapping is not step.decode_slots:
+            mapping[:, cu[step.decode_rows]] = step.decode_slots
         shape = (len(self.layout.tables) if self.states else 0, len(step.slots))
         step.state_pages = np.zeros(shape, np.int32)
         if self.states:
@@ -218,6 +241,20 @@ class Tables:
                 pages = pages[size:]
             step.copies = np.concatenate([p.copies for p in step.states if p.copies is not None])
         return mapping
+
+    def replays(self, step: Step, cu: Int32) -> tuple[Int64, Int64]:
+        """Rows of the step that dense groups hold already, and their slots [num_tables, m]; -1 in other groups."""
+        if not step.replaying:
+            return NO_ROWS, np.empty((len(self.layout.tables), 0), dtype=np.int64)
+        counts = np.maximum(0, np.minimum(step.written, step.end) - step.start)
+        which, positions = ragged_arange(step.start, counts)
+        rows = cu[which] + positions - step.start[which]
+        where = np.full((len(self.layout.tables), len(rows)), -1, dtype=np.int64)
+        for block in self.dense:
+            size = block.spec.block_size
+            pages = block.pages(step.slots[which], positions // size).T
+            where[block.spec.tables] = pages * np.int64(size) + positions % size
+        return rows, where
 
     def _fill_decodes(self, step: Step, batch: DecodeBatch, pages: Int32) -> Int32:
         """Slots of the decode rows; returns the unused pages."""
@@ -247,8 +284,10 @@ class Tables:
             reached = step.end[step.chunk_rows]
             for chunk, block in zip(step.chunks, self.blocks, strict=True):
                 if block.is_window:
-                    self._place(tails, block, block.tails(chunk, slots, *kept))
-                    places, pages, left = block.commit_window(chunk, slots, stop, reached)
+                    strip = block.strip(chunk, slots)
+                    if len(tails):
+                        self._place(tails, block, block.tails(chunk, strip, *kept))
+                    places, pages, left = block.commit_window(chunk, strip, slots, stop, reached)
                     gone.append(left)
                 else:
                     places, pages = block.commit_dense(chunk, slots, stop)
@@ -376,7 +415,7 @@ class Tables:
             size = block.spec.block_size
             own = block.table[slot, :, cached // size : -(-computed // size)]
             self.pool.put(own.ravel())
-            block.table[slot, :, : -(-computed // size)] = 0
+            block.table[slot, :, : -(-max(cached, computed) // size)] = 0
         for table in [b.table for b in self.windows] + [s.table for s in self.states]:
             self.pool.unuse(table[slot].ravel())
             table[slot] = 0

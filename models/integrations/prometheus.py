@@ -23,6 +23,12 @@ COUNTERS = {
     ),
     "resume_points_kept": ("resume_points_kept", "Resume points made.", None),
     "resume_points_used": ("resume_points_used", "Hits that resumed at a resume point.", None),
+    "replays": (
+        "replays",
+        "Requests that computed cached tokens again for want of a resume point.",
+        None,
+    ),
+    "replayed_tokens": ("replayed_tokens", "Tokens that these requests computed again.", None),
     "evicted_resume_points": ("evicted_resume_points", "Resume points evicted.", None),
     "evicted_segments": ("evicted_segments", "Dense segments evicted, by reason.", "reason"),
     "demoted_pins": ("demoted_pins", "Pins ended by lack of pages.", None),

@@ -12,6 +12,7 @@ import numpy as np
 from quire.kvcore import GroupSpec, KVCache, StepPlan
 
 POISON = -1
+INEXACT = -2
 STATE_ROWS = 64  # rows of a state page, addressed by position
 STATE_READS = 4  # how many of them the next token reads
 
@@ -46,6 +47,7 @@ class Engine:
         self.tokens: dict[object, list[int]] = {}
         self.salts: dict[object, bytes] = {}
         self.slots: dict[object, int] = {}
+        self.replays: dict[object, tuple[int, int]] = {}
 
     def computed(self, rid) -> int:
         return int(self.kv.num_computed[self.slots[rid]])
@@ -54,8 +56,17 @@ class Engine:
         match = self.kv.match(tokens, salt=salt)
         self.slots[rid] = self.kv.admit(rid, match)
         self.tokens[rid], self.salts[rid] = list(tokens), salt
-        assert self.computed(rid) == match.num_tokens < len(tokens)
+        assert self.computed(rid) == match.num_saved_tokens < len(tokens)
+        self.replays[rid] = (match.replay_from or 0, match.replay_to or 0)
         return match
+
+    def _written_ids(self, rid, identity: np.ndarray, spec: GroupSpec) -> np.ndarray:
+        """Identities of the rows that the model writes: in a replay, a window is exact only at its end."""
+        first, to = self.replays[rid]
+        if spec.kind == "window" and to:
+            identity = identity.copy()
+            identity[first : to - spec.sliding_window + 1] = INEXACT
+        return identity
 
     def step(self, counts: dict[object, int], accepted: dict[object, int] | None = None):
         """Compute `counts[rid]` tokens of each request; returns the plan or OutOfPages."""
@@ -78,6 +89,8 @@ class Engine:
             ids += self.tokens[rid][c : c + n]
             for t, (rows, spec) in enumerate(zip(self.rows, self.specs, strict=True)):
                 identity = row_ids(self.tokens[rid], self.salts[rid], spec.lookahead)
+                self._check_replay(plan, t, identity, a, c, n, self.replays[rid][1])
+                identity = self._written_ids(rid, identity, spec)
                 written = plan.slot_mapping[t, a:b]
                 if spec.kind == "state":
                     assert (written == -1).all() and live[t] > 0
@@ -102,6 +115,19 @@ class Engine:
         for rid in order:
             self._write_drafter_rows(rid, before[rid])
         return plan
+
+    def _check_replay(self, plan, t, identity, offset, start, count, to) -> None:
+        """Dense rows that are computed again are not written, and the plan says where they are."""
+        if self.specs[t].kind != "dense":
+            return
+        again = range(start, min(start + count, to))
+        at = np.searchsorted(plan.replay_rows, offset)
+        assert plan.replay_rows[at : at + len(again)].tolist() == [
+            offset + p - start for p in again
+        ]
+        assert (plan.slot_mapping[t, offset : offset + len(again)] == -1).all()
+        slots = plan.replay_slots[t, at : at + len(again)]
+        assert (self.rows[t].reshape(-1)[slots] == identity[list(again)]).all()
 
     def _copy(self, pages: np.ndarray) -> None:
         for rows in self.rows:
@@ -136,7 +162,7 @@ class Engine:
         """End a request; returns the tokens that were computed."""
         n = self.computed(rid)
         self.kv.release(rid)
-        del self.slots[rid], self.salts[rid]
+        del self.slots[rid], self.salts[rid], self.replays[rid]
         return self.tokens.pop(rid)[:n]
 
     def run(
@@ -171,7 +197,10 @@ class Engine:
                 found = self.rows[t][page, positions % STATE_ROWS]
             else:
                 window = spec.sliding_window or computed + 1
-                positions = np.arange(max(0, computed - window + 1), last)
+                first, to = self.replays[rid] if spec.kind == "window" else (0, 0)
+                if computed < to:
+                    continue  # what these rows see is not exact, and nobody else sees them
+                positions = np.arange(max(first, computed - window + 1), last)
                 pages = table[positions // spec.block_size % len(table)]
                 assert (pages != 0).all(), f"{spec.name}: a visible block has no page"
                 found = self.rows[t][pages, positions % spec.block_size]

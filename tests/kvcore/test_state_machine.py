@@ -38,6 +38,13 @@ MIXES = [
 ]
 
 
+def replay_tokens(specs, layers: int | None) -> int | None:
+    """What a model with `layers` layers in each window group needs; None where a state rules replays out."""
+    if layers is None or any(g.kind == "state" for g in specs):
+        return None
+    return max(1, layers * sum((g.sliding_window or 1) - 1 for g in specs))
+
+
 class Naive:
     """What should hit: prefixes as tuples, with the lookahead of drafters in the key."""
 
@@ -63,15 +70,21 @@ class Naive:
             n -= self.a
         return n
 
-    def admit(self, prompt, salt, hit: int, dense: int) -> dict:
+    def admit(self, prompt, salt, hit: int, dense: int, replay_to: int | None) -> dict:
         """State of a running request."""
         p = len(prompt)
         keep = {(p - 1) // self.a * self.a, p // self.a * self.a, dense}
-        return {"prompt": p, "salt": salt, "cached": hit, "snapshot": hit, "keep": keep}
+        cached = replay_to or hit
+        return {
+            "prompt": p, "salt": salt, "cached": cached, "snapshot": hit, "keep": keep, "replay": replay_to or 0,
+        }  # fmt: skip
 
     def advance(self, request: dict, tokens, end: int) -> None:
         if end % self.a == 0:
             request["snapshot"] = end
+        if end >= request["replay"] > 0:
+            self._point(request, tokens, request["replay"])
+            request["replay"] = 0
         known = max(end, request["prompt"])
         while (b := request["cached"] + self.a) <= end and b + self.ahead <= known:
             request["cached"] = b
@@ -80,7 +93,7 @@ class Naive:
                 self._point(request, tokens, b)
 
     def end(self, request: dict, tokens) -> None:
-        if request["cached"]:
+        if request["cached"] and not request["replay"]:
             self._point(request, tokens, request["cached"])
 
     def _point(self, request: dict, tokens, b: int) -> None:
@@ -95,8 +108,9 @@ class Traffic(RuleBasedStateMachine):
         retention=st.sampled_from(["latest", "dense", 2, 3]),
         drafts=st.sampled_from([0, 3]),
         policy=st.sampled_from([LRU, LRU, CostAware, S3FIFO]),
+        replay=st.sampled_from([None, 1, 3]),
     )
-    def build(self, mix, pages, retention, drafts, policy):
+    def build(self, mix, pages, retention, drafts, policy, replay):
         specs = groups(*mix)
         a = math.lcm(*(g.block_size for g in specs))
         if isinstance(retention, int):
@@ -104,6 +118,7 @@ class Traffic(RuleBasedStateMachine):
         self.e = Engine(
             specs, num_pages=pages, max_requests=4, max_model_len=160, retention=retention,
             max_draft_tokens=drafts, policy=policy(), max_pinned_pages=20,
+            replay_tokens=replay_tokens(specs, replay),
         )  # fmt: skip
         interval = {"latest": 0, "dense": a}.get(retention, retention)
         self.model = Naive(self.e.kv.layout, interval)
@@ -120,6 +135,7 @@ class Traffic(RuleBasedStateMachine):
         prompt = (base[:cut] + fresh)[:150]
         expected = self.model.hit(prompt, salt)
         match = self.e.admit(self.next_id, prompt, salt)
+        self._check_replay(match)
         index = self.e.kv.index
         if index.num_evicted_points + index.num_evicted_segments == 0:
             assert match.num_tokens == expected
@@ -127,9 +143,16 @@ class Traffic(RuleBasedStateMachine):
         else:
             assert match.num_tokens <= expected
         self.running[self.next_id] = self.model.admit(
-            prompt, salt, match.num_tokens, match.dense_tokens
+            prompt, salt, match.num_tokens, match.dense_tokens, match.replay_to
         )
         self.next_id += 1
+
+    def _check_replay(self, match):
+        kv = self.e.kv
+        to = min(match.dense_tokens, (match.prompt.num_tokens - 1) // kv.alignment * kv.alignment)
+        first = max(0, to - (kv.replay_tokens or to)) // kv.alignment * kv.alignment
+        offered = kv.replay_tokens is not None and kv.hybrid and first > match.num_tokens
+        assert (match.replay_from, match.replay_to) == ((first, to) if offered else (None, None))
 
     def _advance(self, counts, accepted=None):
         before = {r: self.e.computed(r) for r in counts}
