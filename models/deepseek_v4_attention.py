@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.models.deepseek_v4_block import Attend, Attention, AttentionRows, IndexRows, WindowPool
+from quire.models.deepseek_v4_block import Attend, Attention, AttentionRows, GatedPooling, IndexRows
 from quire.models.deepseek_v4_config import DeepseekV4Config
 from quire.models.deepseek_v4_layers import apply_rope
 from quire.models.layers import rms_norm
@@ -55,19 +55,21 @@ def num_visible(positions: Tensor, ratio: int) -> Tensor:
     return (positions + 1) // ratio
 
 
-def pool_windows(pool: WindowPool, kv: Tensor, gate: Tensor, cos_sin: Tensor) -> Tensor:
+def pool_windows(pooling: GatedPooling, kv: Tensor, gate: Tensor, cos_sin: Tensor) -> Tensor:
     """Compressed entries of all whole windows of a sequence.
 
     kv, gate: [num_tokens, width * (1 + overlap)] fp32, from position 0 on. cos_sin: [max_positions, rope_dim].
 
     Returns: [num_tokens // ratio, width] fp32, normed, and rotated by the position at which each window starts.
     """
-    ratio, num_windows = pool.ratio, len(kv) // pool.ratio
+    ratio, num_windows = pooling.ratio, len(kv) // pooling.ratio
     kv = kv[: num_windows * ratio].unflatten(0, (num_windows, ratio))
-    gate = gate[: num_windows * ratio].unflatten(0, (num_windows, ratio)) + pool.position_bias
-    if pool.overlap:
+    gate = gate[: num_windows * ratio].unflatten(0, (num_windows, ratio)) + pooling.position_bias
+    if pooling.overlap:
         kv, gate = with_window_before(kv, 0.0), with_window_before(gate, float("-inf"))
-    entries = rms_norm((gate.softmax(dim=1) * kv).sum(dim=1), pool.kv_norm.weight, pool.kv_norm.eps)
+    entries = rms_norm(
+        (gate.softmax(dim=1) * kv).sum(dim=1), pooling.kv_norm.weight, pooling.kv_norm.eps
+    )
     return apply_rope(entries, cos_sin[: num_windows * ratio : ratio])
 
 

@@ -67,7 +67,7 @@ Attend = Callable[["Attention", AttentionRows], Tensor]
 """(attention, its rows) -> [num_tokens, num_heads, head_dim], the trailing channels rotated back by the query's position."""
 
 
-class WindowPool(nn.Module):
+class GatedPooling(nn.Module):
     """Weights of a compressor: gated pooling of ``ratio`` tokens to one entry of ``width`` channels, channel by channel.
 
     overlap: 1 where an entry also takes in the window before its own, through channels of their own (series a, then b).
@@ -98,7 +98,7 @@ class Scorer(nn.Module):
         self.weights_proj = Linear(config.hidden_size, config.index_num_heads, device, dtype)
 
 
-class Indexer(WindowPool):
+class Indexer(GatedPooling):
     """Queries and keys of the score by which a CSA query picks its entries: sum_h weight_h relu(q_h . k)."""
 
     def __init__(self, config: DeepseekV4Config, device: torch.device, dtype: torch.dtype) -> None:
@@ -116,7 +116,7 @@ class Indexer(WindowPool):
         return IndexRows(q, weights, *self.rows(x))
 
 
-class Compressor(WindowPool):
+class Compressor(GatedPooling):
     """The compressor of a CSA or HCA layer, and in CSA layers the indexer."""
 
     def __init__(

@@ -17,7 +17,7 @@ from quire.kernels.mla import (
     write_latent,
 )
 from quire.models.batch import AttnMetadata
-from quire.models.deepseek_v4_block import Attention, AttentionRows, Compressor, WindowPool
+from quire.models.deepseek_v4_block import Attention, AttentionRows, Compressor, GatedPooling
 from quire.models.deepseek_v4_cache import COMPRESSED, LayerCache, V4PagePool
 
 
@@ -94,17 +94,19 @@ class PagedStep:
             **self._rows,
         )
 
-    def _compress(self, pool: Compressor, cache: LayerCache, rows: AttentionRows) -> dict[str, Any]:
+    def _compress(
+        self, pooling: Compressor, cache: LayerCache, rows: AttentionRows
+    ) -> dict[str, Any]:
         """Writes the entries that the step closes, and picks. Returns the arguments that attention needs of them."""
         assert rows.compressor is not None and cache.compressed is not None
-        self._pool_windows(pool, *rows.compressor, cache.state, cache.compressed, rows.cos_sin)
+        self._pool_windows(pooling, *rows.compressor, cache.state, cache.compressed, rows.cos_sin)
         arguments = {
             "compressed_pages": cache.compressed,
             "compressed_table": self._entry_table,
-            "compress_ratio": pool.ratio,
+            "compress_ratio": pooling.ratio,
         }
         if rows.index is not None:
-            index, indexer = rows.index, pool.indexer
+            index, indexer = rows.index, pooling.indexer
             self._pool_windows(indexer, index.kv, index.gate, cache.index_state, cache.index, rows.cos_sin)  # fmt: skip
             picks, lens = index_topk(
                 index.q,
@@ -112,7 +114,7 @@ class PagedStep:
                 cache.index,
                 self._entry_table,
                 topk=self.pool.config.index_topk,
-                compress_ratio=pool.ratio,
+                compress_ratio=pooling.ratio,
                 max_seq_len=self.attn.max_seq_len,
                 **self._rows,
             )
@@ -120,22 +122,22 @@ class PagedStep:
         return arguments
 
     def _pool_windows(
-        self, pool: WindowPool, kv: Tensor, gate: Tensor, state: Tensor,
+        self, pooling: GatedPooling, kv: Tensor, gate: Tensor, state: Tensor,
         pages: LatentPages | IndexPages, cos_sin: Tensor,
     ) -> None:  # fmt: skip
         compress(
             kv,
             gate,
-            pool.position_bias,
+            pooling.position_bias,
             state,
             self._state_index,
-            ratio=pool.ratio,
-            overlap=bool(pool.overlap),
-            norm_weight=pool.kv_norm.weight,
-            eps=pool.kv_norm.eps,
+            ratio=pooling.ratio,
+            overlap=bool(pooling.overlap),
+            norm_weight=pooling.kv_norm.weight,
+            eps=pooling.kv_norm.eps,
             cos_sin=cos_sin,
             pages=pages,
-            slot_mapping=self._entry_slots[pool.ratio],
+            slot_mapping=self._entry_slots[pooling.ratio],
             **self._rows,
         )
 
