@@ -65,7 +65,7 @@ def shapes() -> list[Shape]:
         Shape("mla-decode-h40", "decode", 40),
         Shape("mla-decode-h16-pages-only", "decode", 16, fresh=False),
         Shape("mla-decode-h128-fp16", "decode", 128, dtype="float16"),
-        Shape("mla-decode-h16-narrow", "decode", 16, head_dim_v=256, rope_dim=32),
+        Shape("mla-decode-h16-narrow", "decode", 16, head_dim_v=256),
         Shape("mla-decode-h16-fp32", "decode", 16, dtype="float32"),
         Shape("mla-prefill-h16-p16-pages-only", "prefill", 16, 16, fresh=False),
         Shape("mla-prefill-h16-fp32", "prefill", 16, dtype="float32"),

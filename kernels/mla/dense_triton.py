@@ -71,7 +71,7 @@ CONFIGS = {
     "medium": {
         16: MlaConfig(32, 8, 3, False),
         32: MlaConfig(32, 8, 3, False),
-        64: MlaConfig(32, 8, 3, False),
+        64: MlaConfig(32, 8, 2, False),
     },
     "small": {
         16: MlaConfig(32, 8, 2, False),
