@@ -68,7 +68,7 @@ CASES = [
     Case("split-csa-speculative", [1300, 9], [2, 2], ratio=4, topk=270, num_decodes=2, entry_rows=64, num_sms=9),
     Case("split-window", [300], [1], sliding_window=270, rows=16, num_sms=5),
     Case("split-fp8-fresh", [600], [2], ratio=2, num_decodes=1, entry_rows=2, num_sms=4, **FP8),
-    Case("split-bf16", [600], [1], ratio=2, num_heads=64, dtype=BF16, num_sms=3),
+    Case("split-bf16", [560], [1], ratio=2, num_heads=33, dtype=BF16, num_sms=3),
     Case("whole-max-seq-len", [900], [1], ratio=4, max_seq_len=900),
     Case("million-hca", [2**20, 2**20 - 1], [2, 1], ratio=2**17, num_decodes=1),
     Case("million-csa", [2**20, 2**20 - 1, 2**20 - 4], [1, 1, 1], ratio=4, topk=12, entry_rows=64, ring=False),
@@ -184,7 +184,7 @@ def test_the_result_does_not_depend_on_who_counts_as_decode(impl, topk):
     batch = make_batch(case)
     exact, _ = exactly(batch, torch.float64)
     plain, _ = exactly(batch, torch.float32)
-    for num_decodes in range(4):
+    for num_decodes in (0, 1, 3):
         out = attend(batch | {"num_decodes": num_decodes}, impl)
         assert_within_budget("out", out.cpu(), plain, exact)
 
