@@ -24,6 +24,7 @@ from .retention import Retention, kept_boundaries, parse_retention, replay_bound
 from .sequences import Sequences
 from .spec import GroupSpec, Int32, Int64, Layout
 from .stats import count_admission, new_counters
+from .steps import DecodeBatch
 from .tables import NO_ROWS, Step, Tables
 
 
@@ -320,7 +321,7 @@ class KVCache:
                 f"num_new_tokens: slot {slots[i]} would reach {end[i]} tokens, "
                 f"expected at most max_model_len = {self.max_model_len}"
             )
-        kept, snapshot = self._boundaries(slots, start, end, batch is not None)
+        kept, snapshot = self._boundaries(slots, start, end, batch)
         written = start if batch is not None else np.maximum(start, self._replay_to[slots])
         step = self._tables.plan(slots, start, end, written, kept, snapshot, batch)
         if step.needed > self.pool.num_free:
@@ -360,18 +361,21 @@ class KVCache:
         self.sequences.check(slots)
 
     def _boundaries(
-        self, slots: Int64, start: Int64, end: Int64, only_decodes: bool
+        self, slots: Int64, start: Int64, end: Int64, batch: DecodeBatch | None
     ) -> tuple[tuple[Int64, Int64], Int64]:
-        """Boundaries whose tails must survive a step (of chunk rows), and those of state snapshots."""
+        """Boundaries whose tails must survive a step (of chunk rows), and rows that may need a snapshot of their state."""
         none = (NO_ROWS, NO_ROWS)
         if not (self.hybrid and self.enable_caching):
             return none, NO_ROWS
         a = self.alignment
         snapshot = NO_ROWS
         if self._tables.states:
-            last = end // a * a
-            snapshot = np.where((last > start) & (last >= end - self.max_draft_tokens), last, 0)
-        chunk = NO_ROWS if only_decodes else (end - start > 1).nonzero()[0]
+            if batch is not None:
+                snapshot = batch.ending
+            else:
+                last = end // a * a
+                snapshot = ((last > start) & (last >= end - self.max_draft_tokens)).nonzero()[0]
+        chunk = NO_ROWS if batch is not None else (end - start > 1).nonzero()[0]
         if not chunk.size:
             return none, snapshot
         slots, start, end = slots[chunk], start[chunk], end[chunk]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .pages import PagePool
+from .pages import UNSHARED, PagePool
 from .spec import GroupClass, Int32, Int64
 
 LIVE, SNAPSHOT = 0, 1  # columns of a state table
@@ -22,9 +22,9 @@ LIVE, SNAPSHOT = 0, 1  # columns of a state table
 class StateStep:
     """Plan of one class of state tables."""
 
+    pages: Int32  # [n, num_tables] live pages in the step, 0 where there are none yet
     starting: Int64  # rows of requests without live pages
     snapping: Int64  # rows that may end at a boundary and need new pages for the snapshot
-    live: Int32 | None = None  # [len(starting), num_tables]
     snapshots: Int32 | None = None  # [len(snapping), num_tables]
     copies: Int32 | None = None  # [m, 2] source and destination pages, before the step
 
@@ -37,57 +37,74 @@ class StateStep:
 class StateTables:
     """Live pages and newest snapshots of the state groups of one spec."""
 
-    def __init__(self, spec: GroupClass, tables: Int32, pool: PagePool) -> None:
+    def __init__(self, spec: GroupClass, tables: Int32, alignment: int, pool: PagePool) -> None:
         self.spec = spec
+        self.alignment = alignment
         self.pool = pool
         columns = tables[:, spec.offset : spec.offset + spec.num_columns]
         self.table = columns.reshape(len(tables), spec.num_tables, 2)
         assert np.shares_memory(self.table, tables)
+        self._flat = tables.reshape(-1)
         self._row = tables.shape[1]
+        self._first = np.arange(spec.num_tables) * 2 + spec.offset
 
-    def plan(self, slots: Int64, boundary: Int64) -> StateStep:
-        """Which of `slots` [n] need live pages, and which a snapshot at `boundary` [n] (0 = none)."""
-        live, snapshot = self.table[slots, 0, LIVE], self.table[slots, 0, SNAPSHOT]
-        # A snapshot that a resume point or another request shares must not be written over.
-        shared = (self.pool.users[snapshot] > 1) | (self.pool.holds[snapshot] > 0)
-        return StateStep((live == 0).nonzero()[0], ((boundary > 0) & shared).nonzero()[0])
+    def _places(self, slots: Int64, column: int) -> Int64:
+        """Flat indices in the fused table of the live pages or the snapshots of `slots` [n]: [n, k]."""
+        places: Int64 = (slots * self._row)[:, None] + (self._first + column)
+        return places
 
-    def fill(self, plan: StateStep, slots: Int64, fresh: Int32) -> Int32:
-        """Give `fresh` pages to the plan; returns the live pages of `slots` [n, num_tables] in the step.
+    def plan(self, slots: Int64, rows: Int64, live: Int32 | None = None) -> StateStep:
+        """Which of `slots` [n] need live pages, and which of `rows` pages for a snapshot.
+
+        Args:
+            rows: those that may end the step at a boundary.
+            live: [n, num_tables] live pages, if the caller knows that all have some.
+        """
+        snapping = rows
+        if len(rows):
+            # A snapshot that a resume point or another request shares must not be written over.
+            pages = self._flat[self._places(slots[rows], SNAPSHOT)[:, 0]]
+            snapping = rows[self.pool.counts[pages] != UNSHARED]
+        if live is not None:
+            return StateStep(live, rows[:0], snapping)
+        live = self._flat[self._places(slots, LIVE)]
+        return StateStep(live, (live[:, 0] == 0).nonzero()[0], snapping)
+
+    def fill(self, plan: StateStep, slots: Int64, fresh: Int32) -> None:
+        """Give `fresh` pages to the plan.
 
         The state of a request without live pages starts from its snapshot, or from page 0.
         """
         k = self.spec.num_tables
         cut = len(plan.starting) * k
-        plan.live, plan.snapshots = fresh[:cut].reshape(-1, k), fresh[cut:].reshape(-1, k)
-        sources = self.table[slots[plan.starting], :, SNAPSHOT]
-        plan.copies = np.stack([sources.ravel(), plan.live.ravel()], axis=1)
-        pages: Int32 = self.table[slots, :, LIVE]
-        pages[plan.starting] = plan.live
-        return pages
+        plan.snapshots = fresh[cut:].reshape(-1, k)
+        if cut:
+            plan.pages[plan.starting] = fresh[:cut].reshape(-1, k)
+            sources = self._flat[self._places(slots[plan.starting], SNAPSHOT)]
+            plan.copies = np.stack([sources.ravel(), fresh[:cut]], axis=1)
 
     def commit(
-        self, plan: StateStep, slots: Int64, ends: Int64
-    ) -> tuple[Int32, tuple[Int64, Int32]]:
+        self, plan: StateStep, slots: Int64, end: Int64, ends: Int64
+    ) -> tuple[Int32, Int64, Int32]:
         """Make the plan real.
 
         Args:
-            ends: [m] rows whose step ended at a boundary of which a snapshot is due.
+            end: [n] tokens after the step. ends: rows whose step ended at a boundary of which a snapshot is due.
 
         Returns:
-            (copies after the step [m, 2], table changes (flat indices [n, k], pages [n, k])).
+            (copies after the step [m, 2], flat indices and pages of the table changes).
         """
-        assert plan.live is not None and plan.snapshots is not None
-        starting, snapping = slots[plan.starting], slots[plan.snapping]
-        self.table[starting, :, LIVE] = plan.live
-        self.pool.users[plan.live] = 1
-        due = np.isin(plan.snapping, ends)
-        self.pool.put(plan.snapshots[~due].ravel())
-        snapping, pages = snapping[due], plan.snapshots[due]
-        self.pool.unuse(self.table[snapping, :, SNAPSHOT].ravel())
-        self.table[snapping, :, SNAPSHOT] = pages
-        self.pool.users[pages] = 1
-        sources, targets = self.table[slots[ends], :, LIVE], self.table[slots[ends], :, SNAPSHOT]
-        copies = np.stack([sources.ravel(), targets.ravel()], axis=1)
-        first = np.arange(self.spec.num_tables) * 2 + self.spec.offset + LIVE
-        return copies, ((starting * self._row)[:, None] + first, plan.live)
+        assert plan.snapshots is not None
+        places, live = self._places(slots[plan.starting], LIVE), plan.pages[plan.starting]
+        if len(plan.starting):
+            self._flat[places] = live
+            self.pool.users[live] = 1
+        if len(plan.snapping):
+            due = end[plan.snapping] % self.alignment == 0
+            self.pool.put(plan.snapshots[~due].ravel())
+            where, pages = self._places(slots[plan.snapping[due]], SNAPSHOT), plan.snapshots[due]
+            self.pool.unuse(self._flat[where].ravel())
+            self._flat[where] = pages
+            self.pool.users[pages] = 1
+        targets = self._flat[self._places(slots[ends], SNAPSHOT)]
+        return np.stack([plan.pages[ends].ravel(), targets.ravel()], axis=1), places, live

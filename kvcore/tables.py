@@ -19,6 +19,7 @@ from .steps import BlockTables, Chunk, Decode, DecodeBatch
 
 NO_ROWS: Int64 = np.empty(0, dtype=np.int64)
 NO_COPIES: Int32 = np.empty((0, 2), dtype=np.int32)
+NO_PAGES: Int32 = np.empty((0, 0), dtype=np.int32)
 
 
 @dataclass
@@ -47,7 +48,7 @@ class Step:
     needed: int
     decode_slots: Int64 = field(default_factory=lambda: NO_ROWS)
     copies: Int32 = field(default_factory=lambda: NO_COPIES)
-    state_pages: Int32 = field(default_factory=lambda: np.empty((0, 0), dtype=np.int32))
+    state_pages: Int32 = field(default_factory=lambda: NO_PAGES)
 
     @property
     def replaying(self) -> bool:
@@ -102,10 +103,13 @@ class Tables:
         sizes = [c.block_size for c in block_classes]
         self._smallest = math.gcd(layout.alignment, *sizes)
         self._batch: DecodeBatch | None = None
+        self._live_pages: list[Int32] = []  # of its requests, one array a state table
         self.dense = [b for b in self.blocks if not b.is_window]
         self.windows = [b for b in self.blocks if b.is_window]
         self.states = [
-            StateTables(c, self.array, pool) for c in layout.classes if c.spec.kind == "state"
+            StateTables(c, self.array, layout.alignment, pool)
+            for c in layout.classes
+            if c.spec.kind == "state"
         ]
         self._track_deltas = track_deltas
         self._deltas: list[tuple[Int64, Int32]] = []
@@ -129,9 +133,10 @@ class Tables:
             written: [n] position from which dense groups write; past `start` where a request computes cached tokens again.
             kept: (chunk rows, boundaries) whose tails must outlive the step; rows index requests that compute
                 several tokens, sorted.
-            snapshot: [n] boundary that the step may end at, 0 = none.
+            snapshot: rows that may end the step at a boundary whose state is to be kept.
             batch: from `batch_again`, if the step is nothing else.
         """
+        again = batch is not None
         if batch is not None:
             decode_rows, chunk_rows = NO_ROWS, NO_ROWS  # all, and none
         else:
@@ -145,7 +150,8 @@ class Tables:
         if len(chunk_rows):
             begin, stop, low = start[chunk_rows], end[chunk_rows], written[chunk_rows]
             chunks = [b.plan_chunk(begin if b.is_window else low, stop, *kept) for b in self.blocks]
-        states = [s.plan(slots, snapshot) for s in self.states]
+        known = self._live_pages if again else [None] * len(self.states)
+        states = [s.plan(slots, snapshot, p) for s, p in zip(self.states, known, strict=True)]
         step = Step(
             slots, start, end, written, decode_rows, chunk_rows, batch, decodes, chunks, states, 0
         )
@@ -232,14 +238,15 @@ class Tables:
                 pages = pages[size:]
         if step.batch is not None and mapping is not step.decode_slots:
             mapping[:, cu[step.decode_rows]] = step.decode_slots
-        shape = (len(self.layout.tables) if self.states else 0, len(step.slots))
-        step.state_pages = np.zeros(shape, np.int32)
         if self.states:
+            step.state_pages = np.zeros((len(self.layout.tables), len(step.slots)), np.int32)
             for plan, state in zip(step.states, self.states, strict=True):
                 size = plan.num_blocks * state.spec.num_tables
-                step.state_pages[state.spec.tables] = state.fill(plan, step.slots, pages[:size]).T
+                state.fill(plan, step.slots, pages[:size])
+                step.state_pages[state.spec.tables] = plan.pages.T
                 pages = pages[size:]
-            step.copies = np.concatenate([p.copies for p in step.states if p.copies is not None])
+            copies = [p.copies for p in step.states if p.copies is not None]
+            step.copies = np.concatenate(copies) if copies else NO_COPIES
         return mapping
 
     def replays(self, step: Step, cu: Int32) -> tuple[Int64, Int64]:
@@ -311,13 +318,18 @@ class Tables:
         return Effects(tails, gone, copies)
 
     def _commit_states(self, step: Step, end: Int64) -> Int32:
-        ends = (end % self.layout.alignment == 0).nonzero()[0]
+        only = step.batch is not None and not step.chunk_rows.size
+        if only and step.batch is not None:
+            ends = step.batch.ending
+        else:
+            ends = (end % self.layout.alignment == 0).nonzero()[0]
         self.snapshot_at[step.slots[ends]] = end[ends]
         copies = []
         for plan, state in zip(step.states, self.states, strict=True):
-            more, (places, pages) = state.commit(plan, step.slots, ends)
+            more, places, pages = state.commit(plan, step.slots, end, ends)
             copies.append(more)
             self._delta(places, pages)
+        self._live_pages = [plan.pages for plan in step.states]
         return np.concatenate(copies)
 
     def _place(self, tails: Int32, part: BlockTables | StateTables, pages: Int32) -> None:

@@ -179,3 +179,16 @@ def test_rollback_stops_at_the_lookahead_of_cached_segments():
 def test_bad_state_groups_are_named(arguments, message):
     with pytest.raises(ValueError, match=message):
         GroupSpec("s", "state", 16, 4096, **arguments)
+
+
+def test_a_state_without_caching_needs_no_snapshots():
+    e = Engine(
+        groups(GroupSpec("state", "state", 4, 4096), (4, None)),
+        num_pages=40, max_requests=3, max_model_len=64, enable_caching=False,
+    )  # fmt: skip
+    e.admit("a", [1, 2, 3, 4, 5])
+    e.admit("b", [1, 2, 3, 4, 5, 6, 7])
+    e.step({"a": 4, "b": 6})
+    e.step({"a": 1, "b": 1})
+    e.decode("a", [1, 2, 3, 4])
+    assert (e.kv.tables[:, :] >= 0).all() and e.kv.stats()["pages_in_use"] == 3 + 2 + 2
