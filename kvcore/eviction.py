@@ -309,7 +309,7 @@ class Adaptive(Ranked):
 
     * Do conversations that came back once come back more often than new ones? Then their entries are kept longer, by
       `patience` times the mean time after which prompts return.
-    * Are some kinds of entries returned to a third as often as the others, or less? Then they go first. An entry is at the `end` of a
+    * Are some kinds of entries returned to a third as often as the others, or less? Then those of them that are costly or superseded go first. An entry is at the `end` of a
       prompt, `near` it, or `else`where (after the answer, at a junction); `superseded` once the next turn left longer ones;
       `costly` or not, that is with fewer than half of the segments saved per page of the best.
 
@@ -398,7 +398,11 @@ class Adaptive(Ranked):
         rank = float(entry.last_used)
         if record.turn:
             rank += self._patience * self._wait * min(1.0, max(0.0, self._turns.lift("later")))
-        rank -= FIRST * ((self._where.lift(where) < RARE) + (self._costs.lift(cost) < RARE))
+        # The dense pages of a superseded entry are kept for the longer ones: all that it costs is its own.
+        if (cost == "costly" or record.superseded) and min(
+            self._where.lift(where), self._costs.lift(cost)
+        ) < RARE:
+            rank -= FIRST
         return rank
 
     def evicted(self, entry: Entry, rank: float) -> None:

@@ -144,8 +144,9 @@ def test_adaptive_keeps_conversations_that_come_back():
             for name in (f"chat{who}", f"once{round_}-{who}"):
                 tick += 1
                 policy.asked(key(name), int(name in kept))
-                kept[name] = Fake(key(name), last_used=tick)
-                policy.add(kept[name])
+                entry = kept.setdefault(name, Fake(key(name)))
+                entry.last_used = tick
+                policy.add(entry)
                 while len(kept) > 30:  # LRU needs 40 for any hit
                     gone = policy.pop().key.decode().strip()
                     del kept[gone]
@@ -156,6 +157,7 @@ def test_adaptive_keeps_conversations_that_come_back():
 def test_adaptive_learns_which_end_of_a_turn_is_returned_to(chats):
     """Each turn leaves an entry at the end of its prompt and one after the answer; only one kind is returned to."""
     policy = Adaptive()
+    policy.add(Fake(key("dense"), gain=10, num_pages=10))  # so that the others are costly
     history, live, tick = {}, {}, 0
     for turn in range(12):
         for who in range(8):
@@ -165,8 +167,8 @@ def test_adaptive_learns_which_end_of_a_turn_is_returned_to(chats):
             prompt = before + said
             policy.asked(key(*prompt), len(before))
             whole = [*prompt, f"answer{who}.{turn}.{len(prompt)}"]
-            end = Fake(key(prompt[-1]), last_used=tick, depth=len(prompt))
-            after = Fake(key(whole[-1]), last_used=tick, depth=len(whole))
+            end = Fake(key(prompt[-1]), last_used=tick, depth=len(prompt), num_pages=4)
+            after = Fake(key(whole[-1]), last_used=tick, depth=len(whole), num_pages=4)
             policy.add(end)
             policy.add(after)
             live[who] = (end, after)
