@@ -9,7 +9,7 @@ from typing import Any
 _HOME = {
     "IndexPages": "layout",
     "LatentPages": "layout",
-    "compress": "compress",
+    "compress": "compressor",
     "compressed_attention": "compressed",
     "compressed_attention_workspace_numel": "compressed",
     "flash_mla_with_kvcache": "flash_mla",
