@@ -103,7 +103,7 @@ class Tables:
         sizes = [c.block_size for c in block_classes]
         self._smallest = math.gcd(layout.alignment, *sizes)
         self._batch: DecodeBatch | None = None
-        self._live_pages: list[Int32] = []  # of its requests, one array a state table
+        self._live_pages: list[Int32] = []  # of its requests [n, num_tables], for each class of states
         self.dense = [b for b in self.blocks if not b.is_window]
         self.windows = [b for b in self.blocks if b.is_window]
         self.states = [
@@ -318,18 +318,20 @@ class Tables:
         return Effects(tails, gone, copies)
 
     def _commit_states(self, step: Step, end: Int64) -> Int32:
-        only = step.batch is not None and not step.chunk_rows.size
-        if only and step.batch is not None:
+        self._live_pages = [plan.pages for plan in step.states]
+        if step.batch is not None and not step.chunk_rows.size:
             ends = step.batch.ending
         else:
             ends = (end % self.layout.alignment == 0).nonzero()[0]
+            self._live_pages = [pages[step.decode_rows] for pages in self._live_pages]
+        if not ends.size and not any(plan.num_blocks for plan in step.states):
+            return NO_COPIES
         self.snapshot_at[step.slots[ends]] = end[ends]
         copies = []
         for plan, state in zip(step.states, self.states, strict=True):
             more, places, pages = state.commit(plan, step.slots, end, ends)
             copies.append(more)
             self._delta(places, pages)
-        self._live_pages = [plan.pages for plan in step.states]
         return np.concatenate(copies)
 
     def _place(self, tails: Int32, part: BlockTables | StateTables, pages: Int32) -> None:

@@ -192,3 +192,19 @@ def test_a_state_without_caching_needs_no_snapshots():
     e.step({"a": 1, "b": 1})
     e.decode("a", [1, 2, 3, 4])
     assert (e.kv.tables[:, :] >= 0).all() and e.kv.stats()["pages_in_use"] == 3 + 2 + 2
+
+
+def test_decodes_after_a_mixed_step_keep_their_states():
+    e = Engine(
+        groups((8, None), GroupSpec("state", "state", 8, 4096)),
+        num_pages=60, max_requests=3, max_model_len=64,
+    )  # fmt: skip
+    for rid, n in (("a", 3), ("b", 4), ("c", 20)):
+        e.admit(rid, [n] * n)
+    e.step({"a": 3, "b": 4})
+    for t in range(12):
+        e.tokens["b"].append(t)
+        e.tokens["a"].append(t)
+        counts = {"c": 2, "b": 1, "a": 1} if t in (2, 3, 7) else {"b": 1, "a": 1}
+        e.step(counts)
+        e.check()
