@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from quire.models.configs import CONFIGS, ModelConfig
-from quire.models.gemma import Gemma
+from quire.models.decoder import Decoder
 from quire.models.layers import RMSNorm
 from quire.models.tokenizer import ByteTokenizer, Tokenizer, find_tokenizer
 from quire.models.weights import load_model, random_model, save_checkpoint
@@ -22,7 +22,7 @@ EMBEDDING_SHRINK = 1 / 32
 class BenchModel:
     """A model, how text becomes its tokens, and one phrase on where the weights come from."""
 
-    model: Gemma
+    model: Decoder
     tokenizer: Tokenizer
     source: str
 
@@ -54,19 +54,25 @@ def build_model(
 
 def _random(
     config: ModelConfig, device: torch.device, dtype: torch.dtype, seed: int
-) -> tuple[Gemma, str]:
+) -> tuple[Decoder, str]:
     model = random_model(config, seed=seed, device=device, dtype=dtype)
     # With its usual size the embedding drowns what the layers add, and the tied output repeats the last token for ever, whatever
     # attention did: a check of such tokens would prove nothing. The final norm keeps the logits at order one.
-    model.embed_tokens.weight.mul_(EMBEDDING_SHRINK)
-    _scale_norm(model.norm, 1 / EMBEDDING_SHRINK)
-    # Trained query norms carry the scale that the softmax lacks. Without it scores have a deviation of sqrt(head_dim), attention
+    if config.tie_word_embeddings:
+        model.embed_tokens.weight.mul_(EMBEDDING_SHRINK)
+        _scale_norm(model.norm, 1 / EMBEDDING_SHRINK)
+    # Trained queries carry the scale that the softmax lacks. Without it scores have a deviation of sqrt(head_dim), attention
     # picks single keys, and rounding decides which: in bf16 two correct programs would then generate different texts. In fp32 a
     # deviation of 2 is still harmless, and gives more varied answers.
     sharpness = 2.0 if dtype == torch.float32 else 1.0
     for layer in model.layers:
-        scale = config.softmax_scale * layer.self_attn.head_dim**0.5
-        _scale_norm(layer.self_attn.q_norm, sharpness / scale)
+        attention = layer.self_attn
+        factor = sharpness / (config.softmax_scale * attention.head_dim**0.5)
+        if hasattr(attention, "q_norm"):
+            _scale_norm(attention.q_norm, factor)
+        else:
+            for weight in attention.q_proj.parameters():
+                weight.mul_(factor)
     if sum(w.numel() * w.element_size() for w in model.parameters()) > CHECKPOINT_BYTES:
         return model, f"random weights (seed {seed})"
     with tempfile.TemporaryDirectory(prefix="quire-bench-") as directory:

@@ -1,8 +1,11 @@
 """How fast a step could be: bytes that decode must read and products that prefill must form, over rates measured on this machine.
 
-Decode is bound by memory: every weight and every live key and value is read once a step. Prefill is bound by arithmetic: two
-operations per weight of a matrix and token, and four per visible (query, key) pair, head and channel. Both are lower bounds. Norms,
-activations, the output projection of prefill (one row a prompt) and everything that attention reads twice are left out.
+Decode is bound by memory: every weight and, in every layer, every live key and value is read once a step. Of tables of embeddings
+only the rows of the tokens are read, and of experts those that the batch chooses: as many as uniform choices would touch.
+
+Prefill is bound by arithmetic: two operations per weight of a matrix and token (of experts, those of a token), and four per visible
+(query, key) pair, head and channel. What runs for one row a prompt is left out: the output projection, and layers without keys and
+values of their own. So are norms, activations and everything that attention reads twice.
 """
 
 from __future__ import annotations
@@ -14,8 +17,8 @@ from time import perf_counter
 import numpy as np
 import torch
 
-from quire.models.configs import FULL, ModelConfig
-from quire.models.gemma import Gemma
+from quire.models.configs import ModelConfig
+from quire.models.decoder import Decoder
 
 MAX_COPY_BYTES = 2**30
 REPEATS = 7
@@ -35,7 +38,7 @@ class Rates:
     matmul_size: int
 
 
-def measure_rates(model: Gemma) -> Rates:
+def measure_rates(model: Decoder) -> Rates:
     """Copy and matmul rates where ``model`` is, in its dtype.
 
     The copied buffer is as large as the weights (at most 1 GiB), so that it lives where they live: a small model stays in a CPU's
@@ -65,41 +68,61 @@ def device_rates(
     return Rates(2 * size / copy_seconds, size, 2 * n**3 / matmul_seconds, n)
 
 
-def weight_bytes(model: Gemma) -> int:
-    """Bytes of all weights; the embedding is tied and counts once, read as the output projection."""
+def weight_bytes(model: Decoder) -> int:
+    """Bytes of all weights; an embedding that is tied to the output projection counts once."""
     return sum(weight.numel() * weight.element_size() for weight in model.parameters())
 
 
-def decode_bytes(model: Gemma, seq_lens: np.ndarray) -> int:
+def decode_bytes(model: Decoder, seq_lens: np.ndarray) -> int:
     """Bytes that one decode step must read: weights, and K and V of all visible tokens in all layers.
 
     seq_lens: [num_seqs] KV tokens of each sequence.
     """
     config = model.config
-    itemsize = model.dtype.itemsize
-    total = weight_bytes(model)
-    for kind, num_layers in _layer_counts(config):
-        shape = config.full if kind == FULL else config.sliding
+    total = read_weight_bytes(model, len(seq_lens))
+    for kind in set(config.layer_types):
+        num_layers = config.layer_types.count(kind)
+        shape = config.attention(config.layer_types.index(kind))
         visible = int(np.minimum(seq_lens, shape.sliding_window or seq_lens).sum())
-        total += num_layers * visible * 2 * shape.num_kv_heads * shape.head_dim * itemsize
+        row_bytes = 2 * shape.num_kv_heads * shape.head_dim * model.dtype.itemsize
+        total += num_layers * visible * row_bytes
+    return total
+
+
+def read_weight_bytes(model: Decoder, num_tokens: int) -> int:
+    """Bytes of the weights that a step of ``num_tokens`` tokens reads; of experts an expectation, see the file's docstring."""
+    config, total = model.config, 0
+    for name, weight in model.named_parameters():
+        rows = len(weight)
+        if ".experts." in name and config.moe is not None:
+            rows *= 1 - (1 - config.moe.top_k / config.moe.num_experts) ** num_tokens
+        elif name.startswith("embed_tokens_per_layer") or (
+            name.startswith("embed_tokens.") and not config.tie_word_embeddings
+        ):
+            rows = min(rows, num_tokens)
+        total += round(rows * weight[0].numel()) * weight.element_size()
     return total
 
 
 def prefill_flops(config: ModelConfig, q_lens: np.ndarray, seq_lens: np.ndarray) -> int:
-    """Operations of one step: matrices of all layers for all new tokens, and attention over visible pairs.
+    """Operations of one step: matrices of the layers for all new tokens, and attention over visible pairs.
 
     q_lens, seq_lens: [num_seqs] new tokens, and KV tokens including them.
     """
     num_tokens = int(q_lens.sum())
-    total = 0
-    for kind, num_layers in _layer_counts(config):
-        shape = config.full if kind == FULL else config.sliding
+    weights = total = 0
+    for layer in range(config.num_kv_owners):
+        shape = config.attention(layer)
         q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-        weights = config.hidden_size * (2 * q_size + (1 if shape.k_eq_v else 2) * kv_size)
-        weights += 3 * config.hidden_size * config.intermediate_size
-        pairs = visible_pairs(q_lens, seq_lens, shape.sliding_window)
-        total += num_layers * (2 * weights * num_tokens + 4 * pairs * q_size)
-    return total
+        weights += config.hidden_size * (2 * q_size + (1 if shape.k_eq_v else 2) * kv_size)
+        weights += config.hidden_size * 3 * config.mlp_size(layer)
+        # Per-layer embeddings: into the gate, out of it, and the layer's part of the projection that all share.
+        weights += config.hidden_size * 3 * config.per_layer_input_size
+        if config.moe is not None:
+            chosen = 3 * config.moe.top_k * config.moe.intermediate_size
+            weights += config.hidden_size * (config.moe.num_experts + chosen)
+        total += 4 * q_size * visible_pairs(q_lens, seq_lens, shape.sliding_window)
+    return total + 2 * weights * num_tokens
 
 
 def visible_pairs(q_lens: np.ndarray, seq_lens: np.ndarray, sliding_window: int | None) -> int:
@@ -112,10 +135,6 @@ def _seen(length: np.ndarray, sliding_window: int | None) -> np.ndarray:
     """Pairs of a whole sequence: sum over p < length of min(p + 1, sliding_window)."""
     ramp = length if sliding_window is None else np.minimum(length, sliding_window)
     return ramp * (ramp + 1) // 2 + (length - ramp) * ramp
-
-
-def _layer_counts(config: ModelConfig) -> list[tuple[str, int]]:
-    return [(kind, config.layer_types.count(kind)) for kind in dict.fromkeys(config.layer_types)]
 
 
 def _best(call: Callable[[], object], on_gpu: bool) -> float:

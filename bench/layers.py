@@ -29,10 +29,10 @@ from quire.bench.floors import Rates, decode_bytes, measure_rates, prefill_flops
 from quire.bench.machine import describe_machine
 from quire.bench.timing import time_calls
 from quire.models.configs import ModelConfig, get_config
-from quire.models.gemma import Gemma
+from quire.models.decoder import Decoder
 from quire.models.request import SamplingParams
 from quire.models.runner import Engine, EngineConfig, StepReport
-from quire.models.weights import random_model
+from quire.models.weights import build_model, random_model
 
 SCHEMA = 1
 CHECK_TOKENS = 4
@@ -45,7 +45,7 @@ class WrongOutput(Exception):
 class Recorder:
     """Runs requests on an engine, and keeps the logits of each step and the arguments of the last forward pass of the whole batch."""
 
-    def __init__(self, model: Gemma, settings: EngineConfig) -> None:
+    def __init__(self, model: Decoder, settings: EngineConfig) -> None:
         # Replayed graphs do not call the hook that `run` registers.
         self.engine = Engine(model, dataclasses.replace(settings, decode_graphs=False))
         self.steps: list[StepReport] = []
@@ -79,11 +79,14 @@ def few_layers(name: str, num_layers: int) -> ModelConfig:
     if not 1 <= num_layers <= config.num_layers:
         raise ValueError(f"layers: expected 1..{config.num_layers}, got {num_layers}")
     return dataclasses.replace(
-        config, name=f"{name}, {num_layers} layers", layer_types=config.layer_types[:num_layers]
+        config,
+        name=f"{name}, {num_layers} layers",
+        layer_types=config.layer_types[:num_layers],
+        num_kv_shared_layers=max(0, num_layers - config.num_kv_owners),
     )
 
 
-def check_logits(model: Gemma, settings: EngineConfig, length: int) -> float:
+def check_logits(model: Decoder, settings: EngineConfig, length: int) -> float:
     """Compares every logit that the engine samples from, for a prompt of ``length`` tokens and a few more, with full passes.
 
     Returns: the largest error over its budget, at most 1. Raises: WrongOutput.
@@ -96,7 +99,7 @@ def check_logits(model: Gemma, settings: EngineConfig, length: int) -> float:
     sequence = torch.tensor([*output.prompt_token_ids, *output.token_ids][:-1], device=model.device)
     rows = torch.arange(length - 1, len(sequence), device=model.device)
     plain = model.full_forward(sequence, logits_rows=rows).float()
-    wide = Gemma(model.config, device=model.device, dtype=torch.float32)
+    wide = build_model(model.config, device=model.device, dtype=torch.float32)
     for target, source in zip(wide.parameters(), model.parameters(), strict=True):
         target.copy_(source)
     exact = wide.full_forward(sequence, logits_rows=rows)
@@ -112,13 +115,13 @@ def check_logits(model: Gemma, settings: EngineConfig, length: int) -> float:
     return error / budget
 
 
-def prompt(model: Gemma, length: int, seed: int) -> np.ndarray:
+def prompt(model: Decoder, length: int, seed: int) -> np.ndarray:
     """Random token ids [length]."""
     return np.random.default_rng(seed).integers(3, model.config.vocab_size, length)
 
 
 def measure(
-    model: Gemma, settings: EngineConfig, *, batch: int, context: int, num_steps: int
+    model: Decoder, settings: EngineConfig, *, batch: int, context: int, num_steps: int
 ) -> dict[str, Any]:
     """Prefills ``batch`` prompts of ``context`` tokens and decodes them together for ``num_steps`` steps or more."""
     recorder = Recorder(model, settings)
@@ -139,7 +142,7 @@ def measure(
 
 
 def _graph(
-    model: Gemma, call: tuple[tuple, dict], steps: list[StepReport], rates: Rates
+    model: Decoder, call: tuple[tuple, dict], steps: list[StepReport], rates: Rates
 ) -> dict[str, Any]:
     """The forward pass of one decode step replayed. What cannot be captured is said, and costs no other result."""
     args, kwargs = call
@@ -176,7 +179,7 @@ def _prefill(config: ModelConfig, steps: list[StepReport], rates: Rates) -> dict
     }
 
 
-def _decode(model: Gemma, steps: list[StepReport], rates: Rates) -> dict[str, Any]:
+def _decode(model: Decoder, steps: list[StepReport], rates: Rates) -> dict[str, Any]:
     if not steps:
         return {"steps": 0}
     over = [s.total / _decode_floor(model, s.seq_lens, rates) for s in steps]
@@ -192,7 +195,7 @@ def _decode(model: Gemma, steps: list[StepReport], rates: Rates) -> dict[str, An
     }
 
 
-def _decode_floor(model: Gemma, seq_lens: np.ndarray, rates: Rates) -> float:
+def _decode_floor(model: Decoder, seq_lens: np.ndarray, rates: Rates) -> float:
     return decode_bytes(model, seq_lens) / rates.copy_bytes_per_s
 
 

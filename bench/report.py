@@ -33,13 +33,13 @@ from quire.bench.drive import Run
 from quire.bench.floors import Rates, decode_bytes, prefill_flops
 from quire.bench.verify import Check
 from quire.bench.workload import Workload
-from quire.models.gemma import Gemma
+from quire.models.decoder import Decoder
 from quire.models.runner import StepReport
 
 SCHEMA = 1
 
 
-def metrics(run: Run, model: Gemma, rates: Rates, num_pages: int) -> dict[str, Any]:
+def metrics(run: Run, model: Decoder, rates: Rates, num_pages: int) -> dict[str, Any]:
     """Everything known of one run; the keys are in the file's docstring."""
     outputs = run.outputs.values()
     total_seconds = sum(step.total for step in run.steps)
@@ -131,7 +131,7 @@ def report(
     }
 
 
-def _phases(steps: list[StepReport], model: Gemma, rates: Rates) -> dict[str, Any]:
+def _phases(steps: list[StepReport], model: Decoder, rates: Rates) -> dict[str, Any]:
     prefills = [step for step in steps if step.num_prefills]
     decodes = [step for step in steps if not step.num_prefills]
     flops = sum(prefill_flops(model.config, s.q_lens, s.seq_lens) for s in prefills)

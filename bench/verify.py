@@ -8,7 +8,7 @@ precision and of a pass in fp32 over the same rows; a program as exact as twice 
     bound = 4 * err
 
 A model in fp32 is itself the reference. Rounding errors scale with the machine epsilon, so its err is that of a pass in bf16, scaled
-by by 2^-23 / 2^-7, the two epsilons.
+by 2^-23 / 2^-7, the two epsilons.
 
 A bound as large as the standard deviation of the logits would let nearly any token pass; that is a problem too, not a success.
 """
@@ -23,9 +23,10 @@ import torch
 from torch import Tensor, nn
 
 from quire.bench.drive import Key
-from quire.models.gemma import Gemma
+from quire.models.decoder import Decoder
 from quire.models.request import RequestOutput
 
+STREAMED = ("layers", "embed_tokens_per_layer")  # too large for a copy of the whole
 MARGIN = 4.0  # two logits, each off by up to twice the error of the eager pass
 FP32_FROM_BF16 = torch.finfo(torch.float32).eps / torch.finfo(torch.bfloat16).eps
 
@@ -62,7 +63,7 @@ def sample(outputs: Mapping[Key, RequestOutput], count: int) -> list[Key]:
     return sorted([longest_hit, *spaced])
 
 
-def check_outputs(model: Gemma, outputs: Mapping[Key, RequestOutput]) -> Check:
+def check_outputs(model: Decoder, outputs: Mapping[Key, RequestOutput]) -> Check:
     """Compares all tokens of all ``outputs`` with full passes of ``model``; see the file's docstring."""
     num_tokens = num_exact = 0
     largest = 0.0
@@ -98,7 +99,7 @@ def check_outputs(model: Gemma, outputs: Mapping[Key, RequestOutput]) -> Check:
     return Check(len(outputs), num_tokens, num_exact, largest, tuple(problems))
 
 
-def reference_logits(model: Gemma, input_ids: Tensor, rows: Tensor) -> tuple[Tensor, float]:
+def reference_logits(model: Decoder, input_ids: Tensor, rows: Tensor) -> tuple[Tensor, float]:
     """Logits of a full pass in fp32, and the largest error of a pass in low precision (for an fp32 model scaled to fp32).
 
     input_ids: [num_tokens] int64. rows: [num_rows] int64.
@@ -114,9 +115,9 @@ def reference_logits(model: Gemma, input_ids: Tensor, rows: Tensor) -> tuple[Ten
 
 
 @contextmanager
-def computing_in(model: Gemma, dtype: torch.dtype) -> Iterator[None]:
+def computing_in(model: Decoder, dtype: torch.dtype) -> Iterator[None]:
     """Inside, passes of ``model`` use its weights converted to ``dtype``, one layer's copies at a time; afterwards its own tensors
-    are back in place, untouched."""
+    are back in place, untouched. Rows of the table of per-layer embeddings are converted as they are read."""
     saved: dict[nn.Module, list[tuple[nn.Parameter, Tensor]]] = {}
 
     def convert(module: nn.Module, *_: object) -> None:
@@ -133,8 +134,9 @@ def computing_in(model: Gemma, dtype: torch.dtype) -> Iterator[None]:
     hooks = [layer.register_forward_pre_hook(convert) for layer in model.layers]
     hooks += [layer.register_forward_hook(restore) for layer in model.layers]
     try:
-        convert(model.embed_tokens)
-        convert(model.norm)
+        for name, module in model.named_children():
+            if name not in STREAMED:
+                convert(module)
         yield
     finally:
         for hook in hooks:

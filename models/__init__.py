@@ -1,4 +1,4 @@
-"""Models: Gemma text models on paged attention, their weights, and a continuous-batching runner.
+"""Models: Gemma-3, Gemma-4, Llama and gpt-oss text models on paged attention, their weights, and a continuous-batching runner.
 
 The only package where the integers of ``kvcore`` and the tensors of ``kernels`` meet. Public names load on first use.
 """
@@ -9,10 +9,13 @@ from typing import Any
 _HOME = {
     "CONFIGS": "configs",
     "ChatTemplate": "chat",
+    "Decoder": "decoder",
     "Engine": "runner",
     "EngineConfig": "runner",
     "Gemma": "gemma",
+    "GptOss": "gpt_oss",
     "LLM": "llm",
+    "Llama": "llama",
     "MemoryPlan": "memory",
     "ModelConfig": "configs",
     "NGramDrafter": "speculative",
@@ -33,9 +36,12 @@ __all__ = [
     "CONFIGS",
     "LLM",
     "ChatTemplate",
+    "Decoder",
     "Engine",
     "EngineConfig",
     "Gemma",
+    "GptOss",
+    "Llama",
     "MemoryPlan",
     "ModelConfig",
     "NGramDrafter",
