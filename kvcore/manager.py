@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from .events import Announcer, EventLog
-from .eviction import LRU, EvictionPolicy
+from .eviction import Adaptive, EvictionPolicy
 from .hashing import Prompt, as_token_ids, root_key
 from .index import PrefixIndex, Run
 from .pages import PagePool
@@ -45,7 +45,7 @@ class KVCache:
         replay_tokens: tokens that must be computed before a boundary so that all window layers are exact there: the
             sum of (sliding_window - 1) over them. With it, a request whose dense blocks are cached much further than
             any resume point computes these again instead (see `Match.replay_from`); None never does.
-        policy: eviction policy; `LRU` by default.
+        policy: eviction policy; `Adaptive` by default.
         max_pinned_pages: budget of `pin`; all pages by default.
         track_deltas: collect table changes for `take_deltas`.
         events: where to write what is stored and removed; None keeps no events and no tokens.
@@ -95,7 +95,7 @@ class KVCache:
         root_key(hash_seed, b"")  # refuses a seed that is not bytes
         self.hybrid = layout.hybrid
         self.pool = PagePool(num_pages)
-        self.index = PrefixIndex(self.pool, layout.pages_per_segment, self.hybrid, policy or LRU())
+        self.index = PrefixIndex(self.pool, layout.pages_per_segment, self.hybrid, policy or Adaptive())
         self.sequences = Sequences(max_requests, self.alignment, layout.lookahead)
         self._tables = Tables(layout, max_requests, self.pool, track_deltas)
         self._announcer = None if events is None else Announcer(events, layout, self.sequences)

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from quire.kvcore import LRU, S3FIFO, CostAware, GroupSpec, OutOfPages
+from quire.kvcore import LRU, S3FIFO, Adaptive, CostAware, GroupSpec, OutOfPages
 
 from .engine import Engine, groups
 
@@ -107,7 +107,7 @@ class Traffic(RuleBasedStateMachine):
         pages=st.sampled_from([60, 120, 700]),
         retention=st.sampled_from(["latest", "dense", 2, 3]),
         drafts=st.sampled_from([0, 3]),
-        policy=st.sampled_from([LRU, LRU, CostAware, S3FIFO]),
+        policy=st.sampled_from([Adaptive, LRU, CostAware, S3FIFO]),
         replay=st.sampled_from([None, 1, 3]),
     )
     def build(self, mix, pages, retention, drafts, policy, replay):
