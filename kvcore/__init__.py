@@ -2,6 +2,7 @@
 
 from .events import AllBlocksCleared, BlockRemoved, BlockStored, EventLog, tail_hashes
 from .eviction import LRU, S3FIFO, Adaptive, CostAware, Entry, EvictionPolicy, Ranked
+from .exports import PagedRows, linear_table, paged_rows
 from .hashing import Prompt
 from .manager import KVCache
 from .plan import OutOfPages, StepPlan
@@ -24,8 +25,11 @@ __all__ = [
     "KVCache",
     "Match",
     "OutOfPages",
+    "PagedRows",
     "Prompt",
     "Ranked",
     "StepPlan",
+    "linear_table",
+    "paged_rows",
     "tail_hashes",
 ]
