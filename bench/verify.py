@@ -116,15 +116,18 @@ def reference_logits(model: Decoder, input_ids: Tensor, rows: Tensor) -> tuple[T
 
 @contextmanager
 def computing_in(model: Decoder, dtype: torch.dtype) -> Iterator[None]:
-    """Inside, passes of ``model`` use its weights converted to ``dtype``, one layer's copies at a time; afterwards its own tensors
-    are back in place, untouched. Rows of the table of per-layer embeddings are converted as they are read."""
+    """Inside, passes of ``model`` use its weights as a model of ``dtype`` has them, one layer's copies at a time; afterwards its own
+    tensors are back in place, untouched. Rows of the table of per-layer embeddings are converted as they are read."""
+    other = type(model)(model.config, device="meta", dtype=dtype)
+    dtypes = {name: weight.dtype for name, weight in other.named_parameters()}
+    wanted = {weight: dtypes[name] for name, weight in model.named_parameters()}
     saved: dict[nn.Module, list[tuple[nn.Parameter, Tensor]]] = {}
 
     def convert(module: nn.Module, *_: object) -> None:
         with torch.inference_mode(False):  # parameters cannot hold inference tensors
             saved[module] = [(weight, weight.data) for weight in module.parameters()]
             for weight, data in saved[module]:
-                weight.data = data.to(dtype)
+                weight.data = data.to(wanted[weight])
 
     def restore(module: nn.Module, *_: object) -> None:
         with torch.inference_mode(False):
