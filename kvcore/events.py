@@ -142,7 +142,9 @@ class Announcer:
         self.log = log
         self.alignment = layout.alignment
         self._sequences = sequences
-        self._tokens: list[Int32] = [np.empty(0, np.int32)] * sequences.max_requests
+        self._prompts: list[Int32] = [np.empty(0, np.int32)] * sequences.max_requests
+        # Tokens after the prompt, a row a request; wider when one outgrows it.
+        self._answers: Int32 = np.empty((sequences.max_requests, 256), dtype=np.int32)
         dense = [i for i, g in enumerate(layout.groups) if g.kind == "dense"]
         self._dense = tuple(dense)
         self._dense_names = tuple(layout.groups[i].name for i in dense)
@@ -157,28 +159,30 @@ class Announcer:
     def admitted(self, slot: int, prompt: Prompt) -> None:
         """A request starts."""
         assert prompt.tokens is not None
-        self._tokens[slot] = prompt.tokens
+        self._prompts[slot] = prompt.tokens
 
     def computed(self, plan: StepPlan, ids: Int32, end: Int64) -> None:
         """Tokens `ids` of a step were computed, those of each request up to position `end` [n] to stay."""
-        lengths = self._sequences.prompt_len[plan.slots].tolist()
-        firsts = plan.cu_seqlens_q.tolist()
-        for slot, start, stop, length, first in zip(
-            plan.slots.tolist(), plan.step.start.tolist(), end.tolist(), lengths, firsts, strict=False
-        ):  # fmt: skip
-            skip = max(0, length - start)  # tokens of the prompt are known
-            if start + skip >= stop:
-                continue
-            if stop > len(self._tokens[slot]):
-                grown = np.empty(max(stop, 2 * len(self._tokens[slot])), np.int32)
-                grown[: start + skip] = self._tokens[slot][: start + skip]
-                self._tokens[slot] = grown
-            part = ids[first + skip : first + stop - start]
-            self._tokens[slot][start + skip : stop] = part
+        slots, positions = plan.slots, plan.positions
+        if len(positions) > len(slots):
+            slots = np.repeat(slots, plan.num_new_tokens)
+            end = np.repeat(end, plan.num_new_tokens)
+        columns = positions - self._sequences.prompt_len[slots]  # tokens of prompts are known
+        new = (columns >= 0) & (positions < end)
+        if np.count_nonzero(new) < len(new):
+            slots, columns, ids = slots[new], columns[new], ids[new]
+        if not len(ids):
+            return
+        needed, width = int(columns.max()) + 1, self._answers.shape[1]
+        if needed > width:
+            wider = np.empty((len(self._answers), max(needed, 2 * width)), dtype=np.int32)
+            wider[:, :width] = self._answers
+            self._answers = wider
+        self._answers[slots, columns] = ids
 
     def released(self, slot: int) -> None:
         """A request ended."""
-        self._tokens[slot] = np.empty(0, np.int32)
+        self._prompts[slot] = np.empty(0, np.int32)
 
     # What the index did.
 
@@ -232,7 +236,10 @@ class Announcer:
         return self._sequences.keys(slot, depth - 1, depth) if depth else None
 
     def _span(self, slot: int, start: int, end: int) -> tuple[int, ...]:
-        return tuple(self._tokens[slot][start:end].tolist())
+        prompt = self._prompts[slot]
+        n = len(prompt)
+        answer = self._answers[slot, max(0, start - n) : max(0, end - n)]
+        return (*prompt[start:end].tolist(), *answer.tolist())
 
 
 def _split(keys: bytes) -> tuple[bytes, ...]:
