@@ -32,6 +32,9 @@ class AttnMetadata:
     slot_mappings: per group [num_tokens] int64, where a row is written; -1 = nowhere.
     max_seqlen_q, max_seq_len: host ints, longest q_len and an upper bound of seq_lens.
     num_decodes: host int, leading sequences with one new token.
+    request_slots: [num_seqs] int32, the allocator's slots of the requests: where models keep what is not in pages.
+    replay_rows: [num_replayed] int64, rows of the step that are computed once more although full attention has their keys and
+        values; replay_slots: per group [num_replayed] int64, where these are (-1 in other groups). None where there are none.
     """
 
     cu_seqlens_q: Tensor
@@ -41,6 +44,9 @@ class AttnMetadata:
     max_seqlen_q: int
     max_seq_len: int
     num_decodes: int
+    request_slots: Tensor | None = None
+    replay_rows: Tensor | None = None
+    replay_slots: tuple[Tensor, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -112,10 +118,15 @@ class BatchBuilder:
         """
         index, value = self._changes()
         arrays = [index, value, plan.slots, plan.cu_seqlens_q, plan.seq_lens]
-        arrays += [plan.slot_mapping, input_ids.astype(np.int64), plan.positions, logits_rows]
-        index, value, rows, cu_seqlens_q, seq_lens, slot_mapping, *inputs = self._staging.send(
-            arrays
-        )
+        arrays += [
+            plan.slot_mapping,
+            plan.slots.astype(np.int32),
+            plan.replay_rows,
+            plan.replay_slots,
+        ]
+        arrays += [input_ids.astype(np.int64), plan.positions, logits_rows]
+        index, value, rows, cu_seqlens_q, seq_lens, *more = self._staging.send(arrays)
+        slot_mapping, request_slots, replay_rows, replay_slots, *inputs = more
         self._apply(index, value)
         counts, max_seq_len = plan.num_new_tokens, int(plan.seq_lens.max())
         block_tables = []
@@ -131,6 +142,9 @@ class BatchBuilder:
             max_seqlen_q=int(counts.max()),
             max_seq_len=max_seq_len,
             num_decodes=int((counts > 1).argmax()) if counts.max() > 1 else len(counts),
+            request_slots=request_slots,
+            replay_rows=replay_rows if len(replay_rows) else None,
+            replay_slots=tuple(replay_slots.unbind(0)) if len(replay_rows) else None,
         )
         return Batch(*inputs, attn)
 

@@ -9,12 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from quire.models.batch import AttnMetadata
 from quire.models.deepseek_v4_attention import dense_attend
 from quire.models.deepseek_v4_block import Attend, DecoderLayer
 from quire.models.deepseek_v4_cache import V4PagePool
 from quire.models.deepseek_v4_config import SLIDING, DeepseekV4Config
 from quire.models.deepseek_v4_layers import HyperHead, rope_frequencies, rope_table
-from quire.models.deepseek_v4_paged import PagedStep, V4Metadata
+from quire.models.deepseek_v4_paged import PagedStep
 from quire.models.layers import Linear, RMSNorm, empty_parameter
 from quire.models.mtp import MTP
 
@@ -87,7 +88,7 @@ class DeepseekV4(nn.Module):
         self,
         input_ids: Tensor,
         positions: Tensor,
-        attn: V4Metadata,
+        attn: AttnMetadata,
         pool: V4PagePool,
         *,
         logits_rows: Tensor | None = None,

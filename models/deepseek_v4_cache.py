@@ -5,12 +5,13 @@ A page is one row of bytes for all layers of its group, side by side. Groups sha
     group        kind    tokens   a page holds
     compressed   dense   256      entries of all CSA (64 rows) and HCA (2 rows) layers, and index keys of the CSA layers
     window.0 ..  window  64       raw rows of a share of the layers; the last group has the drafter's
-    state        state   256      a snapshot: series a of the last window, of all CSA compressors and indexers
+    overlap      window  256      series a of the last 4 tokens, of all CSA compressors and indexers
 
 What a compressor has of a window that is still open lives in rings, one place a request, outside of the pages: there a token's row
 is overwritten in place, and pages of a few tokens each would cost a whole page. Only what a resumed request needs at a boundary
 becomes a page. A boundary is a multiple of both ratios, so that windows end there: HCA then needs nothing, and CSA, whose next entry
-overlaps the window before, its series a (4 rows).
+overlaps the window before, its series a (4 rows). To the allocator that is a sliding window of the 4 tokens before a query; of a
+block's rows none but its last 4 are ever stored.
 
 Source: DeepSeek-V4 report 3; vLLM 0.33 ``v1/core/kv_cache_planning`` (pages of bytes), which keeps compressor state in token pages.
 """
@@ -25,9 +26,9 @@ from torch import Tensor
 
 from quire.kernels.mla import IndexPages, LatentPages, page_bytes
 from quire.kvcore import GroupSpec
-from quire.models.deepseek_v4_config import CSA, HCA, DeepseekV4Config
+from quire.models.deepseek_v4_config import CSA, DeepseekV4Config
 
-COMPRESSED, WINDOW, STATE = "compressed", "window", "state"
+COMPRESSED, WINDOW, OVERLAP = "compressed", "window", "overlap"
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,8 @@ class CachePlan:
         return names.index(name) if name in names else None
 
 
-def state_rows(config: DeepseekV4Config) -> tuple[int, int]:
-    """Elements (fp32) of a snapshot in one CSA layer: of the compressor, and of the indexer; kv and gate of one window."""
+def overlap_sizes(config: DeepseekV4Config) -> tuple[int, int]:
+    """Elements (fp32) of a CSA layer in a page of overlap rows: of the compressor, and of the indexer; kv and gate of one window."""
     return 2 * config.csa_ratio * config.head_dim, 2 * config.csa_ratio * config.index_head_dim
 
 
@@ -113,9 +114,9 @@ def plan_cache(
         if kinds[layer] == CSA:
             index, size = size, size + fmt.index_bytes(config, block_size // config.csa_ratio)
         entries.append((compressed, index))
-    state_bytes = 4 * kinds.count(CSA) * sum(state_rows(config))
+    overlap_bytes = 4 * kinds.count(CSA) * sum(overlap_sizes(config))
     window_bytes = fmt.latent_bytes(config, window_block_size)
-    page_bytes = max(size, state_bytes, window_bytes)
+    page_bytes = max(size, overlap_bytes, window_bytes)
     num_windows = -(-len(kinds) // (page_bytes // window_bytes))
     share = -(-len(kinds) // num_windows)
 
@@ -136,8 +137,9 @@ def plan_cache(
                 lookahead=int(last and drafted),
             )
         )
-    if state_bytes:
-        groups.append(GroupSpec(STATE, "state", block_size, page_bytes))
+    if overlap_bytes:
+        seen = config.csa_ratio + 1
+        groups.append(GroupSpec(OVERLAP, "window", block_size, page_bytes, sliding_window=seen))
     layers = tuple(
         LayerPlacement(first + layer // share, layer % share * window_bytes, *entries[layer])
         for layer in range(len(kinds))
@@ -146,19 +148,30 @@ def plan_cache(
 
 
 @dataclass(frozen=True)
+class CompressorCache:
+    """What a compressor or an indexer keeps.
+
+    pages: its entries or keys. ring: [max_requests + 1, ring, 2, channels] fp32, its newest rows of each request by position modulo
+    ring, kv and gate; the last place is nobody's. overlap: [num_pages, csa_ratio, 2, width] fp32, series a of the last rows before a
+    boundary; None in HCA layers.
+    """
+
+    pages: LatentPages | IndexPages
+    ring: Tensor
+    overlap: Tensor | None
+
+
+@dataclass(frozen=True)
 class LayerCache:
     """Pages and rings of one layer.
 
-    window: raw rows; group window_group of the plan. compressed, index: entries and index keys, group "compressed".
-    state, index_state: [max_requests, ring, 2, channels] fp32, the compressors' newest rows by position modulo ring.
+    window: raw rows; group window_group of the plan. entries, index: of the layer's compressor and indexer.
     """
 
     window: LatentPages
     window_group: int
-    compressed: LatentPages | None
-    index: IndexPages | None
-    state: Tensor | None
-    index_state: Tensor | None
+    entries: CompressorCache | None
+    index: CompressorCache | None
 
 
 class V4PagePool:
@@ -188,35 +201,46 @@ class V4PagePool:
         self.config, self.plan = config, plan
         page_bytes = plan.groups[0].page_bytes
         self.data = torch.zeros(num_pages, page_bytes, dtype=torch.uint8, device=device)
-
-        def rings(kind: str, channels: int) -> Tensor:
-            """Of all layers of one kind: [layers, max_requests, ring, 2, channels]."""
-            count = config.layer_types.count(kind)
-            window = 2 * config.csa_ratio if kind == CSA else config.hca_ratio
-            shape = (count, max_requests, window + max_draft_tokens, 2, channels)
-            return torch.zeros(shape, dtype=torch.float32, device=device)
-
-        self._csa = rings(CSA, 2 * config.head_dim)
-        self._index = rings(CSA, 2 * config.index_head_dim)
-        self._hca = rings(HCA, config.head_dim)
+        self._ring_shape = (max_requests + 1, max_draft_tokens)
         self.layers = [self._layer(layer) for layer in range(len(plan.layers))]
+
+    @property
+    def rings(self) -> list[Tensor]:
+        """The rings of all layers."""
+        caches = [cache for layer in self.layers for cache in (layer.entries, layer.index)]
+        return [cache.ring for cache in caches if cache is not None]
 
     def _layer(self, layer: int) -> LayerCache:
         config, place, groups = self.config, self.plan.layers[layer], self.plan.groups
         ratio = config.compress_ratio(layer)
-        window_rows = groups[place.window_group].block_size
-        compressed = index = state = index_state = None
+        window = self._latents(place.window, groups[place.window_group].block_size)
+        entries = index = None
         if ratio is not None:
             assert place.compressed is not None
-            compressed = self._latents(place.compressed, groups[0].block_size // ratio)
-            kind = config.layer_types[layer]
-            nth = config.layer_types[:layer].count(kind)
-            state = (self._csa if kind == CSA else self._hca)[nth]
+            rows = groups[0].block_size // ratio
+            pages = self._latents(place.compressed, rows)
+            csa = place.index is not None
+            channels = config.head_dim * (1 + csa)
+            overlap = self._overlap(layer, 0) if csa else None
+            entries = CompressorCache(pages, self._ring(ratio * (1 + csa), channels), overlap)
         if place.index is not None:
-            index = self._index_keys(place.index, groups[0].block_size // config.csa_ratio)
-            index_state = self._index[nth]
-        window = self._latents(place.window, window_rows)
-        return LayerCache(window, place.window_group, compressed, index, state, index_state)
+            keys = self._index_keys(place.index, rows)
+            ring = self._ring(2 * config.csa_ratio, 2 * config.index_head_dim)
+            index = CompressorCache(keys, ring, self._overlap(layer, 1))
+        return LayerCache(window, place.window_group, entries, index)
+
+    def _ring(self, rows: int, channels: int) -> Tensor:
+        places, drafts = self._ring_shape
+        shape = (places, rows + drafts, 2, channels)
+        return torch.zeros(shape, dtype=torch.float32, device=self.data.device)
+
+    def _overlap(self, layer: int, part: int) -> Tensor:
+        """Where pages of the group "overlap" have rows of a CSA layer's compressor (part 0) or indexer (part 1)."""
+        config, sizes = self.config, overlap_sizes(self.config)
+        nth = config.layer_types[:layer].count(CSA)
+        offset = 4 * (nth * sum(sizes) + part * sizes[0])
+        rows = self._bytes(offset, 4 * sizes[part]).view(torch.float32)
+        return rows.unflatten(1, (config.csa_ratio, 2, -1))
 
     def _latents(self, offset: int, rows: int) -> LatentPages:
         config, fmt = self.config, self.plan.format
@@ -234,33 +258,3 @@ class V4PagePool:
 
     def _bytes(self, offset: int, size: int) -> Tensor:
         return self.data[:, offset : offset + size]
-
-    def save_states(self, slots: Tensor, pages: Tensor, boundaries: Tensor) -> None:
-        """Copies series a of the last window before each boundary from the rings of requests into pages.
-
-        slots, pages, boundaries: [n] int64: request, page of the state group, and a boundary (in tokens) that the request has just
-        reached or, by rows that may be taken back, passed.
-        """
-        for ring, view, rows in self._snapshots(pages, slots, boundaries):
-            width = ring.shape[-1] // 2
-            view[pages] = ring[:, slots[:, None], rows, :, :width].movedim(0, 1)
-
-    def load_states(self, slots: Tensor, pages: Tensor, boundaries: Tensor) -> None:
-        """Copies snapshots back into the rings of requests that start at the boundaries; arguments as in :meth:`save_states`."""
-        for ring, view, rows in self._snapshots(pages, slots, boundaries):
-            width = ring.shape[-1] // 2
-            ring[:, slots[:, None], rows, :, :width] = view[pages].movedim(1, 0)
-
-    def _snapshots(self, pages: Tensor, slots: Tensor, boundaries: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
-        """Of compressors, then indexers: rings, the pages' view [num_pages, layers, csa_ratio, 2, width], ring rows [n, csa_ratio]."""
-        config, start, parts = self.config, 0, []
-        if not len(self._csa):
-            return parts
-        for ring in (self._csa, self._index):
-            shape = (len(ring), config.csa_ratio, 2, ring.shape[-1] // 2)
-            size = 4 * math.prod(shape)
-            view = self._bytes(start, size).view(torch.float32).unflatten(1, shape)
-            back = torch.arange(-config.csa_ratio, 0, device=boundaries.device)
-            parts.append((ring, view, (boundaries[:, None] + back) % ring.shape[2]))
-            start += size
-        return parts

@@ -9,9 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from quire.models.batch import AttnMetadata
 from quire.models.deepseek_v4 import DeepseekV4
 from quire.models.deepseek_v4_cache import V4PagePool
-from quire.models.deepseek_v4_paged import PagedStep, V4Metadata
+from quire.models.deepseek_v4_paged import PagedStep
 
 
 @torch.inference_mode()
@@ -43,7 +44,7 @@ def chain_drafts(
     while (count := ids.shape[1]) < num_drafts:
         positions = seq_lens.long()[:, None] + torch.arange(count, device=device)
         nowhere = positions.new_full((num_seqs * count,), -1)
-        attn = V4Metadata(
+        attn = AttnMetadata(
             cu_seqlens_q=torch.arange(num_seqs + 1, dtype=torch.int32, device=device) * count,
             seq_lens=seq_lens + count,
             block_tables=block_tables,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quire.models.deepseek_v4_cache import COMPRESSED, STATE, CacheFormat, CachePlan, plan_cache
+from quire.models.deepseek_v4_cache import COMPRESSED, CacheFormat, CachePlan, plan_cache
 from quire.models.deepseek_v4_config import CONFIGS, CSA, HCA, DeepseekV4Config
 
 CHUNK = 8192  # tokens of a prefill chunk in the tables
@@ -38,24 +38,22 @@ def cost(config: DeepseekV4Config, plan: CachePlan, max_draft_tokens: int = 1) -
     """Bytes of our caches, padding included; the worst case of every block boundary."""
     page = plan.groups[0].page_bytes
     dense = plan.group(COMPRESSED)
-    has_state = plan.group(STATE) is not None
     windows = [group for group in plan.groups if group.kind == "window"]
     tail = sum(group.tail_blocks for group in windows)
-    reach = config.sliding_window - 1 + max_draft_tokens
     lookahead = max(group.lookahead for group in windows)
     # Blocks of the last rows, wherever the first of them lies in its block, and the block that is open; while the tokens that a
     # drafter's rows look ahead to are not known, one block more.
-    live = sum(-(-reach // g.block_size) + 1 for g in windows)
+    live = sum(-(-(g.sliding_window - 1 + max_draft_tokens) // g.block_size) + 1 for g in windows)
     waiting = sum(-(-lookahead // g.block_size) for g in windows)
-    held = live + tail + waiting + has_state
+    held = live + tail + waiting
     rings = ring_bytes(config, max_draft_tokens)
     return CacheCost(
         token=page / plan.groups[dense].block_size if dense is not None else 0.0,
         request=held * page + rings,
         # A chunk writes only the rows that outlive it: new live blocks, and the tails of the two boundaries that a prompt keeps.
-        prefill=(held + live + 2 * (tail + has_state)) * page + rings,
-        resume_point=(tail + has_state) * page,
-        resume_pages=tail + has_state,
+        prefill=(held + live + 2 * tail) * page + rings,
+        resume_point=tail * page,
+        resume_pages=tail,
     )
 
 

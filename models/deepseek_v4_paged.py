@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from quire.kernels.mla import (
-    IndexPages,
-    LatentPages,
     compress,
     compressed_attention,
     index_topk,
@@ -18,30 +17,26 @@ from quire.kernels.mla import (
 )
 from quire.models.batch import AttnMetadata
 from quire.models.deepseek_v4_block import Attention, AttentionRows, Compressor, GatedPooling
-from quire.models.deepseek_v4_cache import COMPRESSED, LayerCache, V4PagePool
-
-
-@dataclass(frozen=True)
-class V4Metadata(AttnMetadata):
-    """What attention must know about one ragged step; block_tables describe the context before it.
-
-    request_slots: [num_seqs] int32, the requests' places in the rings of the pool.
-    """
-
-    request_slots: Tensor
+from quire.models.deepseek_v4_cache import (
+    COMPRESSED,
+    OVERLAP,
+    CompressorCache,
+    LayerCache,
+    V4PagePool,
+)
 
 
 class PagedStep:
     """Attention of one ragged step through `quire.kernels.mla`: context from pages, the step's own raw rows from the projections.
 
     A layer writes its rows first, then the entries that the step closes, and attends last, for a token sees the entry that it
-    closes. Raw rows may be written before attention reads the context, because `quire.kvcore` gives no row a place that a query of
-    the same step can still see.
+    closes. Raw rows may be written before attention reads the context: the pages that `quire.kvcore` hands out in a step are pages that
+    no table names, and a place in a ring is taken over only from a block that has left the window (a ring is wider than its live blocks).
 
     attn: this step's tables, lengths and slots. pool: pages and rings, read and written. impl: "triton" or "torch" for the kernels; default: by device.
     """
 
-    def __init__(self, attn: V4Metadata, pool: V4PagePool, *, impl: str | None = None) -> None:
+    def __init__(self, attn: AttnMetadata, pool: V4PagePool, *, impl: str | None = None) -> None:
         self.attn, self.pool, self.impl = attn, pool, impl
         self._rows = {
             "seq_lens": attn.seq_lens,
@@ -49,7 +44,6 @@ class PagedStep:
             "max_seqlen_q": attn.max_seqlen_q,
             "impl": impl,
         }
-        self._state_index = attn.request_slots
         group = pool.plan.group(COMPRESSED)
         if group is not None:
             block_size = pool.plan.groups[group].block_size
@@ -60,6 +54,13 @@ class PagedStep:
                 ratio: slots.div(ratio, rounding_mode="floor")
                 for ratio in (pool.config.csa_ratio, pool.config.hca_ratio)
             }
+
+    @cached_property
+    def _overlaps(self) -> OverlapRows:
+        group = self.pool.plan.group(OVERLAP)
+        assert group is not None
+        block_size = self.pool.plan.groups[group].block_size
+        return OverlapRows.of_step(self.attn, group, block_size, self.pool.config.csa_ratio)
 
     def __call__(self, attention: Attention, rows: AttentionRows) -> Tensor:
         """Attention of one layer; see `models.deepseek_v4_block.Attend`."""
@@ -98,20 +99,21 @@ class PagedStep:
         self, pooling: Compressor, cache: LayerCache, rows: AttentionRows
     ) -> dict[str, Any]:
         """Writes the entries that the step closes, and picks. Returns the arguments that attention needs of them."""
-        assert rows.compressor is not None and cache.compressed is not None
-        self._pool_windows(pooling, *rows.compressor, cache.state, cache.compressed, rows.cos_sin)
+        assert rows.compressor is not None and cache.entries is not None
+        self._pool_windows(pooling, *rows.compressor, cache.entries, rows.cos_sin)
         arguments = {
-            "compressed_pages": cache.compressed,
+            "compressed_pages": cache.entries.pages,
             "compressed_table": self._entry_table,
             "compress_ratio": pooling.ratio,
         }
         if rows.index is not None:
             index, indexer = rows.index, pooling.indexer
-            self._pool_windows(indexer, index.kv, index.gate, cache.index_state, cache.index, rows.cos_sin)  # fmt: skip
+            assert indexer is not None and cache.index is not None
+            self._pool_windows(indexer, index.kv, index.gate, cache.index, rows.cos_sin)
             picks, lens = index_topk(
                 index.q,
                 index.weights,
-                cache.index,
+                cache.index.pages,
                 self._entry_table,
                 topk=self.pool.config.index_topk,
                 compress_ratio=pooling.ratio,
@@ -122,24 +124,88 @@ class PagedStep:
         return arguments
 
     def _pool_windows(
-        self, pooling: GatedPooling, kv: Tensor, gate: Tensor, state: Tensor,
-        pages: LatentPages | IndexPages, cos_sin: Tensor,
+        self, pooling: GatedPooling, kv: Tensor, gate: Tensor, cache: CompressorCache, cos_sin: Tensor
     ) -> None:  # fmt: skip
+        if cache.overlap is not None:
+            self._overlaps.load(cache.overlap, cache.ring)
         compress(
             kv,
             gate,
             pooling.position_bias,
-            state,
-            self._state_index,
+            cache.ring,
+            self.attn.request_slots,
             ratio=pooling.ratio,
             overlap=bool(pooling.overlap),
             norm_weight=pooling.kv_norm.weight,
             eps=pooling.kv_norm.eps,
             cos_sin=cos_sin,
-            pages=pages,
+            pages=cache.pages,
             slot_mapping=self._entry_slots[pooling.ratio],
             **self._rows,
         )
+        if cache.overlap is not None:
+            self._overlaps.save(kv, gate, pooling.position_bias, cache.overlap)
+
+
+@dataclass(frozen=True)
+class OverlapRows:
+    """Which rows of a step go to pages of the group "overlap", and which come back from them.
+
+    The page of a block keeps its last ``ratio`` rows. A sequence that starts at a boundary reads those before it: it may have been
+    admitted there by a hit. If it came there by itself, its ring has them already, and nothing changes. What is not to be
+    kept goes to page 0, and what is not to be read to the last place of the rings: both are nobody's, and no step waits for the host.
+
+    tokens: [num_kept] int64, rows of the step that may be kept, ``ratio`` of a block one after the other. pages: [num_kept] int64.
+    from_pages, requests: [num_seqs] int64, pages to read and places in the rings. starts: [num_seqs] int64, tokens before the step.
+    """
+
+    tokens: Tensor
+    pages: Tensor
+    from_pages: Tensor
+    requests: Tensor
+    starts: Tensor
+    ratio: int
+
+    @classmethod
+    def of_step(cls, attn: AttnMetadata, group: int, block_size: int, ratio: int) -> OverlapRows:
+        """attn: the step. group: index of the group. block_size: tokens of its pages."""
+        slots, table = attn.slot_mappings[group], attn.block_tables[group]
+        q_lens = attn.cu_seqlens_q.diff().long()
+        ends = attn.seq_lens.long()
+        starts = ends - q_lens
+        # The last rows of all blocks that the longest chunk may touch: [num_seqs, blocks, ratio].
+        num_blocks = (attn.max_seqlen_q + block_size - 2) // block_size + 1
+        device = slots.device
+        blocks = torch.arange(1, num_blocks + 1, device=device)[:, None] * block_size
+        positions = (starts // block_size * block_size)[:, None, None] + blocks
+        positions = positions + torch.arange(-ratio, 0, device=device)
+        inside = (positions >= starts[:, None, None]) & (positions < ends[:, None, None])
+        tokens = positions - starts[:, None, None] + attn.cu_seqlens_q[:-1, None, None]
+        tokens = torch.where(inside, tokens, 0).flatten()
+        kept = inside.flatten() & (slots[tokens] >= 0)
+        pages = torch.where(kept, slots[tokens] // block_size, 0)
+
+        at_boundary = (starts > 0) & (starts % block_size == 0)
+        before = (starts // block_size - 1).clamp(min=0) % table.shape[1]
+        from_pages = table.gather(1, before[:, None])[:, 0]
+        from_pages = torch.where(at_boundary, from_pages, 0).long()
+        requests = torch.where(at_boundary, attn.request_slots, -1).long()
+        return cls(tokens, pages, from_pages, requests, starts, ratio)
+
+    def load(self, overlap: Tensor, ring: Tensor) -> None:
+        """From pages [num_pages, ratio, 2, width] into a ring [places, rows, 2, 2 * width]."""
+        back = torch.arange(-self.ratio, 0, device=ring.device)
+        rows = (self.starts[:, None] + back) % ring.shape[1]
+        ring[self.requests[:, None], rows, :, : overlap.shape[-1]] = overlap[self.from_pages]
+
+    def save(self, kv: Tensor, gate: Tensor, ape: Tensor, overlap: Tensor) -> None:
+        """Series a of the step's kv and gate [num_tokens, 2 * width] into pages [num_pages, ratio, 2, width]."""
+        width = overlap.shape[-1]
+        kv, gate = kv[self.tokens, :width], gate[self.tokens, :width].unflatten(0, (-1, self.ratio))
+        # A block starts where a window does, so row r of the last ones is token r of its window.
+        gate = (gate + ape[:, :width]).flatten(0, 1)
+        row = torch.arange(self.ratio, device=kv.device).repeat(len(kv) // self.ratio)
+        overlap[self.pages, row] = torch.stack([kv, gate], dim=1)
 
 
 def with_new_blocks(attn: AttnMetadata, table: Tensor, slots: Tensor, block_size: int) -> Tensor:

@@ -106,6 +106,7 @@ class DecodeGraphs:
                 max_seqlen_q=1,
                 max_seq_len=self._max_seq_len,
                 num_decodes=size,
+                request_slots=slots.to(torch.int32),
             )
             logits[:] = [self._forward(rows[0], rows[1], attn)]
 

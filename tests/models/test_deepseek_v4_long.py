@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from quire.kvcore import KVCache, StepPlan
+from quire.models.batch import AttnMetadata
 from quire.models.deepseek_v4_block import Attention
 from quire.models.deepseek_v4_cache import CacheFormat, V4PagePool, plan_cache
 from quire.models.deepseek_v4_config import CONFIGS, CSA, HCA, MOE, SLIDING
 from quire.models.deepseek_v4_layers import apply_rope, rope_frequencies, rope_table
-from quire.models.deepseek_v4_paged import PagedStep, V4Metadata
+from quire.models.deepseek_v4_paged import PagedStep
 
 LENGTH = 1_048_576
 NUM_NEW = 5  # the last tokens: the last one closes a window of every kind
@@ -57,9 +58,8 @@ def test_last_tokens_of_a_full_context(tables, layer):
     pool = V4PagePool(CONFIG, plan, num_pages=1 + 7 * len(plan.groups), max_requests=1)
     pool.data.view(torch.float32).normal_(generator=generator)
     cache = pool.layers[layer]
-    for ring in (cache.state, cache.index_state):
-        if ring is not None:
-            ring.normal_(generator=generator)
+    for ring in pool.rings:
+        ring.normal_(generator=generator)
     context = LENGTH - NUM_NEW
     positions = torch.arange(context, LENGTH)
     block_tables, mappings = [], []
@@ -70,7 +70,7 @@ def test_last_tokens_of_a_full_context(tables, layer):
         block_tables.append(table)
         pages = table[0, positions // group.block_size].long()
         mappings.append(pages * group.block_size + positions % group.block_size)
-    attn = V4Metadata(
+    attn = AttnMetadata(
         cu_seqlens_q=torch.tensor([0, NUM_NEW], dtype=torch.int32),
         seq_lens=torch.tensor([LENGTH], dtype=torch.int32),
         block_tables=tuple(block_tables),
@@ -99,11 +99,11 @@ def test_last_tokens_of_a_full_context(tables, layer):
     block, within = at // cache.window.storage_block_size, at % cache.window.storage_block_size
     raw = cache.window.data[window_table[block], within].double()
     entries = index_keys = torch.zeros(0, CONFIG.head_dim).double()
-    if cache.compressed is not None:
-        entries = cache.compressed.data[block_tables[0][0].long()].flatten(0, 1).double()
+    if cache.entries is not None:
+        entries = cache.entries.pages.data[block_tables[0][0].long()].flatten(0, 1).double()
         assert len(entries) == LENGTH // CONFIG.compress_ratio(layer)
     if cache.index is not None:
-        index_keys = cache.index.data[block_tables[0][0].long()].flatten(0, 1).double()
+        index_keys = cache.index.pages.data[block_tables[0][0].long()].flatten(0, 1).double()
     for i, position in enumerate(positions.tolist()):
         keys = raw[i : i + CONFIG.sliding_window]
         if len(entries):
@@ -136,7 +136,7 @@ def test_the_allocator_at_full_length():
     tokens = torch.randint(0, 1000, (LENGTH,), generator=torch.Generator().manual_seed(0)).numpy()
     slot = kv.admit("a", kv.match(tokens))
     while (done := int(kv.num_computed[slot])) < LENGTH:
-        count = int(kv.cut([slot], [min(65536, LENGTH - done)])[0])
+        count = min(65536, LENGTH - done)
         step = kv.plan([slot], [count])
         assert isinstance(step, StepPlan)
         assert step.positions[-1] == done + count - 1

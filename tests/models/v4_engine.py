@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from quire.kvcore import KVCache, StepPlan
+from quire.models.batch import AttnMetadata
 from quire.models.deepseek_v4 import DeepseekV4
 from quire.models.deepseek_v4_cache import CacheFormat, V4PagePool, plan_cache
 from quire.models.deepseek_v4_draft import chain_drafts
-from quire.models.deepseek_v4_paged import PagedStep, V4Metadata
+from quire.models.deepseek_v4_paged import PagedStep
 
 NAN = 255  # as bytes: NaN in fp32, bf16 and e4m3
 
@@ -30,7 +31,7 @@ class SmallEngine:
     ) -> None:  # fmt: skip
         self.model, self.drafters, self.impl = model, drafters, impl
         plan = plan_cache(model.config, fmt or CacheFormat(model.dtype), drafters=drafters)
-        self.groups, self.state = plan.groups, plan.group("state")
+        self.groups = plan.groups
         self.pool = V4PagePool(
             model.config, plan, num_pages=num_pages, max_requests=max_requests,
             max_draft_tokens=max_draft_tokens,
@@ -40,10 +41,8 @@ class SmallEngine:
             max_draft_tokens=max_draft_tokens, retention=retention, enable_caching=caching,
         )  # fmt: skip
         self.pool.data.fill_(NAN)
-        for cache in self.pool.layers:
-            for ring in (cache.state, cache.index_state):
-                if ring is not None:
-                    ring.fill_(float("nan"))
+        for ring in self.pool.rings:
+            ring.fill_(float("nan"))
         self.tokens: dict[str, list[int]] = {}
         self.slots: dict[str, int] = {}
 
@@ -65,7 +64,7 @@ class SmallEngine:
     def step(
         self, counts: Mapping[str, int], *, drafts: Mapping[str, list[int]] | None = None
     ) -> dict[str, Tensor]:
-        """Computes ``counts`` tokens of each request (fewer where a boundary is kept); returns the logits of their rows.
+        """Computes ``counts`` tokens of each request; returns the logits of their rows.
 
         drafts: guesses that follow the counted tokens of a request; those that greedy decoding agrees with become its tokens, and so
         does the token after them.
@@ -73,27 +72,20 @@ class SmallEngine:
         drafts = dict(drafts or {})
         names = sorted(counts, key=lambda n: counts[n] + len(drafts.get(n, [])) != 1)
         slots = [self.slots[name] for name in names]
-        totals = [counts[name] + len(drafts.get(name, [])) for name in names]
         tokens = []
-        for name, total in zip(names, self.kv.cut(slots, totals).tolist(), strict=True):
+        for name in names:
             start = self.computed(name)
-            ahead = self.tokens[name][start : start + counts[name]]
-            if (
-                name in drafts
-            ):  # fewer guesses where a step is cut, so that it can end at a boundary
-                drafts[name] = list(drafts[name])[: max(0, total - counts[name])]
-                ahead = ahead + drafts[name]
-            tokens.append(ahead[:total])
-        totals = [len(row) for row in tokens]
-        plan = self.kv.plan(slots, totals)
+            tokens.append(
+                self.tokens[name][start : start + counts[name]] + list(drafts.get(name, []))
+            )
+        plan = self.kv.plan(slots, [len(row) for row in tokens])
         assert isinstance(plan, StepPlan), plan
-        self._load_states(plan)
         logits, self.draft_logits = self._forward(plan, names, tokens, drafts)
         accepted = [len(t) for t in tokens]
         for i, name in enumerate(names):
             if name in drafts:
                 accepted[i] = self._verify(name, logits[name], drafts[name], counts[name])
-        self._commit(plan, tokens, accepted)
+        self.kv.commit(plan, [token for row in tokens for token in row], accepted)
         self._check()
         return logits
 
@@ -145,12 +137,12 @@ class SmallEngine:
         drafted = self.model.draft_logits(0, out).split(sizes)
         return logits, dict(zip(names, drafted, strict=True))
 
-    def _metadata(self, plan: StepPlan) -> V4Metadata:
+    def _metadata(self, plan: StepPlan) -> AttnMetadata:
         tables = []
         for group in range(len(self.groups)):
             tables.append(torch.from_numpy(self.kv.table(group)[plan.slots].copy()))
         counts = plan.num_new_tokens
-        return V4Metadata(
+        return AttnMetadata(
             cu_seqlens_q=torch.from_numpy(plan.cu_seqlens_q.copy()),
             seq_lens=torch.from_numpy(plan.seq_lens.copy()),
             block_tables=tuple(tables),
@@ -169,34 +161,9 @@ class SmallEngine:
         self.tokens[name] += [*drafts[:agreed], greedy[count - 1 + agreed]]
         return count + agreed
 
-    def _live(self, plan: StepPlan) -> dict[int, int]:
-        """Slot of each live state page of the step."""
-        if self.state is None:
-            return {}
-        pages = plan.state_pages[self.kv.table_index(self.state)]
-        return dict(zip(pages.tolist(), plan.slots.tolist(), strict=True))
-
-    def _load_states(self, plan: StepPlan) -> None:
-        live = self._live(plan)
-        pairs = [(live[dest], page) for page, dest in plan.copies.tolist() if page]
-        if pairs:
-            slots, pages = torch.tensor(pairs).T
-            self.pool.load_states(slots, pages, torch.from_numpy(self.kv.num_computed)[slots])
-
-    def _commit(self, plan: StepPlan, tokens: list[list[int]], accepted: list[int]) -> None:
-        flat = [token for row in tokens for token in row]
-        live = self._live(plan)
-        copies = self.kv.commit(plan, flat, accepted)
-        pairs = [(live[source], page) for source, page in copies.tolist()]
-        if pairs:
-            slots, pages = torch.tensor(pairs).T
-            self.pool.save_states(slots, pages, torch.from_numpy(self.kv.num_computed)[slots])
-
     def _check(self) -> None:
         self.kv.check_invariants()
         self.pool.data[torch.from_numpy(self.kv.pool.free_pages().astype(np.int64))] = NAN
-        for slot in set(range(self.kv.max_requests)) - set(self.slots.values()):
-            for cache in self.pool.layers:
-                for ring in (cache.state, cache.index_state):
-                    if ring is not None:
-                        ring[slot] = float("nan")
+        idle = [slot for slot in range(self.kv.max_requests + 1) if slot not in self.slots.values()]
+        for ring in self.pool.rings:
+            ring[idle] = float("nan")
