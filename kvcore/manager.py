@@ -95,7 +95,9 @@ class KVCache:
         root_key(hash_seed, b"")  # refuses a seed that is not bytes
         self.hybrid = layout.hybrid
         self.pool = PagePool(num_pages)
-        self.index = PrefixIndex(self.pool, layout.pages_per_segment, self.hybrid, policy or Adaptive())
+        self.index = PrefixIndex(
+            self.pool, layout.pages_per_segment, self.hybrid, policy or Adaptive()
+        )
         self.sequences = Sequences(max_requests, self.alignment, layout.lookahead)
         self._tables = Tables(layout, max_requests, self.pool, track_deltas)
         self._announcer = None if events is None else Announcer(events, layout, self.sequences)
@@ -371,7 +373,7 @@ class KVCache:
         snapshot = NO_ROWS
         if self._tables.states:
             if batch is not None:
-                snapshot = batch.ending
+                snapshot = batch.next_starting[a]
             else:
                 last = end // a * a
                 snapshot = ((last > start) & (last >= end - self.max_draft_tokens)).nonzero()[0]
@@ -453,7 +455,7 @@ class KVCache:
         """Rows of a step with segments to cache, and up to which segment."""
         a = self.alignment
         if not self.layout.lookahead and step.batch is not None and not step.chunk_rows.size:
-            closing = step.batch.ending
+            closing = step.batch.next_starting[a]
             return closing, end[closing] // a
         closing = (end - self._cached[step.slots] >= a).nonzero()[0]
         whole = end[closing] // a

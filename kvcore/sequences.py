@@ -141,7 +141,7 @@ class Sequences:
             self._fed, self._places = batch.slots, batch.slots * (a + k) + columns
         self._open.reshape(-1)[self._places] = tokens
         self._places += 1
-        whole = batch.ending
+        whole = batch.next_starting[a]
         if k:
             whole = ((batch.end >= a + k) & ((batch.end - k) % a == 0)).nonzero()[0]
         if not whole.size:

@@ -25,8 +25,8 @@ class DecodeBatch:
         slots: [n] requests; key: their bytes, to compare them quickly.
         start, end: [n] their tokens before and after the step. longest: of `end`.
         last_slots: [num_tables, n] slots of the tokens before these.
-        starting, next_starting: rows where some block starts in this step, and in the next.
-        ending: rows whose token ends a segment.
+        starting, next_starting: for each size of blocks and of segments, the rows where one starts in this step, and in the
+            next; a segment that starts in the next step ends in this one.
     """
 
     slots: Int64
@@ -35,9 +35,8 @@ class DecodeBatch:
     end: Int64
     longest: int
     last_slots: Int64
-    starting: Int64
-    next_starting: Int64
-    ending: Int64
+    starting: dict[int, Int64]
+    next_starting: dict[int, Int64]
 
     def is_of(self, slots: Int64) -> bool:
         """Whether these are the batch's requests, in its order."""
@@ -144,15 +143,14 @@ class BlockTables:
 
     def plan_decode(self, batch: DecodeBatch) -> Decode:
         """What the requests that start a block in this step need."""
-        rows, size, k = batch.starting, self.spec.block_size, self.spec.num_tables
+        size, k = self.spec.block_size, self.spec.num_tables
+        rows = batch.starting[size]
+        if not len(rows):
+            return Decode(rows, rows, rows, rows[:, None], 0)
         start = batch.start[rows]
-        inside = start % size
-        if np.count_nonzero(inside):
-            at = (inside == 0).nonzero()[0]
-            rows, start = rows[at], start[at]
         slots, blocks = batch.slots[rows], start // size
         places = self.places(slots, blocks)
-        if not (self.recycles and len(rows)):
+        if not self.recycles:
             return Decode(rows, slots, blocks, places, len(rows) * k)
         old = self._flat[places]
         is_new = self.pool.counts[old] != UNSHARED

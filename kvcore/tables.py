@@ -100,10 +100,12 @@ class Tables:
             BlockTables(c, self.array, layout.alignment, layout.lookahead, pool)
             for c in block_classes
         ]
-        sizes = [c.block_size for c in block_classes]
-        self._smallest = math.gcd(layout.alignment, *sizes)
+        self._sizes = sorted({layout.alignment, *(c.block_size for c in block_classes)})
+        self._smallest = math.gcd(*self._sizes)
         self._batch: DecodeBatch | None = None
-        self._live_pages: list[Int32] = []  # of its requests [n, num_tables], for each class of states
+        self._live_pages: list[
+            Int32
+        ] = []  # of its requests [n, num_tables], for each class of states
         self.dense = [b for b in self.blocks if not b.is_window]
         self.windows = [b for b in self.blocks if b.is_window]
         self.states = [
@@ -181,16 +183,18 @@ class Tables:
         key: bytes,
         start: Int64,
         last_slots: Int64,
-        starting: Int64 | None = None,
+        starting: dict[int, Int64] | None = None,
     ) -> DecodeBatch:
-        if starting is None:
-            starting = (start % self._smallest == 0).nonzero()[0]
         end = start + 1
-        ending = following = (end % self._smallest == 0).nonzero()[0]
-        if self._smallest != self.layout.alignment:
-            ending = following[end[following] % self.layout.alignment == 0]
         longest = int(np.maximum.reduce(end))
-        return DecodeBatch(slots, key, start, end, longest, last_slots, starting, following, ending)
+        starting, following = starting or self._starts(start), self._starts(end)
+        return DecodeBatch(slots, key, start, end, longest, last_slots, starting, following)
+
+    def _starts(self, positions: Int64) -> dict[int, Int64]:
+        """For each size of blocks, and of segments, the rows whose position starts one."""
+        rows = (positions % self._smallest == 0).nonzero()[0]
+        some = positions[rows]
+        return {n: rows if n == self._smallest else rows[some % n == 0] for n in self._sizes}
 
     def _demand(self, step: Step) -> list[tuple[GroupClass, int]]:
         """Pages that each class needs for decodes, chunks and states."""
@@ -320,7 +324,7 @@ class Tables:
     def _commit_states(self, step: Step, end: Int64) -> Int32:
         self._live_pages = [plan.pages for plan in step.states]
         if step.batch is not None and not step.chunk_rows.size:
-            ends = step.batch.ending
+            ends = step.batch.next_starting[self.layout.alignment]
         else:
             ends = (end % self.layout.alignment == 0).nonzero()[0]
             self._live_pages = [pages[step.decode_rows] for pages in self._live_pages]
