@@ -46,18 +46,24 @@ class Code:
         kinds = (kind for prefix, kind in MMA if any(op.startswith(prefix) for op in self.opcodes))
         return next(kinds, "-")
 
-    def copy_bytes(self, element_size: int) -> int:
+    def copy_bytes(self, element_size: int, scale_bytes: int = 0) -> int:
         """Bytes of the narrowest K/V copy; 0 if none is asynchronous and loads of whole vectors go through registers.
 
-        All asynchronous copies of the attention kernels are of K and V: page ids come by ordinary loads. Copies that carry less than a
-        thirty-second of the bytes do not count: the scales of quantised rows, 8 bytes of 584. A row whose alignment is unknown to the
-        compiler is loaded element by element, and no 2-byte element can be copied asynchronously.
+        All asynchronous copies of the attention kernels are of K and V: page ids come by ordinary loads. A row whose
+        alignment is unknown to the compiler is loaded element by element, and no 2-byte element can be copied asynchronously.
+
+        scale_bytes: what the scales of a quantised row take. Copies of that width do not count while they carry less than a third of the
+        bytes: of 584 bytes they are 8, but an instruction counts whole, however few of its threads copy.
         """
         carried: collections.Counter[int] = collections.Counter()
         for opcode, count in self.opcodes.items():
             if opcode.startswith("LDGSTS"):
                 carried[_width(opcode)] += count * _width(opcode)
-        widths = [width for width, size in carried.items() if 32 * size >= carried.total()]
+        widths = [
+            width
+            for width, size in carried.items()
+            if width != scale_bytes or 3 * size >= carried.total()
+        ]
         if element_size == 2 and any(op.startswith("LDG.") and "U16" in op for op in self.opcodes):
             widths.append(2)
         return min(widths, default=0)

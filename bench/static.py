@@ -1,17 +1,21 @@
 """What can be known of the kernels without a GPU: compile every shipped configuration offline and table what came out.
 
-    python -m bench.static [--arch 80 90 100] [--only TEXT] [--jobs 2] [--json FILE] [--baseline FILE] [--update]
+    python -m bench.static [--all | --arch 80 90 100] [--only TEXT] [--jobs 2] [--json FILE] [--baseline FILE] [--update]
+
+By default every case is compiled for sm_90, and for sm_80 and sm_100 a sample that holds every kernel once or twice. ``--arch`` compiles every
+case for the architectures named, ``--all`` for sm_80, 86, 90, 100 and 120. The rules below apply to whatever is compiled.
 
 The arguments are those of a real launch over tensors without storage, specialised as Triton's launcher does it, so what is compiled here is
 what runs there. What two cases share is compiled once. Exit status 1 if a kernel breaks one of these rules:
 
     spills         a kernel stores registers to local memory, or has a stack frame
     shared memory  a program needs more than it may use on that architecture
-    narrow copies  K/V is copied less than 16 bytes at a time (fp32: where it is copied asynchronously at all)
+    narrow copies  K/V is copied less than 16 bytes at a time (fp32: where it is copied asynchronously at all; quantised index keys: 8)
     in flight      a 2-byte decode kernel keeps less than 36 KiB of K/V under way per SM on sm_90
 
-The rules decide; the differences from the baseline are only shown, since registers move between versions of Triton. ``--json`` of any run
-serves as ``--baseline`` of another.
+A kernel that does not compile fails as well. The rules decide; the differences from the baseline are only shown, since registers move
+between versions of Triton. ``--json`` of any run serves as ``--baseline`` of another; its ``seconds`` are processor time, the compiler's
+included, and next to nothing where Triton's cache has the kernel.
 
 Columns: registers of a thread; spill, bytes that a thread spills; stack, bytes of its frame; shared memory of a program, and its limit on
 that architecture; ctas, programs that an SM holds at once; warps and stages of a program; mma, the matrix instruction; copy, bytes of the
@@ -33,7 +37,14 @@ from pathlib import Path
 from typing import Any
 
 from quire.bench import sass
-from quire.bench.static_cases import ARCHS, MORE_ARCHS, all_cases
+from quire.bench.static_cases import (
+    ALL_ARCHS,
+    ARCHS,
+    DEFAULT_ARCH,
+    MORE_ARCHS,
+    SAMPLE_ARCHS,
+    all_cases,
+)
 
 # Of an SM: shared memory, threads and programs it can hold (CUDA programming guide, compute capabilities table).
 SM_SHARED = {80: 164 << 10, 86: 100 << 10, 89: 100 << 10, 90: 228 << 10, 100: 228 << 10, 120: 100 << 10}  # fmt: skip
@@ -44,10 +55,11 @@ SM_REGISTERS = 65536
 SM_TENSOR_COLUMNS = 512
 # Shared memory that the system keeps for each resident program.
 RESERVED_SHARED = 1024
-MIN_COPY_BYTES = 16
 # Little's law for an H200: about 4.8 TB/s * 1 us over 132 SMs.
 MIN_BYTES_IN_FLIGHT = 36 << 10
-PIPELINED = ("prefill_kernel", "decode_kernel")
+PIPELINED = ("prefill_kernel", "decode_kernel", "scores_kernel")
+# Of a row: what says nothing of the kernel.
+NOT_COMPARED = ("triton", "seconds")
 BASELINE = Path(__file__).with_name("static_baseline.json")
 
 
@@ -92,12 +104,17 @@ def specialise(
     return signature, constants, attributes, options
 
 
-def distinct(archs: Sequence[int], only: str = "") -> list[tuple[str, int, int]]:
-    """(case's name, arch, index of the launch) of all cases whose name contains ``only``, less what an earlier one compiles to as well."""
+def distinct(
+    archs: Sequence[int], only: str = "", samples: Sequence[int] = ()
+) -> list[tuple[str, int, int]]:
+    """(case's name, arch, index of the launch) of all cases for ``archs``, then of the samples for ``samples``.
+
+    What an earlier one compiles to as well is left out. only: what the names of the cases contain.
+    """
     work, seen = [], set()
-    for arch in archs:
+    for arch in (*archs, *samples):
         for name, case in all_cases().items():
-            if only not in name or arch not in case.archs:
+            if only not in name or arch not in case.archs or (arch in samples and not case.sample):
                 continue
             for index, launch in enumerate(case.launches(arch)):
                 key = (arch, launch.kernel.__name__, repr(specialise(launch)))
@@ -119,6 +136,7 @@ def measure(name: str, arch: int, index: int) -> dict[str, Any]:
 
     from quire.kernels.configs import SHARED_MEMORY
 
+    started = processor_seconds()
     case = all_cases()[name]
     launch = case.launches(arch)[index]
     kernel = launch.kernel.__name__.strip("_")
@@ -135,7 +153,7 @@ def measure(name: str, arch: int, index: int) -> dict[str, Any]:
     if kernel.endswith(PIPELINED):
         element_size = getattr(torch, case.dtype).itemsize
         tile_bytes = values["BLOCK_N"] * case.key_bytes
-        copy = code.copy_bytes(element_size)
+        copy = code.copy_bytes(element_size, case.scale_bytes)
         instructions = code.tile_instructions(tile_bytes, threads)
         if copy:
             in_flight = tile_bytes * (metadata.num_stages - 1) * resident
@@ -154,10 +172,26 @@ def measure(name: str, arch: int, index: int) -> dict[str, Any]:
         "ctas_per_sm": resident,
         "mma": code.mma,
         "kv_copy_bytes": copy,
+        "min_copy_bytes": case.min_copy_bytes,
         "bytes_in_flight_per_sm": in_flight,
         "sass_per_tile": instructions,
         "triton": triton.__version__,
+        "seconds": round(processor_seconds() - started, 2),
     }
+
+
+def processor_seconds() -> float:
+    """Processor time of this process and of those that it has waited for."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+def attempt(name: str, arch: int, index: int) -> dict[str, Any] | str:
+    """``measure``, or what to say of a kernel that does not compile."""
+    try:
+        return measure(name, arch, index)
+    except Exception as error:
+        return f"{name} sm_{arch}: does not compile: {type(error).__name__}: {error}"
 
 
 def resident_programs(
@@ -190,7 +224,7 @@ def problems(row: dict[str, Any]) -> list[str]:
     if not row["kernel"].endswith(PIPELINED):
         return found
     through_registers = row["dtype"] == "float32" and row["kv_copy_bytes"] == 0
-    if row["kv_copy_bytes"] < MIN_COPY_BYTES and not through_registers:
+    if row["kv_copy_bytes"] < row["min_copy_bytes"] and not through_registers:
         found.append(f"copies K/V {row['kv_copy_bytes']} bytes at a time")
     paced = (
         row["kernel"].endswith("decode_kernel") and row["dtype"] != "float32" and row["arch"] == 90
@@ -216,7 +250,7 @@ def differences(rows: list[dict[str, Any]], baseline: list[dict[str, Any]]) -> l
         changed = [
             f"{key} {old.get(key)} -> {value}"
             for key, value in row.items()
-            if value != old.get(key) and key != "triton"
+            if value != old.get(key) and key not in NOT_COMPARED
         ]
         if changed:
             lines.append(f"{name(row)}: {', '.join(changed)}")
@@ -256,28 +290,48 @@ def write(rows: list[dict[str, Any]], path: str | Path) -> None:
     Path(path).write_text(f"[\n{lines}\n]\n", encoding="utf-8")
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command line; the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n")[0],
+        epilog="By default: every case for sm_90, and a sample with each kernel for sm_80 and sm_100.",
+    )
     parser.add_argument("--json", metavar="FILE", help="also write the rows as a JSON list")
-    parser.add_argument(
-        "--arch", type=int, nargs="+", choices=ARCHS + MORE_ARCHS, default=list(ARCHS)
+    chosen = parser.add_mutually_exclusive_group()
+    chosen.add_argument(
+        "--all", action="store_true", help=f"every case for sm_{', '.join(map(str, ALL_ARCHS))}"
+    )
+    chosen.add_argument(
+        "--arch", type=int, nargs="+", choices=ARCHS + MORE_ARCHS, help="every case for these"
     )
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--only", default="", help="compile only cases whose name contains this")
     parser.add_argument("--baseline", default=BASELINE, help="rows to show the differences from")
-    parser.add_argument("--update", action="store_true", help="write the rows to the baseline")
+    parser.add_argument("--update", action="store_true", help="make a default run the baseline")
     options = parser.parse_args(argv)
+    if options.update and (options.all or options.arch or options.only):
+        parser.error("--update: expected a default run, got --all, --arch or --only")
+    return options
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; the exit status."""
+    options = parse(argv)
     import triton
 
-    work = distinct(options.arch, options.only)
+    if options.all or options.arch:
+        work = distinct(options.arch or ALL_ARCHS, options.only)
+    else:
+        work = distinct((DEFAULT_ARCH,), options.only, SAMPLE_ARCHS)
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(options.jobs, mp_context=context) as pool:
-        rows = list(pool.map(measure, *zip(*work, strict=True))) if work else []
-    print(f"triton {triton.__version__}; {len(rows)} kernels compiled for {options.arch}")
+        results = list(pool.map(attempt, *zip(*work, strict=True))) if work else []
+    rows = [row for row in results if isinstance(row, dict)]
+    seconds = sum(row["seconds"] for row in rows)
+    print(f"triton {triton.__version__}; {len(rows)} kernels, {seconds:.0f} s of processor time")
     print(table(rows))
     if options.update:
-        write(rows, options.baseline)
+        write([{k: v for k, v in row.items() if k != "seconds"} for row in rows], options.baseline)
     elif Path(options.baseline).exists():
         baseline = json.loads(Path(options.baseline).read_text(encoding="utf-8"))
         versions = ", ".join(sorted({row["triton"] for row in baseline}))
@@ -286,9 +340,14 @@ def main(argv: list[str] | None = None) -> int:
         print(*changes, sep="\n", end="\n" if changes else "")
     if options.json:
         write(rows, options.json)
-    failures = [(row, text) for row in rows for text in problems(row)]
-    for row, text in failures:
-        print(f"FAIL {row['case']} {row['kernel']} sm_{row['arch']}: {text}")
+    failures = [text for text in results if isinstance(text, str)]
+    failures += [
+        f"{row['case']} {row['kernel']} sm_{row['arch']}: {text}"
+        for row in rows
+        for text in problems(row)
+    ]
+    for text in failures:
+        print(f"FAIL {text}")
     return 1 if failures else 0
 
 

@@ -1,7 +1,7 @@
 """The cases that ``bench.static`` compiles: one module a family of kernels, each with ``cases() -> list[StaticCase]``.
 
-A new family is a new module here. A kernel whose name ends in ``prefill_kernel`` or ``decode_kernel`` is held to the rules about copies
-and bytes in flight as well; its constant BLOCK_N is the keys of a tile.
+A new family is a new module here, with a case marked ``sample`` for each of its kernels. A kernel whose name ends in ``prefill_kernel``,
+``decode_kernel`` or ``scores_kernel`` is held to the rules about copies and bytes in flight as well; its constant BLOCK_N is the keys of a tile.
 """
 
 from __future__ import annotations
@@ -16,6 +16,10 @@ from typing import Any
 NUM_SMS = {80: 108, 86: 84, 89: 142, 90: 132, 100: 148, 120: 170}
 ARCHS = (80, 90, 100)
 MORE_ARCHS = (86, 89, 120)
+# What is compiled unless asked otherwise: every case for the first, the samples for the others.
+DEFAULT_ARCH, SAMPLE_ARCHS = 90, (80, 100)
+# Each table of tile shapes, and e4m3 with and without an instruction: sm_89 adds nothing to these.
+ALL_ARCHS = (80, 86, 90, 100, 120)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +31,10 @@ class StaticCase:
     launches: compute capability -> the ``Launch`` values of the call, over tensors without storage (``meta``).
     dtype: of the keys and values, a torch dtype by name.
     key_bytes: what one key takes of the K/V tile, values included; 0 if no kernel of the case has such tiles.
+    scale_bytes: what the scales of one quantised key take; they are not counted in key_bytes.
+    min_copy_bytes: the narrowest copy of a K/V tile that the case may have.
     archs: where the case has to hold; it is compiled for no other architecture.
+    sample: whether it stands for its kernels on SAMPLE_ARCHS.
     """
 
     name: str
@@ -35,7 +42,10 @@ class StaticCase:
     launches: Callable[[int], list[Any]]
     dtype: str = "bfloat16"
     key_bytes: int = 0
+    scale_bytes: int = 0
+    min_copy_bytes: int = 16
     archs: tuple[int, ...] = ARCHS + MORE_ARCHS
+    sample: bool = False
 
 
 @functools.cache

@@ -8,6 +8,8 @@ from typing import Any
 
 from quire.bench.static_cases import NUM_SMS, StaticCase, meta
 
+SAMPLE = ("decode-d128-p128-q1", "prefill-d128-p128", "merge-d128", "write-d128")
+
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
@@ -37,6 +39,7 @@ def cases() -> list[StaticCase]:
             functools.partial(launches, shape),
             shape.dtype,
             key_bytes=2 * shape.head_dim * (4 if shape.dtype == "float32" else 2),
+            sample=shape.name in SAMPLE,
         )
         for shape in shapes()
     ]

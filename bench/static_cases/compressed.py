@@ -6,10 +6,15 @@ import dataclasses
 import functools
 from typing import Any
 
-from quire.bench.static_cases import ARCHS, MORE_ARCHS, NUM_SMS, StaticCase, meta
+from quire.bench.static_cases import NUM_SMS, StaticCase, meta
 
 HEAD_DIM, ROPE_DIM, SLIDING_WINDOW = 512, 64, 128
 ROW_BYTES = {"bfloat16": 2 * HEAD_DIM, "uint8": 576, "float32": 4 * HEAD_DIM}
+SAMPLE = (
+    "compressed-decode-csa-h16-k512",
+    "compressed-decode-csa-h64-k512-fp8-pages",
+    "compressed-prefill-csa-h64-k512",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +85,8 @@ def cases() -> list[StaticCase]:
             functools.partial(launches, shape),
             shape.dtype,
             key_bytes=ROW_BYTES[shape.dtype],
-            archs=ARCHS + MORE_ARCHS,
+            scale_bytes=8 if shape.dtype == "uint8" else 0,
+            sample=shape.name in SAMPLE,
         )
         for shape in shapes()
     ]

@@ -8,6 +8,11 @@ from typing import Any
 
 from quire.bench.static_cases import NUM_SMS, StaticCase, meta
 
+# Bytes become bf16 in the registers of the matrix instruction, 8 of them 16 bytes, and Triton copies them into shared memory in the same
+# portions. Neighbouring threads still copy whole rows of 128 bytes.
+FP8_COPY_BYTES = 8
+SAMPLE = ("index-decode-k512-bf16", "index-decode-k512-fp8")
+
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
@@ -33,6 +38,9 @@ def cases() -> list[StaticCase]:
             functools.partial(launches, shape),
             shape.dtype,
             key_bytes=shape.index_dim * (1 if shape.fp8 else 4 if shape.dtype == "float32" else 2),
+            scale_bytes=4 if shape.fp8 else 0,
+            min_copy_bytes=FP8_COPY_BYTES if shape.fp8 else 16,
+            sample=shape.name in SAMPLE,
         )
         for shape in shapes()
     ]

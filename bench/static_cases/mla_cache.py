@@ -9,6 +9,7 @@ from quire.bench.static_cases import StaticCase, meta
 
 NUM_ROWS = 8192
 HEAD_DIM, ROPE_DIM, INDEX_DIM = 512, 64, 128
+SAMPLE = ("fp8-p64", "csa-fp8-prefill")
 
 
 def cases() -> list[StaticCase]:
@@ -35,7 +36,9 @@ def cases() -> list[StaticCase]:
         "index-fp8-decode": {**csa, "kind": "uint8", "index": True},
     }
     return [
-        StaticCase(f"{name}-{case}", name, functools.partial(launches, **options))
+        StaticCase(
+            f"{name}-{case}", name, functools.partial(launches, **options), sample=case in SAMPLE
+        )
         for name, launches, table in (
             ("latent", write_launches, writes),
             ("compress", compress_launches, pools),

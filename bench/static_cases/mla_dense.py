@@ -8,6 +8,8 @@ from typing import Any
 
 from quire.bench.static_cases import ARCHS, MORE_ARCHS, NUM_SMS, StaticCase, meta
 
+SAMPLE = ("mla-decode-h16", "mla-prefill-h128")
+
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
@@ -45,6 +47,7 @@ def cases() -> list[StaticCase]:
             shape.dtype,
             key_bytes=(shape.head_dim_v + shape.rope_dim) * (4 if shape.dtype == "float32" else 2),
             archs=ARCHS + MORE_ARCHS if shape.tile_rows <= 32 else ARCHS,
+            sample=shape.name in SAMPLE,
         )
         for shape in shapes()
     ]

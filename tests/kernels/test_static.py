@@ -17,7 +17,7 @@ ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "TRI
 GOOD = {
     "kernel": "decode_kernel", "case": "c", "config": "16x64 w4 s3", "arch": 90, "dtype": "bfloat16", "registers": 200, "spill_bytes": 0,
     "stack_bytes": 0, "shared_bytes": 71680, "shared_limit": 232448, "ctas_per_sm": 2, "mma": "mma.sync", "kv_copy_bytes": 16,
-    "bytes_in_flight_per_sm": 36864, "sass_per_tile": 647, "triton": "3.7.1",
+    "min_copy_bytes": 16, "bytes_in_flight_per_sm": 36864, "sass_per_tile": 647, "triton": "3.7.1",
 }  # fmt: skip
 MERGE = GOOD | {"kernel": "merge_pieces_kernel", "kv_copy_bytes": 0, "bytes_in_flight_per_sm": 0}
 REQUIRED = {
@@ -118,6 +118,8 @@ def test_unaligned_rows_are_seen_to_be_copied_narrowly():
         ({"kv_copy_bytes": 2}, ["copies K/V 2 bytes at a time"]),
         ({"kv_copy_bytes": 4, "kernel": "prefill_kernel"}, ["copies K/V 4 bytes at a time"]),
         ({"kv_copy_bytes": 0}, ["copies K/V 0 bytes at a time"]),
+        ({"kv_copy_bytes": 8, "kernel": "index_scores_kernel"}, ["copies K/V 8 bytes at a time"]),
+        ({"kv_copy_bytes": 8, "min_copy_bytes": 8}, []),
         ({"kv_copy_bytes": 4, "dtype": "float32"}, ["copies K/V 4 bytes at a time"]),
         ({"kv_copy_bytes": 0, "dtype": "float32"}, []),
         ({"bytes_in_flight_per_sm": 36863}, ["keeps 36863 bytes in flight per SM"]),
@@ -134,7 +136,8 @@ def test_problems(change, problem):
 
 def test_a_broken_rule_is_the_exit_status(monkeypatch, tmp_path, capsys):
     """Rules decide, differences do not; ``--update`` leaves none."""
-    row = GOOD | {"registers": 100}
+    row = GOOD | {"registers": 100, "seconds": 2.5}
+    results = [row]
 
     class Pool:
         def __init__(self, *_, **__): ...
@@ -143,10 +146,15 @@ def test_a_broken_rule_is_the_exit_status(monkeypatch, tmp_path, capsys):
 
         def __exit__(self, *_): ...
         def map(self, *_):
-            return [row]
+            return results
 
     monkeypatch.setattr(static.concurrent.futures, "ProcessPoolExecutor", Pool)
     monkeypatch.setattr(static, "distinct", lambda *_: [("c", 90, 0)])
+    assert static.main(["--baseline", str(tmp_path / "none.json")]) == 0
+    results.append("d sm_90: does not compile: E: why")
+    assert static.main(["--baseline", str(tmp_path / "none.json")]) == 1
+    assert "FAIL d sm_90: does not compile: E: why" in capsys.readouterr().out
+    results.pop()
     baseline = tmp_path / "baseline.json"
     static.write([GOOD, MERGE], baseline)
     arguments = ["--baseline", str(baseline)]
@@ -156,7 +164,7 @@ def test_a_broken_rule_is_the_exit_status(monkeypatch, tmp_path, capsys):
     assert static.main(arguments) == 1
     assert "FAIL c decode_kernel sm_90: spills 4 bytes" in capsys.readouterr().out
     assert static.main([*arguments, "--update"]) == 1
-    assert json.loads(baseline.read_text()) == [row]
+    assert json.loads(baseline.read_text()) == [{k: v for k, v in row.items() if k != "seconds"}]
     capsys.readouterr()
     static.main(arguments)
     assert "0 differences" in capsys.readouterr().out
@@ -164,7 +172,7 @@ def test_a_broken_rule_is_the_exit_status(monkeypatch, tmp_path, capsys):
 
 def test_differences():
     assert static.differences([GOOD, MERGE], [MERGE, GOOD]) == []
-    other = GOOD | {"registers": 210, "mma": "wgmma", "triton": "3.6.0"}
+    other = GOOD | {"registers": 210, "mma": "wgmma", "triton": "3.6.0", "seconds": 1.0}
     assert static.differences([other], [GOOD]) == [
         "c decode_kernel sm_90: registers 200 -> 210, mma mma.sync -> wgmma"
     ]
@@ -199,16 +207,43 @@ print(len(kept) == len(set(kept)), set(kept) == set(every), len(kept) < len(ever
     assert done.stdout.split() == ["True"] * 3, done.stderr
 
 
-def test_every_case_can_be_built():
+def test_every_case_can_be_built_and_the_samples_hold_every_kernel():
     """For each architecture where it has to hold, whatever takes minutes to compile."""
     done = run("-c", """
 from bench import static
+every, sample = set(), set()
 for name, case in static.all_cases().items():
     for arch in case.archs:
-        assert case.launches(arch), (name, arch)
-print("built")
+        kernels = {(launch.kernel.__name__, arch) for launch in case.launches(arch)}
+        assert kernels, (name, arch)
+        every |= kernels
+        sample |= kernels if case.sample else set()
+missing = [k for k in every - sample if k[1] in static.SAMPLE_ARCHS]
+assert not missing, missing
+work = static.distinct((90,), samples=static.SAMPLE_ARCHS)
+compiled = {(static.all_cases()[n].launches(a)[i].kernel.__name__, a) for n, a, i in work}
+assert compiled == {k for k in every if k[1] in (80, 90, 100)}
+assert [w for w in work if w[1] == 90] == static.distinct((90,))
+print("built", all(static.all_cases()[n].sample for n, a, _ in work if a != 90))
 """)  # fmt: skip
-    assert done.stdout.split() == ["built"], done.stderr
+    assert done.stdout.split() == ["built", "True"], done.stderr
+
+
+def test_only_a_default_run_becomes_the_baseline(capsys):
+    for more in (["--all"], ["--arch", "80"], ["--only", "write"]):
+        with pytest.raises(SystemExit):
+            static.main(["--update", *more])
+        assert "--update: expected a default run" in capsys.readouterr().err
+
+
+def test_a_kernel_that_does_not_compile_is_named(monkeypatch):
+    def measure(name, arch, index):
+        raise RuntimeError("no such instruction")
+
+    monkeypatch.setattr(static, "measure", measure)
+    assert (
+        static.attempt("c", 90, 0) == "c sm_90: does not compile: RuntimeError: no such instruction"
+    )
 
 
 def test_table_aligns():

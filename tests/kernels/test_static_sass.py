@@ -57,13 +57,15 @@ def test_the_narrowest_copy_counts():
     assert changed("LDGSTS", "LDG").copy_bytes(2) == 0
 
 
-@pytest.mark.parametrize("rows, expected", [(15, 8), (16, 16)])
-def test_copies_of_little_do_not_count(rows, expected):
-    """8 bytes of scales beside rows of 16 * 16 bytes are less than a thirty-second of both, beside 15 * 16 they are more."""
+@pytest.mark.parametrize(
+    "rows, scale_bytes, expected", [(1, 8, 8), (2, 8, 16), (2, 0, 8), (2, 4, 8)]
+)
+def test_copies_of_scales_do_not_count(rows, scale_bytes, expected):
+    """8 bytes of scales beside 2 * 16 bytes are less than a third of both, beside 16 they are a third."""
     line = "/*0000*/ LDGSTS.E.BYPASS.128 [R3], desc[UR4][R2.64] ;"
     scales = "/*0000*/ LDGSTS.E.64 [R3], desc[UR4][R2.64] ;"
     code = dataclasses.replace(CODE, lines=sass.parse("\n".join([line] * rows + [scales])))
-    assert code.copy_bytes(1) == expected
+    assert code.copy_bytes(1, scale_bytes) == expected
 
 
 def test_instructions_of_a_tile():
