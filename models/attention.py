@@ -6,6 +6,11 @@ of Gemma-4 E models) passes None: it attends to what its donor, an earlier layer
 Those last layers need not run for rows whose logits nobody wants: their keys and values are already there. ``attend.rows`` are the
 rows that they run for. Each becomes a sequence of one query; what it sees of a sliding donor is gathered once, for all layers that
 share it, and a full donor's pages serve as they are once the step's rows are in them.
+
+A step may compute rows once more that full attention has in its pages already, to restore the windows of sliding layers
+(`quire.kvcore.Match.replay_from`). The first of them see windows with nothing before, so their keys and values are wrong in all
+layers after the first window; after (W - 1) tokens for each window they are right. Full attention takes the rows from its pages
+instead, for all queries, and does not write them.
 """
 
 from __future__ import annotations
@@ -99,6 +104,7 @@ class PagedAttend:
             if self.rows is not None:
                 return self._attend_gathered(self._gathered[donor], q)
             return self._attend(donor, q, *self._fresh[donor], sinks)
+        k, v = self._with_cached(layer, k, v)
         out = self._attend(layer, q, k, v, sinks)
         # Rows are written only now: a table may give new rows of a window the places of rows that the first queries still see.
         if layer not in self._donors:
@@ -144,6 +150,18 @@ class PagedAttend:
             return paged_attention(*tensors, **arguments)
         return sliding_window_attention(*tensors, sliding_window=window, **arguments)
 
+    def _with_cached(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """The rows of a full layer, with those that are computed once more as its pages have them."""
+        rows, cache = self._attn.replay_rows, self._pool.layers[layer]
+        if rows is None or self._config.attention(layer).sliding_window is not None:
+            return k, v
+        assert self._attn.replay_slots is not None
+        slots, block_size = self._attn.replay_slots[cache.group], cache.k_pages.shape[1]
+        place = slots // block_size, slots % block_size
+        return k.index_copy(0, rows, cache.k_pages[place]), v.index_copy(
+            0, rows, cache.v_pages[place]
+        )
+
     def _write(self, layer: int, k: Tensor, v: Tensor) -> None:
         cache = self._pool.layers[layer]
         slots = self._attn.slot_mappings[cache.group]
@@ -177,6 +195,10 @@ class PagedAttend:
         assert self.rows is not None
         table = self._attn.block_tables[cache.group].clone()
         slots, block_size = self._attn.slot_mappings[cache.group], cache.k_pages.shape[1]
+        if self._attn.replay_rows is not None:
+            assert self._attn.replay_slots is not None
+            there = self._attn.replay_slots[cache.group]
+            slots = slots.index_copy(0, self._attn.replay_rows, there)
         every = torch.arange(len(slots), device=slots.device)
         table[self._sequence_of(every), self._positions // block_size] = (slots // block_size).int()
         return _Gathered(

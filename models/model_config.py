@@ -214,6 +214,18 @@ class ModelConfig:
         """Layers whose keys and values later layers share."""
         return frozenset(self._donor_of[self.num_kv_owners :])
 
+    @property
+    def replay_tokens(self) -> int | None:
+        """Tokens to compute before a boundary until the windows of all layers are right there; None without sliding layers.
+
+        Every sliding layer needs W - 1 rows that are right, and each makes right all but its first W - 1. Layers without keys
+        and values of their own read their donors' rows, and only rows after the boundary are wanted of them.
+        """
+        if self.sliding is None or self.sliding.sliding_window is None:
+            return None
+        num_sliding = self.layer_types[: self.num_kv_owners].count(SLIDING)
+        return num_sliding * (self.sliding.sliding_window - 1) or None
+
     @cached_property
     def _donor_of(self) -> tuple[int, ...]:
         owners = range(self.num_kv_owners)

@@ -106,6 +106,8 @@ class EngineConfig:
         that they take. One of the three at most; default: 256 MiB on a CPU, a fraction of 0.9 on a GPU.
     base_block_size: tokens in a page of the heaviest kind of layer.
     retention, enable_caching, hash_seed: as in `quire.kvcore.KVCache`.
+    replay: where full attention has cached far more of a prompt than any resume point reaches, compute just the tokens that
+        restore the windows of sliding layers, instead of all tokens from the resume point on.
     policy: how a step is divided between prefill and decode.
     seed: requests without a seed of their own get one from it, in the order they come.
     impl: "triton" or "torch" for the kernels; None = by device.
@@ -122,6 +124,7 @@ class EngineConfig:
     retention: str | int = "latest"
     enable_caching: bool = True
     hash_seed: bytes = b""
+    replay: bool = False
     policy: SchedulerPolicy = field(default_factory=SchedulerPolicy)
     seed: int = 0
     impl: str | None = None
@@ -172,6 +175,7 @@ class Engine:
             hash_seed=config.hash_seed,
             enable_caching=config.enable_caching,
             max_draft_tokens=drafter.max_draft_tokens if drafter else 0,
+            replay_tokens=_replay_tokens(model) if config.replay else None,
             track_deltas=True,
         )
         self.scheduler = Scheduler(
@@ -466,6 +470,14 @@ def _plan_memory(model: nn.Module, config: EngineConfig, drafter: Drafter | None
             max_num_rows=rows,
         ),
     )
+
+
+def _replay_tokens(model: nn.Module) -> int | None:
+    if not hasattr(model.config, "replay_tokens"):
+        raise NotImplementedError(
+            f"replay: supported with models of full and sliding attention, got {type(model).__name__}"
+        )
+    return model.config.replay_tokens
 
 
 def _logits_rows(step: ScheduledStep, ready: list[int]) -> np.ndarray:
