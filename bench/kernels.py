@@ -1,10 +1,10 @@
-"""Attention kernels side by side: quire's and every importable peer's, in one process, over the same tensors.
+"""Kernels side by side: quire's and every importable peer's, in one process, over the same tensors.
 
     python -m bench.kernels --only "gemma-4-31b" --seconds 120 --json kernels.json
     python -m bench.kernels --peers .peers --impl quire,flashinfer,fa3
-    python -m bench.kernels --predict
+    python -m bench.kernels --set latents --predict
 
-Each result is compared with the float64 result of a sample of rows before it is timed; one that is wrong is reported as wrong and not
+Cases are attention over keys and values (`bench.shapes`), and the latent kernels of DeepSeek-V4 and V3 (`bench.mla_shapes`). Each result is compared with the float64 result of a sample of rows before it is timed; one that is wrong is reported as wrong and not
 timed, and a wrong one of ours makes the exit status 1. Times are those of CUDA-graph replays (median, 20th and 80th percentile); calls
 rotate over copies of all tensors, so nothing is read from a warm L2 cache. What depends on lengths alone is prepared outside of the
 timed calls (FlashInfer's plan(), block masks), and peers that cannot read pages get contiguous keys: the notes say which.
@@ -20,23 +20,32 @@ import argparse
 import dataclasses
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
 
+from quire.bench import mla_shapes, shapes
+from quire.bench.families import FAMILIES, family_of
 from quire.bench.floors import device_rates
 from quire.bench.machine import describe_machine
-from quire.bench.model import H200, Device, case_bytes, case_flops, predict
-from quire.bench.peers import Peer, Unsupported, find_peers
-from quire.bench.problem import Problem, expect, make_problem
-from quire.bench.shapes import Case, all_cases, headline, tiny_cases
+from quire.bench.model import H200, Device
+from quire.bench.peers import Peer, Unsupported
 from quire.bench.text import aligned
 from quire.bench.timing import time_calls
 
 SCHEMA = 1
-SETS = {"headline": headline, "all": all_cases, "tiny": tiny_cases}
+Case = shapes.Case | mla_shapes.LatentCase
+SETS: dict[str, Callable[[], list[Case]]] = {
+    "headline": lambda: [*shapes.headline(), *mla_shapes.headline()],
+    "latents": mla_shapes.headline,
+    "all": lambda: [*shapes.all_cases(), *mla_shapes.all_cases()],
+    "all-latents": mla_shapes.all_cases,
+    "tiny": lambda: [*shapes.tiny_cases(), *mla_shapes.tiny_cases()],
+    "tiny-latents": mla_shapes.tiny_cases,
+}
 
 
 class DeviceLost(Exception):
@@ -70,19 +79,13 @@ def run(cases: list[Case], device: torch.device, args: argparse.Namespace) -> di
 
     Raises: DeviceLost, after what was measured is written.
     """
-    peers, missing = find_peers(args.peers)
-    if args.impl:
-        wanted = args.impl.split(",")
-        unknown = sorted(set(wanted) - {p.name for p in peers} - set(missing))
-        if unknown:
-            raise SystemExit(f"impl: expected some of {[p.name for p in peers]}, got {unknown}")
-        peers = [peer for peer in peers if peer.name in wanted]
+    peers, missing = _find_peers(args)
     rates = device_rates(device, torch.bfloat16)
     result: dict[str, Any] = {
         "schema": SCHEMA,
         "machine": describe_machine(device),
         "rates": dataclasses.asdict(rates),
-        "peers": {p.name: {"version": p.version, "note": p.note} for p in peers},
+        "peers": _described(peers),
         "missing": missing,
         "rows": [],
         "not_run": [],
@@ -94,7 +97,9 @@ def run(cases: list[Case], device: torch.device, args: argparse.Namespace) -> di
             result["not_run"] += [case.name for case in cases[i:]]
             break
         try:
-            result["rows"] += run_case(case, peers, device, result["rates"], args.per_call)
+            result["rows"] += run_case(
+                case, peers[type(case)], device, result["rates"], args.per_call
+            )
         except torch.OutOfMemoryError:
             result["not_run"].append(case.name)
         finally:
@@ -104,6 +109,32 @@ def run(cases: list[Case], device: torch.device, args: argparse.Namespace) -> di
     return result
 
 
+def _find_peers(args: argparse.Namespace) -> tuple[dict[type, list[Peer]], dict[str, str]]:
+    """{type of case: its implementations}, as far as --impl wants them, and {name: why} of those that are missing."""
+    peers: dict[type, list[Peer]] = {}
+    missing: dict[str, str] = {}
+    for kind, family in FAMILIES.items():
+        peers[kind], lacking = family.find_peers(args.peers)
+        missing |= lacking
+    if args.impl:
+        wanted = args.impl.split(",")
+        names = {peer.name for found in peers.values() for peer in found}
+        unknown = sorted(set(wanted) - names - set(missing))
+        if unknown:
+            raise SystemExit(f"impl: expected some of {sorted(names)}, got {unknown}")
+        peers = {kind: [p for p in found if p.name in wanted] for kind, found in peers.items()}
+    return peers, missing
+
+
+def _described(peers: dict[type, list[Peer]]) -> dict[str, dict[str, str]]:
+    """Version and notes of each implementation by name; one that serves several families has a note for each."""
+    described: dict[str, dict[str, str]] = {}
+    for peer in (peer for found in peers.values() for peer in found):
+        notes = [described[peer.name]["note"]] if peer.name in described else []
+        described[peer.name] = {"version": peer.version, "note": "; ".join([*notes, peer.note])}
+    return described
+
+
 def run_case(
     case: Case, peers: list[Peer], device: torch.device, rates: dict[str, Any], seconds: float
 ) -> list[dict[str, Any]]:
@@ -111,9 +142,10 @@ def run_case(
 
     Raises: DeviceLost.
     """
-    copies = 2 if device.type == "cpu" else None
-    problem = make_problem(case, device, torch.bfloat16, copies=copies)
-    expected = expect(problem)
+    family = family_of(case)
+    problem = family.make(case, device, 2 if device.type == "cpu" else None)
+    expected = family.expect(problem)
+    case_bytes, case_flops = family.case_bytes(case), family.case_flops(case)
     rows = []
     for peer in peers:
         row: dict[str, Any] = {
@@ -129,15 +161,15 @@ def run_case(
             _require_device(device, error)
         rows.append(row)
     others = [row["ms"] for row in rows if not row["ours"] and "ms" in row]
-    predicted = predict(case, _device(device, rates))
+    predicted = family.predict(case, _device(device, rates))
     for row in rows:
         if "ms" not in row:
             continue
         each = row["ms"] / 1e3
-        row["gb_per_s"] = case_bytes(case) / each / 1e9
-        row["tflop_per_s"] = case_flops(case) / each / 1e12
-        row["copy_share"] = case_bytes(case) / each / rates["copy_bytes_per_s"]
-        row["matmul_share"] = case_flops(case) / each / rates["matmul_flops_per_s"]
+        row["gb_per_s"] = case_bytes / each / 1e9
+        row["tflop_per_s"] = case_flops / each / 1e12
+        row["copy_share"] = case_bytes / each / rates["copy_bytes_per_s"]
+        row["matmul_share"] = case_flops / each / rates["matmul_flops_per_s"]
         row["over_best_peer"] = row["ms"] / min(others) if others else None
         if row["ours"] and device.type == "cuda":
             row["predicted_ms"] = 1e3 * predicted.seconds
@@ -147,7 +179,7 @@ def run_case(
 
 
 def _measure(
-    peer: Peer, problem: Problem, expected: Any, device: torch.device, seconds: float
+    peer: Peer, problem: Any, expected: Any, device: torch.device, seconds: float
 ) -> dict[str, Any]:
     calls = peer.prepare(problem)
     wrong = expected.wrong(*calls[0]())
@@ -239,7 +271,8 @@ def predictions(cases: list[Case], device: Device) -> str:
     """Predicted time and floor of each case on a device, nothing measured."""
     rows = [("case", "predicted ms", "bound", "floor ms", "over floor", "GB/s", "TFLOP/s")]
     for case in cases:
-        found = predict(case, device)
+        family = family_of(case)
+        found = family.predict(case, device)
         rows.append(
             (
                 case.name,
@@ -247,8 +280,8 @@ def predictions(cases: list[Case], device: Device) -> str:
                 found.bound,
                 f"{1e3 * found.floor:.4g}",
                 f"{found.seconds / found.floor:.2f}",
-                f"{case_bytes(case) / found.seconds / 1e9:.0f}",
-                f"{case_flops(case) / found.seconds / 1e12:.3g}",
+                f"{family.case_bytes(case) / found.seconds / 1e9:.0f}",
+                f"{family.case_flops(case) / found.seconds / 1e12:.3g}",
             )
         )
     title = (

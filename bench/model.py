@@ -1,12 +1,13 @@
 """How long a kernel should take: a model simple enough to be wrong in ways that one can name, printed beside what was measured.
 
-    predicted = max(memory, l2, tensor cores, softmax, launch)
+    predicted = max(memory, l2, tensor cores, issue, launch)
 
 memory        bytes over the copy rate, or over what the copies in flight sustain where that is less (Little's law: bytes in flight over
               latency), stretched where the last wave of programs does not fill the device
 l2            bytes of the K/V tiles that all programs load over the rate of the L2 cache: a tile serves the rows of one program only
 tensor cores  operations of whole tiles, padding included, over the matmul rate; tiles of 16 or 32 rows run on mma.sync, which is slower
-softmax       one exponential and ``FP32_OPS`` fp32 operations for each element of the score tiles, over their issue rates
+issue         one exponential and ``FP32_OPS`` fp32 operations for each element of the score tiles, over their issue rates; and what
+              widens quantised values (`bench.mla_model`)
 launch        a constant for each kernel
 
 floor         max(bytes / copy rate, operations / matmul rate) without padding, limits and overheads: no kernel is faster.
@@ -75,14 +76,14 @@ class Prediction:
     memory: float
     l2: float
     tensor_cores: float
-    softmax: float
+    issue: float
     launch: float
     floor: float
 
     @property
     def terms(self) -> dict[str, float]:
         """The five terms by name."""
-        names = ("memory", "l2", "tensor_cores", "softmax", "launch")
+        names = ("memory", "l2", "tensor_cores", "issue", "launch")
         return {name: getattr(self, name) for name in names}
 
     @property
@@ -136,7 +137,7 @@ def predict(case: Case, device: Device) -> Prediction:
         l2=work.loaded_bytes / device.l2_bytes_per_s,
         tensor_cores=work.wgmma_flops / device.matmul_flops_per_s
         + work.mma_sync_flops / (device.matmul_flops_per_s * MMA_SYNC_SHARE),
-        softmax=work.scores * max(1 / EXP_PER_CLOCK, FP32_OPS / FP32_PER_CLOCK) / seconds_per_sm,
+        issue=work.scores * max(1 / EXP_PER_CLOCK, FP32_OPS / FP32_PER_CLOCK) / seconds_per_sm,
         launch=work.kernels * device.launch,
         floor=max(case_bytes(case) / device.copy_bytes_per_s, flops / device.matmul_flops_per_s),
     )
@@ -206,16 +207,18 @@ def memory_share(config: Config, head_dim: int, programs: int, device: Device) -
     """Share of the copy rate that ``programs`` programs can use: copies in flight, and how full their last wave is."""
     stage = 2 * config.block_n * head_dim * ITEM_BYTES
     shared = config.num_stages * stage + config.block_m * head_dim * ITEM_BYTES
-    resident = max(
-        1,
-        min(
-            SHARED_MEMORY.get(device.arch, SMALLEST_SHARED) // shared,
-            REGISTERS // (MAX_REGISTERS * 32 * config.num_warps),
-        ),
-    )
-    # Fewer programs than places leave places empty; more come in waves, of which the last may be thin.
-    places = resident * device.num_sms
+    places = resident_programs(shared, config.num_warps, device) * device.num_sms
+    in_flight = stage * (config.num_stages - 1) * places * filled_share(programs, places)
+    return min(1.0, in_flight / device.latency / device.copy_bytes_per_s)
+
+
+def resident_programs(shared: int, num_warps: int, device: Device) -> int:
+    """Programs of ``shared`` bytes of shared memory that an SM holds; at least 1."""
+    most = SHARED_MEMORY.get(device.arch, SMALLEST_SHARED)
+    return max(1, min(most // shared, REGISTERS // (MAX_REGISTERS * 32 * num_warps)))
+
+
+def filled_share(programs: int, places: int) -> float:
+    """How full the device is: fewer programs than places leave places empty; more come in waves, of which the last may be thin."""
     waves = -(-programs // places)
-    filled = programs / (waves * places)
-    in_flight = stage * (config.num_stages - 1) * resident * device.num_sms
-    return min(1.0, in_flight * filled / device.latency / device.copy_bytes_per_s)
+    return programs / (waves * places)

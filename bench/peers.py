@@ -18,7 +18,8 @@ from quire.bench.problem import Problem
 from quire.kernels import paged_attention, sliding_window_attention, workspace_numel
 
 Call = Callable[[], tuple[Tensor, ...]]
-"""Computes one copy; returns (out,) or (out, lse): [num_tokens, num_heads, head_dim], and [num_heads, num_tokens] in natural log."""
+"""Computes one copy; returns what ``wrong`` of what is expected takes: for attention (out,) or (out, lse), [num_tokens, num_heads, head_dim] and
+[num_heads, num_tokens] in natural log."""
 
 # Implementations that read no pages get contiguous copies of K and V up to this size.
 MAX_CONTIGUOUS_BYTES = 12 * 2**30
@@ -33,14 +34,14 @@ class Peer:
     """An implementation.
 
     name: short, for tables and ``--impl``. version: of the package. note: what differs in its work, or "".
-    prepare: (problem) -> one call for each copy. Raises Unsupported.
+    prepare: (problem of the peer's family, `bench.families`) -> one call for each copy. Raises Unsupported.
     ours: whether a wrong result of it is a bug of this repository.
     """
 
     name: str
     version: str
     note: str
-    prepare: Callable[[Problem], list[Call]]
+    prepare: Callable[[Any], list[Call]]
     ours: bool = False
 
 
@@ -55,20 +56,31 @@ def find_peers(folder: Path | None) -> tuple[list[Peer], dict[str, str]]:
         Peer("quire", _commit(), "all keys in pages", _quire, ours=True),
         Peer("quire-fresh", _commit(), "new rows beside the pages, as in the runner", _quire_fresh, ours=True),
     ]  # fmt: skip
-    missing = {}
-    for name, load in (
-        ("flashinfer", peers_flashinfer.flashinfer_peer),
-        ("fa3", peers_folder.fa3_peer),
-        ("vllm-triton", peers_folder.vllm_triton_peer),
-    ):
+    loaded, missing = load_peers(
+        {
+            "flashinfer": peers_flashinfer.flashinfer_peer,
+            "fa3": peers_folder.fa3_peer,
+            "vllm-triton": peers_folder.vllm_triton_peer,
+        },
+        folder,
+    )
+    found += loaded
+    found.append(Peer("sdpa", torch.__version__, "contiguous K/V", _sdpa))
+    found.append(Peer("flex", torch.__version__, "contiguous K/V", _flex))
+    return found, missing
+
+
+def load_peers(
+    loaders: dict[str, Callable[[Path | None], Peer]], folder: Path | None
+) -> tuple[list[Peer], dict[str, str]]:
+    """The peers that load, and {name: why} of the others."""
+    found, missing = [], {}
+    for name, load in loaders.items():
         try:
             found.append(load(folder))
         # Foreign packages fail to load in many ways, a missing library among them; each is a reason to report, not to stop.
         except Exception as error:
             missing[name] = f"{type(error).__name__}: {error}".split("\n")[0][:200]
-    missing["flashmla"] = "no shape for it yet: it serves latent attention"
-    found.append(Peer("sdpa", torch.__version__, "contiguous K/V", _sdpa))
-    found.append(Peer("flex", torch.__version__, "contiguous K/V", _flex))
     return found, missing
 
 

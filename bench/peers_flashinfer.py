@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire.bench.mla_problem import AttentionProblem
 from quire.bench.peers import Call, Peer, Unsupported
 from quire.bench.peers_folder import file_in, installed
 from quire.bench.problem import Problem
@@ -26,6 +27,9 @@ from quire.bench.problem import Problem
 WORKSPACE = 256 * 2**20
 # (head_dim, whether there is a window) of the kernels that the named shapes use.
 KERNELS = ((128, False), (256, True), (128, True), (512, False))
+# Channels of V3's latents with and without the roped ones: its kernel is one of its own.
+MLA_DIM, MLA_VALUE_DIM = 576, 512
+MLA_BACKEND = "fa3"
 BUILT = "flashinfer_built.json"
 
 
@@ -86,6 +90,55 @@ def _flashinfer_calls(flashinfer: Any, problem: Problem) -> list[Call]:
     return [call(copy) for copy in range(problem.copies)]
 
 
+def flashinfer_mla_peer(folder: Path | None) -> Peer:
+    """FlashInfer's MLA, for V3. Raises: ImportError, FileNotFoundError."""
+    flashinfer = _import_flashinfer(folder)
+    built = _built(folder)
+
+    def prepare(problem: Any) -> list[Call]:
+        if not isinstance(problem, AttentionProblem) or problem.case.shape.op != "mla":
+            raise Unsupported("no such operator")
+        if built is not None and [problem.case.shape.head_dim, False] not in built:
+            raise Unsupported("its kernel for latents was not built")
+        return _mla_calls(flashinfer, problem)
+
+    return Peer("flashinfer-mla", flashinfer.__version__, "plan() not timed", prepare)
+
+
+def _mla_calls(flashinfer: Any, problem: AttentionProblem) -> list[Call]:
+    case, shape = problem.case, problem.case.shape
+    device = problem.q.device
+    assert problem.entries is not None and problem.entry_table is not None
+    count = -(-case.context // shape.rows)
+    indptr = torch.arange(case.batch + 1, dtype=torch.int32, device=device) * count
+    scratch = torch.zeros(WORKSPACE, dtype=torch.uint8, device=device)
+    wrapper = flashinfer.mla.BatchMLAPagedAttentionWrapper(scratch, backend=MLA_BACKEND)
+    rope_dim = shape.head_dim - shape.head_dim_v
+    wrapper.plan(
+        problem.cu_seqlens_q,
+        indptr,
+        problem.entry_table[:, :count].flatten().contiguous(),
+        problem.seq_lens,
+        shape.num_heads,
+        shape.head_dim_v,
+        rope_dim,
+        shape.rows,
+        True,
+        shape.softmax_scale,
+        problem.q.dtype,
+        problem.q.dtype,
+    )
+    size = (case.num_tokens, shape.num_heads, shape.head_dim_v)
+    out = torch.full(size, float("nan"), dtype=problem.q.dtype, device=device)
+
+    def call(copy: int) -> Call:
+        q = problem.q[copy].split([shape.head_dim_v, rope_dim], -1)
+        pages = problem.entries[copy].split([shape.head_dim_v, rope_dim], -1)
+        return lambda: (wrapper.run(*q, *pages, out=out),)
+
+    return [call(copy) for copy in range(problem.copies)]
+
+
 def build_flashinfer(folder: Path) -> dict[str, str]:
     """Compiles the kernels of ``KERNELS`` ahead, and notes in the folder which could be. Needs nvcc.
 
@@ -102,13 +155,17 @@ def build_flashinfer(folder: Path) -> dict[str, str]:
     )
     bf16 = (torch.bfloat16,) * 3
     result, built = {}, []
-    # The first run takes what is known to compile, all at once; the last one is an attempt.
-    for group in (KERNELS[:-1], KERNELS[-1:]):
+    # The first run takes what is known to compile, all at once; the others are attempts.
+    for group in (KERNELS[:-1], ((MLA_DIM, False),), KERNELS[-1:]):
         try:
             specs = []
             for dim, window in group:
                 shape = (*bf16, torch.int32, dim, dim, 0, window, False)
-                if dim > 256:
+                if dim == MLA_DIM:
+                    rope_dim = MLA_DIM - MLA_VALUE_DIM
+                    shape = (*bf16, torch.int32, MLA_VALUE_DIM, rope_dim, False)
+                    specs.append(modules.gen_batch_mla_module(MLA_BACKEND, *shape))
+                elif dim > 256:
                     specs.append(modules.gen_batch_decode_module(*shape))
                 else:
                     specs.append(prefill("fa2", *shape, False))

@@ -165,23 +165,37 @@ def expect(problem: Problem) -> Expected:
     starts = [0, *accumulate(problem.case.q_lens)]
     index: list[int] = []
     results: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
-    for seq in _spread(problem.case.batch, CHECKED_SEQS):
-        rows = _spread(problem.case.q_lens[seq], CHECKED_ROWS)
+    for seq in spread(problem.case.batch, CHECKED_SEQS):
+        rows = spread(problem.case.q_lens[seq], CHECKED_ROWS)
         index += [starts[seq] + row for row in rows]
         for dtype in {torch.float64, torch.float32, problem.q.dtype}:
             results.setdefault(dtype, []).append(attention_rows(problem, seq, rows, dtype))
+    rows = torch.tensor(index, device=problem.q.device)
+    return budgeted(rows, results, problem.q.dtype, problem.case.shape.head_dim)
+
+
+def budgeted(
+    rows: Tensor,
+    results: dict[torch.dtype, list[tuple[Tensor, Tensor]]],
+    dtype: torch.dtype,
+    head_dim: int,
+) -> Expected:
+    """Expected rows with the budgets of a dtype.
+
+    rows: [n] indices of tokens. results: (out [m, num_heads, *], lse [m, num_heads]) of these rows, in parts, as a plain program
+    gives them in float64, float32 and ``dtype``. head_dim: channels of a logit.
+    """
     whole = {
-        dtype: tuple(torch.cat(part).double() for part in zip(*found, strict=True))
-        for dtype, found in results.items()
+        key: tuple(torch.cat(part).double() for part in zip(*found, strict=True))
+        for key, found in results.items()
     }
     exact, lse = whole[torch.float64]
-    plain, plain_lse = whole[problem.q.dtype][0], whole[torch.float32][1]
-    rounding = torch.finfo(problem.q.dtype).eps / 2 * max(1.0, exact.abs().max().item())
+    plain, plain_lse = whole[dtype][0], whole[torch.float32][1]
+    rounding = torch.finfo(dtype).eps / 2 * max(1.0, exact.abs().max().item())
     # Tensor cores add 16 channels at a time and truncate each sum, so the errors of one logit add up.
-    steps = problem.case.shape.head_dim / 16
-    truncation = steps * torch.finfo(torch.float32).eps * max(1.0, lse.abs().max().item())
+    truncation = head_dim / 16 * torch.finfo(torch.float32).eps * max(1.0, lse.abs().max().item())
     return Expected(
-        rows=torch.tensor(index, device=exact.device),
+        rows=rows,
         exact=exact,
         lse=lse,
         budget=2 * ((plain - exact).abs().max().item() + rounding),
@@ -237,7 +251,7 @@ def _table(case: Case, seed: int) -> tuple[Tensor, int]:
     return table, num_pages
 
 
-def _spread(count: int, most: int) -> list[int]:
+def spread(count: int, most: int) -> list[int]:
     """At most ``most`` of range(count), the first and the last among them, evenly spaced."""
     if count <= most:
         return list(range(count))

@@ -60,20 +60,17 @@ class Shape:
         )
 
 
-@dataclass(frozen=True)
-class Case:
-    """One launch: ``batch`` sequences of ``context`` keys each, including the new ones; see the file's docstring."""
+class Batch:
+    """What the cases of all families share: ``batch`` sequences of ``context`` keys each, including the new ones."""
 
-    shape: Shape
     phase: str
     batch: int
     context: int
-    block_size: int
 
     @property
-    def name(self) -> str:
-        """Unique, and readable in a table."""
-        return f"{self.shape.name} {self.phase} b{self.batch} c{_short(self.context)} p{self.block_size}"
+    def chunk(self) -> int:
+        """New tokens of a sequence in prefill, at most."""
+        return CHUNK
 
     @property
     def q_lens(self) -> list[int]:
@@ -81,7 +78,7 @@ class Case:
         if self.phase == "decode":
             return [1] * self.batch
         if self.phase == "prefill":
-            return [min(self.context, CHUNK)] * self.batch
+            return [min(self.context, self.chunk)] * self.batch
         return [1] * (self.batch - 1) + [min(self.context, MIXED_CHUNK)]
 
     @property
@@ -93,6 +90,22 @@ class Case:
     def num_decodes(self) -> int:
         """Sequences that add one token."""
         return {"decode": self.batch, "prefill": 0, "mixed": self.batch - 1}[self.phase]
+
+
+@dataclass(frozen=True)
+class Case(Batch):
+    """One launch of attention over keys and values in pages; see the file's docstring."""
+
+    shape: Shape
+    phase: str
+    batch: int
+    context: int
+    block_size: int
+
+    @property
+    def name(self) -> str:
+        """Unique, and readable in a table."""
+        return f"{self.shape.name} {self.phase} b{self.batch} c{short(self.context)} p{self.block_size}"
 
     @property
     def cache_bytes(self) -> int:
@@ -205,5 +218,9 @@ def _pages(shape: Shape) -> Iterator[Case]:
         yield _case(shape, "decode", USUAL_BATCH, USUAL_CONTEXT, block_size)
 
 
-def _short(count: int) -> str:
-    return f"{count >> 10}k" if count >= 1024 and count % 1024 == 0 else str(count)
+def short(count: int) -> str:
+    """A number of tokens, in k or M where it is whole."""
+    for unit, letter in ((1 << 20, "M"), (1 << 10, "k")):
+        if count >= unit and count % unit == 0:
+            return f"{count // unit}{letter}"
+    return str(count)

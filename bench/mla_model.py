@@ -1,0 +1,332 @@
+"""Bytes, operations and predicted times of the latent kernels: `bench.model` for rows that are key and value at once.
+
+What differs from there: programs are few and large, so all rates but the launch are those of the share of the device that has a program;
+products with swapped operands read both of them from shared memory, which is what bounds them at few heads; quantised rows are widened on
+the CUDA cores, once for each tile of heads; the indexer scores with relu and weights instead of a softmax, and then selects.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from quire.bench.mla_shapes import LatentCase
+from quire.bench.model import (
+    EXP_PER_CLOCK,
+    FP32_OPS,
+    FP32_PER_CLOCK,
+    ITEM_BYTES,
+    MMA_SYNC_SHARE,
+    Device,
+    Prediction,
+    filled_share,
+    resident_programs,
+)
+from quire.kernels import configs
+from quire.kernels.mla import compressed_configs, indexer_plan
+
+# Cycles of an SM to widen one quantised value: 50 for the 512 of a key of V3.2 (FlashMLA's documentation of its sparse decode kernel).
+WIDEN_CYCLES = 50 / 512
+# fp32 operations for a product of the indexer: relu, weight, sum.
+INDEX_OPS = 3
+# Integer operations for each score in a selection: a comparison, a select and a sum for each of 32 bits, and a scan. Own estimate.
+SELECT_OPS = 110
+INT_PER_CLOCK = 64  # of an SM (CUDA programming guide, arithmetic instructions, 9.0)
+
+
+@dataclass
+class _Work:
+    """Sums over the kernels of a case.
+
+    row_bytes: of rows, which come as fast as the copies in flight allow. bytes: all others. loaded_bytes: of all tiles. flops: of whole
+    tiles, at the full rate. issue: cycles of SMs. filled: share of the device in use. memory_share: of the copy rate, for rows.
+    """
+
+    row_bytes: float
+    bytes: float
+    loaded_bytes: float = 0.0
+    flops: float = 0.0
+    issue: float = 0.0
+    kernels: int = 0
+    filled: float = 1.0
+    memory_share: float = 1.0
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """A loop over tiles of keys. rows: of the query tile. keys: of a tile. channels: of a key and of its value together. key_bytes: stored."""
+
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+    swap: bool
+    channels: int
+    key_bytes: int
+    widened: int
+    query_bytes: int
+
+
+def case_bytes(case: LatentCase) -> float:
+    """Bytes that must move: rows that some query sees read once, queries read, results written; for "write" and "compress" rows and states."""
+    shape, tokens = case.shape, case.num_tokens
+    if shape.op == "write":
+        return tokens * (2 * ITEM_BYTES * shape.head_dim + case.row_bytes)
+    if shape.op == "compress":
+        # Entries, and the new rows' place in the state.
+        kept = min(shape.ratio * (1 + shape.overlap), case.q_lens[0])
+        entries = max(1, case.q_lens[0] // shape.ratio) * case.row_bytes
+        return _rows_bytes(case) + case.batch * (kept * _pooled_row_bytes(case) + entries)
+    if shape.op == "index":
+        results = 4 * (shape.topk + 1)
+        queries = shape.num_heads * (shape.head_dim * ITEM_BYTES + 4)
+        return _rows_bytes(case) + tokens * (queries + results)
+    value = shape.head_dim_v if shape.op == "mla" else shape.head_dim
+    queries = tokens * shape.num_heads * (shape.head_dim + value) * ITEM_BYTES
+    return _rows_bytes(case) + queries + 4.0 * tokens * shape.topk
+
+
+def _rows_bytes(case: LatentCase) -> float:
+    """Bytes of the rows that a case reads: of the cache, or for "compress" of the step and of the state."""
+    shape, q_len = case.shape, case.q_lens[0]
+    if shape.op == "write":
+        return 0.0
+    if shape.op == "compress":
+        # Of the state the windows that close have all rows but one, or those of the window before.
+        pooled = shape.ratio * (1 + shape.overlap)
+        old = pooled - 1 if case.phase == "decode" else shape.overlap * shape.ratio
+        return float(case.batch * (q_len * _pooled_row_bytes(case) + 8 * shape.head_dim * old))
+    seen = case.num_entries
+    if shape.op == "csa":
+        seen = min(seen, q_len * shape.topk)
+    if shape.op in ("window", "csa", "hca"):
+        seen += min(case.context, shape.sliding_window - 1 + q_len)
+    return float(case.batch * seen * case.row_bytes)
+
+
+def _pooled_row_bytes(case: LatentCase) -> int:
+    """Bytes of a token's fp32 row and gate."""
+    return 2 * 4 * case.shape.head_dim * (1 + case.shape.overlap)
+
+
+def case_flops(case: LatentCase) -> float:
+    """Operations of the products of visible pairs; 0 for what forms none."""
+    shape = case.shape
+    if shape.op in ("write", "compress"):
+        return 0.0
+    pairs = float(case.batch * _visible(case).sum())
+    if shape.op == "index":
+        return 2.0 * pairs * shape.num_heads * shape.head_dim
+    value = shape.head_dim_v if shape.op == "mla" else shape.head_dim
+    return 2.0 * pairs * shape.num_heads * (shape.head_dim + value)
+
+
+def predict(case: LatentCase, device: Device) -> Prediction:
+    """The prediction for one case on one device, for this repository's kernels with all rows in pages."""
+    rows = _rows_bytes(case)
+    work = _Work(rows, case_bytes(case) - rows)
+    ops = {"index": _add_index, "compress": _add_compress, "write": _add_write, "mla": _add_mla}
+    ops.get(case.shape.op, _add_compressed)(case, device, work)
+    cycles = device.num_sms * device.clock_hz * work.filled
+    return Prediction(
+        memory=(work.row_bytes / work.memory_share + work.bytes) / device.copy_bytes_per_s,
+        l2=work.loaded_bytes / (device.l2_bytes_per_s * work.filled),
+        tensor_cores=work.flops / (device.matmul_flops_per_s * work.filled),
+        issue=work.issue / cycles,
+        launch=work.kernels * device.launch,
+        floor=max(
+            case_bytes(case) / device.copy_bytes_per_s,
+            case_flops(case) / device.matmul_flops_per_s,
+        ),
+    )
+
+
+def _visible(case: LatentCase) -> np.ndarray:
+    """Rows that each new token of one sequence sees, or that the indexer scores for it."""
+    shape = case.shape
+    position = np.arange(case.context - case.q_lens[0], case.context, dtype=np.int64)
+    seen = np.zeros_like(position)
+    if shape.op in ("window", "csa", "hca"):
+        seen += np.minimum(position + 1, shape.sliding_window)
+    if case.num_entries:
+        entries = (position + 1) // shape.ratio
+        if shape.op == "index":
+            # Who sees no more than topk takes all, unscored.
+            entries = np.where(entries > shape.topk, entries, 0)
+        seen += np.minimum(entries, shape.topk) if shape.op == "csa" else entries
+    return seen
+
+
+def _add_compressed(case: LatentCase, device: Device, work: _Work) -> None:
+    """compressed_attention: "window", "csa" and "hca"."""
+    shape, q_len = case.shape, case.q_lens[0]
+    picked, decode = shape.op == "csa", case.phase == "decode"
+    rows = compressed_configs.tile_rows(shape.num_heads, 1 if picked or decode else 64)
+    config = compressed_configs.select_config(
+        shape.head_dim, ITEM_BYTES, case.fp8, device.arch, rows=rows
+    )
+    block_q, _, head_tiles = configs.tile_heads(shape.num_heads, config.block_m)
+    tile = _Tile(
+        rows=config.block_m,
+        keys=config.block_n,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        swap=config.swap,
+        channels=2 * shape.head_dim,
+        key_bytes=case.row_bytes,
+        widened=shape.head_dim - shape.rope_dim if case.fp8 else 0,
+        query_bytes=config.block_m * shape.head_dim * ITEM_BYTES,
+    )
+    # Keys of a tile of tokens: those of its last one, and what the window of its first one adds.
+    keys = _visible(case)[block_q - 1 :: block_q] if q_len >= block_q else _visible(case)[-1:]
+    keys = keys + min(block_q, q_len) - 1
+    if not decode:
+        _add_tiles(work, device, tile, np.tile(keys, case.batch), 1, head_tiles)
+        work.kernels += 1
+        return
+    bounded = shape.op != "hca"
+    most = shape.sliding_window + (shape.topk if picked else case.num_entries)
+    plan = compressed_configs.plan_decode(
+        num_tiles=case.batch,
+        block_q=block_q,
+        num_heads=shape.num_heads,
+        head_tiles=head_tiles,
+        head_dim=shape.head_dim,
+        num_sms=device.num_sms,
+        max_keys=most,
+        bounded=bounded,
+    )
+    pieces = 1
+    if plan.workspace_numel:
+        size = -(-int(keys[0]) * case.batch // plan.target_items)
+        pieces = max(1, int(keys[0]) // max(size, compressed_configs.MIN_PIECE_KEYS))
+    _add_split(case, device, work, tile, int(keys[0]), pieces, head_tiles, shape.head_dim)
+    work.kernels += 2 if plan.workspace_numel else 1
+
+
+def _add_mla(case: LatentCase, device: Device, work: _Work) -> None:
+    """mla_attention."""
+    # Its table of tile shapes is beside the kernels; only a prediction needs Triton for it.
+    from quire.kernels.mla import dense_triton
+
+    shape, decode = case.shape, case.phase == "decode"
+    plan = configs.plan_decode(
+        num_decodes=case.batch,
+        max_seqlen_q=1,
+        num_heads=shape.num_heads,
+        num_kv_heads=1,
+        head_dim=shape.head_dim_v,
+        num_sms=max(1, device.num_sms // 2),
+        max_seq_len=case.context,
+    )
+    rows = plan.block_m if decode else dense_triton.PREFILL_ROWS[ITEM_BYTES]
+    config = dense_triton.select_config(ITEM_BYTES, rows, device.arch)
+    block_q, _, head_tiles = configs.tile_heads(shape.num_heads, rows)
+    tile = _Tile(
+        rows=rows,
+        keys=config.block_n,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        swap=config.swap,
+        channels=shape.head_dim + shape.head_dim_v,
+        key_bytes=case.row_bytes,
+        widened=0,
+        query_bytes=rows * shape.head_dim * ITEM_BYTES,
+    )
+    if not decode:
+        last = np.minimum(np.arange(0, case.q_lens[0], block_q) + block_q, case.q_lens[0])
+        keys = np.tile(case.context - case.q_lens[0] + last, case.batch)
+        _add_tiles(work, device, tile, keys, 1, head_tiles)
+        work.kernels += 1
+        return
+    pieces = 1
+    if plan.workspace_numel:
+        piece = -(-case.context * case.batch // plan.target_items)
+        pieces = -(-case.context // max(piece, configs.MIN_SPLIT_TOKENS))
+    _add_split(case, device, work, tile, case.context, pieces, head_tiles, shape.head_dim_v)
+    work.kernels += 2 if plan.workspace_numel else 1
+
+
+def _add_split(
+    case: LatentCase,
+    device: Device,
+    work: _Work,
+    tile: _Tile,
+    keys: int,
+    pieces: int,
+    head_tiles: int,
+    value_dim: int,
+) -> None:
+    """Decode: every sequence's keys in ``pieces``, whose fp32 partial rows are written, and read by the merge."""
+    _add_tiles(work, device, tile, np.full(case.batch, keys), pieces, head_tiles)
+    if pieces > 1:
+        work.bytes += 2 * 4 * case.batch * pieces * case.shape.num_heads * (value_dim + 1)
+
+
+def _add_tiles(
+    work: _Work, device: Device, tile: _Tile, keys: np.ndarray, pieces: int, head_tiles: int
+) -> None:
+    """keys: [n] of each tile of tokens, which ``pieces`` programs share, for each of ``head_tiles`` tiles of heads."""
+    programs = len(keys) * pieces * head_tiles
+    whole = -(-keys // (pieces * tile.keys)) * pieces * tile.keys
+    loaded = float(whole.sum()) * head_tiles
+    work.loaded_bytes += float(keys.sum()) * head_tiles * tile.key_bytes
+    work.flops += 2.0 * loaded * tile.channels * _matrix_rows(tile)
+    work.issue += loaded * tile.rows * max(1 / EXP_PER_CLOCK, FP32_OPS / FP32_PER_CLOCK)
+    work.issue += loaded * tile.widened * WIDEN_CYCLES
+    stage = tile.keys * tile.key_bytes
+    shared = tile.num_stages * stage + tile.query_bytes
+    places = resident_programs(shared, tile.num_warps, device) * device.num_sms
+    work.filled = filled_share(programs, places)
+    in_flight = stage * (tile.num_stages - 1) * places * work.filled
+    work.memory_share = min(1.0, in_flight / device.latency / device.copy_bytes_per_s)
+
+
+def _matrix_rows(tile: _Tile) -> float:
+    """Rows of a query tile, as many as would take its time at the full rate.
+
+    Swapped, they are n columns of an instruction of 64 x n x 16: n / 2 clocks, or what reading 64 x 16 and n x 16 values from shared memory
+    takes at 128 bytes a clock, 16 + n / 4. Below 64 rows unswapped runs on mma.sync.
+    """
+    if tile.swap:
+        return max(tile.rows, 32 + tile.rows / 2)
+    return tile.rows if tile.rows >= 64 else tile.rows / MMA_SYNC_SHARE
+
+
+def _add_index(case: LatentCase, device: Device, work: _Work) -> None:
+    """index_topk: the scores, written and read again, and every level of the selection."""
+    shape, tokens = case.shape, case.num_tokens
+    plan = indexer_plan.plan(
+        num_tokens=tokens, topk=shape.topk, compress_ratio=shape.ratio, max_seq_len=case.context
+    )
+    if not plan.query_numel:
+        work.kernels += 1
+        return
+    pairs = float(case.batch * _visible(case).sum())
+    # The columns of two tokens fill an instruction; one token has half of them.
+    per_tile = 1 if case.phase == "decode" else 2
+    columns = per_tile * max(16, configs.next_power_of_2(shape.num_heads))
+    products = pairs / per_tile * columns
+    work.flops += 2.0 * products * shape.head_dim
+    work.loaded_bytes += pairs / per_tile * case.row_bytes + 8 * pairs
+    work.issue += products * INDEX_OPS / FP32_PER_CLOCK
+    if case.fp8:
+        work.issue += pairs / per_tile * shape.head_dim * WIDEN_CYCLES
+    kept = sum(plan.pieces[:-1]) * shape.topk * tokens
+    work.issue += (pairs + kept) * SELECT_OPS / INT_PER_CLOCK
+    work.kernels += -(-tokens // max(1, plan.chunk)) * (1 + len(plan.pieces))
+
+
+def _add_compress(case: LatentCase, device: Device, work: _Work) -> None:
+    """compress: a program for each entry, which reads one tile of rows after another."""
+    from quire.kernels.mla import compress_triton
+
+    programs = case.batch * max(1, case.q_lens[0] // case.shape.ratio)
+    in_flight = 2 * 4 * compress_triton.TILE_ELEMENTS * min(programs, 2 * device.num_sms)
+    work.memory_share = min(1.0, in_flight / device.latency / device.copy_bytes_per_s)
+    work.kernels += 1 if case.phase == "decode" else 2
+
+
+def _add_write(case: LatentCase, device: Device, work: _Work) -> None:
+    work.kernels += 1
