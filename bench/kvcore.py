@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from quire.bench import kvcore_scaling
+from quire.bench import kvcore_scaling, kvcore_vllm
 from quire.bench.plot import require_matplotlib
 from quire.kvcore import GroupSpec, KVCache, StepPlan
 
@@ -194,6 +194,23 @@ def shown(r: Row) -> str:
     return f"{r['name']:<24} {r['spec']:<12} {text}"
 
 
+def peer_rows(spec: str, args: argparse.Namespace) -> list[Row]:
+    """The same figures of vLLM, as ``vllm_<name>``, where it is importable; prints them."""
+    version = kvcore_vllm.available()
+    if version is None:
+        return []
+    names = list(kvcore_vllm.PROMPT if args.repeats else ()) + ["pool_1m_bytes"]
+    names += [f"decode_step_{n}" for n in args.requests]
+    try:
+        rows = kvcore_vllm.rows(spec, *names, repeats=max(1, args.repeats), steps=args.steps)
+    except (ImportError, NotImplementedError) as error:
+        print(f"vllm {version}: not measured: {error}")
+        return []
+    print(f"vllm {version}:")
+    print("\n".join(shown(r) for r in rows), flush=True)
+    return [{**r, "name": f"vllm_{r['name']}"} for r in rows]
+
+
 def main(argv: list[str] | None = None) -> list[Row]:
     """Measure, print a table, and write it where `--json` says."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
@@ -221,6 +238,7 @@ def main(argv: list[str] | None = None) -> list[Row]:
             for n in args.requests:
                 new += decode_step(spec, n, args.steps)
             print("\n".join(shown(r) for r in new), flush=True)
+            new += peer_rows(spec, args)
         rows += new
     if args.plot:
         kvcore_scaling.save_plot(rows, args.plot)
