@@ -199,7 +199,7 @@ def peer_rows(spec: str, args: argparse.Namespace) -> list[Row]:
     version = kvcore_vllm.available()
     if version is None:
         return []
-    names = list(kvcore_vllm.PROMPT if args.repeats else ()) + ["pool_1m_bytes"]
+    names = [*(kvcore_vllm.PROMPT if args.repeats else ()), "pool_1m_bytes"]
     names += [f"decode_step_{n}" for n in args.requests]
     try:
         rows = kvcore_vllm.rows(spec, *names, repeats=max(1, args.repeats), steps=args.steps)
