@@ -175,7 +175,7 @@ def headline() -> list[LatentCase]:
     """The cases that matter most, best first: quantised pages, as models are served; V3 in bf16, the format that its kernels take."""
 
     def case(name: str, phase: str, batch: int, context: int = USUAL_CONTEXT) -> LatentCase:
-        return _case(_named(name), phase, batch, context)
+        return case_of(name, phase, batch, context)
 
     names = ("v4-flash/csa", "v4-pro/csa", "v4-flash/csa/tp8", "v4-flash/hca", "v3/mla")
     found = [case(name, "decode", 128) for name in names[:-1]]
@@ -217,12 +217,13 @@ def tiny_cases() -> list[LatentCase]:
     return found  # fmt: skip
 
 
-def _named(name: str) -> LatentShape:
-    """A shape, or a share of one, by its name."""
+def case_of(name: str, phase: str, batch: int, context: int) -> LatentCase:
+    """The case of a shape, or of a share of one, by its name, in its usual format: quantised, but bf16 for "mla"."""
     whole, _, devices = name.partition("/tp")
-    found = SHAPES[whole].shard(int(devices)) if devices else SHAPES[whole]
-    assert found is not None
-    return found
+    shape = SHAPES[whole].shard(int(devices)) if devices else SHAPES[whole]
+    if shape is None:
+        raise ValueError(f"name: expected a shape that is divided, got {name!r}")
+    return _case(shape, phase, batch, context)
 
 
 def _case(

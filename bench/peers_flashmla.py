@@ -62,7 +62,7 @@ def dense_calls(ops: Any, problem: AttentionProblem) -> list[Call]:
 
         def run() -> tuple[Tensor]:
             out, _, *plan[:] = ops.dense_decode_fwd(
-                q, cache, shape.head_dim_v, problem.seq_lens, problem.entry_table, shape.softmax_scale, True, *plan
+                q, cache, shape.head_dim_v, problem.seq_lens, problem.entry_table, shape.softmax_scale, True, *plan, None
             )  # fmt: skip
             return (out.flatten(0, 1),)
 

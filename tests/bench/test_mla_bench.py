@@ -227,7 +227,7 @@ def fake_flashmla():
         )  # fmt: skip
         return out, lse, "schedule", "splits"
 
-    def dense(q, cache, dim, seq_lens, table, scale, causal, meta, splits):
+    def dense(q, cache, dim, seq_lens, table, scale, causal, meta, splits, out):
         assert causal and q.shape[1] == 1 and cache.shape[2] == 1
         cu_seqlens_q = torch.arange(len(q) + 1, dtype=torch.int32)
         out = mla_attention(

@@ -1,12 +1,17 @@
 """Peers as a second, independent oracle: on the same tensors, every row of theirs and ours agrees, not only a sample."""
 
+import dataclasses
 import os
 from pathlib import Path
 
 import pytest
 import torch
 
+from quire.bench import mla_shapes
+from quire.bench.families import family_of
+from quire.bench.mla_problem import AttentionProblem
 from quire.bench.peers import Unsupported, find_peers, quire_calls
+from quire.bench.peers_mla import attention_calls, find_latent_peers, quire_latent_calls
 from quire.bench.problem import expect, make_problem
 from quire.bench.shapes import SHAPES, TINY_SHAPES, Case
 from tests.gpu.conftest import DRY_RUN
@@ -49,3 +54,60 @@ def test_a_peer_gives_the_same(name, case, peers):
         assert expected.wrong(out, lse) is None
         # Each may be off by the budget, on either side of the truth.
         assert (out.double() - other.double()).abs().max().item() <= 2 * expected.budget
+
+
+def latent_cases():
+    """What peers can do; in a dry run everything tiny, with few tokens in prefill, where each of them is a program of its own."""
+    if DRY_RUN:
+        small = [case for case in mla_shapes.tiny_cases() if case.fp8 or case.shape.head_dim < 512]
+        return [dataclasses.replace(c, context=8) if c.phase == "prefill" else c for c in small]
+    names = ("v4-flash/csa", "v4-pro/csa", "v4-flash/csa/tp8", "v4-flash/hca", "v4-flash/sliding", "v3/mla")  # fmt: skip
+    cases = [mla_shapes.case_of(name, "decode", 3, 6144) for name in names]
+    return [*cases, mla_shapes.case_of("v4-flash/csa", "prefill", 1, 2048)]
+
+
+LATENT_CASES = latent_cases()
+
+
+@pytest.fixture(scope="module")
+def latent_peers():
+    found, missing = find_latent_peers(Path(FOLDER) if FOLDER else None)
+    return {peer.name: peer for peer in found}, missing
+
+
+def make_latents(case):
+    problem = family_of(case).make(case, torch.device(DEVICE), 1)
+    return problem, family_of(case).expect(problem)
+
+
+@pytest.mark.parametrize("case", LATENT_CASES, ids=lambda case: case.name.replace(" ", "-"))
+def test_the_latent_kernels_are_right_at_the_shapes_that_are_measured(case):
+    problem, expected = make_latents(case)
+    several = [quire_latent_calls(problem, impl="triton")]
+    if isinstance(problem, AttentionProblem):
+        several.append(attention_calls(problem, fresh=True, impl="triton"))
+    for [call] in several:
+        assert expected.wrong(*call()) is None
+
+
+@pytest.mark.parametrize("name", ["flashmla", "flashinfer-mla"])
+@pytest.mark.parametrize(
+    "case",
+    [case for case in LATENT_CASES if case.shape.op in mla_shapes.ATTENTION],
+    ids=lambda case: case.name.replace(" ", "-"),
+)
+def test_a_peer_gives_the_same_for_latents(name, case, latent_peers):
+    found, missing = latent_peers
+    if name not in found:
+        pytest.skip(f"{name} is missing: {missing[name]}")
+    problem, expected = make_latents(case)
+    try:
+        [theirs] = found[name].prepare(problem)
+        [other] = theirs()
+    except (Unsupported, NotImplementedError) as reason:
+        pytest.skip(f"{name}: {reason}")
+    assert expected.wrong(other) is None, f"{name} itself is wrong"
+    [ours] = attention_calls(problem, fresh=False, impl="triton")
+    out, lse = ours()
+    assert expected.wrong(out, lse) is None
+    assert (out.double() - other.double()).abs().max().item() <= 2 * expected.budget
