@@ -148,6 +148,18 @@ class BatchBuilder:
         )
         return Batch(*inputs, attn)
 
+    def send(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
+        """The arrays as tensors on the device (`Staging.send`)."""
+        return self._staging.send(arrays)
+
+    def block_tables(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """Per group [num_seqs, width] int32, between steps: what is committed. rows: [num_seqs] int64, slots."""
+        self.update_tables()
+        return tuple(
+            self.tables[:, first : first + width].index_select(0, rows)
+            for first, width in self.columns
+        )
+
     def update_tables(self) -> None:
         """Brings `tables` up to date where no `build` does."""
         index, value = self._changes()

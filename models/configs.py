@@ -27,6 +27,7 @@ __all__ = [
     "ModelConfig",
     "RopeConfig",
     "get_config",
+    "named_configs",
 ]
 
 
@@ -399,8 +400,16 @@ _CONFIGS = (
 CONFIGS = {config.name: config for config in _CONFIGS}
 
 
-def get_config(name: str) -> ModelConfig:
+def named_configs() -> dict[str, Any]:
+    """All named configurations: ``CONFIGS``, and those of DeepSeek-V4, which are of a class of their own."""
+    from quire.models import deepseek_v4_config
+
+    return CONFIGS | deepseek_v4_config.CONFIGS
+
+
+def get_config(name: str) -> Any:
     """The named configuration ``name``; raises ValueError listing the names for any other."""
-    if name not in CONFIGS:
-        raise ValueError(f"name: expected one of {sorted(CONFIGS)}, got {name!r}")
-    return CONFIGS[name]
+    known = named_configs()
+    if name not in known:
+        raise ValueError(f"name: expected one of {sorted(known)}, got {name!r}")
+    return known[name]

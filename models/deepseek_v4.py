@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from quire.models.batch import AttnMetadata
 from quire.models.deepseek_v4_attention import dense_attend
 from quire.models.deepseek_v4_block import Attend, DecoderLayer
-from quire.models.deepseek_v4_cache import V4PagePool
+from quire.models.deepseek_v4_cache import CacheFormat, V4PagePool, plan_cache, ring_bytes
 from quire.models.deepseek_v4_config import SLIDING, DeepseekV4Config
 from quire.models.deepseek_v4_layers import HyperHead, rope_frequencies, rope_table
 from quire.models.deepseek_v4_paged import PagedStep
 from quire.models.layers import Linear, RMSNorm, empty_parameter
+from quire.models.memory import ModelCache
 from quire.models.mtp import MTP
 
 
@@ -39,7 +40,13 @@ class DeepseekV4(nn.Module):
     config: shapes. device: of all weights. dtype: of matrices and activations; what the model keeps in fp32 (hyper-connections,
     norms, sinks, position and correction biases) is fp32 in any case. max_positions: rows of the rotary tables, 8 bytes for each
     rotated channel; default: all that the config allows. expert_format: "fp8" or "fp4" for routed experts that stay packed.
+
+    Attributes:
+        cache_format: how `make_cache` stores rows; default: as they are.
     """
+
+    # Steps are not captured: experts that stay packed ask the host which ones a step needs.
+    capturable = False
 
     def __init__(
         self,
@@ -53,6 +60,7 @@ class DeepseekV4(nn.Module):
         super().__init__()
         device = torch.device(device)
         self.config = config
+        self.cache_format = CacheFormat(dtype)
         self.embed_tokens = TokenEmbedding(config, device, dtype)
         self.layers = nn.ModuleList(
             DecoderLayer(config, layer, kind, device, dtype, expert_format)
@@ -92,19 +100,47 @@ class DeepseekV4(nn.Module):
         pool: V4PagePool,
         *,
         logits_rows: Tensor | None = None,
+        return_hidden: bool = False,
         impl: str | None = None,
-    ) -> Tensor:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """One step of a ragged batch: reads the context from ``pool``, writes the rows that somebody will read again.
 
         input_ids, positions: [num_tokens] int64.
         attn: tables, lengths and slots of this step. pool: pages and rings of all layers, updated in place.
         logits_rows: [num_rows] int64, the rows to compute logits for; default: all.
+        return_hidden: return the residual streams of all rows too, which drafters read.
         impl: "triton" or "torch" for the kernels; default: by device.
 
-        Returns: [num_rows, vocab_size] fp32 logits.
+        Returns: [num_rows, vocab_size] fp32 logits; with return_hidden (logits, [num_tokens, hc_mult, hidden_size]).
         """
         streams = self.streams(input_ids, positions, PagedStep(attn, pool, impl=impl))
-        return self.logits(streams if logits_rows is None else streams[logits_rows])
+        logits = self.logits(streams if logits_rows is None else streams[logits_rows])
+        return (logits, streams) if return_hidden else logits
+
+    def make_cache(
+        self,
+        base_block_size: int,
+        *,
+        max_requests: int,
+        max_draft_tokens: int = 0,
+        drafter_layers: bool = False,
+    ) -> ModelCache:
+        """Pages and rings as `quire.models.memory.model_cache` asks for them; sizes of pages follow from the config, not base_block_size."""
+        plan = plan_cache(self.config, self.cache_format, drafters=drafter_layers)
+
+        def allocate(num_pages: int) -> V4PagePool:
+            return V4PagePool(
+                self.config,
+                plan,
+                num_pages=num_pages,
+                max_requests=max_requests,
+                max_draft_tokens=max_draft_tokens,
+                device=self.device,
+            )
+
+        # One place more than requests: nobody's.
+        fixed_bytes = (max_requests + 1) * ring_bytes(self.config, max_draft_tokens)
+        return ModelCache(plan.groups, plan.groups[0].page_bytes, allocate, fixed_bytes)
 
     @torch.inference_mode()
     def full_forward(self, input_ids: Tensor, *, logits_rows: Tensor | None = None) -> Tensor:

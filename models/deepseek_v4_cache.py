@@ -26,7 +26,7 @@ from torch import Tensor
 
 from quire.kernels.mla import IndexPages, LatentPages, page_bytes
 from quire.kvcore import GroupSpec
-from quire.models.deepseek_v4_config import CSA, DeepseekV4Config
+from quire.models.deepseek_v4_config import CSA, HCA, DeepseekV4Config
 
 COMPRESSED, WINDOW, OVERLAP = "compressed", "window", "overlap"
 
@@ -75,6 +75,14 @@ class CachePlan:
 def overlap_sizes(config: DeepseekV4Config) -> tuple[int, int]:
     """Elements (fp32) of a CSA layer in a page of overlap rows: of the compressor, and of the indexer; kv and gate of one window."""
     return 2 * config.csa_ratio * config.head_dim, 2 * config.csa_ratio * config.index_head_dim
+
+
+def ring_bytes(config: DeepseekV4Config, max_draft_tokens: int) -> int:
+    """Bytes of one request's compressor rows, fp32, all layers."""
+    csa_row = 4 * 2 * 2 * (config.head_dim + config.index_head_dim)
+    hca_row = 4 * 2 * config.head_dim
+    csa = config.layer_types.count(CSA) * (2 * config.csa_ratio + max_draft_tokens) * csa_row
+    return csa + config.layer_types.count(HCA) * (config.hca_ratio + max_draft_tokens) * hca_row
 
 
 def plan_cache(

@@ -1,18 +1,82 @@
-"""More than one draft a step from one drafter layer: it reads its own streams and the draft before.
+"""Drafts from DeepSeek-V4's own drafter layer: `MTPDrafter` for the engine, and more than one draft a step from one layer.
 
-The first draft of a sequence comes from the rows of the step itself (`DeepseekV4.draft_streams`). Rows past it are guesses, so none is
-written to a page: each further draft computes all guessed rows of its sequence again as fresh rows, a few rows of one layer.
+The first draft of a sequence comes from the rows of the step itself (`DeepseekV4.draft_streams`), which also go to the layer's pages.
+Rows past it are guesses, so none is written: each further draft reads the layer's own streams and the draft before, and computes all
+guessed rows of its sequence again as fresh rows, a few rows of one layer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 from torch import Tensor
 
-from quire.models.batch import AttnMetadata
+from quire.models.batch import AttnMetadata, Batch, BatchBuilder
 from quire.models.deepseek_v4 import DeepseekV4
 from quire.models.deepseek_v4_cache import V4PagePool
 from quire.models.deepseek_v4_paged import PagedStep
+from quire.models.request import Request
+
+
+class MTPDrafter:
+    """Greedy drafts of the model's first drafter layer; a `quire.models.speculative.ModelDrafter` of one engine.
+
+    model: the engine's model. max_draft_tokens: drafts of a request in a step.
+
+    Raises: ValueError for a model without drafter layers, or max_draft_tokens below 1.
+    """
+
+    def __init__(self, model: DeepseekV4, max_draft_tokens: int = 1) -> None:
+        if not getattr(model, "mtp", None):
+            raise ValueError(f"model: expected one with drafter layers, got {model.config.name!r}")
+        if max_draft_tokens < 1:
+            raise ValueError(f"max_draft_tokens: expected >= 1, got {max_draft_tokens}")
+        self.model, self.max_draft_tokens = model, max_draft_tokens
+
+    def attach(
+        self, pool: V4PagePool, builder: BatchBuilder, *, max_requests: int, impl: str | None
+    ) -> None:
+        """As `quire.models.speculative.ModelDrafter.attach`."""
+        config = self.model.config
+        self._pool, self._builder, self._impl = pool, builder, impl
+        self._streams = torch.zeros(
+            (max_requests, config.hc_mult, config.hidden_size),
+            dtype=self.model.dtype,
+            device=self.model.device,
+        )
+
+    @torch.inference_mode()
+    def observe(
+        self, batch: Batch, hidden: Tensor, next_ids: np.ndarray, last_rows: np.ndarray, slots: np.ndarray
+    ) -> None:  # fmt: skip
+        """As `quire.models.speculative.ModelDrafter.observe`."""
+        step = PagedStep(batch.attn, self._pool, impl=self._impl)
+        ids, rows, places = self._builder.send([next_ids, last_rows, slots])
+        streams = self.model.draft_streams(0, hidden, ids, batch.positions, step)
+        self._streams[places] = streams[rows]
+
+    def propose(self, requests: Sequence[Request]) -> list[np.ndarray]:
+        """As `quire.models.speculative.Drafter.propose`."""
+        slots = np.array([request.slot for request in requests], dtype=np.int64)
+        # Each waits for one token: the one that its last computed row was told.
+        seq_lens = np.array([request.num_tokens - 1 for request in requests], dtype=np.int32)
+        longest = int(seq_lens.max())
+        room = self.model.config.max_position_embeddings - longest
+        places, lengths = self._builder.send([slots, seq_lens])
+        drafts = chain_drafts(
+            self.model,
+            self._streams[places],
+            lengths,
+            self._builder.block_tables(places),
+            places.int(),
+            self._pool,
+            num_drafts=max(1, min(self.max_draft_tokens, room)),
+            max_seq_len=longest,
+            impl=self._impl,
+        )
+        return list(drafts.int().cpu().numpy())
 
 
 @torch.inference_mode()

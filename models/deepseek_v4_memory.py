@@ -12,8 +12,14 @@ from dataclasses import dataclass
 
 import torch
 
-from quire.models.deepseek_v4_cache import COMPRESSED, CacheFormat, CachePlan, plan_cache
-from quire.models.deepseek_v4_config import CONFIGS, CSA, HCA, DeepseekV4Config
+from quire.models.deepseek_v4_cache import (
+    COMPRESSED,
+    CacheFormat,
+    CachePlan,
+    plan_cache,
+    ring_bytes,
+)
+from quire.models.deepseek_v4_config import CONFIGS, DeepseekV4Config
 
 CHUNK = 8192  # tokens of a prefill chunk in the tables
 
@@ -55,14 +61,6 @@ def cost(config: DeepseekV4Config, plan: CachePlan, max_draft_tokens: int = 1) -
         resume_point=tail * page,
         resume_pages=tail,
     )
-
-
-def ring_bytes(config: DeepseekV4Config, max_draft_tokens: int = 1) -> int:
-    """Bytes of one request's compressor rows, fp32, all layers."""
-    csa_row = 4 * 2 * 2 * (config.head_dim + config.index_head_dim)
-    hca_row = 4 * 2 * config.head_dim
-    csa = config.layer_types.count(CSA) * (2 * config.csa_ratio + max_draft_tokens) * csa_row
-    return csa + config.layer_types.count(HCA) * (config.hca_ratio + max_draft_tokens) * hca_row
 
 
 def vllm_cost(config: DeepseekV4Config) -> CacheCost:

@@ -11,23 +11,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quire.models.checkpoint import read_json
 from quire.models.deepseek_v4 import DeepseekV4
 from quire.models.deepseek_v4_config import DeepseekV4Config
-from quire.models.deepseek_v4_hf import from_hf, to_hf
+from quire.models.deepseek_v4_hf import to_hf
 from quire.models.deepseek_v4_load import check, fill, format_of_experts, read_headers
-from quire.models.weights import WORKING_SHARE, free_memory
-
-
-def load_config(path: str | Path) -> DeepseekV4Config:
-    """Reads ``config.json``.
-
-    Raises: ValueError when there is none; NotImplementedError for what is not supported.
-    """
-    path = Path(path)
-    if not (path / "config.json").is_file():
-        raise ValueError(f"path: expected a directory with a config.json, got {str(path)!r}")
-    return from_hf(read_json(path / "config.json"), name=path.name)
+from quire.models.weights import WORKING_SHARE, free_memory, load_config
 
 
 def load_model(

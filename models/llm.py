@@ -13,7 +13,7 @@ from torch import nn
 from tqdm import tqdm
 
 from quire.models.chat import PLAIN, ChatTemplate
-from quire.models.configs import CONFIGS
+from quire.models.configs import named_configs
 from quire.models.request import OutputDelta, RequestOutput, SamplingParams
 from quire.models.runner import Engine, EngineConfig, StepReport
 from quire.models.speculative import Drafter
@@ -55,18 +55,19 @@ class LLM:
             self.model = model
         else:
             device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-            if str(model) in CONFIGS:
+            configs = named_configs()
+            if str(model) in configs:
                 if dtype is None:
                     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
                 self.model = random_model(
-                    CONFIGS[str(model)], seed=seed, device=device, dtype=dtype
+                    configs[str(model)], seed=seed, device=device, dtype=dtype
                 )
             elif Path(model).is_dir():
                 self._directory = Path(model)
                 self.model = load_model(self._directory, device=device, dtype=dtype)
             else:
                 raise ValueError(
-                    f"model: expected one of {sorted(CONFIGS)}, a directory or a module, got {str(model)!r}"
+                    f"model: expected one of {sorted(configs)}, a directory or a module, got {str(model)!r}"
                 )
         self.tokenizer: Tokenizer | None = find_tokenizer(self.model.config, self._directory)
         self.engine = Engine(self.model, engine, tokenizer=self.tokenizer, drafter=drafter)

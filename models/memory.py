@@ -28,18 +28,35 @@ class ModelCache:
     """What an engine knows of a model's cache.
 
     groups: as `quire.kvcore.KVCache` takes them. page_bytes: bytes behind one page id, of all its layers.
-    allocate: makes the page tensors for a number of pages.
+    allocate: makes the page tensors for a number of pages. fixed_bytes: what it allocates besides, for all requests.
     """
 
-    groups: list[GroupSpec]
+    groups: Sequence[GroupSpec]
     page_bytes: int
     allocate: Callable[[int], Any]
+    fixed_bytes: int = 0
 
 
-def model_cache(model: Any, *, base_block_size: int = 16) -> ModelCache:
-    """Cache of a model: of its own ``make_cache(base_block_size)`` where it has one, else keys and values of its attention layers."""
+def model_cache(
+    model: Any,
+    *,
+    base_block_size: int = 16,
+    max_requests: int = 1,
+    max_draft_tokens: int = 0,
+    drafter_layers: bool = False,
+) -> ModelCache:
+    """Cache of a model: of its own ``make_cache`` where it has one, else keys and values of its attention layers.
+
+    base_block_size: tokens in a page of the heaviest kind of layer; a model with a cache of its own may have other rules.
+    max_requests: running at once. max_draft_tokens: of a step. drafter_layers: whether layers that only draft run too.
+    """
     if hasattr(model, "make_cache"):
-        return model.make_cache(base_block_size)
+        return model.make_cache(
+            base_block_size,
+            max_requests=max_requests,
+            max_draft_tokens=max_draft_tokens,
+            drafter_layers=drafter_layers,
+        )
     from quire.models.cache import PagePool, cache_groups, num_slots
 
     groups, placement = cache_groups(model.config, model.dtype, base_block_size=base_block_size)
@@ -97,6 +114,7 @@ class MemoryPlan:
     num_pages: pages, page 0 (never owned) included. page_bytes: bytes behind one page id. max_model_len: longest sequence in tokens.
     max_num_seqs: requests at once. retention: as in `quire.kvcore.KVCache`.
     free_bytes: memory that was free for it; None where the caller named the size of the pool.
+    fixed_bytes: memory of requests that is not in pages.
     """
 
     groups: tuple[GroupSpec, ...]
@@ -107,6 +125,7 @@ class MemoryPlan:
     max_draft_tokens: int
     retention: Any
     free_bytes: int | None = None
+    fixed_bytes: int = 0
 
     @property
     def cache_bytes(self) -> int:
@@ -149,9 +168,10 @@ class MemoryPlan:
         )
         of = "" if self.free_bytes is None else f" of {_size(self.free_bytes)} free"
         fits = ", ".join(f"{self.num_fitting(n)} of {n}" for n in lengths)
+        besides = f", and {_size(self.fixed_bytes)} besides" if self.fixed_bytes else ""
         return "\n".join(
             [
-                f"pool      {_size(self.cache_bytes)}{of}: {self.num_pages} pages of {_size(self.page_bytes)}",
+                f"pool      {_size(self.cache_bytes)}{of}: {self.num_pages} pages of {_size(self.page_bytes)}{besides}",
                 f"request   {_size(self.bytes_per_token)} a token + {_size(self.bytes_per_request)}, at most {self.max_model_len} tokens",
                 f"hits      multiples of {self.alignment} tokens, retention {self.retention!r}",
                 f"fits      requests of so many tokens at once: {fits} (at most {self.max_num_seqs})",
@@ -176,7 +196,8 @@ def plan_memory(
     """Sizes the pool, and refuses one that is too small for a single request.
 
     max_model_len: tokens; where it was not given by the caller, it is cut to what the pool holds.
-    num_pages, cache_bytes, memory_fraction: one of them at most; default: 256 MiB on a CPU, a fraction of 0.9 on a GPU.
+    num_pages, cache_bytes, memory_fraction: one of them at most; default: 256 MiB on a CPU, a fraction of 0.9 on a GPU. Bytes
+        include what the model keeps besides pages.
     activation_bytes: of the free memory, what a step needs.
 
     Raises: ValueError, naming the pages needed, for a pool that does not hold one request of max_model_len (or, where that was not
@@ -195,7 +216,8 @@ def plan_memory(
             cache_bytes = int(
                 max(0, free - activation_bytes) * (memory_fraction or MEMORY_FRACTION)
             )
-        num_pages = (CPU_CACHE_BYTES if cache_bytes is None else cache_bytes) // cache.page_bytes
+        cache_bytes = CPU_CACHE_BYTES if cache_bytes is None else cache_bytes
+        num_pages = max(0, cache_bytes - cache.fixed_bytes) // cache.page_bytes
     fits = longest_request(cache.groups, num_pages, max_model_len, max_draft_tokens)
     needed = max_model_len if max_model_len_is_given else MIN_LENGTH
     if fits < needed:
@@ -213,6 +235,7 @@ def plan_memory(
         max_draft_tokens=max_draft_tokens,
         retention=retention,
         free_bytes=free,
+        fixed_bytes=cache.fixed_bytes,
     )
 
 
@@ -220,10 +243,9 @@ def activation_bytes(
     config: Any, itemsize: int, *, max_num_batched_tokens: int, max_num_rows: int
 ) -> int:
     """Bytes that the largest step holds besides weights and pages, estimated: the widest MLP's three intermediates and a handful of
-    hidden states for each token, and three fp32 copies of the logits of each sampled row."""
-    widths = (
-        3 * getattr(config, "intermediate_size", 4 * config.hidden_size) + 6 * config.hidden_size
-    )
+    hidden states (of each residual stream) for each token, and three fp32 copies of the logits of each sampled row."""
+    hidden = 6 * config.hidden_size * getattr(config, "hc_mult", 1)
+    widths = 3 * getattr(config, "intermediate_size", 4 * config.hidden_size) + hidden
     return max_num_batched_tokens * widths * itemsize + 3 * 4 * max_num_rows * config.vocab_size
 
 

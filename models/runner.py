@@ -4,7 +4,7 @@ A step: drafts -> schedule (which plans pages) -> tensors -> forward -> sample -
 were before the step, and the model writes the rows that the plan kept.
 
 A model is a module with ``config`` (vocab_size, max_position_embeddings, eos_token_ids), ``dtype`` and ``device``, called as
-``model(input_ids, positions, attn, pool, logits_rows=, impl=)``; `quire.models.memory.model_cache` says where its cache comes from.
+``model(input_ids, positions, attn, pool, logits_rows=, impl=)`` (and ``return_hidden=True`` for a `ModelDrafter`); `quire.models.memory.model_cache` says where its cache comes from.
 """
 
 from __future__ import annotations
@@ -19,7 +19,14 @@ from torch import Tensor, nn
 from quire.kvcore import KVCache
 from quire.models.batch import AttnMetadata, BatchBuilder
 from quire.models.graphs import DecodeGraphs
-from quire.models.memory import MemoryPlan, activation_bytes, model_cache, plan_memory
+from quire.models.memory import (
+    MemoryPlan,
+    ModelCache,
+    activation_bytes,
+    model_cache,
+    plan_memory,
+)
+from quire.models.report import EngineTotals, StepReport
 from quire.models.request import (
     OutputDelta,
     Request,
@@ -29,71 +36,8 @@ from quire.models.request import (
 )
 from quire.models.sampling import Sampled, Sampler, derived_seed
 from quire.models.scheduler import ScheduledStep, Scheduler, SchedulerPolicy
-from quire.models.speculative import Drafter, count_accepted
+from quire.models.speculative import Drafter, ModelDrafter, count_accepted
 from quire.models.tokenizer import TextStream, Tokenizer
-
-
-@dataclass(frozen=True)
-class StepReport:
-    """One step in numbers; times in seconds.
-
-    q_lens, seq_lens: per sequence [num_seqs], its new tokens and its KV tokens including them (and drafts that were rejected).
-    num_tokens: new tokens computed. num_decodes, num_prefills: sequences with one new token, and with more.
-    num_generated, num_drafts, num_accepted: tokens of output; drafts verified, and those of them that stayed.
-    allocator, model, total: time in kvcore; in the forward pass and sampling up to the ids on the host; in the whole step.
-    finished: requests that ended in it. deltas: what it added to requests that are streamed.
-    """
-
-    q_lens: np.ndarray
-    seq_lens: np.ndarray
-    num_tokens: int
-    num_decodes: int
-    num_prefills: int
-    num_preempted: int
-    num_generated: int
-    num_drafts: int
-    num_accepted: int
-    allocator: float
-    model: float
-    total: float
-    finished: list[RequestOutput]
-    deltas: list[OutputDelta]
-
-
-@dataclass
-class EngineTotals:
-    """Sums over all steps since the start or since somebody replaced the object; times in seconds.
-
-    hashing: time in which `Engine.add_request` hashed prompts and looked them up, outside of steps.
-    """
-
-    num_steps: int = 0
-    num_tokens: int = 0
-    num_generated_tokens: int = 0
-    num_preempted: int = 0
-    num_drafts: int = 0
-    num_accepted: int = 0
-    allocator: float = 0.0
-    model: float = 0.0
-    total: float = 0.0
-    hashing: float = 0.0
-
-    @property
-    def rest(self) -> float:
-        """Seconds neither in the allocator nor in the model: scheduling, tensors, bookkeeping."""
-        return self.total - self.allocator - self.model
-
-    def add(self, report: StepReport) -> None:
-        """Adds one step."""
-        self.num_steps += 1
-        self.num_tokens += report.num_tokens
-        self.num_generated_tokens += report.num_generated
-        self.num_preempted += report.num_preempted
-        self.num_drafts += report.num_drafts
-        self.num_accepted += report.num_accepted
-        self.allocator += report.allocator
-        self.model += report.model
-        self.total += report.total
 
 
 @dataclass(frozen=True)
@@ -164,7 +108,16 @@ class Engine:
         self.model = model
         self.tokenizer = tokenizer
         self.drafter = drafter
-        self.memory = _plan_memory(model, config, drafter)
+        num_drafts = drafter.max_draft_tokens if drafter else 0
+        self._observer = drafter if isinstance(drafter, ModelDrafter) else None
+        cache = model_cache(
+            model,
+            base_block_size=config.base_block_size,
+            max_requests=config.max_num_seqs,
+            max_draft_tokens=num_drafts,
+            drafter_layers=self._observer is not None,
+        )
+        self.memory = _plan_memory(model, cache, config, num_drafts)
         self.max_model_len = self.memory.max_model_len
         self.kv = KVCache(
             self.memory.groups,
@@ -174,7 +127,7 @@ class Engine:
             retention=config.retention,
             hash_seed=config.hash_seed,
             enable_caching=config.enable_caching,
-            max_draft_tokens=drafter.max_draft_tokens if drafter else 0,
+            max_draft_tokens=num_drafts,
             replay_tokens=_replay_tokens(model) if config.replay else None,
             track_deltas=True,
         )
@@ -184,13 +137,15 @@ class Engine:
             max_num_seqs=config.max_num_seqs,
             policy=config.policy,
         )
-        self.pool = model_cache(model, base_block_size=config.base_block_size).allocate(
-            self.memory.num_pages
-        )
+        self.pool = cache.allocate(self.memory.num_pages)
         self.totals = EngineTotals()
         self._builder = BatchBuilder(self.kv, model.device)
         self._sampler = Sampler(model.config.vocab_size, config.max_num_seqs, model.device)
         self._impl = config.impl
+        if self._observer is not None:
+            self._observer.attach(
+                self.pool, self._builder, max_requests=config.max_num_seqs, impl=config.impl
+            )
         self._graphs = self._make_graphs(config)
         self._requests: dict[str, list[Request]] = {}  # unfinished samples
         self._siblings: dict[
@@ -356,23 +311,28 @@ class Engine:
             if end >= request.num_tokens:
                 ready.append(i)
         input_ids = np.concatenate(inputs)
-        if len(plan.copies):
-            self.pool.copy(plan.copies)
+        rows = _logits_rows(step, ready)
+        batch = hidden = None
         if self._graphs is not None and len(input_ids) == len(ready) == len(step.requests):
             start = time.perf_counter()
             logits = self._graphs(plan, input_ids)
         else:
-            batch = self._builder.build(plan, input_ids, _logits_rows(step, ready))
+            batch = self._builder.build(plan, input_ids, rows)
             start = time.perf_counter()
             logits = self._run(batch.input_ids, batch.positions, batch.attn, batch.logits_rows)
+            if self._observer is not None:
+                logits, hidden = logits
         requests = [step.requests[i] for i in ready]
         sampled = self._sampler(logits, requests, [1 + step.num_drafts[i] for i in ready])
-        seconds = time.perf_counter() - start
         new, accepted = _verified(step, ready, sampled)
+        if self._observer is not None:
+            stay = plan.num_new_tokens if accepted is None else accepted
+            last = plan.cu_seqlens_q[:-1] + stay - 1
+            next_ids = _next_ids(step, input_ids, rows, sampled)
+            self._observer.observe(batch, hidden, next_ids, last, plan.slots)
+        seconds = time.perf_counter() - start
         with self.scheduler.allocating():
-            copies = self.kv.commit(plan, input_ids, accepted)
-        if len(copies):
-            self.pool.copy(copies)
+            self.kv.commit(plan, input_ids, accepted)
         return new, seconds
 
     def _run(
@@ -382,8 +342,9 @@ class Engine:
         attn: AttnMetadata,
         logits_rows: Tensor | None = None,
     ) -> Tensor:
+        more = {} if self._observer is None else {"return_hidden": True}
         return self.model(
-            input_ids, positions, attn, self.pool, logits_rows=logits_rows, impl=self._impl
+            input_ids, positions, attn, self.pool, logits_rows=logits_rows, impl=self._impl, **more
         )
 
     def _deliver(self, new: list[NewTokens]) -> tuple[list[RequestOutput], list[OutputDelta], int]:
@@ -428,13 +389,14 @@ class Engine:
 
     def _make_graphs(self, config: EngineConfig) -> DecodeGraphs | None:
         capturable = getattr(self.model, "capturable", True) and config.impl != "torch"
+        capturable = capturable and self._observer is None
         wanted = config.decode_graphs
         on_gpu = self.model.device.type == "cuda"
         if wanted and on_gpu and not capturable:
             raise NotImplementedError(
-                "decode_graphs: supported with impl='triton' and models that only read the device"
+                "decode_graphs: supported with impl='triton', models that only read the device, and no drafter in the model"
             )
-        if not (on_gpu and capturable if wanted is None else wanted):
+        if self._observer is not None or not (on_gpu and capturable if wanted is None else wanted):
             return None
         return DecodeGraphs(
             self._run,
@@ -445,15 +407,16 @@ class Engine:
         )
 
 
-def _plan_memory(model: nn.Module, config: EngineConfig, drafter: Drafter | None) -> MemoryPlan:
+def _plan_memory(
+    model: nn.Module, cache: ModelCache, config: EngineConfig, num_drafts: int
+) -> MemoryPlan:
     longest = model.config.max_position_embeddings
     max_model_len = config.max_model_len or longest
     if not 1 <= max_model_len <= longest:
         raise ValueError(f"max_model_len: expected 1..{longest}, got {max_model_len}")
-    num_drafts = drafter.max_draft_tokens if drafter else 0
     rows = config.max_num_seqs * (1 + num_drafts)
     return plan_memory(
-        model_cache(model, base_block_size=config.base_block_size),
+        cache,
         device=model.device,
         max_model_len=max_model_len,
         max_model_len_is_given=config.max_model_len is not None,
@@ -488,6 +451,22 @@ def _logits_rows(step: ScheduledStep, ready: list[int]) -> np.ndarray:
     return np.concatenate(
         [np.arange(row - step.num_drafts[i], row + 1) for i, row in zip(ready, last, strict=True)]
     )
+
+
+def _next_ids(
+    step: ScheduledStep, input_ids: np.ndarray, rows: np.ndarray, sampled: Sampled
+) -> np.ndarray:
+    """[num_tokens] int64: the token after each row's, as far as the row stays.
+
+    rows: [num_rows] int64, those whose tokens were sampled. A sequence's other rows are followed by what it has.
+    """
+    ids = np.empty(len(input_ids), dtype=np.int64)
+    ids[:-1] = input_ids[1:]
+    for request, row, end in zip(step.requests, step.plan.cu_seqlens_q[1:], step.plan.seq_lens, strict=True):  # fmt: skip
+        if end < request.num_tokens:
+            ids[row - 1] = request.tokens[end]
+    ids[rows] = sampled.ids
+    return ids
 
 
 def _verified(

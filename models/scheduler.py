@@ -91,7 +91,6 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.allocator_seconds = 0.0
-        self._has_states = any(group.kind == "state" for group in kv.layout.groups)
         self._starved = False  # pages ran out and no request has ended since
 
     @contextmanager
@@ -150,10 +149,6 @@ class Scheduler:
         requests = sorted(chosen, key=lambda r: chosen[r] != 1)  # stable: decodes first
         slots, counts = [r.slot for r in requests], [chosen[r] for r in requests]
         with self.allocating():
-            if self._has_states:
-                shortened = dict(zip(requests, self.kv.cut(slots, counts).tolist(), strict=True))
-                requests.sort(key=lambda r: shortened[r] != 1)
-                slots, counts = [r.slot for r in requests], [shortened[r] for r in requests]
             plan = self.kv.plan(slots, counts)
         if not isinstance(plan, StepPlan):
             return plan

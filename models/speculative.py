@@ -14,7 +14,7 @@ Source: Leviathan et al. (arXiv 2211.17192) for rejection sampling; prompt looku
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -22,6 +22,9 @@ from torch import Tensor
 
 from quire.models.request import Request
 from quire.models.sampling import draw
+
+if TYPE_CHECKING:
+    from quire.models.batch import Batch, BatchBuilder
 
 
 class Drafter(Protocol):
@@ -37,6 +40,29 @@ class Drafter(Protocol):
 
         Returns: for each request [0..max_draft_tokens] int32 token ids that may follow `Request.tokens`; more than it has room for
             are ignored.
+        """
+
+
+@runtime_checkable
+class ModelDrafter(Drafter, Protocol):
+    """A drafter that is a part of the model: it reads the model's hidden states and has layers, and so pages, of its own."""
+
+    def attach(
+        self, pool: Any, builder: BatchBuilder, *, max_requests: int, impl: str | None
+    ) -> None:
+        """Called once, by the engine that it drafts for.
+
+        pool: pages of all layers. builder: whose tables are the allocator's. max_requests: slots. impl: of the kernels.
+        """
+
+    def observe(
+        self, batch: Batch, hidden: Tensor, next_ids: np.ndarray, last_rows: np.ndarray, slots: np.ndarray
+    ) -> None:  # fmt: skip
+        """Called in each step when its tokens are sampled, before the commit: the time to write the rows of the layers.
+
+        batch: the step. hidden: of its rows, as the model returns them with ``return_hidden=True``.
+        next_ids: [num_tokens] int64, the token that follows each row's, wherever the row stays.
+        last_rows: [num_seqs] int64, each sequence's last row that stays. slots: [num_seqs] int64.
         """
 
 

@@ -1,6 +1,7 @@
 """Weights of a model: read from a Hugging Face directory, drawn at random, or written as a checkpoint that transformers reads.
 
-safetensors is imported where files are read or written, so that random weights need nothing but torch.
+safetensors is imported where files are read or written, so that random weights need nothing but torch. DeepSeek-V4, whose config is
+of another class and whose checkpoints have other forms, goes on to `models.deepseek_v4_weights`.
 """
 
 from __future__ import annotations
@@ -36,6 +37,10 @@ WORKING_SHARE = 0.8  # of the free memory may be weights before "auto" keeps fp8
 
 def build_model(config: ModelConfig, *, device: torch.device | str, dtype: torch.dtype) -> Decoder:
     """The model of ``config`` with uninitialised weights."""
+    if not isinstance(config, ModelConfig):
+        from quire.models.deepseek_v4 import DeepseekV4
+
+        return DeepseekV4(config, device=device, dtype=dtype)
     return _MODELS[config.family](config, device=device, dtype=dtype)
 
 
@@ -69,6 +74,8 @@ def load_model(
     fp8: what becomes of matrices stored in fp8. "dequantize": converted on load. "keep": held in fp8 and converted anew in every
         forward pass, layer by layer. "auto": kept only if the converted model would fill more than 80 % of the free memory.
 
+        Of DeepSeek-V4 it is about the routed experts, in fp8 or fp4.
+
     Returns: Decoder.
     Raises: ValueError naming every missing, unexpected and misshaped tensor at once, or each file that is missing or cut off,
         before any tensor is read; NotImplementedError for unsupported models.
@@ -78,6 +85,10 @@ def load_model(
     path, device = Path(path), torch.device(device)
     config = load_config(path)
     dtype = dtype or _stored_dtype(path)
+    if not isinstance(config, ModelConfig):
+        from quire.models import deepseek_v4_weights
+
+        return deepseek_v4_weights.load_model(path, device=device, dtype=dtype, experts=fp8)
     found = catalogue(path, config)
     # Shapes are checked, and it is decided what stays in fp8, before anything is allocated.
     model = build_model(config, device="meta", dtype=dtype)
@@ -101,6 +112,10 @@ def random_model(
     Matrices are N(0, 1 / in_size), the embeddings 0.15 N(0, 1), norm weights 1 + 0.3 N(0, 1) in effect, layer scalars uniform in
     0.8 .. 1.2, biases and sinks N(0, 1). The same seed gives the same weights on the same kind of device.
     """
+    if not isinstance(config, ModelConfig):
+        from quire.models import deepseek_v4_weights
+
+        return deepseek_v4_weights.random_model(config, seed=seed, device=device, dtype=dtype)
     model = build_model(config, device=device, dtype=dtype)
     generators: dict[torch.device, torch.Generator] = {}
     for name, weight in model.named_parameters():
@@ -132,6 +147,10 @@ def save_checkpoint(model: Decoder, path: str | Path, *, max_shard_bytes: int = 
     """
     from safetensors.torch import save_file
 
+    if not isinstance(model.config, ModelConfig):
+        from quire.models import deepseek_v4_weights
+
+        return deepseek_v4_weights.save_checkpoint(model, path)
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
     dtype = str(model.dtype).removeprefix("torch.")

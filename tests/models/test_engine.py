@@ -36,7 +36,9 @@ class Recorder:
 
         def recording(step):
             last = []
-            hook = model.register_forward_hook(lambda module, args, output: last.append(output))
+            hook = model.register_forward_hook(
+                lambda module, args, out: last.append(out[0] if isinstance(out, tuple) else out)
+            )
             new, seconds = forward(step)
             hook.remove()
             rows = iter(last[0])
