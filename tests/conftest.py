@@ -23,6 +23,22 @@ if not torch.cuda.is_available():
 
     interpreter.InterpreterBuilder.create_dot = create_dot_bf16
 
+    cast_impl = interpreter.InterpreterBuilder.cast_impl
+    FP32, BF16 = interpreter.tl.float32, interpreter.tl.bfloat16
+
+    def cast_as_devices_do(self, src, dst_type):
+        """The interpreter truncates fp32 to bf16 where devices round to the nearest, and mistakes subnormals."""
+        casts = (src.dtype.scalar, dst_type.scalar)
+        if casts == (FP32, BF16):
+            data = torch.from_numpy(src.data).to(torch.bfloat16).view(torch.uint16).numpy()
+        elif casts == (BF16, FP32):
+            data = (src.data.astype("uint32") << 16).view("float32")
+        else:
+            return cast_impl(self, src, dst_type)
+        return interpreter.TensorHandle(data, dst_type.scalar)
+
+    interpreter.InterpreterBuilder.cast_impl = cast_as_devices_do
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():

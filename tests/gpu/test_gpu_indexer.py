@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-import tests.kernels.mla.conftest  # noqa: F401  (what a dry run needs of the interpreter)
 from quire.kernels.mla import IndexPages, index_topk, index_topk_workspace_numel
 from quire.kernels.mla.indexer_plan import plan
 from tests.gpu.conftest import DRY_RUN

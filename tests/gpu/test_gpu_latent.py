@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-import tests.kernels.mla.conftest  # noqa: F401  (what a dry run needs of the interpreter)
 from quire.kernels.mla import IndexPages, LatentPages, compress, page_bytes, write_latent
 from tests.gpu.conftest import DRY_RUN
 from tests.helpers import DEVICE, NAN

@@ -5,7 +5,6 @@ import dataclasses
 import pytest
 import torch
 
-import tests.kernels.mla.conftest  # noqa: F401  (what a dry run needs of the interpreter)
 from quire.kernels import workspace_numel
 from quire.kernels.mla import mla_attention
 from tests.gpu.conftest import DRY_RUN
