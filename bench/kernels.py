@@ -40,6 +40,7 @@ SCHEMA = 1
 Case = shapes.Case | mla_shapes.LatentCase
 SETS: dict[str, Callable[[], list[Case]]] = {
     "headline": lambda: [*shapes.headline(), *mla_shapes.headline()],
+    "attention": shapes.headline,
     "latents": mla_shapes.headline,
     "all": lambda: [*shapes.all_cases(), *mla_shapes.all_cases()],
     "all-latents": mla_shapes.all_cases,

@@ -1,6 +1,7 @@
 """Peers that are GPU packages of others: installed ones, or files in a folder, for machines that cannot install.
 
-The folder holds, packed or unpacked: ``_vllm_fa3_C.abi3.so`` (FlashAttention-3 as vLLM builds it, its operators registered with torch),
+The folder holds, packed or unpacked: ``_vllm_fa3_C.abi3.so`` and ``_flashmla_C.abi3.so`` (FlashAttention-3 and FlashMLA as vLLM builds them,
+their operators registered with torch; `bench.peers_flashmla`),
 ``vllm/v1/attention/ops`` (vLLM's Triton kernels, which need a few modules of vLLM in name only), and the packages ``flashinfer`` and
 ``tvm_ffi`` (`bench.peers_flashinfer`).
 """
