@@ -112,12 +112,12 @@ def test_ragged_requests_equal_each_alone(model, retention):
     assert any(r.num_decodes and r.num_prefills for r in run.reports)  # mixed steps happened
 
 
-@pytest.mark.parametrize("budget", [37, 131])
-def test_prefill_and_forced_decode_equal_transformers(oracle, budget):
+@pytest.mark.parametrize(("budget", "lengths"), [(37, (38, 107, 130)), (131, (1, 130))])
+def test_prefill_and_forced_decode_equal_transformers(oracle, budget, lengths):
     """Prompts of many lengths, then the rest of the known sequence token by token: each logit row is transformers'."""
     run = Recorder(load_model(oracle.ours, device=DEVICE), max_num_batched_tokens=budget)
     tokens = oracle.input_ids.tolist()
-    for length in (1, 38, 107, 130):
+    for length in lengths:
         request_id = run.add(tokens[:length], max_tokens=131 - length)
         run.forced[request_id] = tokens
         run.run()  # one after another: the later ones start from cached prefixes
@@ -377,10 +377,9 @@ def test_bad_settings():
         engine.add_request([5], request_id="a")
 
 
-@pytest.mark.parametrize("name", ["gemma3-tiny", "gemma4-tiny"])
-def test_triton_kernels_drive_the_engine(name):
+def test_triton_kernels_drive_the_engine():
     """Chunks, decodes and a prefix hit; few tokens, because without a GPU the kernels run in Triton's interpreter."""
-    run = Recorder(build(name), impl="triton", max_num_batched_tokens=24)
+    run = Recorder(build("gemma4-tiny"), impl="triton", max_num_batched_tokens=24)
     ids = [run.add(prompt(19), max_tokens=2), run.add(prompt(10, seed=1), max_tokens=3)]
     run.run()
     ids.append(run.add(prompt(19), max_tokens=2))
