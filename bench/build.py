@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from quire.models.configs import CONFIGS, ModelConfig
+from quire.models.configs import ModelConfig, named_configs
 from quire.models.decoder import Decoder
+from quire.models.deepseek_v4 import DeepseekV4
 from quire.models.layers import RMSNorm
 from quire.models.tokenizer import ByteTokenizer, Tokenizer, find_tokenizer
 from quire.models.weights import load_model, random_model, save_checkpoint
 
 CHECKPOINT_BYTES = 2**28  # random models up to this size take the way over a checkpoint on disk
 EMBEDDING_SHRINK = 1 / 32
+SHRINK_OF_LAYERS = 1 / 4
 
 
 @dataclass(frozen=True)
@@ -40,13 +42,14 @@ def build_model(
 
     Raises: ValueError for a name that is neither, and what `load_model` raises.
     """
-    if name in CONFIGS:
+    configs = named_configs()
+    if name in configs:
         dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
-        model, source = _random(CONFIGS[name], device, dtype, seed)
+        model, source = _random(configs[name], device, dtype, seed)
         return BenchModel(model, ByteTokenizer(), source)
     path = Path(name)
     if not path.is_dir():
-        raise ValueError(f"model: expected one of {sorted(CONFIGS)} or a directory, got {name!r}")
+        raise ValueError(f"model: expected one of {sorted(configs)} or a directory, got {name!r}")
     model = load_model(path, device=device, dtype=dtype)
     tokenizer = find_tokenizer(model.config, path) or ByteTokenizer()
     return BenchModel(model, tokenizer, "weights from a directory")
@@ -56,6 +59,21 @@ def _random(
     config: ModelConfig, device: torch.device, dtype: torch.dtype, seed: int
 ) -> tuple[Decoder, str]:
     model = random_model(config, seed=seed, device=device, dtype=dtype)
+    if isinstance(config, ModelConfig):
+        _adjust(model, config, dtype)
+    else:
+        _adjust_v4(model)
+    if sum(w.numel() * w.element_size() for w in model.parameters()) > CHECKPOINT_BYTES:
+        return model, f"random weights (seed {seed})"
+    with tempfile.TemporaryDirectory(prefix="quire-bench-") as directory:
+        save_checkpoint(model, directory)
+        loaded = load_model(directory, device=device)
+    # The name in config.json's place is the directory's.
+    loaded.config = replace(loaded.config, name=config.name)
+    return loaded, f"random weights (seed {seed}), saved as a checkpoint and loaded"
+
+
+def _adjust(model: Decoder, config: ModelConfig, dtype: torch.dtype) -> None:
     # With its usual size the embedding drowns what the layers add, and the tied output repeats the last token for ever, whatever
     # attention did: a check of such tokens would prove nothing. The final norm keeps the logits at order one.
     if config.tie_word_embeddings:
@@ -73,14 +91,25 @@ def _random(
         else:
             for weight in attention.q_proj.parameters():
                 weight.mul_(factor)
-    if sum(w.numel() * w.element_size() for w in model.parameters()) > CHECKPOINT_BYTES:
-        return model, f"random weights (seed {seed})"
-    with tempfile.TemporaryDirectory(prefix="quire-bench-") as directory:
-        save_checkpoint(model, directory)
-        loaded = load_model(directory, device=device)
-    # The name in config.json's place is the directory's.
-    loaded.config = config
-    return loaded, f"random weights (seed {seed}), saved as a checkpoint and loaded"
+
+
+def _adjust_v4(model: DeepseekV4) -> None:
+    """Makes the drafter guess right now and then, as no random one does: both parts lean on the newest token.
+
+    Layers add less to the streams. The drafter passes on the token that it is told, and collapses and normalises as the trunk does.
+    How often it is right says nothing of a trained one, but accepted and rejected drafts both come up.
+    """
+    for layer in [*model.layers, *model.mtp]:
+        layer.self_attn.o_b_proj.weight.mul_(SHRINK_OF_LAYERS)
+        for name, weight in layer.mlp.named_parameters():
+            if "down_proj" in name:
+                weight.mul_(SHRINK_OF_LAYERS)
+    for drafter in model.mtp:
+        torch.nn.init.eye_(drafter.e_proj.weight)
+        drafter.h_proj.weight.mul_(SHRINK_OF_LAYERS)
+        drafter.enorm.weight.fill_(1.0)
+        drafter.hc_head.load_state_dict(model.hc_head.state_dict())
+        drafter.norm.load_state_dict(model.norm.state_dict())
 
 
 def _scale_norm(norm: RMSNorm, factor: float) -> None:

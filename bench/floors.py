@@ -17,6 +17,7 @@ from time import perf_counter
 import numpy as np
 import torch
 
+from quire.bench import floors_v4
 from quire.models.configs import ModelConfig
 from quire.models.decoder import Decoder
 
@@ -79,6 +80,8 @@ def decode_bytes(model: Decoder, seq_lens: np.ndarray) -> int:
     seq_lens: [num_seqs] KV tokens of each sequence.
     """
     config = model.config
+    if not isinstance(config, ModelConfig):
+        return floors_v4.decode_bytes(model, seq_lens)
     total = read_weight_bytes(model, len(seq_lens))
     for kind in set(config.layer_types):
         num_layers = config.layer_types.count(kind)
@@ -109,6 +112,8 @@ def prefill_flops(config: ModelConfig, q_lens: np.ndarray, seq_lens: np.ndarray)
 
     q_lens, seq_lens: [num_seqs] new tokens, and KV tokens including them.
     """
+    if not isinstance(config, ModelConfig):
+        return floors_v4.prefill_flops(config, q_lens, seq_lens)
     num_tokens = int(q_lens.sum())
     weights = total = 0
     for layer in range(config.num_kv_owners):

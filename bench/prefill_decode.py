@@ -4,6 +4,7 @@
     python -m bench.prefill_decode --json result.json --plot result.png
     python -m bench.prefill_decode --trace conversation.jsonl.xz --limit 40 --scale 0.05
     python -m bench.prefill_decode --model gemma4-tiny --retention 64 --no-baseline --scale 0.2
+    python -m bench.prefill_decode --model deepseek-v4-tiny --limit 2 --scale 0.25 --speculate mtp --draft-tokens 2
 
 Work: chats of several turns with shared system prompts, or a trace of requests in Mooncake's format. At most --max-num-seqs
 requests are in the engine at once; the next is added when one is finished, so the time to the first token has no queue in front.
@@ -12,6 +13,10 @@ Every answer has its full length: stop tokens do not end it.
 Exit status 1, and no numbers, when a checked token is not what a full forward pass without any cache says (`bench.verify`). With
 caching off the same prompts run again; a request whose output then differs is checked too, in both runs. Engines are warmed up with
 the first requests, apart from the runs that are measured. Keys of --json: `bench.report`.
+
+With --speculate all of these runs have a drafter: "ngram" repeats earlier text, "mtp" is the model's own drafter layer. The prompts then run
+once more, with caching and without a drafter, and outputs that differ are checked in both runs. How often a random model's drafter is
+right is a matter of how its weights were drawn (`bench.build`), not of a trained one.
 """
 
 from __future__ import annotations
@@ -31,16 +36,19 @@ from quire.bench.drive import Key, Run, run_workload
 from quire.bench.floors import measure_rates, weight_bytes
 from quire.bench.machine import describe_machine
 from quire.bench.plot import require_matplotlib, save_plot
-from quire.bench.report import comparison, metrics, report
+from quire.bench.report import comparison, metrics, report, speculation
 from quire.bench.text import header, table
 from quire.bench.traces import trace_workload
 from quire.bench.verify import Check, check_outputs, sample
 from quire.bench.workload import Workload, chat_workload
+from quire.models.deepseek_v4_draft import MTPDrafter
 from quire.models.runner import Engine, EngineConfig
+from quire.models.speculative import Drafter, NGramDrafter
 from quire.models.tokenizer import NUM_SPECIAL
 
 DTYPES = ("bfloat16", "float16", "float32")
 WARM_UP_SESSIONS = 2
+DRAFTERS = {"mtp": MTPDrafter, "ngram": lambda model, draft_tokens: NGramDrafter(draft_tokens)}
 
 
 class WrongOutput(Exception):
@@ -77,6 +85,8 @@ def main(argv: list[str] | None = None) -> int:
             _settings(args, device, workload),
             num_checks=args.check,
             baseline=not args.no_baseline,
+            speculate=args.speculate,
+            draft_tokens=args.draft_tokens,
         )
         print(header(result), table(result), sep="\n\n")
         if args.json:
@@ -101,26 +111,38 @@ def measure(
     *,
     num_checks: int,
     baseline: bool = True,
+    speculate: str | None = None,
+    draft_tokens: int = 1,
 ) -> dict[str, Any]:
     """Runs, checks and measures; the dictionary of `bench.report`.
 
-    num_checks: requests to check at least. baseline: run once more with caching off.
+    num_checks: requests to check at least. baseline: run once more with caching off. speculate: None, or what drafts
+        (`DRAFTERS`), ``draft_tokens`` a step; then once more without.
 
     Raises: WrongOutput; what the engine raises.
     """
     model = built.model
+
+    def drafter() -> Drafter | None:
+        return DRAFTERS[speculate](model, draft_tokens) if speculate else None
+
     warm = replace(workload, sessions=tuple(s[:1] for s in workload.sessions[:WARM_UP_SESSIONS]))
     # One size for all engines: memory that torch keeps for the next engine would not count as free then.
-    settings = replace(settings, num_pages=_run(built, warm, settings, "warm-up").num_pages)
-    cached = _run(built, workload, settings, "caching on")
+    warmed = _run(built, warm, settings, "warm-up", drafter=drafter())
+    settings = replace(settings, num_pages=warmed.num_pages)
+    cached = _run(built, workload, settings, "caching on", drafter=drafter())
     outputs = cached.run.outputs
     check = _checked(built, {key: outputs[key] for key in sample(outputs, num_checks)})
     uncached = None
     if baseline:
         off = replace(settings, enable_caching=False)
-        uncached = _run(built, workload, off, "caching off", prompts=cached.run.prompts)
-        for run in (cached.run, uncached.run):
-            _checked(built, {key: run.outputs[key] for key in _differing(cached.run, uncached.run)})
+        prompts = cached.run.prompts
+        uncached = _run(built, workload, off, "caching off", prompts=prompts, drafter=drafter())
+        _check_differing(built, cached.run, uncached.run)
+    plain = None
+    if speculate:
+        plain = _run(built, workload, settings, "no drafts", prompts=cached.run.prompts)
+        _check_differing(built, cached.run, plain.run)
     rates = measure_rates(model)
     return report(
         machine=describe_machine(model.device),
@@ -145,6 +167,7 @@ def measure(
         cached=metrics(cached.run, model, rates, cached.num_pages),
         uncached=uncached and metrics(uncached.run, model, rates, uncached.num_pages),
         compared=uncached and comparison(cached.run, uncached.run),
+        speculated=plain and speculation(speculate, draft_tokens, cached.run, plain.run),
     )
 
 
@@ -154,9 +177,10 @@ def _run(
     settings: EngineConfig,
     label: str,
     prompts: dict[Key, tuple[int, ...]] | None = None,
+    drafter: Drafter | None = None,
 ) -> Measured:
     """One engine's life; its pages are free again on return."""
-    engine = Engine(built.model, settings)
+    engine = Engine(built.model, settings, drafter=drafter)
     describe, num_pages = engine.kv.describe(), engine.kv.num_pages
     run = run_workload(
         engine, workload, concurrency=settings.max_num_seqs, prompts=prompts, label=label
@@ -176,8 +200,11 @@ def _checked(built: BenchModel, outputs: dict) -> Check:
     return check
 
 
-def _differing(one: Run, other: Run) -> list[Key]:
-    return [k for k in one.outputs if one.outputs[k].token_ids != other.outputs[k].token_ids]
+def _check_differing(built: BenchModel, one: Run, other: Run) -> None:
+    """Checks, in both runs, the requests whose outputs differ."""
+    keys = [k for k in one.outputs if one.outputs[k].token_ids != other.outputs[k].token_ids]
+    for run in (one, other):
+        _checked(built, {key: run.outputs[key] for key in keys})
 
 
 def _workload(args: argparse.Namespace, built: BenchModel) -> Workload:
@@ -259,6 +286,8 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="new tokens a step; default: 512, on a GPU 8192",
     )
+    add("--speculate", choices=sorted(DRAFTERS), help="what drafts tokens; default: nothing")
+    add("--draft-tokens", type=int, default=1, metavar="K", help="drafts a step; default: 1")
     add("--check", type=int, default=8, metavar="N", help="requests to check; default: 8")
     add("--no-baseline", action="store_true", help="skip the run with caching off")
     add("--json", metavar="FILE", help="write all numbers")

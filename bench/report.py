@@ -16,6 +16,9 @@
       allocator            us_per_step, share_of_step, hashing_us_per_request
       groups               list of {group, requests, hit_rate, ttft_p50_ms}; what a group is: workload.group_name
     comparison             speedup, cpu_speedup, ttft_speedup (p50), identical_requests, identical_tokens, output_tokens; or null
+    speculation            kind, draft_tokens, drafts, accepted, tokens_per_step, steps, steps_without, cpu_speedup, hit_tokens,
+                           hit_tokens_without, identical_requests, identical_tokens, output_tokens; or null. tokens_per_step: of one
+                           decoding request, 1 without drafts (the acceptance length)
 
 A number that does not exist (no step of a kind, no second token) is null.
 """
@@ -92,6 +95,30 @@ def comparison(cached: Run, uncached: Run) -> dict[str, Any]:
     }
 
 
+def speculation(kind: str, draft_tokens: int, run: Run, plain: Run) -> dict[str, Any]:
+    """What drafts did in ``run``, and how it differs from the same prompts in ``plain``, without drafts."""
+    outputs = run.outputs.values()
+    same = comparison(run, plain)
+    # Tokens of one step have one time; the first token comes from a prompt's last chunk.
+    steps = sum(len(set(o.token_times)) - 1 for o in outputs)
+    decoded = sum(len(o.token_ids) - 1 for o in outputs)
+    return {
+        "kind": kind,
+        "draft_tokens": draft_tokens,
+        "drafts": sum(o.num_drafts for o in outputs),
+        "accepted": sum(o.num_accepted for o in outputs),
+        "tokens_per_step": decoded / steps if steps else None,
+        "steps": len(run.steps),
+        "steps_without": len(plain.steps),
+        "hit_tokens": sum(o.num_cached_tokens for o in outputs),
+        "hit_tokens_without": sum(o.num_cached_tokens for o in plain.outputs.values()),
+        **{
+            key: same[key]
+            for key in ("cpu_speedup", "identical_requests", "identical_tokens", "output_tokens")
+        },
+    }
+
+
 def report(
     *,
     machine: dict[str, Any],
@@ -103,6 +130,7 @@ def report(
     cached: dict[str, Any],
     uncached: dict[str, Any] | None,
     compared: dict[str, Any] | None,
+    speculated: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The whole dictionary of the file's docstring."""
     return {
@@ -128,6 +156,7 @@ def report(
         "cached": cached,
         "uncached": uncached,
         "comparison": compared,
+        "speculation": speculated,
     }
 
 

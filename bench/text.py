@@ -57,6 +57,14 @@ def table(result: dict[str, Any]) -> str:
             f"{compared['identical_requests']} of {result['workload']['requests']} requests, "
             f"{compared['identical_tokens']} of {compared['output_tokens']} tokens"
         )
+    if (drafted := result["speculation"]) is not None:
+        lines.append(
+            f"drafts ({drafted['kind']}, {drafted['draft_tokens']} a step): {drafted['accepted']} of {drafted['drafts']} accepted, "
+            f"{_number(drafted['tokens_per_step'])} tokens a step and request; against no drafts: {drafted['steps']} steps instead of "
+            f"{drafted['steps_without']}, {drafted['cpu_speedup']:.2f} x less CPU time, {drafted['hit_tokens']} cached prompt tokens instead of "
+            f"{drafted['hit_tokens_without']}; identical output: {drafted['identical_requests']} of {result['workload']['requests']} "
+            f"requests, {drafted['identical_tokens']} of {drafted['output_tokens']} tokens"
+        )
     return "\n".join(lines)
 
 

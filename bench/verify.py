@@ -120,7 +120,7 @@ def computing_in(model: Decoder, dtype: torch.dtype) -> Iterator[None]:
     tensors are back in place, untouched. Rows of the table of per-layer embeddings are converted as they are read."""
     other = type(model)(model.config, device="meta", dtype=dtype)
     dtypes = {name: weight.dtype for name, weight in other.named_parameters()}
-    wanted = {weight: dtypes[name] for name, weight in model.named_parameters()}
+    wanted = {weight: dtypes.get(name, weight.dtype) for name, weight in model.named_parameters()}
     saved: dict[nn.Module, list[tuple[nn.Parameter, Tensor]]] = {}
 
     def convert(module: nn.Module, *_: object) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from quire.bench import floors, prefill_decode, report, verify
+from quire.bench import floors, floors_v4, prefill_decode, report, verify
 from quire.bench.build import build_model
 from quire.bench.drive import run_workload
 from quire.bench.verify import check_outputs, computing_in, reference_logits, sample
@@ -107,7 +107,9 @@ def test_examples_of_the_usage_text(line, tmp_path, monkeypatch):
     arguments = line.split()[3:]
     if "--plot" in arguments:
         pytest.importorskip("matplotlib", reason="matplotlib draws the picture")
-    assert prefill_decode.main([*arguments, *TINY]) == 0
+    # Drafts are of this model's own kind; all others may run a smaller one.
+    model = ["--model", "deepseek-v4-tiny"] if "--speculate" in arguments else []
+    assert prefill_decode.main([*arguments, *TINY, *model]) == 0
     for option in ("--json", "--plot"):
         if option in arguments:
             assert Path(arguments[arguments.index(option) + 1]).stat().st_size > 1000
@@ -289,3 +291,51 @@ def test_floors_count_weights_and_live_keys(built):
     matrices -= model.embed_tokens.weight.numel()
     flops = floors.prefill_flops(config, np.array([8]), np.array([8]))
     assert flops == 2 * 8 * matrices + 4 * 36 * (4 * 4 * 16 + 2 * 4 * 32)
+
+
+@pytest.mark.parametrize("kind", ["mtp", "ngram"])
+def test_deepseek_v4_with_drafts(kind, tmp_path, capsys):
+    """Caches of every kind, caching on and off, drafts and none: the same output, which a pass without a cache confirms."""
+    file = tmp_path / "result.json"
+    arguments = ["--device", "cpu", "--model", "deepseek-v4-tiny", "--limit", "1", "--scale", "0.1"]
+    arguments += ["--speculate", kind, "--draft-tokens", "2", "--json", str(file)]
+    assert prefill_decode.main(arguments) == 0
+    assert f"drafts ({kind}, 2 a step)" in capsys.readouterr().out
+    result = json.loads(file.read_text())
+    assert {key.split(".")[-1] for key in keys(result)} - documented_keys() == set()
+    drafted = result["speculation"]
+    assert (drafted["kind"], drafted["draft_tokens"]) == (kind, 2)
+    assert 0 <= drafted["accepted"] <= drafted["drafts"] and drafted["tokens_per_step"] >= 1
+    assert drafted["identical_tokens"] == drafted["output_tokens"] > 0
+    assert result["check"]["exact_tokens"] == result["check"]["tokens"] > 0
+    assert result["cached"]["hit"]["tokens"] > 0
+
+
+def test_drafters_that_a_model_lacks(capsys):
+    assert prefill_decode.main([*TINY, "--speculate", "mtp"]) == 2
+    assert "model: expected one with drafter layers" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("ratio", "limit"), [(1, 16), (4, 4), (4, None), (128, None)])
+def test_visible_entries(ratio, limit):
+    q_lens, seq_lens = np.array([1, 300, 17, 1]), np.array([1, 300, 140, 515])
+    plain = sum(
+        min((p + 1) // ratio, limit or 10**9)
+        for q, s in zip(q_lens, seq_lens, strict=True)
+        for p in range(s - q, s)
+    )
+    assert floors_v4.visible(q_lens, seq_lens, ratio, limit) == plain
+
+
+def test_floors_of_deepseek_v4():
+    """One sequence of one token: its share of experts, a row a layer; operations twice the matrices and what it attends to."""
+    model = build_model("deepseek-v4-tiny", device=CPU).model
+    config, one = model.config, np.array([1])
+    layers = 6
+    experts = sum(w.numel() for n, w in model.layers.named_parameters() if ".experts." in n)
+    rest = sum(w.numel() * w.element_size() for n, w in model.named_parameters()
+               if ".experts." not in n and not n.startswith(("mtp.", "embed_tokens.")) and "tid2eid" not in n)  # fmt: skip
+    tables = sum(w[0].numel() * w.element_size() for n, w in model.named_parameters() if "tid2eid" in n)  # fmt: skip
+    want = experts // 4 * 4 + rest + tables + 4 * config.hidden_size + layers * config.head_dim * 4
+    assert floors.decode_bytes(model, one) == want
+    assert floors.prefill_flops(config, one, one) > 2 * experts // 4
