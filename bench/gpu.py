@@ -40,6 +40,7 @@ TAIL = 2000
 PEERS_TARGET = "peers"
 # All but FlexAttention, whose compilation takes long for each case.
 COMPARED = "quire,quire-fresh,flashinfer,fa3,vllm-triton,sdpa"
+LATENT_COMPARED = "quire,quire-fresh,flashmla,flashinfer-mla"
 
 
 @dataclass(frozen=True)
@@ -77,19 +78,21 @@ def plan(dry_run: bool) -> list[Part]:
              ("-m", "bench.environment", "--json", "{json}", "{unpack}"), background=True),
         Part("correctness", 130, "kernels and engine on the device against float64: poison, graphs, repeated runs, no host sync",
              (*pytest, "tests/gpu", "--ignore=tests/gpu/test_gpu_peers.py"), tests=True),
-        Part("kernels", 100, "attention kernels and peers side by side, the cases that matter most",
-             (*kernels, *size(f"--impl {COMPARED} --seconds 75", "--set tiny --only decode --per-call 0.01 --impl quire,quire-fresh,sdpa")), waits=True),
-        Part("layers", 60, "six layers of gemma-4-31b end to end, allocator's share of a step",
+        Part("kernels", 85, "attention kernels and peers side by side, the cases that matter most",
+             (*kernels, *size(f"--set attention --impl {COMPARED} --seconds 62", "--set tiny --only decode --per-call 0.01 --impl quire,quire-fresh,sdpa")), waits=True),
+        Part("latents", 75, "kernels of DeepSeek-V4 and V3, and FlashMLA",
+             (*kernels, *size(f"--set latents --impl {LATENT_COMPARED} --seconds 58", "--set tiny-latents --only decode --per-call 0.01 --impl quire")), waits=True),
+        Part("layers", 50, "six layers of gemma-4-31b end to end, allocator's share of a step",
              ("-m", "bench.layers", "--json", "{json}", *size("", "--model gemma4-tiny --batch 2 --context 40 --chunk 32 --steps 2 --check-length 40 --cache-gib 0.01"))),
         Part("oracle", 40, "peers as a second, independent oracle",
              (*pytest, "tests/gpu/test_gpu_peers.py"), waits=True, tests=True),
-        Part("kernels-rest", 70, "more batches, contexts, shards and page sizes, as far as time goes",
-             (*kernels, *size(f"--set all --skip headline --impl {COMPARED} --per-call 0.1 --seconds 50", "--set tiny --only mixed --per-call 0.01 --impl quire,sdpa")), waits=True),
-        Part("prefill-decode", 60, "bench.prefill_decode on the device",
+        Part("kernels-rest", 50, "more batches, contexts, shards and page sizes, as far as time goes",
+             (*kernels, *size(f"--set all --skip headline --impl {COMPARED},flashmla,flashinfer-mla --per-call 0.1 --seconds 32", "--set tiny --only mixed --per-call 0.01 --impl quire,sdpa")), waits=True),
+        Part("prefill-decode", 35, "bench.prefill_decode on the device",
              ("-m", "bench.prefill_decode", "--json", "{json}", *size("--no-baseline --check 4", "--model gemma4-tiny --limit 1 --scale 0.1 --no-baseline --check 1")),
              modules=("safetensors", "tqdm")),
-        Part("flex", 30, "FlexAttention beside quire",
-             (*kernels, *size("--impl quire,flex --seconds 25", "--set tiny --only decode --per-call 0.01 --impl quire,flex"))),
+        Part("flex", 25, "FlexAttention beside quire",
+             (*kernels, *size("--set attention --impl quire,flex --seconds 20", "--set tiny --only decode --per-call 0.01 --impl quire,flex"))),
     ]  # fmt: skip
     factor = DRY_RUN_FACTOR if dry_run else 1
     return [replace(part, limit=part.limit * factor) for part in parts]
