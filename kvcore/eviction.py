@@ -20,9 +20,8 @@ from typing import Protocol
 from .hashing import KEY_BYTES
 
 FIRST = 2.0**40  # ticks: before every entry that is not set back as far
-CLEARLY = (
-    0.5  # log2: what comes back 1.4 times as often as the rest, or less, does not differ from it
-)
+RARE = -1.5  # log2: kinds returned to about a third as often as the others, or less, go first
+NEAR = 32  # segments before the end of a prompt that count as near it
 
 
 class Entry(Protocol):
@@ -70,32 +69,19 @@ class EvictionPolicy(Protocol):
 
 
 class Ranked:
-    """Base of policies that give each entry a number: the lowest goes first, the deepest among equals.
+    """Base of policies that give each entry a number when it is filed: the lowest goes first, the deepest among equals.
 
-    A heap with lazy deletion: filing and popping cost O(log n). What was filed is ranked anew when it comes to the head, and
-    filed again if it rose since.
+    A heap with lazy deletion: filing and popping cost O(log n).
     """
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, int, Entry]] = []
         self._tickets: dict[Entry, int] = {}
         self._next = 0
-        self._densest = 0.0  # most segments saved per page
 
     def rank(self, entry: Entry) -> float:
         """Place in the order of eviction."""
         raise NotImplementedError
-
-    def spare(self, entry: Entry) -> bool:
-        """Whether little is lost with `entry`, for what it costs.
-
-        That is, it saves less than half of what the best entry does per page, and a shorter entry of its chain saves at
-        least half as much as it does.
-        """
-        gain = entry.gain
-        density = gain / max(1, entry.num_pages)
-        self._densest = max(self._densest, density)
-        return 2 * density < self._densest and 2 * gain <= entry.depth
 
     def add(self, entry: Entry) -> None:
         """File `entry` by its rank now."""
@@ -113,14 +99,10 @@ class Ranked:
     def peek(self) -> Entry | None:
         """The entry of lowest rank; it stays."""
         while self._heap:
-            rank, _, ticket, entry = self._heap[0]
-            if self._tickets.get(entry) != ticket:
-                heapq.heappop(self._heap)
-                continue
-            now = self.rank(entry)
-            if now <= rank:
+            _, _, ticket, entry = self._heap[0]
+            if self._tickets.get(entry) == ticket:
                 return entry
-            heapq.heapreplace(self._heap, (now, -entry.depth, ticket, entry))
+            heapq.heappop(self._heap)
         return None
 
     def pop(self) -> Entry | None:
@@ -140,14 +122,11 @@ class Ranked:
 
 
 class LRU(Ranked):
-    """Least recently used first; before them, and in the same order, the spare ones.
-
-    A prompt leaves up to four resume points close to each other. When pages run short one of them is enough.
-    """
+    """Least recently used first."""
 
     def rank(self, entry: Entry) -> float:
         """The tick of the last use."""
-        return entry.last_used - (FIRST if self.spare(entry) else 0)
+        return entry.last_used
 
 
 class Ghosts:
@@ -198,9 +177,10 @@ class CostAware(Ranked):
         self._ghosts = Ghosts(num_ghosts)
         self._mean = 0.0
         self._filed = 0
+        self._last_tick = 0
 
-    def add(self, entry: Entry) -> None:
-        """Learn from an entry that comes back, and file it."""
+    def rank(self, entry: Entry) -> float:
+        """Tick of the last use, plus the time that the entry's value buys."""
         regret = self._ghosts.pop(entry.key)
         if regret is not None:
             # It was evicted as less valuable than the mean (trust value less), or as merely old (trust it more).
@@ -208,11 +188,7 @@ class CostAware(Ranked):
         value = entry.gain / max(1, entry.num_pages)
         self._filed += 1
         self._mean += (value - self._mean) / min(self._filed, 1024)
-        super().add(entry)
-
-    def rank(self, entry: Entry) -> float:
-        """Tick of the last use, plus the time that the entry's value buys."""
-        value = entry.gain / max(1, entry.num_pages)
+        self._last_tick = max(self._last_tick, entry.last_used)
         relative = min(8.0, value / self._mean) if self._mean else 1.0
         horizon = len(self._tickets)  # entries cached: about the ticks that one stays
         return entry.last_used + self.weight * horizon * relative
@@ -288,6 +264,19 @@ class S3FIFO:
         queue.append(entry)
 
 
+class Record:
+    """What `Adaptive` remembers of an entry, cached or evicted."""
+
+    __slots__ = ("cost", "last_used", "superseded", "turn", "where")
+
+    def __init__(self, turn: int) -> None:
+        self.turn = turn  # turns of its conversation that came before
+        self.last_used = 0
+        self.superseded = False  # a longer prompt returned to it, and leaves entries of its own
+        self.where = ""  # its kind, while no prompt returned to it since it has that
+        self.cost = ""  # the same; "-" once a prompt returned to it
+
+
 class Shares:
     """Of each kind, how many out of how many were returned to; the latest thousand or two of each count."""
 
@@ -315,98 +304,122 @@ class Shares:
         return math.log2((returned + 20 * mean) / (made + 20) / mean) if others > 20 else 0.0
 
 
-class Adaptive(LRU):
-    """LRU that keeps conversations longer which came back, while such ones come back more often than new ones do.
+class Adaptive(Ranked):
+    """Recency, corrected by what this traffic shows of things that nobody can know beforehand.
 
-    They earn up to `patience` times the mean time after which prompts return. Prompts are remembered longer than
-    their entries, so that one shows that it returns even where nothing of it is left. Where nothing differs, this is LRU.
+    * Do conversations that came back once come back more often than new ones? Then their entries are kept longer, by
+      `patience` times the mean time after which prompts return.
+    * Are some kinds of entries returned to a third as often as the others, or less? Then those of them that are costly or superseded go first. An entry is at the `end` of a
+      prompt, `near` it, or `else`where (after the answer, at a junction); `superseded` once the next turn left longer ones;
+      `costly` or not, that is with fewer than half of the segments saved per page of the best.
 
-    A prompt is found again at anchors: it leaves its key at its last multiple of s and of 2 s segments, where s is
-    a power of two and between an eighth and a sixteenth of its length, and looks for those of others at the multiples of s in about its second half. One up to
-    twice as long has the same s or the next one.
+    Keys are remembered longer than their entries, so that a prompt shows what it would have returned to had all been kept.
+    Where nothing differs, this is LRU.
 
-    Source: ARC and LeCaR for learning from what was evicted; Marconi (arXiv 2411.19379) for conversations that return.
+    Source: LeCaR and ARC for learning from what was evicted; Marconi (arXiv 2411.19379) for kinds of reuse and savings per byte.
 
     Args:
-        patience: mean times to a return that a conversation which came back earns.
-        memory: prompts remembered, as a multiple of the cached entries.
+        patience: mean times to a return that a conversation which comes back earns.
+        memory: keys remembered, as a multiple of the cached entries.
     """
 
-    def __init__(self, patience: float = 4.0, memory: float = 4.0) -> None:
+    def __init__(self, patience: float = 4.0, memory: float = 16.0) -> None:
         super().__init__()
         if not (patience >= 0 and memory >= 1):
             raise ValueError(
                 f"patience, memory: expected >= 0 and >= 1, got {patience} and {memory}"
             )
         self._patience, self._memory = patience, memory
-        self._seen: OrderedDict[bytes, Visit] = OrderedDict()  # anchors of late prompts
-        self._later: OrderedDict[Entry, tuple[bool, int]] = (
+        self._records: OrderedDict[bytes, Record] = OrderedDict()
+        self._places: OrderedDict[bytes, str] = (
             OrderedDict()
-        )  # and when it was last used
-        self._shares = Shares()
+        )  # keys at and near the ends of late prompts
+        self._turns, self._where, self._costs = Shares(), Shares(), Shares()
         self._wait = 0.0  # mean ticks to a return
         self._num_returns = 0
-        self._now = 0
-        self._visit = Visit(0, False)
+        self._densest = 0.0  # most segments saved per page
+        self._turn = self._now = 0
+        self._popped: tuple[Entry, Record] | None = None
 
     def asked(self, keys: bytes, hit: int) -> None:
-        """Find out whether the prompt goes on with an earlier one, and remember it."""
-        n = len(keys) // KEY_BYTES
-        step = 1 << max(0, n.bit_length() - 4)
-        self._visit = Visit(self._now, False)
-        for depth in range(n // step * step, max(0, n // 2 - step), -step):
-            earlier = self._seen.get(keys[(depth - 1) * KEY_BYTES : depth * KEY_BYTES])
-            if earlier is not None:
-                self._return_to(earlier)
+        """Find what the prompt returns to: the entry that it hit, and the deepest that it could have hit had all been kept."""
+        self._turn = 0
+        end = len(keys) // KEY_BYTES
+        for depth in range(end, 0, -1):
+            record = self._records.get(keys[(depth - 1) * KEY_BYTES : depth * KEY_BYTES])
+            if record is not None:
+                self._return_to(record, 2 * depth >= end)
+                if 0 < hit < depth:
+                    used = self._records.get(keys[(hit - 1) * KEY_BYTES : hit * KEY_BYTES])
+                    if used is not None:
+                        self._credit(used)
                 break
-        self._shares.made("later" if self._visit.later else "first")
-        for multiple in (step, 2 * step):
-            depth = n // multiple * multiple
-            if depth:
-                key = keys[(depth - 1) * KEY_BYTES : depth * KEY_BYTES]
-                self._seen[key] = self._visit
-                self._seen.move_to_end(key)
-        while len(self._seen) > 2048 + 2 * self._memory * len(self._tickets):
-            self._seen.popitem(last=False)
+        self._turns.made("later" if self._turn else "first")
+        for depth in range(max(1, end - NEAR), end + 1):
+            key = keys[(depth - 1) * KEY_BYTES : depth * KEY_BYTES]
+            self._places[key] = "end" if depth >= end - 1 else "near"
+        while len(self._places) > 64 * NEAR:
+            self._places.popitem(last=False)
 
-    def _return_to(self, earlier: Visit) -> None:
-        """A conversation came back; each of its prompts counts once as returned to."""
-        if not earlier.returned:
-            earlier.returned = True
-            self._shares.returned("later" if earlier.later else "first")
-        self._num_returns += 1
-        self._wait += (self._now - earlier.tick - self._wait) / min(self._num_returns, 1024)
-        self._visit.later = True
+    def _return_to(self, record: Record, most: bool) -> None:
+        """A prompt starts with the prefix of `record`; `most` of it is that."""
+        self._credit(record)
+        if most:
+            self._turns.returned("later" if record.turn else "first")
+            self._num_returns += 1
+            wait = self._now - record.last_used
+            self._wait += (wait - self._wait) / min(self._num_returns, 1024)
+            self._turn = record.turn = record.turn + 1
+            record.superseded = True
+
+    def _credit(self, record: Record) -> None:
+        """Count a return once for each kind that the entry has."""
+        if record.where:
+            self._where.returned(record.where)
+            record.where = ""
+        if record.cost not in ("", "-"):
+            self._costs.returned(record.cost)
+            record.cost = "-"
 
     def rank(self, entry: Entry) -> float:
-        """The tick of the last use, and what a conversation that came back earns."""
-        rank = super().rank(entry)
-        if self._is_later(entry):
-            more_often = self._shares.lift("later") - CLEARLY
-            rank += self._patience * self._wait * min(1.0, max(0.0, more_often))
+        """The tick of the last use, and what its kinds add or take."""
+        self._now = max(self._now, entry.last_used)
+        record = self._record(entry)
+        density = entry.gain / max(1, entry.num_pages)
+        self._densest = max(self._densest, density)
+        cost = "costly" if density < self._densest / 2 else "cheap"
+        where = "superseded" if record.superseded else self._places.get(entry.key, "else")
+        if record.where != where:
+            record.where = where
+            self._where.made(where)
+        if not record.cost:
+            record.cost = cost
+            self._costs.made(cost)
+        rank = float(entry.last_used)
+        if record.turn:
+            rank += self._patience * self._wait * min(1.0, max(0.0, self._turns.lift("later")))
+        # The dense pages of a superseded entry are kept for the longer ones: all that it costs is its own.
+        if (cost == "costly" or record.superseded) and min(
+            self._where.lift(where), self._costs.lift(cost)
+        ) < RARE:
+            rank -= FIRST
         return rank
 
-    def _is_later(self, entry: Entry) -> bool:
-        """Whether `entry` is of a conversation that came back: as the newest prompt, if it was made or used since."""
-        used = entry.last_used
-        known = self._later.get(entry)
-        if known is not None and known[1] == used:
-            return known[0]
-        later = self._visit.later and used > self._visit.tick
-        self._now = max(self._now, used)
-        self._later[entry] = (later, used)
-        self._later.move_to_end(entry)
-        while len(self._later) > 1024 + 2 * len(self._tickets):
-            self._later.popitem(last=False)
-        return later
+    def evicted(self, entry: Entry, rank: float) -> None:
+        """A chain that is only shortened is filed again at once, under another key."""
+        record = self._records.get(entry.key)
+        self._popped = None if record is None else (entry, record)
 
-
-class Visit:
-    """A prompt that `Adaptive` remembers."""
-
-    __slots__ = ("later", "returned", "tick")
-
-    def __init__(self, tick: int, later: bool) -> None:
-        self.tick = tick
-        self.later = later  # it went on with an earlier one
-        self.returned = False  # a later one went on with it
+    def _record(self, entry: Entry) -> Record:
+        key, records = entry.key, self._records
+        if key in records:
+            record = records[key]
+            records.move_to_end(key)
+        elif self._popped is not None and self._popped[0] is entry:
+            record = records[key] = self._popped[1]
+        else:
+            record = records[key] = Record(self._turn)
+        record.last_used = entry.last_used
+        while len(records) > 1024 + self._memory * len(self._tickets):
+            records.popitem(last=False)
+        return record

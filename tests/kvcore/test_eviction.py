@@ -57,40 +57,6 @@ def test_lru_takes_the_least_recently_used_and_the_deepest_among_equals():
     assert popped(policy) == [b"c", b"b", b"a", b"d"]
 
 
-@pytest.mark.parametrize("make", [LRU, Adaptive])
-def test_spare_entries_go_first(make):
-    """Of the entries of one chain, the first saves 50 segments, and each of the others few for its pages."""
-    policy = make()
-    policy.add(Fake(b"old", last_used=0, depth=50, gain=50, num_pages=55))
-    policy.add(Fake(b"long", last_used=1, depth=50, gain=50, num_pages=55))
-    policy.add(Fake(b"end", last_used=1, depth=51, gain=1, num_pages=6))
-    policy.add(Fake(b"answer", last_used=2, depth=53, gain=2, num_pages=7))
-    policy.add(Fake(b"half", last_used=3, depth=9, gain=5, num_pages=20))
-    assert popped(policy) == [b"end", b"answer", b"old", b"long", b"half"]
-
-
-def test_an_entry_is_spare_only_while_a_shorter_one_is_there():
-    policy = LRU()
-    long = Fake(b"long", last_used=2, depth=53, gain=3, num_pages=8)
-    policy.add(Fake(b"short", last_used=1, depth=50, gain=50, num_pages=55))
-    policy.add(long)
-    long.gain, long.num_pages = 53, 58  # the shorter one was taken by someone else
-    assert popped(policy) == [b"short", b"long"]
-
-
-@pytest.mark.parametrize(("num_pages", "num_prompts"), [(65, 3), (90, 4)])
-@pytest.mark.parametrize("make", [LRU, Adaptive])
-def test_a_prompt_keeps_a_point_when_its_spare_ones_go(make, num_pages, num_prompts):
-    """Under pressure old prompts keep one resume point each, not all points of the newest."""
-    e = Engine(groups((32, None), (16, 64), (16, 64)), num_pages=num_pages, max_requests=1, max_model_len=1024, policy=make())  # fmt: skip
-    prompts = [list(range(1000 * i, 1000 * i + 320)) for i in range(1, num_prompts + 1)]
-    for i, prompt in enumerate(prompts):
-        e.run(i, prompt, list(range(40)))
-        e.check()
-    assert e.kv.stats()["evicted_resume_points"] > 0
-    assert all(e.kv.match(p).num_tokens for p in prompts)
-
-
 def test_cost_aware_keeps_what_saves_more_for_its_pages():
     policy = CostAware(weight=0.9)
     for i in range(20):
@@ -187,34 +153,30 @@ def test_adaptive_keeps_conversations_that_come_back():
     assert sum(name.startswith("chat") for name in kept) == 20
 
 
-def test_adaptive_finds_every_return():
-    """A prompt that goes on with another, however long, and is less than twice as long as it."""
-    for length in (*range(1, 70), 500, 4096):
-        for longer in sorted({length, 3 * length // 2, 2 * length - 1}):
-            policy = Adaptive()
-            policy.asked(key(*range(length)), 0)
-            policy.asked(key(*range(longer)), 0)
-            assert policy._num_returns == 1, (length, longer)
-            policy.asked(key(*range(1000, 1000 + longer)), 0)
-            assert policy._num_returns == 1
-
-
-class CountedKeys(bytes):
-    """Keys that count how often they are looked at."""
-
-    looks = 0
-
-    def __getitem__(self, where):
-        CountedKeys.looks += 1
-        return super().__getitem__(where)
-
-
-def test_adaptive_looks_at_few_keys_of_a_prompt():
+@pytest.mark.parametrize("chats", [True, False])
+def test_adaptive_learns_which_end_of_a_turn_is_returned_to(chats):
+    """Each turn leaves an entry at the end of its prompt and one after the answer; only one kind is returned to."""
     policy = Adaptive()
-    prompt = CountedKeys(bytes(32 * 32768))
-    policy.asked(prompt, 0)
-    assert 0 < CountedKeys.looks <= 16
-    assert len(policy._seen) <= 2
+    policy.add(Fake(key("dense"), gain=10, num_pages=10))  # so that the others are costly
+    history, live, tick = {}, {}, 0
+    for turn in range(12):
+        for who in range(8):
+            tick += 1
+            before = history.get(who, [])
+            said = [f"{who}.{turn}.{i}" for i in range(40)]
+            prompt = before + said
+            policy.asked(key(*prompt), len(before))
+            whole = [*prompt, f"answer{who}.{turn}.{len(prompt)}"]
+            end = Fake(key(prompt[-1]), last_used=tick, depth=len(prompt), num_pages=4)
+            after = Fake(key(whole[-1]), last_used=tick, depth=len(whole), num_pages=4)
+            policy.add(end)
+            policy.add(after)
+            live[who] = (end, after)
+            history[who] = whole if chats else prompt
+    order = popped(policy)
+    rank = {k: i for i, k in enumerate(order)}
+    for end, after in live.values():
+        assert (rank[after.key] > rank[end.key]) == chats
 
 
 def test_adaptive_forgets_old_keys():
@@ -223,7 +185,7 @@ def test_adaptive_forgets_old_keys():
         policy.asked(key(i), 0)
         policy.add(Fake(key(i), last_used=i))
         policy.pop()
-    assert len(policy._seen) <= 2100 and len(policy._later) <= 1100
+    assert len(policy._records) <= 1100 and len(policy._places) <= 64 * 32
 
 
 @pytest.mark.parametrize(
