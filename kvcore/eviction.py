@@ -22,6 +22,7 @@ from .hashing import KEY_BYTES
 FIRST = 2.0**40  # ticks: before every entry that is not set back as far
 RARE = -1.5  # log2: kinds returned to about a third as often as the others, or less, go first
 NEAR = 32  # segments before the end of a prompt that count as near it
+RECALLED = 4096  # segments from the end of a prompt in which an earlier entry is looked for: about a millisecond
 
 
 class Entry(Protocol):
@@ -345,7 +346,7 @@ class Adaptive(Ranked):
         """Find what the prompt returns to: the entry that it hit, and the deepest that it could have hit had all been kept."""
         self._turn = 0
         end = len(keys) // KEY_BYTES
-        for depth in range(end, 0, -1):
+        for depth in range(end, max(0, end - RECALLED), -1):
             record = self._records.get(keys[(depth - 1) * KEY_BYTES : depth * KEY_BYTES])
             if record is not None:
                 self._return_to(record, 2 * depth >= end)
