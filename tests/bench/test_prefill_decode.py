@@ -185,8 +185,8 @@ def test_rounding_as_large_as_the_logits_is_no_success(built, run, monkeypatch):
 def test_wrong_output_of_the_run_without_caching_is_refused_too(monkeypatch, capsys):
     run_one = prefill_decode._run
 
-    def broken(built, workload, settings, label, prompts=None):
-        measured = run_one(built, workload, settings, label, prompts)
+    def broken(built, workload, settings, label, *arguments, **named):
+        measured = run_one(built, workload, settings, label, *arguments, **named)
         if label == "caching off":
             output = measured.run.outputs[0, 0]
             measured.run.outputs[0, 0] = replace(output, token_ids=(3,) * len(output.token_ids))
