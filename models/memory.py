@@ -21,6 +21,7 @@ from quire.kvcore.spec import GroupClass, Layout
 CPU_CACHE_BYTES = 256 * 2**20
 MEMORY_FRACTION = 0.9
 MIN_LENGTH = 2  # a prompt of one token, and one token of output
+KV_CACHE_DTYPES = ("auto", "fp8")
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ def model_cache(
     model: Any,
     *,
     base_block_size: int = 16,
+    kv_cache_dtype: str = "auto",
     max_requests: int = 1,
     max_draft_tokens: int = 0,
     drafter_layers: bool = False,
@@ -48,14 +50,29 @@ def model_cache(
     """Cache of a model: of its own ``make_cache`` where it has one, else keys and values of its attention layers.
 
     base_block_size: tokens in a page of the heaviest kind of layer; a model with a cache of its own may have other rules.
+    kv_cache_dtype: one of `KV_CACHE_DTYPES`; "auto" = the model's own. A model says in ``kv_cache_dtypes`` which ones it can, and
+        its ``make_cache`` is given ``kv_cache_dtype=`` where that is not "auto".
     max_requests: running at once. max_draft_tokens: of a step. drafter_layers: whether layers that only draft run too.
+
+    Raises: ValueError for another kv_cache_dtype, NotImplementedError for one that the model cannot.
     """
+    if kv_cache_dtype not in KV_CACHE_DTYPES:
+        raise ValueError(
+            f"kv_cache_dtype: expected one of {list(KV_CACHE_DTYPES)}, got {kv_cache_dtype!r}"
+        )
+    supported = getattr(model, "kv_cache_dtypes", ("auto",))
+    if kv_cache_dtype not in supported:
+        raise NotImplementedError(
+            f"kv_cache_dtype: {type(model).__name__} supports {list(supported)}, got {kv_cache_dtype!r}"
+        )
     if hasattr(model, "make_cache"):
+        more = {} if kv_cache_dtype == "auto" else {"kv_cache_dtype": kv_cache_dtype}
         return model.make_cache(
             base_block_size,
             max_requests=max_requests,
             max_draft_tokens=max_draft_tokens,
             drafter_layers=drafter_layers,
+            **more,
         )
     from quire.models.cache import PagePool, cache_groups, num_slots
 

@@ -49,6 +49,7 @@ class EngineConfig:
     num_pages: page ids including the null page. cache_bytes: bytes of all page tensors. memory_fraction: share of the free memory
         that they take. One of the three at most; default: 256 MiB on a CPU, a fraction of 0.9 on a GPU.
     base_block_size: tokens in a page of the heaviest kind of layer.
+    kv_cache_dtype: what pages hold: "auto" = the model's dtype; "fp8" = e4m3 with a scale for each row, where the model can.
     retention, enable_caching, hash_seed: as in `quire.kvcore.KVCache`.
     replay: where full attention has cached far more of a prompt than any resume point reaches, compute just the tokens that
         restore the windows of sliding layers, instead of all tokens from the resume point on.
@@ -65,6 +66,7 @@ class EngineConfig:
     cache_bytes: int | None = None
     memory_fraction: float | None = None
     base_block_size: int = 16
+    kv_cache_dtype: str = "auto"
     retention: str | int = "latest"
     enable_caching: bool = True
     hash_seed: bytes = b""
@@ -93,7 +95,8 @@ class Engine:
         kv: the allocator, for its ``describe`` and ``stats``. pool: the page tensors. memory: how the pool was sized.
         totals: sums over steps.
 
-    Raises: ValueError for settings out of range, or a pool that does not hold one request.
+    Raises: ValueError for settings out of range, or a pool that does not hold one request; NotImplementedError for what the model
+        cannot, naming what it can.
     """
 
     def __init__(
@@ -113,6 +116,7 @@ class Engine:
         cache = model_cache(
             model,
             base_block_size=config.base_block_size,
+            kv_cache_dtype=config.kv_cache_dtype,
             max_requests=config.max_num_seqs,
             max_draft_tokens=num_drafts,
             drafter_layers=self._observer is not None,

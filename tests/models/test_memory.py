@@ -17,6 +17,7 @@ from quire.models.memory import (
 from quire.models.request import SamplingParams
 from quire.models.runner import Engine, EngineConfig
 from tests.models.test_engine import build
+from tests.models.toy import ToyModel
 
 GROUPS = {
     "dense": [GroupSpec("d", "dense", 16, 100)],
@@ -125,3 +126,14 @@ def test_free_memory_and_activations():
         10 * 2 * (3 * 512 + 6 * 192) + 3 * 4 * 3 * 259
     )
     assert model_cache(build("gemma3-tiny")).page_bytes % 16 == 0
+
+
+def test_kv_cache_dtype_is_refused_by_name():
+    with pytest.raises(
+        ValueError, match=r"^kv_cache_dtype: expected one of \['auto', 'fp8'\], got 'int4'"
+    ):
+        Engine(build("gemma3-tiny"), EngineConfig(num_pages=50, kv_cache_dtype="int4"))
+    with pytest.raises(
+        NotImplementedError, match=r"^kv_cache_dtype: ToyModel supports \['auto'\], got 'fp8'"
+    ):
+        Engine(ToyModel(), EngineConfig(num_pages=50, kv_cache_dtype="fp8"))
