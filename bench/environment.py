@@ -1,7 +1,9 @@
 """What a machine is, has and can do, before anything is measured on it.
 
-    python -m bench.environment --json environment.json
+    python -m bench.environment --peers bench/out/peers --json environment.json
     python -m bench.environment --unpack .peers --target bench/out/peers --json peers.json
+
+Lists the implementations that every family of cases is compared with (`bench.families`), by version, and why others are missing.
 
 With --unpack: makes a folder of peers (`bench.peers_folder`) ready to load, and compiles FlashInfer's kernels where there is an nvcc.
 """
@@ -19,15 +21,15 @@ from typing import Any
 
 import torch
 
+from quire.bench.families import FAMILIES
 from quire.bench.floors import device_rates
 from quire.bench.machine import describe_machine
-from quire.bench.peers import find_peers
 from quire.bench.peers_flashinfer import build_flashinfer
 from quire.bench.peers_folder import unpack
 
 
-def describe(device: torch.device) -> dict[str, Any]:
-    """Machine, device properties and measured rates."""
+def describe(device: torch.device, folder: Path | None = None) -> dict[str, Any]:
+    """Machine, device properties, measured rates and peers; folder: of peers, as in `bench.peers_folder`."""
     result: dict[str, Any] = {
         "machine": describe_machine(device),
         "cpus": os.cpu_count(),
@@ -44,7 +46,18 @@ def describe(device: torch.device) -> dict[str, Any]:
             "free_bytes": free,
             "total_bytes": total,
         }
-    return result
+    return result | list_peers(folder)
+
+
+def list_peers(folder: Path | None) -> dict[str, Any]:
+    """The implementations that load, this repository's too, by version, and the others with why they are missing."""
+    present: dict[str, str] = {}
+    missing: dict[str, str] = {}
+    for family in FAMILIES.values():
+        found, lacking = family.find_peers(folder)
+        present |= {peer.name: peer.version for peer in found}
+        missing |= lacking
+    return {"present": present, "missing": missing}
 
 
 def prepare_peers(source: Path, target: Path) -> dict[str, Any]:
@@ -57,10 +70,7 @@ def prepare_peers(source: Path, target: Path) -> dict[str, Any]:
         result["flashinfer"] = "not compiled: no nvcc"
     else:
         result["flashinfer"] = build_flashinfer(folder)
-    found, missing = find_peers(folder)
-    result["present"] = {peer.name: peer.version for peer in found}
-    result["missing"] = missing
-    return result
+    return result | list_peers(folder)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -71,6 +81,7 @@ def main(argv: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--device", help="torch device; default: cuda where there is one, else cpu")
+    parser.add_argument("--peers", type=Path, metavar="DIR", help="folder with unpacked peers")
     parser.add_argument("--unpack", type=Path, metavar="DIR", help="folder of packed peers")
     parser.add_argument("--target", type=Path, metavar="DIR", help="where to unpack them")
     parser.add_argument("--json", metavar="FILE", help="write the result")
@@ -81,7 +92,7 @@ def main(argv: list[str] | None = None) -> int:
         result = prepare_peers(args.unpack, args.target)
     else:
         name = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-        result = describe(torch.device(name))
+        result = describe(torch.device(name), args.peers)
     text = json.dumps(result, indent=1)
     print(text)
     if args.json:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from quire.bench import gpu, layers
+from quire.bench import environment, gpu, layers
+from quire.bench.floors import Rates
 from quire.bench.gpu import Part, Runner
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -51,6 +52,20 @@ def test_the_plan_runs_nothing(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == len(gpu.plan(False)) + 2
     assert gpu.main(["--parts", "kernels,nothing"]) == 2
+
+
+def test_the_environment_names_the_peers_of_every_family(tmp_path, monkeypatch):
+    """With the very arguments that it gets where there is a folder of peers (here without any that loads)."""
+    monkeypatch.setattr(environment, "device_rates", lambda *a: Rates(1e9, 1, 1e12, 1))
+    runner = Runner(tmp_path, tmp_path, 60.0, dry_run=True)
+    [part] = [part for part in gpu.plan(False) if part.name == "environment"]
+    module, *arguments = runner._arguments(part)[1:]
+    assert module == "bench.environment" and "--peers" in arguments
+    assert environment.main([*arguments, "--device", "cpu"]) == 0
+    result = json.loads(runner._result(part).read_text())
+    names = {"quire", "quire-fresh", "sdpa", "flex", "flashinfer", "fa3", "vllm-triton"}
+    assert names | {"flashmla", "flashinfer-mla"} == {*result["present"], *result["missing"]}
+    assert {"quire", "sdpa"} <= set(result["present"])
 
 
 def run(out, *parts, seconds=60.0, peers=None):
