@@ -381,7 +381,8 @@ class KVCache:
         if not chunk.size:
             return none, snapshot
         slots, start, end = slots[chunk], start[chunk], end[chunk]
-        start = np.maximum(start, self._replay_to[slots] - 1)  # the windows are not exact before
+        # The windows are not exact before the end of a replay.
+        start = np.minimum(end, np.maximum(start, self._replay_to[slots] - 1))
         # The last boundary, and the last that has its key, stay in the ring, whatever is accepted.
         ends = [end - self.max_draft_tokens - self.layout.lookahead, end - self.max_draft_tokens]
         ends += [end - self.layout.lookahead, end]

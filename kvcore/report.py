@@ -10,6 +10,7 @@ import numpy as np
 
 from .hashing import Prompt
 from .index import Run
+from .spec import Int32, Int64
 
 if TYPE_CHECKING:
     from .manager import KVCache
@@ -118,9 +119,9 @@ def check_invariants(cache: KVCache) -> None:
         AssertionError: any count or owner is wrong.
     """
     pool, index, a = cache.pool, cache.index, cache.alignment
-    owners: Counter[int] = Counter(pool.free_pages().tolist())
-    users: Counter[int] = Counter()
-    holds: Counter[int] = Counter()
+    owners: list[Int32] = [pool.free_pages()]
+    users: list[Int32] = []
+    holds: list[Int32] = []
     locks: Counter[int] = Counter()
     pins: Counter[int] = Counter()
     segments = locked = points = pinned = 0
@@ -142,20 +143,20 @@ def check_invariants(cache: KVCache) -> None:
         path_pages = index.pages_between(run, 0, run.depth)
         for block in cache._tables.windows:
             c = block.spec
-            users.update(p for p in block.table[slot].ravel().tolist() if p)
+            users.append(block.table[slot].ravel())
             low = max(int(cache._replay_from[slot]), lowest - (c.spec.sliding_window or 1) + 1)
             low = max(0, low) // c.block_size
             visible = np.arange(low, -(-computed // c.block_size))
             live = block.table[slot][:, visible % c.width]
             assert (live != 0).all(), "a block inside the window has no page"
         for state in cache._tables.states:
-            users.update(p for p in state.table[slot].ravel().tolist() if p)
+            users.append(state.table[slot].ravel())
         for block in cache._tables.dense:
             c = block.spec
             row = block.table[slot, :, : -(-max(cached, computed) // c.block_size)]
             assert (row != 0).all(), "a computed dense block has no page"
             whole = cached // c.block_size
-            owners.update(row[:, whole:].ravel().tolist())
+            owners.append(row[:, whole:].ravel())
             part = path_pages[:, c.segment_offset :][:, : c.num_tables * c.per_segment]
             part = part.reshape(-1, c.num_tables, c.per_segment).transpose(1, 0, 2)
             assert (part.reshape(c.num_tables, -1) == row[:, :whole]).all()
@@ -168,22 +169,29 @@ def check_invariants(cache: KVCache) -> None:
         assert run.length > 0 and run.parent is not None and run.start == run.parent.depth
         assert run.parent.children[run.segment_key(0)] is run
         assert len(run.keys) == 32 * run.length
-        owners.update(run.pages.ravel().tolist())
+        owners.append(run.pages.ravel())
         assert run.depths == sorted(run.points) and all(
             run.start < d <= run.depth for d in run.depths
         )
         for point in run.points.values():
             points += 1
             assert point.run is run
-            holds.update(p for p in point.pages.tolist() if p)
-    owners.update(dict.fromkeys(users.keys() | holds.keys(), 1))
-    assert 0 not in owners, "the null page has an owner"
-    assert len(owners) == pool.num_pages - 1, f"{pool.num_pages - 1 - len(owners)} pages leaked"
-    assert set(owners.values()) == {1}, "a page has two owners"
+            holds.append(point.pages)
+    used, held = _count(users, pool.num_pages), _count(holds, pool.num_pages)
+    used[0] = held[0] = 0  # empty entries
+    owned = _count(owners, pool.num_pages) + ((used > 0) | (held > 0))
+    assert owned[0] == 0, "the null page has an owner"
+    assert (owned[1:] > 0).all(), f"{np.count_nonzero(owned[1:] == 0)} pages leaked"
+    assert (owned[1:] == 1).all(), "a page has two owners"
     assert segments == index.num_segments and locked == index.num_locked_segments
     assert points == index.num_points and pinned == index.num_pinned_segments
-    held_only = sum(1 for p in holds if not users[p])
-    assert held_only == pool.num_held_only
-    pages = np.arange(1, pool.num_pages)
-    assert [users[p] for p in pages.tolist()] == pool.users[1:].tolist()
-    assert [holds[p] for p in pages.tolist()] == pool.holds[1:].tolist()
+    assert np.count_nonzero((held > 0) & (used == 0)) == pool.num_held_only
+    assert (used[1:] == pool.users[1:]).all() and (held[1:] == pool.holds[1:]).all()
+
+
+def _count(pages: list[Int32], num_pages: int) -> Int64:
+    """[num_pages] how often each page occurs."""
+    counts: Int64 = np.bincount(
+        np.concatenate([np.empty(0, dtype=np.int32), *pages]), minlength=num_pages
+    )
+    return counts

@@ -166,12 +166,12 @@ class Layout:
         ]  # fmt: skip
         self.hybrid = any(g.kind != "dense" for g in self.groups)
         self.num_columns = self.pages_per_segment = self.pages_per_point = 0
-        self._first_columns = [0] * len(self.tables)
+        self._columns = [(0, 0)] * len(self.tables)  # first column and width of each
         for c in self.classes:
             c.offset = self.num_columns
             self.num_columns += c.num_columns
             for i, t in enumerate(c.tables.tolist()):
-                self._first_columns[t] = c.offset + i * c.width
+                self._columns[t] = c.offset + i * c.width, c.width
             if c.spec.kind == "dense":
                 c.segment_offset = self.pages_per_segment
                 self.pages_per_segment += c.num_tables * c.per_segment
@@ -193,9 +193,7 @@ class Layout:
 
     def columns(self, group: int, part: int = 0) -> tuple[int, int]:
         """First column and width, in the fused table, of the table of part `part` of `group`."""
-        table = self.table(group, part)
-        width = next(c.width for c in self.classes if table in c.tables)
-        return self._first_columns[table], width
+        return self._columns[self.table(group, part)]
 
 
 def ragged_arange(starts: Int64, lengths: Int64) -> tuple[Int64, Int64]:

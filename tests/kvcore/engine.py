@@ -7,6 +7,8 @@ of its last tokens by position, as a compressor state does.
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 
 from quire.kvcore import GroupSpec, KVCache, StepPlan
@@ -29,6 +31,11 @@ def groups(*specs: tuple[int, int | None] | GroupSpec) -> list[GroupSpec]:
 
 def row_ids(tokens: list[int], salt: bytes, lookahead: int = 0) -> np.ndarray:
     """Identity of the row of each token that has `lookahead` tokens after it."""
+    return _row_ids(tuple(tokens), salt, lookahead)
+
+
+@functools.lru_cache(maxsize=256)
+def _row_ids(tokens: tuple[int, ...], salt: bytes, lookahead: int) -> np.ndarray:
     ids, last = [], hash(("salt", salt))
     for i, t in enumerate(tokens[: max(0, len(tokens) - lookahead)]):
         last = hash((last, t))
@@ -44,6 +51,7 @@ class Engine:
         self.specs = [kv.layout.groups[g] for g, _ in kv.layout.tables]
         sizes = [STATE_ROWS if g.kind == "state" else g.block_size for g in self.specs]
         self.rows = [np.full((kv.num_pages, size), POISON) for size in sizes]
+        self.tables = [kv.table(*t) for t in kv.layout.tables]
         self.tokens: dict[object, list[int]] = {}
         self.salts: dict[object, bytes] = {}
         self.slots: dict[object, int] = {}
@@ -107,6 +115,8 @@ class Engine:
                         rows[slot // size, slot % size] = identity[position] if known else POISON
         taken = None if accepted is None else [accepted[r] for r in order]
         before = {r: self.computed(r) for r in order}
+        for rid, m in zip(order, taken or counts.values(), strict=True):
+            self._write_waiting_rows(rid, before[rid] + m)
         self._copy(self.kv.commit(plan, ids, taken))
         if taken:  # rejected tokens never happened
             for rid, m in zip(order, taken, strict=True):
@@ -133,13 +143,25 @@ class Engine:
         for rows in self.rows:
             rows[pages[:, 1]] = rows[pages[:, 0]]
 
+    def _write_waiting_rows(self, rid, end: int) -> None:
+        """Rows before a step that waited for its tokens up to `end`: a commit may take their pages out of the ring."""
+        start = self.computed(rid)
+        for t, (rows, spec) in enumerate(zip(self.rows, self.specs, strict=True)):
+            if spec.lookahead and spec.kind != "state":
+                identity = row_ids(self.tokens[rid][:end], self.salts[rid], spec.lookahead)
+                table = self.tables[t][self.slots[rid]]
+                for position in range(max(0, start - spec.lookahead), min(len(identity), start)):
+                    page = table[position // spec.block_size % len(table)]
+                    if page:
+                        rows[page, position % spec.block_size] = identity[position]
+
     def _write_drafter_rows(self, rid, before: int) -> None:
-        """Rows that waited for the tokens after them, or were made with tokens that were rejected."""
+        """Rows of the step that waited for the tokens after them, or were made with tokens that were rejected."""
         for t, (rows, spec) in enumerate(zip(self.rows, self.specs, strict=True)):
             if spec.lookahead and spec.kind != "state":
                 identity = row_ids(self.tokens[rid], self.salts[rid], spec.lookahead)
                 last = min(len(identity), self.computed(rid))
-                table = self.kv.table(*self.kv.layout.tables[t])[self.slots[rid]]
+                table = self.tables[t][self.slots[rid]]
                 for position in range(max(0, before - spec.lookahead), last):
                     page = table[position // spec.block_size % len(table)]
                     if page:
@@ -186,7 +208,7 @@ class Engine:
         slot, computed = self.slots[rid], self.computed(rid)
         for t, spec in enumerate(self.specs):
             identity = row_ids(self.tokens[rid], self.salts[rid], spec.lookahead)
-            table = self.kv.table(*self.kv.layout.tables[t])[slot]
+            table = self.tables[t][slot]
             # A drafter's row is written once the tokens it depends on were inputs, or are in the prompt.
             known = max(computed, int(self.kv.sequences.prompt_len[slot]))
             last = min(computed, known - spec.lookahead)

@@ -15,10 +15,10 @@ def tokens(n: int, seed: int = 0) -> list[int]:
     return [(i * 7 + seed) % 97 for i in range(n)]
 
 
-def without_points(replay_tokens: int | None, num_tokens: int = 200) -> Engine:
+def without_points(replay_tokens: int | None, num_tokens: int = 200, **options) -> Engine:
     """An engine that has the dense blocks of a prompt, and none of its resume points."""
     e = Engine(
-        groups(*GROUPS), num_pages=400, max_requests=4, max_model_len=512, replay_tokens=replay_tokens
+        groups(*GROUPS), num_pages=400, max_requests=4, max_model_len=512, replay_tokens=replay_tokens, **options
     )  # fmt: skip
     e.run("old", tokens(num_tokens), chunk=64)
     index = e.kv.index
@@ -69,6 +69,22 @@ def test_a_replay_writes_no_dense_page_and_makes_the_boundary_resumable(chunk):
     e.check()
     assert e.kv.num_pages - e.kv.num_free_pages > in_use
     assert e.kv.stats()["replays"] == 1 and e.kv.stats()["replayed_tokens"] == 32
+
+
+def test_intervals_inside_a_replay_are_passed_over():
+    e = without_points(80, retention=16)
+    assert e.admit("new", tokens(200)).replay_from == 112
+    for count in (
+        20,
+        30,
+        29,
+        1,
+        8,
+    ):  # of which only the last two reach the end of the replay, and pass it
+        assert isinstance(e.step({"new": count}), StepPlan)
+        e.check()
+    assert e.kv.match(tokens(200)).num_tokens == 192
+    assert e.kv.stats()["resume_points"] == 1
 
 
 def test_one_step_may_hold_replays_chunks_and_decodes():
