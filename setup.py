@@ -9,6 +9,7 @@ PACKAGES = [
     "kernels.mla",
     "kvcore",
     "models",
+    "models.deepseek_v4",
     "models.integrations",
     "bench",
     "bench.replay",

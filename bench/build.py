@@ -10,7 +10,7 @@ import torch
 
 from quire.models.configs import ModelConfig, named_configs
 from quire.models.decoder import Decoder
-from quire.models.deepseek_v4 import DeepseekV4
+from quire.models.deepseek_v4.model import DeepseekV4
 from quire.models.layers import RMSNorm
 from quire.models.tokenizer import ByteTokenizer, Tokenizer, find_tokenizer
 from quire.models.weights import load_model, random_model, save_checkpoint

@@ -11,8 +11,8 @@ from functools import cache
 import numpy as np
 import torch
 
-from quire.models.deepseek_v4 import DeepseekV4
-from quire.models.deepseek_v4_config import CSA, SLIDING, DeepseekV4Config
+from quire.models.deepseek_v4.config import CSA, SLIDING, DeepseekV4Config
+from quire.models.deepseek_v4.model import DeepseekV4
 
 
 def decode_bytes(model: DeepseekV4, seq_lens: np.ndarray) -> int:

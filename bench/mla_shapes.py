@@ -29,7 +29,7 @@ from quire.bench.shapes import (
     Batch,
     short,
 )
-from quire.models.deepseek_v4_config import CONFIGS, DeepseekV4Config
+from quire.models.deepseek_v4.config import CONFIGS, DeepseekV4Config
 
 ATTENTION = ("mla", "window", "csa", "hca")
 PHASES = ("decode", "prefill")

@@ -41,7 +41,7 @@ from quire.bench.text import header, table
 from quire.bench.traces import trace_workload
 from quire.bench.verify import Check, check_outputs, sample
 from quire.bench.workload import Workload, chat_workload
-from quire.models.deepseek_v4_draft import MTPDrafter
+from quire.models.deepseek_v4.draft import MTPDrafter
 from quire.models.runner import Engine, EngineConfig
 from quire.models.speculative import Drafter, NGramDrafter
 from quire.models.tokenizer import NUM_SPECIAL

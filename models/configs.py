@@ -402,9 +402,9 @@ CONFIGS = {config.name: config for config in _CONFIGS}
 
 def named_configs() -> dict[str, Any]:
     """All named configurations: ``CONFIGS``, and those of DeepSeek-V4, which are of a class of their own."""
-    from quire.models import deepseek_v4_config
+    from quire.models.deepseek_v4.config import CONFIGS as V4_CONFIGS
 
-    return CONFIGS | deepseek_v4_config.CONFIGS
+    return CONFIGS | V4_CONFIGS
 
 
 def get_config(name: str) -> Any:

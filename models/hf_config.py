@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from quire.models import deepseek_v4_config, deepseek_v4_hf, hf_llama
+from quire.models import hf_llama
 from quire.models.configs import (
     FAMILIES,
     FULL,
@@ -20,6 +20,8 @@ from quire.models.configs import (
     MoEConfig,
     RopeConfig,
 )
+from quire.models.deepseek_v4.config import MODEL_TYPE as DEEPSEEK_V4
+from quire.models.deepseek_v4.hf import from_hf as deepseek_v4_from_hf
 from quire.models.hf_common import common_fields, read_rope, refuse, write_common, write_rope
 
 
@@ -32,15 +34,15 @@ def from_hf(config: Mapping[str, Any], *, name: str | None = None) -> ModelConfi
     Raises: NotImplementedError naming each feature of the file that is not supported; ValueError for contradictions.
     Source: transformers ``configuration_*`` of each family.
     """
-    if config.get("model_type") == deepseek_v4_config.MODEL_TYPE:
-        return deepseek_v4_hf.from_hf(config, name=name)
+    if config.get("model_type") == DEEPSEEK_V4:
+        return deepseek_v4_from_hf(config, name=name)
     text = dict(config.get("text_config") or config)
     model_type = str(config.get("model_type", ""))
     kind = str(text.get("model_type", model_type)).removesuffix("_text")
     family = "gemma4" if kind == "gemma4_unified" else kind
     if family not in FAMILIES:
         raise NotImplementedError(
-            f"model_type: supported are {FAMILIES} and their _text forms, and {deepseek_v4_config.MODEL_TYPE!r}; got {kind!r}"
+            f"model_type: supported are {FAMILIES} and their _text forms, and {DEEPSEEK_V4!r}; got {kind!r}"
         )
     # These may stand at the top of a multimodal file, outside of its text_config.
     for key in ("eos_token_id", "bos_token_id", "quantization_config"):

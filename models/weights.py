@@ -1,7 +1,7 @@
 """Weights of a model: read from a Hugging Face directory, drawn at random, or written as a checkpoint that transformers reads.
 
 safetensors is imported where files are read or written, so that random weights need nothing but torch. DeepSeek-V4, whose config is
-of another class and whose checkpoints have other forms, goes on to `models.deepseek_v4_weights`.
+of another class and whose checkpoints have other forms, goes on to `models.deepseek_v4.weights`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ WORKING_SHARE = 0.8  # of the free memory may be weights before "auto" keeps fp8
 def build_model(config: ModelConfig, *, device: torch.device | str, dtype: torch.dtype) -> Decoder:
     """The model of ``config`` with uninitialised weights."""
     if not isinstance(config, ModelConfig):
-        from quire.models.deepseek_v4 import DeepseekV4
+        from quire.models.deepseek_v4.model import DeepseekV4
 
         return DeepseekV4(config, device=device, dtype=dtype)
     return _MODELS[config.family](config, device=device, dtype=dtype)
@@ -86,9 +86,9 @@ def load_model(
     config = load_config(path)
     dtype = dtype or _stored_dtype(path)
     if not isinstance(config, ModelConfig):
-        from quire.models import deepseek_v4_weights
+        from quire.models.deepseek_v4 import weights as deepseek_v4
 
-        return deepseek_v4_weights.load_model(path, device=device, dtype=dtype, experts=fp8)
+        return deepseek_v4.load_model(path, device=device, dtype=dtype, experts=fp8)
     found = catalogue(path, config)
     # Shapes are checked, and it is decided what stays in fp8, before anything is allocated.
     model = build_model(config, device="meta", dtype=dtype)
@@ -113,9 +113,9 @@ def random_model(
     0.8 .. 1.2, biases and sinks N(0, 1). The same seed gives the same weights on the same kind of device.
     """
     if not isinstance(config, ModelConfig):
-        from quire.models import deepseek_v4_weights
+        from quire.models.deepseek_v4 import weights as deepseek_v4
 
-        return deepseek_v4_weights.random_model(config, seed=seed, device=device, dtype=dtype)
+        return deepseek_v4.random_model(config, seed=seed, device=device, dtype=dtype)
     model = build_model(config, device=device, dtype=dtype)
     generators: dict[torch.device, torch.Generator] = {}
     for name, weight in model.named_parameters():
@@ -148,9 +148,9 @@ def save_checkpoint(model: Decoder, path: str | Path, *, max_shard_bytes: int = 
     from safetensors.torch import save_file
 
     if not isinstance(model.config, ModelConfig):
-        from quire.models import deepseek_v4_weights
+        from quire.models.deepseek_v4 import weights as deepseek_v4
 
-        return deepseek_v4_weights.save_checkpoint(model, path)
+        return deepseek_v4.save_checkpoint(model, path)
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
     dtype = str(model.dtype).removeprefix("torch.")

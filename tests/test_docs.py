@@ -39,7 +39,7 @@ def test_named_files_modules_and_targets_exist(document):
     text = (ROOT / document).read_text()
     for name in re.findall(r"`((?:kernels|kvcore|models|bench|tests)/[\w/.]*)`", text):
         assert (ROOT / name).exists(), name
-    for module in re.findall(r"python -m ((?:bench|models)\.\w+)", text):
+    for module in re.findall(r"python -m ((?:bench|models)(?:\.\w+)+)", text):
         path = ROOT / module.replace(".", "/")
         assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
     makefile = (ROOT / "Makefile").read_text()

@@ -24,7 +24,7 @@ from quire.kernels.mla import (
     reference_indexer,
     reference_latent,
 )
-from quire.models.deepseek_v4_config import CONFIGS
+from quire.models.deepseek_v4.config import CONFIGS
 
 CPU = torch.device("cpu")
 RATES = {"copy_bytes_per_s": 1e9, "matmul_flops_per_s": 1e12}

@@ -6,10 +6,10 @@ from functools import partial
 import pytest
 import torch
 
-from quire.models import deepseek_v4_attention, deepseek_v4_block, deepseek_v4_layers
-from quire.models.deepseek_v4_config import CONFIGS
-from quire.models.deepseek_v4_layers import rope_frequencies, rope_table
-from quire.models.deepseek_v4_weights import load_model
+from quire.models.deepseek_v4 import attention, block, layers
+from quire.models.deepseek_v4.config import CONFIGS
+from quire.models.deepseek_v4.layers import rope_frequencies, rope_table
+from quire.models.deepseek_v4.weights import load_model
 from tests.models import v4_oracle
 
 TOLERANCE = (
@@ -110,7 +110,7 @@ def _patch(module, name, make):
 
     def apply(model, monkeypatch):
         original = getattr(module, name)
-        for other in (deepseek_v4_attention, deepseek_v4_block, deepseek_v4_layers):
+        for other in (attention, block, layers):
             if getattr(other, name, None) is original:
                 monkeypatch.setattr(other, name, make(original))
 
@@ -126,7 +126,7 @@ def _not_transposed(streams, y, post, comb):
 
 
 def _comb_not_transposed(model, monkeypatch):
-    monkeypatch.setattr(deepseek_v4_layers.HyperConnection, "expand", staticmethod(_not_transposed))
+    monkeypatch.setattr(layers.HyperConnection, "expand", staticmethod(_not_transposed))
 
 
 def _rope(compressed, **changes):
@@ -182,8 +182,8 @@ def _biased_weights(original):
 
 def _activation(make):
     def apply(model, monkeypatch):
-        changed = make(deepseek_v4_layers.clamped_swiglu)
-        monkeypatch.setattr(deepseek_v4_layers, "clamped_swiglu", changed)
+        changed = make(layers.clamped_swiglu)
+        monkeypatch.setattr(layers, "clamped_swiglu", changed)
         for layer in model.layers:
             layer.mlp.experts.activation = partial(changed, limit=model.config.swiglu_limit)
 
@@ -195,7 +195,7 @@ def _both_sides(original):
 
 
 def _no_head_norm(model, monkeypatch):
-    monkeypatch.setattr(deepseek_v4_block, "rms_norm", lambda x, weight, eps: x)
+    monkeypatch.setattr(block, "rms_norm", lambda x, weight, eps: x)
 
 
 SENSITIVITIES = {
@@ -204,9 +204,7 @@ SENSITIVITIES = {
     "indexer position_bias = 0": _set("indexer.position_bias", 0.0),
     "tid2eid = 0": _set("tid2eid", 0),
     "correction bias = 0": _set("e_score_correction_bias", 0.0),
-    "correction bias in the weights": _method(
-        deepseek_v4_layers.Router, "forward", _biased_weights
-    ),
+    "correction bias in the weights": _method(layers.Router, "forward", _biased_weights),
     "hc base = 0": _set("_hc.base", 0.0),
     "hc scale = 1": _set("_hc.scale", 1.0),
     "hc_head base = 0": _set("hc_base", 0.0),
@@ -227,12 +225,12 @@ SENSITIVITIES = {
     "window one longer": _config(sliding_window=17),
     "one pick less": _config(index_topk=3),
     "one pick more": _config(index_topk=5),
-    "entries rotated by their end": _patch(deepseek_v4_attention, "pool_windows", _window_end),
+    "entries rotated by their end": _patch(attention, "pool_windows", _window_end),
     "entries visible one token late": _patch(
-        deepseek_v4_attention, "num_visible", lambda f: lambda p, ratio: f(p - 1, ratio)
+        attention, "num_visible", lambda f: lambda p, ratio: f(p - 1, ratio)
     ),
-    "output not rotated back": _patch(deepseek_v4_layers, "apply_rope", _no_inverse),
-    "RoPE pairs split in halves": _patch(deepseek_v4_layers, "apply_rope", _half_split_pairs),
+    "output not rotated back": _patch(layers, "apply_rope", _no_inverse),
+    "RoPE pairs split in halves": _patch(layers, "apply_rope", _half_split_pairs),
     "main RoPE in compressed layers": _rope(True, like=False),
     "compressed RoPE in sliding layers": _rope(False, like=True),
     "no YaRN": _rope(True, yarn=None),

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from quire.models import deepseek_v4_paged
 from quire.models.configs import get_config
-from quire.models.deepseek_v4_draft import MTPDrafter
+from quire.models.deepseek_v4 import paged
+from quire.models.deepseek_v4.draft import MTPDrafter
 from quire.models.llm import LLM
 from quire.models.request import SamplingParams
 from quire.models.runner import Engine, EngineConfig
@@ -214,7 +214,7 @@ def test_a_hit_without_its_overlap_rows_is_wrong(model, monkeypatch):
     def load(self, overlap, ring):
         ring[self.requests] = 0.0
 
-    monkeypatch.setattr(deepseek_v4_paged.OverlapRows, "load", load)
+    monkeypatch.setattr(paged.OverlapRows, "load", load)
     run = V4Recorder(model)
     for expected_hit in (0, 32):
         request_id = run.add(prompt(40), 1)

@@ -7,11 +7,11 @@ import torch
 
 from quire.kvcore import KVCache, StepPlan
 from quire.models.batch import AttnMetadata
-from quire.models.deepseek_v4_block import Attention
-from quire.models.deepseek_v4_cache import CacheFormat, V4PagePool, plan_cache
-from quire.models.deepseek_v4_config import CONFIGS, CSA, HCA, MOE, SLIDING
-from quire.models.deepseek_v4_layers import apply_rope, rope_frequencies, rope_table
-from quire.models.deepseek_v4_paged import PagedStep
+from quire.models.deepseek_v4.block import Attention
+from quire.models.deepseek_v4.cache import CacheFormat, V4PagePool, plan_cache
+from quire.models.deepseek_v4.config import CONFIGS, CSA, HCA, MOE, SLIDING
+from quire.models.deepseek_v4.layers import apply_rope, rope_frequencies, rope_table
+from quire.models.deepseek_v4.paged import PagedStep
 
 LENGTH = 1_048_576
 NUM_NEW = 5  # the last tokens: the last one closes a window of every kind

@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quire.models.deepseek_v4_attention import dense_attend
-from quire.models.deepseek_v4_config import CONFIGS
-from quire.models.deepseek_v4_weights import random_model
+from quire.models.deepseek_v4.attention import dense_attend
+from quire.models.deepseek_v4.config import CONFIGS
+from quire.models.deepseek_v4.weights import random_model
 
 NUM_TOKENS = 40  # more than two windows of 16
 

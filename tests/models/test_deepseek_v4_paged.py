@@ -6,10 +6,10 @@ from itertools import cycle
 import pytest
 import torch
 
-from quire.models import deepseek_v4_paged
-from quire.models.deepseek_v4_attention import dense_attend
-from quire.models.deepseek_v4_config import CSA, HCA, MOE
-from quire.models.deepseek_v4_weights import load_model, random_model
+from quire.models.deepseek_v4 import paged
+from quire.models.deepseek_v4.attention import dense_attend
+from quire.models.deepseek_v4.config import CSA, HCA, MOE
+from quire.models.deepseek_v4.weights import load_model, random_model
 from tests.models import v4_oracle
 from tests.models.v4_engine import SmallEngine
 
@@ -284,25 +284,25 @@ def test_kernels_in_the_interpreter(model):
 
 def _forgetful(monkeypatch):
     """A sensitivity: compressors have nothing of the windows before the step."""
-    original = deepseek_v4_paged.compress
+    original = paged.compress
 
     def call(kv, gate, ape, state, *args, **kwargs):
         original(kv, gate, ape, torch.zeros_like(state), *args, **kwargs)
 
-    monkeypatch.setattr(deepseek_v4_paged, "compress", call)
+    monkeypatch.setattr(paged, "compress", call)
 
 
 def _argument(function, **changed):
     """A sensitivity that changes arguments of a kernel."""
 
     def apply(monkeypatch):
-        original = getattr(deepseek_v4_paged, function)
+        original = getattr(paged, function)
 
         def call(*args, **kwargs):
             known = {k: v(kwargs[k]) for k, v in changed.items() if kwargs.get(k) is not None}
             return original(*args, **kwargs | known)
 
-        monkeypatch.setattr(deepseek_v4_paged, function, call)
+        monkeypatch.setattr(paged, function, call)
 
     return apply
 

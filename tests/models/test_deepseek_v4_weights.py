@@ -7,11 +7,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from quire.models import deepseek_v4_weights
-from quire.models.deepseek_v4_config import CONFIGS, CSA, HASH_MOE, HCA, MOE, SLIDING
-from quire.models.deepseek_v4_hf import to_hf
-from quire.models.deepseek_v4_layers import Experts
-from quire.models.deepseek_v4_weights import load_model, random_model, save_checkpoint
+from quire.models.deepseek_v4 import weights
+from quire.models.deepseek_v4.config import CONFIGS, CSA, HASH_MOE, HCA, MOE, SLIDING
+from quire.models.deepseek_v4.hf import to_hf
+from quire.models.deepseek_v4.layers import Experts
+from quire.models.deepseek_v4.weights import load_model, random_model, save_checkpoint
 from quire.models.quantized import (
     PackedExperts,
     dequantize_fp4,
@@ -184,7 +184,7 @@ def test_release_directory(tmp_path, model, experts, e8m0_scales):
 @pytest.mark.parametrize(("free", "kind"), [(10**9, Experts), (10**5, PackedExperts)])
 def test_memory_decides(tmp_path, model, monkeypatch, free, kind):
     write_release(tmp_path / "release", model, "fp8")
-    monkeypatch.setattr(deepseek_v4_weights, "free_memory", lambda device: free)
+    monkeypatch.setattr(weights, "free_memory", lambda device: free)
     assert isinstance(load_model(tmp_path / "release").layers[0].mlp.experts, kind)
 
 

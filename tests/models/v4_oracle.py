@@ -40,7 +40,7 @@ def input_ids(num_tokens: int, seed: int = 0) -> torch.Tensor:
 
 def long_config():
     """The tiny model with the released rates and window: two entries of 128 tokens close within the test."""
-    from quire.models.deepseek_v4_config import CONFIGS
+    from quire.models.deepseek_v4.config import CONFIGS
 
     tiny = CONFIGS["deepseek-v4-tiny"]
     return replace(tiny, name="long", hca_ratio=128, sliding_window=128, index_topk=16)
@@ -51,9 +51,9 @@ def oracles() -> dict[str, Oracle]:
     """By name: "ours" and "long", written by save_checkpoint; "hybrid" and "pure", made and saved by transformers itself."""
     import pytest
 
-    from quire.models.deepseek_v4_config import CONFIGS
-    from quire.models.deepseek_v4_hf import to_hf
-    from quire.models.deepseek_v4_weights import random_model, save_checkpoint
+    from quire.models.deepseek_v4.config import CONFIGS
+    from quire.models.deepseek_v4.hf import to_hf
+    from quire.models.deepseek_v4.weights import random_model, save_checkpoint
 
     if importlib.util.find_spec("transformers") is None:
         pytest.skip("transformers, the oracle of this test, is not installed")

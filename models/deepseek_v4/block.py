@@ -7,8 +7,8 @@
 
 Attention has one KV head whose rows are key and value at once. Besides a window of raw rows, queries see compressed entries: in
 HCA layers all of them, in CSA layers those that the indexer picks. Where rows, entries and index keys live is not the model's
-business: a layer hands its fresh projections to ``attend``, which `models.deepseek_v4_paged` provides for caches, and
-`models.deepseek_v4_attention` for whole sequences without any.
+business: a layer hands its fresh projections to ``attend``, which `models.deepseek_v4.paged` provides for caches, and
+`models.deepseek_v4.attention` for whole sequences without any.
 
 Source: transformers ``modeling_deepseek_v4``; DeepSeek-V4 report 2.
 """
@@ -21,8 +21,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from quire.models.deepseek_v4_config import CSA, SLIDING, DeepseekV4Config
-from quire.models.deepseek_v4_layers import (
+from quire.models.deepseek_v4.config import CSA, SLIDING, DeepseekV4Config
+from quire.models.deepseek_v4.layers import (
     HyperConnection,
     MoE,
     apply_rope,

@@ -16,8 +16,8 @@ from quire.kernels.mla import (
     write_latent,
 )
 from quire.models.batch import AttnMetadata
-from quire.models.deepseek_v4_block import Attention, AttentionRows, Compressor, GatedPooling
-from quire.models.deepseek_v4_cache import (
+from quire.models.deepseek_v4.block import Attention, AttentionRows, Compressor, GatedPooling
+from quire.models.deepseek_v4.cache import (
     COMPRESSED,
     OVERLAP,
     CompressorCache,
@@ -63,7 +63,7 @@ class PagedStep:
         return OverlapRows.of_step(self.attn, group, block_size, self.pool.config.csa_ratio)
 
     def __call__(self, attention: Attention, rows: AttentionRows) -> Tensor:
-        """Attention of one layer; see `models.deepseek_v4_block.Attend`."""
+        """Attention of one layer; see `models.deepseek_v4.block.Attend`."""
         config, attn = self.pool.config, self.attn
         cache = self.pool.layers[attention.layer]
         kv = write_latent(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.models.checkpoint import weight_files
-from quire.models.deepseek_v4_names import GATE, UP, WHOLE, Target, target
+from quire.models.deepseek_v4.names import GATE, UP, WHOLE, Target, target
 from quire.models.quantized import DEQUANTIZE, packed_shapes, scale_values
 
 

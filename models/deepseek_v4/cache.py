@@ -26,7 +26,7 @@ from torch import Tensor
 
 from quire.kernels.mla import IndexPages, LatentPages, page_bytes
 from quire.kvcore import GroupSpec
-from quire.models.deepseek_v4_config import CSA, HCA, DeepseekV4Config
+from quire.models.deepseek_v4.config import CSA, HCA, DeepseekV4Config
 
 COMPRESSED, WINDOW, OVERLAP = "compressed", "window", "overlap"
 

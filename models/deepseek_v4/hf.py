@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quire.models.deepseek_v4_config import (
+from quire.models.deepseek_v4.config import (
     CSA,
     HASH_MOE,
     HCA,

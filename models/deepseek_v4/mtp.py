@@ -17,9 +17,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.models.deepseek_v4_block import Attend, DecoderLayer
-from quire.models.deepseek_v4_config import MOE, DeepseekV4Config
-from quire.models.deepseek_v4_layers import HyperHead
+from quire.models.deepseek_v4.block import Attend, DecoderLayer
+from quire.models.deepseek_v4.config import MOE, DeepseekV4Config
+from quire.models.deepseek_v4.layers import HyperHead
 from quire.models.layers import Linear, RMSNorm
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quire.models.deepseek_v4_config import HASH_MOE, DeepseekV4Config
+from quire.models.deepseek_v4.config import HASH_MOE, DeepseekV4Config
 from quire.models.layers import Linear, empty_parameter
 from quire.models.moe import run_experts
 from quire.models.quantized import PackedExperts

@@ -1,8 +1,8 @@
 """What DeepSeek-V4's caches cost: bytes of a token, of a request and of a resume point, beside those of vLLM 0.33's groups.
 
-    python -m models.deepseek_v4_memory
+    python -m models.deepseek_v4.memory
 
-Source: `models.deepseek_v4_cache` for ours; vLLM 0.33 ``models/deepseek_v4`` and ``v1/core`` for its groups and block sizes.
+Source: `models.deepseek_v4.cache` for ours; vLLM 0.33 ``models/deepseek_v4`` and ``v1/core`` for its groups and block sizes.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from dataclasses import dataclass
 
 import torch
 
-from quire.models.deepseek_v4_cache import (
+from quire.models.deepseek_v4.cache import (
     COMPRESSED,
     CacheFormat,
     CachePlan,
     plan_cache,
     ring_bytes,
 )
-from quire.models.deepseek_v4_config import CONFIGS, DeepseekV4Config
+from quire.models.deepseek_v4.config import CONFIGS, DeepseekV4Config
 
 CHUNK = 8192  # tokens of a prefill chunk in the tables
 

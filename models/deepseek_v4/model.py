@@ -1,4 +1,4 @@
-"""DeepSeek-V4: embedding, layers over residual streams (`models.deepseek_v4_block`), their collapse, and drafters (`models.mtp`).
+"""DeepSeek-V4: embedding, layers over residual streams (`models.deepseek_v4.block`), their collapse, and drafters (`models.deepseek_v4.mtp`).
 
 Source: transformers ``modeling_deepseek_v4``; DeepSeek-V4 report 2.
 """
@@ -10,15 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quire.models.batch import AttnMetadata
-from quire.models.deepseek_v4_attention import dense_attend
-from quire.models.deepseek_v4_block import Attend, DecoderLayer
-from quire.models.deepseek_v4_cache import CacheFormat, V4PagePool, plan_cache, ring_bytes
-from quire.models.deepseek_v4_config import SLIDING, DeepseekV4Config
-from quire.models.deepseek_v4_layers import HyperHead, rope_frequencies, rope_table
-from quire.models.deepseek_v4_paged import PagedStep
+from quire.models.deepseek_v4.attention import dense_attend
+from quire.models.deepseek_v4.block import Attend, DecoderLayer
+from quire.models.deepseek_v4.cache import CacheFormat, V4PagePool, plan_cache, ring_bytes
+from quire.models.deepseek_v4.config import SLIDING, DeepseekV4Config
+from quire.models.deepseek_v4.layers import HyperHead, rope_frequencies, rope_table
+from quire.models.deepseek_v4.mtp import MTP
+from quire.models.deepseek_v4.paged import PagedStep
 from quire.models.layers import Linear, RMSNorm, empty_parameter
 from quire.models.memory import ModelCache
-from quire.models.mtp import MTP
 
 
 class TokenEmbedding(nn.Module):
@@ -35,7 +35,7 @@ class TokenEmbedding(nn.Module):
 
 
 class DeepseekV4(nn.Module):
-    """A DeepSeek-V4 model with uninitialised weights; `models.deepseek_v4_weights` fills them.
+    """A DeepSeek-V4 model with uninitialised weights; `models.deepseek_v4.weights` fills them.
 
     config: shapes. device: of all weights. dtype: of matrices and activations; what the model keeps in fp32 (hyper-connections,
     norms, sinks, position and correction biases) is fp32 in any case. max_positions: rows of the rotary tables, 8 bytes for each

@@ -1,6 +1,6 @@
 """The attention operator of a DeepSeek-V4 layer over one whole sequence: plain torch, no cache, nothing of `quire.kernels`.
 
-`models.deepseek_v4_paged` has the one over pages; both are called as ``attend(attention, rows)`` of `models.deepseek_v4_block`.
+`models.deepseek_v4.paged` has the one over pages; both are called as ``attend(attention, rows)`` of `models.deepseek_v4.block`.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.models.deepseek_v4_block import Attend, Attention, AttentionRows, GatedPooling, IndexRows
-from quire.models.deepseek_v4_config import DeepseekV4Config
-from quire.models.deepseek_v4_layers import apply_rope
+from quire.models.deepseek_v4.block import Attend, Attention, AttentionRows, GatedPooling, IndexRows
+from quire.models.deepseek_v4.config import DeepseekV4Config
+from quire.models.deepseek_v4.layers import apply_rope
 from quire.models.layers import rms_norm
 
 QUERY_BLOCK = 256  # rows of the score matrix that dense attention holds at a time

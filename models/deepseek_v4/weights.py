@@ -1,4 +1,4 @@
-"""Weights of DeepSeek-V4: read from a directory in any naming scheme (`models.deepseek_v4_names`), fp8 and fp4 weights dequantised
+"""Weights of DeepSeek-V4: read from a directory in any naming scheme (`models.deepseek_v4.names`), fp8 and fp4 weights dequantised
 or kept packed; drawn at random; or written for transformers.
 """
 
@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quire.models.deepseek_v4 import DeepseekV4
-from quire.models.deepseek_v4_config import DeepseekV4Config
-from quire.models.deepseek_v4_hf import to_hf
-from quire.models.deepseek_v4_load import check, fill, format_of_experts, read_headers
+from quire.models.deepseek_v4.config import DeepseekV4Config
+from quire.models.deepseek_v4.hf import to_hf
+from quire.models.deepseek_v4.load import check, fill, format_of_experts, read_headers
+from quire.models.deepseek_v4.model import DeepseekV4
 from quire.models.weights import WORKING_SHARE, free_memory, load_config
 
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from quire.models.batch import AttnMetadata, Batch, BatchBuilder
-from quire.models.deepseek_v4 import DeepseekV4
-from quire.models.deepseek_v4_cache import V4PagePool
-from quire.models.deepseek_v4_paged import PagedStep
+from quire.models.deepseek_v4.cache import V4PagePool
+from quire.models.deepseek_v4.model import DeepseekV4
+from quire.models.deepseek_v4.paged import PagedStep
 from quire.models.request import Request
 
 
