@@ -107,13 +107,18 @@ class KVCache:
         self._keep: Int64 = np.zeros(
             (max_requests, 4), dtype=np.int64
         )  # replay boundaries, junction
+        self._keep_end: Int64 = np.zeros(max_requests, dtype=np.int64)  # the last of these
         # Requests that compute cached tokens again: which ones; both 0 for all others.
         self._replay_from: Int64 = np.zeros(max_requests, dtype=np.int64)
         self._replay_to: Int64 = np.zeros(max_requests, dtype=np.int64)
         self._runs: list[Run] = [self.index.root] * max_requests
         self.max_pinned_pages = num_pages if max_pinned_pages is None else max_pinned_pages
         self._pin_at_release: dict[int, float] = {}  # slot -> expiry
+        # The ends that a chunk may have: with and without its drafts, with and without the key of its last segment.
+        late = {0, layout.lookahead}
+        self._uncertain = np.array(sorted(late | {n + max_draft_tokens for n in late}))
         self._version = 0
+        self._ones_cu: Int32 = np.zeros(1, dtype=np.int32)
         self.counters = new_counters(layout)
 
     # Properties.
@@ -247,9 +252,10 @@ class KVCache:
             match.replay_from or 0,
             match.replay_to or 0,
         )
-        self._keep[slot] = 0
+        self._keep[slot] = self._keep_end[slot] = 0
         if self.hybrid and self.enable_caching:
             self._keep[slot] = (*replay_boundaries(prompt.num_tokens, a), match.dense_tokens)
+            self._keep_end[slot] = self._keep[slot].max()
         self.index.policy.asked(prompt.keys, hit // a)
         run = self.index.end_at(run, hit // a) if hit else self.index.root
         self.index.lock(run)
@@ -323,9 +329,12 @@ class KVCache:
                 f"num_new_tokens: slot {slots[i]} would reach {end[i]} tokens, "
                 f"expected at most max_model_len = {self.max_model_len}"
             )
-        kept, snapshot = self._boundaries(slots, start, end, batch)
-        written = start if batch is not None else np.maximum(start, self._replay_to[slots])
-        step = self._tables.plan(slots, start, end, written, kept, snapshot, batch)
+        written, chunks = start, NO_ROWS
+        if batch is None:
+            written = np.maximum(start, self._replay_to[slots])
+            chunks = ((counts > 1) | (written > start)).nonzero()[0]
+        kept, snapshot = self._boundaries(slots, start, end, chunks, batch)
+        step = self._tables.plan(slots, start, end, written, chunks, kept, snapshot, batch)
         if step.needed > self.pool.num_free:
             evictable = self.index.num_evictable
             if step.needed > self.pool.num_free + evictable:
@@ -333,7 +342,9 @@ class KVCache:
                 worst = max(per_group, key=lambda name: per_group[name])
                 return OutOfPages(step.needed, self.pool.num_free, evictable, worst, per_group)
             self.index.evict(step.needed - self.pool.num_free)
-        if step.chunk_rows.size:
+        if batch is not None:
+            cu, positions = self._cu_of(len(slots)), start
+        elif step.chunk_rows.size:
             cu = np.zeros(len(slots) + 1, dtype=np.int32)
             np.cumsum(counts, out=cu[1:])
             positions = np.arange(cu[-1]) + np.repeat(start - cu[:-1], counts)
@@ -346,6 +357,12 @@ class KVCache:
             slots, counts, cu, seq_lens, positions, mapping, *self._tables.replays(step, cu), step.copies,
             step.state_pages, step, self._version,
         )  # fmt: skip
+
+    def _cu_of(self, n: int) -> Int32:
+        """cu_seqlens_q of n requests with one token each."""
+        if len(self._ones_cu) != n + 1:
+            self._ones_cu = np.arange(n + 1, dtype=np.int32)
+        return self._ones_cu
 
     def _vectors(self, slots: Any, num_new_tokens: Any) -> tuple[Int64, Int64]:
         slots = np.asarray(slots, dtype=np.int64)
@@ -363,9 +380,9 @@ class KVCache:
         self.sequences.check(slots)
 
     def _boundaries(
-        self, slots: Int64, start: Int64, end: Int64, batch: DecodeBatch | None
+        self, slots: Int64, start: Int64, end: Int64, chunks: Int64, batch: DecodeBatch | None
     ) -> tuple[tuple[Int64, Int64], Int64]:
-        """Boundaries whose tails must survive a step (of chunk rows), and rows that may need a snapshot of their state."""
+        """Boundaries of rows `chunks` whose tails must survive a step, and rows that may need a snapshot of their state."""
         none = (NO_ROWS, NO_ROWS)
         if not (self.hybrid and self.enable_caching):
             return none, NO_ROWS
@@ -377,16 +394,14 @@ class KVCache:
             else:
                 last = end // a * a
                 snapshot = ((last > start) & (last >= end - self.max_draft_tokens)).nonzero()[0]
-        chunk = NO_ROWS if batch is not None else (end - start > 1).nonzero()[0]
-        if not chunk.size:
+        if not chunks.size:
             return none, snapshot
-        slots, start, end = slots[chunk], start[chunk], end[chunk]
+        slots, start, end = slots[chunks], start[chunks], end[chunks]
         # The windows are not exact before the end of a replay.
         start = np.minimum(end, np.maximum(start, self._replay_to[slots] - 1))
         # The last boundary, and the last that has its key, stay in the ring, whatever is accepted.
-        ends = [end - self.max_draft_tokens - self.layout.lookahead, end - self.max_draft_tokens]
-        ends += [end - self.layout.lookahead, end]
-        always = np.concatenate([self._keep[slots], np.stack(ends, axis=1) // a * a], axis=1)
+        ends = (end[:, None] - self._uncertain) // a * a
+        always = np.concatenate([self._keep[slots], ends], axis=1)
         return kept_boundaries(start, end, always, self.interval), snapshot
 
     def commit(self, plan: StepPlan, input_ids: Any, accepted: Any = None) -> Int32:
@@ -427,12 +442,14 @@ class KVCache:
         if self._announcer is not None:
             self._announcer.computed(plan, ids, end)
         closing, whole = self._closing(step, end)
-        rows, kept = self._kept(slots, whole * self.alignment, closing)
+        rows = kept = NO_ROWS
+        if closing.size and self.hybrid:
+            rows, kept = self._kept(slots[closing], whole * self.alignment, closing)
         if step.replaying:
             rows, kept = self._with_replayed(step, end, rows, kept)
-        several = plan.num_new_tokens[rows] > 1
         chunk_kept = (NO_ROWS, NO_ROWS)
         if rows.size:
+            several = plan.num_new_tokens[rows] > 1
             chunk_kept = (step.chunk_rows.searchsorted(rows[several]), kept[several])
         effects = self._tables.commit(step, end, chunk_kept)
         self.num_computed[slots] = end
@@ -440,7 +457,7 @@ class KVCache:
             floor = np.maximum(self._rollback_floor[slots], step.end - self.max_draft_tokens)
             self._rollback_floor[slots] = floor
         if closing.size:
-            self._close(slots[closing], whole)
+            self._close(slots[closing], whole, step.chunk_rows.size > 0)
         if rows.size:
             in_chunk = iter(effects.tails)
             where, boundaries = slots[rows].tolist(), kept.tolist()
@@ -490,15 +507,11 @@ class KVCache:
             )
 
     def _kept(self, slots: Int64, to: Int64, closing: Int64) -> tuple[Int64, Int64]:
-        """Which of `closing` rows keep a resume point, at which boundaries up to `to` [len(closing)]."""
-        if not (self.hybrid and closing.size):
-            return NO_ROWS, NO_ROWS
-        slots = slots[closing]
-        always = self._keep[slots]
+        """Which of `closing` rows (of `slots`) keep a resume point, at which boundaries up to `to`: all [n]."""
         start = self._cached[slots]
-        if not self.interval and not np.count_nonzero(always > start[:, None]):
+        if not self.interval and not np.count_nonzero(self._keep_end[slots] > start):
             return NO_ROWS, NO_ROWS
-        rows, kept = kept_boundaries(start, to, always, self.interval)
+        rows, kept = kept_boundaries(start, to, self._keep[slots], self.interval)
         return closing[rows], kept
 
     def _with_replayed(
@@ -511,10 +524,15 @@ class KVCache:
         order = np.lexsort((kept, rows))
         return rows[order], kept[order]
 
-    def _close(self, slots: Int64, whole: Int64) -> None:
-        """Cache the segments of `slots` [n] up to segment `whole` [n]."""
+    def _close(self, slots: Int64, whole: Int64, chunks: bool) -> None:
+        """Cache the segments of `slots` [n] up to segment `whole` [n]; one each unless there are `chunks`."""
+        cached = whole * self.alignment
+        if not chunks:
+            self._cached[slots] = cached
+            self._close_one(slots, whole - 1)
+            return
         first = self._cached[slots] // self.alignment
-        self._cached[slots] = whole * self.alignment
+        self._cached[slots] = cached
         several = (whole - first > 1).nonzero()[0]
         if several.size < len(slots):
             one = slice(None) if not several.size else whole - first == 1

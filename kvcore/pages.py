@@ -73,10 +73,15 @@ class PagePool:
 
     def unuse(self, pages: Int32) -> None:
         """Requests stop reading `pages` (repeats and the null page allowed: requests may share pages)."""
+        if not len(pages):
+            return
         counts = self.counts[pages]
-        users = counts.astype(np.int32)  # the low half
-        if np.count_nonzero(users == 1) == len(pages):
-            self.users[pages] = 0  # the common case: nobody shares, so none repeats
+        if np.count_nonzero(counts == UNSHARED) == len(pages):  # so none repeats
+            self.users[pages] = 0
+            self.put(pages)
+            return
+        if np.count_nonzero(counts.astype(np.int32) == 1) == len(pages):  # the low half
+            self.users[pages] = 0
             held = counts > UNSHARED
         else:
             pages = self._unuse_shared(pages[pages != NULL_BLOCK])

@@ -13,8 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from .pages import UNSHARED, PagePool
-from .spec import GroupClass, Int32, Int64
+from .spec import NULL_BLOCK, GroupClass, Int32, Int64
 
+NO_PLACES: Int64 = np.empty((0, 0), dtype=np.int64)
+NO_LIVE: Int32 = np.empty((0, 0), dtype=np.int32)
 LIVE, SNAPSHOT = 0, 1  # columns of a state table
 
 
@@ -95,16 +97,23 @@ class StateTables:
             (copies after the step [m, 2], flat indices and pages of the table changes).
         """
         assert plan.snapshots is not None
-        places, live = self._places(slots[plan.starting], LIVE), plan.pages[plan.starting]
+        places, live = NO_PLACES, NO_LIVE
         if len(plan.starting):
+            places, live = self._places(slots[plan.starting], LIVE), plan.pages[plan.starting]
             self._flat[places] = live
             self.pool.users[live] = 1
-        if len(plan.snapping):
-            due = end[plan.snapping] % self.alignment == 0
-            self.pool.put(plan.snapshots[~due].ravel())
-            where, pages = self._places(slots[plan.snapping[due]], SNAPSHOT), plan.snapshots[due]
-            self.pool.unuse(self._flat[where].ravel())
+        snapping, pages = plan.snapping, plan.snapshots
+        if len(snapping):
+            due = end[snapping] % self.alignment == 0
+            if np.count_nonzero(due) < len(due):
+                self.pool.put(pages[~due].ravel())
+                snapping, pages = snapping[due], pages[due]
+            where = self._places(slots[snapping], SNAPSHOT)
+            old = self._flat[where].ravel()
+            self.pool.unuse(old[old != NULL_BLOCK])
             self._flat[where] = pages
             self.pool.users[pages] = 1
-        targets = self._flat[self._places(slots[ends], SNAPSHOT)]
-        return np.stack([plan.pages[ends].ravel(), targets.ravel()], axis=1), places, live
+        copies = np.empty((len(ends) * self.spec.num_tables, 2), dtype=np.int32)
+        copies[:, 0] = plan.pages[ends].ravel()
+        copies[:, 1] = self._flat[self._places(slots[ends], SNAPSHOT)].ravel()
+        return copies, places, live

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .pages import UNSHARED, PagePool
-from .spec import GroupClass, Int32, Int64, ragged_arange
+from .spec import NULL_BLOCK, GroupClass, Int32, Int64, ragged_arange
 
 
 @dataclass
@@ -179,7 +179,8 @@ class BlockTables:
             else:
                 if plan.num_new < old.size:
                     old, fresh = old[plan.is_new], pages[plan.is_new]
-                self.pool.unuse(old.ravel())
+                old = old.ravel()
+                self.pool.unuse(old[old != NULL_BLOCK])
             self.pool.users[fresh] = 1
         self._flat[plan.places] = pages
 

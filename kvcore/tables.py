@@ -27,12 +27,13 @@ class Step:
     """A step in terms of tables; see `Tables.plan`.
 
     Attributes:
-        decode_rows, chunk_rows: requests that compute one token (unless all do), and several.
+        decode_rows, chunk_rows: requests that compute one token (unless all do), and the others.
         batch: the requests of the decode rows, None if there are none.
         needed: pages, in all. decode_slots: [tables, decode rows] slots of their tokens.
         copies: [m, 2] pages to copy before the step (source, destination).
         state_pages: [tables, n] live pages of state tables; [0, n] where there are none.
         written: [n] position from which dense groups write. replaying: whether it is past `start` anywhere.
+        again: the batch is that of the last step, and all of this one.
     """
 
     slots: Int64
@@ -49,6 +50,7 @@ class Step:
     decode_slots: Int64 = field(default_factory=lambda: NO_ROWS)
     copies: Int32 = field(default_factory=lambda: NO_COPIES)
     state_pages: Int32 = field(default_factory=lambda: NO_PAGES)
+    again: bool = False
 
     @property
     def replaying(self) -> bool:
@@ -103,9 +105,9 @@ class Tables:
         self._sizes = sorted({layout.alignment, *(c.block_size for c in block_classes)})
         self._smallest = math.gcd(*self._sizes)
         self._batch: DecodeBatch | None = None
-        self._live_pages: list[
-            Int32
-        ] = []  # of its requests [n, num_tables], for each class of states
+        # Of its requests: live pages of each class of states [n, num_tables], and of all tables [num_tables, n].
+        self._live_pages: list[Int32] = []
+        self._state_pages = NO_PAGES
         self.dense = [b for b in self.blocks if not b.is_window]
         self.windows = [b for b in self.blocks if b.is_window]
         self.states = [
@@ -113,6 +115,11 @@ class Tables:
             for c in layout.classes
             if c.spec.kind == "state"
         ]
+        # Slots of the next tokens, less those of the last ones: states have none.
+        self._advance = np.ones((len(layout.tables), 1), dtype=np.int64)
+        for state in self.states:
+            self._advance[state.spec.tables] = 0
+        self._no_replays = NO_ROWS, np.empty((len(layout.tables), 0), dtype=np.int64)
         self._track_deltas = track_deltas
         self._deltas: list[tuple[Int64, Int32]] = []
 
@@ -124,6 +131,7 @@ class Tables:
         start: Int64,
         end: Int64,
         written: Int64,
+        chunk_rows: Int64,
         kept: tuple[Int64, Int64],
         snapshot: Int64,
         batch: DecodeBatch | None = None,
@@ -133,17 +141,17 @@ class Tables:
         Args:
             slots, start, end: [n] requests and their tokens before and after the step.
             written: [n] position from which dense groups write; past `start` where a request computes cached tokens again.
-            kept: (chunk rows, boundaries) whose tails must outlive the step; rows index requests that compute
-                several tokens, sorted.
+            chunk_rows: requests that compute several tokens, or cached ones again.
+            kept: (index in chunk_rows, boundary) of each tail that must outlive the step, sorted.
             snapshot: rows that may end the step at a boundary whose state is to be kept.
             batch: from `batch_again`, if the step is nothing else.
         """
         again = batch is not None
-        if batch is not None:
-            decode_rows, chunk_rows = NO_ROWS, NO_ROWS  # all, and none
-        else:
-            alone = (end - start == 1) & (written == start)
-            decode_rows, chunk_rows = alone.nonzero()[0], (~alone).nonzero()[0]
+        decode_rows = NO_ROWS  # which stands for all
+        if batch is None:
+            alone = np.ones(len(slots), dtype=np.bool_)
+            alone[chunk_rows] = False
+            decode_rows = alone.nonzero()[0]
             batch = self._batch_of(slots[decode_rows], start[decode_rows])
         decodes: list[Decode] = []
         chunks: list[Chunk] = []
@@ -154,11 +162,17 @@ class Tables:
             chunks = [b.plan_chunk(begin if b.is_window else low, stop, *kept) for b in self.blocks]
         known = self._live_pages if again else [None] * len(self.states)
         states = [s.plan(slots, snapshot, p) for s, p in zip(self.states, known, strict=True)]
-        step = Step(
-            slots, start, end, written, decode_rows, chunk_rows, batch, decodes, chunks, states, 0
-        )
-        step.needed = sum(n for _, n in self._demand(step))
-        return step
+        needed = 0
+        for d in decodes:
+            needed += d.num_new
+        for c, b in zip(chunks, self.blocks, strict=False):
+            needed += c.num_new * b.spec.num_tables
+        for p, s in zip(states, self.states, strict=True):
+            needed += p.num_blocks * s.spec.num_tables
+        return Step(
+            slots, start, end, written, decode_rows, chunk_rows, batch, decodes, chunks, states, needed,
+            again=again,
+        )  # fmt: skip
 
     def batch_again(self, slots: Int64, counts: Int64) -> DecodeBatch | None:
         """The decode batch of the last step moved on, if `slots`, `counts` [n] ask for just that."""
@@ -175,20 +189,11 @@ class Tables:
         last = np.full((len(self.layout.tables), len(slots)), -1, dtype=np.int64)
         for block in self.blocks:
             last[block.spec.tables] = block.last_slots(slots, start)
-        return self._batch_from(slots.copy(), slots.tobytes(), start, last)
-
-    def _batch_from(
-        self,
-        slots: Int64,
-        key: bytes,
-        start: Int64,
-        last_slots: Int64,
-        starting: dict[int, Int64] | None = None,
-    ) -> DecodeBatch:
         end = start + 1
-        longest = int(np.maximum.reduce(end))
-        starting, following = starting or self._starts(start), self._starts(end)
-        return DecodeBatch(slots, key, start, end, longest, last_slots, starting, following)
+        return DecodeBatch(
+            slots.copy(), slots.tobytes(), start, end, int(end.max()), last,
+            self._starts(start), self._starts(end),
+        )  # fmt: skip
 
     def _starts(self, positions: Int64) -> dict[int, Int64]:
         """For each size of blocks, and of segments, the rows whose position starts one."""
@@ -243,20 +248,24 @@ class Tables:
         if step.batch is not None and mapping is not step.decode_slots:
             mapping[:, cu[step.decode_rows]] = step.decode_slots
         if self.states:
-            step.state_pages = np.zeros((len(self.layout.tables), len(step.slots)), np.int32)
             for plan, state in zip(step.states, self.states, strict=True):
                 size = plan.num_blocks * state.spec.num_tables
                 state.fill(plan, step.slots, pages[:size])
-                step.state_pages[state.spec.tables] = plan.pages.T
                 pages = pages[size:]
-            copies = [p.copies for p in step.states if p.copies is not None]
-            step.copies = np.concatenate(copies) if copies else NO_COPIES
+            if step.again:
+                step.state_pages = self._state_pages
+            else:
+                step.state_pages = np.zeros((len(self.layout.tables), len(step.slots)), np.int32)
+                for plan, state in zip(step.states, self.states, strict=True):
+                    step.state_pages[state.spec.tables] = plan.pages.T
+                copies = [p.copies for p in step.states if p.copies is not None]
+                step.copies = np.concatenate(copies) if copies else NO_COPIES
         return mapping
 
     def replays(self, step: Step, cu: Int32) -> tuple[Int64, Int64]:
         """Rows of the step that dense groups hold already, and their slots [num_tables, m]; -1 in other groups."""
         if not step.replaying:
-            return NO_ROWS, np.empty((len(self.layout.tables), 0), dtype=np.int64)
+            return self._no_replays
         counts = np.maximum(0, np.minimum(step.written, step.end) - step.start)
         which, positions = ragged_arange(step.start, counts)
         rows = cu[which] + positions - step.start[which]
@@ -269,10 +278,8 @@ class Tables:
 
     def _fill_decodes(self, step: Step, batch: DecodeBatch, pages: Int32) -> Int32:
         """Slots of the decode rows; returns the unused pages."""
-        where = step.decode_slots = batch.last_slots + 1
+        where = step.decode_slots = batch.last_slots + self._advance
         flat = where.reshape(-1)
-        for state in self.states:
-            where[state.spec.tables] = -1
         for decode, block in zip(step.decodes, self.blocks, strict=True):
             n = decode.num_new
             if len(decode.rows):
@@ -288,7 +295,9 @@ class Tables:
             end: [n] tokens after the step, rejected ones not counted.
             kept: (chunk rows, boundaries) whose tails the caller is about to keep, sorted.
         """
-        tails = np.empty((len(kept[0]), self.layout.pages_per_point), dtype=np.int32)
+        tails = NO_PAGES
+        if kept[0].size:
+            tails = np.empty((len(kept[0]), self.layout.pages_per_point), dtype=np.int32)
         gone: list[Int32] = []
         if step.chunks:
             slots, stop = step.slots[step.chunk_rows], end[step.chunk_rows]
@@ -309,25 +318,31 @@ class Tables:
                 if len(decode.rows) and (decode.num_new or decode.old is None):
                     block.commit_decode(decode)
                     self._delta(decode.places, decode.pages)
-            batch = self._batch_from(
-                batch.slots, batch.key, batch.end, step.decode_slots, batch.next_starting
-            )
+            next_end = batch.end + 1
+            batch = DecodeBatch(
+                batch.slots, batch.key, batch.end, next_end, batch.longest + 1, step.decode_slots,
+                batch.next_starting, self._starts(next_end),
+            )  # fmt: skip
         self._batch = batch
         copies = NO_COPIES
         if self.states:
             copies = self._commit_states(step, end)
-            where = step.slots[step.chunk_rows[kept[0]]]
-            for state in self.states:
-                self._place(tails, state, state.table[where, :, SNAPSHOT, None])
+            if len(tails):
+                where = step.slots[step.chunk_rows[kept[0]]]
+                for state in self.states:
+                    self._place(tails, state, state.table[where, :, SNAPSHOT, None])
         return Effects(tails, gone, copies)
 
     def _commit_states(self, step: Step, end: Int64) -> Int32:
-        self._live_pages = [plan.pages for plan in step.states]
         if step.batch is not None and not step.chunk_rows.size:
             ends = step.batch.next_starting[self.layout.alignment]
+            if not step.again:
+                self._live_pages = [plan.pages for plan in step.states]
+                self._state_pages = step.state_pages
         else:
             ends = (end % self.layout.alignment == 0).nonzero()[0]
-            self._live_pages = [pages[step.decode_rows] for pages in self._live_pages]
+            self._live_pages = [plan.pages[step.decode_rows] for plan in step.states]
+            self._state_pages = step.state_pages[:, step.decode_rows]
         if not ends.size and not any(plan.num_blocks for plan in step.states):
             return NO_COPIES
         self.snapshot_at[step.slots[ends]] = end[ends]
@@ -336,7 +351,7 @@ class Tables:
             more, places, pages = state.commit(plan, step.slots, end, ends)
             copies.append(more)
             self._delta(places, pages)
-        return np.concatenate(copies)
+        return copies[0] if len(copies) == 1 else np.concatenate(copies)
 
     def _place(self, tails: Int32, part: BlockTables | StateTables, pages: Int32) -> None:
         """Put the tail pages [m, k, tail] of one class into their columns of `tails`."""

@@ -101,6 +101,16 @@ def test_one_step_may_hold_replays_chunks_and_decodes():
     e.check()
 
 
+def test_a_replay_of_one_token_may_stand_before_a_chunk():
+    e = without_points(32)
+    e.admit("replay", tokens(200))
+    e.admit("chunk", tokens(60, seed=9))
+    for count in (7, 25, 28):
+        assert isinstance(e.step({"replay": 1, "chunk": count}), StepPlan)
+        e.check()
+    assert e.kv.match(tokens(60, seed=9)).num_tokens == 48
+
+
 def test_a_replay_that_is_given_up_leaves_no_resume_point():
     e = without_points(32)
     e.admit("new", tokens(200))

@@ -51,7 +51,7 @@ def hits(e: Engine, history) -> list[tuple[int, int, str]]:
 
 @settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
-    mix=st.sampled_from(MIXES), seed=st.integers(0, 99), pages=st.sampled_from([60, 300]),
+    mix=st.sampled_from(MIXES), seed=st.integers(0, 99), pages=st.sampled_from([80, 300]),
     policy=st.sampled_from([LRU, CostAware, S3FIFO]), running=st.booleans(),
 )  # fmt: skip
 def test_a_restored_cache_hits_the_same_rows(mix, seed, pages, policy, running):

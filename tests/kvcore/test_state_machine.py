@@ -56,7 +56,7 @@ for _name in traffic.WEIGHTS:
 
 TestTraffic = Machine.TestCase
 TestTraffic.settings = settings(
-    max_examples=int(os.environ.get("QUIRE_STATE_MACHINE_EXAMPLES", "600")),
+    max_examples=int(os.environ.get("QUIRE_STATE_MACHINE_EXAMPLES", "400")),
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=list(HealthCheck),
