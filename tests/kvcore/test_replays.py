@@ -103,12 +103,16 @@ def test_one_step_may_hold_replays_chunks_and_decodes():
 
 def test_a_replay_of_one_token_may_stand_before_a_chunk():
     e = without_points(32)
+    long = tokens(400, seed=9)
+    e.admit("chunk", long)
+    e.step({"chunk": 300})
     e.admit("replay", tokens(200))
-    e.admit("chunk", tokens(60, seed=9))
-    for count in (7, 25, 28):
+    for count in (7, 45, 40):
         assert isinstance(e.step({"replay": 1, "chunk": count}), StepPlan)
         e.check()
-    assert e.kv.match(tokens(60, seed=9)).num_tokens == 48
+    e.finish_prompt("chunk")
+    e.release("chunk")
+    assert e.kv.match(long).num_tokens == 384
 
 
 def test_a_replay_that_is_given_up_leaves_no_resume_point():
