@@ -22,7 +22,7 @@ from .plan import OutOfPages, StepPlan
 from .report import Match, check_invariants, describe, limited_by
 from .retention import Retention, kept_boundaries, parse_retention, replay_boundaries
 from .sequences import Sequences
-from .spec import GroupSpec, Int32, Int64, Layout
+from .spec import GroupSpec, Int32, Int64, Layout, ragged_arange
 from .stats import count_admission, new_counters
 from .steps import DecodeBatch
 from .tables import NO_ROWS, Step, Tables
@@ -347,7 +347,7 @@ class KVCache:
         elif step.chunk_rows.size:
             cu = np.zeros(len(slots) + 1, dtype=np.int32)
             np.cumsum(counts, out=cu[1:])
-            positions = np.arange(cu[-1]) + np.repeat(start - cu[:-1], counts)
+            _, positions = ragged_arange(start, counts)
         else:
             cu, positions = np.arange(len(slots) + 1, dtype=np.int32), start
         pages = self.pool.peek(step.needed)

@@ -105,7 +105,14 @@ class PagePool:
 
     def hold(self, pages: Int32) -> None:
         """Resume points start to hold `pages` (repeats allowed: points of one chain overlap)."""
-        fresh = pages[(self.users[pages] == 0) & (self.holds[pages] == 0)]
+        low, high = int(pages.min(initial=self.num_pages)), int(pages.max(initial=0)) + 1
+        if high - low <= len(pages):  # many points of one chain: close together, named again and again
+            times = np.bincount(pages - low)
+            fresh = (self.counts[low:high] == 0) & (times > 0)
+            self.num_held_only += int(np.count_nonzero(fresh))
+            self.counts[low:high] += times * ONE_HOLD
+            return
+        fresh = pages[self.counts[pages] == 0]
         self.num_held_only += len(self._once(fresh))
         np.add.at(self.counts, pages, ONE_HOLD)
 

@@ -75,6 +75,13 @@ def kept_boundaries(start: Int64, end: Int64, always: Int64, interval: int) -> t
     Returns:
         (rows [k], boundaries [k]) int64, sorted by row, then boundary, without repeats.
     """
+    if len(start) == 1:
+        low, high = int(start[0]), int(end[0])
+        every = {b for b in always[0].tolist() if low < b <= high}
+        if interval:
+            every.update(range(low // interval * interval + interval, high + 1, interval))
+        one = np.array(sorted(every), dtype=np.int64)
+        return np.zeros(len(one), dtype=np.int64), one
     inside = (always > start[:, None]) & (always <= end[:, None])
     rows, columns = np.nonzero(inside)
     positions = always[rows, columns]

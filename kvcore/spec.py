@@ -206,6 +206,9 @@ def ragged_arange(starts: Int64, lengths: Int64) -> tuple[Int64, Int64]:
     Returns:
         (rows [total], values [total]) int64.
     """
+    if len(lengths) == 1:
+        values = np.arange(starts[0], starts[0] + lengths[0])
+        return np.zeros(len(values), dtype=np.int64), values
     rows = np.repeat(np.arange(len(lengths)), lengths)
     before = np.cumsum(lengths) - lengths
     return rows, np.arange(len(rows)) + (starts - before)[rows]

@@ -223,8 +223,9 @@ class BlockTables:
             rows = np.concatenate([kept_rows, rows])
             lows = np.concatenate([np.maximum(tails - spec.tail, first[kept_rows]), low])
             highs = np.concatenate([tails, stop])
-            order = np.lexsort((highs, rows))
-            rows, lows, highs = rows[order], lows[order], highs[order]
+            if len(start) > 1:
+                order = np.lexsort((highs, rows))
+                rows, lows, highs = rows[order], lows[order], highs[order]
             # Intervals of a request ascend; each one starts where those before it stopped.
             lows = np.minimum(lows, low[rows])
             lows[1:] = np.where(rows[1:] == rows[:-1], np.maximum(lows[1:], highs[:-1]), lows[1:])
@@ -248,17 +249,18 @@ class BlockTables:
         size, rows = self.spec.block_size, plan.rows
         plan.pages = self.pages(slots[rows], plan.blocks)
         plan.pages[plan.is_new] = fresh.reshape(-1, self.spec.num_tables)
+        if not self.is_window and len(start) == 1:  # all of these tokens, one after another
+            first, last = int(offset[0]), int(offset[0] + max(0, end[0] - start[0]))
+            slots_of = (plan.pages.T * np.int64(size))[:, :, None] + np.arange(size)
+            skipped = int(start[0]) % size
+            where = slots_of.reshape(self.spec.num_tables, -1)
+            return slice(first, last), where[:, skipped : skipped + last - first]
         low = np.maximum(plan.blocks * size, start[rows])
         high = np.minimum((plan.blocks + 1) * size, end[rows])
         # Where a block's rows would be if its tokens were numbered like the step's.
         base = (
             plan.pages * np.int64(size) + (start[rows] - offset[rows] - plan.blocks * size)[:, None]
         )
-        if not self.is_window and len(start) == 1:  # all of these tokens, one after another
-            every = slice(int(offset[0]), int(offset[0] + max(0, end[0] - start[0])))
-            where = np.repeat(base.T, high - low, axis=1)
-            where += np.arange(every.start, every.stop)
-            return every, where
         which, tokens = ragged_arange(offset[rows] + low - start[rows], high - low)
         return tokens, base.T[:, which] + tokens
 

@@ -96,8 +96,10 @@ class Tables:
         self.snapshot_at: Int64 = np.zeros(max_requests, dtype=np.int64)
         block_classes = [c for c in layout.classes if c.spec.kind != "state"]
         # Rows of a slot mapping where not every token has a slot.
-        sparse = [c.tables for c in layout.classes if c.spec.kind != "dense"]
-        self._sparse_rows = np.concatenate([NO_ROWS, *sparse])
+        rows = [t for t, (g, _) in enumerate(layout.tables) if layout.groups[g].kind != "dense"]
+        self._sparse_rows: Int64 | slice = np.array(rows, dtype=np.int64)
+        if rows and rows == list(range(rows[0], rows[-1] + 1)):
+            self._sparse_rows = slice(rows[0], rows[-1] + 1)
         self.blocks = [
             BlockTables(c, self.array, layout.alignment, layout.lookahead, pool)
             for c in block_classes
