@@ -52,6 +52,8 @@ def as_token_ids(name: str, tokens: Any) -> Int32:
         if low < 0 or high >= 2**31:
             bad = low if low < 0 else high
             raise ValueError(f"{name}: expected ids in [0, 2**31), got {bad}")
+    if array.dtype == np.int32 and array.flags.c_contiguous:
+        return array
     return np.ascontiguousarray(array, dtype=np.int32)
 
 

@@ -106,7 +106,9 @@ class PagePool:
     def hold(self, pages: Int32) -> None:
         """Resume points start to hold `pages` (repeats allowed: points of one chain overlap)."""
         low, high = int(pages.min(initial=self.num_pages)), int(pages.max(initial=0)) + 1
-        if high - low <= len(pages):  # many points of one chain: close together, named again and again
+        if high - low <= len(
+            pages
+        ):  # many points of one chain: close together, named again and again
             times = np.bincount(pages - low)
             fresh = (self.counts[low:high] == 0) & (times > 0)
             self.num_held_only += int(np.count_nonzero(fresh))

@@ -24,6 +24,8 @@ class DecodeBatch:
     Attributes:
         slots: [n] requests; key: their bytes, to compare them quickly.
         start, end: [n] their tokens before and after the step. longest: of `end`.
+        columns: [n] flat indices of the first entries of the requests' rows in the fused table.
+        outputs: [num_tables] flat indices of the tables' rows in `last_slots`.
         last_slots: [num_tables, n] slots of the tokens before these.
         starting, next_starting: for each size of blocks and of segments, the rows where one starts in this step, and in the
             next; a segment that starts in the next step ends in this one.
@@ -34,6 +36,8 @@ class DecodeBatch:
     start: Int64
     end: Int64
     longest: int
+    columns: Int64
+    outputs: Int64
     last_slots: Int64
     starting: dict[int, Int64]
     next_starting: dict[int, Int64]
@@ -48,13 +52,17 @@ class Decode:
     """Plan of one class for the requests of a `DecodeBatch` that start a block of it."""
 
     rows: Int64  # [m] rows of the batch
-    slots: Int64  # [m]
     blocks: Int64  # [m] block numbers
     places: Int64  # [m, num_tables] flat indices of their table entries
+    outputs: Int64  # [num_tables, m] flat indices of the rows in a slot mapping
     num_new: int  # pages needed
     old: Int32 | None = None  # [m, num_tables] pages in these places of a ring that is reused
     is_new: npt.NDArray[np.bool_] | None = None  # [m, num_tables] which of them are replaced
     pages: Int32 | None = None  # [m, num_tables]
+
+
+_NONE: Int64 = np.empty(0, dtype=np.int64)
+NO_DECODE = Decode(_NONE, _NONE, _NONE[:, None], _NONE[None], 0)
 
 
 @dataclass
@@ -146,15 +154,17 @@ class BlockTables:
         size, k = self.spec.block_size, self.spec.num_tables
         rows = batch.starting[size]
         if not len(rows):
-            return Decode(rows, rows, rows, rows[:, None], 0)
-        start = batch.start[rows]
-        slots, blocks = batch.slots[rows], start // size
-        places = self.places(slots, blocks)
+            return NO_DECODE
+        blocks = batch.start[rows] // size
+        columns = batch.columns[rows] + (blocks % self.spec.width if self.is_window else blocks)
+        places = columns[:, None] + self._first
+        outputs = batch.outputs[self.spec.tables, None] + rows
         if not self.recycles:
-            return Decode(rows, slots, blocks, places, len(rows) * k)
+            return Decode(rows, blocks, places, outputs, len(rows) * k)
         old = self._flat[places]
         is_new = self.pool.counts[old] != UNSHARED
-        return Decode(rows, slots, blocks, places, int(np.count_nonzero(is_new)), old, is_new)
+        num_new = int(np.count_nonzero(is_new))
+        return Decode(rows, blocks, places, outputs, num_new, old, is_new)
 
     def fill_decode(self, plan: Decode, fresh: Int32) -> Int64:
         """Give `fresh` pages to the plan; returns the slots of the blocks' first rows [k, m]."""
@@ -168,14 +178,14 @@ class BlockTables:
         first: Int64 = plan.pages.T * np.int64(self.spec.block_size)
         return first
 
-    def commit_decode(self, plan: Decode) -> None:
-        """Make the plan's blocks the request's own."""
+    def commit_decode(self, plan: Decode, slots: Int64) -> None:
+        """Make the plan's blocks the own ones of its batch's requests `slots` [n]."""
         pages, old = plan.pages, plan.old
         assert pages is not None
         if self.is_window:
             fresh = pages
             if old is None:
-                self._drop_behind(plan.slots, plan.blocks)
+                self._drop_behind(slots[plan.rows], plan.blocks)
             else:
                 if plan.num_new < old.size:
                     old, fresh = old[plan.is_new], pages[plan.is_new]

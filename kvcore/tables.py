@@ -193,8 +193,8 @@ class Tables:
             last[block.spec.tables] = block.last_slots(slots, start)
         end = start + 1
         return DecodeBatch(
-            slots.copy(), slots.tobytes(), start, end, int(end.max()), last,
-            self._starts(start), self._starts(end),
+            slots.copy(), slots.tobytes(), start, end, int(end.max()), slots * self.layout.num_columns,
+            np.arange(len(last)) * len(slots), last, self._starts(start), self._starts(end),
         )  # fmt: skip
 
     def _starts(self, positions: Int64) -> dict[int, Int64]:
@@ -286,7 +286,7 @@ class Tables:
             n = decode.num_new
             if len(decode.rows):
                 first = block.fill_decode(decode, pages[:n])
-                flat[(block.spec.tables * len(batch.slots))[:, None] + decode.rows] = first
+                flat[decode.outputs] = first
                 pages = pages[n:]
         return pages
 
@@ -318,12 +318,12 @@ class Tables:
         if batch is not None:
             for decode, block in zip(step.decodes, self.blocks, strict=True):
                 if len(decode.rows) and (decode.num_new or decode.old is None):
-                    block.commit_decode(decode)
+                    block.commit_decode(decode, batch.slots)
                     self._delta(decode.places, decode.pages)
             next_end = batch.end + 1
             batch = DecodeBatch(
-                batch.slots, batch.key, batch.end, next_end, batch.longest + 1, step.decode_slots,
-                batch.next_starting, self._starts(next_end),
+                batch.slots, batch.key, batch.end, next_end, batch.longest + 1, batch.columns, batch.outputs,
+                step.decode_slots, batch.next_starting, self._starts(next_end),
             )  # fmt: skip
         self._batch = batch
         copies = NO_COPIES
