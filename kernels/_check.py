@@ -14,6 +14,7 @@ import torch
 
 MODEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HEAD_DIMS = (16, 32, 64, 128, 256, 512)
+E4M3 = torch.float8_e4m3fn
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,13 @@ class AttentionCall:
     softmax_scale: float
     softcap: float | None
     sliding_window: int | None
+    k_scale: float | torch.Tensor | None = None
+    v_scale: float | torch.Tensor | None = None
+
+    @property
+    def scales(self) -> str:
+        """What k_scale and v_scale are: "none", "number", "tensor" (of one number) or "rows"."""
+        return scale_kind(self.k_scale)
 
     @property
     def num_seqs(self) -> int:
@@ -114,9 +122,10 @@ def expect_head_dim(name: str, head_dim: int) -> None:
 def check_pages(
     k_pages: torch.Tensor, v_pages: torch.Tensor, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Require a K and a V page tensor ``[num_pages, block_size, num_kv_heads, head_dim]`` of equal shape; ValueError otherwise."""
-    expect_tensor("k_pages", k_pages, (None,) * 4, dtype, device=device)
-    expect_tensor("v_pages", v_pages, tuple(k_pages.shape), dtype, device=device)
+    """Require a K and a V page tensor ``[num_pages, block_size, num_kv_heads, head_dim]`` of equal shape, both of ``dtype`` or both
+    e4m3; ValueError otherwise."""
+    expect_tensor("k_pages", k_pages, (None,) * 4, (dtype, E4M3), device=device)
+    expect_tensor("v_pages", v_pages, tuple(k_pages.shape), k_pages.dtype, device=device)
     expect_head_dim("k_pages", k_pages.shape[3])
     for axis, what in ((0, "num_pages"), (1, "block_size"), (2, "num_kv_heads")):
         expect_int(f"k_pages: {what}", k_pages.shape[axis], 1)
@@ -124,6 +133,51 @@ def check_pages(
         # The kernels address rows within a page with 32 bits.
         if pages.shape[1] * abs(pages.stride(1)) >= 2**31:
             raise ValueError(f"{name}: expected pages of < 2**31 elements, got {pages.stride()}")
+
+
+def scale_kind(scale: float | torch.Tensor | None) -> str:
+    """What a scale argument is: "none", "number", "tensor" (of one number) or "rows"."""
+    if scale is None:
+        return "none"
+    if isinstance(scale, torch.Tensor):
+        return "tensor" if scale.dim() <= 1 else "rows"
+    return "number"
+
+
+def check_scales(
+    k_scale: float | torch.Tensor | None,
+    v_scale: float | torch.Tensor | None,
+    k_pages: torch.Tensor,
+) -> None:
+    """Require scales of one kind for e4m3 pages, and none for others; shapes as in ``ops.write_kv``, ValueError otherwise."""
+    named = (("k_scale", k_scale), ("v_scale", v_scale))
+    rows = tuple(k_pages.shape[:3])
+    for name, scale in named:
+        if k_pages.dtype != E4M3:
+            if scale is not None:
+                raise ValueError(
+                    f"{name}: expected None with pages of {_names((k_pages.dtype,))}, got {_described(scale)}"
+                )
+            continue
+        expected = f"a number, float32 [] or float32 {list(rows)} with float8_e4m3fn pages"
+        if not isinstance(scale, torch.Tensor):
+            if not isinstance(scale, (int, float)) or isinstance(scale, bool):
+                raise ValueError(f"{name}: expected {expected}, got {_described(scale)}")
+            expect_positive(name, scale)
+            continue
+        if scale.dtype != torch.float32 or tuple(scale.shape) not in ((), (1,), rows):
+            raise ValueError(f"{name}: expected {expected}, got {_described(scale)}")
+        if scale.device != k_pages.device:
+            raise ValueError(
+                f"{name}: expected a tensor on {k_pages.device}, got one on {scale.device}"
+            )
+        # The kernels address rows within a page with 32 bits.
+        if scale.dim() == 3 and scale.shape[1] * abs(scale.stride(1)) >= 2**31:
+            raise ValueError(f"{name}: expected pages of < 2**31 elements, got {scale.stride()}")
+    if scale_kind(k_scale) != scale_kind(v_scale):
+        raise ValueError(
+            f"v_scale: expected the kind of k_scale, {_described(k_scale)}, got {_described(v_scale)}"
+        )
 
 
 def check_attention(
@@ -146,12 +200,15 @@ def check_attention(
     lse: torch.Tensor | None,
     workspace: torch.Tensor | None,
     sliding_window: int | None,
+    k_scale: float | torch.Tensor | None = None,
+    v_scale: float | torch.Tensor | None = None,
 ) -> AttentionCall:
     """Check the arguments of one attention call and fill in the defaults; see ``ops.paged_attention`` for shapes and errors."""
     expect_tensor("q", q, (None, None, None), MODEL_DTYPES)
     num_tokens, num_heads, head_dim = q.shape
     device = q.device
     check_pages(k_pages, v_pages, q.dtype, device)
+    check_scales(k_scale, v_scale, k_pages)
     num_kv_heads = k_pages.shape[2]
     if k_pages.shape[3] != head_dim:
         raise ValueError(f"k_pages: expected head_dim {head_dim}, got {k_pages.shape[3]}")
@@ -216,7 +273,15 @@ def check_attention(
         softmax_scale=float(softmax_scale),
         softcap=None if softcap is None else float(softcap),
         sliding_window=sliding_window,
+        k_scale=float(k_scale) if isinstance(k_scale, int) else k_scale,
+        v_scale=float(v_scale) if isinstance(v_scale, int) else v_scale,
     )
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{_names((value.dtype,))} {list(value.shape)}"
+    return repr(value)
 
 
 def _names(dtypes: Sequence[torch.dtype]) -> str:

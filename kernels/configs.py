@@ -182,7 +182,14 @@ def shared_memory_class(arch: int) -> str:
 
 
 def select_config(
-    head_dim: int, dtype_bytes: int, phase: str, block_size: int, arch: int, *, rows: int = 16
+    head_dim: int,
+    dtype_bytes: int,
+    phase: str,
+    block_size: int,
+    arch: int,
+    *,
+    rows: int = 16,
+    page_bytes: int | None = None,
 ) -> Config:
     """Tile shape of the attention kernel.
 
@@ -193,6 +200,7 @@ def select_config(
         block_size: tokens of a page.
         arch: compute capability as major * 10 + minor.
         rows: query rows of a decode tile, ``DecodePlan.block_m``: 16, 32 or 64; ignored for prefill.
+        page_bytes: of one element in the pages: 1 (e4m3), or ``dtype_bytes``, which None stands for.
 
     Returns:
         Config, the same for every architecture of one shared-memory class.

@@ -20,15 +20,19 @@ def write_kv(
     v_pages: torch.Tensor,
     slot_mapping: torch.Tensor,
     *,
+    k_scale: float | torch.Tensor | None = None,
+    v_scale: float | torch.Tensor | None = None,
     impl: str | None = None,
 ) -> None:
-    """Write rows of keys and values to their slots in the pages, in place.
+    """Write rows of keys and values to their slots in the pages, in place; to e4m3 pages quantised, as ``quant`` says.
 
     Args:
         k, v: [num_rows, num_kv_heads, head_dim] bf16, fp16 or fp32, last stride 1.
-        k_pages, v_pages: [num_pages, block_size, num_kv_heads, head_dim] same dtype, any strides with last stride 1 (two views of one
-            pool, head-major pages). No two of the slots written may share memory.
+        k_pages, v_pages: [num_pages, block_size, num_kv_heads, head_dim] same dtype or torch.float8_e4m3fn, any strides with last stride 1
+            (two views of one pool, head-major pages). No two of the slots written may share memory.
         slot_mapping: [num_rows] int64, page * block_size + row; -1 = do not write this row.
+        k_scale, v_scale: for e4m3 pages, both of one kind; None for others. A number > 0 or fp32 [] (or [1]): the scale of all rows, read.
+            fp32 [num_pages, block_size, num_kv_heads], any strides: the scales of the rows, written beside them.
         impl: "triton" (default for CUDA tensors), "torch" (default for CPU tensors).
 
     Raises:
@@ -40,6 +44,7 @@ def write_kv(
     _check.expect_tensor("k", k, (None, None, None), _check.MODEL_DTYPES)
     _check.expect_tensor("v", v, tuple(k.shape), k.dtype, device=k.device)
     _check.check_pages(k_pages, v_pages, k.dtype, k.device)
+    _check.check_scales(k_scale, v_scale, k_pages)
     if k.shape[1:] != k_pages.shape[2:]:
         raise ValueError(
             f"k: expected [*, {k_pages.shape[2]}, {k_pages.shape[3]}], got {list(k.shape)}"
@@ -48,7 +53,11 @@ def write_kv(
     if _implementation(impl, k) == "torch":
         from quire.kernels import torch_impl
 
-        torch_impl.write_kv(k, v, k_pages, v_pages, slot_mapping)
+        torch_impl.write_kv(k, v, k_pages, v_pages, slot_mapping, k_scale, v_scale)
+    elif k_scale is not None:
+        from quire.kernels import cache_write_e4m3
+
+        cache_write_e4m3.prepare(k, v, k_pages, v_pages, slot_mapping, k_scale, v_scale).run()
     else:
         from quire.kernels import cache_write
 
@@ -66,6 +75,8 @@ def paged_attention(
     max_seqlen_q: int,
     k: torch.Tensor | None = None,
     v: torch.Tensor | None = None,
+    k_scale: float | torch.Tensor | None = None,
+    v_scale: float | torch.Tensor | None = None,
     max_seq_len: int | None = None,
     num_decodes: int | None = None,
     softmax_scale: float | None = None,
@@ -84,15 +95,17 @@ def paged_attention(
 
     Args:
         q: [num_tokens, num_heads, head_dim] bf16, fp16 or fp32, last stride 1; the sequences one after another.
-        k_pages, v_pages: [num_pages, block_size, num_kv_heads, head_dim] q's dtype, any strides with last stride 1 (two views of one
-            pool, head-major pages). num_heads is a multiple of num_kv_heads.
+        k_pages, v_pages: [num_pages, block_size, num_kv_heads, head_dim] q's dtype or torch.float8_e4m3fn, any strides with last stride 1
+            (two views of one pool, head-major pages). num_heads is a multiple of num_kv_heads.
         block_table: [num_seqs, width] int32, physical page ids; any row stride.
         seq_lens: [num_seqs] int32, keys of each sequence including this step's; 0 for a padding row.
         cu_seqlens_q: [num_seqs + 1] int32, prefix sums of the new tokens.
         max_seqlen_q: host int, at least the new tokens of the longest sequence. It sizes tiles. Where all sequences take the decode path,
             the call trusts it that none is too long for them: too small a value leaves rows of longer sequences unwritten. (Device values
             are not read; that the sequences cannot hold all of q's rows is refused.) Elsewhere the result does not depend on it.
-        k, v: [num_tokens, num_kv_heads, head_dim] q's dtype, the fresh rows, ragged like q; both or neither.
+        k, v: [num_tokens, num_kv_heads, head_dim] q's dtype, the fresh rows, ragged like q; both or neither. They are never quantised.
+        k_scale, v_scale: of e4m3 pages, both of one kind; None with other pages. A key is its codes times its scale. A number > 0, or fp32
+            [] (or [1]): of all rows. fp32 [num_pages, block_size, num_kv_heads], any strides: of each row, as ``write_kv`` leaves them.
         max_seq_len: host int, upper bound of seq_lens; lets short batches skip the split of decode work.
         num_decodes: host int, how many sequences at the front take the split-KV path made for few new tokens; the others take the
             prefill path. Default: all if max_seqlen_q <= 1, else none. Any choice gives the right result.
@@ -125,6 +138,8 @@ def paged_attention(
         max_seqlen_q=max_seqlen_q,
         k=k,
         v=v,
+        k_scale=k_scale,
+        v_scale=v_scale,
         max_seq_len=max_seq_len,
         num_decodes=num_decodes,
         softmax_scale=softmax_scale,
@@ -150,6 +165,8 @@ def sliding_window_attention(
     max_seqlen_q: int,
     k: torch.Tensor | None = None,
     v: torch.Tensor | None = None,
+    k_scale: float | torch.Tensor | None = None,
+    v_scale: float | torch.Tensor | None = None,
     max_seq_len: int | None = None,
     num_decodes: int | None = None,
     softmax_scale: float | None = None,
@@ -167,8 +184,8 @@ def sliding_window_attention(
 
     Args:
         sliding_window: tokens that a query sees, its own included; >= 1.
-        q, k_pages, v_pages, block_table, seq_lens, cu_seqlens_q, max_seqlen_q, k, v, max_seq_len, num_decodes, softmax_scale, softcap,
-            sinks, out, lse, workspace, impl: as in ``paged_attention``.
+        q, k_pages, v_pages, block_table, seq_lens, cu_seqlens_q, max_seqlen_q, k, v, k_scale, v_scale, max_seq_len, num_decodes,
+            softmax_scale, softcap, sinks, out, lse, workspace, impl: as in ``paged_attention``.
 
     Returns:
         ``out`` [num_tokens, num_heads, head_dim].
@@ -189,6 +206,8 @@ def sliding_window_attention(
         max_seqlen_q=max_seqlen_q,
         k=k,
         v=v,
+        k_scale=k_scale,
+        v_scale=v_scale,
         max_seq_len=max_seq_len,
         num_decodes=num_decodes,
         softmax_scale=softmax_scale,

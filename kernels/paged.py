@@ -32,277 +32,17 @@ from quire.kernels.configs import (
     tile_heads,
 )
 from quire.kernels.merge import LOG2E
+from quire.kernels.paged_tiles import _attend_query_tile
+from quire.kernels.paged_tiles import _load_page as _load_page
 
 LN2 = tl.constexpr(0.6931471805599453)
+
+# The first architecture with an instruction that widens e4m3.
+E4M3_ARCH = 89
 
 # What CPU tensors (the Triton interpreter) are launched for.
 INTERPRETER_ARCH = 90
 INTERPRETER_SMS = 2
-
-
-@triton.jit
-def _softcapped(scores, inner_scale, outer_scale):
-    """outer_scale * tanh(inner_scale * scores), to fp32 accuracy everywhere.
-
-    tanh by exp2 is right at both infinities but loses its digits to cancellation near 0, where its series takes over (to x^9).
-    """
-    x = inner_scale * scores
-    square = x * x
-    series = 1.0 + square * (
-        -1.0 / 3 + square * (2.0 / 15 + square * (-17.0 / 315 + square * (62.0 / 2835)))
-    )
-    by_exp = 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2E)) + 1.0)
-    return outer_scale * tl.where(square < 0.0625, x * series, by_exp)
-
-
-@triton.jit
-def _update(acc, row_max, row_sum, q, keys, values, visible, inner_scale, outer_scale):
-    """One step of the online softmax with a K/V tile; ``visible`` [BLOCK_M, BLOCK_N] or None if all is."""
-    scores = tl.dot(q, tl.trans(keys), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
-    if outer_scale is not None:
-        scores = _softcapped(scores, inner_scale, outer_scale)
-        scale = 1.0
-    else:
-        scale = inner_scale
-    if visible is not None:
-        scores = tl.where(visible, scores, float("-inf"))
-    new_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
-    base = new_max
-    if visible is not None:
-        # A row that has seen nothing yet: subtracting its -inf would give NaN.
-        base = tl.where(new_max == float("-inf"), 0.0, new_max)
-    weights = tl.exp2(scores * scale - base[:, None])
-    decay = tl.exp2(row_max - base)
-    row_sum = row_sum * decay + tl.sum(weights, 1)
-    acc = tl.dot(
-        weights.to(values.dtype), values, acc * decay[:, None], input_precision="ieee"
-    )  # [BLOCK_M, HEAD_DIM]
-    return acc, new_max, row_sum
-
-
-@triton.jit
-def _load_page(
-    table, width, tile, key_low, key_high, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr
-):
-    """Page id of a tile, or of each of its rows where a page is no multiple of a tile; 0 for keys that are not read."""
-    if BLOCK_SIZE % BLOCK_N == 0:
-        key = tile * BLOCK_N
-        live = (key < key_high) & (key + BLOCK_N > key_low)
-    else:
-        key = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        live = (key < key_high) & (key >= key_low)
-    return tl.load(table + key // BLOCK_SIZE % width, mask=live, other=0)
-
-
-@triton.jit
-def _attend_tiles(
-    acc,
-    row_max,
-    row_sum,
-    q,
-    row_low,
-    row_high,
-    k_base,
-    v_base,
-    table,
-    width,
-    k_stride_page,
-    k_stride_row,
-    v_stride_page,
-    v_stride_row,
-    first,
-    count,
-    head_count,
-    gap,
-    key_low,
-    key_high,
-    inner_scale,
-    outer_scale,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """Run the online softmax over ``count`` tiles from tile ``first`` on, jumping ``gap`` tiles after ``head_count`` of them."""
-    offs_n = tl.arange(0, BLOCK_N)
-    offs_d = tl.arange(0, HEAD_DIM)
-    # 32 bits within a page or a tile of fresh rows, where they reach (_check.check_pages); 64 bits from there on.
-    k_offsets = (offs_n * k_stride_row)[:, None] + offs_d[None, :]
-    v_offsets = (offs_n * v_stride_row)[:, None] + offs_d[None, :]
-    if table is not None:
-        tile = first + tl.where(head_count > 0, 0, gap)
-        page = _load_page(table, width, tile, key_low, key_high, BLOCK_SIZE, BLOCK_N)
-    # Left to LICM, addresses of every later loop would be kept in registers through this one.
-    for i in tl.range(0, count, disable_licm=True):
-        tile = first + i + tl.where(i < head_count, 0, gap)
-        key = tile * BLOCK_N + offs_n
-        if table is None:
-            first_row = (tile * BLOCK_N).to(tl.int64)
-            k_ptrs = k_base + first_row * k_stride_row + k_offsets
-            v_ptrs = v_base + first_row * v_stride_row + v_offsets
-        elif BLOCK_SIZE % BLOCK_N == 0:
-            page_id = page.to(tl.int64)
-            first_row = tile * BLOCK_N % BLOCK_SIZE
-            k_ptrs = k_base + (page_id * k_stride_page + first_row * k_stride_row) + k_offsets
-            v_ptrs = v_base + (page_id * v_stride_page + first_row * v_stride_row) + v_offsets
-        else:
-            row = key % BLOCK_SIZE
-            page_ids = page.to(tl.int64)
-            k_rows = k_base + (page_ids * k_stride_page + row * k_stride_row)
-            v_rows = v_base + (page_ids * v_stride_page + row * v_stride_row)
-            k_ptrs = k_rows[:, None] + offs_d[None, :]
-            v_ptrs = v_rows[:, None] + offs_d[None, :]
-        if MASKED:
-            # Rows outside may be NaN: 0 * NaN would reach the output through V.
-            live = ((key >= key_low) & (key < key_high))[:, None]
-            keys = tl.load(k_ptrs, mask=live, other=0.0)
-            values = tl.load(v_ptrs, mask=live, other=0.0)
-            visible = key[None, :] <= row_high[:, None]
-            if row_low is not None:
-                visible &= key[None, :] >= row_low[:, None]
-        else:
-            keys = tl.load(k_ptrs)
-            values = tl.load(v_ptrs)
-            visible = None
-        acc, row_max, row_sum = _update(
-            acc, row_max, row_sum, q, keys, values, visible, inner_scale, outer_scale
-        )
-        if table is not None:
-            tile = first + i + 1 + tl.where(i + 1 < head_count, 0, gap)
-            page = _load_page(table, width, tile, key_low, key_high, BLOCK_SIZE, BLOCK_N)
-    return acc, row_max, row_sum
-
-
-@triton.jit
-def _attend_source(
-    acc,
-    row_max,
-    row_sum,
-    q,
-    row_low,
-    row_high,
-    k_base,
-    v_base,
-    table,
-    width,
-    k_stride_page,
-    k_stride_row,
-    v_stride_page,
-    v_stride_row,
-    key_low,
-    key_high,
-    open_low,
-    open_high,
-    inner_scale,
-    outer_scale,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    MASK_ALL: tl.constexpr,
-):
-    """Attend to the keys [key_low, key_high) of one source, of which every row sees [open_low, open_high)."""
-    first = key_low // BLOCK_N
-    stop = tl.maximum((key_high + BLOCK_N - 1) // BLOCK_N, first)
-    if MASK_ALL:
-        open_first = stop
-        open_stop = stop
-    else:
-        open_first = tl.minimum(tl.maximum((open_low + BLOCK_N - 1) // BLOCK_N, first), stop)
-        open_stop = tl.minimum(tl.maximum(open_high // BLOCK_N, open_first), stop)
-        num_open = open_stop - open_first
-        acc, row_max, row_sum = _attend_tiles(
-            acc, row_max, row_sum, q, row_low, row_high, k_base, v_base, table, width,
-            k_stride_page, k_stride_row, v_stride_page, v_stride_row,
-            open_first, num_open, num_open, 0, key_low, key_high, inner_scale, outer_scale,
-            HEAD_DIM, BLOCK_SIZE, BLOCK_N, False,
-        )  # fmt: skip
-    head_count = open_first - first
-    return _attend_tiles(
-        acc, row_max, row_sum, q, row_low, row_high, k_base, v_base, table, width,
-        k_stride_page, k_stride_row, v_stride_page, v_stride_row,
-        first, head_count + stop - open_stop, head_count, open_stop - open_first, key_low, key_high,
-        inner_scale, outer_scale, HEAD_DIM, BLOCK_SIZE, BLOCK_N, True,
-    )  # fmt: skip
-
-
-@triton.jit
-def _attend_query_tile(
-    q,
-    token,
-    q_first,
-    q_last,
-    context,
-    k_pages,
-    v_pages,
-    table,
-    width,
-    k_stride_page,
-    k_stride_row,
-    v_stride_page,
-    v_stride_row,
-    k_fresh,
-    v_fresh,
-    k_fresh_stride,
-    v_fresh_stride,
-    piece_low,
-    piece_high,
-    last_piece,
-    sliding_window,
-    inner_scale,
-    outer_scale,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    MASK_ALL: tl.constexpr,
-):
-    """Attend for one query tile to a piece of the paged keys and, in the last piece, to the fresh rows.
-
-    q: [BLOCK_M, HEAD_DIM]; token [BLOCK_M]: each row's token in its sequence's step; q_first, q_last: the tile's first and last.
-    """
-    acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
-    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
-
-    paged_high = context + q_last + 1
-    paged_open_high = context + q_first + 1
-    row_high = context + token
-    if k_fresh is not None:
-        paged_high = context
-        paged_open_high = context
-        row_high = context - 1 + token * 0
-    paged_low = piece_low
-    paged_open_low = piece_low
-    row_low = None
-    if sliding_window is not None:
-        row_low = context + token - sliding_window + 1
-        paged_low = tl.maximum(context + q_first - sliding_window + 1, piece_low)
-        paged_open_low = tl.maximum(context + q_last - sliding_window + 1, piece_low)
-    paged_high = tl.maximum(tl.minimum(paged_high, piece_high), 0)
-    acc, row_max, row_sum = _attend_source(
-        acc, row_max, row_sum, q, row_low, row_high, k_pages, v_pages, table, width,
-        k_stride_page, k_stride_row, v_stride_page, v_stride_row,
-        paged_low, paged_high, paged_open_low, tl.minimum(paged_open_high, paged_high),
-        inner_scale, outer_scale, HEAD_DIM, BLOCK_SIZE, BLOCK_N, MASK_ALL,
-    )  # fmt: skip
-
-    if k_fresh is not None:
-        # Fresh key r is key context + r; in a padding row (seq_len < q_len) the first of them do not exist.
-        fresh_low = tl.maximum(-context, 0)
-        fresh_open_low = fresh_low
-        fresh_row_low = fresh_low + token * 0
-        if sliding_window is not None:
-            fresh_low = tl.maximum(q_first - sliding_window + 1, fresh_low)
-            fresh_open_low = tl.maximum(q_last - sliding_window + 1, fresh_open_low)
-            fresh_row_low = tl.maximum(token - sliding_window + 1, fresh_row_low)
-        fresh_high = tl.where(last_piece, q_last + 1, fresh_low)
-        acc, row_max, row_sum = _attend_source(
-            acc, row_max, row_sum, q, fresh_row_low, token, k_fresh, v_fresh, None, 1,
-            0, k_fresh_stride, 0, v_fresh_stride,
-            fresh_low, fresh_high, fresh_open_low, q_first + 1,
-            inner_scale, outer_scale, HEAD_DIM, BLOCK_SIZE, BLOCK_N, MASK_ALL,
-        )  # fmt: skip
-    return acc, row_max, row_sum
 
 
 @triton.jit
@@ -372,9 +112,12 @@ def _prefill_kernel(
     num_seqs, num_decodes, decode_tokens, num_tiles, num_kv_heads, width, sliding_window, inner_scale, outer_scale,
     q_stride_token, q_stride_head, out_stride_token, out_stride_head, lse_stride_head, table_stride,
     k_stride_page, k_stride_row, k_stride_head, v_stride_page, v_stride_row, v_stride_head,
+    k_scale, v_scale, k_scale_stride_page, k_scale_stride_row, k_scale_stride_head,
+    v_scale_stride_page, v_scale_stride_row, v_scale_stride_head,
     k_fresh_stride_token, k_fresh_stride_head, v_fresh_stride_token, v_fresh_stride_head,
     GROUP: tl.constexpr, BLOCK_Q: tl.constexpr, HEADS: tl.constexpr, HEAD_TILES: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASK_ALL: tl.constexpr,
+    SCALES: tl.constexpr, HARDWARE_E4M3: tl.constexpr,
 ):  # fmt: skip
     num_head_tiles = num_kv_heads * HEAD_TILES
     head_index = tl.program_id(0) % num_head_tiles
@@ -400,14 +143,18 @@ def _prefill_kernel(
     if k_fresh is not None:
         k_fresh += fresh_first * k_fresh_stride_token + kv_head * k_fresh_stride_head
         v_fresh += fresh_first * v_fresh_stride_token + kv_head * v_fresh_stride_head
+    if SCALES == "rows":
+        k_scale += kv_head * k_scale_stride_head
+        v_scale += kv_head * v_scale_stride_head
     acc, row_max, row_sum = _attend_query_tile(
         q_tile, q_first + token, q_first, tl.minimum(q_first + BLOCK_Q, q_len) - 1, context,
         k_pages + kv_head * k_stride_head, v_pages + kv_head * v_stride_head,
         block_table + seq.to(tl.int64) * table_stride, width,
         k_stride_page, k_stride_row, v_stride_page, v_stride_row,
+        k_scale, v_scale, k_scale_stride_page, k_scale_stride_row, v_scale_stride_page, v_scale_stride_row,
         k_fresh, v_fresh, k_fresh_stride_token, v_fresh_stride_token,
         0, context + q_len, True, sliding_window, inner_scale, outer_scale,
-        HEAD_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, MASK_ALL,
+        HEAD_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, SCALES, HARDWARE_E4M3, MASK_ALL,
     )  # fmt: skip
     out_rows = _row_pointers(out, tile_token, kv_head * GROUP, token, group_head, out_stride_token, out_stride_head)  # fmt: skip
     lse_rows = None
@@ -426,9 +173,12 @@ def _decode_kernel(
     num_decodes, target_items, num_kv_heads, width, sliding_window, inner_scale, outer_scale,
     q_stride_token, q_stride_head, out_stride_token, out_stride_head, lse_stride_head, table_stride,
     k_stride_page, k_stride_row, k_stride_head, v_stride_page, v_stride_row, v_stride_head,
+    k_scale, v_scale, k_scale_stride_page, k_scale_stride_row, k_scale_stride_head,
+    v_scale_stride_page, v_scale_stride_row, v_scale_stride_head,
     k_fresh_stride_token, k_fresh_stride_head, v_fresh_stride_token, v_fresh_stride_head,
     GROUP: tl.constexpr, BLOCK_Q: tl.constexpr, HEADS: tl.constexpr, HEAD_TILES: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASK_ALL: tl.constexpr,
+    SCALES: tl.constexpr, HARDWARE_E4M3: tl.constexpr,
     MIN_TOKENS: tl.constexpr,
 ):  # fmt: skip
     num_head_tiles = num_kv_heads * HEAD_TILES
@@ -475,14 +225,18 @@ def _decode_kernel(
     q_tile = tl.load(
         q_rows[:, None] + tl.arange(0, HEAD_DIM)[None, :], mask=live[:, None], other=0.0
     )
+    if SCALES == "rows":
+        k_scale += kv_head * k_scale_stride_head
+        v_scale += kv_head * v_scale_stride_head
     acc, row_max, row_sum = _attend_query_tile(
         q_tile, token, 0, q_len - 1, context,
         k_pages + kv_head * k_stride_head, v_pages + kv_head * v_stride_head,
         block_table + seq.to(tl.int64) * table_stride, width,
         k_stride_page, k_stride_row, v_stride_page, v_stride_row,
+        k_scale, v_scale, k_scale_stride_page, k_scale_stride_row, v_scale_stride_page, v_scale_stride_row,
         k_fresh, v_fresh, k_fresh_stride_token, v_fresh_stride_token,
         low, high, piece == pieces - 1, sliding_window, inner_scale, outer_scale,
-        HEAD_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, MASK_ALL,
+        HEAD_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, SCALES, HARDWARE_E4M3, MASK_ALL,
     )  # fmt: skip
     if pieces == 1:
         out_rows = _row_pointers(out, first_token, kv_head * GROUP, token, group_head, out_stride_token, out_stride_head)  # fmt: skip
@@ -548,10 +302,17 @@ def _shared_arguments(call: AttentionCall) -> dict[str, Any]:
     k_page, v_page = call.k_pages.stride(), call.v_pages.stride()
     k_fresh = (0, 0) if call.k is None else call.k.stride()
     v_fresh = (0, 0) if call.v is None else call.v.stride()
+    k_pages, v_pages = call.k_pages, call.v_pages
+    if call.scales != "none":
+        # As bytes: below sm_89 Triton has no such type.
+        k_pages, v_pages = k_pages.view(torch.uint8), v_pages.view(torch.uint8)
+    k_scale = v_scale = (None, None, None)
+    if call.scales == "rows":
+        k_scale, v_scale = call.k_scale.stride(), call.v_scale.stride()
     return {
         "q": call.q,
-        "k_pages": call.k_pages,
-        "v_pages": call.v_pages,
+        "k_pages": k_pages,
+        "v_pages": v_pages,
         "k_fresh": call.k,
         "v_fresh": call.v,
         "block_table": call.block_table,
@@ -577,6 +338,14 @@ def _shared_arguments(call: AttentionCall) -> dict[str, Any]:
         "v_stride_page": v_page[0],
         "v_stride_row": v_page[1],
         "v_stride_head": v_page[2],
+        "k_scale": call.k_scale,
+        "v_scale": call.v_scale,
+        "k_scale_stride_page": k_scale[0],
+        "k_scale_stride_row": k_scale[1],
+        "k_scale_stride_head": k_scale[2],
+        "v_scale_stride_page": v_scale[0],
+        "v_scale_stride_row": v_scale[1],
+        "v_scale_stride_head": v_scale[2],
         "k_fresh_stride_token": k_fresh[0],
         "k_fresh_stride_head": k_fresh[1],
         "v_fresh_stride_token": v_fresh[0],
@@ -584,7 +353,7 @@ def _shared_arguments(call: AttentionCall) -> dict[str, Any]:
     }
 
 
-def _shape_arguments(call: AttentionCall, config: Config) -> dict[str, int]:
+def _shape_arguments(call: AttentionCall, config: Config, arch: int) -> dict[str, Any]:
     """Compile-time constants and launch options that both kernels take."""
     block_q, heads, head_tiles = tile_heads(call.group, config.block_m)
     return {
@@ -597,6 +366,8 @@ def _shape_arguments(call: AttentionCall, config: Config) -> dict[str, int]:
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "MASK_ALL": config.mask_all,
+        "SCALES": call.scales,
+        "HARDWARE_E4M3": call.scales != "none" and arch >= E4M3_ARCH,
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
         "maxnreg": MAX_REGISTERS,
@@ -606,8 +377,15 @@ def _shape_arguments(call: AttentionCall, config: Config) -> dict[str, int]:
 def _prepare_prefill(call: AttentionCall, arch: int, decode_tokens: int) -> Launch:
     """The launch for all sequences but the first ``num_decodes`` of up to ``decode_tokens`` new tokens."""
     head_dim, block_size = call.q.shape[2], call.k_pages.shape[1]
-    config = select_config(head_dim, call.q.element_size(), "prefill", block_size, arch)
-    constants = _shape_arguments(call, config)
+    config = select_config(
+        head_dim,
+        call.q.element_size(),
+        "prefill",
+        block_size,
+        arch,
+        page_bytes=call.k_pages.element_size(),
+    )
+    constants = _shape_arguments(call, config, arch)
     # Without the lengths on the host: each sequence adds at most one tile that is not full.
     num_tiles = call.q.shape[0] // constants["BLOCK_Q"] + call.num_seqs
     return Launch(
@@ -640,9 +418,15 @@ def _prepare_decode(call: AttentionCall, arch: int, num_sms: int) -> list[Launch
         sliding_window=call.sliding_window,
     )
     config = select_config(
-        head_dim, call.q.element_size(), "decode", block_size, arch, rows=plan.block_m
+        head_dim,
+        call.q.element_size(),
+        "decode",
+        block_size,
+        arch,
+        rows=plan.block_m,
+        page_bytes=call.k_pages.element_size(),
     )
-    constants = _shape_arguments(call, config)
+    constants = _shape_arguments(call, config, arch)
     partial_out = partial_lse = None
     if plan.workspace_numel:
         workspace = call.workspace

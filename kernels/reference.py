@@ -22,13 +22,40 @@ def write_kv(
     k_pages: torch.Tensor,
     v_pages: torch.Tensor,
     slot_mapping: torch.Tensor,
+    k_scale: float | torch.Tensor | None = None,
+    v_scale: float | torch.Tensor | None = None,
 ) -> None:
     """Write rows to pages one at a time; shapes as in ``quire.kernels.write_kv``."""
     block_size = k_pages.shape[1]
     for i, slot in enumerate(slot_mapping.tolist()):
-        if slot >= 0:
-            k_pages[slot // block_size, slot % block_size] = k[i]
-            v_pages[slot // block_size, slot % block_size] = v[i]
+        if slot < 0:
+            continue
+        page, row = slot // block_size, slot % block_size
+        for rows, pages, scale in ((k, k_pages, k_scale), (v, v_pages, v_scale)):
+            for head in range(rows.shape[1]):
+                new = rows[i, head]
+                if scale is not None:
+                    one = scale
+                    if isinstance(scale, torch.Tensor) and scale.dim() == 3:
+                        largest = torch.max(new.abs()).float()
+                        if torch.isinf(largest):
+                            largest = torch.tensor(torch.finfo(torch.float32).max)
+                        one = torch.maximum(largest / 448.0, torch.tensor(2.0**-126))
+                        scale[page, row, head] = one
+                    new = torch.clamp(new.float() / torch.as_tensor(one), -448.0, 448.0)
+                    new = new.to(torch.float8_e4m3fn)
+                pages[page, row, head].copy_(new)
+
+
+def _kept(pages: torch.Tensor, scale: float | torch.Tensor | None, page: int, row: int, dtype: torch.dtype) -> torch.Tensor:  # fmt: skip
+    """One row of a page [num_kv_heads, head_dim]: as it is, or codes times scale, multiplied in float64 for float64 and else in fp32."""
+    if scale is None:
+        return pages[page, row]
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    factor = torch.as_tensor(scale, dtype=torch.float32)
+    if factor.dim() == 3:
+        factor = factor[page, row, :, None]
+    return (pages[page, row].float().to(wide) * factor.to(wide)).to(dtype)
 
 
 def paged_attention(
@@ -42,6 +69,8 @@ def paged_attention(
     max_seqlen_q: int | None = None,
     k: torch.Tensor | None = None,
     v: torch.Tensor | None = None,
+    k_scale: float | torch.Tensor | None = None,
+    v_scale: float | torch.Tensor | None = None,
     max_seq_len: int | None = None,
     num_decodes: int | None = None,
     softmax_scale: float | None = None,
@@ -82,16 +111,16 @@ def paged_attention(
                     values.append(v[first + j - context])
                 else:
                     page = block_table[s, j // block_size % width].item()
-                    keys.append(k_pages[page, j % block_size])
-                    values.append(v_pages[page, j % block_size])
+                    keys.append(_kept(k_pages, k_scale, page, j % block_size, dtype))
+                    values.append(_kept(v_pages, v_scale, page, j % block_size, dtype))
             for h in range(num_heads):
                 if not keys:
                     out[token, h] = 0
                     if lse is not None:
                         lse[h, token] = -math.inf
                     continue
-                key_rows = torch.stack([row[h // group] for row in keys]).to(dtype)
-                value_rows = torch.stack([row[h // group] for row in values]).to(dtype)
+                key_rows = torch.stack([row[h // group].to(dtype) for row in keys])
+                value_rows = torch.stack([row[h // group].to(dtype) for row in values])
                 logits = key_rows @ q[token, h].to(dtype) * scale
                 if softcap is not None:
                     logits = softcap * torch.tanh(logits / softcap)
@@ -116,6 +145,8 @@ def sliding_window_attention(
     max_seqlen_q: int | None = None,
     k: torch.Tensor | None = None,
     v: torch.Tensor | None = None,
+    k_scale: float | torch.Tensor | None = None,
+    v_scale: float | torch.Tensor | None = None,
     max_seq_len: int | None = None,
     num_decodes: int | None = None,
     softmax_scale: float | None = None,
@@ -136,6 +167,8 @@ def sliding_window_attention(
         cu_seqlens_q,
         k=k,
         v=v,
+        k_scale=k_scale,
+        v_scale=v_scale,
         softmax_scale=softmax_scale,
         softcap=softcap,
         sinks=sinks,

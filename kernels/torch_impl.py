@@ -14,6 +14,7 @@ from itertools import pairwise
 
 import torch
 
+from quire.kernels import quant
 from quire.kernels._check import AttentionCall
 
 # Keys gathered at once for the batch of one-token sequences, so that a long batch does not copy the whole pool.
@@ -26,14 +27,25 @@ def write_kv(
     k_pages: torch.Tensor,
     v_pages: torch.Tensor,
     slot_mapping: torch.Tensor,
+    k_scale: float | torch.Tensor | None = None,
+    v_scale: float | torch.Tensor | None = None,
 ) -> None:
     """Write rows to pages by slot; shapes as in ``quire.kernels.write_kv``."""
     rows = torch.nonzero(slot_mapping >= 0).squeeze(1)
     slots = slot_mapping[rows]
     block_size = k_pages.shape[1]
     page, row = slots // block_size, slots % block_size
-    k_pages[page, row] = k[rows]
-    v_pages[page, row] = v[rows]
+    for new, pages, scale in ((k[rows], k_pages, k_scale), (v[rows], v_pages, v_scale)):
+        if scale is None:
+            pages[page, row] = new
+        elif isinstance(scale, torch.Tensor) and scale.dim() == 3:
+            codes, row_scales = quant.quantise(new)
+            # Torch does not index e4m3 tensors everywhere; their bytes it does.
+            pages.view(torch.uint8)[page, row] = codes.view(torch.uint8)
+            scale[page, row] = row_scales
+        else:
+            codes, _ = quant.quantise(new, scale)
+            pages.view(torch.uint8)[page, row] = codes.view(torch.uint8)
 
 
 def attention(call: AttentionCall) -> torch.Tensor:
@@ -71,6 +83,18 @@ def merge_partials(
     return out.copy_((weight * rows).sum(0))
 
 
+def _rows(
+    pages: torch.Tensor, scale: float | torch.Tensor | None, page: torch.Tensor, row: torch.Tensor
+) -> torch.Tensor:
+    """Rows [..., num_kv_heads, head_dim] of pages by page id and row in it; those of e4m3 pages as fp32."""
+    if scale is None:
+        return pages[page, row]
+    codes = pages.view(torch.uint8)[page, row].view(pages.dtype)
+    if isinstance(scale, torch.Tensor) and scale.dim() == 3:
+        scale = scale[page, row]
+    return quant.dequantise(codes, scale)
+
+
 def _attend(call: AttentionCall, batch: Sequence[int], seq_lens: Sequence[int], q_len: int) -> None:
     """Attend for some sequences of equal q_len: shapes below are [B = sequences, L = q_len, S = gathered keys, ...]."""
     num_heads, head_dim = call.q.shape[1:]
@@ -95,11 +119,11 @@ def _attend(call: AttentionCall, batch: Sequence[int], seq_lens: Sequence[int], 
     # Entries that no query sees may hold anything, so page 0 stands in for them; its rows are blanked below.
     page = torch.where(live, call.block_table[sequence[:, None], entry].long(), 0)
     row = key_position % block_size
-    keys = call.k_pages[page, row]  # [B, S, num_kv_heads, head_dim]
-    values = call.v_pages[page, row]
+    keys = _rows(call.k_pages, call.k_scale, page, row)  # [B, S, num_kv_heads, head_dim]
+    values = _rows(call.v_pages, call.v_scale, page, row)
     if call.k is not None and call.v is not None:
-        keys = torch.cat([keys, call.k[tokens]], 1)
-        values = torch.cat([values, call.v[tokens]], 1)
+        keys = torch.cat([keys, call.k[tokens].to(keys.dtype)], 1)
+        values = torch.cat([values, call.v[tokens].to(values.dtype)], 1)
         key_position = torch.cat([key_position, position], 1)
         live = torch.cat([live, position >= 0], 1)
     row_live = live[:, :, None, None]

@@ -1,0 +1,368 @@
+"""What one query tile of paged attention does: walk the tiles of its keys, in the pages and among the fresh rows.
+
+Quantised pages hold e4m3 codes. A code is widened to the query's dtype, exactly, and that is all that is done to each element: the
+scale of a key's row multiplies its column of the scores, and that of a value's row its column of the weights, M x N products a tile in
+place of N x HEAD_DIM. Both are fp32; weights are rounded to the dtype of the product after the scale instead of before, which
+in bf16 and fp32 costs nothing. In fp16 a scaled weight may underflow: there values are scaled themselves, and rounded as fp16 values are.
+One scale for a whole tensor is a factor of the scores' own scale, and of the sum over the pages before fresh rows are added to it.
+"""
+
+import triton
+import triton.language as tl
+
+from quire.kernels.merge import LOG2E
+from quire.kernels.mla._tiles import widen_e4m3
+
+
+@triton.jit
+def _softcapped(scores, inner_scale, outer_scale):
+    """outer_scale * tanh(inner_scale * scores), to fp32 accuracy everywhere.
+
+    tanh by exp2 is right at both infinities but loses its digits to cancellation near 0, where its series takes over (to x^9).
+    """
+    x = inner_scale * scores
+    square = x * x
+    series = 1.0 + square * (
+        -1.0 / 3 + square * (2.0 / 15 + square * (-17.0 / 315 + square * (62.0 / 2835)))
+    )
+    by_exp = 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2E)) + 1.0)
+    return outer_scale * tl.where(square < 0.0625, x * series, by_exp)
+
+
+@triton.jit
+def _update(
+    acc,
+    row_max,
+    row_sum,
+    q,
+    keys,
+    values,
+    key_scales,
+    value_scales,
+    visible,
+    inner_scale,
+    outer_scale,
+):
+    """One step of the online softmax with a K/V tile; ``visible`` [BLOCK_M, BLOCK_N] or None if all is, scales [BLOCK_N] or None."""
+    scores = tl.dot(q, tl.trans(keys), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
+    if key_scales is not None:
+        scores = scores * key_scales[None, :]
+    if outer_scale is not None:
+        scores = _softcapped(scores, inner_scale, outer_scale)
+        scale = 1.0
+    else:
+        scale = inner_scale
+    if visible is not None:
+        scores = tl.where(visible, scores, float("-inf"))
+    new_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
+    base = new_max
+    if visible is not None:
+        # A row that has seen nothing yet: subtracting its -inf would give NaN.
+        base = tl.where(new_max == float("-inf"), 0.0, new_max)
+    weights = tl.exp2(scores * scale - base[:, None])
+    decay = tl.exp2(row_max - base)
+    row_sum = row_sum * decay + tl.sum(weights, 1)
+    if value_scales is not None:
+        weights = weights * value_scales[None, :]
+    acc = tl.dot(
+        weights.to(values.dtype), values, acc * decay[:, None], input_precision="ieee"
+    )  # [BLOCK_M, HEAD_DIM]
+    return acc, new_max, row_sum
+
+
+@triton.jit
+def _load_page(
+    table, width, tile, key_low, key_high, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Page id of a tile, or of each of its rows where a page is no multiple of a tile; 0 for keys that are not read."""
+    if BLOCK_SIZE % BLOCK_N == 0:
+        key = tile * BLOCK_N
+        live = (key < key_high) & (key + BLOCK_N > key_low)
+    else:
+        key = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        live = (key < key_high) & (key >= key_low)
+    return tl.load(table + key // BLOCK_SIZE % width, mask=live, other=0)
+
+
+@triton.jit
+def _load_scales(scales, page, row, live, stride_page, stride_row):
+    """Scales [BLOCK_N] of the rows of a tile, whose page is one or each row's; 0 for rows that are not ``live`` (None: all are)."""
+    cells = scales + page.to(tl.int64) * stride_page + row * stride_row
+    if live is None:
+        found = tl.load(cells)
+    else:
+        found = tl.load(cells, mask=live, other=0.0)
+    return found
+
+
+@triton.jit
+def _attend_tiles(
+    acc,
+    row_max,
+    row_sum,
+    q,
+    row_low,
+    row_high,
+    k_base,
+    v_base,
+    table,
+    width,
+    k_stride_page,
+    k_stride_row,
+    v_stride_page,
+    v_stride_row,
+    k_scales,
+    v_scales,
+    k_scales_stride_page,
+    k_scales_stride_row,
+    v_scales_stride_page,
+    v_scales_stride_row,
+    first,
+    count,
+    head_count,
+    gap,
+    key_low,
+    key_high,
+    inner_scale,
+    outer_scale,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HARDWARE_E4M3: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Run the online softmax over ``count`` tiles from tile ``first`` on, jumping ``gap`` tiles after ``head_count`` of them."""
+    offs_n = tl.arange(0, BLOCK_N)
+    offs_d = tl.arange(0, HEAD_DIM)
+    # 32 bits within a page or a tile of fresh rows, where they reach (_check.check_pages); 64 bits from there on.
+    k_offsets = (offs_n * k_stride_row)[:, None] + offs_d[None, :]
+    v_offsets = (offs_n * v_stride_row)[:, None] + offs_d[None, :]
+    if table is not None:
+        tile = first + tl.where(head_count > 0, 0, gap)
+        page = _load_page(table, width, tile, key_low, key_high, BLOCK_SIZE, BLOCK_N)
+    # Left to LICM, addresses of every later loop would be kept in registers through this one.
+    for i in tl.range(0, count, disable_licm=True):
+        tile = first + i + tl.where(i < head_count, 0, gap)
+        key = tile * BLOCK_N + offs_n
+        if table is None:
+            first_row = (tile * BLOCK_N).to(tl.int64)
+            k_ptrs = k_base + first_row * k_stride_row + k_offsets
+            v_ptrs = v_base + first_row * v_stride_row + v_offsets
+        elif BLOCK_SIZE % BLOCK_N == 0:
+            page_id = page.to(tl.int64)
+            first_row = tile * BLOCK_N % BLOCK_SIZE
+            k_ptrs = k_base + (page_id * k_stride_page + first_row * k_stride_row) + k_offsets
+            v_ptrs = v_base + (page_id * v_stride_page + first_row * v_stride_row) + v_offsets
+        else:
+            row = key % BLOCK_SIZE
+            page_ids = page.to(tl.int64)
+            k_rows = k_base + (page_ids * k_stride_page + row * k_stride_row)
+            v_rows = v_base + (page_ids * v_stride_page + row * v_stride_row)
+            k_ptrs = k_rows[:, None] + offs_d[None, :]
+            v_ptrs = v_rows[:, None] + offs_d[None, :]
+        if MASKED:
+            # Rows outside may be NaN: 0 * NaN would reach the output through V.
+            live = ((key >= key_low) & (key < key_high))[:, None]
+            keys = tl.load(k_ptrs, mask=live, other=0.0)
+            values = tl.load(v_ptrs, mask=live, other=0.0)
+            visible = key[None, :] <= row_high[:, None]
+            if row_low is not None:
+                visible &= key[None, :] >= row_low[:, None]
+        else:
+            keys = tl.load(k_ptrs)
+            values = tl.load(v_ptrs)
+            visible = None
+        key_scales = None
+        value_scales = None
+        if k_scales is not None:
+            scaled_row = key % BLOCK_SIZE
+            scaled_live = None
+            if MASKED:
+                scaled_live = (key >= key_low) & (key < key_high)
+            key_scales = _load_scales(
+                k_scales, page, scaled_row, scaled_live, k_scales_stride_page, k_scales_stride_row
+            )
+            value_scales = _load_scales(
+                v_scales, page, scaled_row, scaled_live, v_scales_stride_page, v_scales_stride_row
+            )
+        if k_base.dtype.element_ty == tl.uint8:
+            keys = widen_e4m3(keys, q.dtype, HARDWARE_E4M3)
+            if k_scales is not None and q.dtype == tl.float16:
+                wide = widen_e4m3(values, tl.float32, HARDWARE_E4M3)
+                values = (wide * value_scales[:, None]).to(tl.float16)
+                value_scales = None
+            else:
+                values = widen_e4m3(values, q.dtype, HARDWARE_E4M3)
+        acc, row_max, row_sum = _update(
+            acc, row_max, row_sum, q, keys, values, key_scales, value_scales, visible,
+            inner_scale, outer_scale,
+        )  # fmt: skip
+        if table is not None:
+            tile = first + i + 1 + tl.where(i + 1 < head_count, 0, gap)
+            page = _load_page(table, width, tile, key_low, key_high, BLOCK_SIZE, BLOCK_N)
+    return acc, row_max, row_sum
+
+
+@triton.jit
+def _attend_source(
+    acc,
+    row_max,
+    row_sum,
+    q,
+    row_low,
+    row_high,
+    k_base,
+    v_base,
+    table,
+    width,
+    k_stride_page,
+    k_stride_row,
+    v_stride_page,
+    v_stride_row,
+    k_scales,
+    v_scales,
+    k_scales_stride_page,
+    k_scales_stride_row,
+    v_scales_stride_page,
+    v_scales_stride_row,
+    key_low,
+    key_high,
+    open_low,
+    open_high,
+    inner_scale,
+    outer_scale,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HARDWARE_E4M3: tl.constexpr,
+    MASK_ALL: tl.constexpr,
+):
+    """Attend to the keys [key_low, key_high) of one source, of which every row sees [open_low, open_high)."""
+    first = key_low // BLOCK_N
+    stop = tl.maximum((key_high + BLOCK_N - 1) // BLOCK_N, first)
+    if MASK_ALL:
+        open_first = stop
+        open_stop = stop
+    else:
+        open_first = tl.minimum(tl.maximum((open_low + BLOCK_N - 1) // BLOCK_N, first), stop)
+        open_stop = tl.minimum(tl.maximum(open_high // BLOCK_N, open_first), stop)
+        num_open = open_stop - open_first
+        acc, row_max, row_sum = _attend_tiles(
+            acc, row_max, row_sum, q, row_low, row_high, k_base, v_base, table, width,
+            k_stride_page, k_stride_row, v_stride_page, v_stride_row, k_scales, v_scales,
+            k_scales_stride_page, k_scales_stride_row, v_scales_stride_page, v_scales_stride_row,
+            open_first, num_open, num_open, 0, key_low, key_high, inner_scale, outer_scale,
+            HEAD_DIM, BLOCK_SIZE, BLOCK_N, HARDWARE_E4M3, False,
+        )  # fmt: skip
+    head_count = open_first - first
+    return _attend_tiles(
+        acc, row_max, row_sum, q, row_low, row_high, k_base, v_base, table, width,
+        k_stride_page, k_stride_row, v_stride_page, v_stride_row, k_scales, v_scales,
+        k_scales_stride_page, k_scales_stride_row, v_scales_stride_page, v_scales_stride_row,
+        first, head_count + stop - open_stop, head_count, open_stop - open_first, key_low, key_high,
+        inner_scale, outer_scale, HEAD_DIM, BLOCK_SIZE, BLOCK_N, HARDWARE_E4M3, True,
+    )  # fmt: skip
+
+
+@triton.jit
+def _attend_query_tile(
+    q,
+    token,
+    q_first,
+    q_last,
+    context,
+    k_pages,
+    v_pages,
+    table,
+    width,
+    k_stride_page,
+    k_stride_row,
+    v_stride_page,
+    v_stride_row,
+    k_scale,
+    v_scale,
+    k_scale_stride_page,
+    k_scale_stride_row,
+    v_scale_stride_page,
+    v_scale_stride_row,
+    k_fresh,
+    v_fresh,
+    k_fresh_stride,
+    v_fresh_stride,
+    piece_low,
+    piece_high,
+    last_piece,
+    sliding_window,
+    inner_scale,
+    outer_scale,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SCALES: tl.constexpr,
+    HARDWARE_E4M3: tl.constexpr,
+    MASK_ALL: tl.constexpr,
+):
+    """Attend for one query tile to a piece of the paged keys and, in the last piece, to the fresh rows.
+
+    q: [BLOCK_M, HEAD_DIM]; token [BLOCK_M]: each row's token in its sequence's step; q_first, q_last: the tile's first and last.
+    SCALES: what k_scale and v_scale are: "none", "number", "tensor" (a pointer to a number) or "rows" (pointers to this head's scales).
+    """
+    acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+
+    paged_high = context + q_last + 1
+    paged_open_high = context + q_first + 1
+    row_high = context + token
+    if k_fresh is not None:
+        paged_high = context
+        paged_open_high = context
+        row_high = context - 1 + token * 0
+    paged_low = piece_low
+    paged_open_low = piece_low
+    row_low = None
+    if sliding_window is not None:
+        row_low = context + token - sliding_window + 1
+        paged_low = tl.maximum(context + q_first - sliding_window + 1, piece_low)
+        paged_open_low = tl.maximum(context + q_last - sliding_window + 1, piece_low)
+    paged_high = tl.maximum(tl.minimum(paged_high, piece_high), 0)
+    k_scales = None
+    v_scales = None
+    paged_scale = inner_scale
+    if SCALES == "rows":
+        k_scales = k_scale
+        v_scales = v_scale
+    elif SCALES == "tensor":
+        paged_scale = inner_scale * tl.load(k_scale)
+    elif SCALES == "number":
+        paged_scale = inner_scale * k_scale
+    acc, row_max, row_sum = _attend_source(
+        acc, row_max, row_sum, q, row_low, row_high, k_pages, v_pages, table, width,
+        k_stride_page, k_stride_row, v_stride_page, v_stride_row, k_scales, v_scales,
+        k_scale_stride_page, k_scale_stride_row, v_scale_stride_page, v_scale_stride_row,
+        paged_low, paged_high, paged_open_low, tl.minimum(paged_open_high, paged_high),
+        paged_scale, outer_scale, HEAD_DIM, BLOCK_SIZE, BLOCK_N, HARDWARE_E4M3, MASK_ALL,
+    )  # fmt: skip
+    if SCALES == "tensor":
+        acc = acc * tl.load(v_scale)
+    elif SCALES == "number":
+        acc = acc * v_scale
+
+    if k_fresh is not None:
+        # Fresh key r is key context + r; in a padding row (seq_len < q_len) the first of them do not exist.
+        fresh_low = tl.maximum(-context, 0)
+        fresh_open_low = fresh_low
+        fresh_row_low = fresh_low + token * 0
+        if sliding_window is not None:
+            fresh_low = tl.maximum(q_first - sliding_window + 1, fresh_low)
+            fresh_open_low = tl.maximum(q_last - sliding_window + 1, fresh_open_low)
+            fresh_row_low = tl.maximum(token - sliding_window + 1, fresh_row_low)
+        fresh_high = tl.where(last_piece, q_last + 1, fresh_low)
+        acc, row_max, row_sum = _attend_source(
+            acc, row_max, row_sum, q, fresh_row_low, token, k_fresh, v_fresh, None, 1,
+            0, k_fresh_stride, 0, v_fresh_stride, None, None, 0, 0, 0, 0,
+            fresh_low, fresh_high, fresh_open_low, q_first + 1,
+            inner_scale, outer_scale, HEAD_DIM, BLOCK_SIZE, BLOCK_N, HARDWARE_E4M3, MASK_ALL,
+        )  # fmt: skip
+    return acc, row_max, row_sum

@@ -1,0 +1,314 @@
+"""K and V in e4m3 pages: what is written against torch's cast, and attention against the float64 oracle on the dequantised values."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from quire.kernels import (
+    paged_attention,
+    quant,
+    reference,
+    sliding_window_attention,
+    write_kv,
+)
+from tests.helpers import (
+    DEVICE,
+    NAN,
+    AttentionCase,
+    assert_within_budget,
+    attention_reference,
+    make_batch,
+)
+from tests.kernels.test_attention import attend
+
+BF16, FP16, FP32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
+IMPLS = ("triton", "torch")
+KINDS = ("rows", "number", "tensor")
+NAN_CODE = 0x7F
+W = 20
+
+CASES = [
+    AttentionCase("decode-around-block", [1, 15, 16, 17, 33], [1] * 5),
+    AttentionCase("decode-pages-only-bf16", [1, 15, 16, 17, 70], [1] * 5, fresh=False, dtype=BF16),
+    AttentionCase("decode-empty-sequences", [0, 50, 0, 30], [1, 1, 0, 1], sinks=True),
+    AttentionCase("decode-speculative-hnd", [9, 21, 3], [3, 3, 3], num_decodes=3, layout="hnd"),
+    AttentionCase("decode-d64-gqa-8-bf16", [90], [1], num_heads=8, num_kv_heads=1, head_dim=64, dtype=BF16),
+    AttentionCase("decode-d128-page-48-fp16", [90], [1], head_dim=128, block_size=48, dtype=FP16),
+    AttentionCase("decode-d256-page-256", [300], [1], head_dim=256, block_size=256, dtype=BF16),
+    AttentionCase("decode-d512-bf16", [40], [1], head_dim=512, dtype=BF16, num_heads=8, num_kv_heads=1),
+    AttentionCase("decode-softcap-sinks", [40, 3], [1, 1], softcap=5.0, sinks=True),
+    AttentionCase("split", [700, 3, 0, 300], [1] * 4, block_size=64, num_heads=2, num_kv_heads=1),
+    AttentionCase("split-bf16-sinks", [620, 9], [3, 1], num_decodes=2, num_heads=2, num_kv_heads=1, sinks=True, dtype=BF16),
+    AttentionCase("prefill-first", [1, 15, 17, 33], [1, 15, 17, 33]),
+    AttentionCase("prefill-chunk", [40, 90, 33], [7, 20, 1], num_decodes=0),
+    AttentionCase("prefill-pages-only-interleaved", [40, 17, 1], [7, 17, 1], fresh=False, layout="interleaved"),
+    AttentionCase("prefill-group-3-page-8-bf16", [150], [50], num_heads=6, block_size=8, dtype=BF16),
+    AttentionCase("prefill-long-context-bf16", [300], [40], num_heads=2, num_kv_heads=1, dtype=BF16, block_size=128),
+    AttentionCase("prefill-d512-fp16", [40], [20], head_dim=512, dtype=FP16, num_heads=2, num_kv_heads=1),
+    AttentionCase("prefill-softcap-sinks", [40, 3], [20, 3], softcap=3.0, sinks=True, softmax_scale=1.0),
+    AttentionCase("mixed-interleaved-bf16", [30, 40], [1, 9], num_decodes=1, layout="interleaved", dtype=BF16),
+    AttentionCase("window-decode-ring", [45, 90, 7], [1] * 3, sliding_window=W, ring=True),
+    AttentionCase("window-decode-pages-only", [1, W - 1, W, W + 1, 2 * W], [1] * 5, sliding_window=W, fresh=False),
+    AttentionCase("window-split-ring-sinks", [900], [2], num_decodes=1, sliding_window=600, ring=True, sinks=True, num_heads=2, num_kv_heads=1),
+    AttentionCase("window-prefill-chunk-ring", [90, 33, 300], [30, 33, 8], sliding_window=W, ring=True),
+    AttentionCase("window-prefill-wide-bf16", [400], [60], sliding_window=200, dtype=BF16, num_heads=1, num_kv_heads=1, block_size=128),
+    AttentionCase("window-mixed-d256-bf16", [40, 30], [1, 9], sliding_window=W, head_dim=256, dtype=BF16, num_decodes=1),
+]  # fmt: skip
+
+
+def strided_like(tensor, dtype):
+    """NaN in a tensor of the same shape and strides."""
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=torch.uint8, device=DEVICE)
+    return made.fill_(NAN_CODE).view(dtype)
+
+
+def quantised(batch, kind):
+    """A batch whose pages are e4m3: NaN codes, and NaN scales, where its pages are NaN."""
+    changed = {}
+    for name in "k", "v":
+        rows = batch[f"{name}_pages"]
+        factor = {"k": 0.02, "v": 0.013}[name]
+        codes, scales = quant.quantise(rows, None if kind == "rows" else factor)
+        pages = strided_like(rows, E4M3)
+        pages.view(torch.uint8).copy_(codes.view(torch.uint8))
+        changed[f"{name}_pages"] = pages
+        if kind == "rows":
+            # As in the runner's pool: a head's rows side by side.
+            scales = scales.transpose(1, 2).contiguous().transpose(1, 2)
+            assert bool(scales.isnan().any())
+        changed[f"{name}_scale"] = factor if kind == "number" else scales
+    return batch | changed
+
+
+def kinds_of_cases():
+    """Every case with scales of rows; every third with each of the others."""
+    found = [(case, "rows") for case in CASES]
+    return found + [(case, KINDS[1 + i // 3 % 2]) for i, case in enumerate(CASES) if i % 3 == 0]
+
+
+@pytest.mark.parametrize("case, kind", kinds_of_cases(), ids=lambda x: getattr(x, "name", x))
+def test_against_float64(case, kind):
+    batch = quantised(make_batch(case), kind)
+    exact, exact_lse = attention_reference(batch, torch.float64)
+    plain, _ = attention_reference(batch, case.dtype)
+    _, plain_lse = attention_reference(batch, torch.float32)
+    for impl in IMPLS:
+        lse = torch.full(exact_lse.shape, NAN, device=DEVICE)
+        out = attend(batch, impl, lse=lse)
+        assert out.dtype == case.dtype
+        assert_within_budget(f"{impl} out", out, plain, exact)
+        assert_within_budget(f"{impl} lse", lse, plain_lse, exact_lse)
+
+
+@pytest.mark.parametrize("size", [2.0**-8, 2.0**8])
+def test_fp16_weights_neither_vanish_nor_overflow(size):
+    """A scale of 2^-8 / 448 is near the smallest fp16 numbers, and a weight times it below them."""
+    case = AttentionCase(
+        "", [300, 200], [1, 9], num_decodes=1, dtype=FP16, head_dim=64, fresh=False
+    )
+    batch = make_batch(case)
+    batch["v_pages"] = batch["v_pages"] * size
+    batch = quantised(batch, "rows")
+    exact, _ = attention_reference(batch, torch.float64)
+    plain, _ = attention_reference(batch, FP16)
+    # Without the rounding that the budget grants to results near 1: these are far from it.
+    assert_within_budget(
+        "out", attend(batch, "triton").double() / size, plain.double() / size, exact / size
+    )
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_the_kinds_of_scales_agree(impl):
+    """Powers of two, so that no kind rounds where another does not."""
+    case = AttentionCase("", [40, 21, 300], [1, 6, 1], num_decodes=0, sliding_window=30)
+    batch = make_batch(case)
+    for name, factor in ("k", 2.0**-6), ("v", 2.0**-5):
+        pages = batch[f"{name}_pages"]
+        batch[f"{name}_pages"] = quant.quantise(pages, factor)[0]
+        batch[f"{name}_scale"] = factor
+    number = attend(batch, impl)
+    one = {name: torch.tensor([batch[name]], device=DEVICE) for name in ("k_scale", "v_scale")}
+    assert attend(batch | one, impl).equal(number)
+    shape = batch["k_pages"].shape[:3]
+    rows = {name: scale.expand(shape) for name, scale in one.items()}
+    torch.testing.assert_close(attend(batch | rows, impl), number, rtol=1e-6, atol=1e-6)
+
+
+def e4m3_values():
+    """All finite values, ascending."""
+    codes = torch.arange(256, dtype=torch.uint8, device=DEVICE)
+    values = codes.view(E4M3).float()
+    return values[values.isfinite()].unique()
+
+
+def midpoints():
+    """Halfway between neighbours, and a step of fp32 to either side: [n] fp32; n is a multiple of 16."""
+    values = e4m3_values()
+    middle = (values[1:] + values[:-1]) / 2
+    inf = torch.tensor(torch.inf, device=DEVICE)
+    x = torch.cat([middle, middle.nextafter(inf), middle.nextafter(-inf), values])
+    x = torch.cat(
+        [x, torch.tensor([0.0, -0.0, 464.0, 465.0, -1e30, torch.inf, -torch.inf], device=DEVICE)]
+    )
+    return torch.cat([x, x.new_zeros(-len(x) % 16)])
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("scale", [1.0, 0.37, torch.tensor(3.3), torch.tensor([2.0**-9])])
+def test_one_scale_rounds_as_torch_does(impl, scale):
+    scale = scale.to(DEVICE) if isinstance(scale, torch.Tensor) else scale
+    number = torch.as_tensor(scale, device=DEVICE).float()
+    x = (midpoints() * number).view(-1, 1, 16)
+    want = (x / number.expand(x.shape)).clamp(-448, 448).to(E4M3).view(torch.uint8)
+    pages = [torch.zeros(len(x), 1, 1, 16, dtype=E4M3, device=DEVICE) for _ in range(2)]
+    slots = torch.arange(len(x), device=DEVICE)
+    write_kv(x, -x, *pages, slots, k_scale=scale, v_scale=scale, impl=impl)
+    k, v = (page.view(torch.uint8).view(x.shape) for page in pages)
+    assert k.equal(want)
+    assert v.equal(want ^ 0x80)
+    assert not pages[0].float().isnan().any()
+
+
+WRITES = {
+    "no-rows": (0, AttentionCase("", [], [])),
+    "odd-heads": (11, AttentionCase("", [], [], num_kv_heads=5, block_size=7)),
+    "many-heads-bf16": (5, AttentionCase("", [], [], num_kv_heads=20, head_dim=512, dtype=BF16)),
+    "interleaved-bf16": (40, AttentionCase("", [], [], layout="interleaved", dtype=BF16)),
+    "head-major-fp16": (9, AttentionCase("", [], [], layout="hnd", dtype=FP16, head_dim=64)),
+}
+
+
+def blank(case, num_pages):
+    """K and V pages and their row scales, NaN everywhere; strides of the case's layout."""
+    batch = make_batch(dataclasses.replace(case, seq_lens=[1], q_lens=[1]))
+    pages = []
+    for like in batch["k_pages"], batch["v_pages"]:
+        shape = (num_pages, *like.shape[1:])
+        code = torch.empty_strided(shape, like.stride(), dtype=torch.uint8, device=DEVICE)
+        pages.append(code.fill_(NAN_CODE).view(E4M3))
+    scales = torch.full((2, num_pages, case.num_kv_heads, case.block_size), NAN, device=DEVICE)
+    return pages, list(scales.transpose(2, 3).unbind(0))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("name", WRITES)
+def test_rows_with_scales_of_their_own(impl, name):
+    num_rows, case = WRITES[name]
+    fused = torch.randn(num_rows, 2 * case.num_kv_heads, case.head_dim).to(DEVICE, case.dtype)
+    fused *= torch.logspace(-4, 3, num_rows, device=DEVICE).to(case.dtype)[:, None, None]
+    k, v = fused[:, : case.num_kv_heads], fused[:, case.num_kv_heads :]
+    slots = torch.randperm(4 * case.block_size)[:num_rows].to(DEVICE)
+    slots[1::3] = -1
+    pages, scales = blank(case, 4)
+    expected, expected_scales = blank(case, 4)
+    write_kv(k, v, *pages, slots, k_scale=scales[0], v_scale=scales[1], impl=impl)
+    reference.write_kv(k, v, *expected, slots, *expected_scales)
+    for got, want in zip(pages, expected, strict=True):
+        assert got.view(torch.uint8).equal(want.view(torch.uint8))
+    for got, want in zip(scales, expected_scales, strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+    written = slots >= 0
+    page, row = slots[written] // case.block_size, slots[written] % case.block_size
+    codes = pages[0].view(torch.uint8)[page, row].view(E4M3)
+    back, x = quant.dequantise(codes, scales[0][page, row]).double(), k[written].double()
+    largest = x.abs().amax(-1, keepdim=True) if num_rows else x
+    # Half a step of 3 bits; below the smallest normal code, half of that one's step.
+    bound = torch.maximum(x.abs() * (2.0**-4 + 2.0**-22), largest / 448 * 2.0**-10 * (1 + 2.0**-22))
+    assert bool(((back - x).abs() <= bound).all())
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_rows_that_are_not_ordinary(impl):
+    x = torch.randn(9, 1, 16, device=DEVICE)
+    x[0] = 0.0
+    x[1] = 1e-44
+    x[2] = 3e-38
+    x[3, 0, 5] = torch.inf
+    x[4, 0, 2] = -torch.inf
+    x[5, 0, 7] = NAN
+    x[6, 0, 3] = 3e38
+    x[7] = -0.0
+    pages, scales = blank(AttentionCase("", [], [], num_kv_heads=1), 1)
+    slots = torch.arange(9, device=DEVICE)
+    write_kv(x, -x, *pages, slots, k_scale=scales[0], v_scale=scales[1], impl=impl)
+    expected, expected_scales = blank(AttentionCase("", [], [], num_kv_heads=1), 1)
+    reference.write_kv(x, -x, *expected, slots, *expected_scales)
+    for got, want in zip(scales, expected_scales, strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+    back = quant.dequantise(pages[0][0, :9], scales[0][0, :9])[:, 0]
+    for got, want in zip(pages, expected, strict=True):
+        torch.testing.assert_close(got.float(), want.float(), rtol=0, atol=0, equal_nan=True)
+    assert back[[0, 7]].eq(0).all()
+    assert back[5].isnan().all(), "a NaN is not lost"
+    finite = back[[0, 1, 2, 3, 4, 6, 7, 8]]
+    assert finite.isfinite().all(), "nothing else becomes one"
+    top = torch.finfo(torch.float32).max
+    assert abs(back[3, 5].item()) >= 0.99 * top
+    assert abs(back[4, 2].item()) >= 0.99 * top
+    assert scales[0].isnan()[0, 9:].all(), "other rows stay as they were"
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_written_keys_are_what_attention_reads(impl, kind):
+    """The runner's order: attention over the context and fresh rows, then the write; the next step reads codes in their place."""
+    case = AttentionCase("", [37, 24], [12, 5], dtype=BF16)
+    batch = quantised(make_batch(case), kind)
+    slots = []
+    for s, (seq_len, q_len) in enumerate(zip(case.seq_lens, case.q_lens, strict=True)):
+        position = torch.arange(seq_len - q_len, seq_len, device=DEVICE)
+        entry = position // 16
+        free = batch["block_table"][s] > len(batch["k_pages"])
+        batch["block_table"][s, free] = len(batch["k_pages"]) - 1 - s
+        slots.append(batch["block_table"][s, entry].long() * 16 + position % 16)
+    k, v = batch.pop("k"), batch.pop("v")
+    scales = {name: batch[name] for name in ("k_scale", "v_scale")}
+    write_kv(k, v, batch["k_pages"], batch["v_pages"], torch.cat(slots), **scales, impl=impl)
+    exact, _ = attention_reference(batch, torch.float64)
+    plain, _ = attention_reference(batch, BF16)
+    assert_within_budget("out", attend(batch, impl), plain, exact)
+
+
+def refused():
+    pages = torch.zeros(3, 16, 2, 16, device=DEVICE).to(E4M3)
+    rows = torch.ones(3, 16, 2, device=DEVICE)
+    expected = (
+        r"expected a number, float32 \[\] or float32 \[3, 16, 2\] with float8_e4m3fn pages, got"
+    )
+    return [
+        (pages, None, None, rf"^k_scale: {expected} None"),
+        (pages, 1.0, None, rf"^v_scale: {expected} None"),
+        (pages, rows.double(), rows, rf"^k_scale: {expected} float64 \[3, 16, 2\]"),
+        (pages, rows, rows[:, :, :1], rf"^v_scale: {expected} float32 \[3, 16, 1\]"),
+        (
+            pages,
+            1.0,
+            rows,
+            r"^v_scale: expected the kind of k_scale, 1.0, got float32 \[3, 16, 2\]",
+        ),
+        (pages, -1.0, 1.0, r"^k_scale: expected a finite number > 0, got -1.0"),
+        (pages, True, 1.0, rf"^k_scale: {expected} True"),
+        (pages, rows.to("meta"), rows, r"^k_scale: expected a tensor on .*, got one on meta"),
+        (pages.float(), 1.0, 1.0, r"^k_scale: expected None with pages of float32, got 1.0"),
+    ]
+
+
+@pytest.mark.parametrize("i", range(9))
+def test_refuses(i):
+    pages, k_scale, v_scale, message = refused()[i]
+    x = torch.zeros(2, 2, 16, device=DEVICE)
+    with pytest.raises(ValueError, match=message):
+        write_kv(x, x, pages, pages, torch.zeros(2, dtype=torch.int64, device=DEVICE), k_scale=k_scale, v_scale=v_scale)  # fmt: skip
+    batch = make_batch(AttentionCase("", [5], [1]))
+    batch |= {"k_pages": pages, "v_pages": pages, "k_scale": k_scale, "v_scale": v_scale}
+    for function, more in (paged_attention, {}), (sliding_window_attention, {"sliding_window": 3}):
+        with pytest.raises(ValueError, match=message):
+            function(**batch, **more)
+
+
+def test_pages_of_two_kinds_are_refused():
+    batch = make_batch(AttentionCase("", [5], [1]))
+    batch["k_pages"] = batch["k_pages"].to(E4M3)
+    with pytest.raises(ValueError, match=r"^v_pages: expected float8_e4m3fn .*, got float32"):
+        paged_attention(**batch, k_scale=1.0, v_scale=1.0)
