@@ -92,5 +92,5 @@ def _visible(
     if spec.sliding_window is not None:
         first = np.maximum(0, lengths - spec.sliding_window + 1) // spec.block_size
         # A replay has no rows before its start.
-        first = np.maximum(first, cache._replay_from[slots] // spec.block_size)
+        first = np.maximum(first, cache._chains.replay_from[slots] // spec.block_size)
     return slots, lengths, first, table, spec.block_size

@@ -1,8 +1,8 @@
 """`KVCache`: requests, their block tables, and what is cached of them.
 
 The life of a request is ``match -> admit -> (plan -> run the model -> commit)* -> release``. Every call
-treats the whole batch. A request's dense blocks up to its last boundary always belong to the prefix
-index (a segment that was cached before keeps its old pages); the blocks after it are its own.
+treats the whole batch. Here are the calls and their checks; what they do is in `tables` (pages), `sequences` (tokens),
+`index` (what is cached) and `chains` (how what requests compute gets there).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from .chains import Chains
 from .events import Announcer, EventLog
 from .eviction import Adaptive, EvictionPolicy
 from .hashing import Prompt, as_token_ids, root_key
@@ -20,12 +21,11 @@ from .index import PrefixIndex, Run
 from .pages import PagePool
 from .plan import OutOfPages, StepPlan
 from .report import Match, check_invariants, describe, limited_by
-from .retention import Retention, kept_boundaries, parse_retention, replay_boundaries
+from .retention import Retention, parse_retention
 from .sequences import Sequences
 from .spec import GroupSpec, Int32, Int64, Layout, ragged_arange
 from .stats import count_admission, new_counters
-from .steps import DecodeBatch
-from .tables import NO_ROWS, Step, Tables
+from .tables import NO_ROWS, Tables
 
 
 class KVCache:
@@ -102,24 +102,16 @@ class KVCache:
         self._tables = Tables(layout, max_requests, self.pool, track_deltas)
         self._announcer = None if events is None else Announcer(events, layout, self.sequences)
         self.index.announcer = self._announcer
-        self._cached: Int64 = np.zeros(max_requests, dtype=np.int64)  # tokens in the index
         self._rollback_floor: Int64 = np.zeros(max_requests, dtype=np.int64)
-        self._keep: Int64 = np.zeros(
-            (max_requests, 4), dtype=np.int64
-        )  # replay boundaries, junction
-        self._keep_end: Int64 = np.zeros(max_requests, dtype=np.int64)  # the last of these
-        # Requests that compute cached tokens again: which ones; both 0 for all others.
-        self._replay_from: Int64 = np.zeros(max_requests, dtype=np.int64)
-        self._replay_to: Int64 = np.zeros(max_requests, dtype=np.int64)
-        self._runs: list[Run] = [self.index.root] * max_requests
         self.max_pinned_pages = num_pages if max_pinned_pages is None else max_pinned_pages
         self._pin_at_release: dict[int, float] = {}  # slot -> expiry
-        # The ends that a chunk may have: with and without its drafts, with and without the key of its last segment.
-        late = {0, layout.lookahead}
-        self._uncertain = np.array(sorted(late | {n + max_draft_tokens for n in late}))
         self._version = 0
         self._ones_cu: Int32 = np.zeros(1, dtype=np.int32)
         self.counters = new_counters(layout)
+        self._chains = Chains(
+            layout, self.interval, max_draft_tokens, self.sequences, self._tables, self.index, self._announcer,
+            self.counters,
+        )  # fmt: skip
 
     # Properties.
 
@@ -243,29 +235,11 @@ class KVCache:
         prompt = match.prompt
         match, run = self._match(prompt)
         self._changed()
-        hit, a = match.replay_to or match.num_tokens, self.alignment
         slot = self.sequences.add(request_id, prompt, match.num_saved_tokens)
+        self._rollback_floor[slot] = match.replay_to or match.num_tokens
         if self._announcer is not None:
             self._announcer.admitted(slot, prompt)
-        self._cached[slot] = self._rollback_floor[slot] = hit
-        self._replay_from[slot], self._replay_to[slot] = (
-            match.replay_from or 0,
-            match.replay_to or 0,
-        )
-        self._keep[slot] = self._keep_end[slot] = 0
-        if self.hybrid and self.enable_caching:
-            self._keep[slot] = (*replay_boundaries(prompt.num_tokens, a), match.dense_tokens)
-            self._keep_end[slot] = self._keep[slot].max()
-        self.index.policy.asked(prompt.keys, hit // a)
-        run = self.index.end_at(run, hit // a) if hit else self.index.root
-        self.index.lock(run)
-        self._runs[slot] = run
-        if hit:
-            self._tables.fill_dense(slot, 0, self.index.pages_between(run, 0, run.depth))
-            point = None if match.replay_to else self.index.use(run)
-            if point is not None:
-                self._tables.load(slot, hit, point.pages)
-                self.counters["resume_points_used"] += 1
+        self._chains.start(slot, match, run)
         count_admission(self.counters, match)
         return slot
 
@@ -288,14 +262,8 @@ class KVCache:
         self._check_step(slots, counts)
         if not (self._tables.states and self.enable_caching):
             return counts
-        start, a = self.num_computed[slots], self.alignment
-        last = (start + counts) // a * a
-        stops = np.concatenate([self._keep[slots], last[:, None]], axis=1)
-        if self.interval:
-            following = (start // self.interval + 1) * self.interval
-            stops = np.concatenate([stops, following[:, None]], axis=1)
-        stops = np.where(stops > start[:, None], stops, np.iinfo(np.int64).max)
-        shortened: Int64 = np.minimum(counts, stops.min(axis=1) - start)
+        start = self.num_computed[slots]
+        shortened: Int64 = self._chains.stops(slots, start, start + counts) - start
         return shortened
 
     def plan(self, slots: Any, num_new_tokens: Any) -> StepPlan | OutOfPages:
@@ -331,9 +299,11 @@ class KVCache:
             )
         written, chunks = start, NO_ROWS
         if batch is None:
-            written = np.maximum(start, self._replay_to[slots])
+            written = np.maximum(start, self._chains.replay_to[slots])
             chunks = ((counts > 1) | (written > start)).nonzero()[0]
-        kept, snapshot = self._boundaries(slots, start, end, chunks, batch)
+        kept, snapshot = (NO_ROWS, NO_ROWS), NO_ROWS
+        if self.enable_caching:
+            kept, snapshot = self._chains.boundaries(slots, start, end, chunks, batch)
         step = self._tables.plan(slots, start, end, written, chunks, kept, snapshot, batch)
         if step.needed > self.pool.num_free:
             evictable = self.index.num_evictable
@@ -342,14 +312,12 @@ class KVCache:
                 worst = max(per_group, key=lambda name: per_group[name])
                 return OutOfPages(step.needed, self.pool.num_free, evictable, worst, per_group)
             self.index.evict(step.needed - self.pool.num_free)
-        if batch is not None:
-            cu, positions = self._cu_of(len(slots)), start
-        elif step.chunk_rows.size:
+        if step.chunk_rows.size:
             cu = np.zeros(len(slots) + 1, dtype=np.int32)
             np.cumsum(counts, out=cu[1:])
             _, positions = ragged_arange(start, counts)
         else:
-            cu, positions = np.arange(len(slots) + 1, dtype=np.int32), start
+            cu, positions = self._cu_of(len(slots)), start
         pages = self.pool.peek(step.needed)
         mapping = self._tables.fill(step, pages, cu, len(positions))
         seq_lens = end.astype(np.int32)
@@ -378,31 +346,6 @@ class KVCache:
         if int(counts.min()) < 1:
             raise ValueError(f"num_new_tokens: expected at least 1 each, got {counts.tolist()}")
         self.sequences.check(slots)
-
-    def _boundaries(
-        self, slots: Int64, start: Int64, end: Int64, chunks: Int64, batch: DecodeBatch | None
-    ) -> tuple[tuple[Int64, Int64], Int64]:
-        """Boundaries of rows `chunks` whose tails must survive a step, and rows that may need a snapshot of their state."""
-        none = (NO_ROWS, NO_ROWS)
-        if not (self.hybrid and self.enable_caching):
-            return none, NO_ROWS
-        a = self.alignment
-        snapshot = NO_ROWS
-        if self._tables.states:
-            if batch is not None:
-                snapshot = batch.next_starting[a]
-            else:
-                last = end // a * a
-                snapshot = ((last > start) & (last >= end - self.max_draft_tokens)).nonzero()[0]
-        if not chunks.size:
-            return none, snapshot
-        slots, start, end = slots[chunks], start[chunks], end[chunks]
-        # The windows are not exact before the end of a replay.
-        start = np.minimum(end, np.maximum(start, self._replay_to[slots] - 1))
-        # The last boundary, and the last that has its key, stay in the ring, whatever is accepted.
-        ends = (end[:, None] - self._uncertain) // a * a
-        always = np.concatenate([self._keep[slots], ends], axis=1)
-        return kept_boundaries(start, end, always, self.interval), snapshot
 
     def commit(self, plan: StepPlan, input_ids: Any, accepted: Any = None) -> Int32:
         """Make a planned step real: its rows become context, whole segments become findable.
@@ -441,47 +384,12 @@ class KVCache:
         self._feed(plan, ids, end)
         if self._announcer is not None:
             self._announcer.computed(plan, ids, end)
-        closing, whole = self._closing(step, end)
-        rows = kept = NO_ROWS
-        if closing.size and self.hybrid:
-            rows, kept = self._kept(slots[closing], whole * self.alignment, closing)
-        if step.replaying:
-            rows, kept = self._with_replayed(step, end, rows, kept)
-        chunk_kept = (NO_ROWS, NO_ROWS)
-        if rows.size:
-            several = plan.num_new_tokens[rows] > 1
-            chunk_kept = (step.chunk_rows.searchsorted(rows[several]), kept[several])
-        effects = self._tables.commit(step, end, chunk_kept)
+        copies = self._chains.commit(step, end)
         self.num_computed[slots] = end
         if self.max_draft_tokens:
             floor = np.maximum(self._rollback_floor[slots], step.end - self.max_draft_tokens)
             self._rollback_floor[slots] = floor
-        if closing.size:
-            self._close(slots[closing], whole, step.chunk_rows.size > 0)
-        if rows.size:
-            in_chunk = iter(effects.tails)
-            where, boundaries = slots[rows].tolist(), kept.tolist()
-            tails = [
-                next(in_chunk) if chunk else self._tables.tail(slot, boundary)
-                for slot, boundary, chunk in zip(where, boundaries, several.tolist(), strict=True)
-            ]
-            self._add_points(where, boundaries, tails)
-        self._tables.settle(step, effects)
-        return effects.copies
-
-    def _closing(self, step: Step, end: Int64) -> tuple[Int64, Int64]:
-        """Rows of a step with segments to cache, and up to which segment."""
-        a = self.alignment
-        if not self.layout.lookahead and step.batch is not None and not step.chunk_rows.size:
-            closing = step.batch.next_starting[a]
-            return closing, end[closing] // a
-        closing = (end - self._cached[step.slots] >= a).nonzero()[0]
-        whole = end[closing] // a
-        if self.layout.lookahead:
-            known = self.sequences.num_keys[step.slots[closing]]
-            ready = known * a > self._cached[step.slots[closing]]
-            closing, whole = closing[ready], np.minimum(whole, known)[ready]
-        return closing, whole
+        return copies
 
     def _checked_accepted(self, plan: StepPlan, accepted: Any) -> Int64:
         taken = np.asarray(accepted, dtype=np.int64)
@@ -506,80 +414,6 @@ class KVCache:
                 int(step.slots[row]), start, ids[first : first + int(end[row]) - start]
             )
 
-    def _kept(self, slots: Int64, to: Int64, closing: Int64) -> tuple[Int64, Int64]:
-        """Which of `closing` rows (of `slots`) keep a resume point, at which boundaries up to `to`: all [n]."""
-        start = self._cached[slots]
-        if not self.interval and not np.count_nonzero(self._keep_end[slots] > start):
-            return NO_ROWS, NO_ROWS
-        rows, kept = kept_boundaries(start, to, self._keep[slots], self.interval)
-        return closing[rows], kept
-
-    def _with_replayed(
-        self, step: Step, end: Int64, rows: Int64, kept: Int64
-    ) -> tuple[Int64, Int64]:
-        """`rows`, `kept` and the boundaries up to which requests have now computed their windows again."""
-        to = self._replay_to[step.slots]
-        done = ((step.start < to) & (to <= end)).nonzero()[0]
-        rows, kept = np.concatenate([rows, done]), np.concatenate([kept, to[done]])
-        order = np.lexsort((kept, rows))
-        return rows[order], kept[order]
-
-    def _close(self, slots: Int64, whole: Int64, chunks: bool) -> None:
-        """Cache the segments of `slots` [n] up to segment `whole` [n]; one each unless there are `chunks`."""
-        cached = whole * self.alignment
-        if not chunks:
-            self._cached[slots] = cached
-            self._close_one(slots, whole - 1)
-            return
-        first = self._cached[slots] // self.alignment
-        self._cached[slots] = cached
-        several = (whole - first > 1).nonzero()[0]
-        if several.size < len(slots):
-            one = slice(None) if not several.size else whole - first == 1
-            self._close_one(slots[one], first[one])
-        for i in several.tolist():
-            slot, begin, end = int(slots[i]), int(first[i]), int(whole[i])
-            keys = self.sequences.keys(slot, begin, end)
-            span = np.arange(begin, end)
-            pages = self._tables.segment_pages(np.full(len(span), slot), span)
-            self._runs[slot], known = self.index.insert(self._runs[slot], keys, pages)
-            if known:
-                self._adopt(slot, begin, pages[:known])
-            if self._announcer is not None and begin + known < end:
-                self._announcer.segments(slot, begin + known, end)
-
-    def _close_one(self, slots: Int64, segments: Int64) -> None:
-        """Cache one segment of each of `slots` [n]."""
-        pages = self._tables.segment_pages(slots, segments)
-        where, which, newest = slots.tolist(), segments.tolist(), self.sequences.newest_key
-        keys = [newest(slot, segment) for slot, segment in zip(where, which, strict=True)]
-        known = self.index.append(self._runs, where, keys, pages)
-        for i in known:
-            self._adopt(where[i], which[i], pages[i : i + 1])
-        if self._announcer is not None:
-            for i in sorted(set(range(len(where))) - set(known)):
-                self._announcer.segments(where[i], which[i], which[i] + 1)
-
-    def _adopt(self, slot: int, first: int, pages: Int32) -> None:
-        """Segments from `first` on were cached by someone else: keep one copy, theirs."""
-        self.pool.put(pages.ravel())
-        theirs = self.index.pages_between(self._runs[slot], first, first + len(pages))
-        self._tables.fill_dense(slot, first, theirs)
-
-    def _add_points(self, slots: list[int], boundaries: list[int], tails: list[Int32]) -> None:
-        """Keep resume points with their pages, but none where the state was not copied."""
-        a, states, made = self.alignment, bool(self._tables.states), []
-        for slot, boundary, pages in zip(slots, boundaries, tails, strict=True):
-            if states and self._tables.snapshot_at[slot] != boundary:
-                continue
-            if self.index.add_point(self._runs[slot], boundary // a, pages):
-                made.append(pages)
-                if self._announcer is not None:
-                    self._announcer.point(slot, boundary)
-        if made:
-            self.counters["resume_points_kept"] += len(made)
-            self.pool.hold(np.concatenate(made))
-
     def rollback(self, slot: int, num_tokens: int) -> None:
         """Forget the last computed tokens of a request.
 
@@ -600,7 +434,7 @@ class KVCache:
         if num_tokens < 1 or new < low:
             raise ValueError(
                 f"num_tokens: expected 1..{old - low} (computed {old}, last boundary "
-                f"{self._cached[slot]}, max_draft_tokens {self.max_draft_tokens}), got {num_tokens}"
+                f"{self._chains.cached[slot]}, max_draft_tokens {self.max_draft_tokens}), got {num_tokens}"
             )
         self._changed()
         self._tables.shrink(slot, old, new)
@@ -609,9 +443,9 @@ class KVCache:
     def lowest_rollback(self, slot: int) -> int:
         """The fewest tokens that `rollback` can leave the request of `slot`."""
         old = int(self.num_computed[slot])
-        if not self.max_draft_tokens or old < self._replay_to[slot]:
+        if not self.max_draft_tokens or old < self._chains.replay_to[slot]:
             return old
-        known = int(self._cached[slot])
+        known = int(self._chains.cached[slot])
         if known and old > self.sequences.prompt_len[slot]:
             # Tokens that the last key covers stay; those of the prompt come back as they were.
             known = max(known, min(old, known + self.layout.lookahead))
@@ -628,16 +462,10 @@ class KVCache:
         """
         slot = self.slot_of(request_id)
         self._changed()
-        computed, cached = int(self.num_computed[slot]), int(self._cached[slot])
-        if self.hybrid and 0 < cached <= computed:
-            self._add_points([slot], [cached], [self._tables.tail(slot, cached)])
+        run = self._chains.end(slot, int(self.num_computed[slot]))
         expiry = self._pin_at_release.pop(slot, None)
-        if expiry is not None and cached:
-            self._pin(self._runs[slot], cached // self.alignment, expiry)
-        self._tables.release(slot, cached, computed)
-        self.index.unlock(self._runs[slot])
-        self._runs[slot] = self.index.root
-        self._cached[slot] = 0
+        if expiry is not None:
+            self._pin(run, run.depth, expiry)
         self.sequences.remove(request_id)
         if self._announcer is not None:
             self._announcer.released(slot)

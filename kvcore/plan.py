@@ -33,7 +33,7 @@ class OutOfPages:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One step of a batch, as the kernels need it.
+    """One step of a batch, as the kernels need it. Arrays are not to be written to: some serve several plans.
 
     Attributes:
         slots: [n] int64 request slots, in batch order.

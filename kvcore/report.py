@@ -132,11 +132,11 @@ def check_invariants(cache: KVCache) -> None:
         for node in index.path(pinned_run):
             pins[id(node)] += 1
     for slot in np.flatnonzero(cache.sequences.active).tolist():
-        computed, cached = int(cache.num_computed[slot]), int(cache._cached[slot])
-        replaying = computed < int(cache._replay_to[slot])
+        computed, cached = int(cache.num_computed[slot]), int(cache._chains.cached[slot])
+        replaying = computed < int(cache._chains.replay_to[slot])
         assert (cached <= computed or replaying) and cached % a == 0
         lowest = min(computed, cache.lowest_rollback(slot))
-        run = cache._runs[slot]
+        run = cache._chains.runs[slot]
         assert run.depth * a == cached, "a request's prefix ends at the end of its run"
         for node in index.path(run):
             locks[id(node)] += 1
@@ -144,7 +144,9 @@ def check_invariants(cache: KVCache) -> None:
         for block in cache._tables.windows:
             c = block.spec
             users.append(block.table[slot].ravel())
-            low = max(int(cache._replay_from[slot]), lowest - (c.spec.sliding_window or 1) + 1)
+            low = max(
+                int(cache._chains.replay_from[slot]), lowest - (c.spec.sliding_window or 1) + 1
+            )
             low = max(0, low) // c.block_size
             visible = np.arange(low, -(-computed // c.block_size))
             live = block.table[slot][:, visible % c.width]

@@ -47,9 +47,9 @@ def picture(e: Engine) -> tuple:
     return (
         kv.tables.tolist(),
         kv.num_computed.tolist(),
-        kv._cached.tolist(),
+        kv._chains.cached.tolist(),
         kv.sequences.num_keys.tolist(),
-        [kv._runs[s].depth for s in slots],
+        [kv._chains.runs[s].depth for s in slots],
         id(kv._tables._batch),
         kv._tables.snapshot_at.tolist(),
         kv.counters.copy(),
@@ -66,7 +66,7 @@ def points_of_failure(e: Engine) -> list[tuple[object, str]]:
     """(owner, name) of each function that `plan` calls."""
     kv = e.kv
     found = [
-        (kv.sequences, "check"), (kv, "_boundaries"), (kv._tables, "plan"), (kv.index, "evict"),
+        (kv.sequences, "check"), (kv._chains, "boundaries"), (kv._tables, "plan"), (kv.index, "evict"),
         (kv.pool, "peek"), (kv._tables, "fill"), (manager_module, "StepPlan"),
     ]  # fmt: skip
     found += [(b, name) for b in kv._tables.blocks for name in ("plan_chunk", "fill_chunk")]

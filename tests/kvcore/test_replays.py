@@ -54,7 +54,7 @@ def test_a_replay_writes_no_dense_page_and_makes_the_boundary_resumable(chunk):
     in_use = e.kv.num_pages - e.kv.num_free_pages
     e.admit("new", tokens(200))
     slot = e.slots["new"]
-    assert e.computed("new") == 160 and e.kv._cached[slot] == 192
+    assert e.computed("new") == 160 and e.kv._chains.cached[slot] == 192
     dense = e.kv.table(0)[slot].copy()
     while e.computed("new") < 192:
         plan = e.step({"new": min(chunk, 192 - e.computed("new"))})

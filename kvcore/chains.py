@@ -1,0 +1,260 @@
+"""What is cached of running requests: the chain of each, and the boundaries at which it leaves resume points.
+
+A request's dense blocks up to its last boundary always belong to the prefix index (a segment that was cached before
+keeps its old pages); the blocks after it are its own.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .events import Announcer
+from .index import PrefixIndex, Run
+from .report import Match
+from .retention import kept_boundaries, replay_boundaries
+from .sequences import Sequences
+from .spec import Int32, Int64, Layout
+from .steps import DecodeBatch
+from .tables import NO_ROWS, Step, Tables
+
+
+class Chains:
+    """Caches segments and resume points as steps complete them.
+
+    Args:
+        layout, interval, max_draft_tokens: of the cache.
+        sequences, tables, index: what the requests are, where their pages are, what is cached.
+        announcer: told of what becomes findable; None if nobody listens.
+        counters: of resume points kept and used, counted up here.
+
+    Attributes:
+        cached: [max_requests] int64 tokens of each request that are in the index.
+        runs: where each request's cached prefix ends.
+        replay_from, replay_to: [max_requests] int64 tokens that requests compute again; 0 for those that do not.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        interval: int,
+        max_draft_tokens: int,
+        sequences: Sequences,
+        tables: Tables,
+        index: PrefixIndex,
+        announcer: Announcer | None,
+        counters: dict[str, int],
+    ) -> None:
+        self.layout, self.alignment, self.interval = layout, layout.alignment, interval
+        self._drafts = max_draft_tokens
+        self._sequences, self._tables, self._index = sequences, tables, index
+        self._announcer, self._counters = announcer, counters
+        n = sequences.max_requests
+        self.runs: list[Run] = [index.root] * n
+        self.cached: Int64 = np.zeros(n, dtype=np.int64)
+        self.replay_from: Int64 = np.zeros(n, dtype=np.int64)
+        self.replay_to: Int64 = np.zeros(n, dtype=np.int64)
+        self._keep: Int64 = np.zeros((n, 4), dtype=np.int64)  # replay boundaries, junction; 0: none
+        self._keep_end: Int64 = np.zeros(n, dtype=np.int64)  # the last of these
+        # The ends that a chunk may have: with and without its drafts, with and without the key of its last segment.
+        late = {0, layout.lookahead}
+        self._uncertain = np.array(sorted(late | {k + max_draft_tokens for k in late}))
+
+    # A request.
+
+    def start(self, slot: int, match: Match, run: Run) -> None:
+        """A request starts behind the hit of `match`, on the path to `run`."""
+        hit, a = match.replay_to or match.num_tokens, self.alignment
+        self.cached[slot] = hit
+        self.replay_from[slot], self.replay_to[slot] = match.replay_from or 0, match.replay_to or 0
+        self._keep[slot] = self._keep_end[slot] = 0
+        if self.layout.hybrid:
+            keep = (*replay_boundaries(match.prompt.num_tokens, a), match.dense_tokens)
+            self._keep[slot], self._keep_end[slot] = keep, max(keep)
+        index = self._index
+        index.policy.asked(match.prompt.keys, hit // a)
+        self.runs[slot] = run = index.end_at(run, hit // a) if hit else index.root
+        index.lock(run)
+        if hit:
+            self._tables.fill_dense(slot, 0, index.pages_between(run, 0, run.depth))
+            point = None if match.replay_to else index.use(run)
+            if point is not None:
+                self._tables.load(slot, hit, point.pages)
+                self._counters["resume_points_used"] += 1
+
+    def end(self, slot: int, computed: int) -> Run:
+        """A request ends after `computed` tokens: its last boundary becomes a resume point. Returns where its prefix ends."""
+        cached, run = int(self.cached[slot]), self.runs[slot]
+        if self.layout.hybrid and 0 < cached <= computed:
+            self._add_points([slot], [cached], [self._tables.tail(slot, cached)])
+        self._tables.release(slot, cached, computed)
+        self._index.unlock(run)
+        self.runs[slot] = self._index.root
+        self.cached[slot] = 0
+        return run
+
+    # Before a step.
+
+    def stops(self, slots: Int64, start: Int64, end: Int64) -> Int64:
+        """Where chunks from `start` to at most `end` [n] should end so that the states there can be kept."""
+        stops = [self._keep[slots], (end // self.alignment * self.alignment)[:, None]]
+        if self.interval:
+            stops.append(((start // self.interval + 1) * self.interval)[:, None])
+        after = np.concatenate(stops, axis=1)
+        after[after <= start[:, None]] = np.iinfo(np.int64).max
+        nearest: Int64 = np.minimum(end, after.min(axis=1))
+        return nearest
+
+    def boundaries(
+        self, slots: Int64, start: Int64, end: Int64, chunks: Int64, batch: DecodeBatch | None
+    ) -> tuple[tuple[Int64, Int64], Int64]:
+        """What a step must not lose.
+
+        Args:
+            slots, start, end: [n] requests and their tokens before and after the step.
+            chunks: rows that compute several tokens, or cached ones again.
+            batch: of the other rows, if there are no chunks.
+
+        Returns:
+            ((index in chunks, boundary) of tails that must survive the step, rows that may need a snapshot of their state).
+        """
+        none = (NO_ROWS, NO_ROWS)
+        if not self.layout.hybrid:
+            return none, NO_ROWS
+        a = self.alignment
+        snapshot = NO_ROWS
+        if self._tables.states:
+            if batch is not None:
+                snapshot = batch.next_starting[a]
+            else:
+                last = end // a * a
+                snapshot = ((last > start) & (last >= end - self._drafts)).nonzero()[0]
+        if not chunks.size:
+            return none, snapshot
+        slots, start, end = slots[chunks], start[chunks], end[chunks]
+        # The windows are not exact before the end of a replay.
+        start = np.minimum(end, np.maximum(start, self.replay_to[slots] - 1))
+        # The last boundary, and the last that has its key, stay in the ring, whatever is accepted.
+        ends = (end[:, None] - self._uncertain) // a * a
+        always = np.concatenate([self._keep[slots], ends], axis=1)
+        return kept_boundaries(start, end, always, self.interval), snapshot
+
+    # After a step.
+
+    def commit(self, step: Step, end: Int64) -> Int32:
+        """Make a step real up to `end` [n], and cache what it completed.
+
+        Returns:
+            [m, 2] pages to copy after the step.
+        """
+        slots = step.slots
+        closing, whole = self._closing(step, end)
+        rows = kept = NO_ROWS
+        if closing.size and self.layout.hybrid:
+            rows, kept = self._kept(slots[closing], whole * self.alignment, closing)
+        if step.replaying:
+            rows, kept = self._with_replayed(step, end, rows, kept)
+        in_chunk = (NO_ROWS, NO_ROWS)
+        if rows.size:
+            several = (step.end - step.start)[rows] > 1
+            in_chunk = (step.chunk_rows.searchsorted(rows[several]), kept[several])
+        effects = self._tables.commit(step, end, in_chunk)
+        if closing.size:
+            self._close(slots[closing], whole, step.chunk_rows.size > 0)
+        if rows.size:
+            tails = iter(effects.tails)
+            where, boundaries = slots[rows].tolist(), kept.tolist()
+            pages = [
+                next(tails) if chunk else self._tables.tail(slot, boundary)
+                for slot, boundary, chunk in zip(where, boundaries, several.tolist(), strict=True)
+            ]
+            self._add_points(where, boundaries, pages)
+        self._tables.settle(step, effects)
+        return effects.copies
+
+    def _closing(self, step: Step, end: Int64) -> tuple[Int64, Int64]:
+        """Rows of a step with segments to cache, and up to which segment."""
+        a = self.alignment
+        if not self.layout.lookahead and step.batch is not None and not step.chunk_rows.size:
+            closing = step.batch.next_starting[a]
+            return closing, end[closing] // a
+        closing = (end - self.cached[step.slots] >= a).nonzero()[0]
+        whole = end[closing] // a
+        if self.layout.lookahead:
+            known = self._sequences.num_keys[step.slots[closing]]
+            ready = known * a > self.cached[step.slots[closing]]
+            closing, whole = closing[ready], np.minimum(whole, known)[ready]
+        return closing, whole
+
+    def _kept(self, slots: Int64, to: Int64, closing: Int64) -> tuple[Int64, Int64]:
+        """Which of `closing` rows (of `slots`) keep a resume point, at which boundaries up to `to`: all [n]."""
+        start = self.cached[slots]
+        if not self.interval and not np.count_nonzero(self._keep_end[slots] > start):
+            return NO_ROWS, NO_ROWS
+        rows, kept = kept_boundaries(start, to, self._keep[slots], self.interval)
+        return closing[rows], kept
+
+    def _with_replayed(
+        self, step: Step, end: Int64, rows: Int64, kept: Int64
+    ) -> tuple[Int64, Int64]:
+        """`rows`, `kept` and the boundaries up to which requests have now computed their windows again."""
+        to = self.replay_to[step.slots]
+        done = ((step.start < to) & (to <= end)).nonzero()[0]
+        rows, kept = np.concatenate([rows, done]), np.concatenate([kept, to[done]])
+        order = np.lexsort((kept, rows))
+        return rows[order], kept[order]
+
+    def _close(self, slots: Int64, whole: Int64, chunks: bool) -> None:
+        """Cache the segments of `slots` [n] up to segment `whole` [n]; one each unless there are `chunks`."""
+        cached = whole * self.alignment
+        if not chunks:
+            self.cached[slots] = cached
+            self._close_one(slots, whole - 1)
+            return
+        first = self.cached[slots] // self.alignment
+        self.cached[slots] = cached
+        several = (whole - first > 1).nonzero()[0]
+        if several.size < len(slots):
+            one = slice(None) if not several.size else whole - first == 1
+            self._close_one(slots[one], first[one])
+        for i in several.tolist():
+            slot, begin, end = int(slots[i]), int(first[i]), int(whole[i])
+            keys = self._sequences.keys(slot, begin, end)
+            span = np.arange(begin, end)
+            pages = self._tables.segment_pages(np.full(len(span), slot), span)
+            self.runs[slot], known = self._index.insert(self.runs[slot], keys, pages)
+            if known:
+                self._adopt(slot, begin, pages[:known])
+            if self._announcer is not None and begin + known < end:
+                self._announcer.segments(slot, begin + known, end)
+
+    def _close_one(self, slots: Int64, segments: Int64) -> None:
+        """Cache one segment of each of `slots` [n]."""
+        pages = self._tables.segment_pages(slots, segments)
+        where, which, newest = slots.tolist(), segments.tolist(), self._sequences.newest_key
+        keys = [newest(slot, segment) for slot, segment in zip(where, which, strict=True)]
+        known = self._index.append(self.runs, where, keys, pages)
+        for i in known:
+            self._adopt(where[i], which[i], pages[i : i + 1])
+        if self._announcer is not None:
+            for i in sorted(set(range(len(where))) - set(known)):
+                self._announcer.segments(where[i], which[i], which[i] + 1)
+
+    def _adopt(self, slot: int, first: int, pages: Int32) -> None:
+        """Segments from `first` on were cached by someone else: keep one copy, theirs."""
+        self._index.pool.put(pages.ravel())
+        theirs = self._index.pages_between(self.runs[slot], first, first + len(pages))
+        self._tables.fill_dense(slot, first, theirs)
+
+    def _add_points(self, slots: list[int], boundaries: list[int], tails: list[Int32]) -> None:
+        """Keep resume points with their pages, but none where the state was not copied."""
+        a, states, made = self.alignment, bool(self._tables.states), []
+        for slot, boundary, pages in zip(slots, boundaries, tails, strict=True):
+            if states and self._tables.snapshot_at[slot] != boundary:
+                continue
+            if self._index.add_point(self.runs[slot], boundary // a, pages):
+                made.append(pages)
+                if self._announcer is not None:
+                    self._announcer.point(slot, boundary)
+        if made:
+            self._counters["resume_points_kept"] += len(made)
+            self._index.pool.hold(np.concatenate(made))
