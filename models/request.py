@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from quire.kvcore import Match
     from quire.models.tokenizer import TextStream
 
@@ -154,6 +156,7 @@ class Request:
     Attributes:
         slot: kvcore slot while running, else -1.
         drafts: tokens that may come next, [num_drafts] int32; the next step verifies them.
+        draft_probs: [num_drafts, vocab_size] fp32 on the model's device, what they were drawn from; None = they were not drawn.
     """
 
     request_id: str
@@ -183,6 +186,7 @@ class Request:
         self._tokens = np.empty(self.capacity, dtype=np.int32)
         self._tokens[: self.prompt_len] = self.prompt_token_ids
         self.drafts = self._tokens[:0]
+        self.draft_probs: Tensor | None = None
 
     @property
     def key(self) -> tuple[str, int]:
@@ -199,12 +203,13 @@ class Request:
         """Tokens generated so far."""
         return self.num_tokens - self.prompt_len
 
-    def set_drafts(self, token_ids: np.ndarray) -> None:
-        """Remembers what may come next, as much of it as leaves room for the token after it."""
+    def set_drafts(self, token_ids: np.ndarray, probs: Tensor | None = None) -> None:
+        """Remembers what may come next, as much of it as leaves room for the token after it. probs: of `draft_probs`."""
         count = max(0, min(len(token_ids), self.capacity - self.num_tokens - 1))
         # Behind the known tokens, so that a step's input is one slice.
         self.drafts = self._tokens[self.num_tokens : self.num_tokens + count]
         self.drafts[:] = token_ids[:count]
+        self.draft_probs = None if probs is None else probs[:count]
 
     def inputs(self, start: int, end: int) -> np.ndarray:
         """[end - start] int32 tokens of these positions, drafts after the known ones."""
@@ -214,7 +219,7 @@ class Request:
         """Adds a generated token; returns the finish reason if it was the last."""
         self._tokens[self.num_tokens] = token
         self.num_tokens += 1
-        self.drafts = self._tokens[:0]
+        self.drafts, self.draft_probs = self._tokens[:0], None
         self.token_times.append(now)
         if token in self.stop_ids:
             self.stop_reason = token

@@ -36,7 +36,7 @@ from quire.models.request import (
 )
 from quire.models.sampling import Sampled, Sampler, derived_seed
 from quire.models.scheduler import ScheduledStep, Scheduler, SchedulerPolicy
-from quire.models.speculative import Drafter, ModelDrafter, count_accepted
+from quire.models.speculative import Drafter, ModelDrafter, SamplingDrafter, count_accepted
 from quire.models.tokenizer import TextStream, Tokenizer
 
 
@@ -56,6 +56,9 @@ class EngineConfig:
     policy: how a step is divided between prefill and decode.
     seed: requests without a seed of their own get one from it, in the order they come.
     impl: "triton" or "torch" for the kernels; None = by device.
+    rejection_sample_method: how drafts of sampled requests are verified; greedy ones do not depend on it. "strict" = the output is that
+        of the same seed without drafts. "standard" = drafters that can, draw, and where outputs are diverse more of their drafts
+        stay; the same distribution, but other tokens. See `quire.models.speculative`.
     decode_graphs: decode through buffers of fixed sizes (`quire.models.graphs`); None = on a GPU, where the model allows it.
     """
 
@@ -74,6 +77,7 @@ class EngineConfig:
     policy: SchedulerPolicy = field(default_factory=SchedulerPolicy)
     seed: int = 0
     impl: str | None = None
+    rejection_sample_method: str = "strict"
     decode_graphs: bool | None = None
 
 
@@ -144,7 +148,15 @@ class Engine:
         self.pool = cache.allocate(self.memory.num_pages)
         self.totals = EngineTotals()
         self._builder = BatchBuilder(self.kv, model.device)
-        self._sampler = Sampler(model.config.vocab_size, config.max_num_seqs, model.device)
+        self._sampler = Sampler(
+            model.config.vocab_size,
+            config.max_num_seqs,
+            model.device,
+            rejection_sample_method=config.rejection_sample_method,
+        )
+        self._drafts_are_drawn = config.rejection_sample_method == "standard" and isinstance(
+            drafter, SamplingDrafter
+        )
         self._impl = config.impl
         if self._observer is not None:
             self._observer.attach(
@@ -295,14 +307,15 @@ class Engine:
         return report
 
     def _draft(self) -> None:
-        """Asks the drafter for the requests that decode next. Penalties change with each token, so such requests go without."""
+        """Asks the drafter for the requests that decode next."""
         if self.drafter is None:
             return
         running = zip(self.scheduler.running, self.scheduler.pending(), strict=True)
-        requests = [
-            r for r, count in running if count == 1 and r.params.repetition_penalty == 1
-        ]  # fmt: skip
-        if requests:
+        requests = [r for r, count in running if count == 1]
+        if requests and self._drafts_are_drawn:
+            for request, drawn in zip(requests, self.drafter.sample(requests), strict=True):
+                request.set_drafts(*drawn)
+        elif requests:
             for request, drafts in zip(requests, self.drafter.propose(requests), strict=True):
                 request.set_drafts(drafts)
 

@@ -2,9 +2,11 @@
 
 A token is drawn by inversion: the first one whose cumulative probability, in the order of ids, exceeds u. The uniform number u is a
 hash of the request's seed and the position, not the next number of a generator. So a request draws the same tokens whatever
-else runs beside it, after a preemption, and with speculation, whose drafts are simply compared with what is drawn.
+else runs beside it, after a preemption, and with "strict" speculation, whose drafts are simply compared with what is drawn.
+With "standard" speculation the numbers are as reproducible, but which of them decide depends on what was drafted.
 
-Source: transformers ``generation/logits_process`` for the filters and their order; SplitMix64 (Steele et al. 2014) for the hash.
+Source: transformers ``generation/logits_process`` for the filters and their order; SplitMix64 (Steele et al. 2014) for the hash; Leviathan
+et al. (arXiv 2211.17192) for rejection sampling.
 """
 
 from __future__ import annotations
@@ -20,6 +22,9 @@ from quire.models.batch import Staging
 from quire.models.request import Request, SamplingParams, TokenLogprobs
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+REJECTION_SAMPLE_METHODS = ("strict", "standard")  # `quire.models.speculative`
+# Purposes of the numbers of one position (`uniform`): the next token, whether a draft stays, what replaces it, and the draft itself.
+TOKEN, ACCEPT, RESAMPLE, DRAFT = range(4)
 
 
 @dataclass(frozen=True)
@@ -37,9 +42,24 @@ class Sampler:
     """Draws the next tokens of a step. One device-to-host copy, of the ids and what goes with them.
 
     vocab_size: columns of the logits. max_requests: slots of the allocator. device: of the logits.
+    rejection_sample_method: one of `REJECTION_SAMPLE_METHODS`, for the rows of sampled requests that drafts follow.
+
+    Raises: ValueError for another method.
     """
 
-    def __init__(self, vocab_size: int, max_requests: int, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        max_requests: int,
+        device: torch.device | str,
+        *,
+        rejection_sample_method: str = "strict",
+    ) -> None:
+        if rejection_sample_method not in REJECTION_SAMPLE_METHODS:
+            raise ValueError(
+                f"rejection_sample_method: expected one of {list(REJECTION_SAMPLE_METHODS)}, got {rejection_sample_method!r}"
+            )
+        self._rejects = rejection_sample_method == "standard"
         self._device = torch.device(device)
         self._staging = Staging(device)
         self._seen_shape = (max_requests, vocab_size)
@@ -55,6 +75,8 @@ class Sampler:
 
         logits: [sum(num_rows), vocab_size] fp32, the rows of one request one after another.
         requests, num_rows: the requests that get tokens, and for each 1 + its verified drafts.
+
+        Returns: a row's token follows the drafts before it, and says by being the draft behind it that this one stays.
         """
         ids = logits.argmax(dim=-1)
         if all(request.params.is_plain for request in requests):
@@ -70,28 +92,76 @@ class Sampler:
         if len(rows):
             index, u = self._staging.send([rows, _draws(requests, num_rows)[rows]])
             filters = Filters.of([params[i] for i in rows], self._staging)
-            ids = ids.index_copy(0, index, draw(probabilities(logits[index], filters), u))
+            mass = probabilities(logits[index], filters)
+            drawn = draw(mass, u)
+            if self._rejects and len(params) > len(requests):
+                drawn = self._reject(drawn, mass, rows, requests, num_rows)
+            ids = ids.index_copy(0, index, drawn)
         return Sampled(*_to_host(raw, ids, params))
 
     def _penalised(
         self, logits: Tensor, requests: Sequence[Request], num_rows: Sequence[int]
     ) -> Tensor:
-        """Rows of penalised requests changed; such a request has one row, as it is never speculated."""
+        """Rows of penalised requests changed; to a row, the drafts before it are output too."""
         if self._seen is None:
             self._seen = torch.zeros(self._seen_shape, dtype=torch.bool, device=self._device)
         slots, penalty, rows, row = [], [], [], 0
+        guessed_rows, guessed = [], []
         for request, count in zip(requests, num_rows, strict=True):
             if request.params.repetition_penalty != 1:
                 self._note(request)
-                slots.append(request.slot)
-                penalty.append(request.params.repetition_penalty)
-                rows.append(row)
+                for i in range(count):
+                    guessed_rows += [len(rows)] * i
+                    guessed += request.drafts[:i].tolist()
+                    slots.append(request.slot)
+                    penalty.append(request.params.repetition_penalty)
+                    rows.append(row + i)
             row += count
-        index, owned, factor = self._staging.send(
-            [np.array(rows), np.array(slots), np.array(penalty)]
+        index, owned, factor, *drafts = self._staging.send(
+            [
+                np.array(rows),
+                np.array(slots),
+                np.array(penalty),
+                np.array(guessed_rows, dtype=np.int64),
+                np.array(guessed, dtype=np.int64),
+            ]
         )
-        changed = penalise(logits[index], self._seen[owned], factor)
-        return logits.index_copy(0, index, changed)
+        seen = self._seen[owned]
+        if guessed:
+            seen[tuple(drafts)] = True
+        return logits.index_copy(0, index, penalise(logits[index], seen, factor))
+
+    def _reject(
+        self,
+        drawn: Tensor,
+        mass: Tensor,
+        rows: np.ndarray,
+        requests: Sequence[Request],
+        num_rows: Sequence[int],
+    ) -> Tensor:
+        """``drawn`` with `rejection_sample` in the rows that a draft follows.
+
+        drawn: [num_drawn] int64. mass: [num_drawn, vocab_size]. rows: [num_drawn] int64, which rows of all these are.
+        """
+        numbers = [_draws(requests, num_rows, purpose) for purpose in (ACCEPT, RESAMPLE)]
+        parts: dict[bool, list[tuple[np.ndarray, Request]]] = {False: [], True: []}
+        row = 0
+        for request, count in zip(requests, num_rows, strict=True):
+            if count > 1 and request.params.temperature > 0:
+                at = np.arange(row, row + count - 1)
+                parts[request.draft_probs is not None].append((at, request))
+            row += count
+        for has_probs, part in parts.items():
+            if not part:
+                continue
+            at = np.concatenate([where for where, _ in part])
+            drafts = np.concatenate([r.drafts[: len(where)] for where, r in part])
+            index, tokens, *u = self._staging.send(
+                [np.searchsorted(rows, at), drafts.astype(np.int64), *(n[at] for n in numbers)]
+            )
+            probs = torch.cat([r.draft_probs[: len(w)] for w, r in part]) if has_probs else None
+            drawn = drawn.index_copy(0, index, rejection_sample(mass[index], tokens, probs, *u))
+        return drawn
 
     def _note(self, request: Request) -> None:
         """Marks the tokens that came since the last time."""
@@ -189,7 +259,32 @@ def draw(mass: Tensor, u: Tensor) -> Tensor:
     return torch.searchsorted(total, u[:, None] * total[:, -1:], right=True).squeeze(1)
 
 
-def uniform(seeds: Sequence[int], positions: Sequence[int], purpose: int = 0) -> np.ndarray:
+def rejection_sample(
+    target: Tensor, drafts: Tensor, probs: Tensor | None, u_accept: Tensor, u_draw: Tensor
+) -> Tensor:
+    """Accepts drafts, or replaces them, so that the target's distribution comes out.
+
+    Draft x of row i is accepted if u_accept < p(x) / q(x); else the row's token is drawn from max(p - q, 0), normalised.
+
+    target: [num_rows, vocab_size] fp32, p of each row. drafts: [num_rows] int64.
+    probs: [num_rows, vocab_size] fp32, q that each draft was drawn from; None = they were not drawn: q is 1 at the draft.
+    u_accept, u_draw: [num_rows] float64 in [0, 1), independent.
+
+    Returns: [num_rows] int64: the draft where it is accepted, else its replacement, which is another token.
+    """
+    at = drafts[:, None]
+    p = target.gather(1, at).squeeze(1).double()
+    if probs is None:
+        accepted, rest = u_accept < p, target.scatter(1, at, 0.0)
+    else:
+        accepted = u_accept * probs.gather(1, at).squeeze(1).double() < p
+        rest = (target - probs).clamp_min(0)
+    # Where p = q nothing is left over, and nothing is rejected but by rounding: then p itself is right.
+    rest = torch.where(rest.sum(dim=-1, keepdim=True) > 0, rest, target)
+    return torch.where(accepted, drafts, draw(rest, u_draw))
+
+
+def uniform(seeds: Sequence[int], positions: Sequence[int], purpose: int = TOKEN) -> np.ndarray:
     """One number in [0, 1) for each (seed, position, purpose), a multiple of 2^-32: the same one every time.
 
     seeds, positions: [n] ints. purpose: keeps independent draws at one position apart.
@@ -216,13 +311,15 @@ def _mix(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
-def _draws(requests: Sequence[Request], num_rows: Sequence[int]) -> np.ndarray:
+def _draws(
+    requests: Sequence[Request], num_rows: Sequence[int], purpose: int = TOKEN
+) -> np.ndarray:
     """[sum(num_rows)] float64: a row's number depends on its request's seed and its place in the output."""
     counts = np.asarray(num_rows)
     first = np.repeat([r.num_output for r in requests], counts)
     within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     seeds = [r.seed for r, count in zip(requests, num_rows, strict=True) for _ in range(count)]
-    return uniform(seeds, first + within)
+    return uniform(seeds, first + within, purpose)
 
 
 def _to_host(

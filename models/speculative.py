@@ -1,14 +1,19 @@
 """Speculative decoding: a drafter guesses the next tokens, one step of the model verifies them all.
 
-A request with drafts d_1..d_k computes k + 1 rows. Row i says which token a_i the model itself puts after d_1..d_i: the largest logit,
-or a draw with the number that belongs to this position (`quire.models.sampling.uniform`). The drafts before the first a_i != d_(i+1)
-stay, a_i follows them, and `KVCache.commit(accepted=)` takes the other rows back.
+A request with drafts d_1..d_k computes k + 1 rows. Row i says which token a_i comes after d_1..d_i. The drafts before the first
+a_i != d_(i+1) stay, a_i follows them, and `KVCache.commit(accepted=)` takes the other rows back. Greedy, a_i is the largest logit. Sampled,
+there are two ways to a_i (`quire.models.sampling.REJECTION_SAMPLE_METHODS`); both give the target distribution p exactly, whatever is drafted:
 
-So the output is, token by token, what it would be without speculation, greedy or sampled. A draft is accepted with the probability p(d)
-that the model gives it, as rejection sampling does with a drafter that offers one token. A drafter that draws from a distribution q of its
-own does better with `rejection_sample`: its drafts are accepted with probability sum_x min(p(x), q(x)).
+- "strict": a_i is the draw that belongs to this request and position (`quire.models.sampling.uniform`), drafts or not. So the output is,
+  token by token, what it would be without speculation. A draft x is accepted with probability p(x).
+- "standard": rejection sampling. A draft x that was drawn from q is accepted with probability min(1, p(x) / q(x)), else a_i is drawn from what
+  is left, max(p - q, 0). Drafts are accepted with probability sum_x min(p(x), q(x)), which is more than p of the likeliest token where p is
+  flat, but which tokens come out depends on the drafts. A draft that was not drawn has q(x) = 1, and stays as often as under "strict".
 
-Source: Leviathan et al. (arXiv 2211.17192) for rejection sampling; prompt lookup decoding (Saxena 2023) for `NGramDrafter`.
+The default is "strict": a seed then means the same output with and without drafts, in any batch, after any preemption.
+
+Source: Leviathan et al. (arXiv 2211.17192) for rejection sampling; prompt lookup decoding (Saxena 2023) for `NGramDrafter`; vLLM for
+the names of the methods.
 """
 
 from __future__ import annotations
@@ -17,11 +22,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from quire.models.request import Request
-from quire.models.sampling import draw
 
 if TYPE_CHECKING:
     from quire.models.batch import Batch, BatchBuilder
@@ -40,6 +43,18 @@ class Drafter(Protocol):
 
         Returns: for each request [0..max_draft_tokens] int32 token ids that may follow `Request.tokens`; more than it has room for
             are ignored.
+        """
+
+
+@runtime_checkable
+class SamplingDrafter(Drafter, Protocol):
+    """A drafter that can draw, for "standard" rejection sampling."""
+
+    def sample(self, requests: Sequence[Request]) -> list[tuple[np.ndarray, Tensor | None]]:
+        """As :meth:`propose`, but drafts of sampled requests (temperature above 0) are drawn.
+
+        Returns: for each request token ids, and probs [num_drafts, vocab_size] fp32 on the model's device, from whose rows they were
+            drawn with numbers of `quire.models.sampling.DRAFT`; None where they were not drawn.
         """
 
 
@@ -116,24 +131,3 @@ def count_accepted(drafts: Sequence[int], ids: Sequence[int]) -> int:
     drafts: [k] token ids. ids: [k + 1], the model's own token at each row.
     """
     return next((i for i, draft in enumerate(drafts) if draft != ids[i]), len(drafts))
-
-
-def rejection_sample(
-    target: Tensor, draft: Tensor, drafts: Tensor, u_accept: Tensor, u_draw: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Accepts drafts that were drawn from distributions of a drafter, or replaces them, so that the target's distribution comes out.
-
-    Draft x of row i is accepted if u_accept < p(x) / q(x); else the row's token is drawn from max(p - q, 0), normalised.
-
-    target: [num_rows, vocab_size], p of each row. draft: the same shape, q that each draft was drawn from (one-hot for a drafter that
-        does not draw). drafts: [num_rows] int64. u_accept, u_draw: [num_rows] float64 in [0, 1), independent.
-
-    Returns: (accepted [num_rows] bool, ids [num_rows] int64: the draft where it is accepted, else its replacement).
-    """
-    p = target.gather(1, drafts[:, None]).squeeze(1).double()
-    q = draft.gather(1, drafts[:, None]).squeeze(1).double()
-    accepted = u_accept * q < p
-    rest = (target - draft).clamp_min(0)
-    # Where p = q nothing is left over, and nothing is rejected but by rounding: then p itself is right.
-    rest = torch.where(rest.sum(dim=-1, keepdim=True) > 0, rest, target)
-    return accepted, torch.where(accepted, drafts, draw(rest, u_draw))

@@ -7,21 +7,22 @@ guessed rows of its sequence again as fresh rows, a few rows of one layer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from quire.models.batch import AttnMetadata, Batch, BatchBuilder
+from quire.models.batch import AttnMetadata, Batch, BatchBuilder, Staging
 from quire.models.deepseek_v4.cache import V4PagePool
 from quire.models.deepseek_v4.model import DeepseekV4
 from quire.models.deepseek_v4.paged import PagedStep
 from quire.models.request import Request
+from quire.models.sampling import DRAFT, Filters, draw, probabilities, uniform
 
 
 class MTPDrafter:
-    """Greedy drafts of the model's first drafter layer; a `quire.models.speculative.ModelDrafter` of one engine.
+    """Drafts of the model's first drafter layer, greedy or drawn; a `ModelDrafter` and `SamplingDrafter` of one engine.
 
     model: the engine's model. max_draft_tokens: drafts of a request in a step.
 
@@ -41,6 +42,7 @@ class MTPDrafter:
         """As `quire.models.speculative.ModelDrafter.attach`."""
         config = self.model.config
         self._pool, self._builder, self._impl = pool, builder, impl
+        self._staging = Staging(self.model.device)
         self._streams = torch.zeros(
             (max_requests, config.hc_mult, config.hidden_size),
             dtype=self.model.dtype,
@@ -59,13 +61,40 @@ class MTPDrafter:
 
     def propose(self, requests: Sequence[Request]) -> list[np.ndarray]:
         """As `quire.models.speculative.Drafter.propose`."""
+        return list(self._chain(requests, greedy).int().cpu().numpy())
+
+    @torch.inference_mode()
+    def sample(self, requests: Sequence[Request]) -> list[tuple[np.ndarray, Tensor | None]]:
+        """As `quire.models.speculative.SamplingDrafter.sample`: drawn under the temperature and filters of the request."""
+        rows = [i for i, request in enumerate(requests) if request.params.temperature > 0]
+        if not rows:
+            return [(ids, None) for ids in self.propose(requests)]
+        drawn = [requests[i] for i in rows]
+        filters = Filters.of([request.params for request in drawn], self._staging)
+        seeds, first = [r.seed for r in drawn], np.array([r.num_output for r in drawn])
+        numbers = [uniform(seeds, first + i, DRAFT) for i in range(self.max_draft_tokens)]
+        index, numbers = self._staging.send([np.array(rows, dtype=np.int64), np.stack(numbers)])
+        masses: list[Tensor] = []
+
+        def choose(logits: Tensor) -> Tensor:
+            masses.append(probabilities(logits[index], filters))
+            return greedy(logits).index_copy(0, index, draw(masses[-1], numbers[len(masses) - 1]))
+
+        ids = self._chain(requests, choose).int().cpu().numpy()
+        probs: list[Tensor | None] = [None] * len(requests)
+        for row, mass in zip(rows, torch.stack(masses, dim=1), strict=True):
+            probs[row] = mass
+        return list(zip(ids, probs, strict=True))
+
+    def _chain(self, requests: Sequence[Request], choose: Callable[[Tensor], Tensor]) -> Tensor:
+        """[num_requests, num_drafts] int64."""
         slots = np.array([request.slot for request in requests], dtype=np.int64)
         # Each waits for one token: the one that its last computed row was told.
         seq_lens = np.array([request.num_tokens - 1 for request in requests], dtype=np.int32)
         longest = int(seq_lens.max())
         room = self.model.config.max_position_embeddings - longest
         places, lengths = self._builder.send([slots, seq_lens])
-        drafts = chain_drafts(
+        return chain_drafts(
             self.model,
             self._streams[places],
             lengths,
@@ -74,9 +103,14 @@ class MTPDrafter:
             self._pool,
             num_drafts=max(1, min(self.max_draft_tokens, room)),
             max_seq_len=longest,
+            choose=choose,
             impl=self._impl,
         )
-        return list(drafts.int().cpu().numpy())
+
+
+def greedy(logits: Tensor) -> Tensor:
+    """The largest logit's id: [num_rows] int64 of [num_rows, vocab_size]."""
+    return logits.argmax(dim=-1)
 
 
 @torch.inference_mode()
@@ -90,21 +124,23 @@ def chain_drafts(
     *,
     num_drafts: int,
     max_seq_len: int,
+    choose: Callable[[Tensor], Tensor] = greedy,
     impl: str | None = None,
 ) -> Tensor:
-    """Greedy drafts of every sequence.
+    """Drafts of every sequence.
 
     streams: [num_seqs, hc_mult, hidden_size] of drafter 0 at each sequence's last computed row.
     seq_lens: [num_seqs] int32, computed tokens; block_tables: per group [num_seqs, width] int32, after the commit of that step.
     request_slots: [num_seqs] int32. pool: pages, only read. num_drafts: tokens to draft, >= 1.
-    max_seq_len: host int, upper bound of seq_lens. impl: as in `DeepseekV4.forward`.
+    max_seq_len: host int, upper bound of seq_lens. choose: [num_seqs, vocab_size] fp32 logits -> ids [num_seqs] int64, called once for
+        each draft in turn. impl: as in `DeepseekV4.forward`.
 
     Returns: [num_seqs, num_drafts] int64: guesses of the tokens at positions seq_lens + 1 and on; the token at seq_lens is not a
         guess, it was sampled.
     """
     num_seqs, device = len(seq_lens), seq_lens.device
     rows = streams[:, None]  # what each guessed row is made from
-    ids = model.draft_logits(0, streams).argmax(dim=-1)[:, None]
+    ids = choose(model.draft_logits(0, streams))[:, None]
     while (count := ids.shape[1]) < num_drafts:
         positions = seq_lens.long()[:, None] + torch.arange(count, device=device)
         nowhere = positions.new_full((num_seqs * count,), -1)
@@ -122,5 +158,5 @@ def chain_drafts(
         out = model.draft_streams(0, rows.flatten(0, 1), ids.flatten(), positions.flatten(), step)
         newest = out.unflatten(0, (num_seqs, count))[:, -1]
         rows = torch.cat([rows, newest[:, None]], dim=1)
-        ids = torch.cat([ids, model.draft_logits(0, newest).argmax(dim=-1)[:, None]], dim=1)
+        ids = torch.cat([ids, choose(model.draft_logits(0, newest))[:, None]], dim=1)
     return ids
