@@ -15,9 +15,10 @@ key is stored in every group that is not dense. Keys are hashes of all tokens be
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -25,6 +26,11 @@ from .hashing import KEY_BYTES, Prompt
 from .plan import StepPlan
 from .sequences import Sequences
 from .spec import GroupClass, Int32, Int64, Layout
+
+if TYPE_CHECKING:
+    from .index import Run
+
+_NO_TOKENS: Int32 = np.empty(0, dtype=np.int32)
 
 
 @dataclass(frozen=True)
@@ -79,7 +85,7 @@ class EventLog:
     """A bounded queue of events, numbered from 0. Not for several threads at once.
 
     When it is full the oldest event is dropped and counted: the numbers that `take` returns then have a gap. A
-    reader that sees one has lost track; `KVCache.clear` brings cache and reader to the same state.
+    reader that sees one has lost track; `KVCache.announce` tells it everything again.
 
     Args:
         capacity: events kept until they are taken.
@@ -130,17 +136,21 @@ def tail_hashes(key: bytes, num_blocks: int) -> tuple[bytes, ...]:
 
 
 class Announcer:
-    """Writes the events of one cache; keeps the tokens of running requests, which events must name.
+    """Writes the events of one cache; keeps the tokens of running requests and cached segments, which events must name.
 
     Args:
         log: where events go.
         layout: the groups.
         sequences: the running requests and their keys.
+
+    Attributes:
+        tokens: [alignment] int32 tokens of each cached segment, by its key.
     """
 
     def __init__(self, log: EventLog, layout: Layout, sequences: Sequences) -> None:
         self.log = log
         self.alignment = layout.alignment
+        self.tokens: dict[bytes, Int32] = {}
         self._sequences = sequences
         self._prompts: list[Int32] = [np.empty(0, np.int32)] * sequences.max_requests
         # Tokens after the prompt, a row a request; wider when one outgrows it.
@@ -153,6 +163,8 @@ class Announcer:
             if c.spec.kind != "dense":
                 groups = tuple(dict.fromkeys(layout.tables[t][0] for t in c.tables.tolist()))
                 self._tails.append((c, groups, tuple(layout.groups[i].name for i in groups)))
+        # Segments that the longest tail reaches into.
+        self._reach = max([1, *(-(-c.tail // c.per_segment) for c, _, _ in self._tails)])
 
     # Tokens of running requests.
 
@@ -188,37 +200,73 @@ class Announcer:
 
     def segments(self, slot: int, first: int, last: int) -> None:
         """Segments [first, last) of a request are cached now."""
-        if not self._dense:
-            return
-        keys = self._sequences.keys(slot, first, last)
-        self.log.append(
-            BlockStored(
-                "dense", self._dense, self._dense_names, _split(keys), self._parent(slot, first),
-                first * self.alignment, self._span(slot, first * self.alignment, last * self.alignment),
-                self.alignment, None, self.log.medium,
-            )
-        )  # fmt: skip
+        keys = split_keys(self._sequences.keys(slot, first, last))
+        a, prompt = self.alignment, self._prompts[slot]
+        n = len(prompt)
+        answer = self._answers[slot, max(0, first * a - n) : max(0, last * a - n)]
+        parts = np.concatenate([prompt[first * a : last * a], answer]).reshape(-1, a)
+        for key, tokens in zip(keys, parts, strict=True):
+            self.tokens[key] = tokens.copy()
+        parent = self._sequences.keys(slot, first - 1, first) if first else None
+        self._segments(keys, parent, first)
 
     def point(self, slot: int, boundary: int) -> None:
         """A request left a resume point at `boundary`."""
         depth = boundary // self.alignment
-        key = self._sequences.keys(slot, depth - 1, depth)
+        first = max(0, depth - self._reach - 1)
+        self._point(split_keys(self._sequences.keys(slot, first, depth)), depth)
+
+    def everything(self, runs: Iterable[Run]) -> None:
+        """All that `runs` (parents first) hold is cached, and nothing else: for readers that know nothing, or lost track."""
+        self.log.append(AllBlocksCleared())
+        for run in runs:
+            keys = split_keys(bytes(run.keys))
+            above, node = list[bytes](), run.parent  # keys before the run, as far as tails reach
+            while node is not None and node.length and len(above) <= self._reach:
+                above = [*split_keys(bytes(node.keys)), *above][-self._reach - 1 :]
+                node = node.parent
+            self._segments(keys, above[-1] if above else None, run.start)
+            path = (*above, *keys)
+            for depth in run.depths:
+                end = len(above) + depth - run.start
+                self._point(path[max(0, end - self._reach - 1) : end], depth)
+
+    def _segments(self, keys: tuple[bytes, ...], parent: bytes | None, first: int) -> None:
+        """Record the segments of `keys`, from segment `first` on, after `parent`."""
+        if not self._dense:
+            return
+        a = self.alignment
+        tokens = np.concatenate([self.tokens[key] for key in keys])
+        self.log.append(
+            BlockStored(
+                "dense", self._dense, self._dense_names, keys, parent, first * a, tuple(tokens.tolist()), a, None,
+                self.log.medium,
+            )
+        )  # fmt: skip
+
+    def _point(self, keys: tuple[bytes, ...], depth: int) -> None:
+        """Record the resume point at segment `depth`; `keys` of the segments before it, as far as tails reach and one more."""
+        boundary, first = depth * self.alignment, depth - len(keys)
         for c, groups, names in self._tails:
             num_blocks = min(c.tail, boundary // c.block_size)
             start = boundary - num_blocks * c.block_size
+            within, skipped = divmod(start - first * self.alignment, self.alignment)
+            parts = [self.tokens[key] for key in keys[within:]]
+            tokens = np.concatenate([_NO_TOKENS, *parts])[skipped:]
+            parent = keys[within - 1] if within else None
             self.log.append(
                 BlockStored(
-                    c.spec.kind, groups, names, tail_hashes(key, num_blocks),
-                    self._parent(slot, start // self.alignment), start,
-                    self._span(slot, start, boundary), c.block_size, c.spec.sliding_window,
-                    self.log.medium,
+                    c.spec.kind, groups, names, tail_hashes(keys[-1], num_blocks), parent, start,
+                    tuple(tokens.tolist()), c.block_size, c.spec.sliding_window, self.log.medium,
                 )
             )  # fmt: skip
 
     def segments_removed(self, keys: bytes) -> None:
         """Segments with these keys are not cached any more."""
+        hashes = split_keys(keys)
+        for key in hashes:
+            del self.tokens[key]
         if self._dense:
-            hashes = _split(keys)
             names = self._dense_names
             self.log.append(BlockRemoved("dense", self._dense, names, hashes, self.log.medium))
 
@@ -230,17 +278,10 @@ class Announcer:
 
     def cleared(self) -> None:
         """Nothing is cached any more."""
+        self.tokens.clear()
         self.log.append(AllBlocksCleared())
 
-    def _parent(self, slot: int, depth: int) -> bytes | None:
-        return self._sequences.keys(slot, depth - 1, depth) if depth else None
 
-    def _span(self, slot: int, start: int, end: int) -> tuple[int, ...]:
-        prompt = self._prompts[slot]
-        n = len(prompt)
-        answer = self._answers[slot, max(0, start - n) : max(0, end - n)]
-        return (*prompt[start:end].tolist(), *answer.tolist())
-
-
-def _split(keys: bytes) -> tuple[bytes, ...]:
+def split_keys(keys: bytes) -> tuple[bytes, ...]:
+    """Segment keys one by one."""
     return tuple(bytes(keys[i : i + KEY_BYTES]) for i in range(0, len(keys), KEY_BYTES))

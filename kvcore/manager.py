@@ -548,6 +548,18 @@ class KVCache:
         self._changed()
         self.index.clear()
 
+    def announce(self) -> None:
+        """Write events from which a reader learns everything that is cached now: one that comes late, or lost track.
+
+        Raises:
+            ValueError: the cache was made without events.
+        """
+        if self._announcer is None:
+            raise ValueError(
+                "events: expected an EventLog at construction to announce to, got None"
+            )
+        self._announcer.everything(self.index.runs())
+
     def evict(self, num_pages: int) -> int:
         """Free cached pages now, as pressure would.
 

@@ -3,7 +3,7 @@
 A snapshot holds keys, page ids, resume points and their order of use; not the pages. It is good only together with page
 contents that are the same as when it was taken: pages that stayed in place, or were saved and put back under their ids
 (`page_ids` names them). Take it between steps. Running requests are not part of it, but what is cached of them is;
-nor are pins, the memory of an eviction policy, or tokens: a log of events hears nothing of a restore.
+nor are pins and the memory of an eviction policy. A cache with events saves its tokens too, and announces what it restored.
 
 Layout, little-endian: magic, version, length of a JSON header, header, arrays in the order of the header, SHA-256 of
 all before. The header names the settings that must agree.
@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from .events import split_keys
 from .hashing import KEY_BYTES, root_key
 from .index import ResumePoint, Run
 from .spec import Int32
@@ -59,6 +60,10 @@ def dumps(kv: KVCache) -> bytes:
         ),
         "point_pages": np.array([p.pages for p in points], np.int32).reshape(len(points), tail),
     }
+    if kv._announcer is not None:
+        keys = [key for r in runs for key in split_keys(bytes(r.keys))]
+        known = [kv._announcer.tokens[key] for key in keys]
+        arrays["tokens"] = np.array(known, np.int32).reshape(len(known), kv.alignment)
     header = {
         **_settings(kv),
         "tick": index.tick,
@@ -86,6 +91,10 @@ def loads(kv: KVCache, data: bytes) -> None:
     header, arrays = _parse(kv, data)
     _check(kv, arrays)
     _build(kv, header["tick"], arrays)
+    if kv._announcer is not None:
+        keys = split_keys(arrays["keys"].tobytes())
+        kv._announcer.tokens.update(zip(keys, arrays["tokens"], strict=True))
+        kv.announce()
 
 
 def save(kv: KVCache, path: str | os.PathLike[str]) -> None:
@@ -195,6 +204,12 @@ def _check(kv: KVCache, arrays: dict[str, _Array]) -> None:
         ends = depth[points[:, 0]]
         sound = (points[:, 1] <= ends).all() and (points[:, 1] > ends - runs[points[:, 0], 1]).all()
         sound = sound and len(np.unique(points[:, :2], axis=0)) == len(points)
+    if kv._announcer is not None and (
+        "tokens" not in arrays or arrays["tokens"].shape != (total, kv.alignment)
+    ):
+        raise ValueError(
+            "snapshot: expected one of a cache with events, which has the tokens that events name"
+        )
     if not sound:
         raise ValueError("snapshot: expected runs, pages and resume points that fit together")
 

@@ -334,3 +334,50 @@ def test_a_salt_does_not_show():
 def test_a_bad_capacity_is_named(capacity):
     with pytest.raises(ValueError, match=r"capacity: expected an int >= 1, got"):
         EventLog(capacity)
+
+
+def ledger(events) -> dict:
+    """What is stored after `events`: of each entry its blocks, parent and tokens."""
+    stored: dict = {}
+    for event in events:
+        if isinstance(event, AllBlocksCleared):
+            stored.clear()
+            continue
+        for i, key in enumerate(event.block_hashes):
+            name = (event.kind, event.groups, key)
+            if isinstance(event, BlockRemoved):
+                del stored[name]
+                continue
+            size = event.block_size
+            dense = event.kind == "dense"
+            parent = event.block_hashes[i - 1] if dense and i else event.parent
+            tokens = event.token_ids[i * size : (i + 1) * size]
+            stored[name] = (event.start + i * size, tokens, parent, size, event.sliding_window)
+    return stored
+
+
+@pytest.mark.parametrize("mix", MIXES, ids=str)
+def test_a_late_reader_is_told_everything(mix):
+    log = EventLog()
+    e = engine(mix, log, retention="dense", num_pages=80)
+    rng, history, events = np.random.default_rng(0), [[1]], []
+    for rid in range(25):
+        base = history[rng.integers(len(history))]
+        prompt = base[: rng.integers(len(base) + 1)] + rng.integers(0, 2, 50).tolist()
+        e.run(rid, prompt[:100], [0, 1, 0])
+        history.append(prompt[:100])
+    e.admit("running", [*history[-1], 5, 6])
+    e.finish_prompt("running")
+    events = log.take()[1]
+    e.kv.announce()
+    late, again = Reader(e.kv.layout.groups), log.take()[1]
+    for event in again:
+        late.apply(event)
+    same_hits(e, late, history)
+    assert ledger(again) == ledger(events) != {}
+    assert any(isinstance(event, BlockRemoved) for event in events)
+
+
+def test_only_a_cache_with_events_announces():
+    with pytest.raises(ValueError, match="events: expected an EventLog at construction"):
+        engine(MIXES[0]).kv.announce()

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from quire.kvcore import LRU, S3FIFO, CostAware, GroupSpec, snapshot
+from quire.kvcore import LRU, S3FIFO, CostAware, EventLog, GroupSpec, snapshot
 
 from .engine import Engine, groups
-from .test_events import MIXES
+from .test_events import MIXES, Reader, ledger, same_hits
 
 
 def engine(specs, **options) -> Engine:
@@ -260,3 +260,33 @@ def test_a_policy_learns_of_entries_in_the_order_of_their_use():
     snapshot.loads(after.kv, snapshot.dumps(before.kv))
     assert len(policy.seen) > 5 and policy.seen == sorted(policy.seen)
     assert [uses for _, uses in policy.seen].count(1) == 1
+
+
+@pytest.mark.parametrize("mix", MIXES, ids=str)
+def test_a_restore_is_announced(mix):
+    logs = EventLog(), EventLog()
+    before = engine(mix, events=logs[0], retention="dense")
+    history = used(before)
+    after = successor(before, mix, events=logs[1], retention="dense")
+    snapshot.loads(after.kv, snapshot.dumps(before.kv))
+    told = logs[1].take()[1]
+    assert ledger(told) == ledger(logs[0].take()[1]) != {}
+    after.run("again", [*history[-1], 1, 1, 1], [3, 4])  # tokens are known for what comes next
+    reader = Reader(after.kv.layout.groups)
+    for event in [*told, *logs[1].take()[1]]:
+        reader.apply(event)
+    same_hits(after, reader, [t for t in history if t])
+
+
+def test_events_need_a_snapshot_with_tokens():
+    before = engine(MIXES[1])
+    history = used(before)
+    after = engine(MIXES[1], events=EventLog())
+    with pytest.raises(ValueError, match="expected one of a cache with events"):
+        snapshot.loads(after.kv, snapshot.dumps(before.kv))
+    assert after.kv.index.num_segments == 0
+    after.run("usable", history[-1])
+    # The other way round, tokens are of no use.
+    before = engine(MIXES[1], events=EventLog())
+    used(before)
+    snapshot.loads(engine(MIXES[1]).kv, snapshot.dumps(before.kv))
