@@ -36,7 +36,9 @@ class GroupSpec:
         page_bytes: bytes of one page (all groups of a pool must agree, see `Layout`).
         sliding_window: W tokens including the query itself; window groups only.
         pages_per_block: pages that a block (or a state) takes; each has a table of its own.
-        lookahead: rows of this group at position t depend on the tokens up to t + lookahead (a drafter's do).
+        lookahead: rows of this group at position t depend on the tokens up to t + lookahead (a drafter's do). The engine
+            writes rows that wait for a step's tokens before it commits that step; a request that ends right at a boundary
+            never computes that boundary's lookahead, so the next hit is one boundary shorter.
 
     Raises:
         ValueError: a field is out of range, or `sliding_window` does not fit `kind`.
