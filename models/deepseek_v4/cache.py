@@ -28,6 +28,7 @@ from quire.kernels.mla import IndexPages, LatentPages, page_bytes
 from quire.kvcore import GroupSpec
 from quire.models.deepseek_v4.config import CSA, HCA, DeepseekV4Config
 
+FP8_DIMS = (512, 64)  # of a latent row in the quantised layout
 COMPRESSED, WINDOW, OVERLAP = "compressed", "window", "overlap"
 
 
@@ -101,8 +102,13 @@ def plan_cache(
     drafters: whether the drafter layers take part.
 
     Returns: CachePlan.
-    Raises: ValueError where block_size is no multiple of both ratios and of window_block_size.
+    Raises: ValueError where block_size is no multiple of both ratios and of window_block_size; NotImplementedError for quantised rows
+        of other sizes than the released ones.
     """
+    if fmt.fp8 and (config.head_dim, config.rope_dim) != FP8_DIMS:
+        raise NotImplementedError(
+            f"kv_cache_dtype: 'fp8' is supported with (head_dim, rope_dim) = {FP8_DIMS}, {config.name!r} has {(config.head_dim, config.rope_dim)}"
+        )
     block_size = block_size or 2 * config.hca_ratio
     window_block_size = window_block_size or max(1, config.sliding_window // 2)
     unit = math.lcm(config.csa_ratio, config.hca_ratio, window_block_size)

@@ -42,8 +42,11 @@ class DeepseekV4(nn.Module):
     rotated channel; default: all that the config allows. expert_format: "fp8" or "fp4" for routed experts that stay packed.
 
     Attributes:
-        cache_format: how `make_cache` stores rows; default: as they are.
+        kv_cache_dtypes: values of `EngineConfig.kv_cache_dtype` that `make_cache` takes: "fp8" = latent rows of 584 bytes and
+            quantised index keys, of the released head sizes.
     """
+
+    kv_cache_dtypes = ("auto", "fp8")
 
     # Steps are not captured: experts that stay packed ask the host which ones a step needs.
     capturable = False
@@ -60,7 +63,6 @@ class DeepseekV4(nn.Module):
         super().__init__()
         device = torch.device(device)
         self.config = config
-        self.cache_format = CacheFormat(dtype)
         self.embed_tokens = TokenEmbedding(config, device, dtype)
         self.layers = nn.ModuleList(
             DecoderLayer(config, layer, kind, device, dtype, expert_format)
@@ -124,9 +126,14 @@ class DeepseekV4(nn.Module):
         max_requests: int,
         max_draft_tokens: int = 0,
         drafter_layers: bool = False,
+        kv_cache_dtype: str = "auto",
     ) -> ModelCache:
-        """Pages and rings as `quire.models.memory.model_cache` asks for them; sizes of pages follow from the config, not base_block_size."""
-        plan = plan_cache(self.config, self.cache_format, drafters=drafter_layers)
+        """Pages and rings as `quire.models.memory.model_cache` asks for them; sizes of pages follow from the config, not base_block_size.
+
+        Raises: NotImplementedError for "fp8" with other head sizes than the released ones.
+        """
+        fmt = CacheFormat(self.dtype, fp8=kv_cache_dtype == "fp8")
+        plan = plan_cache(self.config, fmt, drafters=drafter_layers)
 
         def allocate(num_pages: int) -> V4PagePool:
             return V4PagePool(
