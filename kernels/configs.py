@@ -1,6 +1,6 @@
 """Launch choices as pure functions of host integers: tile shapes, and how decode work is cut into splits.
 
-Nothing is autotuned on the call path. The table holds what compiles without spills and fits the shared memory of each
+Nothing is autotuned on the call path. The tables (`tile_tables`) hold what compiles without spills and fits the shared memory of each
 architecture (``python -m bench.static`` shows it); the split constants state what they trade.
 """
 
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+
+from quire.kernels.tile_tables import DECODE, PREFILL
 
 # Shared memory that one program may use, in bytes (CUDA programming guide, compute capabilities table: 227, 163 and 99 KiB).
 SHARED_MEMORY = {
@@ -40,56 +42,6 @@ class Config:
     num_stages: int
     mask_all: bool = False
 
-
-# Two-byte dtypes, prefill: head_dim (32 stands for 16 too) -> Config. At 512, 64 rows leave no register free on Hopper.
-PREFILL = {
-    "large": {
-        32: Config(64, 64, 4, 3),
-        64: Config(128, 64, 8, 3),
-        128: Config(128, 64, 8, 3),
-        256: Config(128, 32, 8, 3),
-        512: Config(32, 32, 8, 3),
-    },
-    "medium": {
-        32: Config(64, 64, 4, 3),
-        64: Config(128, 64, 8, 3),
-        128: Config(64, 64, 8, 3),
-        256: Config(64, 32, 8, 3),
-        512: Config(32, 32, 8, 2),
-    },
-    "small": {
-        32: Config(64, 64, 4, 3),
-        64: Config(128, 64, 8, 3),
-        128: Config(64, 32, 8, 3),
-        256: Config(64, 32, 8, 2),
-        512: Config(32, 16, 8, 2),
-    },
-}
-
-# Two-byte dtypes, decode: head_dim -> rows -> (block_n, num_warps, num_stages). K/V tiles and stages put over 36 KB in flight an SM.
-DECODE = {
-    "large": {
-        32: {16: (64, 4, 4), 32: (64, 4, 4), 64: (64, 4, 4)},
-        64: {16: (64, 4, 4), 32: (64, 4, 4), 64: (64, 4, 4)},
-        128: {16: (64, 4, 3), 32: (64, 4, 3), 64: (64, 4, 3)},
-        256: {16: (32, 4, 3), 32: (32, 4, 3), 64: (32, 8, 3)},
-        512: {16: (16, 4, 3), 32: (32, 8, 3), 64: (16, 8, 3)},
-    },
-    "medium": {
-        32: {16: (64, 4, 4), 32: (64, 4, 4), 64: (64, 4, 4)},
-        64: {16: (64, 4, 4), 32: (64, 4, 4), 64: (64, 4, 4)},
-        128: {16: (64, 4, 3), 32: (64, 4, 3), 64: (64, 4, 3)},
-        256: {16: (32, 4, 3), 32: (32, 4, 3), 64: (32, 8, 3)},
-        512: {16: (16, 4, 3), 32: (16, 8, 3), 64: (16, 8, 3)},
-    },
-    "small": {
-        32: {16: (64, 4, 4), 32: (64, 4, 4), 64: (64, 4, 4)},
-        64: {16: (64, 4, 3), 32: (64, 4, 3), 64: (64, 4, 3)},
-        128: {16: (32, 4, 3), 32: (32, 4, 3), 64: (32, 4, 3)},
-        256: {16: (32, 4, 2), 32: (32, 4, 2), 64: (32, 8, 2)},
-        512: {16: (16, 4, 2), 32: (16, 8, 2), 64: (16, 8, 2)},
-    },
-}
 
 # fp32 runs without tensor cores, for checks more than for speed: small tiles, for both phases and every architecture.
 FP32 = {
@@ -210,6 +162,6 @@ def select_config(
     if dtype_bytes == 4:
         return FP32[dim]
     if phase == "prefill":
-        return PREFILL[size][dim]
+        return Config(*PREFILL[size][dim])
     # Decode waits for memory, not for masks, and one loop fills the pipeline once.
     return Config(rows, *DECODE[size][dim][rows], mask_all=True)

@@ -1,0 +1,96 @@
+"""bench.tune on a CPU: which tile shapes it tries, takes and writes."""
+
+import json
+
+import pytest
+import torch
+
+from quire.bench import shapes, tune
+from quire.bench.timing import Timing
+from quire.bench.tune import Cell
+from quire.kernels import configs, paged, tile_tables
+from quire.kernels.configs import Config
+
+
+def test_a_dry_run_compiles_measures_and_takes_the_fastest(tmp_path, capsys, monkeypatch):
+    def time_calls(calls, device, seconds):
+        calls[0]()
+        each = 1e-6 * paged.select_config().block_n  # what a call would launch with
+        return Timing(each, each, each, 1, 1)
+
+    monkeypatch.setattr(tune, "time_calls", time_calls)
+    tiny = [c for c in shapes.tiny_cases() if c.shape.name == "tiny/local"]
+    monkeypatch.setattr(shapes, "tiny_cases", lambda: tiny)
+    out = tmp_path / "tune.json"
+    before = paged.select_config
+    assert tune.main(["--dry-run", "--jobs", "1", "--json", str(out)]) == 0
+    assert paged.select_config is before
+    result = json.loads(out.read_text())
+    assert not result["refused"] and not result["not_run"]
+    assert [(row["cell"], row["config"], row["ratio"]) for row in result["rows"]] == [
+        ("decode 32 x16", [16, 64, 4, 4], 1.0),
+        ("decode 32 x16", [16, 32, 4, 4], pytest.approx(0.5)),
+        ("prefill 32", [64, 64, 4, 3], 1.0),
+        ("prefill 32", [64, 32, 4, 3], pytest.approx(0.5)),
+    ]
+    for row in result["rows"]:
+        assert row["wrong"] is None and len(row["ms"]) == 1
+    taken = [line for line in capsys.readouterr().out.splitlines() if line.startswith("taken")]
+    assert [line.split()[2] for line in taken] == ["32", "32"]
+
+
+def test_the_chosen_tile_shape_is_the_one_that_runs():
+    (case,) = [
+        c for c in shapes.tiny_cases() if c.phase == "prefill" and c.shape.name == "tiny/local"
+    ]
+    cell, broken = Cell("prefill", 32), Config(64, 48, 4, 3)  # no power of two
+    rows = tune.measure(
+        cell, [case], [cell.current(90), broken], torch.device("cpu"), seconds=0.001
+    )
+    assert rows[0]["wrong"] is None and rows[0]["ratio"] == 1
+    assert "power of 2" in rows[1]["wrong"] and rows[1]["ratio"] is None
+
+
+def test_what_breaks_a_static_rule_is_refused():
+    cell = Cell("decode", 512, 64)
+    fits, spills = cell.current(90), Config(64, 64, 4, 2, mask_all=True)
+    reasons = tune.compile_all(cell, [fits, spills], 90, 1)
+    assert reasons[0] is None and "spills" in reasons[1]
+
+
+def test_candidates_start_with_the_table_and_fit():
+    for cell in tune.cells(tune.tuned_cases()):
+        for arch in (80, 86, 90):
+            found = cell.candidates(arch)
+            assert found[0] == cell.current(arch) and len(set(found)) == len(found) > 5
+            for c in found[1:]:
+                tiles = 4 * c.block_n * cell.head_dim * (c.num_stages - 1)
+                assert tiles <= configs.SHARED_MEMORY[arch] and c.mask_all == found[0].mask_all
+
+
+@pytest.mark.parametrize(("ratios", "taken"), [([1.0, 0.97, 0.9], 2), ([1.0, 0.99], 0), ([1.0, None], 0)])  # fmt: skip
+def test_another_entry_has_to_be_clearly_faster(ratios, taken):
+    rows = [{"ratio": ratio} for ratio in ratios]
+    assert tune.best(rows) is rows[taken]
+
+
+def test_the_table_is_written_for_one_class_of_gpus():
+    source = tune.TABLES.read_text(encoding="utf-8")
+    assert tune.tables_with({}, 90) == source
+    chosen = {Cell("prefill", 128): Config(128, 128, 8, 3), Cell("decode", 256, 16): Config(16, 64, 8, 2, True)}  # fmt: skip
+    written: dict = {}
+    exec(tune.tables_with(chosen, 120), written)
+    assert written["PREFILL"]["small"][128] == (128, 128, 8, 3)
+    assert written["DECODE"]["small"][256][16] == (64, 8, 2)
+    for name in ("PREFILL", "DECODE"):
+        written[name]["small"] = getattr(tile_tables, name)["small"]
+        assert written[name] == getattr(tile_tables, name)
+
+
+def test_bad_arguments_are_named(capsys):
+    assert tune.main(["--dry-run", "--only", "decode 7"]) == 2
+    assert "only: expected part of a cell's name, got 'decode 7'" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        tune.main(["--dry-run", "--write"])
+    if not torch.cuda.is_available():
+        assert tune.main([]) == 2
