@@ -10,6 +10,7 @@ what runs there. What two cases share is compiled once. Exit status 1 if a kerne
 
     spills         a kernel stores registers to local memory, or has a stack frame
     shared memory  a program needs more than it may use on that architecture
+    room           an SM cannot hold even one program: its threads need more registers than there are
     narrow copies  K/V is copied less than 16 bytes at a time (fp32: where it is copied asynchronously at all; quantised index keys: 8)
     in flight      a 2-byte decode kernel keeps less than 36 KiB of K/V under way per SM on sm_90
 
@@ -28,6 +29,7 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import itertools
 import json
 import multiprocessing
 import os
@@ -109,11 +111,13 @@ def distinct(
 ) -> list[tuple[str, int, int]]:
     """(case's name, arch, index of the launch) of all cases for ``archs``, then of the samples for ``samples``.
 
-    What an earlier one compiles to as well is left out. only: what the names of the cases contain.
+    What an earlier one compiles to as well is left out; samples come first, so that a kernel goes by one name in every run. only: what the
+    names of the cases contain.
     """
     work, seen = [], set()
+    cases = sorted(all_cases().items(), key=lambda item: not item[1].sample)
     for arch in (*archs, *samples):
-        for name, case in all_cases().items():
+        for name, case in cases:
             if only not in name or arch not in case.archs or (arch in samples and not case.sample):
                 continue
             for index, launch in enumerate(case.launches(arch)):
@@ -221,6 +225,8 @@ def problems(row: dict[str, Any]) -> list[str]:
         found.append(
             f"needs {row['shared_bytes']} bytes of shared memory, limit {row['shared_limit']}"
         )
+    elif not row["ctas_per_sm"]:
+        found.append(f"cannot be launched: {row['config']}, {row['registers']} registers a thread")
     if not row["kernel"].endswith(PIPELINED):
         return found
     through_registers = row["dtype"] == "float32" and row["kv_copy_bytes"] == 0
@@ -237,13 +243,22 @@ def problems(row: dict[str, Any]) -> list[str]:
 def differences(rows: list[dict[str, Any]], baseline: list[dict[str, Any]]) -> list[str]:
     """What changed against a baseline, one line for each kernel that is in both, and one for those that are new."""
 
-    def name(row: dict[str, Any]) -> str:
-        return f"{row['case']} {row['kernel']} sm_{row['arch']}"
+    def named(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        """Rows by case, kernel and arch; a case may launch a kernel in several ways, which are counted."""
+        found: dict[str, dict[str, Any]] = {}
+        for row in rows:
+            name = first = f"{row['case']} {row['kernel']} sm_{row['arch']}"
+            for i in itertools.count(2):
+                if name not in found:
+                    break
+                name = f"{first} ({i})"
+            found[name] = row
+        return found
 
-    before = {name(row): row for row in baseline}
+    before = named(baseline)
     lines, new = [], 0
-    for row in rows:
-        old = before.get(name(row))
+    for name, row in named(rows).items():
+        old = before.get(name)
         if old is None:
             new += 1
             continue
@@ -253,7 +268,7 @@ def differences(rows: list[dict[str, Any]], baseline: list[dict[str, Any]]) -> l
             if value != old.get(key) and key not in NOT_COMPARED
         ]
         if changed:
-            lines.append(f"{name(row)}: {', '.join(changed)}")
+            lines.append(f"{name}: {', '.join(changed)}")
     if new:
         lines.append(f"{new} kernels are not in the baseline")
     return lines
@@ -307,10 +322,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--only", default="", help="compile only cases whose name contains this")
     parser.add_argument("--baseline", default=BASELINE, help="rows to show the differences from")
-    parser.add_argument("--update", action="store_true", help="make a default run the baseline")
+    parser.add_argument("--update", action="store_true", help="make this run, the default or --all, the baseline")  # fmt: skip
     options = parser.parse_args(argv)
-    if options.update and (options.all or options.arch or options.only):
-        parser.error("--update: expected a default run, got --all, --arch or --only")
+    if options.update and (options.arch or options.only):
+        parser.error("--update: expected the default run or --all, got --arch or --only")
     return options
 
 

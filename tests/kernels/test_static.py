@@ -115,6 +115,7 @@ def test_unaligned_rows_are_seen_to_be_copied_narrowly():
         ({"stack_bytes": 16}, ["spills 0 bytes, stack frame 16 bytes"]),
         ({"shared_bytes": 232448}, []),
         ({"shared_bytes": 232449}, ["needs 232449 bytes of shared memory, limit 232448"]),
+        ({"ctas_per_sm": 0}, ["cannot be launched: 16x64 w4 s3, 200 registers a thread"]),
         ({"kv_copy_bytes": 2}, ["copies K/V 2 bytes at a time"]),
         ({"kv_copy_bytes": 4, "kernel": "prefill_kernel"}, ["copies K/V 4 bytes at a time"]),
         ({"kv_copy_bytes": 0}, ["copies K/V 0 bytes at a time"]),
@@ -177,6 +178,12 @@ def test_differences():
         "c decode_kernel sm_90: registers 200 -> 210, mma mma.sync -> wgmma"
     ]
     assert static.differences([GOOD, MERGE], []) == ["2 kernels are not in the baseline"]
+    # A case may launch a kernel twice.
+    twice = [GOOD, GOOD | {"registers": 128}]
+    assert static.differences(twice, twice) == []
+    assert static.differences([GOOD, GOOD], twice) == [
+        "c decode_kernel sm_90 (2): registers 128 -> 200"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -224,16 +231,19 @@ work = static.distinct((90,), samples=static.SAMPLE_ARCHS)
 compiled = {(static.all_cases()[n].launches(a)[i].kernel.__name__, a) for n, a, i in work}
 assert compiled == {k for k in every if k[1] in (80, 90, 100)}
 assert [w for w in work if w[1] == 90] == static.distinct((90,))
+everything = static.distinct(static.ALL_ARCHS)
+assert set(work) <= set(everything), set(work) - set(everything)
 print("built", all(static.all_cases()[n].sample for n, a, _ in work if a != 90))
 """)  # fmt: skip
     assert done.stdout.split() == ["built", "True"], done.stderr
 
 
-def test_only_a_default_run_becomes_the_baseline(capsys):
-    for more in (["--all"], ["--arch", "80"], ["--only", "write"]):
+def test_only_a_whole_run_becomes_the_baseline(capsys):
+    for more in (["--arch", "80"], ["--only", "write"], ["--all", "--only", "write"]):
         with pytest.raises(SystemExit):
-            static.main(["--update", *more])
-        assert "--update: expected a default run" in capsys.readouterr().err
+            static.parse(["--update", *more])
+        assert "--update: expected the default run or --all" in capsys.readouterr().err
+    assert static.parse(["--update", "--all"]).all
 
 
 def test_a_kernel_that_does_not_compile_is_named(monkeypatch):
