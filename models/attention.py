@@ -11,6 +11,12 @@ A step may compute rows once more that full attention has in its pages already, 
 (`quire.kvcore.Match.replay_from`). The first of them see windows with nothing before, so their keys and values are wrong in all
 layers after the first window; after (W - 1) tokens for each window they are right. Full attention takes the rows from its pages
 instead, for all queries, and does not write them.
+
+Where pages are e4m3, what attention sees of a row depends on where it comes from: a step's own rows are as the layer computed them, what
+is in pages is quantised. So the logits of a prompt depend on where it was cut into steps, by the quantisation's error; with the same
+cuts they are equal bit for bit, whether the rows before were computed for this request or found cached. Two kinds of rows are read from
+pages and rounded to the model's dtype: those that a step computes once more, and those of windows that shared layers see. A shared
+layer that runs for few rows sees a full donor's rows of this step in its pages, quantised.
 """
 
 from __future__ import annotations
@@ -62,6 +68,8 @@ class _Gathered:
     block_table: Tensor
     seq_lens: Tensor
     max_seq_len: int
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
 
 
 class PagedAttend:
@@ -132,6 +140,8 @@ class PagedAttend:
             "max_seqlen_q": attn.max_seqlen_q,
             "k": k,
             "v": v,
+            "k_scale": cache.k_scale,
+            "v_scale": cache.v_scale,
             "max_seq_len": attn.max_seq_len,
             "num_decodes": attn.num_decodes,
             "softmax_scale": self._config.softmax_scale,
@@ -157,15 +167,24 @@ class PagedAttend:
             return k, v
         assert self._attn.replay_slots is not None
         slots, block_size = self._attn.replay_slots[cache.group], cache.k_pages.shape[1]
-        place = slots // block_size, slots % block_size
-        return k.index_copy(0, rows, cache.k_pages[place]), v.index_copy(
-            0, rows, cache.v_pages[place]
-        )
+        page, row = slots // block_size, slots % block_size
+        k = k.index_copy(0, rows, _rows(cache.k_pages, cache.k_scale, page, row, k.dtype))
+        v = v.index_copy(0, rows, _rows(cache.v_pages, cache.v_scale, page, row, v.dtype))
+        return k, v
 
     def _write(self, layer: int, k: Tensor, v: Tensor) -> None:
         cache = self._pool.layers[layer]
         slots = self._attn.slot_mappings[cache.group]
-        write_kv(k, v, cache.k_pages, cache.v_pages, slots, impl=self._impl)
+        write_kv(
+            k,
+            v,
+            cache.k_pages,
+            cache.v_pages,
+            slots,
+            k_scale=cache.k_scale,
+            v_scale=cache.v_scale,
+            impl=self._impl,
+        )
 
     def _attend_gathered(self, kv: _Gathered, q: Tensor) -> Tensor:
         num_rows = len(q)
@@ -177,6 +196,8 @@ class PagedAttend:
             kv.seq_lens,
             torch.arange(num_rows + 1, dtype=torch.int32, device=q.device),
             max_seqlen_q=1,
+            k_scale=kv.k_scale,
+            v_scale=kv.v_scale,
             max_seq_len=kv.max_seq_len,
             num_decodes=num_rows,
             softmax_scale=self._config.softmax_scale,
@@ -207,6 +228,8 @@ class PagedAttend:
             table[self._sequence_of(self.rows)],
             (self._positions[self.rows] + 1).int(),
             self._attn.max_seq_len,
+            cache.k_scale,
+            cache.v_scale,
         )
 
     def _gather_window(self, layer: int, k: Tensor, v: Tensor) -> _Gathered:
@@ -229,18 +252,29 @@ class PagedAttend:
         page = torch.where(is_fresh, 0, table[sequence[:, None], entry].long())
         row = position % block_size
 
-        def gather(pages: Tensor, rows: Tensor) -> Tensor:
-            both = torch.where(is_fresh[..., None, None], rows[fresh], pages[page, row])
+        def gather(pages: Tensor, scale: Tensor | None, rows: Tensor) -> Tensor:
+            kept = _rows(pages, scale, page, row, rows.dtype)
+            both = torch.where(is_fresh[..., None, None], rows[fresh], kept)
             return both.view(-1, GATHERED_BLOCK, *rows.shape[1:])
 
         blocks = torch.arange(len(first) * num_blocks, dtype=torch.int32, device=device)
         return _Gathered(
-            gather(cache.k_pages, k),
-            gather(cache.v_pages, v),
+            gather(cache.k_pages, cache.k_scale, k),
+            gather(cache.v_pages, cache.v_scale, v),
             blocks.view(-1, num_blocks),
             (last - first + 1).int(),
             min(window, attn.max_seq_len),
         )
+
+
+def _rows(
+    pages: Tensor, scale: Tensor | None, page: Tensor, row: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Rows [..., num_kv_heads, head_dim] of pages by page id and row in it, in the model's dtype."""
+    if scale is None:
+        return pages[page, row]
+    codes = pages.view(torch.uint8)[page, row].view(pages.dtype)
+    return (codes.float() * scale[page, row][..., None]).to(dtype)
 
 
 class DenseAttend:

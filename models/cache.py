@@ -9,6 +9,9 @@ it with its own shape, so layers with different heads, head sizes and block size
     group 0   layer 2       layer 5        full attention
     group 1   layer 0       layer 3        sliding window
     group 2   layer 1       layer 4        sliding window
+
+Pages of e4m3 hold the scales of their rows too: behind the codes of K and V, fp32 [2, num_kv_heads, block_size], a head's rows side by
+side, as a tile reads them. They take 4 bytes beside each head_dim of codes, travel with the page, and are shared with it.
 """
 
 from __future__ import annotations
@@ -20,6 +23,10 @@ from torch import Tensor
 
 from quire.kvcore import GroupSpec
 from quire.models.configs import FULL, SLIDING, ModelConfig
+
+E4M3 = torch.float8_e4m3fn
+SCALE_BYTES = 4
+PAGE_ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
@@ -36,11 +43,14 @@ class LayerCache:
 
     k_pages, v_pages: [num_pages, block_size, num_kv_heads, head_dim] views of the layer's slot.
     group: index of the cache group whose table and slots address them.
+    k_scale, v_scale: fp32 [num_pages, block_size, num_kv_heads] views of it where pages are e4m3; else None.
     """
 
     k_pages: Tensor
     v_pages: Tensor
     group: int
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
 
 
 def cache_groups(
@@ -49,9 +59,10 @@ def cache_groups(
     """Deals layers of one kind into groups of equal size, and chooses block sizes so that all pages have equal bytes.
 
     A group has as many layers as the rarer kind (or the commoner one, when that has less than half as many again). The
-    largest page is everybody's page: lighter layers put more tokens in theirs when the sizes divide, else leave a rest unused.
+    largest page is everybody's page: lighter layers put more tokens in theirs when the sizes divide, else leave a rest unused. With
+    scales, sizes are compared without them: block sizes are the same in every dtype, and the rest is less than a scale's share.
 
-    dtype: of K and V. base_block_size: tokens in a page of the heaviest kind of layer.
+    dtype: of K and V; torch.float8_e4m3fn stands for e4m3 with a scale for each row. base_block_size: tokens in a page of the heaviest kind of layer.
 
     Returns: (groups, placement of each layer). Full-attention groups come first.
     Raises: ValueError for a base_block_size below 1.
@@ -67,16 +78,22 @@ def cache_groups(
     }
     counts = sorted(len(members) for members in layers.values())
     group_size = counts[-1] if counts[-1] < 1.5 * counts[0] else counts[0]
-    base_bytes = {
-        kind: base_block_size * _token_bytes(config, members[0], dtype)
-        for kind, members in layers.items()
+    sizes = {kind: _row_elements(config, members[0]) for kind, members in layers.items()}
+    largest = max(sizes.values())
+    block_sizes = {
+        kind: base_block_size * (largest // size if largest % size == 0 else 1)
+        for kind, size in sizes.items()
     }
-    page_bytes = max(base_bytes.values())
+    page_bytes = max(
+        block_sizes[kind] * token_bytes(config, members[0], dtype)
+        for kind, members in layers.items()
+    )
+    # Rows of every page start at a multiple of 16 bytes.
+    page_bytes = -(-page_bytes // PAGE_ALIGNMENT) * PAGE_ALIGNMENT
 
     groups: list[GroupSpec] = []
     placement = [LayerPlacement(-1, -1)] * config.num_layers
     for kind, members in layers.items():
-        multiple = page_bytes // base_bytes[kind] if page_bytes % base_bytes[kind] == 0 else 1
         num_groups = -(-len(members) // group_size)
         for i in range(num_groups):
             for slot, layer in enumerate(members[i::num_groups]):
@@ -85,7 +102,7 @@ def cache_groups(
                 GroupSpec(
                     name=f"{kind.removesuffix('_attention')}.{i}",
                     kind="dense" if kind == FULL else "window",
-                    block_size=base_block_size * multiple,
+                    block_size=block_sizes[kind],
                     page_bytes=page_bytes,
                     sliding_window=config.attention(members[0]).sliding_window,
                 )
@@ -94,16 +111,22 @@ def cache_groups(
     return groups, [placement[config.kv_donor(layer)] for layer in range(config.num_layers)]
 
 
-def _token_bytes(config: ModelConfig, layer: int, dtype: torch.dtype) -> int:
-    """Bytes of one token's K and V in one layer."""
+def token_bytes(config: ModelConfig, layer: int, dtype: torch.dtype) -> int:
+    """Bytes of one token's K and V in one layer, scales included; dtype: as in :func:`cache_groups`."""
+    scales = 2 * config.attention(layer).num_kv_heads * SCALE_BYTES if dtype == E4M3 else 0
+    return _row_elements(config, layer) * dtype.itemsize + scales
+
+
+def _row_elements(config: ModelConfig, layer: int) -> int:
+    """Elements of one token's K and V in one layer."""
     shape = config.attention(layer)
-    return 2 * shape.num_kv_heads * shape.head_dim * dtype.itemsize
+    return 2 * shape.num_kv_heads * shape.head_dim
 
 
 class PagePool:
     """The page tensors of a model.
 
-    groups, placement: of :func:`cache_groups`. num_pages: page ids, including the null page 0.
+    groups, placement: of :func:`cache_groups`, as is dtype. num_pages: page ids, including the null page 0.
 
     Attributes:
         layers: LayerCache of each layer.
@@ -135,7 +158,13 @@ class PagePool:
             rows = self.slots[place.slot].view(dtype)  # [num_pages, page elements]
             used = 2 * block_size * shape.num_kv_heads * shape.head_dim
             pages = rows[:, :used].unflatten(1, (2, block_size, shape.num_kv_heads, shape.head_dim))
-            self.layers.append(LayerCache(pages[:, 0], pages[:, 1], place.group))
+            scales: tuple[Tensor | None, Tensor | None] = (None, None)
+            if dtype == E4M3:
+                behind = self.slots[place.slot].view(torch.float32)[:, used // SCALE_BYTES :]
+                behind = behind[:, : 2 * shape.num_kv_heads * block_size]
+                each = behind.unflatten(1, (2, shape.num_kv_heads, block_size)).transpose(2, 3)
+                scales = each[:, 0], each[:, 1]
+            self.layers.append(LayerCache(pages[:, 0], pages[:, 1], place.group, *scales))
 
 
 def num_slots(placement: list[LayerPlacement]) -> int:

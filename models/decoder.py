@@ -27,8 +27,12 @@ class Decoder(nn.Module):
     """A text model with uninitialised weights; `models.weights` fills them. Families derive from it and set ``layers``.
 
     config: shapes. device, dtype: of all weights but those that stay on the host; activations have the same dtype.
+
+    Attributes:
+        kv_cache_dtypes: values of `EngineConfig.kv_cache_dtype` that its cache can have.
     """
 
+    kv_cache_dtypes = ("auto", "fp8")
     layers: nn.ModuleList
 
     def __init__(
@@ -78,7 +82,7 @@ class Decoder(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Data type of weights, activations and cache."""
+        """Data type of weights and activations, and of the cache unless it is said to have another."""
         return self.embed_tokens.weight.dtype
 
     def forward(

@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 
 from quire.models.llm import LLM
+from quire.models.memory import KV_CACHE_DTYPES
 from quire.models.request import SamplingParams
 from quire.models.runner import EngineConfig
 from quire.models.speculative import NGramDrafter
@@ -155,6 +156,7 @@ def _settings(args: argparse.Namespace) -> EngineConfig:
         max_model_len=args.max_model_len,
         num_pages=args.num_pages,
         memory_fraction=args.memory_fraction,
+        kv_cache_dtype=args.kv_cache_dtype,
         impl=args.impl,
     )
 
@@ -248,6 +250,12 @@ def _parser() -> argparse.ArgumentParser:
         "--dtype",
         choices=DTYPES,
         help="default: the checkpoint's; random: bfloat16 on a GPU, float32 on a CPU",
+    )
+    add(
+        "--kv-cache-dtype",
+        choices=KV_CACHE_DTYPES,
+        default="auto",
+        help="what pages hold: auto (default) = the model's dtype; fp8 = e4m3 with a scale for each row",
     )
     add("--impl", choices=("triton", "torch"), help="kernels; default: triton on a GPU, else torch")
     add("--model-seed", type=int, default=0, metavar="N", help="of random weights")

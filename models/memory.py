@@ -76,7 +76,8 @@ def model_cache(
         )
     from quire.models.cache import PagePool, cache_groups, num_slots
 
-    groups, placement = cache_groups(model.config, model.dtype, base_block_size=base_block_size)
+    dtype = torch.float8_e4m3fn if kv_cache_dtype == "fp8" else model.dtype
+    groups, placement = cache_groups(model.config, dtype, base_block_size=base_block_size)
 
     def allocate(num_pages: int) -> PagePool:
         return PagePool(
@@ -84,7 +85,7 @@ def model_cache(
             groups,
             placement,
             num_pages=num_pages,
-            dtype=model.dtype,
+            dtype=dtype,
             device=model.device,
         )
 

@@ -1,0 +1,240 @@
+"""Keys and values in e4m3 pages, end to end: logits are those of a model whose attention sees just the rows of earlier steps quantised."""
+
+import pytest
+import torch
+
+from quire.kernels import quant
+from quire.models.attention import DenseAttend
+from quire.models.cache import PagePool, cache_groups, token_bytes
+from quire.models.configs import CONFIGS, FULL
+from quire.models.memory import model_cache
+from quire.models.runner import Engine, EngineConfig
+from tests.models.test_engine import DEVICE, TOLERANCE, Recorder, build, prompt
+
+E4M3 = torch.float8_e4m3fn
+NAMES = ("gemma3-tiny", "gemma4-tiny", "gemma4-e-tiny", "llama-tiny", "gpt-oss-tiny")
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def model(request):
+    return build(request.param)
+
+
+def as_e4m3(rows):
+    codes, scales = quant.quantise(rows)
+    return quant.dequantise(codes, scales)
+
+
+def as_bf16(rows):
+    return rows.to(torch.bfloat16).to(rows.dtype)
+
+
+class SteppedAttend(DenseAttend):
+    """Attention of a whole sequence where a query sees the rows of earlier steps rounded, and those of its own step as they are.
+
+    starts, lengths: [num_tokens], the first position and the tokens of the step that each token was computed in.
+    """
+
+    def __init__(self, config, starts, lengths, rounded):
+        super().__init__(config)
+        self.starts, self.lengths, self.rounded = starts, lengths, rounded
+
+    def __call__(self, layer, q, k=None, v=None, *, sinks=None):
+        shape, shared = self._config.attention(layer), k is None
+        if shared:
+            k, v = self._kept[self._config.kv_donor(layer)]
+        elif layer in self._config.kv_donors:
+            self._kept[layer] = k, v
+        every = torch.arange(len(k), device=q.device)
+        old = every[None, :] < self.starts[:, None]  # [queries, keys]
+        if shared and shape.sliding_window is None:
+            # Layers without keys of their own find the step's rows in the pages, where the step has several.
+            old = old | (self.lengths[:, None] > 1)
+        distance = every[:, None] - every[None, :]
+        visible = distance >= 0
+        if shape.sliding_window is not None:
+            visible &= distance < shape.sliding_window
+        group = shape.num_heads // shape.num_kv_heads
+
+        def heads(rows):
+            return rows.repeat_interleave(group, dim=1)
+
+        kept, fresh = (torch.einsum("qhd,khd->hqk", q, heads(x)) for x in (self.rounded(k), k))
+        scores = torch.where(old, kept, fresh) * self._config.softmax_scale
+        scores = scores.masked_fill(~visible, float("-inf"))
+        if sinks is not None:
+            scores = torch.cat((scores, sinks[:, None, None].expand(-1, len(q), 1)), dim=-1)
+        weights = scores.softmax(dim=-1)[..., : len(k)]
+        out = torch.einsum("hqk,khd->qhd", weights * old, heads(self.rounded(v)))
+        return out + torch.einsum("hqk,khd->qhd", weights * ~old, heads(v))
+
+
+def stepped(model, sequence, lengths, rounded):
+    """Logits of all tokens of a sequence that was computed in steps of these lengths."""
+    lengths = torch.tensor(lengths, device=DEVICE)
+    ends = lengths.cumsum(0)
+    starts = torch.repeat_interleave(ends - lengths, lengths)
+    attend = SteppedAttend(model.config, starts, torch.repeat_interleave(lengths, lengths), rounded)
+    ids = torch.tensor(sequence, device=DEVICE)
+    return model._run(ids, torch.arange(len(ids), device=DEVICE), attend, None)
+
+
+def run_alone(model, tokens, max_tokens, **settings):
+    """A request alone in an engine with an fp8 cache: (engine's recorder, whole sequence but the last token, lengths of its steps)."""
+    run = Recorder(model, kv_cache_dtype="fp8", enable_caching=False, **settings)
+    request_id = run.add(tokens, max_tokens)
+    output = run.run()[request_id]
+    lengths = [int(length) for report in run.reports for length in report.q_lens]
+    return run, request_id, (tokens + list(output.token_ids))[:-1], lengths
+
+
+def test_logits_are_those_of_rows_rounded_in_earlier_steps(model):
+    run, request_id, sequence, lengths = run_alone(model, prompt(100), 9)
+    assert lengths[:3] == [48, 48, 4] and len(sequence) == sum(lengths) == 108
+    got = torch.stack(run.logits[request_id])
+    expected = stepped(model, sequence, lengths, as_e4m3)[99:]
+    assert (got - expected).abs().max().item() < TOLERANCE
+    # So much that it could not be anything else.
+    assert (got - stepped(model, sequence, lengths, lambda rows: rows)[99:]).abs().max().item() > 3 * TOLERANCE  # fmt: skip
+
+
+def test_error_is_that_of_four_bits_fewer(model):
+    """e4m3 rounds to 2^-4 of a value where bf16 rounds to 2^-9: 32 times the error of a bf16 cache, twice that allowed as everywhere."""
+    if model.config.moe is not None:
+        pytest.skip("a router chooses other experts, which no bound on the rows' error covers")
+    run, request_id, sequence, lengths = run_alone(model, prompt(100), 9)
+    exact = model.full_forward(torch.tensor(sequence, device=DEVICE))[99:]
+    bf16 = (stepped(model, sequence, lengths, as_bf16)[99:] - exact).abs().max().item()
+    error = (torch.stack(run.logits[request_id]) - exact).abs().max().item()
+    assert bf16 < error <= 2 * 32 * bf16
+
+
+def test_a_hit_is_bit_equal_where_chunks_fall_on_the_same_rows(model):
+    """A prompt cut where the hit ends: the hit reads codes that the cold run wrote, or would have."""
+    alignment = Recorder(model).engine.kv.alignment
+    tokens = prompt(2 * alignment + 9)
+    settings = dict(kv_cache_dtype="fp8", max_num_batched_tokens=2 * alignment, max_num_seqs=1)
+    run = Recorder(model, **settings)
+    cold, hit = run.add(tokens, 6), run.add(tokens, 6)
+    run.run()
+    assert run.outputs[cold].num_cached_tokens == 0
+    assert run.outputs[hit].num_cached_tokens == 2 * alignment
+    off = Recorder(model, enable_caching=False, **settings)
+    uncached = off.add(tokens, 6)
+    off.run()
+    for one, two, three in zip(
+        run.logits[cold], run.logits[hit], off.logits[uncached], strict=True
+    ):
+        assert torch.equal(one, two) and torch.equal(one, three)
+
+
+def test_a_hit_of_other_cuts_differs_by_the_quantisation_alone(model):
+    """A cold run in one step sees no quantised row until it decodes; a hit sees those that were cached."""
+    tokens = prompt(100)
+    run = Recorder(model, kv_cache_dtype="fp8", max_num_batched_tokens=200)
+    cold = run.add(tokens, 1)
+    run.run()
+    hit = run.add(tokens, 1)
+    run.run()
+    cached = run.outputs[hit].num_cached_tokens
+    assert cached >= 64
+    expected = [stepped(model, tokens, cuts, as_e4m3)[-1] for cuts in ([100], [cached, 100 - cached])]  # fmt: skip
+    for request_id, logits in zip((cold, hit), expected, strict=True):
+        assert (run.logits[request_id][0] - logits).abs().max().item() < TOLERANCE
+
+
+def test_many_requests_at_once_equal_each_alone(model):
+    """Chunks, decodes and hits side by side, through fixed buffers where all decode."""
+    run = Recorder(model, kv_cache_dtype="fp8", decode_graphs=True, enable_caching=False, max_num_batched_tokens=200)  # fmt: skip
+    ids = {run.add(prompt(n, seed=n), 7): n for n in (30, 17, 45)}
+    run.run()
+    for request_id, n in ids.items():
+        sequence = (prompt(n, seed=n) + list(run.outputs[request_id].token_ids))[:-1]
+        expected = stepped(model, sequence, [n] + [1] * (len(sequence) - n), as_e4m3)[n - 1 :]
+        # Replays leave no record but of the first tokens.
+        got = torch.stack(run.logits[request_id])
+        assert (got[0] - expected[0]).abs().max().item() < TOLERANCE
+        assert run.outputs[request_id].token_ids == tuple(expected.argmax(-1).tolist())
+
+
+def test_tokens_computed_once_more_take_cached_rows():
+    model = build("gemma3-tiny")
+    run = Recorder(model, replay=True, kv_cache_dtype="fp8")
+    for slot in run.engine.pool.slots:
+        slot[0] = 0
+    tokens = prompt(230)
+    run.add(tokens, 1)
+    run.run()
+    index = run.engine.kv.index
+    for cached in list(index.runs()):
+        for point in list(cached.points.values()):
+            index._drop_point(point)
+    again = run.add(tokens, 1)
+    run.run()
+    assert run.engine.kv.stats()["replays"] == 1
+    exact = model.full_forward(torch.tensor(tokens, device=DEVICE))[-1]
+    bf16 = (stepped(model, tokens, [48] * 4 + [38], as_bf16)[-1] - exact).abs().max().item()
+    assert (run.logits[again][0] - exact).abs().max().item() <= 2 * 32 * bf16
+
+
+@pytest.mark.parametrize("name", ["gemma4-tiny", "gemma4-e-tiny"])
+def test_triton_kernels_with_an_fp8_cache(name):
+    model = build(name)
+    run, request_id, sequence, lengths = run_alone(model, prompt(30), 3, impl="triton", max_num_batched_tokens=20)  # fmt: skip
+    expected = stepped(model, sequence, lengths, as_e4m3)[29:]
+    assert (torch.stack(run.logits[request_id]) - expected).abs().max().item() < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["gemma-4-31b", "gemma-4-e4b", "llama-3.1-8b", "gpt-oss-20b"])
+def test_pages_of_real_models(name):
+    """The block sizes of bf16 pages, and half their bytes but for the scales."""
+    config = CONFIGS[name]
+    half, whole = (cache_groups(config, dtype)[0] for dtype in (E4M3, torch.bfloat16))
+    assert [g.block_size for g in half] == [g.block_size for g in whole]
+    dims = {config.attention(layer).head_dim for layer in range(config.num_kv_owners)}
+    bytes_of_row = half[0].page_bytes / (whole[0].page_bytes / 2)
+    assert 1 + 4 / max(dims) <= bytes_of_row <= 1 + 4 / min(dims)
+    assert half[0].page_bytes % 16 == 0
+    for g in half:
+        layer = config.layer_types.index(FULL if g.kind == "dense" else "sliding_attention")
+        used = g.block_size * token_bytes(config, layer, E4M3)
+        assert 0.98 * g.page_bytes <= used <= g.page_bytes
+
+
+def test_codes_and_scales_of_a_page_do_not_overlap():
+    config = CONFIGS["gemma4-tiny"]
+    groups, placement = cache_groups(config, E4M3)
+    pool = PagePool(config, groups, placement, num_pages=3, dtype=E4M3, device="cpu")
+    for layer, cache in enumerate(pool.layers):
+        shape = config.attention(layer)
+        block_size = groups[cache.group].block_size
+        assert cache.k_scale.shape == cache.v_scale.shape == (3, block_size, shape.num_kv_heads)
+        assert cache.k_pages.shape == (3, block_size, shape.num_kv_heads, shape.head_dim)
+        parts = [x.view(torch.uint8) for x in (cache.k_pages, cache.v_pages)]
+        for page in range(3):
+            for i, part in enumerate(parts):
+                part[page] = 4 * page + i
+            cache.k_scale[page], cache.v_scale[page] = 4.0 * page + 2, 4.0 * page + 3
+        for page in range(3):
+            for i, part in enumerate(parts):
+                assert part[page].eq(4 * page + i).all()
+            assert cache.k_scale[page].eq(4 * page + 2).all()
+            assert cache.v_scale[page].eq(4 * page + 3).all()
+
+
+def test_the_memory_plan_counts_codes_and_scales():
+    model = build("gemma3-tiny")
+    memory = Engine(model, EngineConfig(cache_bytes=2**20, kv_cache_dtype="fp8")).memory
+    config, plain = model.config, Engine(model, EngineConfig(cache_bytes=2**20)).memory
+    full = [i for i in range(config.num_layers) if config.layer_types[i] == FULL]
+    a = config.attention(full[0])
+    cache = model_cache(model, kv_cache_dtype="fp8")
+    num_slots = cache.page_bytes // cache.groups[0].page_bytes
+    assert memory.bytes_per_token >= len(full) * 2 * a.num_kv_heads * (a.head_dim + 4)
+    assert memory.page_bytes == num_slots * 16 * 2 * a.num_kv_heads * (a.head_dim + 4)
+    # fp32 codes have 4 bytes, these 1 and a share of a scale.
+    assert plain.page_bytes / memory.page_bytes == pytest.approx(4 * a.head_dim / (a.head_dim + 4))
+    assert memory.num_pages > 2.5 * plain.num_pages
+    assert memory.num_pages * memory.page_bytes <= 2**20
+    pool = cache.allocate(memory.num_pages)
+    assert sum(slot.numel() for slot in pool.slots) == memory.cache_bytes
