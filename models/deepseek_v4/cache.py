@@ -4,7 +4,7 @@ A page is one row of bytes for all layers of its group, side by side. Groups sha
 
     group        kind    tokens   a page holds
     compressed   dense   256      entries of all CSA (64 rows) and HCA (2 rows) layers, and index keys of the CSA layers
-    window.0 ..  window  64       raw rows of a share of the layers; the last group has the drafter's
+    window.0 ..  window  64       raw rows of a share of the layers; the last of them have the drafters'
     overlap      window  256      series a of the last 4 tokens, of all CSA compressors and indexers
 
 What a compressor has of a window that is still open lives in rings, one place a request, outside of the pages: there a token's row
@@ -138,9 +138,8 @@ def plan_cache(
     if size:
         groups.append(GroupSpec(COMPRESSED, "dense", block_size, page_bytes))
     first = len(groups)
-    drafted = len(kinds) > config.num_layers
+    drafted = config.num_layers // share if len(kinds) > config.num_layers else num_windows
     for i in range(num_windows):
-        last = i == num_windows - 1
         groups.append(
             GroupSpec(
                 f"{WINDOW}.{i}",
@@ -148,7 +147,7 @@ def plan_cache(
                 window_block_size,
                 page_bytes,
                 sliding_window=config.sliding_window,
-                lookahead=int(last and drafted),
+                lookahead=int(i >= drafted),
             )
         )
     if overlap_bytes:

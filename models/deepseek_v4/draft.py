@@ -1,8 +1,15 @@
-"""Drafts from DeepSeek-V4's own drafter layer: `MTPDrafter` for the engine, and more than one draft a step from one layer.
+"""Drafts from DeepSeek-V4's own drafter layers: `MTPDrafter` for the engine, and more drafts a step than there are layers.
 
-The first draft of a sequence comes from the rows of the step itself (`DeepseekV4.draft_streams`), which also go to the layer's pages.
-Rows past it are guesses, so none is written: each further draft reads the layer's own streams and the draft before, and computes all
-guessed rows of its sequence again as fresh rows, a few rows of one layer.
+Draft i comes from layer i, the drafts past the last layer from that one again. The first draft of a sequence comes from the rows of the step itself,
+which also go to the layers' pages (`draft_rows`). Rows past them are guesses, so none is written: each further draft computes all guessed rows of
+its sequence as fresh rows of its layer, a few rows of one layer.
+
+Layer i reads the streams of layer i - 1 at position t and the token at t + 1 + i. Its row is kept at position t + i, where that token is the
+next one: so the rows of all layers are made in the step that brings their position, and all of their pages need one lookahead token. RoPE
+turns a row only relative to others. A layer's rows before its first (positions below i), and the one right after a prefix hit, whose
+streams nobody kept, are made from streams of zeros; that touches drafts within a window of them, and never the output.
+
+Source: DeepSeek-V3 report 2.2 for several layers (arXiv 2412.19437); vLLM 0.33 for chained drafts.
 """
 
 from __future__ import annotations
@@ -22,7 +29,7 @@ from quire.models.sampling import DRAFT, Filters, draw, probabilities, uniform
 
 
 class MTPDrafter:
-    """Drafts of the model's first drafter layer, greedy or drawn; a `ModelDrafter` and `SamplingDrafter` of one engine.
+    """Drafts of the model's drafter layers, greedy or drawn; a `ModelDrafter` and `SamplingDrafter` of one engine.
 
     model: the engine's model. max_draft_tokens: drafts of a request in a step.
 
@@ -43,11 +50,15 @@ class MTPDrafter:
         config = self.model.config
         self._pool, self._builder, self._impl = pool, builder, impl
         self._staging = Staging(self.model.device)
+        self._num_layers = min(len(self.model.mtp), self.max_draft_tokens)
+        device = self.model.device
+        # Of each slot's last row that stays, and the position behind it.
         self._streams = torch.zeros(
-            (max_requests, config.hc_mult, config.hidden_size),
+            (max_requests, self._num_layers, config.hc_mult, config.hidden_size),
             dtype=self.model.dtype,
-            device=self.model.device,
+            device=device,
         )
+        self._ends = torch.zeros(max_requests, dtype=torch.int64, device=device)
 
     @torch.inference_mode()
     def observe(
@@ -56,8 +67,13 @@ class MTPDrafter:
         """As `quire.models.speculative.ModelDrafter.observe`."""
         step = PagedStep(batch.attn, self._pool, impl=self._impl)
         ids, rows, places = self._builder.send([next_ids, last_rows, slots])
-        streams = self.model.draft_streams(0, hidden, ids, batch.positions, step)
+        firsts = batch.attn.cu_seqlens_q[:-1].long()
+        starts = batch.positions[firsts]
+        known = (starts > 0) & (starts == self._ends[places])
+        before = self._streams[places] * known[:, None, None, None]
+        streams = draft_rows(self.model, hidden, ids, batch.positions, step, before)
         self._streams[places] = streams[rows]
+        self._ends[places] = batch.positions[rows] + 1
 
     def propose(self, requests: Sequence[Request]) -> list[np.ndarray]:
         """As `quire.models.speculative.Drafter.propose`."""
@@ -113,6 +129,30 @@ def greedy(logits: Tensor) -> Tensor:
     return logits.argmax(dim=-1)
 
 
+def draft_rows(
+    model: DeepseekV4,
+    streams: Tensor,
+    next_ids: Tensor,
+    positions: Tensor,
+    step: PagedStep,
+    before: Tensor,
+) -> Tensor:
+    """Computes and writes the rows of a step in the first drafter layers.
+
+    streams: [num_tokens, hc_mult, hidden_size] of the trunk. next_ids, positions: [num_tokens] int64. step: of the trunk's forward pass.
+    before: [num_seqs, num_layers, hc_mult, hidden_size], streams of each layer at the row before a sequence's first.
+
+    Returns: [num_tokens, num_layers, hc_mult, hidden_size].
+    """
+    firsts = step.attn.cu_seqlens_q[:-1].long()
+    out = [model.draft_streams(0, streams, next_ids, positions, step)]
+    for index in range(1, before.shape[1]):
+        rows = out[-1].roll(1, dims=0)
+        rows[firsts] = before[:, index - 1]
+        out.append(model.draft_streams(index, rows, next_ids, positions, step))
+    return torch.stack(out, dim=1)
+
+
 @torch.inference_mode()
 def chain_drafts(
     model: DeepseekV4,
@@ -129,7 +169,7 @@ def chain_drafts(
 ) -> Tensor:
     """Drafts of every sequence.
 
-    streams: [num_seqs, hc_mult, hidden_size] of drafter 0 at each sequence's last computed row.
+    streams: [num_seqs, num_layers, hc_mult, hidden_size] of drafters 0 .. num_layers - 1 at each sequence's last computed row.
     seq_lens: [num_seqs] int32, computed tokens; block_tables: per group [num_seqs, width] int32, after the commit of that step.
     request_slots: [num_seqs] int32. pool: pages, only read. num_drafts: tokens to draft, >= 1.
     max_seq_len: host int, upper bound of seq_lens. choose: [num_seqs, vocab_size] fp32 logits -> ids [num_seqs] int64, called once for
@@ -139,9 +179,12 @@ def chain_drafts(
         guess, it was sampled.
     """
     num_seqs, device = len(seq_lens), seq_lens.device
-    rows = streams[:, None]  # what each guessed row is made from
-    ids = choose(model.draft_logits(0, streams))[:, None]
+    last = streams.shape[1] - 1
+    out = streams[:, :0]  # of the layer before, at the guessed rows
+    ids = choose(model.draft_logits(0, streams[:, 0]))[:, None]
     while (count := ids.shape[1]) < num_drafts:
+        before, index = min(count - 1, last), min(count, last)
+        rows = torch.cat([streams[:, before : before + 1], out], dim=1)
         positions = seq_lens.long()[:, None] + torch.arange(count, device=device)
         nowhere = positions.new_full((num_seqs * count,), -1)
         attn = AttnMetadata(
@@ -155,8 +198,8 @@ def chain_drafts(
             request_slots=request_slots,
         )
         step = PagedStep(attn, pool, impl=impl)
-        out = model.draft_streams(0, rows.flatten(0, 1), ids.flatten(), positions.flatten(), step)
-        newest = out.unflatten(0, (num_seqs, count))[:, -1]
-        rows = torch.cat([rows, newest[:, None]], dim=1)
-        ids = torch.cat([ids, choose(model.draft_logits(0, newest))[:, None]], dim=1)
+        out = model.draft_streams(
+            index, rows.flatten(0, 1), ids.flatten(), positions.flatten(), step
+        ).unflatten(0, (num_seqs, count))
+        ids = torch.cat([ids, choose(model.draft_logits(index, out[:, -1]))[:, None]], dim=1)
     return ids

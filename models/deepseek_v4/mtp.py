@@ -6,7 +6,8 @@ From the trunk's residual streams at position t, before they are collapsed, and 
     streams = layer(streams)                      sliding attention, main RoPE, position t
     logits of the token at t + 2 = lm_head(norm(hc_head(streams)))
 
-Further drafts feed the layer its own streams and the last draft. Its KV row of position t depends on the token at t + 1: a cached
+Further layers read the streams of the layer before and the token after (`models.deepseek_v4.draft`). A layer's KV row of position t depends on
+the token at t + 1: a cached
 prefix may be shared only by requests that agree on one token more (``lookahead=1`` of its cache group).
 
 Source: DeepSeek-V4 checkpoints (``mtp.*``); vLLM 0.33 ``models/deepseek_v4``.

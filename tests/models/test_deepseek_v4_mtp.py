@@ -10,8 +10,12 @@ import pytest
 import torch
 
 from quire.models.deepseek_v4.attention import dense_attend
+from quire.models.deepseek_v4.cache import CacheFormat, plan_cache
 from quire.models.deepseek_v4.config import CONFIGS
+from quire.models.deepseek_v4.draft import MTPDrafter
 from quire.models.deepseek_v4.weights import random_model
+from tests.models.test_deepseek_v4_engine import V4Recorder
+from tests.models.test_engine import prompt
 
 NUM_TOKENS = 40  # more than two windows of 16
 
@@ -210,3 +214,109 @@ def test_what_is_fed_matters(case):
     other = ids[1:-1].clone()
     other[0] = other[0] % 200 + 5
     assert torch.equal(model.draft_streams(0, streams, other, positions, attend), good)
+
+
+def behind(streams, first=None):
+    """Rows one further on, zeros (or ``first``) before them: what the next layer reads at the same position."""
+    return torch.cat([torch.zeros_like(streams[:1]) if first is None else first[None], streams])
+
+
+def test_a_row_kept_one_position_on_is_the_row(case):
+    """Layer 1 as trained reads streams at t and the token at t + 2; kept at t + 1, it gives the same but for the sequence's start."""
+    model, ids, positions, attend, streams = case
+    first = model.draft_streams(0, streams, ids[1:-1], positions, attend)
+    trained = model.draft_streams(1, first[:-1], ids[2:-1], positions[:-1], attend)
+    kept = model.draft_streams(1, behind(first)[:-1], ids[1:-1], positions, attend)
+    window = model.config.sliding_window
+    assert len(trained) > 2 * window
+    assert difference(kept[window + 1 :], trained[window:].double()) < 1e-4
+    assert difference(kept[1:], trained.double()) > 1e-2, "at the start"
+
+
+@pytest.fixture(scope="module")
+def many():
+    """Three drafter layers."""
+    return random_model(replace(CONFIGS["deepseek-v4-tiny"], num_mtp_layers=3), seed=6)
+
+
+def plain_drafts(model, tokens, num_drafts, num_layers):
+    """Greedy drafts behind a whole sequence, without a cache. tokens: the last one is known, not computed."""
+    attend = dense_attend(model.config)
+    ids = torch.tensor(tokens)
+    streams = [model.streams(ids[:-1], torch.arange(len(ids) - 1), attend)]
+    positions = torch.arange(len(ids) - 1)
+    rows = streams[0]
+    layers = []  # each layer's rows of what is known
+    for index in range(num_layers):
+        rows = model.draft_streams(index, rows, ids[1:], positions, attend)
+        layers.append(rows)
+        rows = behind(rows)[:-1]
+    drafts, out = [int(model.draft_logits(0, layers[0][-1:]).argmax())], layers[0][:0]
+    trunk = [streams[0]] + [behind(rows)[:-1] for rows in layers[:-1]]  # what each layer reads
+    while len(drafts) < num_drafts:
+        index, source = min(len(drafts), num_layers - 1), min(len(drafts) - 1, num_layers - 1)
+        inputs = torch.cat([trunk[index], layers[source][-1:], out])
+        following = torch.tensor([*tokens[1:], *drafts])
+        rows = model.draft_streams(index, inputs, following, torch.arange(len(inputs)), attend)
+        out = rows[len(tokens) - 1 :]
+        drafts.append(int(model.draft_logits(index, out[-1:]).argmax()))
+    return drafts
+
+
+@pytest.mark.parametrize(("num_layers", "num_drafts"), [(1, 1), (2, 2), (3, 3), (3, 5)])
+def test_drafts_of_several_layers_in_the_engine(many, num_layers, num_drafts):
+    """Prompts in odd chunks, drafts accepted and rejected: what is proposed is what an uncached run proposes."""
+    seen = []
+
+    class Watched(MTPDrafter):
+        def propose(self, requests):
+            drafts = super().propose(requests)
+            seen.extend(
+                (r.tokens.tolist(), d.tolist()) for r, d in zip(requests, drafts, strict=True)
+            )
+            for request, draft in zip(requests, drafts, strict=True):
+                known = plain.get(request.request_id, ())[request.num_output :][: len(seen) % 4]
+                draft[: len(known)] = known[: len(draft)]
+            return drafts
+
+    def run(drafter, **settings):
+        engine = V4Recorder(many, drafter=drafter, max_num_batched_tokens=37, **settings)
+        ids = [engine.add(prompt(n, n), 12) for n in (50, 1, 23)]
+        engine.run()
+        return engine, {i: engine.check(i).token_ids for i in ids}
+
+    plain = {}
+    _, plain = run(None)
+    engine, drafted = run(Watched(many, num_drafts))
+    assert drafted == plain
+    assert 0 < engine.engine.totals.num_accepted < engine.engine.totals.num_drafts
+    assert len(seen) > 12
+    for tokens, drafts in seen[::4]:
+        assert drafts == plain_drafts(many, tokens, num_drafts, num_layers)
+
+
+def test_hits_do_not_depend_on_the_number_of_layers(many):
+    hits = []
+    for num_drafts in (0, 1, 3):
+        run = V4Recorder(many, drafter=MTPDrafter(many, num_drafts) if num_drafts else None)
+        ids = []
+        for tokens in (
+            prompt(99),
+            prompt(99),
+            prompt(99) + prompt(30, 1),
+            prompt(50) + prompt(40, 3),
+        ):
+            ids.append(run.add(tokens, 8))
+            run.run()
+        hits.append([run.check(i).num_cached_tokens for i in ids])
+    assert hits[0] == hits[1] == hits[2] == [0, 96, 96, 0]
+
+
+def test_every_group_with_a_drafter_looks_ahead():
+    """Also where the drafters' layers do not fit one group."""
+    for num_layers in range(1, 9):
+        config = replace(CONFIGS["deepseek-v4-tiny"], num_mtp_layers=num_layers)
+        plan = plan_cache(config, CacheFormat(torch.float32))
+        of = [plan.groups[place.window_group].lookahead for place in plan.layers]
+        assert of[config.num_layers :] == [1] * num_layers
+    assert of[0] == 0

@@ -103,7 +103,7 @@ class SmallEngine:
         slots = np.array([self.slots[name] for name in rows])
         drafts = chain_drafts(
             self.model,
-            torch.stack([self.draft_rows[name][row] for name, row in rows.items()]),
+            torch.stack([self.draft_rows[name][row][None] for name, row in rows.items()]),
             torch.from_numpy(self.kv.num_computed[slots].astype(np.int32)),
             tuple(torch.from_numpy(self.kv.table(g)[slots]) for g in range(len(self.groups))),
             torch.from_numpy(slots.astype(np.int32)),
