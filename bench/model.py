@@ -183,7 +183,7 @@ def _add_prefill(case: Case, device: Device, work: _Work) -> None:
         last = np.minimum(first + block_q, seq_len)
         low = 0 if shape.sliding_window is None else np.maximum(0, first - shape.sliding_window + 1)
         tiles = -(-last // config.block_n) - low // config.block_n
-        heads = shape.num_kv_heads * head_tiles
+        heads = shape.num_kv_heads * head_tiles * config.value_parts
         programs += len(first) * heads
         tile_rows = config.block_m * config.block_n * float(tiles.sum()) * heads
         _add_tiles(work, config, tile_rows, shape.head_dim)
@@ -193,19 +193,20 @@ def _add_prefill(case: Case, device: Device, work: _Work) -> None:
 
 
 def _add_tiles(work: _Work, config: Config, tile_rows: float, head_dim: int) -> None:
-    """tile_rows: elements of all score tiles."""
+    """tile_rows: elements of all score tiles, those of each of ``value_parts`` programs."""
+    channels = head_dim + head_dim / config.value_parts  # of a key and its values, for one program
     work.scores += tile_rows
-    work.loaded_bytes += tile_rows / config.block_m * 2 * head_dim * ITEM_BYTES
+    work.loaded_bytes += tile_rows / config.block_m * channels * ITEM_BYTES
     # wgmma takes 64 rows at least, by a group of four warps.
     if config.block_m >= 64:
-        work.wgmma_flops += 4.0 * tile_rows * head_dim
+        work.wgmma_flops += 2.0 * tile_rows * channels
     else:
-        work.mma_sync_flops += 4.0 * tile_rows * head_dim
+        work.mma_sync_flops += 2.0 * tile_rows * channels
 
 
 def memory_share(config: Config, head_dim: int, programs: int, device: Device) -> float:
     """Share of the copy rate that ``programs`` programs can use: copies in flight, and how full their last wave is."""
-    stage = 2 * config.block_n * head_dim * ITEM_BYTES
+    stage = config.block_n * (head_dim + head_dim // config.value_parts) * ITEM_BYTES
     shared = config.num_stages * stage + config.block_m * head_dim * ITEM_BYTES
     places = resident_programs(shared, config.num_warps, device) * device.num_sms
     in_flight = stage * (config.num_stages - 1) * places * filled_share(programs, places)

@@ -19,10 +19,10 @@ between versions of Triton. ``--json`` of any run serves as ``--baseline`` of an
 included, and next to nothing where Triton's cache has the kernel.
 
 Columns: registers of a thread; spill, bytes that a thread spills; stack, bytes of its frame; shared memory of a program, and its limit on
-that architecture; ctas, programs that an SM holds at once; warps and stages of a program; mma, the matrix instruction; copy, bytes of the
-narrowest asynchronous K/V copy (0: loads go through registers); flight, KiB of K/V copies under way per SM: tiles ahead of the one in use,
-times the resident programs; sass, instructions that a warp issues for one K/V tile, of the first loop over tiles: without masks in
-prefill, with masks in decode ("-": cannot be told).
+that architecture; ctas, programs that an SM holds at once; warps and stages of a program, and v2 where two share a query tile, each with
+half of the values; mma, the matrix instruction; copy, bytes of the narrowest asynchronous K/V copy (0: loads go through registers); flight,
+KiB of K/V copies under way per SM: tiles ahead of the one in use, times the resident programs; sass, instructions that a warp issues for
+one K/V tile, of the first loop over tiles: without masks in prefill, with masks in decode ("-": cannot be told).
 """
 
 from __future__ import annotations
@@ -154,9 +154,12 @@ def measure(name: str, arch: int, index: int) -> dict[str, Any]:
     )
     values = launch.arguments
     copy, in_flight, instructions = 0, 0, None
+    parts = values["HEAD_DIM"] // values["VALUE_DIM"] if "VALUE_DIM" in values else 1
     if kernel.endswith(PIPELINED):
         element_size = getattr(torch, case.dtype).itemsize
         tile_bytes = values["BLOCK_N"] * case.key_bytes
+        if parts > 1:  # all of a key, and a part of its values
+            tile_bytes = tile_bytes * (parts + 1) // (2 * parts)
         copy = code.copy_bytes(element_size, case.scale_bytes)
         instructions = code.tile_instructions(tile_bytes, threads)
         if copy:
@@ -165,7 +168,9 @@ def measure(name: str, arch: int, index: int) -> dict[str, Any]:
     return {
         "kernel": kernel,
         "case": name,
-        "config": " ".join(f"{tile} w{metadata.num_warps} s{metadata.num_stages}".split()),
+        "config": " ".join(
+            f"{tile} w{metadata.num_warps} s{metadata.num_stages} {f'v{parts}' if parts > 1 else ''}".split()
+        ),
         "arch": arch,
         "dtype": case.dtype,
         "registers": code.registers,

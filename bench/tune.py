@@ -70,12 +70,12 @@ class Cell:
     def candidates(self, arch: int) -> list[Config]:
         """Tile shapes worth compiling, the table's own first: those of which a K and a V tile in each stage fit the shared memory."""
         heights = (32, 64, 128) if self.phase == "prefill" else (self.rows,)
+        parts = (1, 2) if self.phase == "prefill" and self.head_dim >= 256 else (1,)
         found = [self.current(arch)]
-        for block_m, block_n, num_warps, num_stages in product(
-            heights, (16, 32, 64, 128), (4, 8), (2, 3, 4, 5)
-        ):
-            config = Config(block_m, block_n, num_warps, num_stages, found[0].mask_all)
-            tiles = 2 * block_n * self.head_dim * 2 * (num_stages - 1)
+        for *shape, value_parts in product(heights, (16, 32, 64, 128), (4, 8), (2, 3, 4, 5), parts):
+            config = Config(*shape, value_parts, found[0].mask_all)
+            row_bytes = 2 * (self.head_dim + self.head_dim // value_parts)
+            tiles = config.block_n * row_bytes * (config.num_stages - 1)
             if tiles <= configs.SHARED_MEMORY[arch] and config not in found:
                 found.append(config)
         return found
@@ -204,7 +204,7 @@ def tables_with(chosen: dict[Cell, Config], arch: int) -> str:
         if cell.phase == "prefill":
             prefill[size][cell.head_dim] = _values(config)
         else:
-            decode[size][cell.head_dim][cell.rows] = _values(config)[1:]
+            decode[size][cell.head_dim][cell.rows] = _values(config)[1:4]
     source = TABLES.read_text(encoding="utf-8")
     lines = [source[: source.index("PREFILL = ")] + "PREFILL = {"]
     for name, row in prefill.items():
@@ -216,8 +216,10 @@ def tables_with(chosen: dict[Cell, Config], arch: int) -> str:
     return "\n".join([*lines, "}", ""])
 
 
-def _values(config: Config) -> tuple[int, int, int, int]:
-    return config.block_m, config.block_n, config.num_warps, config.num_stages
+def _values(config: Config) -> tuple[int, int, int, int, int]:
+    return (
+        config.block_m, config.block_n, config.num_warps, config.num_stages, config.value_parts
+    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
@@ -272,7 +274,7 @@ def run(args: argparse.Namespace) -> int:
 def table(cell: Cell, rows: list[dict[str, Any]], taken: dict[str, Any]) -> str:
     """Candidates of a cell, fastest first."""
     cases = list(rows[0]["ms"])
-    lines = [(cell.name, "m", "n", "warps", "stages", *cases, "of the table's")]
+    lines = [(cell.name, "m", "n", "warps", "stages", "parts", *cases, "of the table's")]
     for row in sorted(rows, key=lambda r: r["ratio"] or math.inf):
         marks = ("table " if row is rows[0] else "") + ("taken" if row is taken else "")
         times = [f"{row['ms'][c]:.4g}" if c in row["ms"] else "-" for c in cases]

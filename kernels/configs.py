@@ -33,6 +33,8 @@ PROGRAMS_PER_SM = 4
 class Config:
     """One launch: rows of the query tile, keys of the K/V tile, warps of a program, stages of the K/V pipeline.
 
+    value_parts: programs that share a query tile in prefill; each computes all scores, and its part of the value channels: a taller tile
+        for the same registers, at the price of scores computed several times.
     mask_all: one loop with masks for each source of keys, instead of one without for whole tiles and one with for the edges.
     """
 
@@ -40,6 +42,7 @@ class Config:
     block_n: int
     num_warps: int
     num_stages: int
+    value_parts: int = 1
     mask_all: bool = False
 
 

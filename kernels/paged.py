@@ -116,14 +116,18 @@ def _prefill_kernel(
     v_scale_stride_page, v_scale_stride_row, v_scale_stride_head,
     k_fresh_stride_token, k_fresh_stride_head, v_fresh_stride_token, v_fresh_stride_head,
     GROUP: tl.constexpr, BLOCK_Q: tl.constexpr, HEADS: tl.constexpr, HEAD_TILES: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASK_ALL: tl.constexpr,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASK_ALL: tl.constexpr,
     SCALES: tl.constexpr, HARDWARE_E4M3: tl.constexpr,
 ):  # fmt: skip
+    # Programs next to each other share a query tile: its head tiles, and the parts of the values.
+    PARTS: tl.constexpr = HEAD_DIM // VALUE_DIM
+    part = tl.program_id(0) % PARTS
+    program = tl.program_id(0) // PARTS
     num_head_tiles = num_kv_heads * HEAD_TILES
-    head_index = tl.program_id(0) % num_head_tiles
+    head_index = program % num_head_tiles
     kv_head = (head_index // HEAD_TILES).to(tl.int64)
     # Later tiles of a sequence see more keys; they start first, so that no long tile runs alone at the end.
-    tile = num_tiles - 1 - tl.program_id(0) // num_head_tiles
+    tile = num_tiles - 1 - program // num_head_tiles
     seq, q_first = _find_query_tile(cu_seqlens_q, tile, num_seqs, BLOCK_Q)
     first_token = tl.load(cu_seqlens_q + seq)
     q_len = tl.load(cu_seqlens_q + seq + 1) - first_token
@@ -142,20 +146,23 @@ def _prefill_kernel(
     fresh_first = first_token.to(tl.int64)
     if k_fresh is not None:
         k_fresh += fresh_first * k_fresh_stride_token + kv_head * k_fresh_stride_head
-        v_fresh += fresh_first * v_fresh_stride_token + kv_head * v_fresh_stride_head
+        v_fresh += (
+            fresh_first * v_fresh_stride_token + kv_head * v_fresh_stride_head + part * VALUE_DIM
+        )
     if SCALES == "rows":
         k_scale += kv_head * k_scale_stride_head
         v_scale += kv_head * v_scale_stride_head
     acc, row_max, row_sum = _attend_query_tile(
         q_tile, q_first + token, q_first, tl.minimum(q_first + BLOCK_Q, q_len) - 1, context,
-        k_pages + kv_head * k_stride_head, v_pages + kv_head * v_stride_head,
+        k_pages + kv_head * k_stride_head, v_pages + (kv_head * v_stride_head + part * VALUE_DIM),
         block_table + seq.to(tl.int64) * table_stride, width,
         k_stride_page, k_stride_row, v_stride_page, v_stride_row,
         k_scale, v_scale, k_scale_stride_page, k_scale_stride_row, v_scale_stride_page, v_scale_stride_row,
         k_fresh, v_fresh, k_fresh_stride_token, v_fresh_stride_token,
         0, context + q_len, True, sliding_window, inner_scale, outer_scale,
-        HEAD_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, SCALES, HARDWARE_E4M3, MASK_ALL,
+        HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, SCALES, HARDWARE_E4M3, MASK_ALL,
     )  # fmt: skip
+    out += part * VALUE_DIM
     out_rows = _row_pointers(out, tile_token, kv_head * GROUP, token, group_head, out_stride_token, out_stride_head)  # fmt: skip
     lse_rows = None
     if lse is not None:
@@ -163,7 +170,7 @@ def _prefill_kernel(
     sink_rows = None
     if sinks is not None:
         sink_rows = sinks + kv_head * GROUP + group_head
-    _store_final(acc, row_max, row_sum, out_rows, lse_rows, sink_rows, live, HEAD_DIM)
+    _store_final(acc, row_max, row_sum, out_rows, lse_rows, sink_rows, live, VALUE_DIM)
 
 
 @triton.jit(do_not_specialize=["num_decodes", "target_items"])
@@ -236,7 +243,7 @@ def _decode_kernel(
         k_scale, v_scale, k_scale_stride_page, k_scale_stride_row, v_scale_stride_page, v_scale_stride_row,
         k_fresh, v_fresh, k_fresh_stride_token, v_fresh_stride_token,
         low, high, piece == pieces - 1, sliding_window, inner_scale, outer_scale,
-        HEAD_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, SCALES, HARDWARE_E4M3, MASK_ALL,
+        HEAD_DIM, HEAD_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, SCALES, HARDWARE_E4M3, MASK_ALL,
     )  # fmt: skip
     if pieces == 1:
         out_rows = _row_pointers(out, first_token, kv_head * GROUP, token, group_head, out_stride_token, out_stride_head)  # fmt: skip
@@ -390,7 +397,7 @@ def _prepare_prefill(call: AttentionCall, arch: int, decode_tokens: int) -> Laun
     num_tiles = call.q.shape[0] // constants["BLOCK_Q"] + call.num_seqs
     return Launch(
         _prefill_kernel,
-        (num_tiles * call.k_pages.shape[2] * constants["HEAD_TILES"],),
+        (num_tiles * call.k_pages.shape[2] * constants["HEAD_TILES"] * config.value_parts,),
         {
             "num_seqs": call.num_seqs,
             "num_decodes": call.num_decodes,
@@ -398,6 +405,7 @@ def _prepare_prefill(call: AttentionCall, arch: int, decode_tokens: int) -> Laun
             "num_tiles": num_tiles,
             **_shared_arguments(call),
             **constants,
+            "VALUE_DIM": head_dim // config.value_parts,
         },
     )
 

@@ -66,7 +66,7 @@ def _update(
         weights = weights * value_scales[None, :]
     acc = tl.dot(
         weights.to(values.dtype), values, acc * decay[:, None], input_precision="ieee"
-    )  # [BLOCK_M, HEAD_DIM]
+    )  # [BLOCK_M, VALUE_DIM]
     return acc, new_max, row_sum
 
 
@@ -126,6 +126,7 @@ def _attend_tiles(
     inner_scale,
     outer_scale,
     HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     HARDWARE_E4M3: tl.constexpr,
@@ -134,9 +135,10 @@ def _attend_tiles(
     """Run the online softmax over ``count`` tiles from tile ``first`` on, jumping ``gap`` tiles after ``head_count`` of them."""
     offs_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, HEAD_DIM)
+    offs_v = tl.arange(0, VALUE_DIM)
     # 32 bits within a page or a tile of fresh rows, where they reach (_check.check_pages); 64 bits from there on.
     k_offsets = (offs_n * k_stride_row)[:, None] + offs_d[None, :]
-    v_offsets = (offs_n * v_stride_row)[:, None] + offs_d[None, :]
+    v_offsets = (offs_n * v_stride_row)[:, None] + offs_v[None, :]
     if table is not None:
         tile = first + tl.where(head_count > 0, 0, gap)
         page = _load_page(table, width, tile, key_low, key_high, BLOCK_SIZE, BLOCK_N)
@@ -159,7 +161,7 @@ def _attend_tiles(
             k_rows = k_base + (page_ids * k_stride_page + row * k_stride_row)
             v_rows = v_base + (page_ids * v_stride_page + row * v_stride_row)
             k_ptrs = k_rows[:, None] + offs_d[None, :]
-            v_ptrs = v_rows[:, None] + offs_d[None, :]
+            v_ptrs = v_rows[:, None] + offs_v[None, :]
         if MASKED:
             # Rows outside may be NaN: 0 * NaN would reach the output through V.
             live = ((key >= key_low) & (key < key_high))[:, None]
@@ -232,6 +234,7 @@ def _attend_source(
     inner_scale,
     outer_scale,
     HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     HARDWARE_E4M3: tl.constexpr,
@@ -252,7 +255,7 @@ def _attend_source(
             k_stride_page, k_stride_row, v_stride_page, v_stride_row, k_scales, v_scales,
             k_scales_stride_page, k_scales_stride_row, v_scales_stride_page, v_scales_stride_row,
             open_first, num_open, num_open, 0, key_low, key_high, inner_scale, outer_scale,
-            HEAD_DIM, BLOCK_SIZE, BLOCK_N, HARDWARE_E4M3, False,
+            HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_N, HARDWARE_E4M3, False,
         )  # fmt: skip
     head_count = open_first - first
     return _attend_tiles(
@@ -260,7 +263,7 @@ def _attend_source(
         k_stride_page, k_stride_row, v_stride_page, v_stride_row, k_scales, v_scales,
         k_scales_stride_page, k_scales_stride_row, v_scales_stride_page, v_scales_stride_row,
         first, head_count + stop - open_stop, head_count, open_stop - open_first, key_low, key_high,
-        inner_scale, outer_scale, HEAD_DIM, BLOCK_SIZE, BLOCK_N, HARDWARE_E4M3, True,
+        inner_scale, outer_scale, HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_N, HARDWARE_E4M3, True,
     )  # fmt: skip
 
 
@@ -296,6 +299,7 @@ def _attend_query_tile(
     inner_scale,
     outer_scale,
     HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -308,7 +312,7 @@ def _attend_query_tile(
     q: [BLOCK_M, HEAD_DIM]; token [BLOCK_M]: each row's token in its sequence's step; q_first, q_last: the tile's first and last.
     SCALES: what k_scale and v_scale are: "none", "number", "tensor" (a pointer to a number) or "rows" (pointers to this head's scales).
     """
-    acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
+    acc = tl.zeros([BLOCK_M, VALUE_DIM], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
 
@@ -342,7 +346,7 @@ def _attend_query_tile(
         k_stride_page, k_stride_row, v_stride_page, v_stride_row, k_scales, v_scales,
         k_scale_stride_page, k_scale_stride_row, v_scale_stride_page, v_scale_stride_row,
         paged_low, paged_high, paged_open_low, tl.minimum(paged_open_high, paged_high),
-        paged_scale, outer_scale, HEAD_DIM, BLOCK_SIZE, BLOCK_N, HARDWARE_E4M3, MASK_ALL,
+        paged_scale, outer_scale, HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_N, HARDWARE_E4M3, MASK_ALL,
     )  # fmt: skip
     if SCALES == "tensor":
         acc = acc * tl.load(v_scale)
@@ -363,6 +367,6 @@ def _attend_query_tile(
             acc, row_max, row_sum, q, fresh_row_low, token, k_fresh, v_fresh, None, 1,
             0, k_fresh_stride, 0, v_fresh_stride, None, None, 0, 0, 0, 0,
             fresh_low, fresh_high, fresh_open_low, q_first + 1,
-            inner_scale, outer_scale, HEAD_DIM, BLOCK_SIZE, BLOCK_N, HARDWARE_E4M3, MASK_ALL,
+            inner_scale, outer_scale, HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_N, HARDWARE_E4M3, MASK_ALL,
         )  # fmt: skip
     return acc, row_max, row_sum

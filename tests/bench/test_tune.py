@@ -28,10 +28,10 @@ def test_a_dry_run_compiles_measures_and_takes_the_fastest(tmp_path, capsys, mon
     result = json.loads(out.read_text())
     assert not result["refused"] and not result["not_run"]
     assert [(row["cell"], row["config"], row["ratio"]) for row in result["rows"]] == [
-        ("decode 32 x16", [16, 64, 4, 4], 1.0),
-        ("decode 32 x16", [16, 32, 4, 4], pytest.approx(0.5)),
-        ("prefill 32", [64, 64, 4, 3], 1.0),
-        ("prefill 32", [64, 32, 4, 3], pytest.approx(0.5)),
+        ("decode 32 x16", [16, 64, 4, 4, 1], 1.0),
+        ("decode 32 x16", [16, 32, 4, 4, 1], pytest.approx(0.5)),
+        ("prefill 32", [64, 64, 4, 3, 1], 1.0),
+        ("prefill 32", [64, 32, 4, 3, 1], pytest.approx(0.5)),
     ]
     for row in result["rows"]:
         assert row["wrong"] is None and len(row["ms"]) == 1
@@ -64,7 +64,8 @@ def test_candidates_start_with_the_table_and_fit():
             found = cell.candidates(arch)
             assert found[0] == cell.current(arch) and len(set(found)) == len(found) > 5
             for c in found[1:]:
-                tiles = 4 * c.block_n * cell.head_dim * (c.num_stages - 1)
+                row = 2 * (cell.head_dim + cell.head_dim // c.value_parts)
+                tiles = c.block_n * row * (c.num_stages - 1)
                 assert tiles <= configs.SHARED_MEMORY[arch] and c.mask_all == found[0].mask_all
 
 
@@ -77,10 +78,10 @@ def test_another_entry_has_to_be_clearly_faster(ratios, taken):
 def test_the_table_is_written_for_one_class_of_gpus():
     source = tune.TABLES.read_text(encoding="utf-8")
     assert tune.tables_with({}, 90) == source
-    chosen = {Cell("prefill", 128): Config(128, 128, 8, 3), Cell("decode", 256, 16): Config(16, 64, 8, 2, True)}  # fmt: skip
+    chosen = {Cell("prefill", 128): Config(128, 128, 8, 3, 2), Cell("decode", 256, 16): Config(16, 64, 8, 2, mask_all=True)}  # fmt: skip
     written: dict = {}
     exec(tune.tables_with(chosen, 120), written)
-    assert written["PREFILL"]["small"][128] == (128, 128, 8, 3)
+    assert written["PREFILL"]["small"][128] == (128, 128, 8, 3, 2)
     assert written["DECODE"]["small"][256][16] == (64, 8, 2)
     for name in ("PREFILL", "DECODE"):
         written[name]["small"] = getattr(tile_tables, name)["small"]
