@@ -91,7 +91,7 @@ def compress_launches(
     index: bool = False,
 ) -> list[Any]:
     """The launches of one ``compress``, with a ring that a decode step of one token needs no second launch for."""
-    from quire.kernels.mla import compress_triton
+    from quire.kernels.mla import compress_triton, compressor
     from quire.kernels.mla.layout import IndexPages, page_bytes
 
     num_seqs, overlap = 16, ratio == 4
@@ -107,19 +107,21 @@ def compress_launches(
     # Projected side by side, as a model does.
     kv, gate = meta(num_tokens, 2, channels, dtype=dtype).unbind(1)
     return compress_triton.prepare(
-        kv,
-        gate,
-        meta(ratio, channels, dtype="float32"),
-        meta(num_seqs, ratio * (1 + overlap), 2, channels, dtype="float32"),
-        meta(num_seqs, dtype="int32"),
-        meta(num_seqs, dtype="int32"),
-        meta(num_seqs + 1, dtype="int32"),
-        ratio,
-        overlap,
-        meta(dim, dtype="float32"),
-        1e-6,
-        meta(1 << 20, ROPE_DIM, dtype="float32"),
-        pages,
-        meta(num_tokens, dtype="int64"),
-        q_len,
+        compressor.CompressCall(
+            kv,
+            gate,
+            meta(ratio, channels, dtype="float32"),
+            meta(num_seqs, ratio * (1 + overlap), 2, channels, dtype="float32"),
+            meta(num_seqs, dtype="int32"),
+            meta(num_seqs, dtype="int32"),
+            meta(num_seqs + 1, dtype="int32"),
+            ratio,
+            overlap,
+            meta(dim, dtype="float32"),
+            1e-6,
+            meta(1 << 20, ROPE_DIM, dtype="float32"),
+            pages,
+            meta(num_tokens, dtype="int64"),
+            q_len,
+        )
     )

@@ -4,29 +4,15 @@ from __future__ import annotations
 
 import torch
 
+from quire.kernels.mla.compressor import CompressCall
 from quire.kernels.mla.latent_torch import norm_and_rotate
-from quire.kernels.mla.layout import IndexPages, LatentPages
 
 
-def compress(
-    kv: torch.Tensor,
-    gate: torch.Tensor,
-    ape: torch.Tensor,
-    state: torch.Tensor,
-    state_index: torch.Tensor,
-    seq_lens: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    ratio: int,
-    overlap: bool,
-    norm_weight: torch.Tensor,
-    eps: float,
-    cos_sin: torch.Tensor,
-    pages: LatentPages | IndexPages,
-    slot_mapping: torch.Tensor,
-    max_seqlen_q: int,
-) -> None:
-    """Compress checked arguments; shapes as in ``quire.kernels.mla.compress``."""
-    device, dim, ring, num_series = kv.device, pages.dim, state.shape[1], 1 + overlap
+def compress(call: CompressCall) -> None:
+    """Compress checked arguments."""
+    seq_lens, cu_seqlens_q, state, pages = call.seq_lens, call.cu_seqlens_q, call.state, call.pages
+    ratio, overlap = call.ratio, call.overlap
+    device, dim, ring, num_series = call.kv.device, pages.dim, state.shape[1], 1 + overlap
     q_lens = cu_seqlens_q.diff().long()
     context = seq_lens - q_lens
     seq = torch.repeat_interleave(torch.arange(len(seq_lens), device=device), q_lens)
@@ -35,10 +21,11 @@ def compress(
     # The rows of tokens that exist, [rows, ...] from here on; those of a sequence stay neighbours.
     live = position >= 0
     seq, token, position = seq[live], token[live], position[live]
-    index = state_index[seq].long()
-    step_kv, step_gate = kv[token].float(), gate[token].float() + ape[position % ratio]
+    index = call.state_index[seq].long()
+    step_kv = call.kv[token].float()
+    step_gate = call.gate[token].float() + call.ape[position % ratio]
 
-    slots = slot_mapping[token]
+    slots = call.slot_mapping[token]
     closing = torch.nonzero(((position + 1) % ratio == 0) & (slots >= 0))  # [entries, 1]
     pooled_slot = torch.arange(ratio * num_series, device=device)
     back = ratio * num_series - 1 - pooled_slot
@@ -60,7 +47,8 @@ def compress(
     entries = (torch.softmax(gates, 1) * values).sum(1)
     closing = closing[:, 0]
     start = position[closing] + 1 - ratio
-    pages.write(slots[closing], norm_and_rotate(entries, start, cos_sin, norm_weight, eps))
+    entries = norm_and_rotate(entries, start, call.cos_sin, call.norm_weight, call.eps)
+    pages.write(slots[closing], entries)
 
     kept = seq_lens[seq] - position <= ring
     rows = torch.stack([step_kv[kept], step_gate[kept]], 1)

@@ -19,15 +19,14 @@ Source: DeepSeek-V4, compressed attention: the compressors of the latents and of
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 
 from quire.kernels._launch import Launch
 from quire.kernels.configs import next_power_of_2
 from quire.kernels.merge import LOG2E
+from quire.kernels.mla.compressor import CompressCall
 from quire.kernels.mla.latent_triton import normed, page_arguments, rotated, stored
-from quire.kernels.mla.layout import IndexPages, LatentPages
 
 # Values that a program of an entry pools at once, 16 a thread; sequences that it looks through at once.
 TILE_ELEMENTS = 8192
@@ -51,35 +50,6 @@ def _entry_of(item, cu_seqlens_q, num_seqs, RATIO: tl.constexpr, BLOCK_SEQS: tl.
         before += tl.sum(begun.to(tl.int32), 0)
         first = tl.maximum(first, tl.max(tl.where(begun, begin, 0), 0))
     return before - 1, item - first
-
-
-@triton.jit
-def _load_rows(
-    kv,
-    gate,
-    ape,
-    ring_rows,
-    row,
-    position,
-    fresh,
-    old,
-    column,
-    kv_stride,
-    gate_stride,
-    ape_stride,
-    state_stride_row,
-    state_stride_part,
-    RATIO: tl.constexpr,
-    RING: tl.constexpr,
-):
-    """kv and gate + ape, fp32, of the rows at ``position``: where ``fresh`` from the step's rows, where ``old`` from the ring, else 0."""
-    c = tl.load(kv + row * kv_stride + column, mask=fresh, other=0.0).to(tl.float32)
-    z = tl.load(gate + row * gate_stride + column, mask=fresh, other=0.0).to(tl.float32)
-    z += tl.load(ape + position % RATIO * ape_stride + column, mask=fresh, other=0.0)
-    cell = ring_rows + (position % RING).to(tl.int64) * state_stride_row + column
-    old_c = tl.load(cell, mask=old, other=0.0)
-    old_z = tl.load(cell + state_stride_part, mask=old, other=0.0)
-    return tl.where(old, old_c, c), tl.where(old, old_z, z)
 
 
 @triton.jit(do_not_specialize=["num_seqs", "num_entries", "kept_rows", "first_program"])
@@ -123,26 +93,21 @@ def _compress_kernel(
 ):
     program = tl.program_id(0) + first_program
     if program >= num_entries:
-        _keep_row(
-            program - num_entries,
-            kept_rows,
-            kv,
-            gate,
-            ape,
-            state,
-            state_index,
-            seq_lens,
-            cu_seqlens_q,
-            kv_stride,
-            gate_stride,
-            ape_stride,
-            state_stride,
-            state_stride_row,
-            state_stride_part,
-            RATIO,
-            RING,
-            DIM * (1 + OVERLAP),
-        )
+        # Put a row of the step into the ring of its sequence: the row that is item % kept_rows before the last one.
+        item = program - num_entries
+        seq = item // kept_rows
+        position = tl.load(seq_lens + seq) - 1 - item % kept_rows
+        row = tl.load(cu_seqlens_q + seq + 1) - 1 - item % kept_rows
+        if (row < tl.load(cu_seqlens_q + seq)) | (position < 0):
+            return
+        channel = tl.arange(0, DIM * (1 + OVERLAP))
+        row = row.to(tl.int64)
+        z = tl.load(gate + row * gate_stride + channel).to(tl.float32)
+        z += tl.load(ape + position % RATIO * ape_stride + channel)
+        cell = state + tl.load(state_index + seq).to(tl.int64) * state_stride
+        cell += (position % RING).to(tl.int64) * state_stride_row + channel
+        tl.store(cell, tl.load(kv + row * kv_stride + channel).to(tl.float32))
+        tl.store(cell + state_stride_part, z)
         return
     if ONE_WINDOW:
         seq = program
@@ -172,25 +137,16 @@ def _compress_kernel(
         column = dim
         if OVERLAP:
             column = tl.where(token < RATIO, 0, DIM) + dim
+        # Rows from ``context`` on are the step's, older ones lie in the ring.
+        fresh = live & (position >= context)
         old = live & (position < context)
-        c, z = _load_rows(
-            kv,
-            gate,
-            ape,
-            ring_rows,
-            (first_token + position - context).to(tl.int64),
-            position,
-            live & (position >= context),
-            old,
-            column,
-            kv_stride,
-            gate_stride,
-            ape_stride,
-            state_stride_row,
-            state_stride_part,
-            RATIO,
-            RING,
-        )
+        row = (first_token + position - context).to(tl.int64)
+        cell = ring_rows + (position % RING).to(tl.int64) * state_stride_row + column
+        c = tl.load(kv + row * kv_stride + column, mask=fresh, other=0.0).to(tl.float32)
+        z = tl.load(gate + row * gate_stride + column, mask=fresh, other=0.0).to(tl.float32)
+        z += tl.load(ape + position % RATIO * ape_stride + column, mask=fresh, other=0.0)
+        c = tl.where(old, tl.load(cell, mask=old, other=0.0), c)
+        z = tl.where(old, tl.load(cell + state_stride_part, mask=old, other=0.0), z)
         z = tl.where(live, z, float("-inf"))  # [BLOCK_TOKENS, DIM]
         new_max = tl.maximum(row_max, tl.max(z, 0))
         # Nothing but slots before position 0 so far: subtracting that -inf would give NaN.
@@ -208,96 +164,44 @@ def _compress_kernel(
     stored(entry, slots, one, pages, rope, scales, page_stride, row_stride, BLOCK_SIZE, 1, DIM)
 
 
-@triton.jit
-def _keep_row(
-    item,
-    kept_rows,
-    kv,
-    gate,
-    ape,
-    state,
-    state_index,
-    seq_lens,
-    cu_seqlens_q,
-    kv_stride,
-    gate_stride,
-    ape_stride,
-    state_stride,
-    state_stride_row,
-    state_stride_part,
-    RATIO: tl.constexpr,
-    RING: tl.constexpr,
-    CHANNELS: tl.constexpr,
-):
-    """Put a row of the step into the ring of its sequence: the row that is item % kept_rows before the last one."""
-    seq = item // kept_rows
-    position = tl.load(seq_lens + seq) - 1 - item % kept_rows
-    row = tl.load(cu_seqlens_q + seq + 1) - 1 - item % kept_rows
-    if (row < tl.load(cu_seqlens_q + seq)) | (position < 0):
-        return
-    column = tl.arange(0, CHANNELS)
-    row = row.to(tl.int64)
-    z = tl.load(gate + row * gate_stride + column).to(tl.float32)
-    z += tl.load(ape + position % RATIO * ape_stride + column)
-    cell = state + tl.load(state_index + seq).to(tl.int64) * state_stride
-    cell += (position % RING).to(tl.int64) * state_stride_row + column
-    tl.store(cell, tl.load(kv + row * kv_stride + column).to(tl.float32))
-    tl.store(cell + state_stride_part, z)
-
-
-def prepare(
-    kv: torch.Tensor,
-    gate: torch.Tensor,
-    ape: torch.Tensor,
-    state: torch.Tensor,
-    state_index: torch.Tensor,
-    seq_lens: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    ratio: int,
-    overlap: bool,
-    norm_weight: torch.Tensor,
-    eps: float,
-    cos_sin: torch.Tensor,
-    pages: LatentPages | IndexPages,
-    slot_mapping: torch.Tensor,
-    max_seqlen_q: int,
-) -> list[Launch]:
-    """The launches of checked arguments, in order; shapes as in ``quire.kernels.mla.compress``."""
-    num_seqs, ring, dim = seq_lens.shape[0], state.shape[1], pages.dim
+def prepare(call: CompressCall) -> list[Launch]:
+    """The launches of a checked call, in order."""
+    ratio, overlap, max_seqlen_q = call.ratio, call.overlap, call.max_seqlen_q
+    num_seqs, ring, dim = call.seq_lens.shape[0], call.state.shape[1], call.pages.dim
     one_window = max_seqlen_q <= ratio
-    num_entries = num_seqs if one_window else kv.shape[0] // ratio + num_seqs
+    num_entries = num_seqs if one_window else call.kv.shape[0] // ratio + num_seqs
     kept_rows = max(1, min(ring, max_seqlen_q))
     slots = ratio * (1 + overlap)
     block_tokens = min(next_power_of_2(slots), TILE_ELEMENTS // dim)
     arguments: dict[str, Any] = {
-        "kv": kv,
-        "gate": gate,
-        "ape": ape,
-        "state": state,
-        "state_index": state_index,
-        "seq_lens": seq_lens,
-        "cu_seqlens_q": cu_seqlens_q,
-        "norm_weight": norm_weight,
-        "eps": eps,
-        "cos_sin": cos_sin,
-        "slot_mapping": slot_mapping,
+        "kv": call.kv,
+        "gate": call.gate,
+        "ape": call.ape,
+        "state": call.state,
+        "state_index": call.state_index,
+        "seq_lens": call.seq_lens,
+        "cu_seqlens_q": call.cu_seqlens_q,
+        "norm_weight": call.norm_weight,
+        "eps": call.eps,
+        "cos_sin": call.cos_sin,
+        "slot_mapping": call.slot_mapping,
         "num_seqs": num_seqs,
         "num_entries": num_entries,
         "kept_rows": kept_rows,
-        "kv_stride": kv.stride(0),
-        "gate_stride": gate.stride(0),
-        "ape_stride": ape.stride(0),
-        "state_stride": state.stride(0),
-        "state_stride_row": state.stride(1),
-        "state_stride_part": state.stride(2),
-        "cos_sin_stride": cos_sin.stride(0),
-        **page_arguments(pages),
+        "kv_stride": call.kv.stride(0),
+        "gate_stride": call.gate.stride(0),
+        "ape_stride": call.ape.stride(0),
+        "state_stride": call.state.stride(0),
+        "state_stride_row": call.state.stride(1),
+        "state_stride_part": call.state.stride(2),
+        "cos_sin_stride": call.cos_sin.stride(0),
+        **page_arguments(call.pages),
         "RATIO": ratio,
         "OVERLAP": int(overlap),
         "RING": ring,
         "ONE_WINDOW": one_window,
         "DIM": dim,
-        "ROPE_DIM": cos_sin.shape[1],
+        "ROPE_DIM": call.cos_sin.shape[1],
         "BLOCK_TOKENS": block_tokens,
         "BLOCK_SEQS": BLOCK_SEQS,
         "num_warps": max(4, block_tokens * dim // ELEMENTS_PER_WARP),

@@ -13,12 +13,35 @@ The price is that all reading falls on the token that closes a window, and 512 K
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from quire.kernels import _check
 from quire.kernels.mla.latent import check_cos_sin, check_device, check_norm
 from quire.kernels.mla.layout import IndexPages, LatentPages
 from quire.kernels.ops import _implementation
+
+
+@dataclass(frozen=True)
+class CompressCall:
+    """The checked arguments of one call; fields are named and shaped as in ``compress``."""
+
+    kv: torch.Tensor
+    gate: torch.Tensor
+    ape: torch.Tensor
+    state: torch.Tensor
+    state_index: torch.Tensor
+    seq_lens: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    ratio: int
+    overlap: bool
+    norm_weight: torch.Tensor
+    eps: float
+    cos_sin: torch.Tensor
+    pages: LatentPages | IndexPages
+    slot_mapping: torch.Tensor
+    max_seqlen_q: int
 
 
 def compress(
@@ -101,29 +124,16 @@ def compress(
         raise ValueError(
             f"max_seqlen_q: expected the longest of {num_seqs} sequences with {num_tokens} tokens, got {max_seqlen_q}"
         )
-    arguments = (
-        kv,
-        gate,
-        ape,
-        state,
-        state_index,
-        seq_lens,
-        cu_seqlens_q,
-        ratio,
-        overlap,
-        norm_weight,
-        float(eps),
-        cos_sin,
-        pages,
-        slot_mapping,
-        max_seqlen_q,
-    )
+    call = CompressCall(
+        kv, gate, ape, state, state_index, seq_lens, cu_seqlens_q, ratio, overlap,
+        norm_weight, float(eps), cos_sin, pages, slot_mapping, max_seqlen_q,
+    )  # fmt: skip
     if _implementation(impl, kv) == "torch":
         from quire.kernels.mla import compress_torch
 
-        compress_torch.compress(*arguments)
+        compress_torch.compress(call)
     else:
         from quire.kernels.mla import compress_triton
 
-        for launch in compress_triton.prepare(*arguments):
+        for launch in compress_triton.prepare(call):
             launch.run()

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from quire.kernels.mla import IndexPages, LatentPages, compress, compress_triton, page_bytes
 from quire.kernels.mla import reference_compress as reference
+from quire.kernels.mla.compressor import CompressCall
 from tests.helpers import DEVICE, NAN, assert_within_budget
 from tests.kernels.mla.quantised import assert_quantised
 
@@ -380,7 +381,7 @@ def test_decode_is_one_launch(slack, new, count):
     """Where the ring has a row more than a window and the step need."""
     run = Run(Case([[new, new]], start=9, slack=slack))
     arguments = run.arguments([9, 9], [new, new])
-    launches = compress_triton.prepare(**arguments)
+    launches = compress_triton.prepare(CompressCall(**arguments))
     assert len(launches) == count
     assert sum(launch.grid[0] for launch in launches) == 2 + 2 * new
 
