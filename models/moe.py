@@ -5,8 +5,8 @@ multiplication serves all experts::
 
     token, expert   (0, 5) (0, 2) (1, 2) (1, 7)   ->   sorted by expert   (0, 2) (1, 2) | (0, 5) | (1, 7)
 
-No loop over tokens, no host synchronisation where torch's grouped matrix multiplication has a device kernel, and a token's
-result is summed over its experts in the router's order, in fp32, whatever else is in the batch.
+Shapes depend on the number of tokens alone: there are always tokens * k rows, whoever they go to. No loop over tokens, no host
+synchronisation where torch's grouped matrix multiplication has a device kernel or a CUDA graph is captured, and a token's result is summed over its experts in the router's order, in fp32, whatever else is in the batch.
 """
 
 from __future__ import annotations
@@ -16,6 +16,10 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+ROWS_AT_ONCE = (
+    16  # whose experts are gathered at one time where groups must not be looked up on the host
+)
 
 
 def run_experts(
@@ -62,13 +66,15 @@ def grouped_matmul(x_sorted: Tensor, weights: Tensor, offsets: Tensor) -> Tensor
     offsets: [num_groups] int32, ascending: where each group ends; the last is num_rows.
 
     torch's ``grouped_mm`` where its layout rule (rows of whole 16 bytes) and dtypes allow, else a loop over the groups that have
-    rows. On a CPU it has no kernel of its own and costs what the loop costs once matrices are large; it is the faster by half
+    rows; while a CUDA graph is captured, which cannot know these, a product for each row with the matrix of its group. On a CPU it has no kernel of its own and costs what the loop costs once matrices are large; it is the faster by half
     at tiny sizes.
 
     Returns: [num_rows, out_size].
     """
     if _has_grouped_mm(x_sorted, weights):
         return F.grouped_mm(x_sorted, weights.transpose(1, 2), offs=offsets)
+    if is_capturing(x_sorted):
+        return row_matmul(x_sorted, weights, offsets)
     out = x_sorted.new_empty(len(x_sorted), weights.shape[1])
     start = 0
     for group, end in enumerate(offsets.tolist()):
@@ -76,6 +82,25 @@ def grouped_matmul(x_sorted: Tensor, weights: Tensor, offsets: Tensor) -> Tensor
             torch.mm(x_sorted[start:end], weights[group].T, out=out[start:end])
         start = end
     return out
+
+
+def row_matmul(x_sorted: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
+    """`grouped_matmul` row by row: a copy of a matrix for each row, but nothing that the host must know."""
+    rows = torch.arange(len(x_sorted), dtype=offsets.dtype, device=x_sorted.device)
+    groups = torch.searchsorted(offsets, rows, right=True)
+    return torch.cat(
+        [
+            torch.bmm(weights[some], x[:, :, None]).squeeze(2)
+            for some, x in zip(
+                groups.split(ROWS_AT_ONCE), x_sorted.split(ROWS_AT_ONCE), strict=True
+            )
+        ]
+    )
+
+
+def is_capturing(x: Tensor) -> bool:
+    """Whether work on the device of ``x`` is being captured as a CUDA graph."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _rows(

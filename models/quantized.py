@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.models.layers import empty_parameter
-from quire.models.moe import run_experts
+from quire.models.moe import is_capturing, run_experts
 from quire.models.mxfp4 import dequantize_mxfp4
 
 FP8_BLOCK = 128
@@ -102,7 +102,8 @@ class PackedMatrices(nn.Module):
 class PackedExperts(nn.Module):
     """Routed experts that stay as small as they are stored; those that a step needs are dequantised, a few at a time.
 
-    The result is that of `run_experts` on all dequantised weights. The experts of a step are looked up on the host.
+    The result is that of `run_experts` on all dequantised weights. The experts of a step are looked up on the host; while a CUDA graph
+    is captured, the expert of each row is dequantised by itself.
 
     kind: "fp8" or "fp4". activation: (gate, up) -> product.
     """
@@ -120,6 +121,8 @@ class PackedExperts(nn.Module):
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """x: [num_tokens, hidden_size]. ids, weights: [num_tokens, k] of the router. Returns the shape of x."""
         k, flat = ids.shape[1], ids.flatten()
+        if is_capturing(x):
+            return self._sum(self.each_row(x, flat, k), weights, x.dtype)
         y = x.new_empty(len(flat), x.shape[1])
         for some in flat.unique().split(EXPERTS_AT_ONCE):
             rows = torch.isin(flat, some).nonzero()[:, 0]
@@ -128,8 +131,25 @@ class PackedExperts(nn.Module):
             down = self.down_proj.dequantize(some, x.dtype)
             one = weights.new_ones(local.shape)
             y[rows] = run_experts(x[rows // k], local, one, gate_up, down, self.activation)
-        out = y.unflatten(0, (len(x), k))
+        return self._sum(y, weights, x.dtype)
+
+    def each_row(self, x: Tensor, ids: Tensor, k: int) -> Tensor:
+        """Rows [num_tokens * k, hidden_size] of a token's experts in turn: nothing that the host must know. ids: [num_tokens * k]."""
+        tokens = torch.arange(len(ids), device=x.device) // k
+        rows = []
+        for some, token in zip(
+            ids.split(EXPERTS_AT_ONCE), tokens.split(EXPERTS_AT_ONCE), strict=True
+        ):
+            gate_up = self.gate_up_proj.dequantize(some, x.dtype).flatten(1, 2)
+            both = torch.bmm(gate_up, x[token, :, None]).squeeze(2)
+            down = self.down_proj.dequantize(some, x.dtype)
+            rows.append(torch.bmm(down, self.activation(*both.chunk(2, dim=-1))[..., None]))
+        return torch.cat(rows).squeeze(2)
+
+    @staticmethod
+    def _sum(rows: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
+        out = rows.unflatten(0, weights.shape)
         total = out[:, 0].float() * weights[:, :1].float()
-        for i in range(1, k):
+        for i in range(1, weights.shape[1]):
             total += out[:, i].float() * weights[:, i : i + 1].float()
-        return total.to(x.dtype)
+        return total.to(dtype)

@@ -52,7 +52,8 @@ class EngineConfig:
     kv_cache_dtype: what pages hold: "auto" = the model's dtype; "fp8" = e4m3 with a scale for each row, where the model can.
     retention, enable_caching, hash_seed: as in `quire.kvcore.KVCache`.
     replay: where full attention has cached far more of a prompt than any resume point reaches, compute just the tokens that
-        restore the windows of sliding layers, instead of all tokens from the resume point on.
+        restore the windows of sliding layers, instead of all tokens from the resume point on. Not with DeepSeek-V4, whose
+        replayed tokens would have to be kept from pooling into the entries that are cached.
     policy: how a step is divided between prefill and decode.
     seed: requests without a seed of their own get one from it, in the order they come.
     impl: "triton" or "torch" for the kernels; None = by device.
@@ -405,13 +406,12 @@ class Engine:
         self._requests = {i: samples for i, samples in kept.items() if samples}
 
     def _make_graphs(self, config: EngineConfig) -> DecodeGraphs | None:
-        capturable = getattr(self.model, "capturable", True) and config.impl != "torch"
-        capturable = capturable and self._observer is None
+        capturable = config.impl != "torch" and self._observer is None
         wanted = config.decode_graphs
         on_gpu = self.model.device.type == "cuda"
         if wanted and on_gpu and not capturable:
             raise NotImplementedError(
-                "decode_graphs: supported with impl='triton', models that only read the device, and no drafter in the model"
+                "decode_graphs: supported with impl='triton', and no drafter in the model"
             )
         if self._observer is not None or not (on_gpu and capturable if wanted is None else wanted):
             return None
@@ -454,8 +454,9 @@ def _plan_memory(
 
 def _replay_tokens(model: nn.Module) -> int | None:
     if not hasattr(model.config, "replay_tokens"):
-        raise NotImplementedError(
-            f"replay: supported with models of full and sliding attention, got {type(model).__name__}"
+        raise ValueError(
+            f"replay: expected False for {type(model).__name__}{getattr(model, 'no_replay', '')}; supported with models of full and "
+            "sliding attention"
         )
     return model.config.replay_tokens
 

@@ -44,12 +44,12 @@ class DeepseekV4(nn.Module):
     Attributes:
         kv_cache_dtypes: values of `EngineConfig.kv_cache_dtype` that `make_cache` takes: "fp8" = latent rows of 584 bytes and
             quantised index keys, of the released head sizes.
+        no_replay: why `EngineConfig.replay` is refused. The first rows of a replay lack a part of their windows, and do so for one window
+            more in each layer. What compressors pool from such rows must not replace the entries and index keys that are cached.
     """
 
     kv_cache_dtypes = ("auto", "fp8")
-
-    # Steps are not captured: experts that stay packed ask the host which ones a step needs.
-    capturable = False
+    no_replay = ", whose compressors would pool replayed rows, which are inexact, into entries that are cached"
 
     def __init__(
         self,
