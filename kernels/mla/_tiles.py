@@ -27,6 +27,63 @@ def widen_e4m3(codes, dtype: tl.constexpr, HARDWARE: tl.constexpr):
 
 
 @triton.jit
+def _multiply(q, tile, scores, SWAP: tl.constexpr):
+    """Products of rows of queries and keys, added to ``scores``."""
+    if SWAP:
+        scores = tl.dot(tile, tl.trans(q), scores, input_precision="ieee")
+    else:
+        scores = tl.dot(q, tl.trans(tile), scores, input_precision="ieee")
+    return scores
+
+
+@triton.jit
+def _weigh(row_max, row_sum, q, tile, scores, visible, scale, SWAP: tl.constexpr):
+    """Weights of a tile's keys against the new maxima, the factor of what has been summed up so far, the new maxima and sums."""
+    scores = _multiply(q, tile, scores, SWAP)
+    scores = tl.where(visible, scores, float("-inf"))
+    new_max = tl.maximum(row_max, tl.max(scores, 0 if SWAP else 1) * scale)
+    # A row that has seen nothing yet: subtracting its -inf would give NaN.
+    base = tl.where(new_max == float("-inf"), 0.0, new_max)
+    decay = tl.exp2(row_max - base)
+    weights = tl.exp2(scores * scale - (base[None, :] if SWAP else base[:, None]))
+    row_sum = row_sum * decay + tl.sum(weights, 0 if SWAP else 1)
+    return weights.to(tile.dtype), decay, new_max, row_sum
+
+
+@triton.jit
+def update(acc, row_max, row_sum, q, tile, q_rope, ropes, visible, scale, always, SWAP: tl.constexpr, DIVIDE: tl.constexpr):  # fmt: skip
+    """One step of the online softmax with a tile of rows [BLOCK_N, channels] that are keys and values at once.
+
+    q: [ROWS, channels]; q_rope, ropes: more channels of both, which only count in the scores; None: there are none. visible: shaped as the
+    scores are, [ROWS, BLOCK_N]. SWAP: the products are swapped; scores are [BLOCK_N, ROWS], acc is [channels, ROWS].
+
+    DIVIDE: hide from the compiler that one product uses another, behind the condition ``always``, which is true but must not be known to be.
+    Of a product that another one uses it gives whole rows to each warp; where these are fewer than 16 a warp, warpgroups compute the same
+    scores and weights. So they divide the columns, and exchange the weights through shared memory.
+    """
+    if SWAP:
+        scores = tl.zeros([tile.shape[0], q.shape[0]], tl.float32)
+    else:
+        scores = tl.zeros([q.shape[0], tile.shape[0]], tl.float32)
+    if DIVIDE:
+        weights = scores.to(tile.dtype)
+        decay = tl.zeros_like(row_max)
+        if ropes is not None and always:
+            scores = _multiply(q_rope, ropes, scores, SWAP)
+        if always:
+            weights, decay, row_max, row_sum = _weigh(row_max, row_sum, q, tile, scores, visible, scale, SWAP)  # fmt: skip
+    else:
+        if ropes is not None:
+            scores = _multiply(q_rope, ropes, scores, SWAP)
+        weights, decay, row_max, row_sum = _weigh(row_max, row_sum, q, tile, scores, visible, scale, SWAP)  # fmt: skip
+    if SWAP:
+        acc = tl.dot(tl.trans(tile), weights, acc * decay[None, :], input_precision="ieee")
+    else:
+        acc = tl.dot(weights, tile, acc * decay[:, None], input_precision="ieee")
+    return acc, row_max, row_sum
+
+
+@triton.jit
 def find_sequence(token, cu_seqlens_q, num_seqs):
     """The sequence of a token: how many sequences end at it or before; ``num_seqs`` for a token behind the last."""
     found = tl.zeros([], tl.int32)

@@ -20,6 +20,7 @@ class CompressedConfig:
     """One launch: rows of the query tile, keys of a tile, warps of a program, stages of the pipeline.
 
     swap: whether the products are swapped, so that keys and channels lie along the tensor cores' tiles of 64.
+    divide: whether warpgroups divide the scores of a tile between them (``_tiles.update``).
     """
 
     block_m: int
@@ -27,6 +28,7 @@ class CompressedConfig:
     num_warps: int
     num_stages: int
     swap: bool
+    divide: bool = False
 
 
 @dataclass(frozen=True)
@@ -38,16 +40,17 @@ class DecodePlan:
     workspace_numel: int
 
 
-# head_dim 512, two-byte queries: (rows, quantised pages) -> (block_n, num_warps, num_stages, swap). Where 64 rows are missing, 32 are the
-# most: an accumulator of 64 x 512 beside the widened rows (or, on sm_100, beside its copy in tensor memory) does not fit the registers.
+# head_dim 512, two-byte queries: (rows, quantised pages) -> (block_n, num_warps, num_stages, swap[, divide]). Where 64 rows are missing, 32
+# are the most: an accumulator of 64 x 512 beside the widened rows (or, on sm_100, beside its copy in tensor memory) does not fit the registers.
+# To divide scores pays with wgmma alone: mma.sync divides them anyway, and tensor memory belongs to no warp.
 WIDE = {
     "hopper": {
-        (16, False): (64, 8, 3, True),
-        (32, False): (64, 8, 2, True),
-        (64, False): (32, 8, 3, False),
+        (16, False): (64, 8, 3, True, True),
+        (32, False): (64, 8, 2, True, True),
+        (64, False): (64, 8, 2, False, True),
         (16, True): (32, 8, 3, True),
         (32, True): (32, 8, 3, True),
-        (64, True): (32, 8, 3, False),
+        (64, True): (32, 8, 3, False, True),
     },
     "blackwell": {
         (16, False): (64, 8, 2, True),

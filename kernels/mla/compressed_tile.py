@@ -5,8 +5,9 @@ fresh rows), then the compressed entries (all of them, or the picks of the index
 that 127 cached rows, one fresh row and 512 picks are ten tiles of 64, not twelve. Key x is visible to a query at position p if it is born
 and not yet dead: a raw position j lives from j to j + sliding_window - 1, entry w from (w + 1) * ratio - 1 for ever.
 
-What finds the rows of the next tile is carried around the loop (its page ids, and the picks of the tile after it), since copies of K/V
-that wait for a load of the same iteration are not pipelined.
+What finds the rows of the next tile is carried around the loop (the keys' physical rows, and the picks of the tile after it), since copies
+of K/V that wait for a load of the same iteration are not pipelined. One int32 a key says it all, which a pool of 2^31 rows (1 TiB) would
+overflow: each more is a vector in registers, and an exchange through shared memory when the loop takes it up.
 
 With few rows the products are swapped, S^T = KV Q^T and O^T = KV^T P^T: keys and channels fill the tensor cores' tiles of 64, and the rows
 need not be padded to 64. Then accumulators are [HEAD_DIM, ROWS] and scores [BLOCK_N, ROWS].
@@ -18,36 +19,13 @@ import triton
 import triton.language as tl
 
 from quire.kernels.mla import layout
-from quire.kernels.mla._tiles import widen_e4m3
+from quire.kernels.mla._tiles import update, widen_e4m3
 
 ROW_BYTES = tl.constexpr(layout.ROW_BYTES)
 SCALE_BYTES = tl.constexpr(layout.SCALE_BYTES)
 NOPE_DIM = tl.constexpr(layout.NOPE_DIM)
 GROUP = tl.constexpr(layout.QUANT_GROUP)
 FOREVER = tl.constexpr(2**31 - 1)
-
-
-@triton.jit
-def _update(acc, row_max, row_sum, q, tile, visible, scale, SWAP: tl.constexpr):
-    """One step of the online softmax with a tile [BLOCK_N, HEAD_DIM]; ``visible`` is shaped as the scores are."""
-    if SWAP:
-        scores = tl.dot(tile, tl.trans(q), input_precision="ieee")
-    else:
-        scores = tl.dot(q, tl.trans(tile), input_precision="ieee")
-    scores = tl.where(visible, scores, float("-inf"))
-    new_max = tl.maximum(row_max, tl.max(scores, 0 if SWAP else 1) * scale)
-    # A row that has seen nothing yet: subtracting its -inf would give NaN.
-    base = tl.where(new_max == float("-inf"), 0.0, new_max)
-    decay = tl.exp2(row_max - base)
-    if SWAP:
-        weights = tl.exp2(scores * scale - base[None, :])
-        row_sum = row_sum * decay + tl.sum(weights, 0)
-        acc = tl.dot(tl.trans(tile), weights.to(tile.dtype), acc * decay[None, :], input_precision="ieee")  # fmt: skip
-    else:
-        weights = tl.exp2(scores * scale - base[:, None])
-        row_sum = row_sum * decay + tl.sum(weights, 1)
-        acc = tl.dot(weights.to(tile.dtype), tile, acc * decay[:, None], input_precision="ieee")
-    return acc, new_max, row_sum
 
 
 @triton.jit
@@ -78,7 +56,7 @@ def attend_keys(
     window_width, window_stride_page, window_stride_row, fresh_stride, entry_stride_page, entry_stride_row,
     low, context, num_raw, num_entries, first, stop, sliding_window, ratio, scale,
     WINDOW_ROWS: tl.constexpr, ENTRY_ROWS: tl.constexpr, SLOTS: tl.constexpr, HARDWARE_E4M3: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, SWAP: tl.constexpr, ONE_TOKEN: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, SWAP: tl.constexpr, ONE_TOKEN: tl.constexpr, DIVIDE: tl.constexpr,
 ):  # fmt: skip
     """Run the online softmax over the keys [first, stop) of a query tile.
 
@@ -91,49 +69,44 @@ def attend_keys(
     offs_n = tl.arange(0, BLOCK_N)
     dim = tl.arange(0, HEAD_DIM)
     FP8: tl.constexpr = window is not None and window.dtype.element_ty == tl.uint8
+    LISTED: tl.constexpr = SLOTS or picks is not None
     first_cell = low // WINDOW_ROWS // window_width * window_width
     x = first + offs_n
-    next_entry = _load_entry(x, stop, num_raw, picks, SLOTS)
-    entry = _checked(next_entry, num_entries)
+    entry = _load_entry(x, stop, num_raw, picks, SLOTS)
     place = _load_place(
-        x, stop, num_raw, entry, low, context, window_list, window_width, first_cell, fresh, entry_table, picks, WINDOW_ROWS, ENTRY_ROWS, SLOTS
+        x, stop, num_raw, entry, num_entries, low, context, window_list, window_width, first_cell, fresh, entry_table, picks,
+        WINDOW_ROWS, ENTRY_ROWS, SLOTS,
     )  # fmt: skip
-    next_entry = _load_entry(x + BLOCK_N, stop, num_raw, picks, SLOTS)
+    entry = _load_entry(x + BLOCK_N, stop, num_raw, picks, SLOTS)
     for start in tl.range(first, stop, BLOCK_N, disable_licm=True):
         x = start + offs_n
         raw = x < num_raw
         key_position = low + x
         place = tl.gather(place, offs_n, 0)
-        entry = tl.gather(entry, offs_n, 0)
-        if SLOTS:
-            live = (x < stop) & (place >= 0)
-            page = place // WINDOW_ROWS
-            row = place % WINDOW_ROWS
-        else:
-            live = (x < stop) & (raw | (entry >= 0))
-            page = place
-            row = key_position % WINDOW_ROWS
+        # Without lists every key is somewhere.
+        live = place >= 0 if LISTED else x < stop
+        # Unsigned, so that dividing by a power of two is a shift.
+        place = place.to(tl.uint32)
         if window is not None:
-            row_stride = ROW_BYTES if FP8 else window_stride_row
-            page_rows = window + page.to(tl.int64) * window_stride_page
-            rows = page_rows + row * row_stride
-            scales = page_rows + (WINDOW_ROWS * ROW_BYTES + row * SCALE_BYTES)
+            row = (place % WINDOW_ROWS).to(tl.int32)
+            offset = row * (ROW_BYTES if FP8 else window_stride_row)
+            first_scale = tl.full([], WINDOW_ROWS * ROW_BYTES, tl.int32)
+            pages = window + (place // WINDOW_ROWS).to(tl.int64) * window_stride_page
+            if entries is not None:
+                entry_row = (place % ENTRY_ROWS).to(tl.int32)
+                row = tl.where(raw, row, entry_row)
+                offset = tl.where(raw, offset, entry_row * (ROW_BYTES if FP8 else entry_stride_row))
+                first_scale = tl.where(raw, first_scale, ENTRY_ROWS * ROW_BYTES)
+                entry_pages = entries + (place // ENTRY_ROWS).to(tl.int64) * entry_stride_page
+                pages = tl.where(raw, pages, entry_pages)
+            rows = pages + offset
+            scales = pages + (first_scale + row * SCALE_BYTES)
         if fresh is not None:
             fresh_rows = fresh + (key_position - context).to(tl.int64) * fresh_stride
             if window is not None:
-                rows = tl.where(key_position < context, rows, fresh_rows)
+                rows = tl.where(raw & (key_position >= context), fresh_rows, rows)
             else:
                 rows = fresh_rows
-        if entries is not None:
-            if SLOTS:
-                page = place // ENTRY_ROWS
-                row = place % ENTRY_ROWS
-            else:
-                row = entry % ENTRY_ROWS
-            row_stride = ROW_BYTES if FP8 else entry_stride_row
-            page_rows = entries + page.to(tl.int64) * entry_stride_page
-            rows = tl.where(raw, rows, page_rows + row * row_stride)
-            scales = tl.where(raw, scales, page_rows + (ENTRY_ROWS * ROW_BYTES + row * SCALE_BYTES))
         if FP8:
             tile = _load_quantised(rows, scales, live, HARDWARE_E4M3, HEAD_DIM, BLOCK_N, q.dtype)
         else:
@@ -142,22 +115,23 @@ def attend_keys(
         if ONE_TOKEN:
             visible = live[:, None] if SWAP else live[None, :]
         else:
+            # Picks come for one token alone, so the entries are those in order here.
             birth = key_position
             death = key_position + (sliding_window - 1)
             if entries is not None:
-                birth = tl.where(raw, birth, (entry + 1) * ratio - 1)
+                birth = tl.where(raw, birth, (x - num_raw + 1) * ratio - 1)
                 death = tl.where(raw, death, FOREVER)
             if SWAP:
                 visible = live[:, None] & (birth[:, None] <= position[None, :]) & (death[:, None] >= position[None, :])  # fmt: skip
             else:
                 visible = live[None, :] & (birth[None, :] <= position[:, None]) & (death[None, :] >= position[:, None])  # fmt: skip
-        acc, row_max, row_sum = _update(acc, row_max, row_sum, q, tile, visible, scale, SWAP)
+        acc, row_max, row_sum = update(acc, row_max, row_sum, q, tile, None, None, visible, scale, start < stop, SWAP, DIVIDE)  # fmt: skip
         x += BLOCK_N
-        entry = _checked(next_entry, num_entries)
         place = _load_place(
-            x, stop, num_raw, entry, low, context, window_list, window_width, first_cell, fresh, entry_table, picks, WINDOW_ROWS, ENTRY_ROWS, SLOTS
+            x, stop, num_raw, entry, num_entries, low, context, window_list, window_width, first_cell, fresh, entry_table, picks,
+            WINDOW_ROWS, ENTRY_ROWS, SLOTS,
         )  # fmt: skip
-        next_entry = _load_entry(x + BLOCK_N, stop, num_raw, picks, SLOTS)
+        entry = _load_entry(x + BLOCK_N, stop, num_raw, picks, SLOTS)
     return acc, row_max, row_sum
 
 
@@ -172,38 +146,35 @@ def _load_entry(x, stop, num_raw, picks, SLOTS: tl.constexpr):
 
 
 @triton.jit
-def _checked(entry, num_entries):
-    """The entries, -1 for those that no row of the tile sees.
-
-    (More than tidiness: a value that a loop hands on for two rounds untouched keeps Triton from pipelining the loop.)
-    """
-    return tl.where(entry < num_entries, entry, -1)
-
-
-@triton.jit
 def _load_place(
-    x, stop, num_raw, entry, low, context, window_list, window_width, first_cell, fresh, entry_table, picks,
+    x, stop, num_raw, entry, num_entries, low, context, window_list, window_width, first_cell, fresh, entry_table, picks,
     WINDOW_ROWS: tl.constexpr, ENTRY_ROWS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """Where each key lies: its page, or its physical row with SLOTS; 0 (-1 with SLOTS) for keys that are not read."""
+    """Where each key lies: its physical row, page * rows of a page + row; anything for fresh rows. -1 for picks and slots of nothing."""
     raw = x < num_raw
     if SLOTS:
         cells = window_list + x
         if picks is not None:
             cells = tl.where(raw, cells, picks + (x - num_raw))
         place = tl.load(cells, mask=x < stop, other=-1)
-    else:
+    elif window_list is not None:
         position = low + x
-        paged = raw
+        live = x < stop
+        if picks is not None:
+            live &= raw | ((entry >= 0) & (entry < num_entries))
+        paged = live
         if fresh is not None:
-            paged = raw & (position < context)
-        if window_list is not None:
-            cell = position // WINDOW_ROWS - first_cell
-            cells = window_list + tl.where(cell < window_width, cell, cell - window_width)
-            if entry_table is not None:
-                cells = tl.where(raw, cells, entry_table + entry // ENTRY_ROWS)
-                paged |= entry >= 0
-            place = tl.load(cells, mask=paged & (x < stop), other=0)
-        else:
-            place = x * 0
+            paged = live & (~raw | (position < context))
+        cell = position // WINDOW_ROWS - first_cell
+        cells = window_list + tl.where(cell < window_width, cell, cell - window_width)
+        if entry_table is not None:
+            cells = tl.where(raw, cells, entry_table + entry // ENTRY_ROWS)
+        page = tl.load(cells, mask=paged, other=0)
+        place = page * WINDOW_ROWS + position % WINDOW_ROWS
+        if entry_table is not None:
+            place = tl.where(raw, place, page * ENTRY_ROWS + entry % ENTRY_ROWS)
+        if picks is not None:
+            place = tl.where(live, place, -1)
+    else:
+        place = x * 0
     return place

@@ -33,6 +33,7 @@ from quire.kernels.configs import (
     tile_heads,
 )
 from quire.kernels.merge import LOG2E
+from quire.kernels.mla._tiles import update
 from quire.kernels.mla.dense import MlaCall
 from quire.kernels.paged import (
     _device,
@@ -47,12 +48,16 @@ from quire.kernels.paged import (
 
 @dataclass(frozen=True)
 class MlaConfig:
-    """One launch: keys of a tile, warps, stages; swap: keys take the rows of the matrix instructions."""
+    """One launch: keys of a tile, warps, stages.
+
+    swap: keys take the rows of the matrix instructions. divide: as in ``_tiles.update``.
+    """
 
     block_n: int
     num_warps: int
     num_stages: int
     swap: bool
+    divide: bool = False
 
 
 # Two-byte dtypes: rows of the query tile -> config, at 512 + 64 channels; narrower latents fit as well. Ampere does not pipeline tiles of
@@ -61,7 +66,7 @@ CONFIGS = {
     "hopper": {
         16: MlaConfig(32, 8, 3, True),
         32: MlaConfig(32, 8, 3, True),
-        64: MlaConfig(32, 8, 3, False),
+        64: MlaConfig(32, 8, 3, False, divide=True),
     },
     "blackwell": {
         16: MlaConfig(32, 8, 3, True),
@@ -86,39 +91,10 @@ PREFILL_ROWS = {2: 64, 4: 16}
 
 
 @triton.jit
-def _update(acc, row_max, row_sum, q, q_rope, latents, ropes, visible, scale, SWAP: tl.constexpr):
-    """One step of the online softmax with a tile of rows; ``visible`` is shaped as the scores are."""
-    if SWAP:
-        scores = tl.dot(latents, tl.trans(q), input_precision="ieee")
-        scores = tl.dot(ropes, tl.trans(q_rope), scores, input_precision="ieee")
-    else:
-        scores = tl.dot(q, tl.trans(latents), input_precision="ieee")
-        scores = tl.dot(q_rope, tl.trans(ropes), scores, input_precision="ieee")
-    scores = tl.where(visible, scores, float("-inf"))
-    new_max = tl.maximum(row_max, tl.max(scores, 0 if SWAP else 1) * scale)
-    # A row that has seen nothing yet: subtracting its -inf would give NaN.
-    base = tl.where(new_max == float("-inf"), 0.0, new_max)
-    decay = tl.exp2(row_max - base)
-    if SWAP:
-        weights = tl.exp2(scores * scale - base[None, :])
-        row_sum = row_sum * decay + tl.sum(weights, 0)
-        acc = tl.dot(
-            tl.trans(latents), weights.to(latents.dtype), acc * decay[None, :], input_precision="ieee"
-        )  # fmt: skip
-    else:
-        weights = tl.exp2(scores * scale - base[:, None])
-        row_sum = row_sum * decay + tl.sum(weights, 1)
-        acc = tl.dot(
-            weights.to(latents.dtype), latents, acc * decay[:, None], input_precision="ieee"
-        )
-    return acc, new_max, row_sum
-
-
-@triton.jit
 def _attend_query_tile(
     q_rows, live, position, pages, kv, table, width, stride_page, stride_row, kv_stride, low, high, context, scale,
     HEAD_DIM_V: tl.constexpr, ROPE_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SWAP: tl.constexpr,
+    SWAP: tl.constexpr, DIVIDE: tl.constexpr,
 ):  # fmt: skip
     """Attend for one query tile to the keys [low, high), of which those from ``context`` on are fresh rows if there are any.
 
@@ -152,9 +128,9 @@ def _attend_query_tile(
             visible = read & (key[:, None] <= position[None, :])
         else:
             visible = (key < high)[None, :] & (key[None, :] <= position[:, None])
-        acc, row_max, row_sum = _update(
-            acc, row_max, row_sum, q, q_rope, latents, ropes, visible, scale, SWAP
-        )
+        acc, row_max, row_sum = update(
+            acc, row_max, row_sum, q, latents, q_rope, ropes, visible, scale, start < high, SWAP, DIVIDE
+        )  # fmt: skip
         page = _load_page(table, width, start // BLOCK_N + 1, low, paged_high, BLOCK_SIZE, BLOCK_N)
     return acc, row_max, row_sum
 
@@ -181,7 +157,7 @@ def _mla_prefill_kernel(
     q_stride_token, q_stride_head, out_stride_token, out_stride_head, lse_stride_head, table_stride, stride_page, stride_row, kv_stride,
     NUM_HEADS: tl.constexpr, BLOCK_Q: tl.constexpr, HEADS: tl.constexpr, HEAD_TILES: tl.constexpr,
     HEAD_DIM_V: tl.constexpr, ROPE_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SWAP: tl.constexpr,
+    SWAP: tl.constexpr, DIVIDE: tl.constexpr,
 ):  # fmt: skip
     head_tile = tl.program_id(0) % HEAD_TILES
     # Later tiles of a sequence see more keys; they start first, so that no long tile runs alone at the end.
@@ -202,7 +178,7 @@ def _mla_prefill_kernel(
     acc, row_max, row_sum = _attend_query_tile(
         q_rows, live, context + q_first + token, pages, kv, block_table + seq.to(tl.int64) * table_stride, width,
         stride_page, stride_row, kv_stride, 0, high, context, scale,
-        HEAD_DIM_V, ROPE_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, SWAP,
+        HEAD_DIM_V, ROPE_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, SWAP, DIVIDE,
     )  # fmt: skip
     out_rows = _row_pointers(out, tile_token, first_head, token, head, out_stride_token, out_stride_head)  # fmt: skip
     lse_rows = None
@@ -218,7 +194,7 @@ def _mla_decode_kernel(
     q_stride_token, q_stride_head, out_stride_token, out_stride_head, lse_stride_head, table_stride, stride_page, stride_row, kv_stride,
     NUM_HEADS: tl.constexpr, BLOCK_Q: tl.constexpr, HEADS: tl.constexpr, HEAD_TILES: tl.constexpr,
     HEAD_DIM_V: tl.constexpr, ROPE_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SWAP: tl.constexpr, MIN_TOKENS: tl.constexpr,
+    SWAP: tl.constexpr, DIVIDE: tl.constexpr, MIN_TOKENS: tl.constexpr,
 ):  # fmt: skip
     FRESH: tl.constexpr = kv is not None
     head_tile = tl.program_id(0) % HEAD_TILES
@@ -257,7 +233,7 @@ def _mla_decode_kernel(
     acc, row_max, row_sum = _attend_query_tile(
         q_rows, live, context + token, pages, kv, block_table + seq.to(tl.int64) * table_stride, width,
         stride_page, stride_row, kv_stride, low, high, context, scale,
-        HEAD_DIM_V, ROPE_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, SWAP,
+        HEAD_DIM_V, ROPE_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, SWAP, DIVIDE,
     )  # fmt: skip
     if pieces == 1:
         out_rows = _row_pointers(out, first_token, first_head, token, head, out_stride_token, out_stride_head)  # fmt: skip
@@ -352,6 +328,7 @@ def _shared_arguments(call: MlaCall, rows: int, arch: int) -> dict[str, Any]:
         "BLOCK_M": rows,
         "BLOCK_N": config.block_n,
         "SWAP": config.swap,
+        "DIVIDE": config.divide,
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
         "maxnreg": MAX_REGISTERS,
