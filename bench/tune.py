@@ -10,7 +10,7 @@ architecture, on all cores: what spills, does not fit, or breaks another rule of
 cases of the named shapes that use the cell, each checked against the float64 result first, and ranked by the geometric mean of their
 times over those of the table's own entry, which is timed in the same run. Another entry is taken where it is at least 2 % faster.
 
-The table holds one entry for all architectures of a shared-memory class; ``--write`` changes those of this GPU's class alone. Run
+The table holds one entry for all architectures of a class (`tile_class`); ``--write`` changes those of this GPU's class alone. Run
 ``python -m bench.static --all`` afterwards: an entry has to hold on the other architectures of its class too.
 """
 
@@ -40,7 +40,7 @@ from quire.bench.peers import quire_calls
 from quire.bench.text import aligned
 from quire.bench.timing import time_calls
 from quire.kernels import configs, paged, tile_tables
-from quire.kernels.configs import Config, plan_decode, select_config, shared_memory_class
+from quire.kernels.configs import Config, plan_decode, select_config, tile_class
 
 TABLES = Path(tile_tables.__file__)
 # A new entry has to be faster than the old one by this much.
@@ -193,13 +193,13 @@ def best(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def tables_with(chosen: dict[Cell, Config], arch: int) -> str:
-    """Source of `quire.kernels.tile_tables` with new entries for the shared-memory class of ``arch``."""
+    """Source of `quire.kernels.tile_tables` with new entries for the class of ``arch``."""
     prefill = {size: dict(row) for size, row in tile_tables.PREFILL.items()}
     decode = {
         size: {dim: dict(rows) for dim, rows in table.items()}
         for size, table in tile_tables.DECODE.items()
     }
-    size = shared_memory_class(arch)
+    size = tile_class(arch)
     for cell, config in chosen.items():
         if cell.phase == "prefill":
             prefill[size][cell.head_dim] = _values(config)

@@ -1,6 +1,6 @@
 """Launch choices as pure functions of host integers: tile shapes, and how decode work is cut into splits.
 
-Nothing is autotuned on the call path. The tables (`tile_tables`) hold what compiles without spills and fits the shared memory of each
+Nothing is autotuned on the call path. The tables (`tile_tables`, `tile_tables_e4m3`) hold what compiles without spills and fits the shared memory of each
 architecture (``python -m bench.static`` shows it); the split constants state what they trade.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
-from quire.kernels.tile_tables import DECODE, PREFILL
+from quire.kernels import tile_tables, tile_tables_e4m3
 
 # Shared memory that one program may use, in bytes (CUDA programming guide, compute capabilities table: 227, 163 and 99 KiB).
 SHARED_MEMORY = {
@@ -136,6 +136,14 @@ def shared_memory_class(arch: int) -> str:
     return "medium" if arch in (80, 87) else "small"
 
 
+def tile_class(arch: int) -> str:
+    """Key of the tables of tile shapes: ``shared_memory_class``, of which "large" is "hopper" or "blackwell"."""
+    size = shared_memory_class(arch)
+    if size != "large":
+        return size
+    return "hopper" if arch < 100 else "blackwell"
+
+
 def select_config(
     head_dim: int,
     dtype_bytes: int,
@@ -158,13 +166,14 @@ def select_config(
         page_bytes: of one element in the pages: 1 (e4m3), or ``dtype_bytes``, which None stands for.
 
     Returns:
-        Config, the same for every architecture of one shared-memory class.
+        Config, the same for every architecture of one ``tile_class``.
     """
-    size = shared_memory_class(arch)
+    size = tile_class(arch)
     dim = max(head_dim, 32)
     if dtype_bytes == 4:
         return FP32[dim]
+    tables = tile_tables_e4m3 if page_bytes == 1 else tile_tables
     if phase == "prefill":
-        return Config(*PREFILL[size][dim])
+        return Config(*tables.PREFILL[size][dim])
     # Decode waits for memory, not for masks, and one loop fills the pipeline once.
-    return Config(rows, *DECODE[size][dim][rows], mask_all=True)
+    return Config(rows, *tables.DECODE[size][dim][rows], mask_all=True)

@@ -14,6 +14,7 @@ Layout: q, out [num_tokens, num_heads, head_dim]; pages [num_pages, block_size, 
 Source: FlashAttention-2 (arXiv 2307.08691); PagedAttention (arXiv 2309.06180); FlashDecoding (split-KV).
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -117,7 +118,7 @@ def _prefill_kernel(
     k_fresh_stride_token, k_fresh_stride_head, v_fresh_stride_token, v_fresh_stride_head,
     GROUP: tl.constexpr, BLOCK_Q: tl.constexpr, HEADS: tl.constexpr, HEAD_TILES: tl.constexpr,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASK_ALL: tl.constexpr,
-    SCALES: tl.constexpr, HARDWARE_E4M3: tl.constexpr,
+    EQUAL_STRIDES: tl.constexpr, SCALES: tl.constexpr, HARDWARE_E4M3: tl.constexpr,
 ):  # fmt: skip
     # Programs next to each other share a query tile: its head tiles, and the parts of the values.
     PARTS: tl.constexpr = HEAD_DIM // VALUE_DIM
@@ -160,7 +161,7 @@ def _prefill_kernel(
         k_scale, v_scale, k_scale_stride_page, k_scale_stride_row, v_scale_stride_page, v_scale_stride_row,
         k_fresh, v_fresh, k_fresh_stride_token, v_fresh_stride_token,
         0, context + q_len, True, sliding_window, inner_scale, outer_scale,
-        HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, SCALES, HARDWARE_E4M3, MASK_ALL,
+        HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, EQUAL_STRIDES, SCALES, HARDWARE_E4M3, MASK_ALL,
     )  # fmt: skip
     out += part * VALUE_DIM
     out_rows = _row_pointers(out, tile_token, kv_head * GROUP, token, group_head, out_stride_token, out_stride_head)  # fmt: skip
@@ -185,7 +186,7 @@ def _decode_kernel(
     k_fresh_stride_token, k_fresh_stride_head, v_fresh_stride_token, v_fresh_stride_head,
     GROUP: tl.constexpr, BLOCK_Q: tl.constexpr, HEADS: tl.constexpr, HEAD_TILES: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASK_ALL: tl.constexpr,
-    SCALES: tl.constexpr, HARDWARE_E4M3: tl.constexpr,
+    EQUAL_STRIDES: tl.constexpr, SCALES: tl.constexpr, HARDWARE_E4M3: tl.constexpr,
     MIN_TOKENS: tl.constexpr,
 ):  # fmt: skip
     num_head_tiles = num_kv_heads * HEAD_TILES
@@ -243,7 +244,7 @@ def _decode_kernel(
         k_scale, v_scale, k_scale_stride_page, k_scale_stride_row, v_scale_stride_page, v_scale_stride_row,
         k_fresh, v_fresh, k_fresh_stride_token, v_fresh_stride_token,
         low, high, piece == pieces - 1, sliding_window, inner_scale, outer_scale,
-        HEAD_DIM, HEAD_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, SCALES, HARDWARE_E4M3, MASK_ALL,
+        HEAD_DIM, HEAD_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, EQUAL_STRIDES, SCALES, HARDWARE_E4M3, MASK_ALL,
     )  # fmt: skip
     if pieces == 1:
         out_rows = _row_pointers(out, first_token, kv_head * GROUP, token, group_head, out_stride_token, out_stride_head)  # fmt: skip
@@ -373,12 +374,19 @@ def _shape_arguments(call: AttentionCall, config: Config, arch: int) -> dict[str
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "MASK_ALL": config.mask_all,
+        "EQUAL_STRIDES": _equal_strides(call),
         "SCALES": call.scales,
         "HARDWARE_E4M3": call.scales != "none" and arch >= E4M3_ARCH,
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
         "maxnreg": MAX_REGISTERS,
     }
+
+
+def _equal_strides(call: AttentionCall) -> bool:
+    """Whether rows of keys lie as far apart as rows of values."""
+    pages = call.k_pages.stride(1) == call.v_pages.stride(1)
+    return pages and (call.k is None or call.k.stride(0) == call.v.stride(0))
 
 
 def _prepare_prefill(call: AttentionCall, arch: int, decode_tokens: int) -> Launch:
@@ -392,6 +400,9 @@ def _prepare_prefill(call: AttentionCall, arch: int, decode_tokens: int) -> Laun
         arch,
         page_bytes=call.k_pages.element_size(),
     )
+    if not _equal_strides(call):
+        # The second set of offsets takes the registers of half a tile.
+        config = replace(config, block_n=max(16, config.block_n // 2))
     constants = _shape_arguments(call, config, arch)
     # Without the lengths on the host: each sequence adds at most one tile that is not full.
     num_tiles = call.q.shape[0] // constants["BLOCK_Q"] + call.num_seqs

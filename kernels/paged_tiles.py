@@ -129,6 +129,7 @@ def _attend_tiles(
     VALUE_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    EQUAL_STRIDES: tl.constexpr,
     HARDWARE_E4M3: tl.constexpr,
     MASKED: tl.constexpr,
 ):
@@ -138,7 +139,10 @@ def _attend_tiles(
     offs_v = tl.arange(0, VALUE_DIM)
     # 32 bits within a page or a tile of fresh rows, where they reach (_check.check_pages); 64 bits from there on.
     k_offsets = (offs_n * k_stride_row)[:, None] + offs_d[None, :]
-    v_offsets = (offs_n * v_stride_row)[:, None] + offs_v[None, :]
+    if EQUAL_STRIDES and VALUE_DIM == HEAD_DIM:
+        v_offsets = k_offsets  # one set of registers
+    else:
+        v_offsets = (offs_n * v_stride_row)[:, None] + offs_v[None, :]
     if table is not None:
         tile = first + tl.where(head_count > 0, 0, gap)
         page = _load_page(table, width, tile, key_low, key_high, BLOCK_SIZE, BLOCK_N)
@@ -237,6 +241,7 @@ def _attend_source(
     VALUE_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    EQUAL_STRIDES: tl.constexpr,
     HARDWARE_E4M3: tl.constexpr,
     MASK_ALL: tl.constexpr,
 ):
@@ -255,7 +260,7 @@ def _attend_source(
             k_stride_page, k_stride_row, v_stride_page, v_stride_row, k_scales, v_scales,
             k_scales_stride_page, k_scales_stride_row, v_scales_stride_page, v_scales_stride_row,
             open_first, num_open, num_open, 0, key_low, key_high, inner_scale, outer_scale,
-            HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_N, HARDWARE_E4M3, False,
+            HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_N, EQUAL_STRIDES, HARDWARE_E4M3, False,
         )  # fmt: skip
     head_count = open_first - first
     return _attend_tiles(
@@ -263,7 +268,7 @@ def _attend_source(
         k_stride_page, k_stride_row, v_stride_page, v_stride_row, k_scales, v_scales,
         k_scales_stride_page, k_scales_stride_row, v_scales_stride_page, v_scales_stride_row,
         first, head_count + stop - open_stop, head_count, open_stop - open_first, key_low, key_high,
-        inner_scale, outer_scale, HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_N, HARDWARE_E4M3, True,
+        inner_scale, outer_scale, HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_N, EQUAL_STRIDES, HARDWARE_E4M3, True,
     )  # fmt: skip
 
 
@@ -303,6 +308,7 @@ def _attend_query_tile(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    EQUAL_STRIDES: tl.constexpr,
     SCALES: tl.constexpr,
     HARDWARE_E4M3: tl.constexpr,
     MASK_ALL: tl.constexpr,
@@ -310,6 +316,7 @@ def _attend_query_tile(
     """Attend for one query tile to a piece of the paged keys and, in the last piece, to the fresh rows.
 
     q: [BLOCK_M, HEAD_DIM]; token [BLOCK_M]: each row's token in its sequence's step; q_first, q_last: the tile's first and last.
+    EQUAL_STRIDES: whether rows of keys lie as far apart as rows of values, in the pages and among the fresh rows.
     SCALES: what k_scale and v_scale are: "none", "number", "tensor" (a pointer to a number) or "rows" (pointers to this head's scales).
     """
     acc = tl.zeros([BLOCK_M, VALUE_DIM], tl.float32)
@@ -346,7 +353,7 @@ def _attend_query_tile(
         k_stride_page, k_stride_row, v_stride_page, v_stride_row, k_scales, v_scales,
         k_scale_stride_page, k_scale_stride_row, v_scale_stride_page, v_scale_stride_row,
         paged_low, paged_high, paged_open_low, tl.minimum(paged_open_high, paged_high),
-        paged_scale, outer_scale, HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_N, HARDWARE_E4M3, MASK_ALL,
+        paged_scale, outer_scale, HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_N, EQUAL_STRIDES, HARDWARE_E4M3, MASK_ALL,
     )  # fmt: skip
     if SCALES == "tensor":
         acc = acc * tl.load(v_scale)
@@ -367,6 +374,6 @@ def _attend_query_tile(
             acc, row_max, row_sum, q, fresh_row_low, token, k_fresh, v_fresh, None, 1,
             0, k_fresh_stride, 0, v_fresh_stride, None, None, 0, 0, 0, 0,
             fresh_low, fresh_high, fresh_open_low, q_first + 1,
-            inner_scale, outer_scale, HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_N, HARDWARE_E4M3, MASK_ALL,
+            inner_scale, outer_scale, HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_N, EQUAL_STRIDES, HARDWARE_E4M3, MASK_ALL,
         )  # fmt: skip
     return acc, row_max, row_sum

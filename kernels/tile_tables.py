@@ -1,13 +1,20 @@
 """Tile shapes of attention over two-byte dtypes, by shared-memory class: what ``select_config`` looks up, and ``bench.tune`` writes.
 
-Classes: "large" (227 KiB a program: Hopper, data-centre Blackwell), "medium" (163 KiB: A100), "small" (99 KiB: all others). head_dim 32
+Classes: "hopper" and "blackwell" (the data-centre one; both 227 KiB a program), "medium" (163 KiB: A100), "small" (99 KiB: all others). head_dim 32
 stands for 16 too.
 """
 
 # fmt: off
 # Prefill: head_dim -> (block_m, block_n, num_warps, num_stages, value_parts). At 512, an accumulator of 64 whole rows spills on Hopper.
 PREFILL = {
-    "large": {
+    "hopper": {
+        32: (64, 64, 4, 3, 1),
+        64: (128, 128, 8, 3, 1),
+        128: (128, 128, 8, 2, 1),
+        256: (128, 64, 8, 2, 1),
+        512: (128, 32, 8, 2, 2),
+    },
+    "blackwell": {
         32: (64, 64, 4, 3, 1),
         64: (128, 64, 8, 3, 1),
         128: (128, 64, 8, 3, 1),
@@ -32,7 +39,14 @@ PREFILL = {
 
 # Decode: head_dim -> rows -> (block_n, num_warps, num_stages). K/V tiles and stages put over 36 KB in flight an SM.
 DECODE = {
-    "large": {
+    "hopper": {
+        32: {16: (64, 4, 4), 32: (64, 4, 4), 64: (64, 4, 4)},
+        64: {16: (64, 4, 4), 32: (64, 4, 4), 64: (64, 4, 4)},
+        128: {16: (64, 4, 3), 32: (64, 4, 3), 64: (64, 4, 3)},
+        256: {16: (32, 4, 3), 32: (32, 4, 3), 64: (32, 8, 3)},
+        512: {16: (16, 4, 3), 32: (32, 8, 3), 64: (16, 8, 3)},
+    },
+    "blackwell": {
         32: {16: (64, 4, 4), 32: (64, 4, 4), 64: (64, 4, 4)},
         64: {16: (64, 4, 4), 32: (64, 4, 4), 64: (64, 4, 4)},
         128: {16: (64, 4, 3), 32: (64, 4, 3), 64: (64, 4, 3)},

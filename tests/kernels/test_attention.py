@@ -124,6 +124,23 @@ def test_given_memory_is_filled_and_nothing_else(impl):
     assert strided[:, [0, 3, 4]].isnan().all()
 
 
+@pytest.mark.parametrize("which", [("k_pages",), ("v_pages",), ("k",), ("v",), ("v_pages", "v")])
+@pytest.mark.parametrize("head_dim", [16, 512])
+def test_rows_of_values_may_lie_otherwise_than_rows_of_keys(which, head_dim):
+    case = AttentionCase(
+        "", [40, 33], [1, 20], num_decodes=1, head_dim=head_dim, num_heads=2, num_kv_heads=1, dtype=BF16
+    )  # fmt: skip
+    batch = make_batch(case)
+    exact, _ = attention_reference(batch, torch.float64)
+    plain, _ = attention_reference(batch, case.dtype)
+    for name in which:
+        rows = batch[name]
+        wide = torch.full((*rows.shape[:-2], 3, head_dim), NAN, dtype=BF16, device=DEVICE)
+        wide[..., 1:2, :] = rows
+        batch[name] = wide[..., 1:2, :]
+    assert_within_budget("out", attend(batch, "triton"), plain, exact)
+
+
 def test_workspace_is_as_large_as_stated_and_no_larger_is_needed():
     case = AttentionCase("", [700, 300], [3, 1], num_decodes=2, num_heads=6, num_kv_heads=2)
     batch = make_batch(case)
