@@ -7,11 +7,12 @@ import torch
 
 from quire.bench.peers import quire_calls
 from quire.bench.problem import expect, make_problem
-from quire.bench.shapes import SHAPES, TINY_SHAPES, Case
-from quire.kernels import reference
+from quire.bench.shapes import FP8_SHAPES, SHAPES, TINY_SHAPES, Case
+from quire.kernels import quant, reference, write_kv
 from tests.gpu.conftest import DRY_RUN
 from tests.helpers import DEVICE, NAN, assert_within_budget, make_batch
 from tests.kernels.test_attention import FULL, WINDOW, attend
+from tests.kernels.test_fp8 import CASES, KINDS, blank, midpoints, quantised
 
 pytestmark = pytest.mark.gpu
 
@@ -57,9 +58,10 @@ def test_tables(case):
 def named_cases():
     """Every named shape in every phase, lengths that fill no page and no tile."""
     if DRY_RUN:
-        return [Case(TINY_SHAPES["tiny/local"], phase, 2, 27, 16) for phase in ("decode", "mixed")]
+        names = ("tiny/local", "tiny/local/fp8")
+        return [Case(TINY_SHAPES[name], phase, 2, 27, 16) for name in names for phase in ("decode", "mixed")]  # fmt: skip
     cases = []
-    for shape in SHAPES.values():
+    for shape in [*SHAPES.values(), *FP8_SHAPES.values()]:
         cases.append(Case(shape, "decode", 5, 9001, shape.block_size))
         cases.append(Case(shape, "prefill", 1, 9001, shape.block_size))
         cases.append(Case(shape, "mixed", 5, 4999, 16))
@@ -75,8 +77,13 @@ def poisoned_problem(case, dtype):
         page = problem.block_table[seq, position // case.block_size].long()
         seen[page, position % case.block_size] = True
     pages = problem.pages[0].transpose(1, 2)  # [num_pages, block_size, 2, heads, dim]
-    pages[~seen] = NAN
-    assert pages[0].isnan().all()
+    if problem.scales is None:
+        pages[~seen] = NAN
+    else:
+        pages.view(torch.uint8)[~seen] = 0x7F  # a NaN
+        problem.scales[0].transpose(1, 2)[~seen] = NAN
+        assert problem.scales[0, 0].isnan().all()
+    assert pages[0].float().isnan().all()
     return problem
 
 
@@ -103,3 +110,45 @@ def test_named_shapes_in_other_dtypes(dtype):
             problem = poisoned_problem(Case(shape, phase, 2, 20 if DRY_RUN else 2999, 16), dtype)
             [call] = quire_calls(problem, fresh=True, impl="triton")
             assert expect(problem).wrong(*call()) is None, (name, phase)
+
+
+def fp8_tables():
+    """Cases with e4m3 pages: every one in bf16 and with scales of rows, every third with each of the others."""
+    cases = CASES[:2] if DRY_RUN else CASES
+    found = [(case, "rows") for case in cases]
+    found += [(case, KINDS[1 + i // 3 % 2]) for i, case in enumerate(cases) if i % 3 == 0]
+    return [
+        pytest.param(dataclasses.replace(case, dtype=dtype), kind, id=f"{case.name}-{kind}-{dtype}")
+        for case, kind in found
+        for dtype in dict.fromkeys((BF16, case.dtype))
+    ]
+
+
+@pytest.mark.parametrize("case, kind", fp8_tables())
+def test_fp8_tables(case, kind):
+    batch = quantised(make_batch(case), kind)
+    exact, exact_lse = exactly(batch, torch.float64)
+    plain, _ = exactly(batch, case.dtype)
+    _, plain_lse = exactly(batch, torch.float32)
+    lse = torch.full(exact_lse.shape, NAN, device=DEVICE)
+    out = attend(batch, "triton", lse=lse)
+    assert_within_budget("out", out.cpu(), plain, exact)
+    assert_within_budget("lse", lse.cpu(), plain_lse, exact_lse)
+
+
+@pytest.mark.parametrize("scale", [None, 1.0, 0.37])
+def test_fp8_codes_are_those_of_the_cast_on_a_host(scale):
+    """Bit for bit: the device's division and rounding against torch's on a CPU, ties and subnormals among the values."""
+    x = midpoints().view(-1, 1, 16) * (1.0 if scale is None else scale)
+    if scale is None:
+        x = torch.cat([x[x.isfinite().all(-1).squeeze(1)], torch.randn(500, 1, 16, device=DEVICE)])
+    codes, scales = quant.quantise(x.cpu(), scale)
+    case = dataclasses.replace(CASES[0], num_kv_heads=1, block_size=16)
+    pages, row_scales = blank(case, -(-len(x) // 16))
+    given = dict(zip(("k_scale", "v_scale"), row_scales if scale is None else (scale,) * 2, strict=True))  # fmt: skip
+    write_kv(x, x, *pages, torch.arange(len(x), device=DEVICE), **given, impl="triton")
+    for page, row_scale in zip(pages, row_scales, strict=True):
+        written = page.view(torch.uint8).flatten(0, 1)[: len(x)]
+        assert written.cpu().equal(codes.view(torch.uint8))
+        if scale is None:
+            assert row_scale.flatten(0, 1)[: len(x)].cpu().equal(scales)

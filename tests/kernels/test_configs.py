@@ -22,15 +22,22 @@ def test_tile_heads_covers_the_group(group, block_m):
 
 @pytest.mark.parametrize("arch", [75, 80, 86, 87, 89, 90, 100, 103, 120])
 @pytest.mark.parametrize("head_dim", [16, 32, 64, 128, 256, 512])
-@pytest.mark.parametrize("dtype_bytes", [2, 4])
-def test_every_config_fits_shared_memory(arch, head_dim, dtype_bytes):
+@pytest.mark.parametrize("dtype_bytes, page_bytes", [(2, 2), (4, 4), (2, 1), (4, 1)])
+def test_every_config_fits_shared_memory(arch, head_dim, dtype_bytes, page_bytes):
     limit = {"large": 227, "medium": 163, "small": 99}[configs.shared_memory_class(arch)] << 10
-    chosen = [configs.select_config(head_dim, dtype_bytes, "prefill", 16, arch)]
+
+    def select(phase, **more):
+        return configs.select_config(
+            head_dim, dtype_bytes, phase, 16, arch, page_bytes=page_bytes, **more
+        )
+
+    chosen = [select("prefill")]
     for rows in (16, 32, 64) if dtype_bytes == 2 else (16,):
-        chosen.append(configs.select_config(head_dim, dtype_bytes, "decode", 16, arch, rows=rows))
+        chosen.append(select("decode", rows=rows))
         assert chosen[-1].block_m == rows
     for config in chosen:
-        # Triton keeps num_stages - 1 tiles of K and V, and one more and the query where wgmma reads them from there.
+        # Triton keeps num_stages - 1 tiles of K and V, and one more and the query where wgmma reads them from there. Tiles of fresh rows
+        # are of the query's dtype, whatever pages hold.
         tiles = 2 * config.block_n * max(1, config.num_stages - 1)
         assert (tiles + config.block_m) * head_dim * dtype_bytes <= limit
 

@@ -74,9 +74,9 @@ def quantised(batch, kind):
         pages.view(torch.uint8).copy_(codes.view(torch.uint8))
         changed[f"{name}_pages"] = pages
         if kind == "rows":
-            # As in the runner's pool: a head's rows side by side.
-            scales = scales.transpose(1, 2).contiguous().transpose(1, 2)
             assert bool(scales.isnan().any())
+            if name == "k":  # as in the runner's pool: a head's rows side by side
+                scales = scales.transpose(1, 2).contiguous().transpose(1, 2)
         changed[f"{name}_scale"] = factor if kind == "number" else scales
     return batch | changed
 
