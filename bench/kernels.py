@@ -6,7 +6,8 @@
 
 Cases are attention over keys and values (`bench.shapes`), and the latent kernels of DeepSeek-V4 and V3 (`bench.mla_shapes`). Each result is compared with the float64 result of a sample of rows before it is timed; one that is wrong is reported as wrong and not
 timed, and a wrong one of ours makes the exit status 1. Times are those of CUDA-graph replays (median, 20th and 80th percentile); calls
-rotate over copies of all tensors, so nothing is read from a warm L2 cache. What depends on lengths alone is prepared outside of the
+rotate over copies of all tensors, so nothing is read from a warm L2 cache. Cases with /fp8 in their name (--set fp8) have e4m3 pages with
+a scale for each row, which no other implementation here can read: they are not compared. What depends on lengths alone is prepared outside of the
 timed calls (FlashInfer's plan(), block masks), and peers that cannot read pages get contiguous keys: the notes say which.
 
 Columns: ms p50 (p20, p80); GB/s of the bytes that must move and TFLOP/s of the visible pairs; each as a share of the copy and the matmul
@@ -44,6 +45,7 @@ SETS: dict[str, Callable[[], list[Case]]] = {
     "latents": mla_shapes.headline,
     "all": lambda: [*shapes.all_cases(), *mla_shapes.all_cases()],
     "all-latents": mla_shapes.all_cases,
+    "fp8": shapes.fp8_cases,
     "tiny": lambda: [*shapes.tiny_cases(), *mla_shapes.tiny_cases()],
     "tiny-latents": mla_shapes.tiny_cases,
 }
@@ -182,6 +184,8 @@ def run_case(
 def _measure(
     peer: Peer, problem: Any, expected: Any, device: torch.device, seconds: float
 ) -> dict[str, Any]:
+    if not peer.ours and getattr(problem, "scales", None) is not None:
+        raise Unsupported("e4m3 pages with a scale for each row")
     calls = peer.prepare(problem)
     wrong = expected.wrong(*calls[0]())
     if wrong is None:

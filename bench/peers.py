@@ -137,6 +137,7 @@ def quire_calls(problem: Problem, *, fresh: bool, impl: str | None = None) -> li
         tensors = (problem.q[copy], problem.k_pages(copy), problem.v_pages(copy))
         lengths = (problem.block_table, problem.seq_lens, problem.cu_seqlens_q)
         rows = {"k": problem.k[copy], "v": problem.v[copy]} if fresh else {}
+        rows |= problem.row_scales(copy)
         return lambda: (attend(*tensors, *lengths, **options, **rows), lse)
 
     return [call(copy) for copy in range(problem.copies)]

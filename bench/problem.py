@@ -8,6 +8,9 @@ Logits have a standard deviation of ``LOGIT_STD``: a softmax over thousands of k
 and head, so values read from a wrong place show. A tile of keys that was not read at all may matter little to each output, and shows in the lse, which is
 known to more digits. Budgets are derived, as in the tests: a result may be twice as far from the float64 one as a plain program is (in the
 same dtype for the output, in fp32 for the lse), counting one rounding, and for the lse those of the tensor cores.
+
+Pages of e4m3 (``Shape.fp8``) hold codes of such numbers, and beside them the scales of rows, as the runner's pool has them. The result that
+is expected is that of what codes and scales stand for.
 """
 
 from __future__ import annotations
@@ -20,11 +23,14 @@ import torch
 from torch import Tensor
 
 from quire.bench.shapes import Case
+from quire.kernels import quant
 
 LOGIT_STD = 3.0
 # Bytes of K and V that calls rotate over, as a multiple of the L2 cache, and copies at most.
 L2_MULTIPLE = 4
 MAX_COPIES = 32
+# Pages that are quantised at once.
+QUANTISED_PAGES = 1024
 # Sequences, and rows of each, that are compared with the float64 result.
 CHECKED_SEQS = 8
 CHECKED_ROWS = 12
@@ -37,6 +43,7 @@ class Problem:
     q: [copies, num_tokens, num_heads, head_dim]. pages: [copies, num_pages, 2, block_size, num_kv_heads, head_dim].
     k, v: [copies, num_tokens, num_kv_heads, head_dim], the rows of the new tokens, which the pages hold as well.
     block_table, seq_lens, cu_seqlens_q, sinks: as in ``quire.kernels.paged_attention``. sinks is None where the shape has none.
+    scales: fp32 [copies, num_pages, 2, block_size, num_kv_heads], of the rows of e4m3 pages; None with others.
     """
 
     case: Case
@@ -48,6 +55,7 @@ class Problem:
     seq_lens: Tensor
     cu_seqlens_q: Tensor
     sinks: Tensor | None
+    scales: Tensor | None = None
 
     @property
     def copies(self) -> int:
@@ -68,13 +76,26 @@ class Problem:
         """[num_pages, block_size, num_kv_heads, head_dim] view."""
         return self.pages[copy, :, 1]
 
+    def row_scales(self, copy: int) -> dict[str, Tensor]:
+        """k_scale and v_scale, [num_pages, block_size, num_kv_heads] views, as arguments by name; empty where there are none."""
+        if self.scales is None:
+            return {}
+        return {"k_scale": self.scales[copy, :, 0], "v_scale": self.scales[copy, :, 1]}
+
     def gathered(self, seq: int, copy: int = 0, lowest: int = 0) -> tuple[Tensor, Tensor]:
-        """K and V rows [keys, num_kv_heads, head_dim] of one sequence from position ``lowest`` on."""
+        """K and V rows [keys, num_kv_heads, head_dim] of one sequence from position ``lowest`` on; those of e4m3 pages in fp32."""
         block_size = self.case.block_size
         position = torch.arange(lowest, self.case.seq_lens[seq], device=self.q.device)
         page = self.block_table[seq, position // block_size].long()
         row = position % block_size
-        return self.k_pages(copy)[page, row], self.v_pages(copy)[page, row]
+        k_pages, v_pages, scales = self.k_pages(copy), self.v_pages(copy), self.row_scales(copy)
+        if not scales:
+            return k_pages[page, row], v_pages[page, row]
+        k, v = (
+            quant.dequantise(pages.view(torch.uint8)[page, row].view(pages.dtype), scale[page, row])
+            for pages, scale in zip((k_pages, v_pages), scales.values(), strict=True)
+        )
+        return k, v
 
     def lowest_visible(self, seq: int) -> int:
         """The first position that some query of a sequence sees."""
@@ -108,16 +129,36 @@ def make_problem(
     scale = shape.head_dim**-0.5 if shape.softmax_scale is None else shape.softmax_scale
     q = normal(copies, num_tokens, shape.num_heads, shape.head_dim)
     q.mul_(LOGIT_STD / (scale * shape.head_dim**0.5))
+    page_shape = (2, case.block_size, shape.num_kv_heads, shape.head_dim)
+    scales = None
+    if shape.fp8:
+        pages = torch.empty(
+            copies, num_pages, *page_shape, dtype=torch.float8_e4m3fn, device=device
+        )
+        # As the runner's pool has them: a head's rows side by side.
+        scales = torch.empty(
+            copies, num_pages, 2, shape.num_kv_heads, case.block_size, device=device
+        ).transpose(3, 4)
+        for copy in range(copies):
+            for first in range(0, num_pages, QUANTISED_PAGES):
+                part = slice(first, min(num_pages, first + QUANTISED_PAGES))
+                codes, found = quant.quantise(normal(part.stop - first, *page_shape))
+                pages[copy, part] = codes
+                # Powers of two: rows are then numbers of the model's dtype too, and fresh ones are what pages hold.
+                scales[copy, part] = found.log2().round().exp2()
+    else:
+        pages = normal(copies, num_pages, *page_shape)
     problem = Problem(
         case=case,
         q=q,
-        pages=normal(copies, num_pages, 2, case.block_size, shape.num_kv_heads, shape.head_dim),
+        pages=pages,
         k=normal(copies, num_tokens, shape.num_kv_heads, shape.head_dim),
         v=normal(copies, num_tokens, shape.num_kv_heads, shape.head_dim),
         block_table=table.to(device),
         seq_lens=torch.tensor(case.seq_lens, dtype=torch.int32, device=device),
         cu_seqlens_q=torch.tensor([0, *accumulate(case.q_lens)], dtype=torch.int32, device=device),
         sinks=normal(shape.num_heads).float() if shape.sinks else None,
+        scales=scales,
     )
     first = 0
     for seq, q_len in enumerate(case.q_lens):

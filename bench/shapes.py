@@ -23,7 +23,7 @@ BLOCK_SIZES = (16, 32, 64, 128, 256)
 PARALLEL = (2, 4, 8)
 # The case that every other one differs from in one respect.
 USUAL_BATCH, USUAL_CONTEXT = 16, 32768
-# Keys and values of a case, 16 bits each; larger cases are left out.
+# Keys and values of a case; larger cases are left out.
 MAX_CACHE_BYTES = 40 * 2**30
 
 
@@ -31,7 +31,8 @@ MAX_CACHE_BYTES = 40 * 2**30
 class Shape:
     """Attention of one kind of layer; fields as in ``quire.kernels.paged_attention``.
 
-    name: model/kind, with /tpN behind it for the share of one of N devices. block_size: tokens of a page in this model's layout.
+    name: model/kind, with /fp8 behind it for e4m3 pages, and /tpN for the share of one of N devices.
+    block_size: tokens of a page in this model's layout. fp8: whether pages are e4m3, with a scale for each row.
     """
 
     name: str
@@ -42,11 +43,13 @@ class Shape:
     softmax_scale: float | None = None
     sinks: bool = False
     block_size: int = 16
+    fp8: bool = False
 
     @property
     def kv_token_bytes(self) -> int:
-        """Bytes of one token's K and V in 16 bits."""
-        return 4 * self.num_kv_heads * self.head_dim
+        """Bytes of one token's K and V: in 16 bits, or in 8 with an fp32 scale for each row."""
+        row_bytes = self.head_dim + 4 if self.fp8 else 2 * self.head_dim
+        return 2 * self.num_kv_heads * row_bytes
 
     def shard(self, devices: int) -> Shape | None:
         """The share of one of ``devices`` under tensor parallelism; None where KV heads do not divide."""
@@ -109,7 +112,7 @@ class Case(Batch):
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of the keys and values that some query sees, in 16 bits."""
+        """Bytes of the keys and values that some query sees, scales included."""
         reach = self.shape.sliding_window
         seen = (n if reach is None else min(n, reach - 1 + q) for n, q in zip(self.seq_lens, self.q_lens, strict=True))  # fmt: skip
         return sum(seen) * self.shape.kv_token_bytes
@@ -146,12 +149,19 @@ _OTHERS = (
 )
 SHAPES = {shape.name: shape for shape in (*_gemma("gemma-4-31b"), *_OTHERS, *_gemma("gemma-3-27b"))}
 
+# Of these, also with e4m3 pages: decode and prefill at the usual batch and context, decode of one sequence and of many.
+FP8_SHAPES = {
+    f"{name}/fp8": replace(SHAPES[name], name=f"{name}/fp8", fp8=True)
+    for name in ("gemma-4-31b/global", "gemma-4-31b/local", "llama-3-70b")
+}
+
 # Shapes small enough for a CPU, one with everything that a shape can have.
 TINY_SHAPES = {
     shape.name: shape
     for shape in (
         Shape("tiny/local", 4, 2, 16, 24, sinks=True),
         Shape("tiny/global", 4, 2, 32, None, 1.0),
+        Shape("tiny/local/fp8", 4, 2, 16, 24, sinks=True, fp8=True),
     )
 }
 
@@ -165,9 +175,18 @@ def headline() -> list[Case]:
     return found
 
 
+def fp8_cases() -> list[Case]:
+    """The cases with e4m3 pages."""
+    found: dict[Case, None] = {}
+    for shape in FP8_SHAPES.values():
+        found.update(dict.fromkeys(_phases(shape)))
+        found.update(dict.fromkeys(_batches(shape)))
+    return list(found)
+
+
 def all_cases() -> list[Case]:
-    """Every case once, headline first, then one respect changed at a time: batch, context, tensor parallelism, page size."""
-    found = dict.fromkeys(headline())
+    """Every case once, headline first, then one respect changed at a time: e4m3 pages, batch, context, tensor parallelism, page size."""
+    found = dict.fromkeys([*headline(), *fp8_cases()])
     for vary in (_phases, _batches, _contexts, _parallel, _pages):
         for shape in SHAPES.values():
             found.update(dict.fromkeys(vary(shape)))
