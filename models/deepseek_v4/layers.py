@@ -131,14 +131,21 @@ class HyperConnection(nn.Module):
 def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
     """Matrices with rows and columns that sum to about 1: a softmax of the rows, then columns and rows normalised in turn.
 
-    logits: [..., n, n] fp32. iterations: column normalisations; there is one row normalisation less, and columns come last.
+    Tokens are the last dimension while it works, as they are many and n is 4. One more row and column hold eps: a sum has it already.
+
+    logits: [num_tokens, n, n] fp32. iterations: column normalisations; there is one row normalisation less, and columns come last.
+
+    Returns: [num_tokens, n, n], not contiguous.
     """
-    matrix = logits.softmax(dim=-1) + eps
-    matrix.div_(matrix.sum(dim=-2, keepdim=True).add_(eps))
+    num_tokens, n, _ = logits.shape
+    padded = logits.new_full((n + 1, n + 1, num_tokens), eps)
+    matrix, rows, columns = padded[:n, :n], padded[:n], padded[:, :n]
+    torch.add(logits.softmax(dim=-1).permute(1, 2, 0), eps, out=matrix)
+    matrix.div_(columns.sum(dim=0))
     for _ in range(iterations - 1):
-        matrix.div_(matrix.sum(dim=-1, keepdim=True).add_(eps))
-        matrix.div_(matrix.sum(dim=-2, keepdim=True).add_(eps))
-    return matrix
+        matrix.div_(rows.sum(dim=1, keepdim=True))
+        matrix.div_(columns.sum(dim=0))
+    return matrix.permute(2, 0, 1)
 
 
 class HyperHead(nn.Module):
