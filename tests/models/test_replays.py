@@ -111,6 +111,6 @@ def test_models_without_windows_never_replay():
 
 def test_other_caches_are_refused():
     with pytest.raises(
-        ValueError, match="replay: expected False for .*; supported with models of full and"
+        ValueError, match=r"replay: expected False for .*; supported with models of full and"
     ):
         Engine(ToyModel(), EngineConfig(num_pages=50, replay=True))
