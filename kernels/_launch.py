@@ -6,6 +6,7 @@ Wrappers build it and run it; ``bench.static`` builds the same one over tensors 
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from triton.runtime import JITFunction
 
 
@@ -21,3 +22,22 @@ class Launch:
         """Launch the kernel on the current device and stream; an empty grid runs nothing."""
         if min(self.grid) > 0:
             self.kernel[self.grid](**self.arguments)
+
+
+def partials(
+    numel: int, dim: int, workspace: torch.Tensor | None, device: torch.device
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Where pieces of split work leave their rows of ``dim`` values, and where the lse of each: fp32, in a workspace or in new memory.
+
+    numel: elements of both together; 0: nothing is cut, and both are None. Raises: ValueError, the workspace is smaller.
+    """
+    if numel == 0:
+        return None, None
+    if workspace is None:
+        workspace = torch.empty(numel, dtype=torch.float32, device=device)
+    elif workspace.numel() < numel:
+        raise ValueError(
+            f"workspace: expected float32 [>= {numel}], got float32 [{workspace.numel()}]"
+        )
+    stop = numel // (dim + 1) * dim
+    return workspace[:stop], workspace[stop:numel]

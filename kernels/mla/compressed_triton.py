@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.kernels._launch import Launch
+from quire.kernels._launch import Launch, partials
 from quire.kernels.configs import MAX_REGISTERS, tile_heads
 from quire.kernels.merge import LOG2E, _load_sink, _merge_rows, block_parts
 from quire.kernels.mla import compressed_schedule as schedule
@@ -29,7 +29,6 @@ from quire.kernels.mla.compressed_call import CompressedCall
 from quire.kernels.mla.compressed_configs import (
     MIN_PIECE_KEYS,
     CompressedConfig,
-    DecodePlan,
     plan_decode,
     select_config,
     tile_rows,
@@ -476,7 +475,9 @@ def _prepare_decode(
         max_keys=call.max_keys(block_q),
         bounded=call.bounded,
     )
-    partial_out, partial_lse = _partials(call, plan, head_dim)
+    partial_out, partial_lse = partials(
+        plan.workspace_numel, head_dim, call.workspace, call.q.device
+    )
     split = {
         "window_lens": call.window_lens,
         "num_decodes": call.num_decodes,
@@ -503,21 +504,3 @@ def _prepare_decode(
         {**arguments, "BLOCK_PARTS": block_parts(plan.max_items, head_dim), "num_warps": 4},
     )
     return [attention, merge]
-
-
-def _partials(
-    call: CompressedCall, plan: DecodePlan, head_dim: int
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The partial results and their lse in the workspace; None where nothing is cut."""
-    numel = plan.workspace_numel
-    if numel == 0:
-        return None, None
-    workspace = call.workspace
-    if workspace is None:
-        workspace = torch.empty(numel, dtype=torch.float32, device=call.q.device)
-    elif workspace.numel() < numel:
-        raise ValueError(
-            f"workspace: expected float32 [>= {numel}], got float32 [{workspace.numel()}]"
-        )
-    num_rows = numel // (head_dim + 1)
-    return workspace[: num_rows * head_dim], workspace[num_rows * head_dim : numel]

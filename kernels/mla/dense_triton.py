@@ -23,11 +23,10 @@ import triton
 import triton.language as tl
 
 from quire.kernels import merge, schedule
-from quire.kernels._launch import Launch
+from quire.kernels._launch import Launch, partials
 from quire.kernels.configs import (
     MAX_REGISTERS,
     MIN_SPLIT_TOKENS,
-    DecodePlan,
     plan_decode,
     shared_memory_class,
     tile_heads,
@@ -366,7 +365,9 @@ def _prepare_decode(call: MlaCall, arch: int, num_sms: int) -> list[Launch]:
         max_seq_len=call.max_seq_len,
     )
     shared = _shared_arguments(call, plan.block_m, arch)
-    partial_out, partial_lse = _partials(call, plan)
+    partial_out, partial_lse = partials(
+        plan.workspace_numel, call.head_dim_v, call.workspace, call.q.device
+    )
     attention = Launch(
         _mla_decode_kernel,
         (plan.max_items * shared["HEAD_TILES"],),
@@ -392,20 +393,3 @@ def _prepare_decode(call: MlaCall, arch: int, num_sms: int) -> list[Launch]:
     arguments = {name: (attention.arguments | more)[name] for name in kernel.arg_names}
     merging = Launch(kernel, (call.num_decodes * call.q.shape[1],), arguments | {"num_warps": 4})
     return [attention, merging]
-
-
-def _partials(call: MlaCall, plan: DecodePlan) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The partial results and their lse in the workspace; None where nothing is cut."""
-    numel = plan.workspace_numel
-    if numel == 0:
-        return None, None
-    workspace = call.workspace
-    if workspace is None:
-        workspace = torch.empty(numel, dtype=torch.float32, device=call.q.device)
-    elif workspace.numel() < numel:
-        raise ValueError(
-            f"workspace: expected float32 [>= {numel}], got float32 [{workspace.numel()}]"
-        )
-    num_rows = numel // (call.head_dim_v + 1)
-    split = num_rows * call.head_dim_v
-    return workspace[:split], workspace[split:numel]
