@@ -67,11 +67,12 @@ class Chains:
         self.cached[slot] = hit
         self.replay_from[slot], self.replay_to[slot] = match.replay_from or 0, match.replay_to or 0
         self._keep[slot] = self._keep_end[slot] = 0
+        keep: tuple[int, ...] = ()
         if self.layout.hybrid:
             keep = (*replay_boundaries(match.prompt.num_tokens, a), match.dense_tokens)
             self._keep[slot], self._keep_end[slot] = keep, max(keep)
         index = self._index
-        index.policy.asked(match.prompt.keys, hit // a)
+        index.policy.asked(match.prompt.keys, hit // a, [k // a for k in keep])
         self.runs[slot] = run = index.end_at(run, hit // a) if hit else index.root
         index.lock(run)
         if hit:

@@ -15,13 +15,14 @@ from __future__ import annotations
 import heapq
 import math
 from collections import OrderedDict, deque
+from collections.abc import Sequence
 from typing import Protocol
 
 from .hashing import KEY_BYTES
 
-FIRST = 2.0**40  # ticks: before every entry that is not set back as far
-RARE = -1.5  # log2: kinds returned to about a third as often as the others, or less, go first
-NEAR = 32  # segments before the end of a prompt that count as near it
+DOUBT = 5.0  # imagined entries of a kind, of the mean share: it has to show that it differs
+SELDOM = 0.1  # superseded entries are returned to so much less often, until it is known
+LOOKS = 64  # new entries looked at for each eviction or prompt: about 0.3 ms
 RECALLED = 4096  # segments from the end of a prompt in which an earlier entry is looked for: about a millisecond
 
 
@@ -52,6 +53,14 @@ class Entry(Protocol):
     def num_pages(self) -> int:
         """Pages that are kept for this entry alone: its own, and those of the segments that it gains."""
 
+    @property
+    def freed(self) -> int:
+        """Pages that its eviction frees, or lets the next one free, now: longer entries may need the segments that it gains."""
+
+    @property
+    def shorter(self) -> Entry | None:
+        """The next shorter entry of the chain."""
+
 
 class EvictionPolicy(Protocol):
     """The whole interface. `add` and `discard` are called in the middle of changes and must not raise."""
@@ -65,8 +74,11 @@ class EvictionPolicy(Protocol):
     def pop(self) -> Entry | None:
         """Take out the entry to evict next; None when there is none."""
 
-    def asked(self, keys: bytes, hit: int) -> None:
-        """A prompt was admitted: 32 bytes for each of its segments, and how many of them were reused."""
+    def asked(self, keys: bytes, hit: int, kept: Sequence[int] = ()) -> None:
+        """A prompt was admitted: 32 bytes for each of its segments, how many of them were reused, and where it will leave entries.
+
+        kept: up to four depths: for a resend, its end, its end if edited, and a junction; 0 for none.
+        """
 
 
 class Ranked:
@@ -115,7 +127,7 @@ class Ranked:
             self.evicted(entry, rank)
         return entry
 
-    def asked(self, keys: bytes, hit: int) -> None:
+    def asked(self, keys: bytes, hit: int, kept: Sequence[int] = ()) -> None:
         """Called with each admitted prompt; does nothing here."""
 
     def evicted(self, entry: Entry, rank: float) -> None:
@@ -257,7 +269,7 @@ class S3FIFO:
         self._main.clear()
         return None
 
-    def asked(self, keys: bytes, hit: int) -> None:
+    def asked(self, keys: bytes, hit: int, kept: Sequence[int] = ()) -> None:
         """Nothing is learned from prompts."""
 
     def _enter(self, queue: deque[Entry], entry: Entry) -> None:
@@ -265,162 +277,296 @@ class S3FIFO:
         queue.append(entry)
 
 
+class Kind:
+    """Of one kind of entries: how many were made, how many prompts returned to, and after how long; late ones count more."""
+
+    __slots__ = ("made", "returned", "waited")
+
+    def __init__(self) -> None:
+        self.made = self.returned = self.waited = 0.0
+
+    def count(self) -> None:
+        """One more was made."""
+        self.made += 1
+        if self.made > 1024:
+            self.made, self.returned, self.waited = (
+                self.made / 2,
+                self.returned / 2,
+                self.waited / 2,
+            )
+
+    def share(self, prior: float) -> float:
+        """How many were returned to; `prior` while there is little to tell."""
+        return (self.returned + DOUBT * prior) / (self.made + DOUBT)
+
+    def wait(self, prior: float) -> float:
+        """Mean time to a return; `prior` while there is little to tell."""
+        return (self.waited + DOUBT * prior) / (self.returned + DOUBT)
+
+
+class Visit:
+    """A prompt that was admitted."""
+
+    __slots__ = ("end", "later", "moved_on", "records")
+
+    def __init__(self, end: int, later: bool) -> None:
+        self.end = end  # segments
+        self.later = later  # it goes on with an earlier one
+        self.moved_on = False  # a later one goes on with it
+        self.records: list[Record] = []
+
+
 class Record:
     """What `Adaptive` remembers of an entry, cached or evicted."""
 
-    __slots__ = ("cost", "last_used", "superseded", "turn", "where")
-
-    def __init__(self, turn: int) -> None:
-        self.turn = turn  # turns of its conversation that came before
-        self.last_used = 0
-        self.superseded = False  # a longer prompt returned to it, and leaves entries of its own
-        self.where = ""  # its kind, while no prompt returned to it since it has that
-        self.cost = ""  # the same; "-" once a prompt returned to it
-
-
-class Shares:
-    """Of each kind, how many out of how many were returned to; the latest thousand or two of each count."""
+    __slots__ = ("entry", "kind", "last_used", "open", "since", "visit")
 
     def __init__(self) -> None:
-        self._made: dict[str, float] = {}
-        self._returned: dict[str, float] = {}
-
-    def made(self, kind: str) -> None:
-        """One more of `kind`."""
-        self._made[kind] = self._made.get(kind, 0.0) + 1
-        if self._made[kind] > 1024:
-            self._made[kind] /= 2
-            self._returned[kind] = self._returned.get(kind, 0.0) / 2
-
-    def returned(self, kind: str) -> None:
-        """One of `kind` was returned to."""
-        self._returned[kind] = self._returned.get(kind, 0.0) + 1
-
-    def lift(self, kind: str) -> float:
-        """log2 of the share of `kind` over that of all other kinds; near 0 while there is little to tell."""
-        made, returned = self._made.get(kind, 0.0), self._returned.get(kind, 0.0)
-        others = sum(self._made.values()) - made
-        mean = (sum(self._returned.values()) - returned + 1) / (others + 10)
-        # 20 imagined ones of the other kinds' share: a kind has to show that it differs.
-        return math.log2((returned + 20 * mean) / (made + 20) / mean) if others > 20 else 0.0
+        self.entry: Entry | None = None  # while it is filed
+        self.visit: Visit | None = None
+        self.kind = ""
+        self.since = 0  # prompt since which it has this kind, or was used
+        self.last_used = -1
+        self.open = False  # no prompt returned to it since
 
 
-class Adaptive(Ranked):
-    """Recency, corrected by what this traffic shows of things that nobody can know beforehand.
+class Adaptive:
+    """The entry goes first that is expected to save least per page and time, as this traffic shows.
 
-    * Do conversations that came back once come back more often than new ones? Then their entries are kept longer, by
-      `patience` times the mean time after which prompts return.
-    * Are some kinds of entries returned to a third as often as the others, or less? Then those of them that are costly or superseded go first. An entry is at the `end` of a
-      prompt, `near` it, or `else`where (after the answer, at a junction); `superseded` once the next turn left longer ones;
-      `costly` or not, that is with fewer than half of the segments saved per page of the best.
+    Saved per page is what can be seen: the segments that a hit on the entry saves over the next shorter one, for the pages
+    that its eviction frees; its root counts, as both change when neighbours come and go. How soon a hit comes is learned, for each kind of entry: ``share / (patience * wait + age)``, with the
+    share of its kind that prompts return to, the mean time that takes, and the time since the entry was made or used. (This is
+    the hazard of a Lomax distribution: at first age says little, later half as much is expected at twice the age.) The kinds:
 
-    Keys are remembered longer than their entries, so that a prompt shows what it would have returned to had all been kept.
-    Where nothing differs, this is LRU.
+    * why the prompt left the entry: its `end`, an `edited` end, a `junction`, the end of the `answer`, or else `inside`;
+    * `superseded`: a later prompt goes on with that one, and leaves entries of its own;
+    * `shared`: a prompt that mostly differs starts with it;
 
-    Source: LeCaR and ARC for learning from what was evicted; Marconi (arXiv 2411.19379) for kinds of reuse and savings per byte.
+    each apart for prompts that begin a conversation and for those that go on with one. Keys are remembered longer than their
+    entries, so that a prompt shows what it would have returned to had all been kept. Where nothing differs, this is LRU.
+
+    Entries of one kind and about the same savings wait in one queue; only the heads of the queues are compared, and entries are
+    looked at when the first eviction or prompt after them comes, so that filing one costs next to nothing.
+
+    Source: LHD (NSDI 2018) for hit density, hyperbolic caching (ATC 2017) for comparing queues; Marconi (arXiv 2411.19379) for the kinds
+    of reuse; ARC for learning from what was evicted.
 
     Args:
-        patience: mean times to a return that a conversation which comes back earns.
+        patience: mean waits in which age says little.
         memory: keys remembered, as a multiple of the cached entries.
     """
 
-    def __init__(self, patience: float = 4.0, memory: float = 16.0) -> None:
-        super().__init__()
+    def __init__(self, patience: float = 2.0, memory: float = 16.0) -> None:
         if not (patience >= 0 and memory >= 1):
             raise ValueError(
                 f"patience, memory: expected >= 0 and >= 1, got {patience} and {memory}"
             )
         self._patience, self._memory = patience, memory
+        self._new: dict[Entry, None] = {}  # not looked at yet
+        self._filed: dict[Entry, tuple[int, Record]] = {}
+        self._queues: dict[Queue, list[tuple[int, int, int, Entry]]] = {}
+        self._next = 0
         self._records: OrderedDict[bytes, Record] = OrderedDict()
-        self._places: OrderedDict[bytes, str] = (
-            OrderedDict()
-        )  # keys at and near the ends of late prompts
-        self._turns, self._where, self._costs = Shares(), Shares(), Shares()
-        self._wait = 0.0  # mean ticks to a return
-        self._num_returns = 0
-        self._densest = 0.0  # most segments saved per page
-        self._turn = self._now = 0
+        self._places: OrderedDict[bytes, tuple[Visit, str]] = OrderedDict()
+        self._kinds: dict[tuple[str, bool], Kind] = {}
+        self._sums: dict[str, Kind] = {}
+        self._all = Kind()
+        self._rates: dict[tuple[str, bool], tuple[float, float]] = {}
+        self._now = 0  # prompts
+        self._visit: Visit | None = None
         self._popped: tuple[Entry, Record] | None = None
 
-    def asked(self, keys: bytes, hit: int) -> None:
-        """Find what the prompt returns to: the entry that it hit, and the deepest that it could have hit had all been kept."""
-        self._turn = 0
-        end = len(keys) // KEY_BYTES
+    # The container.
+
+    def add(self, entry: Entry) -> None:
+        """Keep `entry`; it is filed when something depends on it."""
+        self._new[entry] = None
+
+    def discard(self, entry: Entry) -> None:
+        """Forget `entry`."""
+        self._new.pop(entry, None)
+        filed = self._filed.pop(entry, None)
+        if filed is not None:
+            filed[1].entry = None
+
+    def pop(self) -> Entry | None:
+        """Take out the entry that is expected to save least."""
+        self._look(LOOKS)
+        while self._new and not self._filed:
+            self._look(LOOKS)
+        while self._filed:
+            queue = self._least()
+            entry = heapq.heappop(self._queues[queue])[3]
+            record = self._filed[entry][1]
+            if self._queue(entry, record) != queue:
+                self._file(entry, record)  # neighbours came or went
+                continue
+            shorter = entry.shorter
+            self.discard(entry)
+            self._popped = (entry, record)
+            if shorter is not None and shorter in self._filed:
+                self._new[shorter] = None  # it may be the last of its chain now
+            return entry
+        return None
+
+    def _least(self) -> Queue:
+        """The queue whose head is expected to save least."""
+        best: Queue | None = None
+        least = (math.inf, 0, 0, 0)
+        for queue, heap in list(self._queues.items()):
+            while heap and self._filed.get(heap[0][3], GONE)[0] != heap[0][2]:
+                heapq.heappop(heap)
+            if not heap:
+                del self._queues[queue]
+                continue
+            saved, kind, later = queue
+            share, wait = self._rate(kind, later)
+            age = self._now - self._filed[heap[0][3]][1].since
+            value = 2.0 ** (saved / 2) * share / (1 + self._patience * wait + age)
+            first = (value, *heap[0][:3])
+            if best is None or first < least:
+                best, least = queue, first
+        assert best is not None
+        return best
+
+    def _look(self, limit: int) -> None:
+        """File the newest entries."""
+        while self._new and limit:
+            entry = self._new.popitem()[0]
+            self._file(entry, self._record(entry))
+            limit -= 1
+
+    def _file(self, entry: Entry, record: Record) -> None:
+        self._next += 1
+        record.entry = entry
+        self._filed[entry] = self._next, record
+        heap = self._queues.setdefault(self._queue(entry, record), [])
+        heapq.heappush(heap, (entry.last_used, -entry.depth, self._next, entry))
+        if len(heap) > 4 * len(self._filed) + 64:
+            heap[:] = [r for r in heap if self._filed.get(r[3], GONE)[0] == r[2]]
+            heapq.heapify(heap)
+
+    def _queue(self, entry: Entry, record: Record) -> Queue:
+        saved = math.floor(math.log2(entry.gain / max(1, entry.freed)))
+        return saved, record.kind, record.visit is not None and record.visit.later
+
+    # What is learned.
+
+    def asked(self, keys: bytes, hit: int, kept: Sequence[int] = ()) -> None:
+        """Find what the prompt returns to: the deepest entry that it could have hit had all been kept, and the one that it hit."""
+        self._look(LOOKS)
+        self._now += 1
+        self._rates.clear()
+        end, went_on = len(keys) // KEY_BYTES, False
         for depth in range(end, max(0, end - RECALLED), -1):
             record = self._records.get(keys[(depth - 1) * KEY_BYTES : depth * KEY_BYTES])
             if record is not None:
-                self._return_to(record, 2 * depth >= end)
-                if 0 < hit < depth:
-                    used = self._records.get(keys[(hit - 1) * KEY_BYTES : hit * KEY_BYTES])
-                    if used is not None:
-                        self._credit(used)
+                went_on = self._return_to(record, 2 * depth >= end)
+                used = self._records.get(keys[(hit - 1) * KEY_BYTES : hit * KEY_BYTES])
+                if 0 < hit < depth and used is not None:
+                    self._credit(used)
+                    self._become(used, "superseded" if 2 * hit >= end else "shared")
                 break
-        self._turns.made("later" if self._turn else "first")
-        for depth in range(max(1, end - NEAR), end + 1):
-            key = keys[(depth - 1) * KEY_BYTES : depth * KEY_BYTES]
-            self._places[key] = "end" if depth >= end - 1 else "near"
-        while len(self._places) > 64 * NEAR:
+        self._visit = Visit(end, went_on)
+        for depth, name in zip((*kept[:2], *kept[:1:-1]), KINDS, strict=False):
+            if hit < depth <= end:
+                key = keys[(depth - 1) * KEY_BYTES : depth * KEY_BYTES]
+                self._places[key] = self._visit, name
+                self._places.move_to_end(key)
+        while len(self._places) > 1024:
             self._places.popitem(last=False)
 
-    def _return_to(self, record: Record, most: bool) -> None:
-        """A prompt starts with the prefix of `record`; `most` of it is that."""
+    def _return_to(self, record: Record, most: bool) -> bool:
+        """A prompt starts with the prefix of `record`, `most` of it is that; returns whether it goes on with another prompt."""
         self._credit(record)
-        if most:
-            self._turns.returned("later" if record.turn else "first")
-            self._num_returns += 1
-            wait = self._now - record.last_used
-            self._wait += (wait - self._wait) / min(self._num_returns, 1024)
-            self._turn = record.turn = record.turn + 1
-            record.superseded = True
+        visit = record.visit if most else None
+        if visit is not None and not visit.moved_on:
+            visit.moved_on = True
+            for other in visit.records:
+                if other.kind not in ("superseded", "shared"):
+                    self._become(other, "superseded")
+        self._become(record, "superseded" if most else "shared")
+        return visit is not None
 
     def _credit(self, record: Record) -> None:
-        """Count a return once for each kind that the entry has."""
-        if record.where:
-            self._where.returned(record.where)
-            record.where = ""
-        if record.cost not in ("", "-"):
-            self._costs.returned(record.cost)
-            record.cost = "-"
+        """Count a return, once."""
+        if record.open:
+            record.open = False
+            for kind in self._counts(record):
+                kind.returned += 1
+                kind.waited += self._now - record.since
 
-    def rank(self, entry: Entry) -> float:
-        """The tick of the last use, and what its kinds add or take."""
-        self._now = max(self._now, entry.last_used)
-        record = self._record(entry)
-        density = entry.gain / max(1, entry.num_pages)
-        self._densest = max(self._densest, density)
-        cost = "costly" if density < self._densest / 2 else "cheap"
-        where = "superseded" if record.superseded else self._places.get(entry.key, "else")
-        if record.where != where:
-            record.where = where
-            self._where.made(where)
-        if not record.cost:
-            record.cost = cost
-            self._costs.made(cost)
-        rank = float(entry.last_used)
-        if record.turn:
-            rank += self._patience * self._wait * min(1.0, max(0.0, self._turns.lift("later")))
-        # The dense pages of a superseded entry are kept for the longer ones: all that it costs is its own.
-        if (cost == "costly" or record.superseded) and min(
-            self._where.lift(where), self._costs.lift(cost)
-        ) < RARE:
-            rank -= FIRST
-        return rank
+    def _become(self, record: Record, kind: str) -> None:
+        record.kind, record.since, record.open = kind, self._now, True
+        for count in self._counts(record):
+            count.count()
+        if record.entry is not None:
+            self._new[record.entry] = None  # to be filed anew
 
-    def evicted(self, entry: Entry, rank: float) -> None:
-        """A chain that is only shortened is filed again at once, under another key."""
-        record = self._records.get(entry.key)
-        self._popped = None if record is None else (entry, record)
+    def _counts(self, record: Record) -> tuple[Kind, Kind, Kind]:
+        later = record.visit is not None and record.visit.later
+        return (
+            self._kinds.setdefault((record.kind, later), Kind()),
+            self._sums.setdefault(record.kind, Kind()),
+            self._all,
+        )
+
+    def _rate(self, kind: str, later: bool) -> tuple[float, float]:
+        """Share that is returned to, and mean wait; what is little known is taken from the kind as a whole, and from all."""
+        rate = self._rates.get((kind, later))
+        if rate is None:
+            every = self._all
+            mean = (every.returned + 1) / (every.made + 10)
+            wait = (every.waited + 1) / (every.returned + 1)
+            if kind == "superseded":
+                mean *= SELDOM
+            for known in (
+                self._sums.get(kind, NOTHING),
+                self._kinds.get((kind, later), NOTHING),
+            ):
+                mean, wait = known.share(mean), known.wait(wait)
+            rate = self._rates[kind, later] = mean, wait
+        return rate
 
     def _record(self, entry: Entry) -> Record:
         key, records = entry.key, self._records
-        if key in records:
-            record = records[key]
-            records.move_to_end(key)
-        elif self._popped is not None and self._popped[0] is entry:
-            record = records[key] = self._popped[1]
+        record = records.get(key)
+        if record is None:
+            if self._popped is not None and self._popped[0] is entry:
+                record = records[key] = self._popped[1]  # a chain that was only shortened
+            else:
+                record = records[key] = Record()
+            while len(records) > 1024 + self._memory * (len(self._filed) + len(self._new)):
+                records.popitem(last=False)
         else:
-            record = records[key] = Record(self._turn)
-        record.last_used = entry.last_used
-        while len(records) > 1024 + self._memory * len(self._tickets):
-            records.popitem(last=False)
+            records.move_to_end(key)
+        place = self._places.pop(key, None)
+        if place is not None and place[0] is not record.visit:
+            record.visit = place[0]
+            place[0].records.append(record)
+            self._become(record, place[1])
+        elif not record.kind:
+            record.visit = self._answered(entry)
+            if record.visit is not None:
+                record.visit.records.append(record)
+            self._become(record, "inside" if record.visit is None else "answer")
+        if record.last_used != entry.last_used:
+            record.last_used, record.since = entry.last_used, self._now
         return record
+
+    def _answered(self, entry: Entry) -> Visit | None:
+        """The prompt whose answer ends at `entry`, if it does."""
+        shorter, visit = entry.shorter, self._visit
+        if shorter is not None:
+            known = self._records.get(shorter.key)
+            if known is None and shorter in self._new:
+                del self._new[shorter]
+                self._file(shorter, known := self._record(shorter))
+            visit = known.visit if known is not None else None
+        return visit if visit is not None and entry.depth > visit.end else None
+
+
+Queue = tuple[int, str, bool]  # segments saved per page, kind, in a conversation that went on
+KINDS = ("end", "end", "junction", "edited")
+GONE = (0, Record())
+NOTHING = Kind()

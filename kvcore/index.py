@@ -45,21 +45,36 @@ class ResumePoint:
         return self.run.segment_key(self.depth - self.run.start - 1)
 
     @property
-    def gain(self) -> int:
-        """Segments that a hit here saves over one at the resume point before it."""
+    def shorter(self) -> ResumePoint | None:
+        """The resume point before it."""
         node = self.run
         while node is not None:
             i = bisect_right(node.depths, self.depth - 1)
             if i:
-                return self.depth - node.depths[i - 1]
+                return node.points[node.depths[i - 1]]
             node = node.parent
-        return self.depth
+        return None
+
+    @property
+    def gain(self) -> int:
+        """Segments that a hit here saves over one at the resume point before it."""
+        shorter = self.shorter
+        return self.depth - (0 if shorter is None else shorter.depth)
 
     @property
     def num_pages(self) -> int:
         """Window pages of this point, and dense pages of the segments that it gains."""
         assert self.run is not None
         return len(self.pages) + self.gain * int(self.run.pages.shape[1])
+
+    @property
+    def freed(self) -> int:
+        """Window pages of this point, and dense pages that serve nothing longer."""
+        run = self.run
+        assert run is not None
+        if run.children or run.depths[-1] > self.depth:
+            return len(self.pages)
+        return len(self.pages) + min(self.gain, self.depth - run.start) * int(run.pages.shape[1])
 
 
 class Run:
@@ -109,6 +124,15 @@ class Run:
     def num_pages(self) -> int:
         """Dense pages of this run."""
         return self.pages.size
+
+    @property
+    def freed(self) -> int:
+        """Dense pages of this run: only leaves are evicted."""
+        return self.pages.size
+
+    @property
+    def shorter(self) -> None:
+        """Chains that need no resume points are entries only at their end."""
 
     @property
     def pages(self) -> Int32:

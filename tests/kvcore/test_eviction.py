@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -25,7 +25,8 @@ class Fake:
     depth: int = 1
     gain: int = 1
     num_pages: int = 1
-    name: str = field(default="")
+    freed: int = 1
+    shorter: Fake | None = None
 
 
 def popped(policy) -> list[bytes]:
