@@ -14,7 +14,7 @@ from quire.bench.replay.loaders import load_mooncake
 from quire.bench.replay.presets import PRESETS
 from quire.bench.replay.requests import Request
 from quire.bench.replay.simulate import Timing, Workload, replay
-from quire.kvcore import LRU, GroupSpec
+from quire.kvcore import LRU, Adaptive, GroupSpec
 
 TRACE = Path(__file__).resolve().parents[2].parent / "shared/traces/mooncake_conversation.jsonl.xz"
 HYBRID = [GroupSpec("d", "dense", 32, 1), GroupSpec("w", "window", 16, 1, 64)]
@@ -252,3 +252,38 @@ def test_conversation_trace_against_its_bounds():
         workload, groups, num_pages=pages + 1, timing=Timing(max_requests=1), policy=LRU()
     )
     assert 0 < outcome.hits.sum() <= clairvoyant_hits(workload, cache, pages)
+
+
+def hit_rate(workload, groups, pool, policy):
+    """Share of the prompt tokens, one request after another."""
+    pages = pool_pages(pool, groups, workload)
+    outcome = replay(
+        workload, groups, num_pages=pages + 1, timing=Timing(max_requests=1), policy=policy
+    )
+    return outcome.hits.sum() / sum(r.input for r in workload.requests)
+
+
+@pytest.mark.parametrize("pool", ["180%", "200%", "220%"])
+def test_chats_that_take_turns_keep_a_point_each(pool):
+    """Gemma-4-31B: dense pages and one resume point a session take about 175 %; LRU keeps the old turns' points as well."""
+    workload, groups = make_workload("round-robin", None, 0), PRESETS["gemma-4-31b"]
+    infinite = infinite_hits(workload, empty_cache(groups, workload))
+    best = infinite / sum(r.input for r in workload.requests)
+    assert hit_rate(workload, groups, pool, Adaptive()) >= best - 0.02
+    assert hit_rate(workload, groups, pool, LRU()) < best - 0.1
+
+
+@pytest.mark.parametrize(
+    ("name", "preset", "pool"),
+    [
+        ("agent-tree:trees=12", "v4-flash", "20%"),
+        ("agent-tree:trees=12", "gemma-4-31b", "60%"),
+        ("system-prompt:requests=200", "v4-flash", "10%"),
+        ("pr40676:requests=100", "v4-flash", "30%"),
+    ],
+)
+def test_the_default_is_not_worse_than_lru(name, preset, pool):
+    workload, groups = make_workload(name, None, 0), PRESETS[preset]
+    assert hit_rate(workload, groups, pool, Adaptive()) >= 0.98 * hit_rate(
+        workload, groups, pool, LRU()
+    )
