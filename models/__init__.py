@@ -1,4 +1,4 @@
-"""Models: Gemma-3, Gemma-4, Llama and gpt-oss text models on paged attention, their weights, and a continuous-batching runner.
+"""Models: Gemma-3, Gemma-4, Llama, gpt-oss and DeepSeek-V4 text models on paged attention, their weights, and a continuous-batching runner.
 
 The only package where the integers of ``kvcore`` and the tensors of ``kernels`` meet. Public names load on first use.
 """
@@ -16,6 +16,7 @@ _HOME = {
     "GptOss": "gpt_oss",
     "LLM": "llm",
     "Llama": "llama",
+    "MTPDrafter": "deepseek_v4.draft",
     "MemoryPlan": "memory",
     "ModelConfig": "configs",
     "NGramDrafter": "speculative",
@@ -42,6 +43,7 @@ __all__ = [
     "Gemma",
     "GptOss",
     "Llama",
+    "MTPDrafter",
     "MemoryPlan",
     "ModelConfig",
     "NGramDrafter",

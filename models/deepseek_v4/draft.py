@@ -70,7 +70,7 @@ class MTPDrafter:
         firsts = batch.attn.cu_seqlens_q[:-1].long()
         starts = batch.positions[firsts]
         known = (starts > 0) & (starts == self._ends[places])
-        before = self._streams[places] * known[:, None, None, None]
+        before = torch.where(known[:, None, None, None], self._streams[places], 0)
         streams = draft_rows(self.model, hidden, ids, batch.positions, step, before)
         self._streams[places] = streams[rows]
         self._ends[places] = batch.positions[rows] + 1

@@ -91,7 +91,7 @@ PARAMS = {
     "temperature": SamplingParams(temperature=0.7),
     "top_k": SamplingParams(temperature=1.3, top_k=3),
     "top_p, min_p": SamplingParams(temperature=1.0, top_p=0.9, min_p=0.1),
-    "penalty": SamplingParams(temperature=1.0, repetition_penalty=1.7),
+    "penalty": SamplingParams(temperature=1.0, repetition_penalty=4.0),
 }
 
 
@@ -141,11 +141,16 @@ def excess(outputs, expected):
 KINDS = ("good", "bad", "equal", "never possible", "guess, good", "guess, bad")
 
 
-@pytest.mark.parametrize("name", PARAMS)
-@pytest.mark.parametrize("kind", KINDS)
+CASES = [
+    (kind, name)
+    for name in PARAMS
+    for kind in KINDS
+    if name == "temperature" or kind not in ("equal", "guess, bad")
+]
+
+
+@pytest.mark.parametrize(("kind", "name"), CASES)
 def test_outputs_have_the_targets_distribution(kind, name):
-    if name != "temperature" and kind in ("equal", "guess, bad"):
-        pytest.skip("one of each kind of drafter is enough here")
     model, params = Chain(), PARAMS[name]
     expected = {o: probability(model.table, params, o) for o in product(range(V), repeat=4)}
     outputs, drafts, accepted = run(model, drafter(kind, model, params, 2), params, num_tokens=4)
