@@ -1,7 +1,8 @@
 """Paged attention for full and sliding-window layers: public names, loaded on first use.
 
 Importing this package imports neither torch nor Triton. ``ops`` holds the public functions, ``reference`` their oracles,
-``torch_impl`` the implementation for CPU tensors; ``paged``, ``merge`` and ``cache_write`` hold the Triton kernels.
+``torch_impl`` the implementation for CPU tensors; ``paged``, ``paged_tiles``, ``merge``, ``cache_write`` and ``cache_write_e4m3`` hold
+the Triton kernels. ``quant`` says what pages of e4m3 hold.
 """
 
 from importlib import import_module
