@@ -362,7 +362,7 @@ class Adaptive:
                 f"patience, memory: expected >= 0 and >= 1, got {patience} and {memory}"
             )
         self._patience, self._memory = patience, memory
-        self._new: dict[Entry, None] = {}  # not looked at yet
+        self._new: OrderedDict[Entry, None] = OrderedDict()  # not looked at yet
         self._filed: dict[Entry, tuple[int, Record]] = {}
         self._queues: dict[Queue, list[tuple[int, int, int, Entry]]] = {}
         self._next = 0
@@ -430,9 +430,9 @@ class Adaptive:
         return best
 
     def _look(self, limit: int) -> None:
-        """File the newest entries."""
+        """File the entries that waited longest: those that wait still count as worth keeping."""
         while self._new and limit:
-            entry = self._new.popitem()[0]
+            entry = self._new.popitem(last=False)[0]
             self._file(entry, self._record(entry))
             limit -= 1
 

@@ -180,6 +180,33 @@ def test_adaptive_learns_which_end_of_a_turn_is_returned_to(chats):
         assert (rank[after.key] > rank[end.key]) == chats
 
 
+def test_adaptive_looks_at_a_few_entries_a_time_and_keeps_their_order():
+    policy = Adaptive()
+    for i in range(1000):
+        policy.add(Fake(key(i), last_used=i))
+    assert not policy._filed, "filing costs nothing until something depends on it"
+    order = [policy.pop().last_used for _ in range(3)]
+    assert order == [0, 1, 2] and len(policy._filed) <= 200
+
+
+def test_adaptive_gives_up_superseded_entries_before_it_knows_anything():
+    """A chat moves on; the point of its first turn frees fewer pages for more segments, and goes before its newest."""
+    policy, said = Adaptive(), [f"a{i}" for i in range(40)]
+    other = Fake(key("other"), depth=9, gain=9, freed=20)
+    policy.asked(key("other"), 0, (1, 1, 1, 0))
+    policy.add(other)
+    policy.asked(key(*said[:20]), 0, (20, 20, 20, 0))
+    first = Fake(key(said[19]), last_used=1, depth=20, gain=20, freed=10)
+    policy.add(first)
+    policy.asked(key(*said), 20, (40, 40, 40, 20))
+    newest = Fake(key(said[39]), last_used=2, depth=40, gain=20, freed=30, shorter=first)
+    policy.add(newest)
+    first.last_used = 2
+    policy.add(first)
+    order = popped(policy)
+    assert order.index(first.key) < order.index(newest.key)
+
+
 def test_adaptive_forgets_old_keys():
     policy = Adaptive(memory=1)
     for i in range(5000):
