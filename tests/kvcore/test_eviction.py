@@ -196,7 +196,7 @@ def test_adaptive_gives_up_superseded_entries_before_it_knows_anything():
     policy.asked(key("other"), 0, (1, 1, 1, 0))
     policy.add(other)
     policy.asked(key(*said[:20]), 0, (20, 20, 20, 0))
-    first = Fake(key(said[19]), last_used=1, depth=20, gain=20, freed=10)
+    first = Fake(key(said[19]), last_used=1, depth=20, gain=20, freed=5)
     policy.add(first)
     policy.asked(key(*said), 20, (40, 40, 40, 20))
     newest = Fake(key(said[39]), last_used=2, depth=40, gain=20, freed=30, shorter=first)
