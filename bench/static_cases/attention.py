@@ -25,6 +25,7 @@ class Shape:
     """One attention call, or the ``merge_partials`` / ``write_kv`` of the same shape.
 
     scales: None, or what the scales of e4m3 pages are: "rows", "tensor" or "number".
+    apart: whether values lie in a pool of their own, whose rows are further apart than those of keys.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Shape:
     softcap: float | None = None
     sinks: bool = False
     scales: str | None = None
+    apart: bool = False
 
     @property
     def key_bytes(self) -> int:
@@ -93,6 +95,7 @@ def shapes() -> list[Shape]:
         table += [
             Shape(f"{phase}-pages-only", 128, 64, phase, fresh=False),
             Shape(f"{phase}-pages-only-window", 128, 64, phase, fresh=False, sliding_window=512),
+            *(Shape(f"{phase}-d{d}-apart", d, 64, phase, sliding_window=512, apart=True) for d in (64, 128, 256, 512)),
             Shape(f"{phase}-window-ring", 256, 64, phase, sliding_window=512),
             Shape(f"{phase}-softcap-sinks", 64, 64, phase, softcap=50.0, sinks=True, sliding_window=128),
             Shape(f"{phase}-group-5-odd-pages", 128, 48, phase, group=5),
@@ -143,6 +146,10 @@ def launches(shape: Shape, arch: int) -> list[Any]:
     page_dtype = E4M3 if shape.scales else shape.dtype
     pool = meta(512, shape.block_size, 2, num_kv_heads, shape.head_dim, dtype=page_dtype)
     k_pages, v_pages = pool.unbind(2)
+    if shape.apart:
+        v_pages = meta(512, shape.block_size, 3, num_kv_heads, shape.head_dim, dtype=page_dtype)[
+            :, :, 1
+        ]
     k_scale, v_scale = _scales(shape)
     lse = meta(num_heads, num_tokens, dtype="float32")
     sinks = meta(num_heads, dtype="float32") if shape.sinks else None
