@@ -81,6 +81,14 @@ def expect_tensor(
     Source: style rule 16 of this project (raise at the edge, one format).
     """
     accepted = (dtypes,) if isinstance(dtypes, torch.dtype) else tuple(dtypes)
+    if isinstance(tensor, torch.Tensor) and tensor.dtype in accepted:
+        have = tuple(tensor.shape)
+        same = len(shape) == len(have) and all(
+            want is None or want == n for want, n in zip(shape, have, strict=True)
+        )
+        packed = not have or have[-1] <= 1 or tensor.stride(-1) == 1
+        if same and packed and (device is None or tensor.device == device):
+            return
     expected = f"{_names(accepted)} [{', '.join('*' if n is None else str(n) for n in shape)}]"
     if not isinstance(tensor, torch.Tensor):
         raise ValueError(f"{name}: expected {expected}, got {type(tensor).__name__}")
@@ -178,6 +186,27 @@ def check_scales(
         raise ValueError(
             f"v_scale: expected the kind of k_scale, {_described(k_scale)}, got {_described(v_scale)}"
         )
+
+
+def check_write(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_scale: float | torch.Tensor | None,
+    v_scale: float | torch.Tensor | None,
+) -> None:
+    """Check the arguments of ``ops.write_kv``, which says what they are and what is raised."""
+    expect_tensor("k", k, (None, None, None), MODEL_DTYPES)
+    expect_tensor("v", v, tuple(k.shape), k.dtype, device=k.device)
+    check_pages(k_pages, v_pages, k.dtype, k.device)
+    check_scales(k_scale, v_scale, k_pages)
+    if k.shape[1:] != k_pages.shape[2:]:
+        raise ValueError(
+            f"k: expected [*, {k_pages.shape[2]}, {k_pages.shape[3]}], got {list(k.shape)}"
+        )
+    expect_tensor("slot_mapping", slot_mapping, (k.shape[0],), torch.int64, device=k.device)
 
 
 def check_attention(

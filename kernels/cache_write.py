@@ -6,10 +6,14 @@ page * block_size + row. Bound by memory: each row is read once and written once
 Source: PagedAttention (arXiv 2309.06180) 4.3.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
+from quire.kernels import recipes
+from quire.kernels._check import check_write
 from quire.kernels._launch import Launch
 from quire.kernels.configs import next_power_of_2
 
@@ -60,6 +64,26 @@ def _write_kv_kernel(
 def block_heads(num_kv_heads: int, head_dim: int) -> int:
     """Heads that one program moves: a power of two."""
     return min(next_power_of_2(num_kv_heads), max(1, ELEMENTS_PER_PROGRAM // head_dim))
+
+
+def write(arguments: dict[str, Any]) -> None:
+    """Check and launch ``ops.write_kv(**arguments)``, or launch what was launched for such a call."""
+    key = recipes.key(prepare, arguments)
+    steps = recipes.recall(key)
+    if steps is not None:
+        for step in steps:
+            step.run(arguments, None)
+        return
+    check_write(**arguments)
+    rows = [arguments[name] for name in ("k", "v", "k_pages", "v_pages", "slot_mapping")]
+    if arguments["k_scale"] is None:
+        launch = prepare(*rows)
+    else:
+        from quire.kernels import cache_write_e4m3
+
+        launch = cache_write_e4m3.prepare(*rows, arguments["k_scale"], arguments["v_scale"])
+    recipes.remember(key, [launch], arguments)
+    launch.run()
 
 
 def prepare(

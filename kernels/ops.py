@@ -8,6 +8,8 @@ a linear table has b < width, so the modulo changes nothing; a ring table (windo
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from quire.kernels import _check, configs
@@ -41,27 +43,19 @@ def write_kv(
 
     Source: PagedAttention (arXiv 2309.06180) 4.3.
     """
-    _check.expect_tensor("k", k, (None, None, None), _check.MODEL_DTYPES)
-    _check.expect_tensor("v", v, tuple(k.shape), k.dtype, device=k.device)
-    _check.check_pages(k_pages, v_pages, k.dtype, k.device)
-    _check.check_scales(k_scale, v_scale, k_pages)
-    if k.shape[1:] != k_pages.shape[2:]:
-        raise ValueError(
-            f"k: expected [*, {k_pages.shape[2]}, {k_pages.shape[3]}], got {list(k.shape)}"
-        )
-    _check.expect_tensor("slot_mapping", slot_mapping, (k.shape[0],), torch.int64, device=k.device)
-    if _implementation(impl, k) == "torch":
-        from quire.kernels import torch_impl
-
-        torch_impl.write_kv(k, v, k_pages, v_pages, slot_mapping, k_scale, v_scale)
-    elif k_scale is not None:
-        from quire.kernels import cache_write_e4m3
-
-        cache_write_e4m3.prepare(k, v, k_pages, v_pages, slot_mapping, k_scale, v_scale).run()
-    else:
+    arguments = {
+        "k": k, "v": v, "k_pages": k_pages, "v_pages": v_pages, "slot_mapping": slot_mapping,
+        "k_scale": k_scale, "v_scale": v_scale,
+    }  # fmt: skip
+    if isinstance(k, torch.Tensor) and _implementation(impl, k) == "triton":
         from quire.kernels import cache_write
 
-        cache_write.prepare(k, v, k_pages, v_pages, slot_mapping).run()
+        cache_write.write(arguments)
+        return
+    from quire.kernels import torch_impl
+
+    _check.check_write(**arguments)
+    torch_impl.write_kv(k, v, k_pages, v_pages, slot_mapping, k_scale, v_scale)
 
 
 def paged_attention(
@@ -128,29 +122,29 @@ def paged_attention(
 
     Source: PagedAttention (arXiv 2309.06180); FlashAttention-2 (arXiv 2307.08691) for the online softmax; gpt-oss for sinks.
     """
-    call = _check.check_attention(
-        q,
-        k_pages,
-        v_pages,
-        block_table,
-        seq_lens,
-        cu_seqlens_q,
-        max_seqlen_q=max_seqlen_q,
-        k=k,
-        v=v,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        max_seq_len=max_seq_len,
-        num_decodes=num_decodes,
-        softmax_scale=softmax_scale,
-        softcap=softcap,
-        sinks=sinks,
-        out=out,
-        lse=lse,
-        workspace=workspace,
-        sliding_window=None,
-    )
-    return _attention(call, impl)
+    arguments = {
+        "q": q,
+        "k_pages": k_pages,
+        "v_pages": v_pages,
+        "block_table": block_table,
+        "seq_lens": seq_lens,
+        "cu_seqlens_q": cu_seqlens_q,
+        "max_seqlen_q": max_seqlen_q,
+        "k": k,
+        "v": v,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+        "max_seq_len": max_seq_len,
+        "num_decodes": num_decodes,
+        "softmax_scale": softmax_scale,
+        "softcap": softcap,
+        "sinks": sinks,
+        "out": out,
+        "lse": lse,
+        "workspace": workspace,
+        "sliding_window": None,
+    }
+    return _attention(arguments, impl)
 
 
 def sliding_window_attention(
@@ -196,29 +190,29 @@ def sliding_window_attention(
     Source: Longformer (arXiv 2004.05150) 3.1; Gemma 3 report (arXiv 2503.19786) 2 for local layers.
     """
     _check.expect_int("sliding_window", sliding_window, 1)
-    call = _check.check_attention(
-        q,
-        k_pages,
-        v_pages,
-        block_table,
-        seq_lens,
-        cu_seqlens_q,
-        max_seqlen_q=max_seqlen_q,
-        k=k,
-        v=v,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        max_seq_len=max_seq_len,
-        num_decodes=num_decodes,
-        softmax_scale=softmax_scale,
-        softcap=softcap,
-        sinks=sinks,
-        out=out,
-        lse=lse,
-        workspace=workspace,
-        sliding_window=sliding_window,
-    )
-    return _attention(call, impl)
+    arguments = {
+        "q": q,
+        "k_pages": k_pages,
+        "v_pages": v_pages,
+        "block_table": block_table,
+        "seq_lens": seq_lens,
+        "cu_seqlens_q": cu_seqlens_q,
+        "max_seqlen_q": max_seqlen_q,
+        "k": k,
+        "v": v,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+        "max_seq_len": max_seq_len,
+        "num_decodes": num_decodes,
+        "softmax_scale": softmax_scale,
+        "softcap": softcap,
+        "sinks": sinks,
+        "out": out,
+        "lse": lse,
+        "workspace": workspace,
+        "sliding_window": sliding_window,
+    }
+    return _attention(arguments, impl)
 
 
 def merge_partials(
@@ -327,14 +321,15 @@ def workspace_numel(
     ).workspace_numel
 
 
-def _attention(call: _check.AttentionCall, impl: str | None) -> torch.Tensor:
-    if _implementation(impl, call.q) == "torch":
-        from quire.kernels import torch_impl
+def _attention(arguments: dict[str, Any], impl: str | None) -> torch.Tensor:
+    q = arguments["q"]
+    if isinstance(q, torch.Tensor) and _implementation(impl, q) == "triton":
+        from quire.kernels import paged
 
-        return torch_impl.attention(call)
-    from quire.kernels import paged
+        return paged.attention(arguments)
+    from quire.kernels import torch_impl
 
-    return paged.launch(call)
+    return torch_impl.attention(_check.check_attention(**arguments))
 
 
 def _implementation(impl: str | None, tensor: torch.Tensor) -> str:

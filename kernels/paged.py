@@ -21,8 +21,8 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.kernels import merge, schedule
-from quire.kernels._check import AttentionCall
+from quire.kernels import merge, recipes, schedule
+from quire.kernels._check import AttentionCall, check_attention
 from quire.kernels._launch import Launch
 from quire.kernels.configs import (
     MAX_REGISTERS,
@@ -263,12 +263,32 @@ def _decode_kernel(
         )  # fmt: skip
 
 
-def launch(call: AttentionCall) -> torch.Tensor:
-    """Launch the kernels of a checked call; returns ``call.out``."""
-    arch, num_sms = _device(call.q)
-    for part in prepare(call, arch, num_sms):
-        part.run()
-    return call.out
+def attention(arguments: dict[str, Any]) -> torch.Tensor:
+    """Check and launch ``check_attention(**arguments)``, or launch what was launched for such a call; returns ``out``.
+
+    Raises: ValueError, NotImplementedError: as ``ops.paged_attention``.
+    """
+    key = recipes.key(select_config, arguments)
+    steps = recipes.recall(key)
+    if steps is None:
+        call = check_attention(**arguments)
+        arch, num_sms = _device(call.q)
+        launches = prepare(call, arch, num_sms)
+        recipes.remember(key, launches, vars(call), call.workspace)
+        for part in launches:
+            part.run()
+        return call.out
+    q, out, workspace = arguments["q"], arguments["out"], arguments["workspace"]
+    if out is None:
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    if workspace is None:
+        numel = max((stop for step in steps for _, _, stop in step.scratch), default=0)
+        if numel:
+            workspace = torch.empty(numel, dtype=torch.float32, device=q.device)
+    tensors = {**arguments, "out": out}
+    for step in steps:
+        step.run(tensors, workspace)
+    return out
 
 
 def prepare(call: AttentionCall, arch: int, num_sms: int) -> list[Launch]:

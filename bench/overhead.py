@@ -1,0 +1,114 @@
+"""What a wrapper costs the host: microseconds of Python before a kernel is launched.
+
+    python -m bench.overhead [--json FILE]
+
+Everything but the launch itself is timed, which is replaced by nothing: no GPU is needed, and what Triton and the driver add is not in it.
+``first`` is a call unlike any before, which is checked and prepared in full; ``again`` one that differs from an earlier call in its tensors
+alone, as the calls of a model's layers do. With ``out`` and ``workspace`` given, nothing is allocated. Medians; in a captured graph none of
+this is paid.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter
+from unittest import mock
+
+import torch
+
+from quire.bench.text import aligned
+from quire.kernels import (
+    paged_attention,
+    recipes,
+    sliding_window_attention,
+    workspace_numel,
+    write_kv,
+)
+from quire.kernels._launch import Launch
+
+BATCH, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, CONTEXT = 16, 32, 8, 128, 16, 1024
+
+
+def calls() -> dict[str, Callable[[], object]]:
+    """One call of each wrapper, by name: a batch of decodes with fresh rows, and the prefill path."""
+
+    def rows(heads: int) -> torch.Tensor:
+        return torch.zeros(BATCH, heads, HEAD_DIM, dtype=torch.bfloat16)
+
+    q, k, v, out = rows(HEADS), rows(KV_HEADS), rows(KV_HEADS), rows(HEADS)
+    pages = torch.zeros(64, 2, BLOCK_SIZE, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16)
+    k_pages, v_pages = pages.unbind(1)
+    table = torch.zeros(BATCH, CONTEXT // BLOCK_SIZE, dtype=torch.int32)
+    seq_lens = torch.full((BATCH,), CONTEXT, dtype=torch.int32)
+    cu = torch.arange(BATCH + 1, dtype=torch.int32)
+    numel = workspace_numel(
+        num_decodes=BATCH, max_seqlen_q=1, num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, num_sms=132
+    )  # fmt: skip
+    batch = (q, k_pages, v_pages, table, seq_lens, cu)
+    more = {
+        "max_seqlen_q": 1, "k": k, "v": v, "out": out, "impl": "triton",
+        "workspace": torch.empty(numel, dtype=torch.float32),
+    }  # fmt: skip
+    slots = torch.arange(BATCH, dtype=torch.int64)
+    return {
+        "paged_attention, decode and merge": lambda: paged_attention(*batch, num_decodes=BATCH, **more),
+        "paged_attention, prefill": lambda: paged_attention(*batch, num_decodes=0, **more),
+        "sliding_window_attention, decode": lambda: sliding_window_attention(
+            *batch, num_decodes=BATCH, sliding_window=128, **more
+        ),
+        "write_kv": lambda: write_kv(k, v, k_pages, v_pages, slots, impl="triton"),
+    }  # fmt: skip
+
+
+def measure(repeats: int) -> list[dict[str, object]]:
+    """One row for each wrapper: microseconds of a first call and of one like it."""
+    found: list[dict[str, object]] = []
+    with mock.patch.object(Launch, "run", lambda self: None):
+        for name, call in calls().items():
+            first, again = [], []
+            for _ in range(repeats):
+                recipes.forget()
+                first.append(_seconds(call))
+                again.append(_seconds(call))
+            found.append(
+                {
+                    "wrapper": name,
+                    "first_us": 1e6 * statistics.median(first),
+                    "again_us": 1e6 * statistics.median(again),
+                }
+            )
+    return found
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    start = perf_counter()
+    call()
+    return perf_counter() - start
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command line; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.overhead",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--repeats", type=int, default=500, help="calls of each kind")
+    parser.add_argument("--json", metavar="FILE", help="write the rows as a list of objects")
+    args = parser.parse_args(argv)
+    rows = measure(args.repeats)
+    lines = [("wrapper", "first us", "again us")]
+    lines += [(str(r["wrapper"]), f"{r['first_us']:.1f}", f"{r['again_us']:.1f}") for r in rows]
+    print("\n".join(aligned(lines)))
+    if args.json:
+        Path(args.json).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,170 @@
+"""Calls that look alike are checked and prepared once, and nothing of a call's tensors is kept."""
+
+import dataclasses
+import gc
+import weakref
+
+import pytest
+import torch
+
+from quire.kernels import paged, paged_attention, recipes, sliding_window_attention, write_kv
+from quire.kernels.configs import Config
+from tests.helpers import (
+    AttentionCase,
+    assert_within_budget,
+    attention_reference,
+    make_batch,
+)
+
+BF16 = torch.bfloat16
+CASES = [
+    AttentionCase("decode", [700, 33], [1, 1], num_heads=4, num_kv_heads=2, dtype=BF16),
+    AttentionCase("prefill", [40, 33], [20, 33], num_heads=4, num_kv_heads=2, dtype=BF16),
+    AttentionCase("mixed", [700, 33], [1, 20], num_decodes=1, sinks=True, dtype=BF16),
+    AttentionCase("window", [90, 33], [1, 20], sliding_window=24, num_decodes=1, dtype=BF16),
+]
+
+
+@pytest.fixture(autouse=True)
+def nothing_remembered():
+    recipes.forget()
+
+
+def attend(batch, **more):
+    function = sliding_window_attention if "sliding_window" in batch else paged_attention
+    return function(**batch, impl="triton", **more)
+
+
+def remembered() -> int:
+    return len(recipes._REMEMBERED)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+@pytest.mark.parametrize("given", [False, True])
+def test_a_second_call_computes_with_its_own_tensors(case, given, monkeypatch):
+    more = {}
+    for seed in (1, 2, 3):
+        batch = make_batch(case, seed)
+        if given:
+            more = {
+                "out": torch.empty_like(batch["q"]),
+                # At an offset: pieces lie where they lay in the first call's.
+                "workspace": torch.empty(10**6)[8 * seed :][: 10**6 - 100],
+            }
+        exact, _ = attention_reference(batch, torch.float64)
+        plain, _ = attention_reference(batch, case.dtype)
+        out = attend(batch, **more)
+        assert_within_budget(f"call {seed}", out, plain, exact)
+        (steps,) = recipes._REMEMBERED.values()
+        assert {0} >= {min(s for _, s, _ in step.scratch) for step in steps if step.scratch}
+        if given:
+            assert out is more["out"]
+        monkeypatch.setattr(paged, "check_attention", None)  # the first call's check serves all
+
+
+def test_results_of_two_calls_do_not_share_memory():
+    batch = make_batch(CASES[0])
+    first, second = attend(batch), attend(batch)
+    assert first.data_ptr() != second.data_ptr() and first.equal(second)
+
+
+def test_one_tensor_for_two_arguments_is_not_taken_for_both_later():
+    case = dataclasses.replace(CASES[1], block_size=16)
+    batch = make_batch(case, 1)
+    attend(dict(batch, v=batch["k"]))
+    exact, _ = attention_reference(batch, torch.float64)
+    plain, _ = attention_reference(batch, case.dtype)
+    assert_within_budget("out", attend(batch), plain, exact)
+    assert remembered() == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"max_seqlen_q": True}, "max_seqlen_q: expected an int"),
+        ({"max_seqlen_q": 0}, "max_seqlen_q: expected the longest"),
+        ({"softmax_scale": -1.0}, "softmax_scale: expected a finite number"),
+        ({"workspace": torch.empty(7)}, "workspace: expected float32"),
+        ({"sinks": torch.zeros(4, dtype=BF16)}, "sinks: expected float32"),
+        ({"q": torch.zeros(2, 4, 32, dtype=BF16)[..., ::2]}, "q: expected stride 1"),
+        ({"seq_lens": torch.zeros(2)}, "seq_lens: expected int32"),
+        ({"num_decodes": [1]}, "num_decodes: expected an int"),
+    ],
+)
+def test_what_was_right_once_excuses_nothing(change, message):
+    batch = make_batch(CASES[0])
+    attend(batch)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=message):
+            attend(batch | change)
+    assert remembered() == 1
+    attend(batch)
+
+
+def test_another_table_of_tile_shapes_is_another_call(monkeypatch):
+    batch = make_batch(CASES[1])
+    attend(batch)
+    launched = []
+    monkeypatch.setattr(
+        recipes.Launch, "run", lambda self: launched.append(self.arguments["BLOCK_N"])
+    )
+    monkeypatch.setattr(paged, "select_config", lambda *a, **k: Config(16, 16, 4, 2))
+    attend(batch)
+    assert launched == [16]
+
+
+def test_writes_are_remembered_too():
+    for seed in (1, 2):
+        generator = torch.Generator().manual_seed(seed)
+        k, v = torch.randn(2, 3, 2, 16, generator=generator)
+        pages = torch.zeros(4, 8, 2, 2, 16)
+        slots = torch.tensor([9, -1, 30 - seed])
+        write_kv(k, v, pages[:, :, 0], pages[:, :, 1], slots, impl="triton")
+        rows = pages.reshape(32, 2, 2, 16)
+        assert rows[9, 0].equal(k[0]) and rows[30 - seed, 1].equal(v[2])
+        assert (rows != 0).sum() == 4 * 32
+    assert remembered() == 1
+    with pytest.raises(ValueError, match="slot_mapping: expected int64"):
+        write_kv(k, v, pages[:, :, 0], pages[:, :, 1], slots.int(), impl="triton")
+
+
+def test_quantised_writes_and_reads_are_remembered():
+    outs = []
+    for seed in (1, 2):
+        generator = torch.Generator().manual_seed(seed)
+        k, v = torch.randn(2, 5, 2, 32, generator=generator).to(BF16)
+        pages = torch.zeros(4, 2, 8, 2, 32, dtype=torch.float8_e4m3fn)
+        scales = torch.zeros(4, 2, 8, 2)
+        views = [pages[:, 0], pages[:, 1]]
+        more = {"k_scale": scales[:, 0], "v_scale": scales[:, 1]}
+        write_kv(k, v, *views, torch.arange(8, 13), impl="triton", **more)
+        codes = pages[1, 0, :5].float() * scales[1, 0, :5, :, None]
+        torch.testing.assert_close(codes, k.float(), rtol=0.07, atol=0.02)
+        batch = {
+            "q": torch.ones(1, 2, 32, dtype=BF16), "k_pages": views[0], "v_pages": views[1],
+            "block_table": torch.tensor([[1]], dtype=torch.int32), "seq_lens": torch.tensor([5], dtype=torch.int32),
+            "cu_seqlens_q": torch.tensor([0, 1], dtype=torch.int32), "max_seqlen_q": 1, **more,
+        }  # fmt: skip
+        out = paged_attention(**batch, impl="triton")
+        torch.testing.assert_close(
+            out, paged_attention(**batch, impl="torch"), rtol=0.02, atol=0.02
+        )
+        outs.append(out)
+    assert remembered() == 2 and not outs[0].equal(outs[1])
+
+
+def test_no_tensor_is_kept():
+    batch = make_batch(CASES[0])
+    workspace = torch.empty(10**6)
+    attend(batch, workspace=workspace)
+    kept = [weakref.ref(t) for t in (*batch.values(), workspace) if isinstance(t, torch.Tensor)]
+    del batch, workspace
+    gc.collect()
+    assert not any(ref() is not None for ref in kept)
+
+
+def test_the_memory_is_bounded(monkeypatch):
+    monkeypatch.setattr(recipes, "LIMIT", 2)
+    for q_len in (1, 2, 3, 4):
+        attend(make_batch(AttentionCase("", [5], [q_len], dtype=BF16)))
+        assert remembered() <= 2
