@@ -83,7 +83,7 @@ def test_the_pipeline_is_real():
 def test_too_few_registers_are_seen_to_spill():
     """The rule holds for machine code, not for a number that is always 0."""
     spill, found = measured(
-        "paged.MAX_REGISTERS = 64\n"
+        "paged.MAX_REGISTERS = 40\n"
         "row = measure('decode-d64-p128-q1', 16, 64, 4, 2)\n"
         "print(row['spill_bytes'], any('spills' in text for text in static.problems(row)))"
     )
