@@ -81,24 +81,16 @@ def expect_tensor(
     Source: style rule 16 of this project (raise at the edge, one format).
     """
     accepted = (dtypes,) if isinstance(dtypes, torch.dtype) else tuple(dtypes)
-    if isinstance(tensor, torch.Tensor) and tensor.dtype in accepted:
-        have = tuple(tensor.shape)
-        same = len(shape) == len(have) and all(
-            want is None or want == n for want, n in zip(shape, have, strict=True)
-        )
-        packed = not have or have[-1] <= 1 or tensor.stride(-1) == 1
-        if same and packed and (device is None or tensor.device == device):
-            return
-    expected = f"{_names(accepted)} [{', '.join('*' if n is None else str(n) for n in shape)}]"
-    if not isinstance(tensor, torch.Tensor):
-        raise ValueError(f"{name}: expected {expected}, got {type(tensor).__name__}")
-    same_shape = len(shape) == tensor.dim() and all(
-        want is None or want == have for want, have in zip(shape, tensor.shape, strict=True)
+    have = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else None
+    same_shape = (
+        have is not None
+        and len(shape) == len(have)
+        and all(want is None or want == n for want, n in zip(shape, have, strict=True))
     )
     if not same_shape or tensor.dtype not in accepted:
-        raise ValueError(
-            f"{name}: expected {expected}, got {_names((tensor.dtype,))} {list(tensor.shape)}"
-        )
+        sizes = ", ".join("*" if n is None else str(n) for n in shape)
+        came = type(tensor).__name__ if have is None else _described(tensor)
+        raise ValueError(f"{name}: expected {_names(accepted)} [{sizes}], got {came}")
     # A dimension of size 0 or 1 is never stepped over, so its stride says nothing.
     if tensor.dim() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         raise ValueError(f"{name}: expected stride 1 in the last dimension, got {tensor.stride()}")

@@ -23,7 +23,7 @@ import triton.language as tl
 
 from quire.kernels import merge, recipes, schedule
 from quire.kernels._check import AttentionCall, check_attention
-from quire.kernels._launch import Launch
+from quire.kernels._launch import Launch, partials
 from quire.kernels.configs import (
     MAX_REGISTERS,
     MIN_SPLIT_TOKENS,
@@ -466,18 +466,9 @@ def _prepare_decode(call: AttentionCall, arch: int, num_sms: int) -> list[Launch
         page_bytes=call.k_pages.element_size(),
     )
     constants = _shape_arguments(call, config, arch)
-    partial_out = partial_lse = None
-    if plan.workspace_numel:
-        workspace = call.workspace
-        if workspace is None:
-            workspace = torch.empty(plan.workspace_numel, dtype=torch.float32, device=call.q.device)
-        elif workspace.numel() < plan.workspace_numel:
-            raise ValueError(
-                f"workspace: expected float32 [>= {plan.workspace_numel}], got float32 [{workspace.numel()}]"
-            )
-        num_rows = plan.workspace_numel // (head_dim + 1)
-        partial_out = workspace[: num_rows * head_dim]
-        partial_lse = workspace[num_rows * head_dim : plan.workspace_numel]
+    partial_out, partial_lse = partials(
+        plan.workspace_numel, head_dim, call.workspace, call.q.device
+    )
     attention = Launch(
         _decode_kernel,
         (plan.max_items * num_kv_heads * constants["HEAD_TILES"],),

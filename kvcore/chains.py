@@ -14,8 +14,8 @@ from .report import Match
 from .retention import kept_boundaries, replay_boundaries
 from .sequences import Sequences
 from .spec import Int32, Int64, Layout
-from .steps import DecodeBatch
-from .tables import NO_ROWS, Step, Tables
+from .steps import NO_ROWS, DecodeBatch
+from .tables import Step, Tables
 
 
 class Chains:

@@ -25,7 +25,8 @@ from .retention import Retention, parse_retention
 from .sequences import Sequences
 from .spec import GroupSpec, Int32, Int64, Layout, ragged_arange
 from .stats import count_admission, new_counters
-from .tables import NO_ROWS, Tables
+from .steps import NO_ROWS
+from .tables import Tables
 
 
 class KVCache:

@@ -61,8 +61,8 @@ class Decode:
     pages: Int32 | None = None  # [m, num_tables]
 
 
-_NONE: Int64 = np.empty(0, dtype=np.int64)
-NO_DECODE = Decode(_NONE, _NONE, _NONE[:, None], _NONE[None], 0)
+NO_ROWS: Int64 = np.empty(0, dtype=np.int64)
+NO_DECODE = Decode(NO_ROWS, NO_ROWS, NO_ROWS[:, None], NO_ROWS[None], 0)
 
 
 @dataclass

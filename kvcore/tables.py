@@ -15,9 +15,8 @@ import numpy as np
 from .pages import PagePool
 from .spec import GroupClass, Int32, Int64, Layout, ragged_arange
 from .states import SNAPSHOT, StateStep, StateTables
-from .steps import BlockTables, Chunk, Decode, DecodeBatch
+from .steps import NO_ROWS, BlockTables, Chunk, Decode, DecodeBatch
 
-NO_ROWS: Int64 = np.empty(0, dtype=np.int64)
 NO_COPIES: Int32 = np.empty((0, 2), dtype=np.int32)
 NO_PAGES: Int32 = np.empty((0, 0), dtype=np.int32)
 
