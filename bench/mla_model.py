@@ -18,6 +18,7 @@ from quire.bench.model import (
     FP32_PER_CLOCK,
     ITEM_BYTES,
     MMA_SYNC_SHARE,
+    WIDEN_CYCLES,
     Device,
     Prediction,
     filled_share,
@@ -26,8 +27,6 @@ from quire.bench.model import (
 from quire.kernels import configs
 from quire.kernels.mla import compressed_configs, indexer_plan
 
-# Cycles of an SM to widen one quantised value: 50 for the 512 of a key of V3.2 (FlashMLA's documentation of its sparse decode kernel).
-WIDEN_CYCLES = 50 / 512
 # fp32 operations for a product of the indexer: relu, weight, sum.
 INDEX_OPS = 3
 # Integer operations for each score in a selection: a comparison, a select and a sum for each of 32 bits, and a scan. Own estimate.

@@ -7,7 +7,7 @@ memory        bytes over the copy rate, or over what the copies in flight sustai
 l2            bytes of the K/V tiles that all programs load over the rate of the L2 cache: a tile serves the rows of one program only
 tensor cores  operations of whole tiles, padding included, over the matmul rate; tiles of 16 or 32 rows run on mma.sync, which is slower
 issue         one exponential and ``FP32_OPS`` fp32 operations for each element of the score tiles, over their issue rates; and what
-              widens quantised values (`bench.mla_model`)
+              widens quantised values: e4m3 codes become two-byte values in every program that loads them
 launch        a constant for each kernel
 
 floor         max(bytes / copy rate, operations / matmul rate) without padding, limits and overheads: no kernel is faster.
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from quire.bench.floors import visible_pairs
-from quire.bench.shapes import Case
+from quire.bench.shapes import Case, Shape
 from quire.kernels.configs import (
     MAX_REGISTERS,
     MIN_SPLIT_TOKENS,
@@ -34,10 +34,15 @@ from quire.kernels.configs import (
 )
 
 ITEM_BYTES = 2  # bf16 and fp16
+SCALE_BYTES = 4  # of a quantised row
 # mma.sync reaches 63 % of the rate of wgmma (arXiv 2402.13499, Hopper).
 MMA_SYNC_SHARE = 0.63
 # Scale, subtract, two maxima, sum, conversion, and the rescaling of the accumulator spread over a tile. Own estimate.
 FP32_OPS = 8
+# The scales of a quantised key and of its value.
+SCALE_OPS = 2
+# Cycles of an SM to widen one quantised value: 50 for the 512 of a key of V3.2 (FlashMLA's documentation of its sparse decode kernel).
+WIDEN_CYCLES = 50 / 512
 FP32_PER_CLOCK, EXP_PER_CLOCK = (
     128,
     16,
@@ -99,13 +104,13 @@ class Prediction:
 
 @dataclass
 class _Work:
-    """Sums over the kernels of a case: device memory traffic, tile loads and operations, score elements."""
+    """Sums over the kernels of a case: device memory traffic, tile loads and operations, cycles of SMs to issue the rest."""
 
     partial_bytes: float = 0.0
     loaded_bytes: float = 0.0
     wgmma_flops: float = 0.0
     mma_sync_flops: float = 0.0
-    scores: float = 0.0
+    issue_cycles: float = 0.0
     kernels: int = 0
     memory_share: float = 1.0
 
@@ -130,14 +135,14 @@ def predict(case: Case, device: Device) -> Prediction:
     if case.num_decodes < case.batch:
         _add_prefill(case, device, work)
     memory_rate = device.copy_bytes_per_s * work.memory_share
-    seconds_per_sm = device.num_sms * device.clock_hz
+    clocks = device.num_sms * device.clock_hz
     flops = case_flops(case)
     return Prediction(
         memory=(case_bytes(case) + work.partial_bytes) / memory_rate,
         l2=work.loaded_bytes / device.l2_bytes_per_s,
         tensor_cores=work.wgmma_flops / device.matmul_flops_per_s
         + work.mma_sync_flops / (device.matmul_flops_per_s * MMA_SYNC_SHARE),
-        issue=work.scores * max(1 / EXP_PER_CLOCK, FP32_OPS / FP32_PER_CLOCK) / seconds_per_sm,
+        issue=work.issue_cycles / clocks,
         launch=work.kernels * device.launch,
         floor=max(case_bytes(case) / device.copy_bytes_per_s, flops / device.matmul_flops_per_s),
     )
@@ -156,9 +161,7 @@ def _add_decode(case: Case, device: Device, work: _Work) -> None:
         max_seq_len=max(case.seq_lens),
         sliding_window=window,
     )
-    config = select_config(
-        shape.head_dim, ITEM_BYTES, "decode", case.block_size, device.arch, rows=plan.block_m
-    )
+    config = _config(case, "decode", device, plan.block_m)
     _, _, head_tiles = tile_heads(shape.num_heads // shape.num_kv_heads, config.block_m)
     keys = [n if window is None else min(n, window) for n in case.seq_lens[: case.num_decodes]]
     piece = max(MIN_SPLIT_TOKENS, -(-sum(keys) // plan.target_items))
@@ -168,14 +171,14 @@ def _add_decode(case: Case, device: Device, work: _Work) -> None:
     # fp32 partial rows are written, and read by the merge.
     work.partial_bytes += 2 * 4 * cut * shape.num_heads * (shape.head_dim + 1)
     tile_rows = config.block_m * shape.num_kv_heads * head_tiles * sum(keys)
-    _add_tiles(work, config, tile_rows, shape.head_dim)
+    _add_tiles(work, config, tile_rows, shape)
     work.kernels += 2 if plan.workspace_numel else 1
-    work.memory_share = min(work.memory_share, memory_share(config, shape.head_dim, programs, device))  # fmt: skip
+    work.memory_share = min(work.memory_share, memory_share(config, shape.head_dim, programs, device, page_bytes(shape)))  # fmt: skip
 
 
 def _add_prefill(case: Case, device: Device, work: _Work) -> None:
     shape = case.shape
-    config = select_config(shape.head_dim, ITEM_BYTES, "prefill", case.block_size, device.arch)
+    config = _config(case, "prefill", device)
     block_q, _, head_tiles = tile_heads(shape.num_heads // shape.num_kv_heads, config.block_m)
     programs = 0
     for q_len, seq_len in list(zip(case.q_lens, case.seq_lens, strict=True))[case.num_decodes :]:
@@ -186,17 +189,44 @@ def _add_prefill(case: Case, device: Device, work: _Work) -> None:
         heads = shape.num_kv_heads * head_tiles * config.value_parts
         programs += len(first) * heads
         tile_rows = config.block_m * config.block_n * float(tiles.sum()) * heads
-        _add_tiles(work, config, tile_rows, shape.head_dim)
+        _add_tiles(work, config, tile_rows, shape)
     work.kernels += 1
     if not case.num_decodes:
-        work.memory_share = memory_share(config, shape.head_dim, programs, device)
+        work.memory_share = memory_share(
+            config, shape.head_dim, programs, device, page_bytes(shape)
+        )
 
 
-def _add_tiles(work: _Work, config: Config, tile_rows: float, head_dim: int) -> None:
+def page_bytes(shape: Shape) -> int:
+    """Bytes of one element in the pages."""
+    return 1 if shape.fp8 else ITEM_BYTES
+
+
+def _config(case: Case, phase: str, device: Device, rows: int = 16) -> Config:
+    """The tile shape that the kernel of a phase has."""
+    shape = case.shape
+    return select_config(
+        shape.head_dim,
+        ITEM_BYTES,
+        phase,
+        case.block_size,
+        device.arch,
+        rows=rows,
+        page_bytes=page_bytes(shape),
+    )
+
+
+def _add_tiles(work: _Work, config: Config, tile_rows: float, shape: Shape) -> None:
     """tile_rows: elements of all score tiles, those of each of ``value_parts`` programs."""
-    channels = head_dim + head_dim / config.value_parts  # of a key and its values, for one program
-    work.scores += tile_rows
-    work.loaded_bytes += tile_rows / config.block_m * channels * ITEM_BYTES
+    # Of a key and its values, for one program.
+    channels = shape.head_dim + shape.head_dim / config.value_parts
+    keys = tile_rows / config.block_m
+    fp32_ops = FP32_OPS + (SCALE_OPS if shape.fp8 else 0)
+    work.issue_cycles += tile_rows * max(1 / EXP_PER_CLOCK, fp32_ops / FP32_PER_CLOCK)
+    work.loaded_bytes += keys * channels * page_bytes(shape)
+    if shape.fp8:
+        work.issue_cycles += keys * channels * WIDEN_CYCLES
+        work.loaded_bytes += keys * 2 * SCALE_BYTES
     # wgmma takes 64 rows at least, by a group of four warps.
     if config.block_m >= 64:
         work.wgmma_flops += 2.0 * tile_rows * channels
@@ -204,10 +234,15 @@ def _add_tiles(work: _Work, config: Config, tile_rows: float, head_dim: int) -> 
         work.mma_sync_flops += 2.0 * tile_rows * channels
 
 
-def memory_share(config: Config, head_dim: int, programs: int, device: Device) -> float:
+def memory_share(
+    config: Config, head_dim: int, programs: int, device: Device, page_bytes: int = ITEM_BYTES
+) -> float:
     """Share of the copy rate that ``programs`` programs can use: copies in flight, and how full their last wave is."""
-    stage = config.block_n * (head_dim + head_dim // config.value_parts) * ITEM_BYTES
+    elements = config.block_n * (head_dim + head_dim // config.value_parts)
+    stage = elements * page_bytes
     shared = config.num_stages * stage + config.block_m * head_dim * ITEM_BYTES
+    if page_bytes < ITEM_BYTES and config.block_m >= 64:
+        shared += elements * ITEM_BYTES  # wgmma reads the widened tile from there
     places = resident_programs(shared, config.num_warps, device) * device.num_sms
     in_flight = stage * (config.num_stages - 1) * places * filled_share(programs, places)
     return min(1.0, in_flight / device.latency / device.copy_bytes_per_s)

@@ -52,26 +52,20 @@ class Code:
         All asynchronous copies of the attention kernels are of K and V: page ids come by ordinary loads. A row whose
         alignment is unknown to the compiler is loaded element by element, and no 2-byte element can be copied asynchronously.
 
-        scale_bytes: what the scales of a quantised row take. Copies of that width do not count while they carry less than a third of the
-        bytes: of 584 bytes they are 8, but an instruction counts whole, however few of its threads copy.
+        scale_bytes: what the scales of a quantised row take, whose copies do not count.
         """
-        carried: collections.Counter[int] = collections.Counter()
-        for opcode, count in self.opcodes.items():
-            if opcode.startswith("LDGSTS"):
-                carried[_width(opcode)] += count * _width(opcode)
-        widths = [
-            width
-            for width, size in carried.items()
-            if width != scale_bytes or 3 * size >= carried.total()
-        ]
+        widths = list(_carried(self.opcodes, scale_bytes))
         if element_size == 2 and any(op.startswith("LDG.") and "U16" in op for op in self.opcodes):
             widths.append(2)
         return min(widths, default=0)
 
-    def tile_instructions(self, tile_bytes: int, threads: int) -> int | None:
+    def tile_instructions(self, tile_bytes: int, threads: int, scale_bytes: int = 0) -> int | None:
         """Instructions that a warp issues for a K/V tile: the body of the first loop over tiles, divided by the tiles it copies.
 
-        None where that cannot be told: no loop holds a matrix instruction, or its copies make no whole number of tiles.
+        tile_bytes: of a tile, without scales. threads: of a program. scale_bytes: as in ``copy_bytes``.
+
+        None where that cannot be told: no loop holds a matrix instruction, or its copies make no whole number of tiles. Up to a quarter
+        more may be lanes that copy nothing: a row of 576 bytes takes those of 640.
         """
         prefix = next((p for p, kind in MMA if kind == self.mma), None)
         if prefix is None:
@@ -80,10 +74,11 @@ class Code:
             body = [opcode for _, opcode, _ in self.lines[first:last] if opcode]
             if not any(opcode.startswith(prefix) for opcode in body):
                 continue
-            copied = threads * sum(_width(op) for op in body if op.startswith("LDGSTS"))
-            if copied == 0 or copied % tile_bytes:
+            copied = threads * _carried(collections.Counter(body), scale_bytes).total()
+            tiles = copied // tile_bytes
+            if tiles == 0 or 4 * copied > 5 * tiles * tile_bytes:
                 return None
-            return round(len(body) * tile_bytes / copied)
+            return round(len(body) / tiles)
         return None
 
     def _loops(self) -> list[tuple[int, int]]:
@@ -105,7 +100,7 @@ def read(cubin: bytes) -> Code:
     """The machine code of a cubin that holds one kernel."""
     usage = _tool("cuobjdump", cubin, "-res-usage")
     registers, stack = (int(re.search(rf"{key}:(\d+)", usage)[1]) for key in ("REG", "STACK"))
-    return Code(registers, stack, parse(_tool("nvdisasm", cubin, "-c")))
+    return Code(registers, stack, parse(_tool("nvdisasm", cubin, "-c", "-ndf")))
 
 
 def parse(listing: str) -> tuple[tuple[str, str, str], ...]:
@@ -117,6 +112,21 @@ def parse(listing: str) -> tuple[tuple[str, str, str], ...]:
         elif instruction := INSTRUCTION.search(text):
             lines.append(("", instruction[1], instruction[2]))
     return tuple(lines)
+
+
+def _carried(opcodes: collections.Counter[str], scale_bytes: int) -> collections.Counter[int]:
+    """Bytes that a thread copies asynchronously of K/V tiles, by width.
+
+    Copies as wide as ``scale_bytes`` are of scales while they carry less than a third of all bytes: of 584 bytes they are 8, but an
+    instruction counts whole, however few of its threads copy.
+    """
+    carried: collections.Counter[int] = collections.Counter()
+    for opcode, count in opcodes.items():
+        if opcode.startswith("LDGSTS"):
+            carried[_width(opcode)] += count * _width(opcode)
+    if 3 * carried[scale_bytes] < carried.total():
+        del carried[scale_bytes]
+    return carried
 
 
 def _width(opcode: str) -> int:

@@ -161,7 +161,7 @@ def measure(name: str, arch: int, index: int) -> dict[str, Any]:
         if parts > 1:  # all of a key, and a part of its values
             tile_bytes = tile_bytes * (parts + 1) // (2 * parts)
         copy = code.copy_bytes(element_size, case.scale_bytes)
-        instructions = code.tile_instructions(tile_bytes, threads)
+        instructions = code.tile_instructions(tile_bytes, threads, case.scale_bytes)
         if copy:
             in_flight = tile_bytes * (metadata.num_stages - 1) * resident
     tile = "x".join(str(values[name]) for name in ("BLOCK_M", "BLOCK_N") if name in values)

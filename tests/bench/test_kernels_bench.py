@@ -16,9 +16,10 @@ from quire.bench.floors import Rates
 from quire.bench.peers import Peer, Unsupported, find_peers
 from quire.bench.peers_folder import unpack
 from quire.bench.problem import attention_rows, expect, make_problem
-from quire.bench.shapes import SHAPES, TINY_SHAPES, Case, all_cases, headline
+from quire.bench.shapes import FP8_SHAPES, SHAPES, TINY_SHAPES, Case, all_cases, headline
 from quire.bench.timing import time_calls
 from quire.kernels import reference
+from quire.kernels.configs import select_config
 from quire.models.configs import get_config
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -210,6 +211,39 @@ def test_predictions_follow_what_they_are_made_of():
     longer = Case(SHAPES["llama-3-70b"], "prefill", 1, 8192, 16)
     ratio = model.predict(longer, model.H200).tensor_cores / model.predict(prefill, model.H200).tensor_cores  # fmt: skip
     assert 3.9 < ratio < 4.0
+
+
+def test_predictions_over_e4m3_pages():
+    """Half the bytes and the scales, from memory and from the L2 cache; values are widened by every program; tiles are those of e4m3."""
+    shape = SHAPES["gemma-4-31b/global"]  # head_dim 512
+    fp8 = FP8_SHAPES["gemma-4-31b/global/fp8"]
+    share = (512 + 4) / (2 * 512)
+    plain, wide = (
+        model.predict(Case(s, "decode", 128, 32768, 32), model.H200) for s in (shape, fp8)
+    )
+    assert wide.memory / plain.memory == pytest.approx(share, rel=0.01)
+    assert wide.l2 / plain.l2 == pytest.approx(share)
+    keys = 128 * 32768 * shape.num_kv_heads
+    # Of scores there are 16 rows; two operations more each make fp32 arithmetic longer than their exponentials.
+    cycles = keys * (2 * 512 * model.WIDEN_CYCLES + 16 * (10 / 128 - 1 / 16))
+    issued = cycles / (model.H200.num_sms * model.H200.clock_hz)
+    assert wide.issue - plain.issue == pytest.approx(issued)
+    # Of as many keys under way there are half the bytes: where these limit, keys take as long, but for their scales.
+    far = dataclasses.replace(model.H200, latency=1e-5)
+    plain, wide = (model.predict(Case(s, "decode", 128, 32768, 32), far) for s in (shape, fp8))
+    assert wide.memory / plain.memory == pytest.approx(2 * share, rel=0.01)
+    # The tile of a prompt is that of e4m3 pages: each of its parts computes the scores, and tiles under 64 rows run on mma.sync.
+    plain, wide = (
+        model.predict(Case(s, "prefill", 1, 32768, 32), model.H200) for s in (shape, fp8)
+    )
+    tiles = [select_config(512, 2, "prefill", 32, 90, page_bytes=size) for size in (2, 1)]
+    cost = [(1 + t.value_parts) / (1 if t.block_m >= 64 else model.MMA_SYNC_SHARE) for t in tiles]
+    assert tiles[0] != tiles[1]
+    assert wide.tensor_cores / plain.tensor_cores == pytest.approx(cost[1] / cost[0], rel=0.01)
+    # The widened tile has to fit as well, where wgmma reads it: one program an SM in place of two.
+    in_flight = 64 * 2 * 256 * 132
+    found = model.memory_share(model.Config(64, 64, 4, 2), 256, 264, far, 1)
+    assert found == pytest.approx(in_flight / far.latency / far.copy_bytes_per_s)
 
 
 def test_predict_prints_floors_without_measuring(capsys):

@@ -75,3 +75,14 @@ def test_instructions_of_a_tile():
     assert CODE.tile_instructions(3000, 128) is None
     assert changed("HMMA.16816.F32.BF16", "IADD3").tile_instructions(4096, 128) is None
     assert changed("LDGSTS", "LDG").tile_instructions(4096, 128) is None
+
+
+def test_scales_and_idle_lanes_are_not_part_of_a_tile():
+    """Lanes that copy nothing are at most a quarter of those that do; 4 bytes of scales come beside 2 * 16 of values."""
+    assert CODE.tile_instructions(3300, 128) == 5
+    assert CODE.tile_instructions(3200, 128) is None
+    scales = "        /*0048*/ LDGSTS.E [R9], desc[UR4][R2.64] ;\n"
+    code = changed("        /*0050*/", f"{scales}        /*0050*/")
+    assert code.tile_instructions(3300, 128) is None
+    assert code.tile_instructions(3300, 128, 4) == 6
+    assert code.tile_instructions(3300, 128, 8) is None
