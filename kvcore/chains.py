@@ -6,10 +6,12 @@ keeps its old pages); the blocks after it are its own.
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 
 from .events import Announcer
-from .index import PrefixIndex, Run
+from .index import PrefixIndex, Run, Source
 from .report import Match
 from .retention import kept_boundaries, replay_boundaries
 from .sequences import Sequences
@@ -50,6 +52,7 @@ class Chains:
         self._announcer, self._counters = announcer, counters
         n = sequences.max_requests
         self.runs: list[Run] = [index.root] * n
+        self._sources: list[Source] = [partial(tables.segment_pages, slot) for slot in range(n)]
         self.cached: Int64 = np.zeros(n, dtype=np.int64)
         self.replay_from: Int64 = np.zeros(n, dtype=np.int64)
         self.replay_to: Int64 = np.zeros(n, dtype=np.int64)
@@ -87,8 +90,8 @@ class Chains:
         cached, run = int(self.cached[slot]), self.runs[slot]
         if self.layout.hybrid and 0 < cached <= computed:
             self._add_points([slot], [cached], [self._tables.tail(slot, cached)])
-        self._tables.release(slot, cached, computed)
         self._index.unlock(run)
+        self._tables.release(slot, cached, computed)
         self.runs[slot] = self._index.root
         self.cached[slot] = 0
         return run
@@ -125,7 +128,7 @@ class Chains:
         snapshot = NO_ROWS
         if self._tables.states:
             if batch is not None:
-                snapshot = batch.next_starting[a]
+                snapshot = batch.starting(a, ahead=1)
             else:
                 last = end // a * a
                 snapshot = ((last > start) & (last >= end - self._drafts)).nonzero()[0]
@@ -141,8 +144,11 @@ class Chains:
 
     # After a step.
 
-    def commit(self, step: Step, end: Int64) -> Int32:
+    def commit(self, step: Step, end: Int64, made: list[bytes] | None) -> Int32:
         """Make a step real up to `end` [n], and cache what it completed.
+
+        Args:
+            made: keys of the segments that end here, if the step is a decode batch whose keys need no lookahead.
 
         Returns:
             [m, 2] pages to copy after the step.
@@ -160,7 +166,7 @@ class Chains:
             in_chunk = (step.chunk_rows.searchsorted(rows[several]), kept[several])
         effects = self._tables.commit(step, end, in_chunk)
         if closing.size:
-            self._close(slots[closing], whole, step.chunk_rows.size > 0)
+            self._close(slots[closing], whole, step.chunk_rows.size > 0, made)
         if rows.size:
             tails = iter(effects.tails)
             where, boundaries = slots[rows].tolist(), kept.tolist()
@@ -176,7 +182,7 @@ class Chains:
         """Rows of a step with segments to cache, and up to which segment."""
         a = self.alignment
         if not self.layout.lookahead and step.batch is not None and not step.chunk_rows.size:
-            closing = step.batch.next_starting[a]
+            closing = step.batch.starting(a, ahead=1)
             return closing, end[closing] // a
         closing = (end - self.cached[step.slots] >= a).nonzero()[0]
         whole = end[closing] // a
@@ -204,12 +210,12 @@ class Chains:
         order = np.lexsort((kept, rows))
         return rows[order], kept[order]
 
-    def _close(self, slots: Int64, whole: Int64, chunks: bool) -> None:
+    def _close(self, slots: Int64, whole: Int64, chunks: bool, made: list[bytes] | None) -> None:
         """Cache the segments of `slots` [n] up to segment `whole` [n]; one each unless there are `chunks`."""
         cached = whole * self.alignment
         if not chunks:
             self.cached[slots] = cached
-            self._close_one(slots, whole - 1)
+            self._close_one(slots, whole - 1, made)
             return
         first = self.cached[slots] // self.alignment
         self.cached[slots] = cached
@@ -220,30 +226,30 @@ class Chains:
         for i in several.tolist():
             slot, begin, end = int(slots[i]), int(first[i]), int(whole[i])
             keys = self._sequences.keys(slot, begin, end)
-            span = np.arange(begin, end)
-            pages = self._tables.segment_pages(np.full(len(span), slot), span)
-            self.runs[slot], known = self._index.insert(self.runs[slot], keys, pages)
+            found = self._index.insert(self.runs[slot], keys, self._sources[slot])
+            self.runs[slot], known = found
             if known:
-                self._adopt(slot, begin, pages[:known])
+                self._adopt(slot, begin, known)
             if self._announcer is not None and begin + known < end:
                 self._announcer.segments(slot, begin + known, end)
 
-    def _close_one(self, slots: Int64, segments: Int64) -> None:
+    def _close_one(self, slots: Int64, segments: Int64, keys: list[bytes] | None = None) -> None:
         """Cache one segment of each of `slots` [n]."""
-        pages = self._tables.segment_pages(slots, segments)
-        where, which, newest = slots.tolist(), segments.tolist(), self._sequences.newest_key
-        keys = [newest(slot, segment) for slot, segment in zip(where, which, strict=True)]
-        known = self._index.append(self.runs, where, keys, pages)
+        where, which = slots.tolist(), segments.tolist()
+        if keys is None:
+            newest = self._sequences.newest_key
+            keys = [newest(slot, segment) for slot, segment in zip(where, which, strict=True)]
+        known = self._index.append(self.runs, where, keys, self._sources)
         for i in known:
-            self._adopt(where[i], which[i], pages[i : i + 1])
+            self._adopt(where[i], which[i], 1)
         if self._announcer is not None:
             for i in sorted(set(range(len(where))) - set(known)):
                 self._announcer.segments(where[i], which[i], which[i] + 1)
 
-    def _adopt(self, slot: int, first: int, pages: Int32) -> None:
-        """Segments from `first` on were cached by someone else: keep one copy, theirs."""
-        self._index.pool.put(pages.ravel())
-        theirs = self._index.pages_between(self.runs[slot], first, first + len(pages))
+    def _adopt(self, slot: int, first: int, n: int) -> None:
+        """The `n` segments from `first` on were cached by someone else: keep one copy, theirs."""
+        self._index.pool.put(self._sources[slot](first, first + n).ravel())
+        theirs = self._index.pages_between(self.runs[slot], first, first + n)
         self._tables.fill_dense(slot, first, theirs)
 
     def _add_points(self, slots: list[int], boundaries: list[int], tails: list[Int32]) -> None:

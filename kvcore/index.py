@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from bisect import bisect_right, insort
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -24,6 +24,9 @@ from .eviction import EvictionPolicy
 from .hashing import KEY_BYTES
 from .pages import PagePool
 from .spec import Int32
+
+# Pages [end - first, pages_per_segment] of a request's segments [first, end).
+Source = Callable[[int, int], Int32]
 
 
 class ResumePoint:
@@ -65,7 +68,7 @@ class ResumePoint:
     def num_pages(self) -> int:
         """Window pages of this point, and dense pages of the segments that it gains."""
         assert self.run is not None
-        return len(self.pages) + self.gain * int(self.run.pages.shape[1])
+        return len(self.pages) + self.gain * self.run.pages_per_segment
 
     @property
     def freed(self) -> int:
@@ -74,7 +77,7 @@ class ResumePoint:
         assert run is not None
         if run.children or run.depths[-1] > self.depth:
             return len(self.pages)
-        return len(self.pages) + min(self.gain, self.depth - run.start) * int(run.pages.shape[1])
+        return len(self.pages) + min(self.gain, self.depth - run.start) * run.pages_per_segment
 
 
 class Run:
@@ -82,13 +85,15 @@ class Run:
 
     Attributes:
         keys: length * 32 bytes.
+        source: gives the pages of segments [first, end) from the table of the running request that prolongs the run: the run
+            copies them when somebody asks, or the request ends. None where the run has all its pages.
         locks, pins: running requests, and pins, whose prefix ends in this run or below it.
         depths: sorted boundaries (in segments, absolute) that have a resume point here.
     """
 
     __slots__ = (
         "_pages", "children", "depths", "keys", "last_used", "length", "locks", "num_uses", "parent",
-        "pins", "points", "start",
+        "pins", "points", "source", "start",
     )  # fmt: skip
 
     def __init__(self, parent: Run | None, start: int, keys: bytes, pages: Int32) -> None:
@@ -96,7 +101,8 @@ class Run:
         self.start = start
         self.keys = bytearray(keys)
         self.length = len(keys) // KEY_BYTES
-        self._pages = pages  # capacity grows by doubling; rows past `length` are spare
+        self._pages = pages  # of the first segments; `source` has the others
+        self.source: Source | None = None
         self.children: dict[bytes, Run] = {}
         self.points: dict[int, ResumePoint] = {}
         self.depths: list[int] = []
@@ -123,12 +129,12 @@ class Run:
     @property
     def num_pages(self) -> int:
         """Dense pages of this run."""
-        return self.pages.size
+        return self.length * self.pages_per_segment
 
     @property
     def freed(self) -> int:
         """Dense pages of this run: only leaves are evicted."""
-        return self.pages.size
+        return self.num_pages
 
     @property
     def shorter(self) -> None:
@@ -137,7 +143,22 @@ class Run:
     @property
     def pages(self) -> Int32:
         """[length, pages_per_segment] int32."""
-        return self._pages[: self.length]
+        self._pages = pages = self.look()
+        return pages
+
+    def look(self) -> Int32:
+        """`pages`, not copied from the source for good."""
+        known = len(self._pages)
+        if known == self.length:
+            return self._pages
+        assert self.source is not None
+        newest = self.source(self.start + known, self.depth)
+        return np.concatenate([self._pages, newest])
+
+    @property
+    def pages_per_segment(self) -> int:
+        """Dense pages of one segment."""
+        return int(self._pages.shape[1])
 
     def segment_key(self, i: int) -> bytes:
         """Key of the i-th segment of this run."""
@@ -155,16 +176,11 @@ class Run:
                 high = mid - 1
         return low
 
-    def extend(self, keys: bytes, pages: Int32) -> None:
-        """Append segments."""
-        n = self.length + len(keys) // KEY_BYTES
-        if n > len(self._pages):
-            grown = np.empty((max(n, 2 * len(self._pages)), pages.shape[1]), dtype=np.int32)
-            grown[: self.length] = self.pages
-            self._pages = grown
-        self._pages[self.length : n] = pages
-        self.keys += keys
-        self.length = n
+    def cut(self, length: int) -> None:
+        """Forget the segments past the first `length`."""
+        self._pages = self.pages[:length]
+        del self.keys[length * KEY_BYTES :]
+        self.length = length
 
     @property
     def useless(self) -> int:
@@ -281,8 +297,10 @@ class PrefixIndex:
         run.locks += 1
 
     def unlock(self, run: Run) -> None:
-        """Undo one `lock(run)`; the path counts as used now."""
+        """Undo one `lock(run)`, while the request still has its tables; the path counts as used now."""
         for node in self.path(run):
+            if node.source is not None:
+                _, node.source = node.pages, None
             node.locks -= 1
             node.last_used = self.tick
             if node.locks == 0:
@@ -291,7 +309,7 @@ class PrefixIndex:
 
     # Growth.
 
-    def insert(self, run: Run, keys: bytes, pages: Int32) -> tuple[Run, int]:
+    def insert(self, run: Run, keys: bytes, source: Source) -> tuple[Run, int]:
         """Cache segments after the end of `run`, which the caller has locked once.
 
         Where a segment is cached already, the cached pages stay and the caller's are not taken.
@@ -299,7 +317,7 @@ class PrefixIndex:
         Args:
             run: ends where the new segments start.
             keys: n * 32 bytes.
-            pages: [n, pages_per_segment] int32.
+            source: of their pages, good until the caller's `unlock`.
 
         Returns:
             (run that ends at the last segment, locked instead of `run`; number of leading segments that
@@ -319,16 +337,18 @@ class PrefixIndex:
             run = child
         if known == n:
             return run, known
-        keys, pages = keys[known * KEY_BYTES :], pages[known:]
+        keys = keys[known * KEY_BYTES :]
         self.num_segments += n - known
         self.num_locked_segments += n - known
         if self._extensible(run):
-            run.extend(keys, pages)
+            run.keys += keys
+            run.length += n - known
         else:
-            child = Run(run, run.depth, keys, pages.copy())
+            child = Run(run, run.depth, keys, np.empty((0, self.pages_per_segment), dtype=np.int32))
             child.locks = 1
             run.children[child.segment_key(0)] = child
             run = child
+        run.source = source
         run.last_used = self.tick
         return run, known
 
@@ -337,35 +357,28 @@ class PrefixIndex:
         return run.locks == 1 and not run.children and not run.pins and run is not self.root
 
     def append(
-        self, runs: list[Run], slots: list[int], keys: list[bytes], pages: Int32
+        self, runs: list[Run], slots: list[int], keys: list[bytes], sources: list[Source]
     ) -> list[int]:
         """`insert` of one segment for each of several requests, quick where it prolongs a leaf of one request.
 
         Args:
             runs: by slot: where the request's segments end; set anew.
-            keys, pages: [n], [n, pages_per_segment] of the new segments.
+            keys: [n] of the new segments.
+            sources: by slot.
 
         Returns:
             Indices of those that were cached already.
         """
-        known, added, root, tick = [], 0, self.root, self.tick
+        known, added = [], 0
         for i, slot in enumerate(slots):
             run = runs[slot]
-            n = run.length
-            if (
-                run.locks == 1
-                and not run.children
-                and not run.pins
-                and n < len(run._pages)
-                and run is not root
-            ):
-                run._pages[n] = pages[i]
+            # Only the request that prolongs a run is its source; `unlock` sets when it was used.
+            if run.locks == 1 and run.source is not None and not run.children and not run.pins:
                 run.keys += keys[i]
-                run.length = n + 1
-                run.last_used = tick
+                run.length += 1
                 added += 1
             else:
-                runs[slot], found = self.insert(run, keys[i], pages[i : i + 1])
+                runs[slot], found = self.insert(run, keys[i], sources[slot])
                 if found:
                     known.append(i)
         self.num_segments += added
@@ -532,8 +545,7 @@ class PrefixIndex:
             run.parent, run.length = None, 0
             self._became_leaf(parent)
             return
-        del run.keys[keep * KEY_BYTES :]
-        run.length = keep
+        run.cut(keep)
         self._became_leaf(run)
 
     def _became_leaf(self, run: Run) -> None:

@@ -382,10 +382,10 @@ class KVCache:
             self.num_computed[slots] = end
             self._tables.settle(step, effects)
             return effects.copies
-        self._feed(plan, ids, end)
+        made = self._feed(plan, ids, end)
         if self._announcer is not None:
             self._announcer.computed(plan, ids, end)
-        copies = self._chains.commit(step, end)
+        copies = self._chains.commit(step, end, made)
         self.num_computed[slots] = end
         if self.max_draft_tokens:
             floor = np.maximum(self._rollback_floor[slots], step.end - self.max_draft_tokens)
@@ -403,17 +403,20 @@ class KVCache:
             )
         return taken
 
-    def _feed(self, plan: StepPlan, ids: Int32, end: Int64) -> None:
-        """Give the tokens of a step to the key chains."""
+    def _feed(self, plan: StepPlan, ids: Int32, end: Int64) -> list[bytes] | None:
+        """Give the tokens of a step to the key chains; returns the keys of a decode batch that needs no more (see `Chains`)."""
         step, batch = plan.step, plan.step.batch
+        if not step.chunk_rows.size:
+            assert batch is not None
+            return self.sequences.feed_one(batch, ids)
         if batch is not None:
-            tokens = ids[plan.cu_seqlens_q[step.decode_rows]] if step.chunk_rows.size else ids
-            self.sequences.feed_one(batch, tokens)
+            self.sequences.feed_one(batch, ids[plan.cu_seqlens_q[step.decode_rows]])
         for row in step.chunk_rows.tolist():
             first, start = int(plan.cu_seqlens_q[row]), int(step.start[row])
             self.sequences.feed(
                 int(step.slots[row]), start, ids[first : first + int(end[row]) - start]
             )
+        return None
 
     def rollback(self, slot: int, num_tokens: int) -> None:
         """Forget the last computed tokens of a request.

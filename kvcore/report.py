@@ -140,7 +140,7 @@ def check_invariants(cache: KVCache) -> None:
         assert run.depth * a == cached, "a request's prefix ends at the end of its run"
         for node in index.path(run):
             locks[id(node)] += 1
-        path_pages = index.pages_between(run, 0, run.depth)
+        path_pages = np.concatenate([index.root.look(), *(r.look() for r in index.path(run))])
         for block in cache._tables.windows:
             c = block.spec
             users.append(block.table[slot].ravel())
@@ -171,7 +171,8 @@ def check_invariants(cache: KVCache) -> None:
         assert run.length > 0 and run.parent is not None and run.start == run.parent.depth
         assert run.parent.children[run.segment_key(0)] is run
         assert len(run.keys) == 32 * run.length
-        owners.append(run.pages.ravel())
+        assert run.locks or run.source is None, "the source of a run has left"
+        owners.append(run.look().ravel())
         assert run.depths == sorted(run.points) and all(
             run.start < d <= run.depth for d in run.depths
         )

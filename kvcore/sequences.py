@@ -127,25 +127,29 @@ class Sequences:
             return self._last_key[slot]
         return self.keys(slot, segment, segment + 1)
 
-    def feed_one(self, batch: DecodeBatch, tokens: Int32) -> None:
-        """The next token of each request of a batch [n]; those of prompts are known."""
+    def feed_one(self, batch: DecodeBatch, tokens: Int32) -> list[bytes] | None:
+        """The next token of each request of a batch [n]; those of prompts are known.
+
+        Returns:
+            Keys of the segments that end here; None where prompts or a lookahead make it less simple.
+        """
         a, k = self.alignment, self.lookahead
         if batch.slots is not self._fed:
             known = batch.start < self.prompt_len[batch.slots]
             if np.count_nonzero(known):
                 for i in range(len(tokens)):
                     self.feed(int(batch.slots[i]), int(batch.start[i]), tokens[i : i + 1])
-                return
+                return None
             start = batch.start
             columns = np.where(start < a + k, start, (start - k) % a) if k else start % a
             self._fed, self._places = batch.slots, batch.slots * (a + k) + columns
         self._open.reshape(-1)[self._places] = tokens
         self._places += 1
-        whole = batch.next_starting[a]
+        whole = batch.starting(a, ahead=1)
         if k:
             whole = ((batch.end >= a + k) & ((batch.end - k) % a == 0)).nonzero()[0]
         if not whole.size:
-            return
+            return None if k else []
         slots = batch.slots[whole]
         self._places[whole] = slots * (a + k)
         data, size = self._open[slots].tobytes(), 4 * (a + k)
@@ -153,11 +157,13 @@ class Sequences:
         if k:
             lengths = np.where(self.num_keys[slots] == 0, size, 4 * a).tolist()
         self.num_keys[slots] += 1
-        last, more, at = self._last_key, self._more_keys, 0
+        last, more, made, at = self._last_key, self._more_keys, [], 0
         for slot, length in zip(slots.tolist(), lengths, strict=True):
             last[slot] = key = next_key(last[slot], data[at : at + length])
             more[slot] += key
+            made.append(key)
             at += size
+        return None if k else made
 
     def feed(self, slot: int, start: int, tokens: Int32) -> None:
         """Several tokens of one request, from position `start` on; those of its prompt are known."""

@@ -9,6 +9,7 @@ the tails of boundaries that retention keeps. All other rows get slot -1 and are
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,34 +18,67 @@ from .pages import UNSHARED, PagePool
 from .spec import NULL_BLOCK, GroupClass, Int32, Int64, ragged_arange
 
 
-@dataclass
 class DecodeBatch:
-    """The requests that compute one token in a step; kept from step to step while they stay the same.
+    """Requests that compute one token each, and go on doing so from step to step.
+
+    A request starts a block of a given size every `size` steps, so that once the batch has lasted a step, a calendar says
+    which rows start one: sorted by when they do, those of one step are neighbours.
+
+    Args:
+        slots, start: [n] requests, and their tokens before the step.
+        last_slots: [num_tables, n] slots of the tokens before these.
+        columns: [n] flat indices of the first entries of the requests' rows in the fused table.
 
     Attributes:
-        slots: [n] requests; key: their bytes, to compare them quickly.
-        start, end: [n] their tokens before and after the step. longest: of `end`.
-        columns: [n] flat indices of the first entries of the requests' rows in the fused table.
+        end: [n] tokens after the step. longest: the largest. age: steps since the batch was made.
         outputs: [num_tables] flat indices of the tables' rows in `last_slots`.
-        last_slots: [num_tables, n] slots of the tokens before these.
-        starting, next_starting: for each size of blocks and of segments, the rows where one starts in this step, and in the
-            next; a segment that starts in the next step ends in this one.
+        memo: what other classes derive from the batch and keep with it.
     """
 
-    slots: Int64
-    key: bytes
-    start: Int64
-    end: Int64
-    longest: int
-    columns: Int64
-    outputs: Int64
-    last_slots: Int64
-    starting: dict[int, Int64]
-    next_starting: dict[int, Int64]
+    def __init__(self, slots: Int64, start: Int64, last_slots: Int64, columns: Int64) -> None:
+        self.slots = slots.copy()
+        self._key = slots.tobytes()
+        self._ones = np.ones(len(slots), dtype=np.int64).tobytes()
+        self.start, self.end = start, start + 1
+        self.longest = int(self.end.max())
+        self.age = 0
+        self.last_slots = last_slots
+        self.columns = columns
+        self.outputs = np.arange(len(last_slots)) * len(slots)
+        self.memo: dict[object, Any] = {}
+        self._calendar: dict[int, tuple[Int64, list[int]]] = {}
 
     def is_of(self, slots: Int64) -> bool:
         """Whether these are the batch's requests, in its order."""
-        return slots.tobytes() == self.key
+        return slots.tobytes() == self._key
+
+    def is_again(self, slots: Int64, counts: Int64) -> bool:
+        """Whether a step asks for the next token of the batch's requests, and nothing else."""
+        return slots.tobytes() == self._key and counts.tobytes() == self._ones
+
+    def advance(self, last_slots: Int64) -> None:
+        """Go to the next step."""
+        self.start, self.end, self.last_slots = self.end, self.end + 1, last_slots
+        self.longest += 1
+        self.age += 1
+
+    def starting(self, size: int, ahead: int = 0) -> Int64:
+        """Rows that start a block (or a segment) of `size` tokens, `ahead` steps from this one."""
+        if not self.age:
+            starts: Int64 = ((self.start + ahead) % size == 0).nonzero()[0]
+            return starts
+        order, first, end = self.due(size, ahead)
+        return order[first:end]
+
+    def due(self, size: int, ahead: int = 0) -> tuple[Int64, int, int]:
+        """(All rows, by when they start a block of `size`; first and end of those that do so `ahead` steps from this one)."""
+        if size not in self._calendar:
+            wait = (self.age - self.start) % size
+            bounds = np.bincount(wait, minlength=size).cumsum().tolist()
+            self._calendar[size] = wait.argsort(kind="stable"), [0, *bounds]
+        order, bounds = self._calendar[size]
+        step = (self.age + ahead) % size
+        return order, bounds[step], bounds[step + 1]
 
 
 @dataclass
@@ -52,17 +86,33 @@ class Decode:
     """Plan of one class for the requests of a `DecodeBatch` that start a block of it."""
 
     rows: Int64  # [m] rows of the batch
-    blocks: Int64  # [m] block numbers
     places: Int64  # [m, num_tables] flat indices of their table entries
-    outputs: Int64  # [num_tables, m] flat indices of the rows in a slot mapping
+    outputs: Int64  # [m, num_tables] flat indices of the rows in a slot mapping
     num_new: int  # pages needed
     old: Int32 | None = None  # [m, num_tables] pages in these places of a ring that is reused
     is_new: npt.NDArray[np.bool_] | None = None  # [m, num_tables] which of them are replaced
     pages: Int32 | None = None  # [m, num_tables]
 
 
+@dataclass
+class Turn:
+    """Where the requests of a batch find their blocks of one class until each has started its next one.
+
+    Attributes:
+        blocks: [n] block that each request starts next, when the batch was made; sorted like the calendar.
+        columns, outputs: [n, num_tables] flat indices of the first entries of the tables, and of the rows in a slot mapping.
+        number, places: which turn this is, and its flat indices [n, num_tables].
+    """
+
+    blocks: Int64
+    columns: Int64
+    outputs: Int64
+    number: int
+    places: Int64
+
+
 NO_ROWS: Int64 = np.empty(0, dtype=np.int64)
-NO_DECODE = Decode(NO_ROWS, NO_ROWS, NO_ROWS[:, None], NO_ROWS[None], 0)
+NO_DECODE = Decode(NO_ROWS, NO_ROWS[:, None], NO_ROWS[:, None], 0)
 
 
 @dataclass
@@ -151,45 +201,66 @@ class BlockTables:
 
     def plan_decode(self, batch: DecodeBatch) -> Decode:
         """What the requests that start a block in this step need."""
-        size, k = self.spec.block_size, self.spec.num_tables
-        rows = batch.starting[size]
-        if not len(rows):
+        found = self._starting(batch)
+        if found is None:
             return NO_DECODE
-        blocks = batch.start[rows] // size
-        columns = batch.columns[rows] + (blocks % self.spec.width if self.is_window else blocks)
-        places = columns[:, None] + self._first
-        outputs = batch.outputs[self.spec.tables, None] + rows
+        rows, places, outputs = found
         if not self.recycles:
-            return Decode(rows, blocks, places, outputs, len(rows) * k)
+            return Decode(rows, places, outputs, places.size)
         old = self._flat[places]
         is_new = self.pool.counts[old] != UNSHARED
-        num_new = int(np.count_nonzero(is_new))
-        return Decode(rows, blocks, places, outputs, num_new, old, is_new)
+        return Decode(rows, places, outputs, int(np.count_nonzero(is_new)), old, is_new)
+
+    def _starting(self, batch: DecodeBatch) -> tuple[Int64, Int64, Int64] | None:
+        """(rows, places, outputs) of a `Decode`; None where nobody starts a block."""
+        size, width = self.spec.block_size, self.spec.width
+        if not batch.age:
+            rows = batch.starting(size)
+            if not len(rows):
+                return None
+            blocks = batch.start[rows] // size % width
+            places = (batch.columns[rows] + blocks)[:, None] + self._first
+            return rows, places, rows[:, None] + batch.outputs[self.spec.tables]
+        order, first, end = batch.due(size)
+        if first == end:
+            return None
+        turn = batch.memo.get(self)
+        number = batch.age // size
+        if turn is None:
+            blocks = (batch.start[order] - batch.age + size - 1) // size
+            columns = batch.columns[order, None] + self._first
+            outputs = order[:, None] + batch.outputs[self.spec.tables]
+            turn = batch.memo[self] = Turn(blocks, columns, outputs, -1, columns)
+        if turn.number != number:
+            turn.number = number
+            turn.places = turn.columns + ((turn.blocks + number) % width)[:, None]
+        return order[first:end], turn.places[first:end], turn.outputs[first:end]
 
     def fill_decode(self, plan: Decode, fresh: Int32) -> Int64:
-        """Give `fresh` pages to the plan; returns the slots of the blocks' first rows [k, m]."""
+        """Give `fresh` pages to the plan; returns the slots of the blocks' first rows [m, k]."""
         if plan.old is None or plan.num_new == plan.old.size:
-            plan.pages = fresh.reshape(len(plan.rows), -1)
+            plan.pages = fresh.reshape(plan.places.shape)
         elif not plan.num_new:
             plan.pages = plan.old
         else:
             plan.pages = plan.old.copy()
             plan.pages[plan.is_new] = fresh
-        first: Int64 = plan.pages.T * np.int64(self.spec.block_size)
+        first: Int64 = plan.pages * np.int64(self.spec.block_size)
         return first
 
-    def commit_decode(self, plan: Decode, slots: Int64) -> None:
-        """Make the plan's blocks the own ones of its batch's requests `slots` [n]."""
+    def commit_decode(self, plan: Decode, batch: DecodeBatch) -> None:
+        """Make the plan's blocks the own ones of its batch's requests."""
         pages, old = plan.pages, plan.old
         assert pages is not None
         if self.is_window:
             fresh = pages
             if old is None:
-                self._drop_behind(slots[plan.rows], plan.blocks)
+                self._drop_behind(
+                    batch.slots[plan.rows], batch.start[plan.rows] // self.spec.block_size
+                )
             else:
                 if plan.num_new < old.size:
                     old, fresh = old[plan.is_new], pages[plan.is_new]
-                old = old.ravel()
                 self.pool.unuse(old[old != NULL_BLOCK])
             self.pool.users[fresh] = 1
         self._flat[plan.places] = pages

@@ -7,7 +7,6 @@ took. All tables are columns of one array, so that a device copy needs one list 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -103,8 +102,6 @@ class Tables:
             BlockTables(c, self.array, layout.alignment, layout.lookahead, pool)
             for c in block_classes
         ]
-        self._sizes = sorted({layout.alignment, *(c.block_size for c in block_classes)})
-        self._smallest = math.gcd(*self._sizes)
         self._batch: DecodeBatch | None = None
         # Of its requests: live pages of each class of states [n, num_tables], and of all tables [num_tables, n].
         self._live_pages: list[Int32] = []
@@ -176,11 +173,9 @@ class Tables:
         )  # fmt: skip
 
     def batch_again(self, slots: Int64, counts: Int64) -> DecodeBatch | None:
-        """The decode batch of the last step moved on, if `slots`, `counts` [n] ask for just that."""
+        """The decode batch of the last step, moved on, if `slots`, `counts` [n] ask for just that."""
         batch = self._batch
-        if batch is None or not batch.is_of(slots):
-            return None
-        return batch if np.count_nonzero(counts == 1) == len(counts) else None
+        return batch if batch is not None and batch.is_again(slots, counts) else None
 
     def _batch_of(self, slots: Int64, start: Int64) -> DecodeBatch | None:
         if not len(slots):
@@ -190,17 +185,7 @@ class Tables:
         last = np.full((len(self.layout.tables), len(slots)), -1, dtype=np.int64)
         for block in self.blocks:
             last[block.spec.tables] = block.last_slots(slots, start)
-        end = start + 1
-        return DecodeBatch(
-            slots.copy(), slots.tobytes(), start, end, int(end.max()), slots * self.layout.num_columns,
-            np.arange(len(last)) * len(slots), last, self._starts(start), self._starts(end),
-        )  # fmt: skip
-
-    def _starts(self, positions: Int64) -> dict[int, Int64]:
-        """For each size of blocks, and of segments, the rows whose position starts one."""
-        rows = (positions % self._smallest == 0).nonzero()[0]
-        some = positions[rows]
-        return {n: rows if n == self._smallest else rows[some % n == 0] for n in self._sizes}
+        return DecodeBatch(slots, start, last, slots * self.layout.num_columns)
 
     def _demand(self, step: Step) -> list[tuple[GroupClass, int]]:
         """Pages that each class needs for decodes, chunks and states."""
@@ -317,14 +302,8 @@ class Tables:
         if batch is not None:
             for decode, block in zip(step.decodes, self.blocks, strict=True):
                 if len(decode.rows) and (decode.num_new or decode.old is None):
-                    block.commit_decode(decode, batch.slots)
+                    block.commit_decode(decode, batch)
                     self._delta(decode.places, decode.pages)
-            next_end = batch.end + 1
-            batch = DecodeBatch(
-                batch.slots, batch.key, batch.end, next_end, batch.longest + 1, batch.columns, batch.outputs,
-                step.decode_slots, batch.next_starting, self._starts(next_end),
-            )  # fmt: skip
-        self._batch = batch
         copies = NO_COPIES
         if self.states:
             copies = self._commit_states(step, end)
@@ -332,11 +311,14 @@ class Tables:
                 where = step.slots[step.chunk_rows[kept[0]]]
                 for state in self.states:
                     self._place(tails, state, state.table[where, :, SNAPSHOT, None])
+        self._batch = batch
+        if batch is not None:
+            batch.advance(step.decode_slots)
         return Effects(tails, gone, copies)
 
     def _commit_states(self, step: Step, end: Int64) -> Int32:
         if step.batch is not None and not step.chunk_rows.size:
-            ends = step.batch.next_starting[self.layout.alignment]
+            ends = step.batch.starting(self.layout.alignment, ahead=1)
             if not step.again:
                 self._live_pages = [plan.pages for plan in step.states]
                 self._state_pages = step.state_pages
@@ -386,20 +368,16 @@ class Tables:
         row: Int32 = tails[0]
         return row
 
-    def segment_pages(self, slots: Int64, segments: Int64) -> Int32:
-        """Dense pages of one segment of each of `slots` [n]: [n, pages_per_segment]."""
-        parts = []
+    def segment_pages(self, slot: int, first: int, end: int) -> Int32:
+        """Dense pages of the segments [first, end) of a request: [end - first, pages_per_segment]."""
+        pages = np.empty((end - first, self.layout.pages_per_segment), dtype=np.int32)
         for block in self.dense:
             c = block.spec
-            if c.per_segment == 1:
-                parts.append(block.pages(slots, segments))
-            else:
-                blocks = (segments * c.per_segment)[:, None] + np.arange(c.per_segment)
-                pages = block.read(slots, blocks)
-                parts.append(pages.reshape(len(slots), c.num_tables * c.per_segment))
-        if len(parts) == 1:
-            return parts[0]
-        return np.concatenate(parts, axis=1) if parts else np.empty((len(slots), 0), np.int32)
+            part = block.table[slot, :, first * c.per_segment : end * c.per_segment]
+            part = part.reshape(c.num_tables, end - first, c.per_segment).transpose(1, 0, 2)
+            columns = slice(c.segment_offset, c.segment_offset + c.num_tables * c.per_segment)
+            pages[:, columns] = part.reshape(end - first, -1)
+        return pages
 
     def fill_dense(self, slot: int, first: int, pages: Int32) -> None:
         """Set the dense entries of segments from `first` on to `pages` [n, pages_per_segment]."""
