@@ -2,6 +2,7 @@
 
     python -m bench.prefill_decode
     python -m bench.prefill_decode --json result.json --plot result.png
+    python -m bench.prefill_decode --model gemma4-tiny --split
     python -m bench.prefill_decode --trace conversation.jsonl.xz --limit 40 --scale 0.05
     python -m bench.prefill_decode --model gemma4-tiny --retention 64 --no-baseline --scale 0.2
     python -m bench.prefill_decode --model deepseek-v4-tiny --limit 2 --scale 0.25 --speculate mtp --draft-tokens 2
@@ -37,7 +38,7 @@ from quire.bench.floors import measure_rates, weight_bytes
 from quire.bench.machine import describe_machine
 from quire.bench.plot import require_matplotlib, save_plot
 from quire.bench.report import comparison, metrics, report, speculation
-from quire.bench.text import header, table
+from quire.bench.text import header, split_table, table
 from quire.bench.traces import trace_workload
 from quire.bench.verify import Check, check_outputs, sample
 from quire.bench.workload import Workload, chat_workload
@@ -89,6 +90,8 @@ def main(argv: list[str] | None = None) -> int:
             draft_tokens=args.draft_tokens,
         )
         print(header(result), table(result), sep="\n\n")
+        if args.split:
+            print("", split_table(result), sep="\n")
         if args.json:
             Path(args.json).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
         if args.plot:
@@ -290,6 +293,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--draft-tokens", type=int, default=1, metavar="K", help="drafts a step; default: 1")
     add("--check", type=int, default=8, metavar="N", help="requests to check; default: 8")
     add("--no-baseline", action="store_true", help="skip the run with caching off")
+    add("--split", action="store_true", help="print what each part of a step takes of the CPU")
     add("--json", metavar="FILE", help="write all numbers")
     add("--plot", metavar="FILE", help="write a picture (extra: plot)")
     add("--seed", type=int, default=0, metavar="N", help="of weights, lengths and tokens")

@@ -14,6 +14,10 @@
       hit                  tokens, prompt_tokens, rate, limited_by {reason: requests}
       pages                peak_in_use, peak_cached, in_use, cached, total
       allocator            us_per_step, share_of_step, hashing_us_per_request
+      split                CPU time of the engine's thread: outside_model {worst, p95, overall}, the share of a step that is not the
+                           model's arithmetic (forward passes and sampling); cpu_s; and for each part of a step (`quire.models.report`)
+                           parts {schedule, allocator, draft, tensors, model, sample, deliver}: cpu_s, share, decode_us, prefill_us
+                           (medians of steps), worst_us (in the step with the largest share outside)
       groups               list of {group, requests, hit_rate, ttft_p50_ms}; what a group is: workload.group_name
     comparison             speedup, cpu_speedup, ttft_speedup (p50), identical_requests, identical_tokens, output_tokens; or null
     speculation            kind, draft_tokens, drafts, accepted, tokens_per_step, steps, steps_without, cpu_speedup, hit_tokens,
@@ -37,7 +41,7 @@ from quire.bench.floors import Rates, decode_bytes, prefill_flops
 from quire.bench.verify import Check
 from quire.bench.workload import Workload
 from quire.models.decoder import Decoder
-from quire.models.runner import StepReport
+from quire.models.report import PARTS, StepReport, outside_model
 
 SCHEMA = 1
 
@@ -77,7 +81,37 @@ def metrics(run: Run, model: Decoder, rates: Rates, num_pages: int) -> dict[str,
             "share_of_step": allocator / total_seconds,
             "hashing_us_per_request": 1e6 * run.hashing / len(run.outputs),
         },
+        "split": split(run.steps),
         "groups": _groups(run),
+    }
+
+
+def split(steps: list[StepReport]) -> dict[str, Any]:
+    """Where the engine's thread spent its CPU time; see the file's docstring."""
+    cpu = np.array([step.cpu for step in steps])
+    outside, seconds = outside_model(cpu), cpu.sum(axis=0)
+    is_decode = np.array([step.num_prefills == 0 for step in steps])
+    decode, prefill = (
+        np.median(rows, axis=0) if len(rows) else None for rows in (cpu[is_decode], cpu[~is_decode])
+    )
+    worst = cpu[outside.argmax()]
+    return {
+        "outside_model": {
+            "worst": float(outside.max()),
+            "p95": float(np.quantile(outside, 0.95)),
+            "overall": float(outside_model(seconds)),
+        },
+        "cpu_s": float(seconds.sum()),
+        "parts": {
+            part: {
+                "cpu_s": float(seconds[i]),
+                "share": float(seconds[i] / seconds.sum()),
+                "decode_us": None if decode is None else 1e6 * float(decode[i]),
+                "prefill_us": None if prefill is None else 1e6 * float(prefill[i]),
+                "worst_us": 1e6 * float(worst[i]),
+            }
+            for i, part in enumerate(PARTS)
+        },
     }
 
 

@@ -68,6 +68,21 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def split_table(result: dict[str, Any]) -> str:
+    """Where the CPU time of a step goes, with caching on: a row for each part of a step."""
+    split = result["cached"]["split"]
+    rows = [("part", "CPU s", "share", "decode step, us", "prefill step, us", "worst step, us")]
+    for name, part in split["parts"].items():
+        medians = (_number(part[key]) for key in ("decode_us", "prefill_us", "worst_us"))
+        rows.append((name, f"{part['cpu_s']:.3f}", f"{part['share']:.2%}", *medians))
+    return "\n".join(
+        [
+            *aligned(rows),
+            "CPU time of the engine's thread, medians of steps; worst step = the largest share outside of model and sample",
+        ]
+    )
+
+
 def _number(value: float | None, unit: str = "") -> str:
     if value is None:
         return "-"
@@ -86,6 +101,10 @@ def _pages(run: dict[str, Any]) -> str:
 def _cached_pages(run: dict[str, Any]) -> str:
     pages = run["pages"]
     return f"{pages['peak_cached']} / {pages['cached']}"
+
+
+def _outside(run: dict[str, Any]) -> str:
+    return " / ".join(f"{share:.1%}" for share in run["split"]["outside_model"].values())
 
 
 _ROWS = (
@@ -107,6 +126,7 @@ _ROWS = (
     ("preemptions", lambda run: str(run["preemptions"])),
     ("allocator, us a step", lambda run: _number(run["allocator"]["us_per_step"])),
     ("allocator, share of step time", lambda run: f"{run['allocator']['share_of_step']:.2%}"),
+    ("CPU outside model, worst / p95 / all", _outside),
     ("hashing, us a request", lambda run: _number(run["allocator"]["hashing_us_per_request"])),
 )
 

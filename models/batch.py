@@ -109,6 +109,7 @@ class BatchBuilder:
         self._staging = Staging(device)
         kv.take_deltas()  # the copy below starts from the present state
         self.tables = torch.from_numpy(kv.tables).to(device, copy=True)
+        self._views = [self.tables[:, :0]] * len(self._groups)
 
     def build(self, plan: StepPlan, input_ids: np.ndarray, logits_rows: np.ndarray) -> Batch:
         """Tensors of one step, to be called between the plan and its commit.
@@ -116,35 +117,38 @@ class BatchBuilder:
         plan: sequences with one new token first.
         input_ids: [num_tokens] int32, the new tokens of all sequences. logits_rows: [num_rows] int64.
         """
-        index, value = self._changes()
-        arrays = [index, value, plan.slots, plan.cu_seqlens_q, plan.seq_lens]
-        arrays += [
+        changes, replays = self._changes(), [plan.replay_rows, plan.replay_slots]
+        arrays = [
+            plan.slots,
+            plan.cu_seqlens_q,
+            plan.seq_lens,
             plan.slot_mapping,
             plan.slots.astype(np.int32),
-            plan.replay_rows,
-            plan.replay_slots,
+            input_ids.astype(np.int64),
+            plan.positions,
+            logits_rows,
+            *(replays if len(plan.replay_rows) else []),
+            *(changes if len(changes[0]) else []),
         ]
-        arrays += [input_ids.astype(np.int64), plan.positions, logits_rows]
-        index, value, rows, cu_seqlens_q, seq_lens, *more = self._staging.send(arrays)
-        slot_mapping, request_slots, replay_rows, replay_slots, *inputs = more
-        self._apply(index, value)
-        counts, max_seq_len = plan.num_new_tokens, int(plan.seq_lens.max())
-        block_tables = []
-        for spec, (first, width) in zip(self._groups, self.columns, strict=True):
-            # Columns past the last block are never read: a ring that has not come round is still a linear table.
-            width = min(width, -(-max_seq_len // spec.block_size))
-            block_tables.append(self.tables[:, first : first + width].index_select(0, rows))
+        rows, cu_seqlens_q, seq_lens, slot_mapping, request_slots, *more = self._staging.send(
+            arrays
+        )
+        inputs, more = more[:3], more[3:]
+        if len(changes[0]):
+            self._apply(*more[-2:])
+        # Lists: for a few numbers numpy's reductions cost more.
+        counts, max_seq_len = plan.num_new_tokens.tolist(), max(plan.seq_lens.tolist())
         attn = AttnMetadata(
             cu_seqlens_q=cu_seqlens_q,
             seq_lens=seq_lens,
-            block_tables=tuple(block_tables),
-            slot_mappings=tuple(slot_mapping.unbind(0)),
-            max_seqlen_q=int(counts.max()),
+            block_tables=tuple(t.index_select(0, rows) for t in self._columns_up_to(max_seq_len)),
+            slot_mappings=slot_mapping.unbind(0),
+            max_seqlen_q=max(counts),
             max_seq_len=max_seq_len,
-            num_decodes=int((counts > 1).argmax()) if counts.max() > 1 else len(counts),
+            num_decodes=counts.count(1),
             request_slots=request_slots,
-            replay_rows=replay_rows if len(replay_rows) else None,
-            replay_slots=tuple(replay_slots.unbind(0)) if len(replay_rows) else None,
+            replay_rows=more[0] if len(plan.replay_rows) else None,
+            replay_slots=more[1].unbind(0) if len(plan.replay_rows) else None,
         )
         return Batch(*inputs, attn)
 
@@ -166,11 +170,21 @@ class BatchBuilder:
         if len(index):
             self._apply(*self._staging.send([index, value]))
 
+    def _columns_up_to(self, max_seq_len: int) -> list[Tensor]:
+        """Of each group the columns of `tables` that sequences of this length have.
+
+        Columns past the last block are never read: a ring that has not come round is still a linear table.
+        """
+        for i, (spec, (first, width)) in enumerate(zip(self._groups, self.columns, strict=True)):
+            width = min(width, -(-max_seq_len // spec.block_size))
+            if self._views[i].shape[1] != width:
+                self._views[i] = self.tables[:, first : first + width]
+        return self._views
+
     def _changes(self) -> tuple[np.ndarray, np.ndarray]:
         index, _ = self._kv.take_deltas()
         # An entry may have changed twice; its present value for both makes their order irrelevant on the device.
         return index, self._kv.tables.reshape(-1)[index]
 
     def _apply(self, index: Tensor, value: Tensor) -> None:
-        if len(index):
-            self.tables.view(-1)[index] = value
+        self.tables.view(-1)[index] = value

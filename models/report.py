@@ -1,22 +1,94 @@
-"""What an engine says of its steps: one in numbers, and sums over them."""
+"""What an engine says of its steps: one in numbers, where its time went, and sums over steps."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from time import perf_counter, thread_time
 
 import numpy as np
 
 from quire.models.request import OutputDelta, RequestOutput
 
+PARTS = ("schedule", "allocator", "draft", "tensors", "model", "sample", "deliver")
+"""What a step consists of:
+
+schedule    which requests run, and with how many tokens
+allocator   calls of `quire.kvcore`: match, admit, plan, commit, release
+draft       guesses of a drafter that is no part of the model
+tensors     the plan as tensors, and table entries that changed
+model       forward passes, those of a drafter that is a part of the model included
+sample      from logits to ids on the host
+deliver     drafts verified; tokens, text and outputs handed to requests; the report
+"""
+SCHEDULE, ALLOCATOR, DRAFT, TENSORS, MODEL, SAMPLE, DELIVER = range(len(PARTS))
+MODEL_MATH = (MODEL, SAMPLE)
+
+
+class StepClock:
+    """Splits the time of a step into `PARTS`. One of them runs at any time, so they add up to the whole step.
+
+    Attributes:
+        wall, cpu: [len(PARTS)] seconds since `start`; cpu: of the calling thread alone, which waiting for others does not add to.
+    """
+
+    def __init__(self) -> None:
+        self.start()
+
+    def start(self) -> None:
+        """All parts at zero; the first one runs."""
+        self.wall, self.cpu = [0.0] * len(PARTS), [0.0] * len(PARTS)
+        self._part = SCHEDULE
+        self._wall_at, self._cpu_at = perf_counter(), thread_time()
+
+    def switch(self, part: int) -> int:
+        """Ends the running part and begins another. Returns the one that ran."""
+        wall, cpu, before = perf_counter(), thread_time(), self._part
+        self.wall[before] += wall - self._wall_at
+        self.cpu[before] += cpu - self._cpu_at
+        self._wall_at, self._cpu_at, self._part = wall, cpu, part
+        return before
+
+
+def outside_model(seconds: np.ndarray) -> np.ndarray:
+    """Share of time in parts that are not the model's arithmetic. seconds: [..., len(PARTS)]. Returns [...]."""
+    total = seconds.sum(axis=-1)
+    return 1.0 - seconds[..., MODEL_MATH].sum(axis=-1) / np.maximum(total, 1e-12)
+
+
+class _Split:
+    """Sums of a split; for classes with ``wall`` [len(PARTS)] seconds."""
+
+    wall: np.ndarray
+
+    @property
+    def allocator(self) -> float:
+        """Seconds in kvcore."""
+        return float(self.wall[ALLOCATOR])
+
+    @property
+    def model(self) -> float:
+        """Seconds in forward passes and sampling, up to the ids on the host."""
+        return float(self.wall[[*MODEL_MATH]].sum())
+
+    @property
+    def total(self) -> float:
+        """Seconds of everything."""
+        return float(self.wall.sum())
+
+    @property
+    def rest(self) -> float:
+        """Seconds neither in the allocator nor in the model: scheduling, tensors, bookkeeping."""
+        return self.total - self.allocator - self.model
+
 
 @dataclass(frozen=True)
-class StepReport:
-    """One step in numbers; times in seconds.
+class StepReport(_Split):
+    """One step in numbers.
 
     q_lens, seq_lens: per sequence [num_seqs], its new tokens and its KV tokens including them (and drafts that were rejected).
     num_tokens: new tokens computed. num_decodes, num_prefills: sequences with one new token, and with more.
     num_generated, num_drafts, num_accepted: tokens of output; drafts verified, and those of them that stayed.
-    allocator, model, total: time in kvcore; in the forward pass and sampling up to the ids on the host; in the whole step.
+    wall, cpu: [len(PARTS)] seconds of each of `PARTS`, and seconds of CPU of the engine's thread.
     finished: requests that ended in it. deltas: what it added to requests that are streamed.
     """
 
@@ -29,17 +101,17 @@ class StepReport:
     num_generated: int
     num_drafts: int
     num_accepted: int
-    allocator: float
-    model: float
-    total: float
+    wall: np.ndarray
+    cpu: np.ndarray
     finished: list[RequestOutput]
     deltas: list[OutputDelta]
 
 
 @dataclass
-class EngineTotals:
+class EngineTotals(_Split):
     """Sums over all steps since the start or since somebody replaced the object; times in seconds.
 
+    wall, cpu: as in `StepReport`.
     hashing: time in which `Engine.add_request` hashed prompts and looked them up, outside of steps.
     """
 
@@ -49,15 +121,9 @@ class EngineTotals:
     num_preempted: int = 0
     num_drafts: int = 0
     num_accepted: int = 0
-    allocator: float = 0.0
-    model: float = 0.0
-    total: float = 0.0
+    wall: np.ndarray = field(default_factory=lambda: np.zeros(len(PARTS)))
+    cpu: np.ndarray = field(default_factory=lambda: np.zeros(len(PARTS)))
     hashing: float = 0.0
-
-    @property
-    def rest(self) -> float:
-        """Seconds neither in the allocator nor in the model: scheduling, tensors, bookkeeping."""
-        return self.total - self.allocator - self.model
 
     def add(self, report: StepReport) -> None:
         """Adds one step."""
@@ -67,6 +133,5 @@ class EngineTotals:
         self.num_preempted += report.num_preempted
         self.num_drafts += report.num_drafts
         self.num_accepted += report.num_accepted
-        self.allocator += report.allocator
-        self.model += report.model
-        self.total += report.total
+        self.wall += report.wall
+        self.cpu += report.cpu

@@ -26,7 +26,16 @@ from quire.models.memory import (
     model_cache,
     plan_memory,
 )
-from quire.models.report import EngineTotals, StepReport
+from quire.models.report import (
+    DELIVER,
+    DRAFT,
+    MODEL,
+    SAMPLE,
+    TENSORS,
+    EngineTotals,
+    StepClock,
+    StepReport,
+)
 from quire.models.request import (
     OutputDelta,
     Request,
@@ -98,7 +107,7 @@ class Engine:
 
     Attributes:
         kv: the allocator, for its ``describe`` and ``stats``. pool: the page tensors. memory: how the pool was sized.
-        totals: sums over steps.
+        totals: sums over steps. clock: of the step that runs.
 
     Raises: ValueError for settings out of range, or a pool that does not hold one request; NotImplementedError for what the model
         cannot, naming what it can.
@@ -140,8 +149,10 @@ class Engine:
             replay_tokens=_replay_tokens(model) if config.replay else None,
             track_deltas=True,
         )
+        self.clock = StepClock()
         self.scheduler = Scheduler(
             self.kv,
+            self.clock,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_num_seqs=config.max_num_seqs,
             policy=config.policy,
@@ -274,8 +285,7 @@ class Engine:
 
         Raises: RuntimeError when one request alone does not fit the pool; that request is dropped, the others stay.
         """
-        start = time.perf_counter()
-        self.scheduler.allocator_seconds = 0.0
+        self.clock.start()
         try:
             self._draft()
             step = self.scheduler.schedule()
@@ -284,10 +294,12 @@ class Engine:
             raise
         if step is None:
             return None
-        new, model_seconds = self._forward(step)
+        new = self._forward(step)
         finished, deltas, num_generated = self._deliver(new)
-        num_decodes = sum(count == 1 for count in step.num_new_tokens)
+        num_decodes = step.num_new_tokens.count(1)
         num_drafts = sum(step.num_drafts)
+        num_accepted = sum(len(tokens.ids) - 1 for tokens in new) if num_drafts else 0
+        self.clock.switch(DELIVER)
         report = StepReport(
             q_lens=step.plan.num_new_tokens,
             seq_lens=step.plan.seq_lens,
@@ -297,10 +309,9 @@ class Engine:
             num_preempted=step.num_preempted,
             num_generated=num_generated,
             num_drafts=num_drafts,
-            num_accepted=sum(len(tokens.ids) - 1 for tokens in new),
-            allocator=self.scheduler.allocator_seconds,
-            model=model_seconds,
-            total=time.perf_counter() - start,
+            num_accepted=num_accepted,
+            wall=np.array(self.clock.wall),
+            cpu=np.array(self.clock.cpu),
             finished=finished,
             deltas=deltas,
         )
@@ -311,6 +322,7 @@ class Engine:
         """Asks the drafter for the requests that decode next."""
         if self.drafter is None:
             return
+        before = self.clock.switch(DRAFT if self._observer is None else MODEL)
         running = zip(self.scheduler.running, self.scheduler.pending(), strict=True)
         requests = [r for r, count in running if count == 1]
         if requests and self._drafts_are_drawn:
@@ -319,10 +331,12 @@ class Engine:
         elif requests:
             for request, drafts in zip(requests, self.drafter.propose(requests), strict=True):
                 request.set_drafts(drafts)
+        self.clock.switch(before)
 
-    def _forward(self, step: ScheduledStep) -> tuple[list[NewTokens], float]:
-        """Runs the model, samples, verifies drafts and commits. Returns the new tokens, and the seconds in model and sampler."""
-        plan = step.plan
+    def _forward(self, step: ScheduledStep) -> list[NewTokens]:
+        """Runs the model, samples, verifies drafts and commits. Returns the new tokens."""
+        plan, clock = step.plan, self.clock
+        clock.switch(TENSORS)
         ready, inputs = [], []
         for i, (request, end) in enumerate(zip(step.requests, plan.seq_lens.tolist(), strict=True)):
             inputs.append(request.inputs(end - step.num_new_tokens[i], end))
@@ -332,26 +346,29 @@ class Engine:
         rows = _logits_rows(step, ready)
         batch = hidden = None
         if self._graphs is not None and len(input_ids) == len(ready) == len(step.requests):
-            start = time.perf_counter()
+            clock.switch(MODEL)
             logits = self._graphs(plan, input_ids)
         else:
             batch = self._builder.build(plan, input_ids, rows)
-            start = time.perf_counter()
+            clock.switch(MODEL)
             logits = self._run(batch.input_ids, batch.positions, batch.attn, batch.logits_rows)
             if self._observer is not None:
                 logits, hidden = logits
+        clock.switch(SAMPLE)
         requests = [step.requests[i] for i in ready]
         sampled = self._sampler(logits, requests, [1 + step.num_drafts[i] for i in ready])
+        clock.switch(DELIVER)
         new, accepted = _verified(step, ready, sampled)
         if self._observer is not None:
+            clock.switch(MODEL)
             stay = plan.num_new_tokens if accepted is None else accepted
             last = plan.cu_seqlens_q[:-1] + stay - 1
             next_ids = _next_ids(step, input_ids, rows, sampled)
             self._observer.observe(batch, hidden, next_ids, last, plan.slots)
-        seconds = time.perf_counter() - start
-        with self.scheduler.allocating():
+            clock.switch(DELIVER)
+        with self.scheduler.allocating:
             self.kv.commit(plan, input_ids, accepted)
-        return new, seconds
+        return new
 
     def _run(
         self,

@@ -7,13 +7,11 @@ out, the request admitted last gives its pages back and waits at the head of the
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 from quire.kvcore import KVCache, StepPlan
+from quire.models.report import ALLOCATOR, StepClock
 from quire.models.request import Request
 
 
@@ -60,14 +58,28 @@ class ScheduledStep:
     num_preempted: int
 
 
+class _Allocating:
+    """Counts the time of a block as the allocator's. Not to be nested."""
+
+    def __init__(self, clock: StepClock) -> None:
+        self._clock = clock
+
+    def __enter__(self) -> None:
+        self._before = self._clock.switch(ALLOCATOR)
+
+    def __exit__(self, *_: object) -> None:
+        self._clock.switch(self._before)
+
+
 class Scheduler:
     """Continuous batching over one `KVCache`.
 
-    max_num_batched_tokens: new tokens in a step. max_num_seqs: requests running at once. policy: who goes first.
+    clock: is told when kv works. max_num_batched_tokens: new tokens in a step. max_num_seqs: requests running at once.
+    policy: who goes first.
 
     Attributes:
         waiting, running: requests, first come first.
-        allocator_seconds: time spent in calls of kv since the engine last reset it.
+        allocating: a context in which time counts as the allocator's.
 
     Raises: ValueError unless 1 <= max_num_seqs <= max_num_batched_tokens, which lets every running request go on.
     """
@@ -75,6 +87,7 @@ class Scheduler:
     def __init__(
         self,
         kv: KVCache,
+        clock: StepClock,
         *,
         max_num_batched_tokens: int,
         max_num_seqs: int,
@@ -90,17 +103,8 @@ class Scheduler:
         self.policy = policy or SchedulerPolicy()
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
-        self.allocator_seconds = 0.0
+        self.allocating = _Allocating(clock)
         self._starved = False  # pages ran out and no request has ended since
-
-    @contextmanager
-    def allocating(self) -> Iterator[None]:
-        """Counts the time of the block as the allocator's."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.allocator_seconds += time.perf_counter() - start
 
     def pending(self) -> list[int]:
         """Known tokens of each running request that are not computed yet: 1 for those that decode."""
@@ -148,7 +152,7 @@ class Scheduler:
         """The step with the chosen tokens, or the allocator's `OutOfPages`."""
         requests = sorted(chosen, key=lambda r: chosen[r] != 1)  # stable: decodes first
         slots, counts = [r.slot for r in requests], [chosen[r] for r in requests]
-        with self.allocating():
+        with self.allocating:
             plan = self.kv.plan(slots, counts)
         if not isinstance(plan, StepPlan):
             return plan
@@ -186,7 +190,7 @@ class Scheduler:
     def _admit(self) -> tuple[Request, int]:
         """Gives the first waiting request a slot; returns it and how many tokens it has to compute."""
         request = self.waiting.popleft()
-        with self.allocating():
+        with self.allocating:
             # What is cached has changed since the request came: look up again, without hashing.
             request.match = self.kv.match(request.match.prompt)
             request.slot = self.kv.admit(request.key, request.match)
@@ -203,13 +207,13 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         self._release(request)
-        with self.allocating():
+        with self.allocating:
             # Prompt and output so far are the new prompt: what was cached of them is found again.
             request.match = self.kv.match(request.tokens, salt=request.salt)
         self.waiting.appendleft(request)
 
     def _release(self, request: Request) -> None:
-        with self.allocating():
+        with self.allocating:
             self.kv.release(request.key)
         request.slot = -1
         self.running.remove(request)

@@ -19,6 +19,7 @@ from quire.bench.verify import check_outputs, computing_in, reference_logits, sa
 from quire.bench.workload import chat_workload
 from quire.models import attention
 from quire.models.configs import get_config
+from quire.models.report import PARTS
 from quire.models.runner import Engine, EngineConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -62,7 +63,7 @@ def test_json_and_text(tmp_path, capsys):
     for run in ("cached", "uncached"):
         assert set(result[run]) == {
             "seconds", "cpu_seconds", "steps", "preemptions", "output_tokens_per_s", "prefill", "decode",
-            "ttft_ms", "itl_ms", "hit", "pages", "allocator", "groups",
+            "ttft_ms", "itl_ms", "hit", "pages", "allocator", "split", "groups",
         }  # fmt: skip
         phases = result[run]["prefill"], result[run]["decode"]
         assert sum(phase["steps"] for phase in phases) == result[run]["steps"]
@@ -87,6 +88,24 @@ def test_no_baseline(capsys):
     assert prefill_decode.main([*TINY, "--no-baseline"]) == 0
     out = capsys.readouterr().out
     assert "caching off" not in out and "prefix hit rate" in out
+
+
+def test_split_of_steps(run, capsys):
+    split = report.split(run.steps)
+    parts, outside = split["parts"], split["outside_model"]
+    assert list(parts) == list(PARTS)
+    for key, total in (("cpu_s", split["cpu_s"]), ("share", 1.0)):
+        assert sum(part[key] for part in parts.values()) == pytest.approx(total)
+    assert split["cpu_s"] == pytest.approx(sum(step.cpu.sum() for step in run.steps))
+    inside = parts["model"]["share"] + parts["sample"]["share"]
+    assert outside["overall"] == pytest.approx(1 - inside) and inside > 0.5
+    assert outside["worst"] >= outside["p95"] > 0
+    worst = {name: part["worst_us"] for name, part in parts.items()}
+    inside = (worst["model"] + worst["sample"]) / sum(worst.values())
+    assert outside["worst"] == pytest.approx(1 - inside)
+    assert prefill_decode.main([*TINY, "--no-baseline", "--split"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[-1 - len(PARTS) : -1]] == list(PARTS)
 
 
 def examples():

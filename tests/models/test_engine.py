@@ -5,10 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from quire.models import report
 from quire.models.configs import get_config
 from quire.models.request import SamplingParams
 from quire.models.runner import Engine, EngineConfig
 from quire.models.scheduler import SchedulerPolicy
+from quire.models.speculative import NGramDrafter
 from quire.models.weights import load_model, random_model
 
 DEVICE = (
@@ -39,7 +41,7 @@ class Recorder:
             hook = model.register_forward_hook(
                 lambda module, args, out: last.append(out[0] if isinstance(out, tuple) else out)
             )
-            new, seconds = forward(step)
+            new = forward(step)
             hook.remove()
             rows = iter(last[0])
             drafts = dict(zip(step.requests, step.num_drafts, strict=True))
@@ -49,7 +51,7 @@ class Recorder:
                 self.logits.setdefault(here, []).extend(own[: len(tokens.ids)])
                 if here in self.forced:
                     tokens.ids[0] = self.forced[here][request.num_tokens]
-            return new, seconds
+            return new
 
         self.engine._forward = recording
 
@@ -308,6 +310,47 @@ def test_times_add_up():
     assert totals.total == pytest.approx(sum(r.total for r in run.reports))
     assert output.ttft > 0 and len(output.itl) == 4 and min(output.itl) > 0
     assert output.ttft + sum(output.itl) == pytest.approx(output.token_times[-1] - output.arrival)
+
+
+def test_each_part_of_a_step_gets_its_own_time(monkeypatch):
+    """On a clock that only moves within the parts: each has what it took, whatever it was called from, and nothing is lost."""
+    now = 0.0
+    monkeypatch.setattr(report, "perf_counter", lambda: now)
+    monkeypatch.setattr(report, "thread_time", lambda: 2 * now)
+    engine = Engine(
+        build("gemma3-tiny"), EngineConfig(num_pages=50), drafter=NGramDrafter(2, min_ngram=1)
+    )
+
+    def slow(obj, name, seconds):
+        call = getattr(obj, name)
+
+        def work(*args, **kwargs):
+            nonlocal now
+            now += seconds
+            return call(*args, **kwargs)
+
+        monkeypatch.setattr(obj, name, work)
+
+    for name, seconds in (("match", 1), ("admit", 2), ("plan", 4), ("commit", 8), ("release", 16)):
+        slow(engine.kv, name, seconds)
+    slow(engine.scheduler, "_choose", 100)
+    slow(engine.drafter, "propose", 200)
+    slow(engine._builder, "build", 400)
+    slow(engine, "_run", 800)
+    slow(engine, "_sampler", 1600)
+    slow(engine, "_deliver", 3200)
+    engine.add_request(prompt(20), SamplingParams(max_tokens=2))
+    steps = [engine.step(), engine.step()]
+    assert not engine.has_work and report.PARTS == (
+        "schedule", "allocator", "draft", "tensors", "model", "sample", "deliver"
+    )  # fmt: skip
+    assert steps[0].wall.tolist() == [100, 1 + 2 + 4 + 8, 0, 400, 800, 1600, 3200]
+    assert steps[1].wall.tolist() == [100, 4 + 8 + 16, 200, 400, 800, 1600, 3200]
+    for step in steps:
+        assert (step.cpu == 2 * step.wall).all() and step.total == step.wall.sum()
+        outside = 1 - 2400 / step.total
+        assert report.outside_model(step.cpu) == pytest.approx(outside)
+    assert engine.totals.rest == 2 * (100 + 400 + 3200) + 200
 
 
 def test_stop_conditions():
