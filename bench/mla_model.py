@@ -220,6 +220,7 @@ def _add_mla(case: LatentCase, device: Device, work: _Work) -> None:
         max_seq_len=case.context,
     )
     rows = plan.block_m if decode else dense_triton.PREFILL_ROWS[ITEM_BYTES]
+    rows = dense_triton.tile_rows(rows, device.arch)
     config = dense_triton.select_config(ITEM_BYTES, rows, device.arch)
     block_q, _, head_tiles = configs.tile_heads(shape.num_heads, rows)
     tile = _Tile(

@@ -2,8 +2,9 @@
 
     python -m bench.static [--all | --arch 80 90 100] [--only TEXT] [--jobs 2] [--json FILE] [--baseline FILE] [--update]
 
-By default every case is compiled for sm_90, and for sm_80 and sm_100 a sample that holds every kernel once or twice. ``--arch`` compiles every
-case for the architectures named, ``--all`` for sm_80, 86, 90, 100 and 120. The rules below apply to whatever is compiled.
+By default every kernel is compiled for sm_90 once with each of its tile shapes, and for sm_80 and sm_100 a sample that holds every kernel
+once or twice. ``--arch`` compiles every case for the architectures named, ``--all`` for sm_80, 86, 90, 100 and 120. The rules below apply to
+whatever is compiled.
 
 The arguments are those of a real launch over tensors without storage, specialised as Triton's launcher does it, so what is compiled here is
 what runs there. What two cases share is compiled once. Exit status 1 if a kernel breaks one of these rules:
@@ -14,8 +15,9 @@ what runs there. What two cases share is compiled once. Exit status 1 if a kerne
     narrow copies  K/V is copied less than 16 bytes at a time (fp32: where it is copied asynchronously at all; quantised index keys: 8)
     in flight      a 2-byte decode kernel keeps less than 36 KiB of K/V under way per SM on sm_90
 
-A kernel that does not compile fails as well. The rules decide; the differences from the baseline are only shown, since registers move
-between versions of Triton. ``--json`` of any run serves as ``--baseline`` of another; its ``seconds`` are processor time, the compiler's
+A kernel that does not compile fails as well. The baseline, ``bench/results/static/VERSION.json`` of the Triton installed, has all cases on
+all architectures; ``--all --update`` makes it anew, ``--arch 80 --update`` its rows of sm_80. The rules decide; the differences from the
+baseline are only shown. ``--json`` of any run serves as ``--baseline`` of another; its ``seconds`` are processor time, the compiler's
 included, and next to nothing where Triton's cache has the kernel.
 
 Columns: registers of a thread; spill, bytes that a thread spills; stack, bytes of its frame; shared memory of a program, and its limit on
@@ -62,7 +64,7 @@ MIN_BYTES_IN_FLIGHT = 36 << 10
 PIPELINED = ("prefill_kernel", "decode_kernel", "scores_kernel")
 # Of a row: what says nothing of the kernel.
 NOT_COMPARED = ("triton", "seconds")
-BASELINE = Path(__file__).with_name("static_baseline.json")
+RESULTS = Path(__file__).parent / "results" / "static"
 
 
 def specialise(
@@ -70,6 +72,7 @@ def specialise(
 ) -> tuple[dict[str, str], dict[tuple[int], Any], dict[tuple[int], Any], dict[str, int]]:
     """Signature, constants, divisibility hints and options that Triton's launcher derives from these arguments."""
     import torch
+    from triton.tools.tensor_descriptor import TensorDescriptor
 
     pointer = {
         torch.bfloat16: "*bf16",
@@ -95,6 +98,8 @@ def specialise(
             signature[name] = pointer[value.dtype]
             # The caching allocator aligns to 512 bytes; a view at an offset keeps what its offset has.
             divisible = value.storage_offset() * value.element_size() % 16 == 0
+        elif isinstance(value, TensorDescriptor):
+            signature[name] = f"tensordesc<{pointer[value.base.dtype][1:]}{value.block_shape}>"
         elif isinstance(value, int):
             signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
             divisible = special and value % 16 == 0
@@ -107,25 +112,47 @@ def specialise(
 
 
 def distinct(
-    archs: Sequence[int], only: str = "", samples: Sequence[int] = ()
+    archs: Sequence[int], only: str = "", samples: Sequence[int] = (), tiles: Sequence[int] = ()
 ) -> list[tuple[str, int, int]]:
-    """(case's name, arch, index of the launch) of all cases for ``archs``, then of the samples for ``samples``.
+    """(case's name, arch, index of the launch): all cases for ``archs``, the samples for ``samples``, and for ``tiles`` one launch of
+    each kernel, dtype and tile shape.
 
     What an earlier one compiles to as well is left out; samples come first, so that a kernel goes by one name in every run. only: what the
     names of the cases contain.
     """
     work, seen = [], set()
     cases = sorted(all_cases().items(), key=lambda item: not item[1].sample)
-    for arch in (*archs, *samples):
+    for arch in (*archs, *tiles, *samples):
         for name, case in cases:
-            if only not in name or arch not in case.archs or (arch in samples and not case.sample):
+            if only not in name or (arch in samples and not case.sample):
                 continue
             for index, launch in enumerate(case.launches(arch)):
-                key = (arch, launch.kernel.__name__, repr(specialise(launch)))
-                if key not in seen:
+                kernel, head_dim = launch.kernel.__name__, launch.arguments.get("HEAD_DIM")
+                keys = [(arch, kernel, repr(specialise(launch)))]
+                if arch in tiles:
+                    keys.append((arch, kernel, case.dtype, head_dim, config(launch)))
+                for key in keys:
+                    if key in seen:
+                        break
                     seen.add(key)
+                else:
                     work.append((name, arch, index))
     return work
+
+
+def config(launch: Any) -> str:
+    """Tile shape, warps and stages of a launch, and v2 where two programs share a query tile."""
+    values, parts = launch.arguments, value_parts(launch)
+    tile = "x".join(str(values[name]) for name in ("BLOCK_M", "BLOCK_N") if name in values)
+    # Triton's own defaults, where the launch does not say.
+    text = f"{tile} w{values.get('num_warps', 4)} s{values.get('num_stages', 3)}"
+    return f"{text} v{parts}".strip() if parts > 1 else text.strip()
+
+
+def value_parts(launch: Any) -> int:
+    """Programs that share a query tile, each with a part of the values."""
+    values = launch.arguments
+    return values["HEAD_DIM"] // values["VALUE_DIM"] if "VALUE_DIM" in values else 1
 
 
 def measure(name: str, arch: int, index: int) -> dict[str, Any]:
@@ -154,7 +181,7 @@ def measure(name: str, arch: int, index: int) -> dict[str, Any]:
     )
     values = launch.arguments
     copy, in_flight, instructions = 0, 0, None
-    parts = values["HEAD_DIM"] // values["VALUE_DIM"] if "VALUE_DIM" in values else 1
+    parts = value_parts(launch)
     if kernel.endswith(PIPELINED):
         element_size = getattr(torch, case.dtype).itemsize
         tile_bytes = values["BLOCK_N"] * case.key_bytes
@@ -164,13 +191,10 @@ def measure(name: str, arch: int, index: int) -> dict[str, Any]:
         instructions = code.tile_instructions(tile_bytes, threads, case.scale_bytes)
         if copy:
             in_flight = tile_bytes * (metadata.num_stages - 1) * resident
-    tile = "x".join(str(values[name]) for name in ("BLOCK_M", "BLOCK_N") if name in values)
     return {
         "kernel": kernel,
         "case": name,
-        "config": " ".join(
-            f"{tile} w{metadata.num_warps} s{metadata.num_stages} {f'v{parts}' if parts > 1 else ''}".split()
-        ),
+        "config": config(launch),
         "arch": arch,
         "dtype": case.dtype,
         "registers": code.registers,
@@ -310,11 +334,35 @@ def write(rows: list[dict[str, Any]], path: str | Path) -> None:
     Path(path).write_text(f"[\n{lines}\n]\n", encoding="utf-8")
 
 
+def write_baseline(rows: list[dict[str, Any]], path: Path) -> None:
+    """Write rows without what is not compared: the names of the columns once, and the values of a row to a line.
+
+    Of what ``path`` has already the rows of other architectures stay.
+    """
+    archs = {row["arch"] for row in rows}
+    kept = [row for row in read(path) if row["arch"] not in archs] if path.exists() else []
+    rows = sorted(kept + rows, key=lambda row: row["arch"])
+    columns = [name for name in rows[0] if name not in NOT_COMPARED]
+    lines = ",\n".join(json.dumps([row[name] for name in columns]) for row in rows)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(
+        f'{{"columns": {json.dumps(columns)},\n"rows": [\n{lines}\n]}}\n', encoding="utf-8"
+    )
+
+
+def read(path: str | Path) -> list[dict[str, Any]]:
+    """The rows that ``write`` or ``write_baseline`` has written."""
+    found = json.loads(Path(path).read_text(encoding="utf-8"))
+    if isinstance(found, list):
+        return found
+    return [dict(zip(found["columns"], row, strict=True)) for row in found["rows"]]
+
+
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n")[0],
-        epilog="By default: every case for sm_90, and a sample with each kernel for sm_80 and sm_100.",
+        epilog="By default: every tile shape for sm_90, and a sample with each kernel for sm_80 and sm_100.",
     )
     parser.add_argument("--json", metavar="FILE", help="also write the rows as a JSON list")
     chosen = parser.add_mutually_exclusive_group()
@@ -326,11 +374,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--only", default="", help="compile only cases whose name contains this")
-    parser.add_argument("--baseline", default=BASELINE, help="rows to show the differences from")
-    parser.add_argument("--update", action="store_true", help="make this run, the default or --all, the baseline")  # fmt: skip
+    parser.add_argument("--baseline", type=Path, metavar="FILE", help="rows to show the differences from; default: those of this Triton")  # fmt: skip
+    parser.add_argument("--update", action="store_true", help="make this run the baseline's rows of its architectures")  # fmt: skip
     options = parser.parse_args(argv)
-    if options.update and (options.arch or options.only):
-        parser.error("--update: expected the default run or --all, got --arch or --only")
+    if options.update and (options.only or not (options.arch or options.all)):
+        parser.error("--update: expected --all or --arch without --only")
     return options
 
 
@@ -342,7 +390,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.all or options.arch:
         work = distinct(options.arch or ALL_ARCHS, options.only)
     else:
-        work = distinct((DEFAULT_ARCH,), options.only, SAMPLE_ARCHS)
+        work = distinct((), options.only, samples=SAMPLE_ARCHS, tiles=(DEFAULT_ARCH,))
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(options.jobs, mp_context=context) as pool:
         results = list(pool.map(attempt, *zip(*work, strict=True))) if work else []
@@ -350,16 +398,15 @@ def main(argv: list[str] | None = None) -> int:
     seconds = sum(row["seconds"] for row in rows)
     print(f"triton {triton.__version__}; {len(rows)} kernels, {seconds:.0f} s of processor time")
     print(table(rows))
-    if options.update:
-        write([{k: v for k, v in row.items() if k != "seconds"} for row in rows], options.baseline)
-    elif Path(options.baseline).exists():
-        baseline = json.loads(Path(options.baseline).read_text(encoding="utf-8"))
-        versions = ", ".join(sorted({row["triton"] for row in baseline}))
-        changes = differences(rows, baseline)
-        print(f"{len(changes)} differences from {options.baseline} (triton {versions})")
+    baseline = options.baseline or RESULTS / f"{triton.__version__}.json"
+    if baseline.exists():
+        changes = differences(rows, read(baseline))
+        print(f"{len(changes)} differences from {baseline}")
         print(*changes, sep="\n", end="\n" if changes else "")
     if options.json:
         write(rows, options.json)
+    if options.update:
+        write_baseline(rows, baseline)
     failures = [text for text in results if isinstance(text, str)]
     failures += [
         f"{row['case']} {row['kernel']} sm_{row['arch']}: {text}"

@@ -16,7 +16,7 @@ from typing import Any
 NUM_SMS = {80: 108, 86: 84, 89: 142, 90: 132, 100: 148, 120: 170}
 ARCHS = (80, 90, 100)
 MORE_ARCHS = (86, 89, 120)
-# What is compiled unless asked otherwise: every case for the first, the samples for the others.
+# What is compiled unless asked otherwise: every tile shape for the first, the samples for the others.
 DEFAULT_ARCH, SAMPLE_ARCHS = 90, (80, 100)
 # Each table of tile shapes, and e4m3 with and without an instruction: sm_89 adds nothing to these.
 ALL_ARCHS = (80, 86, 90, 100, 120)
@@ -33,7 +33,6 @@ class StaticCase:
     key_bytes: what one key takes of the K/V tile, values included; 0 if no kernel of the case has such tiles.
     scale_bytes: what the scales of one quantised key take; they are not counted in key_bytes.
     min_copy_bytes: the narrowest copy of a K/V tile that the case may have.
-    archs: where the case has to hold; it is compiled for no other architecture.
     sample: whether it stands for its kernels on SAMPLE_ARCHS.
     """
 
@@ -44,7 +43,6 @@ class StaticCase:
     key_bytes: int = 0
     scale_bytes: int = 0
     min_copy_bytes: int = 16
-    archs: tuple[int, ...] = ARCHS + MORE_ARCHS
     sample: bool = False
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from typing import Any
 
-from quire.bench.static_cases import ARCHS, MORE_ARCHS, NUM_SMS, StaticCase, meta
+from quire.bench.static_cases import NUM_SMS, StaticCase, meta
 
 SAMPLE = ("mla-decode-h16", "mla-prefill-h128")
 
@@ -25,20 +25,9 @@ class Shape:
     head_dim_v: int = 512
     rope_dim: int = 64
 
-    @property
-    def tile_rows(self) -> int:
-        """Rows of the query tile."""
-        if self.dtype == "float32":
-            return 16
-        return 64 if self.phase == "prefill" else min(64, self.num_heads * self.q_len)
-
 
 def cases() -> list[StaticCase]:
-    """Every tile of query rows, both ways of addressing pages, with and without fresh rows.
-
-    With 99 KiB of shared memory a tile of 64 rows leaves room for 16 keys, whose 64 roped channels are too few for copies of 16 bytes by
-    every thread: those cases have to hold where there is more.
-    """
+    """Every tile of query rows, both ways of addressing pages, with and without fresh rows."""
     return [
         StaticCase(
             shape.name,
@@ -46,7 +35,6 @@ def cases() -> list[StaticCase]:
             functools.partial(launches, shape),
             shape.dtype,
             key_bytes=(shape.head_dim_v + shape.rope_dim) * (4 if shape.dtype == "float32" else 2),
-            archs=ARCHS + MORE_ARCHS if shape.tile_rows <= 32 else ARCHS,
             sample=shape.name in SAMPLE,
         )
         for shape in shapes()

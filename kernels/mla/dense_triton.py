@@ -28,7 +28,7 @@ from quire.kernels.configs import (
     MAX_REGISTERS,
     MIN_SPLIT_TOKENS,
     plan_decode,
-    shared_memory_class,
+    tile_class,
     tile_heads,
 )
 from quire.kernels.merge import LOG2E
@@ -60,7 +60,8 @@ class MlaConfig:
 
 
 # Two-byte dtypes: rows of the query tile -> config, at 512 + 64 channels; narrower latents fit as well. Ampere does not pipeline tiles of
-# swapped products. Tensor memory's instructions take more shared memory. With 99 KiB, 64 rows leave room for tiles of 16 keys.
+# swapped products. Tensor memory's instructions take more shared memory. With 99 KiB, 64 rows would leave room for tiles of 16 keys: too few
+# for copies of 16 bytes by every thread, and half as many bytes under way.
 CONFIGS = {
     "hopper": {
         16: MlaConfig(32, 8, 3, True),
@@ -80,7 +81,6 @@ CONFIGS = {
     "small": {
         16: MlaConfig(32, 8, 2, False),
         32: MlaConfig(32, 8, 2, False),
-        64: MlaConfig(16, 8, 2, False),
     },
 }
 # fp32 runs without tensor cores, for checks more than for speed.
@@ -277,23 +277,24 @@ def select_config(dtype_bytes: int, rows: int, arch: int) -> MlaConfig:
 
     Args:
         dtype_bytes: 2 (bf16, fp16) or 4 (fp32).
-        rows: rows of the query tile: 16, 32 or 64.
+        rows: rows of the query tile, of ``tile_rows``.
         arch: compute capability as major * 10 + minor.
 
     Returns:
         MlaConfig.
     """
-    if dtype_bytes == 4:
-        return FP32_CONFIG
-    machine = shared_memory_class(arch)
-    if machine == "large":
-        machine = "hopper" if arch < 100 else "blackwell"
-    return CONFIGS[machine][rows]
+    return FP32_CONFIG if dtype_bytes == 4 else CONFIGS[tile_class(arch)][rows]
+
+
+def tile_rows(rows: int, arch: int) -> int:
+    """Rows of the query tile where ``rows`` are wanted, 16, 32 or 64: at most 32 with 99 KiB of shared memory."""
+    return min(rows, max(CONFIGS[tile_class(arch)]))
 
 
 def _shared_arguments(call: MlaCall, rows: int, arch: int) -> dict[str, Any]:
-    """Arguments, constants and options that both attention kernels take."""
+    """Arguments, constants and options that both attention kernels take. rows: of the query tile, at most."""
     num_heads, head_dim = call.q.shape[1:]
+    rows = tile_rows(rows, arch)
     block_q, heads, head_tiles = tile_heads(num_heads, rows)
     config = select_config(call.q.element_size(), rows, arch)
     return {

@@ -85,6 +85,19 @@ def test_every_shape_of_tile(rows, dtype, monkeypatch):
         assert_within_budget(f"{config}", attend(batch).cpu(), plain, exact)
 
 
+def test_where_shared_memory_is_small_tiles_have_fewer_rows(monkeypatch):
+    """The plan asks for 64 rows, for 4 tokens of 16 heads or for 40 heads; there are 32, and 4 tokens go to the prefill kernel."""
+    monkeypatch.setattr(dense_triton, "_device", lambda _: (86, 2))
+    for num_heads, seq_lens, q_lens in (16, [300, 40], [2, 4]), (40, [50], [1]):
+        count = len(seq_lens)
+        batch = make_mla_batch(
+            MlaCase("", seq_lens, q_lens, num_decodes=count, num_heads=num_heads, dtype=BF16)
+        )
+        exact, _ = mla_reference(batch, torch.float64)
+        plain, _ = mla_reference(batch, BF16)
+        assert_within_budget("out", attend(batch).cpu(), plain, exact)
+
+
 def test_a_latent_is_a_head_whose_value_is_the_front_of_its_key():
     """The same numbers through ``paged_attention``, with values padded to the width of the keys."""
     batch = make_mla_batch(MlaCase("", [40, 9], [5, 2], fresh=False))
@@ -155,9 +168,11 @@ def test_no_sequences(impl):
 @pytest.mark.parametrize("arch", sorted(SHARED_MEMORY))
 def test_every_architecture_has_a_config_of_every_tile(arch):
     """That each fits is checked by compiling it: see ``bench.static``."""
-    for rows in (16, 32, 64):
+    for wanted in (16, 32, 64):
+        rows = dense_triton.tile_rows(wanted, arch)
+        assert rows == (wanted if SHARED_MEMORY[arch] > 99 << 10 else min(wanted, 32))
         config = dense_triton.select_config(2, rows, arch)
-        assert config.block_n in (16, 32) and config.swap == (rows < 64 and 90 <= arch < 120)
+        assert config.block_n == 32 and config.swap == (rows < 64 and 90 <= arch < 120)
     assert dense_triton.select_config(4, 16, arch) == dense_triton.FP32_CONFIG
 
 
