@@ -128,7 +128,7 @@ class Chains:
         snapshot = NO_ROWS
         if self._tables.states:
             if batch is not None:
-                snapshot = batch.starting(a, ahead=1)
+                snapshot = batch.ending
             else:
                 last = end // a * a
                 snapshot = ((last > start) & (last >= end - self._drafts)).nonzero()[0]
@@ -154,10 +154,10 @@ class Chains:
             [m, 2] pages to copy after the step.
         """
         slots = step.slots
-        closing, whole = self._closing(step, end)
+        closing, to = self._closing(step, end)
         rows = kept = NO_ROWS
         if closing.size and self.layout.hybrid:
-            rows, kept = self._kept(slots[closing], whole * self.alignment, closing)
+            rows, kept = self._kept(slots[closing], to, closing)
         if step.replaying:
             rows, kept = self._with_replayed(step, end, rows, kept)
         in_chunk = (NO_ROWS, NO_ROWS)
@@ -166,7 +166,7 @@ class Chains:
             in_chunk = (step.chunk_rows.searchsorted(rows[several]), kept[several])
         effects = self._tables.commit(step, end, in_chunk)
         if closing.size:
-            self._close(slots[closing], whole, step.chunk_rows.size > 0, made)
+            self._close(slots[closing], to, step.chunk_rows.size > 0, made)
         if rows.size:
             tails = iter(effects.tails)
             where, boundaries = slots[rows].tolist(), kept.tolist()
@@ -179,18 +179,18 @@ class Chains:
         return effects.copies
 
     def _closing(self, step: Step, end: Int64) -> tuple[Int64, Int64]:
-        """Rows of a step with segments to cache, and up to which segment."""
+        """Rows of a step with segments to cache, and up to which token."""
         a = self.alignment
         if not self.layout.lookahead and step.batch is not None and not step.chunk_rows.size:
-            closing = step.batch.starting(a, ahead=1)
-            return closing, end[closing] // a
+            closing = step.batch.ending
+            return closing, end[closing]
         closing = (end - self.cached[step.slots] >= a).nonzero()[0]
-        whole = end[closing] // a
+        to = end[closing] // a * a
         if self.layout.lookahead:
-            known = self._sequences.num_keys[step.slots[closing]]
-            ready = known * a > self.cached[step.slots[closing]]
-            closing, whole = closing[ready], np.minimum(whole, known)[ready]
-        return closing, whole
+            known = self._sequences.num_keys[step.slots[closing]] * a
+            ready = known > self.cached[step.slots[closing]]
+            closing, to = closing[ready], np.minimum(to, known)[ready]
+        return closing, to
 
     def _kept(self, slots: Int64, to: Int64, closing: Int64) -> tuple[Int64, Int64]:
         """Which of `closing` rows (of `slots`) keep a resume point, at which boundaries up to `to`: all [n]."""
@@ -210,15 +210,15 @@ class Chains:
         order = np.lexsort((kept, rows))
         return rows[order], kept[order]
 
-    def _close(self, slots: Int64, whole: Int64, chunks: bool, made: list[bytes] | None) -> None:
-        """Cache the segments of `slots` [n] up to segment `whole` [n]; one each unless there are `chunks`."""
-        cached = whole * self.alignment
+    def _close(self, slots: Int64, to: Int64, chunks: bool, made: list[bytes] | None) -> None:
+        """Cache the segments of `slots` [n] up to token `to` [n]; one each unless there are `chunks`."""
+        whole = to // self.alignment
         if not chunks:
-            self.cached[slots] = cached
+            self.cached[slots] = to
             self._close_one(slots, whole - 1, made)
             return
         first = self.cached[slots] // self.alignment
-        self.cached[slots] = cached
+        self.cached[slots] = to
         several = (whole - first > 1).nonzero()[0]
         if several.size < len(slots):
             one = slice(None) if not several.size else whole - first == 1

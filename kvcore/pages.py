@@ -76,11 +76,9 @@ class PagePool:
         if not len(pages):
             return
         counts = self.counts[pages]
-        if np.count_nonzero(counts == UNSHARED) == len(pages):  # so none repeats
-            self.users[pages] = 0
-            self.put(pages)
-            return
-        if np.count_nonzero(counts.astype(np.int32) == 1) == len(pages):  # the low half
+        if np.count_nonzero(counts.astype(np.int32) == 1) == len(
+            pages
+        ):  # one user, so none repeats
             self.users[pages] = 0
             held = counts > UNSHARED
         else:

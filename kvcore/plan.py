@@ -31,7 +31,7 @@ class OutOfPages:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)  # freezing it would cost a decode step several microseconds
 class StepPlan:
     """One step of a batch, as the kernels need it. Arrays are not to be written to: some serve several plans.
 

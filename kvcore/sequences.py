@@ -145,7 +145,7 @@ class Sequences:
             self._fed, self._places = batch.slots, batch.slots * (a + k) + columns
         self._open.reshape(-1)[self._places] = tokens
         self._places += 1
-        whole = batch.starting(a, ahead=1)
+        whole = batch.ending
         if k:
             whole = ((batch.end >= a + k) & ((batch.end - k) % a == 0)).nonzero()[0]
         if not whole.size:

@@ -13,14 +13,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from .pages import UNSHARED, PagePool
-from .spec import NULL_BLOCK, GroupClass, Int32, Int64
+from .spec import GroupClass, Int32, Int64
+from .steps import NO_ROWS, DecodeBatch
 
 NO_PLACES: Int64 = np.empty((0, 0), dtype=np.int64)
 NO_LIVE: Int32 = np.empty((0, 0), dtype=np.int32)
 LIVE, SNAPSHOT = 0, 1  # columns of a state table
 
 
-@dataclass
+@dataclass(slots=True, eq=False)
 class StateStep:
     """Plan of one class of state tables."""
 
@@ -55,22 +56,24 @@ class StateTables:
         places: Int64 = (slots * self._row)[:, None] + (self._first + column)
         return places
 
-    def plan(self, slots: Int64, rows: Int64, live: Int32 | None = None) -> StateStep:
-        """Which of `slots` [n] need live pages, and which of `rows` pages for a snapshot.
-
-        Args:
-            rows: those that may end the step at a boundary.
-            live: [n, num_tables] live pages, if the caller knows that all have some.
-        """
-        snapping = rows
-        if len(rows):
-            # A snapshot that a resume point or another request shares must not be written over.
-            pages = self._flat[self._places(slots[rows], SNAPSHOT)[:, 0]]
-            snapping = rows[self.pool.counts[pages] != UNSHARED]
-        if live is not None:
-            return StateStep(live, rows[:0], snapping)
+    def plan(self, slots: Int64, rows: Int64) -> StateStep:
+        """Which of `slots` [n] need live pages, and which of `rows`, that may end at a boundary, pages for a snapshot."""
         live = self._flat[self._places(slots, LIVE)]
+        snapping = self._snapping(rows, self._places(slots[rows], SNAPSHOT))
         return StateStep(live, (live[:, 0] == 0).nonzero()[0], snapping)
+
+    def plan_decode(self, batch: DecodeBatch, rows: Int64, live: Int32) -> StateStep:
+        """`plan` for the requests of a batch, which have `live` pages [n, num_tables]."""
+        places = batch.memo.get(self)
+        if places is None:
+            places = batch.memo[self] = self._places(batch.slots, SNAPSHOT)
+        snapping = self._snapping(rows, places[rows]) if len(rows) else NO_ROWS
+        return StateStep(live, NO_ROWS, snapping)
+
+    def _snapping(self, rows: Int64, places: Int64) -> Int64:
+        """Rows whose snapshot, at `places`, a resume point or another request shares: it must not be written over."""
+        shared: Int64 = rows[self.pool.counts[self._flat[places[:, 0]]] != UNSHARED]
+        return shared
 
     def fill(self, plan: StateStep, slots: Int64, fresh: Int32) -> None:
         """Give `fresh` pages to the plan.
@@ -110,7 +113,8 @@ class StateTables:
                 snapping, pages = snapping[due], pages[due]
             where = self._places(slots[snapping], SNAPSHOT)
             old = self._flat[where].ravel()
-            self.pool.unuse(old[old != NULL_BLOCK])
+            if np.count_nonzero(old):
+                self.pool.unuse(old)
             self._flat[where] = pages
             self.pool.users[pages] = 1
         copies = np.empty((len(ends) * self.spec.num_tables, 2), dtype=np.int32)

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .pages import UNSHARED, PagePool
-from .spec import NULL_BLOCK, GroupClass, Int32, Int64, ragged_arange
+from .spec import GroupClass, Int32, Int64, ragged_arange
 
 
 class DecodeBatch:
@@ -28,14 +28,18 @@ class DecodeBatch:
         slots, start: [n] requests, and their tokens before the step.
         last_slots: [num_tables, n] slots of the tokens before these.
         columns: [n] flat indices of the first entries of the requests' rows in the fused table.
+        alignment: tokens of a segment.
 
     Attributes:
         end: [n] tokens after the step. longest: the largest. age: steps since the batch was made.
+        ending: [m] rows that complete a segment in this step.
         outputs: [num_tables] flat indices of the tables' rows in `last_slots`.
         memo: what other classes derive from the batch and keep with it.
     """
 
-    def __init__(self, slots: Int64, start: Int64, last_slots: Int64, columns: Int64) -> None:
+    def __init__(
+        self, slots: Int64, start: Int64, last_slots: Int64, columns: Int64, alignment: int
+    ) -> None:
         self.slots = slots.copy()
         self._key = slots.tobytes()
         self._ones = np.ones(len(slots), dtype=np.int64).tobytes()
@@ -47,6 +51,8 @@ class DecodeBatch:
         self.outputs = np.arange(len(last_slots)) * len(slots)
         self.memo: dict[object, Any] = {}
         self._calendar: dict[int, tuple[Int64, list[int]]] = {}
+        self._alignment = alignment
+        self.ending: Int64 = (self.end % alignment == 0).nonzero()[0]
 
     def is_of(self, slots: Int64) -> bool:
         """Whether these are the batch's requests, in its order."""
@@ -61,14 +67,8 @@ class DecodeBatch:
         self.start, self.end, self.last_slots = self.end, self.end + 1, last_slots
         self.longest += 1
         self.age += 1
-
-    def starting(self, size: int, ahead: int = 0) -> Int64:
-        """Rows that start a block (or a segment) of `size` tokens, `ahead` steps from this one."""
-        if not self.age:
-            starts: Int64 = ((self.start + ahead) % size == 0).nonzero()[0]
-            return starts
-        order, first, end = self.due(size, ahead)
-        return order[first:end]
+        order, first, end = self.due(self._alignment, ahead=1)
+        self.ending = order[first:end]
 
     def due(self, size: int, ahead: int = 0) -> tuple[Int64, int, int]:
         """(All rows, by when they start a block of `size`; first and end of those that do so `ahead` steps from this one)."""
@@ -81,7 +81,7 @@ class DecodeBatch:
         return order, bounds[step], bounds[step + 1]
 
 
-@dataclass
+@dataclass(slots=True, eq=False)
 class Decode:
     """Plan of one class for the requests of a `DecodeBatch` that start a block of it."""
 
@@ -215,7 +215,7 @@ class BlockTables:
         """(rows, places, outputs) of a `Decode`; None where nobody starts a block."""
         size, width = self.spec.block_size, self.spec.width
         if not batch.age:
-            rows = batch.starting(size)
+            rows = (batch.start % size == 0).nonzero()[0]
             if not len(rows):
                 return None
             blocks = batch.start[rows] // size % width
@@ -261,7 +261,8 @@ class BlockTables:
             else:
                 if plan.num_new < old.size:
                     old, fresh = old[plan.is_new], pages[plan.is_new]
-                self.pool.unuse(old[old != NULL_BLOCK])
+                if np.count_nonzero(old):
+                    self.pool.unuse(old.ravel())
             self.pool.users[fresh] = 1
         self._flat[plan.places] = pages
 

@@ -20,7 +20,7 @@ NO_COPIES: Int32 = np.empty((0, 2), dtype=np.int32)
 NO_PAGES: Int32 = np.empty((0, 0), dtype=np.int32)
 
 
-@dataclass
+@dataclass(slots=True, eq=False)
 class Step:
     """A step in terms of tables; see `Tables.plan`.
 
@@ -56,7 +56,7 @@ class Step:
         return self.written is not self.start and bool(np.count_nonzero(self.written > self.start))
 
 
-@dataclass
+@dataclass(slots=True, eq=False)
 class Effects:
     """What a committed step left to settle.
 
@@ -114,9 +114,11 @@ class Tables:
             if c.spec.kind == "state"
         ]
         # Slots of the next tokens, less those of the last ones: states have none.
-        self._advance = np.ones((len(layout.tables), 1), dtype=np.int64)
-        for state in self.states:
-            self._advance[state.spec.tables] = 0
+        self._advance: Int64 | int = 1
+        if self.states:
+            self._advance = np.ones((len(layout.tables), 1), dtype=np.int64)
+            for state in self.states:
+                self._advance[state.spec.tables] = 0
         self._no_replays = NO_ROWS, np.empty((len(layout.tables), 0), dtype=np.int64)
         self._track_deltas = track_deltas
         self._deltas: list[tuple[Int64, Int32]] = []
@@ -158,8 +160,11 @@ class Tables:
         if len(chunk_rows):
             begin, stop, low = start[chunk_rows], end[chunk_rows], written[chunk_rows]
             chunks = [b.plan_chunk(begin if b.is_window else low, stop, *kept) for b in self.blocks]
-        known = self._live_pages if again else [None] * len(self.states)
-        states = [s.plan(slots, snapshot, p) for s, p in zip(self.states, known, strict=True)]
+        if batch is not None and again:
+            parts = zip(self.states, self._live_pages, strict=True)
+            states = [s.plan_decode(batch, snapshot, pages) for s, pages in parts]
+        else:
+            states = [s.plan(slots, snapshot) for s in self.states]
         needed = 0
         for d in decodes:
             needed += d.num_new
@@ -185,7 +190,9 @@ class Tables:
         last = np.full((len(self.layout.tables), len(slots)), -1, dtype=np.int64)
         for block in self.blocks:
             last[block.spec.tables] = block.last_slots(slots, start)
-        return DecodeBatch(slots, start, last, slots * self.layout.num_columns)
+        return DecodeBatch(
+            slots, start, last, slots * self.layout.num_columns, self.layout.alignment
+        )
 
     def _demand(self, step: Step) -> list[tuple[GroupClass, int]]:
         """Pages that each class needs for decodes, chunks and states."""
@@ -318,7 +325,7 @@ class Tables:
 
     def _commit_states(self, step: Step, end: Int64) -> Int32:
         if step.batch is not None and not step.chunk_rows.size:
-            ends = step.batch.starting(self.layout.alignment, ahead=1)
+            ends = step.batch.ending
             if not step.again:
                 self._live_pages = [plan.pages for plan in step.states]
                 self._state_pages = step.state_pages
