@@ -20,8 +20,13 @@ class Launch:
 
     def run(self) -> None:
         """Launch the kernel on the current device and stream; an empty grid runs nothing."""
-        if min(self.grid) > 0:
-            self.kernel[self.grid](**self.arguments)
+        launch(self.kernel, self.grid, self.arguments)
+
+
+def launch(kernel: JITFunction, grid: tuple[int, ...], arguments: dict[str, Any]) -> None:
+    """``Launch(kernel, grid, arguments).run()``."""
+    if min(grid) > 0:
+        kernel[grid](**arguments)
 
 
 def partials(
@@ -29,7 +34,7 @@ def partials(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Where pieces of split work leave their rows of ``dim`` values, and where the lse of each: fp32, in a workspace or in new memory.
 
-    numel: elements of both together; 0: nothing is cut, and both are None. Raises: ValueError, the workspace is smaller.
+    The rows start where the workspace does, and end where their lse starts. numel: elements of both together; 0: nothing is cut, and both are None. Raises: ValueError, the workspace is smaller.
     """
     if numel == 0:
         return None, None
@@ -40,4 +45,4 @@ def partials(
             f"workspace: expected float32 [>= {numel}], got float32 [{workspace.numel()}]"
         )
     stop = numel // (dim + 1) * dim
-    return workspace[:stop], workspace[stop:numel]
+    return workspace, workspace[stop:numel]

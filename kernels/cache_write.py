@@ -69,10 +69,9 @@ def block_heads(num_kv_heads: int, head_dim: int) -> int:
 def write(arguments: dict[str, Any]) -> None:
     """Check and launch ``ops.write_kv(**arguments)``, or launch what was launched for such a call."""
     key = recipes.key(prepare, arguments)
-    steps = recipes.recall(key)
-    if steps is not None:
-        for step in steps:
-            step.run(arguments, None)
+    recipe = recipes.recall(key)
+    if recipe is not None:
+        recipe.run(arguments)
         return
     check_write(**arguments)
     rows = [arguments[name] for name in ("k", "v", "k_pages", "v_pages", "slot_mapping")]

@@ -35,6 +35,9 @@ class Config:
 
     value_parts: programs that share a query tile in prefill; each computes all scores, and its part of the value channels: a taller tile
         for the same registers, at the price of scores computed several times.
+    fresh_tma: in prefill, whether whole tiles of fresh rows are copied by tensor descriptors (TMA, sm_90 and later) where the rows can be
+        described: 16-byte strides and addresses. The host encodes two descriptors a launch.
+    programs_per_sm: in prefill, so many programs for each SM take query tiles in turns, longest and shortest paired; 0: a program for each.
     mask_all: one loop with masks for each source of keys, instead of one without for whole tiles and one with for the edges.
     """
 
@@ -43,6 +46,8 @@ class Config:
     num_warps: int
     num_stages: int
     value_parts: int = 1
+    fresh_tma: bool = False
+    programs_per_sm: int = 0
     mask_all: bool = False
 
 

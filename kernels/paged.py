@@ -8,6 +8,9 @@ Per source, tiles that every row sees whole run in a loop without masks, the til
 next tile is loaded one tile ahead and carried around the loop: loaded inside it, Triton keeps one K/V tile in flight instead of
 ``num_stages``. If block_size is a multiple of BLOCK_N a tile has one page id, else each of its rows has one.
 
+In prefill a `Config` may ask for tensor descriptors, which copy whole tiles of fresh rows, and for few programs that take query tiles in
+turns. Neither changes a bit of the result.
+
 Layout: q, out [num_tokens, num_heads, head_dim]; pages [num_pages, block_size, num_kv_heads, head_dim] of any strides; block_table
 [num_seqs, width] where block b is entry b % width. Decode partials, fp32: [items, BLOCK_Q, num_heads, head_dim], then their lse.
 
@@ -20,6 +23,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from quire.kernels import merge, recipes, schedule
 from quire.kernels._check import AttentionCall, check_attention
@@ -109,7 +113,7 @@ def _find_query_tile(cu_seqlens_q, tile, num_seqs, BLOCK_Q: tl.constexpr):
 # What changes from step to step is not specialised on: a new batch size must not compile a new kernel.
 @triton.jit(do_not_specialize=["num_seqs", "num_decodes", "decode_tokens", "num_tiles"])
 def _prefill_kernel(
-    q, k_pages, v_pages, k_fresh, v_fresh, block_table, seq_lens, cu_seqlens_q, sinks, out, lse,
+    q, k_pages, v_pages, k_fresh, v_fresh, k_tiles, v_tiles, block_table, seq_lens, cu_seqlens_q, sinks, out, lse,
     num_seqs, num_decodes, decode_tokens, num_tiles, num_kv_heads, width, sliding_window, inner_scale, outer_scale,
     q_stride_token, q_stride_head, out_stride_token, out_stride_head, lse_stride_head, table_stride,
     k_stride_page, k_stride_row, k_stride_head, v_stride_page, v_stride_row, v_stride_head,
@@ -118,60 +122,75 @@ def _prefill_kernel(
     k_fresh_stride_token, k_fresh_stride_head, v_fresh_stride_token, v_fresh_stride_head,
     GROUP: tl.constexpr, BLOCK_Q: tl.constexpr, HEADS: tl.constexpr, HEAD_TILES: tl.constexpr,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASK_ALL: tl.constexpr,
-    EQUAL_STRIDES: tl.constexpr, SCALES: tl.constexpr, HARDWARE_E4M3: tl.constexpr,
+    EQUAL_STRIDES: tl.constexpr, SCALES: tl.constexpr, HARDWARE_E4M3: tl.constexpr, PERSISTENT: tl.constexpr,
 ):  # fmt: skip
-    # Programs next to each other share a query tile: its head tiles, and the parts of the values.
+    # Items next to each other share a query tile: its head tiles, and the parts of the values.
     PARTS: tl.constexpr = HEAD_DIM // VALUE_DIM
-    part = tl.program_id(0) % PARTS
-    program = tl.program_id(0) // PARTS
     num_head_tiles = num_kv_heads * HEAD_TILES
-    head_index = program % num_head_tiles
-    kv_head = (head_index // HEAD_TILES).to(tl.int64)
-    # Later tiles of a sequence see more keys; they start first, so that no long tile runs alone at the end.
-    tile = num_tiles - 1 - program // num_head_tiles
-    seq, q_first = _find_query_tile(cu_seqlens_q, tile, num_seqs, BLOCK_Q)
-    first_token = tl.load(cu_seqlens_q + seq)
-    q_len = tl.load(cu_seqlens_q + seq + 1) - first_token
-    if (q_first >= q_len) | ((seq < num_decodes) & (q_len <= decode_tokens)):
-        return
-    context = tl.load(seq_lens + seq) - q_len
-
-    tile_token = first_token + q_first
-    token, group_head, live = _tile_rows(
-        head_index % HEAD_TILES, q_len - q_first, GROUP, BLOCK_Q, HEADS, BLOCK_M
-    )
-    q_rows = _row_pointers(q, tile_token, kv_head * GROUP, token, group_head, q_stride_token, q_stride_head)  # fmt: skip
-    q_tile = tl.load(
-        q_rows[:, None] + tl.arange(0, HEAD_DIM)[None, :], mask=live[:, None], other=0.0
-    )
-    fresh_first = first_token.to(tl.int64)
-    if k_fresh is not None:
-        k_fresh += fresh_first * k_fresh_stride_token + kv_head * k_fresh_stride_head
-        v_fresh += (
-            fresh_first * v_fresh_stride_token + kv_head * v_fresh_stride_head + part * VALUE_DIM
-        )
-    if SCALES == "rows":
-        k_scale += kv_head * k_scale_stride_head
-        v_scale += kv_head * v_scale_stride_head
-    acc, row_max, row_sum = _attend_query_tile(
-        q_tile, q_first + token, q_first, tl.minimum(q_first + BLOCK_Q, q_len) - 1, context,
-        k_pages + kv_head * k_stride_head, v_pages + (kv_head * v_stride_head + part * VALUE_DIM),
-        block_table + seq.to(tl.int64) * table_stride, width,
-        k_stride_page, k_stride_row, v_stride_page, v_stride_row,
-        k_scale, v_scale, k_scale_stride_page, k_scale_stride_row, v_scale_stride_page, v_scale_stride_row,
-        k_fresh, v_fresh, k_fresh_stride_token, v_fresh_stride_token,
-        0, context + q_len, True, sliding_window, inner_scale, outer_scale,
-        HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, EQUAL_STRIDES, SCALES, HARDWARE_E4M3, MASK_ALL,
-    )  # fmt: skip
-    out += part * VALUE_DIM
-    out_rows = _row_pointers(out, tile_token, kv_head * GROUP, token, group_head, out_stride_token, out_stride_head)  # fmt: skip
-    lse_rows = None
-    if lse is not None:
-        lse_rows = _row_pointers(lse, tile_token, kv_head * GROUP, token, group_head, 1, lse_stride_head)  # fmt: skip
-    sink_rows = None
-    if sinks is not None:
-        sink_rows = sinks + kv_head * GROUP + group_head
-    _store_final(acc, row_max, row_sum, out_rows, lse_rows, sink_rows, live, VALUE_DIM)
+    if PERSISTENT:
+        turns = tl.cdiv(num_tiles * num_head_tiles * PARTS, tl.num_programs(0))
+    else:
+        turns: tl.constexpr = 1
+    for turn in tl.range(0, turns, disable_licm=True):
+        item = schedule.item_of_turn(turn)
+        part = item % PARTS
+        head_index = item // PARTS % num_head_tiles
+        kv_head = (head_index // HEAD_TILES).to(tl.int64)
+        # Later tiles of a sequence see more keys; they start first, so that no long tile runs alone at the end.
+        tile = num_tiles - 1 - item // PARTS // num_head_tiles
+        seq, q_first = _find_query_tile(cu_seqlens_q, tl.maximum(tile, 0), num_seqs, BLOCK_Q)
+        first_token = tl.load(cu_seqlens_q + seq)
+        q_len = tl.load(cu_seqlens_q + seq + 1) - first_token
+        if (tile >= 0) & (q_first < q_len) & ((seq >= num_decodes) | (q_len > decode_tokens)):
+            context = tl.load(seq_lens + seq) - q_len
+            tile_token = first_token + q_first
+            token, group_head, live = _tile_rows(
+                head_index % HEAD_TILES, q_len - q_first, GROUP, BLOCK_Q, HEADS, BLOCK_M
+            )
+            q_rows = _row_pointers(q, tile_token, kv_head * GROUP, token, group_head, q_stride_token, q_stride_head)  # fmt: skip
+            q_tile = tl.load(
+                q_rows[:, None] + tl.arange(0, HEAD_DIM)[None, :], mask=live[:, None], other=0.0
+            )
+            fresh_first = first_token.to(tl.int64)
+            k_rows = None
+            v_rows = None
+            if k_fresh is not None:
+                k_rows = (
+                    k_fresh + fresh_first * k_fresh_stride_token + kv_head * k_fresh_stride_head
+                )
+                v_rows = v_fresh + (
+                    fresh_first * v_fresh_stride_token
+                    + kv_head * v_fresh_stride_head
+                    + part * VALUE_DIM
+                )
+            fresh_tiles = None
+            if k_tiles is not None:
+                k_column = (kv_head * k_fresh_stride_head).to(tl.int32)
+                v_column = (kv_head * v_fresh_stride_head).to(tl.int32) + part * VALUE_DIM
+                fresh_tiles = (k_tiles, v_tiles, first_token, k_column, v_column)
+            k_scales = k_scale
+            v_scales = v_scale
+            if SCALES == "rows":
+                k_scales += kv_head * k_scale_stride_head
+                v_scales += kv_head * v_scale_stride_head
+            acc, row_max, row_sum = _attend_query_tile(
+                q_tile, q_first + token, q_first, tl.minimum(q_first + BLOCK_Q, q_len) - 1, context,
+                k_pages + kv_head * k_stride_head, v_pages + (kv_head * v_stride_head + part * VALUE_DIM),
+                block_table + seq.to(tl.int64) * table_stride, width,
+                k_stride_page, k_stride_row, v_stride_page, v_stride_row,
+                k_scales, v_scales, k_scale_stride_page, k_scale_stride_row, v_scale_stride_page, v_scale_stride_row,
+                k_rows, v_rows, k_fresh_stride_token, v_fresh_stride_token, fresh_tiles,
+                0, context + q_len, True, sliding_window, inner_scale, outer_scale,
+                HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, EQUAL_STRIDES, SCALES, HARDWARE_E4M3, MASK_ALL,
+            )  # fmt: skip
+            out_rows = _row_pointers(out + part * VALUE_DIM, tile_token, kv_head * GROUP, token, group_head, out_stride_token, out_stride_head)  # fmt: skip
+            lse_rows = None
+            if lse is not None:
+                lse_rows = _row_pointers(lse, tile_token, kv_head * GROUP, token, group_head, 1, lse_stride_head)  # fmt: skip
+            sink_rows = None
+            if sinks is not None:
+                sink_rows = sinks + kv_head * GROUP + group_head
+            _store_final(acc, row_max, row_sum, out_rows, lse_rows, sink_rows, live, VALUE_DIM)
 
 
 @triton.jit(do_not_specialize=["num_decodes", "target_items"])
@@ -242,7 +261,7 @@ def _decode_kernel(
         block_table + seq.to(tl.int64) * table_stride, width,
         k_stride_page, k_stride_row, v_stride_page, v_stride_row,
         k_scale, v_scale, k_scale_stride_page, k_scale_stride_row, v_scale_stride_page, v_scale_stride_row,
-        k_fresh, v_fresh, k_fresh_stride_token, v_fresh_stride_token,
+        k_fresh, v_fresh, k_fresh_stride_token, v_fresh_stride_token, None,
         low, high, piece == pieces - 1, sliding_window, inner_scale, outer_scale,
         HEAD_DIM, HEAD_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, EQUAL_STRIDES, SCALES, HARDWARE_E4M3, MASK_ALL,
     )  # fmt: skip
@@ -268,27 +287,25 @@ def attention(arguments: dict[str, Any]) -> torch.Tensor:
 
     Raises: ValueError, NotImplementedError: as ``ops.paged_attention``.
     """
-    key = recipes.key(select_config, arguments)
-    steps = recipes.recall(key)
-    if steps is None:
+    aligned = aligned_rows(arguments["k"], arguments["v"])
+    key = recipes.key((select_config, aligned), arguments)
+    recipe = recipes.recall(key)
+    if recipe is None:
         call = check_attention(**arguments)
-        arch, num_sms = _device(call.q)
-        launches = prepare(call, arch, num_sms)
-        recipes.remember(key, launches, vars(call), call.workspace)
+        launches = prepare(call, *_device(call.q))
+        scratch = launches[0].arguments.get("partial_out") if launches else None
+        recipes.remember(key, launches, {**vars(call), "workspace": scratch})
         for part in launches:
             part.run()
         return call.out
-    q, out, workspace = arguments["q"], arguments["out"], arguments["workspace"]
-    if out is None:
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    if workspace is None:
-        numel = max((stop for step in steps for _, _, stop in step.scratch), default=0)
-        if numel:
-            workspace = torch.empty(numel, dtype=torch.float32, device=q.device)
-    tensors = {**arguments, "out": out}
-    for step in steps:
-        step.run(tensors, workspace)
-    return out
+    q = arguments["q"]
+    if arguments["out"] is None:
+        arguments["out"] = torch.empty_like(q, memory_format=torch.contiguous_format)
+    if arguments["workspace"] is None and recipe.workspace_numel:
+        numel = recipe.workspace_numel
+        arguments["workspace"] = torch.empty(numel, dtype=torch.float32, device=q.device)
+    recipe.run(arguments)
+    return arguments["out"]
 
 
 def prepare(call: AttentionCall, arch: int, num_sms: int) -> list[Launch]:
@@ -308,7 +325,7 @@ def prepare(call: AttentionCall, arch: int, num_sms: int) -> list[Launch]:
         launches = _prepare_decode(call, arch, num_sms)
         decode_tokens = launches[0].arguments["BLOCK_Q"]
     if call.num_decodes < call.num_seqs or (call.num_seqs and call.max_seqlen_q > decode_tokens):
-        launches.append(_prepare_prefill(call, arch, decode_tokens))
+        launches.append(_prepare_prefill(call, arch, num_sms, decode_tokens))
     return launches
 
 
@@ -409,7 +426,7 @@ def _equal_strides(call: AttentionCall) -> bool:
     return pages and (call.k is None or call.k.stride(0) == call.v.stride(0))
 
 
-def _prepare_prefill(call: AttentionCall, arch: int, decode_tokens: int) -> Launch:
+def _prepare_prefill(call: AttentionCall, arch: int, num_sms: int, decode_tokens: int) -> Launch:
     """The launch for all sequences but the first ``num_decodes`` of up to ``decode_tokens`` new tokens."""
     head_dim, block_size = call.q.shape[2], call.k_pages.shape[1]
     config = select_config(
@@ -426,10 +443,17 @@ def _prepare_prefill(call: AttentionCall, arch: int, decode_tokens: int) -> Laun
     constants = _shape_arguments(call, config, arch)
     # Without the lengths on the host: each sequence adds at most one tile that is not full.
     num_tiles = call.q.shape[0] // constants["BLOCK_Q"] + call.num_seqs
+    num_items = num_tiles * call.k_pages.shape[2] * constants["HEAD_TILES"] * config.value_parts
+    programs = num_items
+    if config.programs_per_sm:
+        programs = min(num_items, config.programs_per_sm * num_sms)
+    k_tiles, v_tiles = _fresh_tiles(call, config)
     return Launch(
         _prefill_kernel,
-        (num_tiles * call.k_pages.shape[2] * constants["HEAD_TILES"] * config.value_parts,),
+        (programs,),
         {
+            "k_tiles": k_tiles,
+            "v_tiles": v_tiles,
             "num_seqs": call.num_seqs,
             "num_decodes": call.num_decodes,
             "decode_tokens": decode_tokens,
@@ -437,8 +461,34 @@ def _prepare_prefill(call: AttentionCall, arch: int, decode_tokens: int) -> Laun
             **_shared_arguments(call),
             **constants,
             "VALUE_DIM": head_dim // config.value_parts,
+            "PERSISTENT": config.programs_per_sm > 0,
         },
     )
+
+
+def aligned_rows(k: torch.Tensor | None, v: torch.Tensor | None) -> bool:
+    """Whether fresh rows start at multiples of 16 bytes, as tensor descriptors need; the strides are another matter."""
+    return k is not None and v is not None and (k.data_ptr() | v.data_ptr()) % 16 == 0
+
+
+def _fresh_tiles(
+    call: AttentionCall, config: Config
+) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:
+    """Descriptors of tiles of the fresh keys and values, if the launch copies by them and they can be described; else None twice.
+
+    Rows [num_tokens, num_kv_heads, head_dim] are described as [num_tokens, columns], a head being some columns: a tile is a rectangle.
+    """
+    made = []
+    if config.fresh_tma and not config.mask_all and aligned_rows(call.k, call.v):
+        head_dim = call.q.shape[2]
+        for rows, dim in (call.k, head_dim), (call.v, head_dim // config.value_parts):
+            stride_token, stride_head = rows.stride()[:2]
+            columns = (rows.shape[1] - 1) * stride_head + head_dim
+            in_16_bytes = stride_token > 0 and stride_token * rows.element_size() % 16 == 0
+            if in_16_bytes and rows.shape[0] > 0 and columns < 2**31:
+                shape, strides = [rows.shape[0], columns], [stride_token, 1]
+                made.append(TensorDescriptor(rows, shape, strides, [config.block_n, dim]))
+    return (made[0], made[1]) if len(made) == 2 else (None, None)
 
 
 def _prepare_decode(call: AttentionCall, arch: int, num_sms: int) -> list[Launch]:

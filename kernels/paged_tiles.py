@@ -117,6 +117,7 @@ def _attend_tiles(
     k_scales_stride_row,
     v_scales_stride_page,
     v_scales_stride_row,
+    descriptors,
     first,
     count,
     head_count,
@@ -133,7 +134,10 @@ def _attend_tiles(
     HARDWARE_E4M3: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Run the online softmax over ``count`` tiles from tile ``first`` on, jumping ``gap`` tiles after ``head_count`` of them."""
+    """Run the online softmax over ``count`` tiles from tile ``first`` on, jumping ``gap`` tiles after ``head_count`` of them.
+
+    descriptors: None, or what copies the tiles in place of pointers, as ``fresh_tiles`` of ``_attend_query_tile``.
+    """
     offs_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, HEAD_DIM)
     offs_v = tl.arange(0, VALUE_DIM)
@@ -166,7 +170,12 @@ def _attend_tiles(
             v_rows = v_base + (page_ids * v_stride_page + row * v_stride_row)
             k_ptrs = k_rows[:, None] + offs_d[None, :]
             v_ptrs = v_rows[:, None] + offs_v[None, :]
-        if MASKED:
+        if descriptors is not None:
+            k_tiles, v_tiles, first_token, k_column, v_column = descriptors
+            keys = k_tiles.load([first_token + tile * BLOCK_N, k_column])
+            values = v_tiles.load([first_token + tile * BLOCK_N, v_column])
+            visible = None
+        elif MASKED:
             # Rows outside may be NaN: 0 * NaN would reach the output through V.
             live = ((key >= key_low) & (key < key_high))[:, None]
             keys = tl.load(k_ptrs, mask=live, other=0.0)
@@ -231,6 +240,7 @@ def _attend_source(
     k_scales_stride_row,
     v_scales_stride_page,
     v_scales_stride_row,
+    descriptors,
     key_low,
     key_high,
     open_low,
@@ -258,7 +268,7 @@ def _attend_source(
         acc, row_max, row_sum = _attend_tiles(
             acc, row_max, row_sum, q, row_low, row_high, k_base, v_base, table, width,
             k_stride_page, k_stride_row, v_stride_page, v_stride_row, k_scales, v_scales,
-            k_scales_stride_page, k_scales_stride_row, v_scales_stride_page, v_scales_stride_row,
+            k_scales_stride_page, k_scales_stride_row, v_scales_stride_page, v_scales_stride_row, descriptors,
             open_first, num_open, num_open, 0, key_low, key_high, inner_scale, outer_scale,
             HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_N, EQUAL_STRIDES, HARDWARE_E4M3, False,
         )  # fmt: skip
@@ -266,7 +276,7 @@ def _attend_source(
     return _attend_tiles(
         acc, row_max, row_sum, q, row_low, row_high, k_base, v_base, table, width,
         k_stride_page, k_stride_row, v_stride_page, v_stride_row, k_scales, v_scales,
-        k_scales_stride_page, k_scales_stride_row, v_scales_stride_page, v_scales_stride_row,
+        k_scales_stride_page, k_scales_stride_row, v_scales_stride_page, v_scales_stride_row, None,
         first, head_count + stop - open_stop, head_count, open_stop - open_first, key_low, key_high,
         inner_scale, outer_scale, HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_N, EQUAL_STRIDES, HARDWARE_E4M3, True,
     )  # fmt: skip
@@ -297,6 +307,7 @@ def _attend_query_tile(
     v_fresh,
     k_fresh_stride,
     v_fresh_stride,
+    fresh_tiles,
     piece_low,
     piece_high,
     last_piece,
@@ -316,6 +327,9 @@ def _attend_query_tile(
     """Attend for one query tile to a piece of the paged keys and, in the last piece, to the fresh rows.
 
     q: [BLOCK_M, HEAD_DIM]; token [BLOCK_M]: each row's token in its sequence's step; q_first, q_last: the tile's first and last.
+    fresh_tiles: None, or (descriptor of tiles of all fresh keys, of values, the sequence's first row there, the head's first column among
+        the keys, and among the values). By them whole tiles are copied, the others by pointers: a descriptor's masks are the tensor's
+        edges, and a row past the sequence's is another's, which may be NaN.
     EQUAL_STRIDES: whether rows of keys lie as far apart as rows of values, in the pages and among the fresh rows.
     SCALES: what k_scale and v_scale are: "none", "number", "tensor" (a pointer to a number) or "rows" (pointers to this head's scales).
     """
@@ -351,7 +365,7 @@ def _attend_query_tile(
     acc, row_max, row_sum = _attend_source(
         acc, row_max, row_sum, q, row_low, row_high, k_pages, v_pages, table, width,
         k_stride_page, k_stride_row, v_stride_page, v_stride_row, k_scales, v_scales,
-        k_scale_stride_page, k_scale_stride_row, v_scale_stride_page, v_scale_stride_row,
+        k_scale_stride_page, k_scale_stride_row, v_scale_stride_page, v_scale_stride_row, None,
         paged_low, paged_high, paged_open_low, tl.minimum(paged_open_high, paged_high),
         paged_scale, outer_scale, HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_N, EQUAL_STRIDES, HARDWARE_E4M3, MASK_ALL,
     )  # fmt: skip
@@ -372,7 +386,7 @@ def _attend_query_tile(
         fresh_high = tl.where(last_piece, q_last + 1, fresh_low)
         acc, row_max, row_sum = _attend_source(
             acc, row_max, row_sum, q, fresh_row_low, token, k_fresh, v_fresh, None, 1,
-            0, k_fresh_stride, 0, v_fresh_stride, None, None, 0, 0, 0, 0,
+            0, k_fresh_stride, 0, v_fresh_stride, None, None, 0, 0, 0, 0, fresh_tiles,
             fresh_low, fresh_high, fresh_open_low, q_first + 1,
             inner_scale, outer_scale, HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_N, EQUAL_STRIDES, HARDWARE_E4M3, MASK_ALL,
         )  # fmt: skip

@@ -13,84 +13,109 @@ from typing import Any
 
 import torch
 from triton.runtime import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
+from quire.kernels import _launch
 from quire.kernels._launch import Launch
 
 # Remembered calls; all are forgotten when there are more.
 LIMIT = 4096
 # Launch arguments that go by another name in the call.
-NAMES = {"k_fresh": "k", "v_fresh": "v"}
+NAMES = {
+    "k_fresh": "k", "v_fresh": "v", "k_tiles": "k", "v_tiles": "v", "partial_out": "workspace", "partial_lse": "workspace",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class View:
+    """How a launch sees a tensor of the call: as another dtype, some of its elements, or described by (shape, strides, block shape)."""
+
+    dtype: torch.dtype | None = None
+    elements: slice | None = None
+    descriptor: tuple[list[int], list[int], list[int]] | None = None
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor | TensorDescriptor:
+        """The tensor so seen."""
+        if self.descriptor is not None:
+            return TensorDescriptor(tensor, *self.descriptor)
+        return tensor[self.elements] if self.elements is not None else tensor.view(self.dtype)
 
 
 @dataclass(frozen=True)
 class Step:
-    """One launch without its tensors.
-
-    tensors: (launch argument, the call's argument, whether it is seen as bytes). scratch: (launch argument, first and last + 1 element of
-    the workspace).
-    """
+    """One launch without its tensors: those are (launch argument, name of the call's argument or of a view)."""
 
     kernel: JITFunction
     grid: tuple[int, ...]
     constants: dict[str, Any]
-    tensors: tuple[tuple[str, str, bool], ...]
-    scratch: tuple[tuple[str, int, int], ...]
-
-    def run(self, tensors: Mapping[str, Any], workspace: torch.Tensor | None) -> None:
-        """Launch it over the tensors of a call."""
-        arguments = dict(self.constants)
-        for name, source, as_bytes in self.tensors:
-            tensor = tensors[source]
-            arguments[name] = tensor.view(torch.uint8) if as_bytes else tensor
-        for name, start, stop in self.scratch:
-            assert workspace is not None
-            arguments[name] = workspace[start:stop]
-        Launch(self.kernel, self.grid, arguments).run()
+    tensors: tuple[tuple[str, str], ...]
 
 
-_REMEMBERED: dict[Hashable, tuple[Step, ...]] = {}
+@dataclass(frozen=True)
+class Recipe:
+    """The launches of a call without its tensors.
+
+    views: launch argument -> (the call's argument, how it is seen). workspace_numel: fp32 elements of the workspace that launches share.
+    """
+
+    steps: tuple[Step, ...]
+    views: dict[str, tuple[str, View]]
+    workspace_numel: int
+
+    def run(self, tensors: dict[str, Any]) -> None:
+        """Launch over the tensors of a call, by name; views are added to them."""
+        for name, (source, view) in self.views.items():
+            tensors[name] = view.of(tensors[source])
+        for step in self.steps:
+            arguments = step.constants.copy()
+            for name, source in step.tensors:
+                arguments[name] = tensors[source]
+            _launch.launch(step.kernel, step.grid, arguments)
 
 
-def key(what: Hashable, arguments: Mapping[str, Any]) -> Hashable:
-    """What decides of a call: all of its arguments but the addresses of tensors. None if that cannot be told.
+_REMEMBERED: dict[Hashable, Recipe] = {}
+
+
+def key(what: Hashable, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What decides of a call: all of its arguments but the addresses of tensors.
 
     what: which function this is, and what else its launches depend on.
     """
-    parts: list[Hashable] = [what]
+    # Flat, and with strides only where they say more than the shape: this is most of what a remembered call costs.
+    parts: list[Any] = [what]
     for value in arguments.values():
-        if isinstance(value, torch.Tensor):
-            parts.append((value.shape, value.stride(), value.dtype, value.device))
+        if value is None:
+            parts.append(None)
+        elif isinstance(value, torch.Tensor):
+            contiguous = value.is_contiguous()
+            parts += value.shape
+            parts += (value.dtype, value.get_device(), contiguous)
+            if not contiguous:
+                parts += value.stride()
         else:
-            parts.append((value.__class__, value))  # True is no 1
-    found = tuple(parts)
+            parts += (value.__class__, value)  # True is no 1
+    return tuple(parts)
+
+
+def recall(key: tuple[Any, ...]) -> Recipe | None:
+    """What was launched for an earlier call with this key."""
     try:
-        hash(found)
-    except TypeError:
+        return _REMEMBERED.get(key)
+    except TypeError:  # an argument that has no hash: the checks refuse it
         return None
-    return found
 
 
-def recall(key: Hashable) -> tuple[Step, ...] | None:
-    """The launches of an earlier call with this key."""
-    return _REMEMBERED.get(key)
-
-
-def remember(
-    key: Hashable,
-    launches: Sequence[Launch],
-    tensors: Mapping[str, Any],
-    workspace: torch.Tensor | None = None,
-) -> None:
+def remember(key: tuple[Any, ...], launches: Sequence[Launch], tensors: Mapping[str, Any]) -> None:
     """Remember the launches of a call that passed its checks.
 
-    tensors: the call's arguments by name, defaults filled in. workspace: of which launches may take slices; None: they take them of one
-    that was made for them.
+    tensors: the call's arguments by name, defaults filled in, and the workspace that launches share, given or made.
     """
-    if key is None:
-        return
     if len(_REMEMBERED) >= LIMIT:
         _REMEMBERED.clear()
-    _REMEMBERED[key] = tuple(_step(launch, tensors, workspace) for launch in launches)
+    views: dict[str, tuple[str, View]] = {}
+    steps = tuple(_step(launch, tensors, views) for launch in launches)
+    workspace = tensors.get("workspace")
+    _REMEMBERED[key] = Recipe(steps, views, 0 if workspace is None else workspace.numel())
 
 
 def forget() -> None:
@@ -98,21 +123,31 @@ def forget() -> None:
     _REMEMBERED.clear()
 
 
-def _step(launch: Launch, tensors: Mapping[str, Any], workspace: torch.Tensor | None) -> Step:
-    constants, passed, scratch = {}, [], []
+def _step(launch: Launch, tensors: Mapping[str, Any], views: dict[str, tuple[str, View]]) -> Step:
+    constants, passed = {}, []
     for name, value in launch.arguments.items():
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value, (torch.Tensor, TensorDescriptor)):
             constants[name] = value
             continue
-        source = tensors.get(NAMES.get(name, name))
-        if source is not None:
-            as_bytes = value.dtype != source.dtype
-            assert value.data_ptr() == source.data_ptr() and value.stride() == source.stride()
-            passed.append((name, NAMES.get(name, name), as_bytes))
-        else:
-            assert value.dim() == 1 and value.dtype == torch.float32
-            start = value.storage_offset() - (
-                workspace.storage_offset() if workspace is not None else 0
-            )
-            scratch.append((name, start, start + value.numel()))
-    return Step(launch.kernel, launch.grid, constants, tuple(passed), tuple(scratch))
+        source = NAMES.get(name, name)
+        view = _view(value, tensors[source])
+        if view is not None:
+            assert views.setdefault(name, (source, view)) == (source, view)
+            source = name
+        passed.append((name, source))
+    return Step(launch.kernel, launch.grid, constants, tuple(passed))
+
+
+def _view(value: torch.Tensor | TensorDescriptor, source: torch.Tensor) -> View | None:
+    """How ``value`` is seen of ``source``; None: as it is."""
+    if isinstance(value, TensorDescriptor):
+        assert value.base is source
+        return View(descriptor=(value.shape, value.strides, value.block_shape))
+    if value is source:
+        return None
+    if value.dtype != source.dtype:
+        assert value.data_ptr() == source.data_ptr() and value.stride() == source.stride()
+        return View(dtype=value.dtype)
+    assert value.dim() == source.dim() == 1 and value.stride() == source.stride() == (1,)
+    start = value.storage_offset() - source.storage_offset()
+    return View(elements=slice(start, start + value.numel()))

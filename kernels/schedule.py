@@ -1,6 +1,6 @@
-"""How decode work is divided on the device: helpers that the attention kernel and the merge of its pieces share.
+"""How work is divided on the device: helpers that the attention kernels and the merge of decode's pieces share.
 
-Every program derives the same division from the lengths of the batch, so the host needs no lengths and a captured graph stays right.
+Decode: every program derives the same division from the lengths of the batch, so the host needs no lengths and a captured graph stays right.
 The paged keys of all decode sequences, divided by ``target_items``, give the keys of one piece (never fewer than MIN_SPLIT_TOKENS); a
 sequence is cut into as many equal pieces as that gives, and the pieces of all sequences are numbered one after another.
 
@@ -121,3 +121,14 @@ def num_pieces(seq_len, q_len, tokens, sliding_window, FRESH: tl.constexpr, BLOC
     """Pieces of one sequence."""
     low, high = paged_range(seq_len, q_len, sliding_window, FRESH)
     return _num_pieces(q_len, high - low, tokens, BLOCK_Q)
+
+
+@triton.jit
+def item_of_turn(turn):
+    """The item that this program takes in a turn, where programs take items, longest first, in turns.
+
+    They go to and fro: who had the longest item of one turn has the shortest of the next.
+    """
+    program, num_programs = tl.program_id(0), tl.num_programs(0)
+    place = tl.where(turn % 2 == 0, program, num_programs - 1 - program)
+    return turn * num_programs + place
