@@ -8,7 +8,8 @@
 A cell of the table is a phase, a head_dim and, in decode, the rows of a query tile. Its candidates are first compiled offline for this GPU's
 architecture, on all cores: what spills, does not fit, or breaks another rule of ``bench.static`` is not run. The others are timed on the
 cases of the named shapes that use the cell, each checked against the float64 result first, and ranked by the geometric mean of their
-times over those of the table's own entry, which is timed in the same run. Another entry is taken where it is at least 2 % faster.
+times over those of the table's own entry, which is timed in the same run. Another entry is taken where it is at least 2 % faster. Then the
+fastest shape is tried with the other ways of launching prefill: fresh rows by tensor descriptors, and programs that take tiles in turns.
 
 The table holds one entry for all architectures of a class (`tile_class`); ``--write`` changes those of this GPU's class alone. Run
 ``python -m bench.static --all`` afterwards: an entry has to hold on the other architectures of its class too.
@@ -46,6 +47,8 @@ TABLES = Path(tile_tables.__file__)
 # A new entry has to be faster than the old one by this much.
 GAIN = 0.02
 STATIC_BLOCK_SIZES = (16, 128)
+# The first architecture whose copies a tensor descriptor drives.
+DESCRIPTOR_ARCH = 90
 # Queries of the static cases that fill tiles of so many rows.
 STATIC_QUERIES = {16: 1, 32: 8, 64: 16}
 
@@ -73,12 +76,23 @@ class Cell:
         parts = (1, 2) if self.phase == "prefill" and self.head_dim >= 256 else (1,)
         found = [self.current(arch)]
         for *shape, value_parts in product(heights, (16, 32, 64, 128), (4, 8), (2, 3, 4, 5), parts):
-            config = Config(*shape, value_parts, found[0].mask_all)
+            config = Config(*shape, value_parts, mask_all=found[0].mask_all)
             row_bytes = 2 * (self.head_dim + self.head_dim // value_parts)
             tiles = config.block_n * row_bytes * (config.num_stages - 1)
             if tiles <= configs.SHARED_MEMORY[arch] and config not in found:
                 found.append(config)
         return found
+
+    def variants(self, config: Config, arch: int) -> list[Config]:
+        """Other ways of launching a tile shape: with tensor descriptors where the GPU has them, and with programs that take turns."""
+        if self.phase != "prefill":
+            return []
+        made = [
+            replace(config, fresh_tma=fresh_tma, programs_per_sm=programs)
+            for fresh_tma, programs in product((False, True), (0, 1, 2))
+            if arch >= DESCRIPTOR_ARCH or not fresh_tma
+        ]
+        return [other for other in made if other != config]
 
 
 def cells(cases: list[shapes.Case]) -> dict[Cell, list[shapes.Case]]:
@@ -216,10 +230,11 @@ def tables_with(chosen: dict[Cell, Config], arch: int) -> str:
     return "\n".join([*lines, "}", ""])
 
 
-def _values(config: Config) -> tuple[int, int, int, int, int]:
-    return (
-        config.block_m, config.block_n, config.num_warps, config.num_stages, config.value_parts
-    )  # fmt: skip
+def _values(config: Config) -> tuple[int, ...]:
+    """The table's entry: the last two only where they are not the defaults."""
+    more = (config.fresh_tma, config.programs_per_sm)
+    shape = (config.block_m, config.block_n, config.num_warps, config.num_stages)
+    return (*shape, config.value_parts, *(more if any(more) else ()))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -248,21 +263,27 @@ def run(args: argparse.Namespace) -> int:
         candidates = cell.candidates(arch)
         if args.dry_run:
             candidates = [candidates[0], replace(candidates[0], block_n=32)]
-        reasons = compile_all(cell, candidates, arch, args.jobs)
-        result["refused"] += [
-            {"cell": cell.name, "config": list(_values(c)), "why": why}
-            for c, why in zip(candidates, reasons, strict=True)
-            if why
-        ]
-        # The table's own entry is what the others are compared with, whatever the rules say of it.
-        fit = [c for i, c in enumerate(candidates) if i == 0 or not reasons[i]]
-        rows = measure(cell, cases, fit, device, args.per_call)
-        result["rows"] += rows
-        taken = best(rows)
-        chosen[cell] = fit[rows.index(taken)]
-        print(f"{perf_counter() - start:6.1f} s\n{table(cell, rows, taken)}", flush=True)
-        if args.json:
-            Path(args.json).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        while candidates:
+            reasons = compile_all(cell, candidates, arch, args.jobs)
+            result["refused"] += [
+                {"cell": cell.name, "config": list(_values(c)), "why": why}
+                for c, why in zip(candidates, reasons, strict=True)
+                if why
+            ]
+            # The table's own entry is what the others are compared with, whatever the rules say of it.
+            fit = [c for i, c in enumerate(candidates) if i == 0 or not reasons[i]]
+            rows = measure(cell, cases, fit, device, args.per_call)
+            result["rows"] += rows
+            taken = best(rows)
+            print(f"{perf_counter() - start:6.1f} s\n{table(cell, rows, taken)}", flush=True)
+            if args.json:
+                Path(args.json).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+            # Once more, with the other ways of launching the shape; after those there are no others.
+            others = [] if cell in chosen else cell.variants(fit[rows.index(taken)], arch)
+            chosen[cell] = fit[rows.index(taken)]
+            if args.dry_run:
+                others = others[-1:]
+            candidates = list(dict.fromkeys([fit[0], chosen[cell], *others])) if others else []
     if result["not_run"]:
         print(f"out of time: {', '.join(result['not_run'])}")
     if args.write:
@@ -274,12 +295,15 @@ def run(args: argparse.Namespace) -> int:
 def table(cell: Cell, rows: list[dict[str, Any]], taken: dict[str, Any]) -> str:
     """Candidates of a cell, fastest first."""
     cases = list(rows[0]["ms"])
-    lines = [(cell.name, "m", "n", "warps", "stages", "parts", *cases, "of the table's")]
+    lines = [
+        (cell.name, "m", "n", "warps", "stages", "parts", "tma", "per sm", *cases, "of the table's")
+    ]
     for row in sorted(rows, key=lambda r: r["ratio"] or math.inf):
         marks = ("table " if row is rows[0] else "") + ("taken" if row is taken else "")
         times = [f"{row['ms'][c]:.4g}" if c in row["ms"] else "-" for c in cases]
         ratio = row["wrong"] or ("-" if row["ratio"] is None else f"{row['ratio']:.3f}")
-        lines.append((marks, *map(str, row["config"]), *times, ratio))
+        config = [str(int(value)) for value in (*row["config"], 0, 0)[:7]]
+        lines.append((marks, *config, *times, ratio))
     return "\n".join(aligned(lines))
 
 

@@ -1,5 +1,6 @@
 """bench.tune on a CPU: which tile shapes it tries, takes and writes."""
 
+import dataclasses
 import json
 
 import pytest
@@ -15,7 +16,8 @@ from quire.kernels.configs import Config
 def test_a_dry_run_compiles_measures_and_takes_the_fastest(tmp_path, capsys, monkeypatch):
     def time_calls(calls, device, seconds):
         calls[0]()
-        each = 1e-6 * paged.select_config().block_n  # what a call would launch with
+        config = paged.select_config()  # what a call would launch with
+        each = 1e-6 * config.block_n / max(1, config.programs_per_sm)
         return Timing(each, each, each, 1, 1)
 
     monkeypatch.setattr(tune, "time_calls", time_calls)
@@ -32,11 +34,16 @@ def test_a_dry_run_compiles_measures_and_takes_the_fastest(tmp_path, capsys, mon
         ("decode 32 x16", [16, 32, 4, 4, 1], pytest.approx(0.5)),
         ("prefill 32", [64, 64, 4, 3, 1], 1.0),
         ("prefill 32", [64, 32, 4, 3, 1], pytest.approx(0.5)),
+        # The shape that was taken, and one other way of launching it.
+        ("prefill 32", [64, 64, 4, 3, 1], 1.0),
+        ("prefill 32", [64, 32, 4, 3, 1], pytest.approx(0.5)),
+        ("prefill 32", [64, 32, 4, 3, 1, True, 2], pytest.approx(0.25)),
     ]
     for row in result["rows"]:
         assert row["wrong"] is None and len(row["ms"]) == 1
     taken = [line for line in capsys.readouterr().out.splitlines() if line.startswith("taken")]
-    assert [line.split()[2] for line in taken] == ["32", "32"]
+    assert [line.split()[2] for line in taken] == ["32", "32", "32"]
+    assert taken[-1].split()[6:8] == ["1", "2"]
 
 
 def test_the_chosen_tile_shape_is_the_one_that_runs():
@@ -69,6 +76,18 @@ def test_candidates_start_with_the_table_and_fit():
                 assert tiles <= configs.SHARED_MEMORY[arch] and c.mask_all == found[0].mask_all
 
 
+def test_variants_launch_the_same_shape_otherwise():
+    shape = Config(128, 64, 8, 2)
+    for arch, count in ((80, 2), (90, 5)):
+        found = Cell("prefill", 128).variants(shape, arch)
+        assert len(set(found)) == count and shape not in found
+        assert {c.fresh_tma for c in found} == {False, arch >= 90}
+        assert {c.programs_per_sm for c in found} == {0, 1, 2} - ({0} if arch < 90 else set())
+        for c in found:
+            assert dataclasses.replace(c, fresh_tma=False, programs_per_sm=0) == shape
+    assert Cell("decode", 128, 16).variants(shape, 90) == []
+
+
 @pytest.mark.parametrize(("ratios", "taken"), [([1.0, 0.97, 0.9], 2), ([1.0, 0.99], 0), ([1.0, None], 0)])  # fmt: skip
 def test_another_entry_has_to_be_clearly_faster(ratios, taken):
     rows = [{"ratio": ratio} for ratio in ratios]
@@ -78,10 +97,11 @@ def test_another_entry_has_to_be_clearly_faster(ratios, taken):
 def test_the_table_is_written_for_one_class_of_gpus():
     source = tune.TABLES.read_text(encoding="utf-8")
     assert tune.tables_with({}, 90) == source
-    chosen = {Cell("prefill", 128): Config(128, 128, 8, 3, 2), Cell("decode", 256, 16): Config(16, 64, 8, 2, mask_all=True)}  # fmt: skip
+    chosen = {Cell("prefill", 128): Config(128, 128, 8, 3, 2, True), Cell("decode", 256, 16): Config(16, 64, 8, 2, mask_all=True)}  # fmt: skip
     written: dict = {}
     exec(tune.tables_with(chosen, 120), written)
-    assert written["PREFILL"]["small"][128] == (128, 128, 8, 3, 2)
+    assert written["PREFILL"]["small"][128] == (128, 128, 8, 3, 2, True, 0)
+    assert Config(*written["PREFILL"]["small"][128]) == chosen[Cell("prefill", 128)]
     assert written["DECODE"]["small"][256][16] == (64, 8, 2)
     for name in ("PREFILL", "DECODE"):
         written[name]["small"] = getattr(tile_tables, name)["small"]
