@@ -315,7 +315,7 @@ class KVCache:
             self.index.evict(step.needed - self.pool.num_free)
         if step.chunk_rows.size:
             cu = np.zeros(len(slots) + 1, dtype=np.int32)
-            np.cumsum(counts, out=cu[1:])
+            counts.cumsum(out=cu[1:])
             _, positions = ragged_arange(start, counts)
         else:
             cu, positions = self._cu_of(len(slots)), start

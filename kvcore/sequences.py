@@ -46,7 +46,7 @@ class Sequences:
             0, dtype=np.int64
         )  # where their next tokens go, in all of `_open`
         self._mark: Int64 = np.zeros(max_requests, dtype=np.int64)
-        self._checked: Int64 | None = None  # slots that `check` found valid and distinct
+        self._checked: bytes | None = None  # slots that `check` found valid and distinct
 
     @property
     def num_free(self) -> int:
@@ -93,7 +93,7 @@ class Sequences:
 
     def check(self, slots: Int64) -> None:
         """Raise ValueError unless `slots` are distinct slots of running requests."""
-        if self._checked is not None and np.array_equal(slots, self._checked):
+        if slots.tobytes() == self._checked:
             return
         if int(slots.min()) < 0 or int(slots.max()) >= self.max_requests:
             raise ValueError(f"slots: expected 0..{self.max_requests - 1}, got {slots.tolist()}")
@@ -104,7 +104,7 @@ class Sequences:
         self._mark[slots] = every
         if (self._mark[slots] != every).any():
             raise ValueError(f"slots: expected distinct slots, got {slots.tolist()}")
-        self._checked = slots.copy()
+        self._checked = slots.tobytes()
 
     def keys(self, slot: int, first: int, last: int) -> bytes:
         """Keys of segments [first, last) of a request, (last - first) * 32 bytes."""

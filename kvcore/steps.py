@@ -127,6 +127,12 @@ class Chunk:
     num_new: int  # how many are
     pages: Int32 | None = None  # [m, num_tables]
 
+    @property
+    def is_one(self) -> bool:
+        """Whether all blocks are neighbours, if they are of one request."""
+        n = len(self.blocks)
+        return n > 0 and int(self.blocks[-1]) - int(self.blocks[0]) == n - 1
+
 
 class BlockTables:
     """Tables and open pages of the dense or window groups of one spec.
@@ -160,6 +166,7 @@ class BlockTables:
         self._flat = tables.reshape(-1)
         self._row = tables.shape[1]
         self._first = spec.offset + np.arange(k) * spec.width
+        self._within = np.arange(spec.block_size)
         # A ring of which the window takes a good part keeps all its pages, and writes over those out of reach: nothing
         # to free and to take. One that is long only because boundaries are far apart gives pages back.
         self.recycles = self.is_window and spec.per_segment <= 2 * (spec.live + 1)
@@ -331,12 +338,13 @@ class BlockTables:
         size, rows = self.spec.block_size, plan.rows
         plan.pages = self.pages(slots[rows], plan.blocks)
         plan.pages[plan.is_new] = fresh.reshape(-1, self.spec.num_tables)
-        if not self.is_window and len(start) == 1:  # all of these tokens, one after another
-            first, last = int(offset[0]), int(offset[0] + max(0, end[0] - start[0]))
-            slots_of = (plan.pages.T * np.int64(size))[:, :, None] + np.arange(size)
-            skipped = int(start[0]) % size
-            where = slots_of.reshape(self.spec.num_tables, -1)
-            return slice(first, last), where[:, skipped : skipped + last - first]
+        if len(start) == 1 and plan.is_one:
+            begin, first, stop = int(start[0]), int(plan.blocks[0]) * size, int(end[0])
+            skipped = max(0, begin - first)
+            slots_of = (plan.pages.T * np.int64(size))[:, :, None] + self._within
+            where = slots_of.reshape(self.spec.num_tables, -1)[:, skipped : stop - first]
+            token = int(offset[0]) + first + skipped - begin
+            return slice(token, token + where.shape[1]), where
         low = np.maximum(plan.blocks * size, start[rows])
         high = np.minimum((plan.blocks + 1) * size, end[rows])
         # Where a block's rows would be if its tokens were numbered like the step's.
@@ -346,15 +354,19 @@ class BlockTables:
         which, tokens = ragged_arange(offset[rows] + low - start[rows], high - low)
         return tokens, base.T[:, which] + tokens
 
-    def commit_dense(self, plan: Chunk, slots: Int64, end: Int64) -> tuple[Int64, Int32]:
-        """Make the plan's blocks up to `end` [n] the request's own; free the others.
+    def commit_dense(
+        self, plan: Chunk, slots: Int64, end: Int64, planned: Int64
+    ) -> tuple[Int64, Int32]:
+        """Make the plan's blocks up to `end` [n], of `planned` [n] tokens, the request's own; free the others.
 
         Returns:
             (flat indices, pages) of the table changes.
         """
         assert plan.pages is not None
-        kept = plan.is_new & (plan.blocks * self.spec.block_size < end[plan.rows])
-        self.pool.put(plan.pages[plan.is_new & ~kept].ravel())
+        kept = plan.is_new
+        if np.count_nonzero(end < planned):
+            kept = plan.is_new & (plan.blocks * self.spec.block_size < end[plan.rows])
+            self.pool.put(plan.pages[plan.is_new & ~kept].ravel())
         pages = plan.pages[kept]
         return self.write(slots[plan.rows[kept]], plan.blocks[kept], pages), pages
 
@@ -402,13 +414,16 @@ class BlockTables:
         old = self._flat[places]
         changed = old != pages
         places, new, gone = places[changed], pages[changed], old[changed]
-        self.pool.users[new[self.pool.users[new] == 0]] = 1  # those that were free until now
+        self.pool.users[new] += self.pool.users[new] == 0  # those that were free until now
         self._flat[places] = new
         return places, new, gone[gone != 0]
 
 
 def _windows(strip: Int32, rows: Int64, columns: Int64, size: int) -> Int32:
     """``strip[rows[i], :, columns[i] : columns[i] + size]`` for each i, as one array [m, k, size]."""
+    if len(rows) == 1:
+        first = int(columns[0])
+        return strip[rows, :, first : first + size]
     n, k, j = strip.shape
     row, part, one = strip.strides
     views = np.lib.stride_tricks.as_strided(

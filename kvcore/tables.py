@@ -303,7 +303,7 @@ class Tables:
                     places, pages, left = block.commit_window(chunk, strip, slots, stop, reached)
                     gone.append(left)
                 else:
-                    places, pages = block.commit_dense(chunk, slots, stop)
+                    places, pages = block.commit_dense(chunk, slots, stop, reached)
                 self._delta(places, pages)
         batch = step.batch
         if batch is not None:
@@ -357,8 +357,7 @@ class Tables:
             if block.is_window:
                 assert chunk.pages is not None
                 fresh = chunk.pages[chunk.is_new].ravel()
-                idle = (self.pool.users[fresh] == 0) & (self.pool.holds[fresh] == 0)
-                self.pool.put(fresh[idle])
+                self.pool.put(fresh[self.pool.counts[fresh] == 0])
 
     # One request.
 
