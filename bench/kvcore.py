@@ -110,7 +110,7 @@ def pool_bytes(spec: str) -> Row:
 
 
 def decoding(
-    spec: list[GroupSpec], num_requests: int, context: int = CHUNK, num_pages: int = 4 * MILLION
+    spec: list[GroupSpec], num_requests: int, context: int = CHUNK, num_pages: int = MILLION
 ) -> tuple[KVCache, np.ndarray]:
     """A cache with so many requests, staggered around `context` tokens, and their slots."""
     cache = KVCache(
@@ -139,12 +139,21 @@ def decode_times(cache: KVCache, slots: np.ndarray, steps: int) -> tuple[list[fl
     return plans, totals
 
 
+def pool_for(spec: str, num_requests: int) -> int:
+    """A million pages, or as many millions as requests of up to two chunks and their window rings need."""
+    reach = [2 * CHUNK if g.kind == "dense" else (g.sliding_window or 0) + 256 for g in SPECS[spec]]
+    pages = sum(
+        -(-tokens // g.block_size) + 1 for tokens, g in zip(reach, SPECS[spec], strict=True)
+    )
+    return -(-num_requests * pages // MILLION) * MILLION
+
+
 def decode_step(spec: str, num_requests: int, steps: int) -> list[Row]:
     """Plan and commit of one token for each of `num_requests` requests, staggered around 8k tokens.
 
     ``_churn`` is the same where each step has another batch: one request ends and one comes, as in a busy server.
     """
-    cache, slots = decoding(SPECS[spec], num_requests)
+    cache, slots = decoding(SPECS[spec], num_requests, num_pages=pool_for(spec, num_requests))
     plans, totals = decode_times(cache, slots, steps)
     name = f"decode_step_{num_requests}"
     churn = []

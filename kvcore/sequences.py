@@ -95,14 +95,14 @@ class Sequences:
         """Raise ValueError unless `slots` are distinct slots of running requests."""
         if slots.tobytes() == self._checked:
             return
-        if int(slots.min()) < 0 or int(slots.max()) >= self.max_requests:
+        if int(slots.view(np.uint64).max()) >= self.max_requests:  # negative ones are large then
             raise ValueError(f"slots: expected 0..{self.max_requests - 1}, got {slots.tolist()}")
-        if not self.active[slots].all():
+        if np.count_nonzero(self.active[slots]) < len(slots):
             bad = slots[~self.active[slots]].tolist()
             raise ValueError(f"slots: expected slots of admitted requests, got {bad}")
         every = np.arange(len(slots))
         self._mark[slots] = every
-        if (self._mark[slots] != every).any():
+        if self._mark[slots].tobytes() != every.tobytes():
             raise ValueError(f"slots: expected distinct slots, got {slots.tolist()}")
         self._checked = slots.tobytes()
 

@@ -17,6 +17,8 @@ import numpy.typing as npt
 from .pages import UNSHARED, PagePool
 from .spec import GroupClass, Int32, Int64, ragged_arange
 
+ONE = np.ones(1, dtype=np.int64).tobytes()
+
 
 class DecodeBatch:
     """Requests that compute one token each, and go on doing so from step to step.
@@ -32,7 +34,6 @@ class DecodeBatch:
 
     Attributes:
         end: [n] tokens after the step. longest: the largest. age: steps since the batch was made.
-        ending: [m] rows that complete a segment in this step.
         outputs: [num_tables] flat indices of the tables' rows in `last_slots`.
         memo: what other classes derive from the batch and keep with it.
     """
@@ -42,7 +43,7 @@ class DecodeBatch:
     ) -> None:
         self.slots = slots.copy()
         self._key = slots.tobytes()
-        self._ones = np.ones(len(slots), dtype=np.int64).tobytes()
+        self._ones = ONE * len(slots)
         self.start, self.end = start, start + 1
         self.longest = int(self.end.max())
         self.age = 0
@@ -52,7 +53,7 @@ class DecodeBatch:
         self.memo: dict[object, Any] = {}
         self._calendar: dict[int, tuple[Int64, list[int]]] = {}
         self._alignment = alignment
-        self.ending: Int64 = (self.end % alignment == 0).nonzero()[0]
+        self._ending: Int64 | None = (self.end % alignment == 0).nonzero()[0]
 
     def is_of(self, slots: Int64) -> bool:
         """Whether these are the batch's requests, in its order."""
@@ -67,8 +68,15 @@ class DecodeBatch:
         self.start, self.end, self.last_slots = self.end, self.end + 1, last_slots
         self.longest += 1
         self.age += 1
-        order, first, end = self.due(self._alignment, ahead=1)
-        self.ending = order[first:end]
+        self._ending = None
+
+    @property
+    def ending(self) -> Int64:
+        """[m] rows that complete a segment in this step."""
+        if self._ending is None:
+            order, first, end = self.due(self._alignment, ahead=1)
+            self._ending = order[first:end]
+        return self._ending
 
     def due(self, size: int, ahead: int = 0) -> tuple[Int64, int, int]:
         """(All rows, by when they start a block of `size`; first and end of those that do so `ahead` steps from this one)."""
