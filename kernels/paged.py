@@ -265,6 +265,12 @@ def _decode_kernel(
         low, high, piece == pieces - 1, sliding_window, inner_scale, outer_scale,
         HEAD_DIM, HEAD_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, EQUAL_STRIDES, SCALES, HARDWARE_E4M3, MASK_ALL,
     )  # fmt: skip
+    if SCALES == "rows" and not HARDWARE_E4M3:
+        # Bits moved by hand take more registers: rather than keep what is known of the rows, which would spill, work it out again.
+        q_len = tl.load(cu_seqlens_q + seq + 1, volatile=True) - first_token
+        token, group_head, live = _tile_rows(
+            head_index % HEAD_TILES, q_len, GROUP, BLOCK_Q, HEADS, BLOCK_M
+        )
     if pieces == 1:
         out_rows = _row_pointers(out, first_token, kv_head * GROUP, token, group_head, out_stride_token, out_stride_head)  # fmt: skip
         lse_rows = None

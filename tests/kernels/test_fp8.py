@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from quire.kernels import (
+    paged,
     paged_attention,
     quant,
+    recipes,
     reference,
     sliding_window_attention,
     write_kv,
@@ -99,6 +101,25 @@ def test_against_float64(case, kind):
         assert out.dtype == case.dtype
         assert_within_budget(f"{impl} out", out, plain, exact)
         assert_within_budget(f"{impl} lse", lse, plain_lse, exact_lse)
+
+
+@pytest.mark.parametrize("dtype, q_lens", [(BF16, [1, 3, 12]), (FP16, [2, 1, 0])])
+def test_codes_widened_by_hand(dtype, q_lens, monkeypatch):
+    """As on sm_80, which has no instruction for it; every code but NaN occurs among the keys."""
+    recipes.forget()
+    monkeypatch.setattr(paged, "_device", lambda _: (80, 2))
+    case = AttentionCase("", [300, 40, 19], q_lens, num_decodes=2, dtype=dtype)
+    batch = quantised(make_batch(case), "rows")
+    codes = torch.arange(256, dtype=torch.uint8, device=DEVICE)
+    codes[NAN_CODE::128] = 0
+    batch["k_pages"].view(torch.uint8)[batch["block_table"][0, 0], :8] = codes.view(8, 2, 16)
+    exact, exact_lse = attention_reference(batch, torch.float64)
+    plain, _ = attention_reference(batch, dtype)
+    _, plain_lse = attention_reference(batch, torch.float32)
+    lse = torch.full(exact_lse.shape, NAN, device=DEVICE)
+    assert_within_budget("out", attend(batch, "triton", lse=lse), plain, exact)
+    assert_within_budget("lse", lse, plain_lse, exact_lse)
+    recipes.forget()
 
 
 @pytest.mark.parametrize("size", [2.0**-8, 2.0**8])
