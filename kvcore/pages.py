@@ -73,6 +73,8 @@ class PagePool:
 
     def unuse(self, pages: Int32) -> None:
         """Requests stop reading `pages` (repeats and the null page allowed: requests may share pages)."""
+        if np.count_nonzero(pages) < len(pages):
+            pages = pages[pages != NULL_BLOCK]
         if not len(pages):
             return
         counts = self.counts[pages]
@@ -82,7 +84,7 @@ class PagePool:
             self.users[pages] = 0
             held = counts > UNSHARED
         else:
-            pages = self._unuse_shared(pages[pages != NULL_BLOCK])
+            pages = self._unuse_shared(pages)
             held = self.holds[pages] > 0
         num_held = int(np.count_nonzero(held))
         self.num_held_only += num_held

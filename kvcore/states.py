@@ -26,6 +26,7 @@ class StateStep:
     """Plan of one class of state tables."""
 
     pages: Int32  # [n, num_tables] live pages in the step, 0 where there are none yet
+    snapshots_at: Int64  # [n, num_tables] flat indices of the snapshots in the fused table
     starting: Int64  # rows of requests without live pages
     snapping: Int64  # rows that may end at a boundary and need new pages for the snapshot
     snapshots: Int32 | None = None  # [len(snapping), num_tables]
@@ -59,20 +60,23 @@ class StateTables:
     def plan(self, slots: Int64, rows: Int64) -> StateStep:
         """Which of `slots` [n] need live pages, and which of `rows`, that may end at a boundary, pages for a snapshot."""
         live = self._flat[self._places(slots, LIVE)]
-        snapping = self._snapping(rows, self._places(slots[rows], SNAPSHOT))
-        return StateStep(live, (live[:, 0] == 0).nonzero()[0], snapping)
+        places = self._places(slots, SNAPSHOT)
+        starting = (live[:, 0] == 0).nonzero()[0]
+        return StateStep(live, places, starting, self._snapping(rows, places))
 
     def plan_decode(self, batch: DecodeBatch, rows: Int64, live: Int32) -> StateStep:
         """`plan` for the requests of a batch, which have `live` pages [n, num_tables]."""
         places = batch.memo.get(self)
         if places is None:
             places = batch.memo[self] = self._places(batch.slots, SNAPSHOT)
-        snapping = self._snapping(rows, places[rows]) if len(rows) else NO_ROWS
-        return StateStep(live, NO_ROWS, snapping)
+        return StateStep(live, places, NO_ROWS, self._snapping(rows, places))
 
     def _snapping(self, rows: Int64, places: Int64) -> Int64:
-        """Rows whose snapshot, at `places`, a resume point or another request shares: it must not be written over."""
-        shared: Int64 = rows[self.pool.counts[self._flat[places[:, 0]]] != UNSHARED]
+        """Which of `rows` have a snapshot that a resume point or another request shares: it must not be written over."""
+        if not len(rows):
+            return NO_ROWS
+        pages = self._flat[places[rows, 0]]
+        shared: Int64 = rows[self.pool.counts[pages] != UNSHARED]
         return shared
 
     def fill(self, plan: StateStep, slots: Int64, fresh: Int32) -> None:
@@ -111,13 +115,11 @@ class StateTables:
             if np.count_nonzero(due) < len(due):
                 self.pool.put(pages[~due].ravel())
                 snapping, pages = snapping[due], pages[due]
-            where = self._places(slots[snapping], SNAPSHOT)
-            old = self._flat[where].ravel()
-            if np.count_nonzero(old):
-                self.pool.unuse(old)
+            where = plan.snapshots_at[snapping]
+            self.pool.unuse(self._flat[where].ravel())
             self._flat[where] = pages
             self.pool.users[pages] = 1
         copies = np.empty((len(ends) * self.spec.num_tables, 2), dtype=np.int32)
         copies[:, 0] = plan.pages[ends].ravel()
-        copies[:, 1] = self._flat[self._places(slots[ends], SNAPSHOT)].ravel()
+        copies[:, 1] = self._flat[plan.snapshots_at[ends]].ravel()
         return copies, places, live

@@ -276,8 +276,7 @@ class BlockTables:
             else:
                 if plan.num_new < old.size:
                     old, fresh = old[plan.is_new], pages[plan.is_new]
-                if np.count_nonzero(old):
-                    self.pool.unuse(old.ravel())
+                self.pool.unuse(old.ravel())
             self.pool.users[fresh] = 1
         self._flat[plan.places] = pages
 
