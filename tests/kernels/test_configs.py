@@ -94,29 +94,31 @@ def test_workspace_numel_refuses():
 
 @triton.jit
 def _division_kernel(
-    seq_lens, cu, found, first, pieces, num_decodes, target_items, window, max_items,
+    seq_lens, cu, items, seqs, found, first, pieces, num_decodes, target_items, window, num_items, num_seqs,
     FRESH: tl.constexpr, BLOCK_Q: tl.constexpr, MIN_TOKENS: tl.constexpr,
 ):  # fmt: skip
     tokens = schedule.piece_tokens(
         seq_lens, cu, num_decodes, target_items, window, FRESH, MIN_TOKENS
     )
-    for item in range(max_items):
+    for i in range(num_items):
         seq, start = schedule.find_item(
-            item, seq_lens, cu, num_decodes, tokens, window, FRESH, BLOCK_Q
+            tl.load(items + i), seq_lens, cu, num_decodes, tokens, window, FRESH, BLOCK_Q
         )
-        tl.store(found + item, seq)
-        tl.store(first + item, start)
-    for seq in range(num_decodes):
+        tl.store(found + i, seq)
+        tl.store(first + i, start)
+    for i in range(num_seqs):
+        seq = tl.load(seqs + i)
         q_len = tl.load(cu + seq + 1) - tl.load(cu + seq)
         count = schedule.num_pieces(tl.load(seq_lens + seq), q_len, tokens, window, FRESH, BLOCK_Q)
         start = schedule.first_item(seq, seq_lens, cu, num_decodes, tokens, window, FRESH, BLOCK_Q)
-        tl.store(pieces + 2 * seq, start)
-        tl.store(pieces + 2 * seq + 1, count)
+        tl.store(pieces + 2 * i, start)
+        tl.store(pieces + 2 * i + 1, count)
 
 
 @pytest.mark.parametrize("window", [None, 700])
 @pytest.mark.parametrize("num_decodes", [1, 2, 128, 300])
 def test_every_piece_is_found_once(num_decodes, window):
+    """Of many sequences those at the edges of the chunks that a program looks at together, and a few between."""
     rng = random.Random(num_decodes)
     q_lens = [rng.choice([0, 1, 1, 2, 5]) for _ in range(num_decodes)]
     lengths = [q + rng.choice([0, 1, 255, 300, 2000]) for q in q_lens]
@@ -130,21 +132,26 @@ def test_every_piece_is_found_once(num_decodes, window):
         0 if q == 0 or q > block_q else max(1, -(-n // per_piece))
         for q, n in zip(q_lens, keys, strict=True)
     ]
-    max_items = target + num_decodes
-    assert sum(expected) <= max_items, "the host's bound"
-    seq_lens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
-    cu = torch.tensor([0, *q_lens], device=DEVICE).cumsum(0).int()
-    found, first, pieces = (
-        torch.full((n,), -7, dtype=torch.int32, device=DEVICE)
-        for n in (max_items, max_items, 2 * num_decodes)
-    )
-    _division_kernel[(1,)](
-        seq_lens, cu, found, first, pieces, num_decodes, target, window, max_items, True, block_q, configs.MIN_SPLIT_TOKENS
-    )  # fmt: skip
     starts = [sum(expected[:s]) for s in range(num_decodes)]
-    assert pieces.view(-1, 2).tolist() == [
-        list(pair) for pair in zip(starts, expected, strict=True)
-    ]
-    items = [(s, starts[s]) for s in range(num_decodes) for _ in range(expected[s])]
-    assert list(zip(found.tolist(), first.tolist(), strict=True))[: len(items)] == items
-    assert set(found[len(items) :].tolist()) <= {num_decodes}
+    max_items, num_items = target + num_decodes, sum(expected)
+    assert num_items <= max_items, "the host's bound"
+    seqs = set(rng.sample(range(num_decodes), min(num_decodes, 8)))
+    for edge in range(0, num_decodes + 129, 128):
+        seqs |= set(range(edge - 2, edge + 2))
+    seqs = sorted((seqs | {num_decodes - 1}) & set(range(num_decodes)))
+    want = {starts[s] + n: (s, starts[s]) for s in seqs for n in range(expected[s])}
+    beyond = sorted({num_items, max_items - 1} - {num_items - 1})
+    items = [*want, *beyond]
+
+    def device(values):
+        return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+    found, first, pieces = (device([-7] * n) for n in (len(items), len(items), 2 * len(seqs)))
+    _division_kernel[(1,)](
+        device(lengths), device([0, *q_lens]).cumsum(0).int(), device(items), device(seqs), found, first, pieces,
+        num_decodes, target, window, len(items), len(seqs), True, block_q, configs.MIN_SPLIT_TOKENS,
+    )  # fmt: skip
+    assert pieces.view(-1, 2).tolist() == [[starts[s], expected[s]] for s in seqs]
+    pairs = list(zip(found.tolist(), first.tolist(), strict=True))
+    assert pairs[: len(want)] == list(want.values())
+    assert set(found[len(want) :].tolist()) == {num_decodes}
