@@ -24,6 +24,7 @@ import torch
 from quire.bench.text import aligned
 from quire.kernels import (
     _launch,
+    merge_partials,
     paged_attention,
     recipes,
     sliding_window_attention,
@@ -34,34 +35,41 @@ from quire.kernels import (
 BATCH, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, CONTEXT = 16, 32, 8, 128, 16, 1024
 
 
-def calls() -> dict[str, Callable[[], object]]:
-    """One call of each wrapper, by name: a batch of decodes with fresh rows, and the prefill path."""
+def calls(device: str = "cpu") -> dict[str, Callable[[], object]]:
+    """One call of each wrapper, by name: a batch of decodes with fresh rows, and the prefill path.
 
-    def rows(heads: int) -> torch.Tensor:
-        return torch.zeros(BATCH, heads, HEAD_DIM, dtype=torch.bfloat16)
+    device: of the tensors; on "meta" they have no values that a wrapper could read.
+    """
 
-    q, k, v, out = rows(HEADS), rows(KV_HEADS), rows(KV_HEADS), rows(HEADS)
-    pages = torch.zeros(64, 2, BLOCK_SIZE, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16)
-    k_pages, v_pages = pages.unbind(1)
-    table = torch.zeros(BATCH, CONTEXT // BLOCK_SIZE, dtype=torch.int32)
-    seq_lens = torch.full((BATCH,), CONTEXT, dtype=torch.int32)
-    cu = torch.arange(BATCH + 1, dtype=torch.int32)
-    numel = workspace_numel(
-        num_decodes=BATCH, max_seqlen_q=1, num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, num_sms=132
-    )  # fmt: skip
-    batch = (q, k_pages, v_pages, table, seq_lens, cu)
-    more = {
-        "max_seqlen_q": 1, "k": k, "v": v, "out": out, "impl": "triton",
-        "workspace": torch.empty(numel, dtype=torch.float32),
-    }  # fmt: skip
-    slots = torch.arange(BATCH, dtype=torch.int64)
+    with torch.device(device):
+        q, out = torch.zeros(2, BATCH, HEADS, HEAD_DIM, dtype=torch.bfloat16).unbind(0)
+        k, v = torch.zeros(2, BATCH, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16).unbind(0)
+        pages = torch.zeros(64, 2, BLOCK_SIZE, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16).unbind(1)
+        codes = [rows.to(torch.float8_e4m3fn) for rows in pages]
+        row_scales = torch.ones(2, 64, BLOCK_SIZE, KV_HEADS).unbind(0)
+        table = torch.zeros(BATCH, CONTEXT // BLOCK_SIZE, dtype=torch.int32)
+        seq_lens = torch.full((BATCH,), CONTEXT, dtype=torch.int32)
+        cu = torch.arange(BATCH + 1, dtype=torch.int32)
+        slots = torch.arange(BATCH)
+        numel = workspace_numel(
+            num_decodes=BATCH, max_seqlen_q=1, num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, num_sms=132
+        )  # fmt: skip
+        workspace = torch.zeros(numel)
+        parts, part_lse = torch.zeros(2, *q.shape, dtype=q.dtype), torch.zeros(2, HEADS, BATCH)
+    batch = (table, seq_lens, cu)
+    impl = {"impl": "triton"}
+    more = {"max_seqlen_q": 1, "k": k, "v": v, "out": out, "workspace": workspace, **impl}
+    scales = dict(zip(("k_scale", "v_scale"), row_scales, strict=True))
     return {
-        "paged_attention, decode and merge": lambda: paged_attention(*batch, num_decodes=BATCH, **more),
-        "paged_attention, prefill": lambda: paged_attention(*batch, num_decodes=0, **more),
+        "paged_attention, decode and merge": lambda: paged_attention(q, *pages, *batch, **more),
+        "paged_attention, e4m3 pages": lambda: paged_attention(q, *codes, *batch, **more, **scales),
+        "paged_attention, prefill": lambda: paged_attention(q, *pages, *batch, num_decodes=0, **more),
         "sliding_window_attention, decode": lambda: sliding_window_attention(
-            *batch, num_decodes=BATCH, sliding_window=128, **more
+            q, *pages, *batch, sliding_window=128, **more
         ),
-        "write_kv": lambda: write_kv(k, v, k_pages, v_pages, slots, impl="triton"),
+        "write_kv": lambda: write_kv(k, v, *pages, slots, **impl),
+        "write_kv, e4m3 pages": lambda: write_kv(k, v, *codes, slots, **scales, **impl),
+        "merge_partials": lambda: merge_partials(parts, part_lse, out=out, **impl),
     }  # fmt: skip
 
 

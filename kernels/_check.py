@@ -201,6 +201,31 @@ def check_write(
     expect_tensor("slot_mapping", slot_mapping, (k.shape[0],), torch.int64, device=k.device)
 
 
+def check_merge(
+    partial_out: torch.Tensor,
+    partial_lse: torch.Tensor,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+) -> torch.Tensor:
+    """Check the arguments of ``ops.merge_partials``, which says what they are and what is raised; ``out``, or new memory for it."""
+    expect_tensor("partial_out", partial_out, (None,) * 4, MODEL_DTYPES)
+    num_parts, num_tokens, num_heads, head_dim = partial_out.shape
+    device = partial_out.device
+    expect_head_dim("partial_out", head_dim)
+    expect_int("partial_out: num_parts", num_parts, 1)
+    lse_shape = (num_heads, num_tokens)
+    expect_tensor("partial_lse", partial_lse, (num_parts, *lse_shape), torch.float32, device=device)
+    if sinks is not None:
+        expect_tensor("sinks", sinks, (num_heads,), torch.float32, device=device)
+    if lse is not None:
+        expect_tensor("lse", lse, lse_shape, torch.float32, device=device)
+    if out is None:
+        return torch.empty(partial_out.shape[1:], dtype=partial_out.dtype, device=device)
+    expect_tensor("out", out, (num_tokens, num_heads, head_dim), MODEL_DTYPES, device=device)
+    return out
+
+
 def check_attention(
     q: torch.Tensor,
     k_pages: torch.Tensor,

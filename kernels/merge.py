@@ -8,12 +8,14 @@ Two kernels: ``merge_partials`` over dense parts, and the merge of the pieces th
 Source: FlashInfer (arXiv 2501.01005) 2.2; FlashDecoding for the split.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
-from quire.kernels import schedule
-from quire.kernels._check import AttentionCall
+from quire.kernels import recipes, schedule
+from quire.kernels._check import AttentionCall, check_merge
 from quire.kernels._launch import Launch
 from quire.kernels.configs import MIN_SPLIT_TOKENS, DecodePlan
 
@@ -177,6 +179,23 @@ def _merge_pieces_kernel(
 def block_parts(num_parts: int, head_dim: int) -> int:
     """Parts that are merged at once: all of a few, or what keeps a tile at 4096 values."""
     return min(triton.next_power_of_2(num_parts), max(8, 4096 // head_dim))
+
+
+def merge(arguments: dict[str, Any]) -> torch.Tensor:
+    """Check and launch ``ops.merge_partials(**arguments)``, or launch what was launched for such a call; returns ``out``."""
+    key = recipes.key(prepare, arguments)
+    recipe = recipes.recall(key)
+    if recipe is None:
+        arguments["out"] = check_merge(**arguments)
+        launch = prepare(**arguments)
+        recipes.remember(key, [launch], arguments)
+        launch.run()
+        return arguments["out"]
+    if arguments["out"] is None:
+        parts = arguments["partial_out"]
+        arguments["out"] = torch.empty(parts.shape[1:], dtype=parts.dtype, device=parts.device)
+    recipe.run(arguments)
+    return arguments["out"]
 
 
 def prepare(

@@ -43,19 +43,17 @@ def write_kv(
 
     Source: PagedAttention (arXiv 2309.06180) 4.3.
     """
-    arguments = {
-        "k": k, "v": v, "k_pages": k_pages, "v_pages": v_pages, "slot_mapping": slot_mapping,
-        "k_scale": k_scale, "v_scale": v_scale,
-    }  # fmt: skip
-    if isinstance(k, torch.Tensor) and _implementation(impl, k) == "triton":
+    arguments = locals()  # all of them, by name
+    implementation = _implementation(arguments.pop("impl"), k)
+    if implementation == "triton":
         from quire.kernels import cache_write
 
         cache_write.write(arguments)
-        return
-    from quire.kernels import torch_impl
+    else:
+        from quire.kernels import torch_impl
 
-    _check.check_write(**arguments)
-    torch_impl.write_kv(k, v, k_pages, v_pages, slot_mapping, k_scale, v_scale)
+        _check.check_write(**arguments)
+        torch_impl.write_kv(**arguments)
 
 
 def paged_attention(
@@ -122,29 +120,7 @@ def paged_attention(
 
     Source: PagedAttention (arXiv 2309.06180); FlashAttention-2 (arXiv 2307.08691) for the online softmax; gpt-oss for sinks.
     """
-    arguments = {
-        "q": q,
-        "k_pages": k_pages,
-        "v_pages": v_pages,
-        "block_table": block_table,
-        "seq_lens": seq_lens,
-        "cu_seqlens_q": cu_seqlens_q,
-        "max_seqlen_q": max_seqlen_q,
-        "k": k,
-        "v": v,
-        "k_scale": k_scale,
-        "v_scale": v_scale,
-        "max_seq_len": max_seq_len,
-        "num_decodes": num_decodes,
-        "softmax_scale": softmax_scale,
-        "softcap": softcap,
-        "sinks": sinks,
-        "out": out,
-        "lse": lse,
-        "workspace": workspace,
-        "sliding_window": None,
-    }
-    return _attention(arguments, impl)
+    return _attention({**locals(), "sliding_window": None})
 
 
 def sliding_window_attention(
@@ -190,29 +166,7 @@ def sliding_window_attention(
     Source: Longformer (arXiv 2004.05150) 3.1; Gemma 3 report (arXiv 2503.19786) 2 for local layers.
     """
     _check.expect_int("sliding_window", sliding_window, 1)
-    arguments = {
-        "q": q,
-        "k_pages": k_pages,
-        "v_pages": v_pages,
-        "block_table": block_table,
-        "seq_lens": seq_lens,
-        "cu_seqlens_q": cu_seqlens_q,
-        "max_seqlen_q": max_seqlen_q,
-        "k": k,
-        "v": v,
-        "k_scale": k_scale,
-        "v_scale": v_scale,
-        "max_seq_len": max_seq_len,
-        "num_decodes": num_decodes,
-        "softmax_scale": softmax_scale,
-        "softcap": softcap,
-        "sinks": sinks,
-        "out": out,
-        "lse": lse,
-        "workspace": workspace,
-        "sliding_window": sliding_window,
-    }
-    return _attention(arguments, impl)
+    return _attention(locals())
 
 
 def merge_partials(
@@ -245,32 +199,15 @@ def merge_partials(
 
     Source: FlashInfer (arXiv 2501.01005) 2.2, attention states and their merge; gpt-oss for sinks.
     """
-    _check.expect_tensor("partial_out", partial_out, (None,) * 4, _check.MODEL_DTYPES)
-    num_parts, num_tokens, num_heads, head_dim = partial_out.shape
-    device = partial_out.device
-    _check.expect_head_dim("partial_out", head_dim)
-    _check.expect_int("partial_out: num_parts", num_parts, 1)
-    lse_shape = (num_heads, num_tokens)
-    _check.expect_tensor(
-        "partial_lse", partial_lse, (num_parts, *lse_shape), torch.float32, device=device
-    )
-    if sinks is not None:
-        _check.expect_tensor("sinks", sinks, (num_heads,), torch.float32, device=device)
-    if lse is not None:
-        _check.expect_tensor("lse", lse, lse_shape, torch.float32, device=device)
-    if out is None:
-        out = torch.empty(partial_out.shape[1:], dtype=partial_out.dtype, device=device)
-    else:
-        out_shape = (num_tokens, num_heads, head_dim)
-        _check.expect_tensor("out", out, out_shape, _check.MODEL_DTYPES, device=device)
-    if _implementation(impl, partial_out) == "torch":
-        from quire.kernels import torch_impl
+    arguments = locals()
+    implementation = _implementation(arguments.pop("impl"), partial_out)
+    if implementation == "triton":
+        from quire.kernels import merge
 
-        return torch_impl.merge_partials(partial_out, partial_lse, sinks, out, lse)
-    from quire.kernels import merge
+        return merge.merge(arguments)
+    from quire.kernels import torch_impl
 
-    merge.prepare(partial_out, partial_lse, sinks, out, lse).run()
-    return out
+    return torch_impl.merge_partials(**arguments | {"out": _check.check_merge(**arguments)})
 
 
 def workspace_numel(
@@ -321,9 +258,8 @@ def workspace_numel(
     ).workspace_numel
 
 
-def _attention(arguments: dict[str, Any], impl: str | None) -> torch.Tensor:
-    q = arguments["q"]
-    if isinstance(q, torch.Tensor) and _implementation(impl, q) == "triton":
+def _attention(arguments: dict[str, Any]) -> torch.Tensor:
+    if _implementation(arguments.pop("impl"), arguments["q"]) == "triton":
         from quire.kernels import paged
 
         return paged.attention(arguments)
@@ -333,8 +269,9 @@ def _attention(arguments: dict[str, Any], impl: str | None) -> torch.Tensor:
 
 
 def _implementation(impl: str | None, tensor: torch.Tensor) -> str:
-    if impl is None:
-        return "triton" if tensor.is_cuda else "torch"
-    if impl not in ("triton", "torch"):
+    """What computes a call whose first tensor this is; "torch" for what is no tensor, which the checks refuse."""
+    if impl not in ("triton", "torch", None):
         raise ValueError(f"impl: expected 'triton', 'torch' or None, got {impl!r}")
-    return impl
+    if not isinstance(tensor, torch.Tensor):
+        return "torch"
+    return impl or ("triton" if tensor.is_cuda else "torch")

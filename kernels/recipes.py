@@ -81,17 +81,13 @@ def key(what: Hashable, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
 
     what: which function this is, and what else its launches depend on.
     """
-    # Flat, and with strides only where they say more than the shape: this is most of what a remembered call costs.
+    # The most of what a remembered call costs: one flat tuple, made and hashed once.
     parts: list[Any] = [what]
     for value in arguments.values():
         if value is None:
             parts.append(None)
         elif isinstance(value, torch.Tensor):
-            contiguous = value.is_contiguous()
-            parts += value.shape
-            parts += (value.dtype, value.get_device(), contiguous)
-            if not contiguous:
-                parts += value.stride()
+            parts += (value.shape, value.stride(), value.dtype, value.get_device())
         else:
             parts += (value.__class__, value)  # True is no 1
     return tuple(parts)
@@ -129,7 +125,7 @@ def _step(launch: Launch, tensors: Mapping[str, Any], views: dict[str, tuple[str
         if not isinstance(value, (torch.Tensor, TensorDescriptor)):
             constants[name] = value
             continue
-        source = NAMES.get(name, name)
+        source = name if name in tensors else NAMES[name]
         view = _view(value, tensors[source])
         if view is not None:
             assert views.setdefault(name, (source, view)) == (source, view)

@@ -2,10 +2,12 @@
 
 import json
 
+import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from quire.bench import overhead
-from quire.kernels import recipes
+from quire.kernels import merge_partials, recipes
 
 
 def test_every_wrapper_is_timed(tmp_path, capsys):
@@ -18,12 +20,48 @@ def test_every_wrapper_is_timed(tmp_path, capsys):
     assert len(capsys.readouterr().out.splitlines()) == 1 + len(rows)
 
 
-def test_given_memory_means_no_allocation(monkeypatch):
+VIEWS = {"aten.slice.Tensor", "aten.view.dtype", "aten.detach.default"}
+
+
+class Operators(TorchDispatchMode):
+    """Notes the name of every operator that torch runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.ran = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.ran.add(str(func))
+        return func(*args, **kwargs or {})
+
+
+@pytest.fixture
+def wrappers(monkeypatch):
+    """The calls on tensors of a device, with nothing remembered and nothing launched."""
     monkeypatch.setattr(overhead._launch, "launch", lambda *launch: None)
-    calls = overhead.calls()
     recipes.forget()
-    for name in ("empty", "empty_like", "zeros", "full", "tensor"):
-        monkeypatch.setattr(torch, name, None)
-    for call in calls.values():
-        call()  # checked and prepared
-        call()  # remembered
+    return overhead.calls
+
+
+def test_given_memory_means_no_allocation(wrappers):
+    """No operator runs but views, in a first call and in those like it."""
+    for name, call in wrappers().items():
+        for _ in range(2):
+            with Operators() as operators:
+                call()
+            assert operators.ran <= VIEWS, name
+
+
+def test_the_instrument_sees_an_allocation(wrappers):
+    with Operators() as operators:
+        merge_partials(torch.zeros(2, 3, 4, 16), torch.zeros(2, 4, 3), impl="triton")
+    assert "aten.empty.memory_format" in operators.ran
+
+
+def test_no_wrapper_reads_a_value(wrappers):
+    """Tensors without values do: a captured graph launches the same, whatever its tensors hold."""
+    meta = wrappers("meta")
+    with pytest.raises(RuntimeError, match="meta"):
+        torch.zeros(1, device="meta").item()
+    for call in (*meta.values(), *meta.values()):
+        call()

@@ -9,6 +9,8 @@ import torch
 
 from quire.kernels import (
     _launch,
+    merge,
+    merge_partials,
     paged,
     paged_attention,
     recipes,
@@ -161,6 +163,21 @@ def test_quantised_writes_and_reads_are_remembered():
         )
         outs.append(out)
     assert remembered() == 2 and not outs[0].equal(outs[1])
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_merges_are_remembered(given, monkeypatch):
+    for seed in (1, 2):
+        generator = torch.Generator().manual_seed(seed)
+        parts = torch.randn(3, 5, 2, 32, generator=generator)
+        lses = torch.randn(3, 2, 5, generator=generator)
+        out = torch.empty(5, 2, 32, dtype=BF16) if given else None
+        merged = merge_partials(parts, lses, out=out, impl="triton")
+        assert merged.dtype == (BF16 if given else torch.float32) and (merged is out) == given
+        expected = merge_partials(parts, lses, impl="torch").to(merged.dtype)
+        torch.testing.assert_close(merged, expected)
+        monkeypatch.setattr(merge, "check_merge", None)
+    assert remembered() == 1
 
 
 def test_no_tensor_is_kept():
