@@ -13,6 +13,8 @@ from quire.kernels.mla.compressed_call import CompressedCall
 
 # Picked rows that are gathered at once.
 MAX_GATHERED = 1 << 14
+# Tokens at once, or a window of them: each scores all raw rows that any of them sees.
+QUERY_BLOCK = 128
 
 
 def attention(call: CompressedCall) -> torch.Tensor:
@@ -22,12 +24,12 @@ def attention(call: CompressedCall) -> torch.Tensor:
         return call.out
     assert call.cu_seqlens_q is not None and call.seq_lens is not None
     bounds = call.cu_seqlens_q.tolist()
-    chunk = bounds[-1]
+    chunk = max(QUERY_BLOCK, call.sliding_window)
     if call.topk_indices is not None:
-        chunk = max(1, MAX_GATHERED // max(1, call.topk_indices.shape[1]))
+        chunk = min(chunk, max(1, MAX_GATHERED // max(1, call.topk_indices.shape[1])))
     for s, seq_len in enumerate(call.seq_lens.tolist()):
         context = seq_len - (bounds[s + 1] - bounds[s])
-        for first in range(bounds[s], bounds[s + 1], max(1, chunk)):
+        for first in range(bounds[s], bounds[s + 1], chunk):
             _attend_tokens(call, s, first, min(first + chunk, bounds[s + 1]), bounds[s], context)
     return call.out
 

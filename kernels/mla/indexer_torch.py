@@ -51,9 +51,9 @@ def _pick(call: IndexCall, keys: torch.Tensor | None, tokens: slice, visible: to
     many = visible > topk
     if keys is None or not many.any():
         return
-    products = torch.relu(call.q[tokens][many].float() @ keys.T)  # [queries, heads, entries]
+    products = (call.q[tokens][many].float() @ keys.T).relu_()  # [queries, heads, entries]
     # One order of summation for any number of queries, which a matrix product does not promise.
-    scores = (products * call.weights[tokens][many][..., None]).sum(1)
+    scores = products.mul_(call.weights[tokens][many][..., None]).sum(1)
     entry = torch.arange(len(keys), device=device)
     scores = scores.masked_fill(entry >= visible[many][:, None], -torch.inf)
     last = torch.topk(scores, topk).values[:, -1:]

@@ -14,7 +14,7 @@ from quire.models.deepseek_v4.config import DeepseekV4Config
 from quire.models.deepseek_v4.layers import apply_rope
 from quire.models.layers import rms_norm
 
-QUERY_BLOCK = 256  # rows of the score matrix that dense attention holds at a time
+QUERY_BLOCK = 128  # rows of the score matrix that dense attention holds at a time
 
 
 def dense_attend(config: DeepseekV4Config) -> Attend:
@@ -22,28 +22,31 @@ def dense_attend(config: DeepseekV4Config) -> Attend:
 
     def attend(attention: Attention, rows: AttentionRows) -> Tensor:
         kv = rms_norm(rows.kv, attention.kv_norm.weight, attention.eps)
-        keys = apply_rope(kv, rows.cos_sin[rows.positions])
-        compressor, index_keys = attention.compressor, None
+        raw = apply_rope(kv, rows.cos_sin[rows.positions])
+        compressor, entries, index_keys = attention.compressor, raw[:0], None
         if compressor is not None:
             assert rows.compressor is not None
-            entries = pool_windows(compressor, *rows.compressor, rows.cos_sin)
-            keys = torch.cat([keys, entries.to(keys.dtype)])
+            entries = pool_windows(compressor, *rows.compressor, rows.cos_sin).to(raw.dtype)
         if rows.index is not None:
             assert compressor is not None
             index_keys = pool_windows(compressor.indexer, rows.index.kv, rows.index.gate, rows.cos_sin)  # fmt: skip
-            index_keys = index_keys.to(keys.dtype)
+            index_keys = index_keys.to(raw.dtype)
         out = torch.empty_like(rows.q)
         for start in range(0, len(out), QUERY_BLOCK):
             block = slice(start, start + QUERY_BLOCK)
             positions = rows.positions[block, None]
-            distance = positions - rows.positions
+            near = slice(
+                max(0, start - config.sliding_window + 1), block.stop
+            )  # all that a window reaches
+            distance = positions - rows.positions[near]
             visible = (distance >= 0) & (distance < config.sliding_window)
             if compressor is not None:
-                entry = torch.arange(len(keys) - len(kv), device=keys.device)
+                entry = torch.arange(len(entries), device=raw.device)
                 seen = entry < num_visible(positions, compressor.ratio)
                 if index_keys is not None:
                     seen &= picked(rows.index, block, index_keys, seen, config.index_topk)
                 visible = torch.cat([visible, seen], dim=1)
+            keys = torch.cat([raw[near], entries])
             out[block] = softmax_with_sinks(rows.q[block], keys, visible, attention.sinks, config)
         return apply_rope(out, rows.cos_sin[rows.positions], inverse=True)
 

@@ -135,7 +135,7 @@ def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
 
     logits: [num_tokens, n, n] fp32. iterations: column normalisations; there is one row normalisation less, and columns come last.
 
-    Returns: [num_tokens, n, n], not contiguous.
+    Returns: [num_tokens, n, n].
     """
     num_tokens, n, _ = logits.shape
     padded = logits.new_full((n + 1, n + 1, num_tokens), eps)
@@ -145,7 +145,7 @@ def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
     for _ in range(iterations - 1):
         matrix.div_(rows.sum(dim=1, keepdim=True))
         matrix.div_(columns.sum(dim=0))
-    return matrix.permute(2, 0, 1)
+    return matrix.permute(2, 0, 1).contiguous()  # else a batched product takes it matrix by matrix
 
 
 class HyperHead(nn.Module):
