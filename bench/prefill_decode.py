@@ -42,14 +42,13 @@ from quire.bench.text import header, split_table, table
 from quire.bench.traces import trace_workload
 from quire.bench.verify import Check, check_outputs, sample
 from quire.bench.workload import Workload, chat_workload
-from quire.models.deepseek_v4.draft import MTPDrafter
+from quire.models.llm import DRAFTERS
 from quire.models.runner import Engine, EngineConfig
-from quire.models.speculative import Drafter, NGramDrafter
+from quire.models.speculative import Drafter
 from quire.models.tokenizer import NUM_SPECIAL
 
 DTYPES = ("bfloat16", "float16", "float32")
 WARM_UP_SESSIONS = 2
-DRAFTERS = {"mtp": MTPDrafter, "ngram": lambda model, draft_tokens: NGramDrafter(draft_tokens)}
 
 
 class WrongOutput(Exception):

@@ -15,16 +15,17 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+from torch import nn
 
-from quire.models.llm import LLM
+from quire.models.llm import DRAFTERS, LLM
 from quire.models.memory import KV_CACHE_DTYPES
 from quire.models.request import SamplingParams
 from quire.models.runner import EngineConfig
-from quire.models.speculative import NGramDrafter
+from quire.models.speculative import Drafter
 
 DTYPES = ("bfloat16", "float16", "float32")
 INTERRUPTED = 130
@@ -43,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         llm = LLM(
             args.model,
             engine=_settings(args),
-            drafter=NGramDrafter(args.speculate) if args.speculate else None,
+            drafter=_drafter(args) if args.speculate else None,
             device=args.device,
             dtype=getattr(torch, args.dtype) if args.dtype else None,
             seed=args.model_seed,
@@ -130,9 +131,19 @@ def _chat(llm: LLM, params: SamplingParams, system: str | None) -> int:
 def _prompts(args: argparse.Namespace) -> list[str]:
     """The prompts, from the command line, a file or stdin."""
     if args.prompt:
-        return args.prompt
-    text = Path(args.file).read_text(encoding="utf-8") if args.file else sys.stdin.read()
-    return [text.removesuffix("\n")]
+        name, prompts = "prompt", args.prompt
+    elif args.file:
+        name = "file"
+        try:
+            prompts = [Path(args.file).read_text(encoding="utf-8")]
+        except UnicodeDecodeError as error:
+            raise ValueError(f"file: expected UTF-8 text in {args.file!r}, got {error}") from error
+    else:
+        name, prompts = "stdin", [sys.stdin.read()]
+    prompts = [prompt.removesuffix("\n") for prompt in prompts]
+    if not all(prompts):
+        raise ValueError(f"{name}: expected a prompt, got an empty text")
+    return prompts
 
 
 def _params(args: argparse.Namespace) -> SamplingParams:
@@ -148,6 +159,10 @@ def _params(args: argparse.Namespace) -> SamplingParams:
         seed=args.seed,
         n=args.n,
     )
+
+
+def _drafter(args: argparse.Namespace) -> Callable[[nn.Module], Drafter]:
+    return lambda model: DRAFTERS[args.drafter](model, args.speculate)
 
 
 def _settings(args: argparse.Namespace) -> EngineConfig:
@@ -226,7 +241,13 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         default=0,
         metavar="K",
-        help="K draft tokens from earlier text; default: 0, none",
+        help="K draft tokens a step; default: 0, none",
+    )
+    add(
+        "--drafter",
+        choices=sorted(DRAFTERS),
+        default="ngram",
+        help="what drafts: ngram (default) = earlier text, mtp = the model's own drafter layers",
     )
     add(
         "--stats", action="store_true", help="memory plan, speed and where the time went, on stderr"

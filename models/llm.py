@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,18 +14,26 @@ from tqdm import tqdm
 
 from quire.models.chat import PLAIN, ChatTemplate
 from quire.models.configs import named_configs
+from quire.models.deepseek_v4.draft import MTPDrafter
 from quire.models.request import OutputDelta, RequestOutput, SamplingParams
 from quire.models.runner import Engine, EngineConfig, StepReport
-from quire.models.speculative import Drafter
+from quire.models.speculative import Drafter, NGramDrafter
 from quire.models.tokenizer import ByteTokenizer, Tokenizer, find_tokenizer
 from quire.models.weights import load_model, random_model
+
+DRAFTERS: dict[str, Callable[[Any, int], Drafter]] = {
+    "ngram": lambda model, draft_tokens: NGramDrafter(draft_tokens),
+    "mtp": MTPDrafter,
+}
+"""What drafts, by name: (model, drafts of a step) -> drafter."""
 
 
 class LLM:
     """A model with an engine and, where there is one, a tokenizer.
 
     model: a named configuration (random weights), a Hugging Face directory, or a built model.
-    engine: settings; default `EngineConfig()`. drafter: speculates (`quire.models.speculative`); None = no speculation.
+    engine: settings; default `EngineConfig()`. drafter: speculates (`quire.models.speculative`), or a function that makes it from the
+        model; None = no speculation.
     device: default: the GPU if there is one. dtype: default: that of the checkpoint; for random weights bfloat16 on a GPU
         and float32 on a CPU. Both are the model's own where it is already built.
     seed: of random weights.
@@ -41,7 +49,7 @@ class LLM:
         model: str | Path | nn.Module,
         *,
         engine: EngineConfig | None = None,
-        drafter: Drafter | None = None,
+        drafter: Drafter | Callable[[Any], Drafter] | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         seed: int = 0,
@@ -70,6 +78,8 @@ class LLM:
                     f"model: expected one of {sorted(configs)}, a directory or a module, got {str(model)!r}"
                 )
         self.tokenizer: Tokenizer | None = find_tokenizer(self.model.config, self._directory)
+        if callable(drafter):
+            drafter = drafter(self.model)
         self.engine = Engine(self.model, engine, tokenizer=self.tokenizer, drafter=drafter)
         self._streams: dict[str, deque[OutputDelta]] = {}
 

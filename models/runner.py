@@ -253,9 +253,13 @@ class Engine:
     def check(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> np.ndarray:
         """The prompt as an array [num_tokens]; raises ValueError where `add_request` does. Queues nothing."""
         prompt = np.asarray(prompt_token_ids)
-        if prompt.ndim != 1 or not 1 <= len(prompt) < self.max_model_len:
+        if prompt.ndim != 1:
             raise ValueError(
-                f"prompt_token_ids: expected 1..{self.max_model_len - 1} ids (max_model_len - 1), got {list(prompt.shape)}"
+                f"prompt_token_ids: expected a list of ids, got shape {list(prompt.shape)}"
+            )
+        if not 1 <= len(prompt) < self.max_model_len:
+            raise ValueError(
+                f"prompt_token_ids: expected 1..{self.max_model_len - 1} ids (max_model_len - 1), got {len(prompt)}"
             )
         vocab_size = self.model.config.vocab_size
         if prompt.dtype.kind not in "iu" or prompt.min() < 0 or prompt.max() >= vocab_size:

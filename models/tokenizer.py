@@ -116,6 +116,8 @@ class FileTokenizer:
     """A ``tokenizer.json``, read by the tokenizers library (extra "hf").
 
     bos_token_id: put in front of a prompt that the file's own post-processor does not start with it; None = never.
+
+    Raises: ImportError without tokenizers; ValueError for a file that it cannot read.
     """
 
     def __init__(self, path: Path, bos_token_id: int | None) -> None:
@@ -125,7 +127,12 @@ class FileTokenizer:
             raise ImportError(
                 "text prompts need the package tokenizers (pip install 'quire[hf]')"
             ) from error
-        self._backend = Backend.from_file(str(path))
+        try:
+            self._backend = Backend.from_file(str(path))
+        except Exception as error:  # the library raises no narrower one
+            raise ValueError(
+                f"path: expected a tokenizer in {str(path)!r}, got: {error}"
+            ) from error
         self._bos_token_id = bos_token_id
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:

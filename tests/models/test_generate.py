@@ -1,10 +1,12 @@
 """Text in and out: streams, stop strings, chat templates, the command line."""
 
+import io
 import json
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,7 +14,7 @@ from quire.models import generate
 from quire.models.chat import PLAIN, ChatTemplate
 from quire.models.configs import get_config
 from quire.models.llm import LLM
-from quire.models.request import SamplingParams
+from quire.models.request import OutputDelta, SamplingParams
 from quire.models.runner import EngineConfig
 from quire.models.tokenizer import ByteTokenizer, FileTokenizer, TextStream
 from quire.models.weights import random_model, save_checkpoint
@@ -344,6 +346,61 @@ def test_errors_name_the_argument(arguments, message, capsys):
 def test_a_missing_file_is_an_error(capsys):
     assert generate.main(["--model", "gemma3-tiny", "--file", "nowhere.txt"]) == 2
     assert "nowhere.txt" in capsys.readouterr().err
+
+
+def test_texts_that_are_no_prompt(capsys, tmp_path, monkeypatch):
+    file = tmp_path / "prompt"
+    for content, message in (
+        (b"\xff\n", "file: expected UTF-8"),
+        (b"\n", "file: expected a prompt"),
+    ):
+        file.write_bytes(content)
+        assert generate.main(["--model", "gemma3-tiny", "--file", str(file)]) == 2
+        assert message in capsys.readouterr().err
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    assert generate.main(["--model", "gemma3-tiny"]) == 2
+    assert "error: stdin: expected a prompt, got an empty text" in capsys.readouterr().err
+    assert generate.main(["--model", "gemma3-tiny", "--prompt", "a", "--prompt", ""]) == 2
+    assert "error: prompt: expected a prompt" in capsys.readouterr().err
+
+
+def test_drafters_of_the_command_line(capsys):
+    base = ["--prompt", "abcabcabc", "--max-tokens", "8", "--ignore-eos", "--num-pages", "99"]
+    v4 = ["--model", "deepseek-v4-tiny", *base]
+    assert generate.main(v4) == 0
+    plain = capsys.readouterr().out
+    for drafter in ("ngram", "mtp"):
+        assert generate.main([*v4, "--speculate", "2", "--drafter", drafter, "--stats"]) == 0
+        out, err = capsys.readouterr()
+        assert out == plain and "drafts    " in err
+    assert "drafts    0 of 0" not in err  # of mtp
+    base = ["--model", "gemma3-tiny", *base, "--speculate", "1", "--drafter", "mtp"]
+    assert generate.main(base) == 2
+    assert "error: model: expected one with drafter layers" in capsys.readouterr().err
+
+
+def test_ctrl_c_in_a_chat_ends_the_answer_and_forgets_the_question(monkeypatch, capsys):
+    """At the prompt it ends the chat."""
+    asked = []
+
+    def stream(self, ids, params):
+        asked.append(self.tokenizer.decode(ids))
+        yield OutputDelta("0", 0, (5,), "half", None)
+        if len(asked) == 1:
+            raise KeyboardInterrupt
+        yield OutputDelta("0", 0, (5,), "whole", "length")
+
+    def lines():
+        yield from ("one\n", "two\n")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LLM, "stream", stream)
+    monkeypatch.setattr(
+        sys, "stdin", SimpleNamespace(isatty=lambda: False, readline=lines().__next__)
+    )
+    assert generate.main(["--model", "gemma3-tiny", "--num-pages", "99", "--chat"]) == 0
+    assert capsys.readouterr().out == "half\nhalfwhole\n"
+    assert asked == ["user: one\nassistant: ", "user: two\nassistant: "]
 
 
 def test_ctrl_c_leaves_cleanly_after_what_was_streamed():

@@ -3,6 +3,7 @@
 import pytest
 
 from quire.models.configs import get_config
+from quire.models.deepseek_v4.draft import MTPDrafter
 from quire.models.llm import LLM
 from quire.models.request import SamplingParams
 from quire.models.runner import EngineConfig
@@ -73,6 +74,9 @@ def test_tokenizer_json(tmp_path):
     save_checkpoint(random_model(get_config("gemma3-tiny")), tmp_path)
     llm = LLM(tmp_path, engine=SETTINGS)
     assert llm.generate("one", FOUR, progress=False)[0].prompt_token_ids == (2, 3)
+    (tmp_path / "tokenizer.json").write_text('{"version": "1.0"', encoding="utf-8")
+    with pytest.raises(ValueError, match=r"path: expected a tokenizer in .*tokenizer\.json'"):
+        LLM(tmp_path, engine=SETTINGS)
 
 
 def test_a_bad_prompt_queues_nothing():
@@ -89,10 +93,18 @@ def test_a_bad_prompt_queues_nothing():
 
 def test_a_prompt_that_never_fits_is_refused_before_any_runs():
     llm = LLM("gemma3-tiny", engine=EngineConfig(num_pages=12, max_num_seqs=2))
-    with pytest.raises(ValueError, match=r"prompt_token_ids: expected 1\.\.31 ids .*got \[500\]"):
+    with pytest.raises(ValueError, match=r"prompt_token_ids: expected 1\.\.31 ids .*got 500"):
         llm.generate([[6] * 10, [5] * 500], FOUR, progress=False)
     assert not llm.engine.has_work and llm.engine.totals.num_steps == 0
     assert llm.generate([[6] * 10], FOUR, progress=False)[0].finish_reason == "length"
+
+
+def test_a_drafter_of_the_model_that_is_built_here():
+    llm = LLM("deepseek-v4-tiny", engine=SETTINGS, drafter=lambda model: MTPDrafter(model, 2))
+    drafted = llm.generate([[5, 6, 7] * 5], FOUR, progress=False)[0]
+    assert llm.engine.drafter.model is llm.model and drafted.num_drafts > 0
+    plain = LLM("deepseek-v4-tiny", engine=SETTINGS)
+    assert plain.generate([[5, 6, 7] * 5], FOUR, progress=False)[0].token_ids == drafted.token_ids
 
 
 def test_what_is_not_a_model():
