@@ -1,6 +1,9 @@
 """Launch choices: what the host plans, and that the device divides the work as the host assumed."""
 
+import heapq
+import math
 import random
+from itertools import pairwise
 
 import pytest
 import torch
@@ -155,3 +158,60 @@ def test_every_piece_is_found_once(num_decodes, window):
     pairs = list(zip(found.tolist(), first.tolist(), strict=True))
     assert pairs[: len(want)] == list(want.values())
     assert set(found[len(want) :].tolist()) == {num_decodes}
+
+
+def pieces_of(lengths, target_items):
+    """Keys of each piece of decode sequences with so many paged keys, as the device divides them: whole tiles but for the last."""
+    per_piece = max(configs.MIN_SPLIT_TOKENS, -(-sum(lengths) // target_items))
+    found = []
+    for n in lengths:
+        tiles, count = -(-n // BLOCK_N), max(1, -(-n // per_piece))
+        cuts = [min(n, tiles * i // count * BLOCK_N) for i in range(count + 1)]
+        found += [b - a for a, b in pairwise(cuts)]
+    return found
+
+
+def seconds_over_floor(pieces, num_sms, saturating):
+    """How much longer reading the pieces takes than at full bandwidth, where ``saturating`` programs are enough to draw it.
+
+    Programs start in order, two an SM at a time; those at work share the bandwidth, and none draws more than its part of it.
+    """
+    slots = 2 * num_sms
+    reads, finish, elapsed = (
+        0.0,
+        [],
+        0.0,
+    )  # keys that a program at work since the start would have read
+    for piece in [*pieces, *[math.inf] * slots]:
+        if len(finish) == slots or piece == math.inf:
+            if not finish:
+                break
+            done = heapq.heappop(finish)
+            elapsed += (done - reads) * max(len(finish) + 1, saturating)
+            reads = done
+        if piece < math.inf:
+            heapq.heappush(finish, reads + piece)
+    return elapsed / sum(pieces)
+
+
+BLOCK_N = 64
+# Half of what an H200 needs under way (bench.static: 36 KiB an SM, 132 SMs) is two stages of a K and a V tile of head_dim 128 each.
+SATURATING = 132 * (36 << 10) // (2 * 2 * BLOCK_N * 128 * 2)
+
+
+@pytest.mark.parametrize(("num_kv_heads", "keys"), [(8, 4096), (4, 1024), (1, 32768)])
+def test_no_batch_size_falls_off_a_cliff(num_kv_heads, keys):
+    """At the end, fewer programs than draw the whole bandwidth are left for at most a piece: that bounds what a division can lose."""
+    shape = dict(num_heads=4 * num_kv_heads, num_kv_heads=num_kv_heads, head_dim=128, num_sms=132)
+    rng = random.Random(keys)
+    # Later steps repeat the earlier ones, with more programs and so less to lose.
+    for batch in range(1, 513) if num_kv_heads == 1 else [*range(1, 140), *range(140, 513, 12)]:
+        target = plan(num_decodes=batch, **shape).target_items
+        ragged = [[rng.randint(1, 2 * keys) for _ in range(batch)]] if batch % 8 == 1 else []
+        for lengths in ([keys] * batch, *ragged):
+            pieces = [piece for piece in pieces_of(lengths, target) for _ in range(num_kv_heads)]
+            total = sum(pieces)
+            ratio = seconds_over_floor(pieces, 132, SATURATING)
+            assert 1 <= ratio <= 1 + SATURATING * max(pieces) / total + 1e-9, batch
+            if total >= SATURATING * 8 * 256:
+                assert ratio <= 1.2, (batch, ratio)
