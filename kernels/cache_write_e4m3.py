@@ -7,16 +7,13 @@ there is no such instruction (sm_80) and in Triton's interpreter, whose own cast
 Source: ``quant``; PagedAttention (arXiv 2309.06180) 4.3.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
-from quire.kernels import quant
+from quire.kernels import cache_write, quant
 from quire.kernels._check import scale_kind
 from quire.kernels._launch import Launch
-from quire.kernels.cache_write import block_heads
 from quire.kernels.mla.latent_triton import INF_BITS, rounded_to_e4m3
 
 MAX_BITS = tl.constexpr(0x7F7FFFFF)  # of the largest finite fp32 number
@@ -102,33 +99,14 @@ def prepare(
     v_scale: float | torch.Tensor,
 ) -> Launch:
     """The launch that writes checked arguments; shapes as in ``quire.kernels.write_kv``."""
-    num_rows, num_kv_heads, head_dim = k.shape
-    heads = block_heads(num_kv_heads, head_dim)
+    plain = cache_write.prepare(
+        k, v, k_pages.view(torch.uint8), v_pages.view(torch.uint8), slot_mapping
+    )
     kind = scale_kind(k_scale)
-    arguments: dict[str, Any] = {
-        "k": k,
-        "v": v,
-        "k_pages": k_pages.view(torch.uint8),
-        "v_pages": v_pages.view(torch.uint8),
-        "k_scale": k_scale if isinstance(k_scale, torch.Tensor) else float(k_scale),
-        "v_scale": v_scale if isinstance(v_scale, torch.Tensor) else float(v_scale),
-        "slot_mapping": slot_mapping,
-        "num_kv_heads": num_kv_heads,
-        "BLOCK_SIZE": k_pages.shape[1],
-        "HEAD_DIM": head_dim,
-        "BLOCK_HEADS": heads,
-        "SCALES": kind,
-        "num_warps": 4,
-    }
-    for name, tensor, axes in (
-        ("k", k, ("row", "head")),
-        ("v", v, ("row", "head")),
-        ("k_pages", k_pages, ("page", "row", "head")),
-        ("v_pages", v_pages, ("page", "row", "head")),
-        ("k_scale", k_scale, ("page", "row", "head")),
-        ("v_scale", v_scale, ("page", "row", "head")),
-    ):
-        rows = isinstance(tensor, torch.Tensor) and tensor.dim() >= 3
-        for i, axis in enumerate(axes):
-            arguments[f"{name}_stride_{axis}"] = tensor.stride(i) if rows else None
-    return Launch(_write_kv_e4m3_kernel, (num_rows, triton.cdiv(num_kv_heads, heads)), arguments)
+    arguments = plain.arguments | {"SCALES": kind}
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        arguments[name] = scale if isinstance(scale, torch.Tensor) else float(scale)
+        strides = scale.stride() if kind == "rows" else (None, None, None)
+        for axis, stride in zip(("page", "row", "head"), strides, strict=True):
+            arguments[f"{name}_stride_{axis}"] = stride
+    return Launch(_write_kv_e4m3_kernel, plain.grid, arguments)
