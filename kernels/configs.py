@@ -167,7 +167,8 @@ def select_config(
         phase: "prefill" or "decode".
         block_size: tokens of a page.
         arch: compute capability as major * 10 + minor.
-        rows: query rows of a decode tile, ``DecodePlan.block_m``: 16, 32 or 64; ignored for prefill.
+        rows: query rows of a decode tile, ``DecodePlan.block_m``: 16, 32 or 64; where no tile of as many fits, it has the most that do. Ignored
+            for prefill.
         page_bytes: of one element in the pages: 1 (e4m3), or ``dtype_bytes``, which None stands for.
 
     Returns:
@@ -181,4 +182,6 @@ def select_config(
     if phase == "prefill":
         return Config(*tables.PREFILL[size][dim])
     # Decode waits for memory, not for masks, and one loop fills the pipeline once.
-    return Config(rows, *tables.DECODE[size][dim][rows], mask_all=True)
+    shapes = tables.DECODE[size][dim]
+    rows = min(rows, max(shapes))
+    return Config(rows, *shapes[rows], mask_all=True)

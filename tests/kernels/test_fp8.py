@@ -122,6 +122,19 @@ def test_codes_widened_by_hand(dtype, q_lens, monkeypatch):
     recipes.forget()
 
 
+@pytest.mark.parametrize("num_heads, q_lens", [(8, [3, 8]), (40, [1, 1])])
+def test_where_shared_memory_is_small_tiles_have_fewer_rows(num_heads, q_lens, monkeypatch):
+    """The plan asks for 64 rows, there are 32: 40 heads take two tiles, and 8 new tokens of 8 heads go to the prefill kernel."""
+    recipes.forget()
+    monkeypatch.setattr(paged, "_device", lambda _: (86, 2))
+    case = AttentionCase("", [270, 20], q_lens, num_decodes=2, num_heads=num_heads, num_kv_heads=1, head_dim=512, dtype=BF16)  # fmt: skip
+    batch = quantised(make_batch(case), "rows")
+    exact, _ = attention_reference(batch, torch.float64)
+    plain, _ = attention_reference(batch, BF16)
+    assert_within_budget("out", attend(batch, "triton"), plain, exact)
+    recipes.forget()
+
+
 @pytest.mark.parametrize("size", [2.0**-8, 2.0**8])
 def test_fp16_weights_neither_vanish_nor_overflow(size):
     """A scale of 2^-8 / 448 is near the smallest fp16 numbers, and a weight times it below them."""
