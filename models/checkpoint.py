@@ -67,28 +67,28 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def catalogue(path: Path, config: ModelConfig) -> dict[str, Stored]:
-    """All tensors that the text model could want, by the name that it gives them.
-
-    path: the directory.
-
-    Raises: ValueError for missing, cut off or unreadable files, naming them.
-    """
+def read_headers(path: Path) -> list[Stored]:
+    """Every tensor of a directory's files; raises ValueError naming files that are missing, cut off or unreadable."""
     from safetensors import SafetensorError, safe_open
 
-    found = {}
+    stored = []
     for file in weight_files(path):
         try:
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 (not a dict: it has no iterator)
-                    if (ours := text_name(name, config)) is not None:
-                        view = tensors.get_slice(name)
-                        found[ours] = Stored(file, name, tuple(view.get_shape()), view.get_dtype())
+                    view = tensors.get_slice(name)
+                    stored.append(Stored(file, name, tuple(view.get_shape()), view.get_dtype()))
         except (SafetensorError, OSError) as error:
             raise ValueError(
                 f"path: expected a complete safetensors file, got {str(file)!r}: {error}"
             ) from None
-    return found
+    return stored
+
+
+def catalogue(path: Path, config: ModelConfig) -> dict[str, Stored]:
+    """All tensors that the text model could want, by the name that it gives them. path: the directory; raises as `read_headers`."""
+    named = ((text_name(stored.name, config), stored) for stored in read_headers(path))
+    return {name: stored for name, stored in named if name is not None}
 
 
 def weight_files(path: Path) -> list[Path]:

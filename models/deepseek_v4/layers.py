@@ -7,7 +7,6 @@ Source: transformers ``modeling_deepseek_v4``; DeepSeek-V4 report 2.
 
 from __future__ import annotations
 
-import math
 from functools import partial
 
 import torch
@@ -15,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quire.models.deepseek_v4.config import HASH_MOE, DeepseekV4Config
-from quire.models.layers import Linear, empty_parameter
+from quire.models.layers import Linear, empty_parameter, inverse_frequencies
+from quire.models.model_config import RopeConfig
 from quire.models.moe import run_experts
 from quire.models.quantized import PackedExperts
 
@@ -23,31 +23,28 @@ from quire.models.quantized import PackedExperts
 def rope_frequencies(config: DeepseekV4Config, *, compressed: bool) -> Tensor:
     """Radians per position of each pair of adjacent rotated channels (2i, 2i + 1).
 
-    compressed: of CSA and HCA layers, whose frequencies YaRN interpolates: fast ones stay, slow ones are divided by its factor.
+    compressed: of CSA and HCA layers, whose frequencies YaRN interpolates, without its factor of cosine and sine.
 
     Returns: [rope_dim // 2] fp32, CPU.
-    Source: transformers ``modeling_rope_utils``, with attention_factor 1.
     """
-    dim, yarn = config.rope_dim, config.yarn
-    base = config.compress_rope_theta if compressed else config.rope_theta
-    frequencies = 1.0 / base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
-    if not compressed or yarn is None:
-        return frequencies
-
-    def pair_with(turns: float) -> float:
-        """The pair that turns so often within the original positions."""
-        span = yarn.original_max_position_embeddings / (2 * math.pi * turns)
-        return dim * math.log(span) / (2 * math.log(base))
-
-    low = max(math.floor(pair_with(yarn.beta_fast)), 0)
-    high = min(math.ceil(pair_with(yarn.beta_slow)), dim - 1)
-    ramp = (torch.arange(dim // 2) - low) / max(high - low, 1e-3)
-    slow = ramp.clamp(0, 1)
-    return frequencies * (1 - slow) + frequencies / yarn.factor * slow
+    base, yarn = config.compress_rope_theta if compressed else config.rope_theta, config.yarn
+    rope = RopeConfig("default", base)
+    if compressed and yarn is not None:
+        rope = RopeConfig(
+            "yarn",
+            base,
+            factor=yarn.factor,
+            original_max_positions=yarn.original_max_position_embeddings,
+            low=yarn.beta_slow,
+            high=yarn.beta_fast,
+        )
+    return inverse_frequencies(rope, config.rope_dim)
 
 
 def rope_table(frequencies: Tensor, num_positions: int) -> Tensor:
     """Cosines, then sines, of every position's angles: [num_positions, rope_dim] fp32, as `quire.kernels.mla` reads them."""
+    if frequencies.is_meta:  # the first sum there makes torch load its decompositions, seconds
+        return frequencies.new_empty(num_positions, 2 * len(frequencies))
     angles = torch.arange(num_positions, device=frequencies.device)[:, None].float() * frequencies
     return torch.cat([angles.cos(), angles.sin()], dim=-1)
 

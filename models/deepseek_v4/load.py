@@ -9,19 +9,15 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from quire.models.checkpoint import weight_files
+from quire.models import checkpoint
 from quire.models.deepseek_v4.names import GATE, UP, WHOLE, Target, target
 from quire.models.quantized import DEQUANTIZE, packed_shapes, scale_values
 
 
 @dataclass(frozen=True)
-class Stored:
-    """One tensor of a checkpoint, as its file's header says; dtype in safetensors' spelling."""
+class Stored(checkpoint.Stored):
+    """One tensor of a checkpoint, and what of the model it fills."""
 
-    name: str
-    file: Path
-    shape: tuple[int, ...]
-    dtype: str
     target: Target
 
     @property
@@ -31,26 +27,12 @@ class Stored:
 
 
 def read_headers(path: Path) -> list[Stored]:
-    """Every tensor of a directory that belongs to the model, whatever its name.
-
-    Raises: ValueError naming files that are absent or that safetensors cannot read.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    stored = []
-    for file in weight_files(path):
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                for key in tensors.keys():  # noqa: SIM118 (not a dict: it has no iterator)
-                    if (where := target(key)) is not None:
-                        view = tensors.get_slice(key)
-                        shape = tuple(view.get_shape())
-                        stored.append(Stored(key, file, shape, view.get_dtype(), where))
-        except (SafetensorError, OSError) as error:
-            raise ValueError(
-                f"path: expected a complete safetensors file, got {str(file)!r}: {error}"
-            ) from None
-    return stored
+    """Every tensor of a directory that belongs to the model, whatever its name; raises as `quire.models.checkpoint.read_headers`."""
+    return [
+        Stored(one.file, one.name, one.shape, one.dtype, where)
+        for one in checkpoint.read_headers(path)
+        if (where := target(one.name)) is not None
+    ]
 
 
 def format_of_experts(stored: list[Stored]) -> str | None:

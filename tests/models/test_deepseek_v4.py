@@ -11,6 +11,7 @@ from quire.models.deepseek_v4.config import CONFIGS
 from quire.models.deepseek_v4.layers import rope_frequencies, rope_table
 from quire.models.deepseek_v4.weights import load_model
 from tests.models import v4_oracle
+from tests.models.breaks import weights
 
 TOLERANCE = (
     1e-4  # fp32 logits of standard deviation 1; other orders of operations move them by 4e-6
@@ -79,18 +80,6 @@ def test_rope_frequencies_of_the_released_models():
     assert torch.allclose(
         rope_frequencies(config, compressed=False), 1e4 ** (-torch.arange(32) / 32.0)
     )
-
-
-def _set(suffix, value):
-    """A sensitivity that sets all weights whose name ends so."""
-
-    def apply(model, monkeypatch):
-        matches = [w for name, w in model.named_parameters() if name.endswith(suffix)]
-        assert matches
-        for weight in matches:
-            weight.fill_(value)
-
-    return apply
 
 
 def _config(**changes):
@@ -199,21 +188,21 @@ def _no_head_norm(model, monkeypatch):
 
 
 SENSITIVITIES = {
-    "sinks = 0": _set("sinks", 0.0),
-    "position_bias = 0": _set("compressor.position_bias", 0.0),
-    "indexer position_bias = 0": _set("indexer.position_bias", 0.0),
-    "tid2eid = 0": _set("tid2eid", 0),
-    "correction bias = 0": _set("e_score_correction_bias", 0.0),
+    "sinks = 0": weights("sinks", 0.0),
+    "position_bias = 0": weights("compressor.position_bias", 0.0),
+    "indexer position_bias = 0": weights("indexer.position_bias", 0.0),
+    "tid2eid = 0": weights("tid2eid", 0),
+    "correction bias = 0": weights("e_score_correction_bias", 0.0),
     "correction bias in the weights": _method(layers.Router, "forward", _biased_weights),
-    "hc base = 0": _set("_hc.base", 0.0),
-    "hc scale = 1": _set("_hc.scale", 1.0),
-    "hc_head base = 0": _set("hc_base", 0.0),
-    "compressor norms = 1": _set("compressor.kv_norm.weight", 1.0),
-    "indexer norms = 1": _set("indexer.kv_norm.weight", 1.0),
-    "kv norm = 1": _set("self_attn.kv_norm.weight", 1.0),
-    "q norm = 1": _set("q_a_norm.weight", 1.0),
+    "hc base = 0": weights("_hc.base", 0.0),
+    "hc scale = 1": weights("_hc.scale", 1.0),
+    "hc_head base = 0": weights("hc_base", 0.0),
+    "compressor norms = 1": weights("compressor.kv_norm.weight", 1.0),
+    "indexer norms = 1": weights("indexer.kv_norm.weight", 1.0),
+    "kv norm = 1": weights("self_attn.kv_norm.weight", 1.0),
+    "q norm = 1": weights("q_a_norm.weight", 1.0),
     "no norm of q heads": _no_head_norm,
-    "index weights = 0": _set("weights_proj.weight", 0.0),
+    "index weights = 0": weights("weights_proj.weight", 0.0),
     "comb not transposed": _comb_not_transposed,
     "3 Sinkhorn iterations": _config(hc_sinkhorn_iters=3),
     "routed scaling 1": lambda model, monkeypatch: [
