@@ -67,22 +67,19 @@ def block_heads(num_kv_heads: int, head_dim: int) -> int:
 
 
 def write(arguments: dict[str, Any]) -> None:
-    """Check and launch ``ops.write_kv(**arguments)``, or launch what was launched for such a call."""
-    key = recipes.key(prepare, arguments)
-    recipe = recipes.recall(key)
-    if recipe is not None:
-        recipe.run(arguments)
-        return
+    """Check and launch ``ops.write_kv(**arguments)``."""
+    recipes.run(prepare, arguments, _checked)
+
+
+def _checked(arguments: dict[str, Any]) -> tuple[dict[str, Any], list[Launch]]:
     check_write(**arguments)
     rows = [arguments[name] for name in ("k", "v", "k_pages", "v_pages", "slot_mapping")]
     if arguments["k_scale"] is None:
-        launch = prepare(*rows)
-    else:
-        from quire.kernels import cache_write_e4m3
+        return dict(arguments), [prepare(*rows)]
+    from quire.kernels import cache_write_e4m3
 
-        launch = cache_write_e4m3.prepare(*rows, arguments["k_scale"], arguments["v_scale"])
-    recipes.remember(key, [launch], arguments)
-    launch.run()
+    launch = cache_write_e4m3.prepare(*rows, arguments["k_scale"], arguments["v_scale"])
+    return dict(arguments), [launch]
 
 
 def prepare(

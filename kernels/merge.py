@@ -182,20 +182,13 @@ def block_parts(num_parts: int, head_dim: int) -> int:
 
 
 def merge(arguments: dict[str, Any]) -> torch.Tensor:
-    """Check and launch ``ops.merge_partials(**arguments)``, or launch what was launched for such a call; returns ``out``."""
-    key = recipes.key(prepare, arguments)
-    recipe = recipes.recall(key)
-    if recipe is None:
-        arguments["out"] = check_merge(**arguments)
-        launch = prepare(**arguments)
-        recipes.remember(key, [launch], arguments)
-        launch.run()
-        return arguments["out"]
-    if arguments["out"] is None:
-        parts = arguments["partial_out"]
-        arguments["out"] = torch.empty(parts.shape[1:], dtype=parts.dtype, device=parts.device)
-    recipe.run(arguments)
-    return arguments["out"]
+    """Check and launch ``ops.merge_partials(**arguments)``; returns ``out``."""
+    return recipes.run(prepare, arguments, _checked)
+
+
+def _checked(arguments: dict[str, Any]) -> tuple[dict[str, Any], list[Launch]]:
+    checked = {**arguments, "out": check_merge(**arguments)}
+    return checked, [prepare(**checked)]
 
 
 def prepare(

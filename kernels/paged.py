@@ -289,29 +289,17 @@ def _decode_kernel(
 
 
 def attention(arguments: dict[str, Any]) -> torch.Tensor:
-    """Check and launch ``check_attention(**arguments)``, or launch what was launched for such a call; returns ``out``.
+    """Check and launch ``check_attention(**arguments)``; returns ``out``. Calls that look alike are checked once (``recipes``).
 
     Raises: ValueError, NotImplementedError: as ``ops.paged_attention``.
     """
     aligned = aligned_rows(arguments["k"], arguments["v"])
-    key = recipes.key((select_config, aligned), arguments)
-    recipe = recipes.recall(key)
-    if recipe is None:
-        call = check_attention(**arguments)
-        launches = prepare(call, *_device(call.q))
-        scratch = launches[0].arguments.get("partial_out") if launches else None
-        recipes.remember(key, launches, {**vars(call), "workspace": scratch})
-        for part in launches:
-            part.run()
-        return call.out
-    q = arguments["q"]
-    if arguments["out"] is None:
-        arguments["out"] = torch.empty_like(q, memory_format=torch.contiguous_format)
-    if arguments["workspace"] is None and recipe.workspace_numel:
-        numel = recipe.workspace_numel
-        arguments["workspace"] = torch.empty(numel, dtype=torch.float32, device=q.device)
-    recipe.run(arguments)
-    return arguments["out"]
+    return recipes.run((select_config, aligned), arguments, _checked)
+
+
+def _checked(arguments: dict[str, Any]) -> tuple[dict[str, Any], list[Launch]]:
+    call = check_attention(**arguments)
+    return dict(vars(call)), prepare(call, *_device(call.q))
 
 
 def prepare(call: AttentionCall, arch: int, num_sms: int) -> list[Launch]:

@@ -7,7 +7,7 @@ looked at, here or there.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,15 +55,19 @@ class Step:
 class Recipe:
     """The launches of a call without its tensors.
 
-    views: launch argument -> (the call's argument, how it is seen). workspace_numel: fp32 elements of the workspace that launches share.
+    views: launch argument -> (the call's argument, how it is seen). made: "out" and "workspace" where the call has them, as (shape, dtype,
+    device).
     """
 
     steps: tuple[Step, ...]
     views: dict[str, tuple[str, View]]
-    workspace_numel: int
+    made: dict[str, tuple[torch.Size, torch.dtype, torch.device]]
 
     def run(self, tensors: dict[str, Any]) -> None:
-        """Launch over the tensors of a call, by name; views are added to them."""
+        """Launch over the tensors of a call, by name; what it does not give is made, and views are added."""
+        for name, (shape, dtype, device) in self.made.items():
+            if tensors[name] is None:
+                tensors[name] = torch.empty(shape, dtype=dtype, device=device)
         for name, (source, view) in self.views.items():
             tensors[name] = view.of(tensors[source])
         for step in self.steps:
@@ -93,30 +97,55 @@ def key(what: Hashable, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(parts)
 
 
-def recall(key: tuple[Any, ...]) -> Recipe | None:
-    """What was launched for an earlier call with this key."""
-    try:
-        return _REMEMBERED.get(key)
-    except TypeError:  # an argument that has no hash: the checks refuse it
-        return None
+def run(
+    what: Hashable,
+    arguments: dict[str, Any],
+    prepare: Callable[[dict[str, Any]], tuple[dict[str, Any], list[Launch]]],
+) -> Any:
+    """Check and launch a call, or launch what was launched for one like it; its ``out``, None if it has none.
 
+    Args:
+        what: as in ``key``.
+        arguments: of the call, by name; changed.
+        prepare: checks arguments; returns them with ``out`` made where the call gives none, and the launches.
 
-def remember(key: tuple[Any, ...], launches: Sequence[Launch], tensors: Mapping[str, Any]) -> None:
-    """Remember the launches of a call that passed its checks.
-
-    tensors: the call's arguments by name, defaults filled in, and the workspace that launches share, given or made.
+    Source: this file's docstring.
     """
+    found = key(what, arguments)
+    try:
+        recipe = _REMEMBERED.get(found)
+    except TypeError:  # an argument that has no hash: the checks refuse it
+        recipe = None
+    if recipe is not None:
+        recipe.run(arguments)
+        return arguments.get("out")
+    tensors, launches = prepare(arguments)
+    if "workspace" in tensors and tensors["workspace"] is None:
+        # What launches share then is made for them.
+        shared = (launch.arguments.get("partial_out") for launch in launches)
+        tensors["workspace"] = next((tensor for tensor in shared if tensor is not None), None)
     if len(_REMEMBERED) >= LIMIT:
         _REMEMBERED.clear()
-    views: dict[str, tuple[str, View]] = {}
-    steps = tuple(_step(launch, tensors, views) for launch in launches)
-    workspace = tensors.get("workspace")
-    _REMEMBERED[key] = Recipe(steps, views, 0 if workspace is None else workspace.numel())
+    _REMEMBERED[found] = _recipe(launches, tensors)
+    for launch in launches:
+        launch.run()
+    return tensors.get("out")
 
 
 def forget() -> None:
     """Forget all calls."""
     _REMEMBERED.clear()
+
+
+def _recipe(launches: Sequence[Launch], tensors: Mapping[str, Any]) -> Recipe:
+    views: dict[str, tuple[str, View]] = {}
+    steps = tuple(_step(launch, tensors, views) for launch in launches)
+    made = {
+        name: (tensor.shape, tensor.dtype, tensor.device)
+        for name in ("out", "workspace")
+        if (tensor := tensors.get(name)) is not None
+    }
+    return Recipe(steps, views, made)
 
 
 def _step(launch: Launch, tensors: Mapping[str, Any], views: dict[str, tuple[str, View]]) -> Step:
