@@ -14,8 +14,9 @@
       hit                  tokens, prompt_tokens, rate, limited_by {reason: requests}
       pages                peak_in_use, peak_cached, in_use, cached, total
       allocator            us_per_step, share_of_step, hashing_us_per_request
-      split                CPU time of the engine's thread: outside_model {worst, p95, overall}, the share of a step that is not the
-                           model's arithmetic (forward passes and sampling); cpu_s; and for each part of a step (`quire.models.report`)
+      split                CPU time of the engine's thread, of each step the median of --split runs: outside_model {worst, p95, overall},
+                           the share of a step that is not the model's arithmetic (forward passes and sampling); cpu_s; and for each
+                           part of a step (`quire.models.report`)
                            parts {schedule, allocator, draft, tensors, model, sample, deliver}: cpu_s, share, decode_us, prefill_us
                            (medians of steps), worst_us (in the step with the largest share outside)
       groups               list of {group, requests, hit_rate, ttft_p50_ms}; what a group is: workload.group_name
@@ -31,7 +32,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -46,8 +47,10 @@ from quire.models.report import PARTS, StepReport, outside_model
 SCHEMA = 1
 
 
-def metrics(run: Run, model: Decoder, rates: Rates, num_pages: int) -> dict[str, Any]:
-    """Everything known of one run; the keys are in the file's docstring."""
+def metrics(
+    run: Run, model: Decoder, rates: Rates, num_pages: int, *, again: Sequence[Run] = ()
+) -> dict[str, Any]:
+    """Everything known of one run; the keys are in the file's docstring. again: runs of the same steps, for `split`."""
     outputs = run.outputs.values()
     total_seconds = sum(step.total for step in run.steps)
     allocator = sum(step.allocator for step in run.steps)
@@ -81,14 +84,24 @@ def metrics(run: Run, model: Decoder, rates: Rates, num_pages: int) -> dict[str,
             "share_of_step": allocator / total_seconds,
             "hashing_us_per_request": 1e6 * run.hashing / len(run.outputs),
         },
-        "split": split(run.steps),
+        "split": split([run.steps, *(other.steps for other in again)]),
         "groups": _groups(run),
     }
 
 
-def split(steps: list[StepReport]) -> dict[str, Any]:
-    """Where the engine's thread spent its CPU time; see the file's docstring."""
-    cpu = np.array([step.cpu for step in steps])
+def split(runs: Sequence[list[StepReport]]) -> dict[str, Any]:
+    """Where the engine's thread spent its CPU time; see the file's docstring.
+
+    runs: the steps of one run or of several, in which they are the same: of each step the median counts, as what a machine does besides
+        hits a step in one run and not in the next.
+
+    Raises: ValueError for runs of different steps.
+    """
+    steps = runs[0]
+    shapes = [[(step.q_lens.tolist(), step.seq_lens.tolist()) for step in run] for run in runs]
+    if any(shape != shapes[0] for shape in shapes):
+        raise ValueError("runs: expected the same steps in all of them, got different ones")
+    cpu = np.median([[step.cpu for step in run] for run in runs], axis=0)
     outside, seconds = outside_model(cpu), cpu.sum(axis=0)
     is_decode = np.array([step.num_prefills == 0 for step in steps])
     decode, prefill = (

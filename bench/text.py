@@ -78,7 +78,7 @@ def split_table(result: dict[str, Any]) -> str:
     return "\n".join(
         [
             *aligned(rows),
-            "CPU time of the engine's thread, medians of steps; worst step = the largest share outside of model and sample",
+            "CPU time of the engine's thread; columns of steps: medians; worst step = the largest share outside of model and sample",
         ]
     )
 

@@ -91,7 +91,7 @@ def test_no_baseline(capsys):
 
 
 def test_split_of_steps(run, capsys):
-    split = report.split(run.steps)
+    split = report.split([run.steps])
     parts, outside = split["parts"], split["outside_model"]
     assert list(parts) == list(PARTS)
     for key, total in (("cpu_s", split["cpu_s"]), ("share", 1.0)):
@@ -103,9 +103,16 @@ def test_split_of_steps(run, capsys):
     worst = {name: part["worst_us"] for name, part in parts.items()}
     inside = (worst["model"] + worst["sample"]) / sum(worst.values())
     assert outside["worst"] == pytest.approx(1 - inside)
-    assert prefill_decode.main([*TINY, "--no-baseline", "--split"]) == 0
+    assert prefill_decode.main([*TINY, "--no-baseline", "--split", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[-1 - len(PARTS) : -1]] == list(PARTS)
+    # One run of three was disturbed in one step.
+    slow = [
+        replace(step, cpu=step.cpu * (100 if i == 3 else 1)) for i, step in enumerate(run.steps)
+    ]
+    assert report.split([run.steps, slow, run.steps]) == split
+    with pytest.raises(ValueError, match="runs: expected the same steps"):
+        report.split([run.steps, run.steps[1:]])
 
 
 def examples():
@@ -224,6 +231,7 @@ def test_wrong_output_of_the_run_without_caching_is_refused_too(monkeypatch, cap
         (["--scale", "30"], "max_model_len: expected 1..4096"),
         (["--retention", "7"], "retention"),
         (["--threads", "0"], "threads: expected >= 1, got 0"),
+        (["--split", "0"], "split: expected >= 1, got 0"),
         (["--check", "0"], "check: expected at least 1 request, got 0"),
     ],
 )
