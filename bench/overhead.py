@@ -31,8 +31,10 @@ from quire.kernels import (
     workspace_numel,
     write_kv,
 )
+from quire.kernels.mla import mla_attention
 
 BATCH, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, CONTEXT = 16, 32, 8, 128, 16, 1024
+LATENT, ROPE = 512, 64
 
 
 def calls(device: str = "cpu") -> dict[str, Callable[[], object]]:
@@ -55,6 +57,11 @@ def calls(device: str = "cpu") -> dict[str, Callable[[], object]]:
             num_decodes=BATCH, max_seqlen_q=1, num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, num_sms=132
         )  # fmt: skip
         workspace = torch.zeros(numel)
+        latent = torch.zeros(BATCH, HEADS, LATENT + ROPE, dtype=q.dtype)
+        latent_row = torch.zeros(BATCH, LATENT + ROPE, dtype=q.dtype)
+        latent_pages = torch.zeros(64, BLOCK_SIZE, LATENT + ROPE, dtype=q.dtype)
+        latent_out = torch.zeros(BATCH, HEADS, LATENT, dtype=q.dtype)
+        latent_workspace = torch.zeros(numel * LATENT // HEAD_DIM * KV_HEADS)
         parts, part_lse = torch.zeros(2, *q.shape, dtype=q.dtype), torch.zeros(2, HEADS, BATCH)
     batch = (table, seq_lens, cu)
     impl = {"impl": "triton"}
@@ -66,6 +73,10 @@ def calls(device: str = "cpu") -> dict[str, Callable[[], object]]:
         "paged_attention, prefill": lambda: paged_attention(q, *pages, *batch, num_decodes=0, **more),
         "sliding_window_attention, decode": lambda: sliding_window_attention(
             q, *pages, *batch, sliding_window=128, **more
+        ),
+        "mla_attention, decode and merge": lambda: mla_attention(
+            latent, latent_pages, *batch, max_seqlen_q=1, softmax_scale=0.1, kv=latent_row,
+            out=latent_out, workspace=latent_workspace, **impl,
         ),
         "write_kv": lambda: write_kv(k, v, *pages, slots, **impl),
         "write_kv, e4m3 pages": lambda: write_kv(k, v, *codes, slots, **scales, **impl),

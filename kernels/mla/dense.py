@@ -95,29 +95,14 @@ def mla_attention(
 
     Source: DeepSeek-V2 (arXiv 2405.04434) 2.1, decoupled RoPE and absorbed projections.
     """
-    call = _checked(
-        q,
-        pages,
-        block_table,
-        seq_lens,
-        cu_seqlens_q,
-        max_seqlen_q=max_seqlen_q,
-        softmax_scale=softmax_scale,
-        head_dim_v=head_dim_v,
-        kv=kv,
-        max_seq_len=max_seq_len,
-        num_decodes=num_decodes,
-        out=out,
-        lse=lse,
-        workspace=workspace,
-    )
-    if _implementation(impl, q) == "torch":
-        from quire.kernels.mla import dense_torch
+    arguments = locals()  # all of them, by name
+    if _implementation(arguments.pop("impl"), q) == "triton":
+        from quire.kernels.mla import dense_triton
 
-        return dense_torch.attention(call)
-    from quire.kernels.mla import dense_triton
+        return dense_triton.attention(arguments)
+    from quire.kernels.mla import dense_torch
 
-    return dense_triton.launch(call)
+    return dense_torch.attention(_checked(**arguments))
 
 
 def _checked(

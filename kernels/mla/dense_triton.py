@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.kernels import merge, schedule
+from quire.kernels import merge, recipes, schedule
 from quire.kernels._launch import Launch, partials
 from quire.kernels.configs import (
     MAX_REGISTERS,
@@ -33,7 +33,7 @@ from quire.kernels.configs import (
 )
 from quire.kernels.merge import LOG2E
 from quire.kernels.mla._tiles import update
-from quire.kernels.mla.dense import MlaCall
+from quire.kernels.mla.dense import MlaCall, _checked
 from quire.kernels.paged import (
     _device,
     _find_query_tile,
@@ -247,11 +247,14 @@ def _mla_decode_kernel(
         )  # fmt: skip
 
 
-def launch(call: MlaCall) -> torch.Tensor:
-    """Launch the kernels of a checked call; returns ``call.out``."""
-    for part in prepare(call, *_device(call.q)):
-        part.run()
-    return call.out
+def attention(arguments: dict[str, Any]) -> torch.Tensor:
+    """Check and launch ``mla_attention(**arguments)``; returns ``out``. Calls that look alike are checked once (``recipes``)."""
+    return recipes.run(select_config, arguments, _prepared)
+
+
+def _prepared(arguments: dict[str, Any]) -> tuple[dict[str, Any], list[Launch]]:
+    call = _checked(**arguments)
+    return dict(vars(call)), prepare(call, *_device(call.q))
 
 
 def prepare(call: MlaCall, arch: int, num_sms: int) -> list[Launch]:

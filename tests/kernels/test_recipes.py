@@ -18,12 +18,14 @@ from quire.kernels import (
     write_kv,
 )
 from quire.kernels.configs import Config
+from quire.kernels.mla import dense_triton, mla_attention
 from tests.helpers import (
     AttentionCase,
     assert_within_budget,
     attention_reference,
     make_batch,
 )
+from tests.kernels.mla.dense_cases import MlaCase, make_mla_batch, mla_reference
 
 BF16 = torch.bfloat16
 CASES = [
@@ -177,6 +179,26 @@ def test_merges_are_remembered(given, monkeypatch):
         expected = merge_partials(parts, lses, impl="torch").to(merged.dtype)
         torch.testing.assert_close(merged, expected)
         monkeypatch.setattr(merge, "check_merge", None)
+    assert remembered() == 1
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_mla_calls_are_remembered(given, monkeypatch):
+    case = MlaCase("", [700, 33], [1, 20], num_decodes=1, num_heads=2, dtype=BF16)
+    for seed in (1, 2):
+        batch = make_mla_batch(case, seed)
+        exact, exact_lse = mla_reference(batch, torch.float64)
+        plain, _ = mla_reference(batch, BF16)
+        _, plain_lse = mla_reference(batch, torch.float32)
+        lse = torch.empty_like(exact_lse, dtype=torch.float32)
+        if given:
+            workspace = torch.empty(10**6)[8 * seed :][: 10**6 - 100]
+            batch |= {"out": torch.empty(plain.shape, dtype=BF16), "workspace": workspace}
+        out = mla_attention(**batch, lse=lse, impl="triton")
+        assert_within_budget(f"call {seed}", out, plain, exact)
+        assert_within_budget(f"lse {seed}", lse, plain_lse, exact_lse)
+        assert not given or out is batch["out"]
+        monkeypatch.setattr(dense_triton, "_checked", None)
     assert remembered() == 1
 
 
