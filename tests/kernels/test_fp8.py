@@ -197,7 +197,7 @@ def test_one_scale_rounds_as_torch_does(impl, scale):
     want = (x / number.expand(x.shape)).clamp(-448, 448).to(E4M3).view(torch.uint8)
     pages = [torch.zeros(len(x), 1, 1, 16, dtype=E4M3, device=DEVICE) for _ in range(2)]
     slots = torch.arange(len(x), device=DEVICE)
-    write_kv(x, -x, *pages, slots, k_scale=scale, v_scale=scale, impl=impl)
+    write_kv(x, -2 * x, *pages, slots, k_scale=scale, v_scale=2 * scale, impl=impl)
     k, v = (page.view(torch.uint8).view(x.shape) for page in pages)
     assert k.equal(want)
     assert v.equal(want ^ 0x80)
