@@ -23,6 +23,9 @@ from .hashing import KEY_BYTES
 DOUBT = 5.0  # imagined entries of a kind, of the mean share: it has to show that it differs
 SELDOM = 0.1  # superseded entries are returned to so much less often, until it is known
 LOOKS = 64  # new entries looked at for each eviction or prompt: about 0.3 ms
+ENOUGH = 32  # returns from which a habit is known
+RARE = 16  # a reason for one return in so many, or fewer, is none
+LONG_AGO = float(1 << 50)  # ticks
 RECALLED = 4096  # segments from the end of a prompt in which an earlier entry is looked for: about a millisecond
 
 
@@ -134,12 +137,79 @@ class Ranked:
         """Called with each popped entry; does nothing here."""
 
 
+class Returns:
+    """At which ends of earlier prompts later ones resume: several are kept of each, as nobody knows which is returned to.
+
+    A return to a boundary that was kept for one reason alone counts for that reason, whether or not it is still cached.
+
+    Args:
+        memory: boundaries remembered.
+    """
+
+    def __init__(self, memory: int = 16384) -> None:
+        self._memory = memory
+        # Key -> why it was kept (nothing: it was hit), and where its prompt ends.
+        self._places: OrderedDict[bytes, tuple[frozenset[str], int]] = OrderedDict()
+        self._counts: dict[str, float] = {}
+
+    def asked(self, keys: bytes, hit: int, kept: Sequence[int]) -> None:
+        """Learn from a prompt, as `EvictionPolicy.asked` is told of it."""
+        end = len(keys) // KEY_BYTES
+        for depth in range(end, max(0, end - RECALLED), -1):
+            place = self._places.get(keys[(depth - 1) * KEY_BYTES : depth * KEY_BYTES])
+            if place is not None:
+                if len(place[0]) == 1:
+                    self._count(*place[0])
+                break
+        reasons: dict[int, set[str]] = {hit: set()} if hit else {}
+        for depth, reason in zip(kept, REASONS, strict=False):
+            if hit < depth <= end:
+                reasons.setdefault(depth, set()).add(reason)
+        for depth, names in reasons.items():
+            self._keep(keys[(depth - 1) * KEY_BYTES : depth * KEY_BYTES], frozenset(names), end)
+
+    def unlikely(self, entry: Entry) -> bool:
+        """Whether `entry` was kept only for reasons that hardly any prompt returns for."""
+        place = self._places.get(entry.key)
+        if place is None:
+            shorter = entry.shorter
+            before = None if shorter is None else self._places.get(shorter.key)
+            if before is None or entry.depth <= before[1]:
+                return False  # inside a prompt, or forgotten
+            place = self._keep(entry.key, frozenset(["answer"]), entry.depth)
+        total = sum(self._counts.values())
+        seldom = [self._counts.get(reason, 0) * RARE < total for reason in place[0]]
+        return total >= ENOUGH and bool(seldom) and all(seldom)
+
+    def _keep(self, key: bytes, reasons: frozenset[str], end: int) -> tuple[frozenset[str], int]:
+        place = self._places[key] = reasons, end
+        self._places.move_to_end(key)
+        if len(self._places) > self._memory:
+            self._places.popitem(last=False)
+        return place
+
+    def _count(self, reason: str) -> None:
+        self._counts[reason] = self._counts.get(reason, 0) + 1
+        if sum(self._counts.values()) > 1024:
+            self._counts = {name: count / 2 for name, count in self._counts.items()}
+
+
 class LRU(Ranked):
-    """Least recently used first."""
+    """Least recently used first; before all others, unused entries of a kind that prompts do not return to (see `Returns`)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._returns = Returns()
 
     def rank(self, entry: Entry) -> float:
-        """The tick of the last use."""
+        """The tick of the last use, long ago for what nobody will use."""
+        if not entry.num_uses and self._returns.unlikely(entry):
+            return entry.last_used - LONG_AGO
         return entry.last_used
+
+    def asked(self, keys: bytes, hit: int, kept: Sequence[int] = ()) -> None:
+        """Learn where prompts return to."""
+        self._returns.asked(keys, hit, kept)
 
 
 class Ghosts:
@@ -568,5 +638,6 @@ class Adaptive:
 
 Queue = tuple[int, str, bool]  # segments saved per page, kind, in a conversation that went on
 KINDS = ("end", "end", "junction", "edited")
+REASONS = ("end", "end", "edited", "junction")  # of `kept`
 GONE = (0, Record())
 NOTHING = Kind()

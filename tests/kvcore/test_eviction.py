@@ -121,6 +121,58 @@ def key(*names: object) -> bytes:
     return b"".join(str(name).encode().rjust(32) for name in names)
 
 
+def edited_chats(policy, turns, first=0):
+    """Prompts of ten segments that leave entries at their end, one segment before, and after the answer; each is followed by a
+    prompt that resumes where the earlier one was edited. Returns the entries of the last prompt that none resumed."""
+    for turn in range(first, first + turns):
+        said = [f"{turn}.{i}" for i in range(10)]
+        policy.asked(key(*said), 0, (10, 10, 9, 0))
+        edited = Fake(key(said[8]), last_used=3 * turn, depth=9)
+        end = Fake(key(said[9]), last_used=3 * turn, depth=10, shorter=edited)
+        answer = Fake(key(f"answer{turn}"), last_used=3 * turn + 1, depth=11, shorter=end)
+        for entry in (edited, end, answer):
+            policy.add(entry)
+        if turn < first + turns - 1:
+            policy.asked(key(*said[:9], f"new{turn}"), 9, (10, 10, 9, 0))
+    return edited, end, answer
+
+
+def test_lru_gives_up_first_what_prompts_do_not_return_to():
+    policy = LRU()
+    edited, end, answer = edited_chats(policy, 10)
+    order = popped(policy)
+    assert order[-3:] == [end.key, edited.key, answer.key], "too few returns to tell"
+    edited, end, answer = edited_chats(policy, 30, first=100)
+    used = Fake(key("130.9"), depth=10, num_uses=1)
+    policy.asked(key(*(f"130.{i}" for i in range(10))), 0, (10, 10, 9, 0))
+    policy.add(used)
+    # A point inside a prompt that goes on from `edited` lies behind the end of the earlier prompt, but is no answer.
+    policy.asked(key("129.8", *(f"more{i}" for i in range(20))), 1, (21, 21, 19, 0))
+    inside = Fake(key("more9"), last_used=1, depth=11, shorter=Fake(key("129.8"), depth=1))
+    policy.add(inside)
+    order = popped(policy)
+    assert order[-1] == edited.key and order.index(end.key) < order.index(used.key)
+    assert order.index(answer.key) < order.index(used.key) < order.index(inside.key)
+
+
+def test_lru_learns_what_came_into_use():
+    """Chats that resume after their answers follow those that did not."""
+    policy = LRU()
+    edited_chats(policy, 30)
+    while policy.pop():
+        pass
+    for turn in range(100, 140):
+        said = [f"{turn}.{i}" for i in range(10)]
+        policy.asked(key(*said), 0, (10, 10, 9, 0))
+        end = Fake(key(said[9]), last_used=3 * turn, depth=10)
+        policy.add(end)
+        answer = Fake(key(f"answer{turn}"), last_used=3 * turn, depth=11, shorter=end)
+        policy.add(answer)
+        policy.asked(key(*said, f"answer{turn}", f"new{turn}"), 10, (12, 12, 12, 11))
+    assert popped(policy)[-1] == answer.key
+    assert len(policy._returns._places) <= policy._returns._memory
+
+
 def test_adaptive_is_lru_while_nothing_comes_back():
     adaptive, lru = Adaptive(), LRU()
     entries = []
@@ -205,6 +257,36 @@ def test_adaptive_gives_up_superseded_entries_before_it_knows_anything():
     policy.add(first)
     order = popped(policy)
     assert order.index(first.key) < order.index(newest.key)
+
+
+def test_adaptive_gives_up_all_ends_of_a_prompt_that_was_gone_on_with():
+    """The next prompt resumes where the earlier one was edited; the earlier one's end is newer than `other`, and goes first."""
+    policy, said = Adaptive(), [f"a{i}" for i in range(20)]
+    policy.asked(key(*(f"b{i}" for i in range(20))), 0, (20, 20, 18, 0))
+    other = Fake(key("b19"), depth=20)
+    policy.add(other)
+    policy.asked(key(*said), 0, (20, 20, 18, 0))
+    edited = Fake(key("a17"), last_used=1, depth=18)
+    end = Fake(key("a19"), last_used=1, depth=20, shorter=edited)
+    policy.add(edited)
+    policy.add(end)
+    policy.asked(key(*said[:18], *(f"c{i}" for i in range(4))), 18, (22, 22, 21, 0))
+    order = popped(policy)
+    assert order.index(end.key) < order.index(other.key)
+
+
+def test_adaptive_looks_again_at_what_an_eviction_left_last_of_its_chain():
+    policy = Adaptive()
+    shorter = Fake(
+        key("shorter"), gain=32, freed=1
+    )  # the segments that it gains serve the longer one
+    longer = Fake(key("longer"), gain=1, freed=4, shorter=shorter)
+    other = Fake(key("other"), gain=8, freed=8)
+    for entry in (shorter, longer, other):
+        policy.add(entry)
+    assert policy.pop() is longer
+    shorter.freed = 33
+    assert policy.pop() is shorter
 
 
 def test_adaptive_forgets_old_keys():
