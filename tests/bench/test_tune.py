@@ -58,6 +58,22 @@ def test_the_chosen_tile_shape_is_the_one_that_runs():
     assert "power of 2" in rows[1]["wrong"] and rows[1]["ratio"] is None
 
 
+def test_a_wrong_result_is_not_timed(monkeypatch):
+    (case,) = [
+        c for c in shapes.tiny_cases() if c.phase == "decode" and c.shape.name == "tiny/local"
+    ]
+    right = tune.quire_calls
+
+    def off_by_one(*args, **kwargs):
+        out, *more = right(*args, **kwargs)[0]()
+        return [lambda: (out + 1, *more)]
+
+    monkeypatch.setattr(tune, "quire_calls", off_by_one)
+    cell = Cell("decode", 32, 16)
+    (row,) = tune.measure(cell, [case], [cell.current(90)], torch.device("cpu"), seconds=0.001)
+    assert row["wrong"] and not row["ms"] and row["ratio"] is None
+
+
 def test_what_breaks_a_static_rule_is_refused():
     cell = Cell("decode", 512, 64)
     fits, spills = cell.current(90), Config(64, 64, 4, 2, mask_all=True)
@@ -74,6 +90,14 @@ def test_candidates_start_with_the_table_and_fit():
                 row = 2 * (cell.head_dim + cell.head_dim // c.value_parts)
                 tiles = c.block_n * row * (c.num_stages - 1)
                 assert tiles <= configs.SHARED_MEMORY[arch] and c.mask_all == found[0].mask_all
+
+
+@pytest.mark.parametrize(("group", "rows"), [(5, 16), (16, 16), (17, 32), (64, 64)])
+def test_a_cell_has_the_rows_that_its_cases_decode_with(group, rows):
+    case = next(c for c in tune.tuned_cases() if c.phase == "decode")
+    shape = dataclasses.replace(case.shape, num_heads=group * case.shape.num_kv_heads)
+    (cell,) = tune.cells([dataclasses.replace(case, shape=shape)])
+    assert cell == Cell("decode", case.shape.head_dim, rows)
 
 
 def test_variants_launch_the_same_shape_otherwise():
@@ -106,6 +130,12 @@ def test_the_table_is_written_for_one_class_of_gpus():
     for name in ("PREFILL", "DECODE"):
         written[name]["small"] = getattr(tile_tables, name)["small"]
         assert written[name] == getattr(tile_tables, name)
+
+
+def test_no_cell_is_started_after_its_time(capsys, monkeypatch):
+    monkeypatch.setattr(tune, "compile_all", None)
+    assert tune.main(["--dry-run", "--only", "decode", "--seconds", "0"]) == 0
+    assert capsys.readouterr().out.startswith("out of time: decode ")
 
 
 def test_bad_arguments_are_named(capsys):
