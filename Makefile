@@ -22,7 +22,7 @@ format: $(STAMP)  ## apply the formatter and safe fixes
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
-static: $(STAMP)  ## compile every kernel for sm_90 and a sample for sm_80 and sm_100, without a GPU; fails on spills
+static: $(STAMP)  ## compile each tile shape for sm_90 and a sample for sm_80 and sm_100, without a GPU; fails on spills
 	$(PY) -m bench.static $(ARGS)
 
 gpu: $(STAMP)  ## the tests that need a GPU
