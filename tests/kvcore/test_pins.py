@@ -152,3 +152,20 @@ def test_bad_pins_are_named():
         e.kv.pin(e.kv.match(prompt), now=0.0, ttl=0)
     with pytest.raises(ValueError, match="request_id: expected an admitted request, got 'x'"):
         e.kv.pin_request("x", now=0.0, ttl=1.0)
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_a_pin_under_a_running_request_does_not_grow_with_it(mix):
+    e = engine(mix)
+    prompt = tokens(200)
+    e.admit("a", prompt)
+    e.finish_prompt("a")
+    assert e.kv.pin(e.kv.match(prompt), now=0.0, ttl=10.0) == 192
+    pinned = e.kv.stats()["pinned_pages"]
+    for token in tokens(64, 1):  # two segments, each of which comes to the end of the pinned chain
+        e.decode("a", [token])
+        e.check()
+    assert e.kv.stats()["pinned_pages"] == pinned > 0
+    e.release("a")
+    assert e.kv.unpin(e.kv.match(prompt))
+    e.check()

@@ -165,7 +165,8 @@ class Traffic:
         return self.draw.one(sorted(self.e.slots))
 
     def _prompt(self) -> list[int]:
-        return [*self.draw.one(self.history), 1][: MAX_LEN - 10]
+        known = [*self.history, *self.e.tokens.values()]
+        return [*self.draw.one(known), 1][: MAX_LEN - 10]
 
     def _evicted(self) -> int:
         return self.e.kv.index.num_evicted_points + self.e.kv.index.num_evicted_segments
