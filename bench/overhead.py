@@ -31,10 +31,17 @@ from quire.kernels import (
     workspace_numel,
     write_kv,
 )
-from quire.kernels.mla import mla_attention
+from quire.kernels.mla import (
+    LatentPages,
+    compressed_attention,
+    compressed_attention_workspace_numel,
+    mla_attention,
+    page_bytes,
+)
 
 BATCH, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, CONTEXT = 16, 32, 8, 128, 16, 1024
 LATENT, ROPE = 512, 64
+RATIO, TOPK = 4, 512
 
 
 def calls(device: str = "cpu") -> dict[str, Callable[[], object]]:
@@ -62,11 +69,19 @@ def calls(device: str = "cpu") -> dict[str, Callable[[], object]]:
         latent_pages = torch.zeros(64, BLOCK_SIZE, LATENT + ROPE, dtype=q.dtype)
         latent_out = torch.zeros(BATCH, HEADS, LATENT, dtype=q.dtype)
         latent_workspace = torch.zeros(numel * LATENT // HEAD_DIM * KV_HEADS)
+        rows = torch.zeros(BATCH, HEADS, LATENT, dtype=q.dtype)
+        row = torch.zeros(BATCH, LATENT, dtype=q.dtype)
+        row_bytes = torch.zeros(2, 64, page_bytes(BLOCK_SIZE), dtype=torch.uint8).unbind(0)
+        picks = torch.zeros(BATCH, TOPK, dtype=torch.int32)
+        sinks, cos_sin = torch.zeros(HEADS), torch.zeros(CONTEXT, ROPE)
+        numel = compressed_attention_workspace_numel(head_dim=LATENT, num_sms=132)
+        row_workspace = torch.zeros(numel)
         parts, part_lse = torch.zeros(2, *q.shape, dtype=q.dtype), torch.zeros(2, HEADS, BATCH)
     batch = (table, seq_lens, cu)
     impl = {"impl": "triton"}
     more = {"max_seqlen_q": 1, "k": k, "v": v, "out": out, "workspace": workspace, **impl}
     scales = dict(zip(("k_scale", "v_scale"), row_scales, strict=True))
+    window_pages, entries = (LatentPages(data, BLOCK_SIZE) for data in row_bytes)
     return {
         "paged_attention, decode and merge": lambda: paged_attention(q, *pages, *batch, **more),
         "paged_attention, e4m3 pages": lambda: paged_attention(q, *codes, *batch, **more, **scales),
@@ -77,6 +92,11 @@ def calls(device: str = "cpu") -> dict[str, Callable[[], object]]:
         "mla_attention, decode and merge": lambda: mla_attention(
             latent, latent_pages, *batch, max_seqlen_q=1, softmax_scale=0.1, kv=latent_row,
             out=latent_out, workspace=latent_workspace, **impl,
+        ),
+        "compressed_attention, decode and merge": lambda: compressed_attention(
+            rows, window_pages, *batch, sliding_window=128, max_seqlen_q=1, kv=row, compressed_pages=entries,
+            compressed_table=table, compress_ratio=RATIO, topk_indices=picks, topk_lens=seq_lens, sinks=sinks,
+            cos_sin=cos_sin, out=latent_out, workspace=row_workspace, **impl,
         ),
         "write_kv": lambda: write_kv(k, v, *pages, slots, **impl),
         "write_kv, e4m3 pages": lambda: write_kv(k, v, *codes, slots, **scales, **impl),

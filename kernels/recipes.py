@@ -2,7 +2,10 @@
 
 A model makes the same call for each of its layers, over other tensors. Checks and launch arguments depend on sizes, strides, dtypes, devices and
 host values alone, so they are worked out for the first such call and remembered, without any tensor. Values in device memory are never
-looked at, here or there.
+looked at, here or there. Pages of latents or of index keys count as their tensor and what else they are made of.
+
+A host value that changes makes another call: a bound of the lengths that follows them at each step has the first layer of a step prepare its
+call anew, and the other layers find it.
 """
 
 from __future__ import annotations
@@ -12,33 +15,48 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from triton.runtime import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from quire.kernels import _launch
 from quire.kernels._launch import Launch
+from quire.kernels.mla.layout import IndexPages, LatentPages
 
 # Remembered calls; all are forgotten when there are more.
 LIMIT = 4096
+# Arguments that hold a tensor and are described by it and by their ``format``.
+PAGES = (LatentPages, IndexPages)
 # Launch arguments that go by another name in the call.
 NAMES = {
     "k_fresh": "k", "v_fresh": "v", "k_tiles": "k", "v_tiles": "v", "partial_out": "workspace", "partial_lse": "workspace",
+    "window_list": "window_table", "picks": "topk_indices", "pick_lens": "topk_lens",
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class View:
-    """How a launch sees a tensor of the call: as another dtype, some of its elements, or described by (shape, strides, block shape)."""
+    """How a launch sees a tensor of the call.
+
+    dtype: as another one, last of all. elements: some of a vector's. strided: (sizes, strides, elements before the first). descriptor:
+    (shape, strides, block shape).
+    """
 
     dtype: torch.dtype | None = None
     elements: slice | None = None
+    strided: tuple[tuple[int, ...], tuple[int, ...], int] | None = None
     descriptor: tuple[list[int], list[int], list[int]] | None = None
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | TensorDescriptor:
         """The tensor so seen."""
         if self.descriptor is not None:
             return TensorDescriptor(tensor, *self.descriptor)
-        return tensor[self.elements] if self.elements is not None else tensor.view(self.dtype)
+        if self.elements is not None:
+            tensor = tensor[self.elements]
+        elif self.strided is not None:
+            sizes, strides, first = self.strided
+            tensor = tensor.as_strided(sizes, strides, tensor.storage_offset() + first)
+        return tensor if self.dtype is None else tensor.view(self.dtype)
 
 
 @dataclass(frozen=True)
@@ -55,16 +73,19 @@ class Step:
 class Recipe:
     """The launches of a call without its tensors.
 
-    views: launch argument -> (the call's argument, how it is seen). made: "out" and "workspace" where the call has them, as (shape, dtype,
-    device).
+    views: name -> (the call's argument, how it is seen); the name is that of the launch argument, primed where that is taken. made: "out" and "workspace" where the call has them, as (shape, dtype,
+    device). pages: arguments that are pages, of which launches take the tensor.
     """
 
     steps: tuple[Step, ...]
     views: dict[str, tuple[str, View]]
     made: dict[str, tuple[torch.Size, torch.dtype, torch.device]]
+    pages: tuple[str, ...]
 
     def run(self, tensors: dict[str, Any]) -> None:
         """Launch over the tensors of a call, by name; what it does not give is made, and views are added."""
+        for name in self.pages:
+            tensors[name] = tensors[name].data
         for name, (shape, dtype, device) in self.made.items():
             if tensors[name] is None:
                 tensors[name] = torch.empty(shape, dtype=dtype, device=device)
@@ -87,13 +108,23 @@ def key(what: Hashable, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
     """
     # The most of what a remembered call costs: one flat tuple, made and hashed once.
     parts: list[Any] = [what]
+    add = parts.append
     for value in arguments.values():
         if value is None:
-            parts.append(None)
-        elif isinstance(value, torch.Tensor):
-            parts += (value.shape, value.stride(), value.dtype, value.get_device())
-        else:
-            parts += (value.__class__, value)  # True is no 1
+            add(None)
+            continue
+        tensor = value
+        if not isinstance(value, Tensor):
+            if not isinstance(value, PAGES):
+                add(value.__class__)  # True is no 1
+                add(value)
+                continue
+            add(value.format)
+            tensor = value.data
+        add(tensor.shape)
+        add(tensor.stride())
+        add(tensor.dtype)
+        add(tensor.get_device())
     return tuple(parts)
 
 
@@ -137,7 +168,9 @@ def forget() -> None:
     _REMEMBERED.clear()
 
 
-def _recipe(launches: Sequence[Launch], tensors: Mapping[str, Any]) -> Recipe:
+def _recipe(launches: Sequence[Launch], arguments: Mapping[str, Any]) -> Recipe:
+    pages = {name: value.data for name, value in arguments.items() if isinstance(value, PAGES)}
+    tensors = {**arguments, **pages}
     views: dict[str, tuple[str, View]] = {}
     steps = tuple(_step(launch, tensors, views) for launch in launches)
     made = {
@@ -145,7 +178,7 @@ def _recipe(launches: Sequence[Launch], tensors: Mapping[str, Any]) -> Recipe:
         for name in ("out", "workspace")
         if (tensor := tensors.get(name)) is not None
     }
-    return Recipe(steps, views, made)
+    return Recipe(steps, views, made, tuple(pages))
 
 
 def _step(launch: Launch, tensors: Mapping[str, Any], views: dict[str, tuple[str, View]]) -> Step:
@@ -157,8 +190,11 @@ def _step(launch: Launch, tensors: Mapping[str, Any], views: dict[str, tuple[str
         source = name if name in tensors else NAMES[name]
         view = _view(value, tensors[source])
         if view is not None:
-            assert views.setdefault(name, (source, view)) == (source, view)
-            source = name
+            seen = name
+            # Primed where that names an argument, or what another launch sees by it.
+            while seen in tensors or views.setdefault(seen, (source, view)) != (source, view):
+                seen += "'"
+            source = seen
         passed.append((name, source))
     return Step(launch.kernel, launch.grid, constants, tuple(passed))
 
@@ -170,9 +206,16 @@ def _view(value: torch.Tensor | TensorDescriptor, source: torch.Tensor) -> View 
         return View(descriptor=(value.shape, value.strides, value.block_shape))
     if value is source:
         return None
-    if value.dtype != source.dtype:
-        assert value.data_ptr() == source.data_ptr() and value.stride() == source.stride()
-        return View(dtype=value.dtype)
-    assert value.dim() == source.dim() == 1 and value.stride() == source.stride() == (1,)
-    start = value.storage_offset() - source.storage_offset()
-    return View(elements=slice(start, start + value.numel()))
+    dtype = None if value.dtype == source.dtype else value.dtype
+    size = value.element_size()
+    # Counted in elements of the source, of which one of the value may take several: pages of bytes hold more than one dtype.
+    assert size % source.element_size() == 0 and value.stride(-1) == source.stride(-1) == 1
+    size //= source.element_size()
+    first = value.storage_offset() * size - source.storage_offset()
+    sizes = (*value.shape[:-1], value.shape[-1] * size)
+    strides = (*(stride * size for stride in value.stride()[:-1]), 1)
+    if (first, sizes, strides) == (0, source.shape, source.stride()):
+        return View(dtype)
+    if value.dim() == source.dim() == 1:
+        return View(dtype, slice(first, first + sizes[0]))
+    return View(dtype, strided=(sizes, strides, first))

@@ -83,30 +83,12 @@ def compressed_attention(
 
     Source: DeepSeek-V4 report 2.3; transformers models/deepseek_v4.
     """
-    call = check(
-        q,
-        window_pages,
-        window_table,
-        seq_lens,
-        cu_seqlens_q,
-        sliding_window=sliding_window,
-        max_seqlen_q=max_seqlen_q,
-        kv=kv,
-        compressed_pages=compressed_pages,
-        compressed_table=compressed_table,
-        compress_ratio=compress_ratio,
-        topk_indices=topk_indices,
-        topk_lens=topk_lens,
-        sinks=sinks,
-        softmax_scale=softmax_scale,
-        cos_sin=cos_sin,
-        max_seq_len=max_seq_len,
-        num_decodes=num_decodes,
-        out=out,
-        lse=lse,
-        workspace=workspace,
-    )
-    return attend(call, impl)
+    arguments = locals()  # all of them, by name
+    if ops._implementation(arguments.pop("impl"), q) == "triton":
+        from quire.kernels.mla import compressed_triton
+
+        return compressed_triton.attention(arguments)
+    return attend(check(**arguments), "torch")
 
 
 def compressed_attention_workspace_numel(*, head_dim: int, num_sms: int) -> int:

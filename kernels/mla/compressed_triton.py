@@ -21,11 +21,12 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.kernels import recipes
 from quire.kernels._launch import Launch, partials
 from quire.kernels.configs import MAX_REGISTERS, tile_heads
 from quire.kernels.merge import LOG2E, _load_sink, _merge_rows, block_parts
 from quire.kernels.mla import compressed_schedule as schedule
-from quire.kernels.mla.compressed_call import CompressedCall
+from quire.kernels.mla.compressed_call import CompressedCall, check
 from quire.kernels.mla.compressed_configs import (
     MIN_PIECE_KEYS,
     CompressedConfig,
@@ -340,6 +341,16 @@ def _compressed_merge_kernel(
         tl.store(out_row + dim, merged.to(out.dtype.element_ty))
         if lse is not None:
             tl.store(lse + head * lse_stride_head + token, merged_lse)
+
+
+def attention(arguments: dict[str, Any]) -> torch.Tensor:
+    """Check and launch ``compressed_attention(**arguments)``; returns ``out``. Calls that look alike are checked once (``recipes``)."""
+    return recipes.run(select_config, arguments, _prepared)
+
+
+def _prepared(arguments: dict[str, Any]) -> tuple[dict[str, Any], list[Launch]]:
+    call = check(**arguments)
+    return dict(vars(call)), prepare(call, *_device(call.q))
 
 
 def launch(call: CompressedCall) -> torch.Tensor:

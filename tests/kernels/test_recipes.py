@@ -18,13 +18,21 @@ from quire.kernels import (
     write_kv,
 )
 from quire.kernels.configs import Config
-from quire.kernels.mla import dense_triton, mla_attention
+from quire.kernels.mla import (
+    LatentPages,
+    compressed_attention,
+    compressed_triton,
+    dense_triton,
+    mla_attention,
+    page_bytes,
+)
 from tests.helpers import (
     AttentionCase,
     assert_within_budget,
     attention_reference,
     make_batch,
 )
+from tests.kernels.mla import compressed_cases
 from tests.kernels.mla.dense_cases import MlaCase, make_mla_batch, mla_reference
 
 BF16 = torch.bfloat16
@@ -204,6 +212,57 @@ def test_mla_calls_are_remembered(given, monkeypatch):
         assert not given or out is batch["out"]
         monkeypatch.setattr(dense_triton, "_checked", None)
     assert remembered() == 1
+
+
+COMPRESSED = [
+    compressed_cases.Case("hca", [700, 33], [1, 9], ratio=2, num_decodes=1, entry_rows=64, dtype=BF16),
+    compressed_cases.Case("csa", [700, 360], [1, 1], ratio=350, topk=8, dtype=BF16),
+    compressed_cases.Case("fp8", [600], [1], ratio=2, entry_rows=64, dtype=BF16, fp8=True, head_dim=512, rope_dim=64),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("case", COMPRESSED, ids=lambda c: c.name)
+def test_compressed_calls_are_remembered(case, given, monkeypatch):
+    for seed in (1, 2):
+        batch = compressed_cases.make_batch(case, seed)
+        exact, exact_lse = compressed_cases.exactly(batch, torch.float64)
+        plain, _ = compressed_cases.exactly(batch, BF16)
+        _, plain_lse = compressed_cases.exactly(batch, torch.float32)
+        lse = torch.empty_like(exact_lse, dtype=torch.float32)
+        if given:
+            workspace = torch.empty(10**6)[8 * seed :][: 10**6 - 100]
+            batch |= {"out": torch.empty(plain.shape, dtype=BF16), "workspace": workspace}
+        out = compressed_attention(**batch, lse=lse, impl="triton")
+        assert_within_budget(f"call {seed}", out, plain, exact)
+        assert_within_budget(f"lse {seed}", lse, plain_lse, exact_lse)
+        assert not given or out is batch["out"]
+        monkeypatch.setattr(compressed_triton, "check", None)
+    assert remembered() == 1
+
+
+def test_pages_of_another_format_are_another_call():
+    """Bytes of one shape hold as many rows as their owner says, and the scales lie behind these."""
+    generator = torch.Generator().manual_seed(5)
+    for rows in (4, 2, 4):
+        pages = LatentPages(torch.zeros(2, page_bytes(4), dtype=torch.uint8), rows)
+        pages.write(torch.arange(2 * rows), torch.randn(2 * rows, 512, generator=generator))
+        call = {
+            "q": torch.randn(1, 2, 512, generator=generator).to(BF16), "window_pages": pages,
+            "window_table": torch.tensor([[1, 0]], dtype=torch.int32), "seq_lens": torch.tensor([3], dtype=torch.int32),
+            "cu_seqlens_q": torch.tensor([0, 1], dtype=torch.int32), "sliding_window": 8, "max_seqlen_q": 1,
+        }  # fmt: skip
+        out, expected = (compressed_attention(**call, impl=impl) for impl in ("triton", "torch"))
+        torch.testing.assert_close(out, expected, rtol=0.02, atol=0.02)
+    assert remembered() == 2
+
+
+def test_what_are_no_pages_is_refused():
+    batch = compressed_cases.make_batch(COMPRESSED[1])
+    compressed_attention(**batch, impl="triton")
+    bare = {"window_pages": batch["window_pages"].data}
+    with pytest.raises(ValueError, match="window_pages: expected LatentPages, got Tensor"):
+        compressed_attention(**batch | bare, impl="triton")
 
 
 def test_no_tensor_is_kept():
