@@ -32,16 +32,22 @@ from quire.kernels import (
     write_kv,
 )
 from quire.kernels.mla import (
+    IndexPages,
     LatentPages,
     compressed_attention,
     compressed_attention_workspace_numel,
+    index_topk,
+    index_topk_workspace_numel,
     mla_attention,
     page_bytes,
+    write_latent,
 )
 
 BATCH, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, CONTEXT = 16, 32, 8, 128, 16, 1024
 LATENT, ROPE = 512, 64
-RATIO, TOPK = 4, 512
+RATIO, TOPK, INDEX_HEADS, INDEX_DIM = 4, 512, 64, 128
+# The indexer passes over what all queries see anyway: it needs contexts where they do not.
+INDEXED = 65536
 
 
 def calls(device: str = "cpu") -> dict[str, Callable[[], object]]:
@@ -70,18 +76,27 @@ def calls(device: str = "cpu") -> dict[str, Callable[[], object]]:
         latent_out = torch.zeros(BATCH, HEADS, LATENT, dtype=q.dtype)
         latent_workspace = torch.zeros(numel * LATENT // HEAD_DIM * KV_HEADS)
         rows = torch.zeros(BATCH, HEADS, LATENT, dtype=q.dtype)
-        row = torch.zeros(BATCH, LATENT, dtype=q.dtype)
+        row, row_out = torch.zeros(2, BATCH, LATENT, dtype=q.dtype).unbind(0)
+        norm_weight = torch.ones(LATENT, dtype=q.dtype)
         row_bytes = torch.zeros(2, 64, page_bytes(BLOCK_SIZE), dtype=torch.uint8).unbind(0)
         picks = torch.zeros(BATCH, TOPK, dtype=torch.int32)
         sinks, cos_sin = torch.zeros(HEADS), torch.zeros(CONTEXT, ROPE)
         numel = compressed_attention_workspace_numel(head_dim=LATENT, num_sms=132)
         row_workspace = torch.zeros(numel)
+        index_q = torch.zeros(BATCH, INDEX_HEADS, INDEX_DIM, dtype=q.dtype)
+        index_weights = torch.zeros(BATCH, INDEX_HEADS)
+        index_bytes = torch.zeros(64, page_bytes(BLOCK_SIZE, INDEX_DIM + 4), dtype=torch.uint8)
+        numel = index_topk_workspace_numel(
+            num_tokens=BATCH, topk=TOPK, compress_ratio=RATIO, max_seq_len=INDEXED
+        )
+        index_workspace = torch.zeros(numel)
         parts, part_lse = torch.zeros(2, *q.shape, dtype=q.dtype), torch.zeros(2, HEADS, BATCH)
     batch = (table, seq_lens, cu)
     impl = {"impl": "triton"}
     more = {"max_seqlen_q": 1, "k": k, "v": v, "out": out, "workspace": workspace, **impl}
     scales = dict(zip(("k_scale", "v_scale"), row_scales, strict=True))
     window_pages, entries = (LatentPages(data, BLOCK_SIZE) for data in row_bytes)
+    index_pages = IndexPages(index_bytes, BLOCK_SIZE)
     return {
         "paged_attention, decode and merge": lambda: paged_attention(q, *pages, *batch, **more),
         "paged_attention, e4m3 pages": lambda: paged_attention(q, *codes, *batch, **more, **scales),
@@ -97,6 +112,13 @@ def calls(device: str = "cpu") -> dict[str, Callable[[], object]]:
             rows, window_pages, *batch, sliding_window=128, max_seqlen_q=1, kv=row, compressed_pages=entries,
             compressed_table=table, compress_ratio=RATIO, topk_indices=picks, topk_lens=seq_lens, sinks=sinks,
             cos_sin=cos_sin, out=latent_out, workspace=row_workspace, **impl,
+        ),
+        "index_topk": lambda: index_topk(
+            index_q, index_weights, index_pages, *batch, topk=TOPK, compress_ratio=RATIO, max_seqlen_q=1,
+            max_seq_len=INDEXED, out=picks, lens=seq_lens, workspace=index_workspace, **impl,
+        ),
+        "write_latent": lambda: write_latent(
+            row, entries, slots, positions=slots, cos_sin=cos_sin, norm_weight=norm_weight, out=row_out, **impl
         ),
         "write_kv": lambda: write_kv(k, v, *pages, slots, **impl),
         "write_kv, e4m3 pages": lambda: write_kv(k, v, *codes, slots, **scales, **impl),

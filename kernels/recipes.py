@@ -31,6 +31,8 @@ PAGES = (LatentPages, IndexPages)
 NAMES = {
     "k_fresh": "k", "v_fresh": "v", "k_tiles": "k", "v_tiles": "v", "partial_out": "workspace", "partial_lse": "workspace",
     "window_list": "window_table", "picks": "topk_indices", "pick_lens": "topk_lens",
+    "keys": "pages", "rope": "pages", "scales": "pages",
+    "scores": "workspace", "values": "workspace", "ids": "workspace", "next_values": "workspace", "next_ids": "workspace",
 }  # fmt: skip
 
 
@@ -73,8 +75,8 @@ class Step:
 class Recipe:
     """The launches of a call without its tensors.
 
-    views: name -> (the call's argument, how it is seen); the name is that of the launch argument, primed where that is taken. made: "out" and "workspace" where the call has them, as (shape, dtype,
-    device). pages: arguments that are pages, of which launches take the tensor.
+    views: name -> (the call's argument, how it is seen); the name is that of the launch argument, primed where that is taken. made: "out", "lens" and "workspace" where the call has them, as (shape,
+    dtype, device). pages: arguments that are pages, of which launches take the tensor.
     """
 
     steps: tuple[Step, ...]
@@ -137,8 +139,8 @@ def run(
 
     Args:
         what: as in ``key``.
-        arguments: of the call, by name; changed.
-        prepare: checks arguments; returns them with ``out`` made where the call gives none, and the launches.
+        arguments: of the call, by name; changed: ``out`` and ``lens`` are there after the call.
+        prepare: checks arguments; returns them with ``out`` and ``lens`` made where the call gives none, and the launches.
 
     Source: this file's docstring.
     """
@@ -157,7 +159,8 @@ def run(
         tensors["workspace"] = next((tensor for tensor in shared if tensor is not None), None)
     if len(_REMEMBERED) >= LIMIT:
         _REMEMBERED.clear()
-    _REMEMBERED[found] = _recipe(launches, tensors)
+    recipe = _REMEMBERED[found] = _recipe(launches, tensors)
+    arguments.update((name, tensors[name]) for name in recipe.made)
     for launch in launches:
         launch.run()
     return tensors.get("out")
@@ -175,7 +178,7 @@ def _recipe(launches: Sequence[Launch], arguments: Mapping[str, Any]) -> Recipe:
     steps = tuple(_step(launch, tensors, views) for launch in launches)
     made = {
         name: (tensor.shape, tensor.dtype, tensor.device)
-        for name in ("out", "workspace")
+        for name in ("out", "lens", "workspace")
         if (tensor := tensors.get(name)) is not None
     }
     return Recipe(steps, views, made, tuple(pages))
@@ -190,7 +193,7 @@ def _step(launch: Launch, tensors: Mapping[str, Any], views: dict[str, tuple[str
         source = name if name in tensors else NAMES[name]
         view = _view(value, tensors[source])
         if view is not None:
-            seen = name
+            seen = next((known for known, same in views.items() if same == (source, view)), name)
             # Primed where that names an argument, or what another launch sees by it.
             while seen in tensors or views.setdefault(seen, (source, view)) != (source, view):
                 seen += "'"

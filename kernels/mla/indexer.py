@@ -89,29 +89,15 @@ def index_topk(
 
     Source: DeepSeek-V4, lightning indexer; DeepSeek-V3.2 (arXiv 2512.02556) 2.1.
     """
-    call = _checked(
-        q,
-        weights,
-        pages,
-        block_table,
-        seq_lens,
-        cu_seqlens_q,
-        topk=topk,
-        compress_ratio=compress_ratio,
-        max_seqlen_q=max_seqlen_q,
-        max_seq_len=max_seq_len,
-        out=out,
-        lens=lens,
-        workspace=workspace,
-    )
-    if _implementation(impl, q) == "torch":
-        from quire.kernels.mla import indexer_torch
-
-        indexer_torch.index_topk(call)
-    else:
+    arguments = locals()  # all of them, by name
+    if _implementation(arguments.pop("impl"), q) == "triton":
         from quire.kernels.mla import indexer_triton
 
-        indexer_triton.launch(call)
+        return indexer_triton.topk(arguments)
+    from quire.kernels.mla import indexer_torch
+
+    call = _checked(**arguments)
+    indexer_torch.index_topk(call)
     return call.out, call.lens
 
 

@@ -17,16 +17,18 @@ both [chunk, pieces, topk] int32.
 Source: DeepSeek-V4, lightning indexer; radix selection of Alabi et al. (JEA 17, 2012), one bit at a time.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+from quire.kernels import recipes
 from quire.kernels._launch import Launch
 from quire.kernels.configs import MAX_REGISTERS, PROGRAMS_PER_SM, next_power_of_2
 from quire.kernels.mla._tiles import find_sequence, widen_e4m3
-from quire.kernels.mla.indexer import IndexCall
+from quire.kernels.mla.indexer import IndexCall, _checked
 from quire.kernels.paged import _device
 
 # Keys of a tile, warps and stages. Quantised tiles are half as large, and need one more under way. fp32 has no tensor cores.
@@ -199,10 +201,19 @@ def _index_select_kernel(
         tl.store(next_values + target + rank, 0, mask=unused)
 
 
-def launch(call: IndexCall) -> None:
-    """Launch the kernels of a checked call, which fill ``call.out`` and ``call.lens``."""
-    for part in prepare(call, *_device(call.q)):
-        part.run()
+def topk(arguments: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Check and launch ``index_topk(**arguments)``; returns (out, lens). Calls that look alike are checked once (``recipes``)."""
+    recipes.run(prepare, arguments, _prepared)
+    return arguments["out"], arguments["lens"]
+
+
+def _prepared(arguments: dict[str, Any]) -> tuple[dict[str, Any], list[Launch]]:
+    call = _checked(**arguments)
+    if call.workspace is None and call.plan.query_numel:
+        numel = call.plan.workspace_numel
+        workspace = torch.empty(numel, dtype=torch.float32, device=call.q.device)
+        call = replace(call, workspace=workspace)
+    return dict(vars(call)), prepare(call, *_device(call.q))
 
 
 def prepare(call: IndexCall, arch: int, num_sms: int) -> list[Launch]:
@@ -235,8 +246,9 @@ def _split(workspace: torch.Tensor, call: IndexCall) -> list[torch.Tensor]:
     sizes = [plan.row_numel]
     for pieces in plan.pieces[:-1]:
         sizes += [pieces * plan.topk] * 2
-    parts = list(workspace[: plan.workspace_numel].split([plan.chunk * size for size in sizes]))
-    return parts[:1] + [part.view(torch.int32) for part in parts[1:]]
+    parts = workspace[: plan.workspace_numel].split([plan.chunk * size for size in sizes])
+    # The scores are where the workspace begins: no view of it has to be made for them.
+    return [workspace, *(part.view(torch.int32) for part in parts[1:])]
 
 
 def _prepare_scores(
@@ -261,7 +273,7 @@ def _prepare_scores(
         {
             "q": call.q,
             "weights": call.weights,
-            "keys": keys,
+            "keys": pages.data,  # where the keys begin, too
             "scales": pages.scales if pages.fp8 else None,
             "scores": scores,
             "piece": piece,

@@ -47,6 +47,30 @@ def write_latent(
 
     Source: DeepSeek-V4, kv_norm and RoPE of the latent.
     """
+    arguments = locals()  # all of them, by name
+    if _implementation(arguments.pop("impl"), x) == "triton":
+        from quire.kernels.mla import latent_triton
+
+        latent_triton.write(arguments)
+        return out
+    from quire.kernels.mla import latent_torch
+
+    check_latent(**arguments)
+    latent_torch.write_latent(**arguments)
+    return out
+
+
+def check_latent(
+    x: torch.Tensor,
+    pages: LatentPages | None,
+    slot_mapping: torch.Tensor | None,
+    positions: torch.Tensor | None,
+    cos_sin: torch.Tensor | None,
+    norm_weight: torch.Tensor | None,
+    eps: float,
+    out: torch.Tensor | None,
+) -> None:
+    """Check the arguments of ``write_latent``, which says what they are and what is raised."""
     _check.expect_tensor("x", x, (None, None), _check.MODEL_DTYPES)
     num_rows, head_dim = x.shape
     if pages is not None:
@@ -71,16 +95,6 @@ def write_latent(
         check_norm(norm_weight, eps, head_dim, x.device)
     if out is not None:
         _check.expect_tensor("out", out, (num_rows, head_dim), x.dtype, device=x.device)
-    arguments = (x, pages, slot_mapping, positions, cos_sin, norm_weight, float(eps), out)
-    if _implementation(impl, x) == "torch":
-        from quire.kernels.mla import latent_torch
-
-        latent_torch.write_latent(*arguments)
-    else:
-        from quire.kernels.mla import latent_triton
-
-        latent_triton.prepare(*arguments).run()
-    return out
 
 
 def check_cos_sin(

@@ -18,8 +18,10 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.kernels import recipes
 from quire.kernels._launch import Launch
 from quire.kernels.mla import layout
+from quire.kernels.mla.latent import check_latent
 from quire.kernels.mla.layout import IndexPages, LatentPages
 
 ELEMENTS_PER_PROGRAM = 2048
@@ -220,13 +222,23 @@ def page_arguments(pages: LatentPages | IndexPages | None) -> dict[str, Any]:
         )
     rows = pages.values if pages.fp8 else pages.data
     return {
-        "pages": rows,
+        "pages": pages.data,  # where the rows begin, too
         "rope": pages.rope if pages.fp8 and isinstance(pages, LatentPages) else None,
         "scales": pages.scales if pages.fp8 else None,
         "page_stride": rows.stride(0),
         "row_stride": rows.stride(1),
         "BLOCK_SIZE": pages.storage_block_size,
     }
+
+
+def write(arguments: dict[str, Any]) -> None:
+    """Check and launch ``write_latent(**arguments)``. Calls that look alike are checked once (``recipes``)."""
+    recipes.run(prepare, arguments, _checked)
+
+
+def _checked(arguments: dict[str, Any]) -> tuple[dict[str, Any], list[Launch]]:
+    check_latent(**arguments)
+    return arguments, [prepare(**arguments | {"eps": float(arguments["eps"])})]
 
 
 def prepare(

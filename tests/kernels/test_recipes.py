@@ -23,8 +23,12 @@ from quire.kernels.mla import (
     compressed_attention,
     compressed_triton,
     dense_triton,
+    index_topk,
+    indexer_triton,
+    latent_triton,
     mla_attention,
     page_bytes,
+    write_latent,
 )
 from tests.helpers import (
     AttentionCase,
@@ -32,7 +36,7 @@ from tests.helpers import (
     attention_reference,
     make_batch,
 )
-from tests.kernels.mla import compressed_cases
+from tests.kernels.mla import compressed_cases, indexer_cases
 from tests.kernels.mla.dense_cases import MlaCase, make_mla_batch, mla_reference
 
 BF16 = torch.bfloat16
@@ -238,6 +242,58 @@ def test_compressed_calls_are_remembered(case, given, monkeypatch):
         assert_within_budget(f"lse {seed}", lse, plain_lse, exact_lse)
         assert not given or out is batch["out"]
         monkeypatch.setattr(compressed_triton, "check", None)
+    assert remembered() == 1
+
+
+# Rows of 1024 and more entries are cut into pieces, whose best are chosen from at a second level.
+INDEXED = {
+    "levels": indexer_cases.IndexCase("", [9000, 40], [1, 1], compress_ratio=1, rows=64, topk=40, max_seq_len=9000),
+    "fp8": indexer_cases.IndexCase("", [300, 51], [2, 1], fp8=True, dtype=BF16),
+    "all are picked": indexer_cases.IndexCase("", [20, 32], [1, 1]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("name", INDEXED)
+def test_index_calls_are_remembered(name, given, monkeypatch):
+    for seed in (1, 2):
+        batch = indexer_cases.make_index_batch(INDEXED[name], seed)
+        num_tokens = batch["q"].shape[0]
+        expected, expected_lens = index_topk(**batch, impl="torch")
+        more = {}
+        if given:
+            more = {
+                "out": torch.empty(num_tokens, batch["topk"], dtype=torch.int32),
+                "lens": torch.empty(num_tokens, dtype=torch.int32),
+                "workspace": torch.empty(10**5)[8 * seed :][: 10**5 - 100],
+            }
+        out, lens = index_topk(**batch, **more, impl="triton")
+        assert out.equal(expected) and lens.equal(expected_lens)
+        assert not given or (out is more["out"] and lens is more["lens"])
+        monkeypatch.setattr(indexer_triton, "_checked", None)
+    assert remembered() == 1
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_latent_writes_are_remembered(fp8, monkeypatch):
+    for seed in (1, 2):
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(3, 512, generator=generator).to(BF16)
+        # At an offset: values, roped channels and scales lie where they lie in the pages of this call.
+        data = torch.zeros(2, page_bytes(4) + 64, dtype=torch.uint8)[:, 32 * seed :][
+            :, : page_bytes(4)
+        ]
+        if not fp8:
+            data = torch.zeros(2, 4, 512, dtype=BF16)
+        pages, expected = LatentPages(data, 4), LatentPages(torch.zeros_like(data), 4)
+        slots = torch.tensor([5, -1, seed])
+        out = torch.empty_like(x)
+        assert write_latent(x, pages, slots, out=out, impl="triton") is out
+        write_latent(x, expected, slots, out=torch.empty_like(x), impl="torch")
+        everywhere = torch.arange(8)
+        assert pages.read(everywhere).equal(expected.read(everywhere))
+        assert out.float().equal(pages.seen(x))
+        monkeypatch.setattr(latent_triton, "check_latent", None)
     assert remembered() == 1
 
 
