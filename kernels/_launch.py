@@ -34,7 +34,8 @@ def partials(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Where pieces of split work leave their rows of ``dim`` values, and where the lse of each: fp32, in a workspace or in new memory.
 
-    The rows start where the workspace does, and end where their lse starts. numel: elements of both together; 0: nothing is cut, and both are None. Raises: ValueError, the workspace is smaller.
+    The rows start where the workspace does, and end where their lse starts. numel: elements of both together; 0: nothing is cut, and both
+    are None. Raises: ValueError, the workspace is smaller.
     """
     if numel == 0:
         return None, None

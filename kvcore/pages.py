@@ -78,9 +78,8 @@ class PagePool:
         if not len(pages):
             return
         counts = self.counts[pages]
-        if np.count_nonzero(counts.astype(np.int32) == 1) == len(
-            pages
-        ):  # one user, so none repeats
+        alone = counts.astype(np.int32) == 1  # the low half
+        if np.count_nonzero(alone) == len(pages):  # one user each, so none repeats
             self.users[pages] = 0
             held = counts > UNSHARED
         else:

@@ -198,22 +198,26 @@ def test_merges_are_remembered(given, monkeypatch):
     assert remembered() == 1
 
 
+def run_and_compare(attend, reference, batch, seed, given):
+    """Call a wrapper, with out and a part of a workspace if they are `given`, and compare both results with the reference."""
+    exact, exact_lse = reference(batch, torch.float64)
+    plain, _ = reference(batch, BF16)
+    _, plain_lse = reference(batch, torch.float32)
+    lse = torch.empty_like(exact_lse, dtype=torch.float32)
+    if given:
+        workspace = torch.empty(10**6)[8 * seed :][: 10**6 - 100]
+        batch = batch | {"out": torch.empty(plain.shape, dtype=BF16), "workspace": workspace}
+    out = attend(**batch, lse=lse, impl="triton")
+    assert_within_budget(f"call {seed}", out, plain, exact)
+    assert_within_budget(f"lse {seed}", lse, plain_lse, exact_lse)
+    assert not given or out is batch["out"]
+
+
 @pytest.mark.parametrize("given", [False, True])
 def test_mla_calls_are_remembered(given, monkeypatch):
     case = MlaCase("", [700, 33], [1, 20], num_decodes=1, num_heads=2, dtype=BF16)
     for seed in (1, 2):
-        batch = make_mla_batch(case, seed)
-        exact, exact_lse = mla_reference(batch, torch.float64)
-        plain, _ = mla_reference(batch, BF16)
-        _, plain_lse = mla_reference(batch, torch.float32)
-        lse = torch.empty_like(exact_lse, dtype=torch.float32)
-        if given:
-            workspace = torch.empty(10**6)[8 * seed :][: 10**6 - 100]
-            batch |= {"out": torch.empty(plain.shape, dtype=BF16), "workspace": workspace}
-        out = mla_attention(**batch, lse=lse, impl="triton")
-        assert_within_budget(f"call {seed}", out, plain, exact)
-        assert_within_budget(f"lse {seed}", lse, plain_lse, exact_lse)
-        assert not given or out is batch["out"]
+        run_and_compare(mla_attention, mla_reference, make_mla_batch(case, seed), seed, given)
         monkeypatch.setattr(dense_triton, "_checked", None)
     assert remembered() == 1
 
@@ -230,17 +234,7 @@ COMPRESSED = [
 def test_compressed_calls_are_remembered(case, given, monkeypatch):
     for seed in (1, 2):
         batch = compressed_cases.make_batch(case, seed)
-        exact, exact_lse = compressed_cases.exactly(batch, torch.float64)
-        plain, _ = compressed_cases.exactly(batch, BF16)
-        _, plain_lse = compressed_cases.exactly(batch, torch.float32)
-        lse = torch.empty_like(exact_lse, dtype=torch.float32)
-        if given:
-            workspace = torch.empty(10**6)[8 * seed :][: 10**6 - 100]
-            batch |= {"out": torch.empty(plain.shape, dtype=BF16), "workspace": workspace}
-        out = compressed_attention(**batch, lse=lse, impl="triton")
-        assert_within_budget(f"call {seed}", out, plain, exact)
-        assert_within_budget(f"lse {seed}", lse, plain_lse, exact_lse)
-        assert not given or out is batch["out"]
+        run_and_compare(compressed_attention, compressed_cases.exactly, batch, seed, given)
         monkeypatch.setattr(compressed_triton, "check", None)
     assert remembered() == 1
 
