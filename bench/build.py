@@ -17,6 +17,7 @@ from quire.models.weights import load_model, random_model, save_checkpoint
 
 CHECKPOINT_BYTES = 2**28  # random models up to this size take the way over a checkpoint on disk
 EMBEDDING_SHRINK = 1 / 32
+SHARPNESS = 2.0
 SHRINK_OF_LAYERS = 1 / 4
 
 
@@ -30,7 +31,12 @@ class BenchModel:
 
 
 def build_model(
-    name: str, *, device: torch.device, dtype: torch.dtype | None = None, seed: int = 0
+    name: str,
+    *,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    kv_cache_dtype: str = "auto",
+    seed: int = 0,
 ) -> BenchModel:
     """Loads a Hugging Face directory, or makes random weights for a named configuration.
 
@@ -38,14 +44,15 @@ def build_model(
     real weights take. Models without a tokenizer.json read bytes.
 
     name: a named configuration, or a directory. dtype: default: the checkpoint's own; for random weights bfloat16 on a GPU and
-    float32 on a CPU. seed: of random weights.
+    float32 on a CPU. kv_cache_dtype: of the engine that it is for. seed: of random weights.
 
     Raises: ValueError for a name that is neither, and what `load_model` raises.
     """
     configs = named_configs()
     if name in configs:
         dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
-        model, source = _random(configs[name], device, dtype, seed)
+        exact = dtype == torch.float32 and kv_cache_dtype == "auto"
+        model, source = _random(configs[name], device, dtype, seed, SHARPNESS if exact else 1.0)
         return BenchModel(model, ByteTokenizer(), source)
     path = Path(name)
     if not path.is_dir():
@@ -56,11 +63,11 @@ def build_model(
 
 
 def _random(
-    config: ModelConfig, device: torch.device, dtype: torch.dtype, seed: int
+    config: ModelConfig, device: torch.device, dtype: torch.dtype, seed: int, sharpness: float
 ) -> tuple[Decoder, str]:
     model = random_model(config, seed=seed, device=device, dtype=dtype)
     if isinstance(config, ModelConfig):
-        _adjust(model, config, dtype)
+        _adjust(model, config, sharpness)
     else:
         _adjust_v4(model)
     if sum(w.numel() * w.element_size() for w in model.parameters()) > CHECKPOINT_BYTES:
@@ -73,16 +80,15 @@ def _random(
     return loaded, f"random weights (seed {seed}), saved as a checkpoint and loaded"
 
 
-def _adjust(model: Decoder, config: ModelConfig, dtype: torch.dtype) -> None:
+def _adjust(model: Decoder, config: ModelConfig, sharpness: float) -> None:
     # With its usual size the embedding drowns what the layers add, and the tied output repeats the last token for ever, whatever
     # attention did: a check of such tokens would prove nothing. The final norm keeps the logits at order one.
     if config.tie_word_embeddings:
         model.embed_tokens.weight.mul_(EMBEDDING_SHRINK)
         _scale_norm(model.norm, 1 / EMBEDDING_SHRINK)
     # Trained queries carry the scale that the softmax lacks. Without it scores have a deviation of sqrt(head_dim), attention
-    # picks single keys, and rounding decides which: in bf16 two correct programs would then generate different texts. In fp32 a
-    # deviation of 2 is still harmless, and gives more varied answers.
-    sharpness = 2.0 if dtype == torch.float32 else 1.0
+    # picks single keys, and rounding decides which: in bf16, or over pages of e4m3, two correct programs would then generate different
+    # texts. In fp32 a deviation of SHARPNESS is still harmless, and gives more varied answers.
     for layer in model.layers:
         attention = layer.self_attn
         factor = sharpness / (config.softmax_scale * attention.head_dim**0.5)

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from quire.bench import floors_v4
+from quire.models.cache import token_bytes
 from quire.models.configs import ModelConfig
 from quire.models.decoder import Decoder
 
@@ -74,21 +75,21 @@ def weight_bytes(model: Decoder) -> int:
     return sum(weight.numel() * weight.element_size() for weight in model.parameters())
 
 
-def decode_bytes(model: Decoder, seq_lens: np.ndarray) -> int:
+def decode_bytes(model: Decoder, seq_lens: np.ndarray, kv_cache_dtype: str = "auto") -> int:
     """Bytes that one decode step must read: weights, and K and V of all visible tokens in all layers.
 
-    seq_lens: [num_seqs] KV tokens of each sequence.
+    seq_lens: [num_seqs] KV tokens of each sequence. kv_cache_dtype: of the pages (`quire.models.runner.EngineConfig`).
     """
     config = model.config
     if not isinstance(config, ModelConfig):
-        return floors_v4.decode_bytes(model, seq_lens)
+        return floors_v4.decode_bytes(model, seq_lens, kv_cache_dtype)
+    stored = torch.float8_e4m3fn if kv_cache_dtype == "fp8" else model.dtype
     total = read_weight_bytes(model, len(seq_lens))
     for kind in set(config.layer_types):
-        num_layers = config.layer_types.count(kind)
-        shape = config.attention(config.layer_types.index(kind))
-        visible = int(np.minimum(seq_lens, shape.sliding_window or seq_lens).sum())
-        row_bytes = 2 * shape.num_kv_heads * shape.head_dim * model.dtype.itemsize
-        total += num_layers * visible * row_bytes
+        num_layers, layer = config.layer_types.count(kind), config.layer_types.index(kind)
+        window = config.attention(layer).sliding_window
+        visible = int(np.minimum(seq_lens, window or seq_lens).sum())
+        total += num_layers * visible * token_bytes(config, layer, stored)
     return total
 
 

@@ -14,13 +14,20 @@ import torch
 from quire.models.deepseek_v4.config import CSA, SLIDING, DeepseekV4Config
 from quire.models.deepseek_v4.model import DeepseekV4
 
+LATENT_BYTES, SCALE_BYTES = (
+    584,
+    4,
+)  # of a quantised latent row, scales included; of the scale of an index key
 
-def decode_bytes(model: DeepseekV4, seq_lens: np.ndarray) -> int:
+
+def decode_bytes(model: DeepseekV4, seq_lens: np.ndarray, kv_cache_dtype: str = "auto") -> int:
     """Bytes that one decode step must read; of experts an expectation, as if every token chose at random.
 
-    seq_lens: [num_seqs] tokens of each sequence.
+    seq_lens: [num_seqs] tokens of each sequence. kv_cache_dtype: of the pages.
     """
-    config, itemsize = model.config, model.dtype.itemsize
+    config, fp8, itemsize = model.config, kv_cache_dtype == "fp8", model.dtype.itemsize
+    latent_bytes = LATENT_BYTES if fp8 else config.head_dim * itemsize
+    index_bytes = config.index_head_dim + SCALE_BYTES if fp8 else config.index_head_dim * itemsize
     chosen = 1 - (1 - config.num_experts_per_tok / config.num_experts) ** len(seq_lens)
     total = 0.0
     for name, weight in model.named_parameters():
@@ -37,10 +44,10 @@ def decode_bytes(model: DeepseekV4, seq_lens: np.ndarray) -> int:
         if kind != SLIDING:
             entries = seq_lens // (config.csa_ratio if kind == CSA else config.hca_ratio)
             if kind == CSA:
-                total += int(entries.sum()) * config.index_head_dim * itemsize
+                total += int(entries.sum()) * index_bytes
                 entries = np.minimum(entries, config.index_topk)
             rows = rows + entries
-        total += int(rows.sum()) * config.head_dim * itemsize
+        total += int(rows.sum()) * latent_bytes
     return round(total)
 
 

@@ -5,6 +5,7 @@
     python -m bench.prefill_decode --model gemma4-tiny --split 5
     python -m bench.prefill_decode --trace conversation.jsonl.xz --limit 40 --scale 0.05
     python -m bench.prefill_decode --model gemma4-tiny --retention 64 --no-baseline --scale 0.2
+    python -m bench.prefill_decode --kv-cache-dtype fp8 --limit 4
     python -m bench.prefill_decode --model deepseek-v4-tiny --limit 2 --scale 0.25 --speculate mtp --draft-tokens 2
 
 Work: chats of several turns with shared system prompts, or a trace of requests in Mooncake's format. At most --max-num-seqs
@@ -14,6 +15,11 @@ Every answer has its full length: stop tokens do not end it.
 Exit status 1, and no numbers, when a checked token is not what a full forward pass without any cache says (`bench.verify`). With
 caching off the same prompts run again; a request whose output then differs is checked too, in both runs. Engines are warmed up with
 the first requests, apart from the runs that are measured. Keys of --json: `bench.report`.
+
+With --kv-cache-dtype fp8 pages hold keys and values in e4m3, and which of them a query sees rounded depends on where its prompt was cut into
+steps: at a hit elsewhere than in a cold run. So outputs need not be identical with caching off, and of those that differ only the requests
+that are checked anyway are checked there. A token may be as far below the largest logit of the full pass, whose keys and values are not
+rounded, as rounding all of them moves two logits (`bench.verify`).
 
 With --speculate all of these runs have a drafter: "ngram" repeats earlier text, "mtp" is the model's own drafter layer. The prompts then run
 once more, with caching and without a drafter, and outputs that differ are checked in both runs. How often a random model's drafter is
@@ -26,6 +32,7 @@ import argparse
 import gc
 import json
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -43,6 +50,7 @@ from quire.bench.traces import trace_workload
 from quire.bench.verify import Check, check_outputs, sample
 from quire.bench.workload import Workload, chat_workload
 from quire.models.llm import DRAFTERS
+from quire.models.memory import KV_CACHE_DTYPES
 from quire.models.runner import Engine, EngineConfig
 from quire.models.speculative import Drafter
 from quire.models.tokenizer import NUM_SPECIAL
@@ -79,7 +87,9 @@ def main(argv: list[str] | None = None) -> int:
         device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
         dtype = getattr(torch, args.dtype) if args.dtype else None
         name = args.model or ("gemma-3-4b" if device.type == "cuda" else "gemma4-small")
-        built = build_model(name, device=device, dtype=dtype, seed=args.seed)
+        built = build_model(
+            name, device=device, dtype=dtype, kv_cache_dtype=args.kv_cache_dtype, seed=args.seed
+        )
         workload = _workload(args, built)
         result = measure(
             built,
@@ -139,17 +149,19 @@ def measure(
     settings = replace(settings, num_pages=warmed.num_pages)
     cached = _run(built, workload, settings, "caching on", drafter=drafter())
     outputs = cached.run.outputs
-    check = _checked(built, {key: outputs[key] for key in sample(outputs, num_checks)})
+    dtype, sampled = settings.kv_cache_dtype, sample(outputs, num_checks)
+    check = _checked(built, {key: outputs[key] for key in sampled}, dtype)
+    among = outputs if dtype == "auto" else sampled
     uncached = None
     if baseline:
         off = replace(settings, enable_caching=False)
         prompts = cached.run.prompts
         uncached = _run(built, workload, off, "caching off", prompts=prompts, drafter=drafter())
-        _check_differing(built, cached.run, uncached.run)
+        _check_differing(built, cached.run, uncached.run, among, dtype)
     plain = None
     if speculate:
         plain = _run(built, workload, settings, "no drafts", prompts=cached.run.prompts)
-        _check_differing(built, cached.run, plain.run)
+        _check_differing(built, cached.run, plain.run, among, dtype)
     again = [
         _run(built, workload, settings, "again", prompts=cached.run.prompts, drafter=drafter()).run
         for _ in range(split_runs - 1)
@@ -166,6 +178,7 @@ def measure(
         },
         engine={
             "impl": settings.impl or ("triton" if model.device.type == "cuda" else "torch"),
+            "kv_cache_dtype": dtype,
             "retention": settings.retention,
             "num_pages": cached.num_pages,
             "max_num_seqs": settings.max_num_seqs,
@@ -175,8 +188,11 @@ def measure(
         workload=workload,
         check=check,
         rates=rates,
-        cached=metrics(cached.run, model, rates, cached.num_pages, again=again),
-        uncached=uncached and metrics(uncached.run, model, rates, uncached.num_pages),
+        cached=metrics(
+            cached.run, model, rates, cached.num_pages, kv_cache_dtype=dtype, again=again
+        ),
+        uncached=uncached
+        and metrics(uncached.run, model, rates, uncached.num_pages, kv_cache_dtype=dtype),
         compared=uncached and comparison(cached.run, uncached.run),
         speculated=plain and speculation(speculate, draft_tokens, cached.run, plain.run),
     )
@@ -201,8 +217,8 @@ def _run(
     return Measured(run, num_pages, describe)
 
 
-def _checked(built: BenchModel, outputs: dict) -> Check:
-    check = check_outputs(built.model, outputs)
+def _checked(built: BenchModel, outputs: dict, kv_cache_dtype: str) -> Check:
+    check = check_outputs(built.model, outputs, kv_cache_dtype=kv_cache_dtype)
     if check.problems:
         raise WrongOutput(
             f"{len(check.problems)} of {check.num_requests} checked requests differ from a full forward pass\n  "
@@ -211,11 +227,13 @@ def _checked(built: BenchModel, outputs: dict) -> Check:
     return check
 
 
-def _check_differing(built: BenchModel, one: Run, other: Run) -> None:
+def _check_differing(
+    built: BenchModel, one: Run, other: Run, among: Iterable[Key], kv_cache_dtype: str
+) -> None:
     """Checks, in both runs, the requests whose outputs differ."""
-    keys = [k for k in one.outputs if one.outputs[k].token_ids != other.outputs[k].token_ids]
+    keys = [k for k in among if one.outputs[k].token_ids != other.outputs[k].token_ids]
     for run in (one, other):
-        _checked(built, {key: run.outputs[key] for key in keys})
+        _checked(built, {key: run.outputs[key] for key in keys}, kv_cache_dtype)
 
 
 def _workload(args: argparse.Namespace, built: BenchModel) -> Workload:
@@ -245,6 +263,7 @@ def _settings(args: argparse.Namespace, device: torch.device, workload: Workload
         max_num_batched_tokens=args.max_num_batched_tokens or (8192 if on_gpu else 512),
         max_model_len=workload.longest,
         num_pages=args.num_pages,
+        kv_cache_dtype=args.kv_cache_dtype,
         retention=args.retention,
         impl=args.impl,
     )
@@ -278,6 +297,12 @@ def _parser() -> argparse.ArgumentParser:
         "--dtype",
         choices=DTYPES,
         help="default: the checkpoint's; random: bfloat16 on a GPU, float32 on a CPU",
+    )
+    add(
+        "--kv-cache-dtype",
+        choices=KV_CACHE_DTYPES,
+        default="auto",
+        help="what pages hold: auto (default) = the model's dtype; fp8 = e4m3 with a scale for each row",
     )
     add("--impl", choices=("triton", "torch"), help="kernels; default: triton on a GPU, else torch")
     add(

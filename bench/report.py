@@ -3,7 +3,7 @@
     schema                 int, raised when a key changes its meaning or goes
     machine                device, threads, driver, python, torch, triton, commit
     model                  name, source, parameters, weight_bytes, dtype
-    engine                 impl, retention, num_pages, max_num_seqs, max_num_batched_tokens, describe
+    engine                 impl, kv_cache_dtype, retention, num_pages, max_num_seqs, max_num_batched_tokens, describe
     workload               title, group_name, requests, prompt_tokens, output_tokens
     check                  requests, of_requests, tokens, exact_tokens, largest_bound
     rates                  copy_bytes_per_s, copy_bytes, matmul_flops_per_s, matmul_size
@@ -48,9 +48,18 @@ SCHEMA = 1
 
 
 def metrics(
-    run: Run, model: Decoder, rates: Rates, num_pages: int, *, again: Sequence[Run] = ()
+    run: Run,
+    model: Decoder,
+    rates: Rates,
+    num_pages: int,
+    *,
+    kv_cache_dtype: str = "auto",
+    again: Sequence[Run] = (),
 ) -> dict[str, Any]:
-    """Everything known of one run; the keys are in the file's docstring. again: runs of the same steps, for `split`."""
+    """Everything known of one run; the keys are in the file's docstring.
+
+    kv_cache_dtype: of its pages. again: runs of the same steps, for `split`.
+    """
     outputs = run.outputs.values()
     total_seconds = sum(step.total for step in run.steps)
     allocator = sum(step.allocator for step in run.steps)
@@ -63,7 +72,7 @@ def metrics(
         "steps": len(run.steps),
         "preemptions": sum(step.num_preempted for step in run.steps),
         "output_tokens_per_s": sum(len(o.token_ids) for o in outputs) / run.seconds,
-        **_phases(run.steps, model, rates),
+        **_phases(run.steps, model, rates, kv_cache_dtype),
         "ttft_ms": _percentiles(o.ttft for o in outputs),
         "itl_ms": _percentiles(gap for o in outputs for gap in o.itl),
         "hit": {
@@ -207,11 +216,13 @@ def report(
     }
 
 
-def _phases(steps: list[StepReport], model: Decoder, rates: Rates) -> dict[str, Any]:
+def _phases(
+    steps: list[StepReport], model: Decoder, rates: Rates, kv_cache_dtype: str
+) -> dict[str, Any]:
     prefills = [step for step in steps if step.num_prefills]
     decodes = [step for step in steps if not step.num_prefills]
     flops = sum(prefill_flops(model.config, s.q_lens, s.seq_lens) for s in prefills)
-    read = sum(decode_bytes(model, s.seq_lens) for s in decodes)
+    read = sum(decode_bytes(model, s.seq_lens, kv_cache_dtype) for s in decodes)
     return {
         "prefill": _phase(prefills, flops / rates.matmul_flops_per_s),
         "decode": _phase(decodes, read / rates.copy_bytes_per_s),

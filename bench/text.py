@@ -15,7 +15,7 @@ def header(result: dict[str, Any]) -> str:
         f"software  python {machine['python']}, torch {machine['torch']}, triton {machine['triton']}, "
         f"commit {machine['commit']}",
         f"model     {model['name']}: {model['parameters'] / 1e6:.2f} M parameters, {model['dtype']}, {model['source']}",
-        f"engine    impl {engine['impl']}, retention {engine['retention']!r}, at most {engine['max_num_seqs']} requests and "
+        f"engine    impl {engine['impl']}, KV cache {engine['kv_cache_dtype']}, retention {engine['retention']!r}, at most {engine['max_num_seqs']} requests and "
         f"{engine['max_num_batched_tokens']} tokens a step",
         *(f"cache     {line}" for line in engine["describe"].splitlines()),
         f"workload  {work['title']}: {work['requests']} requests, {work['prompt_tokens']} prompt and "

@@ -10,6 +10,12 @@ precision and of a pass in fp32 over the same rows; a program as exact as twice 
 A model in fp32 is itself the reference. Rounding errors scale with the machine epsilon, so its err is that of a pass in bf16, scaled
 by 2^-23 / 2^-7, the two epsilons.
 
+Pages of e4m3 (``kv_cache_dtype="fp8"``) move the logits by more than the model's arithmetic does, and by how much depends on where a prompt was
+cut into steps, as a step's own keys and values are not rounded. So a hit and a cold run may differ by that much as well. cache_err is
+the largest difference that rounding *every* key and value makes to a pass; the engine rounds some of them, so it is taken to be no further off::
+
+    bound = 4 * err + 2 * cache_err
+
 A bound as large as the standard deviation of the logits would let nearly any token pass; that is a problem too, not a success.
 """
 
@@ -23,11 +29,15 @@ import torch
 from torch import Tensor, nn
 
 from quire.bench.drive import Key
+from quire.models.configs import ModelConfig
 from quire.models.decoder import Decoder
 from quire.models.request import RequestOutput
 
+E4M3_MAX = 448.0
+LATENT, ROTATED, BLOCK = 512, 64, 64  # channels of a latent row that can be quantised
 STREAMED = ("layers", "embed_tokens_per_layer")  # too large for a copy of the whole
 MARGIN = 4.0  # two logits, each off by up to twice the error of the eager pass
+CACHE_MARGIN = 2.0  # two logits, each off by up to what rounding all keys and values does
 FP32_FROM_BF16 = torch.finfo(torch.float32).eps / torch.finfo(torch.bfloat16).eps
 
 
@@ -63,8 +73,13 @@ def sample(outputs: Mapping[Key, RequestOutput], count: int) -> list[Key]:
     return sorted([longest_hit, *spaced])
 
 
-def check_outputs(model: Decoder, outputs: Mapping[Key, RequestOutput]) -> Check:
-    """Compares all tokens of all ``outputs`` with full passes of ``model``; see the file's docstring."""
+def check_outputs(
+    model: Decoder, outputs: Mapping[Key, RequestOutput], *, kv_cache_dtype: str = "auto"
+) -> Check:
+    """Compares all tokens of all ``outputs`` with full passes of ``model``; see the file's docstring.
+
+    kv_cache_dtype: of the engine that generated them (`quire.models.runner.EngineConfig`).
+    """
     num_tokens = num_exact = 0
     largest = 0.0
     problems = []
@@ -73,11 +88,10 @@ def check_outputs(model: Decoder, outputs: Mapping[Key, RequestOutput]) -> Check
         rows = torch.arange(
             len(output.prompt_token_ids) - 1, len(tokens) - 1, device=model.device
         )  # the row before a token decides it
-        reference, err = reference_logits(model, tokens[:-1], rows)
+        reference, bound = reference_logits(model, tokens[:-1], rows, kv_cache_dtype)
         best, best_ids = reference.max(dim=-1)
         chosen = tokens[rows + 1]
         gap = best - reference.gather(1, chosen[:, None]).squeeze(1)
-        bound = MARGIN * err
         where = f"request (session {session}, turn {turn + 1})"
         spread = float(reference.std())
         if bound >= spread:
@@ -99,19 +113,47 @@ def check_outputs(model: Decoder, outputs: Mapping[Key, RequestOutput]) -> Check
     return Check(len(outputs), num_tokens, num_exact, largest, tuple(problems))
 
 
-def reference_logits(model: Decoder, input_ids: Tensor, rows: Tensor) -> tuple[Tensor, float]:
-    """Logits of a full pass in fp32, and the largest error of a pass in low precision (for an fp32 model scaled to fp32).
+def reference_logits(
+    model: Decoder, input_ids: Tensor, rows: Tensor, kv_cache_dtype: str = "auto"
+) -> tuple[Tensor, float]:
+    """Logits of a full pass in fp32, and how far below the largest one a right program's choice may be.
 
-    input_ids: [num_tokens] int64. rows: [num_rows] int64.
+    input_ids: [num_tokens] int64. rows: [num_rows] int64. kv_cache_dtype: as in :func:`check_outputs`.
 
-    Returns: ([num_rows, vocab_size] fp32, err in logits).
+    Returns: ([num_rows, vocab_size] fp32, bound in logits).
     """
     native = model.full_forward(input_ids, logits_rows=rows)
     is_fp32 = model.dtype == torch.float32
     with computing_in(model, torch.bfloat16 if is_fp32 else torch.float32):
         other = model.full_forward(input_ids, logits_rows=rows)
-    err = float((native - other).abs().max())
-    return (native, err * FP32_FROM_BF16) if is_fp32 else (other, err)
+    bound = MARGIN * float((native - other).abs().max()) * (FP32_FROM_BF16 if is_fp32 else 1)
+    if kv_cache_dtype != "auto":
+        stored = e4m3_rows if isinstance(model.config, ModelConfig) else e4m3_latents
+        rounded = model.full_forward(input_ids, logits_rows=rows, stored=stored)
+        bound += CACHE_MARGIN * float((rounded - native).abs().max())
+    return (native if is_fp32 else other), bound
+
+
+def e4m3_rows(rows: Tensor) -> Tensor:
+    """Rows [..., head_dim] of keys or of values as pages of e4m3 give them back: each with a scale of its own."""
+    scale = rows.float().abs().amax(-1, keepdim=True).clamp(min=1e-30) / E4M3_MAX
+    return ((rows / scale).to(torch.float8_e4m3fn).float() * scale).to(rows.dtype)
+
+
+def e4m3_latents(rows: Tensor) -> Tensor:
+    """Rows of DeepSeek-V4 as its quantised pages give them back: of latents [..., 512] the first 448 channels in blocks of 64, the rotated
+    64 in bf16; index keys [..., 128] in one block. The scale of a block is a power of two.
+
+    Source: FlashMLA's layout of 584 bytes.
+    """
+    rounded = rows.bfloat16().float()
+    is_latent = rows.shape[-1] == LATENT
+    blocks = rounded[..., :-ROTATED].unflatten(-1, (-1, BLOCK)) if is_latent else rounded[..., None, :]  # fmt: skip
+    scale = (blocks.abs().amax(-1, keepdim=True).clamp(min=1e-4) / E4M3_MAX).log2().ceil().exp2()
+    codes = ((blocks / scale).to(torch.float8_e4m3fn).float() * scale).flatten(-2)
+    return (torch.cat([codes, rounded[..., -ROTATED:]], dim=-1) if is_latent else codes).to(
+        rows.dtype
+    )
 
 
 @contextmanager

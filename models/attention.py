@@ -21,6 +21,7 @@ layer that runs for few rows sees a full donor's rows of this step in its pages,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -31,6 +32,9 @@ from quire.kernels import paged_attention, sliding_window_attention, write_kv
 from quire.models.batch import AttnMetadata
 from quire.models.cache import LayerCache, PagePool
 from quire.models.configs import ModelConfig
+
+Stored = Callable[[Tensor], Tensor]
+"""What reading a cache gives of rows that were written to it: a tensor of the same shape and dtype."""
 
 QUERY_BLOCK = 256  # rows of the score matrix that dense attention holds at a time
 GATHERED_BLOCK = 16  # rows of a page of gathered keys
@@ -280,12 +284,16 @@ def _rows(
 class DenseAttend:
     """Causal and sliding-window attention of one whole sequence in plain torch, fp32 scores and softmax.
 
-    rows: as in `Attend`.
+    rows: as in `Attend`. stored: what attention sees of keys and of values [num_tokens, num_kv_heads, head_dim], as a cache of another
+    dtype would round them; None = as they are.
     """
 
-    def __init__(self, config: ModelConfig, *, rows: Tensor | None = None) -> None:
+    def __init__(
+        self, config: ModelConfig, *, rows: Tensor | None = None, stored: Stored | None = None
+    ) -> None:
         self.rows = rows
         self._config = config
+        self._stored = stored
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __call__(
@@ -302,8 +310,11 @@ class DenseAttend:
         if k is None or v is None:
             k, v = self._kept[self._config.kv_donor(layer)]
             position = self.rows
-        elif layer in self._config.kv_donors:
-            self._kept[layer] = k, v
+        else:
+            if self._stored is not None:
+                k, v = self._stored(k), self._stored(v)
+            if layer in self._config.kv_donors:
+                self._kept[layer] = k, v
         every = torch.arange(len(k), device=q.device)
         position = every if position is None else position
         group = shape.num_heads // shape.num_kv_heads

@@ -7,7 +7,7 @@ from collections.abc import Container
 import torch
 from torch import Tensor, nn
 
-from quire.models.attention import Attend, DenseAttend, PagedAttend
+from quire.models.attention import Attend, DenseAttend, PagedAttend, Stored
 from quire.models.batch import AttnMetadata
 from quire.models.cache import PagePool
 from quire.models.configs import FULL, SLIDING, ModelConfig
@@ -116,16 +116,19 @@ class Decoder(nn.Module):
         )
         return self._run(input_ids, positions, attend, logits_rows)
 
-    def full_forward(self, input_ids: Tensor, *, logits_rows: Tensor | None = None) -> Tensor:
+    def full_forward(
+        self, input_ids: Tensor, *, logits_rows: Tensor | None = None, stored: Stored | None = None
+    ) -> Tensor:
         """One whole sequence without any cache and without `quire.kernels`: what a paged run must agree with.
 
-        input_ids: [num_tokens] int64. logits_rows: as in `forward`.
+        input_ids: [num_tokens] int64. logits_rows: as in `forward`. stored: as in `DenseAttend`.
 
         Returns: [num_rows, vocab_size] fp32 logits.
         """
         positions = torch.arange(len(input_ids), device=input_ids.device)
         rows = logits_rows if self.config.num_kv_shared_layers > 0 else None
-        return self._run(input_ids, positions, DenseAttend(self.config, rows=rows), logits_rows)
+        attend = DenseAttend(self.config, rows=rows, stored=stored)
+        return self._run(input_ids, positions, attend, logits_rows)
 
     @torch.inference_mode()
     def _run(

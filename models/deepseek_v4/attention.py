@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -14,11 +16,18 @@ from quire.models.deepseek_v4.config import DeepseekV4Config
 from quire.models.deepseek_v4.layers import apply_rope
 from quire.models.layers import rms_norm
 
+if TYPE_CHECKING:
+    from quire.models.attention import Stored
+
 QUERY_BLOCK = 128  # rows of the score matrix that dense attention holds at a time
 
 
-def dense_attend(config: DeepseekV4Config) -> Attend:
-    """Attention of one whole sequence in plain torch, fp32 scores and softmax, without `quire.kernels`."""
+def dense_attend(config: DeepseekV4Config, stored: Stored | None = None) -> Attend:
+    """Attention of one whole sequence in plain torch, fp32 scores and softmax, without `quire.kernels`.
+
+    stored: what is seen of latents and entries [num_rows, head_dim] and of index keys [num_entries, index_head_dim], as a cache of another
+    dtype would round them; None = as they are.
+    """
 
     def attend(attention: Attention, rows: AttentionRows) -> Tensor:
         kv = rms_norm(rows.kv, attention.kv_norm.weight, attention.eps)
@@ -31,6 +40,9 @@ def dense_attend(config: DeepseekV4Config) -> Attend:
             assert compressor is not None
             index_keys = pool_windows(compressor.indexer, rows.index.kv, rows.index.gate, rows.cos_sin)  # fmt: skip
             index_keys = index_keys.to(raw.dtype)
+        if stored is not None:
+            raw, entries = stored(raw), stored(entries)
+            index_keys = None if index_keys is None else stored(index_keys)
         out = torch.empty_like(rows.q)
         for start in range(0, len(out), QUERY_BLOCK):
             block = slice(start, start + QUERY_BLOCK)

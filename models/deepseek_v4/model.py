@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from quire.models.attention import Stored
 from quire.models.batch import AttnMetadata
 from quire.models.deepseek_v4.attention import dense_attend
 from quire.models.deepseek_v4.block import Attend, DecoderLayer
@@ -150,15 +151,18 @@ class DeepseekV4(nn.Module):
         return ModelCache(plan.groups, plan.groups[0].page_bytes, allocate, fixed_bytes)
 
     @torch.inference_mode()
-    def full_forward(self, input_ids: Tensor, *, logits_rows: Tensor | None = None) -> Tensor:
+    def full_forward(
+        self, input_ids: Tensor, *, logits_rows: Tensor | None = None, stored: Stored | None = None
+    ) -> Tensor:
         """One whole sequence without any cache and without `quire.kernels`: what a paged run must agree with.
 
         input_ids: [num_tokens] int64. logits_rows: [num_rows] int64, the rows to compute logits for; default: all.
+        stored: as in `dense_attend`.
 
         Returns: [num_rows, vocab_size] fp32 logits.
         """
         positions = torch.arange(len(input_ids), device=input_ids.device)
-        streams = self.streams(input_ids, positions, dense_attend(self.config))
+        streams = self.streams(input_ids, positions, dense_attend(self.config, stored))
         return self.logits(streams if logits_rows is None else streams[logits_rows])
 
     def streams(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:

@@ -17,10 +17,12 @@ from quire.bench.build import build_model
 from quire.bench.drive import run_workload
 from quire.bench.verify import check_outputs, computing_in, reference_logits, sample
 from quire.bench.workload import chat_workload
+from quire.kernels import quant
 from quire.models import attention
 from quire.models.configs import get_config
 from quire.models.report import PARTS
 from quire.models.runner import Engine, EngineConfig
+from tests.models.test_deepseek_v4_fp8 import stored
 
 ROOT = Path(__file__).resolve().parents[2]
 TRACE = ROOT.parent / "shared/traces/mooncake_conversation.jsonl.xz"
@@ -82,6 +84,32 @@ def test_json_and_text(tmp_path, capsys):
     assert result["check"]["exact_tokens"] == result["check"]["tokens"]
     for text in ("caching on against off", "prefix hit rate", "limited by (requests)", "tokens are its argmax"):  # fmt: skip
         assert text in out
+
+
+@pytest.mark.parametrize("name", ["gemma4-tiny", "llama-tiny"])
+def test_fp8_pages(name, tmp_path, capsys):
+    """Nearly all tokens are those of a pass without a cache, none is further off than rounding explains, and prefixes are hit."""
+    file = tmp_path / "result.json"
+    arguments = ["--model", name, "--kv-cache-dtype", "fp8", "--json", str(file)]
+    assert prefill_decode.main([*TINY, *arguments]) == 0
+    assert "KV cache fp8" in capsys.readouterr().out
+    result = json.loads(file.read_text())
+    assert result["engine"]["kv_cache_dtype"] == "fp8"
+    check = result["check"]
+    assert check["requests"] == 8 and 0.7 * check["tokens"] < check["exact_tokens"]
+    assert 1e-3 < check["largest_bound"] < 1.2
+    assert result["cached"]["hit"]["tokens"] > 0
+    assert result["comparison"]["identical_requests"] > 0
+
+
+def test_rounding_of_the_check_is_that_of_pages():
+    rows = 5 * torch.randn(64, 2, 32, generator=torch.Generator().manual_seed(0))
+    expected = quant.dequantise(*quant.quantise(rows))
+    assert torch.allclose(verify.e4m3_rows(rows), expected, rtol=1e-6)
+    assert (expected - rows).abs().max() > 0.05
+    latents, keys = rows.view(-1, 512), rows.view(-1, 128)
+    assert torch.equal(verify.e4m3_latents(latents), stored(latents))
+    assert torch.equal(verify.e4m3_latents(keys), stored(keys))
 
 
 def test_no_baseline(capsys):
@@ -169,14 +197,16 @@ def test_slice_of_the_conversation_trace(capsys):
 # Refusals.
 
 
-def test_refuses_when_the_cache_holds_wrong_values(monkeypatch, capsys, tmp_path):
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+def test_refuses_when_the_cache_holds_wrong_values(kv_cache_dtype, monkeypatch, capsys, tmp_path):
     def broken(k, v, *arguments, **options):
         return write_kv(k, v.roll(1, -1), *arguments, **options)
 
     write_kv = attention.write_kv
     monkeypatch.setattr(attention, "write_kv", broken)
     file = tmp_path / "result.json"
-    assert prefill_decode.main([*TINY, "--json", str(file)]) == 1
+    arguments = ["--kv-cache-dtype", kv_cache_dtype, "--json", str(file)]
+    assert prefill_decode.main([*TINY, *arguments]) == 1
     captured = capsys.readouterr()
     assert captured.out == "" and not file.exists()
     assert "refusing to report" in captured.err and "the full forward says" in captured.err
@@ -314,6 +344,9 @@ def test_floors_count_weights_and_live_keys(built):
     # Four sliding layers: 2 KV heads of 16, 16 tokens seen. Two full layers: 1 KV head of 32.
     kv = 4 * 2 * (2 * 4 * 2 * 16) * 16 + 2 * (2 * 4 * 32) * (100 + 40)
     assert floors.decode_bytes(model, np.array([100, 40])) == weights + kv
+    # A byte an element, and 4 for the scale of each row of a head.
+    kv = 4 * 2 * (2 * 2 * (16 + 4)) * 16 + 2 * (2 * (32 + 4)) * (100 + 40)
+    assert floors.decode_bytes(model, np.array([100, 40]), "fp8") == weights + kv
     matrices = sum(w.numel() for n, w in model.named_parameters() if w.ndim == 2)
     matrices -= model.embed_tokens.weight.numel()
     flops = floors.prefill_flops(config, np.array([8]), np.array([8]))
@@ -365,4 +398,6 @@ def test_floors_of_deepseek_v4():
     tables = sum(w[0].numel() * w.element_size() for n, w in model.named_parameters() if "tid2eid" in n)  # fmt: skip
     want = experts // 4 * 4 + rest + tables + 4 * config.hidden_size + layers * config.head_dim * 4
     assert floors.decode_bytes(model, one) == want
+    fewer = layers * (config.head_dim * 4 - 584)
+    assert floors.decode_bytes(model, one, "fp8") == want - fewer
     assert floors.prefill_flops(config, one, one) > 2 * experts // 4

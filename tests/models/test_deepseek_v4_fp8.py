@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from quire.models.configs import get_config
-from quire.models.deepseek_v4 import attention
 from quire.models.deepseek_v4.cache import CacheFormat, plan_cache
 from quire.models.deepseek_v4.draft import MTPDrafter
 from quire.models.deepseek_v4.memory import cost
@@ -45,22 +44,17 @@ def rounded_latents(rows):
     return torch.cat([torch.stack(blocks), rows[:, 448:].bfloat16().float()], dim=1)
 
 
+def stored(rows):
+    """Latents, entries or index keys as quantised pages give them back."""
+    if not len(rows):
+        return rows
+    return rounded_latents(rows) if rows.shape[1] == 512 else torch.stack(list(map(e4m3, rows)))
+
+
 @pytest.fixture(scope="module")
 def rounded(model, oracle):
     """Logits of the dense model over rounded rows, entries and index keys."""
-    softmax, picked = attention.softmax_with_sinks, attention.picked
-
-    def over_rounded(q, keys, visible, *more):
-        return softmax(q, rounded_latents(keys), visible, *more)
-
-    def picked_rounded(index, block, keys, *more):
-        keys = torch.stack([e4m3(key) for key in keys]) if len(keys) else keys
-        return picked(index, block, keys, *more)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "softmax_with_sinks", over_rounded)
-        patch.setattr(attention, "picked", picked_rounded)
-        return model.full_forward(oracle.input_ids)
+    return model.full_forward(oracle.input_ids, stored=stored)
 
 
 def rms(x):
