@@ -10,13 +10,14 @@ from functools import partial
 
 import numpy as np
 
+from .chunks import NO_ROWS
+from .decode import DecodeBatch
 from .events import Announcer
 from .index import PrefixIndex, Run, Source
 from .report import Match
 from .retention import kept_boundaries, replay_boundaries
 from .sequences import Sequences
 from .spec import Int32, Int64, Layout
-from .steps import NO_ROWS, DecodeBatch
 from .tables import Step, Tables
 
 
@@ -157,7 +158,7 @@ class Chains:
         closing, to = self._closing(step, end)
         rows = kept = NO_ROWS
         if closing.size and self.layout.hybrid:
-            rows, kept = self._kept(slots[closing], to, closing)
+            rows, kept = self._kept(step, slots[closing], to, closing)
         if step.replaying:
             rows, kept = self._with_replayed(step, end, rows, kept)
         in_chunk = (NO_ROWS, NO_ROWS)
@@ -192,12 +193,16 @@ class Chains:
             closing, to = closing[ready], np.minimum(to, known)[ready]
         return closing, to
 
-    def _kept(self, slots: Int64, to: Int64, closing: Int64) -> tuple[Int64, Int64]:
+    def _kept(self, step: Step, slots: Int64, to: Int64, closing: Int64) -> tuple[Int64, Int64]:
         """Which of `closing` rows (of `slots`) keep a resume point, at which boundaries up to `to`: all [n]."""
-        start = self.cached[slots]
-        if not self.interval and not np.count_nonzero(self._keep_end[slots] > start):
-            return NO_ROWS, NO_ROWS
-        rows, kept = kept_boundaries(start, to, self._keep[slots], self.interval)
+        batch = step.batch
+        if not self.interval and batch is not None and not step.chunk_rows.size:
+            if batch.settled is None:
+                later = self._keep_end[batch.slots] > self.cached[batch.slots]
+                batch.settled = not np.count_nonzero(later)
+            if batch.settled:
+                return NO_ROWS, NO_ROWS
+        rows, kept = kept_boundaries(self.cached[slots], to, self._keep[slots], self.interval)
         return closing[rows], kept
 
     def _with_replayed(

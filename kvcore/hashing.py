@@ -16,6 +16,7 @@ import numpy as np
 from .spec import Int32
 
 KEY_BYTES = 32
+INT32 = np.dtype(np.int32)
 
 
 def root_key(seed: bytes, salt: bytes) -> bytes:
@@ -30,9 +31,9 @@ def root_key(seed: bytes, salt: bytes) -> bytes:
     return sha256(struct.pack("<QQ", len(seed), len(salt)) + seed + salt).digest()
 
 
-def next_key(previous: bytes, tokens: bytes) -> bytes:
+def next_key(previous: bytes, tokens: bytes | memoryview) -> bytes:
     """Key of the segment whose int32 token ids are `tokens`, after `previous`."""
-    return sha256(previous + tokens).digest()
+    return sha256(b"".join((previous, tokens))).digest()
 
 
 def as_token_ids(name: str, tokens: Any) -> Int32:
@@ -42,18 +43,18 @@ def as_token_ids(name: str, tokens: Any) -> Int32:
         ValueError: not one-dimensional, not integers, or an id outside [0, 2**31).
     """
     array = np.asarray(tokens)
+    quick = array.dtype == INT32 and array.ndim == 1 and array.flags.c_contiguous
+    if quick and (not len(array) or np.minimum.reduce(array) >= 0):
+        return array
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise ValueError(
             f"{name}: expected a 1-D sequence of ints, got {array.dtype} {list(array.shape)}"
         )
     if array.size:
-        low = int(np.minimum.reduce(array))
-        high = low if array.dtype == np.int32 else int(array.max())
+        low, high = int(array.min()), int(array.max())
         if low < 0 or high >= 2**31:
             bad = low if low < 0 else high
             raise ValueError(f"{name}: expected ids in [0, 2**31), got {bad}")
-    if array.dtype == np.int32 and array.flags.c_contiguous:
-        return array
     return np.ascontiguousarray(array, dtype=np.int32)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from .chains import Chains
+from .chunks import NO_ROWS
 from .events import Announcer, EventLog
 from .eviction import Adaptive, EvictionPolicy
 from .hashing import Prompt, as_token_ids, root_key
@@ -25,7 +26,6 @@ from .retention import Retention, parse_retention
 from .sequences import Sequences
 from .spec import GroupSpec, Int32, Int64, Layout, ragged_arange
 from .stats import count_admission, new_counters
-from .steps import NO_ROWS
 from .tables import Tables
 
 
@@ -315,7 +315,7 @@ class KVCache:
             self.index.evict(step.needed - self.pool.num_free)
         if step.chunk_rows.size:
             cu = np.zeros(len(slots) + 1, dtype=np.int32)
-            counts.cumsum(out=cu[1:])
+            cu[1:] = counts.cumsum()
             _, positions = ragged_arange(start, counts)
         else:
             cu, positions = self._cu_of(len(slots)), start

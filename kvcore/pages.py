@@ -12,7 +12,13 @@ import numpy as np
 from .spec import NULL_BLOCK, Int32, Int64
 
 ONE_HOLD = 1 << 32
-UNSHARED = 1  # `PagePool.counts` of a page that one request reads and no resume point holds
+# Numpy computes with an array of no dimensions in half the time that it takes with an int.
+UNSHARED: Int64 = np.array(
+    1
+)  # `PagePool.counts` of a page that one request reads and no resume point holds
+NO_USER: Int32 = np.array(0, dtype=np.int32)
+ONE_USER: Int32 = np.array(1, dtype=np.int32)
+NULL: Int64 = np.array(NULL_BLOCK)
 
 
 class PagePool:
@@ -31,7 +37,7 @@ class PagePool:
         if num_pages < 2:
             raise ValueError(f"num_pages: expected at least 2 (page 0 is null), got {num_pages}")
         self.num_pages = num_pages
-        self._stack: Int32 = np.arange(num_pages - 1, -1, -1, dtype=np.int32)
+        self._stack: Int64 = np.arange(num_pages - 1, -1, -1)
         self.num_free = num_pages - 1
         # The two counts of a page lie side by side, so that one look tells both: ``users + (holds << 32)``.
         self.counts: Int64 = np.zeros(num_pages, dtype="<i8")
@@ -42,7 +48,7 @@ class PagePool:
         self._mark: Int32 = np.empty(num_pages, dtype=np.int32)
         self.num_held_only = 0  # window pages that only resume points hold
 
-    def peek(self, n: int) -> Int32:
+    def peek(self, n: int) -> Int64:
         """The n pages that the next `take(n)` hands out, as a copy."""
         assert n <= self.num_free
         return self._stack[self.num_free - n : self.num_free].copy()
@@ -71,35 +77,42 @@ class PagePool:
         self.num_held_only -= int(np.count_nonzero(self.users[pages] == 0))
         self.users[pages] += 1
 
-    def unuse(self, pages: Int32) -> None:
+    def use_free(self, pages: Int32) -> None:
+        """Requests start to read those of `pages` (distinct) that nobody reads, resume points hold or not."""
+        index = pages.astype(np.int64)
+        counts = self.counts[index]
+        self.counts[index] = counts + (counts.astype(np.int32) == NO_USER)
+
+    def unuse(self, pages: Int32 | Int64) -> None:
         """Requests stop reading `pages` (repeats and the null page allowed: requests may share pages)."""
-        if np.count_nonzero(pages) < len(pages):
-            pages = pages[pages != NULL_BLOCK]
-        if not len(pages):
-            return
+        pages = pages.astype(np.int64, copy=False)  # the quick index
         counts = self.counts[pages]
-        alone = counts.astype(np.int32) == 1  # the low half
-        if np.count_nonzero(alone) == len(pages):  # one user each, so none repeats
-            self.users[pages] = 0
-            held = counts > UNSHARED
+        alone = counts.astype(np.int32) == ONE_USER  # the low half
+        if np.count_nonzero(alone) == len(pages):  # so none repeats
+            counts = counts - UNSHARED
+            self.counts[pages] = counts
         else:
+            named = pages != NULL
+            if np.count_nonzero(named) < len(pages):
+                return self.unuse(pages[named])
             pages = self._unuse_shared(pages)
-            held = self.holds[pages] > 0
+            counts = self.counts[pages]
+        held = counts.astype(np.bool_)
         num_held = int(np.count_nonzero(held))
         self.num_held_only += num_held
         if num_held < len(pages):
             self.put(pages[~held] if num_held else pages)
 
-    def _unuse_shared(self, pages: Int32) -> Int32:
+    def _unuse_shared(self, pages: Int64) -> Int64:
         """Count `pages` down, repeats allowed; returns those that nobody reads now, each once."""
         np.add.at(self.counts, pages, -1)
         return self._once(pages[self.users[pages] == 0])
 
-    def _once(self, pages: Int32) -> Int32:
+    def _once(self, pages: Int64) -> Int64:
         """`pages` without repeats."""
         order = np.arange(len(pages), dtype=np.int32)
         self._mark[pages] = order
-        once: Int32 = pages[self._mark[pages] == order]
+        once: Int64 = pages[self._mark[pages] == order]
         return once
 
     def hold(self, pages: Int32) -> None:
@@ -113,6 +126,7 @@ class PagePool:
             self.num_held_only += int(np.count_nonzero(fresh))
             self.counts[low:high] += times * ONE_HOLD
             return
+        pages = pages.astype(np.int64, copy=False)
         fresh = pages[self.counts[pages] == 0]
         self.num_held_only += len(self._once(fresh))
         np.add.at(self.counts, pages, ONE_HOLD)
@@ -125,6 +139,6 @@ class PagePool:
         self.put(idle)
         return len(idle)
 
-    def free_pages(self) -> Int32:
+    def free_pages(self) -> Int64:
         """All free pages, next one last (for reports and invariant checks)."""
         return self._stack[: self.num_free].copy()

@@ -119,9 +119,9 @@ def check_invariants(cache: KVCache) -> None:
         AssertionError: any count or owner is wrong.
     """
     pool, index, a = cache.pool, cache.index, cache.alignment
-    owners: list[Int32] = [pool.free_pages()]
-    users: list[Int32] = []
-    holds: list[Int32] = []
+    owners: list[Int32 | Int64] = [pool.free_pages()]
+    users: list[Int32 | Int64] = []
+    holds: list[Int32 | Int64] = []
     locks: Counter[int] = Counter()
     pins: Counter[int] = Counter()
     segments = locked = points = pinned = 0
@@ -194,7 +194,7 @@ def check_invariants(cache: KVCache) -> None:
     assert (used[1:] == pool.users[1:]).all() and (held[1:] == pool.holds[1:]).all()
 
 
-def _count(pages: list[Int32], num_pages: int) -> Int64:
+def _count(pages: list[Int32 | Int64], num_pages: int) -> Int64:
     """[num_pages] how often each page occurs."""
     counts: Int64 = np.bincount(
         np.concatenate([np.empty(0, dtype=np.int32), *pages]), minlength=num_pages

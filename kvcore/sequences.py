@@ -11,9 +11,9 @@ from collections.abc import Hashable
 
 import numpy as np
 
+from .decode import ONE, DecodeBatch
 from .hashing import KEY_BYTES, Prompt, next_key
 from .spec import Int32, Int64
-from .steps import DecodeBatch
 
 
 class Sequences:
@@ -36,6 +36,7 @@ class Sequences:
         self.num_keys: Int64 = np.zeros(max_requests, dtype=np.int64)
         # Tokens since the last whole segment; the first segment is longer by the lookahead.
         self._open: Int32 = np.zeros((max_requests, alignment + lookahead), dtype=np.int32)
+        self._bytes = self._open.reshape(-1).data.cast("B")
         self._prompt_keys: list[bytes] = [b""] * max_requests
         self._more_keys: list[bytearray] = [bytearray()] * max_requests
         self._last_key: list[bytes] = [b""] * max_requests
@@ -144,7 +145,7 @@ class Sequences:
             columns = np.where(start < a + k, start, (start - k) % a) if k else start % a
             self._fed, self._places = batch.slots, batch.slots * (a + k) + columns
         self._open.reshape(-1)[self._places] = tokens
-        self._places += 1
+        self._places += ONE
         whole = batch.ending
         if k:
             whole = ((batch.end >= a + k) & ((batch.end - k) % a == 0)).nonzero()[0]
@@ -152,17 +153,17 @@ class Sequences:
             return None if k else []
         slots = batch.slots[whole]
         self._places[whole] = slots * (a + k)
-        data, size = self._open[slots].tobytes(), 4 * (a + k)
+        size = 4 * (a + k)
         lengths = [4 * a] * len(slots)
         if k:
             lengths = np.where(self.num_keys[slots] == 0, size, 4 * a).tolist()
         self.num_keys[slots] += 1
-        last, more, made, at = self._last_key, self._more_keys, [], 0
+        data, last, more, made = self._bytes, self._last_key, self._more_keys, []
         for slot, length in zip(slots.tolist(), lengths, strict=True):
+            at = slot * size
             last[slot] = key = next_key(last[slot], data[at : at + length])
             more[slot] += key
             made.append(key)
-            at += size
         return None if k else made
 
     def feed(self, slot: int, start: int, tokens: Int32) -> None:

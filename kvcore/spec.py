@@ -209,8 +209,8 @@ def ragged_arange(starts: Int64, lengths: Int64) -> tuple[Int64, Int64]:
         (rows [total], values [total]) int64.
     """
     if len(lengths) == 1:
-        values = np.arange(starts[0], starts[0] + lengths[0])
-        return np.zeros(len(values), dtype=np.int64), values
+        start, length = int(starts[0]), int(lengths[0])
+        return np.zeros(length, dtype=np.int64), np.arange(start, start + length)
     rows = np.repeat(np.arange(len(lengths)), lengths)
     before = np.cumsum(lengths) - lengths
     return rows, np.arange(len(rows)) + (starts - before)[rows]

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .chunks import NO_ROWS
 from .pages import UNSHARED, PagePool
 from .spec import GroupClass, Int32, Int64
-from .steps import NO_ROWS, DecodeBatch
 
 NO_PLACES: Int64 = np.empty((0, 0), dtype=np.int64)
 NO_LIVE: Int32 = np.empty((0, 0), dtype=np.int32)
@@ -29,7 +29,7 @@ class StateStep:
     snapshots_at: Int64  # [n, num_tables] flat indices of the snapshots in the fused table
     starting: Int64  # rows of requests without live pages
     snapping: Int64  # rows that may end at a boundary and need new pages for the snapshot
-    snapshots: Int32 | None = None  # [len(snapping), num_tables]
+    snapshots: Int64 | None = None  # [len(snapping), num_tables]
     copies: Int32 | None = None  # [m, 2] source and destination pages, before the step
 
     @property
@@ -50,11 +50,11 @@ class StateTables:
         assert np.shares_memory(self.table, tables)
         self._flat = tables.reshape(-1)
         self._row = tables.shape[1]
-        self._first = np.arange(spec.num_tables) * 2 + spec.offset
+        self.first = np.arange(spec.num_tables) * 2 + spec.offset
 
     def _places(self, slots: Int64, column: int) -> Int64:
         """Flat indices in the fused table of the live pages or the snapshots of `slots` [n]: [n, k]."""
-        places: Int64 = (slots * self._row)[:, None] + (self._first + column)
+        places: Int64 = (slots * self._row)[:, None] + (self.first + column)
         return places
 
     def plan(self, slots: Int64, rows: Int64) -> StateStep:
@@ -64,13 +64,6 @@ class StateTables:
         starting = (live[:, 0] == 0).nonzero()[0]
         return StateStep(live, places, starting, self._snapping(rows, places))
 
-    def plan_decode(self, batch: DecodeBatch, rows: Int64, live: Int32) -> StateStep:
-        """`plan` for the requests of a batch, which have `live` pages [n, num_tables]."""
-        places = batch.memo.get(self)
-        if places is None:
-            places = batch.memo[self] = self._places(batch.slots, SNAPSHOT)
-        return StateStep(live, places, NO_ROWS, self._snapping(rows, places))
-
     def _snapping(self, rows: Int64, places: Int64) -> Int64:
         """Which of `rows` have a snapshot that a resume point or another request shares: it must not be written over."""
         if not len(rows):
@@ -79,7 +72,7 @@ class StateTables:
         shared: Int64 = rows[self.pool.counts[pages] != UNSHARED]
         return shared
 
-    def fill(self, plan: StateStep, slots: Int64, fresh: Int32) -> None:
+    def fill(self, plan: StateStep, slots: Int64, fresh: Int64) -> None:
         """Give `fresh` pages to the plan.
 
         The state of a request without live pages starts from its snapshot, or from page 0.

@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from .chunks import NO_ROWS, BlockTables, Chunk
+from .decode import Decode, DecodeBatch, DecodeTables
 from .pages import PagePool
-from .spec import GroupClass, Int32, Int64, Layout, ragged_arange
+from .spec import Int32, Int64, Layout, ragged_arange
 from .states import SNAPSHOT, StateStep, StateTables
-from .steps import NO_ROWS, BlockTables, Chunk, Decode, DecodeBatch
 
 NO_COPIES: Int32 = np.empty((0, 2), dtype=np.int32)
 NO_PAGES: Int32 = np.empty((0, 0), dtype=np.int32)
@@ -26,7 +27,8 @@ class Step:
 
     Attributes:
         decode_rows, chunk_rows: requests that compute one token (unless all do), and the others.
-        batch: the requests of the decode rows, None if there are none.
+        batch, decode: the requests of the decode rows and their plan, None if there are none.
+        states: plans of state tables; none where `decode` has all that they need.
         needed: pages, in all. decode_slots: [tables, decode rows] slots of their tokens.
         copies: [m, 2] pages to copy before the step (source, destination).
         state_pages: [tables, n] live pages of state tables; [0, n] where there are none.
@@ -41,7 +43,7 @@ class Step:
     decode_rows: Int64
     chunk_rows: Int64
     batch: DecodeBatch | None
-    decodes: list[Decode]
+    decode: Decode | None
     chunks: list[Chunk]
     states: list[StateStep]
     needed: int
@@ -103,9 +105,7 @@ class Tables:
             for c in block_classes
         ]
         self._batch: DecodeBatch | None = None
-        # Of its requests: live pages of each class of states [n, num_tables], and of all tables [num_tables, n].
-        self._live_pages: list[Int32] = []
-        self._state_pages = NO_PAGES
+        self._state_pages = NO_PAGES  # of its requests [num_tables, n]
         self.dense = [b for b in self.blocks if not b.is_window]
         self.windows = [b for b in self.blocks if b.is_window]
         self.states = [
@@ -113,6 +113,7 @@ class Tables:
             for c in layout.classes
             if c.spec.kind == "state"
         ]
+        self.decodes = DecodeTables(self.array, self.blocks, self.states, layout.alignment, pool)
         # Slots of the next tokens, less those of the last ones: states have none.
         self._advance: Int64 | int = 1
         if self.states:
@@ -148,32 +149,32 @@ class Tables:
         """
         again = batch is not None
         decode_rows = NO_ROWS  # which stands for all
-        if batch is None:
-            alone = np.ones(len(slots), dtype=np.bool_)
-            alone[chunk_rows] = False
-            decode_rows = alone.nonzero()[0]
+        if not len(chunk_rows):
+            batch = batch or self._batch_of(slots, start)
+        else:
+            if len(chunk_rows) < len(slots):
+                alone = np.ones(len(slots), dtype=np.bool_)
+                alone[chunk_rows] = False
+                decode_rows = alone.nonzero()[0]
             batch = self._batch_of(slots[decode_rows], start[decode_rows])
-        decodes: list[Decode] = []
+        decode: Decode | None = None
         chunks: list[Chunk] = []
+        states: list[StateStep] = []
+        needed = 0
         if batch is not None:
-            decodes = [b.plan_decode(batch) for b in self.blocks]
+            decode = self.decodes.plan(batch, again and len(snapshot) > 0)
+            needed = decode.num_new
         if len(chunk_rows):
             begin, stop, low = start[chunk_rows], end[chunk_rows], written[chunk_rows]
             chunks = [b.plan_chunk(begin if b.is_window else low, stop, *kept) for b in self.blocks]
-        if batch is not None and again:
-            parts = zip(self.states, self._live_pages, strict=True)
-            states = [s.plan_decode(batch, snapshot, pages) for s, pages in parts]
-        else:
+            for c, b in zip(chunks, self.blocks, strict=True):
+                needed += c.num_new * b.spec.num_tables
+        if not again:
             states = [s.plan(slots, snapshot) for s in self.states]
-        needed = 0
-        for d in decodes:
-            needed += d.num_new
-        for c, b in zip(chunks, self.blocks, strict=False):
-            needed += c.num_new * b.spec.num_tables
-        for p, s in zip(states, self.states, strict=True):
-            needed += p.num_blocks * s.spec.num_tables
+            for p, s in zip(states, self.states, strict=True):
+                needed += p.num_blocks * s.spec.num_tables
         return Step(
-            slots, start, end, written, decode_rows, chunk_rows, batch, decodes, chunks, states, needed,
+            slots, start, end, written, decode_rows, chunk_rows, batch, decode, chunks, states, needed,
             again=again,
         )  # fmt: skip
 
@@ -194,27 +195,31 @@ class Tables:
             slots, start, last, slots * self.layout.num_columns, self.layout.alignment
         )
 
-    def _demand(self, step: Step) -> list[tuple[GroupClass, int]]:
-        """Pages that each class needs for decodes, chunks and states."""
-        demand = [(b.spec, d.num_new) for d, b in zip(step.decodes, self.blocks, strict=False)]
-        for chunk, block in zip(step.chunks, self.blocks, strict=False):
-            demand.append((block.spec, chunk.num_new * block.spec.num_tables))
-        for plan, state in zip(step.states, self.states, strict=True):
-            demand.append((state.spec, plan.num_blocks * state.spec.num_tables))
-        return demand
-
     def per_group(self, step: Step) -> dict[str, int]:
         """Pages that each group needs."""
+        tables = self.layout.tables
+        demand = [0] * len(tables)
+        if step.batch is not None and step.decode is not None:
+            demand = self.decodes.demand(step.decode, len(tables), len(step.batch.slots))
+        chunks = zip((b.spec for b in self.blocks), (c.num_new for c in step.chunks), strict=False)
+        states = zip(
+            (s.spec for s in self.states), (p.num_blocks for p in step.states), strict=False
+        )
+        for spec, num_new in (*chunks, *states):
+            for t in spec.tables.tolist():
+                demand[t] += num_new
         needed = {g.name: 0 for g in self.layout.groups}
-        for c, n in self._demand(step):
-            for t in c.tables.tolist():
-                needed[self.layout.groups[self.layout.tables[t][0]].name] += n // c.num_tables
+        for (group, _), n in zip(tables, demand, strict=True):
+            needed[self.layout.groups[group].name] += n
         return needed
 
-    def fill(self, step: Step, pages: Int32, cu: Int32, total: int) -> Int64:
+    def fill(self, step: Step, pages: Int64, cu: Int32, total: int) -> Int64:
         """Give `pages` [needed] to the step; returns the slot mapping [num_tables, total]."""
-        if step.batch is not None:
-            pages = self._fill_decodes(step, step.batch, pages)
+        if step.batch is not None and step.decode is not None:
+            n = step.decode.num_new
+            step.decode_slots = step.batch.last_slots + self._advance
+            self.decodes.fill(step.decode, pages[:n], step.decode_slots)
+            pages = pages[n:]
         if step.batch is not None and not step.chunk_rows.size:
             mapping = step.decode_slots
         else:
@@ -240,19 +245,17 @@ class Tables:
                 pages = pages[size:]
         if step.batch is not None and mapping is not step.decode_slots:
             mapping[:, cu[step.decode_rows]] = step.decode_slots
-        if self.states:
+        if step.again:
+            step.state_pages = self._state_pages
+        elif self.states:
+            step.state_pages = np.zeros((len(self.layout.tables), len(step.slots)), np.int32)
             for plan, state in zip(step.states, self.states, strict=True):
                 size = plan.num_blocks * state.spec.num_tables
                 state.fill(plan, step.slots, pages[:size])
                 pages = pages[size:]
-            if step.again:
-                step.state_pages = self._state_pages
-            else:
-                step.state_pages = np.zeros((len(self.layout.tables), len(step.slots)), np.int32)
-                for plan, state in zip(step.states, self.states, strict=True):
-                    step.state_pages[state.spec.tables] = plan.pages.T
-                copies = [p.copies for p in step.states if p.copies is not None]
-                step.copies = np.concatenate(copies) if copies else NO_COPIES
+                step.state_pages[state.spec.tables] = plan.pages.T
+            copies = [p.copies for p in step.states if p.copies is not None]
+            step.copies = np.concatenate(copies) if copies else NO_COPIES
         return mapping
 
     def replays(self, step: Step, cu: Int32) -> tuple[Int64, Int64]:
@@ -268,18 +271,6 @@ class Tables:
             pages = block.pages(step.slots[which], positions // size).T
             where[block.spec.tables] = pages * np.int64(size) + positions % size
         return rows, where
-
-    def _fill_decodes(self, step: Step, batch: DecodeBatch, pages: Int32) -> Int32:
-        """Slots of the decode rows; returns the unused pages."""
-        where = step.decode_slots = batch.last_slots + self._advance
-        flat = where.reshape(-1)
-        for decode, block in zip(step.decodes, self.blocks, strict=True):
-            n = decode.num_new
-            if len(decode.rows):
-                first = block.fill_decode(decode, pages[:n])
-                flat[decode.outputs] = first
-                pages = pages[n:]
-        return pages
 
     def commit(self, step: Step, end: Int64, kept: tuple[Int64, Int64]) -> Effects:
         """Make a step real.
@@ -306,11 +297,10 @@ class Tables:
                     places, pages = block.commit_dense(chunk, slots, stop, reached)
                 self._delta(places, pages)
         batch = step.batch
-        if batch is not None:
-            for decode, block in zip(step.decodes, self.blocks, strict=True):
-                if len(decode.rows) and (decode.num_new or decode.old is None):
-                    block.commit_decode(decode, batch)
-                    self._delta(decode.places, decode.pages)
+        if batch is not None and step.decode is not None:
+            self.decodes.commit(step.decode, batch)
+            if step.decode.num_new:
+                self._delta(step.decode.places, step.decode.pages)
         copies = NO_COPIES
         if self.states:
             copies = self._commit_states(step, end)
@@ -324,15 +314,17 @@ class Tables:
         return Effects(tails, gone, copies)
 
     def _commit_states(self, step: Step, end: Int64) -> Int32:
-        if step.batch is not None and not step.chunk_rows.size:
+        if step.again:
+            assert step.batch is not None and step.decode is not None
             ends = step.batch.ending
-            if not step.again:
-                self._live_pages = [plan.pages for plan in step.states]
-                self._state_pages = step.state_pages
-        else:
-            ends = (end % self.layout.alignment == 0).nonzero()[0]
-            self._live_pages = [plan.pages[step.decode_rows] for plan in step.states]
+            if not ends.size:
+                return NO_COPIES
+            self.snapshot_at[step.slots[ends]] = end[ends]
+            return self.decodes.snapshots(step.decode, step.state_pages)
+        self._state_pages = step.state_pages
+        if step.chunk_rows.size:
             self._state_pages = step.state_pages[:, step.decode_rows]
+        ends = (end % self.layout.alignment == 0).nonzero()[0]
         if not ends.size and not any(plan.num_blocks for plan in step.states):
             return NO_COPIES
         self.snapshot_at[step.slots[ends]] = end[ends]
@@ -353,7 +345,9 @@ class Tables:
         """Free what the step left and nobody holds: pages out of windows, and blocks that nobody took."""
         for pages in effects.gone:
             self.pool.unuse(pages)
-        for chunk, block in zip(step.chunks, self.blocks, strict=False):
+        if not step.chunks:
+            return
+        for chunk, block in zip(step.chunks, self.blocks, strict=True):
             if block.is_window:
                 assert chunk.pages is not None
                 fresh = chunk.pages[chunk.is_new].ravel()
@@ -453,6 +447,6 @@ class Tables:
             return np.empty(0, np.int64), np.empty(0, np.int32)
         return np.concatenate([d[0] for d in deltas]), np.concatenate([d[1] for d in deltas])
 
-    def _delta(self, places: Int64, pages: Int32 | None) -> None:
+    def _delta(self, places: Int64, pages: Int32 | Int64 | None) -> None:
         if self._track_deltas and pages is not None and pages.size:
             self._deltas.append((places.ravel(), pages.ravel().astype(np.int32)))

@@ -67,10 +67,9 @@ def points_of_failure(e: Engine) -> list[tuple[object, str]]:
     kv = e.kv
     found = [
         (kv.sequences, "check"), (kv._chains, "boundaries"), (kv._tables, "plan"), (kv.index, "evict"),
-        (kv.pool, "peek"), (kv._tables, "fill"), (manager_module, "StepPlan"),
+        (kv.pool, "peek"), (kv._tables, "fill"), (kv._tables.decodes, "plan"), (kv._tables.decodes, "fill"), (manager_module, "StepPlan"),
     ]  # fmt: skip
     found += [(b, name) for b in kv._tables.blocks for name in ("plan_chunk", "fill_chunk")]
-    found += [(b, "plan_decode") for b in kv._tables.blocks]
     found += [(s, name) for s in kv._tables.states for name in ("plan", "fill")]
     return found
 

@@ -156,7 +156,7 @@ class Traffic:
         if len(self.e.slots) < MAX_REQUESTS:
             names.append("admit")
         if self.e.slots:
-            names += ["step", "release", "pin_request"]
+            names += ["step", "decode", "release", "pin_request"]
             if self.e.kv.max_draft_tokens:
                 names += ["speculate", "rollback"]
         return names
@@ -226,6 +226,24 @@ class Traffic:
         if counts:
             self._advance(counts)
 
+    def decode(self):
+        """The same requests compute a token each, several times over, alone or beside chunks: some of these steps follow a calendar."""
+        e = self.e
+        batch = [r for r in e.slots if e.computed(r) == len(e.tokens[r]) < MAX_LEN - 1]
+        steps = min((MAX_LEN - 1 - e.computed(r) for r in batch), default=0)
+        for _ in range(min(steps, self.draw.number(1, 24))):
+            for r in batch:
+                e.tokens[r] += self.draw.bits(1, 1)
+            counts = dict.fromkeys(batch, 1)
+            waiting = [r for r in e.slots if e.computed(r) < len(e.tokens[r]) and r not in counts]
+            if waiting and self.draw.one([False, True]):
+                r = self.draw.one(waiting)
+                counts[r] = self.draw.number(1, len(e.tokens[r]) - e.computed(r))
+            self._advance(counts)
+            if e.computed(batch[0]) < len(e.tokens[batch[0]]):
+                break  # out of pages
+            self.check()
+
     def speculate(self):
         r = self._request()
         c = self.e.computed(r)
@@ -285,7 +303,7 @@ class Traffic:
 
 # How often the long mode takes each step, relative to the others.
 WEIGHTS = {
-    "admit": 4, "step": 12, "speculate": 3, "rollback": 2, "release": 2, "pin": 1, "pin_request": 1, "unpin": 1,
+    "admit": 4, "step": 12, "decode": 2, "speculate": 3, "rollback": 2, "release": 2, "pin": 1, "pin_request": 1, "unpin": 1,
 }  # fmt: skip
 
 

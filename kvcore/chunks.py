@@ -1,126 +1,23 @@
-"""Vectorised planning and committing of one step, for all dense or window tables of one spec at once.
+"""Tables of the dense or window groups of one spec, and vectorised planning and committing of their chunks.
 
-Two kinds of requests exist in a step. A *decode* computes one token: nothing but the open block changes, and a page is
-needed where a block starts. A *chunk* is everything else (prefill chunks, speculative tokens): a dense group gets pages for
-all of its new blocks, a window group only for the blocks that outlive the chunk: those that the next query can still see, and
-the tails of boundaries that retention keeps. All other rows get slot -1 and are never written.
+A *chunk* is what a request computes in a step if it is more than one token: a prefill chunk, or speculative tokens (`decode` has
+the requests with one token). A dense group gets pages for all of its new blocks, a window group only for the blocks that
+outlive the chunk: those that the next query can still see, and the tails of boundaries that retention keeps. All other rows get slot
+-1 and are never written.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from .pages import UNSHARED, PagePool
+from .pages import PagePool
 from .spec import GroupClass, Int32, Int64, ragged_arange
 
-ONE = np.ones(1, dtype=np.int64).tobytes()
-
-
-class DecodeBatch:
-    """Requests that compute one token each, and go on doing so from step to step.
-
-    A request starts a block of a given size every `size` steps, so that once the batch has lasted a step, a calendar says
-    which rows start one: sorted by when they do, those of one step are neighbours.
-
-    Args:
-        slots, start: [n] requests, and their tokens before the step.
-        last_slots: [num_tables, n] slots of the tokens before these.
-        columns: [n] flat indices of the first entries of the requests' rows in the fused table.
-        alignment: tokens of a segment.
-
-    Attributes:
-        end: [n] tokens after the step. longest: the largest. age: steps since the batch was made.
-        outputs: [num_tables] flat indices of the tables' rows in `last_slots`.
-        memo: what other classes derive from the batch and keep with it.
-    """
-
-    def __init__(
-        self, slots: Int64, start: Int64, last_slots: Int64, columns: Int64, alignment: int
-    ) -> None:
-        self.slots = slots.copy()
-        self._key = slots.tobytes()
-        self._ones = ONE * len(slots)
-        self.start, self.end = start, start + 1
-        self.longest = int(self.end.max())
-        self.age = 0
-        self.last_slots = last_slots
-        self.columns = columns
-        self.outputs = np.arange(len(last_slots)) * len(slots)
-        self.memo: dict[object, Any] = {}
-        self._calendar: dict[int, tuple[Int64, list[int]]] = {}
-        self._alignment = alignment
-        self._ending: Int64 | None = (self.end % alignment == 0).nonzero()[0]
-
-    def is_of(self, slots: Int64) -> bool:
-        """Whether these are the batch's requests, in its order."""
-        return slots.tobytes() == self._key
-
-    def is_again(self, slots: Int64, counts: Int64) -> bool:
-        """Whether a step asks for the next token of the batch's requests, and nothing else."""
-        return slots.tobytes() == self._key and counts.tobytes() == self._ones
-
-    def advance(self, last_slots: Int64) -> None:
-        """Go to the next step."""
-        self.start, self.end, self.last_slots = self.end, self.end + 1, last_slots
-        self.longest += 1
-        self.age += 1
-        self._ending = None
-
-    @property
-    def ending(self) -> Int64:
-        """[m] rows that complete a segment in this step."""
-        if self._ending is None:
-            order, first, end = self.due(self._alignment, ahead=1)
-            self._ending = order[first:end]
-        return self._ending
-
-    def due(self, size: int, ahead: int = 0) -> tuple[Int64, int, int]:
-        """(All rows, by when they start a block of `size`; first and end of those that do so `ahead` steps from this one)."""
-        if size not in self._calendar:
-            wait = (self.age - self.start) % size
-            bounds = np.bincount(wait, minlength=size).cumsum().tolist()
-            self._calendar[size] = wait.argsort(kind="stable"), [0, *bounds]
-        order, bounds = self._calendar[size]
-        step = (self.age + ahead) % size
-        return order, bounds[step], bounds[step + 1]
-
-
-@dataclass(slots=True, eq=False)
-class Decode:
-    """Plan of one class for the requests of a `DecodeBatch` that start a block of it."""
-
-    rows: Int64  # [m] rows of the batch
-    places: Int64  # [m, num_tables] flat indices of their table entries
-    outputs: Int64  # [m, num_tables] flat indices of the rows in a slot mapping
-    num_new: int  # pages needed
-    old: Int32 | None = None  # [m, num_tables] pages in these places of a ring that is reused
-    is_new: npt.NDArray[np.bool_] | None = None  # [m, num_tables] which of them are replaced
-    pages: Int32 | None = None  # [m, num_tables]
-
-
-@dataclass
-class Turn:
-    """Where the requests of a batch find their blocks of one class until each has started its next one.
-
-    Attributes:
-        blocks: [n] block that each request starts next, when the batch was made; sorted like the calendar.
-        columns, outputs: [n, num_tables] flat indices of the first entries of the tables, and of the rows in a slot mapping.
-        number, places: which turn this is, and its flat indices [n, num_tables].
-    """
-
-    blocks: Int64
-    columns: Int64
-    outputs: Int64
-    number: int
-    places: Int64
-
-
 NO_ROWS: Int64 = np.empty(0, dtype=np.int64)
-NO_DECODE = Decode(NO_ROWS, NO_ROWS[:, None], NO_ROWS[:, None], 0)
+ZERO: Int64 = np.array(0)
 
 
 @dataclass
@@ -173,7 +70,7 @@ class BlockTables:
         # One flat index a place: several times quicker than three, and what a device copy is told.
         self._flat = tables.reshape(-1)
         self._row = tables.shape[1]
-        self._first = spec.offset + np.arange(k) * spec.width
+        self.first = spec.offset + np.arange(k) * spec.width
         self._within = np.arange(spec.block_size)
         # A ring of which the window takes a good part keeps all its pages, and writes over those out of reach: nothing
         # to free and to take. One that is long only because boundaries are far apart gives pages back.
@@ -183,7 +80,7 @@ class BlockTables:
 
     def places(self, slots: Int64, blocks: Int64) -> Int64:
         """Flat indices in the fused table of `blocks` [m] of `slots` [m]: [m, k]."""
-        places: Int64 = (slots * self._row + blocks % self.spec.width)[:, None] + self._first
+        places: Int64 = (slots * self._row + blocks % self.spec.width)[:, None] + self.first
         return places
 
     def write(self, slots: Int64, blocks: Int64, pages: Int32) -> Int64:
@@ -199,7 +96,7 @@ class BlockTables:
     def read(self, slots: Int64, blocks: Int64) -> Int32:
         """Pages of `blocks` [m, j] of `slots` [m]: [m, k, j]; 0 for blocks before the sequence."""
         columns = (slots * self._row)[:, None] + blocks % self.spec.width
-        pages: Int32 = self._flat[columns[:, None, :] + self._first[:, None]]
+        pages: Int32 = self._flat[columns[:, None, :] + self.first[:, None]]
         if np.count_nonzero(blocks < 0):
             pages[np.broadcast_to(blocks[:, None, :] < 0, pages.shape)] = 0
         return pages
@@ -212,75 +109,7 @@ class BlockTables:
         last: Int64 = pages.T * np.int64(size) + (within - 1)
         return last
 
-    # Decode steps.
-
-    def plan_decode(self, batch: DecodeBatch) -> Decode:
-        """What the requests that start a block in this step need."""
-        found = self._starting(batch)
-        if found is None:
-            return NO_DECODE
-        rows, places, outputs = found
-        if not self.recycles:
-            return Decode(rows, places, outputs, places.size)
-        old = self._flat[places]
-        is_new = self.pool.counts[old] != UNSHARED
-        return Decode(rows, places, outputs, int(np.count_nonzero(is_new)), old, is_new)
-
-    def _starting(self, batch: DecodeBatch) -> tuple[Int64, Int64, Int64] | None:
-        """(rows, places, outputs) of a `Decode`; None where nobody starts a block."""
-        size, width = self.spec.block_size, self.spec.width
-        if not batch.age:
-            rows = (batch.start % size == 0).nonzero()[0]
-            if not len(rows):
-                return None
-            blocks = batch.start[rows] // size % width
-            places = (batch.columns[rows] + blocks)[:, None] + self._first
-            return rows, places, rows[:, None] + batch.outputs[self.spec.tables]
-        order, first, end = batch.due(size)
-        if first == end:
-            return None
-        turn = batch.memo.get(self)
-        number = batch.age // size
-        if turn is None:
-            blocks = (batch.start[order] - batch.age + size - 1) // size
-            columns = batch.columns[order, None] + self._first
-            outputs = order[:, None] + batch.outputs[self.spec.tables]
-            turn = batch.memo[self] = Turn(blocks, columns, outputs, -1, columns)
-        if turn.number != number:
-            turn.number = number
-            turn.places = turn.columns + ((turn.blocks + number) % width)[:, None]
-        return order[first:end], turn.places[first:end], turn.outputs[first:end]
-
-    def fill_decode(self, plan: Decode, fresh: Int32) -> Int64:
-        """Give `fresh` pages to the plan; returns the slots of the blocks' first rows [m, k]."""
-        if plan.old is None or plan.num_new == plan.old.size:
-            plan.pages = fresh.reshape(plan.places.shape)
-        elif not plan.num_new:
-            plan.pages = plan.old
-        else:
-            plan.pages = plan.old.copy()
-            plan.pages[plan.is_new] = fresh
-        first: Int64 = plan.pages * np.int64(self.spec.block_size)
-        return first
-
-    def commit_decode(self, plan: Decode, batch: DecodeBatch) -> None:
-        """Make the plan's blocks the own ones of its batch's requests."""
-        pages, old = plan.pages, plan.old
-        assert pages is not None
-        if self.is_window:
-            fresh = pages
-            if old is None:
-                self._drop_behind(
-                    batch.slots[plan.rows], batch.start[plan.rows] // self.spec.block_size
-                )
-            else:
-                if plan.num_new < old.size:
-                    old, fresh = old[plan.is_new], pages[plan.is_new]
-                self.pool.unuse(old.ravel())
-            self.pool.users[fresh] = 1
-        self._flat[plan.places] = pages
-
-    def _drop_behind(self, slots: Int64, blocks: Int64) -> None:
+    def drop_behind(self, slots: Int64, blocks: Int64) -> None:
         """Let go of what `blocks` [m] put out of reach of the next queries and of a resume point at the last boundary."""
         spec = self.spec
         inside = blocks % spec.per_segment  # blocks since the last boundary
@@ -310,13 +139,16 @@ class BlockTables:
         """
         spec, size = self.spec, self.spec.block_size
         first, stop = start // size, -(-end // size)
-        rows = np.arange(len(start))
-        if not self.is_window:
-            rows, blocks = ragged_arange(first, np.maximum(0, stop - first))
-        else:
+        low = first
+        if self.is_window:
             low = np.maximum(first, np.maximum(0, end - spec.reach) // size)
+            before = (kept // size - spec.tail < low[kept_rows]).nonzero()[0]
+            kept_rows, kept = kept_rows[before], kept[before]
+        if not self.is_window or not kept.size:
+            rows, blocks = ragged_arange(low, np.maximum(stop - low, ZERO))
+        else:
             tails = kept // size
-            rows = np.concatenate([kept_rows, rows])
+            rows = np.concatenate([kept_rows, np.arange(len(start))])
             lows = np.concatenate([np.maximum(tails - spec.tail, first[kept_rows]), low])
             highs = np.concatenate([tails, stop])
             if len(start) > 1:
@@ -332,7 +164,7 @@ class BlockTables:
         return Chunk(first, span, rows, blocks, is_new, int(np.count_nonzero(is_new)))
 
     def fill_chunk(
-        self, plan: Chunk, slots: Int64, start: Int64, offset: Int64, end: Int64, fresh: Int32
+        self, plan: Chunk, slots: Int64, start: Int64, offset: Int64, end: Int64, fresh: Int64
     ) -> tuple[Int64 | slice, Int64]:
         """Give `fresh` pages to the plan.
 
@@ -417,11 +249,11 @@ class BlockTables:
         pages = _windows(strip, every, oldest - plan.first + width - 1, width)
         pages *= live[:, None, :]
         columns = (slots * self._row)[:, None] + blocks % width
-        places = columns[:, None, :] + self._first[:, None]
+        places = columns[:, None, :] + self.first[:, None]
         old = self._flat[places]
         changed = old != pages
         places, new, gone = places[changed], pages[changed], old[changed]
-        self.pool.users[new] += self.pool.users[new] == 0  # those that were free until now
+        self.pool.use_free(new)
         self._flat[places] = new
         return places, new, gone[gone != 0]
 

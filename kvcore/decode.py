@@ -1,0 +1,306 @@
+"""Decode steps: one token for each request of a batch, planned and committed for all tables at once.
+
+Such a step changes a table entry only where a request starts a block or, in a state table, completes a segment, of which a
+snapshot is due. Each request does so every so many steps. A batch that stays the same gets a calendar of the entries that
+change in each of the next `alignment` steps, over and over; a step is then a few operations on slices of it, however many
+groups there are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from .chunks import NO_ROWS, BlockTables
+from .pages import UNSHARED, PagePool
+from .spec import Int32, Int64
+from .states import SNAPSHOT, StateTables
+
+ONE: Int64 = np.array(1)
+SETTLED = (
+    8  # steps after which a batch gets a calendar, which costs as much as about as many without one
+)
+MOST_ENTRIES = 1 << 18  # of a calendar; each takes 48 bytes
+
+
+NO_FLAGS: npt.NDArray[np.bool_] = np.empty(0, dtype=np.bool_)
+
+
+class Part:
+    """Entries of one class of tables that change in decode steps.
+
+    Attributes:
+        tables: [k] rows of its tables in a slot mapping. first: [k] first columns of their entries in the fused table.
+        width: entries of a table, which are used in turns.
+        period, at: a request at position p changes an entry where ``p % period == at``.
+        block_size: rows of a page.
+    """
+
+    def __init__(
+        self, tables: Int64, first: Int64, width: int, period: int, at: int, block_size: int
+    ) -> None:
+        self.tables, self.first, self.width = tables, first, width
+        self.period, self.at, self.block_size = period, at, block_size
+
+
+@dataclass(slots=True, eq=False)
+class Decode:
+    """Plan of a decode step: the entries that change, part by part, and their pages.
+
+    Attributes:
+        places: [m] flat indices in the fused table.
+        outputs: [m] flat indices in a slot mapping [num_tables, n]: of the table and the request.
+        block_sizes: [m] rows of a page.
+        num_dense, num_fresh, num_blocks: entries of dense tables, those that take a new page in any case, and those of blocks.
+        old: pages in the entries from `num_fresh` on. is_new: which of them are replaced.
+        num_new: pages needed.
+        fresh, pages: the new pages, and those of all entries, once they are given.
+    """
+
+    places: Int64
+    outputs: Int64
+    block_sizes: Int64
+    num_dense: int
+    num_fresh: int
+    num_blocks: int
+    old: Int64 = field(default_factory=lambda: NO_ROWS)
+    is_new: npt.NDArray[np.bool_] = field(default_factory=lambda: NO_FLAGS)
+    num_new: int = 0
+    fresh: Int64 = field(default_factory=lambda: NO_ROWS)
+    pages: Int64 = field(default_factory=lambda: NO_ROWS)
+
+
+class Calendar:
+    """Entries that change in each step of a batch.
+
+    Args:
+        parts: which entries there are. cuts: how many of them are those of `Decode.num_dense`, `num_fresh`, `num_blocks`.
+        origin: [n] positions of the batch's first step.
+        columns: [n] flat indices of the first entries of the requests' rows in the fused table.
+        alignment: steps in which every part comes round.
+    """
+
+    def __init__(
+        self, parts: list[Part], cuts: list[int], origin: Int64, columns: Int64, alignment: int
+    ) -> None:
+        n, num_parts = len(origin), len(parts)
+        every: list[list[Int64]] = []
+        for i, part in enumerate(parts):
+            wait = (part.at - origin) % part.period
+            times = np.arange(alignment // part.period)
+            steps = wait[:, None] + times * part.period
+            blocks = ((origin + wait) // part.period)[:, None] + times
+            entries = [
+                (steps * num_parts + i)[:, :, None],
+                blocks[:, :, None],
+                columns[:, None, None] + part.first,
+                np.arange(n)[:, None, None] + part.tables * n,
+            ]
+            constants = [part.width, len(times), part.block_size]
+            shape = (n, len(times), len(part.tables))
+            every.append(
+                [np.broadcast_to(e, shape).ravel() for e in entries]
+                + [np.full(n * len(times) * len(part.tables), c) for c in constants]
+            )
+        columns_of = [np.concatenate(e) for e in zip(*every, strict=True)]
+        keys = columns_of.pop(0)
+        order = keys.argsort(kind="stable")
+        self._blocks, self._columns, self._outputs, self._width, self._turn, self._sizes = (
+            c[order] for c in columns_of
+        )
+        bounds = np.bincount(keys, minlength=alignment * num_parts).reshape(alignment, num_parts)
+        until = bounds.cumsum(axis=1)
+        ends = until[:, -1].cumsum()
+        until = np.concatenate([np.zeros((alignment, 1), dtype=np.int64), until], axis=1)
+        bounds = np.stack([ends - until[:, -1], ends, *until[:, cuts].T], axis=1)
+        self._steps: list[list[int]] = bounds.tolist()
+        self._alignment = alignment
+        self._number, self._places = -1, self._columns
+
+    def due(self, age: int, snapshots: bool) -> Decode:
+        """What changes `age` steps after the batch's first."""
+        number, step = divmod(age, self._alignment)
+        if number != self._number:
+            self._number = number
+            self._places = self._columns + (self._blocks + number * self._turn) % self._width
+        low, high, dense, fresh, blocks = self._steps[step]
+        if not snapshots:
+            high = low + blocks
+        return Decode(
+            self._places[low:high], self._outputs[low:high], self._sizes[low:high], dense, fresh, blocks
+        )  # fmt: skip
+
+
+class DecodeBatch:
+    """Requests that compute one token each, and go on doing so from step to step.
+
+    Args:
+        slots, start: [n] requests, and their tokens before the step.
+        last_slots: [num_tables, n] slots of the tokens before these.
+        columns: [n] flat indices of the first entries of the requests' rows in the fused table.
+        alignment: tokens of a segment.
+
+    Attributes:
+        end: [n] tokens after the step. longest: the largest. age: steps since the batch was made.
+        calendar: what changes in each step, once the batch has lasted a while.
+        settled: whether no request will keep a boundary that was set when it was admitted; None until somebody asked.
+    """
+
+    def __init__(
+        self, slots: Int64, start: Int64, last_slots: Int64, columns: Int64, alignment: int
+    ) -> None:
+        self.slots = slots.copy()
+        self._key = slots.tobytes()
+        self._ones = ONE.tobytes() * len(slots)
+        self.start, self.end = start, start + ONE
+        self.longest = int(self.end.max())
+        self.age = 0
+        self.last_slots = last_slots
+        self.columns = columns
+        self.calendar: Calendar | None = None
+        self.settled: bool | None = None
+        self._alignment = alignment
+        self._closing: tuple[Int64, list[int]] | None = None
+        self._ending: Int64 | None = (self.end % alignment == 0).nonzero()[0]
+
+    def is_of(self, slots: Int64) -> bool:
+        """Whether these are the batch's requests, in its order."""
+        return slots.tobytes() == self._key
+
+    def is_again(self, slots: Int64, counts: Int64) -> bool:
+        """Whether a step asks for the next token of the batch's requests, and nothing else."""
+        return slots.tobytes() == self._key and counts.tobytes() == self._ones
+
+    def advance(self, last_slots: Int64) -> None:
+        """Go to the next step."""
+        self.start, self.end, self.last_slots = self.end, self.end + ONE, last_slots
+        self.longest += 1
+        self.age += 1
+        self._ending = None
+
+    @property
+    def ending(self) -> Int64:
+        """[m] rows that complete a segment in this step."""
+        if self._ending is None:
+            a = self._alignment
+            if self._closing is None:  # rows by when they do, and how many do before each step
+                wait = (self.age - self.end) % a
+                bounds = np.bincount(wait, minlength=a).cumsum().tolist()
+                self._closing = wait.argsort(kind="stable"), [0, *bounds]
+            order, bounds = self._closing
+            step = self.age % a
+            self._ending = order[bounds[step] : bounds[step + 1]]
+        return self._ending
+
+
+class DecodeTables:
+    """Decode steps of all tables.
+
+    A dense table, and a window's ring so long that it gives pages back, take a new page for each block. Other rings keep all
+    their pages, and snapshots theirs: they are written over, unless a resume point or another request has the page.
+
+    Args:
+        array: [max_requests, num_columns] int32, the fused table.
+        blocks, states: the classes of tables. alignment: tokens of a segment. pool: the pages.
+    """
+
+    def __init__(
+        self, array: Int32, blocks: list[BlockTables], states: list[StateTables], alignment: int, pool: PagePool
+    ) -> None:  # fmt: skip
+        self.pool = pool
+        self._flat = array.reshape(-1)
+        self._alignment = alignment
+        dense = [b for b in blocks if not b.is_window]
+        self._windows = [b for b in blocks if b.is_window and not b.recycles]
+        rings = [b for b in blocks if b.recycles]
+        self._parts = [
+            Part(b.spec.tables, b.first, b.spec.width, b.spec.block_size, 0, b.spec.block_size)
+            for b in [*dense, *self._windows, *rings]
+        ]
+        self._parts += [
+            Part(s.spec.tables, s.first + SNAPSHOT, 1, alignment, alignment - 1, 0) for s in states
+        ]
+        self._block_sizes = np.array([p.block_size for p in self._parts])
+        self._cuts = [len(dense), len(dense) + len(self._windows), len(blocks)]
+        self._per_request = sum(len(p.tables) * (alignment // p.period) for p in self._parts)
+
+    def plan(self, batch: DecodeBatch, snapshots: bool) -> Decode:
+        """What the requests of `batch` need; of states only the snapshots, if these are wanted."""
+        plan = self._due(batch, snapshots)
+        fixed = plan.num_new = plan.num_fresh
+        if len(plan.places) > fixed:
+            plan.old = self._flat[plan.places[fixed:]].astype(np.int64)
+            plan.is_new = self.pool.counts[plan.old] != UNSHARED
+            plan.num_new += int(np.count_nonzero(plan.is_new))
+        return plan
+
+    def _due(self, batch: DecodeBatch, snapshots: bool) -> Decode:
+        if batch.calendar is None:
+            if batch.age < SETTLED or len(batch.slots) * self._per_request > MOST_ENTRIES:
+                return self._due_now(batch, snapshots)
+            origin = batch.start - batch.age
+            batch.calendar = Calendar(
+                self._parts, self._cuts, origin, batch.columns, self._alignment
+            )
+        return batch.calendar.due(batch.age, snapshots)
+
+    def _due_now(self, batch: DecodeBatch, snapshots: bool) -> Decode:
+        places, outputs, ends = [NO_ROWS], [NO_ROWS], [0]
+        parts = self._parts if snapshots else self._parts[: self._cuts[-1]]
+        for part in parts:
+            rows = (batch.start % part.period == part.at).nonzero()[0]
+            if len(rows):
+                column = batch.columns[rows] + batch.start[rows] // part.period % part.width
+                places.append((column[:, None] + part.first).ravel())
+                outputs.append((rows[:, None] + part.tables * len(batch.slots)).ravel())
+            ends.append(ends[-1] + len(rows) * len(part.tables))
+        num_due = [high - low for low, high in pairwise(ends)]
+        sizes = self._block_sizes[: len(parts)].repeat(num_due)
+        dense, fresh, blocks = (ends[i] for i in self._cuts)
+        where = np.concatenate(places), np.concatenate(outputs)
+        return Decode(*where, sizes, dense, fresh, blocks)
+
+    def fill(self, plan: Decode, fresh: Int64, slots: Int64) -> None:
+        """Give `fresh` pages [num_new] to the plan, and write the slots of the blocks' first rows into `slots` [num_tables, n]."""
+        fixed, n = plan.num_fresh, plan.num_blocks
+        if plan.num_new == len(plan.places):
+            pages = fresh
+        elif not plan.num_new:
+            pages = plan.old
+        else:
+            pages = np.concatenate([fresh[:fixed], plan.old])
+            pages[fixed:][plan.is_new] = fresh[fixed:]
+        plan.fresh, plan.pages = fresh, pages
+        if n:
+            slots.reshape(-1)[plan.outputs[:n]] = pages[:n] * plan.block_sizes[:n]
+
+    def commit(self, plan: Decode, batch: DecodeBatch) -> None:
+        """Make the plan real."""
+        if not plan.num_new:
+            return
+        for block in self._windows:
+            rows = (batch.start % block.spec.block_size == 0).nonzero()[0]
+            block.drop_behind(batch.slots[rows], batch.start[rows] // block.spec.block_size)
+        if plan.num_new > plan.num_fresh:
+            self.pool.unuse(plan.old[plan.is_new])
+        if plan.num_new > plan.num_dense:
+            self.pool.counts[plan.fresh[plan.num_dense :]] = UNSHARED
+        self._flat[plan.places] = plan.pages
+
+    def snapshots(self, plan: Decode, state_pages: Int32) -> Int32:
+        """Pages to copy after the step [m, 2]: from `state_pages` [num_tables, n] to the snapshots that are due."""
+        n = plan.num_blocks
+        copies = np.empty((len(plan.places) - n, 2), dtype=np.int32)
+        copies[:, 0] = state_pages.reshape(-1)[plan.outputs[n:]]
+        copies[:, 1] = plan.pages[n:]
+        return copies
+
+    def demand(self, plan: Decode, num_tables: int, num_requests: int) -> list[int]:
+        """Pages that each table needs."""
+        fixed = plan.num_fresh
+        outputs = np.concatenate([plan.outputs[:fixed], plan.outputs[fixed:][plan.is_new]])
+        found: list[int] = np.bincount(outputs // num_requests, minlength=num_tables).tolist()
+        return found
