@@ -217,17 +217,16 @@ class Chains:
 
     def _close(self, slots: Int64, to: Int64, chunks: bool, made: list[bytes] | None) -> None:
         """Cache the segments of `slots` [n] up to token `to` [n]; one each unless there are `chunks`."""
-        whole = to // self.alignment
         if not chunks:
             self.cached[slots] = to
-            self._close_one(slots, whole - 1, made)
+            self._close_one(slots, to, made)
             return
-        first = self.cached[slots] // self.alignment
+        whole, first = to // self.alignment, self.cached[slots] // self.alignment
         self.cached[slots] = to
         several = (whole - first > 1).nonzero()[0]
         if several.size < len(slots):
             one = slice(None) if not several.size else whole - first == 1
-            self._close_one(slots[one], first[one])
+            self._close_one(slots[one], to[one])
         for i in several.tolist():
             slot, begin, end = int(slots[i]), int(first[i]), int(whole[i])
             keys = self._sequences.keys(slot, begin, end)
@@ -238,18 +237,20 @@ class Chains:
             if self._announcer is not None and begin + known < end:
                 self._announcer.segments(slot, begin + known, end)
 
-    def _close_one(self, slots: Int64, segments: Int64, keys: list[bytes] | None = None) -> None:
-        """Cache one segment of each of `slots` [n]."""
-        where, which = slots.tolist(), segments.tolist()
+    def _close_one(self, slots: Int64, to: Int64, keys: list[bytes] | None = None) -> None:
+        """Cache the segment of each of `slots` [n] that ends at token `to` [n]."""
+        where = slots.tolist()
         if keys is None:
             newest = self._sequences.newest_key
-            keys = [newest(slot, segment) for slot, segment in zip(where, which, strict=True)]
+            ends = (to // self.alignment).tolist()
+            keys = [newest(slot, end - 1) for slot, end in zip(where, ends, strict=True)]
         known = self._index.append(self.runs, where, keys, self._sources)
         for i in known:
-            self._adopt(where[i], which[i], 1)
+            self._adopt(where[i], int(to[i]) // self.alignment - 1, 1)
         if self._announcer is not None:
             for i in sorted(set(range(len(where))) - set(known)):
-                self._announcer.segments(where[i], which[i], which[i] + 1)
+                end = int(to[i]) // self.alignment
+                self._announcer.segments(where[i], end - 1, end)
 
     def _adopt(self, slot: int, first: int, n: int) -> None:
         """The `n` segments from `first` on were cached by someone else: keep one copy, theirs."""

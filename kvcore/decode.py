@@ -140,6 +140,7 @@ class DecodeBatch:
     Args:
         slots, start: [n] requests, and their tokens before the step.
         last_slots: [num_tables, n] slots of the tokens before these.
+        advance_by: [num_tables, n] what a step adds to them: 1, or 0 for states, which have none.
         columns: [n] flat indices of the first entries of the requests' rows in the fused table.
         alignment: tokens of a segment.
 
@@ -150,15 +151,15 @@ class DecodeBatch:
     """
 
     def __init__(
-        self, slots: Int64, start: Int64, last_slots: Int64, columns: Int64, alignment: int
-    ) -> None:
+        self, slots: Int64, start: Int64, last_slots: Int64, advance_by: Int64, columns: Int64, alignment: int
+    ) -> None:  # fmt: skip
         self.slots = slots.copy()
         self._key = slots.tobytes()
         self._ones = ONE.tobytes() * len(slots)
         self.start, self.end = start, start + ONE
         self.longest = int(self.end.max())
         self.age = 0
-        self.last_slots = last_slots
+        self.last_slots, self.advance_by = last_slots, advance_by
         self.columns = columns
         self.calendar: Calendar | None = None
         self.settled: bool | None = None

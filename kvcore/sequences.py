@@ -36,16 +36,17 @@ class Sequences:
         self.num_keys: Int64 = np.zeros(max_requests, dtype=np.int64)
         # Tokens since the last whole segment; the first segment is longer by the lookahead.
         self._open: Int32 = np.zeros((max_requests, alignment + lookahead), dtype=np.int32)
-        self._bytes = self._open.reshape(-1).data.cast("B")
+        self._flat = self._open.reshape(-1)
+        self._bytes = self._flat.data.cast("B")
         self._prompt_keys: list[bytes] = [b""] * max_requests
         self._more_keys: list[bytearray] = [bytearray()] * max_requests
         self._last_key: list[bytes] = [b""] * max_requests
         self._slots: dict[Hashable, int] = {}
         self._free = list(range(max_requests - 1, -1, -1))
         self._fed: Int64 | None = None  # slots of the batch that `_places` is about
-        self._places: Int64 = np.empty(
-            0, dtype=np.int64
-        )  # where their next tokens go, in all of `_open`
+        # Of its requests: where the open segments start, and where the next tokens go, in all of `_open`.
+        self._first: Int64 = np.empty(0, dtype=np.int64)
+        self._places: Int64 = self._first
         self._mark: Int64 = np.zeros(max_requests, dtype=np.int64)
         self._checked: bytes | None = None  # slots that `check` found valid and distinct
 
@@ -143,8 +144,9 @@ class Sequences:
                 return None
             start = batch.start
             columns = np.where(start < a + k, start, (start - k) % a) if k else start % a
-            self._fed, self._places = batch.slots, batch.slots * (a + k) + columns
-        self._open.reshape(-1)[self._places] = tokens
+            self._fed, self._first = batch.slots, batch.slots * (a + k)
+            self._places = self._first + columns
+        self._flat[self._places] = tokens
         self._places += ONE
         whole = batch.ending
         if k:
@@ -152,18 +154,16 @@ class Sequences:
         if not whole.size:
             return None if k else []
         slots = batch.slots[whole]
-        self._places[whole] = slots * (a + k)
-        size = 4 * (a + k)
-        lengths = [4 * a] * len(slots)
-        if k:
-            lengths = np.where(self.num_keys[slots] == 0, size, 4 * a).tolist()
-        self.num_keys[slots] += 1
+        self._places[whole] = self._first[whole]
+        size, length = 4 * (a + k), 4 * a
+        num_keys = self.num_keys[slots]
         data, last, more, made = self._bytes, self._last_key, self._more_keys, []
-        for slot, length in zip(slots.tolist(), lengths, strict=True):
+        for slot, n in zip(slots.tolist(), num_keys.tolist(), strict=True):
             at = slot * size
-            last[slot] = key = next_key(last[slot], data[at : at + length])
+            last[slot] = key = next_key(last[slot], data[at : at + (length if n else size)])
             more[slot] += key
             made.append(key)
+        self.num_keys[slots] = num_keys + ONE
         return None if k else made
 
     def feed(self, slot: int, start: int, tokens: Int32) -> None:

@@ -114,12 +114,6 @@ class Tables:
             if c.spec.kind == "state"
         ]
         self.decodes = DecodeTables(self.array, self.blocks, self.states, layout.alignment, pool)
-        # Slots of the next tokens, less those of the last ones: states have none.
-        self._advance: Int64 | int = 1
-        if self.states:
-            self._advance = np.ones((len(layout.tables), 1), dtype=np.int64)
-            for state in self.states:
-                self._advance[state.spec.tables] = 0
         self._no_replays = NO_ROWS, np.empty((len(layout.tables), 0), dtype=np.int64)
         self._track_deltas = track_deltas
         self._deltas: list[tuple[Int64, Int32]] = []
@@ -188,12 +182,13 @@ class Tables:
             return None
         if self._batch is not None and self._batch.is_of(slots):
             return self._batch
-        last = np.full((len(self.layout.tables), len(slots)), -1, dtype=np.int64)
+        shape = len(self.layout.tables), len(slots)
+        last, advance = np.full(shape, -1, dtype=np.int64), np.zeros(shape, dtype=np.int64)
         for block in self.blocks:
             last[block.spec.tables] = block.last_slots(slots, start)
-        return DecodeBatch(
-            slots, start, last, slots * self.layout.num_columns, self.layout.alignment
-        )
+            advance[block.spec.tables] = 1
+        columns = slots * self.layout.num_columns
+        return DecodeBatch(slots, start, last, advance, columns, self.layout.alignment)
 
     def per_group(self, step: Step) -> dict[str, int]:
         """Pages that each group needs."""
@@ -217,7 +212,7 @@ class Tables:
         """Give `pages` [needed] to the step; returns the slot mapping [num_tables, total]."""
         if step.batch is not None and step.decode is not None:
             n = step.decode.num_new
-            step.decode_slots = step.batch.last_slots + self._advance
+            step.decode_slots = step.batch.last_slots + step.batch.advance_by
             self.decodes.fill(step.decode, pages[:n], step.decode_slots)
             pages = pages[n:]
         if step.batch is not None and not step.chunk_rows.size:
@@ -299,7 +294,7 @@ class Tables:
         batch = step.batch
         if batch is not None and step.decode is not None:
             self.decodes.commit(step.decode, batch)
-            if step.decode.num_new:
+            if step.decode.num_new and self._track_deltas:
                 self._delta(step.decode.places, step.decode.pages)
         copies = NO_COPIES
         if self.states:
