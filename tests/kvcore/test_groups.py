@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from quire.kvcore import GroupSpec, KVCache
+from quire.kvcore import GroupSpec, KVCache, decode
 
 from .engine import Engine, groups
 
@@ -214,3 +214,23 @@ def test_decodes_after_a_mixed_step_keep_their_states():
         counts = {"c": 2, "b": 1, "a": 1} if t in (2, 3, 7) else {"b": 1, "a": 1}
         e.step(counts)
         e.check()
+
+
+@pytest.mark.parametrize("most", [22, 21], ids=["calendar", "too-large"])
+def test_a_batch_that_lasts_gets_a_calendar_unless_it_would_be_large(most, monkeypatch):
+    """Two requests change 2 x (2 + 4 + 4 + 1) entries in 8 steps."""
+    monkeypatch.setattr(decode, "MOST_ENTRIES", most)
+    e = Engine(
+        groups((4, None), (2, 5), (2, 5), GroupSpec("state", "state", 8, 4096)),
+        num_pages=90, max_requests=3, max_model_len=96,
+    )  # fmt: skip
+    for rid in ("a", "b"):
+        e.admit(rid, [1, 2, 3])
+    e.step({"a": 3, "b": 3})
+    for t in range(40):
+        for rid in ("a", "b"):
+            e.tokens[rid].append(t)
+        e.step({"a": 1, "b": 1})
+        e.check()
+        calendar = e.kv._tables._batch.calendar
+        assert (calendar is not None) == (t >= decode.SETTLED and most == 22)
