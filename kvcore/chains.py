@@ -138,6 +138,8 @@ class Chains:
         slots, start, end = slots[chunks], start[chunks], end[chunks]
         # The windows are not exact before the end of a replay.
         start = np.minimum(end, np.maximum(start, self.replay_to[slots] - 1))
+        if self._tables.states:  # no state is kept but where a step may end
+            start = np.maximum(start, end - (self._drafts + 1))
         # The last boundary, and the last that has its key, stay in the ring, whatever is accepted.
         ends = (end[:, None] - self._uncertain) // a * a
         always = np.concatenate([self._keep[slots], ends], axis=1)
@@ -158,7 +160,7 @@ class Chains:
         closing, to = self._closing(step, end)
         rows = kept = NO_ROWS
         if closing.size and self.layout.hybrid:
-            rows, kept = self._kept(step, slots[closing], to, closing)
+            rows, kept = self._kept(step, end, slots[closing], to, closing)
         if step.replaying:
             rows, kept = self._with_replayed(step, end, rows, kept)
         in_chunk = (NO_ROWS, NO_ROWS)
@@ -193,7 +195,9 @@ class Chains:
             closing, to = closing[ready], np.minimum(to, known)[ready]
         return closing, to
 
-    def _kept(self, step: Step, slots: Int64, to: Int64, closing: Int64) -> tuple[Int64, Int64]:
+    def _kept(
+        self, step: Step, end: Int64, slots: Int64, to: Int64, closing: Int64
+    ) -> tuple[Int64, Int64]:
         """Which of `closing` rows (of `slots`) keep a resume point, at which boundaries up to `to`: all [n]."""
         batch = step.batch
         if not self.interval and batch is not None and not step.chunk_rows.size:
@@ -203,6 +207,9 @@ class Chains:
             if batch.settled:
                 return NO_ROWS, NO_ROWS
         rows, kept = kept_boundaries(self.cached[slots], to, self._keep[slots], self.interval)
+        if rows.size and self._tables.states:
+            known = (kept == end[closing[rows]]) | (kept == self._tables.snapshot_at[slots[rows]])
+            rows, kept = rows[known], kept[known]
         return closing[rows], kept
 
     def _with_replayed(

@@ -30,7 +30,7 @@ class Chunk:
     blocks: Int64  # [m] block number, ascending within a request
     is_new: npt.NDArray[np.bool_]  # [m] the block needs a page (else it is the open block)
     num_new: int  # how many are
-    pages: Int32 | None = None  # [m, num_tables]
+    pages: Int32 | Int64 | None = None  # [m, num_tables]
 
     @property
     def is_one(self) -> bool:
@@ -83,7 +83,7 @@ class BlockTables:
         places: Int64 = (slots * self._row + blocks % self.spec.width)[:, None] + self.first
         return places
 
-    def write(self, slots: Int64, blocks: Int64, pages: Int32) -> Int64:
+    def write(self, slots: Int64, blocks: Int64, pages: Int32 | Int64) -> Int64:
         """Set the table entries of `blocks` [m] of `slots` [m]; returns their flat indices [m, k]."""
         places = self.places(slots, blocks)
         self._flat[places] = pages
@@ -175,8 +175,12 @@ class BlockTables:
             (indices of the tokens whose rows are written, their slots [k, t]).
         """
         size, rows = self.spec.block_size, plan.rows
-        plan.pages = self.pages(slots[rows], plan.blocks)
-        plan.pages[plan.is_new] = fresh.reshape(-1, self.spec.num_tables)
+        fresh = fresh.reshape(-1, self.spec.num_tables)
+        if plan.num_new == len(plan.blocks):
+            plan.pages = fresh
+        else:
+            plan.pages = self.pages(slots[rows], plan.blocks)
+            plan.pages[plan.is_new] = fresh
         if len(start) == 1 and plan.is_one:
             begin, first, stop = int(start[0]), int(plan.blocks[0]) * size, int(end[0])
             skipped = max(0, begin - first)
@@ -195,7 +199,7 @@ class BlockTables:
 
     def commit_dense(
         self, plan: Chunk, slots: Int64, end: Int64, planned: Int64
-    ) -> tuple[Int64, Int32]:
+    ) -> tuple[Int64, Int32 | Int64]:
         """Make the plan's blocks up to `end` [n], of `planned` [n] tokens, the request's own; free the others.
 
         Returns:
@@ -206,6 +210,8 @@ class BlockTables:
         if np.count_nonzero(end < planned):
             kept = plan.is_new & (plan.blocks * self.spec.block_size < end[plan.rows])
             self.pool.put(plan.pages[plan.is_new & ~kept].ravel())
+        elif plan.num_new == len(plan.blocks):
+            return self.write(slots[plan.rows], plan.blocks, plan.pages), plan.pages
         pages = plan.pages[kept]
         return self.write(slots[plan.rows[kept]], plan.blocks[kept], pages), pages
 

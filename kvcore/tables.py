@@ -281,6 +281,7 @@ class Tables:
         if step.chunks:
             slots, stop = step.slots[step.chunk_rows], end[step.chunk_rows]
             reached = step.end[step.chunk_rows]
+            pages: Int32 | Int64
             for chunk, block in zip(step.chunks, self.blocks, strict=True):
                 if block.is_window:
                     strip = block.strip(chunk, slots)
