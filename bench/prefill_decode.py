@@ -49,7 +49,7 @@ from quire.bench.text import header, split_table, table
 from quire.bench.traces import trace_workload
 from quire.bench.verify import Check, check_outputs, sample
 from quire.bench.workload import Workload, chat_workload
-from quire.models.llm import DRAFTERS
+from quire.models.llm import DRAFTERS, find_device
 from quire.models.memory import KV_CACHE_DTYPES
 from quire.models.runner import Engine, EngineConfig
 from quire.models.speculative import Drafter
@@ -84,7 +84,7 @@ def main(argv: list[str] | None = None) -> int:
         torch.set_num_threads(args.threads)
         if args.plot:
             require_matplotlib()
-        device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        device = find_device(args.device)
         dtype = getattr(torch, args.dtype) if args.dtype else None
         name = args.model or ("gemma-3-4b" if device.type == "cuda" else "gemma4-small")
         built = build_model(

@@ -11,6 +11,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from quire.models.checkpoint import read_json
+
 # For models that have bytes for tokens and never saw a chat.
 PLAIN = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -52,12 +54,10 @@ class ChatTemplate:
     def of_directory(cls, path: Path) -> ChatTemplate:
         """The template of a checkpoint: ``chat_template.jinja``, or the (default) one in ``tokenizer_config.json``.
 
-        Raises: ValueError when the directory has neither; what the constructor raises.
+        Raises: ValueError when the directory has neither, or a file that is no JSON; what the constructor raises.
         """
         config_file, file = path / "tokenizer_config.json", path / "chat_template.jinja"
-        config = (
-            json.loads(config_file.read_text(encoding="utf-8")) if config_file.is_file() else {}
-        )
+        config = read_json(config_file) if config_file.is_file() else {}
         source: Any = config.get("chat_template")
         if file.is_file():
             source = file.read_text(encoding="utf-8")

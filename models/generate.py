@@ -8,12 +8,13 @@
 DIR is a Hugging Face directory; a NAME has random weights, which is good for trying things out. One prompt is answered as a stream;
 several (--prompt again) are generated together and printed in order. In a chat, Ctrl-C ends an answer, and at the prompt the chat.
 
-Exit status: 0; 2 for what cannot be done, with the reason on stderr; 130 after Ctrl-C.
+Exit status: 0; 2 for what cannot be done, with the reason on stderr; 130 after Ctrl-C; 141 when nobody reads the output any more.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -28,7 +29,7 @@ from quire.models.runner import EngineConfig
 from quire.models.speculative import Drafter
 
 DTYPES = ("bfloat16", "float16", "float32")
-INTERRUPTED = 130
+INTERRUPTED, UNREAD = 130, 141  # as a shell reports SIGINT and SIGPIPE
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,8 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     threads = torch.get_num_threads()
     try:
-        if args.threads < 1:
-            raise ValueError(f"threads: expected >= 1, got {args.threads}")
+        _check(args)
         torch.set_num_threads(args.threads)
         params = _params(args)
         prompts = [] if args.chat else _prompts(args)
@@ -60,7 +60,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return INTERRUPTED
-    except (ValueError, NotImplementedError, ImportError, OSError) as error:
+    except BrokenPipeError:
+        # Else Python complains once more when it closes the stream at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return UNREAD
+    except (ValueError, NotImplementedError, ImportError, OSError, torch.OutOfMemoryError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     finally:
@@ -106,16 +110,17 @@ def _show(llm: LLM, prompt: str | list[int], params: SamplingParams) -> str:
 
 def _chat(llm: LLM, params: SamplingParams, system: str | None) -> int:
     messages = [{"role": "system", "content": system}] if system else []
-    llm.encode_chat(
-        [*messages, {"role": "user", "content": "?"}]
-    )  # what is missing is said before anybody types
+    # What is missing is said before anybody types.
+    llm.encode_chat([*messages, {"role": "user", "content": "?"}])
+    ask = "> " if sys.stdin.isatty() else ""
     while True:
         try:
-            print("> " if sys.stdin.isatty() else "", end="", file=sys.stderr, flush=True)
-            line = sys.stdin.readline()
+            print(ask, end="", file=sys.stderr, flush=True)
+            line = _utf8("stdin", sys.stdin.readline)
         except KeyboardInterrupt:
             line = ""
         if not line:
+            print(end="\n" if ask else "", file=sys.stderr)
             return 0
         if not line.strip():
             continue
@@ -131,19 +136,42 @@ def _chat(llm: LLM, params: SamplingParams, system: str | None) -> int:
 def _prompts(args: argparse.Namespace) -> list[str]:
     """The prompts, from the command line, a file or stdin."""
     if args.prompt:
-        name, prompts = "prompt", args.prompt
+        name, prompts = "prompt", [_utf8("prompt", prompt.__str__) for prompt in args.prompt]
     elif args.file:
         name = "file"
         try:
-            prompts = [Path(args.file).read_text(encoding="utf-8")]
-        except UnicodeDecodeError as error:
-            raise ValueError(f"file: expected UTF-8 text in {args.file!r}, got {error}") from error
+            prompts = [_utf8("file", lambda: Path(args.file).read_text(encoding="utf-8"))]
+        except OSError as error:
+            raise ValueError(f"file: cannot read {args.file!r}: {error.strerror}") from error
     else:
-        name, prompts = "stdin", [sys.stdin.read()]
+        name, prompts = "stdin", [_utf8("stdin", sys.stdin.read)]
     prompts = [prompt.removesuffix("\n") for prompt in prompts]
     if not all(prompts):
         raise ValueError(f"{name}: expected a prompt, got an empty text")
     return prompts
+
+
+def _utf8(name: str, read: Callable[[], str]) -> str:
+    """What ``read`` returns; ValueError, naming the argument, where bytes are no UTF-8."""
+    try:
+        text = read()
+        text.encode()  # what came from bytes that are no text, a terminal's or the command line's
+    except UnicodeError as error:
+        raise ValueError(f"{name}: expected UTF-8 text, got {error}") from error
+    return text
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raises ValueError for options that are out of range, or would change nothing."""
+    for name, ok, expected, got in (
+        ("threads", args.threads >= 1, ">= 1", args.threads),
+        ("speculate", args.speculate >= 0, ">= 0", args.speculate),
+        ("drafter", args.drafter is None or args.speculate, "--speculate K with it", "none"),
+        ("system", args.system is None or args.chat, "--chat with it", "none"),
+        ("n", args.n == 1 or not args.chat, "1 in a chat", args.n),
+    ):
+        if not ok:
+            raise ValueError(f"{name}: expected {expected}, got {got}")
 
 
 def _params(args: argparse.Namespace) -> SamplingParams:
@@ -162,7 +190,7 @@ def _params(args: argparse.Namespace) -> SamplingParams:
 
 
 def _drafter(args: argparse.Namespace) -> Callable[[nn.Module], Drafter]:
-    return lambda model: DRAFTERS[args.drafter](model, args.speculate)
+    return lambda model: DRAFTERS[args.drafter or "ngram"](model, args.speculate)
 
 
 def _settings(args: argparse.Namespace) -> EngineConfig:
@@ -246,7 +274,6 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--drafter",
         choices=sorted(DRAFTERS),
-        default="ngram",
         help="what drafts: ngram (default) = earlier text, mtp = the model's own drafter layers",
     )
     add(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -15,11 +16,12 @@ from tqdm import tqdm
 from quire.models.chat import PLAIN, ChatTemplate
 from quire.models.configs import named_configs
 from quire.models.deepseek_v4.draft import MTPDrafter
+from quire.models.memory import free_memory
 from quire.models.request import OutputDelta, RequestOutput, SamplingParams
 from quire.models.runner import Engine, EngineConfig, StepReport
 from quire.models.speculative import Drafter, NGramDrafter
 from quire.models.tokenizer import ByteTokenizer, Tokenizer, find_tokenizer
-from quire.models.weights import load_model, random_model
+from quire.models.weights import build_model, load_model, random_model
 
 DRAFTERS: dict[str, Callable[[Any, int], Drafter]] = {
     "ngram": lambda model, draft_tokens: NGramDrafter(draft_tokens),
@@ -41,7 +43,8 @@ class LLM:
     Attributes:
         model, engine, tokenizer (None where prompts must be token ids).
 
-    Raises: ValueError for a model that is neither a name, a directory nor a module, and what `load_model` and `Engine` raise.
+    Raises: ValueError for a model that is neither a name, a directory nor a module, for one that does not fit the memory, and what
+        `find_device`, `load_model` and `Engine` raise.
     """
 
     def __init__(
@@ -62,11 +65,12 @@ class LLM:
                 )
             self.model = model
         else:
-            device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+            device = find_device(device)
             configs = named_configs()
             if str(model) in configs:
                 if dtype is None:
                     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+                _expect_room(configs[str(model)], device, dtype)
                 self.model = random_model(
                     configs[str(model)], seed=seed, device=device, dtype=dtype
                 )
@@ -207,3 +211,30 @@ class LLM:
             return output
         ids = output.token_ids[:-1] if output.finish_reason == "stop" else output.token_ids
         return replace(output, text=self.tokenizer.decode(ids))
+
+
+def find_device(device: torch.device | str | None = None) -> torch.device:
+    """The device of that name; None = the GPU if there is one, else the CPU. Raises ValueError for one that cannot be used here."""
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        found = torch.device(device)
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            f"device: expected one of this machine's, got {str(device)!r}: {reason}"
+        ) from error
+    return found
+
+
+def _expect_room(config: Any, device: torch.device, dtype: torch.dtype) -> None:
+    """Raises ValueError where random weights would fill more than the free memory of a CPU, which else kills the process."""
+    if device.type != "cpu" or sys.platform != "linux":
+        return
+    meta = build_model(config, device="meta", dtype=dtype)
+    needed = sum(weight.numel() * weight.element_size() for weight in meta.parameters())
+    if needed > (free := free_memory(device)):
+        raise ValueError(
+            f"model: {config.name!r} takes {needed / 2**30:.4g} GiB of memory, and {free / 2**30:.4g} GiB are free"
+        )

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from quire.kvcore import KVCache
@@ -70,6 +71,8 @@ class EngineConfig:
         of the same seed without drafts. "standard" = drafters that can, draw, and where outputs are diverse more of their drafts
         stay; the same distribution, but other tokens. See `quire.models.speculative`.
     decode_graphs: decode through buffers of fixed sizes (`quire.models.graphs`); None = on a GPU, where the model allows it.
+
+    Raises: ValueError unless 1 <= max_num_seqs <= max_num_batched_tokens, which lets every running request go on.
     """
 
     max_num_seqs: int = 64
@@ -89,6 +92,12 @@ class EngineConfig:
     impl: str | None = None
     rejection_sample_method: str = "strict"
     decode_graphs: bool | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.max_num_seqs <= self.max_num_batched_tokens:
+            raise ValueError(
+                f"max_num_seqs: expected 1..max_num_batched_tokens={self.max_num_batched_tokens}, got {self.max_num_seqs}"
+            )
 
 
 @dataclass(frozen=True)
@@ -122,6 +131,7 @@ class Engine:
         drafter: Drafter | None = None,
     ) -> None:
         config = config or EngineConfig()
+        _check_impl(config.impl, model.device)
         self.model = model
         self.tokenizer = tokenizer
         self.drafter = drafter
@@ -449,7 +459,7 @@ def _plan_memory(
     model: nn.Module, cache: ModelCache, config: EngineConfig, num_drafts: int
 ) -> MemoryPlan:
     longest = model.config.max_position_embeddings
-    max_model_len = config.max_model_len or longest
+    max_model_len = longest if config.max_model_len is None else config.max_model_len
     if not 1 <= max_model_len <= longest:
         raise ValueError(f"max_model_len: expected 1..{longest}, got {max_model_len}")
     rows = config.max_num_seqs * (1 + num_drafts)
@@ -471,6 +481,18 @@ def _plan_memory(
             max_num_rows=rows,
         ),
     )
+
+
+def _check_impl(impl: str | None, device: torch.device) -> None:
+    if impl not in (None, "triton", "torch"):
+        raise ValueError(f"impl: expected 'triton', 'torch' or None, got {impl!r}")
+    if impl == "triton" and device.type == "cpu":
+        import triton
+
+        if not triton.knobs.runtime.interpret:
+            raise NotImplementedError(
+                "impl: 'triton' is supported on GPUs (and by Triton's interpreter, TRITON_INTERPRET=1), got a model on a CPU"
+            )
 
 
 def _replay_tokens(model: nn.Module) -> int | None:

@@ -74,14 +74,12 @@ class _Allocating:
 class Scheduler:
     """Continuous batching over one `KVCache`.
 
-    clock: is told when kv works. max_num_batched_tokens: new tokens in a step. max_num_seqs: requests running at once.
+    clock: is told when kv works. max_num_batched_tokens: new tokens in a step. max_num_seqs: requests running at once, at most as many.
     policy: who goes first.
 
     Attributes:
         waiting, running: requests, first come first.
         allocating: a context in which time counts as the allocator's.
-
-    Raises: ValueError unless 1 <= max_num_seqs <= max_num_batched_tokens, which lets every running request go on.
     """
 
     def __init__(
@@ -93,10 +91,6 @@ class Scheduler:
         max_num_seqs: int,
         policy: SchedulerPolicy | None = None,
     ) -> None:
-        if not 1 <= max_num_seqs <= max_num_batched_tokens:
-            raise ValueError(
-                f"max_num_seqs: expected 1..max_num_batched_tokens={max_num_batched_tokens}, got {max_num_seqs}"
-            )
         self.kv = kv
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_num_seqs = max_num_seqs

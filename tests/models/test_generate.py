@@ -5,12 +5,14 @@ import json
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from quire.models import generate
+from quire.models import llm as llm_module
 from quire.models.chat import PLAIN, ChatTemplate
 from quire.models.configs import get_config
 from quire.models.llm import LLM
@@ -208,6 +210,9 @@ def test_chat_templates_of_a_directory(tmp_path):
     expected = '<s><turn>user\nhi{"a": "é"}<end>\n<turn>model\n'
     with pytest.raises(ValueError, match=r"chat: expected a chat_template\.jinja"):
         ChatTemplate.of_directory(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"path: expected JSON in .*tokenizer_config\.json"):
+        ChatTemplate.of_directory(tmp_path)
     config = {"bos_token": {"content": "<s>"}, "eos_token": "</s>"}
     for template in (
         TEMPLATE,
@@ -336,6 +341,13 @@ def test_a_chat_continues_from_its_own_answers(capsys, tmp_path, monkeypatch):
         (["--model", "gemma3-tiny", "--max-model-len", "8"], "error: prompt_token_ids: expected 1..7 ids (max_model_len - 1)"),
         (["--model", "gemma3-tiny", "--threads", "0"], "error: threads: expected >= 1, got 0"),
         (["--model", "gemma3-tiny", "--memory-fraction", "2"], "error: memory_fraction: expected a number in (0, 1], got 2"),
+        (["--model", "gemma3-tiny", "--max-num-seqs", "0"], "error: max_num_seqs: expected 1..max_num_batched_tokens=2048, got 0"),
+        (["--model", "gemma3-tiny", "--max-model-len", "0"], "error: max_model_len: expected 1..4096, got 0"),
+        (["--model", "gemma3-tiny", "--device", "nowhere"], "error: device: expected one of this machine's, got 'nowhere': "),
+        (["--model", "gemma3-tiny", "--device", "cuda:99"], "error: device: expected one of this machine's, got 'cuda:99': "),
+        (["--model", "gemma3-tiny", "--speculate", "-1"], "error: speculate: expected >= 0, got -1"),
+        (["--model", "gemma3-tiny", "--drafter", "ngram"], "error: drafter: expected --speculate K with it, got none"),
+        (["--model", "gemma3-tiny", "--system", "s"], "error: system: expected --chat with it, got none"),
     ],
 )  # fmt: skip
 def test_errors_name_the_argument(arguments, message, capsys):
@@ -343,9 +355,33 @@ def test_errors_name_the_argument(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
+def test_options_that_a_chat_has_not(capsys):
+    assert generate.main(["--model", "gemma3-tiny", "--chat", "--n", "2"]) == 2
+    assert "error: n: expected 1 in a chat, got 2" in capsys.readouterr().err
+
+
+def test_random_weights_larger_than_the_memory_are_refused_before_they_fill_it(monkeypatch, capsys):
+    monkeypatch.setattr(llm_module, "free_memory", lambda device: 2**20)
+    monkeypatch.setattr(llm_module.sys, "platform", "linux")
+    assert generate.main(["--model", "gemma4-small", "--device", "cpu", "--prompt", "a"]) == 2
+    message = "error: model: 'gemma4-small' takes 0.01055 GiB of memory, and 0.0009766 GiB are free"
+    assert message in capsys.readouterr().err
+    assert generate.main(["--model", "gemma3-tiny", "--device", "cpu", "--prompt", "a", "--max-tokens", "1"]) == 0  # fmt: skip
+
+
+def test_triton_on_a_cpu_is_refused(monkeypatch, capsys):
+    triton = pytest.importorskip("triton")
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    command = ["--model", "gemma3-tiny", "--device", "cpu", "--prompt", "a"]
+    assert generate.main([*command, "--impl", "triton"]) == 2
+    assert "error: impl: 'triton' is supported on GPUs" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="impl: expected 'triton', 'torch' or None, got 'cuda'"):
+        LLM("gemma3-tiny", engine=replace(SETTINGS, impl="cuda"))
+
+
 def test_a_missing_file_is_an_error(capsys):
     assert generate.main(["--model", "gemma3-tiny", "--file", "nowhere.txt"]) == 2
-    assert "nowhere.txt" in capsys.readouterr().err
+    assert "error: file: cannot read 'nowhere.txt': No such file" in capsys.readouterr().err
 
 
 def test_texts_that_are_no_prompt(capsys, tmp_path, monkeypatch):
@@ -357,6 +393,15 @@ def test_texts_that_are_no_prompt(capsys, tmp_path, monkeypatch):
         file.write_bytes(content)
         assert generate.main(["--model", "gemma3-tiny", "--file", str(file)]) == 2
         assert message in capsys.readouterr().err
+    # Bytes that are no text, as Python hands them over.
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\udcff\n"))
+    assert generate.main(["--model", "gemma3-tiny"]) == 2
+    assert "error: stdin: expected UTF-8 text" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\udcff\n"))
+    assert generate.main(["--model", "gemma3-tiny", "--chat", "--num-pages", "99"]) == 2
+    assert "error: stdin: expected UTF-8 text" in capsys.readouterr().err
+    assert generate.main(["--model", "gemma3-tiny", "--prompt", "\udcff"]) == 2
+    assert "error: prompt: expected UTF-8 text" in capsys.readouterr().err
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
     assert generate.main(["--model", "gemma3-tiny"]) == 2
     assert "error: stdin: expected a prompt, got an empty text" in capsys.readouterr().err
@@ -426,3 +471,16 @@ def test_ctrl_c_leaves_cleanly_after_what_was_streamed():
     _, err = process.communicate(timeout=60)
     assert process.returncode == generate.INTERRUPTED
     assert b"Traceback" not in err and b"generated/s" in err
+
+
+def test_a_reader_that_leaves_ends_it_quietly():
+    command = [sys.executable, "-m", "models.generate", "--model", "gemma3-tiny", "--prompt", "x", "--threads", "1"]  # fmt: skip
+    process = subprocess.Popen(
+        [*command, "--max-tokens", "4000", "--ignore-eos"],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdout.read(5)
+    process.stdout.close()
+    assert process.wait(timeout=60) == generate.UNREAD
+    assert process.stderr.read() == b""
+    process.stderr.close()
