@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
+from quire.kernels.impls import expect_impl
 from quire.kvcore import KVCache
 from quire.models.batch import AttnMetadata, BatchBuilder
 from quire.models.graphs import DecodeGraphs
@@ -131,7 +131,7 @@ class Engine:
         drafter: Drafter | None = None,
     ) -> None:
         config = config or EngineConfig()
-        _check_impl(config.impl, model.device)
+        expect_impl(config.impl, model.device.type)
         self.model = model
         self.tokenizer = tokenizer
         self.drafter = drafter
@@ -481,18 +481,6 @@ def _plan_memory(
             max_num_rows=rows,
         ),
     )
-
-
-def _check_impl(impl: str | None, device: torch.device) -> None:
-    if impl not in (None, "triton", "torch"):
-        raise ValueError(f"impl: expected 'triton', 'torch' or None, got {impl!r}")
-    if impl == "triton" and device.type == "cpu":
-        import triton
-
-        if not triton.knobs.runtime.interpret:
-            raise NotImplementedError(
-                "impl: 'triton' is supported on GPUs (and by Triton's interpreter, TRITON_INTERPRET=1), got a model on a CPU"
-            )
 
 
 def _replay_tokens(model: nn.Module) -> int | None:

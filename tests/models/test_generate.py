@@ -366,7 +366,7 @@ def test_random_weights_larger_than_the_memory_are_refused_before_they_fill_it(m
     assert generate.main(["--model", "gemma4-small", "--device", "cpu", "--prompt", "a"]) == 2
     message = "error: model: 'gemma4-small' takes 0.01055 GiB of memory, and 0.0009766 GiB are free"
     assert message in capsys.readouterr().err
-    assert generate.main(["--model", "gemma3-tiny", "--device", "cpu", "--prompt", "a", "--max-tokens", "1"]) == 0  # fmt: skip
+    assert generate.main(["--model", "gemma4-tiny", "--device", "cpu", "--prompt", "a", "--max-tokens", "1"]) == 0  # fmt: skip
 
 
 def test_triton_on_a_cpu_is_refused(monkeypatch, capsys):

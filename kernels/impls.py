@@ -1,0 +1,27 @@
+"""Where the implementations of the public operations run."""
+
+from __future__ import annotations
+
+IMPLS = ("triton", "torch")
+
+
+def expect_impl(impl: str | None, device_type: str) -> None:
+    """Says early what a call would find out late.
+
+    Args:
+        impl: "triton", "torch", or None = by device, as the public operations take it.
+        device_type: of the tensors, "cpu" or "cuda".
+
+    Raises:
+        ValueError: another impl.
+        NotImplementedError: Triton on a CPU, unless its interpreter is on.
+    """
+    if impl is not None and impl not in IMPLS:
+        raise ValueError(f"impl: expected 'triton', 'torch' or None, got {impl!r}")
+    if impl == "triton" and device_type == "cpu":
+        import triton
+
+        if not triton.knobs.runtime.interpret:
+            raise NotImplementedError(
+                "impl: 'triton' is supported on GPUs (and by Triton's interpreter, TRITON_INTERPRET=1), got a CPU"
+            )
