@@ -21,7 +21,7 @@ from .states import SNAPSHOT, StateTables
 
 ONE: Int64 = np.array(1)
 SETTLED = (
-    8  # steps after which a batch gets a calendar, which costs as much as about as many without one
+    16  # steps after which a batch gets a calendar: about those in which that saves what it costs
 )
 MOST_ENTRIES = 1 << 18  # of a calendar; each takes 48 bytes
 
@@ -79,42 +79,45 @@ class Calendar:
     Args:
         parts: which entries there are. cuts: how many of them are those of `Decode.num_dense`, `num_fresh`, `num_blocks`.
         origin: [n] positions of the batch's first step.
-        columns: [n] flat indices of the first entries of the requests' rows in the fused table.
+        columns_of: [n] flat indices of the first entries of the requests' rows in the fused table.
         alignment: steps in which every part comes round.
     """
 
     def __init__(
-        self, parts: list[Part], cuts: list[int], origin: Int64, columns: Int64, alignment: int
+        self, parts: list[Part], cuts: list[int], origin: Int64, columns_of: Int64, alignment: int
     ) -> None:
         n, num_parts = len(origin), len(parts)
-        every: list[list[Int64]] = []
+        turns = [alignment // p.period for p in parts]  # of each part, in `alignment` steps
+        sizes = [n * t * len(p.tables) for t, p in zip(turns, parts, strict=True)]
+        total = sum(sizes)
+        # Two bytes are sorted several times as fast as eight.
+        keys = np.empty(total, np.uint16 if alignment * num_parts < 1 << 16 else np.int64)
+        blocks = np.empty(total, dtype=np.int32)
+        columns, outputs = np.empty((2, total), dtype=np.int64)
+        counts = np.empty((alignment, num_parts), dtype=np.int64)  # entries of each step and part
+        stop = 0
         for i, part in enumerate(parts):
+            start, stop = stop, stop + sizes[i]
+            shape = n, turns[i], len(part.tables)
             wait = (part.at - origin) % part.period
-            times = np.arange(alignment // part.period)
-            steps = wait[:, None] + times * part.period
-            blocks = ((origin + wait) // part.period)[:, None] + times
-            entries = [
-                (steps * num_parts + i)[:, :, None],
-                blocks[:, :, None],
-                columns[:, None, None] + part.first,
-                np.arange(n)[:, None, None] + part.tables * n,
-            ]
-            constants = [part.width, len(times), part.block_size]
-            shape = (n, len(times), len(part.tables))
-            every.append(
-                [np.broadcast_to(e, shape).ravel() for e in entries]
-                + [np.full(n * len(times) * len(part.tables), c) for c in constants]
-            )
-        columns_of = [np.concatenate(e) for e in zip(*every, strict=True)]
-        keys = columns_of.pop(0)
+            counts[:, i] = np.tile(np.bincount(wait, minlength=part.period) * shape[2], turns[i])
+            turn = np.arange(turns[i])
+            steps = wait[:, None] + turn * part.period
+            first = (origin + wait) // part.period
+            rows = np.arange(n)
+            keys[start:stop].reshape(shape)[:] = (steps * num_parts + i)[:, :, None]
+            blocks[start:stop].reshape(shape)[:] = (first[:, None] + turn)[:, :, None]
+            columns[start:stop].reshape(shape)[:] = (columns_of[:, None] + part.first)[:, None]
+            outputs[start:stop].reshape(shape)[:] = (rows[:, None] + part.tables * n)[:, None]
         order = keys.argsort(kind="stable")
-        self._blocks, self._columns, self._outputs, self._width, self._turn, self._sizes = (
-            c[order] for c in columns_of
-        )
-        bounds = np.bincount(keys, minlength=alignment * num_parts).reshape(alignment, num_parts)
-        until = bounds.cumsum(axis=1)
+        self._blocks, self._columns, self._outputs = blocks[order], columns[order], outputs[order]
+        part_of = np.tile(np.arange(num_parts), alignment).repeat(counts.ravel())
+        self._turns = np.array(turns, dtype=np.int32)[part_of]
+        self._widths = np.array([p.width for p in parts], dtype=np.int32)[part_of]
+        self._sizes = np.array([p.block_size for p in parts])[part_of]
+        until = np.zeros((alignment, num_parts + 1), dtype=np.int64)
+        counts.cumsum(axis=1, out=until[:, 1:])
         ends = until[:, -1].cumsum()
-        until = np.concatenate([np.zeros((alignment, 1), dtype=np.int64), until], axis=1)
         bounds = np.stack([ends - until[:, -1], ends, *until[:, cuts].T], axis=1)
         self._steps: list[list[int]] = bounds.tolist()
         self._alignment = alignment
@@ -125,7 +128,7 @@ class Calendar:
         number, step = divmod(age, self._alignment)
         if number != self._number:
             self._number = number
-            self._places = self._columns + (self._blocks + number * self._turn) % self._width
+            self._places = self._columns + (self._blocks + number * self._turns) % self._widths
         low, high, dense, fresh, blocks = self._steps[step]
         if not snapshots:
             high = low + blocks

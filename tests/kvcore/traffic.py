@@ -231,7 +231,7 @@ class Traffic:
         e = self.e
         batch = [r for r in e.slots if e.computed(r) == len(e.tokens[r]) < MAX_LEN - 1]
         steps = min((MAX_LEN - 1 - e.computed(r) for r in batch), default=0)
-        for _ in range(min(steps, self.draw.number(1, 24))):
+        for _ in range(min(steps, self.draw.number(1, 32))):
             for r in batch:
                 e.tokens[r] += self.draw.bits(1, 1)
             counts = dict.fromkeys(batch, 1)
