@@ -4,19 +4,19 @@
 
 Everything but the launch itself is timed, which is replaced by nothing: no GPU is needed, and what Triton and the driver add is not in it.
 ``first`` is a call unlike any before, which is checked and prepared in full; ``again`` one that differs from an earlier call in its tensors
-alone, as the calls of a model's layers do. With ``out`` and ``workspace`` given, nothing is allocated. Medians; in a captured graph none of
-this is paid.
+alone, as the calls of a model's layers do. With ``out`` and ``workspace`` given, nothing is allocated. Processor time of the thread, the
+least of some rounds that take all wrappers in turn: ``again`` the mean of a round's calls, ``first`` one call a round. In a captured graph
+none of this is paid.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from time import perf_counter
+from time import thread_time
 from unittest import mock
 
 import torch
@@ -34,8 +34,10 @@ from quire.kernels import (
 from quire.kernels.mla import (
     IndexPages,
     LatentPages,
+    compress,
     compressed_attention,
     compressed_attention_workspace_numel,
+    flash_mla_with_kvcache,
     index_topk,
     index_topk_workspace_numel,
     mla_attention,
@@ -51,7 +53,7 @@ INDEXED = 65536
 
 
 def calls(device: str = "cpu") -> dict[str, Callable[[], object]]:
-    """One call of each wrapper, by name: a batch of decodes with fresh rows, and the prefill path.
+    """Calls of every wrapper, by name: a batch of decodes with fresh rows, the prefill path, and what else a model asks for.
 
     device: of the tensors; on "meta" they have no values that a wrapper could read.
     """
@@ -91,18 +93,41 @@ def calls(device: str = "cpu") -> dict[str, Callable[[], object]]:
         )
         index_workspace = torch.zeros(numel)
         parts, part_lse = torch.zeros(2, *q.shape, dtype=q.dtype), torch.zeros(2, HEADS, BATCH)
+        lse = torch.zeros(HEADS, BATCH)
+        pooled, gate = torch.zeros(2, BATCH, 2 * LATENT, dtype=q.dtype).unbind(0)
+        ape = torch.zeros(RATIO, 2 * LATENT)
+        ring, short_ring = (
+            torch.zeros(BATCH, rows, 2, 2 * LATENT) for rows in (2 * RATIO, 2 * RATIO - 1)
+        )
+        blocks = torch.zeros(64, BLOCK_SIZE, 1, 584, dtype=torch.uint8)
+        queries, queries_out = rows[:, None], latent_out[:, None]
+        window_rows, entry_rows = (torch.zeros(BATCH, 1, n, dtype=torch.int32) for n in (128, TOPK))
     batch = (table, seq_lens, cu)
     impl = {"impl": "triton"}
     more = {"max_seqlen_q": 1, "k": k, "v": v, "out": out, "workspace": workspace, **impl}
     scales = dict(zip(("k_scale", "v_scale"), row_scales, strict=True))
+    options = {"sinks": sinks, "lse": lse}
+    pool = {
+        "ratio": RATIO,
+        "overlap": True,
+        "norm_weight": norm_weight,
+        "cos_sin": cos_sin,
+        "max_seqlen_q": 1,
+    }
     window_pages, entries = (LatentPages(data, BLOCK_SIZE) for data in row_bytes)
     index_pages = IndexPages(index_bytes, BLOCK_SIZE)
     return {
         "paged_attention, decode and merge": lambda: paged_attention(q, *pages, *batch, **more),
         "paged_attention, e4m3 pages": lambda: paged_attention(q, *codes, *batch, **more, **scales),
+        "paged_attention, e4m3 pages, one scale, sinks, softcap and lse": lambda: paged_attention(
+            q, *codes, *batch, **more, **options, k_scale=0.5, v_scale=0.25, softcap=50.0
+        ),
         "paged_attention, prefill": lambda: paged_attention(q, *pages, *batch, num_decodes=0, **more),
         "sliding_window_attention, decode": lambda: sliding_window_attention(
             q, *pages, *batch, sliding_window=128, **more
+        ),
+        "sliding_window_attention, e4m3 pages, sinks and lse": lambda: sliding_window_attention(
+            q, *codes, *batch, sliding_window=128, **more, **options, **scales
         ),
         "mla_attention, decode and merge": lambda: mla_attention(
             latent, latent_pages, *batch, max_seqlen_q=1, softmax_scale=0.1, kv=latent_row,
@@ -112,6 +137,17 @@ def calls(device: str = "cpu") -> dict[str, Callable[[], object]]:
             rows, window_pages, *batch, sliding_window=128, max_seqlen_q=1, kv=row, compressed_pages=entries,
             compressed_table=table, compress_ratio=RATIO, topk_indices=picks, topk_lens=seq_lens, sinks=sinks,
             cos_sin=cos_sin, out=latent_out, workspace=row_workspace, **impl,
+        ),
+        "flash_mla_with_kvcache": lambda: flash_mla_with_kvcache(
+            queries, blocks, None, None, LATENT, indices=window_rows, topk_length=seq_lens, attn_sink=sinks, is_fp8_kvcache=True,
+            extra_k_cache=blocks, extra_indices_in_kvcache=entry_rows, extra_topk_length=seq_lens, out=queries_out,
+            workspace=row_workspace, **impl,
+        ),
+        "compress": lambda: compress(
+            pooled, gate, ape, ring, seq_lens, seq_lens, cu, pages=entries, slot_mapping=slots, **pool, **impl
+        ),
+        "compress, a full ring": lambda: compress(
+            pooled, gate, ape, short_ring, seq_lens, seq_lens, cu, pages=entries, slot_mapping=slots, **pool, **impl
         ),
         "index_topk": lambda: index_topk(
             index_q, index_weights, index_pages, *batch, topk=TOPK, compress_ratio=RATIO, max_seqlen_q=1,
@@ -123,33 +159,32 @@ def calls(device: str = "cpu") -> dict[str, Callable[[], object]]:
         "write_kv": lambda: write_kv(k, v, *pages, slots, **impl),
         "write_kv, e4m3 pages": lambda: write_kv(k, v, *codes, slots, **scales, **impl),
         "merge_partials": lambda: merge_partials(parts, part_lse, out=out, **impl),
+        "merge_partials, sinks and lse": lambda: merge_partials(parts, part_lse, out=out, **options, **impl),
     }  # fmt: skip
 
 
-def measure(repeats: int) -> list[dict[str, object]]:
-    """One row for each wrapper: microseconds of a first call and of one like it."""
-    found: list[dict[str, object]] = []
+def measure(rounds: int, repeats: int) -> list[dict[str, object]]:
+    """One row for each wrapper: microseconds of a first call and of one like it, the latter a mean of ``repeats``."""
+    timed = calls()
+    first, again = ({name: float("inf") for name in timed} for _ in range(2))
     with mock.patch.object(_launch, "launch", lambda *launch: None):
-        for name, call in calls().items():
-            first, again = [], []
-            for _ in range(repeats):
+        for _ in range(rounds):
+            for name, call in timed.items():
                 recipes.forget()
-                first.append(_seconds(call))
-                again.append(_seconds(call))
-            found.append(
-                {
-                    "wrapper": name,
-                    "first_us": 1e6 * statistics.median(first),
-                    "again_us": 1e6 * statistics.median(again),
-                }
-            )
-    return found
+                first[name] = min(first[name], _seconds(call, 1))
+                again[name] = min(again[name], _seconds(call, repeats))
+    return [
+        {"wrapper": name, "first_us": 1e6 * first[name], "again_us": 1e6 * again[name]}
+        for name in timed
+    ]
 
 
-def _seconds(call: Callable[[], object]) -> float:
-    start = perf_counter()
-    call()
-    return perf_counter() - start
+def _seconds(call: Callable[[], object], repeats: int) -> float:
+    """Of the mean of some calls one after another."""
+    start = thread_time()
+    for _ in range(repeats):
+        call()
+    return (thread_time() - start) / repeats
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -159,10 +194,11 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--repeats", type=int, default=500, help="calls of each kind")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--repeats", type=int, default=200, help="calls of a round")
     parser.add_argument("--json", metavar="FILE", help="write the rows as a list of objects")
     args = parser.parse_args(argv)
-    rows = measure(args.repeats)
+    rows = measure(args.rounds, args.repeats)
     lines = [("wrapper", "first us", "again us")]
     lines += [(str(r["wrapper"]), f"{r['first_us']:.1f}", f"{r['again_us']:.1f}") for r in rows]
     print("\n".join(aligned(lines)))

@@ -31,19 +31,18 @@ def launch(kernel: JITFunction, grid: tuple[int, ...], arguments: dict[str, Any]
 
 def partials(
     numel: int, dim: int, workspace: torch.Tensor | None, device: torch.device
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Where pieces of split work leave their rows of ``dim`` values, and where the lse of each: fp32, in a workspace or in new memory.
+) -> tuple[torch.Tensor | None, int]:
+    """Where pieces of split work leave their rows of ``dim`` values, fp32 in a workspace or in new memory, and its element where the lse
+    of each row follow.
 
-    The rows start where the workspace does, and end where their lse starts. numel: elements of both together; 0: nothing is cut, and both
-    are None. Raises: ValueError, the workspace is smaller.
+    numel: elements of both together; 0: nothing is cut, and there is no memory. Raises: ValueError, the workspace is smaller.
     """
     if numel == 0:
-        return None, None
+        return None, 0
     if workspace is None:
         workspace = torch.empty(numel, dtype=torch.float32, device=device)
     elif workspace.numel() < numel:
         raise ValueError(
             f"workspace: expected float32 [>= {numel}], got float32 [{workspace.numel()}]"
         )
-    stop = numel // (dim + 1) * dim
-    return workspace, workspace[stop:numel]
+    return workspace, numel // (dim + 1) * dim

@@ -119,7 +119,7 @@ def _merge_partials_kernel(
 @triton.jit(do_not_specialize=["num_decodes", "target_items"])
 def _merge_pieces_kernel(
     partial_out,
-    partial_lse,
+    first_lse,
     sinks,
     out,
     lse,
@@ -161,7 +161,7 @@ def _merge_pieces_kernel(
         row = (first * BLOCK_Q + t) * num_heads + head
         merged, merged_lse = _merge_rows(
             partial_out + row * HEAD_DIM,
-            partial_lse + row,
+            partial_out + first_lse + row,
             num_parts,
             BLOCK_Q * num_heads * HEAD_DIM,
             BLOCK_Q * num_heads,
@@ -229,7 +229,7 @@ def prepare(
 def prepare_pieces(
     call: AttentionCall,
     partial_out: torch.Tensor,
-    partial_lse: torch.Tensor,
+    first_lse: int,
     plan: DecodePlan,
     block_q: int,
 ) -> Launch:
@@ -238,7 +238,7 @@ def prepare_pieces(
     Args:
         call: the attention call whose ``out`` and ``lse`` are filled.
         partial_out: [max_items, block_q, num_heads, head_dim] fp32, flat.
-        partial_lse: [max_items, block_q, num_heads] fp32, flat, natural log.
+        first_lse: element of ``partial_out`` from which on lie [max_items, block_q, num_heads] natural-log lse.
         plan: the plan that the attention kernel is launched with.
         block_q: tokens of a query tile.
     """
@@ -248,7 +248,7 @@ def prepare_pieces(
         (call.num_decodes * num_heads,),
         {
             "partial_out": partial_out,
-            "partial_lse": partial_lse,
+            "first_lse": first_lse,
             "sinks": call.sinks,
             "out": call.out,
             "lse": call.lse,

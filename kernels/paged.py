@@ -196,7 +196,7 @@ def _prefill_kernel(
 @triton.jit(do_not_specialize=["num_decodes", "target_items"])
 def _decode_kernel(
     q, k_pages, v_pages, k_fresh, v_fresh, block_table, seq_lens, cu_seqlens_q, sinks, out, lse,
-    partial_out, partial_lse,
+    partial_out, first_lse,
     num_decodes, target_items, num_kv_heads, width, sliding_window, inner_scale, outer_scale,
     q_stride_token, q_stride_head, out_stride_token, out_stride_head, lse_stride_head, table_stride,
     k_stride_page, k_stride_row, k_stride_head, v_stride_page, v_stride_row, v_stride_head,
@@ -284,7 +284,7 @@ def _decode_kernel(
         num_heads = num_kv_heads * GROUP
         part_row = (item.to(tl.int64) * BLOCK_Q + token) * num_heads + kv_head * GROUP + group_head
         _store_final(
-            acc, row_max, row_sum, partial_out + part_row * HEAD_DIM, partial_lse + part_row, None, live, HEAD_DIM
+            acc, row_max, row_sum, partial_out + part_row * HEAD_DIM, partial_out + first_lse + part_row, None, live, HEAD_DIM
         )  # fmt: skip
 
 
@@ -510,15 +510,13 @@ def _prepare_decode(call: AttentionCall, arch: int, num_sms: int) -> list[Launch
         page_bytes=call.k_pages.element_size(),
     )
     constants = _shape_arguments(call, config, arch)
-    partial_out, partial_lse = partials(
-        plan.workspace_numel, head_dim, call.workspace, call.q.device
-    )
+    partial_out, first_lse = partials(plan.workspace_numel, head_dim, call.workspace, call.q.device)
     attention = Launch(
         _decode_kernel,
         (plan.max_items * num_kv_heads * constants["HEAD_TILES"],),
         {
             "partial_out": partial_out,
-            "partial_lse": partial_lse,
+            "first_lse": first_lse,
             "num_decodes": call.num_decodes,
             "target_items": plan.target_items,
             "MIN_TOKENS": MIN_SPLIT_TOKENS,
@@ -530,5 +528,5 @@ def _prepare_decode(call: AttentionCall, arch: int, num_sms: int) -> list[Launch
         return [attention]
     return [
         attention,
-        merge.prepare_pieces(call, partial_out, partial_lse, plan, constants["BLOCK_Q"]),
+        merge.prepare_pieces(call, partial_out, first_lse, plan, constants["BLOCK_Q"]),
     ]

@@ -29,35 +29,30 @@ LIMIT = 4096
 PAGES = (LatentPages, IndexPages)
 # Launch arguments that go by another name in the call.
 NAMES = {
-    "k_fresh": "k", "v_fresh": "v", "k_tiles": "k", "v_tiles": "v", "partial_out": "workspace", "partial_lse": "workspace",
+    "k_fresh": "k", "v_fresh": "v", "k_tiles": "k", "v_tiles": "v", "partial_out": "workspace",
     "window_list": "window_table", "picks": "topk_indices", "pick_lens": "topk_lens",
-    "keys": "pages", "rope": "pages", "scales": "pages",
-    "scores": "workspace", "values": "workspace", "ids": "workspace", "next_values": "workspace", "next_ids": "workspace",
+    "keys": "pages", "scores": "workspace",
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class View:
-    """How a launch sees a tensor of the call.
+    """How a launch sees a tensor of the call, which to a launch is a dtype and an address: strides come beside it.
 
-    dtype: as another one, last of all. elements: some of a vector's. strided: (sizes, strides, elements before the first). descriptor:
-    (shape, strides, block shape).
+    dtype: as another one, last of all. first: its elements before the first one seen. descriptor: (shape, strides, block shape).
     """
 
     dtype: torch.dtype | None = None
-    elements: slice | None = None
-    strided: tuple[tuple[int, ...], tuple[int, ...], int] | None = None
+    first: int = 0
     descriptor: tuple[list[int], list[int], list[int]] | None = None
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | TensorDescriptor:
         """The tensor so seen."""
         if self.descriptor is not None:
             return TensorDescriptor(tensor, *self.descriptor)
-        if self.elements is not None:
-            tensor = tensor[self.elements]
-        elif self.strided is not None:
-            sizes, strides, first = self.strided
-            tensor = tensor.as_strided(sizes, strides, tensor.storage_offset() + first)
+        if self.first:
+            size = 1 if self.dtype is None else max(1, self.dtype.itemsize // tensor.itemsize)
+            tensor = tensor.as_strided((size,), (1,), tensor.storage_offset() + self.first)
         return tensor if self.dtype is None else tensor.view(self.dtype)
 
 
@@ -75,22 +70,23 @@ class Step:
 class Recipe:
     """The launches of a call without its tensors.
 
-    views: name -> (the call's argument, how it is seen); the name is that of the launch argument, primed where that is taken. made: "out", "lens" and "workspace" where the call has them, as (shape,
-    dtype, device). pages: arguments that are pages, of which launches take the tensor.
+    views: name -> (the call's argument, how it is seen); the name is that of the launch argument, primed where that is taken. made: "out",
+    "lens", "lse" and "workspace" where the call has them, as (shape, strides, dtype, device). pages: arguments that are pages, of which
+    launches take the tensor.
     """
 
     steps: tuple[Step, ...]
     views: dict[str, tuple[str, View]]
-    made: dict[str, tuple[torch.Size, torch.dtype, torch.device]]
+    made: dict[str, tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]]
     pages: tuple[str, ...]
 
     def run(self, tensors: dict[str, Any]) -> None:
         """Launch over the tensors of a call, by name; what it does not give is made, and views are added."""
         for name in self.pages:
             tensors[name] = tensors[name].data
-        for name, (shape, dtype, device) in self.made.items():
+        for name, (shape, strides, dtype, device) in self.made.items():
             if tensors[name] is None:
-                tensors[name] = torch.empty(shape, dtype=dtype, device=device)
+                tensors[name] = torch.empty_strided(shape, strides, dtype=dtype, device=device)
         for name, (source, view) in self.views.items():
             tensors[name] = view.of(tensors[source])
         for step in self.steps:
@@ -139,8 +135,9 @@ def run(
 
     Args:
         what: as in ``key``.
-        arguments: of the call, by name; changed: ``out`` and ``lens`` are there after the call.
-        prepare: checks arguments; returns them with ``out`` and ``lens`` made where the call gives none, and the launches.
+        arguments: of the call, by name; changed: what was made is there after the call.
+        prepare: checks arguments; returns them with ``out``, ``lens`` and ``lse`` made where the call wants them and gives none, and the
+            launches.
 
     Source: this file's docstring.
     """
@@ -160,10 +157,10 @@ def run(
     if len(_REMEMBERED) >= LIMIT:
         _REMEMBERED.clear()
     recipe = _REMEMBERED[found] = _recipe(launches, tensors)
-    arguments.update((name, tensors[name]) for name in recipe.made)
+    arguments.update((name, tensors[name]) for name in recipe.made if arguments[name] is None)
     for launch in launches:
         launch.run()
-    return tensors.get("out")
+    return arguments.get("out")
 
 
 def forget() -> None:
@@ -177,8 +174,8 @@ def _recipe(launches: Sequence[Launch], arguments: Mapping[str, Any]) -> Recipe:
     views: dict[str, tuple[str, View]] = {}
     steps = tuple(_step(launch, tensors, views) for launch in launches)
     made = {
-        name: (tensor.shape, tensor.dtype, tensor.device)
-        for name in ("out", "lens", "workspace")
+        name: (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        for name in ("out", "lens", "lse", "workspace")
         if (tensor := tensors.get(name)) is not None
     }
     return Recipe(steps, views, made, tuple(pages))
@@ -207,18 +204,10 @@ def _view(value: torch.Tensor | TensorDescriptor, source: torch.Tensor) -> View 
     if isinstance(value, TensorDescriptor):
         assert value.base is source
         return View(descriptor=(value.shape, value.strides, value.block_shape))
-    if value is source:
-        return None
+    # A copy would be that of the first such call for ever.
+    assert value.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
     dtype = None if value.dtype == source.dtype else value.dtype
-    size = value.element_size()
     # Counted in elements of the source, of which one of the value may take several: pages of bytes hold more than one dtype.
-    assert size % source.element_size() == 0 and value.stride(-1) == source.stride(-1) == 1
-    size //= source.element_size()
+    size = value.element_size() // source.element_size()
     first = value.storage_offset() * size - source.storage_offset()
-    sizes = (*value.shape[:-1], value.shape[-1] * size)
-    strides = (*(stride * size for stride in value.stride()[:-1]), 1)
-    if (first, sizes, strides) == (0, source.shape, source.stride()):
-        return View(dtype)
-    if value.dim() == source.dim() == 1:
-        return View(dtype, slice(first, first + sizes[0]))
-    return View(dtype, strided=(sizes, strides, first))
+    return View(dtype, first) if dtype or first else None

@@ -57,6 +57,7 @@ def shapes() -> list[Shape]:
         table += [
             Shape(f"index-{phase}-small-pages", phase, 512, 1 << 15, rows=2),
             Shape(f"index-{phase}-small-pages-fp8", phase, 512, 1 << 15, fp8=True, rows=2),
+            Shape(f"index-{phase}-all-picked", phase, 512, 1 << 11),
             Shape(f"index-{phase}-fp32", phase, 512, 1 << 13, dtype="float32"),
             Shape(f"index-{phase}-fp32-fp8", phase, 512, 1 << 13, dtype="float32", fp8=True),
             Shape(f"index-{phase}-fp16-8-heads", phase, 2048, 1 << 16, dtype="float16", num_heads=8, index_dim=64),

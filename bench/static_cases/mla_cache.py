@@ -65,20 +65,19 @@ def write_launches(
     out: bool = True,
 ) -> list[Any]:
     """The launch of one ``write_latent``; fused: with norm and RoPE."""
-    from quire.kernels.mla import latent_triton
+    from quire.kernels.mla import latent, latent_triton
 
-    return [
-        latent_triton.prepare(
-            meta(NUM_ROWS, HEAD_DIM, dtype=dtype),
-            None if kind is None else latent_pages(kind, block_size),
-            None if kind is None else meta(NUM_ROWS, dtype="int64"),
-            meta(NUM_ROWS, dtype="int64") if fused else None,
-            meta(1 << 20, ROPE_DIM, dtype="float32") if fused else None,
-            meta(HEAD_DIM, dtype="float32") if fused else None,
-            1e-6,
-            meta(NUM_ROWS, HEAD_DIM, dtype=dtype) if out else None,
-        )
-    ]
+    call = latent.LatentCall(
+        meta(NUM_ROWS, HEAD_DIM, dtype=dtype),
+        None if kind is None else latent_pages(kind, block_size),
+        None if kind is None else meta(NUM_ROWS, dtype="int64"),
+        meta(NUM_ROWS, dtype="int64") if fused else None,
+        meta(1 << 20, ROPE_DIM, dtype="float32") if fused else None,
+        meta(HEAD_DIM, dtype="float32") if fused else None,
+        1e-6,
+        meta(NUM_ROWS, HEAD_DIM, dtype=dtype) if out else None,
+    )
+    return [latent_triton.prepare(call)]
 
 
 def compress_launches(

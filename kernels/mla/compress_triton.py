@@ -22,6 +22,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from quire.kernels import recipes
 from quire.kernels._launch import Launch
 from quire.kernels.configs import next_power_of_2
 from quire.kernels.merge import LOG2E
@@ -65,8 +66,6 @@ def _compress_kernel(
     eps,
     cos_sin,
     pages,
-    rope,
-    scales,
     slot_mapping,
     num_seqs,
     num_entries,
@@ -86,6 +85,7 @@ def _compress_kernel(
     RING: tl.constexpr,
     ONE_WINDOW: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    LATENTS: tl.constexpr,
     DIM: tl.constexpr,
     ROPE_DIM: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
@@ -161,7 +161,16 @@ def _compress_kernel(
     start = tl.full([1], 0, tl.int64) + window * RATIO
     entry = rotated(entry, start, one, cos_sin, cos_sin_stride, 1, DIM, ROPE_DIM)
     slots = tl.full([1], 0, tl.int64) + slot
-    stored(entry, slots, one, pages, rope, scales, page_stride, row_stride, BLOCK_SIZE, 1, DIM)
+    stored(entry, slots, one, pages, page_stride, row_stride, BLOCK_SIZE, LATENTS, 1, DIM)
+
+
+def compress(arguments: dict[str, Any]) -> None:
+    """Check and launch ``compress(**arguments)``. Calls that look alike are checked once (``recipes``)."""
+    recipes.run(prepare, arguments, _checked)
+
+
+def _checked(arguments: dict[str, Any]) -> tuple[dict[str, Any], list[Launch]]:
+    return arguments, prepare(CompressCall(**arguments))
 
 
 def prepare(call: CompressCall) -> list[Launch]:
@@ -182,7 +191,7 @@ def prepare(call: CompressCall) -> list[Launch]:
         "seq_lens": call.seq_lens,
         "cu_seqlens_q": call.cu_seqlens_q,
         "norm_weight": call.norm_weight,
-        "eps": call.eps,
+        "eps": float(call.eps),
         "cos_sin": call.cos_sin,
         "slot_mapping": call.slot_mapping,
         "num_seqs": num_seqs,

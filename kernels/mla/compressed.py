@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from quire.kernels import _check, ops
-from quire.kernels.mla.compressed_call import CompressedCall, check
+from quire.kernels.mla.compressed_call import check
 from quire.kernels.mla.compressed_configs import MAX_ROWS
 from quire.kernels.mla.layout import LatentPages
 
@@ -88,7 +88,9 @@ def compressed_attention(
         from quire.kernels.mla import compressed_triton
 
         return compressed_triton.attention(arguments)
-    return attend(check(**arguments), "torch")
+    from quire.kernels.mla import compressed_torch
+
+    return compressed_torch.attention(check(**arguments))
 
 
 def compressed_attention_workspace_numel(*, head_dim: int, num_sms: int) -> int:
@@ -109,14 +111,3 @@ def compressed_attention_workspace_numel(*, head_dim: int, num_sms: int) -> int:
     _check.expect_int("head_dim", head_dim, 1)
     _check.expect_int("num_sms", num_sms, 1)
     return num_sms * MAX_ROWS * (head_dim + 1)
-
-
-def attend(call: CompressedCall, impl: str | None) -> torch.Tensor:
-    """Run a checked call; returns ``call.out``."""
-    if ops._implementation(impl, call.q) == "torch":
-        from quire.kernels.mla import compressed_torch
-
-        return compressed_torch.attention(call)
-    from quire.kernels.mla import compressed_triton
-
-    return compressed_triton.launch(call)

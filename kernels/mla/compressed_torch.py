@@ -108,6 +108,8 @@ def _attend_slots(call: CompressedCall) -> None:
             visible.append(live)
         out = _softmax(call, first, last, keys, visible)
         call.out[first:last] = out.to(call.out.dtype)
+    if call.lse is not None:
+        call.lse.masked_fill_(call.lse.isneginf(), torch.inf)
 
 
 def _softmax(

@@ -15,6 +15,7 @@ partials, fp32: [parts, BLOCK_Q, num_heads, head_dim], then their lse.
 Source: DeepSeek-V4 report 2.3; FlashAttention-2 (arXiv 2307.08691); FlashDecoding.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -64,9 +65,9 @@ def _turned_back(rope, position, live, cos_sin, cos_sin_stride, ROWS: tl.constex
 @triton.jit
 def _store_rows(
     acc, row_max, row_sum, sink, out_rows, lse_rows, position, live, cos_sin, cos_sin_stride,
-    HEAD_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, ROWS: tl.constexpr, SWAP: tl.constexpr,
+    HEAD_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, ROWS: tl.constexpr, SWAP: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """Normalise, fold the sink in, turn the roped channels back (cos_sin None: leave them) and store rows and lse."""
+    """Normalise, fold the sink in, turn the roped channels back (cos_sin None: leave them) and store rows and lse (without keys -inf, with SLOTS +inf)."""
     GROUPS: tl.constexpr = HEAD_DIM // ROPE_DIM
     dtype = out_rows.dtype.element_ty
     factor = _fold_sink(row_max, row_sum, sink)
@@ -90,7 +91,10 @@ def _store_rows(
     else:
         tl.store(out_rows[:, None] + dim[None, :], acc.to(dtype), mask=live[:, None] & stored[None, :])  # fmt: skip
     if lse_rows is not None:
-        tl.store(lse_rows, _natural_lse(row_max, row_sum), mask=live)
+        row_lse = _natural_lse(row_max, row_sum)
+        if SLOTS:
+            row_lse = tl.where(row_sum > 0.0, row_lse, float("inf"))
+        tl.store(lse_rows, row_lse, mask=live)
 
 
 @triton.jit
@@ -207,14 +211,14 @@ def _compressed_prefill_kernel(
         sink = tl.load(sinks + head, mask=live, other=float("-inf")) * LOG2E
     _store_rows(
         acc, row_max, row_sum, sink, out_rows, lse_rows, context + q_first + token, live, cos_sin, cos_sin_stride,
-        HEAD_DIM, ROPE_DIM, BLOCK_M, SWAP,
+        HEAD_DIM, ROPE_DIM, BLOCK_M, SWAP, False,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_decodes", "decode_tokens", "target_items"])
 def _compressed_decode_kernel(
     q, window_pages, kv, compressed_pages, window_list, compressed_table, picks, window_lens, pick_lens, seq_lens, cu_seqlens_q, sinks, cos_sin, out, lse,
-    partial_out, partial_lse,
+    partial_out, first_lse,
     num_decodes, decode_tokens, target_items, window_width, topk, sliding_window, ratio, scale,
     q_stride_token, q_stride_head, out_stride_token, out_stride_head, lse_stride_head, cos_sin_stride, kv_stride,
     window_list_stride, compressed_table_stride, picks_stride,
@@ -281,20 +285,20 @@ def _compressed_decode_kernel(
             sink = tl.load(sinks + head, mask=live, other=float("-inf")) * LOG2E
         _store_rows(
             acc, row_max, row_sum, sink, out_rows, lse_rows, context + q_first + token, live, cos_sin, cos_sin_stride,
-            HEAD_DIM, ROPE_DIM, BLOCK_M, SWAP,
+            HEAD_DIM, ROPE_DIM, BLOCK_M, SWAP, SLOTS,
         )  # fmt: skip
     elif partial_out is not None:
         part = schedule.first_part(seq, batch, size, SLOTS, BLOCK_Q) + item - first_item
         row = (part.to(tl.int64) * BLOCK_Q + token) * NUM_HEADS + head
         _store_rows(
-            acc, row_max, row_sum, float("-inf"), partial_out + row * HEAD_DIM, partial_lse + row, token, live, None, 0,
-            HEAD_DIM, ROPE_DIM, BLOCK_M, SWAP,
+            acc, row_max, row_sum, float("-inf"), partial_out + row * HEAD_DIM, partial_out + first_lse + row, token, live, None, 0,
+            HEAD_DIM, ROPE_DIM, BLOCK_M, SWAP, False,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_decodes", "decode_tokens", "target_items"])
 def _compressed_merge_kernel(
-    partial_out, partial_lse, window_lens, pick_lens, seq_lens, cu_seqlens_q, sinks, cos_sin, out, lse,
+    partial_out, first_lse, window_lens, pick_lens, seq_lens, cu_seqlens_q, sinks, cos_sin, out, lse,
     num_decodes, decode_tokens, target_items, window_width, topk, sliding_window, ratio, num_heads,
     out_stride_token, out_stride_head, lse_stride_head, cos_sin_stride,
     BLOCK_Q: tl.constexpr, SLOTS: tl.constexpr, HEAD_DIM: tl.constexpr, ROPE_DIM: tl.constexpr,
@@ -325,7 +329,7 @@ def _compressed_merge_kernel(
     for t in range(0, q_len):
         first_row = ((part + t // BLOCK_Q * pieces) * BLOCK_Q + t % BLOCK_Q) * num_heads + head
         merged, merged_lse = _merge_rows(
-            partial_out + first_row * HEAD_DIM, partial_lse + first_row, pieces,
+            partial_out + first_row * HEAD_DIM, partial_out + first_lse + first_row, pieces,
             BLOCK_Q * num_heads * HEAD_DIM, BLOCK_Q * num_heads, sink, HEAD_DIM, BLOCK_PARTS,
         )  # fmt: skip
         if cos_sin is not None:
@@ -340,6 +344,8 @@ def _compressed_merge_kernel(
         out_row = out + token * out_stride_token + head * out_stride_head
         tl.store(out_row + dim, merged.to(out.dtype.element_ty))
         if lse is not None:
+            if SLOTS:
+                merged_lse = tl.where(merged_lse == float("-inf"), float("inf"), merged_lse)
             tl.store(lse + head * lse_stride_head + token, merged_lse)
 
 
@@ -353,12 +359,21 @@ def _prepared(arguments: dict[str, Any]) -> tuple[dict[str, Any], list[Launch]]:
     return dict(vars(call)), prepare(call, *_device(call.q))
 
 
-def launch(call: CompressedCall) -> torch.Tensor:
-    """Launch the kernels of a checked call; returns ``call.out``."""
-    arch, num_sms = _device(call.q)
-    for part in prepare(call, arch, num_sms):
-        part.run()
-    return call.out
+def attend_slots(
+    arguments: dict[str, Any],
+    checked: Callable[..., CompressedCall],
+    returned: Callable[[CompressedCall, torch.Tensor], dict[str, torch.Tensor]],
+) -> None:
+    """Check and launch a call of ``flash_mla_with_kvcache``.
+
+    arguments: of ``checked``; after the call what is ``returned`` of it is among them.
+    """
+
+    def prepared(arguments: dict[str, Any]) -> tuple[dict[str, Any], list[Launch]]:
+        call = checked(**arguments)
+        return arguments | returned(call, arguments["q"]), prepare(call, *_device(call.q))
+
+    recipes.run((select_config, "slots"), arguments, prepared)
 
 
 def prepare(call: CompressedCall, arch: int, num_sms: int) -> list[Launch]:
@@ -486,9 +501,7 @@ def _prepare_decode(
         max_keys=call.max_keys(block_q),
         bounded=call.bounded,
     )
-    partial_out, partial_lse = partials(
-        plan.workspace_numel, head_dim, call.workspace, call.q.device
-    )
+    partial_out, first_lse = partials(plan.workspace_numel, head_dim, call.workspace, call.q.device)
     split = {
         "window_lens": call.window_lens,
         "num_decodes": call.num_decodes,
@@ -497,7 +510,7 @@ def _prepare_decode(
         "SLOTS": call.slots,
         "MIN_KEYS": MIN_PIECE_KEYS,
         "partial_out": partial_out,
-        "partial_lse": partial_lse,
+        "first_lse": first_lse,
     }
     attention = Launch(
         _compressed_decode_kernel,

@@ -25,7 +25,7 @@ from quire.kernels.ops import _implementation
 
 @dataclass(frozen=True)
 class CompressCall:
-    """The checked arguments of one call; fields are named and shaped as in ``compress``."""
+    """The arguments of one call, checked when it is made; named and shaped as in ``compress``, which says what is raised."""
 
     kv: torch.Tensor
     gate: torch.Tensor
@@ -42,6 +42,48 @@ class CompressCall:
     pages: LatentPages | IndexPages
     slot_mapping: torch.Tensor
     max_seqlen_q: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.pages, LatentPages | IndexPages):
+            raise ValueError(
+                f"pages: expected LatentPages or IndexPages, got {type(self.pages).__name__}"
+            )
+        _check.expect_int("ratio", self.ratio, 1)
+        if not isinstance(self.overlap, bool):
+            raise ValueError(f"overlap: expected a bool, got {self.overlap!r}")
+        channels = self.pages.dim * (1 + self.overlap)
+        _check.expect_tensor("kv", self.kv, (None, channels), _check.MODEL_DTYPES)
+        num_tokens, device = self.kv.shape[0], self.kv.device
+        _check.expect_tensor(
+            "gate", self.gate, (num_tokens, channels), _check.MODEL_DTYPES, device=device
+        )
+        _check.expect_tensor("ape", self.ape, (self.ratio, channels), torch.float32, device=device)
+        _check.expect_tensor(
+            "state", self.state, (None, None, 2, channels), torch.float32, device=device
+        )
+        _check.expect_int(
+            "state: ring", self.state.shape[1], max(1, self.ratio * (1 + self.overlap) - 1)
+        )
+        _check.expect_tensor("seq_lens", self.seq_lens, (None,), torch.int32, device=device)
+        num_seqs = self.seq_lens.shape[0]
+        _check.expect_tensor(
+            "state_index", self.state_index, (num_seqs,), torch.int32, device=device
+        )
+        _check.expect_tensor(
+            "cu_seqlens_q", self.cu_seqlens_q, (num_seqs + 1,), torch.int32, device=device
+        )
+        check_norm(self.norm_weight, self.eps, self.pages.dim, device)
+        rope_dim = self.pages.rope_dim if isinstance(self.pages, LatentPages) else None
+        check_cos_sin(self.cos_sin, self.pages.dim, rope_dim, device)
+        check_device("pages", self.pages.data, device)
+        _check.expect_tensor(
+            "slot_mapping", self.slot_mapping, (num_tokens,), torch.int64, device=device
+        )
+        _check.expect_int("max_seqlen_q", self.max_seqlen_q, 0)
+        if num_seqs * self.max_seqlen_q < num_tokens:
+            raise ValueError(
+                f"max_seqlen_q: expected the longest of {num_seqs} sequences with {num_tokens} tokens, got {self.max_seqlen_q}"
+            )
 
 
 def compress(
@@ -98,42 +140,12 @@ def compress(
 
     Source: DeepSeek-V4, compressed sparse and heavily compressed attention.
     """
-    if not isinstance(pages, LatentPages | IndexPages):
-        raise ValueError(f"pages: expected LatentPages or IndexPages, got {type(pages).__name__}")
-    _check.expect_int("ratio", ratio, 1)
-    if not isinstance(overlap, bool):
-        raise ValueError(f"overlap: expected a bool, got {overlap!r}")
-    channels = pages.dim * (1 + overlap)
-    _check.expect_tensor("kv", kv, (None, channels), _check.MODEL_DTYPES)
-    num_tokens, device = kv.shape[0], kv.device
-    _check.expect_tensor("gate", gate, (num_tokens, channels), _check.MODEL_DTYPES, device=device)
-    _check.expect_tensor("ape", ape, (ratio, channels), torch.float32, device=device)
-    _check.expect_tensor("state", state, (None, None, 2, channels), torch.float32, device=device)
-    _check.expect_int("state: ring", state.shape[1], max(1, ratio * (1 + overlap) - 1))
-    _check.expect_tensor("seq_lens", seq_lens, (None,), torch.int32, device=device)
-    num_seqs = seq_lens.shape[0]
-    _check.expect_tensor("state_index", state_index, (num_seqs,), torch.int32, device=device)
-    _check.expect_tensor("cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,), torch.int32, device=device)
-    check_norm(norm_weight, eps, pages.dim, device)
-    rope_dim = pages.rope_dim if isinstance(pages, LatentPages) else None
-    check_cos_sin(cos_sin, pages.dim, rope_dim, device)
-    check_device("pages", pages.data, device)
-    _check.expect_tensor("slot_mapping", slot_mapping, (num_tokens,), torch.int64, device=device)
-    _check.expect_int("max_seqlen_q", max_seqlen_q, 0)
-    if num_seqs * max_seqlen_q < num_tokens:
-        raise ValueError(
-            f"max_seqlen_q: expected the longest of {num_seqs} sequences with {num_tokens} tokens, got {max_seqlen_q}"
-        )
-    call = CompressCall(
-        kv, gate, ape, state, state_index, seq_lens, cu_seqlens_q, ratio, overlap,
-        norm_weight, float(eps), cos_sin, pages, slot_mapping, max_seqlen_q,
-    )  # fmt: skip
-    if _implementation(impl, kv) == "torch":
-        from quire.kernels.mla import compress_torch
-
-        compress_torch.compress(call)
-    else:
+    arguments = locals()  # all of them, by name
+    if _implementation(arguments.pop("impl"), kv) == "triton":
         from quire.kernels.mla import compress_triton
 
-        for launch in compress_triton.prepare(call):
-            launch.run()
+        compress_triton.compress(arguments)
+        return
+    from quire.kernels.mla import compress_torch
+
+    compress_torch.compress(CompressCall(**arguments))

@@ -188,7 +188,7 @@ def _mla_prefill_kernel(
 
 @triton.jit(do_not_specialize=["num_decodes", "target_items"])
 def _mla_decode_kernel(
-    q, pages, kv, block_table, seq_lens, cu_seqlens_q, out, lse, partial_out, partial_lse,
+    q, pages, kv, block_table, seq_lens, cu_seqlens_q, out, lse, partial_out, first_lse,
     num_decodes, target_items, width, scale,
     q_stride_token, q_stride_head, out_stride_token, out_stride_head, lse_stride_head, table_stride, stride_page, stride_row, kv_stride,
     NUM_HEADS: tl.constexpr, BLOCK_Q: tl.constexpr, HEADS: tl.constexpr, HEAD_TILES: tl.constexpr,
@@ -243,7 +243,7 @@ def _mla_decode_kernel(
     elif partial_out is not None:
         part_row = (item.to(tl.int64) * BLOCK_Q + token) * NUM_HEADS + head
         _store_rows(
-            acc, row_max, row_sum, partial_out + part_row * HEAD_DIM_V, partial_lse + part_row, live, HEAD_DIM_V, SWAP
+            acc, row_max, row_sum, partial_out + part_row * HEAD_DIM_V, partial_out + first_lse + part_row, live, HEAD_DIM_V, SWAP
         )  # fmt: skip
 
 
@@ -369,7 +369,7 @@ def _prepare_decode(call: MlaCall, arch: int, num_sms: int) -> list[Launch]:
         max_seq_len=call.max_seq_len,
     )
     shared = _shared_arguments(call, plan.block_m, arch)
-    partial_out, partial_lse = partials(
+    partial_out, first_lse = partials(
         plan.workspace_numel, call.head_dim_v, call.workspace, call.q.device
     )
     attention = Launch(
@@ -378,7 +378,7 @@ def _prepare_decode(call: MlaCall, arch: int, num_sms: int) -> list[Launch]:
         {
             **shared,
             "partial_out": partial_out,
-            "partial_lse": partial_lse,
+            "first_lse": first_lse,
             "target_items": plan.target_items,
             "MIN_TOKENS": MIN_SPLIT_TOKENS,
         },

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from quire.kernels import _check
-from quire.kernels.mla.compressed import attend
 from quire.kernels.mla.compressed_call import CompressedCall, check_rows, check_scale
 from quire.kernels.mla.layout import HEAD_DIM, ROW_BYTES, SCALE_BYTES, LatentPages
+from quire.kernels.ops import _implementation
 
 # Pages, physical rows [num_tokens, n] of them, and how many of a token's rows count (None: all).
 Keys = tuple[LatentPages, torch.Tensor, torch.Tensor | None]
@@ -85,37 +85,92 @@ def flash_mla_with_kvcache(
         raise ValueError(f"num_splits: expected None, got {type(num_splits).__name__}")
     if head_dim_v != HEAD_DIM:
         raise NotImplementedError(f"head_dim_v: {head_dim_v} is not {HEAD_DIM}")
+    arguments: dict[str, Any] = {
+        "q": q, "window_pages": k_cache, "window_table": indices, "window_lens": topk_length,
+        "compressed_pages": extra_k_cache, "topk_indices": extra_indices_in_kvcache, "topk_lens": extra_topk_length,
+        "sinks": attn_sink, "softmax_scale": softmax_scale, "fp8": is_fp8_kvcache, "out": out, "lse": None, "workspace": workspace,
+    }  # fmt: skip
+    if isinstance(q, torch.Tensor) and q.dim() == 4 and q.shape[1] != 1:
+        arguments |= _token_rows(arguments)
+    if _implementation(impl, q) == "triton":
+        from quire.kernels.mla import compressed_triton
+
+        compressed_triton.attend_slots(arguments, _checked, _returned)
+    else:
+        from quire.kernels.mla import compressed_torch
+
+        call = _checked(**arguments)
+        compressed_torch.attention(call)
+        arguments |= _returned(call, q)
+    return arguments["out"], arguments["lse"]
+
+
+def _returned(call: CompressedCall, q: torch.Tensor) -> dict[str, torch.Tensor]:
+    """``out`` and ``lse`` of the call of ``q``, as ``flash_mla_with_kvcache`` returns them."""
+    assert call.lse is not None
+    batch, seq_len_q, num_heads = q.shape[:3]
+    lse = call.lse.view(num_heads, batch, seq_len_q).transpose(0, 1)
+    return {"out": call.out.view(q.shape), "lse": lse}
+
+
+def _token_rows(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of several tokens a sequence as those of one: rows that lie evenly, and a length for each token."""
+    q, found = arguments["q"], {}
+    for name in ("q", "window_table", "topk_indices"):
+        rows = arguments[name]
+        if isinstance(rows, torch.Tensor) and rows.dim() > 1 and rows.stride(0) != rows.shape[1] * rows.stride(1):  # fmt: skip
+            found[name] = rows.contiguous()
+    for name, given_as in (("window_lens", "topk_length"), ("topk_lens", "extra_topk_length")):
+        if (lens := arguments[name]) is not None:
+            _check.expect_tensor(given_as, lens, (q.shape[0],), torch.int32, device=q.device)
+            num_tokens = q.shape[0] * q.shape[1]
+            found[name] = lens.repeat_interleave(q.shape[1], output_size=num_tokens)
+    return found
+
+
+def _checked(
+    q: torch.Tensor,
+    window_pages: torch.Tensor,
+    window_table: torch.Tensor,
+    window_lens: torch.Tensor | None,
+    compressed_pages: torch.Tensor | None,
+    topk_indices: torch.Tensor | None,
+    topk_lens: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    softmax_scale: float | None,
+    fp8: bool,
+    out: torch.Tensor | None,
+    lse: None,
+    workspace: torch.Tensor | None,
+) -> CompressedCall:
+    """Check the arguments of ``flash_mla_with_kvcache``, named as in ``CompressedCall``, with a length for each token; make what it returns."""
     _check.expect_tensor("q", q, (None, None, None, HEAD_DIM), _check.MODEL_DTYPES)
     batch, seq_len_q, num_heads = q.shape[:3]
-    given = (extra_k_cache is not None, extra_indices_in_kvcache is not None)
-    if given[0] != given[1] or (extra_topk_length is not None and not given[0]):
+    given = (compressed_pages is not None, topk_indices is not None)
+    if given[0] != given[1] or (topk_lens is not None and not given[0]):
         raise ValueError(
             "extra_k_cache: expected extra_k_cache and extra_indices_in_kvcache (with extra_topk_length or without) or none"
         )
-    window = _keys("", q, k_cache, indices, topk_length, is_fp8_kvcache)
+    window = _keys("", q, window_pages, window_table, window_lens, fp8)
     extra = None
-    if extra_k_cache is not None:
-        extra = _keys("extra_", q, extra_k_cache, extra_indices_in_kvcache, extra_topk_length, is_fp8_kvcache)  # fmt: skip
+    if compressed_pages is not None:
+        extra = _keys("extra_", q, compressed_pages, topk_indices, topk_lens, fp8)
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
     else:
         _check.expect_tensor("out", out, tuple(q.shape), q.dtype, device=q.device)
         if not out.is_contiguous():
             raise ValueError(f"out: expected a contiguous tensor, got strides {out.stride()}")
-    lse = torch.empty(num_heads, batch * seq_len_q, dtype=torch.float32, device=q.device)
-    call = slots_call(
+    return slots_call(
         q.flatten(0, 1),
         window,
         extra,
-        sinks=attn_sink,
+        sinks=sinks,
         softmax_scale=softmax_scale,
         out=out.view(-1, num_heads, HEAD_DIM),
-        lse=lse,
+        lse=torch.empty(num_heads, batch * seq_len_q, dtype=torch.float32, device=q.device),
         workspace=workspace,
     )
-    attend(call, impl)
-    lse = lse.masked_fill_(lse == -torch.inf, torch.inf)
-    return out, lse.view(num_heads, batch, seq_len_q).transpose(0, 1)
 
 
 def slots_call(
@@ -129,7 +184,10 @@ def slots_call(
     lse: torch.Tensor | None,
     workspace: torch.Tensor | None,
 ) -> CompressedCall:
-    """The call of queries [num_tokens, num_heads, head_dim] over lists of physical rows; errors as in ``flash_mla_with_kvcache``."""
+    """The call of queries [num_tokens, num_heads, head_dim] over lists of physical rows; errors as in ``flash_mla_with_kvcache``.
+
+    A row without keys gets lse +inf.
+    """
     pages, slots, lens = window
     extra_pages, extra_slots, extra_lens = extra or (None, None, None)
     check_rows(q, pages, extra_pages, sinks, out)
@@ -176,9 +234,9 @@ def _keys(
     assert indices is not None
     _check.expect_int(f"{prefix}indices: topk", indices.shape[2], 1)
     if lens is not None:
-        _check.expect_tensor(f"{prefix}topk_length", lens, (batch,), torch.int32, device=q.device)
-        # One length a token; for one token a sequence this is the tensor itself.
-        lens = lens if seq_len_q == 1 else lens.repeat_interleave(seq_len_q, output_size=batch * seq_len_q)  # fmt: skip
+        _check.expect_tensor(
+            f"{prefix}topk_length", lens, (batch * seq_len_q,), torch.int32, device=q.device
+        )
     return _pages(f"{prefix}k_cache", cache, fp8), indices.flatten(0, 1), lens
 
 

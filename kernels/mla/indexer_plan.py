@@ -47,6 +47,10 @@ class IndexPlan:
         """Elements of the workspace that one chunk fills."""
         return self.chunk * self.query_numel
 
+    def candidates(self, level: int) -> int:
+        """Element of the workspace where begin the scores that a level kept; as many ids follow."""
+        return self.chunk * (self.row_numel + 2 * self.topk * sum(self.pieces[:level]))
+
 
 def plan(
     *,

@@ -11,8 +11,8 @@ the topk-th largest bit by bit, from the highest: a bit is set if at least topk 
 every run, and 32 counts whatever the values. What is above that value is taken, of what equals it the first; a prefix sum places both in
 ascending order of id. A row of one piece is final; others leave their candidates, padded with the value 0, to the next level.
 
-Layout: scores [chunk, row_numel] fp32, of which entries < visible(t) are written; candidates of a level, scores as ordered bits and ids,
-both [chunk, pieces, topk] int32.
+Layout of the workspace: scores [chunk, row_numel] fp32, of which entries < visible(t) are written; then of each level but the last the
+candidates, scores as ordered bits and ids, both [chunk, pieces, topk] int32.
 
 Source: DeepSeek-V4, lightning indexer; radix selection of Alabi et al. (JEA 17, 2012), one bit at a time.
 """
@@ -59,9 +59,9 @@ def _load_page(table, entry, high, ROWS: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_seqs", "first_row", "last_row", "num_entries", "piece", "topk"])
 def _index_scores_kernel(
-    q, weights, keys, scales, block_table, seq_lens, cu_seqlens_q, scores,
+    q, weights, keys, block_table, seq_lens, cu_seqlens_q, scores,
     num_seqs, first_row, last_row, num_entries, piece, topk, compress_ratio,
-    q_stride_token, q_stride_head, weights_stride, table_stride, stride_page, stride_row, scales_stride, scores_stride,
+    q_stride_token, q_stride_head, weights_stride, table_stride, stride_page, stride_row, scores_stride,
     HEADS: tl.constexpr, BLOCK_HEADS: tl.constexpr, INDEX_DIM: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, HARDWARE_FP8: tl.constexpr,
 ):  # fmt: skip
@@ -107,15 +107,17 @@ def _index_scores_kernel(
                 pointers = (keys + (page_id * stride_page + row_ids * stride_row))[:, None] + dim[None, :]  # fmt: skip
             # Past the end these are other rows of real pages: their scores are not stored, so that they may hold anything.
             tile = tl.load(pointers)
-            if scales is not None:
-                scale = tl.load(scales + page_id * scales_stride + row_ids)
+            if keys.dtype.element_ty == tl.uint8:
+                # The scales of a page lie behind its keys.
+                scales = (keys + ROWS * stride_row).to(tl.pointer_type(tl.float32))
+                scale = tl.load(scales + page_id * (stride_page // 4) + row_ids)
                 tile = widen_e4m3(tile, q.dtype.element_ty, HARDWARE_FP8)
             products = tl.dot(
                 tile, q_tile, input_precision="ieee"
             )  # [BLOCK_N, BLOCK_T * BLOCK_HEADS]
             products = tl.maximum(products, 0.0) * weight
             score = tl.sum(tl.reshape(products, [BLOCK_N, BLOCK_T, BLOCK_HEADS]), 2)
-            if scales is not None:
+            if keys.dtype.element_ty == tl.uint8:
                 score *= scale[:, None]
             tl.store(
                 scores + row_of_token[None, :] + entries[:, None],
@@ -144,13 +146,14 @@ def _kth_largest(values, k):
 
 
 @triton.jit(
-    do_not_specialize=["num_seqs", "first_row", "num_entries", "level", "pieces", "next_pieces"]
-)
+    do_not_specialize=["num_seqs", "num_rows", "first_row", "num_entries", "level", "pieces", "next_pieces"]
+)  # fmt: skip
 def _index_select_kernel(
-    scores, values, ids, next_values, next_ids, out, lens, seq_lens, cu_seqlens_q,
-    num_seqs, first_row, num_entries, level, pieces, next_pieces, topk, compress_ratio, scores_stride, out_stride,
+    workspace, candidates, next_candidates, out, lens, seq_lens, cu_seqlens_q,
+    num_seqs, num_rows, first_row, num_entries, level, pieces, next_pieces, topk, compress_ratio, scores_stride, out_stride,
     BLOCK: tl.constexpr, BLOCK_TOPK: tl.constexpr,
 ):  # fmt: skip
+    """Select from a piece of scores, or of the candidates that begin at an element of the workspace, ``num_rows`` rows of them."""
     row = tl.program_id(0).to(tl.int64)
     piece = tl.program_id(1)
     token = first_row + tl.program_id(0)
@@ -163,42 +166,46 @@ def _index_select_kernel(
             tl.store(out_row + rank, tl.where(rank < visible, rank, -1), mask=rank < topk)
             tl.store(lens + token, visible)
         return
-    size = visible
-    for _ in range(0, level):
-        # A row of one piece was final at that level.
-        size = tl.where(size > BLOCK, (size + BLOCK - 1) // BLOCK * topk, 0)
-    if piece * BLOCK >= size:
-        return
+    # Without a workspace no query sees more than topk.
+    if workspace is not None:
+        size = visible
+        for _ in range(0, level):
+            # A row of one piece was final at that level.
+            size = tl.where(size > BLOCK, (size + BLOCK - 1) // BLOCK * topk, 0)
+        if piece * BLOCK >= size:
+            return
 
-    entry = piece * BLOCK + tl.arange(0, BLOCK)
-    live = entry < size
-    if scores is not None:
-        score = tl.load(scores + row * scores_stride + entry, mask=live, other=0.0)
-        value = tl.where(live, _ordered(score), 0)
-    else:
-        place = row * pieces * topk + entry
-        value = tl.load(values + place, mask=live, other=0).to(tl.uint32, bitcast=True)
-        entry = tl.load(ids + place, mask=live, other=0)
-    threshold = _kth_largest(value, topk)
-    # 0 is no score: what is past the end, and what a piece of fewer than topk left unused.
-    above = value > threshold
-    equal = (value == threshold) & (value > 0)
-    needed = topk - tl.sum(above.to(tl.int32), 0)
-    # One scan for two counts: those above in the high half, the equal ones in the low half.
-    counts = tl.cumsum((above.to(tl.int32) << 16) + equal.to(tl.int32), 0)
-    num_equal = counts & 0xFFFF
-    position = (counts >> 16) + tl.minimum(num_equal, needed) - 1
-    taken = above | (equal & (num_equal <= needed))
-    if size <= BLOCK:
-        tl.store(out_row + position, entry, mask=taken)
-        tl.store(lens + token, topk)
-    elif next_ids is not None:
-        target = (row * next_pieces + piece) * topk
-        tl.store(next_values + target + position, value.to(tl.int32, bitcast=True), mask=taken)
-        tl.store(next_ids + target + position, entry, mask=taken)
-        # The last piece may have fewer than topk.
-        unused = (rank >= tl.sum(taken.to(tl.int32), 0)) & (rank < topk)
-        tl.store(next_values + target + rank, 0, mask=unused)
+        entry = piece * BLOCK + tl.arange(0, BLOCK)
+        live = entry < size
+        if candidates is None:
+            score = tl.load(workspace + row * scores_stride + entry, mask=live, other=0.0)
+            value = tl.where(live, _ordered(score), 0)
+        else:
+            cells = workspace + candidates + row * pieces * topk + entry
+            value = tl.load(cells, mask=live, other=0.0).to(tl.uint32, bitcast=True)
+            cells += num_rows.to(tl.int64) * pieces * topk
+            entry = tl.load(cells, mask=live, other=0.0).to(tl.int32, bitcast=True)
+        threshold = _kth_largest(value, topk)
+        # 0 is no score: what is past the end, and what a piece of fewer than topk left unused.
+        above = value > threshold
+        equal = (value == threshold) & (value > 0)
+        needed = topk - tl.sum(above.to(tl.int32), 0)
+        # One scan for two counts: those above in the high half, the equal ones in the low half.
+        counts = tl.cumsum((above.to(tl.int32) << 16) + equal.to(tl.int32), 0)
+        num_equal = counts & 0xFFFF
+        position = (counts >> 16) + tl.minimum(num_equal, needed) - 1
+        taken = above | (equal & (num_equal <= needed))
+        if size <= BLOCK:
+            tl.store(out_row + position, entry, mask=taken)
+            tl.store(lens + token, topk)
+        elif next_candidates is not None:
+            kept = workspace + next_candidates + (row * next_pieces + piece) * topk
+            tl.store(kept + position, value.to(tl.float32, bitcast=True), mask=taken)
+            # The last piece may have fewer than topk.
+            unused = (rank >= tl.sum(taken.to(tl.int32), 0)) & (rank < topk)
+            tl.store(kept + rank, 0.0, mask=unused)
+            kept += num_rows.to(tl.int64) * next_pieces * topk
+            tl.store(kept + position, entry.to(tl.float32, bitcast=True), mask=taken)
 
 
 def topk(arguments: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -226,29 +233,17 @@ def prepare(call: IndexCall, arch: int, num_sms: int) -> list[Launch]:
     """
     plan, num_tokens = call.plan, call.q.shape[0]
     if not plan.query_numel:
-        return [_prepare_select(call, None, 0, num_tokens, 0, [])]
+        return [_prepare_select(call, None, 0, num_tokens, 0)]
     workspace = call.workspace
     if workspace is None:
         workspace = torch.empty(plan.workspace_numel, dtype=torch.float32, device=call.q.device)
-    scores, *candidates = _split(workspace, call)
     launches = []
     for first in range(0, num_tokens, max(1, plan.chunk)):
         last = min(first + plan.chunk, num_tokens)
-        launches.append(_prepare_scores(call, scores, first, last, arch, num_sms))
+        launches.append(_prepare_scores(call, workspace, first, last, arch, num_sms))
         for level in range(len(plan.pieces)):
-            launches.append(_prepare_select(call, scores, first, last, level, candidates))
+            launches.append(_prepare_select(call, workspace, first, last, level))
     return launches
-
-
-def _split(workspace: torch.Tensor, call: IndexCall) -> list[torch.Tensor]:
-    """The scores of a chunk, then the values and the ids that each level but the last leaves, in turn."""
-    plan = call.plan
-    sizes = [plan.row_numel]
-    for pieces in plan.pieces[:-1]:
-        sizes += [pieces * plan.topk] * 2
-    parts = workspace[: plan.workspace_numel].split([plan.chunk * size for size in sizes])
-    # The scores are where the workspace begins: no view of it has to be made for them.
-    return [workspace, *(part.view(torch.int32) for part in parts[1:])]
 
 
 def _prepare_scores(
@@ -274,7 +269,6 @@ def _prepare_scores(
             "q": call.q,
             "weights": call.weights,
             "keys": pages.data,  # where the keys begin, too
-            "scales": pages.scales if pages.fp8 else None,
             "scores": scores,
             "piece": piece,
             "last_row": last,
@@ -286,7 +280,6 @@ def _prepare_scores(
             "table_stride": call.block_table.stride(0),
             "stride_page": keys.stride(0),
             "stride_row": keys.stride(1),
-            "scales_stride": pages.scales.stride(0) if pages.fp8 else 0,
             "HEADS": num_heads,
             "BLOCK_HEADS": block_heads,
             "INDEX_DIM": pages.index_dim,
@@ -302,29 +295,21 @@ def _prepare_scores(
 
 
 def _prepare_select(
-    call: IndexCall,
-    scores: torch.Tensor | None,
-    first: int,
-    last: int,
-    level: int,
-    candidates: list[torch.Tensor],
+    call: IndexCall, workspace: torch.Tensor | None, first: int, last: int, level: int
 ) -> Launch:
     """The launch of one level of the selection for the queries [first, last)."""
     plan = call.plan
-    values, ids = candidates[2 * level - 2 : 2 * level] if level else (None, None)
     final = level == len(plan.pieces) - 1
-    next_values, next_ids = (None, None) if final else candidates[2 * level : 2 * level + 2]
     return Launch(
         _index_select_kernel,
         (last - first, plan.pieces[level]),
         {
-            "scores": None if level else scores,
-            "values": values,
-            "ids": ids,
-            "next_values": next_values,
-            "next_ids": next_ids,
+            "workspace": workspace,
+            "candidates": plan.candidates(level - 1) if level else None,
+            "next_candidates": None if final else plan.candidates(level),
             "out": call.out,
             "lens": call.lens,
+            "num_rows": plan.chunk,
             "level": level,
             "pieces": plan.pieces[level - 1] if level else 0,
             "next_pieces": plan.pieces[level],

@@ -2,11 +2,66 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from quire.kernels import _check
 from quire.kernels.mla.layout import DIMS, LatentPages
 from quire.kernels.ops import _implementation
+
+
+@dataclass(frozen=True)
+class LatentCall:
+    """The arguments of one call, checked when it is made; named and shaped as in ``write_latent``, which says what is raised."""
+
+    x: torch.Tensor
+    pages: LatentPages | None
+    slot_mapping: torch.Tensor | None
+    positions: torch.Tensor | None
+    cos_sin: torch.Tensor | None
+    norm_weight: torch.Tensor | None
+    eps: float
+    out: torch.Tensor | None
+
+    def __post_init__(self) -> None:
+        _check.expect_tensor("x", self.x, (None, None), _check.MODEL_DTYPES)
+        num_rows, head_dim = self.x.shape
+        if self.pages is not None:
+            if not isinstance(self.pages, LatentPages):
+                raise ValueError(
+                    f"pages: expected LatentPages or None, got {type(self.pages).__name__}"
+                )
+            _check.expect_tensor("x", self.x, (None, self.pages.head_dim), _check.MODEL_DTYPES)
+            check_device("pages", self.pages.data, self.x.device)
+            _check.expect_tensor(
+                "slot_mapping", self.slot_mapping, (num_rows,), torch.int64, device=self.x.device
+            )
+        elif self.out is None or self.slot_mapping is not None:
+            raise ValueError(
+                "pages: expected LatentPages, or None with out and without slot_mapping"
+            )
+        elif head_dim not in DIMS:
+            raise NotImplementedError(f"x: head_dim {head_dim} is not one of {list(DIMS)}")
+        if (self.positions is None) != (self.cos_sin is None):
+            missing = "positions" if self.positions is None else "cos_sin"
+            raise ValueError(f"{missing}: expected positions and cos_sin or neither, got None")
+        if self.positions is not None and self.cos_sin is not None:
+            _check.expect_tensor(
+                "positions", self.positions, (num_rows,), torch.int64, device=self.x.device
+            )
+            check_cos_sin(
+                self.cos_sin,
+                head_dim,
+                None if self.pages is None else self.pages.rope_dim,
+                self.x.device,
+            )
+        if self.norm_weight is not None:
+            check_norm(self.norm_weight, self.eps, head_dim, self.x.device)
+        if self.out is not None:
+            _check.expect_tensor(
+                "out", self.out, (num_rows, head_dim), self.x.dtype, device=self.x.device
+            )
 
 
 def write_latent(
@@ -55,46 +110,8 @@ def write_latent(
         return out
     from quire.kernels.mla import latent_torch
 
-    check_latent(**arguments)
-    latent_torch.write_latent(**arguments)
+    latent_torch.write_latent(LatentCall(**arguments))
     return out
-
-
-def check_latent(
-    x: torch.Tensor,
-    pages: LatentPages | None,
-    slot_mapping: torch.Tensor | None,
-    positions: torch.Tensor | None,
-    cos_sin: torch.Tensor | None,
-    norm_weight: torch.Tensor | None,
-    eps: float,
-    out: torch.Tensor | None,
-) -> None:
-    """Check the arguments of ``write_latent``, which says what they are and what is raised."""
-    _check.expect_tensor("x", x, (None, None), _check.MODEL_DTYPES)
-    num_rows, head_dim = x.shape
-    if pages is not None:
-        if not isinstance(pages, LatentPages):
-            raise ValueError(f"pages: expected LatentPages or None, got {type(pages).__name__}")
-        _check.expect_tensor("x", x, (None, pages.head_dim), _check.MODEL_DTYPES)
-        check_device("pages", pages.data, x.device)
-        _check.expect_tensor(
-            "slot_mapping", slot_mapping, (num_rows,), torch.int64, device=x.device
-        )
-    elif out is None or slot_mapping is not None:
-        raise ValueError("pages: expected LatentPages, or None with out and without slot_mapping")
-    elif head_dim not in DIMS:
-        raise NotImplementedError(f"x: head_dim {head_dim} is not one of {list(DIMS)}")
-    if (positions is None) != (cos_sin is None):
-        missing = "positions" if positions is None else "cos_sin"
-        raise ValueError(f"{missing}: expected positions and cos_sin or neither, got None")
-    if positions is not None and cos_sin is not None:
-        _check.expect_tensor("positions", positions, (num_rows,), torch.int64, device=x.device)
-        check_cos_sin(cos_sin, head_dim, None if pages is None else pages.rope_dim, x.device)
-    if norm_weight is not None:
-        check_norm(norm_weight, eps, head_dim, x.device)
-    if out is not None:
-        _check.expect_tensor("out", out, (num_rows, head_dim), x.dtype, device=x.device)
 
 
 def check_cos_sin(

@@ -4,25 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from quire.kernels.mla.layout import LatentPages
+from quire.kernels.mla.latent import LatentCall
 
 
-def write_latent(
-    x: torch.Tensor,
-    pages: LatentPages | None,
-    slot_mapping: torch.Tensor | None,
-    positions: torch.Tensor | None,
-    cos_sin: torch.Tensor | None,
-    norm_weight: torch.Tensor | None,
-    eps: float,
-    out: torch.Tensor | None,
-) -> None:
-    """Write checked arguments; shapes as in ``quire.kernels.mla.write_latent``."""
-    rows = norm_and_rotate(x, positions, cos_sin, norm_weight, eps)
-    if pages is not None and slot_mapping is not None:
-        pages.write(slot_mapping, rows)
-    if out is not None:
-        out.copy_(rows if pages is None else pages.seen(rows))
+def write_latent(call: LatentCall) -> None:
+    """Write what a checked call gives."""
+    rows = norm_and_rotate(call.x, call.positions, call.cos_sin, call.norm_weight, call.eps)
+    if call.pages is not None and call.slot_mapping is not None:
+        call.pages.write(call.slot_mapping, rows)
+    if call.out is not None:
+        call.out.copy_(rows if call.pages is None else call.pages.seen(rows))
 
 
 def norm_and_rotate(

@@ -14,14 +14,13 @@ Source: DeepSeek-V4, kv_norm and rotary embedding of the latent; FlashMLA's test
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 
 from quire.kernels import recipes
 from quire.kernels._launch import Launch
 from quire.kernels.mla import layout
-from quire.kernels.mla.latent import check_latent
+from quire.kernels.mla.latent import LatentCall
 from quire.kernels.mla.layout import IndexPages, LatentPages
 
 ELEMENTS_PER_PROGRAM = 2048
@@ -116,37 +115,38 @@ def stored(
     slot,
     live,
     pages,
-    rope,
-    scales,
     page_stride,
     row_stride,
     BLOCK_SIZE: tl.constexpr,
+    LATENTS: tl.constexpr,
     ROWS: tl.constexpr,
     DIM: tl.constexpr,
 ):
     """Write rows [ROWS, DIM] fp32 to their slots [ROWS] int64 where ``live``; returns them as a reader of the page sees them.
 
-    Plain pages: ``rope`` and ``scales`` are None. Quantised index keys: ``rope`` is None. The strides are those of ``pages``, which are the
-    e4m3 values of quantised pages; the other parts lie in the same bytes, so that their strides follow.
+    Pages of bytes are quantised, ``LATENTS`` or index keys; the strides are those of their e4m3 values.
     """
     page = (slot // BLOCK_SIZE)[:, None]
     row = (slot % BLOCK_SIZE)[:, None]
     write = live[:, None]
     dim = tl.arange(0, DIM)[None, :]
     cell = pages + page * page_stride + row * row_stride + dim
-    if scales is None:
+    scales = pages + BLOCK_SIZE * row_stride  # behind all rows of a page
+    if pages.dtype.element_ty != tl.uint8:
         kept = rows.to(pages.dtype.element_ty)
         tl.store(cell, kept, mask=write)
         rows = kept.to(tl.float32)
-    elif rope is None:
+    elif not LATENTS:
         rows, codes, exponent = quantised(rows, ROWS, DIM, DIM)
         tl.store(cell, codes, mask=write)
+        scales = scales.to(tl.pointer_type(tl.float32))
         tl.store(scales + page * (page_stride // 4) + row, _power_of_two(exponent), mask=write)
     else:
         roped = rows.to(tl.bfloat16)
         values, codes, exponent = quantised(rows, ROWS, DIM, QUANT_GROUP)
         is_rope = dim >= NOPE_DIM
         tl.store(cell, codes, mask=write & (dim < NOPE_DIM))
+        rope = pages.to(tl.pointer_type(tl.bfloat16)) + NOPE_DIM // 2
         rope_cell = rope + page * (page_stride // 2) + row * (row_stride // 2) + dim - NOPE_DIM
         tl.store(rope_cell, roped, mask=write & is_rope)
         # The group of the roped channels has no scale: its byte is padding, and zero.
@@ -165,8 +165,6 @@ def _write_latent_kernel(
     norm_weight,
     eps,
     pages,
-    rope,
-    scales,
     slot_mapping,
     out,
     num_rows,
@@ -176,6 +174,7 @@ def _write_latent_kernel(
     row_stride,
     out_stride,
     BLOCK_SIZE: tl.constexpr,
+    LATENTS: tl.constexpr,
     DIM: tl.constexpr,
     ROPE_DIM: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -201,11 +200,10 @@ def _write_latent_kernel(
             slot,
             write,
             pages,
-            rope,
-            scales,
             page_stride,
             row_stride,
             BLOCK_SIZE,
+            LATENTS,
             BLOCK_ROWS,
             DIM,
         )
@@ -217,17 +215,14 @@ def _write_latent_kernel(
 def page_arguments(pages: LatentPages | IndexPages | None) -> dict[str, Any]:
     """The arguments of ``stored`` that say where pages are, by name; None for no pages."""
     if pages is None:
-        return dict.fromkeys(("pages", "rope", "scales")) | dict.fromkeys(
-            ("page_stride", "row_stride", "BLOCK_SIZE"), 1
-        )
+        return {"pages": None, "page_stride": 1, "row_stride": 1, "BLOCK_SIZE": 1, "LATENTS": False}
     rows = pages.values if pages.fp8 else pages.data
     return {
         "pages": pages.data,  # where the rows begin, too
-        "rope": pages.rope if pages.fp8 and isinstance(pages, LatentPages) else None,
-        "scales": pages.scales if pages.fp8 else None,
         "page_stride": rows.stride(0),
         "row_stride": rows.stride(1),
         "BLOCK_SIZE": pages.storage_block_size,
+        "LATENTS": pages.fp8 and isinstance(pages, LatentPages),
     }
 
 
@@ -237,21 +232,12 @@ def write(arguments: dict[str, Any]) -> None:
 
 
 def _checked(arguments: dict[str, Any]) -> tuple[dict[str, Any], list[Launch]]:
-    check_latent(**arguments)
-    return arguments, [prepare(**arguments | {"eps": float(arguments["eps"])})]
+    return arguments, [prepare(LatentCall(**arguments))]
 
 
-def prepare(
-    x: torch.Tensor,
-    pages: LatentPages | None,
-    slot_mapping: torch.Tensor | None,
-    positions: torch.Tensor | None,
-    cos_sin: torch.Tensor | None,
-    norm_weight: torch.Tensor | None,
-    eps: float,
-    out: torch.Tensor | None,
-) -> Launch:
-    """The launch that writes checked arguments; shapes as in ``quire.kernels.mla.write_latent``."""
+def prepare(call: LatentCall) -> Launch:
+    """The launch of a checked call."""
+    x, cos_sin, out = call.x, call.cos_sin, call.out
     num_rows, dim = x.shape
     block_rows = max(1, ELEMENTS_PER_PROGRAM // dim)
     return Launch(
@@ -259,17 +245,17 @@ def prepare(
         (triton.cdiv(num_rows, block_rows),),
         {
             "x": x,
-            "positions": positions,
+            "positions": call.positions,
             "cos_sin": cos_sin,
-            "norm_weight": norm_weight,
-            "eps": eps,
-            "slot_mapping": slot_mapping,
+            "norm_weight": call.norm_weight,
+            "eps": float(call.eps),
+            "slot_mapping": call.slot_mapping,
             "out": out,
             "num_rows": num_rows,
             "x_stride": x.stride(0),
             "cos_sin_stride": 0 if cos_sin is None else cos_sin.stride(0),
             "out_stride": 0 if out is None else out.stride(0),
-            **page_arguments(pages),
+            **page_arguments(call.pages),
             "DIM": dim,
             "ROPE_DIM": 0 if cos_sin is None else cos_sin.shape[1],
             "BLOCK_ROWS": block_rows,

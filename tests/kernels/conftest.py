@@ -6,11 +6,11 @@ import torch
 
 @pytest.fixture(autouse=True)
 def poisoned_empty(monkeypatch):
-    """``torch.empty`` and ``torch.empty_like`` give NaN."""
-    empty, empty_like = torch.empty, torch.empty_like
+    """``torch.empty`` and its like give NaN."""
 
     def poison(tensor):
         return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
 
-    monkeypatch.setattr(torch, "empty", lambda *a, **k: poison(empty(*a, **k)))
-    monkeypatch.setattr(torch, "empty_like", lambda *a, **k: poison(empty_like(*a, **k)))
+    for name in ("empty", "empty_like", "empty_strided"):
+        made = getattr(torch, name)
+        monkeypatch.setattr(torch, name, lambda *a, made=made, **k: poison(made(*a, **k)))

@@ -20,9 +20,12 @@ from quire.kernels import (
 from quire.kernels.configs import Config
 from quire.kernels.mla import (
     LatentPages,
+    compress,
+    compress_triton,
     compressed_attention,
     compressed_triton,
     dense_triton,
+    flash_mla_with_kvcache,
     index_topk,
     indexer_triton,
     latent_triton,
@@ -79,10 +82,7 @@ def test_a_second_call_computes_with_its_own_tensors(case, given, monkeypatch):
         out = attend(batch, **more)
         assert_within_budget(f"call {seed}", out, plain, exact)
         (recipe,) = recipes._REMEMBERED.values()
-        assert all(
-            view.elements is None or name == "partial_lse"
-            for name, (_, view) in recipe.views.items()
-        )
+        assert not recipe.views
         if given:
             assert out is more["out"]
         monkeypatch.setattr(paged, "check_attention", None)  # the first call's check serves all
@@ -287,8 +287,64 @@ def test_latent_writes_are_remembered(fp8, monkeypatch):
         everywhere = torch.arange(8)
         assert pages.read(everywhere).equal(expected.read(everywhere))
         assert out.float().equal(pages.seen(x))
-        monkeypatch.setattr(latent_triton, "check_latent", None)
+        monkeypatch.setattr(latent_triton, "LatentCall", None)
     assert remembered() == 1
+
+
+@pytest.mark.parametrize("ring", [8, 7])
+def test_compressions_are_remembered(ring, monkeypatch):
+    """In one launch, and in two where the ring is full; the second step reads the rows that the first one kept."""
+    states = torch.zeros(2, 3, ring, 2, 32)
+    generator = torch.Generator().manual_seed(ring)
+    seen = []
+    for length in (4, 8):
+        rows = torch.randn(4, 2, 32, generator=generator).to(BF16)
+        for state, impl in zip(states, ("triton", "torch"), strict=True):
+            pages = LatentPages(torch.zeros(3, 4, 16), 4, 16, 8)
+            compress(
+                rows[:, 0], rows[:, 1], torch.ones(4, 32), state, torch.tensor([1], dtype=torch.int32),
+                torch.tensor([length], dtype=torch.int32), torch.tensor([0, 4], dtype=torch.int32), ratio=4, overlap=True,
+                norm_weight=torch.ones(16), cos_sin=torch.rand(20, 8, generator=torch.Generator().manual_seed(length)),
+                pages=pages, slot_mapping=torch.arange(4) + length, max_seqlen_q=4, impl=impl,
+            )  # fmt: skip
+            seen.append(pages.data)
+        torch.testing.assert_close(seen[-2], seen[-1])
+        torch.testing.assert_close(states[0], states[1])
+        assert (seen[-1] != 0).any(-1).sum() == 1
+        monkeypatch.setattr(compress_triton, "CompressCall", None)
+    assert remembered() == 1
+
+
+@pytest.mark.parametrize("q_len", [1, 2])
+@pytest.mark.parametrize("given", [False, True])
+def test_flash_mla_calls_are_remembered(q_len, given, monkeypatch):
+    monkeypatch.setattr(compressed_triton, "_device", lambda tensor: (90, 8))  # several pieces
+    for seed in (1, 2):
+        generator = torch.Generator().manual_seed(seed)
+        # Of a larger tensor: tokens of a sequence lie evenly, sequences do not.
+        q = torch.randn(2, 3, 4, 512, generator=generator).to(BF16)[:, :q_len]
+        cache = torch.randn(2, 256, 1, 512, generator=generator).to(BF16)[:, 8 * seed :][:, :200]
+        call = {
+            "q": q, "k_cache": cache, "block_table": None, "cache_seqlens": None, "head_dim_v": 512,
+            "indices": torch.randint(0, 400, (2, q_len, 300), generator=generator, dtype=torch.int32),
+            "topk_length": torch.tensor([300 - seed, 0], dtype=torch.int32),
+        }  # fmt: skip
+        expected, expected_lse = flash_mla_with_kvcache(**call, impl="torch")
+        more = {"out": torch.empty_like(expected), "workspace": torch.empty(10**6)} if given else {}
+        out, lse = flash_mla_with_kvcache(**call, **more, impl="triton")
+        assert not given or out is more["out"]
+        torch.testing.assert_close(out, expected, rtol=0.02, atol=0.02)
+        torch.testing.assert_close(lse, expected_lse, rtol=1e-4, atol=1e-4)
+        assert (lse[1] == torch.inf).all()
+    assert remembered() == 1
+
+
+def test_a_copy_of_an_argument_is_not_remembered():
+    """Of later calls the launches would see the tensor of the first one."""
+    q = torch.zeros(2, 3)
+    with pytest.raises(AssertionError):
+        recipes._view(q.clone(), q)
+    assert recipes._view(q[:], q) is None
 
 
 def test_pages_of_another_format_are_another_call():
