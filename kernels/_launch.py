@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from triton.runtime import JITFunction
 
+# Triton 3.10 will not fuse multiplications and additions unless told to, and 3.9 warns of that.
+OPTIONS = {"enable_fp_fusion": True}
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -26,7 +29,7 @@ class Launch:
 def launch(kernel: JITFunction, grid: tuple[int, ...], arguments: dict[str, Any]) -> None:
     """``Launch(kernel, grid, arguments).run()``."""
     if min(grid) > 0:
-        kernel[grid](**arguments)
+        kernel[grid](**arguments, **OPTIONS)
 
 
 def partials(

@@ -163,6 +163,19 @@ def run(
     return arguments.get("out")
 
 
+def at_16_bytes(*values: Any) -> bool:
+    """Whether the tensors among ``values``, pages too, start at multiples of 16 bytes. A call goes by it as much as by its strides."""
+    tensors = (value.data if isinstance(value, PAGES) else value for value in values)
+    return all(t.data_ptr() % 16 == 0 for t in tensors if isinstance(t, Tensor))
+
+
+def rows_at_16_bytes(*values: Any) -> bool:
+    """Whether also all of their rows do, those of quantised pages at their fixed sizes."""
+    tensors = [value.data if isinstance(value, PAGES) else value for value in values]
+    strides = [stride * t.itemsize for t in tensors if t is not None for stride in t.stride()[:-1]]
+    return at_16_bytes(*values) and all(stride % 16 == 0 for stride in strides)
+
+
 def forget() -> None:
     """Forget all calls."""
     _REMEMBERED.clear()

@@ -57,6 +57,7 @@ def attend_keys(
     low, context, num_raw, num_entries, first, stop, sliding_window, ratio, scale,
     WINDOW_ROWS: tl.constexpr, ENTRY_ROWS: tl.constexpr, SLOTS: tl.constexpr, HARDWARE_E4M3: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, SWAP: tl.constexpr, ONE_TOKEN: tl.constexpr, DIVIDE: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Run the online softmax over the keys [first, stop) of a query tile.
 
@@ -64,7 +65,8 @@ def attend_keys(
     the raw position ``context``. window_list, entry_table: the sequence's block tables. low: position of key 0; num_raw: keys that are raw
     positions; num_entries: entries that the last row of the tile sees. picks: entry of each key from num_raw on, None = the entries in order.
 
-    SLOTS: the keys come as lists of physical rows instead, window_list and picks; whatever they name is visible.
+    SLOTS: the keys come as lists of physical rows instead, window_list and picks; whatever they name is visible. ALIGNED: pages and fresh rows
+    start at multiples of 16 bytes, which Triton 3.9 forgets of one that is chosen from two.
     """
     offs_n = tl.arange(0, BLOCK_N)
     dim = tl.arange(0, HEAD_DIM)
@@ -78,7 +80,8 @@ def attend_keys(
         WINDOW_ROWS, ENTRY_ROWS, SLOTS,
     )  # fmt: skip
     entry = _load_entry(x + BLOCK_N, stop, num_raw, picks, SLOTS)
-    for start in tl.range(first, stop, BLOCK_N, disable_licm=True):
+    # Unless products are swapped, what is hoisted costs more registers than it saves work.
+    for start in tl.range(first, stop, BLOCK_N, disable_licm=not SWAP):
         x = start + offs_n
         raw = x < num_raw
         key_position = low + x
@@ -99,12 +102,20 @@ def attend_keys(
                 first_scale = tl.where(raw, first_scale, ENTRY_ROWS * ROW_BYTES)
                 entry_pages = entries + (place // ENTRY_ROWS).to(tl.int64) * entry_stride_page
                 pages = tl.where(raw, pages, entry_pages)
+                if ALIGNED:
+                    pages = tl.multiple_of(pages, 16)
+                    offset = tl.multiple_of(
+                        offset, 16 // pages.dtype.element_ty.primitive_bitwidth * 8
+                    )
+                    first_scale = tl.multiple_of(first_scale, 16)
             rows = pages + offset
             scales = pages + (first_scale + row * SCALE_BYTES)
         if fresh is not None:
             fresh_rows = fresh + (key_position - context).to(tl.int64) * fresh_stride
             if window is not None:
                 rows = tl.where(raw & (key_position >= context), fresh_rows, rows)
+                if ALIGNED:
+                    rows = tl.multiple_of(rows, 16)
             else:
                 rows = fresh_rows
         if FP8:

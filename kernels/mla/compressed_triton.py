@@ -105,6 +105,7 @@ def _attend_query_tile(
     sliding_window, ratio, scale,
     WINDOW_ROWS: tl.constexpr, ENTRY_ROWS: tl.constexpr, SLOTS: tl.constexpr, HARDWARE_E4M3: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWAP: tl.constexpr, ONE_TOKEN: tl.constexpr, DIVIDE: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Attend for one query tile to a piece of its keys.
 
@@ -143,7 +144,7 @@ def _attend_query_tile(
         window_pages, None if SEPARATE else kv, compressed_pages, window_list, compressed_table, picks,
         window_width, window_stride_page, window_stride_row, kv_stride, compressed_stride_page, compressed_stride_row,
         low, context, num_raw, num_entries, first, stop, sliding_window, ratio, scale,
-        WINDOW_ROWS, ENTRY_ROWS, SLOTS, HARDWARE_E4M3, HEAD_DIM, BLOCK_N, SWAP, ONE_TOKEN, DIVIDE,
+        WINDOW_ROWS, ENTRY_ROWS, SLOTS, HARDWARE_E4M3, HEAD_DIM, BLOCK_N, SWAP, ONE_TOKEN, DIVIDE, ALIGNED,
     )  # fmt: skip
     if SEPARATE:
         low = tl.maximum(low, context)
@@ -153,7 +154,7 @@ def _attend_query_tile(
             None, kv, None, None, None, None,
             1, 0, 0, kv_stride, 0, 0,
             low, context, num_raw, 0, 0, num_raw, sliding_window, 1, scale,
-            1, 1, False, HARDWARE_E4M3, HEAD_DIM, BLOCK_N, SWAP, ONE_TOKEN, DIVIDE,
+            1, 1, False, HARDWARE_E4M3, HEAD_DIM, BLOCK_N, SWAP, ONE_TOKEN, DIVIDE, ALIGNED,
         )  # fmt: skip
     return acc, row_max, row_sum
 
@@ -169,6 +170,7 @@ def _compressed_prefill_kernel(
     NUM_HEADS: tl.constexpr, BLOCK_Q: tl.constexpr, HEADS: tl.constexpr, HEAD_TILES: tl.constexpr,
     WINDOW_ROWS: tl.constexpr, ENTRY_ROWS: tl.constexpr, HARDWARE_E4M3: tl.constexpr,
     HEAD_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWAP: tl.constexpr, DIVIDE: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):  # fmt: skip
     head_tile = tl.program_id(0) % HEAD_TILES
     # Later tiles of a sequence see more keys; they start first, so that no long tile runs alone at the end.
@@ -200,7 +202,7 @@ def _compressed_prefill_kernel(
         window_pages, kv, compressed_pages, window_list + seq.to(tl.int64) * window_list_stride, compressed_table, picks, 0, num_picks,
         window_width, window_stride_page, window_stride_row, kv_stride, compressed_stride_page, compressed_stride_row,
         sliding_window, ratio, scale,
-        WINDOW_ROWS, ENTRY_ROWS, False, HARDWARE_E4M3, HEAD_DIM, BLOCK_M, BLOCK_N, SWAP, BLOCK_Q == 1, DIVIDE,
+        WINDOW_ROWS, ENTRY_ROWS, False, HARDWARE_E4M3, HEAD_DIM, BLOCK_M, BLOCK_N, SWAP, BLOCK_Q == 1, DIVIDE, ALIGNED,
     )  # fmt: skip
     out_rows = _row_pointers(out, tile_token, first_head, token, head, out_stride_token, out_stride_head)  # fmt: skip
     lse_rows = None
@@ -226,7 +228,7 @@ def _compressed_decode_kernel(
     NUM_HEADS: tl.constexpr, BLOCK_Q: tl.constexpr, HEADS: tl.constexpr, HEAD_TILES: tl.constexpr,
     WINDOW_ROWS: tl.constexpr, ENTRY_ROWS: tl.constexpr, SLOTS: tl.constexpr, HARDWARE_E4M3: tl.constexpr,
     HEAD_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWAP: tl.constexpr, DIVIDE: tl.constexpr,
-    MIN_KEYS: tl.constexpr,
+    ALIGNED: tl.constexpr, MIN_KEYS: tl.constexpr,
 ):  # fmt: skip
     head_tile = tl.program_id(0) % HEAD_TILES
     item = tl.program_id(0) // HEAD_TILES
@@ -273,7 +275,7 @@ def _compressed_decode_kernel(
         window_len, num_picks,
         window_width, window_stride_page, window_stride_row, kv_stride, compressed_stride_page, compressed_stride_row,
         sliding_window, ratio, scale,
-        WINDOW_ROWS, ENTRY_ROWS, SLOTS, HARDWARE_E4M3, HEAD_DIM, BLOCK_M, BLOCK_N, SWAP, BLOCK_Q == 1, DIVIDE,
+        WINDOW_ROWS, ENTRY_ROWS, SLOTS, HARDWARE_E4M3, HEAD_DIM, BLOCK_M, BLOCK_N, SWAP, BLOCK_Q == 1, DIVIDE, ALIGNED,
     )  # fmt: skip
     if pieces == 1:
         out_rows = _row_pointers(out, tile_token, first_head, token, head, out_stride_token, out_stride_head)  # fmt: skip
@@ -351,7 +353,7 @@ def _compressed_merge_kernel(
 
 def attention(arguments: dict[str, Any]) -> torch.Tensor:
     """Check and launch ``compressed_attention(**arguments)``; returns ``out``. Calls that look alike are checked once (``recipes``)."""
-    return recipes.run(select_config, arguments, _prepared)
+    return recipes.run((select_config, _aligned(arguments)), arguments, _prepared)
 
 
 def _prepared(arguments: dict[str, Any]) -> tuple[dict[str, Any], list[Launch]]:
@@ -373,7 +375,13 @@ def attend_slots(
         call = checked(**arguments)
         return arguments | returned(call, arguments["q"]), prepare(call, *_device(call.q))
 
-    recipes.run((select_config, "slots"), arguments, prepared)
+    recipes.run((select_config, "slots", _aligned(arguments)), arguments, prepared)
+
+
+def _aligned(arguments: dict[str, Any]) -> bool:
+    return recipes.at_16_bytes(
+        *(arguments.get(name) for name in ("window_pages", "kv", "compressed_pages"))
+    )
 
 
 def prepare(call: CompressedCall, arch: int, num_sms: int) -> list[Launch]:
@@ -453,6 +461,7 @@ def _shared_arguments(call: CompressedCall, config: CompressedConfig, arch: int)
         "BLOCK_N": config.block_n,
         "SWAP": config.swap,
         "DIVIDE": config.divide,
+        "ALIGNED": recipes.rows_at_16_bytes(window, call.kv, entries),
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
         # 16 warps have to share the 65536 registers of a multiprocessor.

@@ -93,11 +93,12 @@ PREFILL_ROWS = {2: 64, 4: 16}
 def _attend_query_tile(
     q_rows, live, position, pages, kv, table, width, stride_page, stride_row, kv_stride, low, high, context, scale,
     HEAD_DIM_V: tl.constexpr, ROPE_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SWAP: tl.constexpr, DIVIDE: tl.constexpr,
+    SWAP: tl.constexpr, DIVIDE: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Attend for one query tile to the keys [low, high), of which those from ``context`` on are fresh rows if there are any.
 
-    q_rows, live, position: [BLOCK_M] pointer, liveness and int32 position of each row. low is a multiple of BLOCK_N.
+    q_rows, live, position: [BLOCK_M] pointer, liveness and int32 position of each row. low is a multiple of BLOCK_N. ALIGNED: pages
+    and fresh rows start at multiples of 16 bytes, which Triton 3.9 forgets of one that is chosen from two.
     """
     offs_n = tl.arange(0, BLOCK_N)
     dim = tl.arange(0, HEAD_DIM_V)
@@ -114,11 +115,14 @@ def _attend_query_tile(
     if kv is not None:
         paged_high = tl.minimum(high, context)
     page = _load_page(table, width, low // BLOCK_N, low, paged_high, BLOCK_SIZE, BLOCK_N)
-    for start in tl.range(low, high, BLOCK_N, disable_licm=True):
+    # Unless products are swapped, what is hoisted costs more registers than it saves work.
+    for start in tl.range(low, high, BLOCK_N, disable_licm=not SWAP):
         key = start + offs_n
         rows = pages + (page.to(tl.int64) * stride_page + key % BLOCK_SIZE * stride_row)
         if kv is not None:
             rows = tl.where(key < context, rows, kv + (key - context).to(tl.int64) * kv_stride)
+            if ALIGNED:
+                rows = tl.multiple_of(rows, 16)
         # What lies in rows that are not live may be NaN: 0 * NaN would reach the output.
         read = (key < high)[:, None]
         latents = tl.load(rows[:, None] + dim[None, :], mask=read, other=0.0)
@@ -156,7 +160,7 @@ def _mla_prefill_kernel(
     q_stride_token, q_stride_head, out_stride_token, out_stride_head, lse_stride_head, table_stride, stride_page, stride_row, kv_stride,
     NUM_HEADS: tl.constexpr, BLOCK_Q: tl.constexpr, HEADS: tl.constexpr, HEAD_TILES: tl.constexpr,
     HEAD_DIM_V: tl.constexpr, ROPE_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SWAP: tl.constexpr, DIVIDE: tl.constexpr,
+    SWAP: tl.constexpr, DIVIDE: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     head_tile = tl.program_id(0) % HEAD_TILES
     # Later tiles of a sequence see more keys; they start first, so that no long tile runs alone at the end.
@@ -177,7 +181,7 @@ def _mla_prefill_kernel(
     acc, row_max, row_sum = _attend_query_tile(
         q_rows, live, context + q_first + token, pages, kv, block_table + seq.to(tl.int64) * table_stride, width,
         stride_page, stride_row, kv_stride, 0, high, context, scale,
-        HEAD_DIM_V, ROPE_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, SWAP, DIVIDE,
+        HEAD_DIM_V, ROPE_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, SWAP, DIVIDE, ALIGNED,
     )  # fmt: skip
     out_rows = _row_pointers(out, tile_token, first_head, token, head, out_stride_token, out_stride_head)  # fmt: skip
     lse_rows = None
@@ -193,7 +197,7 @@ def _mla_decode_kernel(
     q_stride_token, q_stride_head, out_stride_token, out_stride_head, lse_stride_head, table_stride, stride_page, stride_row, kv_stride,
     NUM_HEADS: tl.constexpr, BLOCK_Q: tl.constexpr, HEADS: tl.constexpr, HEAD_TILES: tl.constexpr,
     HEAD_DIM_V: tl.constexpr, ROPE_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SWAP: tl.constexpr, DIVIDE: tl.constexpr, MIN_TOKENS: tl.constexpr,
+    SWAP: tl.constexpr, DIVIDE: tl.constexpr, ALIGNED: tl.constexpr, MIN_TOKENS: tl.constexpr,
 ):  # fmt: skip
     FRESH: tl.constexpr = kv is not None
     head_tile = tl.program_id(0) % HEAD_TILES
@@ -232,7 +236,7 @@ def _mla_decode_kernel(
     acc, row_max, row_sum = _attend_query_tile(
         q_rows, live, context + token, pages, kv, block_table + seq.to(tl.int64) * table_stride, width,
         stride_page, stride_row, kv_stride, low, high, context, scale,
-        HEAD_DIM_V, ROPE_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, SWAP, DIVIDE,
+        HEAD_DIM_V, ROPE_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, SWAP, DIVIDE, ALIGNED,
     )  # fmt: skip
     if pieces == 1:
         out_rows = _row_pointers(out, first_token, first_head, token, head, out_stride_token, out_stride_head)  # fmt: skip
@@ -249,7 +253,8 @@ def _mla_decode_kernel(
 
 def attention(arguments: dict[str, Any]) -> torch.Tensor:
     """Check and launch ``mla_attention(**arguments)``; returns ``out``. Calls that look alike are checked once (``recipes``)."""
-    return recipes.run(select_config, arguments, _prepared)
+    aligned = recipes.at_16_bytes(arguments["pages"], arguments["kv"])
+    return recipes.run((select_config, aligned), arguments, _prepared)
 
 
 def _prepared(arguments: dict[str, Any]) -> tuple[dict[str, Any], list[Launch]]:
@@ -332,6 +337,7 @@ def _shared_arguments(call: MlaCall, rows: int, arch: int) -> dict[str, Any]:
         "BLOCK_N": config.block_n,
         "SWAP": config.swap,
         "DIVIDE": config.divide,
+        "ALIGNED": recipes.rows_at_16_bytes(call.pages, call.kv),
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
         "maxnreg": MAX_REGISTERS,

@@ -387,3 +387,62 @@ def test_the_memory_is_bounded(monkeypatch):
     for q_len in (1, 2, 3, 4):
         attend(make_batch(AttentionCase("", [5], [q_len], dtype=BF16)))
         assert remembered() <= 2
+
+
+def one_further(tensor):
+    """The same values and strides, one element further on in memory."""
+    size = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    memory = tensor.new_zeros(tensor.storage_offset() + size + 1)
+    return memory.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset() + 1).copy_(
+        tensor
+    )
+
+
+@pytest.mark.parametrize(
+    "name", ["pages", "kv", "window_pages", "compressed_pages", "compressed kv"]
+)
+def test_rows_at_16_bytes_are_told_from_others(name, monkeypatch):
+    """Kernels are told what alignment they can count on; nothing remembered of an aligned call serves one that is not."""
+    dense = name in ("pages", "kv")
+    launched = []
+    original = _launch.launch
+
+    def launch(kernel, grid, arguments):
+        launched.append(arguments.get("ALIGNED"))
+        original(kernel, grid, arguments)
+
+    monkeypatch.setattr(_launch, "launch", launch)
+    for odd in (False, True, False):
+        if dense:
+            batch = make_mla_batch(MlaCase("a", [40], [2], dtype=BF16))
+        else:
+            batch = compressed_cases.make_batch(
+                dataclasses.replace(COMPRESSED[0], seq_lens=[40], q_lens=[2], num_decodes=None)
+            )
+        if odd:
+            value = batch[name.split()[-1]]
+            pages = isinstance(value, LatentPages)
+            moved = one_further(value.data if pages else value)
+            batch[name.split()[-1]] = dataclasses.replace(value, data=moved) if pages else moved
+        launched.clear()
+        if dense:
+            out, reference = (
+                mla_attention(**batch, impl="triton"),
+                mla_reference(batch, torch.float64)[0],
+            )
+        else:
+            out, reference = (
+                compressed_attention(**batch, impl="triton"),
+                compressed_cases.exactly(batch, torch.float64)[0],
+            )
+        torch.testing.assert_close(
+            out.double().cpu(), reference, rtol=0.02, atol=0.02, equal_nan=True
+        )
+        assert {a for a in launched if a is not None} == {not odd}
+
+
+def test_rows_between_16_bytes_are_not_called_aligned(monkeypatch):
+    batch = make_mla_batch(MlaCase("tail", [40], [2], dtype=BF16, tail=1))
+    assert not recipes.rows_at_16_bytes(batch["pages"]) and recipes.at_16_bytes(batch["pages"])
+    batch = make_mla_batch(MlaCase("tail", [40], [2], dtype=BF16, tail=8))
+    assert recipes.rows_at_16_bytes(batch["pages"], batch["kv"], None)
