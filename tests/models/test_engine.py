@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quire.models import report
-from quire.models.configs import get_config
+from quire.models.configs import FULL, SLIDING, get_config
 from quire.models.request import SamplingParams
 from quire.models.runner import Engine, EngineConfig
 from quire.models.scheduler import SchedulerPolicy
@@ -423,7 +423,8 @@ def test_bad_settings():
 
 def test_triton_kernels_drive_the_engine():
     """Chunks, decodes and a prefix hit; few tokens, because without a GPU the kernels run in Triton's interpreter."""
-    run = Recorder(build("gemma4-tiny"), impl="triton", max_num_batched_tokens=24)
+    few = replace(get_config("gemma4-tiny"), layer_types=(SLIDING, FULL))
+    run = Recorder(random_model(few, device=DEVICE), impl="triton", max_num_batched_tokens=24)
     ids = [run.add(prompt(19), max_tokens=2), run.add(prompt(10, seed=1), max_tokens=3)]
     run.run()
     ids.append(run.add(prompt(19), max_tokens=2))

@@ -1,14 +1,17 @@
 """Keys and values in e4m3 pages, end to end: logits are those of a model whose attention sees just the rows of earlier steps quantised."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from quire.kernels import quant
 from quire.models.attention import DenseAttend
 from quire.models.cache import PagePool, cache_groups, token_bytes
-from quire.models.configs import CONFIGS, FULL
+from quire.models.configs import CONFIGS, FULL, SLIDING, get_config
 from quire.models.memory import model_cache
 from quire.models.runner import Engine, EngineConfig
+from quire.models.weights import random_model
 from tests.models.test_engine import DEVICE, TOLERANCE, Recorder, build, prompt
 
 E4M3 = torch.float8_e4m3fn
@@ -179,7 +182,11 @@ def test_tokens_computed_once_more_take_cached_rows():
 
 @pytest.mark.parametrize("name", ["gemma4-tiny", "gemma4-e-tiny"])
 def test_triton_kernels_with_an_fp8_cache(name):
-    model = build(name)
+    config = get_config(name)
+    shared = min(2, config.num_kv_shared_layers)
+    layers = (SLIDING, FULL) * (1 + shared // 2)
+    few = replace(config, layer_types=layers, num_kv_shared_layers=shared)
+    model = random_model(few, device=DEVICE)
     run, request_id, sequence, lengths = run_alone(model, prompt(30), 3, impl="triton", max_num_batched_tokens=20)  # fmt: skip
     expected = stepped(model, sequence, lengths, as_e4m3)[29:]
     assert (torch.stack(run.logits[request_id]) - expected).abs().max().item() < TOLERANCE

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from quire.models import generate
 from quire.models import llm as llm_module
@@ -266,6 +267,9 @@ def test_prompts_files_and_stdin(capsys, tmp_path, monkeypatch):
         monkeypatch.setattr(sys, "stdin", stdin)
         assert generate.main(base) == 0
     assert capsys.readouterr().out == expected
+    threads = torch.get_num_threads()
+    assert generate.main([*base, "--prompt", "hello", "--threads", str(threads + 1)]) == 0
+    assert capsys.readouterr().out == expected and torch.get_num_threads() == threads
     assert generate.main([*base, "--prompt", "hello", "--prompt", "hello", "--n", "2"]) == 0
     assert capsys.readouterr().out == 4 * expected  # greedy samples are equal
     sampled = [*base, "--prompt", "hello", "--temperature", "2", "--seed"]
