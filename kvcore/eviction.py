@@ -21,7 +21,6 @@ from typing import Protocol
 from .hashing import KEY_BYTES
 
 DOUBT = 5.0  # imagined entries of a kind, of the mean share: it has to show that it differs
-SELDOM = 0.1  # superseded entries are returned to so much less often, until it is known
 LOOKS = 64  # new entries looked at for each eviction or prompt: about 0.3 ms
 ENOUGH = 32  # returns from which a habit is known
 RARE = 16  # a reason for one return in so many, or fewer, is none
@@ -389,7 +388,7 @@ class Visit:
 class Record:
     """What `Adaptive` remembers of an entry, cached or evicted."""
 
-    __slots__ = ("entry", "kind", "last_used", "open", "since", "visit")
+    __slots__ = ("entry", "kind", "last_used", "open", "since", "stand", "visit")
 
     def __init__(self) -> None:
         self.entry: Entry | None = None  # while it is filed
@@ -398,22 +397,41 @@ class Record:
         self.since = 0  # prompt since which it has this kind, or was used
         self.last_used = -1
         self.open = False  # no prompt returned to it since
+        self.stand: Record | None = None  # an evicted longer entry whose returns it serves
+
+    @property
+    def later(self) -> bool:
+        """Its prompt goes on with an earlier one."""
+        return self.visit is not None and self.visit.later
+
+
+def hazard(share: float, half: float, age: float) -> float:
+    """Returns per prompt to an entry that none returned to so far.
+
+    A `share` of its kind is returned to at all, half of these within `half` prompts, with a long tail (log-logistic, shape 1): an old entry is
+    less and less likely to be one of them.
+    """
+    left = share * half / (half + age)
+    return left / ((half + age) * (1 - share + left))
 
 
 class Adaptive:
     """The entry goes first that is expected to save least per page and time, as this traffic shows.
 
     Saved per page is what can be seen: the segments that a hit on the entry saves over the next shorter one, for the pages
-    that its eviction frees; its root counts, as both change when neighbours come and go. How soon a hit comes is learned, for each kind of entry: ``share / (patience * wait + age)``, with the
-    share of its kind that prompts return to, the mean time that takes, and the time since the entry was made or used. (This is
-    the hazard of a Lomax distribution: at first age says little, later half as much is expected at twice the age.) The kinds:
+    that its eviction frees. How soon a hit comes is learned for each kind of entry, from the share of its kind that prompts return
+    to, the mean time that takes, and the time since the entry was made or used (see `hazard`). The kinds:
 
     * why the prompt left the entry: its `end`, an `edited` end, a `junction`, the end of the `answer`, or else `inside`;
-    * `superseded`: a later prompt goes on with that one, and leaves entries of its own;
+    * `superseded`: a later prompt went on from here, and left entries of its own;
+    * `passed`: a later prompt went on from another entry of the same prompt;
     * `shared`: a prompt that mostly differs starts with it;
 
     each apart for prompts that begin a conversation and for those that go on with one. Keys are remembered longer than their
     entries, so that a prompt shows what it would have returned to had all been kept. Where nothing differs, this is LRU.
+
+    Who returns to an evicted entry is served by the next shorter one: that one stands in, and is as likely to be hit as the likeliest
+    that it stands in for.
 
     Entries of one kind and about the same savings wait in one queue; only the heads of the queues are compared, and entries are
     looked at when the first eviction or prompt after them comes, so that filing one costs next to nothing.
@@ -422,11 +440,11 @@ class Adaptive:
     of reuse; ARC for learning from what was evicted.
 
     Args:
-        patience: mean waits in which age says little.
+        patience: mean waits after which half of those who return have done so.
         memory: keys remembered, as a multiple of the cached entries.
     """
 
-    def __init__(self, patience: float = 2.0, memory: float = 16.0) -> None:
+    def __init__(self, patience: float = 3.0, memory: float = 16.0) -> None:
         if not (patience >= 0 and memory >= 1):
             raise ValueError(
                 f"patience, memory: expected >= 0 and >= 1, got {patience} and {memory}"
@@ -474,10 +492,28 @@ class Adaptive:
             shorter = entry.shorter
             self.discard(entry)
             self._popped = (entry, record)
-            if shorter is not None and shorter in self._filed:
-                self._new[shorter] = None  # it may be the last of its chain now
+            if shorter is not None:
+                self._stand_in(shorter, record)
+            record.stand = None
             return entry
         return None
+
+    def _stand_in(self, shorter: Entry, record: Record) -> None:
+        """`shorter` now serves those who return to the evicted `record`; and it may be the last of its chain."""
+        if shorter in self._new and shorter not in self._filed:
+            del self._new[shorter]
+            self._file(shorter, self._record(shorter))
+        if shorter in self._filed:
+            known = self._filed[shorter][1]
+            if self._chance(record) > self._chance(known):
+                known.stand = record.stand or record
+            self._new[shorter] = None
+
+    def _chance(self, record: Record) -> float:
+        """How likely a hit at the next prompt is."""
+        record = record.stand or record
+        share, wait = self._rate(record.kind, record.later)
+        return hazard(share, 1 + self._patience * wait, self._now - record.since)
 
     def _least(self) -> Queue:
         """The queue whose head is expected to save least."""
@@ -489,11 +525,7 @@ class Adaptive:
             if not heap:
                 del self._queues[queue]
                 continue
-            saved, kind, later = queue
-            share, wait = self._rate(kind, later)
-            age = self._now - self._filed[heap[0][3]][1].since
-            value = 2.0 ** (saved / 2) * share / (1 + self._patience * wait + age)
-            first = (value, *heap[0][:3])
+            first = (2.0 ** queue[0] * self._chance(self._filed[heap[0][3]][1]), *heap[0][:3])
             if best is None or first < least:
                 best, least = queue, first
         assert best is not None
@@ -511,14 +543,16 @@ class Adaptive:
         record.entry = entry
         self._filed[entry] = self._next, record
         heap = self._queues.setdefault(self._queue(entry, record), [])
-        heapq.heappush(heap, (entry.last_used, -entry.depth, self._next, entry))
+        used = entry.last_used if record.stand is None else record.stand.last_used
+        heapq.heappush(heap, (used, -entry.depth, self._next, entry))
         if len(heap) > 4 * len(self._filed) + 64:
             heap[:] = [r for r in heap if self._filed.get(r[3], GONE)[0] == r[2]]
             heapq.heapify(heap)
 
     def _queue(self, entry: Entry, record: Record) -> Queue:
         saved = math.floor(math.log2(entry.gain / max(1, entry.freed)))
-        return saved, record.kind, record.visit is not None and record.visit.later
+        like = record.stand or record
+        return saved, like.kind, like.later
 
     # What is learned.
 
@@ -553,8 +587,8 @@ class Adaptive:
         if visit is not None and not visit.moved_on:
             visit.moved_on = True
             for other in visit.records:
-                if other.kind not in ("superseded", "shared"):
-                    self._become(other, "superseded")
+                if other.kind not in ("superseded", "passed", "shared"):
+                    self._become(other, "passed")
         self._become(record, "superseded" if most else "shared")
         return visit is not None
 
@@ -567,16 +601,15 @@ class Adaptive:
                 kind.waited += self._now - record.since
 
     def _become(self, record: Record, kind: str) -> None:
-        record.kind, record.since, record.open = kind, self._now, True
+        record.kind, record.since, record.open, record.stand = kind, self._now, True, None
         for count in self._counts(record):
             count.count()
         if record.entry is not None:
             self._new[record.entry] = None  # to be filed anew
 
     def _counts(self, record: Record) -> tuple[Kind, Kind, Kind]:
-        later = record.visit is not None and record.visit.later
         return (
-            self._kinds.setdefault((record.kind, later), Kind()),
+            self._kinds.setdefault((record.kind, record.later), Kind()),
             self._sums.setdefault(record.kind, Kind()),
             self._all,
         )
@@ -588,8 +621,6 @@ class Adaptive:
             every = self._all
             mean = (every.returned + 1) / (every.made + 10)
             wait = (every.waited + 1) / (every.returned + 1)
-            if kind == "superseded":
-                mean *= SELDOM
             for known in (
                 self._sums.get(kind, NOTHING),
                 self._kinds.get((kind, later), NOTHING),
@@ -621,7 +652,7 @@ class Adaptive:
                 record.visit.records.append(record)
             self._become(record, "inside" if record.visit is None else "answer")
         if record.last_used != entry.last_used:
-            record.last_used, record.since = entry.last_used, self._now
+            record.last_used, record.since, record.stand = entry.last_used, self._now, None
         return record
 
     def _answered(self, entry: Entry) -> Visit | None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
 from quire.kvcore import LRU, S3FIFO, Adaptive, CostAware, Ranked
+from quire.kvcore.eviction import hazard
 
 from .engine import Engine, groups
 
@@ -241,38 +243,68 @@ def test_adaptive_looks_at_a_few_entries_a_time_and_keeps_their_order():
     assert order == [0, 1, 2] and len(policy._filed) <= 200
 
 
-def test_adaptive_gives_up_superseded_entries_before_it_knows_anything():
-    """A chat moves on; the point of its first turn frees fewer pages for more segments, and goes before its newest."""
-    policy, said = Adaptive(), [f"a{i}" for i in range(40)]
-    other = Fake(key("other"), depth=9, gain=9, freed=20)
-    policy.asked(key("other"), 0, (1, 1, 1, 0))
-    policy.add(other)
-    policy.asked(key(*said[:20]), 0, (20, 20, 20, 0))
-    first = Fake(key(said[19]), last_used=1, depth=20, gain=20, freed=5)
-    policy.add(first)
-    policy.asked(key(*said), 20, (40, 40, 40, 20))
-    newest = Fake(key(said[39]), last_used=2, depth=40, gain=20, freed=30, shorter=first)
-    policy.add(newest)
-    first.last_used = 2
-    policy.add(first)
+def test_adaptive_knows_a_prompts_other_ends_from_the_one_that_is_returned_to():
+    """Two prompts resume where each earlier one was edited, none at its end: once the first did, only the edited end is kept."""
+    policy = Adaptive()
+    for turn in range(20):
+        said = [f"{turn}.{i}" for i in range(20)]
+        policy.asked(key(*said), 0, (20, 20, 18, 0))
+        edited = Fake(key(said[17]), last_used=4 * turn, depth=18)
+        end = Fake(key(said[19]), last_used=4 * turn + 1, depth=20, shorter=edited)
+        policy.add(edited)
+        policy.add(end)
+        for again in range(1 if turn == 19 else 2):
+            policy.asked(key(*said[:18], f"{turn}.new{again}"), 18, (19, 19, 18, 0))
+            policy.add(edited)
     order = popped(policy)
-    assert order.index(first.key) < order.index(newest.key)
+    assert order.index(end.key) < order.index(edited.key)
 
 
-def test_adaptive_gives_up_all_ends_of_a_prompt_that_was_gone_on_with():
-    """The next prompt resumes where the earlier one was edited; the earlier one's end is newer than `other`, and goes first."""
-    policy, said = Adaptive(), [f"a{i}" for i in range(20)]
-    policy.asked(key(*(f"b{i}" for i in range(20))), 0, (20, 20, 18, 0))
-    other = Fake(key("b19"), depth=20)
-    policy.add(other)
-    policy.asked(key(*said), 0, (20, 20, 18, 0))
-    edited = Fake(key("a17"), last_used=1, depth=18)
-    end = Fake(key("a19"), last_used=1, depth=20, shorter=edited)
-    policy.add(edited)
-    policy.add(end)
-    policy.asked(key(*said[:18], *(f"c{i}" for i in range(4))), 18, (22, 22, 21, 0))
+def test_adaptive_keeps_what_stands_in_for_an_evicted_entry_that_is_likely_to_be_returned_to():
+    policy = Adaptive()
+    edited_chats(policy, 30)
+    while policy.pop():
+        pass
+    policy.asked(key(*(f"a{i}" for i in range(10))), 0, (10, 10, 9, 0))
+    shorter = Fake(key("a3"), last_used=100, depth=4)
+    longer = Fake(key("a8"), last_used=100, depth=9, freed=64, shorter=shorter)
+    other = Fake(key("other"), last_used=101)
+    for entry in (shorter, longer, other):
+        policy.add(entry)
     order = popped(policy)
-    assert order.index(end.key) < order.index(other.key)
+    assert order == [longer.key, other.key, shorter.key]
+
+
+def test_adaptive_weighs_savings_against_age():
+    """An entry of four times the savings is kept, although it is a third as likely to be returned to."""
+    policy = Adaptive()
+    for i in range(200):
+        policy.asked(key(f"a{i}"), 0)
+        policy.add(Fake(key(f"a{i}"), last_used=i))
+    while policy.pop():
+        pass
+    dear, cheap = Fake(key("dear"), last_used=300, gain=4), Fake(key("cheap"), last_used=303)
+    policy.asked(key("dear"), 0)
+    policy.add(dear)
+    for _ in range(3):
+        policy.asked(key("cheap"), 0)
+    policy.add(cheap)
+    policy.asked(key("x"), 0)
+    rates = [policy._chance(policy._filed[entry][1]) for entry in (dear, cheap)]
+    assert rates[0] * 2 < rates[1] < rates[0] * 4
+    assert popped(policy) == [cheap.key, dear.key]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.9, 1.0])
+def test_hazard_is_that_of_the_distribution(share):
+    """Minus the slope of log(survivors): those of the share that none returned to so far, and all others."""
+
+    def survivors(age):
+        return 1 - share + share * 50 / (50 + age)
+
+    for age in (0.0, 10.0, 50.0, 1000.0):
+        slope = (math.log(survivors(age + 1e-4)) - math.log(survivors(age))) / 1e-4
+        assert hazard(share, 50, age) == pytest.approx(-slope, rel=1e-4, abs=1e-12)
 
 
 def test_adaptive_looks_again_at_what_an_eviction_left_last_of_its_chain():
