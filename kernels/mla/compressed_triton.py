@@ -338,7 +338,8 @@ def _compressed_merge_kernel(
             even, odd = tl.split(tl.reshape(merged, [HEAD_DIM // 2, 2]))
             pair = tl.arange(0, HEAD_DIM // 2) - (HEAD_DIM - ROPE_DIM) // 2
             angle = cos_sin + (context + t).to(tl.int64) * cos_sin_stride + pair
-            known = (pair >= 0) & (context + t >= 0)
+            # The rows of padding have no position. (Triton 3.9's interpreter takes no mask made of a vector & a scalar.)
+            known = pair >= tl.where(context + t >= 0, 0, HEAD_DIM)
             cos = tl.load(angle, mask=known, other=1.0)
             sin = tl.load(angle + ROPE_DIM // 2, mask=known, other=0.0)
             merged = tl.reshape(tl.join(even * cos + odd * sin, odd * cos - even * sin), [HEAD_DIM])
