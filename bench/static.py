@@ -74,6 +74,8 @@ def specialise(
     import torch
     from triton.tools.tensor_descriptor import TensorDescriptor
 
+    from quire.kernels._launch import OPTIONS
+
     pointer = {
         torch.bfloat16: "*bf16",
         torch.float16: "*fp16",
@@ -81,6 +83,7 @@ def specialise(
         torch.int32: "*i32",
         torch.int64: "*i64",
         torch.uint8: "*u8",
+        torch.uint16: "*u16",
     }
     signature, constants, attributes = {}, {}, {}
     for index, parameter in enumerate(launch.kernel.params):
@@ -108,7 +111,7 @@ def specialise(
         if divisible:
             attributes[(index,)] = [["tt.divisibility", 16]]
     options = {k: v for k, v in launch.arguments.items() if k not in launch.kernel.arg_names}
-    return signature, constants, attributes, options
+    return signature, constants, attributes, options | OPTIONS
 
 
 def distinct(

@@ -34,6 +34,7 @@ from quire.kernels.configs import (
     Config,
     plan_decode,
     select_config,
+    tile_class,
     tile_heads,
 )
 from quire.kernels.merge import LOG2E
@@ -44,6 +45,8 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 # The first architecture with an instruction that widens e4m3.
 E4M3_ARCH = 89
+
+V_STRIDES = ("v_stride_page", "v_stride_row", "v_stride_head")
 
 # What CPU tensors (the Triton interpreter) are launched for.
 INTERPRETER_ARCH = 90
@@ -294,7 +297,9 @@ def attention(arguments: dict[str, Any]) -> torch.Tensor:
     Raises: ValueError, NotImplementedError: as ``ops.paged_attention``.
     """
     aligned = aligned_rows(arguments["k"], arguments["v"])
-    return recipes.run((select_config, aligned), arguments, _checked)
+    values = arguments["v_pages"]
+    odd = isinstance(values, torch.Tensor) and values.storage_offset() % 2
+    return recipes.run((select_config, aligned, odd), arguments, _checked)
 
 
 def _checked(arguments: dict[str, Any]) -> tuple[dict[str, Any], list[Launch]]:
@@ -460,6 +465,17 @@ def _prepare_prefill(call: AttentionCall, arch: int, num_sms: int, decode_tokens
     )
 
 
+def _value_pairs(call: AttentionCall, config: Config, arch: int) -> bool:
+    """Whether values are read as pairs of codes: where these lie in pairs, and products of two-byte numbers have tiles whose few rows leave
+    each warp enough columns of half the channels. On Hopper: elsewhere the tile shapes are chosen for single codes."""
+    if call.scales == "none" or (call.q.dtype == torch.float16 and call.scales == "rows"):
+        return False
+    places = (call.v_pages.storage_offset(), *call.v_pages.stride()[:3])
+    few_rows = config.block_m <= 32 and call.q.shape[2] >= 4 * config.block_m
+    hopper = tile_class(arch) == "hopper" and call.q.element_size() == 2
+    return hopper and few_rows and not any(place % 2 for place in places)
+
+
 def aligned_rows(k: torch.Tensor | None, v: torch.Tensor | None) -> bool:
     """Whether fresh rows start at multiples of 16 bytes, as tensor descriptors need; the strides are another matter."""
     return k is not None and v is not None and (k.data_ptr() | v.data_ptr()) % 16 == 0
@@ -510,6 +526,10 @@ def _prepare_decode(call: AttentionCall, arch: int, num_sms: int) -> list[Launch
         page_bytes=call.k_pages.element_size(),
     )
     constants = _shape_arguments(call, config, arch)
+    shared = _shared_arguments(call)
+    if _value_pairs(call, config, arch):
+        shared["v_pages"] = call.v_pages.view(torch.uint16)
+        shared |= {name: shared[name] // 2 for name in V_STRIDES}
     partial_out, first_lse = partials(plan.workspace_numel, head_dim, call.workspace, call.q.device)
     attention = Launch(
         _decode_kernel,
@@ -520,7 +540,7 @@ def _prepare_decode(call: AttentionCall, arch: int, num_sms: int) -> list[Launch
             "num_decodes": call.num_decodes,
             "target_items": plan.target_items,
             "MIN_TOKENS": MIN_SPLIT_TOKENS,
-            **_shared_arguments(call),
+            **shared,
             **constants,
         },
     )

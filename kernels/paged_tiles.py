@@ -5,6 +5,9 @@ scale of a key's row multiplies its column of the scores, and that of a value's 
 place of N x HEAD_DIM. Both are fp32; weights are rounded to the dtype of the product after the scale instead of before, which
 in bf16 and fp32 costs nothing. In fp16 a scaled weight may underflow: there values are scaled themselves, and rounded as fp16 values are.
 One scale for a whole tensor is a factor of the scores' own scale, and of the sum over the pages before fresh rows are added to it.
+
+Values may come in pairs of codes, as 16-bit numbers: the even channels and the odd ones are then two products with sums of their own. No
+load transposes single bytes on their way to the matrix instruction of small tiles (a thread would take them one by one); one does pairs.
 """
 
 import triton
@@ -30,20 +33,21 @@ def _softcapped(scores, inner_scale, outer_scale):
 
 
 @triton.jit
-def _update(
-    acc,
+def _weigh(
     row_max,
     row_sum,
     q,
     keys,
-    values,
     key_scales,
     value_scales,
     visible,
     inner_scale,
     outer_scale,
 ):
-    """One step of the online softmax with a K/V tile; ``visible`` [BLOCK_M, BLOCK_N] or None if all is, scales [BLOCK_N] or None."""
+    """Weights [BLOCK_M, BLOCK_N] of a tile of keys, the factor of what has been summed up so far, and the new maxima and sums.
+
+    visible: [BLOCK_M, BLOCK_N] or None if all is; scales: [BLOCK_N] or None.
+    """
     scores = tl.dot(q, tl.trans(keys), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
     if key_scales is not None:
         scores = scores * key_scales[None, :]
@@ -64,10 +68,7 @@ def _update(
     row_sum = row_sum * decay + tl.sum(weights, 1)
     if value_scales is not None:
         weights = weights * value_scales[None, :]
-    acc = tl.dot(
-        weights.to(values.dtype), values, acc * decay[:, None], input_precision="ieee"
-    )  # [BLOCK_M, VALUE_DIM]
-    return acc, new_max, row_sum
+    return weights, decay, new_max, row_sum
 
 
 @triton.jit
@@ -138,12 +139,18 @@ def _attend_tiles(
 
     descriptors: None, or what copies the tiles in place of pointers, as ``fresh_tiles`` of ``_attend_query_tile``.
     """
+    PAIRS: tl.constexpr = v_base.dtype.element_ty == tl.uint16
     offs_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, HEAD_DIM)
-    offs_v = tl.arange(0, VALUE_DIM)
+    if PAIRS:
+        offs_v = tl.arange(0, VALUE_DIM // 2)
+        acc, acc_odd = tl.split(tl.reshape(acc, [acc.shape[0], VALUE_DIM // 2, 2]))
+    else:
+        offs_v = tl.arange(0, VALUE_DIM)
+        acc_odd = 0
     # 32 bits within a page or a tile of fresh rows, where they reach (_check.check_pages); 64 bits from there on.
     k_offsets = (offs_n * k_stride_row)[:, None] + offs_d[None, :]
-    if EQUAL_STRIDES and VALUE_DIM == HEAD_DIM:
+    if EQUAL_STRIDES and VALUE_DIM == HEAD_DIM and not PAIRS:
         v_offsets = k_offsets  # one set of registers
     else:
         v_offsets = (offs_n * v_stride_row)[:, None] + offs_v[None, :]
@@ -207,14 +214,21 @@ def _attend_tiles(
                 values = (wide * value_scales[:, None]).to(tl.float16)
                 value_scales = None
             else:
-                values = widen_e4m3(values, q.dtype, HARDWARE_E4M3)
-        acc, row_max, row_sum = _update(
-            acc, row_max, row_sum, q, keys, values, key_scales, value_scales, visible,
-            inner_scale, outer_scale,
-        )  # fmt: skip
+                if PAIRS:
+                    odd = widen_e4m3((values >> 8).to(tl.uint8), q.dtype, HARDWARE_E4M3)
+                values = widen_e4m3(values.to(tl.uint8), q.dtype, HARDWARE_E4M3)
+        weights, decay, row_max, row_sum = _weigh(
+            row_max, row_sum, q, keys, key_scales, value_scales, visible, inner_scale, outer_scale
+        )
+        weights = weights.to(values.dtype)
+        acc = tl.dot(weights, values, acc * decay[:, None], input_precision="ieee")
+        if PAIRS:
+            acc_odd = tl.dot(weights, odd, acc_odd * decay[:, None], input_precision="ieee")
         if table is not None:
             tile = first + i + 1 + tl.where(i + 1 < head_count, 0, gap)
             page = _load_page(table, width, tile, key_low, key_high, BLOCK_SIZE, BLOCK_N)
+    if PAIRS:
+        acc = tl.reshape(tl.join(acc, acc_odd), [acc.shape[0], VALUE_DIM])
     return acc, row_max, row_sum
 
 

@@ -103,6 +103,27 @@ def test_against_float64(case, kind):
         assert_within_budget(f"{impl} lse", lse, plain_lse, exact_lse)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_that_do_not_lie_in_pairs(kind):
+    """One byte further, or rows an odd number of bytes apart: read one by one, the values are the same."""
+    recipes.forget()
+    case = AttentionCase("", [90, 30], [1, 1], head_dim=64, dtype=BF16, block_size=16)
+    batch = quantised(make_batch(case), kind)
+    values = batch["v_pages"].view(torch.uint8)
+    outs = []
+    for first, more in ((0, 0), (1, 0), (2, 0), (0, 1)):
+        pool = torch.full(
+            (*values.shape[:3], 64 + more), NAN_CODE, dtype=torch.uint8, device=DEVICE
+        )
+        memory = torch.cat([pool.new_zeros(first), pool.flatten()])
+        pages = memory[first:].view(pool.shape)[..., :64]
+        pages.copy_(values)
+        outs.append(attend(batch | {"v_pages": pages.view(E4M3)}, "triton"))
+    assert all(out.equal(outs[0]) for out in outs)
+    views = [recipe.views["v_pages'"][1].dtype for recipe in recipes._REMEMBERED.values()]
+    assert views == [torch.uint16, torch.uint8, torch.uint8]
+
+
 @pytest.mark.parametrize("dtype, q_lens", [(BF16, [1, 3, 12]), (FP16, [2, 1, 0])])
 def test_codes_widened_by_hand(dtype, q_lens, monkeypatch):
     """As on sm_80, which has no instruction for it; every code but NaN occurs among the keys."""
