@@ -277,6 +277,7 @@ def test_chats_that_take_turns_keep_a_point_each(pool):
     ("name", "preset", "pool"),
     [
         ("agent-tree:trees=12", "v4-flash", "20%"),
+        ("agent-tree:trees=12", "v4-flash", "40%"),
         ("agent-tree:trees=12", "gemma-4-31b", "60%"),
         ("system-prompt:requests=200", "v4-flash", "10%"),
         ("pr40676:requests=100", "v4-flash", "30%"),

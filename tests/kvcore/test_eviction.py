@@ -275,6 +275,20 @@ def test_adaptive_keeps_what_stands_in_for_an_evicted_entry_that_is_likely_to_be
     assert order == [longer.key, other.key, shorter.key]
 
 
+def test_adaptive_thinks_no_less_of_an_entry_that_stands_in_for_an_unlikely_one():
+    policy = Adaptive()
+    edited_chats(policy, 30)
+    while policy.pop():
+        pass
+    policy.asked(key(*(f"a{i}" for i in range(10))), 0, (10, 10, 9, 0))
+    edited = Fake(key("a8"), last_used=100, depth=9)
+    end = Fake(key("a9"), last_used=100, depth=10, shorter=edited)
+    other = Fake(key("other"), last_used=101)
+    for entry in (edited, end, other):
+        policy.add(entry)
+    assert popped(policy) == [end.key, other.key, edited.key]
+
+
 def test_adaptive_weighs_savings_against_age():
     """An entry of four times the savings is kept, although it is a third as likely to be returned to."""
     policy = Adaptive()
