@@ -1,5 +1,7 @@
 """The memory plan: what it says fits, fits."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -106,6 +108,8 @@ def test_pool_from_free_memory(monkeypatch):
     assert plan.num_pages == 3600 and "of 4.768 MiB free" in plan.describe()
     assert plan_memory(cache, device=gpu, cache_bytes=70_999, **sizes).num_pages == 70
     assert plan_memory(cache, device=cpu, **sizes).num_pages == 256 * 2**20 // 1000
+    besides = replace(cache, fixed_bytes=20_000)  # rings, which are no pages
+    assert plan_memory(besides, device=gpu, cache_bytes=70_999, **sizes).num_pages == 50
     with pytest.raises(ValueError, match=r"num_pages: expected at least 3 \(2\.93 KiB\) for one request of 2 tokens, got 0"):  # fmt: skip
         plan_memory(cache, device=gpu, activation_bytes=6_000_000, **sizes)
 
