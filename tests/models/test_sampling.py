@@ -74,6 +74,13 @@ def test_equal_logits_are_cut_in_the_order_of_ids():
     assert kept[0].tolist() == [0.25] * 4 + [0.0] * 5
 
 
+def test_tokens_that_add_up_to_top_p_exactly_are_enough():
+    kept = probabilities(
+        torch.zeros(1, 8), Filters.of([SamplingParams(temperature=1, top_p=0.5)], CPU)
+    )[0]
+    assert kept.tolist() == [0.25] * 4 + [0.0] * 4
+
+
 @pytest.mark.parametrize("temperature", [1e-30, 1e-300, 1e30])
 def test_extreme_temperatures_stay_finite(temperature):
     params = [SamplingParams(temperature=temperature)]
