@@ -327,8 +327,9 @@ def test_flash_mla_calls_are_remembered(q_len, given, monkeypatch):
         call = {
             "q": q, "k_cache": cache, "block_table": None, "cache_seqlens": None, "head_dim_v": 512,
             "indices": torch.randint(0, 400, (2, q_len, 300), generator=generator, dtype=torch.int32),
-            "topk_length": torch.tensor([300 - seed, 0], dtype=torch.int32),
+            "topk_length": torch.tensor([300 - seed, 300], dtype=torch.int32),
         }  # fmt: skip
+        call["indices"][1] = -1  # several pieces without keys
         expected, expected_lse = flash_mla_with_kvcache(**call, impl="torch")
         more = {"out": torch.empty_like(expected), "workspace": torch.empty(10**6)} if given else {}
         out, lse = flash_mla_with_kvcache(**call, **more, impl="triton")
