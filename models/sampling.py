@@ -253,10 +253,13 @@ def draw(mass: Tensor, u: Tensor) -> Tensor:
 
     mass: [num_rows, n] >= 0, each row with a positive sum (not necessarily 1). u: [num_rows] float64 in [0, 1).
 
-    Returns: [num_rows] int64; never an index of mass 0.
+    Returns: [num_rows] int64; never an index of mass 0. Of a row of NaN the last one.
     """
     total = mass.cumsum(dim=-1, dtype=torch.float64)
-    return torch.searchsorted(total, u[:, None] * total[:, -1:], right=True).squeeze(1)
+    last = total[:, -1:]
+    # Rounding may make the product the whole sum, behind which there is nothing.
+    goal = torch.minimum(u[:, None] * last, torch.nextafter(last, torch.zeros_like(last)))
+    return torch.searchsorted(total, goal, right=True).squeeze(1).clamp_(max=mass.shape[1] - 1)
 
 
 def rejection_sample(

@@ -96,6 +96,12 @@ def test_inversion_takes_the_first_id_whose_cumulative_mass_exceeds_u():
         assert draw(3 * mass, torch.tensor([u], dtype=torch.float64)).tolist() == [expected]
 
 
+def test_a_draw_is_an_id_whatever_is_rounded_or_no_number():
+    mass = torch.tensor([[0.3, 0.4, 0.0], [float("nan")] * 3])
+    u = torch.tensor([1.0, 0.5], dtype=torch.float64)  # 1.0 stands for a product that is rounded up
+    assert draw(mass, u).tolist() == [1, 2]
+
+
 def test_draws_follow_the_distribution():
     """Pearson's chi-squared over 40,000 draws; for 30 degrees of freedom 99.99 % lie below 72."""
     n = 40_000
