@@ -160,7 +160,10 @@ class Returns:
                 if len(place[0]) == 1:
                     self._count(*place[0])
                 break
-        reasons: dict[int, set[str]] = {hit: set()} if hit else {}
+        reasons: dict[int, set[str]] = {}
+        if hit:  # it lies in this prompt now, and stays what it was
+            known = self._places.get(keys[(hit - 1) * KEY_BYTES : hit * KEY_BYTES])
+            reasons[hit] = set() if known is None else set(known[0])
         for depth, reason in zip(kept, REASONS, strict=False):
             if hit < depth <= end:
                 reasons.setdefault(depth, set()).add(reason)
