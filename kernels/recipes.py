@@ -165,8 +165,12 @@ def run(
 
 def at_16_bytes(*values: Any) -> bool:
     """Whether the tensors among ``values``, pages too, start at multiples of 16 bytes. A call goes by it as much as by its strides."""
-    tensors = (value.data if isinstance(value, PAGES) else value for value in values)
-    return all(t.data_ptr() % 16 == 0 for t in tensors if isinstance(t, Tensor))
+    addresses = 0
+    for value in values:
+        tensor = value.data if isinstance(value, PAGES) else value
+        if isinstance(tensor, Tensor):
+            addresses |= tensor.data_ptr()
+    return addresses % 16 == 0
 
 
 def rows_at_16_bytes(*values: Any) -> bool:

@@ -354,7 +354,9 @@ def _compressed_merge_kernel(
 
 def attention(arguments: dict[str, Any]) -> torch.Tensor:
     """Check and launch ``compressed_attention(**arguments)``; returns ``out``. Calls that look alike are checked once (``recipes``)."""
-    return recipes.run((select_config, _aligned(arguments)), arguments, _prepared)
+    pages = arguments["window_pages"], arguments["compressed_pages"]
+    aligned = recipes.at_16_bytes(*pages, arguments["kv"])
+    return recipes.run((select_config, aligned), arguments, _prepared)
 
 
 def _prepared(arguments: dict[str, Any]) -> tuple[dict[str, Any], list[Launch]]:
@@ -376,13 +378,8 @@ def attend_slots(
         call = checked(**arguments)
         return arguments | returned(call, arguments["q"]), prepare(call, *_device(call.q))
 
-    recipes.run((select_config, "slots", _aligned(arguments)), arguments, prepared)
-
-
-def _aligned(arguments: dict[str, Any]) -> bool:
-    return recipes.at_16_bytes(
-        *(arguments.get(name) for name in ("window_pages", "kv", "compressed_pages"))
-    )
+    aligned = recipes.at_16_bytes(arguments["window_pages"], arguments["compressed_pages"])
+    recipes.run((select_config, "slots", aligned), arguments, prepared)
 
 
 def prepare(call: CompressedCall, arch: int, num_sms: int) -> list[Launch]:
