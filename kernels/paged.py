@@ -296,7 +296,7 @@ def attention(arguments: dict[str, Any]) -> torch.Tensor:
 
     Raises: ValueError, NotImplementedError: as ``ops.paged_attention``.
     """
-    aligned = aligned_rows(arguments["k"], arguments["v"])
+    aligned = recipes.at_16_bytes(arguments["k"], arguments["v"])
     values = arguments["v_pages"]
     odd = isinstance(values, torch.Tensor) and values.storage_offset() % 2
     return recipes.run((select_config, aligned, odd), arguments, _checked)
@@ -476,11 +476,6 @@ def _value_pairs(call: AttentionCall, config: Config, arch: int) -> bool:
     return hopper and few_rows and not any(place % 2 for place in places)
 
 
-def aligned_rows(k: torch.Tensor | None, v: torch.Tensor | None) -> bool:
-    """Whether fresh rows start at multiples of 16 bytes, as tensor descriptors need; the strides are another matter."""
-    return k is not None and v is not None and (k.data_ptr() | v.data_ptr()) % 16 == 0
-
-
 def _fresh_tiles(
     call: AttentionCall, config: Config
 ) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:
@@ -489,7 +484,9 @@ def _fresh_tiles(
     Rows [num_tokens, num_kv_heads, head_dim] are described as [num_tokens, columns], a head being some columns: a tile is a rectangle.
     """
     made = []
-    if config.fresh_tma and not config.mask_all and aligned_rows(call.k, call.v):
+    wanted = config.fresh_tma and not config.mask_all
+    # Descriptors need tensors at multiples of 16 bytes; the strides are another matter.
+    if wanted and call.k is not None and call.v is not None and recipes.at_16_bytes(call.k, call.v):
         head_dim = call.q.shape[2]
         for rows, dim in (call.k, head_dim), (call.v, head_dim // config.value_parts):
             stride_token, stride_head = rows.stride()[:2]
