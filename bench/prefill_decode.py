@@ -166,7 +166,8 @@ def measure(
         _run(built, workload, settings, "again", prompts=cached.run.prompts, drafter=drafter()).run
         for _ in range(split_runs - 1)
     ]
-    rates = measure_rates(model)
+    with torch.cuda.device_of(next(model.parameters())):  # whose events and streams are timed
+        rates = measure_rates(model)
     return report(
         machine=describe_machine(model.device),
         model={

@@ -39,7 +39,9 @@ class HostEmbedding(nn.Module):
         if not input_ids.is_cuda:
             return F.embedding(input_ids, self.weight) * self.scale
         if self._view is None:
-            self._view = _device_view(self.weight.data, input_ids.device)
+            # Page-locked memory belongs to the current device: of another one, torch would copy it.
+            with torch.cuda.device_of(input_ids):
+                self._view = _device_view(self.weight.data, input_ids.device)
             weakref.finalize(self, _release, self.weight.data_ptr())
         return F.embedding(input_ids, self._view) * self.scale
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from quire.kernels.impls import expect_impl
@@ -299,6 +300,11 @@ class Engine:
 
         Raises: RuntimeError when one request alone does not fit the pool; that request is dropped, the others stay.
         """
+        # Launches, streams and captures are those of the current device.
+        with torch.cuda.device_of(self._builder.tables):
+            return self._step()
+
+    def _step(self) -> StepReport | None:
         self.clock.start()
         try:
             self._draft()

@@ -2,19 +2,24 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from quire.kernels import paged_attention, sliding_window_attention
 from quire.models import attention, batch, decoder, graphs, moe, quantized
 from quire.models.configs import FULL, SLIDING, get_config
 from quire.models.deepseek_v4.config import CSA, HCA, MOE
 from quire.models.quantized import PackedExperts, dequantize_fp8
 from quire.models.request import SamplingParams
 from quire.models.runner import Engine, EngineConfig
+from quire.models.speculative import NGramDrafter
 from quire.models.weights import random_model
 from tests.models.captured import LAUNCHES, ON_HOST, Captures, Graph, NotCapturable, forbidden
 from tests.models.test_engine import prompt
+from tests.models.toy import ToyModel
+from tests.models.v4_oracle import wide_config
 
 NAMES = ("gemma3-tiny", "gemma4-tiny", "gemma4-e-tiny", "gemma4-moe-tiny", "llama-tiny", "gpt-oss-tiny", "deepseek-v4-tiny")  # fmt: skip
 SAMPLING = {"temperature": 0.9, "top_p": 0.9, "repetition_penalty": 1.1, "seed": 5}
@@ -81,11 +86,44 @@ def test_replays_decode_as_eager_steps_do(model):
     assert captures.num_replays > 20
 
 
-@pytest.mark.parametrize("name", ["gemma4-e-tiny", "gpt-oss-tiny"])
+@pytest.mark.parametrize("name", ["gemma4-e-tiny", "gpt-oss-tiny", "wide"])
 def test_pages_of_e4m3(name):
-    model = random_model(get_config(name))
-    eager, got, *_ = both(model, LENGTHS[:5], max_num_seqs=5, kv_cache_dtype="fp8")
+    """Rows with scales, and DeepSeek-V4's latents, entries and index keys."""
+    model = random_model(wide_config() if name == "wide" else get_config(name))
+    eager, got, captures, _ = both(model, LENGTHS[:4], max_num_seqs=4, kv_cache_dtype="fp8")
     assert_equal(got, eager)
+    assert captures.num_replays > 10
+
+
+class Knowing:
+    """Drafts what will come, what will not, and nothing, in turns."""
+
+    max_draft_tokens = 2
+
+    def __init__(self, outputs):
+        self.outputs, self.calls = outputs, 0
+
+    def propose(self, requests):
+        self.calls += 1
+        count, wrong = (self.calls % 3 > 0) * self.max_draft_tokens, self.calls % 3 == 2
+        return [
+            abs(np.array(self.outputs[r.request_id].token_ids) - wrong)[r.num_output :][:count]
+            for r in requests
+        ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["gemma4-tiny", "deepseek-v4-tiny"])
+def test_drafts_beside_replays(name):
+    """Steps with drafts run as they are, and what they write and take back is what replays read."""
+    model, lengths = random_model(get_config(name)), LENGTHS[:7]
+    settings = {"max_num_batched_tokens": 64, "num_pages": 900, "max_num_seqs": 7}
+    eager = serve(Engine(model, EngineConfig(decode_graphs=False, **settings)), lengths)
+    config = EngineConfig(decode_graphs=True, **settings)
+    engine = Engine(model, config, drafter=Knowing(eager))
+    engine._graphs._capture = captures = Captures()
+    assert_equal(serve(engine, lengths), eager)
+    assert captures.num_replays >= 5
+    assert 0 < engine.totals.num_accepted < engine.totals.num_drafts
 
 
 @pytest.mark.parametrize(
@@ -94,8 +132,9 @@ def test_pages_of_e4m3(name):
         (replace(get_config("gemma4-tiny"), layer_types=(SLIDING, FULL)), "auto"),
         (replace(get_config("gemma4-tiny"), layer_types=(FULL, SLIDING)), "fp8"),
         (replace(get_config("deepseek-v4-tiny"), layer_types=(CSA, HCA), mlp_layer_types=(MOE, MOE)), "auto"),
+        (replace(wide_config(), layer_types=(CSA, HCA), mlp_layer_types=(MOE, MOE)), "fp8"),
     ],
-    ids=["gemma4", "gemma4-fp8", "deepseek-v4"],
+    ids=["gemma4", "gemma4-fp8", "deepseek-v4", "deepseek-v4-fp8"],
 )  # fmt: skip
 def test_launches_of_triton(config, dtype):
     """What wrappers do before and between their launches is captured too, workspaces included."""
@@ -106,6 +145,38 @@ def test_launches_of_triton(config, dtype):
     )
     assert_equal(got, eager)
     assert captures.num_replays == 3
+
+
+@pytest.mark.parametrize("window", [None, 24])
+def test_replays_with_a_softcap(window):
+    """Which no model of this package has, and which scales scores twice: new queries, lengths and pages after the capture."""
+    generator = torch.Generator().manual_seed(0)
+    q, fresh = (torch.empty(2, heads, 32) for heads in (4, 2))
+    pages = torch.randn(8, 2, 16, 2, 32, generator=generator)
+    table, seq_lens = torch.empty(2, 3, dtype=torch.int32), torch.empty(2, dtype=torch.int32)
+    out = torch.empty_like(q)
+
+    def work(impl="triton"):
+        call = paged_attention if window is None else sliding_window_attention
+        more = {} if window is None else {"sliding_window": window}
+        return call(
+            q, pages[:, 0], pages[:, 1], table, seq_lens, torch.arange(3, dtype=torch.int32),
+            max_seqlen_q=1, k=fresh, v=fresh, max_seq_len=48, num_decodes=2, softcap=3.0, impl=impl, **more,
+        )  # fmt: skip
+
+    def fill(lengths):
+        for tensor in (q, fresh):
+            tensor.normal_(0.0, 4.0, generator=generator)
+        table.copy_(1 + torch.randperm(7, generator=generator)[:6].view(2, 3))
+        seq_lens.copy_(torch.tensor(lengths))
+
+    fill((5, 40))
+    replay = Captures(LAUNCHES)(lambda: out.copy_(work()))
+    for lengths in ((47, 3), (1, 25)):
+        fill(lengths)
+        expected = work("torch")
+        replay()
+        assert torch.allclose(out, expected, atol=1e-5)
 
 
 def tables_move(patch):
@@ -279,3 +350,52 @@ def test_packed_experts_row_by_row(monkeypatch):
         got = experts(x, ids, weights)
     for other in (plain, expected):
         assert torch.allclose(got, other, rtol=1e-4, atol=1e-4 * other.abs().max().item())
+
+
+class OnSecondDevice(torch.Tensor):
+    """A tensor that says it is on ``cuda:1``; what is made of it does not."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    is_cuda = True
+
+    def get_device(self):
+        return 1
+
+
+@pytest.fixture
+def current(monkeypatch):
+    """[index of the current device], as torch.cuda keeps it where there are GPUs."""
+    index = [0]
+
+    def exchange(to):
+        before, index[0] = index[0], index[0] if to < 0 else to
+        return before
+
+    for name in ("_exchange_device", "_maybe_exchange_device"):
+        monkeypatch.setattr(torch.cuda, name, exchange)
+    return index
+
+
+def test_a_step_runs_on_the_device_of_its_engine(current):
+    """Launches, streams and captures go to the current device, which others may have set: forward passes, drafts, captures, replays."""
+    seen, model = [], ToyModel()
+    drafter = NGramDrafter(2, min_ngram=1)
+    engine = Engine(model, EngineConfig(num_pages=50, max_num_seqs=2, decode_graphs=True), drafter=drafter)  # fmt: skip
+    engine._builder.tables = engine._builder.tables.as_subclass(OnSecondDevice)
+
+    def noted(name, call):
+        def wrapped(*args):
+            seen.append((name, current[0]))
+            return call(*args)
+
+        return wrapped
+
+    model.register_forward_pre_hook(lambda *_: seen.append(("forward", current[0])))
+    drafter.propose = noted("draft", drafter.propose)
+    engine._graphs._capture = lambda work: noted("replay", noted("capture", lambda w: w)(work))
+    engine.add_request([5, 6, 7, 5, 6], SamplingParams(12, ignore_eos=True))
+    engine.add_request([9], SamplingParams(12, ignore_eos=True))
+    while engine.has_work:
+        engine.step()
+        assert current == [0]
+    assert set(seen) == {(name, 1) for name in ("forward", "draft", "capture", "replay")}
