@@ -39,21 +39,17 @@ NAMES = {
 class View:
     """How a launch sees a tensor of the call, which to a launch is a dtype and an address: strides come beside it.
 
-    dtype: as another one, last of all. first: its elements before the first one seen. descriptor: (shape, strides, block shape).
+    dtype: as another one. descriptor: (shape, strides, block shape) of a tensor descriptor over it, in its own dtype.
     """
 
     dtype: torch.dtype | None = None
-    first: int = 0
     descriptor: tuple[list[int], list[int], list[int]] | None = None
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | TensorDescriptor:
         """The tensor so seen."""
         if self.descriptor is not None:
             return TensorDescriptor(tensor, *self.descriptor)
-        if self.first:
-            size = 1 if self.dtype is None else max(1, self.dtype.itemsize // tensor.itemsize)
-            tensor = tensor.as_strided((size,), (1,), tensor.storage_offset() + self.first)
-        return tensor if self.dtype is None else tensor.view(self.dtype)
+        return tensor.view(self.dtype)
 
 
 @dataclass(frozen=True)
@@ -222,9 +218,5 @@ def _view(value: torch.Tensor | TensorDescriptor, source: torch.Tensor) -> View 
         assert value.base is source
         return View(descriptor=(value.shape, value.strides, value.block_shape))
     # A copy would be that of the first such call for ever.
-    assert value.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
-    dtype = None if value.dtype == source.dtype else value.dtype
-    # Counted in elements of the source, of which one of the value may take several: pages of bytes hold more than one dtype.
-    size = value.element_size() // source.element_size()
-    first = value.storage_offset() * size - source.storage_offset()
-    return View(dtype, first) if dtype or first else None
+    assert value.data_ptr() == source.data_ptr()
+    return None if value.dtype == source.dtype else View(value.dtype)

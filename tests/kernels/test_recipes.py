@@ -346,10 +346,11 @@ def test_flash_mla_calls_are_remembered(q_len, given, monkeypatch):
 
 
 def test_a_copy_of_an_argument_is_not_remembered():
-    """Of later calls the launches would see the tensor of the first one."""
+    """Of later calls the launches would see the tensor of the first one; nor is a part, which has another address."""
     q = torch.zeros(2, 3)
-    with pytest.raises(AssertionError):
-        recipes._view(q.clone(), q)
+    for other in (q.clone(), q[1:]):
+        with pytest.raises(AssertionError):
+            recipes._view(other, q)
     assert recipes._view(q[:], q) is None
 
 
@@ -367,6 +368,16 @@ def test_pages_of_another_format_are_another_call():
         out, expected = (compressed_attention(**call, impl=impl) for impl in ("triton", "torch"))
         torch.testing.assert_close(out, expected, rtol=0.02, atol=0.02)
     assert remembered() == 2
+
+
+def test_another_device_is_another_call():
+    class Elsewhere(torch.Tensor):
+        def get_device(self):
+            return 1
+
+    x = torch.zeros(2, 3)
+    assert recipes.key("f", {"x": x}) == recipes.key("f", {"x": x + 1})
+    assert recipes.key("f", {"x": x}) != recipes.key("f", {"x": x.as_subclass(Elsewhere)})
 
 
 def test_what_are_no_pages_is_refused():
