@@ -213,6 +213,16 @@ def test_predictions_follow_what_they_are_made_of():
     assert 3.9 < ratio < 4.0
 
 
+@pytest.mark.parametrize(
+    ("phase", "context", "kernels"),
+    [("prefill", 4096, 1), ("decode", 256, 1), ("decode", 257, 2), ("mixed", 4096, 3)],
+)
+def test_every_kernel_of_a_case_is_launched_once(phase, context, kernels):
+    """Attention of each phase, and a merge where decode may be cut into pieces."""
+    case = Case(SHAPES["llama-3-70b"], phase, 2, context, 16)
+    assert model.predict(case, model.H200).launch == kernels * model.H200.launch
+
+
 def test_predictions_over_e4m3_pages(monkeypatch):
     """Half the bytes and the scales, from memory and from the L2 cache; values are widened by every program; tiles are those of e4m3."""
     shape = SHAPES["gemma-4-31b/global"]  # head_dim 512

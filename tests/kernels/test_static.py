@@ -6,8 +6,10 @@ import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from bench import static
 
@@ -36,10 +38,10 @@ def run(*arguments, **changes):
     )
 
 
-@pytest.mark.parametrize("only, arch", [("decode-d128-p", 90), ("prefill-d256-p128", 90)])
-def test_no_spills_and_wide_copies(tmp_path, only, arch):
+@pytest.mark.parametrize("only, head_dim", [("decode-d128-p", 128), ("prefill-d512-p128", 512)])
+def test_no_spills_and_wide_copies(tmp_path, only, head_dim):
     report = tmp_path / "static.json"
-    done = run("-m", "bench.static", "--only", only, "--arch", str(arch), "--jobs", "1", "--json", str(report))  # fmt: skip
+    done = run("-m", "bench.static", "--only", only, "--arch", "90", "--jobs", "1", "--json", str(report))  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads(report.read_text())
     assert rows
@@ -49,9 +51,14 @@ def test_no_spills_and_wide_copies(tmp_path, only, arch):
         if not row["kernel"].endswith(static.PIPELINED):
             continue
         assert row["kv_copy_bytes"] == 16
-        assert row["bytes_in_flight_per_sm"] >= static.MIN_BYTES_IN_FLIGHT
+        tile, _, stages, *parts = row["config"].split()
+        # Keys and values of a program's part, of all tiles but the one in use.
+        channels = head_dim + head_dim // (int(parts[0][1:]) if parts else 1)
+        ahead = int(tile.split("x")[1]) * 2 * channels * (int(stages[1:]) - 1)
+        in_flight = ahead * row["ctas_per_sm"]
+        assert row["bytes_in_flight_per_sm"] == in_flight >= static.MIN_BYTES_IN_FLIGHT
         if row["kernel"] == "prefill_kernel":
-            assert row["mma"] == "wgmma"
+            assert row["mma"] == "wgmma" and parts == ["v2"]
         # Each of the two products alone has a matrix instruction or more for a tile; no loop is as long as a kernel.
         assert 100 < row["sass_per_tile"] < 2000
 
@@ -186,6 +193,33 @@ def test_differences():
     assert static.differences([GOOD, GOOD], twice) == [
         "c decode_kernel sm_90 (2): registers 128 -> 200"
     ]
+
+
+def test_arguments_are_specialised_as_the_launcher_does():
+    rows = torch.empty(100, dtype=torch.bfloat16, device="meta")
+    arguments = {
+        "even": rows[8:], "odd": rows[1:], "none": None, "one": 1, "n": 32, "m": 33, "plain": 32, "plain_one": 1, "far": 2**31,
+        "scale": 0.5, "SIZE": 64,
+    }  # fmt: skip
+    params = [
+        SimpleNamespace(
+            name=name,
+            is_constexpr=name.isupper(),
+            do_not_specialize=name.startswith("plain"),
+        )
+        for name in arguments
+    ]
+    kernel = SimpleNamespace(params=params, arg_names=list(arguments))
+    launch = SimpleNamespace(kernel=kernel, arguments=arguments | {"num_warps": 8})
+    signature, constants, attributes, options = static.specialise(launch)
+    assert list(signature.values()) == [
+        "*bf16", "*bf16", "constexpr", "constexpr", "i32", "i32", "i32", "i32", "i64", "fp32", "constexpr"
+    ]  # fmt: skip
+    assert constants == {(2,): None, (3,): 1, (10,): 64}
+    names = list(arguments)
+    assert [names[i] for (i,) in attributes] == ["even", "n", "far"]
+    assert set(map(repr, attributes.values())) == {"[['tt.divisibility', 16]]"}
+    assert options["num_warps"] == 8 and not set(options) & set(arguments)
 
 
 @pytest.mark.parametrize(
