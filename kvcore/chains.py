@@ -11,11 +11,11 @@ from functools import partial
 import numpy as np
 
 from .chunks import NO_ROWS
-from .decode import DecodeBatch
+from .decode import ONE, DecodeBatch
 from .events import Announcer
 from .index import PrefixIndex, Run, Source
 from .report import Match
-from .retention import kept_boundaries, replay_boundaries
+from .retention import kept_boundaries, kept_of_one, replay_boundaries
 from .sequences import Sequences
 from .spec import Int32, Int64, Layout
 from .tables import Step, Tables
@@ -49,6 +49,7 @@ class Chains:
     ) -> None:
         self.layout, self.alignment, self.interval = layout, layout.alignment, interval
         self._drafts = max_draft_tokens
+        self._segment: Int64 = np.array(layout.alignment)
         self._sequences, self._tables, self._index = sequences, tables, index
         self._announcer, self._counters = announcer, counters
         n = sequences.max_requests
@@ -61,7 +62,8 @@ class Chains:
         self._keep_end: Int64 = np.zeros(n, dtype=np.int64)  # the last of these
         # The ends that a chunk may have: with and without its drafts, with and without the key of its last segment.
         late = {0, layout.lookahead}
-        self._uncertain = np.array(sorted(late | {k + max_draft_tokens for k in late}))
+        self._late = sorted(late | {k + max_draft_tokens for k in late})
+        self._uncertain = np.array(self._late)
 
     # A request.
 
@@ -131,10 +133,15 @@ class Chains:
             if batch is not None:
                 snapshot = batch.ending
             else:
-                last = end // a * a
-                snapshot = ((last > start) & (last >= end - self._drafts)).nonzero()[0]
+                within = end % self._segment
+                most = np.minimum(end - start, self._drafts + 1) if self._drafts else ONE
+                snapshot = (within < most).nonzero()[0]
         if not chunks.size:
             return none, snapshot
+        if len(chunks) == 1:
+            i = chunks[0]
+            kept = self._boundaries_of_one(int(slots[i]), int(start[i]), int(end[i]))
+            return kept, snapshot
         slots, start, end = slots[chunks], start[chunks], end[chunks]
         # The windows are not exact before the end of a replay.
         start = np.minimum(end, np.maximum(start, self.replay_to[slots] - 1))
@@ -144,6 +151,15 @@ class Chains:
         ends = (end[:, None] - self._uncertain) // a * a
         always = np.concatenate([self._keep[slots], ends], axis=1)
         return kept_boundaries(start, end, always, self.interval), snapshot
+
+    def _boundaries_of_one(self, slot: int, start: int, end: int) -> tuple[Int64, Int64]:
+        """The tails of `boundaries` for one chunk."""
+        a = self.alignment
+        start = min(end, max(start, int(self.replay_to[slot]) - 1))
+        if self._tables.states:
+            start = max(start, end - (self._drafts + 1))
+        ends = [(end - known) // a * a for known in self._late]
+        return kept_of_one(start, end, self._keep[slot].tolist() + ends, self.interval)
 
     # After a step.
 
@@ -187,8 +203,9 @@ class Chains:
         if not self.layout.lookahead and step.batch is not None and not step.chunk_rows.size:
             closing = step.batch.ending
             return closing, end[closing]
-        closing = (end - self.cached[step.slots] >= a).nonzero()[0]
-        to = end[closing] // a * a
+        closing = (end - self.cached[step.slots] >= self._segment).nonzero()[0]
+        to = end[closing]
+        to = to - to % self._segment
         if self.layout.lookahead:
             known = self._sequences.num_keys[step.slots[closing]] * a
             ready = known > self.cached[step.slots[closing]]
@@ -228,9 +245,9 @@ class Chains:
             self.cached[slots] = to
             self._close_one(slots, to, made)
             return
-        whole, first = to // self.alignment, self.cached[slots] // self.alignment
+        whole, first = to // self._segment, self.cached[slots] // self._segment
         self.cached[slots] = to
-        several = (whole - first > 1).nonzero()[0]
+        several = (whole - first > ONE).nonzero()[0]
         if several.size < len(slots):
             one = slice(None) if not several.size else whole - first == 1
             self._close_one(slots[one], to[one])

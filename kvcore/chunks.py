@@ -18,6 +18,7 @@ from .spec import GroupClass, Int32, Int64, ragged_arange
 
 NO_ROWS: Int64 = np.empty(0, dtype=np.int64)
 ZERO: Int64 = np.array(0)
+FEW = 8  # boundaries of a chunk that are planned one by one
 
 
 @dataclass
@@ -31,6 +32,7 @@ class Chunk:
     is_new: npt.NDArray[np.bool_]  # [m] the block needs a page (else it is the open block)
     num_new: int  # how many are
     pages: Int32 | Int64 | None = None  # [m, num_tables]
+    num_left: int = 0  # new pages that no ring took
 
     @property
     def is_one(self) -> bool:
@@ -71,6 +73,7 @@ class BlockTables:
         self._flat = tables.reshape(-1)
         self._row = tables.shape[1]
         self.first = spec.offset + np.arange(k) * spec.width
+        self._size: Int64 = np.array(spec.block_size)
         self._within = np.arange(spec.block_size)
         # A ring of which the window takes a good part keeps all its pages, and writes over those out of reach: nothing
         # to free and to take. One that is long only because boundaries are far apart gives pages back.
@@ -137,6 +140,8 @@ class BlockTables:
             start, end: [n] tokens that were written before, and after the step.
             kept_rows, kept: requests and boundaries in (start, end] whose tails must survive, sorted.
         """
+        if len(start) == 1 and len(kept) <= FEW:
+            return self._plan_one(int(start[0]), int(end[0]), kept.tolist())
         spec, size = self.spec, self.spec.block_size
         first, stop = start // size, -(-end // size)
         low = first
@@ -163,6 +168,30 @@ class BlockTables:
         span = int((stop - first).max())
         return Chunk(first, span, rows, blocks, is_new, int(np.count_nonzero(is_new)))
 
+    def _plan_one(self, start: int, end: int, kept: list[int]) -> Chunk:
+        """`plan_chunk` of one request."""
+        spec, size = self.spec, self.spec.block_size
+        first, stop = start // size, -(-end // size)
+        at, parts = first, []
+        if self.is_window:
+            low = max(first, max(0, end - spec.reach) // size)
+            for boundary in kept:
+                tail = boundary // size
+                if tail - spec.tail < low:
+                    parts.append(np.arange(max(at, tail - spec.tail), tail))
+                    at = max(at, tail)
+            at = max(at, low)
+        blocks = np.arange(at, stop)
+        if parts:
+            blocks = np.concatenate([*parts, blocks])
+        num_new = len(blocks)
+        is_new = np.ones(num_new, dtype=np.bool_)
+        if start % size and num_new and blocks[0] == first:
+            is_new[0] = False
+            num_new -= 1
+        rows = np.zeros(len(blocks), dtype=np.int64)
+        return Chunk(np.array([first]), stop - first, rows, blocks, is_new, num_new)
+
     def fill_chunk(
         self, plan: Chunk, slots: Int64, start: Int64, offset: Int64, end: Int64, fresh: Int64
     ) -> tuple[Int64 | slice, Int64]:
@@ -175,6 +204,7 @@ class BlockTables:
             (indices of the tokens whose rows are written, their slots [k, t]).
         """
         size, rows = self.spec.block_size, plan.rows
+        plan.num_left = len(fresh)
         fresh = fresh.reshape(-1, self.spec.num_tables)
         if plan.num_new == len(plan.blocks):
             plan.pages = fresh
@@ -184,7 +214,7 @@ class BlockTables:
         if len(start) == 1 and plan.is_one:
             begin, first, stop = int(start[0]), int(plan.blocks[0]) * size, int(end[0])
             skipped = max(0, begin - first)
-            slots_of = (plan.pages.T * np.int64(size))[:, :, None] + self._within
+            slots_of = (plan.pages.T * self._size)[:, :, None] + self._within
             where = slots_of.reshape(self.spec.num_tables, -1)[:, skipped : stop - first]
             token = int(offset[0]) + first + skipped - begin
             return slice(token, token + where.shape[1]), where
@@ -199,49 +229,83 @@ class BlockTables:
 
     def commit_dense(
         self, plan: Chunk, slots: Int64, end: Int64, planned: Int64
-    ) -> tuple[Int64, Int32 | Int64]:
+    ) -> tuple[Int64, Int64, Int32 | Int64]:
         """Make the plan's blocks up to `end` [n], of `planned` [n] tokens, the request's own; free the others.
 
         Returns:
-            (flat indices, pages) of the table changes.
+            (requests' rows [m], blocks [m], pages [m, k]) of the table changes.
         """
-        assert plan.pages is not None
+        rows, blocks, pages = plan.rows, plan.blocks, plan.pages
+        assert pages is not None
         kept = plan.is_new
-        if np.count_nonzero(end < planned):
-            kept = plan.is_new & (plan.blocks * self.spec.block_size < end[plan.rows])
-            self.pool.put(plan.pages[plan.is_new & ~kept].ravel())
-        elif plan.num_new == len(plan.blocks):
-            return self.write(slots[plan.rows], plan.blocks, plan.pages), plan.pages
-        pages = plan.pages[kept]
-        return self.write(slots[plan.rows[kept]], plan.blocks[kept], pages), pages
+        if end is not planned and np.count_nonzero(end < planned):
+            kept = plan.is_new & (blocks * self.spec.block_size < end[rows])
+            self.pool.put(pages[plan.is_new & ~kept].ravel())
+            rows, blocks, pages = rows[kept], blocks[kept], pages[kept]
+        elif plan.num_new < len(blocks):
+            rows, blocks, pages = rows[kept], blocks[kept], pages[kept]
+        if len(slots) > 1:
+            self.write(slots[rows], blocks, pages)
+        elif len(blocks):
+            first = int(blocks[0])
+            self.table[int(slots[0]), :, first : first + len(blocks)] = pages.T
+        return rows, blocks, pages
 
-    def strip(self, plan: Chunk, slots: Int64) -> Int32:
-        """Pages of a window's blocks before and in the chunk: [n, k, j], from block `first - width + 1` of each request on.
+    def strip(self, plan: Chunk, slots: Int64, end: Int64, kept: Int64) -> tuple[Int32, Int64]:
+        """Pages of a window's blocks before and in the chunk: those of the rings at `end` [n], and tails of boundaries `kept` [m].
 
         To be asked before `commit_window`: the blocks before the chunk are those in the ring.
+
+        Returns:
+            ([n, k, j], [n] each request's block in the first column).
         """
         assert plan.pages is not None
         width = self.spec.width
+        if len(slots) == 1:
+            return self._strip_one(plan, slots, int(end[0]), kept)
         strip = np.zeros((len(slots), self.spec.num_tables, width - 1 + plan.span), dtype=np.int32)
         oldest = plan.first - (width - 1)
         strip[:, :, :width] = self.read(slots, oldest[:, None] + np.arange(width))
         strip[plan.rows, :, plan.blocks - oldest[plan.rows]] = plan.pages
-        return strip
+        return strip, oldest
 
-    def tails(self, plan: Chunk, strip: Int32, rows: Int64, boundaries: Int64) -> Int32:
-        """Pages of the tails of `boundaries` [m] of the plan's requests `rows` [m]: [m, k, tail]."""
-        lows = boundaries // self.spec.block_size - self.spec.tail - plan.first[rows]
-        return _windows(strip, rows, lows + self.spec.width - 1, self.spec.tail)
+    def _strip_one(self, plan: Chunk, slots: Int64, end: int, kept: Int64) -> tuple[Int32, Int64]:
+        """`strip` of one request: a chunk longer than the ring needs nothing of it."""
+        assert plan.pages is not None
+        size, width, first = self.spec.block_size, self.spec.width, int(plan.first[0])
+        low = (end - 1) // size - (width - 1)
+        if kept.size:
+            low = min(low, int(kept[0]) // size - self.spec.tail)
+        base = max(low, first - (width - 1))
+        strip = np.zeros((1, self.spec.num_tables, first + plan.span - base), dtype=np.int32)
+        if base <= first:
+            before = np.arange(base, first + 1)
+            strip[:, :, : len(before)] = self.read(slots, before[None, :])
+        at = int(plan.blocks.searchsorted(base))
+        strip[0][:, plan.blocks[at:] - base] = plan.pages[at:].T
+        return strip, np.array([base])
+
+    def tails(self, strip: Int32, base: Int64, rows: Int64, boundaries: Int64) -> Int32:
+        """Pages of the tails of `boundaries` [m] of the requests `rows` [m] of a strip: [m, k, tail]."""
+        lows = boundaries // self.spec.block_size - self.spec.tail - base[rows]
+        return _windows(strip, rows, lows, self.spec.tail)
 
     def commit_window(
-        self, plan: Chunk, strip: Int32, slots: Int64, end: Int64, planned: Int64
+        self, plan: Chunk, strip: Int32, base: Int64, slots: Int64, end: Int64, planned: Int64
     ) -> tuple[Int64, Int32, Int32]:
         """Turn the rings to `end` [n], of `planned` [n] tokens whose survivors were written.
+
+        Args:
+            strip, base: from `strip`.
 
         Returns:
             (flat indices, pages) of the table changes, and the pages that left the rings: the caller
             calls `pool.unuse` on them once resume points hold what they need.
         """
+        if len(slots) == 1:
+            return self._turn_one(
+                plan, strip[0], int(base[0]), int(slots[0]), int(end[0]), int(planned[0])
+            )
         spec, size, width = self.spec, self.spec.block_size, self.spec.width
         oldest = (end - 1) // size - (width - 1)
         blocks = oldest[:, None] + np.arange(width)  # [n, width]
@@ -252,16 +316,42 @@ class BlockTables:
             live |= (blocks < tail_end) & (blocks >= tail_end - spec.tail)
         live &= blocks >= 0
         every = np.arange(len(slots))
-        pages = _windows(strip, every, oldest - plan.first + width - 1, width)
+        pages = _windows(strip, every, oldest - base, width)
         pages *= live[:, None, :]
         columns = (slots * self._row)[:, None] + blocks % width
         places = columns[:, None, :] + self.first[:, None]
         old = self._flat[places]
         changed = old != pages
         places, new, gone = places[changed], pages[changed], old[changed]
-        self.pool.use_free(new)
+        plan.num_left -= self.pool.use_fresh(new)
         self._flat[places] = new
         return places, new, gone[gone != 0]
+
+    def _turn_one(
+        self, plan: Chunk, strip: Int32, base: int, slot: int, end: int, planned: int
+    ) -> tuple[Int64, Int32, Int32]:
+        """`commit_window` of one request; of its `strip` [k, j], from block `base` on, it overwrites what it lets go."""
+        spec, size, width = self.spec, self.spec.block_size, self.spec.width
+        oldest = (end - 1) // size - (width - 1)
+        pages = strip[:, oldest - base : oldest - base + width]
+        live = [(max(0, planned - spec.reach) // size, oldest + width)]
+        for known in {0, self.lookahead}:
+            stop = (end - known) // self.alignment * spec.per_segment
+            live.append((stop - spec.tail, stop))
+        at = oldest
+        for low, high in sorted(live):
+            if low > at:
+                pages[:, at - oldest : low - oldest] = 0
+            at = max(at, high)
+        start = slot * self._row + spec.offset
+        ring = self._flat[start : start + spec.num_columns]
+        old, cut = ring.copy(), oldest % width
+        turned = ring.reshape(-1, width)
+        turned[:, cut:], turned[:, :cut] = pages[:, : width - cut], pages[:, width - cut :]
+        places = (ring != old).nonzero()[0]
+        new, gone = ring[places], old[places]
+        plan.num_left -= self.pool.use_fresh(new)
+        return places + start, new, gone[gone != 0]
 
 
 def _windows(strip: Int32, rows: Int64, columns: Int64, size: int) -> Int32:

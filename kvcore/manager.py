@@ -15,6 +15,7 @@ import numpy as np
 
 from .chains import Chains
 from .chunks import NO_ROWS
+from .decode import ONE
 from .events import Announcer, EventLog
 from .eviction import Adaptive, EvictionPolicy
 from .hashing import Prompt, as_token_ids, root_key
@@ -291,7 +292,7 @@ class KVCache:
             self._check_step(slots, counts)
             start = self.num_computed[slots]
             end = start + counts
-            longest = int(end.max())
+            longest = int(np.maximum.reduce(end))
         if longest > self.max_model_len:
             i = int(end.argmax())
             raise ValueError(
@@ -300,8 +301,11 @@ class KVCache:
             )
         written, chunks = start, NO_ROWS
         if batch is None:
-            written = np.maximum(start, self._chains.replay_to[slots])
-            chunks = ((counts > 1) | (written > start)).nonzero()[0]
+            several = counts > ONE
+            if self.replay_tokens is not None:
+                written = np.maximum(start, self._chains.replay_to[slots])
+                several |= written > start
+            chunks = several.nonzero()[0]
         kept, snapshot = (NO_ROWS, NO_ROWS), NO_ROWS
         if self.enable_caching:
             kept, snapshot = self._chains.boundaries(slots, start, end, chunks, batch)
@@ -315,8 +319,9 @@ class KVCache:
             self.index.evict(step.needed - self.pool.num_free)
         if step.chunk_rows.size:
             cu = np.zeros(len(slots) + 1, dtype=np.int32)
-            cu[1:] = counts.cumsum()
-            _, positions = ragged_arange(start, counts)
+            cu[1:] = np.add.accumulate(counts)
+            one = len(slots) == 1
+            positions = np.arange(start[0], longest) if one else ragged_arange(start, counts)[1]
         else:
             cu, positions = self._cu_of(len(slots)), start
         pages = self.pool.peek(step.needed)
@@ -344,7 +349,7 @@ class KVCache:
         return slots, counts
 
     def _check_step(self, slots: Int64, counts: Int64) -> None:
-        if int(counts.min()) < 1:
+        if np.count_nonzero(counts < ONE):
             raise ValueError(f"num_new_tokens: expected at least 1 each, got {counts.tolist()}")
         self.sequences.check(slots)
 

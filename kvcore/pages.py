@@ -16,7 +16,6 @@ ONE_HOLD = 1 << 32
 UNSHARED: Int64 = np.array(
     1
 )  # `PagePool.counts` of a page that one request reads and no resume point holds
-NO_USER: Int32 = np.array(0, dtype=np.int32)
 ONE_USER: Int32 = np.array(1, dtype=np.int32)
 NULL: Int64 = np.array(NULL_BLOCK)
 
@@ -77,16 +76,19 @@ class PagePool:
         self.num_held_only -= int(np.count_nonzero(self.users[pages] == 0))
         self.users[pages] += 1
 
-    def use_free(self, pages: Int32) -> None:
-        """Requests start to read those of `pages` (distinct) that nobody reads, resume points hold or not."""
-        index = pages.astype(np.int64)
-        counts = self.counts[index]
-        self.counts[index] = counts + (counts.astype(np.int32) == NO_USER)
+    def use_fresh(self, pages: Int32) -> int:
+        """Requests start to read `pages` (distinct, taken just now; null pages allowed); returns how many these are."""
+        named = pages[pages != NULL]
+        self.counts[named] = UNSHARED
+        return len(named)
 
     def unuse(self, pages: Int32 | Int64) -> None:
         """Requests stop reading `pages` (repeats and the null page allowed: requests may share pages)."""
         pages = pages.astype(np.int64, copy=False)  # the quick index
         counts = self.counts[pages]
+        if np.count_nonzero(counts == UNSHARED) == len(pages):
+            self.counts[pages] = NULL
+            return self.put(pages)
         alone = counts.astype(np.int32) == ONE_USER  # the low half
         if np.count_nonzero(alone) == len(pages):  # so none repeats
             counts = counts - UNSHARED

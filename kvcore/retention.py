@@ -18,6 +18,8 @@ from .spec import Int64, ragged_arange
 # A prompt of at least this many tokens also keeps a point at the last multiple of them.
 EDITED_TOKENS = 512
 
+NO_BOUNDARIES = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
+
 Retention = str | int | Mapping[str, str | int]
 
 
@@ -76,12 +78,7 @@ def kept_boundaries(start: Int64, end: Int64, always: Int64, interval: int) -> t
         (rows [k], boundaries [k]) int64, sorted by row, then boundary, without repeats.
     """
     if len(start) == 1:
-        low, high = int(start[0]), int(end[0])
-        every = {b for b in always[0].tolist() if low < b <= high}
-        if interval:
-            every.update(range(low // interval * interval + interval, high + 1, interval))
-        one = np.array(sorted(every), dtype=np.int64)
-        return np.zeros(len(one), dtype=np.int64), one
+        return kept_of_one(int(start[0]), int(end[0]), always[0].tolist(), interval)
     inside = (always > start[:, None]) & (always <= end[:, None])
     rows, columns = np.nonzero(inside)
     positions = always[rows, columns]
@@ -96,3 +93,13 @@ def kept_boundaries(start: Int64, end: Int64, always: Int64, interval: int) -> t
         merged = merged[np.append(True, merged[1:] != merged[:-1])]
         rows, positions = merged // span, merged % span
     return rows, positions
+
+
+def kept_of_one(start: int, end: int, always: list[int], interval: int) -> tuple[Int64, Int64]:
+    """`kept_boundaries` of one request."""
+    every = {b for b in always if start < b <= end}
+    if interval:
+        every.update(range(start // interval * interval + interval, end + 1, interval))
+    if not every:
+        return NO_BOUNDARIES
+    return np.zeros(len(every), dtype=np.int64), np.array(sorted(every), dtype=np.int64)

@@ -83,7 +83,7 @@ class GroupClass:
     """Tables of one spec (kind, block size, window): every step treats them in one operation.
 
     Attributes:
-        tables: [k] rows of these tables in a slot mapping.
+        tables: [k] rows of these tables in a slot mapping. rows: the same as a slice, if they are neighbours.
         per_segment: blocks in one aligned segment.
         tail: blocks that a resume point holds.
         live: blocks behind the open one that a request may still read, drafts included.
@@ -99,6 +99,7 @@ class GroupClass:
     ) -> None:  # fmt: skip
         self.spec = spec
         self.tables: Int64 = np.array(tables, dtype=np.int64)
+        self.rows = slice_of(tables)
         self.num_tables = len(tables)
         self.block_size = spec.block_size
         self.per_segment = alignment // spec.block_size
@@ -196,6 +197,13 @@ class Layout:
     def columns(self, group: int, part: int = 0) -> tuple[int, int]:
         """First column and width, in the fused table, of the table of part `part` of `group`."""
         return self._columns[self.table(group, part)]
+
+
+def slice_of(rows: list[int]) -> Int64 | slice:
+    """Ascending `rows` as an index: a slice, several times quicker, where they are neighbours."""
+    if rows and rows[-1] - rows[0] == len(rows) - 1:
+        return slice(rows[0], rows[-1] + 1)
+    return np.array(rows, dtype=np.int64)
 
 
 def ragged_arange(starts: Int64, lengths: Int64) -> tuple[Int64, Int64]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .chunks import NO_ROWS
-from .pages import UNSHARED, PagePool
+from .pages import NULL, UNSHARED, PagePool
 from .spec import GroupClass, Int32, Int64
 
 NO_PLACES: Int64 = np.empty((0, 0), dtype=np.int64)
@@ -26,7 +26,6 @@ class StateStep:
     """Plan of one class of state tables."""
 
     pages: Int32  # [n, num_tables] live pages in the step, 0 where there are none yet
-    snapshots_at: Int64  # [n, num_tables] flat indices of the snapshots in the fused table
     starting: Int64  # rows of requests without live pages
     snapping: Int64  # rows that may end at a boundary and need new pages for the snapshot
     snapshots: Int64 | None = None  # [len(snapping), num_tables]
@@ -59,17 +58,16 @@ class StateTables:
 
     def plan(self, slots: Int64, rows: Int64) -> StateStep:
         """Which of `slots` [n] need live pages, and which of `rows`, that may end at a boundary, pages for a snapshot."""
-        live = self._flat[self._places(slots, LIVE)]
-        places = self._places(slots, SNAPSHOT)
-        starting = (live[:, 0] == 0).nonzero()[0]
-        return StateStep(live, places, starting, self._snapping(rows, places))
+        both = self.table[slots]
+        live = both[:, :, LIVE]
+        starting = (live[:, 0] == NULL).nonzero()[0]
+        return StateStep(live, starting, self._snapping(rows, both[:, 0, SNAPSHOT]))
 
-    def _snapping(self, rows: Int64, places: Int64) -> Int64:
-        """Which of `rows` have a snapshot that a resume point or another request shares: it must not be written over."""
+    def _snapping(self, rows: Int64, snapshots: Int32) -> Int64:
+        """Which of `rows` have one of `snapshots` [n] that a resume point or another request shares: it must not be written over."""
         if not len(rows):
             return NO_ROWS
-        pages = self._flat[places[rows, 0]]
-        shared: Int64 = rows[self.pool.counts[pages] != UNSHARED]
+        shared: Int64 = rows[self.pool.counts[snapshots[rows]] != UNSHARED]
         return shared
 
     def fill(self, plan: StateStep, slots: Int64, fresh: Int64) -> None:
@@ -82,7 +80,7 @@ class StateTables:
         plan.snapshots = fresh[cut:].reshape(-1, k)
         if cut:
             plan.pages[plan.starting] = fresh[:cut].reshape(-1, k)
-            sources = self._flat[self._places(slots[plan.starting], SNAPSHOT)]
+            sources = self.table[slots[plan.starting], :, SNAPSHOT]
             plan.copies = np.stack([sources.ravel(), fresh[:cut]], axis=1)
 
     def commit(
@@ -108,11 +106,11 @@ class StateTables:
             if np.count_nonzero(due) < len(due):
                 self.pool.put(pages[~due].ravel())
                 snapping, pages = snapping[due], pages[due]
-            where = plan.snapshots_at[snapping]
+            where = self._places(slots[snapping], SNAPSHOT)
             self.pool.unuse(self._flat[where].ravel())
             self._flat[where] = pages
             self.pool.users[pages] = 1
         copies = np.empty((len(ends) * self.spec.num_tables, 2), dtype=np.int32)
         copies[:, 0] = plan.pages[ends].ravel()
-        copies[:, 1] = self._flat[plan.snapshots_at[ends]].ravel()
+        copies[:, 1] = self.table[slots[ends], :, SNAPSHOT].ravel()
         return copies, places, live

@@ -14,7 +14,7 @@ import numpy as np
 from .chunks import NO_ROWS, BlockTables, Chunk
 from .decode import Decode, DecodeBatch, DecodeTables
 from .pages import PagePool
-from .spec import Int32, Int64, Layout, ragged_arange
+from .spec import Int32, Int64, Layout, ragged_arange, slice_of
 from .states import SNAPSHOT, StateStep, StateTables
 
 NO_COPIES: Int32 = np.empty((0, 2), dtype=np.int32)
@@ -97,9 +97,7 @@ class Tables:
         block_classes = [c for c in layout.classes if c.spec.kind != "state"]
         # Rows of a slot mapping where not every token has a slot.
         rows = [t for t, (g, _) in enumerate(layout.tables) if layout.groups[g].kind != "dense"]
-        self._sparse_rows: Int64 | slice = np.array(rows, dtype=np.int64)
-        if rows and rows == list(range(rows[0], rows[-1] + 1)):
-            self._sparse_rows = slice(rows[0], rows[-1] + 1)
+        self._sparse_rows = slice_of(rows)
         self.blocks = [
             BlockTables(c, self.array, layout.alignment, layout.lookahead, pool)
             for c in block_classes
@@ -225,7 +223,7 @@ class Tables:
             slots, start, end = step.slots[rows], step.start[rows], step.end[rows]
             offset = cu[rows].astype(np.int64)
             low = step.written[rows]
-            skipped = offset + (low - start)
+            skipped = offset + (low - start) if step.replaying else offset
             if step.replaying:
                 mapping[:] = -1
             for chunk, block in zip(step.chunks, self.blocks, strict=True):
@@ -235,8 +233,10 @@ class Tables:
                 else:
                     filled = block.fill_chunk(chunk, slots, low, skipped, end, pages[:size])
                 tokens, where = filled
-                tables = block.spec.tables
-                mapping[tables if isinstance(tokens, slice) else tables[:, None], tokens] = where
+                if isinstance(tokens, slice):
+                    mapping[block.spec.rows, tokens] = where
+                else:
+                    mapping[block.spec.tables[:, None], tokens] = where
                 pages = pages[size:]
         if step.batch is not None and mapping is not step.decode_slots:
             mapping[:, cu[step.decode_rows]] = step.decode_slots
@@ -248,7 +248,7 @@ class Tables:
                 size = plan.num_blocks * state.spec.num_tables
                 state.fill(plan, step.slots, pages[:size])
                 pages = pages[size:]
-                step.state_pages[state.spec.tables] = plan.pages.T
+                step.state_pages[state.spec.rows] = plan.pages.T
             copies = [p.copies for p in step.states if p.copies is not None]
             step.copies = np.concatenate(copies) if copies else NO_COPIES
         return mapping
@@ -280,18 +280,21 @@ class Tables:
         gone: list[Int32] = []
         if step.chunks:
             slots, stop = step.slots[step.chunk_rows], end[step.chunk_rows]
-            reached = step.end[step.chunk_rows]
-            pages: Int32 | Int64
+            reached = stop if end is step.end else step.end[step.chunk_rows]
             for chunk, block in zip(step.chunks, self.blocks, strict=True):
                 if block.is_window:
-                    strip = block.strip(chunk, slots)
+                    strip, base = block.strip(chunk, slots, stop, kept[1])
                     if len(tails):
-                        self._place(tails, block, block.tails(chunk, strip, *kept))
-                    places, pages, left = block.commit_window(chunk, strip, slots, stop, reached)
+                        self._place(tails, block, block.tails(strip, base, *kept))
+                    places, pages, left = block.commit_window(
+                        chunk, strip, base, slots, stop, reached
+                    )
                     gone.append(left)
+                    self._delta(places, pages)
                 else:
-                    places, pages = block.commit_dense(chunk, slots, stop, reached)
-                self._delta(places, pages)
+                    rows, blocks, taken = block.commit_dense(chunk, slots, stop, reached)
+                    if self._track_deltas:
+                        self._delta(block.places(slots[rows], blocks), taken)
         batch = step.batch
         if batch is not None and step.decode is not None:
             self.decodes.commit(step.decode, batch)
@@ -317,9 +320,10 @@ class Tables:
                 return NO_COPIES
             self.snapshot_at[step.slots[ends]] = end[ends]
             return self.decodes.snapshots(step.decode, step.state_pages)
-        self._state_pages = step.state_pages
-        if step.chunk_rows.size:
-            self._state_pages = step.state_pages[:, step.decode_rows]
+        if step.batch is not None:
+            self._state_pages = step.state_pages
+            if step.chunk_rows.size:
+                self._state_pages = step.state_pages[:, step.decode_rows]
         ends = (end % self.layout.alignment == 0).nonzero()[0]
         if not ends.size and not any(plan.num_blocks for plan in step.states):
             return NO_COPIES
@@ -344,7 +348,7 @@ class Tables:
         if not step.chunks:
             return
         for chunk, block in zip(step.chunks, self.blocks, strict=True):
-            if block.is_window:
+            if block.is_window and chunk.num_left:
                 assert chunk.pages is not None
                 fresh = chunk.pages[chunk.is_new].ravel()
                 self.pool.put(fresh[self.pool.counts[fresh] == 0])
