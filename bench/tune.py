@@ -113,13 +113,14 @@ def cells(cases: list[shapes.Case]) -> dict[Cell, list[shapes.Case]]:
 
 def tuned_cases() -> list[shapes.Case]:
     """Decode at two batches and prefill at two contexts of every named shape."""
-    found = []
-    for shape in shapes.SHAPES.values():
-        for phase, batch, context in (
-            ("decode", 16, 32768), ("decode", 128, 4096), ("prefill", 1, 32768), ("prefill", 4, 4096),
-        ):  # fmt: skip
-            found.append(shapes.Case(shape, phase, batch, context, shape.block_size))
-    return [case for case in found if case.cache_bytes <= shapes.MAX_CACHE_BYTES]
+    loads = (
+        ("decode", 16, 32768), ("decode", 128, 4096), ("prefill", 1, 32768), ("prefill", 4, 4096),
+    )  # fmt: skip
+    return [
+        shapes.Case(shape, *load, shape.block_size)
+        for shape in shapes.SHAPES.values()
+        for load in loads
+    ]
 
 
 @contextmanager

@@ -62,16 +62,31 @@ def test_a_wrong_result_is_not_timed(monkeypatch):
     (case,) = [
         c for c in shapes.tiny_cases() if c.phase == "decode" and c.shape.name == "tiny/local"
     ]
-    right = tune.quire_calls
+    right, made = tune.quire_calls, []
 
-    def off_by_one(*args, **kwargs):
-        out, *more = right(*args, **kwargs)[0]()
+    def off_by_one_at_first(*args, **kwargs):
+        made.append(right(*args, **kwargs))
+        if len(made) > 1:
+            return made[-1]
+        out, *more = made[0][0]()
         return [lambda: (out + 1, *more)]
 
-    monkeypatch.setattr(tune, "quire_calls", off_by_one)
+    monkeypatch.setattr(tune, "quire_calls", off_by_one_at_first)
     cell = Cell("decode", 32, 16)
-    (row,) = tune.measure(cell, [case], [cell.current(90)], torch.device("cpu"), seconds=0.001)
-    assert row["wrong"] and not row["ms"] and row["ratio"] is None
+    # A right result of another case makes up for nothing.
+    (row,) = tune.measure(cell, [case] * 2, [cell.current(90)], torch.device("cpu"), seconds=0.001)
+    assert len(made) == 2 and row["wrong"] and not row["ms"] and row["ratio"] is None
+
+
+@pytest.mark.parametrize("wrong", [None, "error 1, budget 0"])
+def test_a_wrong_result_is_the_exit_status(wrong, monkeypatch):
+    def measure(cell, cases, candidates, device, seconds):
+        row = {"config": [16, 64, 4, 4, 1], "ms": {}, "ratio": 1.0, "wrong": None}
+        return [row] * (len(candidates) - 1) + [row | {"wrong": wrong}]
+
+    monkeypatch.setattr(tune, "compile_all", lambda cell, candidates, *_: [None] * len(candidates))
+    monkeypatch.setattr(tune, "measure", measure)
+    assert tune.main(["--dry-run", "--only", "decode 32"]) == (wrong is not None)
 
 
 def test_what_breaks_a_static_rule_is_refused():
@@ -79,6 +94,12 @@ def test_what_breaks_a_static_rule_is_refused():
     fits, spills = cell.current(90), Config(64, 64, 4, 2, mask_all=True)
     reasons = tune.compile_all(cell, [fits, spills], 90, 1)
     assert reasons[0] is None and "spills" in reasons[1]
+
+
+def test_every_case_fits_the_memory():
+    cases = tune.tuned_cases()
+    assert len(cases) == 4 * len(shapes.SHAPES)
+    assert all(case.cache_bytes <= shapes.MAX_CACHE_BYTES for case in cases)
 
 
 def test_candidates_start_with_the_table_and_fit():
