@@ -150,15 +150,21 @@ def compiled(cell: Cell, config: Config, arch: int) -> str | None:
     return None
 
 
-def compile_all(cell: Cell, configs_: list[Config], arch: int, jobs: int) -> list[str | None]:
+def compilers(jobs: int) -> concurrent.futures.Executor:
+    """Processes for `compile_all`."""
+    context = multiprocessing.get_context("spawn")
+    return concurrent.futures.ProcessPoolExecutor(jobs, mp_context=context)
+
+
+def compile_all(
+    cell: Cell, configs_: list[Config], arch: int, pool: concurrent.futures.Executor
+) -> list[str | None]:
     """`compiled` of each, on several cores."""
-    # The interpreter stands in for the compiler in this process on a CPU; the workers must compile.
+    # The interpreter stands in for the compiler in this process on a CPU; the processes that start here must compile.
     interpret = os.environ.pop("TRITON_INTERPRET", None)
     try:
-        context = multiprocessing.get_context("spawn")
-        with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=context) as pool:
-            n = len(configs_)
-            return list(pool.map(compiled, [cell] * n, configs_, [arch] * n))
+        n = len(configs_)
+        return list(pool.map(compiled, [cell] * n, configs_, [arch] * n))
     finally:
         if interpret is not None:
             os.environ["TRITON_INTERPRET"] = interpret
@@ -238,7 +244,7 @@ def _values(config: Config) -> tuple[int, ...]:
     return (*shape, config.value_parts, *(more if any(more) else ()))
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace, pool: concurrent.futures.Executor) -> int:
     """Tunes cell by cell; the exit status."""
     device = torch.device("cpu" if args.dry_run else "cuda")
     arch = paged.INTERPRETER_ARCH
@@ -265,7 +271,7 @@ def run(args: argparse.Namespace) -> int:
         if args.dry_run:
             candidates = [candidates[0], replace(candidates[0], block_n=32)]
         while candidates:
-            reasons = compile_all(cell, candidates, arch, args.jobs)
+            reasons = compile_all(cell, candidates, arch, pool)
             result["refused"] += [
                 {"cell": cell.name, "config": list(_values(c)), "why": why}
                 for c, why in zip(candidates, reasons, strict=True)
@@ -329,7 +335,8 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     if args.dry_run and args.write:
         parser.error("--write: expected a run on a GPU, got --dry-run")
-    return run(args)
+    with compilers(args.jobs) as pool:
+        return run(args, pool)
 
 
 if __name__ == "__main__":
