@@ -17,6 +17,7 @@ from .spec import Int32
 
 KEY_BYTES = 32
 INT32 = np.dtype(np.int32)
+ZERO: Int32 = np.array(0, dtype=np.int32)
 
 
 def root_key(seed: bytes, salt: bytes) -> bytes:
@@ -44,7 +45,7 @@ def as_token_ids(name: str, tokens: Any) -> Int32:
     """
     array = np.asarray(tokens)
     quick = array.dtype == INT32 and array.ndim == 1 and array.flags.c_contiguous
-    if quick and (not len(array) or np.minimum.reduce(array) >= 0):
+    if quick and not np.count_nonzero(array < ZERO):
         return array
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise ValueError(
@@ -82,14 +83,16 @@ class Prompt:
             raise ValueError("token_ids: expected at least one token, got none")
         self.num_tokens = len(tokens)
         self.num_segments = max(0, len(tokens) - lookahead) // alignment
-        data = tokens.tobytes()
-        key, step, keys = root, 4 * alignment, []
-        start, stop = 0, step + 4 * lookahead
-        for _ in range(self.num_segments):
-            key = sha256(key + data[start:stop]).digest()
-            keys.append(key)
-            start, stop = stop, stop + step
+        key, keys, covered = root, [], 0
+        if self.num_segments:
+            first, covered = alignment + lookahead, self.num_segments * alignment + lookahead
+            parts = (
+                tokens[first:covered].view(f"V{4 * alignment}").tolist()
+            )  # bytes of each segment
+            for part in (tokens[:first].tobytes(), *parts):
+                key = sha256(key + part).digest()
+                keys.append(key)
         self.keys = b"".join(keys)
         self.last_key = key
-        self.tail = tokens[start // 4 :].copy()
+        self.tail = tokens[covered:].copy()
         self.tokens: Int32 | None = tokens.copy() if keep_tokens else None
