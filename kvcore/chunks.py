@@ -104,14 +104,6 @@ class BlockTables:
             pages[np.broadcast_to(blocks[:, None, :] < 0, pages.shape)] = 0
         return pages
 
-    def last_slots(self, slots: Int64, computed: Int64) -> Int64:
-        """Slots of the tokens before position `computed` [n]: [k, n]; one below the next slot in an open block."""
-        size = self.spec.block_size
-        blocks, within = np.divmod(computed, size)
-        pages = self.pages(slots, blocks)
-        last: Int64 = pages.T * np.int64(size) + (within - 1)
-        return last
-
     def drop_behind(self, slots: Int64, blocks: Int64) -> None:
         """Let go of what `blocks` [m] put out of reach of the next queries and of a resume point at the last boundary."""
         spec = self.spec

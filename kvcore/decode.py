@@ -9,13 +9,12 @@ groups there are.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
-from .chunks import NO_ROWS, BlockTables
-from .pages import UNSHARED, PagePool
+from .chunks import NO_ROWS, ZERO, BlockTables
+from .pages import NULL, UNSHARED, PagePool
 from .spec import Int32, Int64
 from .states import SNAPSHOT, StateTables
 
@@ -142,41 +141,45 @@ class DecodeBatch:
 
     Args:
         slots, start: [n] requests, and their tokens before the step.
-        last_slots: [num_tables, n] slots of the tokens before these.
-        advance_by: [num_tables, n] what a step adds to them: 1, or 0 for states, which have none.
+        last_slots: [num_tables, n] slots of the tokens before these; anything in rows of states.
+        state_pages: [num_tables, n] live pages of states, 0 where there are none yet; 0 in other rows.
+        is_steady: whether all states have live pages.
         columns: [n] flat indices of the first entries of the requests' rows in the fused table.
         alignment: tokens of a segment.
 
     Attributes:
         end: [n] tokens after the step. longest: the largest. age: steps since the batch was made.
         calendar: what changes in each step, once the batch has lasted a while.
+        is_whole: False once a request has left, or gone back.
         settled: whether no request will keep a boundary that was set when it was admitted; None until somebody asked.
     """
 
     def __init__(
-        self, slots: Int64, start: Int64, last_slots: Int64, advance_by: Int64, columns: Int64, alignment: int
+        self, slots: Int64, start: Int64, last_slots: Int64, state_pages: Int32, is_steady: bool,
+        columns: Int64, alignment: int,
     ) -> None:  # fmt: skip
         self.slots = slots.copy()
         self._key = slots.tobytes()
         self._ones = ONE.tobytes() * len(slots)
         self.start, self.end = start, start + ONE
-        self.longest = int(self.end.max())
+        self.longest = int(np.maximum.reduce(self.end))
         self.age = 0
-        self.last_slots, self.advance_by = last_slots, advance_by
+        self.last_slots, self.state_pages, self.is_steady = last_slots, state_pages, is_steady
+        self.is_whole = True
         self.columns = columns
         self.calendar: Calendar | None = None
         self.settled: bool | None = None
         self._alignment = alignment
         self._closing: tuple[Int64, list[int]] | None = None
-        self._ending: Int64 | None = (self.end % alignment == 0).nonzero()[0]
+        self._ending: Int64 | None = None
 
     def is_of(self, slots: Int64) -> bool:
         """Whether these are the batch's requests, in its order."""
-        return slots.tobytes() == self._key
+        return self.is_whole and slots.tobytes() == self._key
 
     def is_again(self, slots: Int64, counts: Int64) -> bool:
         """Whether a step asks for the next token of the batch's requests, and nothing else."""
-        return slots.tobytes() == self._key and counts.tobytes() == self._ones
+        return self.is_of(slots) and counts.tobytes() == self._ones
 
     def advance(self, last_slots: Int64) -> None:
         """Go to the next step."""
@@ -190,6 +193,9 @@ class DecodeBatch:
         """[m] rows that complete a segment in this step."""
         if self._ending is None:
             a = self._alignment
+            if not self.age:
+                self._ending = (self.end % a == ZERO).nonzero()[0]
+                return self._ending
             if self._closing is None:  # rows by when they do, and how many do before each step
                 wait = (self.age - self.end) % a
                 bounds = np.bincount(wait, minlength=a).cumsum().tolist()
@@ -227,7 +233,14 @@ class DecodeTables:
         self._parts += [
             Part(s.spec.tables, s.first + SNAPSHOT, 1, alignment, alignment - 1, 0) for s in states
         ]
-        self._block_sizes = np.array([p.block_size for p in self._parts])
+        # The same of each table, part by part.
+        each = [
+            (p.first[j], p.tables[j], p.width, p.period, p.block_size)
+            for p in self._parts
+            for j in range(len(p.tables))
+        ]
+        self._each: Int64 = np.array(each, dtype=np.int64).T.copy()
+        self._every = np.arange(len(each))
         self._cuts = [len(dense), len(dense) + len(self._windows), len(blocks)]
         self._per_request = sum(len(p.tables) * (alignment // p.period) for p in self._parts)
 
@@ -252,20 +265,17 @@ class DecodeTables:
         return batch.calendar.due(batch.age, snapshots)
 
     def _due_now(self, batch: DecodeBatch, snapshots: bool) -> Decode:
-        places, outputs, ends = [NO_ROWS], [NO_ROWS], [0]
-        parts = self._parts if snapshots else self._parts[: self._cuts[-1]]
-        for part in parts:
+        due, counts, ends = [NO_ROWS], [], [0]
+        for part in self._parts if snapshots else self._parts[: self._cuts[-1]]:
             rows = (batch.start % part.period == part.at).nonzero()[0]
-            if len(rows):
-                column = batch.columns[rows] + batch.start[rows] // part.period % part.width
-                places.append((column[:, None] + part.first).ravel())
-                outputs.append((rows[:, None] + part.tables * len(batch.slots)).ravel())
+            due += [rows] * len(part.tables)
+            counts += [len(rows)] * len(part.tables)
             ends.append(ends[-1] + len(rows) * len(part.tables))
-        num_due = [high - low for low, high in pairwise(ends)]
-        sizes = self._block_sizes[: len(parts)].repeat(num_due)
         dense, fresh, blocks = (ends[i] for i in self._cuts)
-        where = np.concatenate(places), np.concatenate(outputs)
-        return Decode(*where, sizes, dense, fresh, blocks)
+        rows, table = np.concatenate(due), self._every[: len(counts)].repeat(counts)
+        first, tables, widths, periods, sizes = self._each.take(table, axis=1)
+        places = batch.columns[rows] + first + batch.start[rows] // periods % widths
+        return Decode(places, tables * len(batch.slots) + rows, sizes, dense, fresh, blocks)
 
     def fill(self, plan: Decode, fresh: Int64, slots: Int64) -> None:
         """Give `fresh` pages [num_new] to the plan, and write the slots of the blocks' first rows into `slots` [num_tables, n]."""
@@ -289,7 +299,8 @@ class DecodeTables:
             rows = (batch.start % block.spec.block_size == 0).nonzero()[0]
             block.drop_behind(batch.slots[rows], batch.start[rows] // block.spec.block_size)
         if plan.num_new > plan.num_fresh:
-            self.pool.unuse(plan.old[plan.is_new])
+            replaced = plan.old[plan.is_new]
+            self.pool.unuse(replaced[replaced != NULL])
         if plan.num_new > plan.num_dense:
             self.pool.counts[plan.fresh[plan.num_dense :]] = UNSHARED
         self._flat[plan.places] = plan.pages

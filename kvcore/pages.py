@@ -16,7 +16,6 @@ ONE_HOLD = 1 << 32
 UNSHARED: Int64 = np.array(
     1
 )  # `PagePool.counts` of a page that one request reads and no resume point holds
-ONE_USER: Int32 = np.array(1, dtype=np.int32)
 NULL: Int64 = np.array(NULL_BLOCK)
 
 
@@ -85,25 +84,21 @@ class PagePool:
     def unuse(self, pages: Int32 | Int64) -> None:
         """Requests stop reading `pages` (repeats and the null page allowed: requests may share pages)."""
         pages = pages.astype(np.int64, copy=False)  # the quick index
-        counts = self.counts[pages]
-        if np.count_nonzero(counts == UNSHARED) == len(pages):
-            self.counts[pages] = NULL
-            return self.put(pages)
-        alone = counts.astype(np.int32) == ONE_USER  # the low half
-        if np.count_nonzero(alone) == len(pages):  # so none repeats
-            counts = counts - UNSHARED
+        counts = self.counts[pages] - UNSHARED
+        if not np.count_nonzero(
+            counts.astype(np.int32)
+        ):  # the low half: nobody else, so none repeats
             self.counts[pages] = counts
         else:
-            named = pages != NULL
-            if np.count_nonzero(named) < len(pages):
-                return self.unuse(pages[named])
+            named = pages[pages != NULL]
+            if len(named) < len(pages):
+                return self.unuse(named)
             pages = self._unuse_shared(pages)
             counts = self.counts[pages]
-        held = counts.astype(np.bool_)
-        num_held = int(np.count_nonzero(held))
+        num_held = int(np.count_nonzero(counts))
         self.num_held_only += num_held
         if num_held < len(pages):
-            self.put(pages[~held] if num_held else pages)
+            self.put(pages[counts == NULL] if num_held else pages)
 
     def _unuse_shared(self, pages: Int64) -> Int64:
         """Count `pages` down, repeats allowed; returns those that nobody reads now, each once."""

@@ -119,6 +119,7 @@ def check_invariants(cache: KVCache) -> None:
         AssertionError: any count or owner is wrong.
     """
     pool, index, a = cache.pool, cache.index, cache.alignment
+    cache._tables.check_batch(cache.num_computed)
     owners: list[Int32 | Int64] = [pool.free_pages()]
     users: list[Int32 | Int64] = []
     holds: list[Int32 | Int64] = []

@@ -48,6 +48,7 @@ class Sequences:
         self._first: Int64 = np.empty(0, dtype=np.int64)
         self._places: Int64 = self._first
         self._mark: Int64 = np.zeros(max_requests, dtype=np.int64)
+        self._limit = np.array(max_requests, dtype=np.uint64)
         self._checked: bytes | None = None  # slots that `check` found valid and distinct
 
     @property
@@ -97,7 +98,7 @@ class Sequences:
         """Raise ValueError unless `slots` are distinct slots of running requests."""
         if slots.tobytes() == self._checked:
             return
-        if int(slots.view(np.uint64).max()) >= self.max_requests:  # negative ones are large then
+        if np.count_nonzero(slots.view(np.uint64) >= self._limit):  # negative ones are large then
             raise ValueError(f"slots: expected 0..{self.max_requests - 1}, got {slots.tolist()}")
         if np.count_nonzero(self.active[slots]) < len(slots):
             bad = slots[~self.active[slots]].tolist()

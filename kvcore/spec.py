@@ -201,7 +201,9 @@ class Layout:
 
 def slice_of(rows: list[int]) -> Int64 | slice:
     """Ascending `rows` as an index: a slice, several times quicker, where they are neighbours."""
-    if rows and rows[-1] - rows[0] == len(rows) - 1:
+    if not rows:
+        return slice(0)
+    if rows[-1] - rows[0] == len(rows) - 1:
         return slice(rows[0], rows[-1] + 1)
     return np.array(rows, dtype=np.int64)
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .chunks import NO_ROWS, BlockTables, Chunk
-from .decode import Decode, DecodeBatch, DecodeTables
+from .chunks import NO_ROWS, ZERO, BlockTables, Chunk
+from .decode import ONE, Decode, DecodeBatch, DecodeTables
 from .pages import PagePool
 from .spec import Int32, Int64, Layout, ragged_arange, slice_of
-from .states import SNAPSHOT, StateStep, StateTables
+from .states import LIVE, SNAPSHOT, StateStep, StateTables
 
 NO_COPIES: Int32 = np.empty((0, 2), dtype=np.int32)
 NO_PAGES: Int32 = np.empty((0, 0), dtype=np.int32)
@@ -28,12 +28,12 @@ class Step:
     Attributes:
         decode_rows, chunk_rows: requests that compute one token (unless all do), and the others.
         batch, decode: the requests of the decode rows and their plan, None if there are none.
-        states: plans of state tables; none where `decode` has all that they need.
+        states: plans of state tables; none in a `steady` step, of which `decode` has all.
         needed: pages, in all. decode_slots: [tables, decode rows] slots of their tokens.
         copies: [m, 2] pages to copy before the step (source, destination).
         state_pages: [tables, n] live pages of state tables; [0, n] where there are none.
         written: [n] position from which dense groups write. replaying: whether it is past `start` anywhere.
-        again: the batch is that of the last step, and all of this one.
+        steady: one token for each of a batch of requests whose states have live pages.
     """
 
     slots: Int64
@@ -50,7 +50,7 @@ class Step:
     decode_slots: Int64 = field(default_factory=lambda: NO_ROWS)
     copies: Int32 = field(default_factory=lambda: NO_COPIES)
     state_pages: Int32 = field(default_factory=lambda: NO_PAGES)
-    again: bool = False
+    steady: bool = False
 
     @property
     def replaying(self) -> bool:
@@ -98,12 +98,15 @@ class Tables:
         # Rows of a slot mapping where not every token has a slot.
         rows = [t for t, (g, _) in enumerate(layout.tables) if layout.groups[g].kind != "dense"]
         self._sparse_rows = slice_of(rows)
+        rows = [t for t, (g, _) in enumerate(layout.tables) if layout.groups[g].kind == "state"]
+        self._state_rows = slice_of(rows)
         self.blocks = [
             BlockTables(c, self.array, layout.alignment, layout.lookahead, pool)
             for c in block_classes
         ]
+        # The decode rows of the last step, and where in it each slot's request is; -1 for those that were not.
         self._batch: DecodeBatch | None = None
-        self._state_pages = NO_PAGES  # of its requests [num_tables, n]
+        self._row_of: Int64 = np.full(max_requests, -1, dtype=np.int64)
         self.dense = [b for b in self.blocks if not b.is_window]
         self.windows = [b for b in self.blocks if b.is_window]
         self.states = [
@@ -112,6 +115,15 @@ class Tables:
             if c.spec.kind == "state"
         ]
         self.decodes = DecodeTables(self.array, self.blocks, self.states, layout.alignment, pool)
+        # First column, width and block size of each table: [num_tables, 1] all, ones for states.
+        self._each: Int64 = np.ones((3, len(layout.tables), 1), dtype=np.int64)
+        for b in self.blocks:
+            self._each[0, b.spec.tables, 0] = b.first
+            self._each[1, b.spec.tables], self._each[2, b.spec.tables] = (
+                b.spec.width,
+                b.spec.block_size,
+            )
+        self._flat = self.array.reshape(-1)
         self._no_replays = NO_ROWS, np.empty((len(layout.tables), 0), dtype=np.int64)
         self._track_deltas = track_deltas
         self._deltas: list[tuple[Int64, Int32]] = []
@@ -139,10 +151,11 @@ class Tables:
             snapshot: rows that may end the step at a boundary whose state is to be kept.
             batch: from `batch_again`, if the step is nothing else.
         """
-        again = batch is not None
+        steady = False
         decode_rows = NO_ROWS  # which stands for all
         if not len(chunk_rows):
             batch = batch or self._batch_of(slots, start)
+            steady = batch is not None and batch.is_steady
         else:
             if len(chunk_rows) < len(slots):
                 alone = np.ones(len(slots), dtype=np.bool_)
@@ -154,20 +167,20 @@ class Tables:
         states: list[StateStep] = []
         needed = 0
         if batch is not None:
-            decode = self.decodes.plan(batch, again and len(snapshot) > 0)
+            decode = self.decodes.plan(batch, steady and len(snapshot) > 0)
             needed = decode.num_new
         if len(chunk_rows):
             begin, stop, low = start[chunk_rows], end[chunk_rows], written[chunk_rows]
             chunks = [b.plan_chunk(begin if b.is_window else low, stop, *kept) for b in self.blocks]
             for c, b in zip(chunks, self.blocks, strict=True):
                 needed += c.num_new * b.spec.num_tables
-        if not again:
+        if not steady:
             states = [s.plan(slots, snapshot) for s in self.states]
             for p, s in zip(states, self.states, strict=True):
                 needed += p.num_blocks * s.spec.num_tables
         return Step(
             slots, start, end, written, decode_rows, chunk_rows, batch, decode, chunks, states, needed,
-            again=again,
+            steady=steady,
         )  # fmt: skip
 
     def batch_again(self, slots: Int64, counts: Int64) -> DecodeBatch | None:
@@ -178,15 +191,57 @@ class Tables:
     def _batch_of(self, slots: Int64, start: Int64) -> DecodeBatch | None:
         if not len(slots):
             return None
-        if self._batch is not None and self._batch.is_of(slots):
-            return self._batch
-        shape = len(self.layout.tables), len(slots)
-        last, advance = np.full(shape, -1, dtype=np.int64), np.zeros(shape, dtype=np.int64)
-        for block in self.blocks:
-            last[block.spec.tables] = block.last_slots(slots, start)
-            advance[block.spec.tables] = 1
+        old = self._batch
+        if old is None:
+            shape = len(self.layout.tables), len(slots)
+            last, live = np.empty(shape, dtype=np.int64), np.zeros(shape, dtype=np.int32)
+            rows = np.arange(len(slots))
+        elif old.is_of(slots):
+            return old
+        else:
+            known = self._row_of[slots]
+            last = old.last_slots.take(known, axis=1)
+            live = old.state_pages.take(known, axis=1)
+            rows = (known < ZERO).nonzero()[0]
+        if rows.size:
+            last[:, rows] = self._last_slots(slots[rows], start[rows])
+            for state in self.states:
+                live[state.spec.tables[:, None], rows] = state.table[slots[rows], :, LIVE].T
+        states = live[self._state_rows]
+        is_steady = np.count_nonzero(states) == states.size
         columns = slots * self.layout.num_columns
-        return DecodeBatch(slots, start, last, advance, columns, self.layout.alignment)
+        return DecodeBatch(slots, start, last, live, is_steady, columns, self.layout.alignment)
+
+    def _last_slots(self, slots: Int64, computed: Int64) -> Int64:
+        """Slots of the tokens before positions `computed` [m]: [num_tables, m], one below the next slot in an open block.
+
+        What it has in rows of states, and where a block starts, means nothing.
+        """
+        first, width, size = self._each
+        pages = self._flat[slots * self.layout.num_columns + first + computed // size % width]
+        last: Int64 = pages * size + (computed % size - ONE)
+        return last
+
+    def check_batch(self, num_computed: Int64) -> None:
+        """Compare what the batch knows of its requests, of which slots have `num_computed` tokens, with the tables.
+
+        Raises:
+            AssertionError: they differ.
+        """
+        rows = (self._row_of >= 0).nonzero()[0]
+        if self._batch is None:
+            assert not rows.size, "rows of no batch"
+            return
+        batch, known = self._batch, self._row_of[rows]
+        assert (batch.slots[known] == rows).all() and (
+            batch.start[known] == num_computed[rows]
+        ).all()
+        assert len(rows) == len(batch.slots) or not batch.is_whole, "a request left unseen"
+        is_open = batch.start[known] % self._each[2] > 0
+        same = batch.last_slots[:, known] == self._last_slots(rows, batch.start[known])
+        assert same[is_open].all(), "slots of the last tokens"
+        for s in self.states:
+            assert (batch.state_pages[s.spec.tables][:, known] == s.table[rows, :, LIVE].T).all()
 
     def per_group(self, step: Step) -> dict[str, int]:
         """Pages that each group needs."""
@@ -210,7 +265,8 @@ class Tables:
         """Give `pages` [needed] to the step; returns the slot mapping [num_tables, total]."""
         if step.batch is not None and step.decode is not None:
             n = step.decode.num_new
-            step.decode_slots = step.batch.last_slots + step.batch.advance_by
+            step.decode_slots = step.batch.last_slots + ONE
+            step.decode_slots[self._state_rows] = -1
             self.decodes.fill(step.decode, pages[:n], step.decode_slots)
             pages = pages[n:]
         if step.batch is not None and not step.chunk_rows.size:
@@ -240,8 +296,9 @@ class Tables:
                 pages = pages[size:]
         if step.batch is not None and mapping is not step.decode_slots:
             mapping[:, cu[step.decode_rows]] = step.decode_slots
-        if step.again:
-            step.state_pages = self._state_pages
+        if step.steady:
+            assert step.batch is not None
+            step.state_pages = step.batch.state_pages
         elif self.states:
             step.state_pages = np.zeros((len(self.layout.tables), len(step.slots)), np.int32)
             for plan, state in zip(step.states, self.states, strict=True):
@@ -307,23 +364,39 @@ class Tables:
                 where = step.slots[step.chunk_rows[kept[0]]]
                 for state in self.states:
                     self._place(tails, state, state.table[where, :, SNAPSHOT, None])
-        self._batch = batch
         if batch is not None:
+            if batch is not self._batch:
+                self._forget_batch()
+                self._row_of[batch.slots] = np.arange(len(batch.slots))
             batch.advance(step.decode_slots)
+        else:
+            self._forget_batch()
+        self._batch = batch
         return Effects(tails, gone, copies)
 
+    def _forget_batch(self) -> None:
+        if self._batch is not None:
+            self._row_of[self._batch.slots] = -1
+            self._batch = None
+
+    def _leave_batch(self, slot: int) -> None:
+        """The request of `slot` is not where the batch left it."""
+        if self._batch is not None and self._row_of[slot] >= 0:
+            self._row_of[slot] = -1
+            self._batch.is_whole = False
+
     def _commit_states(self, step: Step, end: Int64) -> Int32:
-        if step.again:
+        if step.steady:
             assert step.batch is not None and step.decode is not None
             ends = step.batch.ending
             if not ends.size:
                 return NO_COPIES
             self.snapshot_at[step.slots[ends]] = end[ends]
             return self.decodes.snapshots(step.decode, step.state_pages)
-        if step.batch is not None:
-            self._state_pages = step.state_pages
-            if step.chunk_rows.size:
-                self._state_pages = step.state_pages[:, step.decode_rows]
+        if step.batch is not None and not step.batch.is_steady:
+            pages = step.state_pages
+            step.batch.state_pages = pages[:, step.decode_rows] if step.chunk_rows.size else pages
+            step.batch.is_steady = True
         ends = (end % self.layout.alignment == 0).nonzero()[0]
         if not ends.size and not any(plan.num_blocks for plan in step.states):
             return NO_COPIES
@@ -419,7 +492,7 @@ class Tables:
                 else:
                     self.pool.put(pages)
                 block.write(np.repeat(slots, len(blocks)), blocks, np.zeros(1, np.int32))
-        self._batch = None
+        self._leave_batch(slot)
 
     def release(self, slot: int, cached: int, computed: int) -> None:
         """Empty the row of a request, whose tokens past `cached` are its own."""
@@ -432,7 +505,7 @@ class Tables:
             self.pool.unuse(table[slot].ravel())
             table[slot] = 0
         self.snapshot_at[slot] = 0
-        self._batch = None
+        self._leave_batch(slot)
 
     # Device copies.
 
