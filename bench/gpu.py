@@ -79,7 +79,7 @@ def plan(dry_run: bool) -> list[Part]:
         Part("correctness", 130, "kernels and engine on the device against float64: poison, graphs, repeated runs, no host sync",
              (*pytest, "tests/gpu", "--ignore=tests/gpu/test_gpu_peers.py"), tests=True),
         Part("kernels", 85, "attention kernels and peers side by side, the cases that matter most",
-             (*kernels, *size(f"--set attention --impl {COMPARED} --seconds 62", "--set tiny --only decode --per-call 0.01 --impl quire,quire-fresh,sdpa")), waits=True),
+             (*kernels, *size(f"--set attention --impl {COMPARED} --seconds 62", "--set tiny --skip tiny-latents --only decode --per-call 0.01 --impl quire,quire-fresh,sdpa")), waits=True),
         Part("latents", 75, "kernels of DeepSeek-V4 and V3, and FlashMLA",
              (*kernels, *size(f"--set latents --impl {LATENT_COMPARED} --seconds 58", "--set tiny-latents --only decode --per-call 0.01 --impl quire")), waits=True),
         Part("layers", 50, "six layers of gemma-4-31b end to end, allocator's share of a step",
@@ -92,7 +92,7 @@ def plan(dry_run: bool) -> list[Part]:
              ("-m", "bench.prefill_decode", "--json", "{json}", *size("--no-baseline --check 4", "--model gemma4-tiny --limit 1 --scale 0.1 --no-baseline --check 1")),
              modules=("safetensors", "tqdm")),
         Part("flex", 25, "FlexAttention beside quire",
-             (*kernels, *size("--set attention --impl quire,flex --seconds 20", "--set tiny --only decode --per-call 0.01 --impl quire,flex"))),
+             (*kernels, *size("--set attention --impl quire,flex --seconds 20", "--set tiny --skip tiny-latents --only decode --per-call 0.01 --impl quire,flex"))),
     ]  # fmt: skip
     factor = DRY_RUN_FACTOR if dry_run else 1
     return [replace(part, limit=part.limit * factor) for part in parts]

@@ -245,7 +245,7 @@ def _values(config: Config) -> tuple[int, ...]:
 
 
 def run(args: argparse.Namespace, pool: concurrent.futures.Executor) -> int:
-    """Tunes cell by cell; the exit status."""
+    """Tunes cell by cell; the exit status. pool: `compilers`."""
     device = torch.device("cpu" if args.dry_run else "cuda")
     arch = paged.INTERPRETER_ARCH
     if not args.dry_run:

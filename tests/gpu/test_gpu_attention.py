@@ -141,7 +141,8 @@ def test_fp8_codes_are_those_of_the_cast_on_a_host(scale):
     """Bit for bit: the device's division and rounding against torch's on a CPU, ties and subnormals among the values."""
     x = midpoints().view(-1, 1, 16) * (1.0 if scale is None else scale)
     if scale is None:
-        x = torch.cat([x[x.isfinite().all(-1).squeeze(1)], torch.randn(500, 1, 16, device=DEVICE)])
+        more = torch.randn(20 if DRY_RUN else 500, 1, 16, device=DEVICE)
+        x = torch.cat([x[x.isfinite().all(-1).squeeze(1)], more])
     codes, scales = quant.quantise(x.cpu(), scale)
     case = dataclasses.replace(CASES[0], num_kv_heads=1, block_size=16)
     pages, row_scales = blank(case, -(-len(x) // 16))
