@@ -274,7 +274,10 @@ class BlockTables:
             before = np.arange(base, first + 1)
             strip[:, :, : len(before)] = self.read(slots, before[None, :])
         at = int(plan.blocks.searchsorted(base))
-        strip[0][:, plan.blocks[at:] - base] = plan.pages[at:].T
+        columns: Int64 | slice = plan.blocks[at:] - base
+        if plan.is_one:
+            columns = slice(int(plan.blocks[at]) - base, None)
+        strip[0][:, columns] = plan.pages[at:].T
         return strip, np.array([base])
 
     def tails(self, strip: Int32, base: Int64, rows: Int64, boundaries: Int64) -> Int32:

@@ -292,7 +292,7 @@ class KVCache:
             self._check_step(slots, counts)
             start = self.num_computed[slots]
             end = start + counts
-            longest = int(np.maximum.reduce(end))
+            longest = int(end[0] if len(slots) == 1 else np.maximum.reduce(end))
         if longest > self.max_model_len:
             i = int(end.argmax())
             raise ValueError(

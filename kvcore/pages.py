@@ -83,6 +83,8 @@ class PagePool:
 
     def unuse(self, pages: Int32 | Int64) -> None:
         """Requests stop reading `pages` (repeats and the null page allowed: requests may share pages)."""
+        if not len(pages):
+            return
         pages = pages.astype(np.int64, copy=False)  # the quick index
         counts = self.counts[pages] - UNSHARED
         if not np.count_nonzero(

@@ -58,7 +58,7 @@ class StateTables:
 
     def plan(self, slots: Int64, rows: Int64) -> StateStep:
         """Which of `slots` [n] need live pages, and which of `rows`, that may end at a boundary, pages for a snapshot."""
-        both = self.table[slots]
+        both = self.table[slots] if len(slots) > 1 else self.table[int(slots[0])][None].copy()
         live = both[:, :, LIVE]
         starting = (live[:, 0] == NULL).nonzero()[0]
         return StateStep(live, starting, self._snapping(rows, both[:, 0, SNAPSHOT]))

@@ -116,13 +116,14 @@ class Tables:
         ]
         self.decodes = DecodeTables(self.array, self.blocks, self.states, layout.alignment, pool)
         # First column, width and block size of each table: [num_tables, 1] all, ones for states.
-        self._each: Int64 = np.ones((3, len(layout.tables), 1), dtype=np.int64)
+        each: Int64 = np.ones((3, len(layout.tables), 1), dtype=np.int64)
         for b in self.blocks:
-            self._each[0, b.spec.tables, 0] = b.first
-            self._each[1, b.spec.tables], self._each[2, b.spec.tables] = (
+            each[0, b.spec.tables, 0] = b.first
+            each[1, b.spec.tables], each[2, b.spec.tables] = (
                 b.spec.width,
                 b.spec.block_size,
             )
+        self._each = tuple(each)  # which is quicker to take apart
         self._flat = self.array.reshape(-1)
         self._no_replays = NO_ROWS, np.empty((len(layout.tables), 0), dtype=np.int64)
         self._track_deltas = track_deltas
