@@ -11,13 +11,16 @@ import torch
 from quire.models.configs import ModelConfig, named_configs
 from quire.models.decoder import Decoder
 from quire.models.deepseek_v4.model import DeepseekV4
+from quire.models.gpt_oss import Experts as GptOssExperts
 from quire.models.layers import RMSNorm
+from quire.models.llm import expect_room
 from quire.models.tokenizer import ByteTokenizer, Tokenizer, find_tokenizer
 from quire.models.weights import load_model, random_model, save_checkpoint
 
 CHECKPOINT_BYTES = 2**28  # random models up to this size take the way over a checkpoint on disk
 EMBEDDING_SHRINK = 1 / 32
 SHARPNESS = 2.0
+SHRINK_OF_CHOICES = 1 / 16
 SHRINK_OF_LAYERS = 1 / 4
 
 
@@ -46,13 +49,13 @@ def build_model(
     name: a named configuration, or a directory. dtype: default: the checkpoint's own; for random weights bfloat16 on a GPU and
     float32 on a CPU. kv_cache_dtype: of the engine that it is for. seed: of random weights.
 
-    Raises: ValueError for a name that is neither, and what `load_model` raises.
+    Raises: ValueError for a name that is neither or a model that does not fit the memory, and what `load_model` raises.
     """
     configs = named_configs()
     if name in configs:
         dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
-        exact = dtype == torch.float32 and kv_cache_dtype == "auto"
-        model, source = _random(configs[name], device, dtype, seed, SHARPNESS if exact else 1.0)
+        expect_room(configs[name], device, dtype)
+        model, source = _random(configs[name], device, dtype, seed, kv_cache_dtype)
         return BenchModel(model, ByteTokenizer(), source)
     path = Path(name)
     if not path.is_dir():
@@ -63,11 +66,14 @@ def build_model(
 
 
 def _random(
-    config: ModelConfig, device: torch.device, dtype: torch.dtype, seed: int, sharpness: float
+    config: ModelConfig, device: torch.device, dtype: torch.dtype, seed: int, kv_cache_dtype: str
 ) -> tuple[Decoder, str]:
     model = random_model(config, seed=seed, device=device, dtype=dtype)
     if isinstance(config, ModelConfig):
-        _adjust(model, config, sharpness)
+        rounded = kv_cache_dtype != "auto"
+        _adjust(model, config, 1.0 if rounded or dtype != torch.float32 else SHARPNESS)
+        if rounded:
+            _shrink_choices(model)
     else:
         _adjust_v4(model)
     if sum(w.numel() * w.element_size() for w in model.parameters()) > CHECKPOINT_BYTES:
@@ -97,6 +103,17 @@ def _adjust(model: Decoder, config: ModelConfig, sharpness: float) -> None:
         else:
             for weight in attention.q_proj.parameters():
                 weight.mul_(factor)
+
+
+def _shrink_choices(model: Decoder) -> None:
+    """What experts and per-layer inputs add: in random models a rounded row becomes another expert's, or moves a gate, and then logits by
+    more than they spread."""
+    for name, module in model.named_modules():
+        if name.endswith(("post_feedforward_layernorm_2", "post_per_layer_input_norm")):
+            _scale_norm(module, SHRINK_OF_CHOICES)
+        elif isinstance(module, GptOssExperts):
+            module.down_proj.mul_(SHRINK_OF_CHOICES)
+            module.down_proj_bias.mul_(SHRINK_OF_CHOICES)
 
 
 def _adjust_v4(model: DeepseekV4) -> None:

@@ -77,10 +77,12 @@ def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     threads = torch.get_num_threads()
     try:
-        if args.threads < 1:
-            raise ValueError(f"threads: expected >= 1, got {args.threads}")
-        if args.split is not None and args.split < 1:
-            raise ValueError(f"split: expected >= 1, got {args.split}")
+        for name in ("threads", "split", "check", "draft_tokens"):
+            value = getattr(args, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}: expected >= 1, got {value}")
+        if args.draft_tokens is not None and not args.speculate:
+            raise ValueError("draft_tokens: expected --speculate with it, got none")
         torch.set_num_threads(args.threads)
         if args.plot:
             require_matplotlib()
@@ -98,7 +100,7 @@ def main(argv: list[str] | None = None) -> int:
             num_checks=args.check,
             baseline=not args.no_baseline,
             speculate=args.speculate,
-            draft_tokens=args.draft_tokens,
+            draft_tokens=args.draft_tokens or 1,
             split_runs=args.split or 1,
         )
         print(header(result), table(result), sep="\n\n")
@@ -222,7 +224,7 @@ def _checked(built: BenchModel, outputs: dict, kv_cache_dtype: str) -> Check:
     check = check_outputs(built.model, outputs, kv_cache_dtype=kv_cache_dtype)
     if check.problems:
         raise WrongOutput(
-            f"{len(check.problems)} of {check.num_requests} checked requests differ from a full forward pass\n  "
+            f"{len(check.problems)} of {check.num_requests} checked requests are not shown to be right by a full forward pass\n  "
             + "\n  ".join(check.problems)
         )
     return check
@@ -324,7 +326,7 @@ def _parser() -> argparse.ArgumentParser:
         help="new tokens a step; default: 512, on a GPU 8192",
     )
     add("--speculate", choices=sorted(DRAFTERS), help="what drafts tokens; default: nothing")
-    add("--draft-tokens", type=int, default=1, metavar="K", help="drafts a step; default: 1")
+    add("--draft-tokens", type=int, metavar="K", help="drafts a step; default: 1")
     add("--check", type=int, default=8, metavar="N", help="requests to check; default: 8")
     add("--no-baseline", action="store_true", help="skip the run with caching off")
     add(

@@ -70,7 +70,7 @@ class LLM:
             if str(model) in configs:
                 if dtype is None:
                     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-                _expect_room(configs[str(model)], device, dtype)
+                expect_room(configs[str(model)], device, dtype)
                 self.model = random_model(
                     configs[str(model)], seed=seed, device=device, dtype=dtype
                 )
@@ -228,7 +228,7 @@ def find_device(device: torch.device | str | None = None) -> torch.device:
     return found
 
 
-def _expect_room(config: Any, device: torch.device, dtype: torch.dtype) -> None:
+def expect_room(config: Any, device: torch.device, dtype: torch.dtype) -> None:
     """Raises ValueError where random weights would fill more than the free memory of a CPU, which else kills the process."""
     if device.type != "cpu" or sys.platform != "linux":
         return

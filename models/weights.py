@@ -7,7 +7,6 @@ of another class and whose checkpoints have other forms, goes on to `models.deep
 from __future__ import annotations
 
 import json
-import os
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +22,7 @@ from quire.models.gpt_oss import GptOss
 from quire.models.hf_config import from_hf, to_hf
 from quire.models.layers import Linear, dequantize
 from quire.models.llama import Llama
+from quire.models.memory import free_memory
 from quire.models.mxfp4 import dequantize_mxfp4
 
 _MODELS: dict[str, type[Decoder]] = {
@@ -207,13 +207,6 @@ def _kept_in_fp8(
         return {}
     layers = {f"{name}.weight": m for name, m in model.named_modules() if isinstance(m, Linear)}
     return {n: m for n, m in layers.items() if sources[n].kind == "fp8"}
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes that can still be allocated on ``device``."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _fill(model: nn.Module, sources: dict[str, Source], kept: dict[str, Linear]) -> None:

@@ -7,7 +7,7 @@ compress 4 tokens each (``CSA``), or all entries that compress 128 tokens each (
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from quire.models.configs import BYTE_VOCAB, SLIDING
@@ -213,4 +213,9 @@ _CONFIGS = (
         max_position_embeddings=4096,
     ),
 )
-CONFIGS = {config.name: config for config in _CONFIGS}
+# Few layers, with the head sizes that the quantised cache layout is for.
+_SMALL = replace(
+    _CONFIGS[-1], name="deepseek-v4-small", head_dim=512, rope_dim=64, num_heads=2, o_groups=1,
+    index_head_dim=128, index_num_heads=8, layer_types=(SLIDING, CSA, HCA), mlp_layer_types=(MOE,) * 3,
+)  # fmt: skip
+CONFIGS = {config.name: config for config in (*_CONFIGS, _SMALL)}

@@ -131,8 +131,12 @@ class DeepseekV4(nn.Module):
     ) -> ModelCache:
         """Pages and rings as `quire.models.memory.model_cache` asks for them; sizes of pages follow from the config, not base_block_size.
 
-        Raises: NotImplementedError for "fp8" with other head sizes than the released ones.
+        Raises: NotImplementedError for "fp8" with other head sizes than the released ones, or a model in fp16.
         """
+        if kv_cache_dtype == "fp8" and self.dtype == torch.float16:
+            raise NotImplementedError(
+                "kv_cache_dtype: 'fp8' is supported with models in bfloat16 and float32, this one is in float16"
+            )
         fmt = CacheFormat(self.dtype, fp8=kv_cache_dtype == "fp8")
         plan = plan_cache(self.config, fmt, drafters=drafter_layers)
 

@@ -15,7 +15,8 @@ from quire.models.deepseek_v4.config import DeepseekV4Config
 from quire.models.deepseek_v4.hf import to_hf
 from quire.models.deepseek_v4.load import check, fill, format_of_experts, read_headers
 from quire.models.deepseek_v4.model import DeepseekV4
-from quire.models.weights import WORKING_SHARE, free_memory, load_config
+from quire.models.memory import free_memory
+from quire.models.weights import WORKING_SHARE, load_config
 
 
 def load_model(

@@ -86,7 +86,7 @@ def test_json_and_text(tmp_path, capsys):
         assert text in out
 
 
-@pytest.mark.parametrize("name", ["gemma4-tiny", "llama-tiny"])
+@pytest.mark.parametrize("name", ["gemma4-tiny", "gemma4-e-tiny", "gemma4-moe-tiny", "llama-tiny", "gpt-oss-tiny", "deepseek-v4-small"])  # fmt: skip
 def test_fp8_pages(name, tmp_path, capsys):
     """Nearly all tokens are those of a pass without a cache, none is further off than rounding explains, and prefixes are hit."""
     file = tmp_path / "result.json"
@@ -262,7 +262,8 @@ def test_wrong_output_of_the_run_without_caching_is_refused_too(monkeypatch, cap
         (["--retention", "7"], "retention"),
         (["--threads", "0"], "threads: expected >= 1, got 0"),
         (["--split", "0"], "split: expected >= 1, got 0"),
-        (["--check", "0"], "check: expected at least 1 request, got 0"),
+        (["--check", "0"], "check: expected >= 1, got 0"),
+        (["--draft-tokens", "3"], "draft_tokens: expected --speculate with it, got none"),
     ],
 )
 def test_errors_name_the_argument(arguments, message, capsys):
@@ -369,6 +370,15 @@ def test_deepseek_v4_with_drafts(kind, tmp_path, capsys):
     assert drafted["identical_tokens"] == drafted["output_tokens"] > 0
     assert result["check"]["exact_tokens"] == result["check"]["tokens"] > 0
     assert result["cached"]["hit"]["tokens"] > 0
+
+
+def test_models_larger_than_the_memory(monkeypatch, capsys):
+    monkeypatch.setattr("quire.models.llm.free_memory", lambda device: 2**30)
+    monkeypatch.setattr("sys.platform", "linux")
+    assert prefill_decode.main([*TINY, "--model", "deepseek-v4-flash"]) == 2
+    assert (
+        "model: 'deepseek-v4-flash' takes 1084 GiB of memory, and 1 GiB" in capsys.readouterr().err
+    )
 
 
 def test_drafters_that_a_model_lacks(capsys):

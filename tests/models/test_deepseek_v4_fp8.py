@@ -160,7 +160,12 @@ def test_pool_and_plan_of_an_engine(model):
         assert memory.bytes_per_token == memory.page_bytes / memory.groups[0].block_size
 
 
-def test_other_head_sizes_are_refused():
+def test_other_head_sizes_and_fp16_are_refused():
+    model = random_model(get_config("deepseek-v4-small"), dtype=torch.float16)
+    with pytest.raises(
+        NotImplementedError, match="'fp8' is supported with models in bfloat16 and float32"
+    ):
+        Engine(model, EngineConfig(kv_cache_dtype="fp8"))
     with pytest.raises(
         NotImplementedError, match=r"'fp8' is supported with \(head_dim, rope_dim\) = \(512, 64\)"
     ):

@@ -19,7 +19,6 @@ from quire.models.weights import random_model
 from tests.models.captured import LAUNCHES, ON_HOST, Captures, Graph, NotCapturable, forbidden
 from tests.models.test_engine import prompt
 from tests.models.toy import ToyModel
-from tests.models.v4_oracle import wide_config
 
 NAMES = ("gemma3-tiny", "gemma4-tiny", "gemma4-e-tiny", "gemma4-moe-tiny", "llama-tiny", "gpt-oss-tiny", "deepseek-v4-tiny")  # fmt: skip
 SAMPLING = {"temperature": 0.9, "top_p": 0.9, "repetition_penalty": 1.1, "seed": 5}
@@ -86,10 +85,10 @@ def test_replays_decode_as_eager_steps_do(model):
     assert captures.num_replays > 20
 
 
-@pytest.mark.parametrize("name", ["gemma4-e-tiny", "gpt-oss-tiny", "wide"])
+@pytest.mark.parametrize("name", ["gemma4-e-tiny", "gpt-oss-tiny", "deepseek-v4-small"])
 def test_pages_of_e4m3(name):
     """Rows with scales, and DeepSeek-V4's latents, entries and index keys."""
-    model = random_model(wide_config() if name == "wide" else get_config(name))
+    model = random_model(get_config(name))
     eager, got, captures, _ = both(model, LENGTHS[:4], max_num_seqs=4, kv_cache_dtype="fp8")
     assert_equal(got, eager)
     assert captures.num_replays > 10
@@ -132,7 +131,7 @@ def test_drafts_beside_replays(name):
         (replace(get_config("gemma4-tiny"), layer_types=(SLIDING, FULL)), "auto"),
         (replace(get_config("gemma4-tiny"), layer_types=(FULL, SLIDING)), "fp8"),
         (replace(get_config("deepseek-v4-tiny"), layer_types=(CSA, HCA), mlp_layer_types=(MOE, MOE)), "auto"),
-        (replace(wide_config(), layer_types=(CSA, HCA), mlp_layer_types=(MOE, MOE)), "fp8"),
+        (replace(get_config("deepseek-v4-small"), layer_types=(CSA, HCA), mlp_layer_types=(MOE, MOE)), "fp8"),
     ],
     ids=["gemma4", "gemma4-fp8", "deepseek-v4", "deepseek-v4-fp8"],
 )  # fmt: skip

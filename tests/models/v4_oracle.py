@@ -46,17 +46,6 @@ def long_config():
     return replace(tiny, name="long", hca_ratio=128, sliding_window=128, index_topk=16)
 
 
-def wide_config():
-    """Few layers, with the head sizes that the quantised cache layout is for."""
-    from quire.models.deepseek_v4.config import CONFIGS, CSA, HCA, MOE, SLIDING
-
-    return replace(
-        CONFIGS["deepseek-v4-tiny"], name="wide", head_dim=512, rope_dim=64, num_heads=2, o_groups=1,
-        index_head_dim=128, index_num_heads=8, layer_types=(SLIDING, CSA, HCA),
-        mlp_layer_types=(MOE,) * 3, num_mtp_layers=1,
-    )  # fmt: skip
-
-
 @functools.cache
 def oracles() -> dict[str, Oracle]:
     """By name: "ours", "long" and "wide", written by save_checkpoint; "hybrid" and "pure", made and saved by transformers itself."""
@@ -72,7 +61,7 @@ def oracles() -> dict[str, Oracle]:
     tiny = CONFIGS["deepseek-v4-tiny"]
     save_checkpoint(random_model(tiny), root / "ours")
     save_checkpoint(random_model(long_config(), seed=1), root / "long")
-    save_checkpoint(random_model(wide_config(), seed=2), root / "wide")
+    save_checkpoint(random_model(CONFIGS["deepseek-v4-small"], seed=2), root / "wide")
     jobs = [
         {"make": name, "config": to_hf(tiny), "seed": 7, "original": name == "hybrid"}
         for name in ("hybrid", "pure")
