@@ -265,14 +265,13 @@ class BlockTables:
         """`strip` of one request: a chunk longer than the ring needs nothing of it."""
         assert plan.pages is not None
         size, width, first = self.spec.block_size, self.spec.width, int(plan.first[0])
-        low = (end - 1) // size - (width - 1)
+        base = (end - 1) // size - (width - 1)
         if kept.size:
-            low = min(low, int(kept[0]) // size - self.spec.tail)
-        base = max(low, first - (width - 1))
+            base = min(base, int(kept[0]) // size - self.spec.tail)
         strip = np.zeros((1, self.spec.num_tables, first + plan.span - base), dtype=np.int32)
-        if base <= first:
-            before = np.arange(base, first + 1)
-            strip[:, :, : len(before)] = self.read(slots, before[None, :])
+        if base < first:
+            before = np.arange(base, first)
+            strip[:, :, : first - base] = self.read(slots, before[None, :])
         at = int(plan.blocks.searchsorted(base))
         columns: Int64 | slice = plan.blocks[at:] - base
         if plan.is_one:

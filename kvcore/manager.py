@@ -25,7 +25,7 @@ from .plan import OutOfPages, StepPlan
 from .report import Match, check_invariants, describe, limited_by
 from .retention import Retention, parse_retention
 from .sequences import Sequences
-from .spec import GroupSpec, Int32, Int64, Layout, ragged_arange
+from .spec import GroupSpec, Int32, Int64, Layout
 from .stats import count_admission, new_counters
 from .tables import Tables
 
@@ -320,8 +320,10 @@ class KVCache:
         if step.chunk_rows.size:
             cu = np.zeros(len(slots) + 1, dtype=np.int32)
             cu[1:] = np.add.accumulate(counts)
-            one = len(slots) == 1
-            positions = np.arange(start[0], longest) if one else ragged_arange(start, counts)[1]
+            if len(slots) == 1:
+                positions = np.arange(start[0], longest)
+            else:
+                positions = np.arange(int(cu[-1])) + (start - cu[:-1]).repeat(counts)
         else:
             cu, positions = self._cu_of(len(slots)), start
         pages = self.pool.peek(step.needed)

@@ -80,8 +80,9 @@ class StateTables:
         plan.snapshots = fresh[cut:].reshape(-1, k)
         if cut:
             plan.pages[plan.starting] = fresh[:cut].reshape(-1, k)
-            sources = self.table[slots[plan.starting], :, SNAPSHOT]
-            plan.copies = np.stack([sources.ravel(), fresh[:cut]], axis=1)
+            plan.copies = np.empty((cut, 2), dtype=np.int32)
+            plan.copies[:, 0] = self.table[slots[plan.starting], :, SNAPSHOT].ravel()
+            plan.copies[:, 1] = fresh[:cut]
 
     def commit(
         self, plan: StateStep, slots: Int64, end: Int64, ends: Int64
