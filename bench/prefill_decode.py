@@ -2,7 +2,7 @@
 
     python -m bench.prefill_decode
     python -m bench.prefill_decode --json result.json --plot result.png
-    python -m bench.prefill_decode --model gemma4-tiny --split 5
+    python -m bench.prefill_decode --model gemma4-tiny --split
     python -m bench.prefill_decode --trace conversation.jsonl.xz --limit 40 --scale 0.05
     python -m bench.prefill_decode --model gemma4-tiny --retention 64 --no-baseline --scale 0.2
     python -m bench.prefill_decode --kv-cache-dtype fp8 --limit 4
@@ -333,9 +333,9 @@ def _parser() -> argparse.ArgumentParser:
         "--split",
         type=int,
         nargs="?",
-        const=1,
+        const=3,  # what hits a step in one run is left out
         metavar="N",
-        help="print what each part of a step takes of the CPU: medians of N runs of each step; default: 1",
+        help="print what each part of a step takes of the CPU: medians of N runs of each step; default: 3",
     )
     add("--json", metavar="FILE", help="write all numbers")
     add("--plot", metavar="FILE", help="write a picture (extra: plot)")
