@@ -234,3 +234,53 @@ def test_a_batch_that_lasts_gets_a_calendar_unless_it_would_be_large(most, monke
         e.check()
         calendar = e.kv._tables._batch.calendar
         assert (calendar is not None) == (t >= decode.SETTLED and most == 22)
+
+
+ALONE = {
+    "windows": groups((8, None), (4, 10), (4, 10), (4, 5)),
+    "states": groups((8, None), (4, 10), GroupSpec("state", "state", 8, 4096, pages_per_block=2)),
+    "drafter": groups((8, None), (4, 10), GroupSpec("draft", "window", 2, 4096, 6, lookahead=3)),
+}
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("retention", ["latest", 32, "dense"])
+@pytest.mark.parametrize("specs", ALONE.values(), ids=ALONE.keys())
+def test_chunks_of_one_step_end_like_chunks_of_steps_of_their_own(specs, retention, drafts):
+    """One chunk is planned and committed in plain integers, several in arrays."""
+    together, alone = (
+        KVCache(
+            specs, num_pages=900, max_requests=2, max_model_len=640,
+            retention=retention, max_draft_tokens=drafts, track_deltas=True,
+        )
+        for _ in range(2)
+    )  # fmt: skip
+    texts = [np.array(tokens(640, seed), dtype=np.int32) for seed in range(2)]
+    for i, text in enumerate(texts):
+        for cache in (together, alone):
+            assert cache.admit(i, cache.match(text[:90])) == i
+    rng, mirror = np.random.default_rng(0), np.zeros_like(alone.tables)
+    for most in [3, 9, 60] * 6:
+        counts = rng.integers(1, most, 2)
+        rejected = np.minimum(rng.integers(0, drafts + 1, 2), counts - 1)
+        accepted = counts - rejected if drafts else None
+        starts = together.num_computed.tolist()
+        ids = [t[s : s + n] for t, s, n in zip(texts, starts, counts, strict=True)]
+        plan = together.plan([0, 1], counts)
+        written = np.split(plan.slot_mapping >= 0, plan.cu_seqlens_q[1:-1], axis=1)
+        copies = len(together.commit(plan, np.concatenate(ids), accepted))
+        for i in range(2):
+            one = alone.plan([i], counts[i : i + 1])
+            assert (written[i] == (one.slot_mapping >= 0)).all()
+            kept = None if accepted is None else accepted[i : i + 1]
+            copies -= len(alone.commit(one, ids[i], kept))
+        assert copies == 0 and together.stats() == alone.stats()
+        assert ((together.tables != 0) == (alone.tables != 0)).all()
+        alone.check_invariants()
+        where, pages = alone.take_deltas()
+        mirror.reshape(-1)[where] = pages
+        for group, part in alone.layout.tables:
+            at, width = alone.layout.columns(group, part)
+            told = slice(at, at + (1 if specs[group].kind == "state" else width))
+            assert (mirror[:, told] == alone.tables[:, told]).all()
+    assert together.num_computed.min() > 100
