@@ -229,12 +229,9 @@ class BlockTables:
         """
         rows, blocks, pages = plan.rows, plan.blocks, plan.pages
         assert pages is not None
-        kept = plan.is_new
         if end is not planned and np.count_nonzero(end < planned):
-            kept = plan.is_new & (blocks * self.spec.block_size < end[rows])
+            kept = blocks * self.spec.block_size < end[rows]
             self.pool.put(pages[plan.is_new & ~kept].ravel())
-            rows, blocks, pages = rows[kept], blocks[kept], pages[kept]
-        elif plan.num_new < len(blocks):
             rows, blocks, pages = rows[kept], blocks[kept], pages[kept]
         if len(slots) > 1:
             self.write(slots[rows], blocks, pages)
