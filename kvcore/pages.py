@@ -17,6 +17,7 @@ UNSHARED: Int64 = np.array(
     1
 )  # `PagePool.counts` of a page that one request reads and no resume point holds
 NULL: Int64 = np.array(NULL_BLOCK)
+MANY = 256  # pages of resume points that may be worth counting in one go
 
 
 class PagePool:
@@ -116,15 +117,14 @@ class PagePool:
 
     def hold(self, pages: Int32) -> None:
         """Resume points start to hold `pages` (repeats allowed: points of one chain overlap)."""
-        low, high = int(pages.min(initial=self.num_pages)), int(pages.max(initial=0)) + 1
-        if high - low <= len(
-            pages
-        ):  # many points of one chain: close together, named again and again
-            times = np.bincount(pages - low)
-            fresh = (self.counts[low:high] == 0) & (times > 0)
-            self.num_held_only += int(np.count_nonzero(fresh))
-            self.counts[low:high] += times * ONE_HOLD
-            return
+        if len(pages) > MANY:
+            low, high = int(pages.min()), int(pages.max()) + 1
+            if high - low <= len(pages):  # of one chain: close together, named again and again
+                times = np.bincount(pages - low)
+                fresh = (self.counts[low:high] == 0) & (times > 0)
+                self.num_held_only += int(np.count_nonzero(fresh))
+                self.counts[low:high] += times * ONE_HOLD
+                return
         pages = pages.astype(np.int64, copy=False)
         fresh = pages[self.counts[pages] == 0]
         self.num_held_only += len(self._once(fresh))
