@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from quire.kvcore import GroupSpec, KVCache, OutOfPages, StepPlan
+from quire.kvcore.pages import PagePool
 
 from .engine import Engine, groups
 
@@ -303,6 +304,21 @@ def test_eviction_takes_whole_resume_points_least_recently_used_first():
     for run in e.kv.index.runs():
         for point in run.points.values():
             assert (e.kv.pool.holds[point.pages] > 0).all(), "a point is whole or gone"
+
+
+def test_pages_of_many_points_are_counted_like_those_of_few():
+    """Together they are close enough to be counted in one go, in tens they are not."""
+    pages = np.random.default_rng(0).integers(1, 200, 900, dtype=np.int32)
+    pages = pages[pages != 77]
+    together, alone = PagePool(400), PagePool(400)
+    for pool in (together, alone):
+        pool.use_fresh(pages[:20])  # pages that a request reads are not held only
+    together.hold(pages)
+    for some in np.split(pages, np.arange(10, len(pages), 10)):
+        alone.hold(some)
+    assert (together.counts == alone.counts).all()
+    held = set(pages.tolist()) - set(pages[:20].tolist())
+    assert together.num_held_only == alone.num_held_only == len(held)
 
 
 def test_evict_frees_what_is_asked_or_all_that_nobody_needs():
