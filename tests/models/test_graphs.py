@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from quire.kernels import paged_attention, sliding_window_attention
 from quire.models import attention, batch, decoder, graphs, moe, quantized
 from quire.models.configs import FULL, SLIDING, get_config
-from quire.models.deepseek_v4.config import CSA, HCA, MOE
+from quire.models.deepseek_v4.config import CSA, HASH_MOE, HCA, MOE
 from quire.models.quantized import PackedExperts, dequantize_fp8
 from quire.models.request import SamplingParams
 from quire.models.runner import Engine, EngineConfig
@@ -21,6 +21,13 @@ from tests.models.test_engine import prompt
 from tests.models.toy import ToyModel
 
 NAMES = ("gemma3-tiny", "gemma4-tiny", "gemma4-e-tiny", "gemma4-moe-tiny", "llama-tiny", "gpt-oss-tiny", "deepseek-v4-tiny")  # fmt: skip
+# A layer of each kind.
+FEW = {
+    "gemma3-tiny": {"layer_types": (SLIDING, SLIDING, FULL)},
+    "gemma4-tiny": {"layer_types": (SLIDING, FULL, SLIDING)},
+    "gemma4-moe-tiny": {"layer_types": (SLIDING, FULL, SLIDING)},
+    "deepseek-v4-tiny": {"layer_types": (SLIDING, CSA, HCA), "mlp_layer_types": (HASH_MOE, MOE, MOE), "num_mtp_layers": 0},
+}  # fmt: skip
 SAMPLING = {"temperature": 0.9, "top_p": 0.9, "repetition_penalty": 1.1, "seed": 5}
 
 
@@ -61,16 +68,21 @@ def both(model, lengths, *, captures=None, disturbed=False, again=3, **settings)
     """(eager outputs, captured outputs, captures, engine of these)."""
     settings = {"max_num_batched_tokens": 64, "num_pages": 900} | settings
     more = {"disturbed": disturbed, "again": again}
-    eager = serve(Engine(model, EngineConfig(decode_graphs=False, **settings)), lengths, **more)
+    plain = {"decode_graphs": False, "impl": "torch"}
+    eager = serve(Engine(model, EngineConfig(**settings | plain)), lengths, **more)
     engine = Engine(model, EngineConfig(decode_graphs=True, **settings))
     captures = captures or Captures()
     engine._graphs._capture = captures
     return eager, serve(engine, lengths, **more), captures, engine
 
 
+def build(name):
+    return random_model(replace(get_config(name), **FEW.get(name, {})))
+
+
 @pytest.fixture(scope="module", params=NAMES)
 def model(request):
-    return random_model(get_config(request.param))
+    return build(request.param)
 
 
 LENGTHS = (40, 3, 17, 9, 31, 5, 22, 12, 64)
@@ -88,8 +100,7 @@ def test_replays_decode_as_eager_steps_do(model):
 @pytest.mark.parametrize("name", ["gemma4-e-tiny", "gpt-oss-tiny", "deepseek-v4-small"])
 def test_pages_of_e4m3(name):
     """Rows with scales, and DeepSeek-V4's latents, entries and index keys."""
-    model = random_model(get_config(name))
-    eager, got, captures, _ = both(model, LENGTHS[:4], max_num_seqs=4, kv_cache_dtype="fp8")
+    eager, got, captures, _ = both(build(name), LENGTHS[:4], max_num_seqs=4, kv_cache_dtype="fp8")
     assert_equal(got, eager)
     assert captures.num_replays > 10
 
@@ -114,7 +125,7 @@ class Knowing:
 @pytest.mark.parametrize("name", ["gemma4-tiny", "deepseek-v4-tiny"])
 def test_drafts_beside_replays(name):
     """Steps with drafts run as they are, and what they write and take back is what replays read."""
-    model, lengths = random_model(get_config(name)), LENGTHS[:7]
+    model, lengths = build(name), LENGTHS[:7]
     settings = {"max_num_batched_tokens": 64, "num_pages": 900, "max_num_seqs": 7}
     eager = serve(Engine(model, EngineConfig(decode_graphs=False, **settings)), lengths)
     config = EngineConfig(decode_graphs=True, **settings)
@@ -251,7 +262,7 @@ BREAKS = {
 @pytest.mark.parametrize("broken", BREAKS)
 def test_what_a_graph_cannot_hold_is_seen(broken, monkeypatch):
     """Python done anew in each step, as a CPU's stand-in without captures has it, is right with the first four of these."""
-    model = random_model(get_config("gemma3-tiny"))
+    model = build("gemma3-tiny")
     BREAKS[broken](monkeypatch)
     with pytest.raises((NotCapturable, AssertionError, RuntimeError)):
         eager, got, *_ = both(model, LENGTHS[:5], max_num_seqs=5)
@@ -288,10 +299,10 @@ class Step(TorchDispatchMode):
 def test_a_decode_step_waits_for_its_tokens_only(name, sampling, monkeypatch):
     """From the first to the last line of a step one tensor goes to the host: the sampled ids, and what goes with them."""
     step, capture = Step(), Captures()
-    engine = Engine(random_model(get_config(name)), EngineConfig(num_pages=900, max_num_seqs=4, decode_graphs=True))  # fmt: skip
+    engine = Engine(build(name), EngineConfig(num_pages=900, max_num_seqs=4, decode_graphs=True))
     engine._graphs._capture = lambda work: step.unseen(capture(work))
     for n in range(3):
-        engine.add_request(prompt(5 + n, seed=n), SamplingParams(20, ignore_eos=True, **sampling))
+        engine.add_request(prompt(11 + n, seed=n), SamplingParams(20, ignore_eos=True, **sampling))
     engine.step(), engine.step()  # prompts; a capture
 
     def seen(name, original):
@@ -305,12 +316,12 @@ def test_a_decode_step_waits_for_its_tokens_only(name, sampling, monkeypatch):
     for owner, names in ((torch.Tensor, ON_HOST), (torch, ("tensor", "as_tensor"))):
         for method in names:
             monkeypatch.setattr(owner, method, seen(method, getattr(owner, method)))
-    for _ in range(16):
+    for _ in range(7):  # past the end of a block
         step.found.clear()
         with step:
             report = engine.step()
         assert report.num_generated == 3 and step.found == ["tolist"]
-    assert capture.num_replays == 17
+    assert capture.num_replays == 8
 
 
 def test_each_row_by_itself_equals_groups():

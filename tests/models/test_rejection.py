@@ -7,6 +7,7 @@ right program exceeds with a probability of 1e-4; seeds are fixed.
 
 import math
 from collections import Counter
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 
 from quire.models import sampling
 from quire.models.configs import get_config
+from quire.models.deepseek_v4.config import CSA, HCA, MOE, SLIDING
 from quire.models.deepseek_v4.draft import MTPDrafter
 from quire.models.request import SamplingParams
 from quire.models.runner import Engine, EngineConfig
@@ -243,7 +245,8 @@ def test_greedy_outputs_do_not_depend_on_the_method():
 
 def test_drafts_of_deepseek_v4_are_drawn_and_outputs_have_the_targets_distribution():
     """Its own drafter, two drafts a step; greedy requests beside the sampled ones draft as ever."""
-    model = random_model(get_config("deepseek-v4-tiny"))
+    few = {"layer_types": (SLIDING, CSA, HCA), "mlp_layer_types": (MOE,) * 3}
+    model = random_model(replace(get_config("deepseek-v4-tiny"), **few))
     params = SamplingParams(temperature=1.5, top_k=3)
     prompt = [5, 9, 200, 31]
 

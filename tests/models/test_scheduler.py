@@ -1,0 +1,54 @@
+"""What the scheduler decides, seen with a model of integers (`tests.models.toy`)."""
+
+from quire.models.request import SamplingParams
+from quire.models.runner import Engine, EngineConfig
+from quire.models.scheduler import SchedulerPolicy
+from tests.models.toy import ToyModel
+
+
+def engine(**settings):
+    settings = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "num_pages": 100} | settings
+    return Engine(ToyModel(), EngineConfig(**settings))
+
+
+def finish(engine):
+    """Outputs by id of all that is left, and the tokens of each sequence in each step."""
+    outputs, q_lens = {}, []
+    while engine.has_work:
+        report = engine.step()
+        outputs |= {o.request_id: o for o in report.finished}
+        q_lens.append(report.q_lens.tolist())
+    return outputs, q_lens
+
+
+def test_a_chunk_that_does_not_fit_is_halved_until_it_does():
+    """A long chunk keeps more boundaries than a short one; what is left of the prompt is tried as a whole again."""
+    small = engine(max_num_seqs=1, num_pages=10, retention="dense", max_num_batched_tokens=512)
+    assert small.max_model_len == 80
+    small.add_request([5] * 78, SamplingParams(2, ignore_eos=True))
+    assert finish(small)[1] == [[39], [19], [20], [1]]
+
+
+def test_a_preempted_request_keeps_its_salt_and_what_is_told_of_its_first_admission():
+    tokens = list(range(3, 43))
+    run = engine()
+    salted = run.add_request(tokens, SamplingParams(30, ignore_eos=True), salt=b"tenant")
+    for _ in range(20):
+        run.step()
+    run.scheduler._preempt(run.scheduler.running[-1])
+    outputs, q_lens = finish(run)
+    # Of 60 tokens, those up to a boundary are found again, but the output tells of the first time.
+    assert q_lens[0] == [12] and outputs[salted].num_cached_tokens == 0
+    known = (tokens + list(outputs[salted].token_ids))[:-1]
+    other = run.add_request(known)
+    same = run.add_request(known, salt=b"tenant")
+    hits = {i: o.num_cached_tokens for i, o in finish(run)[0].items()}
+    assert hits[other] == 0 and hits[same] >= 48
+
+
+def test_prompt_tokens_are_bounded_only_where_somebody_waits_for_the_next_token():
+    run = engine(policy=SchedulerPolicy(max_prefill_tokens=8))
+    run.add_request([5] * 30, SamplingParams(10, ignore_eos=True))
+    assert run.step().q_lens.tolist() == [30]
+    run.add_request([6] * 20, SamplingParams(10, ignore_eos=True))
+    assert [run.step().q_lens.tolist() for _ in range(3)] == [[1, 8], [1, 8], [1, 4]]
