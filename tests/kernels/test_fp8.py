@@ -107,7 +107,7 @@ def test_against_float64(case, kind):
 def test_values_that_do_not_lie_in_pairs(kind):
     """One byte further, or rows an odd number of bytes apart: read one by one, the values are the same."""
     recipes.forget()
-    case = AttentionCase("", [90, 30], [1, 1], head_dim=64, dtype=BF16, block_size=16)
+    case = AttentionCase("", [90, 30], [1, 1], head_dim=64, dtype=BF16, max_seq_len=90)
     batch = quantised(make_batch(case), kind)
     values = batch["v_pages"].view(torch.uint8)
     outs = []
@@ -176,7 +176,7 @@ def test_fp16_weights_neither_vanish_nor_overflow(size):
 @pytest.mark.parametrize("impl", IMPLS)
 def test_the_kinds_of_scales_agree(impl):
     """Powers of two, so that no kind rounds where another does not."""
-    case = AttentionCase("", [40, 21, 300], [1, 6, 1], num_decodes=0, sliding_window=30)
+    case = AttentionCase("", [40, 21, 90], [1, 6, 1], num_decodes=0, sliding_window=30)
     batch = make_batch(case)
     for name, factor in ("k", 2.0**-6), ("v", 2.0**-5):
         pages = batch[f"{name}_pages"]
