@@ -117,7 +117,10 @@ class Engine:
         before = {r: self.computed(r) for r in order}
         for rid, m in zip(order, taken or counts.values(), strict=True):
             self._write_waiting_rows(rid, before[rid] + m)
-        self._copy(self.kv.commit(plan, ids, taken))
+        held = self.kv.pool.holds > 0
+        copies = self.kv.commit(plan, ids, taken)
+        assert not held[copies[:, 1]].any(), "a snapshot that a resume point holds is written over"
+        self._copy(copies)
         if taken:  # rejected tokens never happened
             for rid, m in zip(order, taken, strict=True):
                 if m < counts[rid]:
