@@ -198,27 +198,19 @@ def test_preempted_and_resumed_equals_undisturbed(model):
     lengths = (60, 70, 80, 50)
 
     def outputs(num_pages):
-        run = Recorder(model, num_pages=num_pages)
+        run, peak = Recorder(model, num_pages=num_pages), 0
         ids = [run.add(prompt(n, seed=n), max_tokens=60) for n in lengths]
-        run.run()
-        return run, [run.check(i) for i in ids]
+        while run.engine.has_work:
+            run.run(max_steps=1)
+            peak = max(peak, run.engine.kv.stats()["pages_in_use"])
+        return run, [run.check(i) for i in ids], peak
 
-    _, undisturbed = outputs(2000)
+    _, undisturbed, peak = outputs(2000)
     assert sum(o.num_preemptions for o in undisturbed) == 0
     # Room for fewer than two of the four.
-    tight_pages = 1 + max(_peak_pages(model, lengths)) * 2 // 5
-    tight, disturbed = outputs(tight_pages)
+    tight, disturbed, _ = outputs(1 + peak * 2 // 5)
     assert sum(o.num_preemptions for o in disturbed) == tight.engine.totals.num_preempted > 0
     assert [o.token_ids for o in disturbed] == [o.token_ids for o in undisturbed]
-
-
-def _peak_pages(model, lengths):
-    run = Recorder(model, enable_caching=False)
-    for n in lengths:
-        run.add(prompt(n, seed=n), max_tokens=60)
-    while run.engine.has_work:
-        run.run(max_steps=1)
-        yield run.engine.kv.stats()["pages_in_use"]
 
 
 def test_a_preempted_request_hits_its_own_output(model):

@@ -1,5 +1,7 @@
 """What the scheduler decides, seen with a model of integers (`tests.models.toy`)."""
 
+import pytest
+
 from quire.models.request import SamplingParams
 from quire.models.runner import Engine, EngineConfig
 from quire.models.scheduler import SchedulerPolicy
@@ -52,3 +54,22 @@ def test_prompt_tokens_are_bounded_only_where_somebody_waits_for_the_next_token(
     assert run.step().q_lens.tolist() == [30]
     run.add_request([6] * 20, SamplingParams(10, ignore_eos=True))
     assert [run.step().q_lens.tolist() for _ in range(3)] == [[1, 8], [1, 8], [1, 4]]
+
+
+def test_a_request_that_never_fits_is_dropped_with_its_samples_and_the_others_go_on():
+    """Somebody else holds pages of the allocator: what the pool was accepted for does not fit beside them."""
+    run = engine(num_pages=10, max_num_seqs=3)
+    foreign = [9] * 40
+    slot = run.kv.admit("foreign", run.kv.match(foreign))
+    run.kv.commit(run.kv.plan([slot], [40]), foreign)
+    sampled = SamplingParams(3, ignore_eos=True, temperature=1.0, n=2)
+    run.add_request([5] * 70, sampled, request_id="long")
+    run.add_request([6] * 5, SamplingParams(2, ignore_eos=True), request_id="short")
+    with pytest.raises(RuntimeError, match="request 'long' with 70 tokens does not fit even alone"):
+        while run.has_work:
+            run.step()
+    assert run.unfinished == {"short"}
+    assert list(finish(run)[0]) == ["short"]
+    run.kv.release("foreign")
+    run.add_request([5] * 70, sampled, request_id="long")
+    assert list(finish(run)[0]) == ["long"]
