@@ -73,3 +73,12 @@ def test_a_request_that_never_fits_is_dropped_with_its_samples_and_the_others_go
     run.kv.release("foreign")
     run.add_request([5] * 70, sampled, request_id="long")
     assert list(finish(run)[0]) == ["long"]
+
+
+def test_samples_follow_the_first_one_before_requests_that_came_later():
+    run, ended = engine(max_num_seqs=1), []
+    run.add_request([5] * 20, SamplingParams(2, temperature=1.0, n=3, ignore_eos=True))
+    run.add_request([6] * 20, SamplingParams(2, ignore_eos=True))
+    while run.has_work:
+        ended += [(o.request_id, o.sample) for o in run.step().finished]
+    assert ended == [("0", 0), ("0", 1), ("0", 2), ("1", 0)]
