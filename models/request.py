@@ -156,7 +156,7 @@ class Request:
     Attributes:
         slot: kvcore slot while running, else -1.
         drafts: tokens that may come next, [num_drafts] int32; the next step verifies them.
-        draft_probs: [num_drafts, vocab_size] fp32 on the model's device, what they were drawn from; None = they were not drawn.
+        draft_probs: [>= num_drafts, vocab_size] fp32 on the model's device, what they were drawn from; None = they were not drawn.
     """
 
     request_id: str
@@ -209,7 +209,7 @@ class Request:
         # Behind the known tokens, so that a step's input is one slice.
         self.drafts = self._tokens[self.num_tokens : self.num_tokens + count]
         self.drafts[:] = token_ids[:count]
-        self.draft_probs = None if probs is None else probs[:count]
+        self.draft_probs = probs
 
     def inputs(self, start: int, end: int) -> np.ndarray:
         """[end - start] int32 tokens of these positions, drafts after the known ones."""

@@ -26,7 +26,8 @@ from tests.models.test_deepseek_v4_fp8 import stored
 
 ROOT = Path(__file__).resolve().parents[2]
 TRACE = ROOT.parent / "shared/traces/mooncake_conversation.jsonl.xz"
-TINY = ["--device", "cpu", "--model", "gemma4-tiny", "--limit", "2", "--scale", "0.1"]
+# The default pool would take longer to make than the runs take.
+TINY = ["--device", "cpu", "--model", "gemma4-tiny", "--limit", "2", "--scale", "0.1", "--num-pages", "2000"]  # fmt: skip
 CPU = torch.device("cpu")
 
 
@@ -358,7 +359,7 @@ def test_floors_count_weights_and_live_keys(built):
 def test_deepseek_v4_with_drafts(kind, tmp_path, capsys):
     """Caches of every kind, caching on and off, drafts and none: the same output, which a pass without a cache confirms."""
     file = tmp_path / "result.json"
-    arguments = ["--device", "cpu", "--model", "deepseek-v4-tiny", "--limit", "1", "--scale", "0.1"]
+    arguments = ["--device", "cpu", "--model", "deepseek-v4-tiny", "--limit", "1", "--scale", "0.1", "--num-pages", "2000"]  # fmt: skip
     arguments += ["--speculate", kind, "--draft-tokens", "2", "--json", str(file)]
     assert prefill_decode.main(arguments) == 0
     assert f"drafts ({kind}, 2 a step)" in capsys.readouterr().out

@@ -217,6 +217,7 @@ def test_codes_and_scales_of_a_page_do_not_overlap():
         block_size = groups[cache.group].block_size
         assert cache.k_scale.shape == cache.v_scale.shape == (3, block_size, shape.num_kv_heads)
         assert cache.k_pages.shape == (3, block_size, shape.num_kv_heads, shape.head_dim)
+        assert cache.k_scale.stride(1) == cache.v_scale.stride(1) == 1, "as a tile reads them"
         parts = [x.view(torch.uint8) for x in (cache.k_pages, cache.v_pages)]
         for page in range(3):
             for i, part in enumerate(parts):
@@ -227,6 +228,13 @@ def test_codes_and_scales_of_a_page_do_not_overlap():
                 assert part[page].eq(4 * page + i).all()
             assert cache.k_scale[page].eq(4 * page + 2).all()
             assert cache.v_scale[page].eq(4 * page + 3).all()
+
+
+def test_pages_of_few_rows_start_at_16_bytes():
+    """One row of 2 * (32 codes + 4 bytes of scale) takes 72."""
+    llama = CONFIGS["llama-tiny"]
+    config = replace(llama, full=replace(llama.full, num_kv_heads=1))
+    assert cache_groups(config, E4M3, base_block_size=1)[0][0].page_bytes == 80
 
 
 def test_the_memory_plan_counts_codes_and_scales():
