@@ -180,6 +180,9 @@ def _gpt_oss(
 
 BYTE_VOCAB = 259  # pad, eos, bos, then the 256 bytes: the vocabulary of the configurations that need no tokenizer file
 
+_TINY: dict[str, Any] = {"hidden": 64, "vocab": BYTE_VOCAB, "max_positions": 4096}
+_TINY_GEMMA4: dict[str, Any] = _TINY | {"mlp": 96, "num_heads": 4, "full": (1, 32), "window": 16}
+
 _CONFIGS = (
     _gemma3(
         "gemma-3-1b",
@@ -307,38 +310,24 @@ _CONFIGS = (
     _gemma3(
         "gemma3-tiny",
         layers=_pattern(7, 3),
-        hidden=64,
         mlp=96,
         heads=(4, 2, 32),
         scalar=24,
         window=16,
-        max_positions=4096,
-        vocab=BYTE_VOCAB,
+        **_TINY,
     ),
     _gemma4(
         "gemma4-tiny",
         layers=_pattern(6, 3),
-        hidden=64,
-        mlp=96,
-        num_heads=4,
         sliding=(2, 16),
-        full=(1, 32),
-        window=16,
-        max_positions=4096,
-        vocab=BYTE_VOCAB,
+        **_TINY_GEMMA4,
     ),
     # Two full layers own keys and values, and four sliding ones: the last of each kind are the ones that are shared.
     _gemma4(
         "gemma4-e-tiny",
         layers=_pattern(9, 3),
-        hidden=64,
-        mlp=96,
-        num_heads=4,
         sliding=(1, 16),
-        full=(1, 32),
-        window=16,
-        max_positions=4096,
-        vocab=BYTE_VOCAB,
+        **_TINY_GEMMA4,
         k_eq_v=False,
         per_layer_input_size=8,
         num_kv_shared_layers=3,
@@ -347,41 +336,31 @@ _CONFIGS = (
     _gemma4(
         "gemma4-moe-tiny",
         layers=_pattern(6, 3),
-        hidden=64,
-        mlp=96,
-        num_heads=4,
         sliding=(2, 16),
-        full=(1, 32),
-        window=16,
-        max_positions=4096,
-        vocab=BYTE_VOCAB,
+        **_TINY_GEMMA4,
         moe=MoEConfig(num_experts=8, top_k=2, intermediate_size=40),
     ),
     _llama(
         "llama-tiny",
         num_layers=4,
-        hidden=64,
         mlp=96,
         heads=(4, 2, 32),
         # Of 16 frequencies, some turn more than 4 times in 64 tokens, some less than once.
         rope=RopeConfig("llama3", 1e4, factor=8.0, original_max_positions=64),
-        vocab=BYTE_VOCAB,
-        max_positions=4096,
         eos=(1,),
         bos=2,
+        **_TINY,
     ),
     _gpt_oss(
         "gpt-oss-tiny",
         num_layers=4,
-        hidden=64,
         heads=(4, 2, 32),
         moe=MoEConfig(num_experts=6, top_k=2, intermediate_size=40),
         window=16,
         original_max_positions=256,
-        vocab=BYTE_VOCAB,
-        max_positions=4096,
         eos=(1,),
         bos=2,
+        **_TINY,
     ),
     # As in gemma-4-31b, a token costs a sliding layer twice the bytes of a full layer: blocks of 16 and 32 tokens.
     _gemma4(
