@@ -460,7 +460,23 @@ def test_rows_at_16_bytes_are_told_from_others(name, monkeypatch):
         assert {a for a in launched if a is not None} == {not odd}
 
 
-def test_rows_between_16_bytes_are_not_called_aligned(monkeypatch):
+@pytest.mark.parametrize("name", ["k_cache", "extra_k_cache"])
+def test_flash_mla_tells_rows_at_16_bytes_from_others(name, monkeypatch):
+    launched = []
+    monkeypatch.setattr(
+        _launch, "launch", lambda kernel, grid, arguments: launched.append(arguments["ALIGNED"])
+    )
+    cache, rows = torch.zeros(2, 64, 1, 512, dtype=BF16), torch.zeros(1, 1, 4, dtype=torch.int32)
+    call = {
+        "q": torch.zeros(1, 1, 4, 512, dtype=BF16), "k_cache": cache, "block_table": None, "cache_seqlens": None, "head_dim_v": 512,
+        "indices": rows, "extra_k_cache": cache, "extra_indices_in_kvcache": rows,
+    }  # fmt: skip
+    for moved in (cache, one_further(cache), cache):
+        flash_mla_with_kvcache(**call | {name: moved}, impl="triton")
+    assert launched == [True, False, True]
+
+
+def test_rows_between_16_bytes_are_not_called_aligned():
     batch = make_mla_batch(MlaCase("tail", [40], [2], dtype=BF16, tail=1))
     assert not recipes.rows_at_16_bytes(batch["pages"]) and recipes.at_16_bytes(batch["pages"])
     batch = make_mla_batch(MlaCase("tail", [40], [2], dtype=BF16, tail=8))
