@@ -96,6 +96,9 @@ def test_figures_of_the_plan():
                  f"{memory.num_fitting(100)} of 100, {memory.num_fitting(1000)} of 1000 (at most 9)"):  # fmt: skip
         assert part in text
     assert "of 1024, " in memory.describe()
+    pages = memory.request_bytes(100) // memory.page_bytes
+    fitting = [replace(memory, num_pages=n).num_fitting(100) for n in (2 * pages, 2 * pages + 1)]
+    assert fitting == [1, 2], "page 0 is nobody's"
 
 
 def test_pool_from_free_memory(monkeypatch):

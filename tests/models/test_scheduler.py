@@ -82,3 +82,9 @@ def test_samples_follow_the_first_one_before_requests_that_came_later():
     while run.has_work:
         ended += [(o.request_id, o.sample) for o in run.step().finished]
     assert ended == [("0", 0), ("0", 1), ("0", 2), ("1", 0)]
+
+
+def test_a_request_that_never_ran_tells_of_no_hit():
+    run = engine()
+    output = run.abort(run.add_request([5] * 20))
+    assert (output.num_cached_tokens, output.limited_by, output.token_ids) == (0, "", ())
