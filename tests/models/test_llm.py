@@ -79,6 +79,13 @@ def test_tokenizer_json(tmp_path):
         LLM(tmp_path, engine=SETTINGS)
 
 
+def test_streams_of_others_are_left_alone():
+    llm = LLM("gemma3-tiny", engine=SETTINGS)
+    other = llm.engine.add_request([5, 6], SamplingParams(2, ignore_eos=True), stream=True)
+    [output] = llm.generate([[7, 8]], SamplingParams(4, ignore_eos=True), progress=False)
+    assert len(output.token_ids) == 4 and other not in llm.engine.unfinished
+
+
 def test_a_bad_prompt_queues_nothing():
     llm = LLM("gemma3-tiny", engine=SETTINGS)
     with pytest.raises(ValueError, match="prompt_token_ids: expected ints"):
