@@ -20,10 +20,10 @@ from typing import Protocol
 
 from .hashing import KEY_BYTES
 
-DOUBT = 5.0  # imagined entries of a kind, of the mean share: it has to show that it differs
+DOUBT = 10.0  # imagined entries of a kind, of the mean share: it has to show that it differs
 LOOKS = 64  # new entries looked at for each eviction or prompt: about 0.3 ms
-ENOUGH = 32  # returns from which a habit is known
-RARE = 16  # a reason for one return in so many, or fewer, is none
+ENOUGH = 16  # returns from which a habit is known
+RARE = 3  # a reason is none if so many times fewer are returned to than of all
 LONG_AGO = float(1 << 50)  # ticks
 RECALLED = 4096  # segments from the end of a prompt in which an earlier entry is looked for: about a millisecond
 
@@ -136,10 +136,21 @@ class Ranked:
         """Called with each popped entry; does nothing here."""
 
 
+class Place:
+    """A boundary of a prompt at which something may be kept."""
+
+    __slots__ = ("end", "open", "reasons")
+
+    def __init__(self, reasons: frozenset[str]) -> None:
+        self.reasons = reasons  # why it is kept (nothing: it was hit)
+        self.end = 0  # segments of the prompt
+        self.open = True  # no prompt returned to it
+
+
 class Returns:
     """At which ends of earlier prompts later ones resume: several are kept of each, as nobody knows which is returned to.
 
-    A return to a boundary that was kept for one reason alone counts for that reason, whether or not it is still cached.
+    A boundary that was kept for one reason alone counts for that reason, whether or not it is still cached.
 
     Args:
         memory: boundaries remembered.
@@ -147,9 +158,9 @@ class Returns:
 
     def __init__(self, memory: int = 16384) -> None:
         self._memory = memory
-        # Key -> why it was kept (nothing: it was hit), and where its prompt ends.
-        self._places: OrderedDict[bytes, tuple[frozenset[str], int]] = OrderedDict()
-        self._counts: dict[str, float] = {}
+        self._places: OrderedDict[bytes, Place] = OrderedDict()
+        self._kinds: dict[str, Kind] = {}
+        self._all = Kind()
 
     def asked(self, keys: bytes, hit: int, kept: Sequence[int]) -> None:
         """Learn from a prompt, as `EvictionPolicy.asked` is told of it."""
@@ -157,13 +168,15 @@ class Returns:
         for depth in range(end, max(0, end - RECALLED), -1):
             place = self._places.get(keys[(depth - 1) * KEY_BYTES : depth * KEY_BYTES])
             if place is not None:
-                if len(place[0]) == 1:
-                    self._count(*place[0])
+                if place.open:
+                    place.open = False
+                    for kind in self._counts(place):
+                        kind.returned += 1
                 break
         reasons: dict[int, set[str]] = {}
         if hit:  # it lies in this prompt now, and stays what it was
             known = self._places.get(keys[(hit - 1) * KEY_BYTES : hit * KEY_BYTES])
-            reasons[hit] = set() if known is None else set(known[0])
+            reasons[hit] = set() if known is None else set(known.reasons)
         for depth, reason in zip(kept, REASONS, strict=False):
             if hit < depth <= end:
                 reasons.setdefault(depth, set()).add(reason)
@@ -176,24 +189,33 @@ class Returns:
         if place is None:
             shorter = entry.shorter
             before = None if shorter is None else self._places.get(shorter.key)
-            if before is None or entry.depth <= before[1]:
+            if before is None or entry.depth <= before.end:
                 return False  # inside a prompt, or forgotten
             place = self._keep(entry.key, frozenset(["answer"]), entry.depth)
-        total = sum(self._counts.values())
-        seldom = [self._counts.get(reason, 0) * RARE < total for reason in place[0]]
-        return total >= ENOUGH and bool(seldom) and all(seldom)
+        every = self._all
+        if every.returned < ENOUGH or not place.reasons:
+            return False
+        mean = every.returned / every.made
+        kinds = [self._kinds.get(reason, NOTHING) for reason in place.reasons]
+        return all(RARE * kind.share(mean) < mean for kind in kinds)
 
-    def _keep(self, key: bytes, reasons: frozenset[str], end: int) -> tuple[frozenset[str], int]:
-        place = self._places[key] = reasons, end
+    def _keep(self, key: bytes, reasons: frozenset[str], end: int) -> Place:
+        place = self._places.get(key)
+        if place is None or place.reasons != reasons:
+            place = self._places[key] = Place(reasons)
+            for kind in self._counts(place):
+                kind.count()
+        place.end = end
         self._places.move_to_end(key)
         if len(self._places) > self._memory:
             self._places.popitem(last=False)
         return place
 
-    def _count(self, reason: str) -> None:
-        self._counts[reason] = self._counts.get(reason, 0) + 1
-        if sum(self._counts.values()) > 1024:
-            self._counts = {name: count / 2 for name, count in self._counts.items()}
+    def _counts(self, place: Place) -> list[Kind]:
+        if len(place.reasons) != 1:
+            return []
+        (reason,) = place.reasons
+        return [self._kinds.setdefault(reason, Kind()), self._all]
 
 
 class LRU(Ranked):
@@ -379,9 +401,10 @@ class Kind:
 class Visit:
     """A prompt that was admitted."""
 
-    __slots__ = ("end", "later", "moved_on", "records")
+    __slots__ = ("at", "end", "later", "moved_on", "records")
 
-    def __init__(self, end: int, later: bool) -> None:
+    def __init__(self, at: int, end: int, later: bool) -> None:
+        self.at = at  # prompts before and with it
         self.end = end  # segments
         self.later = later  # it goes on with an earlier one
         self.moved_on = False  # a later one goes on with it
@@ -574,7 +597,7 @@ class Adaptive:
                     self._credit(used)
                     self._become(used, "superseded" if 2 * hit >= end else "shared")
                 break
-        self._visit = Visit(end, went_on)
+        self._visit = Visit(self._now, end, went_on)
         for depth, name in zip((*kept[:2], *kept[:1:-1]), KINDS, strict=False):
             if hit < depth <= end:
                 key = keys[(depth - 1) * KEY_BYTES : depth * KEY_BYTES]
@@ -590,7 +613,7 @@ class Adaptive:
         if visit is not None and not visit.moved_on:
             visit.moved_on = True
             for other in visit.records:
-                if other.kind not in ("superseded", "passed", "shared"):
+                if other is not record and other.kind not in ("superseded", "passed", "shared"):
                     self._become(other, "passed")
         self._become(record, "superseded" if most else "shared")
         return visit is not None
@@ -646,6 +669,10 @@ class Adaptive:
             records.move_to_end(key)
         place = self._places.pop(key, None)
         if place is not None and place[0] is not record.visit:
+            # The prompt that returned here makes it anew: what its return left was never cached.
+            if record.open and record.since == place[0].at:
+                for count in self._counts(record):
+                    count.made -= 1
             record.visit = place[0]
             place[0].records.append(record)
             self._become(record, place[1])

@@ -157,6 +157,47 @@ def test_lru_gives_up_first_what_prompts_do_not_return_to():
     assert order.index(answer.key) < order.index(used.key) < order.index(inside.key)
 
 
+def test_lru_is_not_misled_by_a_prefix_that_all_prompts_share():
+    """One edited end in twenty is returned to, no other end; nearly every prompt starts at one junction."""
+    policy = LRU()
+    policy.asked(key("system", *"abcdefgh", "i"), 0, (10, 10, 9, 1))
+    for turn in range(400):
+        said = ["system", *(f"{turn}.{i}" for i in range(9))]
+        policy.asked(key(*said), 1, (10, 10, 9, 0))
+        if turn % 20 == 0:
+            policy.asked(key(*said[:9], f"new{turn}"), 9, (10, 10, 9, 0))
+    edited = Fake(key(said[8]), last_used=1, depth=9)
+    end = Fake(key(said[9]), last_used=2, depth=10, shorter=edited)
+    policy.add(edited)
+    policy.add(end)
+    assert popped(policy) == [end.key, edited.key]
+
+
+def test_lru_asks_how_many_of_a_kind_are_returned_to_and_why_a_boundary_is_kept_now():
+    """Every second end is returned to; few prompts leave an edited end, and each of these is returned to; no answer or junction is."""
+    policy = LRU()
+    for turn in range(400):
+        said = [f"{turn}.{i}" for i in range(10)]
+        if turn % 20:
+            policy.asked(key(*said), 0, (10, 10, 0, 5))
+            end = Fake(key(said[9]), last_used=turn, depth=10)
+            policy.add(Fake(key(f"answer{turn}"), last_used=turn, depth=11, shorter=end))
+            if turn % 2:
+                policy.asked(key(*said, "new"), 10)
+        else:
+            policy.asked(key(*said), 0, (0, 0, 9, 0))
+            policy.asked(key(*said[:9], "new"), 9)
+    unlikely = policy._returns.unlikely
+    assert not unlikely(Fake(key("380.8"), depth=9)), "a kind of few entries"
+    answer = Fake(key("answer399"), depth=11, shorter=end)
+    assert unlikely(answer)
+    assert unlikely(Fake(key("399.4"), depth=5))
+    policy.asked(key(*said, "answer399", "a"), 0, (12, 12, 11, 0))
+    assert not unlikely(answer), "an edited end now"
+    policy.asked(key(*said, "answer398", "b"), 0, (0, 0, 11, 11))
+    assert not unlikely(Fake(key("answer398"), depth=11)), "a junction, but an edited end too"
+
+
 def test_lru_learns_what_came_into_use():
     """Chats that resume after their answers follow those that did not."""
     policy = LRU()
@@ -258,6 +299,18 @@ def test_adaptive_knows_a_prompts_other_ends_from_the_one_that_is_returned_to():
             policy.add(edited)
     order = popped(policy)
     assert order.index(end.key) < order.index(edited.key)
+
+
+def test_adaptive_does_not_count_against_a_kind_what_was_made_anew_as_another():
+    """Prompts that return to an evicted edited end leave it again: nothing went on being cached as superseded."""
+    policy = Adaptive()
+    for turn in range(20):
+        policy.asked(key(*range(9), f"new{turn}"), 0, (10, 10, 9, 0))
+        policy.add(Fake(key(8), last_used=turn, depth=9))
+        assert policy.pop().key == key(8)
+    for later in (False, True):
+        share, _ = policy._rate("superseded", later)
+        assert share == pytest.approx(20 / 30, abs=0.01), "of what all entries show"
 
 
 def test_adaptive_keeps_what_stands_in_for_an_evicted_entry_that_is_likely_to_be_returned_to():
