@@ -23,7 +23,7 @@ from .hashing import KEY_BYTES
 DOUBT = 10.0  # imagined entries of a kind, of the mean share: it has to show that it differs
 LOOKS = 64  # new entries looked at for each eviction or prompt: about 0.3 ms
 ENOUGH = 16  # returns from which a habit is known
-RARE = 3  # a reason is none if so many times fewer are returned to than of all
+RARE = 2  # a reason is none if so many times fewer are returned to than of all
 LONG_AGO = float(1 << 50)  # ticks
 RECALLED = 4096  # segments from the end of a prompt in which an earlier entry is looked for: about a millisecond
 
@@ -150,7 +150,7 @@ class Place:
 class Returns:
     """At which ends of earlier prompts later ones resume: several are kept of each, as nobody knows which is returned to.
 
-    A boundary that was kept for one reason alone counts for that reason, whether or not it is still cached.
+    A return counts for the reason why its boundary was kept, if that is one alone, whether or not it is still cached.
 
     Args:
         memory: boundaries remembered.
@@ -168,10 +168,7 @@ class Returns:
         for depth in range(end, max(0, end - RECALLED), -1):
             place = self._places.get(keys[(depth - 1) * KEY_BYTES : depth * KEY_BYTES])
             if place is not None:
-                if place.open:
-                    place.open = False
-                    for kind in self._counts(place):
-                        kind.returned += 1
+                self._return_to(place)
                 break
         reasons: dict[int, set[str]] = {}
         if hit:  # it lies in this prompt now, and stays what it was
@@ -203,19 +200,24 @@ class Returns:
         place = self._places.get(key)
         if place is None or place.reasons != reasons:
             place = self._places[key] = Place(reasons)
-            for kind in self._counts(place):
-                kind.count()
+            self._all.count()
+            for reason in reasons:
+                self._kinds.setdefault(reason, Kind()).count()
         place.end = end
         self._places.move_to_end(key)
         if len(self._places) > self._memory:
             self._places.popitem(last=False)
         return place
 
-    def _counts(self, place: Place) -> list[Kind]:
-        if len(place.reasons) != 1:
-            return []
-        (reason,) = place.reasons
-        return [self._kinds.setdefault(reason, Kind()), self._all]
+    def _return_to(self, place: Place) -> None:
+        if place.open:
+            place.open = False
+            self._all.returned += 1
+            for reason in place.reasons:
+                if len(place.reasons) == 1:
+                    self._kinds[reason].returned += 1
+                else:  # nobody knows for which
+                    self._kinds[reason].made -= 1
 
 
 class LRU(Ranked):
