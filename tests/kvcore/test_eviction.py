@@ -198,6 +198,28 @@ def test_lru_asks_how_many_of_a_kind_are_returned_to_and_why_a_boundary_is_kept_
     assert not unlikely(Fake(key("answer398"), depth=11)), "a junction, but an edited end too"
 
 
+def test_lru_learns_nothing_of_reasons_from_a_return_to_a_boundary_that_has_two():
+    policy = LRU()
+    unlikely = policy._returns.unlikely
+
+    def prompt(name, *kept):
+        said = [f"{name}.{i}" for i in range(10)]
+        policy.asked(key(*said), 0, kept)
+        return said
+
+    for turn in range(100):
+        policy.asked(key(*prompt(turn, 10, 10, 10, 0), "new"), 10)
+    prompt("both", 10, 10, 10, 0)
+    both = Fake(key("both.9"), depth=10)
+    assert not unlikely(both), "all of them were returned to"
+    for turn in range(100, 140):
+        prompt(turn, 10, 10, 0, 0)
+    assert unlikely(Fake(key("139.9"), depth=10)), "no end was that was not an edited end too"
+    assert not unlikely(both)
+    prompt("junction", 0, 0, 0, 10)
+    assert not unlikely(Fake(key("junction.9"), depth=10)), "too few to tell"
+
+
 def test_lru_learns_what_came_into_use():
     """Chats that resume after their answers follow those that did not."""
     policy = LRU()
