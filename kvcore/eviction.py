@@ -161,6 +161,7 @@ class Returns:
         self._places: OrderedDict[bytes, Place] = OrderedDict()
         self._kinds: dict[str, Kind] = {}
         self._all = Kind()
+        self._num_returns = 0  # to one boundary more than once, too
 
     def asked(self, keys: bytes, hit: int, kept: Sequence[int]) -> None:
         """Learn from a prompt, as `EvictionPolicy.asked` is told of it."""
@@ -190,7 +191,7 @@ class Returns:
                 return False  # inside a prompt, or forgotten
             place = self._keep(entry.key, frozenset(["answer"]), entry.depth)
         every = self._all
-        if every.returned < ENOUGH or not place.reasons:
+        if self._num_returns < ENOUGH or not place.reasons:
             return False
         mean = every.returned / every.made
         kinds = [self._kinds.get(reason, NOTHING) for reason in place.reasons]
@@ -210,6 +211,7 @@ class Returns:
         return place
 
     def _return_to(self, place: Place) -> None:
+        self._num_returns += 1
         if place.open:
             place.open = False
             self._all.returned += 1

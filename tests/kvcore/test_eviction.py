@@ -198,6 +198,15 @@ def test_lru_asks_how_many_of_a_kind_are_returned_to_and_why_a_boundary_is_kept_
     assert not unlikely(Fake(key("answer398"), depth=11)), "a junction, but an edited end too"
 
 
+def test_lru_learns_from_the_one_boundary_that_all_prompts_return_to():
+    policy = LRU()
+    policy.asked(key("system", *"abcdefghi"), 0, (10, 10, 9, 1))
+    for turn in range(40):
+        said = ["system", *(f"{turn}.{i}" for i in range(9))]
+        policy.asked(key(*said), 1, (10, 10, 9, 0))
+        assert policy._returns.unlikely(Fake(key(said[9]), depth=10)) == (turn >= 15), turn
+
+
 def test_lru_learns_nothing_of_reasons_from_a_return_to_a_boundary_that_has_two():
     policy = LRU()
     unlikely = policy._returns.unlikely
