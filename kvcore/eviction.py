@@ -194,8 +194,7 @@ class Returns:
         if self._num_returns < ENOUGH or not place.reasons:
             return False
         mean = every.returned / every.made
-        kinds = [self._kinds.get(reason, NOTHING) for reason in place.reasons]
-        return all(RARE * kind.share(mean) < mean for kind in kinds)
+        return all(RARE * self._kinds[reason].share(mean) < mean for reason in place.reasons)
 
     def _keep(self, key: bytes, reasons: frozenset[str], end: int) -> Place:
         place = self._places.get(key)

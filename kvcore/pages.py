@@ -88,9 +88,8 @@ class PagePool:
             return
         pages = pages.astype(np.int64, copy=False)  # the quick index
         counts = self.counts[pages] - UNSHARED
-        if not np.count_nonzero(
-            counts.astype(np.int32)
-        ):  # the low half: nobody else, so none repeats
+        users = counts.astype(np.int32)  # the low half
+        if not np.count_nonzero(users):  # nobody else reads them, so none repeats
             self.counts[pages] = counts
         else:
             named = pages[pages != NULL]
@@ -101,7 +100,7 @@ class PagePool:
         num_held = int(np.count_nonzero(counts))
         self.num_held_only += num_held
         if num_held < len(pages):
-            self.put(pages[counts == NULL] if num_held else pages)
+            self.put(pages[counts == 0] if num_held else pages)
 
     def _unuse_shared(self, pages: Int64) -> Int64:
         """Count `pages` down, repeats allowed; returns those that nobody reads now, each once."""
