@@ -311,9 +311,9 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--retention",
         type=_retention,
-        default="latest",
+        default="auto",
         metavar="R",
-        help="which boundaries stay resumable: latest (default), dense, or an interval in tokens",
+        help="which boundaries stay resumable: auto (default), latest, dense, or an interval in tokens",
     )
     # One: the products of a small model gain little from more, and threads that wait for a busy core cost much more than that.
     add("--threads", type=int, default=1, metavar="N", help="CPU threads of torch; default: 1")

@@ -20,6 +20,8 @@ from .sequences import Sequences
 from .spec import Int32, Int64, Layout
 from .tables import Step, Tables
 
+FOREVER = 1 << 62  # steps
+
 
 class Chains:
     """Caches segments and resume points as steps complete them.
@@ -217,17 +219,25 @@ class Chains:
     ) -> tuple[Int64, Int64]:
         """Which of `closing` rows (of `slots`) keep a resume point, at which boundaries up to `to`: all [n]."""
         batch = step.batch
-        if not self.interval and batch is not None and not step.chunk_rows.size:
-            if batch.settled is None:
-                later = self._keep_end[batch.slots] > self.cached[batch.slots]
-                batch.settled = not np.count_nonzero(later)
-            if batch.settled:
+        if batch is not None and not step.chunk_rows.size:
+            if batch.age >= batch.quiet_until:
+                batch.quiet_until = batch.age + self._quiet_steps(batch)
+            if batch.age < batch.quiet_until:
                 return NO_ROWS, NO_ROWS
         rows, kept = kept_boundaries(self.cached[slots], to, self._keep[slots], self.interval)
         if rows.size and self._tables.states:
             known = (kept == end[closing[rows]]) | (kept == self._tables.snapshot_at[slots[rows]])
             rows, kept = rows[known], kept[known]
         return closing[rows], kept
+
+    def _quiet_steps(self, batch: DecodeBatch) -> int:
+        """In how many steps from this one on no request of `batch` keeps a boundary."""
+        cached = self.cached[batch.slots]
+        if np.count_nonzero(self._keep_end[batch.slots] > cached):
+            return 0
+        if not self.interval:
+            return FOREVER
+        return int((cached // self.interval * self.interval + self.interval - batch.end).min())
 
     def _with_replayed(
         self, step: Step, end: Int64, rows: Int64, kept: Int64

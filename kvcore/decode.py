@@ -151,7 +151,7 @@ class DecodeBatch:
         end: [n] tokens after the step. longest: the largest. age: steps since the batch was made.
         calendar: what changes in each step, once the batch has lasted a while.
         is_whole: False once a request has left, or gone back.
-        settled: whether no request will keep a boundary that was set when it was admitted; None until somebody asked.
+        quiet_until: age before which no request keeps a boundary.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class DecodeBatch:
         self.is_whole = True
         self.columns = columns
         self.calendar: Calendar | None = None
-        self.settled: bool | None = None
+        self.quiet_until = 0
         self._alignment = alignment
         self._closing: tuple[Int64, list[int]] | None = None
         self._ending: Int64 | None = None

@@ -187,9 +187,9 @@ class Returns:
         if place is None:
             shorter = entry.shorter
             before = None if shorter is None else self._places.get(shorter.key)
-            if before is None or entry.depth <= before.end:
-                return False  # inside a prompt, or forgotten
-            place = self._keep(entry.key, frozenset(["answer"]), entry.depth)
+            answer = before is not None and entry.depth > before.end
+            reason = "answer" if answer else "inside"
+            place = self._keep(entry.key, frozenset([reason]), entry.depth)
         every = self._all
         if self._num_returns < ENOUGH or not place.reasons:
             return False

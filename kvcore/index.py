@@ -72,10 +72,10 @@ class ResumePoint:
 
     @property
     def freed(self) -> int:
-        """Window pages of this point, and dense pages that serve nothing longer."""
+        """Window pages of this point, and dense pages that serve neither a running request nor anything longer."""
         run = self.run
         assert run is not None
-        if run.children or run.depths[-1] > self.depth:
+        if run.locks or run.children or run.depths[-1] > self.depth:
             return len(self.pages)
         return len(self.pages) + min(self.gain, self.depth - run.start) * run.pages_per_segment
 

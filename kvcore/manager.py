@@ -38,8 +38,8 @@ class KVCache:
         num_pages: pages of the pool, page 0 (never owned) included.
         max_requests: requests admitted at once.
         max_model_len: longest sequence, tokens.
-        retention: ``"latest"``, ``"dense"``, an interval in tokens, or one of these for each of some groups (see
-            `retention`).
+        retention: which boundaries inside a prompt stay resumable: ``"auto"``, ``"latest"``, ``"dense"``, an interval
+            in tokens, or one of these for each of some groups (see `retention`).
         hash_seed: start of every key chain; processes with equal seeds agree on keys.
         enable_caching: False never caches and never hits.
         max_draft_tokens: tokens of a step that `commit(accepted=)` may reject or `rollback` take back. Rows of state
@@ -64,7 +64,7 @@ class KVCache:
         num_pages: int,
         max_requests: int,
         max_model_len: int,
-        retention: Retention = "latest",
+        retention: Retention = "auto",
         hash_seed: bytes = b"",
         enable_caching: bool = True,
         max_draft_tokens: int = 0,
@@ -84,8 +84,7 @@ class KVCache:
                 raise ValueError(f"{name}: expected an int >= {low}, got {value!r}")
         self.layout = layout = Layout(groups, max_model_len, max_draft_tokens)
         self.alignment = layout.alignment
-        names = [g.name for g in layout.groups]
-        self.interval = parse_retention(retention, self.alignment, names)
+        self.interval = parse_retention(retention, layout)
         self.retention = retention
         self.max_requests, self.max_model_len = max_requests, max_model_len
         self.max_draft_tokens = max_draft_tokens

@@ -9,11 +9,11 @@ that it reached when it ended.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 
-from .spec import Int64, ragged_arange
+from .spec import Int64, Layout, ragged_arange
 
 # A prompt of at least this many tokens also keeps a point at the last multiple of them.
 EDITED_TOKENS = 512
@@ -23,36 +23,52 @@ NO_BOUNDARIES = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
 Retention = str | int | Mapping[str, str | int]
 
 
-def parse_retention(retention: Retention, alignment: int, groups: Sequence[str]) -> int:
+def parse_retention(retention: Retention, layout: Layout) -> int:
     """Tokens between kept boundaries; 0 for none besides those that are always kept.
 
     Args:
-        retention: ``"dense"`` (every boundary), ``"latest"`` (none besides), or an interval in tokens; or one of these
-            for each of some groups. A boundary is resumable only where all groups keep it, so the
-            intervals of several groups give their least common multiple.
-        alignment: tokens of one segment.
-        groups: names that a mapping may have.
+        retention: ``"auto"`` (see `affordable_interval`), ``"dense"`` (every boundary), ``"latest"`` (none besides), or
+            an interval in tokens; or one of these for each of some groups. A boundary is resumable only where all
+            groups keep it, so the intervals of several groups give their least common multiple.
+        layout: of the cache.
 
     Raises:
         ValueError: unknown word or group, or an interval that is not a positive multiple of `alignment`.
     """
+    alignment = layout.alignment
     if isinstance(retention, Mapping):
+        groups = [g.name for g in layout.groups]
         unknown = sorted(set(retention) - set(groups))
         if unknown or not retention:
-            raise ValueError(f"retention: expected groups out of {list(groups)}, got {unknown}")
-        intervals = [parse_retention(r, alignment, groups) for r in retention.values()]
+            raise ValueError(f"retention: expected groups out of {groups}, got {unknown}")
+        intervals = [parse_retention(r, layout) for r in retention.values()]
         return math.lcm(*intervals)  # 0 if any group keeps none
+    if retention == "auto":
+        return affordable_interval(layout)
     if retention == "dense":
         return alignment
     if retention == "latest":
         return 0
     if isinstance(retention, bool) or not isinstance(retention, int):
-        raise ValueError(f"retention: expected 'dense', 'latest' or an int, got {retention!r}")
+        raise ValueError(
+            f"retention: expected 'auto', 'dense', 'latest' or an int, got {retention!r}"
+        )
     if retention < 1 or retention % alignment:
         raise ValueError(
             f"retention: expected a positive multiple of the alignment {alignment}, got {retention}"
         )
     return retention
+
+
+def affordable_interval(layout: Layout) -> int:
+    """Tokens between resume points that take an eighth to a quarter of the pages that the dense blocks between them take, or less.
+
+    A power of two times the alignment; 0 where hits need no resume points, or nothing else is kept.
+    """
+    if not (layout.pages_per_segment and layout.pages_per_point):
+        return 0
+    segments = 8 * layout.pages_per_point // layout.pages_per_segment
+    return layout.alignment << max(0, segments.bit_length() - 1)
 
 
 def replay_boundaries(num_tokens: int, alignment: int) -> tuple[int, int, int]:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from quire.kvcore import GroupSpec
+from quire.kvcore.retention import parse_retention
 from quire.kvcore.spec import GroupClass, Layout
 
 CPU_CACHE_BYTES = 256 * 2**20
@@ -170,6 +171,12 @@ class MemoryPlan:
         classes = Layout(self.groups, self.max_model_len, self.max_draft_tokens).classes
         return self.page_bytes * sum(_fixed_pages(c) for c in classes if c.spec.kind != "dense")
 
+    @property
+    def interval(self) -> int:
+        """Tokens between the boundaries inside a prompt that stay resumable; 0 for none."""
+        layout = Layout(self.groups, self.max_model_len, self.max_draft_tokens)
+        return parse_retention(self.retention, layout)
+
     def request_bytes(self, num_tokens: int) -> int:
         """Bytes of the pages of one request of ``num_tokens`` tokens."""
         return self.page_bytes * pages_of_request(self.groups, num_tokens, self.max_draft_tokens)
@@ -186,12 +193,13 @@ class MemoryPlan:
         )
         of = "" if self.free_bytes is None else f" of {_size(self.free_bytes)} free"
         fits = ", ".join(f"{self.num_fitting(n)} of {n}" for n in lengths)
+        kept = f" (every {self.interval})" if self.interval else ""
         besides = f", and {_size(self.fixed_bytes)} besides" if self.fixed_bytes else ""
         return "\n".join(
             [
                 f"pool      {_size(self.cache_bytes)}{of}: {self.num_pages} pages of {_size(self.page_bytes)}{besides}",
                 f"request   {_size(self.bytes_per_token)} a token + {_size(self.bytes_per_request)}, at most {self.max_model_len} tokens",
-                f"hits      multiples of {self.alignment} tokens, retention {self.retention!r}",
+                f"hits      multiples of {self.alignment} tokens, retention {self.retention!r}{kept}",
                 f"fits      requests of so many tokens at once: {fits} (at most {self.max_num_seqs})",
             ]
         )
@@ -205,7 +213,7 @@ def plan_memory(
     max_model_len_is_given: bool,
     max_num_seqs: int,
     max_draft_tokens: int = 0,
-    retention: Any = "latest",
+    retention: Any = "auto",
     num_pages: int | None = None,
     cache_bytes: int | None = None,
     memory_fraction: float | None = None,

@@ -84,7 +84,7 @@ class EngineConfig:
     memory_fraction: float | None = None
     base_block_size: int = 16
     kv_cache_dtype: str = "auto"
-    retention: str | int = "latest"
+    retention: str | int = "auto"
     enable_caching: bool = True
     hash_seed: bytes = b""
     replay: bool = False

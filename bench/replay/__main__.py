@@ -79,7 +79,7 @@ def main(argv: list[str] | None = None) -> list[Row]:
         "--preset", nargs="+", default=["gemma-4-31b"], choices=list(PRESETS), help="model"
     )
     parser.add_argument("--pool", nargs="+", default=["25%", "50%", "100%"], help="e.g. 64GiB, 10%% of the dense working set, 20requests, 5000pages")  # fmt: skip
-    parser.add_argument("--retention", nargs="+", default=["latest"], help="latest, dense, or an interval in tokens")  # fmt: skip
+    parser.add_argument("--retention", nargs="+", default=["auto"], help="auto, latest, dense, or an interval in tokens; default: auto")  # fmt: skip
     parser.add_argument(
         "--eviction", nargs="+", default=["lru", "adaptive"], choices=list(EVICTIONS)
     )

@@ -11,6 +11,7 @@ import numpy as np
 from tqdm import tqdm
 
 from quire.kvcore import LRU, S3FIFO, Adaptive, CostAware, EvictionPolicy, GroupSpec, KVCache
+from quire.kvcore.retention import parse_retention
 
 from .bounds import clairvoyant_hits, dense_working_set, infinite_hits
 from .presets import PRESETS
@@ -135,13 +136,13 @@ def judged_requests(workload: Workload) -> list[int]:
 def enough_pages(cache: KVCache, workload: Workload, retention: str | int) -> int:
     """Pages that a replay of `workload` can never exhaust."""
     layout, a = cache.layout, cache.alignment
-    every = {"dense": a, "latest": 0}.get(retention, retention)  # type: ignore[call-overload]
+    every = parse_retention(retention, layout)
     pages = 64 * (layout.num_columns + layout.pages_per_point)
     for r in workload.requests:
         length = r.input + r.output
         points = 6 + (length // every if every else 0)
         pages += (length // a + 2) * layout.pages_per_segment + points * layout.pages_per_point
-    return int(pages)
+    return pages
 
 
 def measured(outcome: Outcome, workload: Workload, judged: list[int]) -> Row:

@@ -94,7 +94,7 @@ def test_both_replay_boundaries_of_an_aligned_prompt(mix):
 
 
 def test_latest_keeps_no_boundary_inside_the_prompt():
-    e = engine()
+    e = engine(retention="latest")
     prompt = tokens(320)
     e.run("a", prompt)
     match = e.kv.match(prompt[:200] + tokens(50, 1))
@@ -125,6 +125,46 @@ def test_interval_retention(retention):
     # and along the answer
     match = e.kv.match(prompt + tokens(100, 1)[:60] + [1001] * 40)
     assert match.num_tokens == 560 // step * step
+
+
+@pytest.mark.parametrize(
+    ("specs", "interval"),
+    [
+        ((*V4, (256, 5)), 8192),
+        (((32, None), *[(16, 1024)] * 5), 65536),
+        (((64, None), (64, 128)), 1024),
+        (((16, None), (16, 2)), 128),
+        ((GroupSpec("d", "dense", 16, 4096, pages_per_block=16), (16, 17)), 16),
+        (((16, None), (32, None)), 0),
+        (((16, 64),), 0),
+    ],
+)
+def test_auto_retention_spends_up_to_a_quarter_of_the_dense_pages_on_resume_points(specs, interval):
+    kv = engine(specs, retention="auto").kv
+    assert kv.interval == engine(specs).kv.interval == interval
+    layout = kv.layout
+    if interval > kv.alignment:
+        share = layout.pages_per_point / (layout.pages_per_segment * interval / kv.alignment)
+        assert 1 / 8 <= share < 1 / 4
+    elif interval:
+        assert 8 * layout.pages_per_point < 2 * layout.pages_per_segment
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_requests_that_decode_together_keep_a_point_at_each_interval(lookahead):
+    e = engine([GroupSpec("full", "dense", 32, 4096, lookahead=lookahead), (16, 64)], retention=128)
+    said = {rid: tokens(300 + 37 * rid, rid) for rid in range(3)}
+    for rid in said:
+        e.admit(rid, said[rid][: 40 + 9 * rid])
+        e.finish_prompt(rid)
+    for i in range(250):
+        for rid in said:
+            e.tokens[rid].append(said[rid][40 + 9 * rid + i])
+        e.step(dict.fromkeys(said, 1))
+    for rid, text in said.items():
+        e.release(rid)
+        for cut in (150, 270):
+            assert e.kv.match(text[:cut] + [1001] * 40).num_tokens == cut // 128 * 128
 
 
 @pytest.mark.parametrize(
@@ -222,7 +262,7 @@ def test_disabled_caching_never_hits_and_frees_everything():
 
 
 def test_only_survivors_get_pages():
-    e = engine(max_model_len=1 << 16, num_pages=4000)
+    e = engine(max_model_len=1 << 16, num_pages=4000, retention="latest")
     e.admit("a", tokens(40000))
     plan = e.step({"a": 8192})
     written = (plan.slot_mapping >= 0).sum(axis=1)
@@ -493,7 +533,10 @@ def make(**change):
         ),
         ({"retention": 48}, "retention: expected a positive multiple of the alignment 32, got 48"),
         ({"retention": 0}, "retention: expected a positive multiple"),
-        ({"retention": "some"}, "retention: expected 'dense', 'latest' or an int, got 'some'"),
+        (
+            {"retention": "some"},
+            "retention: expected 'auto', 'dense', 'latest' or an int, got 'some'",
+        ),
         ({"retention": True}, "retention"),
         ({"retention": {"g1": 64, "other": 64}}, r"retention: expected groups out of .*'other'"),
         ({"retention": {"g1": 40}}, "retention: expected a positive multiple of the alignment 32"),

@@ -229,6 +229,22 @@ def test_lru_learns_nothing_of_reasons_from_a_return_to_a_boundary_that_has_two(
     assert not unlikely(Fake(key("junction.9"), depth=10)), "too few to tell"
 
 
+@pytest.mark.parametrize("returned", [False, True])
+def test_lru_gives_up_first_what_lies_inside_prompts_if_none_return_to_it(returned):
+    policy = LRU()
+    for turn in range(60):
+        said = [f"{turn}.{i}" for i in range(20)]
+        policy.asked(key(*said), 0, (0, 0, 19, 0))
+        edited = Fake(key(said[18]), last_used=turn, depth=19)
+        inside = Fake(key(said[4]), last_used=turn, depth=5)
+        policy.add(inside)
+        policy.add(edited)
+        policy.asked(key(*said[: 5 if returned and turn % 2 else 19], "new"), 0)
+    assert policy._returns.unlikely(inside) is not returned
+    order = popped(policy)
+    assert (order.index(inside.key) < order.index(key("10.18"))) is not returned
+
+
 def test_lru_learns_what_came_into_use():
     """Chats that resume after their answers follow those that did not."""
     policy = LRU()
@@ -462,6 +478,19 @@ def test_every_policy_serves_only_real_hits_under_pressure(make, specs):
     for policy in (e.kv.index.policy,):
         if isinstance(policy, Ranked):
             assert len(policy._heap) <= 4 * len(policy._tickets) + 1024
+
+
+def test_no_dense_page_of_a_running_request_is_counted_as_freed():
+    e = Engine(
+        groups(*GEMMA), num_pages=200, max_requests=2, max_model_len=1024, retention="latest"
+    )
+    prompt = [*range(320)]
+    e.admit("a", prompt)
+    e.finish_prompt("a")
+    [point] = [p for run in e.kv.index.runs() for p in run.points.values() if p.depth == 10]
+    assert (point.gain, point.num_pages, point.freed) == (1, 8 + 1, 8)
+    e.release("a")
+    assert (point.gain, point.num_pages, point.freed) == (1, 8 + 1, 8 + 1)
 
 
 def test_a_policy_of_ones_own_decides():

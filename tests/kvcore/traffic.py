@@ -135,7 +135,7 @@ class Traffic:
         self.draw = draw
         specs = groups(*draw.one(MIXES))
         a = math.lcm(*(g.block_size for g in specs))
-        retention = draw.one(["latest", "dense", 2, 3])
+        retention = draw.one(["auto", "latest", "dense", 2, 3])
         if isinstance(retention, int):
             retention *= a
         policy = draw.one([Adaptive, LRU, CostAware, S3FIFO])
@@ -144,8 +144,7 @@ class Traffic:
             retention=retention, max_draft_tokens=draw.one([0, 3]), policy=policy(), max_pinned_pages=MAX_PINNED,
             replay_tokens=replay_tokens(specs, draw.one([None, 1, 3])),
         )  # fmt: skip
-        interval = {"latest": 0, "dense": a}.get(retention, retention)
-        self.model = Naive(self.e.kv.layout, interval)
+        self.model = Naive(self.e.kv.layout, self.e.kv.interval)
         self.history: list[list[int]] = [[]]
         self.running: dict[int, dict] = {}
         self.next_id = 0

@@ -92,7 +92,7 @@ def test_figures_of_the_plan():
     assert memory.request_bytes(3200) == 3200 * 1024 + memory.bytes_per_request
     assert memory.alignment == 32 and memory.cache_bytes == 500 * memory.page_bytes
     text = memory.describe([100, 1000])
-    for part in ("15.62 MiB: 500 pages of 32 KiB", "1 KiB a token", "multiples of 32 tokens, retention 'latest'",
+    for part in ("15.62 MiB: 500 pages of 32 KiB", "1 KiB a token", "multiples of 32 tokens, retention 'auto' (every 4096)",
                  f"{memory.num_fitting(100)} of 100, {memory.num_fitting(1000)} of 1000 (at most 9)"):  # fmt: skip
         assert part in text
     assert "of 1024, " in memory.describe()
