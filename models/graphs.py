@@ -57,7 +57,7 @@ class DecodeGraphs:
         self._max_seq_len = max_seq_len
         self._device = device
         self._staging = Staging(device)
-        self._capture = capture or (CudaCapture() if device.type == "cuda" else call_again)
+        self._capture = capture or (CudaCapture(device) if device.type == "cuda" else call_again)
         self._graphs: dict[int, _Graph] = {}
 
     def __call__(self, plan: StepPlan, input_ids: np.ndarray) -> Tensor:
@@ -120,21 +120,27 @@ def batch_sizes(largest: int) -> list[int]:
 
 
 class CudaCapture:
-    """Captures work as CUDA graphs that share one pool of memory, as only one of them runs at a time."""
+    """Captures work as CUDA graphs that share one pool of memory, as only one of them runs at a time, and one stream.
 
-    def __init__(self) -> None:
+    device: of the work, and the current one of every call.
+    """
+
+    def __init__(self, device: torch.device) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        # Not torch's own: that is on whichever device captured first. And on a stream of their own, warm-up runs would leave cuBLAS
+        # another workspace for each size (32 MiB on Hopper).
+        self._stream = torch.cuda.Stream(device)
 
     def __call__(self, work: Callable[[], None]) -> Callable[[], None]:
         """Runs ``work`` a few times, so that kernels are compiled and libraries have their workspaces, then captures it."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        current = torch.cuda.current_stream()
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
             for _ in range(WARM_UP_RUNS):
                 work()
-        torch.cuda.current_stream().wait_stream(stream)
+        current.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             work()
         return graph.replay
 
