@@ -146,7 +146,7 @@ def measure(
         return DRAFTERS[speculate](model, draft_tokens) if speculate else None
 
     warm = replace(workload, sessions=tuple(s[:1] for s in workload.sessions[:WARM_UP_SESSIONS]))
-    # One size for all engines: memory that torch keeps for the next engine would not count as free then.
+    # One size for all engines: what is free is not quite the same for each.
     warmed = _run(built, warm, settings, "warm-up", drafter=drafter())
     settings = replace(settings, num_pages=warmed.num_pages)
     cached = _run(built, workload, settings, "caching on", drafter=drafter())

@@ -278,6 +278,7 @@ def activation_bytes(
 def free_memory(device: torch.device) -> int:
     """Bytes that are free on a device; on a CPU those that the system calls available."""
     if device.type == "cuda":
+        torch.cuda.empty_cache()  # of what torch keeps of freed tensors the driver knows nothing
         return torch.cuda.mem_get_info(device)[0]
     meminfo = Path("/proc/meminfo")
     if not meminfo.is_file():
