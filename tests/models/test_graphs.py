@@ -14,11 +14,9 @@ from quire.models.deepseek_v4.config import CSA, HASH_MOE, HCA, MOE
 from quire.models.quantized import PackedExperts, dequantize_fp8
 from quire.models.request import SamplingParams
 from quire.models.runner import Engine, EngineConfig
-from quire.models.speculative import NGramDrafter
 from quire.models.weights import random_model
 from tests.models.captured import LAUNCHES, ON_HOST, Captures, Graph, NotCapturable, forbidden
 from tests.models.test_engine import prompt
-from tests.models.toy import ToyModel
 
 NAMES = ("gemma3-tiny", "gemma4-tiny", "gemma4-e-tiny", "gemma4-moe-tiny", "llama-tiny", "gpt-oss-tiny", "deepseek-v4-tiny")  # fmt: skip
 # A layer of each kind.
@@ -362,52 +360,3 @@ def test_packed_experts_row_by_row(monkeypatch):
         got = experts(x, ids, weights)
     for other in (plain, expected):
         assert torch.allclose(got, other, rtol=1e-4, atol=1e-4 * other.abs().max().item())
-
-
-class OnSecondDevice(torch.Tensor):
-    """A tensor that says it is on ``cuda:1``; what is made of it does not."""
-
-    __torch_function__ = torch._C._disabled_torch_function_impl
-    is_cuda = True
-
-    def get_device(self):
-        return 1
-
-
-@pytest.fixture
-def current(monkeypatch):
-    """[index of the current device], as torch.cuda keeps it where there are GPUs."""
-    index = [0]
-
-    def exchange(to):
-        before, index[0] = index[0], index[0] if to < 0 else to
-        return before
-
-    for name in ("_exchange_device", "_maybe_exchange_device"):
-        monkeypatch.setattr(torch.cuda, name, exchange)
-    return index
-
-
-def test_a_step_runs_on_the_device_of_its_engine(current):
-    """Launches, streams and captures go to the current device, which others may have set: forward passes, drafts, captures, replays."""
-    seen, model = [], ToyModel()
-    drafter = NGramDrafter(2, min_ngram=1)
-    engine = Engine(model, EngineConfig(num_pages=50, max_num_seqs=2, decode_graphs=True), drafter=drafter)  # fmt: skip
-    engine._builder.tables = engine._builder.tables.as_subclass(OnSecondDevice)
-
-    def noted(name, call):
-        def wrapped(*args):
-            seen.append((name, current[0]))
-            return call(*args)
-
-        return wrapped
-
-    model.register_forward_pre_hook(lambda *_: seen.append(("forward", current[0])))
-    drafter.propose = noted("draft", drafter.propose)
-    engine._graphs._capture = lambda work: noted("replay", noted("capture", lambda w: w)(work))
-    engine.add_request([5, 6, 7, 5, 6], SamplingParams(12, ignore_eos=True))
-    engine.add_request([9], SamplingParams(12, ignore_eos=True))
-    while engine.has_work:
-        engine.step()
-        assert current == [0]
-    assert set(seen) == {(name, 1) for name in ("forward", "draft", "capture", "replay")}
