@@ -443,14 +443,13 @@ class Engine:
         self._requests = {i: samples for i, samples in kept.items() if samples}
 
     def _make_graphs(self, config: EngineConfig) -> DecodeGraphs | None:
-        capturable = config.impl != "torch" and self._observer is None
-        wanted = config.decode_graphs
         on_gpu = self.model.device.type == "cuda"
-        if wanted and on_gpu and not capturable:
+        possible = self._observer is None and not (on_gpu and config.impl == "torch")
+        if config.decode_graphs and not possible:
             raise NotImplementedError(
-                "decode_graphs: supported with impl='triton', and no drafter in the model"
+                "decode_graphs: supported with impl='triton' on a GPU, and no drafter in the model"
             )
-        if self._observer is not None or not (on_gpu and capturable if wanted is None else wanted):
+        if not possible or not (on_gpu if config.decode_graphs is None else config.decode_graphs):
             return None
         return DecodeGraphs(
             self._run,

@@ -260,3 +260,9 @@ def test_what_is_refused(model):
         ValueError, match="replay: expected False for DeepseekV4, whose compressors"
     ):
         Engine(model, EngineConfig(num_pages=50, replay=True))
+    # Its hidden states are what the drafter reads: no graph returns them.
+    drafter = MTPDrafter(model, 1)
+    with pytest.raises(
+        NotImplementedError, match=r"decode_graphs: supported with .* no drafter in the model"
+    ):
+        Engine(model, EngineConfig(num_pages=500, decode_graphs=True), drafter=drafter)

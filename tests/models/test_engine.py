@@ -1,11 +1,12 @@
 """The engine on the real allocator: every logit that it samples from equals a run of that sequence alone, without any cache."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from quire.models import report
+from quire.models import report, runner
 from quire.models.configs import FULL, SLIDING, get_config
 from quire.models.request import SamplingParams
 from quire.models.runner import Engine, EngineConfig
@@ -309,6 +310,7 @@ def test_each_part_of_a_step_gets_its_own_time(monkeypatch):
     now = 0.0
     monkeypatch.setattr(report, "perf_counter", lambda: now)
     monkeypatch.setattr(report, "thread_time", lambda: 2 * now)
+    monkeypatch.setattr(runner, "time", SimpleNamespace(perf_counter=lambda: now))
     engine = Engine(
         build("gemma3-tiny"), EngineConfig(num_pages=50), drafter=NGramDrafter(2, min_ngram=1)
     )
@@ -343,6 +345,8 @@ def test_each_part_of_a_step_gets_its_own_time(monkeypatch):
         outside = 1 - 2400 / step.total
         assert report.outside_model(step.cpu) == pytest.approx(outside)
     assert engine.totals.rest == 2 * (100 + 400 + 3200) + 200
+    engine.add_request(prompt(20))
+    assert engine.totals.hashing == 2 and engine.totals.total == sum(s.total for s in steps)
 
 
 def test_stop_conditions():

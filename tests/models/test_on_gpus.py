@@ -17,7 +17,7 @@ from quire.bench.floors import Rates
 from quire.bench.workload import chat_workload
 from quire.kernels import _launch, recipes
 from quire.kvcore import KVCache
-from quire.models import attention, moe, per_layer
+from quire.models import attention, graphs, moe, per_layer
 from quire.models.configs import get_config
 from quire.models.deepseek_v4.model import DeepseekV4
 from quire.models.graphs import WARM_UP_RUNS, DecodeGraphs
@@ -203,6 +203,27 @@ def test_warm_up_and_captures_share_a_stream_of_their_device(monkeypatch):
     assert side.device == device and replays[0] is not replays[1]
     warm_up = [("wait", side, main), *[("work", side)] * WARM_UP_RUNS, ("wait", main, side)]
     assert log == 2 * [*warm_up, ("begin", pool, side), ("work", side)]
+
+
+@pytest.mark.parametrize(
+    ("device", "wanted", "impl", "observed", "made"),
+    [
+        ("cuda", None, None, False, True), ("cuda", None, "torch", False, False), ("cuda", None, None, True, False),
+        ("cuda", False, None, False, False), ("cuda", True, "triton", False, True), ("cuda", True, "torch", False, None),
+        ("cuda", True, None, True, None), ("cpu", None, None, False, False), ("cpu", True, "torch", False, True),
+    ],
+)  # fmt: skip
+def test_where_decode_goes_through_graphs(device, wanted, impl, observed, made, monkeypatch):
+    """made: None = refused. observed: by a drafter in the model, which reads what no graph returns."""
+    monkeypatch.setattr(graphs, "CudaCapture", lambda device: None)
+    drafter, model = observed or None, SimpleNamespace(device=torch.device(device))
+    engine = SimpleNamespace(model=model, _observer=drafter, _run=None, _builder=None, max_model_len=9)  # fmt: skip
+    config = EngineConfig(decode_graphs=wanted, impl=impl)
+    if made is None:
+        with pytest.raises(NotImplementedError, match="decode_graphs: supported with"):
+            Engine._make_graphs(engine, config)
+    else:
+        assert isinstance(Engine._make_graphs(engine, config), DecodeGraphs) == made
 
 
 class OnDevice(TorchDispatchMode):
