@@ -160,10 +160,10 @@ class LLM:
         mine = self._streams[request_id] = deque()
         try:
             while mine or request_id in self.engine.unfinished:
-                if not mine:
-                    self._step()
-                while mine:
+                if mine:
                     yield mine.popleft()
+                else:
+                    self._step()
         finally:
             del self._streams[request_id]
             if request_id in self.engine.unfinished:

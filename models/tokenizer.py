@@ -84,7 +84,7 @@ class TextStream:
         """What is new since the last call and can no longer become part of a stop string."""
         end = len(self.text) - (0 if self._finished else self._num_held())
         new = self.text[self._num_taken : end]
-        self._num_taken = max(self._num_taken, end)
+        self._num_taken = end
         return new
 
     def _num_held(self) -> int:

@@ -180,6 +180,12 @@ def test_streams_may_be_read_in_turns_and_left(llm):
         got[0] += first.token_ids
         got[1] += second.token_ids
     assert [tuple(tokens) for tokens in got] == expected
+    # One that ends while the other is read.
+    one, two = llm.stream("first", params), llm.stream("second", params)
+    begun = next(two).token_ids
+    assert sum((delta.token_ids for delta in one), ()) == expected[0]
+    assert sum((delta.token_ids for delta in two), begun) == expected[1]
+    assert not llm._streams
     assert not llm.engine.has_work and llm.engine.kv.stats()["pages_in_use"] == 0
 
 
@@ -440,7 +446,7 @@ def test_ctrl_c_in_a_chat_ends_the_answer_and_forgets_the_question(monkeypatch, 
         yield OutputDelta("0", 0, (5,), "whole", "length")
 
     def lines():
-        yield from ("one\n", "two\n")
+        yield from ("one\n", "two\n", "three\n")
         raise KeyboardInterrupt
 
     monkeypatch.setattr(LLM, "stream", stream)
@@ -448,8 +454,26 @@ def test_ctrl_c_in_a_chat_ends_the_answer_and_forgets_the_question(monkeypatch, 
         sys, "stdin", SimpleNamespace(isatty=lambda: False, readline=lines().__next__)
     )
     assert generate.main(["--model", "gemma3-tiny", "--num-pages", "99", "--chat"]) == 0
-    assert capsys.readouterr().out == "half\nhalfwhole\n"
-    assert asked == ["user: one\nassistant: ", "user: two\nassistant: "]
+    assert capsys.readouterr().out == "half\nhalfwhole\nhalfwhole\n"
+    two = "user: two\nassistant: "
+    assert asked == ["user: one\nassistant: ", two, f"{two}halfwhole\nuser: three\nassistant: "]
+
+
+def test_text_is_shown_as_it_comes(monkeypatch):
+    class Screen(io.StringIO):
+        def flush(self):
+            self.shown = self.getvalue()
+
+    def stream(self, prompt, params):
+        for text in ("half", "whole"):
+            yield OutputDelta("0", 0, (5,), text, None)
+            assert screen.shown.endswith(text)
+
+    screen = Screen()
+    monkeypatch.setattr(LLM, "stream", stream)
+    monkeypatch.setattr(sys, "stdout", screen)
+    assert generate.main(["--model", "gemma3-tiny", "--num-pages", "99", "--prompt", "x"]) == 0
+    assert screen.shown == "halfwhole\n"
 
 
 def test_ctrl_c_leaves_cleanly_after_what_was_streamed():
