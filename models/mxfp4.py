@@ -19,8 +19,11 @@ def dequantize_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
 
     Returns: [..., num_blocks * 32] fp32.
     """
-    magnitudes = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-    table = torch.tensor([*magnitudes, *(-m for m in magnitudes)], device=blocks.device)
+    # What each code stands for: one bit of sign, two of exponent, one of mantissa. Computed, as no CUDA graph can hold a copy from the host.
+    code = torch.arange(16, device=blocks.device)
+    low = code & 7
+    magnitude = torch.where(low < 2, low / 2, torch.ldexp(1 + (low & 1) / 2, (low >> 1) - 1))
+    table = torch.where(code < 8, magnitude, -magnitude)
     codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)
     exponents = scales.int() - EXPONENT_BIAS
     return torch.ldexp(table[codes.long()], exponents[..., None]).flatten(-2)

@@ -27,6 +27,7 @@ from quire.models.request import SamplingParams
 from quire.models.runner import Engine, EngineConfig
 from quire.models.speculative import NGramDrafter
 from quire.models.weights import build_model
+from tests.models.captured import FROM_HOST
 from tests.models.test_graphs import FEW, NAMES
 from tests.models.toy import ToyModel
 
@@ -227,7 +228,21 @@ def test_where_decode_goes_through_graphs(device, wanted, impl, observed, made, 
 
 
 class OnDevice(TorchDispatchMode):
-    """Refuses operations that touch a tensor of the host: CUDA graphs hold none but copies from pinned memory."""
+    """Refuses operations that touch a tensor of the host, and tensors made of its values: graphs copy from pinned memory only."""
+
+    def __enter__(self):
+        self._patch = pytest.MonkeyPatch()
+        for name in FROM_HOST:
+            self._patch.setattr(torch, name, self._refuse)
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        self._patch.undo()
+        return super().__exit__(*error)
+
+    @staticmethod
+    def _refuse(*args, **kwargs):
+        raise AssertionError("a copy from the cpu")
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         out = op(*args, **(kwargs or {}))
@@ -314,7 +329,7 @@ def test_a_captured_step_with_packed_experts(experts, monkeypatch):
 HOST = {
     "made on the host": lambda q: torch.ones(()),
     "moved from the host": lambda q: torch.ones(1).to(q.device),
-    "a page of the host": lambda q: torch.arange(len(q)),
+    "values of the host": lambda q: torch.tensor([1.0], device=q.device),
 }
 
 
