@@ -14,6 +14,7 @@ from quire.models.deepseek_v4.model import DeepseekV4
 from quire.models.gpt_oss import Experts as GptOssExperts
 from quire.models.layers import RMSNorm
 from quire.models.llm import expect_room
+from quire.models.memory import weight_bytes
 from quire.models.tokenizer import ByteTokenizer, Tokenizer, find_tokenizer
 from quire.models.weights import load_model, random_model, save_checkpoint
 
@@ -76,7 +77,7 @@ def _random(
             _shrink_choices(model)
     else:
         _adjust_v4(model)
-    if sum(w.numel() * w.element_size() for w in model.parameters()) > CHECKPOINT_BYTES:
+    if weight_bytes(model) > CHECKPOINT_BYTES:
         return model, f"random weights (seed {seed})"
     with tempfile.TemporaryDirectory(prefix="quire-bench-") as directory:
         save_checkpoint(model, directory)

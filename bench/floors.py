@@ -21,6 +21,7 @@ from quire.bench import floors_v4
 from quire.models.cache import token_bytes
 from quire.models.configs import ModelConfig
 from quire.models.decoder import Decoder
+from quire.models.memory import weight_bytes
 
 MAX_COPY_BYTES = 2**30
 REPEATS = 7
@@ -69,11 +70,6 @@ def device_rates(
     b = torch.randn(n, n, device=device).to(dtype)
     matmul_seconds = _best(lambda: a @ b, on_gpu)
     return Rates(2 * size / copy_seconds, size, 2 * n**3 / matmul_seconds, n)
-
-
-def weight_bytes(model: Decoder) -> int:
-    """Bytes of all weights; an embedding that is tied to the output projection counts once."""
-    return sum(weight.numel() * weight.element_size() for weight in model.parameters())
 
 
 def decode_bytes(model: Decoder, seq_lens: np.ndarray, kv_cache_dtype: str = "auto") -> int:

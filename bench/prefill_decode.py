@@ -41,7 +41,7 @@ import torch
 
 from quire.bench.build import BenchModel, build_model
 from quire.bench.drive import Key, Run, run_workload
-from quire.bench.floors import measure_rates, weight_bytes
+from quire.bench.floors import measure_rates
 from quire.bench.machine import describe_machine
 from quire.bench.plot import require_matplotlib, save_plot
 from quire.bench.report import comparison, metrics, report, speculation
@@ -50,7 +50,7 @@ from quire.bench.traces import trace_workload
 from quire.bench.verify import Check, check_outputs, sample
 from quire.bench.workload import Workload, chat_workload
 from quire.models.llm import DRAFTERS, find_device
-from quire.models.memory import KV_CACHE_DTYPES
+from quire.models.memory import KV_CACHE_DTYPES, weight_bytes
 from quire.models.runner import Engine, EngineConfig
 from quire.models.speculative import Drafter
 from quire.models.tokenizer import NUM_SPECIAL

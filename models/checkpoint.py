@@ -143,21 +143,18 @@ def match(
         if list(source.value.shape) != want:
             misshaped.append(f"{name} {list(source.value.shape)} (expected {want})")
         sources[name] = source
-    unexpected = sorted(name for name, stored in found.items() if stored.name not in used)
-    problems = [
-        f"{what} {names}"
-        for what, names in (
-            ("missing", sorted(missing)),
-            ("unexpected", unexpected),
-            ("misshaped", misshaped),
-        )
-        if names
-    ]
+    unexpected = [name for name, stored in found.items() if stored.name not in used]
+    refuse_misfits(path, missing=missing, unexpected=unexpected, misshaped=misshaped)
+    return sources
+
+
+def refuse_misfits(path: Path, **misfits: Sequence[str]) -> None:
+    """Raises ValueError naming all tensors of a directory that do not fit, if there are any, by what is wrong with them."""
+    problems = [f"{what} {sorted(names)}" for what, names in misfits.items() if names]
     if problems:
         raise ValueError(
             f"path: tensors of {str(path)!r} do not fit its config.json: {'; '.join(problems)}"
         )
-    return sources
 
 
 def _source(found: Mapping[str, Stored], name: str) -> Source | None:

@@ -90,13 +90,16 @@ def write_rope(rope: RopeConfig) -> dict[str, Any]:
 
 def common_fields(text: Mapping[str, Any]) -> dict[str, Any]:
     """Name and special tokens of a model, as fields of ModelConfig."""
-    eos = text.get("eos_token_id")
-    ids = tuple(eos) if isinstance(eos, Sequence) else () if eos is None else (eos,)
     return {
         "name": text["name"],
-        "eos_token_ids": ids,
+        "eos_token_ids": token_ids(text.get("eos_token_id")),
         "bos_token_id": text.get("bos_token_id"),
     }
+
+
+def token_ids(value: int | Sequence[int] | None) -> tuple[int, ...]:
+    """The ids of a key that may hold one, several or none."""
+    return tuple(value) if isinstance(value, Sequence) else () if value is None else (value,)
 
 
 def write_common(config: ModelConfig) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from quire.models.chat import PLAIN, ChatTemplate
 from quire.models.configs import named_configs
 from quire.models.deepseek_v4.draft import MTPDrafter
-from quire.models.memory import free_memory
+from quire.models.memory import free_memory, weight_bytes
 from quire.models.request import OutputDelta, RequestOutput, SamplingParams
 from quire.models.runner import Engine, EngineConfig, StepReport
 from quire.models.speculative import Drafter, NGramDrafter
@@ -232,8 +232,7 @@ def expect_room(config: Any, device: torch.device, dtype: torch.dtype) -> None:
     """Raises ValueError where random weights would fill more than the free memory of a CPU, which else kills the process."""
     if device.type != "cpu" or sys.platform != "linux":
         return
-    meta = build_model(config, device="meta", dtype=dtype)
-    needed = sum(weight.numel() * weight.element_size() for weight in meta.parameters())
+    needed = weight_bytes(build_model(config, device="meta", dtype=dtype))
     if needed > (free := free_memory(device)):
         raise ValueError(
             f"model: {config.name!r} takes {needed / 2**30:.4g} GiB of memory, and {free / 2**30:.4g} GiB are free"

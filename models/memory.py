@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from quire.kvcore import GroupSpec
 from quire.kvcore.retention import parse_retention
@@ -273,6 +274,11 @@ def activation_bytes(
     hidden = 6 * config.hidden_size * getattr(config, "hc_mult", 1)
     widths = 3 * getattr(config, "intermediate_size", 4 * config.hidden_size) + hidden
     return max_num_batched_tokens * widths * itemsize + 3 * 4 * max_num_rows * config.vocab_size
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Bytes of all weights; an embedding that is tied to the output projection counts once."""
+    return sum(weight.numel() * weight.element_size() for weight in model.parameters())
 
 
 def free_memory(device: torch.device) -> int:

@@ -17,9 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-ROWS_AT_ONCE = (
-    16  # whose experts are gathered at one time where groups must not be looked up on the host
-)
+# Rows whose experts are gathered at one time where groups must not be looked up on the host.
+ROWS_AT_ONCE = 16
 
 
 def run_experts(
@@ -45,18 +44,31 @@ def run_experts(
 
     Returns: [num_tokens, hidden_size] in the dtype of x.
     """
-    num_tokens, k = expert_ids.shape
+    k = expert_ids.shape[1]
     sorted_ids, order = expert_ids.flatten().sort(stable=True)
     experts = torch.arange(len(gate_up), device=x.device)
     offsets = torch.searchsorted(sorted_ids, experts, right=True).int()
     both = _rows(x[order // k], gate_up, gate_up_bias, sorted_ids, offsets)
     gate, up = (both[:, 0::2], both[:, 1::2]) if interleaved else both.chunk(2, dim=-1)
     y_sorted = _rows(activation(gate, up), down, down_bias, sorted_ids, offsets)
-    y = torch.empty_like(y_sorted).index_copy_(0, order, y_sorted).unflatten(0, (num_tokens, k))
-    out = y[:, 0].float() * expert_weights[:, :1].float()
-    for i in range(1, k):  # not sum(dim=1): its order of additions is torch's business
-        out += y[:, i].float() * expert_weights[:, i : i + 1].float()
-    return out.to(x.dtype)
+    y = torch.empty_like(y_sorted).index_copy_(0, order, y_sorted)
+    return sum_of_experts(y, expert_weights)
+
+
+def sum_of_experts(rows: Tensor, weights: Tensor) -> Tensor:
+    """Adds up, in fp32 and in their order, the rows of a token's experts times their weights.
+
+    rows: [num_tokens * k, hidden_size], those of a token one after another. weights: [num_tokens, k].
+
+    Returns: [num_tokens, hidden_size] in the dtype of rows.
+    """
+    y = rows.unflatten(0, weights.shape)
+    out = y[:, 0].float() * weights[:, :1].float()
+    for i in range(
+        1, weights.shape[1]
+    ):  # not sum(dim=1): its order of additions is torch's business
+        out += y[:, i].float() * weights[:, i : i + 1].float()
+    return out.to(rows.dtype)
 
 
 def grouped_matmul(x_sorted: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:

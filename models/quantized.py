@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.models.layers import empty_parameter
-from quire.models.moe import is_capturing, run_experts
+from quire.models.moe import is_capturing, run_experts, sum_of_experts
 from quire.models.mxfp4 import dequantize_mxfp4
 
 FP8_BLOCK = 128
@@ -122,7 +122,7 @@ class PackedExperts(nn.Module):
         """x: [num_tokens, hidden_size]. ids, weights: [num_tokens, k] of the router. Returns the shape of x."""
         k, flat = ids.shape[1], ids.flatten()
         if is_capturing(x):
-            return self._sum(self.each_row(x, flat, k), weights, x.dtype)
+            return sum_of_experts(self.each_row(x, flat, k), weights)
         y = x.new_empty(len(flat), x.shape[1])
         for some in flat.unique().split(EXPERTS_AT_ONCE):
             rows = torch.isin(flat, some).nonzero()[:, 0]
@@ -131,7 +131,7 @@ class PackedExperts(nn.Module):
             down = self.down_proj.dequantize(some, x.dtype)
             one = weights.new_ones(local.shape)
             y[rows] = run_experts(x[rows // k], local, one, gate_up, down, self.activation)
-        return self._sum(y, weights, x.dtype)
+        return sum_of_experts(y, weights)
 
     def each_row(self, x: Tensor, ids: Tensor, k: int) -> Tensor:
         """Rows [num_tokens * k, hidden_size] of a token's experts in turn: nothing that the host must know. ids: [num_tokens * k]."""
@@ -145,11 +145,3 @@ class PackedExperts(nn.Module):
             down = self.down_proj.dequantize(some, x.dtype)
             rows.append(torch.bmm(down, self.activation(*both.chunk(2, dim=-1))[..., None]))
         return torch.cat(rows).squeeze(2)
-
-    @staticmethod
-    def _sum(rows: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
-        out = rows.unflatten(0, weights.shape)
-        total = out[:, 0].float() * weights[:, :1].float()
-        for i in range(1, weights.shape[1]):
-            total += out[:, i].float() * weights[:, i : i + 1].float()
-        return total.to(dtype)

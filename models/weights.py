@@ -19,10 +19,11 @@ from quire.models.configs import ModelConfig
 from quire.models.decoder import Decoder
 from quire.models.gemma import Gemma
 from quire.models.gpt_oss import GptOss
+from quire.models.hf_common import token_ids
 from quire.models.hf_config import from_hf, to_hf
 from quire.models.layers import Linear, dequantize
 from quire.models.llama import Llama
-from quire.models.memory import free_memory
+from quire.models.memory import free_memory, weight_bytes
 from quire.models.mxfp4 import dequantize_mxfp4
 
 _MODELS: dict[str, type[Decoder]] = {
@@ -55,9 +56,7 @@ def load_config(path: str | Path) -> ModelConfig:
     config = from_hf(read_json(path / "config.json"), name=path.name)
     generation = path / "generation_config.json"
     eos = read_json(generation).get("eos_token_id") if generation.is_file() else None
-    if eos is None:
-        return config
-    return replace(config, eos_token_ids=tuple(eos) if isinstance(eos, list) else (eos,))
+    return config if eos is None else replace(config, eos_token_ids=token_ids(eos))
 
 
 def load_model(
@@ -196,14 +195,16 @@ def _stored_dtype(path: Path) -> torch.dtype:
     return torch.bfloat16
 
 
+def fits(model: nn.Module, device: torch.device) -> bool:
+    """Whether the weights of a model, which may be on the meta device, leave room on a device to work in."""
+    return weight_bytes(model) <= WORKING_SHARE * free_memory(device)
+
+
 def _kept_in_fp8(
     model: Decoder, sources: dict[str, Source], fp8: str, device: torch.device
 ) -> dict[str, Linear]:
     """The layers whose weights stay in fp8, by parameter name. Stacked experts are always converted."""
-    if fp8 == "auto":
-        num_bytes = sum(weight.numel() * weight.element_size() for weight in model.parameters())
-        fp8 = "keep" if num_bytes > WORKING_SHARE * free_memory(device) else "dequantize"
-    if fp8 == "dequantize":
+    if fp8 == "dequantize" or (fp8 == "auto" and fits(model, device)):
         return {}
     layers = {f"{name}.weight": m for name, m in model.named_modules() if isinstance(m, Linear)}
     return {n: m for n, m in layers.items() if sources[n].kind == "fp8"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from quire.models.deepseek_v4.config import (
@@ -15,6 +15,7 @@ from quire.models.deepseek_v4.config import (
     YarnConfig,
     layer_types_of,
 )
+from quire.models.hf_common import token_ids
 
 
 def from_hf(config: Mapping[str, Any], *, name: str | None = None) -> DeepseekV4Config:
@@ -33,7 +34,6 @@ def from_hf(config: Mapping[str, Any], *, name: str | None = None) -> DeepseekV4
     rates = {CSA: 4, HCA: 128} | (value.get("compress_rates") or {})
     rates |= {kind: value[key] for kind, key in ((CSA, "compress_rate_csa"), (HCA, "compress_rate_hca")) if key in value}  # fmt: skip
     rope = _rope(value)
-    eos = value["eos_token_id"]
     return DeepseekV4Config(
         name=name or MODEL_TYPE,
         layer_types=layer_types,
@@ -45,7 +45,7 @@ def from_hf(config: Mapping[str, Any], *, name: str | None = None) -> DeepseekV4
         index_num_heads=value["index_n_heads"],
         num_experts=value.get("n_routed_experts", value.get("num_local_experts", 256)),
         moe_intermediate_size=value.get("moe_intermediate_size", 2048),
-        eos_token_ids=tuple(eos) if isinstance(eos, Sequence) else () if eos is None else (eos,),
+        eos_token_ids=token_ids(value["eos_token_id"]),
         **rope,
         **{key: value[key] for key in _SAME_NAME},
     )

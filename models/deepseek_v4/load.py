@@ -98,19 +98,7 @@ def check(path: Path, stored: list[Stored], model: nn.Module) -> None:
         else:
             _compare(misshaped, scale, scale_shape)
     unexpected += [tensor.name for tensor in scales.values()]
-    problems = [
-        f"{what} {sorted(names)}"
-        for what, names in (
-            ("missing", missing),
-            ("unexpected", unexpected),
-            ("misshaped", misshaped),
-        )
-        if names
-    ]
-    if problems:
-        raise ValueError(
-            f"path: tensors of {str(path)!r} do not fit its config.json: {'; '.join(problems)}"
-        )
+    checkpoint.refuse_misfits(path, missing=missing, unexpected=unexpected, misshaped=misshaped)
 
 
 def fill(model: nn.Module, stored: list[Stored]) -> None:

@@ -6,7 +6,6 @@ Source: transformers ``modeling_deepseek_v4``; DeepSeek-V4 report 2.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quire.models.attention import Stored
@@ -18,21 +17,8 @@ from quire.models.deepseek_v4.config import SLIDING, DeepseekV4Config
 from quire.models.deepseek_v4.layers import HyperHead, rope_frequencies, rope_table
 from quire.models.deepseek_v4.mtp import MTP
 from quire.models.deepseek_v4.paged import PagedStep
-from quire.models.layers import Linear, RMSNorm, empty_parameter
+from quire.models.layers import Embedding, Linear, RMSNorm
 from quire.models.memory import ModelCache
-
-
-class TokenEmbedding(nn.Module):
-    """Rows of a table, not scaled. weight: [vocab_size, hidden_size]."""
-
-    def __init__(self, config: DeepseekV4Config, device: torch.device, dtype: torch.dtype) -> None:
-        super().__init__()
-        shape = (config.vocab_size, config.hidden_size)
-        self.weight = empty_parameter(*shape, device=device, dtype=dtype)
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        """input_ids: [num_tokens] int64. Returns [num_tokens, hidden_size]."""
-        return F.embedding(input_ids, self.weight)
 
 
 class DeepseekV4(nn.Module):
@@ -64,7 +50,8 @@ class DeepseekV4(nn.Module):
         super().__init__()
         device = torch.device(device)
         self.config = config
-        self.embed_tokens = TokenEmbedding(config, device, dtype)
+        vocab_size, hidden_size = config.vocab_size, config.hidden_size
+        self.embed_tokens = Embedding(vocab_size, hidden_size, device, dtype, scaled=False)
         self.layers = nn.ModuleList(
             DecoderLayer(config, layer, kind, device, dtype, expert_format)
             for layer, kind in enumerate(config.mlp_layer_types)

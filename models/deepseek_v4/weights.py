@@ -15,8 +15,7 @@ from quire.models.deepseek_v4.config import DeepseekV4Config
 from quire.models.deepseek_v4.hf import to_hf
 from quire.models.deepseek_v4.load import check, fill, format_of_experts, read_headers
 from quire.models.deepseek_v4.model import DeepseekV4
-from quire.models.memory import free_memory
-from quire.models.weights import WORKING_SHARE, load_config
+from quire.models.weights import fits, load_config
 
 
 def load_model(
@@ -50,9 +49,8 @@ def load_model(
     kept = format_of_experts(stored)
     if experts == "keep" and kept is None:
         raise ValueError("experts: expected 'dequantize', those of this checkpoint are not quantised")  # fmt: skip
-    if experts == "dequantize" or (
-        experts == "auto" and _fits(config, dtype, torch.device(device))
-    ):
+    whole = DeepseekV4(config, device="meta", dtype=dtype, max_positions=1)
+    if experts == "dequantize" or (experts == "auto" and fits(whole, torch.device(device))):
         kept = None
     shapes = DeepseekV4(config, device="meta", dtype=dtype, max_positions=1, expert_format=kept)
     check(path, stored, shapes)
@@ -61,13 +59,6 @@ def load_model(
     )
     fill(model, stored)
     return model
-
-
-def _fits(config: DeepseekV4Config, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether all weights fit the free memory of a device when nothing is packed."""
-    model = DeepseekV4(config, device="meta", dtype=dtype, max_positions=1)
-    num_bytes = sum(weight.numel() * weight.element_size() for weight in model.parameters())
-    return num_bytes <= WORKING_SHARE * free_memory(device)
 
 
 def random_model(

@@ -7,7 +7,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from quire.models.deepseek_v4 import weights
 from quire.models.deepseek_v4.config import CONFIGS, CSA, HASH_MOE, HCA, MOE, SLIDING
 from quire.models.deepseek_v4.hf import to_hf
 from quire.models.deepseek_v4.layers import Experts
@@ -185,7 +184,7 @@ def test_release_directory(tmp_path, model, experts, e8m0_scales):
 @pytest.mark.parametrize(("free", "kind"), [(10**9, Experts), (10**5, PackedExperts)])
 def test_memory_decides(tmp_path, model, monkeypatch, free, kind):
     write_release(tmp_path / "release", model, "fp8")
-    monkeypatch.setattr(weights, "free_memory", lambda device: free)
+    monkeypatch.setattr("quire.models.weights.free_memory", lambda device: free)
     assert isinstance(load_model(tmp_path / "release").layers[0].mlp.experts, kind)
 
 
