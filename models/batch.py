@@ -152,10 +152,6 @@ class BatchBuilder:
         )
         return Batch(*inputs, attn)
 
-    def send(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
-        """The arrays as tensors on the device (`Staging.send`)."""
-        return self._staging.send(arrays)
-
     def block_tables(self, rows: Tensor) -> tuple[Tensor, ...]:
         """Per group [num_seqs, width] int32, between steps: what is committed. rows: [num_seqs] int64, slots."""
         self.update_tables()

@@ -211,110 +211,37 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add(
-        "--model",
-        required=True,
-        metavar="DIR|NAME",
-        help="Hugging Face directory, or a named configuration with random weights",
-    )
+    add("--model", required=True, metavar="DIR|NAME", help="Hugging Face directory, or a named configuration with random weights")  # fmt: skip
     what = parser.add_mutually_exclusive_group()
-    what.add_argument(
-        "--prompt", action="append", metavar="TEXT", help="may be repeated; default: stdin"
-    )
+    what.add_argument("--prompt", action="append", metavar="TEXT", help="may be repeated; default: stdin")  # fmt: skip
     what.add_argument("--file", metavar="FILE", help="a prompt from a file")
     what.add_argument("--chat", action="store_true", help="a conversation, one line a message")
     add("--system", metavar="TEXT", help="of a chat: its system message")
-    add(
-        "--max-tokens",
-        type=int,
-        default=256,
-        metavar="N",
-        help="tokens to generate at most; default: 256",
-    )
+    add("--max-tokens", type=int, default=256, metavar="N", help="tokens to generate at most; default: 256")  # fmt: skip
     add("--temperature", type=float, default=0.0, metavar="T", help="default: 0, greedy")
-    add(
-        "--top-k",
-        type=int,
-        default=0,
-        metavar="K",
-        help="only the K likeliest tokens; default: 0, all",
-    )
-    add(
-        "--top-p",
-        type=float,
-        default=1.0,
-        metavar="P",
-        help="only the likeliest tokens of this mass; default: 1",
-    )
-    add(
-        "--min-p",
-        type=float,
-        default=0.0,
-        metavar="P",
-        help="only tokens with this share of the likeliest one's; default: 0",
-    )
+    add("--top-k", type=int, default=0, metavar="K", help="only the K likeliest tokens; default: 0, all")  # fmt: skip
+    add("--top-p", type=float, default=1.0, metavar="P", help="only the likeliest tokens of this mass; default: 1")  # fmt: skip
+    add("--min-p", type=float, default=0.0, metavar="P", help="only tokens with this share of the likeliest one's; default: 0")  # fmt: skip
     add("--repetition-penalty", type=float, default=1.0, metavar="F", help="default: 1, none")
     add("--seed", type=int, metavar="N", help="of the draws; default: the same every time")
-    add(
-        "--stop",
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="ends the answer; may be repeated",
-    )
+    add("--stop", action="append", default=[], metavar="TEXT", help="ends the answer; may be repeated")  # fmt: skip
     add("--ignore-eos", action="store_true", help="the model's own stop ids do not end the answer")
     add("--n", type=int, default=1, metavar="N", help="samples of each prompt; default: 1")
-    add(
-        "--speculate",
-        type=int,
-        default=0,
-        metavar="K",
-        help="K draft tokens a step; default: 0, none",
-    )
-    add(
-        "--drafter",
-        choices=sorted(DRAFTERS),
-        help="what drafts: ngram (default) = earlier text, mtp = the model's own drafter layers",
-    )
-    add(
-        "--stats", action="store_true", help="memory plan, speed and where the time went, on stderr"
-    )
-    add(
-        "--memory-fraction",
-        type=float,
-        metavar="F",
-        help="of the free memory for pages; default: 0.9 on a GPU, 256 MiB on a CPU",
-    )
+    add("--speculate", type=int, default=0, metavar="K", help="K draft tokens a step; default: 0, none")  # fmt: skip
+    add("--drafter", choices=sorted(DRAFTERS), help="what drafts: ngram (default) = earlier text, mtp = the model's own drafter layers")  # fmt: skip
+    add("--stats", action="store_true", help="memory plan, speed and where the time went, on stderr")  # fmt: skip
+    add("--memory-fraction", type=float, metavar="F", help="of the free memory for pages; default: 0.9 on a GPU, 256 MiB on a CPU")  # fmt: skip
     add("--num-pages", type=int, metavar="N", help="pages of the pool, instead")
-    add(
-        "--max-model-len",
-        type=int,
-        metavar="N",
-        help="longest sequence; default: what model and pool allow",
-    )
+    add("--max-model-len", type=int, metavar="N", help="longest sequence; default: what model and pool allow")  # fmt: skip
     add("--max-num-seqs", type=int, default=16, metavar="N", help="requests at once; default: 16")
     add("--device", help="torch device; default: cuda where there is one, else cpu")
-    add(
-        "--dtype",
-        choices=DTYPES,
-        help="default: the checkpoint's; random: bfloat16 on a GPU, float32 on a CPU",
-    )
-    add(
-        "--kv-cache-dtype",
-        choices=KV_CACHE_DTYPES,
-        default="auto",
-        help="what pages hold: auto (default) = the model's dtype; fp8 = e4m3 with a scale for each row",
-    )
+    add("--dtype", choices=DTYPES, help="default: the checkpoint's; random: bfloat16 on a GPU, float32 on a CPU")  # fmt: skip
+    add("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto",
+        help="what pages hold: auto (default) = the model's dtype; fp8 = e4m3 with a scale for each row")  # fmt: skip
     add("--impl", choices=("triton", "torch"), help="kernels; default: triton on a GPU, else torch")
     add("--model-seed", type=int, default=0, metavar="N", help="of random weights")
-    add(
-        "--threads",
-        type=int,
-        default=torch.get_num_threads(),
-        metavar="N",
-        help="CPU threads of torch; default: torch's own",
-    )
-    return parser  # fmt: skip
+    add("--threads", type=int, default=torch.get_num_threads(), metavar="N", help="CPU threads of torch; default: torch's own")  # fmt: skip
+    return parser
 
 
 if __name__ == "__main__":

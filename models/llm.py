@@ -112,14 +112,13 @@ class LLM:
             )
         token_ids = [self._encode(prompt) for prompt in prompts]
         queued: list[str] = []
-        outputs: dict[tuple[str, int], RequestOutput] = {}
         keys: list[tuple[str, int]] = []
         try:
             for ids, one in zip(token_ids, params, strict=True):
                 queued.append(self.engine.add_request(ids, one))
                 keys += [(queued[-1], sample) for sample in range(one.n)]
             with tqdm(total=len(keys), unit="request", disable=not progress) as bar:
-                self._run(set(queued), len(keys), outputs, bar)
+                outputs = self._outputs(set(keys), bar)
         finally:
             for request_id in queued:
                 if request_id in self.engine.unfinished:
@@ -178,24 +177,22 @@ class LLM:
                 self._streams[delta.request_id].append(delta)
         return report
 
-    def _run(
-        self,
-        mine: set[str],
-        count: int,
-        outputs: dict[tuple[str, int], RequestOutput],
-        bar: tqdm,
-    ) -> None:
-        num_tokens = 0
-        while len(outputs) < count:
+    def _outputs(
+        self, keys: set[tuple[str, int]], bar: tqdm
+    ) -> dict[tuple[str, int], RequestOutput]:
+        """Steps until these requests and samples have ended."""
+        num_tokens, outputs = 0, {}
+        while len(outputs) < len(keys):
             report = self._step()
             num_tokens += report.num_tokens
             for output in report.finished:
-                if output.request_id in mine:
-                    outputs[output.request_id, output.sample] = output
+                if (key := (output.request_id, output.sample)) in keys:
+                    outputs[key] = output
                     bar.update()
             bar.set_postfix_str(
                 f"{num_tokens / max(bar.format_dict['elapsed'], 1e-9):.0f} tok/s", refresh=False
             )
+        return outputs
 
     def _encode(self, prompt: str | Sequence[int]) -> Sequence[int]:
         if not isinstance(prompt, str):

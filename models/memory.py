@@ -8,6 +8,7 @@ and one block more, however long the request is.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,14 +118,9 @@ def longest_request(
     groups: Sequence[GroupSpec], num_pages: int, limit: int, max_draft_tokens: int = 0
 ) -> int:
     """Tokens of the longest request, at most ``limit``, that a pool of ``num_pages`` (page 0 included) holds alone; 0 = none."""
-    low, high = 0, limit
-    while low < high:
-        middle = (low + high + 1) // 2
-        if pages_of_request(groups, middle, max_draft_tokens) < num_pages:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    return bisect_left(
+        range(1, limit + 1), num_pages, key=lambda n: pages_of_request(groups, n, max_draft_tokens)
+    )
 
 
 @dataclass(frozen=True)

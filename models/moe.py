@@ -6,7 +6,8 @@ multiplication serves all experts::
     token, expert   (0, 5) (0, 2) (1, 2) (1, 7)   ->   sorted by expert   (0, 2) (1, 2) | (0, 5) | (1, 7)
 
 Shapes depend on the number of tokens alone: there are always tokens * k rows, whoever they go to. No loop over tokens, no host
-synchronisation where torch's grouped matrix multiplication has a device kernel or a CUDA graph is captured, and a token's result is summed over its experts in the router's order, in fp32, whatever else is in the batch.
+synchronisation where torch's grouped matrix multiplication has a device kernel or a CUDA graph is captured, and a token's result is
+summed over its experts in the router's order, in fp32, whatever else is in the batch.
 """
 
 from __future__ import annotations
@@ -78,8 +79,8 @@ def grouped_matmul(x_sorted: Tensor, weights: Tensor, offsets: Tensor) -> Tensor
     offsets: [num_groups] int32, ascending: where each group ends; the last is num_rows.
 
     torch's ``grouped_mm`` where its layout rule (rows of whole 16 bytes) and dtypes allow, else a loop over the groups that have
-    rows; while a CUDA graph is captured, which cannot know these, a product for each row with the matrix of its group. On a CPU it has no kernel of its own and costs what the loop costs once matrices are large; it is the faster by half
-    at tiny sizes.
+    rows; while a CUDA graph is captured, which cannot know these, a product for each row with the matrix of its group. On a CPU
+    ``grouped_mm`` is such a loop too, and the faster by half at tiny sizes.
 
     Returns: [num_rows, out_size].
     """

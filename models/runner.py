@@ -4,7 +4,8 @@ A step: drafts -> schedule (which plans pages) -> tensors -> forward -> sample -
 were before the step, and the model writes the rows that the plan kept.
 
 A model is a module with ``config`` (vocab_size, max_position_embeddings, eos_token_ids), ``dtype`` and ``device``, called as
-``model(input_ids, positions, attn, pool, logits_rows=, impl=)`` (and ``return_hidden=True`` for a `ModelDrafter`); `quire.models.memory.model_cache` says where its cache comes from.
+``model(input_ids, positions, attn, pool, logits_rows=, impl=)`` (and ``return_hidden=True`` for a `ModelDrafter`);
+`quire.models.memory.model_cache` says where its cache comes from.
 """
 
 from __future__ import annotations
@@ -187,9 +188,8 @@ class Engine:
             )
         self._graphs = self._make_graphs(config)
         self._requests: dict[str, list[Request]] = {}  # unfinished samples
-        self._siblings: dict[
-            Request, list[Request]
-        ] = {}  # samples that wait for the first one's prompt
+        # Samples that wait for the first one's prompt.
+        self._siblings: dict[Request, list[Request]] = {}
         self._num_added = 0
         self._seeds = np.random.default_rng(config.seed)
 

@@ -63,9 +63,8 @@ class Sampler:
         self._device = torch.device(device)
         self._staging = Staging(device)
         self._seen_shape = (max_requests, vocab_size)
-        self._seen: Tensor | None = (
-            None  # tokens of prompt and output, for penalties; made when first needed
-        )
+        # Tokens of prompt and output, for penalties; made when first needed.
+        self._seen: Tensor | None = None
         self._owners: list[tuple[Request, int] | None] = [None] * max_requests
 
     def __call__(

@@ -43,9 +43,8 @@ class TextStream:
         self._stop_ids = stop_ids
         self._longest = max(map(len, self._stop), default=0)
         self._ids: list[int] = []
-        self._start = self._read = (
-            0  # ids decoded together with the next ones, for their spaces; ids whose text is out
-        )
+        # Ids from _start on are decoded together with the next ones, for their spaces; the text of those before _read is out.
+        self._start = self._read = 0
         self._num_taken = 0
         self._finished = False
 

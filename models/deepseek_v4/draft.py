@@ -66,7 +66,7 @@ class MTPDrafter:
     ) -> None:  # fmt: skip
         """As `quire.models.speculative.ModelDrafter.observe`."""
         step = PagedStep(batch.attn, self._pool, impl=self._impl)
-        ids, rows, places = self._builder.send([next_ids, last_rows, slots])
+        ids, rows, places = self._staging.send([next_ids, last_rows, slots])
         firsts = batch.attn.cu_seqlens_q[:-1].long()
         starts = batch.positions[firsts]
         known = (starts > 0) & (starts == self._ends[places])
@@ -109,7 +109,7 @@ class MTPDrafter:
         seq_lens = np.array([request.num_tokens - 1 for request in requests], dtype=np.int32)
         longest = int(seq_lens.max())
         room = self.model.config.max_position_embeddings - longest
-        places, lengths = self._builder.send([slots, seq_lens])
+        places, lengths = self._staging.send([slots, seq_lens])
         return chain_drafts(
             self.model,
             self._streams[places],
