@@ -68,7 +68,7 @@ def engine_of(model, **settings):
     return Engine(model, config)
 
 
-@pytest.mark.parametrize("name", (*NAMES, "gemma4-e-tiny", "gemma4-moe-tiny", "gpt-oss-tiny", "deepseek-v4-tiny"))  # fmt: skip
+@pytest.mark.parametrize("name", ["gemma4-tiny", "gemma4-e-tiny", "gemma4-moe-tiny", "gpt-oss-tiny", "deepseek-v4-tiny"])  # fmt: skip
 def test_decode_through_graphs_equals_eager_decode(name, cuda):
     """fp32 tokens of captured batches of several sizes; pages come and go, so tables change between replays."""
     model = build(name)
