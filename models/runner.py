@@ -44,11 +44,18 @@ from quire.models.request import (
     Request,
     RequestOutput,
     SamplingParams,
-    TokenLogprobs,
 )
-from quire.models.sampling import Sampled, Sampler, derived_seed
+from quire.models.sampling import Sampler, derived_seed
 from quire.models.scheduler import ScheduledStep, Scheduler, SchedulerPolicy
-from quire.models.speculative import Drafter, ModelDrafter, SamplingDrafter, count_accepted
+from quire.models.speculative import (
+    Drafter,
+    ModelDrafter,
+    NewTokens,
+    SamplingDrafter,
+    rows_to_sample,
+    tokens_after,
+    verify,
+)
 from quire.models.tokenizer import TextStream, Tokenizer
 
 
@@ -100,15 +107,6 @@ class EngineConfig:
             raise ValueError(
                 f"max_num_seqs: expected 1..max_num_batched_tokens={self.max_num_batched_tokens}, got {self.max_num_seqs}"
             )
-
-
-@dataclass(frozen=True)
-class NewTokens:
-    """What a step gave one request: accepted drafts and the token after them. logprobs: one for each id; None where nobody asks."""
-
-    request: Request
-    ids: list[int]
-    logprobs: list[TokenLogprobs | None] | None
 
 
 class Engine:
@@ -363,12 +361,12 @@ class Engine:
             if end >= request.num_tokens:
                 ready.append(i)
         input_ids = np.concatenate(inputs)
-        rows = _logits_rows(step, ready)
-        batch = hidden = None
+        batch = hidden = rows = None
         if self._graphs is not None and len(input_ids) == len(ready) == len(step.requests):
             clock.switch(MODEL)
             logits = self._graphs(plan, input_ids)
         else:
+            rows = rows_to_sample(step, ready)
             batch = self._builder.build(plan, input_ids, rows)
             clock.switch(MODEL)
             logits = self._run(batch.input_ids, batch.positions, batch.attn, batch.logits_rows)
@@ -378,13 +376,13 @@ class Engine:
         requests = [step.requests[i] for i in ready]
         sampled = self._sampler(logits, requests, [1 + step.num_drafts[i] for i in ready])
         clock.switch(DELIVER)
-        new, accepted = _verified(step, ready, sampled)
+        new, accepted = verify(step, ready, sampled)
         if self._observer is not None:
             clock.switch(MODEL)
             stay = plan.num_new_tokens if accepted is None else accepted
             last = plan.cu_seqlens_q[:-1] + stay - 1
-            next_ids = _next_ids(step, input_ids, rows, sampled)
-            self._observer.observe(batch, hidden, next_ids, last, plan.slots)
+            after = tokens_after(step, input_ids, rows, sampled)
+            self._observer.observe(batch, hidden, after, last, plan.slots)
             clock.switch(DELIVER)
         with self.scheduler.allocating:
             self.kv.commit(plan, input_ids, accepted)
@@ -495,50 +493,3 @@ def _replay_tokens(model: nn.Module) -> int | None:
             "sliding attention"
         )
     return model.config.replay_tokens
-
-
-def _logits_rows(step: ScheduledStep, ready: list[int]) -> np.ndarray:
-    """[num_rows] int64: the rows of the last known token and the drafts of each sequence in ``ready``."""
-    last = step.plan.cu_seqlens_q[1:][ready].astype(np.int64) - 1
-    if not any(step.num_drafts):
-        return last
-    return np.concatenate(
-        [np.arange(row - step.num_drafts[i], row + 1) for i, row in zip(ready, last, strict=True)]
-    )
-
-
-def _next_ids(
-    step: ScheduledStep, input_ids: np.ndarray, rows: np.ndarray, sampled: Sampled
-) -> np.ndarray:
-    """[num_tokens] int64: the token after each row's, as far as the row stays.
-
-    rows: [num_rows] int64, those whose tokens were sampled. A sequence's other rows are followed by what it has.
-    """
-    ids = np.empty(len(input_ids), dtype=np.int64)
-    ids[:-1] = input_ids[1:]
-    for request, row, end in zip(step.requests, step.plan.cu_seqlens_q[1:], step.plan.seq_lens, strict=True):  # fmt: skip
-        if end < request.num_tokens:
-            ids[row - 1] = request.tokens[end]
-    ids[rows] = sampled.ids
-    return ids
-
-
-def _verified(
-    step: ScheduledStep, ready: list[int], sampled: Sampled
-) -> tuple[list[NewTokens], np.ndarray | None]:
-    """New tokens of the sequences in ``ready``, and how many computed tokens of each sequence stay (None = all)."""
-    accepted = np.array(step.num_new_tokens) if any(step.num_drafts) else None
-    new, row = [], 0
-    for i in ready:
-        request, num_drafts, stay = step.requests[i], step.num_drafts[i], 0
-        if num_drafts:
-            ids = sampled.ids[row : row + num_drafts + 1]
-            stay = count_accepted(request.drafts[:num_drafts].tolist(), ids)
-            accepted[i] -= num_drafts - stay
-            request.num_drafts += num_drafts
-            request.num_accepted += stay
-        rows = slice(row, row + stay + 1)
-        logprobs = None if sampled.logprobs is None else sampled.logprobs[rows]
-        new.append(NewTokens(request, sampled.ids[rows], logprobs))
-        row += num_drafts + 1
-    return new, accepted

@@ -19,15 +19,18 @@ the names of the methods.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 from torch import Tensor
 
-from quire.models.request import Request
+from quire.models.request import Request, TokenLogprobs
 
 if TYPE_CHECKING:
     from quire.models.batch import Batch, BatchBuilder
+    from quire.models.sampling import Sampled
+    from quire.models.scheduler import ScheduledStep
 
 
 class Drafter(Protocol):
@@ -123,6 +126,62 @@ class NGramDrafter:
         whole = found[found + self.max_draft_tokens <= length]
         start = int(whole[-1] if len(whole) else found[0])
         return tokens[start : start + self.max_draft_tokens].copy()
+
+
+@dataclass(frozen=True)
+class NewTokens:
+    """What a step gave one request: accepted drafts and the token after them. logprobs: one for each id; None where nobody asks."""
+
+    request: Request
+    ids: list[int]
+    logprobs: list[TokenLogprobs | None] | None
+
+
+def rows_to_sample(step: ScheduledStep, ready: list[int]) -> np.ndarray:
+    """[num_rows] int64: the rows of the last known token and the drafts of each sequence in ``ready``."""
+    last = step.plan.cu_seqlens_q[1:][ready].astype(np.int64) - 1
+    if not any(step.num_drafts):
+        return last
+    return np.concatenate(
+        [np.arange(row - step.num_drafts[i], row + 1) for i, row in zip(ready, last, strict=True)]
+    )
+
+
+def tokens_after(
+    step: ScheduledStep, input_ids: np.ndarray, rows: np.ndarray, sampled: Sampled
+) -> np.ndarray:
+    """[num_tokens] int64: the token after each row's, as far as the row stays.
+
+    rows: [num_rows] int64, those whose tokens were sampled. A sequence's other rows are followed by what it has.
+    """
+    ids = np.empty(len(input_ids), dtype=np.int64)
+    ids[:-1] = input_ids[1:]
+    for request, row, end in zip(step.requests, step.plan.cu_seqlens_q[1:], step.plan.seq_lens, strict=True):  # fmt: skip
+        if end < request.num_tokens:
+            ids[row - 1] = request.tokens[end]
+    ids[rows] = sampled.ids
+    return ids
+
+
+def verify(
+    step: ScheduledStep, ready: list[int], sampled: Sampled
+) -> tuple[list[NewTokens], np.ndarray | None]:
+    """New tokens of the sequences in ``ready``, and how many computed tokens of each sequence stay (None = all)."""
+    accepted = np.array(step.num_new_tokens) if any(step.num_drafts) else None
+    new, row = [], 0
+    for i in ready:
+        request, num_drafts, stay = step.requests[i], step.num_drafts[i], 0
+        if num_drafts:
+            ids = sampled.ids[row : row + num_drafts + 1]
+            stay = count_accepted(request.drafts[:num_drafts].tolist(), ids)
+            accepted[i] -= num_drafts - stay
+            request.num_drafts += num_drafts
+            request.num_accepted += stay
+        rows = slice(row, row + stay + 1)
+        logprobs = None if sampled.logprobs is None else sampled.logprobs[rows]
+        new.append(NewTokens(request, sampled.ids[rows], logprobs))
+        row += num_drafts + 1
+    return new, accepted
 
 
 def count_accepted(drafts: Sequence[int], ids: Sequence[int]) -> int:
