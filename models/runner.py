@@ -293,6 +293,7 @@ class Engine:
             outputs.append(self._finish(request, "abort"))
         return outputs[0]
 
+    @torch.inference_mode()
     def step(self) -> StepReport | None:
         """Runs one step of the batch; None when there is nothing to do.
 

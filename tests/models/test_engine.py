@@ -369,6 +369,24 @@ def test_stop_conditions():
     assert finish(max_tokens=20, ignore_eos=True) == (greedy[:20], "length")
 
 
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("inside", [False, True])
+def test_steps_in_and_out_of_inference_mode(graphs, inside):
+    """What one step makes and another changes belongs to no caller's mode: tables, buffers of graphs, seen tokens."""
+    model = build("gemma3-tiny")
+    params = SamplingParams(8, ignore_eos=True, repetition_penalty=1.1)
+    outputs = []
+    for modes in ((False,) * 8, (True, True, False, False) * 2):
+        with torch.inference_mode(inside):
+            engine = Engine(model, EngineConfig(num_pages=100, decode_graphs=graphs))
+        engine.add_request(prompt(20), params)
+        for mode in modes:
+            with torch.inference_mode(mode):
+                report = engine.step()
+        outputs.append(report.finished[0].token_ids)
+    assert outputs[0] == outputs[1]
+
+
 def test_abort_waiting_and_running():
     run = Recorder(build("gemma3-tiny"), max_num_seqs=1)
     running, waiting = run.add(prompt(30), max_tokens=50), run.add(prompt(31), max_tokens=50)
