@@ -27,10 +27,14 @@ WARM_UP_RUNS = 2
 
 @dataclass(frozen=True)
 class _Graph:
-    """rows: [4 + num_tables, size] int64: input ids, positions, lengths, allocator slots, and slot mappings."""
+    """rows: [4 + num_tables, size] int64: input ids, positions, lengths, allocator slots, and slot mappings.
+
+    work: what was captured. A replay knows the tensors that it reads by address only: this keeps them.
+    """
 
     rows: Tensor
     logits: list[Tensor]
+    work: Callable[[], None]
     replay: Callable[[], None]
 
 
@@ -110,7 +114,7 @@ class DecodeGraphs:
             )
             logits[:] = [self._forward(rows[0], rows[1], attn)]
 
-        return _Graph(rows, logits, self._capture(work))
+        return _Graph(rows, logits, work, self._capture(work))
 
 
 def batch_sizes(largest: int) -> list[int]:

@@ -6,6 +6,7 @@ anew in each step is, in a replay, that of the capture, and shows in the output.
 what runs on a GPU; with ``impl="triton"`` each launch is one.
 
 What a capture makes lives in a pool that graphs share, so it is lost at the next replay of any graph: all of it is poison before a replay.
+What it reads from outside is read by address, which keeps nobody's memory: a replay is refused once a tensor of these is gone.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from quire.kernels import _launch
 from quire.models import attention, moe, quantized
@@ -53,7 +55,7 @@ class Graph(TorchDispatchMode):
         super().__init__()
         self.made: list[torch.Tensor] = []
         self.inside = False  # a kernel
-        self._work: list[Callable[[], None]] = []
+        self._work: list[tuple[Callable, tuple, dict, dict[int, torch.Tensor]]] = []
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -81,19 +83,28 @@ class Graph(TorchDispatchMode):
         self.made += [results[i] for i in fresh]
         is_empty = "empty" in getattr(op, "__name__", "")
         if not is_empty and (writes or fresh):
-
-            def again():
-                new = _tensors(op(*args, **kwargs))
-                for i in fresh:
-                    results[i].copy_(new[i])
-
-            self._work.append(again)
+            self._work.append((op, args, kwargs, {i: results[i] for i in fresh}))
         return out
+
+    def forget_outside(self) -> None:
+        """After the capture: of tensors that it did not make, only the address is known."""
+        own = {_place(tensor) for tensor in self.made}
+
+        def by_address(tensor):
+            return tensor if _place(tensor) in own or not tensor.numel() else Outside(tensor)
+
+        self._work = [
+            (op, *tree_map_only(torch.Tensor, by_address, (args, kwargs)), kept)
+            for op, args, kwargs, kept in self._work
+        ]
 
     @torch.inference_mode()
     def replay(self) -> None:
-        for again in self._work:
-            again()
+        for op, *arguments, kept in self._work:
+            args, kwargs = tree_map_only(Outside, Outside.tensor, arguments)
+            new = _tensors(op(*args, **kwargs))
+            for i, tensor in kept.items():
+                tensor.copy_(new[i])
 
     @torch.inference_mode()
     def poison(self) -> None:
@@ -102,6 +113,21 @@ class Graph(TorchDispatchMode):
                 tensor.fill_(float("nan"))
             elif tensor.dtype != torch.bool:
                 tensor.fill_(-(2**30) if tensor.dtype.itemsize >= 4 else 7)
+
+
+class Outside:
+    """A tensor by its address."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._storage = StorageWeakRef(tensor.untyped_storage())
+        self._dtype = tensor.dtype
+        self._view = tensor.storage_offset(), tensor.shape, tensor.stride()
+
+    def tensor(self) -> torch.Tensor:
+        storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
+        if storage is None:
+            raise NotCapturable("memory of a tensor that is gone")
+        return torch.empty(0, dtype=self._dtype).set_(storage, *self._view)
 
 
 class Captures:
@@ -121,6 +147,7 @@ class Captures:
         graph = Graph()
         with self._capturing(graph), graph:
             work()
+        graph.forget_outside()
         self.graphs.append(graph)
 
         def replay() -> None:

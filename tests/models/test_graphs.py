@@ -204,10 +204,19 @@ def buffers_move(patch):
 
     def elsewhere(self, plan, input_ids):
         for size, graph in self._graphs.items():
-            self._graphs[size] = graphs._Graph(graph.rows.clone(), graph.logits, graph.replay)
+            self._graphs[size] = replace(graph, rows=graph.rows.clone())
         return call(self, plan, input_ids)
 
     patch.setattr(graphs.DecodeGraphs, "__call__", elsewhere)
+
+
+def inputs_are_not_kept(patch):
+    made = graphs.DecodeGraphs._make
+
+    def forgetful(self, *arguments):
+        return replace(made(self, *arguments), work=None)
+
+    patch.setattr(graphs.DecodeGraphs, "_make", forgetful)
 
 
 def lengths_of_the_capture(patch):
@@ -250,6 +259,7 @@ def in_attention(change):
 BREAKS = {
     "tables move": tables_move,
     "buffers move": buffers_move,
+    "inputs are not kept": inputs_are_not_kept,
     "a length of the capture": lengths_of_the_capture,
     "a tensor kept from a capture": kept_from_a_capture,
     "a value on the host": in_attention(lambda q: float(q.sum())),
@@ -261,7 +271,7 @@ BREAKS = {
 
 @pytest.mark.parametrize("broken", BREAKS)
 def test_what_a_graph_cannot_hold_is_seen(broken, monkeypatch):
-    """Python done anew in each step, as a CPU's stand-in without captures has it, is right with the first four of these."""
+    """Python done anew in each step, as a CPU's stand-in without captures has it, is right with the first five of these."""
     model = build("gemma3-tiny")
     BREAKS[broken](monkeypatch)
     with pytest.raises((NotCapturable, AssertionError, RuntimeError)):
