@@ -10,6 +10,14 @@ import triton.language as tl
 CHUNK = tl.constexpr(128)
 
 
+def hoists(swap: bool, divide: bool, arch: int) -> bool:
+    """Whether loop-invariant code should leave the loop over keys: elsewhere it costs more registers than it saves work.
+
+    swap, divide: as in ``update``. arch: compute capability as major * 10 + minor; that of wgmma is 90.
+    """
+    return swap or (divide and arch // 10 != 9)
+
+
 @triton.jit
 def widen_e4m3(codes, dtype: tl.constexpr, HARDWARE: tl.constexpr):
     """e4m3fn bytes as numbers of ``dtype`` (bf16, fp16 or fp32), exactly.
@@ -37,9 +45,17 @@ def _multiply(q, tile, scores, SWAP: tl.constexpr):
 
 
 @triton.jit
-def _weigh(row_max, row_sum, q, tile, scores, visible, scale, SWAP: tl.constexpr):
+def _score(q, tile, q_rope, ropes, zeros, SWAP: tl.constexpr):
+    """Products of rows of queries and keys, over all of their channels."""
+    scores = zeros
+    if ropes is not None:
+        scores = _multiply(q_rope, ropes, scores, SWAP)
+    return _multiply(q, tile, scores, SWAP)
+
+
+@triton.jit
+def _weigh(row_max, row_sum, scores, visible, scale, dtype: tl.constexpr, SWAP: tl.constexpr):
     """Weights of a tile's keys against the new maxima, the factor of what has been summed up so far, the new maxima and sums."""
-    scores = _multiply(q, tile, scores, SWAP)
     scores = tl.where(visible, scores, float("-inf"))
     new_max = tl.maximum(row_max, tl.max(scores, 0 if SWAP else 1) * scale)
     # A row that has seen nothing yet: subtracting its -inf would give NaN.
@@ -47,35 +63,46 @@ def _weigh(row_max, row_sum, q, tile, scores, visible, scale, SWAP: tl.constexpr
     decay = tl.exp2(row_max - base)
     weights = tl.exp2(scores * scale - (base[None, :] if SWAP else base[:, None]))
     row_sum = row_sum * decay + tl.sum(weights, 0 if SWAP else 1)
-    return weights.to(tile.dtype), decay, new_max, row_sum
+    return weights.to(dtype), decay, new_max, row_sum
 
 
 @triton.jit
-def update(acc, row_max, row_sum, q, tile, q_rope, ropes, visible, scale, always, SWAP: tl.constexpr, DIVIDE: tl.constexpr):  # fmt: skip
+def update(
+    acc, row_max, row_sum, q, tile, q_rope, ropes, visible, scale, always,
+    SWAP: tl.constexpr, DIVIDE: tl.constexpr, HOIST: tl.constexpr,
+):  # fmt: skip
     """One step of the online softmax with a tile of rows [BLOCK_N, channels] that are keys and values at once.
 
     q: [ROWS, channels]; q_rope, ropes: more channels of both, which only count in the scores; None: there are none. visible: shaped as the
     scores are, [ROWS, BLOCK_N]. SWAP: the products are swapped; scores are [BLOCK_N, ROWS], acc is [channels, ROWS].
 
     DIVIDE: hide from the compiler that one product uses another, behind the condition ``always``, which is true but must not be known to be.
-    Of a product that another one uses it gives whole rows to each warp; where these are fewer than 16 a warp, warpgroups compute the same
-    scores and weights. So they divide the columns, and exchange the weights through shared memory.
+    Of a product that another one uses it gives whole rows to each warp; where these are fewer than 16 a warp, warps compute the same scores
+    and weights. So they divide the columns, and exchange the weights through shared memory.
+
+    HOIST: loop-invariant code leaves the loop. Then the products of queries and keys stay in front of the condition, since from behind it the
+    compiler does not hoist what writes the queries to shared memory: Triton 3.9 would keep them in registers, and write them for every tile.
     """
     if SWAP:
-        scores = tl.zeros([tile.shape[0], q.shape[0]], tl.float32)
+        zeros = tl.zeros([tile.shape[0], q.shape[0]], tl.float32)
     else:
-        scores = tl.zeros([q.shape[0], tile.shape[0]], tl.float32)
+        zeros = tl.zeros([q.shape[0], tile.shape[0]], tl.float32)
     if DIVIDE:
-        weights = scores.to(tile.dtype)
+        weights = zeros.to(tile.dtype)
         decay = tl.zeros_like(row_max)
-        if ropes is not None and always:
-            scores = _multiply(q_rope, ropes, scores, SWAP)
+        if HOIST:
+            scores = _multiply(q, tile, zeros, SWAP)
+            if ropes is not None:
+                more = _multiply(q_rope, ropes, zeros, SWAP)
         if always:
-            weights, decay, row_max, row_sum = _weigh(row_max, row_sum, q, tile, scores, visible, scale, SWAP)  # fmt: skip
+            if not HOIST:
+                scores = _score(q, tile, q_rope, ropes, zeros, SWAP)
+            elif ropes is not None:
+                scores += more
+            weights, decay, row_max, row_sum = _weigh(row_max, row_sum, scores, visible, scale, tile.dtype, SWAP)  # fmt: skip
     else:
-        if ropes is not None:
-            scores = _multiply(q_rope, ropes, scores, SWAP)
-        weights, decay, row_max, row_sum = _weigh(row_max, row_sum, q, tile, scores, visible, scale, SWAP)  # fmt: skip
+        scores = _score(q, tile, q_rope, ropes, zeros, SWAP)
+        weights, decay, row_max, row_sum = _weigh(row_max, row_sum, scores, visible, scale, tile.dtype, SWAP)  # fmt: skip
     if SWAP:
         acc = tl.dot(tl.trans(tile), weights, acc * decay[None, :], input_precision="ieee")
     else:

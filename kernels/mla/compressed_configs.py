@@ -20,7 +20,7 @@ class CompressedConfig:
     """One launch: rows of the query tile, keys of a tile, warps of a program, stages of the pipeline.
 
     swap: whether the products are swapped, so that keys and channels lie along the tensor cores' tiles of 64.
-    divide: whether warpgroups divide the scores of a tile between them (``_tiles.update``).
+    divide: whether warps divide the scores of a tile between them (``_tiles.update``).
     """
 
     block_m: int
@@ -42,7 +42,7 @@ class DecodePlan:
 
 # head_dim 512, two-byte queries: (rows, quantised pages) -> (block_n, num_warps, num_stages, swap[, divide]). Where 64 rows are missing, 32
 # are the most: an accumulator of 64 x 512 beside the widened rows (or, on sm_100, beside its copy in tensor memory) does not fit the registers.
-# To divide scores pays with wgmma alone: mma.sync divides them anyway, and tensor memory belongs to no warp.
+# To divide scores pays from 32 rows on, with swapped products from 16; tensor memory belongs to no warp.
 WIDE = {
     "hopper": {
         (16, False): (64, 8, 3, True, True),
@@ -61,15 +61,15 @@ WIDE = {
     # Tiles of mma.sync have 16 rows, so nothing is gained by a swap, and plain rows would not be copied asynchronously with it.
     "ampere": {
         (16, False): (32, 8, 3, False),
-        (32, False): (32, 8, 3, False),
-        (64, False): (32, 8, 2, False),
+        (32, False): (32, 8, 3, False, True),
+        (64, False): (32, 8, 2, False, True),
         (16, True): (32, 8, 3, False),
         (32, True): (32, 8, 3, True),
     },
     # With 99 KiB quantised tiles have 16 keys, whose roped channels only 4 warps copy 16 bytes at a time; they have no registers for 32 rows.
     "small": {
         (16, False): (16, 8, 3, False),
-        (32, False): (16, 8, 2, False),
+        (32, False): (16, 8, 2, False, True),
         (16, True): (16, 4, 3, True),
     },
 }

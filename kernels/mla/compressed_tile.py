@@ -56,7 +56,7 @@ def attend_keys(
     window_width, window_stride_page, window_stride_row, fresh_stride, entry_stride_page, entry_stride_row,
     low, context, num_raw, num_entries, first, stop, sliding_window, ratio, scale,
     WINDOW_ROWS: tl.constexpr, ENTRY_ROWS: tl.constexpr, SLOTS: tl.constexpr, HARDWARE_E4M3: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, SWAP: tl.constexpr, ONE_TOKEN: tl.constexpr, DIVIDE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, SWAP: tl.constexpr, ONE_TOKEN: tl.constexpr, DIVIDE: tl.constexpr, HOIST: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Run the online softmax over the keys [first, stop) of a query tile.
@@ -80,8 +80,7 @@ def attend_keys(
         WINDOW_ROWS, ENTRY_ROWS, SLOTS,
     )  # fmt: skip
     entry = _load_entry(x + BLOCK_N, stop, num_raw, picks, SLOTS)
-    # Unless products are swapped, what is hoisted costs more registers than it saves work.
-    for start in tl.range(first, stop, BLOCK_N, disable_licm=not SWAP):
+    for start in tl.range(first, stop, BLOCK_N, disable_licm=not HOIST):
         x = start + offs_n
         raw = x < num_raw
         key_position = low + x
@@ -136,7 +135,7 @@ def attend_keys(
                 visible = live[:, None] & (birth[:, None] <= position[None, :]) & (death[:, None] >= position[None, :])  # fmt: skip
             else:
                 visible = live[None, :] & (birth[None, :] <= position[:, None]) & (death[None, :] >= position[:, None])  # fmt: skip
-        acc, row_max, row_sum = update(acc, row_max, row_sum, q, tile, None, None, visible, scale, start < stop, SWAP, DIVIDE)  # fmt: skip
+        acc, row_max, row_sum = update(acc, row_max, row_sum, q, tile, None, None, visible, scale, start < stop, SWAP, DIVIDE, HOIST)  # fmt: skip
         x += BLOCK_N
         place = _load_place(
             x, stop, num_raw, entry, num_entries, low, context, window_list, window_width, first_cell, fresh, entry_table, picks,

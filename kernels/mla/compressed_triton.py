@@ -27,6 +27,7 @@ from quire.kernels._launch import Launch, partials
 from quire.kernels.configs import MAX_REGISTERS, tile_heads
 from quire.kernels.merge import LOG2E, _load_sink, _merge_rows, block_parts
 from quire.kernels.mla import compressed_schedule as schedule
+from quire.kernels.mla._tiles import hoists
 from quire.kernels.mla.compressed_call import CompressedCall, check
 from quire.kernels.mla.compressed_configs import (
     MIN_PIECE_KEYS,
@@ -104,7 +105,8 @@ def _attend_query_tile(
     window_width, window_stride_page, window_stride_row, kv_stride, compressed_stride_page, compressed_stride_row,
     sliding_window, ratio, scale,
     WINDOW_ROWS: tl.constexpr, ENTRY_ROWS: tl.constexpr, SLOTS: tl.constexpr, HARDWARE_E4M3: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWAP: tl.constexpr, ONE_TOKEN: tl.constexpr, DIVIDE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWAP: tl.constexpr, ONE_TOKEN: tl.constexpr,
+    DIVIDE: tl.constexpr, HOIST: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Attend for one query tile to a piece of its keys.
@@ -144,7 +146,7 @@ def _attend_query_tile(
         window_pages, None if SEPARATE else kv, compressed_pages, window_list, compressed_table, picks,
         window_width, window_stride_page, window_stride_row, kv_stride, compressed_stride_page, compressed_stride_row,
         low, context, num_raw, num_entries, first, stop, sliding_window, ratio, scale,
-        WINDOW_ROWS, ENTRY_ROWS, SLOTS, HARDWARE_E4M3, HEAD_DIM, BLOCK_N, SWAP, ONE_TOKEN, DIVIDE, ALIGNED,
+        WINDOW_ROWS, ENTRY_ROWS, SLOTS, HARDWARE_E4M3, HEAD_DIM, BLOCK_N, SWAP, ONE_TOKEN, DIVIDE, HOIST, ALIGNED,
     )  # fmt: skip
     if SEPARATE:
         low = tl.maximum(low, context)
@@ -154,7 +156,7 @@ def _attend_query_tile(
             None, kv, None, None, None, None,
             1, 0, 0, kv_stride, 0, 0,
             low, context, num_raw, 0, 0, num_raw, sliding_window, 1, scale,
-            1, 1, False, HARDWARE_E4M3, HEAD_DIM, BLOCK_N, SWAP, ONE_TOKEN, DIVIDE, ALIGNED,
+            1, 1, False, HARDWARE_E4M3, HEAD_DIM, BLOCK_N, SWAP, ONE_TOKEN, DIVIDE, HOIST, ALIGNED,
         )  # fmt: skip
     return acc, row_max, row_sum
 
@@ -169,7 +171,7 @@ def _compressed_prefill_kernel(
     window_stride_page, window_stride_row, compressed_stride_page, compressed_stride_row,
     NUM_HEADS: tl.constexpr, BLOCK_Q: tl.constexpr, HEADS: tl.constexpr, HEAD_TILES: tl.constexpr,
     WINDOW_ROWS: tl.constexpr, ENTRY_ROWS: tl.constexpr, HARDWARE_E4M3: tl.constexpr,
-    HEAD_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWAP: tl.constexpr, DIVIDE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWAP: tl.constexpr, DIVIDE: tl.constexpr, HOIST: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):  # fmt: skip
     head_tile = tl.program_id(0) % HEAD_TILES
@@ -202,7 +204,7 @@ def _compressed_prefill_kernel(
         window_pages, kv, compressed_pages, window_list + seq.to(tl.int64) * window_list_stride, compressed_table, picks, 0, num_picks,
         window_width, window_stride_page, window_stride_row, kv_stride, compressed_stride_page, compressed_stride_row,
         sliding_window, ratio, scale,
-        WINDOW_ROWS, ENTRY_ROWS, False, HARDWARE_E4M3, HEAD_DIM, BLOCK_M, BLOCK_N, SWAP, BLOCK_Q == 1, DIVIDE, ALIGNED,
+        WINDOW_ROWS, ENTRY_ROWS, False, HARDWARE_E4M3, HEAD_DIM, BLOCK_M, BLOCK_N, SWAP, BLOCK_Q == 1, DIVIDE, HOIST, ALIGNED,
     )  # fmt: skip
     out_rows = _row_pointers(out, tile_token, first_head, token, head, out_stride_token, out_stride_head)  # fmt: skip
     lse_rows = None
@@ -227,7 +229,7 @@ def _compressed_decode_kernel(
     window_stride_page, window_stride_row, compressed_stride_page, compressed_stride_row,
     NUM_HEADS: tl.constexpr, BLOCK_Q: tl.constexpr, HEADS: tl.constexpr, HEAD_TILES: tl.constexpr,
     WINDOW_ROWS: tl.constexpr, ENTRY_ROWS: tl.constexpr, SLOTS: tl.constexpr, HARDWARE_E4M3: tl.constexpr,
-    HEAD_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWAP: tl.constexpr, DIVIDE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWAP: tl.constexpr, DIVIDE: tl.constexpr, HOIST: tl.constexpr,
     ALIGNED: tl.constexpr, MIN_KEYS: tl.constexpr,
 ):  # fmt: skip
     head_tile = tl.program_id(0) % HEAD_TILES
@@ -275,7 +277,7 @@ def _compressed_decode_kernel(
         window_len, num_picks,
         window_width, window_stride_page, window_stride_row, kv_stride, compressed_stride_page, compressed_stride_row,
         sliding_window, ratio, scale,
-        WINDOW_ROWS, ENTRY_ROWS, SLOTS, HARDWARE_E4M3, HEAD_DIM, BLOCK_M, BLOCK_N, SWAP, BLOCK_Q == 1, DIVIDE, ALIGNED,
+        WINDOW_ROWS, ENTRY_ROWS, SLOTS, HARDWARE_E4M3, HEAD_DIM, BLOCK_M, BLOCK_N, SWAP, BLOCK_Q == 1, DIVIDE, HOIST, ALIGNED,
     )  # fmt: skip
     if pieces == 1:
         out_rows = _row_pointers(out, tile_token, first_head, token, head, out_stride_token, out_stride_head)  # fmt: skip
@@ -459,6 +461,7 @@ def _shared_arguments(call: CompressedCall, config: CompressedConfig, arch: int)
         "BLOCK_N": config.block_n,
         "SWAP": config.swap,
         "DIVIDE": config.divide,
+        "HOIST": hoists(config.swap, config.divide, arch),
         "ALIGNED": recipes.rows_at_16_bytes(window, call.kv, entries),
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,

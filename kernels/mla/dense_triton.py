@@ -32,7 +32,7 @@ from quire.kernels.configs import (
     tile_heads,
 )
 from quire.kernels.merge import LOG2E
-from quire.kernels.mla._tiles import update
+from quire.kernels.mla._tiles import hoists, update
 from quire.kernels.mla.dense import MlaCall, _checked
 from quire.kernels.paged import (
     _device,
@@ -75,12 +75,12 @@ CONFIGS = {
     },
     "medium": {
         16: MlaConfig(32, 8, 3, False),
-        32: MlaConfig(32, 8, 3, False),
-        64: MlaConfig(32, 8, 2, False),
+        32: MlaConfig(32, 8, 3, False, divide=True),
+        64: MlaConfig(32, 8, 2, False, divide=True),
     },
     "small": {
         16: MlaConfig(32, 8, 2, False),
-        32: MlaConfig(32, 8, 2, False),
+        32: MlaConfig(32, 8, 2, False, divide=True),
     },
 }
 # fp32 runs without tensor cores, for checks more than for speed.
@@ -93,7 +93,7 @@ PREFILL_ROWS = {2: 64, 4: 16}
 def _attend_query_tile(
     q_rows, live, position, pages, kv, table, width, stride_page, stride_row, kv_stride, low, high, context, scale,
     HEAD_DIM_V: tl.constexpr, ROPE_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SWAP: tl.constexpr, DIVIDE: tl.constexpr, ALIGNED: tl.constexpr,
+    SWAP: tl.constexpr, DIVIDE: tl.constexpr, HOIST: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Attend for one query tile to the keys [low, high), of which those from ``context`` on are fresh rows if there are any.
 
@@ -115,8 +115,7 @@ def _attend_query_tile(
     if kv is not None:
         paged_high = tl.minimum(high, context)
     page = _load_page(table, width, low // BLOCK_N, low, paged_high, BLOCK_SIZE, BLOCK_N)
-    # Unless products are swapped, what is hoisted costs more registers than it saves work.
-    for start in tl.range(low, high, BLOCK_N, disable_licm=not SWAP):
+    for start in tl.range(low, high, BLOCK_N, disable_licm=not HOIST):
         key = start + offs_n
         rows = pages + (page.to(tl.int64) * stride_page + key % BLOCK_SIZE * stride_row)
         if kv is not None:
@@ -132,7 +131,7 @@ def _attend_query_tile(
         else:
             visible = (key < high)[None, :] & (key[None, :] <= position[:, None])
         acc, row_max, row_sum = update(
-            acc, row_max, row_sum, q, latents, q_rope, ropes, visible, scale, start < high, SWAP, DIVIDE
+            acc, row_max, row_sum, q, latents, q_rope, ropes, visible, scale, start < high, SWAP, DIVIDE, HOIST
         )  # fmt: skip
         page = _load_page(table, width, start // BLOCK_N + 1, low, paged_high, BLOCK_SIZE, BLOCK_N)
     return acc, row_max, row_sum
@@ -160,7 +159,7 @@ def _mla_prefill_kernel(
     q_stride_token, q_stride_head, out_stride_token, out_stride_head, lse_stride_head, table_stride, stride_page, stride_row, kv_stride,
     NUM_HEADS: tl.constexpr, BLOCK_Q: tl.constexpr, HEADS: tl.constexpr, HEAD_TILES: tl.constexpr,
     HEAD_DIM_V: tl.constexpr, ROPE_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SWAP: tl.constexpr, DIVIDE: tl.constexpr, ALIGNED: tl.constexpr,
+    SWAP: tl.constexpr, DIVIDE: tl.constexpr, HOIST: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     head_tile = tl.program_id(0) % HEAD_TILES
     # Later tiles of a sequence see more keys; they start first, so that no long tile runs alone at the end.
@@ -181,7 +180,7 @@ def _mla_prefill_kernel(
     acc, row_max, row_sum = _attend_query_tile(
         q_rows, live, context + q_first + token, pages, kv, block_table + seq.to(tl.int64) * table_stride, width,
         stride_page, stride_row, kv_stride, 0, high, context, scale,
-        HEAD_DIM_V, ROPE_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, SWAP, DIVIDE, ALIGNED,
+        HEAD_DIM_V, ROPE_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, SWAP, DIVIDE, HOIST, ALIGNED,
     )  # fmt: skip
     out_rows = _row_pointers(out, tile_token, first_head, token, head, out_stride_token, out_stride_head)  # fmt: skip
     lse_rows = None
@@ -197,7 +196,7 @@ def _mla_decode_kernel(
     q_stride_token, q_stride_head, out_stride_token, out_stride_head, lse_stride_head, table_stride, stride_page, stride_row, kv_stride,
     NUM_HEADS: tl.constexpr, BLOCK_Q: tl.constexpr, HEADS: tl.constexpr, HEAD_TILES: tl.constexpr,
     HEAD_DIM_V: tl.constexpr, ROPE_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SWAP: tl.constexpr, DIVIDE: tl.constexpr, ALIGNED: tl.constexpr, MIN_TOKENS: tl.constexpr,
+    SWAP: tl.constexpr, DIVIDE: tl.constexpr, HOIST: tl.constexpr, ALIGNED: tl.constexpr, MIN_TOKENS: tl.constexpr,
 ):  # fmt: skip
     FRESH: tl.constexpr = kv is not None
     head_tile = tl.program_id(0) % HEAD_TILES
@@ -236,7 +235,7 @@ def _mla_decode_kernel(
     acc, row_max, row_sum = _attend_query_tile(
         q_rows, live, context + token, pages, kv, block_table + seq.to(tl.int64) * table_stride, width,
         stride_page, stride_row, kv_stride, low, high, context, scale,
-        HEAD_DIM_V, ROPE_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, SWAP, DIVIDE, ALIGNED,
+        HEAD_DIM_V, ROPE_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, SWAP, DIVIDE, HOIST, ALIGNED,
     )  # fmt: skip
     if pieces == 1:
         out_rows = _row_pointers(out, first_token, first_head, token, head, out_stride_token, out_stride_head)  # fmt: skip
@@ -337,6 +336,7 @@ def _shared_arguments(call: MlaCall, rows: int, arch: int) -> dict[str, Any]:
         "BLOCK_N": config.block_n,
         "SWAP": config.swap,
         "DIVIDE": config.divide,
+        "HOIST": hoists(config.swap, config.divide, arch),
         "ALIGNED": recipes.rows_at_16_bytes(call.pages, call.kv),
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,

@@ -1,6 +1,5 @@
 """``mla_attention`` against the float64 oracle, both implementations, on batches full of poison."""
 
-import itertools
 import subprocess
 import sys
 
@@ -72,14 +71,15 @@ def test_against_float64(case):
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 @pytest.mark.parametrize("rows", [16, 32, 64])
 def test_every_shape_of_tile(rows, dtype, monkeypatch):
-    """Keys on the rows of the matrix instructions or on their columns, scores divided or not, pages that are a multiple of a tile or not."""
+    """Keys on the rows of the matrix instructions or on their columns, scores divided (two ways) or not, pages that are a multiple of a tile or not."""
     case = MlaCase("", [70, 41], [1, 3], num_heads=6, dtype=dtype, block_size=32)
     batch = make_mla_batch(case)
     exact, _ = mla_reference(batch, torch.float64)
     plain, _ = mla_reference(batch, dtype)
-    for swap, block_n in itertools.product((False, True), (16, 64)):
-        # One of the two divides, in turn.
-        config = dense_triton.MlaConfig(block_n, 4, 2, swap, divide=swap == (block_n == 16))
+    tiles = [(80, 64, False, False), (80, 16, False, True), (90, 64, False, True), (90, 16, True, True), (90, 64, True, False)]  # fmt: skip
+    for arch, block_n, swap, divide in tiles:
+        config = dense_triton.MlaConfig(block_n, 4, 2, swap, divide)
+        monkeypatch.setattr(dense_triton, "_device", lambda _, arch=arch: (arch, 2))
         monkeypatch.setattr(dense_triton, "select_config", lambda *_, c=config: c)
         monkeypatch.setattr(dense_triton, "PREFILL_ROWS", {2: rows, 4: rows})
         assert_within_budget(f"{config}", attend(batch).cpu(), plain, exact)
