@@ -27,11 +27,14 @@ from quire.bench.model import (
 from quire.kernels import configs
 from quire.kernels.mla import compressed_configs, indexer_plan
 
-# fp32 operations for a product of the indexer: relu, weight, sum.
-INDEX_OPS = 3
-# Integer operations for each score in a selection: a comparison, a select and a sum for each of 32 bits, and a scan. Own estimate.
-SELECT_OPS = 110
-INT_PER_CLOCK = 64  # of an SM (CUDA programming guide, arithmetic instructions, 9.0)
+# Instructions that each of four warps issues for a tile of 64 keys and the 64 heads of one token, and of two: `bench/results/static`, sm_90, plain
+# keys and quantised ones. An SM issues four in a clock.
+INDEX_INSTRUCTIONS = {False: {1: 197, 2: 308}, True: {1: 278, 2: 360}}
+# Codes become fp16 by one of the three conversions that lead to scaled bf16.
+INDEX_WIDEN_CYCLES = WIDEN_CYCLES / 3
+# Cycles of an SM for each score in a selection, 128 instructions of a thread in each: 5 for each of 14 counts, which is what 8,192 random scores
+# take on average (32 at most), and 30 for all else. Own estimate.
+SELECT_CYCLES = (14 * 5 + 30) / 128
 
 
 @dataclass
@@ -242,7 +245,8 @@ def _add_mla(case: LatentCase, device: Device, work: _Work) -> None:
         return
     pieces = 1
     if plan.workspace_numel:
-        piece = -(-case.context * case.batch // plan.target_items)
+        target = dense_triton.target_items(plan.target_items, case.batch)
+        piece = -(-case.context * case.batch // target)
         pieces = -(-case.context // max(piece, configs.MIN_SPLIT_TOKENS))
     _add_split(case, device, work, tile, case.context, pieces, head_tiles, shape.head_dim_v)
     work.kernels += 2 if plan.workspace_numel else 1
@@ -310,11 +314,11 @@ def _add_index(case: LatentCase, device: Device, work: _Work) -> None:
     products = pairs / per_tile * columns
     work.flops += 2.0 * products * shape.head_dim
     work.loaded_bytes += pairs / per_tile * case.row_bytes + 8 * pairs
-    work.issue += products * INDEX_OPS / FP32_PER_CLOCK
-    if case.fp8:
-        work.issue += pairs / per_tile * shape.head_dim * WIDEN_CYCLES
+    widened = 64 * shape.head_dim * INDEX_WIDEN_CYCLES if case.fp8 else 0.0
+    tiles = products / (64 * 64 * per_tile)
+    work.issue += tiles * max(INDEX_INSTRUCTIONS[case.fp8][per_tile], widened)
     kept = sum(plan.pieces[:-1]) * shape.topk * tokens
-    work.issue += (pairs + kept) * SELECT_OPS / INT_PER_CLOCK
+    work.issue += (pairs + kept) * SELECT_CYCLES
     work.kernels += -(-tokens // max(1, plan.chunk)) * (1 + len(plan.pieces))
 
 

@@ -19,18 +19,27 @@ def hoists(swap: bool, divide: bool, arch: int) -> bool:
 
 
 @triton.jit
-def widen_e4m3(codes, dtype: tl.constexpr, HARDWARE: tl.constexpr):
-    """e4m3fn bytes as numbers of ``dtype`` (bf16, fp16 or fp32), exactly.
+def halve_e4m3(codes, HARDWARE: tl.constexpr):
+    """e4m3fn bytes as fp16 numbers, exactly; without HARDWARE a factor of 2^8 is missing.
 
     HARDWARE: convert by the instruction that sm_89 and later have. Without it the bits are moved into an fp16 whose exponent has a bias of
-    15 instead of 7, subnormals included, so a factor of 2^8 is missing. (The two NaN codes become 480; no key has them.)
+    15 instead of 7, subnormals included. (The two NaN codes become 480; no key has them.)
     """
     if HARDWARE:
-        values = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        values = codes.to(tl.float8e4nv, bitcast=True).to(tl.float16)
     else:
         bits = codes.to(tl.uint16)
         half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
-        values = half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+        values = half.to(tl.float16, bitcast=True)
+    return values
+
+
+@triton.jit
+def widen_e4m3(codes, dtype: tl.constexpr, HARDWARE: tl.constexpr):
+    """e4m3fn bytes as numbers of ``dtype`` (bf16, fp16 or fp32), exactly. HARDWARE: as in ``halve_e4m3``."""
+    values = halve_e4m3(codes, HARDWARE).to(tl.float32)
+    if not HARDWARE:
+        values *= 256.0
     return values.to(dtype)
 
 

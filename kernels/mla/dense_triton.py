@@ -361,6 +361,15 @@ def _prepare_prefill(call: MlaCall, arch: int, decode_tokens: int) -> Launch:
     )
 
 
+def target_items(most: int, num_decodes: int) -> int:
+    """By how many the keys of all decode sequences are divided for the size of a piece.
+
+    A sequence's last piece is short, so there may be as many pieces more as sequences: a few programs that a last wave would begin with. Where
+    sequences are few, all pieces together stay within ``most``; where they are many, whole ones are a better measure.
+    """
+    return most - num_decodes if 3 * num_decodes <= most else most
+
+
 def _prepare_decode(call: MlaCall, arch: int, num_sms: int) -> list[Launch]:
     """The launches for the first ``num_decodes`` sequences of few new tokens: attention, and the merge where one may be cut."""
     plan = plan_decode(
@@ -385,7 +394,7 @@ def _prepare_decode(call: MlaCall, arch: int, num_sms: int) -> list[Launch]:
             **shared,
             "partial_out": partial_out,
             "first_lse": first_lse,
-            "target_items": plan.target_items,
+            "target_items": target_items(plan.target_items, call.num_decodes),
             "MIN_TOKENS": MIN_SPLIT_TOKENS,
         },
     )

@@ -4,17 +4,18 @@
 
 *Scores.* A program multiplies tiles of keys with the heads of BLOCK_T tokens: keys on the rows of the matrix instruction, heads on its
 columns, so that few tokens waste nothing and the sum over heads stays within four lanes. Every score is the same chain of operations for
-any BLOCK_T, so decode and prefill agree to the bit. Page ids of the next tile are carried around the loop (see ``kernels.paged``).
+any BLOCK_T, so decode and prefill agree to the bit. Page ids of the next tile are carried around the loop (see ``kernels.paged``). Quantised
+keys become fp16, the shortest way from e4m3 to a matrix instruction, and two-byte queries with them, each scaled by a power of two to fit.
 
-*Selection* (``indexer_plan``: pieces and levels). A program holds one piece in registers, as unsigned integers of the same order, and finds
-the topk-th largest bit by bit, from the highest: a bit is set if at least topk values are as large with it. Exact, no atomics, the same on
-every run, and 32 counts whatever the values. What is above that value is taken, of what equals it the first; a prefix sum places both in
+*Selection* (``indexer_plan``: pieces and levels). A program holds one piece in registers, as unsigned integers of the same order, and counts
+how many reach the middle of what may be the topk-th largest, until that is found or exactly topk reach a number. Exact, no atomics, the
+same on every run, and 32 counts at most. What is above that number is taken, of what equals it the first; a prefix sum places both in
 ascending order of id. A row of one piece is final; others leave their candidates, padded with the value 0, to the next level.
 
 Layout of the workspace: scores [chunk, row_numel] fp32, of which entries < visible(t) are written; then of each level but the last the
 candidates, scores as ordered bits and ids, both [chunk, pieces, topk] int32.
 
-Source: DeepSeek-V4, lightning indexer; radix selection of Alabi et al. (JEA 17, 2012), one bit at a time.
+Source: DeepSeek-V4, lightning indexer.
 """
 
 from dataclasses import replace
@@ -27,7 +28,7 @@ import triton.language as tl
 from quire.kernels import recipes
 from quire.kernels._launch import Launch
 from quire.kernels.configs import MAX_REGISTERS, PROGRAMS_PER_SM, next_power_of_2
-from quire.kernels.mla._tiles import find_sequence, widen_e4m3
+from quire.kernels.mla._tiles import find_sequence, halve_e4m3, widen_e4m3
 from quire.kernels.mla.indexer import IndexCall, _checked
 from quire.kernels.paged import _device
 
@@ -57,6 +58,20 @@ def _load_page(table, entry, high, ROWS: tl.constexpr, BLOCK_N: tl.constexpr):
     return tl.load(table + entry // ROWS, mask=entry < high, other=0)
 
 
+@triton.jit
+def _to_half(q):
+    """Columns of two-byte queries as fp16, their largest values moved to [2^14, 2^15) by powers of two, and the factors [1, columns] back.
+
+    Exact for all values down to 2^-29 of the largest of a column.
+    """
+    largest = tl.max(tl.abs(q.to(tl.float32)), 0).to(tl.int32, bitcast=True)
+    # Of the exponent alone, within what leaves both factors normal numbers; 2^x has the bits (x + 127) << 23.
+    exponent = tl.maximum(largest >> 23, 15)
+    up = ((268 - exponent) << 23).to(tl.float32, bitcast=True)[None, :]
+    down = ((exponent - 14) << 23).to(tl.float32, bitcast=True)[None, :]
+    return (q.to(tl.float32) * up).to(tl.float16), down
+
+
 @triton.jit(do_not_specialize=["num_seqs", "first_row", "last_row", "num_entries", "piece", "topk"])
 def _index_scores_kernel(
     q, weights, keys, block_table, seq_lens, cu_seqlens_q, scores,
@@ -76,6 +91,11 @@ def _index_scores_kernel(
     q_tile = tl.load(q_rows[None, :] + dim[:, None], mask=live[None, :], other=0.0)
     weight_rows = weights + column_token.to(tl.int64) * weights_stride + head
     weight = tl.load(weight_rows, mask=live, other=0.0)[None, :]
+    QUANTISED: tl.constexpr = keys.dtype.element_ty == tl.uint8
+    HALF: tl.constexpr = QUANTISED and q.dtype.element_ty != tl.float32
+    if HALF:
+        q_tile, factor = _to_half(q_tile)
+        weight *= factor if HARDWARE_FP8 else factor * 256.0
 
     offs_n = tl.arange(0, BLOCK_N)
     key_offsets = (offs_n * stride_row)[:, None] + dim[None, :]
@@ -107,17 +127,20 @@ def _index_scores_kernel(
                 pointers = (keys + (page_id * stride_page + row_ids * stride_row))[:, None] + dim[None, :]  # fmt: skip
             # Past the end these are other rows of real pages: their scores are not stored, so that they may hold anything.
             tile = tl.load(pointers)
-            if keys.dtype.element_ty == tl.uint8:
+            if QUANTISED:
                 # The scales of a page lie behind its keys.
                 scales = (keys + ROWS * stride_row).to(tl.pointer_type(tl.float32))
                 scale = tl.load(scales + page_id * (stride_page // 4) + row_ids)
-                tile = widen_e4m3(tile, q.dtype.element_ty, HARDWARE_FP8)
+                if HALF:
+                    tile = halve_e4m3(tile, HARDWARE_FP8)
+                else:
+                    tile = widen_e4m3(tile, tl.float32, HARDWARE_FP8)
             products = tl.dot(
                 tile, q_tile, input_precision="ieee"
             )  # [BLOCK_N, BLOCK_T * BLOCK_HEADS]
             products = tl.maximum(products, 0.0) * weight
             score = tl.sum(tl.reshape(products, [BLOCK_N, BLOCK_T, BLOCK_HEADS]), 2)
-            if keys.dtype.element_ty == tl.uint8:
+            if QUANTISED:
                 score *= scale[:, None]
             tl.store(
                 scores + row_of_token[None, :] + entries[:, None],
@@ -135,14 +158,23 @@ def _ordered(score):
 
 
 @triton.jit
-def _kth_largest(values, k):
-    """The k-th largest of a vector of uint32; 0 if it has fewer that are not 0."""
-    found = tl.zeros([], tl.uint32)
-    for bit in range(0, 32):
-        larger = found | (tl.full([], 1 << 31, tl.uint32) >> bit)
-        count = tl.sum((values >= larger).to(tl.int32), 0)
-        found = tl.where(count >= k, larger, found)
-    return found
+def _threshold(values, k, GROUPS: tl.constexpr):
+    """A number that the k largest of a vector of uint32 reach, and no others but equals of it; 0 if fewer than k are not 0.
+
+    GROUPS: k or more, and divides the vector. So many groups have each a largest value; k values reach the least of these, where the search
+    begins. It halves what is left until exactly k values reach a number, or none but the k-th largest is left.
+    """
+    low = tl.min(tl.max(tl.reshape(values, [values.numel // GROUPS, GROUPS]), 0), 0)
+    high = tl.max(values, 0)
+    count = tl.zeros([], tl.int32)
+    while (low < high) & (count != k):
+        middle = high - (high - low) // 2
+        reached = tl.sum((values >= middle).to(tl.int32), 0)
+        enough = reached >= k
+        count = tl.where(enough, reached, count)
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, high, middle - 1)
+    return low
 
 
 @triton.jit(
@@ -185,7 +217,7 @@ def _index_select_kernel(
             value = tl.load(cells, mask=live, other=0.0).to(tl.uint32, bitcast=True)
             cells += num_rows.to(tl.int64) * pieces * topk
             entry = tl.load(cells, mask=live, other=0.0).to(tl.int32, bitcast=True)
-        threshold = _kth_largest(value, topk)
+        threshold = _threshold(value, topk, BLOCK_TOPK)
         # 0 is no score: what is past the end, and what a piece of fewer than topk left unused.
         above = value > threshold
         equal = (value == threshold) & (value > 0)

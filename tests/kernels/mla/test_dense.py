@@ -8,7 +8,7 @@ import torch
 
 from quire.kernels import paged_attention, workspace_numel
 from quire.kernels.configs import SHARED_MEMORY
-from quire.kernels.mla import dense_triton, mla_attention
+from quire.kernels.mla import dense, dense_triton, mla_attention
 from tests.helpers import DEVICE, NAN, assert_within_budget
 from tests.kernels.mla.dense_cases import MlaCase, make_mla_batch, mla_reference
 
@@ -96,6 +96,18 @@ def test_where_shared_memory_is_small_tiles_have_fewer_rows(monkeypatch):
         exact, _ = mla_reference(batch, torch.float64)
         plain, _ = mla_reference(batch, BF16)
         assert_within_budget("out", attend(batch).cpu(), plain, exact)
+
+
+@pytest.mark.parametrize("lengths", [[4000] * 16, [100, 9000, 300], [2000] * 20, [1000] * 21])
+def test_pieces_of_few_sequences_do_not_begin_another_wave(lengths):
+    """64 multiprocessors take 64 pieces of 128 heads in whole waves: no more, though the last piece of each of up to 21 sequences is short."""
+    count = len(lengths)
+    case = MlaCase("", lengths, [1] * count, num_decodes=count, num_heads=128, dtype=BF16)
+    optional = dict.fromkeys(("max_seq_len", "num_decodes", "out", "lse", "workspace"))
+    call = dense._checked(**optional | make_mla_batch(case))
+    decode = dense_triton.prepare(call, 90, 64)[0].arguments
+    size = max(decode["MIN_TOKENS"], -(-sum(lengths) // decode["target_items"]))
+    assert sum(-(-n // size) for n in lengths) <= 64
 
 
 def test_a_latent_is_a_head_whose_value_is_the_front_of_its_key():

@@ -303,6 +303,19 @@ def test_quantised_keys_are_widened_on_every_architecture(arch, monkeypatch):
     assert_picks(pick(batch), reference_indexer.select(exact_scores(batch), case.topk))
 
 
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("power", [-126, -60, 60, 118])
+def test_queries_beyond_fp16_meet_quantised_keys(power, arch, monkeypatch):
+    """bf16 queries of which every second head is out of the range of fp16, and weights that bring all heads to one scale again."""
+    monkeypatch.setattr(indexer_triton, "_device", lambda tensor: (arch, 2))
+    case = IndexCase("", [300, 51], [2, 1], fp8=True, dtype=BF16)
+    batch = make_index_batch(case)
+    want = reference_indexer.select(exact_scores(batch), case.topk)
+    batch["q"][:, ::2] *= 2.0**power
+    batch["weights"][:, ::2] *= 2.0**-power
+    assert_picks(pick(batch), want)
+
+
 def zeros(*shape, dtype=torch.float32):
     return torch.zeros(shape, dtype=dtype, device=DEVICE)
 
