@@ -125,7 +125,7 @@ def _prefill_kernel(
     k_fresh_stride_token, k_fresh_stride_head, v_fresh_stride_token, v_fresh_stride_head,
     GROUP: tl.constexpr, BLOCK_Q: tl.constexpr, HEADS: tl.constexpr, HEAD_TILES: tl.constexpr,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASK_ALL: tl.constexpr,
-    EQUAL_STRIDES: tl.constexpr, SCALES: tl.constexpr, HARDWARE_E4M3: tl.constexpr, PERSISTENT: tl.constexpr,
+    EQUAL_STRIDES: tl.constexpr, SCALES: tl.constexpr, HARDWARE_E4M3: tl.constexpr, DIVIDE: tl.constexpr, PERSISTENT: tl.constexpr,
 ):  # fmt: skip
     # Items next to each other share a query tile: its head tiles, and the parts of the values.
     PARTS: tl.constexpr = HEAD_DIM // VALUE_DIM
@@ -184,7 +184,7 @@ def _prefill_kernel(
                 k_scales, v_scales, k_scale_stride_page, k_scale_stride_row, v_scale_stride_page, v_scale_stride_row,
                 k_rows, v_rows, k_fresh_stride_token, v_fresh_stride_token, fresh_tiles,
                 0, context + q_len, True, sliding_window, inner_scale, outer_scale,
-                HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, EQUAL_STRIDES, SCALES, HARDWARE_E4M3, MASK_ALL,
+                HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, EQUAL_STRIDES, SCALES, HARDWARE_E4M3, DIVIDE, MASK_ALL,
             )  # fmt: skip
             out_rows = _row_pointers(out + part * VALUE_DIM, tile_token, kv_head * GROUP, token, group_head, out_stride_token, out_stride_head)  # fmt: skip
             lse_rows = None
@@ -208,7 +208,7 @@ def _decode_kernel(
     k_fresh_stride_token, k_fresh_stride_head, v_fresh_stride_token, v_fresh_stride_head,
     GROUP: tl.constexpr, BLOCK_Q: tl.constexpr, HEADS: tl.constexpr, HEAD_TILES: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASK_ALL: tl.constexpr,
-    EQUAL_STRIDES: tl.constexpr, SCALES: tl.constexpr, HARDWARE_E4M3: tl.constexpr,
+    EQUAL_STRIDES: tl.constexpr, SCALES: tl.constexpr, HARDWARE_E4M3: tl.constexpr, DIVIDE: tl.constexpr,
     MIN_TOKENS: tl.constexpr,
 ):  # fmt: skip
     num_head_tiles = num_kv_heads * HEAD_TILES
@@ -266,7 +266,7 @@ def _decode_kernel(
         k_scale, v_scale, k_scale_stride_page, k_scale_stride_row, v_scale_stride_page, v_scale_stride_row,
         k_fresh, v_fresh, k_fresh_stride_token, v_fresh_stride_token, None,
         low, high, piece == pieces - 1, sliding_window, inner_scale, outer_scale,
-        HEAD_DIM, HEAD_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, EQUAL_STRIDES, SCALES, HARDWARE_E4M3, MASK_ALL,
+        HEAD_DIM, HEAD_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, EQUAL_STRIDES, SCALES, HARDWARE_E4M3, DIVIDE, MASK_ALL,
     )  # fmt: skip
     if SCALES == "rows" and not HARDWARE_E4M3:
         # Bits moved by hand take more registers: rather than keep what is known of the rows, which would spill, work it out again.
@@ -413,10 +413,19 @@ def _shape_arguments(call: AttentionCall, config: Config, arch: int) -> dict[str
         "EQUAL_STRIDES": _equal_strides(call),
         "SCALES": call.scales,
         "HARDWARE_E4M3": call.scales != "none" and arch >= E4M3_ARCH,
+        "DIVIDE": call.q.element_size() == 2 and call.scales == "none" and _divides(config, arch),
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
         "maxnreg": MAX_REGISTERS,
     }
+
+
+def _divides(config: Config, arch: int) -> bool:
+    """Whether warps have to be made to divide the scores of a tile of two-byte keys: where mma.sync forms them, each warp gets whole rows of
+    a product that another one takes, unless it has more columns than rows; with fewer than 16 rows a warp, several compute the same. Where
+    quantised values are widened, dividing costs more than it saves."""
+    rows = config.block_m
+    return not 90 <= arch < 120 and config.block_n <= rows < 16 * config.num_warps
 
 
 def _equal_strides(call: AttentionCall) -> bool:

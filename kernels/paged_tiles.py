@@ -36,8 +36,7 @@ def _softcapped(scores, inner_scale, outer_scale):
 def _weigh(
     row_max,
     row_sum,
-    q,
-    keys,
+    scores,
     key_scales,
     value_scales,
     visible,
@@ -48,7 +47,6 @@ def _weigh(
 
     visible: [BLOCK_M, BLOCK_N] or None if all is; scales: [BLOCK_N] or None.
     """
-    scores = tl.dot(q, tl.trans(keys), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
     if key_scales is not None:
         scores = scores * key_scales[None, :]
     if outer_scale is not None:
@@ -133,6 +131,7 @@ def _attend_tiles(
     BLOCK_N: tl.constexpr,
     EQUAL_STRIDES: tl.constexpr,
     HARDWARE_E4M3: tl.constexpr,
+    DIVIDE: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Run the online softmax over ``count`` tiles from tile ``first`` on, jumping ``gap`` tiles after ``head_count`` of them.
@@ -217,10 +216,22 @@ def _attend_tiles(
                 if PAIRS:
                     odd = widen_e4m3((values >> 8).to(tl.uint8), q.dtype, HARDWARE_E4M3)
                 values = widen_e4m3(values.to(tl.uint8), q.dtype, HARDWARE_E4M3)
-        weights, decay, row_max, row_sum = _weigh(
-            row_max, row_sum, q, keys, key_scales, value_scales, visible, inner_scale, outer_scale
-        )
-        weights = weights.to(values.dtype)
+        scores = tl.dot(q, tl.trans(keys), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
+        weights = tl.zeros_like(scores).to(values.dtype)
+        decay = tl.zeros_like(row_max)
+        # With DIVIDE behind a condition that always holds but must not be known to: see `mla._tiles.update`.
+        if i < count if DIVIDE else True:
+            new_weights, decay, row_max, row_sum = _weigh(
+                row_max,
+                row_sum,
+                scores,
+                key_scales,
+                value_scales,
+                visible,
+                inner_scale,
+                outer_scale,
+            )
+            weights = new_weights.to(values.dtype)
         acc = tl.dot(weights, values, acc * decay[:, None], input_precision="ieee")
         if PAIRS:
             acc_odd = tl.dot(weights, odd, acc_odd * decay[:, None], input_precision="ieee")
@@ -267,6 +278,7 @@ def _attend_source(
     BLOCK_N: tl.constexpr,
     EQUAL_STRIDES: tl.constexpr,
     HARDWARE_E4M3: tl.constexpr,
+    DIVIDE: tl.constexpr,
     MASK_ALL: tl.constexpr,
 ):
     """Attend to the keys [key_low, key_high) of one source, of which every row sees [open_low, open_high)."""
@@ -284,7 +296,7 @@ def _attend_source(
             k_stride_page, k_stride_row, v_stride_page, v_stride_row, k_scales, v_scales,
             k_scales_stride_page, k_scales_stride_row, v_scales_stride_page, v_scales_stride_row, descriptors,
             open_first, num_open, num_open, 0, key_low, key_high, inner_scale, outer_scale,
-            HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_N, EQUAL_STRIDES, HARDWARE_E4M3, False,
+            HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_N, EQUAL_STRIDES, HARDWARE_E4M3, DIVIDE, False,
         )  # fmt: skip
     head_count = open_first - first
     return _attend_tiles(
@@ -292,7 +304,7 @@ def _attend_source(
         k_stride_page, k_stride_row, v_stride_page, v_stride_row, k_scales, v_scales,
         k_scales_stride_page, k_scales_stride_row, v_scales_stride_page, v_scales_stride_row, None,
         first, head_count + stop - open_stop, head_count, open_stop - open_first, key_low, key_high,
-        inner_scale, outer_scale, HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_N, EQUAL_STRIDES, HARDWARE_E4M3, True,
+        inner_scale, outer_scale, HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_N, EQUAL_STRIDES, HARDWARE_E4M3, DIVIDE, True,
     )  # fmt: skip
 
 
@@ -336,6 +348,7 @@ def _attend_query_tile(
     EQUAL_STRIDES: tl.constexpr,
     SCALES: tl.constexpr,
     HARDWARE_E4M3: tl.constexpr,
+    DIVIDE: tl.constexpr,
     MASK_ALL: tl.constexpr,
 ):
     """Attend for one query tile to a piece of the paged keys and, in the last piece, to the fresh rows.
@@ -381,7 +394,7 @@ def _attend_query_tile(
         k_stride_page, k_stride_row, v_stride_page, v_stride_row, k_scales, v_scales,
         k_scale_stride_page, k_scale_stride_row, v_scale_stride_page, v_scale_stride_row, None,
         paged_low, paged_high, paged_open_low, tl.minimum(paged_open_high, paged_high),
-        paged_scale, outer_scale, HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_N, EQUAL_STRIDES, HARDWARE_E4M3, MASK_ALL,
+        paged_scale, outer_scale, HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_N, EQUAL_STRIDES, HARDWARE_E4M3, DIVIDE, MASK_ALL,
     )  # fmt: skip
     if SCALES == "tensor":
         acc = acc * tl.load(v_scale)
@@ -402,6 +415,6 @@ def _attend_query_tile(
             acc, row_max, row_sum, q, fresh_row_low, token, k_fresh, v_fresh, None, 1,
             0, k_fresh_stride, 0, v_fresh_stride, None, None, 0, 0, 0, 0, fresh_tiles,
             fresh_low, fresh_high, fresh_open_low, q_first + 1,
-            inner_scale, outer_scale, HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_N, EQUAL_STRIDES, HARDWARE_E4M3, MASK_ALL,
+            inner_scale, outer_scale, HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_N, EQUAL_STRIDES, HARDWARE_E4M3, DIVIDE, MASK_ALL,
         )  # fmt: skip
     return acc, row_max, row_sum

@@ -55,13 +55,13 @@ def launched(monkeypatch):
     return use
 
 
-def prefill(batch):
+def prefill(batch, arch=90):
     """The arguments of the prefill launch of a batch, and its programs."""
     arguments = dict.fromkeys(
         ("k", "v", "max_seq_len", "num_decodes", "softmax_scale", "softcap", "sinks", "out", "lse", "workspace", "sliding_window")
     )  # fmt: skip
     call = _check.check_attention(**arguments | batch)
-    launch = paged.prepare(call, 90, paged.INTERPRETER_SMS)[-1]
+    launch = paged.prepare(call, arch, paged.INTERPRETER_SMS)[-1]
     return launch.arguments, launch.grid[0]
 
 
@@ -81,6 +81,18 @@ def test_the_result_is_the_same_to_the_bit(name, launched):
     exact, _ = attention_reference(batch, torch.float64)
     low, _ = attention_reference(batch, case.dtype)
     assert_within_budget("out", plain, low, exact)
+
+
+@pytest.mark.parametrize("case", [CASES["window-fp16"][1], CASES["group-3-softcap"][1], CASES["padding"][1]])  # fmt: skip
+def test_divided_scores(case, launched, monkeypatch):
+    """As below Hopper, where 8 warps share 64 rows."""
+    monkeypatch.setattr(paged, "_device", lambda _: (80, 2))
+    launched(Config(64, 16, 8, 2))
+    batch = make_batch(case)
+    assert prefill(batch, 80)[0]["DIVIDE"] and not prefill(batch, 90)[0]["DIVIDE"]
+    exact, _ = attention_reference(batch, torch.float64)
+    low, _ = attention_reference(batch, case.dtype)
+    assert_within_budget("out", attend(batch, "triton"), low, exact)
 
 
 @pytest.mark.parametrize("layout", ["fused", "head-major"])
