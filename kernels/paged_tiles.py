@@ -156,8 +156,9 @@ def _attend_tiles(
     if table is not None:
         tile = first + tl.where(head_count > 0, 0, gap)
         page = _load_page(table, width, tile, key_low, key_high, BLOCK_SIZE, BLOCK_N)
-    # Left to LICM, addresses of every later loop would be kept in registers through this one.
-    for i in tl.range(0, count, disable_licm=True):
+    # Left to LICM, addresses of every later loop would be kept in registers through this one. Where half of the values leave room for them,
+    # so may the queries be copied into shared memory once: Triton 3.9 keeps them in registers else, and spills.
+    for i in tl.range(0, count, disable_licm=not DIVIDE or VALUE_DIM == HEAD_DIM):
         tile = first + i + tl.where(i < head_count, 0, gap)
         key = tile * BLOCK_N + offs_n
         if table is None:

@@ -129,6 +129,16 @@ def test_against_float64(case):
         assert_within_budget(f"{impl} lse", lse.cpu(), plain_lse, exact_lse)
 
 
+@pytest.mark.parametrize("num_heads, q_lens", [(20, [2, 1]), (20, [1, 1])])
+def test_divided_scores_below_hopper(num_heads, q_lens, monkeypatch):
+    monkeypatch.setattr(compressed_triton, "_device", lambda _: (80, 2))
+    case = Case("", [150, 40], q_lens, ratio=4, topk=6, num_heads=num_heads, **REAL)
+    batch = make_batch(case)
+    exact, _ = exactly(batch, torch.float64)
+    plain, _ = exactly(batch, BF16)
+    assert_within_budget("out", attend(batch, "triton").cpu(), plain, exact)
+
+
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
 def test_infinite_sinks(impl, split):
