@@ -49,7 +49,8 @@ def save_plot(rows: list[Row], path: str | Path) -> None:
         for r in mine:
             if r["eviction"] == "infinite":
                 hit.axhline(r["hit_rate"], color="gray", linewidth=0.8, linestyle="--")
-                x, side = (0, "left") if r["retention"] == "any" else (1, "right")  # they may be close
+                # The two may be close.
+                x, side = (0, "left") if r["retention"] == "any" else (1, "right")
                 hit.annotate(f" infinite pool, {r['retention']} ", (x, r["hit_rate"]), xycoords=("axes fraction", "data"), ha=side, va="bottom", fontsize=7, color="gray")  # fmt: skip
         hit.set(title=f"{case[0]}, {case[1]}", ylabel="hit rate of prompt tokens", ylim=(0, None))
         hit.yaxis.set_major_formatter(PercentFormatter(1.0))
