@@ -75,7 +75,9 @@ def merge_partials(
     logits = partial_lse
     if sinks is not None:
         logits = torch.cat([logits, sinks[:, None].expand(partial_lse.shape[1:])[None]])
-    weight = torch.softmax(logits, 0)[: partial_lse.shape[0]]
+    # Over the last dimension: torch's result over the first is off by twice as much.
+    weight = torch.softmax(logits.transpose(0, 2).contiguous(), 2).transpose(0, 2)
+    weight = weight[: partial_lse.shape[0]]
     # An empty part has lse -inf; its rows may hold anything, so both factors are replaced, not multiplied by zero.
     empty = torch.isneginf(partial_lse)
     weight = torch.where(empty, 0.0, weight).transpose(1, 2).unsqueeze(-1)

@@ -79,7 +79,7 @@ def test_the_allocator_holds_no_more_than_said(name):
     plan = plan_cache(config, FP8)
     said = cost(config, plan, max_draft_tokens=1)
     page = plan.groups[0].page_bytes
-    kv = KVCache(plan.groups, num_pages=1000, max_requests=2, max_model_len=32768, max_draft_tokens=1)  # fmt: skip
+    kv = KVCache(plan.groups, num_pages=1000, max_requests=2, max_model_len=32768, max_draft_tokens=1, retention="latest")  # fmt: skip
     tokens = np.random.default_rng(0).integers(3, 1000, 32768)
     slot, done, num_pages = kv.admit("a", kv.match(tokens[:20001])), 0, kv.num_free_pages
     worst = {"prefill": 0, "decode": 0}

@@ -132,7 +132,9 @@ def test_last_tokens_of_a_full_context(tables, layer):
 def test_the_allocator_at_full_length():
     """A million tokens in chunks of 65,536: page ids and slots stay right, and window groups hold a few pages all along."""
     plan = plan_cache(CONFIGS["deepseek-v4-flash"], CacheFormat(torch.bfloat16, fp8=True))
-    kv = KVCache(plan.groups, num_pages=4200, max_requests=1, max_model_len=LENGTH)
+    kv = KVCache(
+        plan.groups, num_pages=4200, max_requests=1, max_model_len=LENGTH, retention="latest"
+    )
     tokens = torch.randint(0, 1000, (LENGTH,), generator=torch.Generator().manual_seed(0)).numpy()
     slot = kv.admit("a", kv.match(tokens))
     while (done := int(kv.num_computed[slot])) < LENGTH:
