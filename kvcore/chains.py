@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 
 from .chunks import NO_ROWS
-from .decode import ONE, DecodeBatch
+from .decode import NOBODY, ONE, DecodeBatch, Ending
 from .events import Announcer
 from .index import PrefixIndex, Run, Source
 from .report import Match
@@ -133,7 +133,7 @@ class Chains:
         snapshot = NO_ROWS
         if self._tables.states:
             if batch is not None:
-                snapshot = batch.ending
+                snapshot = batch.ending.rows
             else:
                 within = end % self._segment
                 most = np.minimum(end - start, self._drafts + 1) if self._drafts else ONE
@@ -175,10 +175,10 @@ class Chains:
             [m, 2] pages to copy after the step.
         """
         slots = step.slots
-        closing, to = self._closing(step, end)
+        closing = self._closing(step, end)
         rows = kept = NO_ROWS
-        if closing.size and self.layout.hybrid:
-            rows, kept = self._kept(step, end, slots[closing], to, closing)
+        if closing.slot_list and self.layout.hybrid:
+            rows, kept = self._kept(step, end, closing)
         if step.replaying:
             rows, kept = self._with_replayed(step, end, rows, kept)
         in_chunk = (NO_ROWS, NO_ROWS)
@@ -186,8 +186,8 @@ class Chains:
             several = (step.end - step.start)[rows] > 1
             in_chunk = (step.chunk_rows.searchsorted(rows[several]), kept[several])
         effects = self._tables.commit(step, end, in_chunk)
-        if closing.size:
-            self._close(slots[closing], to, step.chunk_rows.size > 0, made)
+        if closing.slot_list:
+            self._close(closing, step.chunk_rows.size > 0, made)
         if rows.size:
             tails = iter(effects.tails)
             where, boundaries = slots[rows].tolist(), kept.tolist()
@@ -199,36 +199,37 @@ class Chains:
         self._tables.settle(step, effects)
         return effects.copies
 
-    def _closing(self, step: Step, end: Int64) -> tuple[Int64, Int64]:
-        """Rows of a step with segments to cache, and up to which token."""
-        a = self.alignment
+    def _closing(self, step: Step, end: Int64) -> Ending:
+        """Requests of a step with segments to cache, and up to which token."""
         if not self.layout.lookahead and step.batch is not None and not step.chunk_rows.size:
-            closing = step.batch.ending
-            return closing, end[closing]
-        closing = (end - self.cached[step.slots] >= self._segment).nonzero()[0]
-        to = end[closing]
+            return step.batch.ending
+        rows = (end - self.cached[step.slots] >= self._segment).nonzero()[0]
+        if not rows.size:
+            return NOBODY
+        slots, to = step.slots[rows], end[rows]
         to = to - to % self._segment
         if self.layout.lookahead:
-            known = self._sequences.num_keys[step.slots[closing]] * a
-            ready = known > self.cached[step.slots[closing]]
-            closing, to = closing[ready], np.minimum(to, known)[ready]
-        return closing, to
+            known = np.array([*map(self._sequences.num_keys, slots.tolist())]) * self._segment
+            ready = known > self.cached[slots]
+            rows, slots, to = rows[ready], slots[ready], np.minimum(to, known)[ready]
+        return Ending(rows, slots, slots.tolist(), to)
 
-    def _kept(
-        self, step: Step, end: Int64, slots: Int64, to: Int64, closing: Int64
-    ) -> tuple[Int64, Int64]:
-        """Which of `closing` rows (of `slots`) keep a resume point, at which boundaries up to `to`: all [n]."""
-        batch = step.batch
+    def _kept(self, step: Step, end: Int64, closing: Ending) -> tuple[Int64, Int64]:
+        """Rows of those `closing` segments that keep a resume point, and at which boundaries."""
+        batch, slots = step.batch, closing.slots
         if batch is not None and not step.chunk_rows.size:
             if batch.age >= batch.quiet_until:
                 batch.quiet_until = batch.age + self._quiet_steps(batch)
             if batch.age < batch.quiet_until:
                 return NO_ROWS, NO_ROWS
-        rows, kept = kept_boundaries(self.cached[slots], to, self._keep[slots], self.interval)
+        rows, kept = kept_boundaries(
+            self.cached[slots], closing.end, self._keep[slots], self.interval
+        )
         if rows.size and self._tables.states:
-            known = (kept == end[closing[rows]]) | (kept == self._tables.snapshot_at[slots[rows]])
+            known = kept == end[closing.rows[rows]]
+            known |= kept == self._tables.snapshot_at[slots[rows]]
             rows, kept = rows[known], kept[known]
-        return closing[rows], kept
+        return closing.rows[rows], kept
 
     def _quiet_steps(self, batch: DecodeBatch) -> int:
         """In how many steps from this one on no request of `batch` keeps a boundary."""
@@ -249,18 +250,19 @@ class Chains:
         order = np.lexsort((kept, rows))
         return rows[order], kept[order]
 
-    def _close(self, slots: Int64, to: Int64, chunks: bool, made: list[bytes] | None) -> None:
-        """Cache the segments of `slots` [n] up to token `to` [n]; one each unless there are `chunks`."""
+    def _close(self, closing: Ending, chunks: bool, made: list[bytes] | None) -> None:
+        """Cache the segments that end; one each unless there are `chunks`."""
+        slots, to = closing.slots, closing.end
         if not chunks:
             self.cached[slots] = to
-            self._close_one(slots, to, made)
+            self._close_one(closing.slot_list, to, made)
             return
         whole, first = to // self._segment, self.cached[slots] // self._segment
         self.cached[slots] = to
         several = (whole - first > ONE).nonzero()[0]
         if several.size < len(slots):
             one = slice(None) if not several.size else whole - first == 1
-            self._close_one(slots[one], to[one])
+            self._close_one(slots[one].tolist(), to[one])
         for i in several.tolist():
             slot, begin, end = int(slots[i]), int(first[i]), int(whole[i])
             keys = self._sequences.keys(slot, begin, end)
@@ -271,9 +273,8 @@ class Chains:
             if self._announcer is not None and begin + known < end:
                 self._announcer.segments(slot, begin + known, end)
 
-    def _close_one(self, slots: Int64, to: Int64, keys: list[bytes] | None = None) -> None:
-        """Cache the segment of each of `slots` [n] that ends at token `to` [n]."""
-        where = slots.tolist()
+    def _close_one(self, where: list[int], to: Int64, keys: list[bytes] | None = None) -> None:
+        """Cache the segment of each of the slots `where` that ends at token `to` [n]."""
         if keys is None:
             newest = self._sequences.newest_key
             ends = (to // self.alignment).tolist()

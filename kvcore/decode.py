@@ -8,17 +8,20 @@ groups there are.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from numpy.lib.stride_tricks import sliding_window_view
 
 from .chunks import NO_ROWS, ZERO, BlockTables
 from .pages import NULL, UNSHARED, PagePool
-from .spec import Int32, Int64
-from .states import SNAPSHOT, StateTables
+from .spec import INT32, INT64, Int32, Int64, count_true
+from .states import LIVE, SNAPSHOT, StateTables
 
 ONE: Int64 = np.array(1)
+NO_PAGES: Int32 = np.empty(0, dtype=np.int32)
 SETTLED = (
     16  # steps after which a batch gets a calendar: about those in which that saves what it costs
 )
@@ -54,9 +57,8 @@ class Decode:
         outputs: [m] flat indices in a slot mapping [num_tables, n]: of the table and the request.
         block_sizes: [m] rows of a page.
         num_dense, num_fresh, num_blocks: entries of dense tables, those that take a new page in any case, and those of blocks.
-        old: pages in the entries from `num_fresh` on. is_new: which of them are replaced.
-        num_new: pages needed.
-        fresh, pages: the new pages, and those of all entries, once they are given.
+        pages: [m] pages in the entries; once new ones are given, those. is_new: which entries from `num_fresh` on take new ones.
+        num_new: pages needed. fresh: these, once they are given.
     """
 
     places: Int64
@@ -65,11 +67,27 @@ class Decode:
     num_dense: int
     num_fresh: int
     num_blocks: int
-    old: Int64 = field(default_factory=lambda: NO_ROWS)
-    is_new: npt.NDArray[np.bool_] = field(default_factory=lambda: NO_FLAGS)
-    num_new: int = 0
-    fresh: Int64 = field(default_factory=lambda: NO_ROWS)
-    pages: Int64 = field(default_factory=lambda: NO_ROWS)
+    pages: Int64
+    is_new: npt.NDArray[np.bool_]
+    num_new: int
+    fresh: Int64
+
+
+class Ending(NamedTuple):
+    """Requests of a batch that complete a segment in a step.
+
+    Attributes:
+        rows, slots: [m] where they are in the batch, and their slots. slot_list: these as ints.
+        end: [m] tokens after the step.
+    """
+
+    rows: Int64
+    slots: Int64
+    slot_list: list[int]
+    end: Int64
+
+
+NOBODY = Ending(NO_ROWS, NO_ROWS, [], NO_ROWS)
 
 
 class Calendar:
@@ -132,7 +150,8 @@ class Calendar:
         if not snapshots:
             high = low + blocks
         return Decode(
-            self._places[low:high], self._outputs[low:high], self._sizes[low:high], dense, fresh, blocks
+            self._places[low:high], self._outputs[low:high], self._sizes[low:high], dense, fresh, blocks,
+            NO_ROWS, NO_FLAGS, fresh, NO_ROWS,
         )  # fmt: skip
 
 
@@ -170,8 +189,8 @@ class DecodeBatch:
         self.calendar: Calendar | None = None
         self.quiet_until = 0
         self._alignment = alignment
-        self._closing: tuple[Int64, list[int]] | None = None
-        self._ending: Int64 | None = None
+        self._closing: tuple[Int64, Int64, list[int], list[int]] | None = None
+        self._ending: Ending | None = None
 
     def is_of(self, slots: Int64) -> bool:
         """Whether these are the batch's requests, in its order."""
@@ -189,20 +208,29 @@ class DecodeBatch:
         self._ending = None
 
     @property
-    def ending(self) -> Int64:
-        """[m] rows that complete a segment in this step."""
-        if self._ending is None:
-            a = self._alignment
-            if not self.age:
-                self._ending = (self.end % a == ZERO).nonzero()[0]
-                return self._ending
-            if self._closing is None:  # rows by when they do, and how many do before each step
-                wait = (self.age - self.end) % a
-                bounds = np.bincount(wait, minlength=a).cumsum().tolist()
-                self._closing = wait.argsort(kind="stable"), [0, *bounds]
-            order, bounds = self._closing
-            step = self.age % a
-            self._ending = order[bounds[step] : bounds[step + 1]]
+    def ending(self) -> Ending:
+        """Who completes a segment in this step."""
+        if self._ending is not None:
+            return self._ending
+        a = self._alignment
+        if not self.age:
+            rows = (self.end % a == ZERO).nonzero()[0]
+            slots = self.slots[rows]
+            self._ending = Ending(rows, slots, slots.tolist(), self.end[rows])
+            return self._ending
+        if self._closing is None:  # requests by when they do, and how many do before each step
+            wait = (self.age - self.end) % a
+            order = wait.argsort(kind="stable")
+            bounds = np.bincount(wait, minlength=a).cumsum().tolist()
+            slots = self.slots[order]
+            self._closing = order, slots, slots.tolist(), [0, *bounds]
+        order, slots, slot_list, bounds = self._closing
+        step = self.age % a
+        low, high = bounds[step], bounds[step + 1]
+        self._ending = NOBODY
+        if low < high:
+            rows = order[low:high]
+            self._ending = Ending(rows, slots[low:high], slot_list[low:high], self.end[rows])
         return self._ending
 
 
@@ -222,6 +250,9 @@ class DecodeTables:
     ) -> None:  # fmt: skip
         self.pool = pool
         self._flat = array.reshape(-1)
+        # A live page and its snapshot are neighbours.
+        assert SNAPSHOT == LIVE + 1
+        self._pairs = sliding_window_view(self._flat, 2)
         self._alignment = alignment
         dense = [b for b in blocks if not b.is_window]
         self._windows = [b for b in blocks if b.is_window and not b.recycles]
@@ -247,11 +278,11 @@ class DecodeTables:
     def plan(self, batch: DecodeBatch, snapshots: bool) -> Decode:
         """What the requests of `batch` need; of states only the snapshots, if these are wanted."""
         plan = self._due(batch, snapshots)
-        fixed = plan.num_new = plan.num_fresh
+        fixed = plan.num_fresh
         if len(plan.places) > fixed:
-            plan.old = self._flat[plan.places[fixed:]].astype(np.int64)
-            plan.is_new = self.pool.counts[plan.old] != UNSHARED
-            plan.num_new += int(np.count_nonzero(plan.is_new))
+            plan.pages = self._flat[plan.places].astype(INT64)
+            plan.is_new = self.pool.counts[plan.pages[fixed:]] != UNSHARED
+            plan.num_new += count_true(plan.is_new)
         return plan
 
     def _due(self, batch: DecodeBatch, snapshots: bool) -> Decode:
@@ -275,42 +306,46 @@ class DecodeTables:
         rows, table = np.concatenate(due), self._every[: len(counts)].repeat(counts)
         first, tables, widths, periods, sizes = self._each.take(table, axis=1)
         places = batch.columns[rows] + first + batch.start[rows] // periods % widths
-        return Decode(places, tables * len(batch.slots) + rows, sizes, dense, fresh, blocks)
+        return Decode(
+            places, tables * len(batch.slots) + rows, sizes, dense, fresh, blocks, NO_ROWS, NO_FLAGS, fresh,
+            NO_ROWS,
+        )  # fmt: skip
 
     def fill(self, plan: Decode, fresh: Int64, slots: Int64) -> None:
         """Give `fresh` pages [num_new] to the plan, and write the slots of the blocks' first rows into `slots` [num_tables, n]."""
         fixed, n = plan.num_fresh, plan.num_blocks
+        plan.fresh = fresh
         if plan.num_new == len(plan.places):
-            pages = fresh
-        elif not plan.num_new:
-            pages = plan.old
+            plan.pages = fresh
         else:
-            pages = np.concatenate([fresh[:fixed], plan.old])
-            pages[fixed:][plan.is_new] = fresh[fixed:]
-        plan.fresh, plan.pages = fresh, pages
+            plan.pages[:fixed] = fresh[:fixed]
+            if plan.num_new > fixed:
+                plan.pages[fixed:][plan.is_new] = fresh[fixed:]
         if n:
-            slots.reshape(-1)[plan.outputs[:n]] = pages[:n] * plan.block_sizes[:n]
+            slots.ravel()[plan.outputs[:n]] = plan.pages[:n] * plan.block_sizes[:n]
 
-    def commit(self, plan: Decode, batch: DecodeBatch) -> None:
-        """Make the plan real."""
+    def commit(self, plan: Decode, batch: DecodeBatch) -> tuple[Int64, Int32]:
+        """Make the plan real; returns the entries that changed and their pages."""
+        fixed = plan.num_fresh
+        places, pages = plan.places[:fixed], plan.fresh
         if not plan.num_new:
-            return
+            return places, NO_PAGES
         for block in self._windows:
             rows = (batch.start % block.spec.block_size == 0).nonzero()[0]
             block.drop_behind(batch.slots[rows], batch.start[rows] // block.spec.block_size)
-        if plan.num_new > plan.num_fresh:
-            replaced = plan.old[plan.is_new]
+        if plan.num_new > fixed:
+            replaced = self._flat[plan.places[fixed:][plan.is_new]]
             self.pool.unuse(replaced[replaced != NULL])
+            places, pages = plan.places, plan.pages
         if plan.num_new > plan.num_dense:
             self.pool.counts[plan.fresh[plan.num_dense :]] = UNSHARED
-        self._flat[plan.places] = plan.pages
+        values = pages.astype(INT32)
+        self._flat[places] = values
+        return places, values
 
-    def snapshots(self, plan: Decode, state_pages: Int32) -> Int32:
-        """Pages to copy after the step [m, 2]: from `state_pages` [num_tables, n] to the snapshots that are due."""
-        n = plan.num_blocks
-        copies = np.empty((len(plan.places) - n, 2), dtype=np.int32)
-        copies[:, 0] = state_pages.reshape(-1)[plan.outputs[n:]]
-        copies[:, 1] = plan.pages[n:]
+    def snapshots(self, plan: Decode) -> Int32:
+        """Pages to copy after a committed step [m, 2]: from live states to the snapshots that are due."""
+        copies: Int32 = self._pairs[plan.places[plan.num_blocks :] - ONE]
         return copies
 
     def demand(self, plan: Decode, num_tables: int, num_requests: int) -> list[int]:

@@ -13,10 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from .spec import Int32
+from .spec import INT32, Int32, count_true
 
 KEY_BYTES = 32
-INT32 = np.dtype(np.int32)
 ZERO: Int32 = np.array(0, dtype=np.int32)
 
 
@@ -45,7 +44,7 @@ def as_token_ids(name: str, tokens: Any) -> Int32:
     """
     array = np.asarray(tokens)
     quick = array.dtype == INT32 and array.ndim == 1 and array.flags.c_contiguous
-    if quick and not np.count_nonzero(array < ZERO):
+    if quick and not count_true(array < ZERO):
         return array
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise ValueError(

@@ -23,7 +23,6 @@ class Sequences:
         active: [max_requests] bool.
         num_computed: [max_requests] int64 tokens whose rows are valid.
         prompt_len: [max_requests] int64.
-        num_keys: [max_requests] int64 segments of the request whose keys are known.
     """
 
     def __init__(self, max_requests: int, alignment: int, lookahead: int) -> None:
@@ -33,9 +32,9 @@ class Sequences:
         self.active = np.zeros(max_requests, dtype=bool)
         self.num_computed: Int64 = np.zeros(max_requests, dtype=np.int64)
         self.prompt_len: Int64 = np.zeros(max_requests, dtype=np.int64)
-        self.num_keys: Int64 = np.zeros(max_requests, dtype=np.int64)
         # Tokens since the last whole segment; the first segment is longer by the lookahead.
         self._open: Int32 = np.zeros((max_requests, alignment + lookahead), dtype=np.int32)
+        self._width: Int64 = np.array(alignment + lookahead)
         self._flat = self._open.reshape(-1)
         self._bytes = self._flat.data.cast("B")
         self._prompt_keys: list[bytes] = [b""] * max_requests
@@ -44,9 +43,8 @@ class Sequences:
         self._slots: dict[Hashable, int] = {}
         self._free = list(range(max_requests - 1, -1, -1))
         self._fed: Int64 | None = None  # slots of the batch that `_places` is about
-        # Of its requests: where the open segments start, and where the next tokens go, in all of `_open`.
-        self._first: Int64 = np.empty(0, dtype=np.int64)
-        self._places: Int64 = self._first
+        # Where the next tokens of its requests go, in all of `_open`.
+        self._places: Int64 = np.empty(0, dtype=np.int64)
         self._mark: Int64 = np.zeros(max_requests, dtype=np.int64)
         self._limit = np.array(max_requests, dtype=np.uint64)
         self._checked: bytes | None = None  # slots that `check` found valid and distinct
@@ -79,7 +77,6 @@ class Sequences:
         self.active[slot] = True
         self.num_computed[slot] = computed
         self.prompt_len[slot] = prompt.num_tokens
-        self.num_keys[slot] = prompt.num_segments
         self._open[slot, : len(prompt.tail)] = prompt.tail
         self._prompt_keys[slot], self._more_keys[slot] = prompt.keys, bytearray()
         self._last_key[slot] = prompt.last_key
@@ -109,6 +106,10 @@ class Sequences:
             raise ValueError(f"slots: expected distinct slots, got {slots.tolist()}")
         self._checked = slots.tobytes()
 
+    def num_keys(self, slot: int) -> int:
+        """Segments of a request whose keys are known."""
+        return (len(self._prompt_keys[slot]) + len(self._more_keys[slot])) // KEY_BYTES
+
     def keys(self, slot: int, first: int, last: int) -> bytes:
         """Keys of segments [first, last) of a request, (last - first) * 32 bytes."""
         prompt = self._prompt_keys[slot]
@@ -123,10 +124,7 @@ class Sequences:
 
     def newest_key(self, slot: int, segment: int) -> bytes:
         """Key of one segment of a request."""
-        if (
-            len(self._prompt_keys[slot]) <= segment * KEY_BYTES
-            and self.num_keys[slot] == segment + 1
-        ):
+        if segment + 1 == self.num_keys(slot):
             return self._last_key[slot]
         return self.keys(slot, segment, segment + 1)
 
@@ -145,26 +143,25 @@ class Sequences:
                 return None
             start = batch.start
             columns = np.where(start < a + k, start, (start - k) % a) if k else start % a
-            self._fed, self._first = batch.slots, batch.slots * (a + k)
-            self._places = self._first + columns
+            self._fed, self._places = batch.slots, batch.slots * self._width + columns
         self._flat[self._places] = tokens
         self._places += ONE
-        whole = batch.ending
+        rows, slots, slot_list, _ = batch.ending
         if k:
-            whole = ((batch.end >= a + k) & ((batch.end - k) % a == 0)).nonzero()[0]
-        if not whole.size:
+            rows = ((batch.end >= a + k) & ((batch.end - k) % a == 0)).nonzero()[0]
+            slots = batch.slots[rows]
+            slot_list = slots.tolist()
+        if not slot_list:
             return None if k else []
-        slots = batch.slots[whole]
-        self._places[whole] = self._first[whole]
+        self._places[rows] = slots * self._width
         size, length = 4 * (a + k), 4 * a
-        num_keys = self.num_keys[slots]
         data, last, more, made = self._bytes, self._last_key, self._more_keys, []
-        for slot, n in zip(slots.tolist(), num_keys.tolist(), strict=True):
+        for slot in slot_list:
             at = slot * size
-            last[slot] = key = next_key(last[slot], data[at : at + (length if n else size)])
+            first = not (more[slot] or self._prompt_keys[slot])
+            last[slot] = key = next_key(last[slot], data[at : at + (size if first else length)])
             more[slot] += key
             made.append(key)
-        self.num_keys[slots] = num_keys + ONE
         return None if k else made
 
     def feed(self, slot: int, start: int, tokens: Int32) -> None:
@@ -182,4 +179,3 @@ class Sequences:
                 key = next_key(self._last_key[slot], self._open[slot, :stop].tobytes())
                 self._last_key[slot] = key
                 self._more_keys[slot] += key
-                self.num_keys[slot] += 1

@@ -7,7 +7,7 @@ took. All tables are columns of one array, so that a device copy needs one list 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from .pages import PagePool
 from .spec import Int32, Int64, Layout, ragged_arange, slice_of
 from .states import LIVE, SNAPSHOT, StateStep, StateTables
 
+NOWHERE: Int64 = np.array(-1)  # in a slot mapping: not written
 NO_COPIES: Int32 = np.empty((0, 2), dtype=np.int32)
 NO_PAGES: Int32 = np.empty((0, 0), dtype=np.int32)
 
@@ -47,10 +48,10 @@ class Step:
     chunks: list[Chunk]
     states: list[StateStep]
     needed: int
-    decode_slots: Int64 = field(default_factory=lambda: NO_ROWS)
-    copies: Int32 = field(default_factory=lambda: NO_COPIES)
-    state_pages: Int32 = field(default_factory=lambda: NO_PAGES)
-    steady: bool = False
+    decode_slots: Int64
+    copies: Int32
+    state_pages: Int32
+    steady: bool
 
     @property
     def replaying(self) -> bool:
@@ -181,7 +182,7 @@ class Tables:
                 needed += p.num_blocks * s.spec.num_tables
         return Step(
             slots, start, end, written, decode_rows, chunk_rows, batch, decode, chunks, states, needed,
-            steady=steady,
+            NO_ROWS, NO_COPIES, NO_PAGES, steady,
         )  # fmt: skip
 
     def batch_again(self, slots: Int64, counts: Int64) -> DecodeBatch | None:
@@ -267,14 +268,14 @@ class Tables:
         if step.batch is not None and step.decode is not None:
             n = step.decode.num_new
             step.decode_slots = step.batch.last_slots + ONE
-            step.decode_slots[self._state_rows] = -1
+            step.decode_slots[self._state_rows] = NOWHERE
             self.decodes.fill(step.decode, pages[:n], step.decode_slots)
             pages = pages[n:]
         if step.batch is not None and not step.chunk_rows.size:
             mapping = step.decode_slots
         else:
             mapping = np.empty((len(self.layout.tables), total), np.int64)
-            mapping[self._sparse_rows] = -1
+            mapping[self._sparse_rows] = NOWHERE
         if step.chunks:
             rows = step.chunk_rows
             slots, start, end = step.slots[rows], step.start[rows], step.end[rows]
@@ -355,9 +356,7 @@ class Tables:
                         self._delta(block.places(slots[rows], blocks), taken)
         batch = step.batch
         if batch is not None and step.decode is not None:
-            self.decodes.commit(step.decode, batch)
-            if step.decode.num_new and self._track_deltas:
-                self._delta(step.decode.places, step.decode.pages)
+            self._delta(*self.decodes.commit(step.decode, batch))
         copies = NO_COPIES
         if self.states:
             copies = self._commit_states(step, end)
@@ -389,11 +388,11 @@ class Tables:
     def _commit_states(self, step: Step, end: Int64) -> Int32:
         if step.steady:
             assert step.batch is not None and step.decode is not None
-            ends = step.batch.ending
-            if not ends.size:
+            ending = step.batch.ending
+            if not ending.slot_list:
                 return NO_COPIES
-            self.snapshot_at[step.slots[ends]] = end[ends]
-            return self.decodes.snapshots(step.decode, step.state_pages)
+            self.snapshot_at[ending.slots] = ending.end
+            return self.decodes.snapshots(step.decode)
         if step.batch is not None and not step.batch.is_steady:
             pages = step.state_pages
             step.batch.state_pages = pages[:, step.decode_rows] if step.chunk_rows.size else pages

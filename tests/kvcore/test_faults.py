@@ -48,7 +48,7 @@ def picture(e: Engine) -> tuple:
         kv.tables.tolist(),
         kv.num_computed.tolist(),
         kv._chains.cached.tolist(),
-        kv.sequences.num_keys.tolist(),
+        [kv.sequences.num_keys(slot) for slot in range(kv.max_requests)],
         [kv._chains.runs[s].depth for s in slots],
         id(kv._tables._batch),
         kv._tables.snapshot_at.tolist(),
