@@ -1,7 +1,8 @@
 """Retention-aware KV-cache allocator for hybrid-attention models; needs numpy and nothing else."""
 
+from .adaptive import Adaptive
 from .events import AllBlocksCleared, BlockRemoved, BlockStored, EventLog, tail_hashes
-from .eviction import LRU, S3FIFO, Adaptive, CostAware, Entry, EvictionPolicy, Ranked
+from .eviction import LRU, S3FIFO, CostAware, Entry, EvictionPolicy, Ranked
 from .exports import PagedRows, linear_table, paged_rows
 from .hashing import Prompt
 from .manager import KVCache

@@ -13,11 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from .adaptive import Adaptive
 from .chains import Chains
 from .chunks import NO_ROWS
 from .decode import ONE
 from .events import Announcer, EventLog
-from .eviction import Adaptive, EvictionPolicy
+from .eviction import EvictionPolicy
 from .hashing import Prompt, as_token_ids, root_key
 from .index import PrefixIndex, Run
 from .pages import PagePool
