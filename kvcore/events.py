@@ -25,7 +25,7 @@ import numpy as np
 from .hashing import KEY_BYTES, Prompt
 from .plan import StepPlan
 from .sequences import Sequences
-from .spec import GroupClass, Int32, Int64, Layout
+from .spec import GroupClass, Int32, Int64, Layout, as_int
 
 if TYPE_CHECKING:
     from .index import Run
@@ -100,8 +100,7 @@ class EventLog:
     """
 
     def __init__(self, capacity: int = 100_000, *, medium: str = "GPU") -> None:
-        if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1:
-            raise ValueError(f"capacity: expected an int >= 1, got {capacity!r}")
+        capacity = as_int("capacity", capacity, 1)
         self.medium = medium
         self.next_number = 0
         self.num_dropped = 0

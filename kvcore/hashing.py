@@ -64,7 +64,7 @@ class Prompt:
     Segment i covers tokens [i * A, (i + 1) * A); with a lookahead of k its key covers the tokens up to (i + 1) * A + k.
 
     Attributes:
-        num_tokens: prompt length.
+        alignment, lookahead: of the cache that made it. num_tokens: prompt length.
         num_segments: segments whose key is known.
         keys: num_segments * 32 bytes.
         last_key: key of the last of them (the root key when there is none).
@@ -72,7 +72,9 @@ class Prompt:
         tokens: [num_tokens] int32, or None: kept only for events.
     """
 
-    __slots__ = ("keys", "last_key", "num_segments", "num_tokens", "tail", "tokens")
+    __slots__ = (
+        "alignment", "keys", "last_key", "lookahead", "num_segments", "num_tokens", "tail", "tokens",
+    )  # fmt: skip
 
     def __init__(
         self, token_ids: Any, alignment: int, lookahead: int, root: bytes, keep_tokens: bool = False
@@ -80,7 +82,7 @@ class Prompt:
         tokens = as_token_ids("token_ids", token_ids)
         if not tokens.size:
             raise ValueError("token_ids: expected at least one token, got none")
-        self.num_tokens = len(tokens)
+        self.alignment, self.lookahead, self.num_tokens = alignment, lookahead, len(tokens)
         self.num_segments = max(0, len(tokens) - lookahead) // alignment
         key, keys, covered = root, [], 0
         if self.num_segments:

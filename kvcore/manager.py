@@ -7,6 +7,7 @@ treats the whole batch. Here are the calls and their checks; what they do is in 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -26,7 +27,7 @@ from .plan import OutOfPages, StepPlan
 from .report import Match, check_invariants, describe, limited_by
 from .retention import Retention, parse_retention
 from .sequences import Sequences
-from .spec import GroupSpec, Int32, Int64, Layout
+from .spec import GroupSpec, Int32, Int64, Layout, as_int, as_ints
 from .stats import count_admission, new_counters
 from .tables import Tables
 
@@ -75,14 +76,25 @@ class KVCache:
         track_deltas: bool = False,
         events: EventLog | None = None,
     ) -> None:
-        for name, value, low in (
-            ("max_requests", max_requests, 1),
-            ("max_model_len", max_model_len, 1),
-            ("max_draft_tokens", max_draft_tokens, 0),
-            ("replay_tokens", 1 if replay_tokens is None else replay_tokens, 1),
-        ):
-            if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < low:
-                raise ValueError(f"{name}: expected an int >= {low}, got {value!r}")
+        num_pages = as_int("num_pages", num_pages, 2)  # page 0 is null
+        max_requests = as_int("max_requests", max_requests, 1)
+        max_model_len = as_int("max_model_len", max_model_len, 1)
+        max_draft_tokens = as_int("max_draft_tokens", max_draft_tokens, 0)
+        if replay_tokens is not None:
+            replay_tokens = as_int("replay_tokens", replay_tokens, 1)
+        if max_pinned_pages is None:
+            max_pinned_pages = num_pages
+        max_pinned_pages = as_int("max_pinned_pages", max_pinned_pages, 0)
+        for name, flag in (("enable_caching", enable_caching), ("track_deltas", track_deltas)):
+            if not isinstance(flag, bool):
+                raise ValueError(f"{name}: expected True or False, got {flag!r}")
+        if events is not None and not isinstance(events, EventLog):
+            raise ValueError(f"events: expected an EventLog or None, got {events!r}")
+        if policy is None:
+            policy = Adaptive()
+        methods = [getattr(policy, m, None) for m in ("add", "discard", "pop", "asked")]
+        if isinstance(policy, type) or not all(map(callable, methods)):
+            raise ValueError(f"policy: expected an eviction policy, such as LRU(), got {policy!r}")
         self.layout = layout = Layout(groups, max_model_len, max_draft_tokens)
         self.alignment = layout.alignment
         self.interval = parse_retention(retention, layout)
@@ -97,15 +109,13 @@ class KVCache:
         root_key(hash_seed, b"")  # refuses a seed that is not bytes
         self.hybrid = layout.hybrid
         self.pool = PagePool(num_pages)
-        self.index = PrefixIndex(
-            self.pool, layout.pages_per_segment, self.hybrid, policy or Adaptive()
-        )
+        self.index = PrefixIndex(self.pool, layout.pages_per_segment, self.hybrid, policy)
         self.sequences = Sequences(max_requests, self.alignment, layout.lookahead)
         self._tables = Tables(layout, max_requests, self.pool, track_deltas)
         self._announcer = None if events is None else Announcer(events, layout, self.sequences)
         self.index.announcer = self._announcer
         self._rollback_floor: Int64 = np.zeros(max_requests, dtype=np.int64)
-        self.max_pinned_pages = num_pages if max_pinned_pages is None else max_pinned_pages
+        self.max_pinned_pages = max_pinned_pages
         self._pin_at_release: dict[int, float] = {}  # slot -> expiry
         self._version = 0
         self._ones_cu: Int32 = np.zeros(1, dtype=np.int32)
@@ -185,13 +195,29 @@ class KVCache:
             Match; at least the last token of the prompt is left to compute.
 
         Raises:
-            ValueError: empty or longer than max_model_len, not integers, ids out of range.
+            ValueError: empty or longer than max_model_len, not integers, ids out of range, or a prompt that another cache
+                cut into other segments.
         """
         prompt = token_ids
         if not isinstance(prompt, Prompt):
             root = root_key(self.hash_seed, salt)
             keep = self._announcer is not None
             prompt = Prompt(token_ids, self.alignment, self.layout.lookahead, root, keep)
+        return self._match(prompt)[0]
+
+    @staticmethod
+    def _prompt_of(match: Match) -> Prompt:
+        if not isinstance(match, Match):
+            raise ValueError(f"match: expected what `match` returned, got {match!r}")
+        return match.prompt
+
+    def _match(self, prompt: Prompt) -> tuple[Match, Run]:
+        mine = self.alignment, self.layout.lookahead
+        if (prompt.alignment, prompt.lookahead) != mine:
+            raise ValueError(
+                f"token_ids: expected a prompt of this cache's segments (alignment {mine[0]}, lookahead {mine[1]}), "
+                f"got one of another's ({prompt.alignment}, {prompt.lookahead})"
+            )
         if self._announcer is not None and prompt.tokens is None:
             raise ValueError("token_ids: expected a prompt made by a cache with events")
         if prompt.num_tokens > self.max_model_len:
@@ -199,9 +225,6 @@ class KVCache:
                 f"token_ids: expected at most max_model_len = {self.max_model_len} tokens, "
                 f"got {prompt.num_tokens}"
             )
-        return self._match(prompt)[0]
-
-    def _match(self, prompt: Prompt) -> tuple[Match, Run]:
         limit = prompt.num_segments if self.enable_caching else 0
         run, dense = self.index.find(prompt.keys, limit)
         usable = min((prompt.num_tokens - 1) // self.alignment, prompt.num_segments)
@@ -228,13 +251,13 @@ class KVCache:
             The slot; ``num_computed[slot]`` tokens are already valid.
 
         Raises:
-            ValueError: the id is admitted already, or all slots are taken.
+            ValueError: the id is admitted already, all slots are taken, or `match` is of a cache with other segments.
         """
         if request_id in self.sequences:
             raise ValueError(f"request_id: expected a new id, got {request_id!r}, already admitted")
         if not self.num_free_slots:
             raise ValueError(f"request_id: all max_requests = {self.max_requests} slots are taken")
-        prompt = match.prompt
+        prompt = self._prompt_of(match)
         match, run = self._match(prompt)
         self._changed()
         slot = self.sequences.add(request_id, prompt, match.num_saved_tokens)
@@ -341,8 +364,7 @@ class KVCache:
         return self._ones_cu
 
     def _vectors(self, slots: Any, num_new_tokens: Any) -> tuple[Int64, Int64]:
-        slots = np.asarray(slots, dtype=np.int64)
-        counts = np.asarray(num_new_tokens, dtype=np.int64)
+        slots, counts = as_ints("slots", slots), as_ints("num_new_tokens", num_new_tokens)
         if slots.ndim != 1 or counts.shape != slots.shape or not len(slots):
             raise ValueError(
                 f"slots, num_new_tokens: expected two vectors of one length > 0, "
@@ -371,6 +393,8 @@ class KVCache:
         Raises:
             ValueError: the plan is not the newest, or an argument has the wrong size. Nothing changed.
         """
+        if plan.__class__ is not StepPlan:
+            raise ValueError(f"plan: expected a StepPlan, got {plan!r}")
         ids = as_token_ids("input_ids", input_ids)
         step, slots = plan.step, plan.slots
         if plan.version != self._version:
@@ -400,7 +424,7 @@ class KVCache:
         return copies
 
     def _checked_accepted(self, plan: StepPlan, accepted: Any) -> Int64:
-        taken = np.asarray(accepted, dtype=np.int64)
+        taken = as_ints("accepted", accepted)
         most = plan.num_new_tokens
         least = np.maximum(1, most - self.max_draft_tokens)
         if taken.shape != most.shape or (taken < least).any() or (taken > most).any():
@@ -436,15 +460,15 @@ class KVCache:
             ValueError: the slot is unknown, or the tokens are cached already (or are the lookahead of cached
                 ones), or more than max_draft_tokens would be taken back from the furthest position reached.
         """
-        slot = int(slot)
-        if not (0 <= slot < self.max_requests and self.sequences.active[slot]):
+        slot, num_tokens = as_int("slot", slot, 0), as_int("num_tokens", num_tokens, 1)
+        if not (slot < self.max_requests and self.sequences.active[slot]):
             raise ValueError(f"slot: expected the slot of an admitted request, got {slot}")
         old = int(self.num_computed[slot])
-        low = self.lowest_rollback(slot)
-        new = old - int(num_tokens)
-        if num_tokens < 1 or new < low:
+        most = old - self.lowest_rollback(slot)
+        new = old - num_tokens
+        if num_tokens > most:
             raise ValueError(
-                f"num_tokens: expected 1..{old - low} (computed {old}, last boundary "
+                f"num_tokens: expected {f'1..{most}' if most else 'none to be taken back'} (computed {old}, last boundary "
                 f"{self._chains.cached[slot]}, max_draft_tokens {self.max_draft_tokens}), got {num_tokens}"
             )
         self._changed()
@@ -498,10 +522,10 @@ class KVCache:
             Tokens of the pinned prefix; 0 if nothing is cached or it alone exceeds the budget.
 
         Raises:
-            ValueError: `ttl` is not positive.
+            ValueError: `ttl` is not positive, or `now` not a number.
         """
-        self._check_ttl(ttl)
-        match, run = self._match(match.prompt)
+        self._check_times(now, ttl)
+        match, run = self._match(self._prompt_of(match))
         self._changed()
         return self._pin(run, match.num_tokens // self.alignment, now + ttl) * self.alignment
 
@@ -509,12 +533,14 @@ class KVCache:
         """Pin what is cached of a running request when it is released.
 
         Raises:
-            ValueError: the id is unknown, or `ttl` is not positive.
+            ValueError: the id is unknown, `ttl` is not positive, or `now` not a number.
         """
-        self._check_ttl(ttl)
+        self._check_times(now, ttl)
         self._pin_at_release[self.slot_of(request_id)] = now + ttl
 
-    def _check_ttl(self, ttl: float) -> None:
+    def _check_times(self, now: float, ttl: float) -> None:
+        if math.isnan(now):
+            raise ValueError(f"now: expected seconds, got {now!r}")
         if not ttl > 0:
             raise ValueError(f"ttl: expected seconds > 0, got {ttl!r}")
 
@@ -535,7 +561,7 @@ class KVCache:
 
     def unpin(self, match: Match) -> bool:
         """End the pin of the prefix that `match` finds; False if it is not pinned."""
-        match, run = self._match(match.prompt)
+        match, run = self._match(self._prompt_of(match))
         if not match.num_tokens:
             return False
         self._changed()
@@ -580,6 +606,7 @@ class KVCache:
         Returns:
             Pages freed: at least `num_pages`, or all that running requests do not need.
         """
+        num_pages = as_int("num_pages", num_pages, 0)
         before = self.num_free_pages
         self._version += 1
         self.index.evict(min(num_pages, self.num_evictable_pages))

@@ -33,8 +33,6 @@ class PagePool:
     """
 
     def __init__(self, num_pages: int) -> None:
-        if num_pages < 2:
-            raise ValueError(f"num_pages: expected at least 2 (page 0 is null), got {num_pages}")
         self.num_pages = num_pages
         self._stack: Int64 = np.arange(num_pages - 1, -1, -1)
         self.num_free = num_pages - 1

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -56,21 +56,15 @@ class GroupSpec:
     def __post_init__(self) -> None:
         if self.kind not in ("dense", "window", "state"):
             raise ValueError(f"kind: expected 'dense', 'window' or 'state', got {self.kind!r}")
-        for field in ("block_size", "page_bytes", "pages_per_block"):
-            value = getattr(self, field)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{field}: expected a positive int, got {value!r}")
-        if not isinstance(self.lookahead, int) or self.lookahead < 0:
-            raise ValueError(f"lookahead: expected an int >= 0, got {self.lookahead!r}")
-        window = self.sliding_window
-        if self.kind != "window" and window is not None:
+        least = {"block_size": 1, "page_bytes": 1, "pages_per_block": 1, "lookahead": 0}
+        if self.kind == "window":
+            least["sliding_window"] = 1
+        elif self.sliding_window is not None:
             raise ValueError(
-                f"sliding_window: expected None for a {self.kind} group, got {window!r}"
+                f"sliding_window: expected None for a {self.kind} group, got {self.sliding_window!r}"
             )
-        if self.kind == "window" and (not isinstance(window, int) or window < 1):
-            raise ValueError(
-                f"sliding_window: expected a positive int for a window group, got {window!r}"
-            )
+        for field, low in least.items():
+            object.__setattr__(self, field, as_int(field, getattr(self, field), low))
 
     @property
     def tail_blocks(self) -> int:
@@ -139,6 +133,9 @@ class Layout:
         self.groups = tuple(groups)
         if not self.groups:
             raise ValueError("groups: expected at least one GroupSpec, got none")
+        for g in self.groups:
+            if not isinstance(g, GroupSpec):
+                raise ValueError(f"groups: expected GroupSpecs, got {g!r}")
         names = [g.name for g in self.groups]
         if len(set(names)) != len(names):
             raise ValueError(f"groups: expected unique names, got {names}")
@@ -198,6 +195,31 @@ class Layout:
     def columns(self, group: int, part: int = 0) -> tuple[int, int]:
         """First column and width, in the fused table, of the table of part `part` of `group`."""
         return self._columns[self.table(group, part)]
+
+
+def as_int(name: str, value: Any, low: int) -> int:
+    """`value` as an int.
+
+    Raises:
+        ValueError: it is no int, or less than `low`.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < low:
+        raise ValueError(f"{name}: expected an int >= {low}, got {value!r}")
+    return int(value)
+
+
+def as_ints(name: str, values: Any) -> Int64:
+    """`values` as an array.
+
+    Raises:
+        ValueError: they are no ints.
+    """
+    array = np.asarray(values)
+    if array.dtype != INT64:
+        if array.size and array.dtype.kind not in "iu":
+            raise ValueError(f"{name}: expected ints, got {array.dtype}")
+        array = array.astype(INT64)
+    return array
 
 
 def count_true(flags: npt.NDArray[np.bool_]) -> int:

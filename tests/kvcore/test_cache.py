@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from quire.kvcore import GroupSpec, KVCache, OutOfPages, StepPlan
+from quire.kvcore import LRU, GroupSpec, KVCache, OutOfPages, StepPlan
 from quire.kvcore.pages import PagePool
 
 from .engine import Engine, groups
@@ -475,8 +475,10 @@ def test_rollback_refuses_what_it_cannot_restore():
     with pytest.raises(ValueError, match=r"num_tokens: expected 1\.\.2 .*got 3"):
         e.kv.rollback(slot, 3)  # 64 is cached
     e.kv.rollback(slot, 2)
-    with pytest.raises(ValueError, match="num_tokens"):
+    with pytest.raises(ValueError, match=r"num_tokens: expected none to be taken back .*got 1"):
         e.kv.rollback(slot, 1)
+    with pytest.raises(ValueError, match=r"num_tokens: expected an int >= 1, got 1\.0"):
+        e.kv.rollback(slot, 1.0)
     with pytest.raises(ValueError, match="slot"):
         e.kv.rollback(slot + 1, 1)
 
@@ -540,7 +542,15 @@ def make(**change):
         ({"retention": True}, "retention"),
         ({"retention": {"g1": 64, "other": 64}}, r"retention: expected groups out of .*'other'"),
         ({"retention": {"g1": 40}}, "retention: expected a positive multiple of the alignment 32"),
-        ({"num_pages": 1}, "num_pages: expected at least 2"),
+        ({"groups": ["g"]}, "groups: expected GroupSpecs, got 'g'"),
+        ({"num_pages": 1}, "num_pages: expected an int >= 2, got 1"),
+        ({"num_pages": 10.5}, "num_pages: expected an int >= 2, got 10.5"),
+        ({"max_pinned_pages": -1}, "max_pinned_pages: expected an int >= 0, got -1"),
+        ({"enable_caching": "no"}, "enable_caching: expected True or False, got 'no'"),
+        ({"track_deltas": 1}, "track_deltas: expected True or False, got 1"),
+        ({"policy": "lru"}, "policy: expected an eviction policy, such as LRU\\(\\), got 'lru'"),
+        ({"policy": LRU}, "policy: expected an eviction policy, .*got <class"),
+        ({"events": True}, "events: expected an EventLog or None, got True"),
         ({"max_requests": 0}, "max_requests: expected an int >= 1, got 0"),
         ({"max_model_len": 1.5}, "max_model_len"),
         ({"max_draft_tokens": -1}, "max_draft_tokens"),
@@ -555,10 +565,11 @@ def test_bad_settings_are_named(change, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("x", "dense", 0, 1), "block_size: expected a positive int, got 0"),
+        (("x", "dense", 0, 1), "block_size: expected an int >= 1, got 0"),
+        (("x", "dense", True, 1), "block_size: expected an int >= 1, got True"),
         (("x", "dense", 16, -4), "page_bytes"),
         (("x", "dense", 16, 1, 64), "sliding_window: expected None for a dense group, got 64"),
-        (("x", "window", 16, 1), "sliding_window: expected a positive int"),
+        (("x", "window", 16, 1), "sliding_window: expected an int >= 1, got None"),
         (("x", "mamba", 16, 1), "kind: expected 'dense', 'window' or 'state', got 'mamba'"),
     ],
 )
@@ -601,6 +612,8 @@ def test_bad_calls_are_named_and_change_nothing():
         ([7], [1], r"slots: expected 0\.\.1, got \[7\]"),
         ([slot], [0], "num_new_tokens: expected at least 1"),
         ([slot], [1, 1], "slots, num_new_tokens"),
+        ([slot], [1.9], "num_new_tokens: expected ints, got float64"),
+        ([slot + 0.5], [1], "slots: expected ints, got float64"),
         ([slot], [101], "would reach 101 tokens, expected at most max_model_len = 100"),
     ]:
         with pytest.raises(ValueError, match=message):
@@ -610,6 +623,15 @@ def test_bad_calls_are_named_and_change_nothing():
         kv.commit(plan, [1, 1])
     with pytest.raises(ValueError, match="accepted: expected between"):
         kv.commit(plan, [1, 1, 1], [2])  # max_draft_tokens is 0
+    with pytest.raises(ValueError, match="accepted: expected ints, got float64"):
+        kv.commit(plan, [1, 1, 1], [3.0])
+    with pytest.raises(ValueError, match="plan: expected a StepPlan, got None"):
+        kv.commit(None, [1, 1, 1])
+    for call in (lambda: kv.admit("c", [1]), lambda: kv.pin([1], now=0, ttl=1)):
+        with pytest.raises(ValueError, match=r"match: expected what `match` returned, got \[1\]"):
+            call()
+    with pytest.raises(ValueError, match=r"num_pages: expected an int >= 0, got -5"):
+        kv.evict(-5)
     kv.commit(plan, [1, 1, 1])
     with pytest.raises(ValueError, match="plan: expected the newest plan"):
         kv.commit(plan, [1, 1, 1])

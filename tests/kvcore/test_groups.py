@@ -172,7 +172,7 @@ def test_rollback_stops_at_the_lookahead_of_cached_segments():
     ("arguments", "message"),
     [
         ({"lookahead": -1}, "lookahead: expected an int >= 0, got -1"),
-        ({"pages_per_block": 0}, "pages_per_block: expected a positive int, got 0"),
+        ({"pages_per_block": 0}, "pages_per_block: expected an int >= 1, got 0"),
         ({"sliding_window": 9}, "sliding_window: expected None for a state group, got 9"),
     ],
 )

@@ -137,3 +137,36 @@ def test_the_first_key_is_the_published_formula():
     one = sha256(root + int32(0, 1, 2, 3)).digest()
     two = sha256(one + int32(4, 5, 6, 7)).digest()
     assert keys(range(8), b"tenant", seed=b"seed") == [one, two]
+
+
+@pytest.mark.parametrize("options", [{"block_size": 8}, {"lookahead": 1}])
+def test_a_prompt_of_another_caches_segments_is_refused(options):
+    """Its keys stand for other numbers of tokens here: it would hit what it does not start with."""
+    other, kv = cache(**options), cache()
+    one, two = list(range(16)), [*range(8), *range(50, 58)]
+    slot = kv.admit("x", kv.match(one))
+    kv.commit(kv.plan([slot], [16]), one)
+    kv.release("x")
+    theirs = other.match(two)
+    for call in (
+        lambda: kv.match(theirs.prompt),
+        lambda: kv.admit("y", theirs),
+        lambda: kv.pin(theirs, now=0.0, ttl=1.0),
+    ):
+        with pytest.raises(
+            ValueError, match=r"a prompt of this cache's segments \(alignment 4, lookahead 0\)"
+        ):
+            call()
+    assert kv.num_free_slots == 1 and kv.match(two).num_tokens == 8
+
+
+@pytest.mark.parametrize("lookahead", [0, 3])
+def test_tokens_that_come_one_by_one_have_the_keys_of_a_prompt(lookahead):
+    """From the first segment on, which is longer by the lookahead."""
+    kv = cache(lookahead=lookahead)
+    history = [7, *range(100, 130)]
+    slot = kv.admit("x", kv.match(history[:1]))
+    for token in history:
+        kv.commit(kv.plan([slot], [1]), [token])
+    kv.release("x")
+    assert kv.match(history).dense_tokens == (len(history) - lookahead) // 4 * 4
