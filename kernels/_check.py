@@ -113,6 +113,24 @@ def expect_positive(name: str, value: Any) -> None:
         raise ValueError(f"{name}: expected a finite number > 0, got {value!r}")
 
 
+def expect_ids(name: str, ids: torch.Tensor, count: int) -> None:
+    """Require values in [0, count), which waits for the device; ValueError otherwise."""
+    if ids.numel():
+        low, high = (int(bound) for bound in ids.aminmax())
+        if low < 0 or high >= count:
+            raise ValueError(
+                f"{name}: expected ids in [0, {count}), got {low if low < 0 else high}"
+            )
+
+
+def expect_offsets(name: str, offsets: Sequence[int], total: int) -> None:
+    """Require prefix sums: from 0 on, never falling, up to ``total`` at most; ValueError otherwise."""
+    if offsets[0] != 0 or list(offsets) != sorted(offsets) or offsets[-1] > total:
+        raise ValueError(
+            f"{name}: expected prefix sums from 0 to at most {total}, got {list(offsets)}"
+        )
+
+
 def expect_head_dim(name: str, head_dim: int) -> None:
     """Require a head dimension that the kernels are built for; NotImplementedError otherwise."""
     if head_dim not in HEAD_DIMS:

@@ -4,6 +4,9 @@ Torch is imported here and Triton only by the functions that launch a kernel, so
 
 Terms. A *page* holds ``block_size`` token rows of one layer. ``block_table[s, b % width]`` is the page of block b of sequence s:
 a linear table has b < width, so the modulo changes nothing; a ring table (window layers) reuses its entries. One rule serves both.
+
+Values in device memory are not looked at: a wrong page id reads what lies there. ``impl="torch"`` refuses it. Triton's own interpreter
+(TRITON_INTERPRET=1, impl="triton" on a CPU) multiplies bf16 as bit patterns (seen in 3.7 to 3.9): give it fp32 or fp16.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from typing import Any
 import torch
 
 from quire.kernels import _check, configs
+from quire.kernels.impls import expect_impl
 
 
 def write_kv(
@@ -103,7 +107,7 @@ def paged_attention(
             prefill path. Default: all if max_seqlen_q <= 1, else none. Any choice gives the right result.
         softmax_scale: factor of q . k, > 0; default head_dim ** -0.5.
         softcap: logits become softcap * tanh(logit / softcap); None = no cap.
-        sinks: [num_heads] fp32 logits that join the denominator only.
+        sinks: [num_heads] fp32 logits that join the denominator only; +inf gives 0, -inf changes nothing.
         out: [num_tokens, num_heads, head_dim] q's dtype, filled in place; None allocates.
         lse: [num_heads, num_tokens] fp32, filled in place with the natural-log sum of exp of the logits, without the sink.
         workspace: [n] fp32, n >= ``workspace_numel(...)``, scratch of the split; None allocates. Calls that may run at the same time
@@ -185,7 +189,7 @@ def merge_partials(
     Args:
         partial_out: [num_parts, num_tokens, num_heads, head_dim] bf16, fp16 or fp32, each part normalised, without sinks.
         partial_lse: [num_parts, num_heads, num_tokens] fp32, natural log.
-        sinks: [num_heads] fp32 logits that join the denominator only.
+        sinks: [num_heads] fp32 logits that join the denominator only; +inf gives 0, -inf changes nothing.
         out: [num_tokens, num_heads, head_dim] bf16, fp16 or fp32; None allocates in partial_out's dtype.
         lse: [num_heads, num_tokens] fp32, filled in place with the merged natural-log lse, without the sink.
         impl: "triton" (default for CUDA tensors), "torch" (default for CPU tensors).
@@ -270,8 +274,10 @@ def _attention(arguments: dict[str, Any]) -> torch.Tensor:
 
 def _implementation(impl: str | None, tensor: torch.Tensor) -> str:
     """What computes a call whose first tensor this is; "torch" for what is no tensor, which the checks refuse."""
-    if impl not in ("triton", "torch", None):
-        raise ValueError(f"impl: expected 'triton', 'torch' or None, got {impl!r}")
     if not isinstance(tensor, torch.Tensor):
+        expect_impl(impl, "")
         return "torch"
-    return impl or ("triton" if tensor.is_cuda else "torch")
+    if impl is not None:
+        expect_impl(impl, tensor.device.type)
+        return impl
+    return "triton" if tensor.is_cuda else "torch"

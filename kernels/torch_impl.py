@@ -3,6 +3,7 @@
 Sequences with one new token are one padded batch; every other sequence is a batch of its own, so that the numbers of a prefill chunk
 depend on that chunk alone and not on what else the step holds. Keys are gathered from the lowest visible one on: a window layer
 costs the same at any context length. Reads lengths on the host, so under a GPU it synchronises; there it is asked for by name only.
+So it can refuse what the kernels cannot see: prefix sums that are none, and ids of pages that there are not.
 
 Source: as ``reference.py``.
 """
@@ -15,7 +16,7 @@ from itertools import pairwise
 import torch
 
 from quire.kernels import quant
-from quire.kernels._check import AttentionCall
+from quire.kernels._check import AttentionCall, expect_ids, expect_offsets
 
 # Keys gathered at once for the batch of one-token sequences, so that a long batch does not copy the whole pool.
 MAX_GATHERED_KEYS = 1 << 17
@@ -34,6 +35,7 @@ def write_kv(
     rows = torch.nonzero(slot_mapping >= 0).squeeze(1)
     slots = slot_mapping[rows]
     block_size = k_pages.shape[1]
+    expect_ids("slot_mapping", slots, k_pages.shape[0] * block_size)
     page, row = slots // block_size, slots % block_size
     for new, pages, scale in ((k[rows], k_pages, k_scale), (v[rows], v_pages, v_scale)):
         if scale is None:
@@ -51,6 +53,7 @@ def write_kv(
 def attention(call: AttentionCall) -> torch.Tensor:
     """Compute one checked attention call; returns ``call.out``."""
     seq_lens, bounds = call.seq_lens.tolist(), call.cu_seqlens_q.tolist()
+    expect_offsets("cu_seqlens_q", bounds, call.q.shape[0])
     q_lens = [last - first for first, last in pairwise(bounds)]
     reach = call.sliding_window or max(seq_lens, default=1)
     batch_size = max(1, MAX_GATHERED_KEYS // max(1, min(reach, max(seq_lens, default=1))))
@@ -80,6 +83,8 @@ def merge_partials(
     weight = weight[: partial_lse.shape[0]]
     # An empty part has lse -inf; its rows may hold anything, so both factors are replaced, not multiplied by zero.
     empty = torch.isneginf(partial_lse)
+    if sinks is not None:  # an infinite sink takes all
+        weight = weight.masked_fill(torch.isposinf(sinks)[:, None], 0.0)
     weight = torch.where(empty, 0.0, weight).transpose(1, 2).unsqueeze(-1)
     rows = torch.where(empty.transpose(1, 2).unsqueeze(-1), 0.0, partial_out.float())
     return out.copy_((weight * rows).sum(0))
@@ -120,6 +125,7 @@ def _attend(call: AttentionCall, batch: Sequence[int], seq_lens: Sequence[int], 
     entry = key_position // block_size % width
     # Entries that no query sees may hold anything, so page 0 stands in for them; its rows are blanked below.
     page = torch.where(live, call.block_table[sequence[:, None], entry].long(), 0)
+    expect_ids("block_table", page, call.k_pages.shape[0])
     row = key_position % block_size
     keys = _rows(call.k_pages, call.k_scale, page, row)  # [B, S, num_kv_heads, head_dim]
     values = _rows(call.v_pages, call.v_scale, page, row)
@@ -156,8 +162,10 @@ def _attend(call: AttentionCall, batch: Sequence[int], seq_lens: Sequence[int], 
         sinks = call.sinks.view(1, num_kv_heads, call.group, 1, 1)
         joint = torch.cat([logits, sinks.expand(*grouped, 1)], -1)
     weights = torch.softmax(joint, -1)[..., : logits.shape[-1]]
-    # A row that sees nothing is NaN after the softmax; its weights are 0.
+    # A row that sees nothing is NaN after the softmax, and so is one with an infinite sink; their weights are 0.
     weights = torch.where(torch.isneginf(logits), 0.0, weights)
+    if call.sinks is not None:
+        weights = weights.masked_fill(torch.isposinf(sinks), 0.0)
     out = weights.reshape(*packed, keys.shape[-1]) @ values
     out = out.view(len(batch), num_heads, q_len, head_dim).transpose(1, 2)
     call.out[tokens] = out.to(call.out.dtype)

@@ -1,5 +1,6 @@
 """What the wrappers refuse, and in which words."""
 
+import os
 import subprocess
 import sys
 
@@ -53,6 +54,39 @@ REFUSED = [
 def test_attention_refuses(changes, message):
     with pytest.raises(ValueError, match=f"^{message}"):
         paged_attention(**replaced(**changes))
+
+
+OF_VALUES = [
+    ("block_table", [[9999, 1], [0, 0]], r"block_table: expected ids in \[0, \d+\), got 9999"),
+    ("block_table", [[-3, 1], [0, 0]], r"block_table: expected ids in \[0, \d+\), got -3"),
+    ("cu_seqlens_q", [0, 4, 3], r"cu_seqlens_q: expected prefix sums from 0 to at most 6, got \[0, 4, 3\]"),
+    ("cu_seqlens_q", [0, 1, 7], r"cu_seqlens_q: expected prefix sums from 0 to at most 6, got \[0, 1, 7\]"),
+    ("cu_seqlens_q", [1, 2, 6], r"cu_seqlens_q: expected prefix sums from 0 to at most 6, got \[1, 2, 6\]"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, values, message", OF_VALUES)
+def test_the_torch_implementation_refuses_values(name, values, message):
+    """It reads them on the host anyway; without the check -3 would be a page counted from the end."""
+    wrong = torch.tensor(values, dtype=torch.int32, device=DEVICE)
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        paged_attention(**replaced(**{name: wrong}), impl="torch")
+
+
+def test_the_torch_implementation_refuses_slots_that_there_are_not():
+    pages, rows = zeros(3, 16, 2, 16), zeros(2, 2, 16)
+    slots = torch.tensor([-1, 48], device=DEVICE)
+    with pytest.raises(ValueError, match=r"^slot_mapping: expected ids in \[0, 48\), got 48$"):
+        write_kv(rows, rows, pages, pages.clone(), slots, impl="torch")
+
+
+def test_triton_on_a_cpu_is_refused_unless_interpreted():
+    code = "import torch; from quire.kernels import merge_partials; merge_partials(torch.zeros(1, 1, 1, 16), torch.zeros(1, 1, 1), impl='triton')"
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment
+    )
+    assert "NotImplementedError: impl: 'triton' is supported on GPUs" in done.stderr
 
 
 @pytest.mark.parametrize("max_seqlen_q, num_decodes", [(3, 2), (1, 1), (0, 0), (99, 2)])

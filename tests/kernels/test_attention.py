@@ -1,6 +1,7 @@
 """Paged and sliding-window attention against the float64 oracle, both implementations, on batches full of poison."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -193,6 +194,19 @@ def test_no_sequences(impl):
         batch[name] = batch[name][:0]
     batch["cu_seqlens_q"] = batch["cu_seqlens_q"][:1]
     assert attend(batch, impl).shape == (0, 4, 16)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("num_decodes", [0, 2])
+def test_infinite_sinks(impl, num_decodes):
+    """One takes the whole weight and one takes none, also where a decode is split and merged."""
+    case = AttentionCase("", [700, 9], [1, 1], num_decodes=num_decodes, num_heads=2)
+    batch = make_batch(case)
+    without = attend(batch, impl)
+    sinks = torch.tensor([math.inf, -math.inf], device=DEVICE)
+    out = attend(batch | {"sinks": sinks}, impl)
+    assert not out[:, 0].any() and not out[:, 0].isnan().any()
+    torch.testing.assert_close(out[:, 1], without[:, 1], rtol=1e-6, atol=1e-6)
 
 
 def test_an_unlimited_window_is_full_attention():

@@ -104,6 +104,17 @@ def test_merge_partials(impl, name):
 
 
 @IMPLS
+def test_infinite_sinks(impl):
+    partial_out = torch.randn(3, 4, 2, 16, device=DEVICE)
+    partial_lse = torch.randn(3, 2, 4, device=DEVICE)
+    sinks = torch.tensor([math.inf, -math.inf], device=DEVICE)
+    out = merge_partials(partial_out, partial_lse, sinks=sinks, impl=impl)
+    assert not out[:, 0].any() and not out[:, 0].isnan().any()
+    without = merge_partials(partial_out, partial_lse, impl=impl)
+    torch.testing.assert_close(out[:, 1], without[:, 1], rtol=1e-6, atol=1e-6)
+
+
+@IMPLS
 def test_merging_two_halves_gives_the_whole(impl):
     """Attention over the keys of two disjoint page ranges, merged, is attention over all of them."""
     case = AttentionCase("", [64], [1], num_heads=6, fresh=False, sinks=True)
