@@ -91,3 +91,10 @@ def test_conversation():
 @pytest.mark.parametrize("name", sorted(p.name for p in RESULTS.glob("*.json")))
 def test_rows_say_how_they_were_made(name):
     assert f"`{name}`" in (RESULTS / "README.md").read_text()
+
+
+def test_requests_that_were_not_looked_at():
+    found = hits("replay_conversation_8001.json")
+    (text,) = re.findall(r"`Adaptive` hits ([\d. /]+) %", README)
+    for shown, pool in zip(text.split(" / "), ("5%", "10%", "20%", "40%"), strict=True):
+        assert same(f"{shown} %", found["v4-flash", "adaptive", pool]), pool
