@@ -364,6 +364,7 @@ def read(path: str | Path) -> list[dict[str, Any]]:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
+        prog="python -m bench.static",
         description=__doc__.split("\n")[0],
         epilog="By default: every tile shape for sm_90, and a sample with each kernel for sm_80 and sm_100.",
     )

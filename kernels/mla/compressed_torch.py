@@ -1,6 +1,6 @@
 """``compressed_attention`` for CPU tensors: plain torch, vectorised over the tokens and heads of a sequence, fp32 arithmetic.
 
-Reads lengths on the host, so under a GPU it synchronises; there it is asked for by name only.
+Reads lengths on the host, so under a GPU it synchronises; there it is asked for by name only. Refuses ids of pages that there are not.
 
 Source: as ``reference_compressed``.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+from quire.kernels._check import expect_ids
 from quire.kernels.mla.compressed_call import CompressedCall
 
 # Picked rows that are gathered at once.
@@ -58,6 +59,7 @@ def _raw_rows(call: CompressedCall, s: int, key: torch.Tensor, start: int, conte
     size, width = call.window_pages.storage_block_size, call.window_table.shape[1]
     paged = key if call.kv is None else key[key < context]
     page = call.window_table[s, paged // size % width].long()
+    expect_ids("window_table", page, call.window_pages.data.shape[0])
     rows = call.window_pages.read(page * size + paged % size)
     if call.kv is not None:
         fresh = key[key >= context]
@@ -86,6 +88,7 @@ def _entry_rows(
         known = live
     entry = torch.where(known, entry, 0)
     page = torch.where(known, call.compressed_table[s, entry // size].long(), 0)
+    expect_ids("compressed_table", page, call.compressed_pages.data.shape[0])
     return call.compressed_pages.read(torch.where(known, page * size + entry % size, -1)), live
 
 

@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import torch
 
+from quire.kernels._check import expect_ids
 from quire.kernels.mla.indexer import IndexCall
 
 # Products of a head and a key that are held at once.
@@ -39,7 +40,9 @@ def _keys(call: IndexCall, seq: int, num_entries: int) -> torch.Tensor:
     """The first ``num_entries`` keys of a sequence, [num_entries, index_dim] fp32."""
     rows = call.pages.storage_block_size
     entry = torch.arange(num_entries, device=call.q.device)
-    return call.pages.read(call.block_table[seq].long()[entry // rows] * rows + entry % rows)
+    page = call.block_table[seq].long()[entry // rows]
+    expect_ids("block_table", page, call.pages.data.shape[0])
+    return call.pages.read(page * rows + entry % rows)
 
 
 def _pick(call: IndexCall, keys: torch.Tensor | None, tokens: slice, visible: torch.Tensor) -> None:

@@ -154,6 +154,15 @@ def test_infinite_sinks(impl, split):
     torch.testing.assert_close(out[:, 2], expected[:, 2] * torch.sigmoid(lse[2])[:, None])
 
 
+@pytest.mark.parametrize("name", ["window_table", "compressed_table"])
+@pytest.mark.parametrize("page", [-1, 9999])
+def test_the_torch_implementation_refuses_pages_that_there_are_not(name, page):
+    batch = make_batch(Case("", [21], [1], ratio=2))
+    batch[name] = torch.full_like(batch[name], page)
+    with pytest.raises(ValueError, match=rf"^{name}: expected ids in \[0, \d+\), got {page}$"):
+        attend(batch, "torch")
+
+
 @pytest.mark.parametrize("impl", IMPLS)
 def test_given_memory_is_filled_and_nothing_else(impl):
     batch = make_batch(Case("", [700, 9], [1, 3], ratio=2, num_decodes=1))

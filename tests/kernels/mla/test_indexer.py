@@ -206,6 +206,14 @@ def test_entries_past_max_seq_len_are_not_looked_at(impl):
     assert_picks(got, want)
 
 
+@pytest.mark.parametrize("page", [-1, 9999])
+def test_the_torch_implementation_refuses_pages_that_there_are_not(page):
+    batch = make_index_batch(IndexCase("", [200], [1]))
+    batch["block_table"] = torch.full_like(batch["block_table"], page)
+    with pytest.raises(ValueError, match=rf"^block_table: expected ids in \[0, \d+\), got {page}$"):
+        pick(batch, "torch")
+
+
 @pytest.mark.parametrize("seq_len", [2**20 - 1, 2**20])
 def test_a_million_tokens(seq_len, monkeypatch):
     """Up to 262,144 entries through a table of 4,096 pages, almost all of them the same one, whose keys score 0."""
