@@ -16,6 +16,7 @@ from tqdm import tqdm
 from quire.models.chat import PLAIN, ChatTemplate
 from quire.models.configs import named_configs
 from quire.models.deepseek_v4.draft import MTPDrafter
+from quire.models.interrupts import interrupts_wait
 from quire.models.memory import free_memory, weight_bytes
 from quire.models.request import OutputDelta, RequestOutput, SamplingParams
 from quire.models.runner import Engine, EngineConfig, StepReport
@@ -42,6 +43,8 @@ class LLM:
 
     Attributes:
         model, engine, tokenizer (None where prompts must be token ids).
+
+    Ctrl-C ends `generate` and `stream` between two steps: their requests are aborted, and all else goes on.
 
     Raises: ValueError for a model that is neither a name, a directory nor a module, for one that does not fit the memory, and what
         `find_device`, `load_model` and `Engine` raise.
@@ -114,15 +117,14 @@ class LLM:
         queued: list[str] = []
         keys: list[tuple[str, int]] = []
         try:
-            for ids, one in zip(token_ids, params, strict=True):
-                queued.append(self.engine.add_request(ids, one))
-                keys += [(queued[-1], sample) for sample in range(one.n)]
+            with interrupts_wait():
+                for ids, one in zip(token_ids, params, strict=True):
+                    queued.append(self.engine.add_request(ids, one))
+                    keys += [(queued[-1], sample) for sample in range(one.n)]
             with tqdm(total=len(keys), unit="request", disable=not progress) as bar:
                 outputs = self._outputs(set(keys), bar)
         finally:
-            for request_id in queued:
-                if request_id in self.engine.unfinished:
-                    self.engine.abort(request_id)
+            self._abort(queued)
         return [self._with_text(outputs[key]) for key in keys]
 
     def stream(
@@ -155,26 +157,36 @@ class LLM:
         return self.tokenizer.encode(template.render(messages), special=False)
 
     def _deltas(self, ids: Sequence[int], params: SamplingParams) -> Iterator[OutputDelta]:
-        request_id = self.engine.add_request(ids, params, stream=True)
-        mine = self._streams[request_id] = deque()
+        mine: deque[OutputDelta] = deque()
+        queued: list[str] = []
         try:
-            while mine or request_id in self.engine.unfinished:
+            with interrupts_wait():
+                queued.append(self.engine.add_request(ids, params, stream=True))
+                self._streams[queued[0]] = mine
+            while mine or queued[0] in self.engine.unfinished:
                 if mine:
                     yield mine.popleft()
                 else:
                     self._step()
         finally:
-            del self._streams[request_id]
-            if request_id in self.engine.unfinished:
+            self._abort(queued)
+
+    def _abort(self, request_ids: Sequence[str]) -> None:
+        """Ends those of these requests that have not ended, and their streams."""
+        with interrupts_wait():
+            for request_id in request_ids:
+                self._streams.pop(request_id, None)
+            for request_id in self.engine.unfinished.intersection(request_ids):
                 self.engine.abort(request_id)
 
     def _step(self) -> StepReport:
         """One step of the engine; what belongs to open streams is kept for them, whoever asked for the step."""
-        report = self.engine.step()
-        assert report is not None, "unfinished requests always make a step"
-        for delta in report.deltas:
-            if delta.request_id in self._streams:
-                self._streams[delta.request_id].append(delta)
+        with interrupts_wait():
+            report = self.engine.step()
+            assert report is not None, "unfinished requests always make a step"
+            for delta in report.deltas:
+                if delta.request_id in self._streams:
+                    self._streams[delta.request_id].append(delta)
         return report
 
     def _outputs(

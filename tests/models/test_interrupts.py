@@ -1,0 +1,107 @@
+"""Ctrl-C at any moment leaves an engine whole."""
+
+import signal
+import sys
+import threading
+
+import pytest
+
+from quire.models.interrupts import interrupts_wait
+from quire.models.llm import LLM
+from quire.models.request import SamplingParams
+from quire.models.runner import EngineConfig
+
+PARAMS = SamplingParams(4, ignore_eos=True, n=2)
+NUM_MOMENTS = 60
+
+
+@pytest.fixture(autouse=True)
+def ctrl_c():
+    """Where tests run in the background, SIGINT is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def interrupted_at(moment, work):
+    """Runs ``work`` and sends SIGINT before its line number ``moment`` of engine or allocator. Returns (ended, lines run)."""
+    lines = 0
+
+    def of_line(frame, event, argument):
+        nonlocal lines
+        lines += event == "line"
+        if event == "line" and lines == moment:
+            signal.raise_signal(signal.SIGINT)
+        return of_line
+
+    def of_call(frame, event, argument):
+        inside = ("quire.models.", "quire.kvcore")
+        return of_line if frame.f_globals.get("__name__", "").startswith(inside) else None
+
+    before = sys.gettrace()
+    sys.settrace(of_call)
+    try:
+        work()
+        return True, lines
+    except KeyboardInterrupt:
+        return False, lines
+    finally:
+        sys.settrace(before)
+
+
+@pytest.mark.parametrize("way", ["stream", "generate"])
+def test_an_interrupt_at_any_line_leaves_an_engine_that_goes_on(way):
+    llm = LLM("gemma3-tiny", engine=EngineConfig(num_pages=200, max_num_seqs=4))
+    prompts = [[5] * 20, [6] * 3]
+
+    def answers():
+        return [o.token_ids for o in llm.generate(prompts, PARAMS, progress=False)]
+
+    def work():
+        llm.engine.kv.clear()
+        if way == "generate":
+            answers()
+        else:
+            for _ in llm.stream(prompts[0], PARAMS):
+                pass
+
+    expected = answers()
+    ended, num_lines = interrupted_at(None, work)
+    assert ended and num_lines > 20 * NUM_MOMENTS
+    for moment in range(1, num_lines, num_lines // NUM_MOMENTS):
+        ended, _ = interrupted_at(moment, work)
+        assert not ended and not llm.engine.has_work and not llm._streams
+        llm.engine.kv.check_invariants()
+        assert llm.engine.kv.stats()["pages_in_use"] == 0
+        assert answers() == expected
+
+
+def test_a_second_interrupt_does_not_wait():
+    with pytest.raises(KeyboardInterrupt), interrupts_wait():
+        signal.raise_signal(signal.SIGINT)
+        reached = True
+        signal.raise_signal(signal.SIGINT)
+        reached = False
+    assert reached and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_interrupt_comes_after_the_block_whatever_ended_it():
+    with pytest.raises(KeyboardInterrupt) as caught, interrupts_wait():
+        signal.raise_signal(signal.SIGINT)
+        raise ValueError("of the block")
+    assert isinstance(caught.value.__context__, ValueError)
+
+
+def test_nothing_is_changed_in_other_threads_or_where_nobody_handles_the_signal():
+    seen = []
+
+    def look():
+        with interrupts_wait():
+            seen.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    look()
+    assert seen == [signal.default_int_handler, signal.SIG_IGN]
