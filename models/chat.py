@@ -15,7 +15,6 @@ from quire.models.checkpoint import read_json
 
 # For models that have bytes for tokens and never saw a chat.
 PLAIN = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
-SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 class ChatTemplate:
@@ -29,12 +28,22 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
         try:
             import jinja2
-            from jinja2.ext import loopcontrols
+            from jinja2.ext import Extension, loopcontrols
             from jinja2.sandbox import ImmutableSandboxedEnvironment
         except ImportError as error:
             raise ImportError("chat needs the package jinja2 (pip install 'quire[hf]')") from error
+
+        class Generation(Extension):
+            """``{% generation %}`` marks for training what the model said: here it is its body."""
+
+            tags = {"generation"}  # noqa: RUF012 (the base class's)
+
+            def parse(self, parser: Any) -> Any:
+                next(parser.stream)
+                return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
         sandbox = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
         )
 
         def refuse(message: str) -> None:
@@ -43,7 +52,6 @@ class ChatTemplate:
         sandbox.filters["tojson"] = _to_json
         sandbox.globals["raise_exception"] = refuse
         sandbox.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-        self._error = jinja2.TemplateError
         self._special_tokens = dict(special_tokens or {})
         try:
             self._template = sandbox.from_string(source)
@@ -67,30 +75,40 @@ class ChatTemplate:
             raise ValueError(
                 f"chat: expected a chat_template.jinja, or a chat_template in tokenizer_config.json, in {str(path)!r}"
             )
-        tokens = {name: config[name] for name in SPECIAL_TOKENS if config.get(name)}
-        return cls(
-            source, {n: t["content"] if isinstance(t, dict) else t for n, t in tokens.items()}
-        )
+        tokens = {
+            name: token["content"] if isinstance(token, dict) else token
+            for name, token in config.items()
+            if name.endswith("_token") and isinstance(token, str | dict)
+        }
+        return cls(source, tokens)
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
     ) -> str:
         """Text of a chat, special tokens spelled out.
 
-        messages: ``{"role": "system" | "user" | "assistant", "content": text}``, first one first.
+        messages: ``{"role": "system" | "user" | "assistant", "content": text}``, first one first, and whatever else the template
+            reads; a key whose value is None counts as absent.
+        tools: JSON schemas of functions that the model may call.
         add_generation_prompt: end with what introduces the model's answer.
 
         Raises: ValueError when the template refuses the messages.
         """
         try:
             return self._template.render(
-                messages=list(messages),
+                messages=[{k: v for k, v in m.items() if v is not None} for m in messages],
+                tools=None if tools is None else list(tools),
+                documents=None,
                 add_generation_prompt=add_generation_prompt,
                 **self._special_tokens,
             )
-        except self._error as error:
+        except Exception as error:  # a template is a program, and may fail as one
             raise ValueError(f"messages: the chat template refuses them: {error}") from error
 
 
-def _to_json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _to_json(value: Any, *, ensure_ascii: bool = False, **options: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)

@@ -6,6 +6,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -141,20 +142,27 @@ class LLM:
         self.engine.check(ids, params)
         return self._deltas(ids, params)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Token ids of a chat whose next message is the model's (`quire.models.chat`).
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[int]:
+        """Token ids of a chat whose next message is the model's. Arguments as in `ChatTemplate.render`.
 
-        Raises: ValueError without tokenizer or template; ImportError without jinja2.
+        Raises: ValueError without tokenizer or template, or for messages that the template refuses; ImportError without jinja2.
         """
         if self.tokenizer is None:
             raise ValueError("chat: expected a model with a tokenizer.json, this one has none")
+        return self.tokenizer.encode(self._template.render(messages, tools=tools), special=False)
+
+    @cached_property
+    def _template(self) -> ChatTemplate:
         if self._directory is not None:
-            template = ChatTemplate.of_directory(self._directory)
-        elif isinstance(self.tokenizer, ByteTokenizer):
-            template = ChatTemplate(PLAIN)
-        else:
-            raise ValueError("chat: expected a Hugging Face directory, whose template is known")
-        return self.tokenizer.encode(template.render(messages), special=False)
+            return ChatTemplate.of_directory(self._directory)
+        if isinstance(self.tokenizer, ByteTokenizer):
+            return ChatTemplate(PLAIN)
+        raise ValueError("chat: expected a Hugging Face directory, whose template is known")
 
     def _deltas(self, ids: Sequence[int], params: SamplingParams) -> Iterator[OutputDelta]:
         mine: deque[OutputDelta] = deque()

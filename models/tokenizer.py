@@ -17,7 +17,7 @@ class Tokenizer(Protocol):
     """What `quire.models.llm.LLM` needs of a tokenizer."""
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Token ids of a prompt, with the model's start token; special=False: of text that spells its special tokens itself."""
+        """Token ids of a prompt, with the special tokens around it; special=False: of text that spells its special tokens itself."""
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of generated ids, without special tokens."""
@@ -114,12 +114,10 @@ class ByteTokenizer:
 class FileTokenizer:
     """A ``tokenizer.json``, read by the tokenizers library (extra "hf").
 
-    bos_token_id: put in front of a prompt that the file's own post-processor does not start with it; None = never.
-
     Raises: ImportError without tokenizers; ValueError for a file that it cannot read.
     """
 
-    def __init__(self, path: Path, bos_token_id: int | None) -> None:
+    def __init__(self, path: Path) -> None:
         try:
             from tokenizers import Tokenizer as Backend
         except ImportError as error:
@@ -132,14 +130,13 @@ class FileTokenizer:
             raise ValueError(
                 f"path: expected a tokenizer in {str(path)!r}, got: {error}"
             ) from error
-        self._bos_token_id = bos_token_id
+        # Of the file's training, not of its use.
+        self._backend.no_truncation()
+        self._backend.no_padding()
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Ids with the special tokens that the file adds, starting with bos; with special=False only those in the text."""
-        ids = self._backend.encode(text, add_special_tokens=special).ids
-        if special and self._bos_token_id is not None and ids[:1] != [self._bos_token_id]:
-            ids.insert(0, self._bos_token_id)
-        return ids
+        """Ids with the special tokens that the file itself adds, as in transformers; with special=False only those in the text."""
+        return self._backend.encode(text, add_special_tokens=special).ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text without special tokens."""
@@ -149,5 +146,5 @@ class FileTokenizer:
 def find_tokenizer(config: ModelConfig, path: Path | None) -> Tokenizer | None:
     """The tokenizer of a model: ``tokenizer.json`` in its directory, bytes for a vocabulary of 259, else None."""
     if path is not None and (path / "tokenizer.json").is_file():
-        return FileTokenizer(path / "tokenizer.json", config.bos_token_id)
+        return FileTokenizer(path / "tokenizer.json")
     return ByteTokenizer() if config.vocab_size == BYTE_VOCAB else None

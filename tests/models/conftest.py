@@ -17,6 +17,7 @@ from quire.models.configs import CONFIGS, ModelConfig, RopeConfig, get_config
 from quire.models.decoder import Decoder
 from quire.models.hf_config import to_hf
 from quire.models.weights import random_model, save_checkpoint
+from tests.models import chats
 
 TINY = (
     "gemma3-tiny",
@@ -90,6 +91,12 @@ def oracle_root(tmp_path_factory) -> Path:
     ropes = [to_hf(rope_config(rope)) for rope in ROPES.values()]
     jobs.append({"ropes": ropes, "out": str(root / "ropes.pt")})
     jobs.append({"mxfp4": 0, "out": str(root / "mxfp4.pt")})
+    directories = [root / f"chat{i}" for i in range(len(chats.CASES))]
+    for directory, case in zip(directories, chats.CASES, strict=True):
+        chats.write_tokenizer(directory, *case)
+    asked = {"texts": chats.TEXTS, "messages": chats.MESSAGES, "tools": chats.TOOLS}
+    out = {"chats": [str(d) for d in directories], "out": str(root / "chats.json")}
+    jobs.append(asked | out)
     _run_oracle(root, jobs)
     return root
 

@@ -7,6 +7,8 @@ Usage: python oracle.py JOBS.json, a list of
     {"shapes": {config}, "out": file}                                  {tensor name: shape} as JSON, a tied lm_head left out
     {"ropes": [{config}, ...], "out": file}                            [(frequencies, amplitude)] of llama configurations
     {"mxfp4": seed, "out": file}                                       (blocks, scales, their values) of random packed experts
+    {"chats": [directory, ...], "texts": [...], "messages": [...], "tools": [...], "out": file}
+                                       for each directory, as JSON: ids of the texts, the rendered chat without tools and with them
 """
 
 import json
@@ -14,7 +16,7 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 
 def randomise(model, seed):
@@ -73,6 +75,20 @@ def mxfp4(seed):
     return blocks, scales, convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
 
 
+def chats(directories, texts, messages, tools):
+    for directory in directories:
+        tokenizer = AutoTokenizer.from_pretrained(directory)
+        yield {
+            "ids": [tokenizer(text).input_ids for text in texts],
+            "rendered": [
+                tokenizer.apply_chat_template(
+                    messages, tools=given, add_generation_prompt=True, tokenize=False
+                )
+                for given in (None, tools)
+            ],
+        }
+
+
 def main():
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
@@ -86,6 +102,9 @@ def main():
             Path(job["out"]).write_text(json.dumps(shapes(job["shapes"])))
         elif "ropes" in job:
             torch.save(ropes(job["ropes"]), job["out"])
+        elif "chats" in job:
+            results = chats(job["chats"], job["texts"], job["messages"], job["tools"])
+            Path(job["out"]).write_text(json.dumps(list(results)))
         elif "mxfp4" in job:
             torch.save(mxfp4(job["mxfp4"]), job["out"])
         else:

@@ -1,7 +1,6 @@
 """Text in and out: streams, stop strings, chat templates, the command line."""
 
 import io
-import json
 import signal
 import subprocess
 import sys
@@ -14,7 +13,6 @@ import torch
 
 from quire.models import generate
 from quire.models import llm as llm_module
-from quire.models.chat import PLAIN, ChatTemplate
 from quire.models.configs import get_config
 from quire.models.llm import LLM
 from quire.models.request import OutputDelta, SamplingParams
@@ -121,7 +119,7 @@ def test_spaces_of_a_word_tokenizer_survive_the_stream(tmp_path):
     backend.decoder = tokenizers.decoders.Metaspace()  # strips the first space only
     backend.add_special_tokens(["<eos>"])
     backend.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = FileTokenizer(tmp_path / "tokenizer.json", bos_token_id=None)
+    tokenizer = FileTokenizer(tmp_path / "tokenizer.json")
     stream = TextStream(tokenizer, (), (0,))
     pieces = []
     for token in (1, 2, 3, 1, 0):
@@ -200,62 +198,6 @@ def test_bad_streams_are_refused_at_once(llm):
         without.generate([[5]], SamplingParams(stop="x"), progress=False)
     assert not without.engine.has_work
     assert [d.text for d in without.stream([5], SamplingParams(2))] == ["", ""]
-
-
-# Chat.
-
-TEMPLATE = (
-    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
-    "{% for m in messages %}<turn>{{ m['role'] }}\n{{ m['content'] | trim }}{{ {'a': 'é'} | tojson }}<end>\n{% endfor %}"
-    "{% if add_generation_prompt %}<turn>model\n{% endif %}"
-)
-
-
-def test_chat_templates_of_a_directory(tmp_path):
-    pytest.importorskip("jinja2", reason="renders chat templates")
-    messages = [{"role": "user", "content": " hi "}]
-    expected = '<s><turn>user\nhi{"a": "é"}<end>\n<turn>model\n'
-    with pytest.raises(ValueError, match=r"chat: expected a chat_template\.jinja"):
-        ChatTemplate.of_directory(tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"path: expected JSON in .*tokenizer_config\.json"):
-        ChatTemplate.of_directory(tmp_path)
-    config = {"bos_token": {"content": "<s>"}, "eos_token": "</s>"}
-    for template in (
-        TEMPLATE,
-        [{"name": "tools", "template": "x"}, {"name": "default", "template": TEMPLATE}],
-    ):
-        (tmp_path / "tokenizer_config.json").write_text(
-            json.dumps(config | {"chat_template": template})
-        )
-        assert ChatTemplate.of_directory(tmp_path).render(messages) == expected
-    (tmp_path / "chat_template.jinja").write_text("file wins")
-    assert ChatTemplate.of_directory(tmp_path).render(messages) == "file wins"
-    template = ChatTemplate(TEMPLATE, {"bos_token": "<s>"})
-    assert (
-        template.render(messages, add_generation_prompt=False) == expected[: -len("<turn>model\n")]
-    )
-    with pytest.raises(
-        ValueError, match="messages: the chat template refuses them: no system role"
-    ):
-        template.render([{"role": "system", "content": "x"}])
-    with pytest.raises(ValueError, match="chat template: line 1"):
-        ChatTemplate("{% for %}")
-    assert ChatTemplate(PLAIN).render(messages) == "user:  hi \nassistant: "
-
-
-def test_templates_run_in_a_sandbox():
-    jinja2 = pytest.importorskip("jinja2", reason="renders chat templates")
-    with pytest.raises((ValueError, jinja2.exceptions.SecurityError)):
-        ChatTemplate("{{ ''.__class__.__mro__[1].__subclasses__() }}").render([])
-
-
-def test_what_is_missing_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "jinja2", None)
-    with pytest.raises(
-        ImportError, match=r"chat needs the package jinja2 \(pip install 'quire\[hf\]'\)"
-    ):
-        ChatTemplate("x")
 
 
 # The command line.

@@ -65,12 +65,15 @@ def test_tokenizer_json(tmp_path):
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     backend.add_special_tokens(["<bos>", "<eos>"])
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", 2)]
+    )
+    backend.enable_truncation(3)
     backend.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = FileTokenizer(tmp_path / "tokenizer.json", bos_token_id=2)
+    tokenizer = FileTokenizer(tmp_path / "tokenizer.json")
     assert tokenizer.encode("one two three") == [2, 3, 4, 5]
-    assert tokenizer.encode("<bos> one") == [2, 3]  # not twice
+    assert tokenizer.encode("<bos> one", special=False) == [2, 3]
     assert tokenizer.decode([2, 3, 4, 1]) == "one two"
-    assert FileTokenizer(tmp_path / "tokenizer.json", bos_token_id=None).encode("one") == [3]
     save_checkpoint(random_model(get_config("gemma3-tiny")), tmp_path)
     llm = LLM(tmp_path, engine=SETTINGS)
     assert llm.generate("one", FOUR, progress=False)[0].prompt_token_ids == (2, 3)
