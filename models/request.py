@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from numbers import Integral, Real
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -54,20 +56,25 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        for name, value, ok, expected in (
-            ("max_tokens", self.max_tokens, self.max_tokens >= 1, ">= 1"),
-            ("stop", self.stop, all(self.stop), "strings that are not empty"),
-            ("temperature", self.temperature, 0 <= self.temperature < float("inf"), "a finite number >= 0"),
-            ("top_k", self.top_k, self.top_k >= 0, ">= 0 (0 = all)"),
-            ("top_p", self.top_p, 0 < self.top_p <= 1, "in (0, 1]"),
-            ("min_p", self.min_p, 0 <= self.min_p <= 1, "in [0, 1]"),
-            ("repetition_penalty", self.repetition_penalty, 0 < self.repetition_penalty < float("inf"), "a finite number > 0"),
-            ("n", self.n, self.n >= 1, ">= 1"),
-            ("logprobs", self.logprobs, self.logprobs is None or 0 <= self.logprobs <= MAX_TOP_LOGPROBS, f"None or 0..{MAX_TOP_LOGPROBS}"),
+        # One alone, a list and None will do too.
+        for name, kind in (("stop", str), ("stop_token_ids", Integral)):
+            value = getattr(self, name)
+            value = (value,) if isinstance(value, kind) else tuple(value or ())
+            object.__setattr__(self, name, value)
+        for name, value, kind, ok, expected in (
+            ("max_tokens", self.max_tokens, Integral, lambda x: x >= 1, "an int >= 1"),
+            *(("stop_token_ids", i, Integral, lambda x: True, "ints") for i in self.stop_token_ids),
+            *(("stop", text, str, bool, "strings that are not empty") for text in self.stop),
+            ("temperature", self.temperature, Real, lambda x: 0 <= x < math.inf, "a finite number >= 0"),
+            ("top_k", self.top_k, Integral, lambda x: 0 <= x < 2**31, "an int >= 0 (0 = all)"),
+            ("top_p", self.top_p, Real, lambda x: 0 < x <= 1, "a number in (0, 1]"),
+            ("min_p", self.min_p, Real, lambda x: 0 <= x <= 1, "a number in [0, 1]"),
+            ("repetition_penalty", self.repetition_penalty, Real, lambda x: 0 < x < math.inf, "a finite number > 0"),
+            ("seed", self.seed, Integral | None, lambda x: True, "None or an int"),
+            ("n", self.n, Integral, lambda x: x >= 1, "an int >= 1"),
+            ("logprobs", self.logprobs, Integral | None, lambda x: x is None or 0 <= x <= MAX_TOP_LOGPROBS, f"None or 0..{MAX_TOP_LOGPROBS}"),
         ):  # fmt: skip
-            if not ok:
+            if isinstance(value, bool) or not isinstance(value, kind) or not ok(value):
                 raise ValueError(f"{name}: expected {expected}, got {value!r}")
 
     @property

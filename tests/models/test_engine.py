@@ -427,7 +427,7 @@ def test_bad_settings():
         Engine(model, EngineConfig(max_num_seqs=5, max_num_batched_tokens=4, num_pages=20))
     with pytest.raises(ValueError, match=r"max_model_len: expected 1\.\.4096, got 5000"):
         Engine(model, EngineConfig(max_model_len=5000, num_pages=20))
-    with pytest.raises(ValueError, match="max_tokens: expected >= 1, got 0"):
+    with pytest.raises(ValueError, match="max_tokens: expected an int >= 1, got 0"):
         SamplingParams(max_tokens=0)
     engine = Engine(model, EngineConfig(num_pages=20))
     engine.add_request([5], request_id="a")

@@ -285,15 +285,36 @@ def test_seeds_of_their_own_differ_but_not_from_run_to_run():
     [
         ({"temperature": -1}, "temperature: expected a finite number >= 0, got -1"),
         ({"temperature": float("nan")}, "temperature: expected a finite"),
-        ({"top_k": -1}, r"top_k: expected >= 0 \(0 = all\), got -1"),
-        ({"top_p": 0}, r"top_p: expected in \(0, 1\], got 0"),
-        ({"min_p": 2}, r"min_p: expected in \[0, 1\], got 2"),
+        ({"top_k": -1}, r"top_k: expected an int >= 0 \(0 = all\), got -1"),
+        ({"top_p": 0}, r"top_p: expected a number in \(0, 1\], got 0"),
+        ({"min_p": 2}, r"min_p: expected a number in \[0, 1\], got 2"),
         ({"repetition_penalty": 0}, "repetition_penalty: expected a finite number > 0, got 0"),
-        ({"n": 0}, "n: expected >= 1, got 0"),
+        ({"n": 0}, "n: expected an int >= 1, got 0"),
         ({"logprobs": 65}, r"logprobs: expected None or 0\.\.64, got 65"),
-        ({"stop": ("a", "")}, "stop: expected strings that are not empty"),
+        ({"stop": ("a", "")}, "stop: expected strings that are not empty, got ''"),
+        # Of another type: some of these would fail in the middle of a step, some would be rounded.
+        ({"max_tokens": 2.5}, "max_tokens: expected an int >= 1, got 2.5"),
+        ({"max_tokens": None}, "max_tokens: expected an int >= 1, got None"),
+        ({"temperature": "1"}, "temperature: expected a finite number >= 0, got '1'"),
+        ({"top_k": 10**30}, "top_k: expected an int"),
+        ({"top_k": 2.5}, "top_k: expected an int"),
+        ({"seed": 1.5}, "seed: expected None or an int, got 1.5"),
+        ({"n": 2.0}, "n: expected an int >= 1, got 2.0"),
+        ({"logprobs": True}, r"logprobs: expected None or 0\.\.64, got True"),
+        ({"logprobs": 2.0}, r"logprobs: expected None or 0\.\.64, got 2.0"),
+        ({"stop": (5,)}, "stop: expected strings that are not empty, got 5"),
+        ({"stop_token_ids": ("a",)}, "stop_token_ids: expected ints, got 'a'"),
     ],
 )
 def test_bad_params(params, message):
     with pytest.raises(ValueError, match=message):
         SamplingParams(**params)
+
+
+def test_params_of_other_libraries_types():
+    params = SamplingParams(
+        max_tokens=np.int64(3), temperature=np.float32(1), stop=None, stop_token_ids=7
+    )
+    assert params.stop == () and params.stop_token_ids == (7,)
+    assert SamplingParams(stop="a", stop_token_ids=[1, 2]).stop == ("a",)
+    assert SamplingParams(stop=["a", "b"]) == SamplingParams(stop=("a", "b"))
