@@ -95,9 +95,13 @@ def weight_files(path: Path) -> list[Path]:
     """The files that the index names, or the only one; raises ValueError naming those that do not exist."""
     if (path / INDEX_FILE).is_file():
         weight_map = read_json(path / INDEX_FILE).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
+        names = (
+            sorted({str(file) for file in weight_map.values()})
+            if isinstance(weight_map, dict)
+            else []
+        )
+        if not names:
             raise ValueError(f"path: expected a weight_map in {str(path / INDEX_FILE)!r}")
-        names = sorted(set(weight_map.values()))
     else:
         names = ["model.safetensors"]
     absent = [name for name in names if not (path / name).is_file()]

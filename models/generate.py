@@ -27,8 +27,8 @@ from quire.models.memory import KV_CACHE_DTYPES
 from quire.models.request import SamplingParams
 from quire.models.runner import EngineConfig
 from quire.models.speculative import Drafter
+from quire.models.weights import DTYPES
 
-DTYPES = ("bfloat16", "float16", "float32")
 INTERRUPTED, UNREAD = 130, 141  # as a shell reports SIGINT and SIGPIPE
 
 
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             engine=_settings(args),
             drafter=_drafter(args) if args.speculate else None,
             device=args.device,
-            dtype=getattr(torch, args.dtype) if args.dtype else None,
+            dtype=args.dtype,
             seed=args.model_seed,
         )
         if args.stats:
@@ -235,7 +235,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-model-len", type=int, metavar="N", help="longest sequence; default: what model and pool allow")  # fmt: skip
     add("--max-num-seqs", type=int, default=16, metavar="N", help="requests at once; default: 16")
     add("--device", help="torch device; default: cuda where there is one, else cpu")
-    add("--dtype", choices=DTYPES, help="default: the checkpoint's; random: bfloat16 on a GPU, float32 on a CPU")  # fmt: skip
+    add("--dtype", choices=tuple(DTYPES), help="default: the checkpoint's; random: bfloat16 on a GPU, float32 on a CPU")  # fmt: skip
     add("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto",
         help="what pages hold: auto (default) = the model's dtype; fp8 = e4m3 with a scale for each row")  # fmt: skip
     add("--impl", choices=("triton", "torch"), help="kernels; default: triton on a GPU, else torch")

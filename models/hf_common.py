@@ -98,8 +98,11 @@ def common_fields(text: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def token_ids(value: int | Sequence[int] | None) -> tuple[int, ...]:
-    """The ids of a key that may hold one, several or none."""
-    return tuple(value) if isinstance(value, Sequence) else () if value is None else (value,)
+    """The ids of a key that may hold one, several or none; raises ValueError for what is no id."""
+    ids = tuple(value) if isinstance(value, Sequence) else () if value is None else (value,)
+    if not all(isinstance(i, int) for i in ids):
+        raise ValueError(f"eos_token_id: expected an id or a list of ids, got {value!r}")
+    return ids
 
 
 def write_common(config: ModelConfig) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from quire.models.request import OutputDelta, RequestOutput, SamplingParams
 from quire.models.runner import Engine, EngineConfig, StepReport
 from quire.models.speculative import Drafter, NGramDrafter
 from quire.models.tokenizer import ByteTokenizer, Tokenizer, find_tokenizer
-from quire.models.weights import build_model, load_model, random_model
+from quire.models.weights import build_model, find_dtype, load_model, random_model
 
 DRAFTERS: dict[str, Callable[[Any, int], Drafter]] = {
     "ngram": lambda model, draft_tokens: NGramDrafter(draft_tokens),
@@ -38,7 +38,7 @@ class LLM:
     model: a named configuration (random weights), a Hugging Face directory, or a built model.
     engine: settings; default `EngineConfig()`. drafter: speculates (`quire.models.speculative`), or a function that makes it from the
         model; None = no speculation.
-    device: default: the GPU if there is one. dtype: default: that of the checkpoint; for random weights bfloat16 on a GPU
+    device: default: the GPU if there is one. dtype: one of torch, or its name; default: that of the checkpoint; for random weights bfloat16 on a GPU
         and float32 on a CPU. Both are the model's own where it is already built.
     seed: of random weights.
 
@@ -58,9 +58,10 @@ class LLM:
         engine: EngineConfig | None = None,
         drafter: Drafter | Callable[[Any], Drafter] | None = None,
         device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         seed: int = 0,
     ) -> None:
+        dtype = None if dtype is None else find_dtype(dtype)
         self._directory: Path | None = None
         if isinstance(model, nn.Module):
             if device is not None or dtype is not None:

@@ -11,6 +11,14 @@ FAMILIES = ("gemma3", "gemma4", "llama", "gpt_oss")
 ROPE_KINDS = ("default", "linear", "proportional", "llama3", "yarn")
 
 
+def _expect_counts(config: object, *names: str) -> None:
+    """Raises ValueError where one of these fields is not an int of at least 1."""
+    for name in names:
+        value = getattr(config, name)
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name}: expected an int >= 1, got {value!r}")
+
+
 @dataclass(frozen=True)
 class RopeConfig:
     """Rotary embedding of one kind of layer.
@@ -70,14 +78,15 @@ class AttentionConfig:
     k_eq_v: bool = False
 
     def __post_init__(self) -> None:
-        if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
+        _expect_counts(self, "num_heads", "num_kv_heads", "head_dim")
+        if self.sliding_window is not None:
+            _expect_counts(self, "sliding_window")
+        if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_kv_heads: expected a divisor of num_heads={self.num_heads}, got {self.num_kv_heads}"
             )
-        if self.head_dim < 2 or self.head_dim % 2:
-            raise ValueError(f"head_dim: expected an even number >= 2, got {self.head_dim}")
-        if self.sliding_window is not None and self.sliding_window < 1:
-            raise ValueError(f"sliding_window: expected >= 1, got {self.sliding_window}")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim: expected an even number, got {self.head_dim}")
 
 
 @dataclass(frozen=True)
@@ -92,7 +101,8 @@ class MoEConfig:
     intermediate_size: int
 
     def __post_init__(self) -> None:
-        if not 1 <= self.top_k <= self.num_experts:
+        _expect_counts(self, "num_experts", "top_k", "intermediate_size")
+        if self.top_k > self.num_experts:
             raise ValueError(f"top_k: expected 1..num_experts={self.num_experts}, got {self.top_k}")
 
 
@@ -140,6 +150,9 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if self.family not in FAMILIES:
             raise ValueError(f"family: expected one of {FAMILIES}, got {self.family!r}")
+        _expect_counts(self, "vocab_size", "hidden_size", "max_position_embeddings")
+        if self.family != "gpt_oss":
+            _expect_counts(self, "intermediate_size")
         unknown = sorted(set(self.layer_types) - {SLIDING, FULL})
         if unknown or not self.layer_types:
             raise ValueError(

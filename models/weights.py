@@ -33,6 +33,7 @@ _MODELS: dict[str, type[Decoder]] = {
     "gpt_oss": GptOss,
 }
 FP8_MODES = ("auto", "keep", "dequantize")
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 WORKING_SHARE = 0.8  # of the free memory may be weights before "auto" keeps fp8
 
 
@@ -186,13 +187,16 @@ def _stored_dtype(path: Path) -> torch.dtype:
     for section in (text, config):
         for key in ("dtype", "torch_dtype"):
             if name := section.get(key):
-                dtype = getattr(torch, str(name), None)
-                if dtype not in (torch.bfloat16, torch.float16, torch.float32):
-                    raise NotImplementedError(
-                        f"dtype: supported are bfloat16, float16 and float32, got {name!r}"
-                    )
-                return dtype
+                return find_dtype(name)
     return torch.bfloat16
+
+
+def find_dtype(dtype: torch.dtype | str) -> torch.dtype:
+    """A dtype of models by its name or itself; raises NotImplementedError for another."""
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise NotImplementedError(f"dtype: supported are {list(DTYPES)}, got {dtype!r}")
+    return DTYPES[name]
 
 
 def fits(model: nn.Module, device: torch.device) -> bool:

@@ -220,7 +220,11 @@ def test_shared_layers_have_the_last_owner_of_their_kind(name):
     [
         ({"num_key_value_heads": 3}, "num_kv_heads: expected a divisor of num_heads=4, got 3"),
         ({"head_dim": 31}, "head_dim: expected an even number"),
-        ({"sliding_window": 0}, "sliding_window: expected >= 1, got 0"),
+        ({"sliding_window": 0}, "sliding_window: expected an int >= 1, got 0"),
+        ({"hidden_size": "64"}, "hidden_size: expected an int >= 1, got '64'"),
+        ({"intermediate_size": None}, "intermediate_size: expected an int >= 1, got None"),
+        ({"num_attention_heads": 0}, "num_heads: expected an int >= 1, got 0"),
+        ({"eos_token_id": "x"}, "eos_token_id: expected an id or a list of ids, got 'x'"),
         ({"num_hidden_layers": 9}, "layer_types: expected num_hidden_layers=9 entries, got 7"),
         ({"layer_types": ["other"] * 7}, r"layer_types: .*got \['other'\]"),
     ],

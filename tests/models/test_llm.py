@@ -1,6 +1,7 @@
 """LLM: models by name, directory or object; prompts as text or ids; the progress bar."""
 
 import pytest
+import torch
 
 from quire.models.configs import get_config
 from quire.models.deepseek_v4.draft import MTPDrafter
@@ -115,6 +116,14 @@ def test_a_drafter_of_the_model_that_is_built_here():
     assert llm.engine.drafter.model is llm.model and drafted.num_drafts > 0
     plain = LLM("deepseek-v4-tiny", engine=SETTINGS)
     assert plain.generate([[5, 6, 7] * 5], FOUR, progress=False)[0].token_ids == drafted.token_ids
+
+
+def test_dtypes_by_name():
+    for dtype in ("float16", "torch.float16", torch.float16):
+        assert LLM("gemma3-tiny", engine=SETTINGS, dtype=dtype).model.dtype == torch.float16
+    for dtype in ("half", torch.int8, torch.float64):
+        with pytest.raises(NotImplementedError, match=r"dtype: supported are \['bfloat16', 'float16', 'float32'\], got"):  # fmt: skip
+            LLM("gemma3-tiny", engine=SETTINGS, dtype=dtype)
 
 
 def test_what_is_not_a_model():

@@ -125,6 +125,9 @@ def test_broken_json_is_named(tmp_path):
         index.write_text(text)
         with pytest.raises(ValueError, match=r"path: expected .*JSON.*index"):
             load_model(tmp_path)
+    index.write_text('{"weight_map": {"norm.weight": 5}}')
+    with pytest.raises(ValueError, match=r"path: expected the files \['5'\]"):
+        load_model(tmp_path)
     index.write_text("{}")
     with pytest.raises(ValueError, match="path: expected a weight_map in"):
         load_model(tmp_path)
