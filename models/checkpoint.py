@@ -67,6 +67,12 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def read_generation_config(path: Path) -> dict[str, Any]:
+    """``generation_config.json`` of a directory; empty where there is none. Raises as `read_json`."""
+    file = path / "generation_config.json"
+    return read_json(file) if file.is_file() else {}
+
+
 def read_headers(path: Path) -> list[Stored]:
     """Every tensor of a directory's files; raises ValueError naming files that are missing, cut off or unreadable."""
     from safetensors import SafetensorError, safe_open

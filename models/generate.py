@@ -17,6 +17,8 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -39,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         _check(args)
         torch.set_num_threads(args.threads)
-        params = _params(args)
+        _params(args, SamplingParams())  # what is out of range is said before weights are read
         prompts = [] if args.chat else _prompts(args)
         llm = LLM(
             args.model,
@@ -49,8 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             dtype=args.dtype,
             seed=args.model_seed,
         )
+        params = _params(args, llm.default_params)
         if args.stats:
-            print(llm.engine.memory.describe(), file=sys.stderr)
+            print(llm.engine.memory.describe(), sampling(params), sep="\n", file=sys.stderr)
         try:
             status = _chat(llm, params, args.system) if args.chat else _answer(llm, prompts, params)
         finally:
@@ -69,6 +72,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     finally:
         torch.set_num_threads(threads)
+
+
+def sampling(params: SamplingParams) -> str:
+    """How tokens are chosen, in a line."""
+    names = ["repetition_penalty"]
+    if params.temperature:
+        names = ["temperature", "top_k", "top_p", "min_p", *names]
+    changed = [n for n in names if getattr(params, n) != getattr(SamplingParams, n)]
+    words = [f"{name} {getattr(params, name):.4g}" for name in changed]
+    return "sampling  " + ", ".join(words if params.temperature else ["greedy", *words])
 
 
 def stats(llm: LLM) -> str:
@@ -98,9 +111,9 @@ def _answer(llm: LLM, prompts: list[str], params: SamplingParams) -> int:
 
 def _show(llm: LLM, prompt: str | list[int], params: SamplingParams) -> str:
     """Prints an answer as it comes; returns it."""
-    text = ""
+    text, deltas = "", llm.stream(prompt, params)
     try:
-        for delta in llm.stream(prompt, params):
+        for delta in deltas:
             text += delta.text
             print(delta.text, end="", flush=True)
     finally:
@@ -112,25 +125,36 @@ def _chat(llm: LLM, params: SamplingParams, system: str | None) -> int:
     messages = [{"role": "system", "content": system}] if system else []
     # What is missing is said before anybody types.
     llm.encode_chat([*messages, {"role": "user", "content": "?"}])
-    ask = "> " if sys.stdin.isatty() else ""
-    while True:
-        try:
-            print(ask, end="", file=sys.stderr, flush=True)
-            line = _utf8("stdin", sys.stdin.readline)
-        except KeyboardInterrupt:
-            line = ""
-        if not line:
-            print(end="\n" if ask else "", file=sys.stderr)
-            return 0
+    status = 0
+    while line := _line():
         if not line.strip():
             continue
         messages.append({"role": "user", "content": line.rstrip("\n")})
         try:
             answer = _show(llm, llm.encode_chat(messages), params)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, ValueError) as error:
             messages.pop()  # as if it had not been asked
+            if isinstance(error, ValueError):  # such as a chat that became too long
+                print(f"error: {error}", file=sys.stderr)
+                status = 2
             continue
         messages.append({"role": "assistant", "content": answer})
+    return status
+
+
+def _line() -> str:
+    """What is typed next; "" at the end, or for Ctrl-C."""
+    at_terminal, line = sys.stdin.isatty(), ""
+    with suppress(EOFError, KeyboardInterrupt):
+        if at_terminal and sys.stdout.isatty():
+            with suppress(ImportError):
+                import readline  # noqa: F401 (gives input() arrows and a history)
+            return _utf8("stdin", lambda: input("> ") + "\n")
+        print("> " if at_terminal else "", end="", file=sys.stderr, flush=True)
+        line = _utf8("stdin", sys.stdin.readline)
+    if at_terminal and not line:
+        print(file=sys.stderr)
+    return line
 
 
 def _prompts(args: argparse.Namespace) -> list[str]:
@@ -169,23 +193,23 @@ def _check(args: argparse.Namespace) -> None:
         ("drafter", args.drafter is None or args.speculate, "--speculate K with it", "none"),
         ("system", args.system is None or args.chat, "--chat with it", "none"),
         ("n", args.n == 1 or not args.chat, "1 in a chat", args.n),
+        ("stdin", sys.stdin or args.prompt or args.file, "a prompt", "a closed stream"),
     ):
         if not ok:
             raise ValueError(f"{name}: expected {expected}, got {got}")
 
 
-def _params(args: argparse.Namespace) -> SamplingParams:
-    return SamplingParams(
+def _params(args: argparse.Namespace, default: SamplingParams) -> SamplingParams:
+    """``default`` with what the command line says."""
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    return replace(
+        default,
         max_tokens=args.max_tokens,
         ignore_eos=args.ignore_eos,
-        stop=tuple(args.stop),
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        min_p=args.min_p,
-        repetition_penalty=args.repetition_penalty,
-        seed=args.seed,
+        stop=args.stop,
         n=args.n,
+        **given,
     )
 
 
@@ -218,11 +242,12 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--chat", action="store_true", help="a conversation, one line a message")
     add("--system", metavar="TEXT", help="of a chat: its system message")
     add("--max-tokens", type=int, default=256, metavar="N", help="tokens to generate at most; default: 256")  # fmt: skip
-    add("--temperature", type=float, default=0.0, metavar="T", help="default: 0, greedy")
-    add("--top-k", type=int, default=0, metavar="K", help="only the K likeliest tokens; default: 0, all")  # fmt: skip
-    add("--top-p", type=float, default=1.0, metavar="P", help="only the likeliest tokens of this mass; default: 1")  # fmt: skip
-    add("--min-p", type=float, default=0.0, metavar="P", help="only tokens with this share of the likeliest one's; default: 0")  # fmt: skip
-    add("--repetition-penalty", type=float, default=1.0, metavar="F", help="default: 1, none")
+    own = "default: of DIR's generation_config.json, else"
+    add("--temperature", type=float, metavar="T", help=f"{own} 0, greedy")
+    add("--top-k", type=int, metavar="K", help=f"only the K likeliest tokens; {own} 0, all")
+    add("--top-p", type=float, metavar="P", help=f"only the likeliest tokens of this mass; {own} 1")
+    add("--min-p", type=float, metavar="P", help=f"only tokens with this share of the likeliest one's; {own} 0")  # fmt: skip
+    add("--repetition-penalty", type=float, metavar="F", help=f"{own} 1, none")
     add("--seed", type=int, metavar="N", help="of the draws; default: the same every time")
     add("--stop", action="append", default=[], metavar="TEXT", help="ends the answer; may be repeated")  # fmt: skip
     add("--ignore-eos", action="store_true", help="the model's own stop ids do not end the answer")

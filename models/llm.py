@@ -15,6 +15,7 @@ from torch import nn
 from tqdm import tqdm
 
 from quire.models.chat import PLAIN, ChatTemplate
+from quire.models.checkpoint import read_generation_config
 from quire.models.configs import named_configs
 from quire.models.deepseek_v4.draft import MTPDrafter
 from quire.models.interrupts import interrupts_wait
@@ -44,6 +45,7 @@ class LLM:
 
     Attributes:
         model, engine, tokenizer (None where prompts must be token ids).
+        default_params: SamplingParams of prompts that are given none (`default_params`).
 
     Ctrl-C ends `generate` and `stream` between two steps: their requests are aborted, and all else goes on.
 
@@ -86,6 +88,7 @@ class LLM:
                 raise ValueError(
                     f"model: expected one of {sorted(configs)}, a directory or a module, got {str(model)!r}"
                 )
+        self.default_params = default_params(self._directory)
         self.tokenizer: Tokenizer | None = find_tokenizer(self.model.config, self._directory)
         if callable(drafter):
             drafter = drafter(self.model)
@@ -102,7 +105,7 @@ class LLM:
         """Generates for all prompts at once.
 
         prompts: texts (where the model has a tokenizer) or lists of token ids; one text stands for a list of one.
-        params: for all prompts, or one for each. progress: show a bar with tokens per second on stderr.
+        params: for all prompts, or one for each; default: ``default_params``. progress: show a bar with tokens per second on stderr.
 
         Returns: outputs in the order of the prompts; the n samples of a prompt (`SamplingParams.n`) one after another.
         Raises: ValueError for prompts that the engine refuses (none is then queued), for texts without a tokenizer, or for
@@ -110,7 +113,7 @@ class LLM:
         """
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)
         if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(prompts)
+            params = [params or self.default_params] * len(prompts)
         if len(params) != len(prompts):
             raise ValueError(
                 f"params: expected one for each of {len(prompts)} prompts, got {len(params)}"
@@ -134,12 +137,12 @@ class LLM:
     ) -> Iterator[OutputDelta]:
         """Generates for one prompt, and yields what each step adds. Ending the iteration early aborts the request.
 
-        prompt: text or token ids. params: of the request; with n samples, deltas say which one they belong to.
+        prompt: text or token ids. params: as in `generate`; with n samples, deltas say which one they belong to.
 
         Yields: OutputDelta; their texts together are the text of the output.
         Raises: ValueError, at once, for a prompt that the engine refuses.
         """
-        ids, params = self._encode(prompt), params or SamplingParams()
+        ids, params = self._encode(prompt), params or self.default_params
         self.engine.check(ids, params)
         return self._deltas(ids, params)
 
@@ -244,6 +247,19 @@ def find_device(device: torch.device | str | None = None) -> torch.device:
             f"device: expected one of this machine's, got {str(device)!r}: {reason}"
         ) from error
     return found
+
+
+def default_params(directory: Path | None) -> SamplingParams:
+    """How a checkpoint wants to be sampled: greedily, unless its ``generation_config.json`` says ``do_sample``.
+
+    Raises: ValueError for a file that is no JSON, or has a value out of range.
+    """
+    given = {} if directory is None else read_generation_config(directory)
+    names = ["repetition_penalty"]
+    if given.get("do_sample"):
+        given = {"temperature": 1.0} | given
+        names += ["temperature", "top_k", "top_p", "min_p"]
+    return SamplingParams(**{name: given[name] for name in names if given.get(name) is not None})
 
 
 def expect_room(config: Any, device: torch.device, dtype: torch.dtype) -> None:

@@ -14,7 +14,14 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from quire.models.checkpoint import INDEX_FILE, Source, catalogue, match, read_json
+from quire.models.checkpoint import (
+    INDEX_FILE,
+    Source,
+    catalogue,
+    match,
+    read_generation_config,
+    read_json,
+)
 from quire.models.configs import ModelConfig
 from quire.models.decoder import Decoder
 from quire.models.gemma import Gemma
@@ -55,8 +62,7 @@ def load_config(path: str | Path) -> ModelConfig:
     if not (path / "config.json").is_file():
         raise ValueError(f"path: expected a directory with a config.json, got {str(path)!r}")
     config = from_hf(read_json(path / "config.json"), name=path.name)
-    generation = path / "generation_config.json"
-    eos = read_json(generation).get("eos_token_id") if generation.is_file() else None
+    eos = read_generation_config(path).get("eos_token_id")
     return config if eos is None else replace(config, eos_token_ids=token_ids(eos))
 
 

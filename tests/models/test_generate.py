@@ -1,9 +1,15 @@
 """Text in and out: streams, stop strings, chat templates, the command line."""
 
+import fcntl
 import io
+import json
+import os
+import pty
+import select
 import signal
 import subprocess
 import sys
+import termios
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -307,6 +313,15 @@ def test_errors_name_the_argument(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
+def test_a_closed_stdin(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", None)
+    for more in ([], ["--chat"]):
+        assert generate.main(["--model", "gemma3-tiny", *more]) == 2
+        assert "error: stdin: expected a prompt, got a closed stream" in capsys.readouterr().err
+    command = ["--model", "gemma3-tiny", "--num-pages", "99", "--max-tokens", "1"]
+    assert generate.main([*command, "--prompt", "a"]) == 0
+
+
 def test_options_that_a_chat_has_not(capsys):
     assert generate.main(["--model", "gemma3-tiny", "--chat", "--n", "2"]) == 2
     assert "error: n: expected 1 in a chat, got 2" in capsys.readouterr().err
@@ -376,6 +391,56 @@ def test_drafters_of_the_command_line(capsys):
     assert "error: model: expected one with drafter layers" in capsys.readouterr().err
 
 
+def test_a_question_that_is_too_long_is_refused_and_the_chat_goes_on(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"one\n{'x' * 200}\ntwo\n"))
+    base = ["--model", "gemma3-tiny", "--num-pages", "99", "--max-tokens", "3", "--ignore-eos"]
+    assert generate.main([*base, "--chat", "--max-model-len", "90"]) == 2
+    out, err = capsys.readouterr()
+    assert err == "error: prompt_token_ids: expected 1..89 ids (max_model_len - 1), got 245\n"
+    monkeypatch.setattr(sys, "stdin", io.StringIO("one\ntwo\n"))
+    assert generate.main([*base, "--chat"]) == 0
+    assert capsys.readouterr().out == out
+
+
+def test_a_checkpoint_says_how_it_is_sampled(tmp_path, capsys):
+    model = random_model(get_config("gemma3-tiny"))
+    save_checkpoint(model, tmp_path)
+    file = tmp_path / "generation_config.json"
+
+    def of_file(**content):
+        file.write_text(json.dumps(content))
+        return LLM(tmp_path, engine=SETTINGS).default_params
+
+    assert LLM(tmp_path, engine=SETTINGS).default_params == SamplingParams()
+    assert of_file(temperature=0.5, top_k=3, repetition_penalty=1.5) == SamplingParams(
+        repetition_penalty=1.5
+    )
+    assert of_file(do_sample=True, top_k=None) == SamplingParams(temperature=1.0)
+    with pytest.raises(ValueError, match=r"top_p: expected a number in \(0, 1\], got 5"):
+        of_file(do_sample=True, top_p=5)
+    full = {"temperature": 2.0, "top_k": 50, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.1}
+    assert of_file(do_sample=True, eos_token_id=1, **full) == SamplingParams(**full)
+
+    llm = LLM(tmp_path, engine=SETTINGS)
+    params = [SamplingParams(16, **full, seed=7), SamplingParams(16, seed=7)]
+    sampled, greedy = (o.text for o in llm.generate(["a", "a"], params, progress=False))
+    assert sampled != greedy
+    command = ["--model", str(tmp_path), "--prompt", "a", "--num-pages", "99", "--max-tokens", "16"]
+    assert generate.main([*command, "--seed", "7", "--stats"]) == 0
+    out, err = capsys.readouterr()
+    assert out == f"{sampled}\n"
+    assert (
+        "sampling  temperature 2, top_k 50, top_p 0.9, min_p 0.01, repetition_penalty 1.1\n" in err
+    )
+    plain = ["--temperature", "0", "--repetition-penalty", "1", "--stats"]
+    assert generate.main([*command, *plain]) == 0
+    out, err = capsys.readouterr()
+    assert out == f"{greedy}\n" and "sampling  greedy\n" in err
+    one, two = LLM(tmp_path, engine=SETTINGS), LLM(tmp_path, engine=SETTINGS)
+    [output] = one.generate("a", progress=False)
+    assert "".join(d.text for d in two.stream("a")) == output.text
+
+
 def test_ctrl_c_in_a_chat_ends_the_answer_and_forgets_the_question(monkeypatch, capsys):
     """At the prompt it ends the chat."""
     asked = []
@@ -416,6 +481,44 @@ def test_text_is_shown_as_it_comes(monkeypatch):
     monkeypatch.setattr(sys, "stdout", screen)
     assert generate.main(["--model", "gemma3-tiny", "--num-pages", "99", "--prompt", "x"]) == 0
     assert screen.shown == "halfwhole\n"
+
+
+def test_a_chat_at_a_terminal():
+    """Ctrl-C ends an answer, the arrow keys bring a question back, and Ctrl-D ends the chat."""
+    pytest.importorskip("readline", reason="edits lines")
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "models.generate", "--model", "gemma3-tiny", "--chat", "--threads", "1"]  # fmt: skip
+    process = subprocess.Popen(
+        [*command, "--max-tokens", "4000", "--ignore-eos", "--num-pages", "999"],
+        cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
+        env=os.environ | {"TERM": "dumb"},
+        preexec_fn=lambda: (
+            fcntl.ioctl(0, termios.TIOCSCTTY, 0), signal.signal(signal.SIGINT, signal.SIG_DFL)
+        ),
+    )  # fmt: skip
+    os.close(theirs)
+    shown = b""
+
+    def wait_for(text, more=0):
+        """Reads until ``text`` has come, and so many bytes after it."""
+        nonlocal shown
+        while text not in shown or len(shown.partition(text)[2]) < more:
+            assert select.select([ours], [], [], 60)[0], shown
+            shown += os.read(ours, 4096)
+        shown = shown.partition(text)[2]
+
+    wait_for(b"> ")
+    os.write(ours, b"first question\n")
+    wait_for(b"first question\r\n", more=40)
+    os.write(ours, b"\x03")
+    wait_for(b"\n> ")
+    os.write(ours, b"\x1b[A\n")
+    wait_for(b"first question\r\n", more=40)
+    os.write(ours, b"\x03")
+    wait_for(b"\n> ")
+    os.write(ours, b"\x04")
+    assert process.wait(timeout=60) == 0
+    os.close(ours)
 
 
 def test_ctrl_c_leaves_cleanly_after_what_was_streamed():
