@@ -11,7 +11,7 @@ _HOME = {
     "ChatTemplate": "chat",
     "Decoder": "decoder",
     "Engine": "runner",
-    "EngineConfig": "runner",
+    "EngineConfig": "engine_config",
     "Gemma": "gemma",
     "GptOss": "gpt_oss",
     "LLM": "llm",

@@ -7,8 +7,9 @@ it sees nothing and writes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,6 +17,9 @@ from torch import Tensor
 
 from quire.kvcore import StepPlan
 from quire.models.batch import AttnMetadata, BatchBuilder, Staging
+
+if TYPE_CHECKING:
+    from quire.models.engine_config import EngineConfig
 
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
 """Takes work on fixed buffers, and returns what does it again on their contents of then."""
@@ -41,7 +45,8 @@ class _Graph:
 class DecodeGraphs:
     """Runs steps in which every sequence has one new token.
 
-    forward: the model. builder: whose tables the graphs read. max_num_seqs: the largest batch. max_seq_len: the longest sequence.
+    forward: the model. builder: whose tables the graphs read. sizes: batches to capture, ascending (`sizes_to_capture`). max_seq_len: the
+        longest sequence.
     capture: default: CUDA graphs on a GPU, and on a CPU the same work called again.
     """
 
@@ -50,12 +55,12 @@ class DecodeGraphs:
         forward: Forward,
         builder: BatchBuilder,
         *,
-        max_num_seqs: int,
+        sizes: Sequence[int],
         max_seq_len: int,
         device: torch.device,
         capture: Capture | None = None,
     ) -> None:
-        self.sizes = batch_sizes(max_num_seqs)
+        self.sizes = sizes
         self._forward = forward
         self._builder = builder
         self._max_seq_len = max_seq_len
@@ -115,6 +120,25 @@ class DecodeGraphs:
             logits[:] = [self._forward(rows[0], rows[1], attn)]
 
         return _Graph(rows, logits, work, self._capture(work))
+
+
+def sizes_to_capture(
+    config: EngineConfig, device: torch.device, *, drafter_in_model: bool
+) -> list[int]:
+    """Batch sizes that an engine decodes through graphs; none where it does not.
+
+    drafter_in_model: whether a drafter reads the model's hidden states, which no graph returns.
+
+    Raises: NotImplementedError where ``config.decode_graphs`` asks for what cannot be.
+    """
+    on_gpu = device.type == "cuda"
+    possible = not drafter_in_model and not (on_gpu and config.impl == "torch")
+    if config.decode_graphs and not possible:
+        raise NotImplementedError(
+            "decode_graphs: supported with impl='triton' on a GPU, and no drafter in the model"
+        )
+    wanted = on_gpu if config.decode_graphs is None else config.decode_graphs
+    return batch_sizes(config.max_num_seqs) if possible and wanted else []
 
 
 def batch_sizes(largest: int) -> list[int]:

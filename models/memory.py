@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -21,8 +21,12 @@ from quire.kvcore import GroupSpec
 from quire.kvcore.retention import parse_retention
 from quire.kvcore.spec import GroupClass, Layout
 
+if TYPE_CHECKING:
+    from quire.models.engine_config import EngineConfig
+
 CPU_CACHE_BYTES = 256 * 2**20
 MEMORY_FRACTION = 0.9
+LOGITS_COPIES = 10  # fp32, while rows are sorted, filtered and drawn from
 MIN_LENGTH = 2  # a prompt of one token, and one token of output
 KV_CACHE_DTYPES = ("auto", "fp8")
 
@@ -203,46 +207,49 @@ class MemoryPlan:
 
 
 def plan_memory(
+    model: nn.Module,
     cache: ModelCache,
+    config: EngineConfig,
     *,
-    device: torch.device,
-    max_model_len: int,
-    max_model_len_is_given: bool,
-    max_num_seqs: int,
     max_draft_tokens: int = 0,
-    retention: Any = "auto",
-    num_pages: int | None = None,
-    cache_bytes: int | None = None,
-    memory_fraction: float | None = None,
-    activation_bytes: int = 0,
+    num_graph_rows: int = 0,
 ) -> MemoryPlan:
-    """Sizes the pool, and refuses one that is too small for a single request.
+    """Sizes the pool, and refuses one that is too small for a single request. Where ``config.max_model_len`` is None, it is what the
+    model allows, or the pool holds if that is less.
 
-    max_model_len: tokens; where it was not given by the caller, it is cut to what the pool holds.
-    num_pages, cache_bytes, memory_fraction: one of them at most; default: 256 MiB on a CPU, a fraction of 0.9 on a GPU. Bytes
-        include what the model keeps besides pages.
-    activation_bytes: of the free memory, what a step needs.
+    cache: of the model. max_draft_tokens: of a step. num_graph_rows: as in `activation_bytes`.
 
     Raises: ValueError, naming the pages needed, for a pool that does not hold one request of max_model_len (or, where that was not
         given, of two tokens), for more than one size, or for a fraction outside (0, 1].
     """
-    if sum(value is not None for value in (num_pages, cache_bytes, memory_fraction)) > 1:
+    longest = model.config.max_position_embeddings
+    max_model_len = longest if config.max_model_len is None else config.max_model_len
+    if not MIN_LENGTH <= max_model_len <= longest:
+        raise ValueError(f"max_model_len: expected {MIN_LENGTH}..{longest}, got {max_model_len}")
+    sizes = (config.num_pages, config.cache_bytes, config.memory_fraction)
+    if sum(value is not None for value in sizes) > 1:
         raise ValueError(
-            f"num_pages, cache_bytes, memory_fraction: expected one of them at most, got {num_pages}, {cache_bytes}, {memory_fraction}"
+            "num_pages, cache_bytes, memory_fraction: expected one of them at most, got "
+            f"{', '.join(map(str, sizes))}"
         )
-    if memory_fraction is not None and not 0 < memory_fraction <= 1:
-        raise ValueError(f"memory_fraction: expected a number in (0, 1], got {memory_fraction}")
+    num_pages, cache_bytes, fraction = sizes
+    if fraction is not None and not 0 < fraction <= 1:
+        raise ValueError(f"memory_fraction: expected a number in (0, 1], got {fraction}")
     free = None
     if num_pages is None:
-        if cache_bytes is None and (memory_fraction is not None or device.type == "cuda"):
-            free = free_memory(device)
-            cache_bytes = int(
-                max(0, free - activation_bytes) * (memory_fraction or MEMORY_FRACTION)
+        if cache_bytes is None and (fraction is not None or model.device.type == "cuda"):
+            free = free_memory(model.device)
+            besides = activation_bytes(
+                model,
+                max_num_batched_tokens=config.max_num_batched_tokens,
+                max_num_rows=config.max_num_seqs * (1 + max_draft_tokens),
+                num_graph_rows=num_graph_rows,
             )
+            cache_bytes = int(max(0, free - besides) * (fraction or MEMORY_FRACTION))
         cache_bytes = CPU_CACHE_BYTES if cache_bytes is None else cache_bytes
         num_pages = max(0, cache_bytes - cache.fixed_bytes) // cache.page_bytes
     fits = longest_request(cache.groups, num_pages, max_model_len, max_draft_tokens)
-    needed = max_model_len if max_model_len_is_given else MIN_LENGTH
+    needed = config.max_model_len or MIN_LENGTH
     if fits < needed:
         pages = 1 + pages_of_request(cache.groups, needed, max_draft_tokens)
         raise ValueError(
@@ -254,22 +261,24 @@ def plan_memory(
         num_pages=num_pages,
         page_bytes=cache.page_bytes,
         max_model_len=fits,
-        max_num_seqs=max_num_seqs,
+        max_num_seqs=config.max_num_seqs,
         max_draft_tokens=max_draft_tokens,
-        retention=retention,
+        retention=config.retention,
         free_bytes=free,
         fixed_bytes=cache.fixed_bytes,
     )
 
 
 def activation_bytes(
-    config: Any, itemsize: int, *, max_num_batched_tokens: int, max_num_rows: int
+    model: nn.Module, *, max_num_batched_tokens: int, max_num_rows: int, num_graph_rows: int = 0
 ) -> int:
-    """Bytes that the largest step holds besides weights and pages, estimated: the widest MLP's three intermediates and a handful of
-    hidden states (of each residual stream) for each token, and three fp32 copies of the logits of each sampled row."""
-    hidden = 6 * config.hidden_size * getattr(config, "hc_mult", 1)
-    widths = 3 * getattr(config, "intermediate_size", 4 * config.hidden_size) + hidden
-    return max_num_batched_tokens * widths * itemsize + 3 * 4 * max_num_rows * config.vocab_size
+    """Bytes that the largest step holds besides weights and pages, estimated: what the model says of each token, the logits of the
+    sampled rows with what sampling makes of them, and the logits that graphs keep.
+
+    max_num_rows: sampled in a step. num_graph_rows: sum of the batch sizes that are captured, as each graph has logits of its own.
+    """
+    logits = 4 * model.config.vocab_size * (LOGITS_COPIES * max_num_rows + num_graph_rows)
+    return max_num_batched_tokens * model.config.activation_size * model.dtype.itemsize + logits
 
 
 def weight_bytes(model: nn.Module) -> int:

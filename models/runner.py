@@ -3,7 +3,7 @@
 A step: drafts -> schedule (which plans pages) -> tensors -> forward -> sample -> commit -> deliver. Attention reads the pages as they
 were before the step, and the model writes the rows that the plan kept.
 
-A model is a module with ``config`` (vocab_size, max_position_embeddings, eos_token_ids), ``dtype`` and ``device``, called as
+A model is a module with ``config`` (vocab_size, max_position_embeddings, eos_token_ids, activation_size), ``dtype`` and ``device``, called as
 ``model(input_ids, positions, attn, pool, logits_rows=, impl=)`` (and ``return_hidden=True`` for a `ModelDrafter`);
 `quire.models.memory.model_cache` says where its cache comes from.
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -21,14 +20,9 @@ from torch import Tensor, nn
 from quire.kernels.impls import expect_impl
 from quire.kvcore import KVCache
 from quire.models.batch import AttnMetadata, BatchBuilder
-from quire.models.graphs import DecodeGraphs
-from quire.models.memory import (
-    MemoryPlan,
-    ModelCache,
-    activation_bytes,
-    model_cache,
-    plan_memory,
-)
+from quire.models.engine_config import EngineConfig
+from quire.models.graphs import DecodeGraphs, sizes_to_capture
+from quire.models.memory import model_cache, plan_memory
 from quire.models.report import (
     DELIVER,
     DRAFT,
@@ -46,7 +40,7 @@ from quire.models.request import (
     SamplingParams,
 )
 from quire.models.sampling import Sampler, derived_seed
-from quire.models.scheduler import ScheduledStep, Scheduler, SchedulerPolicy
+from quire.models.scheduler import ScheduledStep, Scheduler
 from quire.models.speculative import (
     Drafter,
     ModelDrafter,
@@ -57,56 +51,6 @@ from quire.models.speculative import (
     verify,
 )
 from quire.models.tokenizer import TextStream, Tokenizer
-
-
-@dataclass(frozen=True)
-class EngineConfig:
-    """Settings of an engine.
-
-    max_num_seqs: requests running at once. max_num_batched_tokens: new tokens in a step.
-    max_model_len: longest sequence in tokens; None = the model's, or what the pool holds if that is less.
-    num_pages: page ids including the null page. cache_bytes: bytes of all page tensors. memory_fraction: share of the free memory
-        that they take. One of the three at most; default: 256 MiB on a CPU, a fraction of 0.9 on a GPU.
-    base_block_size: tokens in a page of the heaviest kind of layer.
-    kv_cache_dtype: what pages hold: "auto" = the model's dtype; "fp8" = e4m3 with a scale for each row, where the model can.
-    retention, enable_caching, hash_seed: as in `quire.kvcore.KVCache`.
-    replay: where full attention has cached far more of a prompt than any resume point reaches, compute just the tokens that
-        restore the windows of sliding layers, instead of all tokens from the resume point on. Not with DeepSeek-V4, whose
-        replayed tokens would have to be kept from pooling into the entries that are cached.
-    policy: how a step is divided between prefill and decode.
-    seed: requests without a seed of their own get one from it, in the order they come.
-    impl: "triton" or "torch" for the kernels; None = by device.
-    rejection_sample_method: how drafts of sampled requests are verified; greedy ones do not depend on it. "strict" = the output is that
-        of the same seed without drafts. "standard" = drafters that can, draw, and where outputs are diverse more of their drafts
-        stay; the same distribution, but other tokens. See `quire.models.speculative`.
-    decode_graphs: decode through buffers of fixed sizes (`quire.models.graphs`); None = on a GPU, where the model allows it.
-
-    Raises: ValueError unless 1 <= max_num_seqs <= max_num_batched_tokens, which lets every running request go on.
-    """
-
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 2048
-    max_model_len: int | None = None
-    num_pages: int | None = None
-    cache_bytes: int | None = None
-    memory_fraction: float | None = None
-    base_block_size: int = 16
-    kv_cache_dtype: str = "auto"
-    retention: str | int = "auto"
-    enable_caching: bool = True
-    hash_seed: bytes = b""
-    replay: bool = False
-    policy: SchedulerPolicy = field(default_factory=SchedulerPolicy)
-    seed: int = 0
-    impl: str | None = None
-    rejection_sample_method: str = "strict"
-    decode_graphs: bool | None = None
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.max_num_seqs <= self.max_num_batched_tokens:
-            raise ValueError(
-                f"max_num_seqs: expected 1..max_num_batched_tokens={self.max_num_batched_tokens}, got {self.max_num_seqs}"
-            )
 
 
 class Engine:
@@ -145,7 +89,12 @@ class Engine:
             max_draft_tokens=num_drafts,
             drafter_layers=self._observer is not None,
         )
-        self.memory = _plan_memory(model, cache, config, num_drafts)
+        graph_sizes = sizes_to_capture(
+            config, model.device, drafter_in_model=self._observer is not None
+        )
+        self.memory = plan_memory(
+            model, cache, config, max_draft_tokens=num_drafts, num_graph_rows=sum(graph_sizes)
+        )
         self.max_model_len = self.memory.max_model_len
         self.kv = KVCache(
             self.memory.groups,
@@ -184,7 +133,15 @@ class Engine:
             self._observer.attach(
                 self.pool, self._builder, max_requests=config.max_num_seqs, impl=config.impl
             )
-        self._graphs = self._make_graphs(config)
+        self._graphs = None
+        if graph_sizes:
+            self._graphs = DecodeGraphs(
+                self._run,
+                self._builder,
+                sizes=graph_sizes,
+                max_seq_len=self.max_model_len,
+                device=model.device,
+            )
         self._requests: dict[str, list[Request]] = {}  # unfinished samples
         # Samples that wait for the first one's prompt.
         self._siblings: dict[Request, list[Request]] = {}
@@ -440,51 +397,6 @@ class Engine:
         alive.update(*self._siblings.values())
         kept = {i: [r for r in samples if r in alive] for i, samples in self._requests.items()}
         self._requests = {i: samples for i, samples in kept.items() if samples}
-
-    def _make_graphs(self, config: EngineConfig) -> DecodeGraphs | None:
-        on_gpu = self.model.device.type == "cuda"
-        possible = self._observer is None and not (on_gpu and config.impl == "torch")
-        if config.decode_graphs and not possible:
-            raise NotImplementedError(
-                "decode_graphs: supported with impl='triton' on a GPU, and no drafter in the model"
-            )
-        if not possible or not (on_gpu if config.decode_graphs is None else config.decode_graphs):
-            return None
-        return DecodeGraphs(
-            self._run,
-            self._builder,
-            max_num_seqs=config.max_num_seqs,
-            max_seq_len=self.max_model_len,
-            device=self.model.device,
-        )
-
-
-def _plan_memory(
-    model: nn.Module, cache: ModelCache, config: EngineConfig, num_drafts: int
-) -> MemoryPlan:
-    longest = model.config.max_position_embeddings
-    max_model_len = longest if config.max_model_len is None else config.max_model_len
-    if not 1 <= max_model_len <= longest:
-        raise ValueError(f"max_model_len: expected 1..{longest}, got {max_model_len}")
-    rows = config.max_num_seqs * (1 + num_drafts)
-    return plan_memory(
-        cache,
-        device=model.device,
-        max_model_len=max_model_len,
-        max_model_len_is_given=config.max_model_len is not None,
-        max_num_seqs=config.max_num_seqs,
-        max_draft_tokens=num_drafts,
-        retention=config.retention,
-        num_pages=config.num_pages,
-        cache_bytes=config.cache_bytes,
-        memory_fraction=config.memory_fraction,
-        activation_bytes=activation_bytes(
-            model.config,
-            model.dtype.itemsize,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_num_rows=rows,
-        ),
-    )
 
 
 def _replay_tokens(model: nn.Module) -> int | None:

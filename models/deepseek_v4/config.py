@@ -108,6 +108,13 @@ class DeepseekV4Config:
         return len(self.layer_types)
 
     @property
+    def activation_size(self) -> int:
+        """Elements that a step holds of each token at most, of the model's dtype; an estimate, as in `quire.models.model_config.ModelConfig`."""
+        queries = 8 * self.num_heads * self.head_dim
+        experts = self.num_experts_per_tok * (3 * self.hidden_size + 4 * self.moe_intermediate_size)
+        return 6 * self.hidden_size * self.hc_mult + max(queries, experts)
+
+    @property
     def all_layer_types(self) -> tuple[str, ...]:
         """Layer types of the trunk, then of the drafter layers, which slide."""
         return self.layer_types + (SLIDING,) * self.num_mtp_layers

@@ -259,7 +259,7 @@ def test_wrong_output_of_the_run_without_caching_is_refused_too(monkeypatch, cap
     [
         (["--model", "gemma5"], "model: expected one of"),
         (["--trace", "absent.jsonl"], "absent.jsonl"),
-        (["--scale", "30"], "max_model_len: expected 1..4096"),
+        (["--scale", "30"], "max_model_len: expected 2..4096"),
         (["--retention", "7"], "retention"),
         (["--threads", "0"], "threads: expected >= 1, got 0"),
         (["--split", "0"], "split: expected >= 1, got 0"),

@@ -425,7 +425,7 @@ def test_bad_settings():
         ValueError, match=r"max_num_seqs: expected 1\.\.max_num_batched_tokens=4, got 5"
     ):
         Engine(model, EngineConfig(max_num_seqs=5, max_num_batched_tokens=4, num_pages=20))
-    with pytest.raises(ValueError, match=r"max_model_len: expected 1\.\.4096, got 5000"):
+    with pytest.raises(ValueError, match=r"max_model_len: expected 2\.\.4096, got 5000"):
         Engine(model, EngineConfig(max_model_len=5000, num_pages=20))
     with pytest.raises(ValueError, match="max_tokens: expected an int >= 1, got 0"):
         SamplingParams(max_tokens=0)

@@ -300,7 +300,7 @@ def test_a_chat_continues_from_its_own_answers(capsys, tmp_path, monkeypatch):
         (["--model", "gemma3-tiny", "--threads", "0"], "error: threads: expected >= 1, got 0"),
         (["--model", "gemma3-tiny", "--memory-fraction", "2"], "error: memory_fraction: expected a number in (0, 1], got 2"),
         (["--model", "gemma3-tiny", "--max-num-seqs", "0"], "error: max_num_seqs: expected 1..max_num_batched_tokens=2048, got 0"),
-        (["--model", "gemma3-tiny", "--max-model-len", "0"], "error: max_model_len: expected 1..4096, got 0"),
+        (["--model", "gemma3-tiny", "--max-model-len", "0"], "error: max_model_len: expected 2..4096, got 0"),
         (["--model", "gemma3-tiny", "--device", "nowhere"], "error: device: expected one of this machine's, got 'nowhere': "),
         (["--model", "gemma3-tiny", "--device", "cuda:99"], "error: device: expected one of this machine's, got 'cuda:99': "),
         (["--model", "gemma3-tiny", "--speculate", "-1"], "error: speculate: expected >= 0, got -1"),

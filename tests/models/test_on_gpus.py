@@ -17,10 +17,10 @@ from quire.bench.floors import Rates
 from quire.bench.workload import chat_workload
 from quire.kernels import _launch, recipes
 from quire.kvcore import KVCache
-from quire.models import attention, graphs, moe, per_layer
+from quire.models import attention, moe, per_layer
 from quire.models.configs import get_config
 from quire.models.deepseek_v4.model import DeepseekV4
-from quire.models.graphs import WARM_UP_RUNS, DecodeGraphs
+from quire.models.graphs import WARM_UP_RUNS, DecodeGraphs, sizes_to_capture
 from quire.models.memory import free_memory, model_cache
 from quire.models.per_layer import HostEmbedding
 from quire.models.request import SamplingParams
@@ -198,7 +198,7 @@ def test_warm_up_and_captures_share_a_stream_of_their_device(monkeypatch):
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     device = torch.device("cuda", 1)
-    captures = DecodeGraphs(None, None, max_num_seqs=4, max_seq_len=9, device=device)._capture
+    captures = DecodeGraphs(None, None, sizes=[4], max_seq_len=9, device=device)._capture
     replays = [captures(lambda: log.append(("work", streams[-1]))) for _ in range(2)]
     [side], [pool] = made, {event[1] for event in log if event[0] == "begin"}
     assert side.device == device and replays[0] is not replays[1]
@@ -214,17 +214,15 @@ def test_warm_up_and_captures_share_a_stream_of_their_device(monkeypatch):
         ("cuda", True, None, True, None), ("cpu", None, None, False, False), ("cpu", True, "torch", False, True),
     ],
 )  # fmt: skip
-def test_where_decode_goes_through_graphs(device, wanted, impl, observed, made, monkeypatch):
+def test_where_decode_goes_through_graphs(device, wanted, impl, observed, made):
     """made: None = refused. observed: by a drafter in the model, which reads what no graph returns."""
-    monkeypatch.setattr(graphs, "CudaCapture", lambda device: None)
-    drafter, model = observed or None, SimpleNamespace(device=torch.device(device))
-    engine = SimpleNamespace(model=model, _observer=drafter, _run=None, _builder=None, max_model_len=9)  # fmt: skip
-    config = EngineConfig(decode_graphs=wanted, impl=impl)
+    config = EngineConfig(decode_graphs=wanted, impl=impl, max_num_seqs=5)
     if made is None:
         with pytest.raises(NotImplementedError, match="decode_graphs: supported with"):
-            Engine._make_graphs(engine, config)
+            sizes_to_capture(config, torch.device(device), drafter_in_model=observed)
     else:
-        assert isinstance(Engine._make_graphs(engine, config), DecodeGraphs) == made
+        sizes = sizes_to_capture(config, torch.device(device), drafter_in_model=observed)
+        assert sizes == ([1, 2, 4, 5] if made else [])
 
 
 class OnDevice(TorchDispatchMode):
@@ -283,7 +281,7 @@ def capture_without_storage(model, monkeypatch, capability=(9, 0), **settings):
             runs.append(list(launches))
 
     decode = DecodeGraphs(
-        forward, builder, max_num_seqs=4, max_seq_len=256, device=META, capture=capture
+        forward, builder, sizes=[4], max_seq_len=256, device=META, capture=capture
     )
     recipes.forget()  # all are of other addresses
     decode._make(4, 4 + len(layout.groups))

@@ -39,8 +39,7 @@ class ToyModel(torch.nn.Module):
         super().__init__()
         self.config = SimpleNamespace(
             vocab_size=VOCAB,
-            hidden_size=1,
-            intermediate_size=1,
+            activation_size=1,
             max_position_embeddings=max_positions,
             eos_token_ids=(1,),
         )
