@@ -24,6 +24,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from quire.models.chat import ChatTemplate
 from quire.models.llm import DRAFTERS, LLM
 from quire.models.memory import KV_CACHE_DTYPES
 from quire.models.request import SamplingParams
@@ -43,6 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         torch.set_num_threads(args.threads)
         _params(args, SamplingParams())  # what is out of range is said before weights are read
         prompts = [] if args.chat else _prompts(args)
+        if args.chat and Path(args.model).is_dir():
+            ChatTemplate.of_directory(Path(args.model))
         llm = LLM(
             args.model,
             engine=_settings(args),
@@ -123,7 +126,7 @@ def _show(llm: LLM, prompt: str | list[int], params: SamplingParams) -> str:
 
 def _chat(llm: LLM, params: SamplingParams, system: str | None) -> int:
     messages = [{"role": "system", "content": system}] if system else []
-    # What is missing is said before anybody types.
+    # What is missing, or a system message that is refused, is said before anybody types.
     llm.encode_chat([*messages, {"role": "user", "content": "?"}])
     status = 0
     while line := _line():

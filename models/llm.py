@@ -24,7 +24,7 @@ from quire.models.request import OutputDelta, RequestOutput, SamplingParams
 from quire.models.runner import Engine, EngineConfig, StepReport
 from quire.models.speculative import Drafter, NGramDrafter
 from quire.models.tokenizer import ByteTokenizer, Tokenizer, find_tokenizer
-from quire.models.weights import build_model, find_dtype, load_model, random_model
+from quire.models.weights import build_model, find_dtype, load_config, load_model, random_model
 
 DRAFTERS: dict[str, Callable[[Any, int], Drafter]] = {
     "ngram": lambda model, draft_tokens: NGramDrafter(draft_tokens),
@@ -39,8 +39,8 @@ class LLM:
     model: a named configuration (random weights), a Hugging Face directory, or a built model.
     engine: settings; default `EngineConfig()`. drafter: speculates (`quire.models.speculative`), or a function that makes it from the
         model; None = no speculation.
-    device: default: the GPU if there is one. dtype: one of torch, or its name; default: that of the checkpoint; for random weights bfloat16 on a GPU
-        and float32 on a CPU. Both are the model's own where it is already built.
+    device: default: the GPU if there is one. dtype: one of torch, or its name; default: that of the checkpoint; for random weights
+        bfloat16 on a GPU and float32 on a CPU. Both are the model's own where it is already built.
     seed: of random weights.
 
     Attributes:
@@ -63,33 +63,34 @@ class LLM:
         dtype: torch.dtype | str | None = None,
         seed: int = 0,
     ) -> None:
+        built, configs = isinstance(model, nn.Module), named_configs()
+        if built and (device is not None or dtype is not None):
+            raise ValueError("device, dtype: expected None with a built model, which has its own")
+        device = None if built else find_device(device)
         dtype = None if dtype is None else find_dtype(dtype)
         self._directory: Path | None = None
-        if isinstance(model, nn.Module):
-            if device is not None or dtype is not None:
-                raise ValueError(
-                    "device, dtype: expected None with a built model, which has its own"
-                )
-            self.model = model
+        if built:
+            config = model.config
+        elif str(model) in configs:
+            config = configs[str(model)]
+        elif Path(model).is_dir():
+            self._directory = Path(model)
+            config = load_config(self._directory)
         else:
-            device = find_device(device)
-            configs = named_configs()
-            if str(model) in configs:
-                if dtype is None:
-                    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-                expect_room(configs[str(model)], device, dtype)
-                self.model = random_model(
-                    configs[str(model)], seed=seed, device=device, dtype=dtype
-                )
-            elif Path(model).is_dir():
-                self._directory = Path(model)
-                self.model = load_model(self._directory, device=device, dtype=dtype)
-            else:
-                raise ValueError(
-                    f"model: expected one of {sorted(configs)}, a directory or a module, got {str(model)!r}"
-                )
+            raise ValueError(
+                f"model: expected one of {sorted(configs)}, a directory or a module, got {str(model)!r}"
+            )
+        # What may be wrong with small files is said before weights are read.
         self.default_params = default_params(self._directory)
-        self.tokenizer: Tokenizer | None = find_tokenizer(self.model.config, self._directory)
+        self.tokenizer: Tokenizer | None = find_tokenizer(config, self._directory)
+        if built:
+            self.model = model
+        elif self._directory is not None:
+            self.model = load_model(self._directory, device=device, dtype=dtype)
+        else:
+            dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+            expect_room(config, device, dtype)
+            self.model = random_model(config, seed=seed, device=device, dtype=dtype)
         if callable(drafter):
             drafter = drafter(self.model)
         self.engine = Engine(self.model, engine, tokenizer=self.tokenizer, drafter=drafter)

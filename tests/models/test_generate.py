@@ -322,6 +322,22 @@ def test_a_closed_stdin(monkeypatch, capsys):
     assert generate.main([*command, "--prompt", "a"]) == 0
 
 
+def test_small_files_are_read_before_weights(tmp_path, monkeypatch, capsys):
+    save_checkpoint(random_model(get_config("gemma3-tiny")), tmp_path)
+    monkeypatch.setattr(llm_module, "load_model", None)
+    command = ["--model", str(tmp_path), "--max-tokens", "1"]
+    assert generate.main([*command, "--chat"]) == 2
+    assert "error: chat: expected a chat_template.jinja" in capsys.readouterr().err
+    for name, message in (
+        ("tokenizer.json", "error: path: expected a tokenizer in"),
+        ("generation_config.json", "error: path: expected JSON in"),
+        ("config.json", "error: path: expected JSON in"),
+    ):
+        (tmp_path / name).write_text("{")
+        assert generate.main([*command, "--prompt", "a"]) == 2
+        assert message in capsys.readouterr().err
+
+
 def test_options_that_a_chat_has_not(capsys):
     assert generate.main(["--model", "gemma3-tiny", "--chat", "--n", "2"]) == 2
     assert "error: n: expected 1 in a chat, got 2" in capsys.readouterr().err
