@@ -28,6 +28,7 @@ _IGNORED = re.compile(
 )
 _FP8 = "F8_E4M3"
 MXFP4_BLOCK = 32  # weights that share a scale
+NUM_NAMED = 20  # tensors that an error names
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,7 @@ def match(
 
     expected: {parameter: shape}.
 
-    Raises: ValueError naming every missing, unexpected and misshaped tensor at once.
+    Raises: ValueError naming missing, unexpected and misshaped tensors at once.
     """
     sources: dict[str, Source] = {}
     missing, misshaped, used = [], [], set()
@@ -159,8 +160,12 @@ def match(
 
 
 def refuse_misfits(path: Path, **misfits: Sequence[str]) -> None:
-    """Raises ValueError naming all tensors of a directory that do not fit, if there are any, by what is wrong with them."""
-    problems = [f"{what} {sorted(names)}" for what, names in misfits.items() if names]
+    """Raises ValueError if tensors of a directory do not fit, naming by what is wrong with them the first ones, and how many more."""
+    problems = []
+    for what, names in misfits.items():
+        more = f" and {len(names) - NUM_NAMED} more" if len(names) > NUM_NAMED else ""
+        if names:
+            problems.append(f"{what} {sorted(names)[:NUM_NAMED]}{more}")
     if problems:
         raise ValueError(
             f"path: tensors of {str(path)!r} do not fit its config.json: {'; '.join(problems)}"

@@ -130,6 +130,12 @@ def refuse(text: Mapping[str, Any], found: list[str], supported: str) -> None:
         found.append(
             f"quantization_config={quantization.get('quant_method')!r} (supported are {QUANTIZATIONS})"
         )
+    for group in (quantization.get("config_groups") or {}).values():  # of compressed-tensors
+        weights = group.get("weights") or {"type": "float", "num_bits": 8}
+        if (weights.get("type"), weights.get("num_bits")) != ("float", 8):
+            found.append(
+                f"weights of type {weights.get('type')!r} with {weights.get('num_bits')} bits (supported is 'float' with 8)"
+            )
     if found:
         raise NotImplementedError(
             f"config: supported are {supported}; this one has {', '.join(found)}"

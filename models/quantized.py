@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from quire.models.layers import empty_parameter
+from quire.models.layers import dequantize, empty_parameter
 from quire.models.moe import is_capturing, run_experts, sum_of_experts
 from quire.models.mxfp4 import dequantize_mxfp4
 
@@ -40,10 +40,7 @@ def dequantize_fp8(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
     Returns: [..., out, in] in ``dtype``; the product is fp32.
     """
-    rows, columns = weight.shape[-2:]
-    spread = scale_values(scale).repeat_interleave(FP8_BLOCK, dim=-2)[..., :rows, :]
-    spread = spread.repeat_interleave(FP8_BLOCK, dim=-1)[..., :columns]
-    return (weight.float() * spread).to(dtype)
+    return dequantize(weight, scale_values(scale), dtype)
 
 
 def dequantize_fp4(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

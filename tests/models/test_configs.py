@@ -113,6 +113,16 @@ def test_gemma4_per_layer_config():
             {"quantization_config": {"quant_method": "gptq"}},
             r"quantization_config='gptq' \(supported are .*'fp8'",
         ),
+        (
+            "gemma3-tiny",
+            {
+                "quantization_config": {
+                    "quant_method": "compressed-tensors",
+                    "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "int"}}},
+                }
+            },
+            "weights of type 'int' with 4 bits",
+        ),
         ("gemma3-tiny", {"rope_scaling": {"rope_type": "dynamic"}}, "rope_type: .*got 'dynamic'"),
         (
             "gemma3-tiny",
@@ -126,6 +136,16 @@ def test_unsupported_features_are_named(name, change, message):
     config = {key: value for key, value in config.items() if value is not ...}
     with pytest.raises(NotImplementedError, match=message):
         read(config)
+
+
+def test_eight_bit_floats_of_compressed_tensors_are_supported():
+    groups = {
+        "group_0": {"weights": {"num_bits": 8, "type": "float"}},
+        "group_1": {"weights": None},
+    }
+    quantization = {"quant_method": "compressed-tensors", "config_groups": groups}
+    config = to_hf(CONFIGS["gemma3-tiny"])
+    assert read(config | {"quantization_config": quantization}) == read(config)
 
 
 def test_all_unsupported_features_in_one_message():

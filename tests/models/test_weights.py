@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quire.models.checkpoint import INDEX_FILE
+from quire.models.checkpoint import INDEX_FILE, NUM_NAMED
 from quire.models.configs import CONFIGS, get_config
 from quire.models.weights import (
     build_model,
@@ -143,7 +143,7 @@ def test_unsupported_before_anything_is_read(tmp_path):
     with pytest.raises(NotImplementedError, match=r"model_type: supported are .*got 'mamba'"):
         load_model(tmp_path)
     write(tmp_path, config=lambda raw: raw | {"dtype": "int8"})
-    with pytest.raises(NotImplementedError, match=r"dtype: supported are bfloat16.*got 'int8'"):
+    with pytest.raises(NotImplementedError, match=r"dtype: supported are .*'bfloat16'.*got 'int8'"):
         load_model(tmp_path)
 
 
@@ -180,6 +180,18 @@ def test_one_error_names_missing_unexpected_and_misshaped(tmp_path):
     assert "missing ['layers.1.layer_scalar', 'norm.weight']" in message
     assert "unexpected ['layers.2.self_attn.v_proj.weight']" in message
     assert "misshaped ['layers.0.self_attn.k_norm.weight [17] (expected [16])']" in message
+
+
+def test_an_error_names_the_first_of_many_tensors(tmp_path):
+    write(tmp_path, rename=lambda name: f"other.{name}")
+    num = len(list(random_model(CONFIG).named_parameters()))
+    with pytest.raises(ValueError) as error:
+        load_model(tmp_path)
+    for what in ("missing", "unexpected"):
+        names = str(error.value).partition(f"{what} [")[2].partition("]")
+        assert names[0].count("'") == 2 * NUM_NAMED and names[2].startswith(
+            f" and {num - NUM_NAMED} more"
+        )
 
 
 def test_dtype_comes_from_the_file_unless_given(tmp_path):
