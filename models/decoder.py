@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Container
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from quire.models.attention import Attend, DenseAttend, PagedAttend, Stored
 from quire.models.batch import AttnMetadata
-from quire.models.cache import PagePool
+from quire.models.cache import E4M3, PagePool, cache_groups, num_slots
 from quire.models.configs import FULL, SLIDING, ModelConfig
 from quire.models.layers import (
     Embedding,
@@ -19,6 +20,7 @@ from quire.models.layers import (
     inverse_frequencies,
     rotary_angles,
 )
+from quire.models.memory import ModelCache
 
 Rotary = tuple[Tensor, Tensor]
 
@@ -84,6 +86,23 @@ class Decoder(nn.Module):
     def dtype(self) -> torch.dtype:
         """Data type of weights and activations, and of the cache unless it is said to have another."""
         return self.embed_tokens.weight.dtype
+
+    def make_cache(self, *, base_block_size: int, kv_cache_dtype: str, **_: Any) -> ModelCache:
+        """Pages for keys and values of the attention layers; arguments as in `quire.models.memory.model_cache`."""
+        dtype = E4M3 if kv_cache_dtype == "fp8" else self.dtype
+        groups, placement = cache_groups(self.config, dtype, base_block_size=base_block_size)
+
+        def allocate(num_pages: int) -> PagePool:
+            return PagePool(
+                self.config,
+                groups,
+                placement,
+                num_pages=num_pages,
+                dtype=dtype,
+                device=self.device,
+            )
+
+        return ModelCache(groups, groups[0].page_bytes * num_slots(placement), allocate)
 
     def forward(
         self,

@@ -54,11 +54,10 @@ def model_cache(
     max_draft_tokens: int = 0,
     drafter_layers: bool = False,
 ) -> ModelCache:
-    """Cache of a model: of its own ``make_cache`` where it has one, else keys and values of its attention layers.
+    """Cache of a model, from its ``make_cache``, which takes the same arguments.
 
-    base_block_size: tokens in a page of the heaviest kind of layer; a model with a cache of its own may have other rules.
-    kv_cache_dtype: one of `KV_CACHE_DTYPES`; "auto" = the model's own. A model says in ``kv_cache_dtypes`` which ones it can, and
-        its ``make_cache`` is given ``kv_cache_dtype=`` where that is not "auto".
+    base_block_size: tokens in a page of the heaviest kind of layer, where pages are not of sizes of the model's own.
+    kv_cache_dtype: one of `KV_CACHE_DTYPES`; "auto" = the model's own. A model says in ``kv_cache_dtypes`` which ones it can.
     max_requests: running at once. max_draft_tokens: of a step. drafter_layers: whether layers that only draft run too.
 
     Raises: ValueError for another kv_cache_dtype, NotImplementedError for one that the model cannot.
@@ -72,31 +71,13 @@ def model_cache(
         raise NotImplementedError(
             f"kv_cache_dtype: {type(model).__name__} supports {list(supported)}, got {kv_cache_dtype!r}"
         )
-    if hasattr(model, "make_cache"):
-        more = {} if kv_cache_dtype == "auto" else {"kv_cache_dtype": kv_cache_dtype}
-        return model.make_cache(
-            base_block_size,
-            max_requests=max_requests,
-            max_draft_tokens=max_draft_tokens,
-            drafter_layers=drafter_layers,
-            **more,
-        )
-    from quire.models.cache import PagePool, cache_groups, num_slots
-
-    dtype = torch.float8_e4m3fn if kv_cache_dtype == "fp8" else model.dtype
-    groups, placement = cache_groups(model.config, dtype, base_block_size=base_block_size)
-
-    def allocate(num_pages: int) -> PagePool:
-        return PagePool(
-            model.config,
-            groups,
-            placement,
-            num_pages=num_pages,
-            dtype=dtype,
-            device=model.device,
-        )
-
-    return ModelCache(groups, groups[0].page_bytes * num_slots(placement), allocate)
+    return model.make_cache(
+        base_block_size=base_block_size,
+        kv_cache_dtype=kv_cache_dtype,
+        max_requests=max_requests,
+        max_draft_tokens=max_draft_tokens,
+        drafter_layers=drafter_layers,
+    )
 
 
 def pages_of_request(

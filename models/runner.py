@@ -5,7 +5,7 @@ were before the step, and the model writes the rows that the plan kept.
 
 A model is a module with ``config`` (vocab_size, max_position_embeddings, eos_token_ids, activation_size), ``dtype`` and ``device``, called as
 ``model(input_ids, positions, attn, pool, logits_rows=, impl=)`` (and ``return_hidden=True`` for a `ModelDrafter`);
-`quire.models.memory.model_cache` says where its cache comes from.
+``make_cache`` gives it its cache (`quire.models.memory.model_cache`).
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ Source: transformers ``modeling_deepseek_v4``; DeepSeek-V4 report 2.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -109,14 +111,14 @@ class DeepseekV4(nn.Module):
 
     def make_cache(
         self,
-        base_block_size: int,
         *,
+        kv_cache_dtype: str,
         max_requests: int,
-        max_draft_tokens: int = 0,
-        drafter_layers: bool = False,
-        kv_cache_dtype: str = "auto",
+        max_draft_tokens: int,
+        drafter_layers: bool,
+        **_: Any,
     ) -> ModelCache:
-        """Pages and rings as `quire.models.memory.model_cache` asks for them; sizes of pages follow from the config, not base_block_size.
+        """Pages and rings; arguments as in `quire.models.memory.model_cache`, but sizes of pages follow from the config.
 
         Raises: NotImplementedError for "fp8" with other head sizes than the released ones, or a model in fp16.
         """

@@ -46,7 +46,7 @@ class ToyModel(torch.nn.Module):
         # Few values: outputs run into loops now and then, which is what drafts of n-grams need.
         self.scores = torch.randn(97, VOCAB, generator=torch.Generator().manual_seed(0))
 
-    def make_cache(self, base_block_size, **_):
+    def make_cache(self, **_):
         groups = [
             GroupSpec("dense", "dense", BLOCK, 64),
             GroupSpec("window", "window", BLOCK, 64, sliding_window=WINDOW),
