@@ -110,6 +110,8 @@ class BatchBuilder:
         kv.take_deltas()  # the copy below starts from the present state
         self.tables = torch.from_numpy(kv.tables).to(device, copy=True)
         self._views = [self.tables[:, :0]] * len(self._groups)
+        # Entries that changed and are not in the copy yet: a step that fails must not lose them.
+        self._stale = np.empty(0, dtype=np.int64)
 
     def build(self, plan: StepPlan, input_ids: np.ndarray, logits_rows: np.ndarray) -> Batch:
         """Tensors of one step, to be called between the plan and its commit.
@@ -179,8 +181,12 @@ class BatchBuilder:
 
     def _changes(self) -> tuple[np.ndarray, np.ndarray]:
         index, _ = self._kv.take_deltas()
+        if len(self._stale):
+            index = np.concatenate((self._stale, index))
+        self._stale = index
         # An entry may have changed twice; its present value for both makes their order irrelevant on the device.
         return index, self._kv.tables.reshape(-1)[index]
 
     def _apply(self, index: Tensor, value: Tensor) -> None:
         self.tables.view(-1)[index] = value
+        self._stale = self._stale[:0]

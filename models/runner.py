@@ -254,7 +254,8 @@ class Engine:
     def step(self) -> StepReport | None:
         """Runs one step of the batch; None when there is nothing to do.
 
-        Raises: RuntimeError when one request alone does not fit the pool; that request is dropped, the others stay.
+        Raises: RuntimeError when one request alone does not fit the pool; that request is dropped, the others stay. What the model
+            raises, such as that the device is out of memory; then nothing is lost, and the next call tries again.
         """
         # Launches, streams and captures are those of the current device.
         with torch.cuda.device_of(self._builder.tables):
@@ -270,7 +271,11 @@ class Engine:
             raise
         if step is None:
             return None
-        new = self._forward(step)
+        try:
+            new = self._forward(step)
+        except BaseException:
+            self.scheduler.take_back(step)
+            raise
         finished, deltas, num_generated = self._deliver(new)
         num_decodes = step.num_new_tokens.count(1)
         num_drafts = sum(step.num_drafts)

@@ -132,6 +132,8 @@ class Scheduler:
                 victim.num_preemptions += 1
             self._preempt(victim)
             chosen.pop(victim, None)
+            if not chosen:
+                chosen, _ = self._choose()  # the budget was the victims': now it is the others'
         return None
 
     def finish(self, request: Request) -> None:
@@ -140,6 +142,14 @@ class Scheduler:
             self.waiting.remove(request)
             return
         self._release(request)
+        self._starved = False
+
+    def take_back(self, step: ScheduledStep) -> None:
+        """Requests of a step that failed give their pages back and wait again, in their order: what it wrote is unknown."""
+        failed = set(step.requests)
+        for request in [r for r in reversed(self.running) if r in failed]:
+            request.num_preemptions += 1
+            self._preempt(request)
         self._starved = False
 
     def _plan(self, chosen: dict[Request, int], num_preempted: int) -> ScheduledStep | object:

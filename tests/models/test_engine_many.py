@@ -66,7 +66,9 @@ def run_all(engine, work, rng, after_step, in_flight=24):
         for request_id in [i for i, when in deadlines.items() if when <= step]:
             del deadlines[request_id]
             outputs[places.pop(request_id)] = engine.abort(request_id)
+        had_work = engine.has_work
         report = engine.step()
+        assert (report is not None) == had_work
         for output in report.finished if report else []:
             outputs[places.pop(output.request_id)] = output
             deadlines.pop(output.request_id, None)

@@ -1,11 +1,14 @@
 """What the scheduler decides, seen with a model of integers (`tests.models.toy`)."""
 
+import random
+
 import pytest
 
 from quire.models.request import SamplingParams
 from quire.models.runner import Engine, EngineConfig
 from quire.models.scheduler import SchedulerPolicy
-from tests.models.toy import ToyModel
+from tests.models.test_engine_many import workload
+from tests.models.toy import VOCAB, ToyModel
 
 
 def engine(**settings):
@@ -88,3 +91,15 @@ def test_a_request_that_never_ran_tells_of_no_hit():
     run = engine()
     output = run.abort(run.add_request([5] * 20))
     assert (output.num_cached_tokens, output.limited_by, output.token_ids) == (0, "", ())
+
+
+@pytest.mark.parametrize("prefill_first", [False, True])
+def test_every_step_computes_something_while_there_is_work(prefill_first):
+    """Also where prompts took all of the budget, and then gave up their pages."""
+    policy, rng = SchedulerPolicy(prefill_first=prefill_first), random.Random(0)
+    small = engine(max_num_seqs=8, max_num_batched_tokens=24, num_pages=34, policy=policy)
+    for tokens, params, _ in workload(rng, 60, VOCAB, 150):
+        small.add_request(tokens, params)
+    while small.has_work:
+        assert small.step().num_tokens > 0
+    assert small.totals.num_preempted > 3
