@@ -75,7 +75,7 @@ def device_rates(
 def decode_bytes(model: Decoder, seq_lens: np.ndarray, kv_cache_dtype: str = "auto") -> int:
     """Bytes that one decode step must read: weights, and K and V of all visible tokens in all layers.
 
-    seq_lens: [num_seqs] KV tokens of each sequence. kv_cache_dtype: of the pages (`quire.models.runner.EngineConfig`).
+    seq_lens: [num_seqs] KV tokens of each sequence. kv_cache_dtype: of the pages (`quire.models.engine_config.EngineConfig`).
     """
     config = model.config
     if not isinstance(config, ModelConfig):

@@ -73,7 +73,7 @@ def check_outputs(
 ) -> Check:
     """Compares all tokens of all ``outputs`` with full passes of ``model``; see the file's docstring.
 
-    kv_cache_dtype: of the engine that generated them (`quire.models.runner.EngineConfig`).
+    kv_cache_dtype: of the engine that generated them (`quire.models.engine_config.EngineConfig`).
     """
     num_tokens = num_exact = 0
     largest = 0.0
