@@ -53,11 +53,15 @@ class TextStream:
         if token in self._stop_ids:
             return None
         self._ids.append(token)
-        known = self._tokenizer.decode(self._ids[self._start : self._read])
-        text = self._tokenizer.decode(self._ids[self._start :])
-        if text.endswith(REPLACEMENT) and len(self._ids) - self._read < MAX_HELD_TOKENS:
-            return None  # the first tokens of a character
-        self._start, self._read = self._read, len(self._ids)
+        decode, ids, end = self._tokenizer.decode, self._ids[self._start :], len(self._ids)
+        known, text = decode(ids[: self._read - self._start]), decode(ids)
+        if text.endswith(REPLACEMENT):
+            if end - self._read < MAX_HELD_TOKENS:
+                return None  # the first tokens of a character
+            # Marks that stay: all but what may begin a character, which is as many marks by itself.
+            held = next((n for n in (3, 2, 1) if decode(ids[:-n]) + decode(ids[-n:]) == text), 0)
+            text, end = decode(ids[: len(ids) - held]), end - held
+        self._start, self._read = self._read, end
         return self._extend(text[len(known) :])
 
     def _extend(self, more: str) -> str | None:

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import pty
+import random
 import select
 import signal
 import subprocess
@@ -75,6 +76,20 @@ def test_broken_bytes_are_not_held_for_ever():
         if i == 20:
             assert stream.take() != ""
     assert set(stream.finish()) == {"\ufffd"}
+
+
+def test_a_stream_of_any_bytes_is_what_they_decode_to_together():
+    """Marks that stand for themselves, broken characters, and whole ones right behind them."""
+    rng, tokenizer = random.Random(0), ByteTokenizer()
+    parts = [b"\xef\xbf\xbd", "🙂".encode(), "é".encode(), b"\x80", b"\xf0\x9f", b"a"]
+    for _ in range(300):
+        data = b"".join(rng.choices(parts, k=12))
+        stream, pieces = TextStream(tokenizer, (), ()), []
+        for byte in data:
+            stream.append(3 + byte)
+            pieces.append(stream.take())
+        text = stream.finish()
+        assert text == "".join(pieces) + stream.take() == data.decode(errors="replace")
 
 
 def test_half_a_character_at_the_end_is_shown_at_the_end():
