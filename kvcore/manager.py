@@ -408,6 +408,9 @@ class KVCache:
             end = step.start + self._checked_accepted(plan, accepted)
         self._changed()
         self.pool.take(step.needed)
+        if self.max_draft_tokens:
+            floor = np.maximum(self._rollback_floor[slots], step.end - self.max_draft_tokens)
+            self._rollback_floor[slots] = floor
         if not self.enable_caching:
             effects = self._tables.commit(step, end, (NO_ROWS, NO_ROWS))
             self.num_computed[slots] = end
@@ -418,9 +421,6 @@ class KVCache:
             self._announcer.computed(plan, ids, end)
         copies = self._chains.commit(step, end, made)
         self.num_computed[slots] = end
-        if self.max_draft_tokens:
-            floor = np.maximum(self._rollback_floor[slots], step.end - self.max_draft_tokens)
-            self._rollback_floor[slots] = floor
         return copies
 
     def _checked_accepted(self, plan: StepPlan, accepted: Any) -> Int64:

@@ -146,6 +146,8 @@ def _table(rows: list[list[int]], columns: int) -> npt.NDArray[np.int64]:
 
 
 def _parse(kv: KVCache, data: bytes) -> tuple[dict[str, Any], dict[str, _Array]]:
+    if not isinstance(data, (bytes, bytearray)):
+        raise ValueError(f"snapshot: expected bytes, got {type(data).__name__}")
     if len(data) < _PREFIX.size + _DIGEST_BYTES or not data.startswith(MAGIC):
         raise ValueError(
             f"snapshot: expected a file that starts with {MAGIC!r} and has at least "

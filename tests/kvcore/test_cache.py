@@ -467,6 +467,17 @@ def test_rollback(mix):
     assert e.kv.match([*history, 1]).num_tokens == len(history) // a * a
 
 
+def test_rollback_without_caching_stops_where_windows_do():
+    e = engine(max_draft_tokens=4, enable_caching=False)
+    e.admit("a", tokens(300))
+    e.finish_prompt("a")
+    slot = e.slots["a"]
+    with pytest.raises(ValueError, match=r"num_tokens: expected 1\.\.4 .*got 5"):
+        e.kv.rollback(slot, 5)
+    e.kv.rollback(slot, 4)
+    e.kv.check_invariants()
+
+
 def test_rollback_refuses_what_it_cannot_restore():
     e = engine(max_draft_tokens=4)
     e.admit("a", tokens(66))

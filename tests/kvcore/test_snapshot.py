@@ -122,6 +122,11 @@ def test_a_failed_save_keeps_the_old_file(tmp_path, monkeypatch):
     assert path.read_bytes() == old and os.listdir(tmp_path) == ["index"]
 
 
+def test_text_is_no_snapshot():
+    with pytest.raises(ValueError, match="snapshot: expected bytes, got str"):
+        snapshot.loads(engine(((8, None),)).kv, "quire-kv" * 20)
+
+
 def refused(mix, data: bytes, message: str, **options) -> None:
     """`data` is refused, and the cache is empty and works."""
     e = engine(mix, **options)
