@@ -222,7 +222,9 @@ def peer_rows(spec: str, args: argparse.Namespace) -> list[Row]:
 
 def main(argv: list[str] | None = None) -> list[Row]:
     """Measure, print a table, and write it where `--json` says."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.kvcore", description=__doc__.split("\n", 1)[0]
+    )
     parser.add_argument("--spec", choices=[*SPECS, "all"], default="all", help="cache groups")
     parser.add_argument("--repeats", type=int, default=3, help="runs of the million-token prompt")
     parser.add_argument("--steps", type=int, default=300, help="decode steps to time")

@@ -13,6 +13,7 @@ import argparse
 import ast
 import inspect
 import json
+from pathlib import Path
 
 from quire.bench.plot import require_matplotlib
 
@@ -73,7 +74,9 @@ def table(rows: list[Row]) -> str:
 
 def main(argv: list[str] | None = None) -> list[Row]:
     """Replay, print the tables, and write what is asked for."""
-    parser = argparse.ArgumentParser(prog="bench.replay", description=__doc__.split("\n", 1)[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.replay", description=__doc__.split("\n", 1)[0]
+    )
     parser.add_argument("--workload", nargs="+", default=["round-robin"], help=f"FORMAT:PATH ({', '.join(LOADERS)}) or a generator ({', '.join(GENERATORS)}), with :name=value,... for its arguments")  # fmt: skip
     parser.add_argument(
         "--preset", nargs="+", default=["gemma-4-31b"], choices=list(PRESETS), help="model"
@@ -116,11 +119,10 @@ def main(argv: list[str] | None = None) -> list[Row]:
                     flush=True,
                 )
                 rows += new
+                if args.json:  # so that a later grid that cannot be, or an interrupt, loses nothing
+                    Path(args.json).write_text(json.dumps(rows, indent=1), encoding="utf-8")
     except (ValueError, OSError) as error:
         parser.error(str(error))
-    if args.json:
-        with open(args.json, "w", encoding="utf-8") as file:
-            json.dump(rows, file, indent=1)
     if args.plot:
         save_plot(rows, args.plot)
     return rows

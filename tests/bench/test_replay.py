@@ -242,6 +242,18 @@ def test_command_line(tmp_path, capsys):
     assert "workload: expected one of" in capsys.readouterr().err
 
 
+def test_rows_that_were_measured_are_written_before_a_grid_that_cannot_be(tmp_path, capsys):
+    out, first = (
+        tmp_path / "rows.json",
+        "round-robin:sessions=2,turns=2,first=512,user=64,answer=32",
+    )
+    with pytest.raises(SystemExit):
+        main(["--workload", first, "nonsense", "--preset", "v4-flash", "--pool", "3000pages", "--eviction", "lru",
+              "--quiet", "--json", str(out)])  # fmt: skip
+    assert "workload: expected one of" in capsys.readouterr().err
+    assert {r["workload"] for r in json.loads(out.read_text())} == {first}
+
+
 @pytest.mark.skipif(not TRACE.exists(), reason="the conversation trace is not here (shared/traces)")
 def test_conversation_trace_against_its_bounds():
     workload = Workload("conversation", load_mooncake(TRACE, limit=150))
