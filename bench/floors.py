@@ -80,13 +80,17 @@ def decode_bytes(model: Decoder, seq_lens: np.ndarray, kv_cache_dtype: str = "au
     config = model.config
     if not isinstance(config, ModelConfig):
         return floors_v4.decode_bytes(model, seq_lens, kv_cache_dtype)
-    stored = torch.float8_e4m3fn if kv_cache_dtype == "fp8" else model.dtype
+    stored = model.dtype if kv_cache_dtype == "auto" else torch.float8_e4m3fn
     total = read_weight_bytes(model, len(seq_lens))
     for kind in set(config.layer_types):
         num_layers, layer = config.layer_types.count(kind), config.layer_types.index(kind)
         window = config.attention(layer).sliding_window
         visible = int(np.minimum(seq_lens, window or seq_lens).sum())
-        total += num_layers * visible * token_bytes(config, layer, stored)
+        total += (
+            num_layers
+            * visible
+            * token_bytes(config, layer, stored, row_scales=kv_cache_dtype == "fp8")
+        )
     return total
 
 

@@ -305,7 +305,7 @@ def _parser() -> argparse.ArgumentParser:
         "--kv-cache-dtype",
         choices=KV_CACHE_DTYPES,
         default="auto",
-        help="what pages hold: auto (default) = the model's dtype; fp8 = e4m3 with a scale for each row",
+        help="what pages hold: auto (default) = the model's dtype; fp8 = e4m3 with a scale for each row; fp8_per_tensor = with one for each layer's keys and one for its values",
     )
     add("--impl", choices=("triton", "torch"), help="kernels; default: triton on a GPU, else torch")
     add(

@@ -124,6 +124,8 @@ def reference_logits(
     bound = MARGIN * float((native - other).abs().max()) * (FP32_FROM_BF16 if is_fp32 else 1)
     if kv_cache_dtype != "auto":
         stored = e4m3_rows if isinstance(model.config, ModelConfig) else e4m3_latents
+        if kv_cache_dtype == "fp8_per_tensor":
+            stored = e4m3_values
         rounded = model.full_forward(input_ids, logits_rows=rows, stored=stored)
         bound += CACHE_MARGIN * float((rounded - native).abs().max())
     return (native if is_fp32 else other), bound
@@ -133,6 +135,11 @@ def e4m3_rows(rows: Tensor) -> Tensor:
     """Rows [..., head_dim] of keys or of values as pages of e4m3 give them back: each with a scale of its own."""
     scale = rows.float().abs().amax(-1, keepdim=True).clamp(min=1e-30) / E4M3_MAX
     return ((rows / scale).to(torch.float8_e4m3fn).float() * scale).to(rows.dtype)
+
+
+def e4m3_values(rows: Tensor) -> Tensor:
+    """Keys or values as pages of e4m3 with the scale 1 give them back."""
+    return rows.float().clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).to(rows.dtype)
 
 
 def e4m3_latents(rows: Tensor) -> Tensor:

@@ -72,8 +72,8 @@ class _Gathered:
     block_table: Tensor
     seq_lens: Tensor
     max_seq_len: int
-    k_scale: Tensor | None = None
-    v_scale: Tensor | None = None
+    k_scale: Tensor | float | None = None
+    v_scale: Tensor | float | None = None
 
 
 class PagedAttend:
@@ -256,7 +256,7 @@ class PagedAttend:
         page = torch.where(is_fresh, 0, table[sequence[:, None], entry].long())
         row = position % block_size
 
-        def gather(pages: Tensor, scale: Tensor | None, rows: Tensor) -> Tensor:
+        def gather(pages: Tensor, scale: Tensor | float | None, rows: Tensor) -> Tensor:
             kept = _rows(pages, scale, page, row, rows.dtype)
             both = torch.where(is_fresh[..., None, None], rows[fresh], kept)
             return both.view(-1, GATHERED_BLOCK, *rows.shape[1:])
@@ -272,13 +272,14 @@ class PagedAttend:
 
 
 def _rows(
-    pages: Tensor, scale: Tensor | None, page: Tensor, row: Tensor, dtype: torch.dtype
+    pages: Tensor, scale: Tensor | float | None, page: Tensor, row: Tensor, dtype: torch.dtype
 ) -> Tensor:
     """Rows [..., num_kv_heads, head_dim] of pages by page id and row in it, in the model's dtype."""
     if scale is None:
         return pages[page, row]
     codes = pages.view(torch.uint8)[page, row].view(pages.dtype)
-    return (codes.float() * scale[page, row][..., None]).to(dtype)
+    factor = scale[page, row][..., None] if isinstance(scale, Tensor) else scale
+    return (codes.float() * factor).to(dtype)
 
 
 class DenseAttend:

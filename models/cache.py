@@ -10,12 +10,14 @@ it with its own shape, so layers with different heads, head sizes and block size
     group 1   layer 0       layer 3        sliding window
     group 2   layer 1       layer 4        sliding window
 
-Pages of e4m3 hold the scales of their rows too: behind the codes of K and V, fp32 [2, num_kv_heads, block_size], a head's rows side by
-side, as a tile reads them. They take 4 bytes beside each head_dim of codes, travel with the page, and are shared with it.
+Pages of e4m3 hold the scales of their rows too, unless a layer has one scale for all keys and one for all values: behind the codes of K
+and V, fp32 [2, num_kv_heads, block_size], a head's rows side by side, as a tile reads them. They take 4 bytes beside each head_dim of codes,
+travel with the page, and are shared with it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,18 +45,18 @@ class LayerCache:
 
     k_pages, v_pages: [num_pages, block_size, num_kv_heads, head_dim] views of the layer's slot.
     group: index of the cache group whose table and slots address them.
-    k_scale, v_scale: fp32 [num_pages, block_size, num_kv_heads] views of it where pages are e4m3; else None.
+    k_scale, v_scale: where pages are e4m3, fp32 [num_pages, block_size, num_kv_heads] views of it, or one number each; else None.
     """
 
     k_pages: Tensor
     v_pages: Tensor
     group: int
-    k_scale: Tensor | None = None
-    v_scale: Tensor | None = None
+    k_scale: Tensor | float | None = None
+    v_scale: Tensor | float | None = None
 
 
 def cache_groups(
-    config: ModelConfig, dtype: torch.dtype, *, base_block_size: int = 16
+    config: ModelConfig, dtype: torch.dtype, *, base_block_size: int = 16, row_scales: bool = True
 ) -> tuple[list[GroupSpec], list[LayerPlacement]]:
     """Deals layers of one kind into groups of equal size, and chooses block sizes so that all pages have equal bytes.
 
@@ -62,7 +64,8 @@ def cache_groups(
     largest page is everybody's page: lighter layers put more tokens in theirs when the sizes divide, else leave a rest unused. With
     scales, sizes are compared without them: block sizes are the same in every dtype, and the rest is less than a scale's share.
 
-    dtype: of K and V; torch.float8_e4m3fn stands for e4m3 with a scale for each row. base_block_size: tokens in a page of the heaviest kind of layer.
+    dtype: of K and V. base_block_size: tokens in a page of the heaviest kind of layer. row_scales: whether pages of e4m3 hold a scale for
+        each row.
 
     Returns: (groups, placement of each layer). Full-attention groups come first.
     Raises: ValueError for a base_block_size below 1.
@@ -85,7 +88,7 @@ def cache_groups(
         for kind, size in sizes.items()
     }
     page_bytes = max(
-        block_sizes[kind] * token_bytes(config, members[0], dtype)
+        block_sizes[kind] * token_bytes(config, members[0], dtype, row_scales=row_scales)
         for kind, members in layers.items()
     )
     # Rows of every page start at a multiple of 16 bytes.
@@ -111,9 +114,13 @@ def cache_groups(
     return groups, [placement[config.kv_donor(layer)] for layer in range(config.num_layers)]
 
 
-def token_bytes(config: ModelConfig, layer: int, dtype: torch.dtype) -> int:
-    """Bytes of one token's K and V in one layer, scales included; dtype: as in :func:`cache_groups`."""
-    scales = 2 * config.attention(layer).num_kv_heads * SCALE_BYTES if dtype == E4M3 else 0
+def token_bytes(
+    config: ModelConfig, layer: int, dtype: torch.dtype, *, row_scales: bool = True
+) -> int:
+    """Bytes of one token's K and V in one layer, scales included; arguments as in :func:`cache_groups`."""
+    scales = 0
+    if dtype == E4M3 and row_scales:
+        scales = 2 * config.attention(layer).num_kv_heads * SCALE_BYTES
     return _row_elements(config, layer) * dtype.itemsize + scales
 
 
@@ -127,6 +134,7 @@ class PagePool:
     """The page tensors of a model.
 
     groups, placement: of :func:`cache_groups`, as is dtype. num_pages: page ids, including the null page 0.
+    kv_scales: [num_layers] of pages of e4m3 without scales of rows: the scale of all keys and that of all values.
 
     Attributes:
         layers: LayerCache of each layer.
@@ -144,6 +152,7 @@ class PagePool:
         num_pages: int,
         dtype: torch.dtype,
         device: torch.device | str,
+        kv_scales: Sequence[tuple[float, float]] | None = None,
     ) -> None:
         if num_pages < 2:
             raise ValueError(f"num_pages: expected >= 2 (page 0 is never owned), got {num_pages}")
@@ -158,8 +167,10 @@ class PagePool:
             rows = self.slots[place.slot].view(dtype)  # [num_pages, page elements]
             used = 2 * block_size * shape.num_kv_heads * shape.head_dim
             pages = rows[:, :used].unflatten(1, (2, block_size, shape.num_kv_heads, shape.head_dim))
-            scales: tuple[Tensor | None, Tensor | None] = (None, None)
-            if dtype == E4M3:
+            scales: tuple[Tensor | float | None, Tensor | float | None] = (None, None)
+            if kv_scales is not None:
+                scales = kv_scales[config.kv_donor(layer)]
+            elif dtype == E4M3:
                 behind = self.slots[place.slot].view(torch.float32)[:, used // SCALE_BYTES :]
                 behind = behind[:, : 2 * shape.num_kv_heads * block_size]
                 each = behind.unflatten(1, (2, shape.num_kv_heads, block_size)).transpose(2, 3)

@@ -32,9 +32,10 @@ class Decoder(nn.Module):
 
     Attributes:
         kv_cache_dtypes: values of `EngineConfig.kv_cache_dtype` that its cache can have.
+        kv_scales: [num_layers] scale of all keys and that of all values of a layer, for "fp8_per_tensor"; an engine takes them when it is made.
     """
 
-    kv_cache_dtypes = ("auto", "fp8")
+    kv_cache_dtypes = ("auto", "fp8", "fp8_per_tensor")
     layers: nn.ModuleList
 
     def __init__(
@@ -49,6 +50,7 @@ class Decoder(nn.Module):
         device = torch.device(device)
         size = config.hidden_size
         self.config = config
+        self.kv_scales = [(1.0, 1.0)] * config.num_layers
         self.embed_tokens = Embedding(
             config.vocab_size, size, device, dtype, scaled=scaled_embedding
         )
@@ -89,8 +91,17 @@ class Decoder(nn.Module):
 
     def make_cache(self, *, base_block_size: int, kv_cache_dtype: str, **_: Any) -> ModelCache:
         """Pages for keys and values of the attention layers; arguments as in `quire.models.memory.model_cache`."""
-        dtype = E4M3 if kv_cache_dtype == "fp8" else self.dtype
-        groups, placement = cache_groups(self.config, dtype, base_block_size=base_block_size)
+        dtype = self.dtype if kv_cache_dtype == "auto" else E4M3
+        kv_scales = None
+        if kv_cache_dtype == "fp8_per_tensor":
+            kv_scales = list(self.kv_scales)
+            if len(kv_scales) != self.config.num_layers:
+                raise ValueError(
+                    f"kv_scales: expected {self.config.num_layers} pairs, got {len(kv_scales)}"
+                )
+        groups, placement = cache_groups(
+            self.config, dtype, base_block_size=base_block_size, row_scales=kv_scales is None
+        )
 
         def allocate(num_pages: int) -> PagePool:
             return PagePool(
@@ -100,6 +111,7 @@ class Decoder(nn.Module):
                 num_pages=num_pages,
                 dtype=dtype,
                 device=self.device,
+                kv_scales=kv_scales,
             )
 
         return ModelCache(groups, groups[0].page_bytes * num_slots(placement), allocate)

@@ -16,7 +16,8 @@ class EngineConfig:
     num_pages: page ids including the null page. cache_bytes: bytes of all page tensors. memory_fraction: share of the free memory
         that they take. One of the three at most; default: 256 MiB on a CPU, a fraction of 0.9 on a GPU.
     base_block_size: tokens in a page of the heaviest kind of layer.
-    kv_cache_dtype: what pages hold: "auto" = the model's dtype; "fp8" = e4m3 with a scale for each row, where the model can.
+    kv_cache_dtype: what pages hold: "auto" = the model's dtype; "fp8" = e4m3 with a scale for each row, where the model can;
+        "fp8_per_tensor" = e4m3 with one scale for a layer's keys and one for its values, the model's ``kv_scales`` (1.0 unless set).
     retention, enable_caching, hash_seed: as in `quire.kvcore.KVCache`.
     replay: where full attention has cached far more of a prompt than any resume point reaches, compute just the tokens that
         restore the windows of sliding layers, instead of all tokens from the resume point on. Not with DeepSeek-V4, whose

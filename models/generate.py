@@ -266,7 +266,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--device", help="torch device; default: cuda where there is one, else cpu")
     add("--dtype", choices=tuple(DTYPES), help="default: the checkpoint's; random: bfloat16 on a GPU, float32 on a CPU")  # fmt: skip
     add("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto",
-        help="what pages hold: auto (default) = the model's dtype; fp8 = e4m3 with a scale for each row")  # fmt: skip
+        help="what pages hold: auto (default) = the model's dtype; fp8 = e4m3 with a scale for each row; fp8_per_tensor = with one for each layer's keys and one for its values")  # fmt: skip
     add("--impl", choices=("triton", "torch"), help="kernels; default: triton on a GPU, else torch")
     add("--model-seed", type=int, default=0, metavar="N", help="of random weights")
     add("--threads", type=int, default=torch.get_num_threads(), metavar="N", help="CPU threads of torch; default: torch's own")  # fmt: skip

@@ -28,7 +28,7 @@ CPU_CACHE_BYTES = 256 * 2**20
 MEMORY_FRACTION = 0.9
 LOGITS_COPIES = 10  # fp32, while rows are sorted, filtered and drawn from
 MIN_LENGTH = 2  # a prompt of one token, and one token of output
-KV_CACHE_DTYPES = ("auto", "fp8")
+KV_CACHE_DTYPES = ("auto", "fp8", "fp8_per_tensor")
 
 
 @dataclass(frozen=True)

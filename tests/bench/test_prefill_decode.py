@@ -87,15 +87,18 @@ def test_json_and_text(tmp_path, capsys):
         assert text in out
 
 
-@pytest.mark.parametrize("name", ["gemma4-tiny", "gemma4-e-tiny", "gemma4-moe-tiny", "llama-tiny", "gpt-oss-tiny", "deepseek-v4-small"])  # fmt: skip
-def test_fp8_pages(name, tmp_path, capsys):
+FP8 = [(name, "fp8") for name in ("gemma4-tiny", "gemma4-e-tiny", "gemma4-moe-tiny", "llama-tiny", "gpt-oss-tiny", "deepseek-v4-small")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "dtype"), [*FP8, ("gemma4-e-tiny", "fp8_per_tensor")])
+def test_fp8_pages(name, dtype, tmp_path, capsys):
     """Nearly all tokens are those of a pass without a cache, none is further off than rounding explains, and prefixes are hit."""
     file = tmp_path / "result.json"
-    arguments = ["--model", name, "--kv-cache-dtype", "fp8", "--json", str(file)]
+    arguments = ["--model", name, "--kv-cache-dtype", dtype, "--json", str(file)]
     assert prefill_decode.main([*TINY, *arguments]) == 0
-    assert "KV cache fp8" in capsys.readouterr().out
+    assert f"KV cache {dtype}," in capsys.readouterr().out
     result = json.loads(file.read_text())
-    assert result["engine"]["kv_cache_dtype"] == "fp8"
+    assert result["engine"]["kv_cache_dtype"] == dtype
     check = result["check"]
     assert check["requests"] == 8 and 0.7 * check["tokens"] < check["exact_tokens"]
     assert 1e-3 < check["largest_bound"] < 1.2

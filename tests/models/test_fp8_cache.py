@@ -35,6 +35,7 @@ def as_bf16(rows):
 class SteppedAttend(DenseAttend):
     """Attention of a whole sequence where a query sees the rows of earlier steps rounded, and those of its own step as they are.
 
+    rounded: of rows of keys or values; or a list of two such functions for each layer, one for the keys and one for the values.
     starts, lengths: [num_tokens], the first position and the tokens of the step that each token was computed in.
     """
 
@@ -62,13 +63,16 @@ class SteppedAttend(DenseAttend):
         def heads(rows):
             return rows.repeat_interleave(group, dim=1)
 
-        kept, fresh = (torch.einsum("qhd,khd->hqk", q, heads(x)) for x in (self.rounded(k), k))
+        round_k = round_v = self.rounded
+        if isinstance(self.rounded, list):
+            round_k, round_v = self.rounded[self._config.kv_donor(layer)]
+        kept, fresh = (torch.einsum("qhd,khd->hqk", q, heads(x)) for x in (round_k(k), k))
         scores = torch.where(old, kept, fresh) * self._config.softmax_scale
         scores = scores.masked_fill(~visible, float("-inf"))
         if sinks is not None:
             scores = torch.cat((scores, sinks[:, None, None].expand(-1, len(q), 1)), dim=-1)
         weights = scores.softmax(dim=-1)[..., : len(k)]
-        out = torch.einsum("hqk,khd->qhd", weights * old, heads(self.rounded(v)))
+        out = torch.einsum("hqk,khd->qhd", weights * old, heads(round_v(v)))
         return out + torch.einsum("hqk,khd->qhd", weights * ~old, heads(v))
 
 
@@ -84,7 +88,7 @@ def stepped(model, sequence, lengths, rounded):
 
 def run_alone(model, tokens, max_tokens, **settings):
     """A request alone in an engine with an fp8 cache: (engine's recorder, whole sequence but the last token, lengths of its steps)."""
-    run = Recorder(model, kv_cache_dtype="fp8", enable_caching=False, **settings)
+    run = Recorder(model, **{"kv_cache_dtype": "fp8", "enable_caching": False, **settings})
     request_id = run.add(tokens, max_tokens)
     output = run.run()[request_id]
     lengths = [int(length) for report in run.reports for length in report.q_lens]
@@ -99,6 +103,56 @@ def test_logits_are_those_of_rows_rounded_in_earlier_steps(model):
     assert (got - expected).abs().max().item() < TOLERANCE
     # So much that it could not be anything else.
     assert (got - stepped(model, sequence, lengths, lambda rows: rows)[99:]).abs().max().item() > 3 * TOLERANCE  # fmt: skip
+
+
+@pytest.fixture
+def scaled(model):
+    """The model with scales of its own for the keys and the values of each layer, and what they make of these."""
+    before = model.kv_scales
+    model.kv_scales = [(0.03 * 1.3**i, 0.05 * 1.2**i) for i in range(model.config.num_layers)]
+    yield model, [tuple(map(by_scale, pair)) for pair in model.kv_scales]
+    model.kv_scales = before
+
+
+def by_scale(scale):
+    return lambda rows: (rows.float() / scale).to(E4M3).float().mul(scale).to(rows.dtype)
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_logits_are_those_of_rows_rounded_with_one_scale_a_tensor(scaled, impl):
+    """Of a cold run, of a hit, and of tokens computed in one step with it."""
+    model, rounded = scaled
+    if impl == "triton" and model.config.name not in ("gemma4-tiny", "gemma4-e-tiny"):
+        pytest.skip("the kernels are the same for all: two models are enough for an interpreter")
+    length, cut = (100, 48) if impl == "torch" else (24, 20)
+    settings = dict(kv_cache_dtype="fp8_per_tensor", impl=impl, max_num_batched_tokens=cut)
+    run, request_id, sequence, lengths = run_alone(model, prompt(length), 3, **settings)
+    got = torch.stack(run.logits[request_id])
+    expected = stepped(model, sequence, lengths, rounded)[length - 1 :]
+    assert (got - expected).abs().max().item() < TOLERANCE
+    for other in (as_e4m3, [pair[::-1] for pair in rounded], rounded[::-1]):
+        assert (got - stepped(model, sequence, lengths, other)[length - 1 :]).abs().max().item() > 3 * TOLERANCE  # fmt: skip
+    if impl == "triton":
+        return
+    again = Recorder(model, **{**settings, "max_num_batched_tokens": 200})
+    cold = again.add(prompt(length), 1)
+    again.run()
+    hit = again.add(prompt(length), 1)
+    again.run()
+    cached = again.outputs[hit].num_cached_tokens
+    assert again.outputs[cold].num_cached_tokens == 0 and cached >= 64
+    expected = stepped(model, prompt(length), [cached, length - cached], rounded)[-1]
+    assert (again.logits[hit][0] - expected).abs().max().item() < TOLERANCE
+
+
+def test_pages_with_one_scale_a_tensor_are_half_of_bf16(model):
+    config = model.config
+    groups = model_cache(model, kv_cache_dtype="fp8_per_tensor").groups
+    assert 2 * groups[0].page_bytes == cache_groups(config, torch.bfloat16)[0][0].page_bytes
+    model.kv_scales, before = [(1.0, 1.0)], model.kv_scales
+    with pytest.raises(ValueError, match=f"kv_scales: expected {config.num_layers} pairs, got 1"):
+        model_cache(model, kv_cache_dtype="fp8_per_tensor")
+    model.kv_scales = before
 
 
 def test_error_is_that_of_four_bits_fewer(model):
