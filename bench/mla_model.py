@@ -187,24 +187,41 @@ def _add_compressed(case: LatentCase, device: Device, work: _Work) -> None:
         _add_tiles(work, device, tile, np.tile(keys, case.batch), 1, head_tiles)
         work.kernels += 1
         return
-    bounded = shape.op != "hca"
     most = shape.sliding_window + (shape.topk if picked else case.num_entries)
     plan = compressed_configs.plan_decode(
-        num_tiles=case.batch,
+        num_decodes=case.batch,
+        seq_tiles=1,
         block_q=block_q,
+        block_m=config.block_m,
         num_heads=shape.num_heads,
         head_tiles=head_tiles,
         head_dim=shape.head_dim,
         num_sms=device.num_sms,
         max_keys=most,
-        bounded=bounded,
+        bounded=shape.op != "hca",
     )
-    pieces = 1
-    if plan.workspace_numel:
-        size = -(-int(keys[0]) * case.batch // plan.target_items)
-        pieces = max(1, int(keys[0]) // max(size, compressed_configs.MIN_PIECE_KEYS))
-    _add_split(case, device, work, tile, int(keys[0]), pieces, head_tiles, shape.head_dim)
     work.kernels += 2 if plan.workspace_numel else 1
+    count, total = case.batch, int(keys[0]) * case.batch
+    if plan.programs:
+        # Equal stretches of all keys, if that pays; of each program the end of one query tile and the beginning of another.
+        size = max(compressed_configs.MIN_PIECE_KEYS, total / plan.programs)
+        left = 1 if 2 * count <= plan.programs else 2
+        cost = left * compressed_configs.PIECE_COST * config.block_m
+        uncut = min(-(-count // plan.programs) * keys[0], total / plan.programs + keys[0])
+        pays = size + cost < uncut
+        programs = round(total / size) if pays else count
+        _add_tiles(work, device, tile, np.full(programs, total // programs), 1, head_tiles)
+        cut = programs + min(programs, count) if pays else 0
+    else:
+        # Whole waves of programs, and one of pieces.
+        cut = (count - plan.num_whole) * plan.pieces if plan.pieces > 1 else 0
+        _add_tiles(work, device, tile, np.full(count - plan.num_whole if cut else count, keys[0]), plan.pieces, head_tiles)  # fmt: skip
+        if cut and plan.num_whole:
+            share, filled, memory = plan.num_whole / count, work.filled, work.memory_share
+            _add_tiles(work, device, tile, np.full(plan.num_whole, keys[0]), 1, head_tiles)
+            work.filled = 1 / (share / work.filled + (1 - share) / filled)
+            work.memory_share = 1 / (share / work.memory_share + (1 - share) / memory)
+    work.bytes += 2 * 4 * cut * shape.num_heads * (shape.head_dim + 1)
 
 
 def _add_mla(case: LatentCase, device: Device, work: _Work) -> None:

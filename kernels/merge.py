@@ -38,8 +38,10 @@ def _merge_rows(
     sink,
     HEAD_DIM: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,
+    EVERY_OTHER: tl.constexpr = False,
 ):
-    """Merge one row of every part; returns the row [HEAD_DIM] fp32 and its natural-log lse."""
+    """Merge one row of every part; returns the row [HEAD_DIM] fp32 and its natural-log lse. EVERY_OTHER: of those behind the second every other
+    one is a part."""
     part = tl.arange(0, BLOCK_PARTS)
     dim = tl.arange(0, HEAD_DIM)
     row_max = tl.full([], float("-inf"), tl.float32)
@@ -48,6 +50,8 @@ def _merge_rows(
     for start in range(0, num_parts, BLOCK_PARTS):
         index = (start + part).to(tl.int64)
         live = index < num_parts
+        if EVERY_OTHER:
+            index = tl.maximum(2 * index - 1, 0)
         part_lse = tl.load(lses + index * lse_stride_part, mask=live, other=float("-inf"))
         live &= part_lse != float("-inf")
         new_max = tl.maximum(row_max, tl.max(part_lse, 0))

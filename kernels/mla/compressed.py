@@ -101,13 +101,13 @@ def compressed_attention_workspace_numel(*, head_dim: int, num_sms: int) -> int:
         num_sms: streaming multiprocessors, ``torch.cuda.get_device_properties(device).multi_processor_count``.
 
     Returns:
-        Elements: one partial row of head_dim + 1 values for each of 64 query rows of a program on each multiprocessor.
+        Elements: two partial rows of head_dim + 1 values for each of 64 query rows of a program on each multiprocessor.
 
     Raises:
         ValueError: a value is not a positive int.
 
-    Source: ``compressed_schedule``: work is cut into no more pieces than there are multiprocessors.
+    Source: ``compressed_configs.plan_decode``: pieces are no more than twice the multiprocessors.
     """
     _check.expect_int("head_dim", head_dim, 1)
     _check.expect_int("num_sms", num_sms, 1)
-    return num_sms * MAX_ROWS * (head_dim + 1)
+    return 2 * num_sms * MAX_ROWS * (head_dim + 1)

@@ -10,8 +10,11 @@ from dataclasses import dataclass
 
 from quire.kernels.configs import next_power_of_2, shared_memory_class
 
-# A piece of fewer keys leaves more partial results behind than it reads (``compressed_schedule``).
+# A piece of fewer keys leaves more partial results behind than it reads.
 MIN_PIECE_KEYS = 128
+# Keys that a program could attend to instead of leaving the partial results of a row of its query tile, or instead of merging them; and in the
+# time that launching the merge takes. Own estimates.
+PIECE_COST, LAUNCH_COST = 2, 64
 MAX_ROWS = 64
 
 
@@ -33,10 +36,15 @@ class CompressedConfig:
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """How the decode part of a batch may be cut: see ``plan_decode``."""
+    """How the decode part of a batch is cut: see ``plan_decode``.
 
-    target_items: int
-    max_items: int
+    num_whole: sequences at the front that are not cut. pieces: of each query tile of the others. programs: those that divide all query tiles
+    between them instead (``line``); 0: none do.
+    """
+
+    num_whole: int
+    pieces: int
+    programs: int
     workspace_numel: int
 
 
@@ -70,7 +78,7 @@ WIDE = {
     "small": {
         (16, False): (16, 8, 3, False),
         (32, False): (16, 8, 2, False, True),
-        (16, True): (16, 4, 3, True),
+        (16, True): (16, 4, 3, True, True),
     },
 }
 
@@ -117,8 +125,10 @@ def _generation(arch: int) -> str:
 
 def plan_decode(
     *,
-    num_tiles: int,
+    num_decodes: int,
+    seq_tiles: int,
     block_q: int,
+    block_m: int,
     num_heads: int,
     head_tiles: int,
     head_dim: int,
@@ -126,26 +136,45 @@ def plan_decode(
     max_keys: int | None,
     bounded: bool,
 ) -> DecodePlan:
-    """Plan split-KV decode from host integers only, so that a captured graph stays right at any sequence length.
+    """Plan decode from host integers only, so that a captured graph stays right at any sequence length.
+
+    Where keys are bounded, query tiles have about as many, and those of as many sequences as fill the device a whole number of times stay
+    whole; those left are cut if that makes the last wave shorter. Else lengths differ, and the device divides what there is (``line``).
 
     Args:
-        num_tiles: query tiles on the decode path, at most.
-        block_q: tokens of a tile.
+        num_decodes: sequences on the decode path.
+        seq_tiles: query tiles of each, at most.
+        block_q, block_m: tokens and rows of a tile.
         num_heads, head_dim: of the layer.
         head_tiles: tiles that cover the heads.
         num_sms: streaming multiprocessors of the device; each holds one program.
         max_keys: upper bound of the keys of a tile; None if unknown.
-        bounded: whether the keys of a tile stay few at any context length (a window, picks): where there are tiles for all
-            multiprocessors anyway, none of them is worth cutting.
+        bounded: whether the keys of a tile stay few at any context length (a window, picks).
 
     Returns:
         DecodePlan; ``workspace_numel`` is in fp32 elements, 0 where no tile can be cut.
 
-    Source: ``compressed_schedule``.
+    Source: FlashDecoding (split-KV); ``line``.
     """
-    target_items = max(1, num_sms // head_tiles)
-    too_short = max_keys is not None and max_keys < 2 * MIN_PIECE_KEYS
-    if too_short or (bounded and num_tiles >= target_items) or target_items == 1:
-        return DecodePlan(target_items, num_tiles, 0)
-    rows = target_items * block_q * num_heads
-    return DecodePlan(target_items, num_tiles + target_items, rows * (head_dim + 1))
+    places = num_sms // head_tiles
+    row_numel = block_q * num_heads * (head_dim + 1)
+    if places <= 1 or (max_keys is not None and max_keys < 2 * MIN_PIECE_KEYS):
+        return DecodePlan(num_decodes, 1, 0, 0)
+    if not bounded or max_keys is None:
+        # Of each program the end of one query tile and the beginning of another.
+        return DecodePlan(0, 1, places, 2 * places * row_numel)
+    num_whole = num_decodes * seq_tiles // places * places // seq_tiles
+    tiles = (num_decodes - num_whole) * seq_tiles
+
+    def cost(pieces: int) -> float:
+        waves = -(-tiles * pieces // places)
+        if pieces == 1:
+            return waves * max_keys
+        merge = LAUNCH_COST + PIECE_COST * block_m * tiles * pieces / places
+        return waves * (max_keys / pieces + PIECE_COST * block_m) + merge
+
+    most = min(max_keys // MIN_PIECE_KEYS, 2 * places // max(1, tiles))
+    pieces = min(range(1, max(1, most) + 1), key=cost)
+    if pieces == 1:
+        return DecodePlan(num_decodes, 1, 0, 0)
+    return DecodePlan(num_whole, pieces, 0, tiles * pieces * row_numel)

@@ -26,11 +26,12 @@ from quire.kernels import recipes
 from quire.kernels._launch import Launch, partials
 from quire.kernels.configs import MAX_REGISTERS, tile_heads
 from quire.kernels.merge import LOG2E, _load_sink, _merge_rows, block_parts
-from quire.kernels.mla import compressed_schedule as schedule
+from quire.kernels.mla import line
 from quire.kernels.mla._tiles import hoists
 from quire.kernels.mla.compressed_call import CompressedCall, check
 from quire.kernels.mla.compressed_configs import (
     MIN_PIECE_KEYS,
+    PIECE_COST,
     CompressedConfig,
     plan_decode,
     select_config,
@@ -100,7 +101,7 @@ def _store_rows(
 
 @triton.jit
 def _attend_query_tile(
-    q, token, q_first, q_last, context, piece, pieces,
+    q, token, q_first, q_last, context, piece, piece_stop, pieces,
     window_pages, kv, compressed_pages, window_list, compressed_table, picks, window_len, num_picks,
     window_width, window_stride_page, window_stride_row, kv_stride, compressed_stride_page, compressed_stride_row,
     sliding_window, ratio, scale,
@@ -109,7 +110,7 @@ def _attend_query_tile(
     DIVIDE: tl.constexpr, HOIST: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Attend for one query tile to a piece of its keys.
+    """Attend for one query tile to some pieces of its keys, of ``pieces`` in all.
 
     q: [BLOCK_M, HEAD_DIM]; token [BLOCK_M]: each row's token in its sequence's step; q_first, q_last: the tile's first and last.
     """
@@ -138,9 +139,9 @@ def _attend_query_tile(
             num_keys += num_entries
     if picks is not None:
         num_keys = num_raw + num_picks
-    num_tiles = (num_keys + BLOCK_N - 1) // BLOCK_N
-    first = num_tiles * piece // pieces * BLOCK_N
-    stop = tl.minimum(num_tiles * (piece + 1) // pieces * BLOCK_N, num_keys)
+    num_tiles = ((num_keys + BLOCK_N - 1) // BLOCK_N).to(tl.int64)
+    first = (num_tiles * piece // pieces).to(tl.int32) * BLOCK_N
+    stop = tl.minimum((num_tiles * piece_stop // pieces).to(tl.int32) * BLOCK_N, num_keys)
     acc, row_max, row_sum = attend_keys(
         acc, row_max, row_sum, q, position,
         window_pages, None if SEPARATE else kv, compressed_pages, window_list, compressed_table, picks,
@@ -150,7 +151,7 @@ def _attend_query_tile(
     )  # fmt: skip
     if SEPARATE:
         low = tl.maximum(low, context)
-        num_raw = tl.where(piece == pieces - 1, tl.maximum(context + q_last + 1 - low, 0), 0)
+        num_raw = tl.where(piece_stop == pieces, tl.maximum(context + q_last + 1 - low, 0), 0)
         acc, row_max, row_sum = attend_keys(
             acc, row_max, row_sum, q, position,
             None, kv, None, None, None, None,
@@ -200,7 +201,7 @@ def _compressed_prefill_kernel(
     if compressed_table is not None:
         compressed_table += seq.to(tl.int64) * compressed_table_stride
     acc, row_max, row_sum = _attend_query_tile(
-        q_tile, q_first + token, q_first, tl.minimum(q_first + BLOCK_Q, q_len) - 1, context, 0, 1,
+        q_tile, q_first + token, q_first, tl.minimum(q_first + BLOCK_Q, q_len) - 1, context, 0, 1, 1,
         window_pages, kv, compressed_pages, window_list + seq.to(tl.int64) * window_list_stride, compressed_table, picks, 0, num_picks,
         window_width, window_stride_page, window_stride_row, kv_stride, compressed_stride_page, compressed_stride_row,
         sliding_window, ratio, scale,
@@ -219,108 +220,129 @@ def _compressed_prefill_kernel(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_decodes", "decode_tokens", "target_items"])
+# Also not on numbers of pieces and programs, which follow the batch.
+@triton.jit(do_not_specialize=["num_whole", "num_decodes", "decode_tokens", "pieces", "programs"])
 def _compressed_decode_kernel(
     q, window_pages, kv, compressed_pages, window_list, compressed_table, picks, window_lens, pick_lens, seq_lens, cu_seqlens_q, sinks, cos_sin, out, lse,
     partial_out, first_lse,
-    num_decodes, decode_tokens, target_items, window_width, topk, sliding_window, ratio, scale,
+    num_whole, num_decodes, decode_tokens, pieces, programs, window_width, topk, sliding_window, ratio, scale,
     q_stride_token, q_stride_head, out_stride_token, out_stride_head, lse_stride_head, cos_sin_stride, kv_stride,
     window_list_stride, compressed_table_stride, picks_stride,
     window_stride_page, window_stride_row, compressed_stride_page, compressed_stride_row,
     NUM_HEADS: tl.constexpr, BLOCK_Q: tl.constexpr, HEADS: tl.constexpr, HEAD_TILES: tl.constexpr,
     WINDOW_ROWS: tl.constexpr, ENTRY_ROWS: tl.constexpr, SLOTS: tl.constexpr, HARDWARE_E4M3: tl.constexpr,
     HEAD_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWAP: tl.constexpr, DIVIDE: tl.constexpr, HOIST: tl.constexpr,
-    ALIGNED: tl.constexpr, MIN_KEYS: tl.constexpr,
+    ALIGNED: tl.constexpr, LINE: tl.constexpr, LEAST: tl.constexpr, COST: tl.constexpr,
 ):  # fmt: skip
     head_tile = tl.program_id(0) % HEAD_TILES
     item = tl.program_id(0) // HEAD_TILES
-    batch = (seq_lens, cu_seqlens_q, window_lens, pick_lens, num_decodes, decode_tokens, window_width, topk, sliding_window, ratio)  # fmt: skip
-    # Without partial results nothing is cut, whatever the lengths: then a piece holds any number of keys.
-    size = item * 0 + 2147483647
-    if partial_out is not None:
-        size = schedule.piece_size(batch, target_items, SLOTS, BLOCK_Q, MIN_KEYS)
-    seq, first_item = schedule.find_item(item, batch, size, SLOTS, BLOCK_Q)
-    if seq >= num_decodes:
-        return
-    _, pieces = schedule.pieces_of(seq, batch, size, SLOTS, BLOCK_Q)
-    piece = (item - first_item) % pieces
-    q_first = (item - first_item) // pieces * BLOCK_Q
-    first_token = seq
-    q_len = 1
-    context = 0
-    if not SLOTS:
-        first_token = tl.load(cu_seqlens_q + seq)
-        q_len = tl.load(cu_seqlens_q + seq + 1) - first_token
-        context = tl.load(seq_lens + seq) - q_len
-    tile_token = first_token + q_first
-    token, head, live = _tile_rows(head_tile, q_len - q_first, NUM_HEADS, BLOCK_Q, HEADS, BLOCK_M)
-    first_head = head_tile * 0
-    q_rows = _row_pointers(q, tile_token, first_head, token, head, q_stride_token, q_stride_head)
-    q_tile = tl.load(
-        q_rows[:, None] + tl.arange(0, HEAD_DIM)[None, :], mask=live[:, None], other=0.0
-    )
-    window_len = window_width
-    if window_lens is not None:
-        window_len = tl.load(window_lens + tile_token)
-    num_picks = topk
-    if picks is not None:
-        picks += tile_token.to(tl.int64) * picks_stride
-        if pick_lens is not None:
-            num_picks = tl.load(pick_lens + tile_token)
-    if kv is not None:
-        kv += first_token.to(tl.int64) * kv_stride
-    if compressed_table is not None:
-        compressed_table += seq.to(tl.int64) * compressed_table_stride
-    acc, row_max, row_sum = _attend_query_tile(
-        q_tile, q_first + token, q_first, tl.minimum(q_first + BLOCK_Q, q_len) - 1, context, piece, pieces,
-        window_pages, kv, compressed_pages, window_list + seq.to(tl.int64) * window_list_stride, compressed_table, picks,
-        window_len, num_picks,
-        window_width, window_stride_page, window_stride_row, kv_stride, compressed_stride_page, compressed_stride_row,
-        sliding_window, ratio, scale,
-        WINDOW_ROWS, ENTRY_ROWS, SLOTS, HARDWARE_E4M3, HEAD_DIM, BLOCK_M, BLOCK_N, SWAP, BLOCK_Q == 1, DIVIDE, HOIST, ALIGNED,
-    )  # fmt: skip
-    if pieces == 1:
-        out_rows = _row_pointers(out, tile_token, first_head, token, head, out_stride_token, out_stride_head)  # fmt: skip
-        lse_rows = None
-        if lse is not None:
-            lse_rows = _row_pointers(lse, tile_token, first_head, token, head, 1, lse_stride_head)
-        sink = float("-inf")
-        if sinks is not None:
-            sink = tl.load(sinks + head, mask=live, other=float("-inf")) * LOG2E
-        _store_rows(
-            acc, row_max, row_sum, sink, out_rows, lse_rows, context + q_first + token, live, cos_sin, cos_sin_stride,
-            HEAD_DIM, ROPE_DIM, BLOCK_M, SWAP, SLOTS,
-        )  # fmt: skip
-    elif partial_out is not None:
-        part = schedule.first_part(seq, batch, size, SLOTS, BLOCK_Q) + item - first_item
-        row = (part.to(tl.int64) * BLOCK_Q + token) * NUM_HEADS + head
-        _store_rows(
-            acc, row_max, row_sum, float("-inf"), partial_out + row * HEAD_DIM, partial_out + first_lse + row, token, live, None, 0,
-            HEAD_DIM, ROPE_DIM, BLOCK_M, SWAP, False,
-        )  # fmt: skip
+    seq_tiles = tl.cdiv(decode_tokens, BLOCK_Q)
+    if LINE:
+        batch = (seq_lens, cu_seqlens_q, num_decodes, decode_tokens, sliding_window, ratio)
+        size, least, total = line.share(batch, programs, LEAST, COST, BLOCK_Q, BLOCK_N)
+        position, high, turns = line.stretch(item, size, least, total, batch, BLOCK_Q, BLOCK_N)
+    else:
+        turns: tl.constexpr = 1
+    for _ in tl.range(0, turns, disable_licm=True):
+        if LINE:
+            seq, tile, _, begin, units = line.locate(position, batch, BLOCK_Q, BLOCK_N)
+            piece = position - begin
+            piece_stop = tl.minimum(high - begin, units)
+            position = begin + units
+        else:
+            beyond = tl.maximum(item - num_whole * seq_tiles, 0)
+            tile = item - beyond + beyond // pieces
+            seq = tile // seq_tiles
+            tile = tile % seq_tiles
+            units = tl.where(seq < num_whole, 1, pieces)
+            piece = beyond % pieces
+            piece_stop = piece + 1
+        q_first = tile * BLOCK_Q
+        first_token = seq
+        q_len = 1
+        context = 0
+        if not SLOTS:
+            first_token = tl.load(cu_seqlens_q + seq)
+            q_len = tl.load(cu_seqlens_q + seq + 1) - first_token
+            context = tl.load(seq_lens + seq) - q_len
+        if (q_first < q_len) & (q_len <= decode_tokens):
+            tile_token = first_token + q_first
+            token, head, live = _tile_rows(
+                head_tile, q_len - q_first, NUM_HEADS, BLOCK_Q, HEADS, BLOCK_M
+            )
+            first_head = head_tile * 0
+            q_rows = _row_pointers(q, tile_token, first_head, token, head, q_stride_token, q_stride_head)  # fmt: skip
+            q_tile = tl.load(
+                q_rows[:, None] + tl.arange(0, HEAD_DIM)[None, :], mask=live[:, None], other=0.0
+            )
+            window_len = window_width
+            if window_lens is not None:
+                window_len = tl.load(window_lens + tile_token)
+            num_picks = topk
+            token_picks = picks
+            if picks is not None:
+                token_picks += tile_token.to(tl.int64) * picks_stride
+                if pick_lens is not None:
+                    num_picks = tl.load(pick_lens + tile_token)
+            fresh = kv
+            if kv is not None:
+                fresh += first_token.to(tl.int64) * kv_stride
+            table = compressed_table
+            if compressed_table is not None:
+                table += seq.to(tl.int64) * compressed_table_stride
+            acc, row_max, row_sum = _attend_query_tile(
+                q_tile, q_first + token, q_first, tl.minimum(q_first + BLOCK_Q, q_len) - 1, context, piece, piece_stop, units,
+                window_pages, fresh, compressed_pages, window_list + seq.to(tl.int64) * window_list_stride, table, token_picks,
+                window_len, num_picks,
+                window_width, window_stride_page, window_stride_row, kv_stride, compressed_stride_page, compressed_stride_row,
+                sliding_window, ratio, scale,
+                WINDOW_ROWS, ENTRY_ROWS, SLOTS, HARDWARE_E4M3, HEAD_DIM, BLOCK_M, BLOCK_N, SWAP, BLOCK_Q == 1, DIVIDE, HOIST, ALIGNED,
+            )  # fmt: skip
+            if LINE:
+                # Rather than keep what is known of the rows through the loop, which would spill below Hopper, work it out again.
+                first_token = tl.load(cu_seqlens_q + seq, volatile=True)
+                q_len = tl.load(cu_seqlens_q + seq + 1, volatile=True) - first_token
+                context = tl.load(seq_lens + seq, volatile=True) - q_len
+                tile_token = first_token + q_first
+                token, head, live = _tile_rows(
+                    head_tile, q_len - q_first, NUM_HEADS, BLOCK_Q, HEADS, BLOCK_M
+                )
+            if piece_stop - piece == units:
+                out_rows = _row_pointers(out, tile_token, first_head, token, head, out_stride_token, out_stride_head)  # fmt: skip
+                lse_rows = None
+                if lse is not None:
+                    lse_rows = _row_pointers(lse, tile_token, first_head, token, head, 1, lse_stride_head)  # fmt: skip
+                sink = float("-inf")
+                if sinks is not None:
+                    sink = tl.load(sinks + head, mask=live, other=float("-inf")) * LOG2E
+                _store_rows(
+                    acc, row_max, row_sum, sink, out_rows, lse_rows, context + q_first + token, live, cos_sin, cos_sin_stride,
+                    HEAD_DIM, ROPE_DIM, BLOCK_M, SWAP, SLOTS,
+                )  # fmt: skip
+            elif partial_out is not None:
+                if LINE:
+                    # A program leaves two at most: of a query tile that others began, and of one that others end.
+                    part = 2 * item + (piece == 0).to(tl.int32)
+                else:
+                    part = item - num_whole * seq_tiles
+                row = (part.to(tl.int64) * BLOCK_Q + token) * NUM_HEADS + head
+                _store_rows(
+                    acc, row_max, row_sum, float("-inf"), partial_out + row * HEAD_DIM, partial_out + first_lse + row, token, live, None, 0,
+                    HEAD_DIM, ROPE_DIM, BLOCK_M, SWAP, False,
+                )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_decodes", "decode_tokens", "target_items"])
+@triton.jit(do_not_specialize=["num_whole", "num_decodes", "decode_tokens", "pieces", "programs"])
 def _compressed_merge_kernel(
-    partial_out, first_lse, window_lens, pick_lens, seq_lens, cu_seqlens_q, sinks, cos_sin, out, lse,
-    num_decodes, decode_tokens, target_items, window_width, topk, sliding_window, ratio, num_heads,
+    partial_out, first_lse, seq_lens, cu_seqlens_q, sinks, cos_sin, out, lse,
+    num_whole, num_decodes, decode_tokens, pieces, programs, sliding_window, ratio, num_heads,
     out_stride_token, out_stride_head, lse_stride_head, cos_sin_stride,
-    BLOCK_Q: tl.constexpr, SLOTS: tl.constexpr, HEAD_DIM: tl.constexpr, ROPE_DIM: tl.constexpr,
-    MIN_KEYS: tl.constexpr, BLOCK_PARTS: tl.constexpr,
+    BLOCK_Q: tl.constexpr, SLOTS: tl.constexpr, HEAD_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, BLOCK_N: tl.constexpr,
+    LINE: tl.constexpr, LEAST: tl.constexpr, COST: tl.constexpr, BLOCK_PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Merge the pieces of one head of one decode sequence, numbered as ``compressed_schedule`` does, and turn the result back."""
-    seq = tl.program_id(0) // num_heads
+    """Merge the pieces of one head of one decode sequence, as the attention kernel left them, and turn the result back."""
+    seq = num_whole + tl.program_id(0) // num_heads
     head = (tl.program_id(0) % num_heads).to(tl.int64)
-    batch = (seq_lens, cu_seqlens_q, window_lens, pick_lens, num_decodes, decode_tokens, window_width, topk, sliding_window, ratio)  # fmt: skip
-    # The attention kernel wrote what is in one piece; short sequences are, whatever the batch holds.
-    tiles, pieces = schedule.pieces_of(seq, batch, MIN_KEYS, SLOTS, BLOCK_Q)
-    if (tiles == 0) | (pieces == 1):
-        return
-    size = schedule.piece_size(batch, target_items, SLOTS, BLOCK_Q, MIN_KEYS)
-    tiles, pieces = schedule.pieces_of(seq, batch, size, SLOTS, BLOCK_Q)
-    if pieces == 1:
-        return
-    part = schedule.first_part(seq, batch, size, SLOTS, BLOCK_Q).to(tl.int64)
     first_token = seq
     q_len = 1
     context = 0
@@ -328,30 +350,50 @@ def _compressed_merge_kernel(
         first_token = tl.load(cu_seqlens_q + seq)
         q_len = tl.load(cu_seqlens_q + seq + 1) - first_token
         context = tl.load(seq_lens + seq) - q_len
+    if q_len > decode_tokens:
+        return
+    if LINE:
+        batch = (seq_lens, cu_seqlens_q, num_decodes, decode_tokens, sliding_window, ratio)
+        # Short query tiles are never cut, whatever the batch holds.
+        _, units = line.work(seq, batch, BLOCK_Q, BLOCK_N)
+        if units < 2 * LEAST:
+            return
+        size, least, _ = line.share(batch, programs, LEAST, COST, BLOCK_Q, BLOCK_N)
+        if units < 2 * least:
+            return
+        first = line.first_unit(seq, batch, BLOCK_Q, BLOCK_N)
     sink = _load_sink(sinks, head)
     dim = tl.arange(0, HEAD_DIM)
     for t in range(0, q_len):
-        first_row = ((part + t // BLOCK_Q * pieces) * BLOCK_Q + t % BLOCK_Q) * num_heads + head
-        merged, merged_lse = _merge_rows(
-            partial_out + first_row * HEAD_DIM, partial_out + first_lse + first_row, pieces,
-            BLOCK_Q * num_heads * HEAD_DIM, BLOCK_Q * num_heads, sink, HEAD_DIM, BLOCK_PARTS,
-        )  # fmt: skip
-        if cos_sin is not None:
-            even, odd = tl.split(tl.reshape(merged, [HEAD_DIM // 2, 2]))
-            pair = tl.arange(0, HEAD_DIM // 2) - (HEAD_DIM - ROPE_DIM) // 2
-            angle = cos_sin + (context + t).to(tl.int64) * cos_sin_stride + pair
-            # The rows of padding have no position. (Triton 3.9's interpreter takes no mask made of a vector & a scalar.)
-            known = pair >= tl.where(context + t >= 0, 0, HEAD_DIM)
-            cos = tl.load(angle, mask=known, other=1.0)
-            sin = tl.load(angle + ROPE_DIM // 2, mask=known, other=0.0)
-            merged = tl.reshape(tl.join(even * cos + odd * sin, odd * cos - even * sin), [HEAD_DIM])
-        token = (first_token + t).to(tl.int64)
-        out_row = out + token * out_stride_token + head * out_stride_head
-        tl.store(out_row + dim, merged.to(out.dtype.element_ty))
-        if lse is not None:
-            if SLOTS:
-                merged_lse = tl.where(merged_lse == float("-inf"), float("inf"), merged_lse)
-            tl.store(lse + head * lse_stride_head + token, merged_lse)
+        if LINE:
+            program, pieces = line.programs_of(first + t // BLOCK_Q * units, units, size, least)
+            part = 2 * program + 1
+        else:
+            part = ((seq - num_whole) * tl.cdiv(decode_tokens, BLOCK_Q) + t // BLOCK_Q) * pieces
+        if pieces > 1:
+            row = (part.to(tl.int64) * BLOCK_Q + t % BLOCK_Q) * num_heads + head
+            merged, merged_lse = _merge_rows(
+                partial_out + row * HEAD_DIM, partial_out + first_lse + row, pieces,
+                BLOCK_Q * num_heads * HEAD_DIM, BLOCK_Q * num_heads, sink, HEAD_DIM, BLOCK_PARTS, LINE,
+            )  # fmt: skip
+            if cos_sin is not None:
+                even, odd = tl.split(tl.reshape(merged, [HEAD_DIM // 2, 2]))
+                pair = tl.arange(0, HEAD_DIM // 2) - (HEAD_DIM - ROPE_DIM) // 2
+                angle = cos_sin + (context + t).to(tl.int64) * cos_sin_stride + pair
+                # The rows of padding have no position. (Triton 3.9's interpreter takes no mask made of a vector & a scalar.)
+                known = pair >= tl.where(context + t >= 0, 0, HEAD_DIM)
+                cos = tl.load(angle, mask=known, other=1.0)
+                sin = tl.load(angle + ROPE_DIM // 2, mask=known, other=0.0)
+                merged = tl.reshape(
+                    tl.join(even * cos + odd * sin, odd * cos - even * sin), [HEAD_DIM]
+                )
+            token = (first_token + t).to(tl.int64)
+            out_row = out + token * out_stride_token + head * out_stride_head
+            tl.store(out_row + dim, merged.to(out.dtype.element_ty))
+            if lse is not None:
+                if SLOTS:
+                    merged_lse = tl.where(merged_lse == float("-inf"), float("inf"), merged_lse)
+                tl.store(lse + head * lse_stride_head + token, merged_lse)
 
 
 def attention(arguments: dict[str, Any]) -> torch.Tensor:
@@ -500,10 +542,13 @@ def _prepare_decode(
     """The launches for the first ``num_decodes`` sequences: attention, and the merge where a sequence may be cut into pieces."""
     shared = _shared_arguments(call, _config(call, arch, decode_tokens), arch)
     num_heads, head_dim = call.q.shape[1:]
-    block_q = shared["BLOCK_Q"]
+    block_q, block_n = shared["BLOCK_Q"], shared["BLOCK_N"]
+    seq_tiles = -(-decode_tokens // block_q)
     plan = plan_decode(
-        num_tiles=call.num_decodes * -(-decode_tokens // block_q),
+        num_decodes=call.num_decodes,
+        seq_tiles=seq_tiles,
         block_q=block_q,
+        block_m=shared["BLOCK_M"],
         num_heads=num_heads,
         head_tiles=shared["HEAD_TILES"],
         head_dim=head_dim,
@@ -512,29 +557,36 @@ def _prepare_decode(
         bounded=call.bounded,
     )
     partial_out, first_lse = partials(plan.workspace_numel, head_dim, call.workspace, call.q.device)
+    # With few query tiles a program leaves about one piece of them, with many two.
+    pieces_left = 1 if 2 * call.num_decodes * seq_tiles <= plan.programs else 2
     split = {
         "window_lens": call.window_lens,
+        "num_whole": plan.num_whole,
         "num_decodes": call.num_decodes,
         "decode_tokens": decode_tokens,
-        "target_items": plan.target_items,
+        "pieces": plan.pieces,
+        "programs": plan.programs,
         "SLOTS": call.slots,
-        "MIN_KEYS": MIN_PIECE_KEYS,
+        "LINE": plan.programs > 0,
+        "LEAST": MIN_PIECE_KEYS // block_n,
+        "COST": pieces_left * PIECE_COST * shared["BLOCK_M"] // block_n,
         "partial_out": partial_out,
         "first_lse": first_lse,
     }
+    cut = call.num_decodes - plan.num_whole
+    items = plan.programs or (plan.num_whole + cut * plan.pieces) * seq_tiles
     attention = Launch(
-        _compressed_decode_kernel,
-        (plan.max_items * shared["HEAD_TILES"],),
-        {**shared, **split},
+        _compressed_decode_kernel, (items * shared["HEAD_TILES"],), {**shared, **split}
     )
     if partial_out is None:
         return [attention]
     merge_names = set(_compressed_merge_kernel.arg_names)
     arguments = {**shared, **split, "num_heads": num_heads}
     arguments = {name: value for name, value in arguments.items() if name in merge_names}
+    most = block_parts(plan.programs or plan.pieces, head_dim)
     merge = Launch(
         _compressed_merge_kernel,
-        (call.num_decodes * num_heads,),
-        {**arguments, "BLOCK_PARTS": block_parts(plan.max_items, head_dim), "num_warps": 4},
+        (cut * num_heads,),
+        {**arguments, "BLOCK_PARTS": most, "num_warps": 4},
     )
     return [attention, merge]

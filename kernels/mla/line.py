@@ -1,0 +1,127 @@
+"""How decode work that grows with the context is divided on the device; the attention kernels and the merge of their pieces share it.
+
+Work is counted in *units*: tiles of BLOCK_N keys of one query tile, which has one unit at least. The units of all query tiles, one after
+another, are a line, and each program takes an equal stretch of it, wherever that begins and ends (stream-K): all end together, whatever
+the batch. A query tile that a border divides leaves partial results, of 64 heads as large as 128 keys are. So borders near the edge of a
+query tile move there; and if cutting would gain less than it costs, every border moves to the nearest edge.
+
+Every program derives this from the lengths of the batch, so that the host needs none of them and a captured graph stays right. ``batch`` is
+the tuple (seq_lens, cu_seqlens_q, num_decodes, decode_tokens, sliding_window, ratio) of kernel arguments, the last two None where queries see
+all rows of the context.
+
+Source: Stream-K (arXiv 2301.03598); FlashMLA's tile scheduler divides the batch's keys in a similar way.
+"""
+
+import triton
+import triton.language as tl
+
+# Sequences whose lengths a program looks at together.
+CHUNK = tl.constexpr(128)
+
+
+@triton.jit
+def work(seq, batch, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Query tiles of each sequence that are decode's to compute, and a bound of the units of each of them, at least 1."""
+    seq_lens, cu_seqlens_q, num_decodes, decode_tokens, sliding_window, ratio = batch
+    live = seq < num_decodes
+    first = tl.load(cu_seqlens_q + seq, mask=live, other=0)
+    q_len = tl.load(cu_seqlens_q + seq + 1, mask=live, other=0) - first
+    # A sequence with more new tokens than that is the prefill kernel's.
+    tiles = tl.where(q_len <= decode_tokens, (q_len + BLOCK_Q - 1) // BLOCK_Q, 0)
+    keys = tl.maximum(tl.load(seq_lens + seq, mask=live, other=0), 0)
+    if ratio is not None:
+        keys = tl.minimum(keys, sliding_window - 1 + tl.minimum(q_len, BLOCK_Q)) + keys // ratio
+    return tiles, tl.maximum((keys + BLOCK_N - 1) // BLOCK_N, 1)
+
+
+@triton.jit
+def share(batch, programs, least, cost, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(units of one program's stretch, units that a piece has at least, units of the line).
+
+    least: as it is where cutting pays. cost: units that a program could do instead of leaving partial results.
+    """
+    total = tl.zeros([], tl.int32)
+    count = tl.zeros([], tl.int32)
+    longest = tl.zeros([], tl.int32)
+    for start in range(0, batch[2], CHUNK):
+        tiles, units = work(start + tl.arange(0, CHUNK), batch, BLOCK_Q, BLOCK_N)
+        total += tl.sum(tiles * units, 0)
+        count += tl.sum(tiles, 0)
+        longest = tl.maximum(longest, tl.max(tl.where(tiles > 0, units, 0), 0))
+    even = tl.maximum(tl.cdiv(total, programs), 1)
+    # What the last program to end has to do if no query tile is cut.
+    uncut = tl.minimum(tl.cdiv(count, programs) * longest, even + longest)
+    cut = tl.maximum(even, least)
+    pays = cut + cost < uncut
+    return tl.where(pays, cut, even), tl.where(pays, least, 1 << 29), total
+
+
+@triton.jit
+def locate(position, batch, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr):
+    """What lies at a unit of the line: (sequence, query tile of the sequence, query tile of the line, its first unit, its units).
+
+    Past the end the sequence is num_decodes.
+    """
+    seq = tl.zeros([], tl.int32)
+    tiles_before = tl.zeros([], tl.int32)
+    units_before = tl.zeros([], tl.int32)
+    stop = tl.zeros([], tl.int32)
+    for start in range(0, batch[2], CHUNK):
+        some = start + tl.arange(0, CHUNK)
+        tiles, units = work(some, batch, BLOCK_Q, BLOCK_N)
+        stops = stop + tl.cumsum(tiles * units, 0)
+        earlier = (stops <= position) & (some < batch[2])
+        seq += tl.sum(earlier.to(tl.int32), 0)
+        tiles_before += tl.sum(tl.where(earlier, tiles, 0), 0)
+        units_before = tl.maximum(units_before, tl.max(tl.where(earlier, stops, 0), 0))
+        stop += tl.sum(tiles * units, 0)
+    _, units = work(seq, batch, BLOCK_Q, BLOCK_N)
+    tile = (position - units_before) // units
+    return seq, tile, tiles_before + tile, units_before + tile * units, units
+
+
+@triton.jit
+def first_unit(target, batch, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Where the query tiles of sequence ``target`` begin on the line."""
+    before = tl.zeros([], tl.int32)
+    for start in range(0, target, CHUNK):
+        seq = start + tl.arange(0, CHUNK)
+        tiles, units = work(seq, batch, BLOCK_Q, BLOCK_N)
+        before += tl.sum(tl.where(seq < target, tiles * units, 0), 0)
+    return before
+
+
+@triton.jit
+def border(position, first, units, least):
+    """Where the border of two stretches lies that would divide the query tile [first, first + units) at ``position``."""
+    inside = position - first
+    stop = first + units
+    near = tl.where(2 * inside < units, first, stop)
+    far = tl.where(inside < least, first, tl.where(units - inside < least, stop, position))
+    return tl.where(units < 2 * least, near, far)
+
+
+@triton.jit
+def stretch(program, size, least, total, batch, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The units [low, high) of a program, and how many query tiles lie in them, whole or in part."""
+    low = tl.minimum(program * size, total)
+    high = tl.minimum(low + size, total)
+    _, _, low_tile, first, units = locate(low, batch, BLOCK_Q, BLOCK_N)
+    low = border(low, first, units, least)
+    low_tile += (low == first + units).to(tl.int32)
+    _, _, high_tile, first, units = locate(high, batch, BLOCK_Q, BLOCK_N)
+    high = border(high, first, units, least)
+    high_tile += (high > first).to(tl.int32)
+    return low, high, tl.maximum(high_tile - low_tile, 0)
+
+
+@triton.jit
+def programs_of(first, units, size, least):
+    """The first program that has a part of the query tile [first, first + units), and how many have one, where cutting pays."""
+    stop = first + units
+    program = first // size
+    begin = program + (border((program + 1) * size, first, units, least) == first).to(tl.int32)
+    program = (stop - 1) // size
+    at = program * size
+    end = program - ((at > first) & (border(at, first, units, least) == stop)).to(tl.int32)
+    return begin, end - begin + 1
