@@ -63,6 +63,7 @@ CASES = [
     Case("mixed-long-decode", [30, 9, 20], [7, 1, 6], ratio=4, num_decodes=2),
     Case("split-hca", [1100], [1], ratio=4, entry_rows=64, num_sms=9),
     Case("split-hca-ragged", [3, 1100, 0, 1600, 9], [1, 2, 1, 1, 1], ratio=4, entry_rows=64, num_decodes=5, num_sms=9),
+    Case("split-hca-across-sequences", [1100] * 3, [1] * 3, ratio=4, entry_rows=64, num_decodes=3, num_sms=2),
     Case("split-hca-two-head-tiles", [600], [1], ratio=2, num_heads=18, fresh=False, num_sms=7),
     Case("split-csa", [1300], [1], ratio=4, topk=270, entry_rows=64, num_sms=3),
     Case("split-csa-speculative", [1300, 9], [2, 2], ratio=4, topk=270, num_decodes=2, entry_rows=64, num_sms=9),
@@ -277,9 +278,7 @@ def test_the_stated_workspace_suffices(num_heads):
                 "num_decodes": num_decodes, "seq_tiles": -(-decode_tokens // block_q), "block_q": block_q, "block_m": config.block_m,
                 "num_heads": num_heads, "head_tiles": head_tiles, "head_dim": 512, "num_sms": num_sms,
             }  # fmt: skip
-            plan = configs.plan_decode(
-                **sizes, max_keys=640 if picked else None, bounded=picked
-            )
+            plan = configs.plan_decode(**sizes, max_keys=640 if picked else None, bounded=picked)
             assert plan.workspace_numel <= compressed_attention_workspace_numel(
                 head_dim=512, num_sms=num_sms
             )

@@ -68,7 +68,7 @@ def test_programs_take_every_unit_once(num_decodes, ratio, programs, equal):
     if equal:
         q_lens, lengths = [1] * num_decodes, [9001] * num_decodes
     divided = programs > 1 and num_decodes % programs > 0
-    decode_tokens, window, least, cost = 3, 128, 2, 4
+    decode_tokens, window, least, cost = 3, 128, 8, 4
     tiles, total = query_tiles(lengths, q_lens, decode_tokens, window, ratio)
     positions = [*sorted(rng.sample(range(total), min(total, 12))), total]
 
