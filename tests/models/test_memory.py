@@ -227,7 +227,8 @@ def test_free_memory():
 
 def test_kv_cache_dtype_is_refused_by_name():
     with pytest.raises(
-        ValueError, match=r"^kv_cache_dtype: expected one of \['auto', 'fp8'\], got 'int4'"
+        ValueError,
+        match=r"^kv_cache_dtype: expected one of \['auto', 'fp8', 'fp8_per_tensor'\], got 'int4'",
     ):
         Engine(build("gemma3-tiny"), EngineConfig(num_pages=50, kv_cache_dtype="int4"))
     with pytest.raises(
