@@ -21,7 +21,7 @@ from .spec import INT32, INT64, Int32, Int64, count_true
 from .states import LIVE, SNAPSHOT, StateTables
 
 ONE: Int64 = np.array(1)
-NO_PAGES: Int32 = np.empty(0, dtype=np.int32)
+NO_VALUES: Int32 = np.empty(0, dtype=np.int32)
 SETTLED = (
     16  # steps after which a batch gets a calendar: about those in which that saves what it costs
 )
@@ -329,7 +329,7 @@ class DecodeTables:
         fixed = plan.num_fresh
         places, pages = plan.places[:fixed], plan.fresh
         if not plan.num_new:
-            return places, NO_PAGES
+            return places, NO_VALUES
         for block in self._windows:
             rows = (batch.start % block.spec.block_size == 0).nonzero()[0]
             block.drop_behind(batch.slots[rows], batch.start[rows] // block.spec.block_size)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .spec import Int32, Int64, ragged_arange
+from .spec import Int32, Int64, as_ints, ragged_arange
 
 if TYPE_CHECKING:
     from .manager import KVCache
@@ -84,7 +84,7 @@ def _visible(
     spec = cache.layout.groups[group]
     if spec.kind == "state":
         raise ValueError(f"group: expected a dense or window group, got state group {spec.name!r}")
-    slots = np.asarray(slots, dtype=np.int64)
+    slots = as_ints("slots", slots)
     if len(slots):
         cache.sequences.check(slots)
     lengths = cache.num_computed[slots]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from quire.kvcore.spec import as_int
+
 SLIDING = "sliding_attention"
 FULL = "full_attention"
 FAMILIES = ("gemma3", "gemma4", "llama", "gpt_oss")
@@ -14,9 +16,7 @@ ROPE_KINDS = ("default", "linear", "proportional", "llama3", "yarn")
 def _expect_counts(config: object, *names: str) -> None:
     """Raises ValueError where one of these fields is not an int of at least 1."""
     for name in names:
-        value = getattr(config, name)
-        if not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name}: expected an int >= 1, got {value!r}")
+        as_int(name, getattr(config, name), 1)
 
 
 @dataclass(frozen=True)

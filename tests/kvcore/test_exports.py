@@ -64,3 +64,6 @@ def test_no_slots_and_wrong_groups():
         paged_rows(e.kv, 1, [])
     with pytest.raises(ValueError, match="slots: expected slots of admitted requests"):
         linear_table(e.kv, 0, [1])
+    for slots, got in (([0.5], "float64"), (["a"], "<U1")):
+        with pytest.raises(ValueError, match=f"slots: expected ints, got {got}"):
+            linear_table(e.kv, 0, slots)

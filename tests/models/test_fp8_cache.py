@@ -145,14 +145,13 @@ def test_logits_are_those_of_rows_rounded_with_one_scale_a_tensor(scaled, impl):
     assert (again.logits[hit][0] - expected).abs().max().item() < TOLERANCE
 
 
-def test_pages_with_one_scale_a_tensor_are_half_of_bf16(model):
+def test_pages_with_one_scale_a_tensor_are_half_of_bf16(model, monkeypatch):
     config = model.config
     groups = model_cache(model, kv_cache_dtype="fp8_per_tensor").groups
     assert 2 * groups[0].page_bytes == cache_groups(config, torch.bfloat16)[0][0].page_bytes
-    model.kv_scales, before = [(1.0, 1.0)], model.kv_scales
+    monkeypatch.setattr(model, "kv_scales", [(1.0, 1.0)])
     with pytest.raises(ValueError, match=f"kv_scales: expected {config.num_layers} pairs, got 1"):
         model_cache(model, kv_cache_dtype="fp8_per_tensor")
-    model.kv_scales = before
 
 
 def test_error_is_that_of_four_bits_fewer(model):
