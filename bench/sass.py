@@ -15,6 +15,9 @@ from dataclasses import dataclass
 # Most specific first: a tcgen05 kernel also has plain arithmetic.
 MMA = (("UTCHMMA", "tcgen05"), ("HGMMA", "wgmma"), ("HMMA", "mma.sync"), ("FFMA", "fma"))
 
+# wgmma without the overlap that it is there for.
+SERIAL = "wgmma, serial"
+
 INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)([^;]*);")
 LABEL = re.compile(r"^(\.L_x_\d+):")
 
@@ -42,9 +45,16 @@ class Code:
 
     @property
     def mma(self) -> str:
-        """Kind of the matrix instruction; "fma": none but ordinary arithmetic, "-": not even that."""
-        kinds = (kind for prefix, kind in MMA if any(op.startswith(prefix) for op in self.opcodes))
-        return next(kinds, "-")
+        """Kind of the matrix instruction; "fma": none but ordinary arithmetic, "-": not even that.
+
+        "wgmma, serial": each one is opened and waited for by itself, not with the others of its product. ptxas does so throughout a kernel
+        where other instructions touch an accumulator that is under way, for want of registers most of the time.
+        """
+        counts = self.opcodes
+        kind = next((k for prefix, k in MMA if any(op.startswith(prefix) for op in counts)), "-")
+        products = sum(n for op, n in counts.items() if op.startswith("HGMMA"))
+        serial = kind == "wgmma" and counts["WARPGROUP.ARRIVE"] >= products
+        return SERIAL if serial else kind
 
     def copy_bytes(self, element_size: int, scale_bytes: int = 0) -> int:
         """Bytes of the narrowest K/V copy; 0 if none is asynchronous and loads of whole vectors go through registers.
@@ -67,7 +77,7 @@ class Code:
         None where that cannot be told: no loop holds a matrix instruction, or its copies make no whole number of tiles. Up to a quarter
         more may be lanes that copy nothing: a row of 576 bytes takes those of 640.
         """
-        prefix = next((p for p, kind in MMA if kind == self.mma), None)
+        prefix = next((p for p, kind in MMA if self.mma.startswith(kind)), None)
         if prefix is None:
             return None
         for first, last in self._loops():

@@ -124,7 +124,7 @@ def _prefill_kernel(
     v_scale_stride_page, v_scale_stride_row, v_scale_stride_head,
     k_fresh_stride_token, k_fresh_stride_head, v_fresh_stride_token, v_fresh_stride_head,
     GROUP: tl.constexpr, BLOCK_Q: tl.constexpr, HEADS: tl.constexpr, HEAD_TILES: tl.constexpr,
-    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASK_ALL: tl.constexpr,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WRAP: tl.constexpr, MASK_ALL: tl.constexpr,
     EQUAL_STRIDES: tl.constexpr, SCALES: tl.constexpr, HARDWARE_E4M3: tl.constexpr, DIVIDE: tl.constexpr, PERSISTENT: tl.constexpr,
 ):  # fmt: skip
     # Items next to each other share a query tile: its head tiles, and the parts of the values.
@@ -184,7 +184,7 @@ def _prefill_kernel(
                 k_scales, v_scales, k_scale_stride_page, k_scale_stride_row, v_scale_stride_page, v_scale_stride_row,
                 k_rows, v_rows, k_fresh_stride_token, v_fresh_stride_token, fresh_tiles,
                 0, context + q_len, True, sliding_window, inner_scale, outer_scale,
-                HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, EQUAL_STRIDES, SCALES, HARDWARE_E4M3, DIVIDE, MASK_ALL,
+                HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, WRAP, EQUAL_STRIDES, SCALES, HARDWARE_E4M3, DIVIDE, MASK_ALL,
             )  # fmt: skip
             out_rows = _row_pointers(out + part * VALUE_DIM, tile_token, kv_head * GROUP, token, group_head, out_stride_token, out_stride_head)  # fmt: skip
             lse_rows = None
@@ -207,7 +207,7 @@ def _decode_kernel(
     v_scale_stride_page, v_scale_stride_row, v_scale_stride_head,
     k_fresh_stride_token, k_fresh_stride_head, v_fresh_stride_token, v_fresh_stride_head,
     GROUP: tl.constexpr, BLOCK_Q: tl.constexpr, HEADS: tl.constexpr, HEAD_TILES: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASK_ALL: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WRAP: tl.constexpr, MASK_ALL: tl.constexpr,
     EQUAL_STRIDES: tl.constexpr, SCALES: tl.constexpr, HARDWARE_E4M3: tl.constexpr, DIVIDE: tl.constexpr,
     MIN_TOKENS: tl.constexpr,
 ):  # fmt: skip
@@ -266,7 +266,7 @@ def _decode_kernel(
         k_scale, v_scale, k_scale_stride_page, k_scale_stride_row, v_scale_stride_page, v_scale_stride_row,
         k_fresh, v_fresh, k_fresh_stride_token, v_fresh_stride_token, None,
         low, high, piece == pieces - 1, sliding_window, inner_scale, outer_scale,
-        HEAD_DIM, HEAD_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, EQUAL_STRIDES, SCALES, HARDWARE_E4M3, DIVIDE, MASK_ALL,
+        HEAD_DIM, HEAD_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, WRAP, EQUAL_STRIDES, SCALES, HARDWARE_E4M3, DIVIDE, MASK_ALL,
     )  # fmt: skip
     if SCALES == "rows" and not HARDWARE_E4M3:
         # Bits moved by hand take more registers: rather than keep what is known of the rows, which would spill, work it out again.
@@ -409,6 +409,7 @@ def _shape_arguments(call: AttentionCall, config: Config, arch: int) -> dict[str
         "BLOCK_SIZE": call.k_pages.shape[1],
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
+        "WRAP": _table_wraps(call, config),
         "MASK_ALL": config.mask_all,
         "EQUAL_STRIDES": _equal_strides(call),
         "SCALES": call.scales,
@@ -426,6 +427,14 @@ def _divides(config: Config, arch: int) -> bool:
     quantised values are widened, dividing costs more than it saves."""
     rows = config.block_m
     return not 90 <= arch < 120 and config.block_n <= rows < 16 * config.num_warps
+
+
+def _table_wraps(call: AttentionCall, config: Config) -> str:
+    """``WRAP`` of `paged_tiles._load_page`. Without a window a table holds all blocks."""
+    if call.sliding_window is None:
+        return "never"
+    block_size, width = call.k_pages.shape[1], call.block_table.shape[1]
+    return "once" if -(-config.block_n // block_size) <= width else "often"
 
 
 def _equal_strides(call: AttentionCall) -> bool:

@@ -70,17 +70,43 @@ def _weigh(
 
 
 @triton.jit
-def _load_page(
-    table, width, tile, key_low, key_high, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr
-):
-    """Page id of a tile, or of each of its rows where a page is no multiple of a tile; 0 for keys that are not read."""
+def place_in_pages(key, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(block, row in it) of the keys of the tile that starts with ``key``, a multiple of BLOCK_N; the block is one number where all have it.
+
+    Where pages and tiles divide each other nothing is divided for each row: that takes registers, without which wgmma waits.
+    """
+    offs_n = tl.arange(0, BLOCK_N)
     if BLOCK_SIZE % BLOCK_N == 0:
-        key = tile * BLOCK_N
-        live = (key < key_high) & (key + BLOCK_N > key_low)
+        block = key // BLOCK_SIZE
+        row = key % BLOCK_SIZE + offs_n
+    elif BLOCK_N % BLOCK_SIZE == 0:
+        block = key // BLOCK_SIZE + offs_n // BLOCK_SIZE
+        row = offs_n % BLOCK_SIZE
     else:
-        key = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        live = (key < key_high) & (key >= key_low)
-    return tl.load(table + key // BLOCK_SIZE % width, mask=live, other=0)
+        block = (key + offs_n) // BLOCK_SIZE
+        row = (key + offs_n) % BLOCK_SIZE
+    return block, row
+
+
+@triton.jit
+def _load_page(
+    table, width, tile, more, WRAP: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Page id of a tile, or of each of its rows where a page is no multiple of a tile, if there is ``more`` to read, else 0.
+
+    No entry outside the table is read; what rows past the last key get is somebody else's, and those that no ring has kept, too.
+    WRAP: how often block b, entry b % width, goes round the table within a tile: "never", "once" or "often".
+    """
+    block, _ = place_in_pages(tile * BLOCK_N, BLOCK_SIZE, BLOCK_N)
+    if WRAP == "once":
+        first = tile * BLOCK_N // BLOCK_SIZE
+        entry = first % width + (block - first)
+        entry = tl.where(entry >= width, entry - width, entry)
+    elif WRAP == "often":
+        entry = block % width
+    else:
+        entry = tl.minimum(block, width - 1)
+    return tl.load(table + entry, mask=more, other=0)
 
 
 @triton.jit
@@ -129,6 +155,7 @@ def _attend_tiles(
     VALUE_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    WRAP: tl.constexpr,
     EQUAL_STRIDES: tl.constexpr,
     HARDWARE_E4M3: tl.constexpr,
     DIVIDE: tl.constexpr,
@@ -155,7 +182,7 @@ def _attend_tiles(
         v_offsets = (offs_n * v_stride_row)[:, None] + offs_v[None, :]
     if table is not None:
         tile = first + tl.where(head_count > 0, 0, gap)
-        page = _load_page(table, width, tile, key_low, key_high, BLOCK_SIZE, BLOCK_N)
+        page = _load_page(table, width, tile, count > 0, WRAP, BLOCK_SIZE, BLOCK_N)
     # Left to LICM, addresses of every later loop would be kept in registers through this one. Where half of the values leave room for them,
     # so may the queries be copied into shared memory once: Triton 3.9 keeps them in registers else, and spills.
     for i in tl.range(0, count, disable_licm=not DIVIDE or VALUE_DIM == HEAD_DIM):
@@ -171,8 +198,8 @@ def _attend_tiles(
             k_ptrs = k_base + (page_id * k_stride_page + first_row * k_stride_row) + k_offsets
             v_ptrs = v_base + (page_id * v_stride_page + first_row * v_stride_row) + v_offsets
         else:
-            row = key % BLOCK_SIZE
             page_ids = page.to(tl.int64)
+            _, row = place_in_pages(tile * BLOCK_N, BLOCK_SIZE, BLOCK_N)
             k_rows = k_base + (page_ids * k_stride_page + row * k_stride_row)
             v_rows = v_base + (page_ids * v_stride_page + row * v_stride_row)
             k_ptrs = k_rows[:, None] + offs_d[None, :]
@@ -197,7 +224,7 @@ def _attend_tiles(
         key_scales = None
         value_scales = None
         if k_scales is not None:
-            scaled_row = key % BLOCK_SIZE
+            _, scaled_row = place_in_pages(tile * BLOCK_N, BLOCK_SIZE, BLOCK_N)
             scaled_live = None
             if MASKED:
                 scaled_live = (key >= key_low) & (key < key_high)
@@ -238,7 +265,7 @@ def _attend_tiles(
             acc_odd = tl.dot(weights, odd, acc_odd * decay[:, None], input_precision="ieee")
         if table is not None:
             tile = first + i + 1 + tl.where(i + 1 < head_count, 0, gap)
-            page = _load_page(table, width, tile, key_low, key_high, BLOCK_SIZE, BLOCK_N)
+            page = _load_page(table, width, tile, i + 1 < count, WRAP, BLOCK_SIZE, BLOCK_N)
     if PAIRS:
         acc = tl.reshape(tl.join(acc, acc_odd), [acc.shape[0], VALUE_DIM])
     return acc, row_max, row_sum
@@ -277,6 +304,7 @@ def _attend_source(
     VALUE_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    WRAP: tl.constexpr,
     EQUAL_STRIDES: tl.constexpr,
     HARDWARE_E4M3: tl.constexpr,
     DIVIDE: tl.constexpr,
@@ -297,7 +325,7 @@ def _attend_source(
             k_stride_page, k_stride_row, v_stride_page, v_stride_row, k_scales, v_scales,
             k_scales_stride_page, k_scales_stride_row, v_scales_stride_page, v_scales_stride_row, descriptors,
             open_first, num_open, num_open, 0, key_low, key_high, inner_scale, outer_scale,
-            HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_N, EQUAL_STRIDES, HARDWARE_E4M3, DIVIDE, False,
+            HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_N, WRAP, EQUAL_STRIDES, HARDWARE_E4M3, DIVIDE, False,
         )  # fmt: skip
     head_count = open_first - first
     return _attend_tiles(
@@ -305,7 +333,7 @@ def _attend_source(
         k_stride_page, k_stride_row, v_stride_page, v_stride_row, k_scales, v_scales,
         k_scales_stride_page, k_scales_stride_row, v_scales_stride_page, v_scales_stride_row, None,
         first, head_count + stop - open_stop, head_count, open_stop - open_first, key_low, key_high,
-        inner_scale, outer_scale, HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_N, EQUAL_STRIDES, HARDWARE_E4M3, DIVIDE, True,
+        inner_scale, outer_scale, HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_N, WRAP, EQUAL_STRIDES, HARDWARE_E4M3, DIVIDE, True,
     )  # fmt: skip
 
 
@@ -346,6 +374,7 @@ def _attend_query_tile(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    WRAP: tl.constexpr,
     EQUAL_STRIDES: tl.constexpr,
     SCALES: tl.constexpr,
     HARDWARE_E4M3: tl.constexpr,
@@ -395,7 +424,7 @@ def _attend_query_tile(
         k_stride_page, k_stride_row, v_stride_page, v_stride_row, k_scales, v_scales,
         k_scale_stride_page, k_scale_stride_row, v_scale_stride_page, v_scale_stride_row, None,
         paged_low, paged_high, paged_open_low, tl.minimum(paged_open_high, paged_high),
-        paged_scale, outer_scale, HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_N, EQUAL_STRIDES, HARDWARE_E4M3, DIVIDE, MASK_ALL,
+        paged_scale, outer_scale, HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_N, WRAP, EQUAL_STRIDES, HARDWARE_E4M3, DIVIDE, MASK_ALL,
     )  # fmt: skip
     if SCALES == "tensor":
         acc = acc * tl.load(v_scale)
@@ -416,6 +445,6 @@ def _attend_query_tile(
             acc, row_max, row_sum, q, fresh_row_low, token, k_fresh, v_fresh, None, 1,
             0, k_fresh_stride, 0, v_fresh_stride, None, None, 0, 0, 0, 0, fresh_tiles,
             fresh_low, fresh_high, fresh_open_low, q_first + 1,
-            inner_scale, outer_scale, HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_N, EQUAL_STRIDES, HARDWARE_E4M3, DIVIDE, MASK_ALL,
+            inner_scale, outer_scale, HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_N, WRAP, EQUAL_STRIDES, HARDWARE_E4M3, DIVIDE, MASK_ALL,
         )  # fmt: skip
     return acc, row_max, row_sum

@@ -39,16 +39,19 @@ NAMES = {
 class View:
     """How a launch sees a tensor of the call, which to a launch is a dtype and an address: strides come beside it.
 
-    dtype: as another one. descriptor: (shape, strides, block shape) of a tensor descriptor over it, in its own dtype.
+    dtype: as another one. descriptor: what a tensor descriptor over it has beside the tensor, in its own dtype.
     """
 
     dtype: torch.dtype | None = None
-    descriptor: tuple[list[int], list[int], list[int]] | None = None
+    descriptor: dict[str, Any] | None = None
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | TensorDescriptor:
         """The tensor so seen."""
         if self.descriptor is not None:
-            return TensorDescriptor(tensor, *self.descriptor)
+            # Made without its checks, which the first such call has passed: they take 10 us.
+            made = TensorDescriptor.__new__(TensorDescriptor)
+            made.__dict__.update(self.descriptor, base=tensor)
+            return made
         return tensor.view(self.dtype)
 
 
@@ -216,7 +219,7 @@ def _view(value: torch.Tensor | TensorDescriptor, source: torch.Tensor) -> View 
     """How ``value`` is seen of ``source``; None: as it is."""
     if isinstance(value, TensorDescriptor):
         assert value.base is source
-        return View(descriptor=(value.shape, value.strides, value.block_shape))
+        return View(descriptor={k: v for k, v in vars(value).items() if k != "base"})
     # A copy would be that of the first such call for ever.
     assert value.data_ptr() == source.data_ptr()
     return None if value.dtype == source.dtype else View(value.dtype)

@@ -5,19 +5,20 @@ stands for 16 too.
 """
 
 # fmt: off
-# Prefill: head_dim -> (block_m, block_n, num_warps, num_stages, value_parts). At 512, an accumulator of 64 whole rows spills on Hopper.
+# Prefill: head_dim -> (block_m, block_n, num_warps, num_stages, value_parts[, fresh_tma[, programs_per_sm]]). At 512 an accumulator of 64 whole
+# rows spills on Hopper; tensor descriptors do on Blackwell, from 256 on.
 PREFILL = {
     "hopper": {
-        32: (64, 64, 4, 3, 1),
-        64: (128, 128, 8, 3, 1),
-        128: (128, 128, 8, 2, 1),
-        256: (128, 64, 8, 2, 1),
+        32: (64, 64, 4, 3, 1, True),
+        64: (128, 128, 8, 3, 1, True),
+        128: (128, 128, 8, 2, 1, True),
+        256: (128, 64, 8, 2, 1, True),
         512: (128, 32, 8, 2, 2),
     },
     "blackwell": {
-        32: (64, 64, 4, 3, 1),
-        64: (128, 64, 8, 3, 1),
-        128: (128, 64, 8, 3, 1),
+        32: (64, 64, 4, 3, 1, True),
+        64: (128, 64, 8, 3, 1, True),
+        128: (128, 64, 8, 3, 1, True),
         256: (128, 32, 8, 3, 1),
         512: (128, 32, 8, 2, 2),
     },

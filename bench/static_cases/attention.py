@@ -97,6 +97,7 @@ def shapes() -> list[Shape]:
             Shape(f"{phase}-pages-only-window", 128, 64, phase, fresh=False, sliding_window=512),
             *(Shape(f"{phase}-d{d}-apart", d, 64, phase, sliding_window=512, apart=True) for d in (64, 128, 256, 512)),
             Shape(f"{phase}-window-ring", 256, 64, phase, sliding_window=512),
+            *(Shape(f"{phase}-d{d}-p16-window", d, 16, phase, sliding_window=1024) for d in (64, 128, 256)),
             Shape(f"{phase}-softcap-sinks", 64, 64, phase, softcap=50.0, sinks=True, sliding_window=128),
             Shape(f"{phase}-group-5-odd-pages", 128, 48, phase, group=5),
             Shape(f"{phase}-fp16", 128, 64, phase, dtype="float16"),

@@ -43,6 +43,7 @@ from quire.kernels.paged import (
     _row_pointers,
     _tile_rows,
 )
+from quire.kernels.paged_tiles import place_in_pages
 
 
 @dataclass(frozen=True)
@@ -114,10 +115,11 @@ def _attend_query_tile(
     paged_high = high
     if kv is not None:
         paged_high = tl.minimum(high, context)
-    page = _load_page(table, width, low // BLOCK_N, low, paged_high, BLOCK_SIZE, BLOCK_N)
+    page = _load_page(table, width, low // BLOCK_N, low < paged_high, "never", BLOCK_SIZE, BLOCK_N)
     for start in tl.range(low, high, BLOCK_N, disable_licm=not HOIST):
         key = start + offs_n
-        rows = pages + (page.to(tl.int64) * stride_page + key % BLOCK_SIZE * stride_row)
+        _, row = place_in_pages(start, BLOCK_SIZE, BLOCK_N)
+        rows = pages + (page.to(tl.int64) * stride_page + row * stride_row)
         if kv is not None:
             rows = tl.where(key < context, rows, kv + (key - context).to(tl.int64) * kv_stride)
             if ALIGNED:
@@ -133,7 +135,8 @@ def _attend_query_tile(
         acc, row_max, row_sum = update(
             acc, row_max, row_sum, q, latents, q_rope, ropes, visible, scale, start < high, SWAP, DIVIDE, HOIST
         )  # fmt: skip
-        page = _load_page(table, width, start // BLOCK_N + 1, low, paged_high, BLOCK_SIZE, BLOCK_N)
+        more = start + BLOCK_N < paged_high
+        page = _load_page(table, width, start // BLOCK_N + 1, more, "never", BLOCK_SIZE, BLOCK_N)
     return acc, row_max, row_sum
 
 

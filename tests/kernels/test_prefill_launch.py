@@ -83,6 +83,21 @@ def test_the_result_is_the_same_to_the_bit(name, launched):
     assert_within_budget("out", plain, low, exact)
 
 
+@pytest.mark.parametrize(
+    "window, block_size, wraps",
+    [(None, 4, "never"), (37, 16, "once"), (37, 48, "once"), (6, 4, "often"), (16, 4, "once")],
+)
+def test_how_often_a_tile_goes_round_the_table(window, block_size, wraps, launched):
+    """A ring holds the window and the page in which it ends; a tile has 16 keys."""
+    launched(PLAIN)
+    case = AttentionCase("", [223, 90], [10, 9], sliding_window=window, ring=window is not None, block_size=block_size, **ONE)  # fmt: skip
+    batch = make_batch(case)
+    assert prefill(batch)[0]["WRAP"] == wraps
+    exact, _ = attention_reference(batch, torch.float64)
+    low, _ = attention_reference(batch, case.dtype)
+    assert_within_budget("out", attend(batch, "triton"), low, exact)
+
+
 @pytest.mark.parametrize("case", [CASES["window-fp16"][1], CASES["group-3-softcap"][1], CASES["padding"][1]])  # fmt: skip
 def test_divided_scores(case, launched, monkeypatch):
     """As below Hopper, where 8 warps share 64 rows."""

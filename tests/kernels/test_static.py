@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bench import static
+from bench import sass, static
 
 ROOT = Path(__file__).resolve().parents[2]
 # Triton compiles only where it does not interpret.
@@ -73,6 +73,7 @@ import json
 from bench import static
 from quire.kernels import configs, paged
 rows = {"table": [static.measure(*work) for work in static.distinct((90,), "decode-d128-p")]}
+rows["prefill"] = static.measure("prefill-d128-p16", 90, 0)
 def measure(name, *config):
     paged.select_config = lambda *a, **k: configs.Config(*config, mask_all=True)
     return static.measure(name, 90, 0)
@@ -96,6 +97,11 @@ print(json.dumps(rows))
 
 def test_decode_has_wide_copies_without_spills(measured):
     check_rows(measured["table"], 128)
+
+
+def test_wgmma_of_prefill_overlap(measured):
+    """Also where each row of a tile has a page id, which takes registers."""
+    assert measured["prefill"]["mma"] == "wgmma"
 
 
 def test_the_pipeline_is_real(measured):
@@ -135,6 +141,9 @@ def test_unaligned_rows_are_seen_to_be_copied_narrowly(measured):
         ({"kv_copy_bytes": 8, "min_copy_bytes": 8}, []),
         ({"kv_copy_bytes": 4, "dtype": "float32"}, ["copies K/V 4 bytes at a time"]),
         ({"kv_copy_bytes": 0, "dtype": "float32"}, []),
+        ({"mma": "wgmma"}, []),
+        ({"mma": sass.SERIAL}, ["waits for each wgmma by itself"]),
+        ({"mma": sass.SERIAL, "case": static.SERIAL_CASES[0]}, []),
         ({"bytes_in_flight_per_sm": 36863}, ["keeps 36863 bytes in flight per SM"]),
         ({"bytes_in_flight_per_sm": 36863, "dtype": "float16"}, ["keeps 36863 bytes in flight per SM"]),
         ({"bytes_in_flight_per_sm": 16384, "dtype": "float32"}, []),

@@ -47,6 +47,16 @@ def test_mma(opcode, kind):
     assert changed("HMMA.16816.F32.BF16", opcode).mma == kind
 
 
+def test_wgmma_that_is_waited_for_one_by_one():
+    """Two products of one loop, opened once or twice."""
+    line = "        /*0050*/ {} ;\n".format
+    product, opened = line("HGMMA.64x64x16.F32 R4, gdesc[UR8]"), line("WARPGROUP.ARRIVE")
+    for listing, kind in ((opened + 2 * product, "wgmma"), (2 * (opened + product), sass.SERIAL)):
+        code = changed("        /*0050*/", f"{listing}        /*0050*/")
+        assert code.mma == kind
+        assert code.tile_instructions(4096, 128) == 5 + len(listing.splitlines())
+
+
 def test_the_narrowest_copy_counts():
     assert CODE.copy_bytes(2) == 16
     assert changed("@P1 LDGSTS.E.BYPASS.128", "@P1 LDGSTS.E").copy_bytes(2) == 4
