@@ -125,7 +125,7 @@ def _prefill_kernel(
     k_fresh_stride_token, k_fresh_stride_head, v_fresh_stride_token, v_fresh_stride_head,
     GROUP: tl.constexpr, BLOCK_Q: tl.constexpr, HEADS: tl.constexpr, HEAD_TILES: tl.constexpr,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WRAP: tl.constexpr, MASK_ALL: tl.constexpr,
-    EQUAL_STRIDES: tl.constexpr, SCALES: tl.constexpr, HARDWARE_E4M3: tl.constexpr, DIVIDE: tl.constexpr, PERSISTENT: tl.constexpr,
+    EQUAL_STRIDES: tl.constexpr, SCALES: tl.constexpr, HARDWARE_E4M3: tl.constexpr, HALF: tl.constexpr, PTX: tl.constexpr, DIVIDE: tl.constexpr, PERSISTENT: tl.constexpr,
 ):  # fmt: skip
     # Items next to each other share a query tile: its head tiles, and the parts of the values.
     PARTS: tl.constexpr = HEAD_DIM // VALUE_DIM
@@ -184,7 +184,7 @@ def _prefill_kernel(
                 k_scales, v_scales, k_scale_stride_page, k_scale_stride_row, v_scale_stride_page, v_scale_stride_row,
                 k_rows, v_rows, k_fresh_stride_token, v_fresh_stride_token, fresh_tiles,
                 0, context + q_len, True, sliding_window, inner_scale, outer_scale,
-                HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, WRAP, EQUAL_STRIDES, SCALES, HARDWARE_E4M3, DIVIDE, MASK_ALL,
+                HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, WRAP, EQUAL_STRIDES, SCALES, HARDWARE_E4M3, HALF, PTX, DIVIDE, MASK_ALL,
             )  # fmt: skip
             out_rows = _row_pointers(out + part * VALUE_DIM, tile_token, kv_head * GROUP, token, group_head, out_stride_token, out_stride_head)  # fmt: skip
             lse_rows = None
@@ -208,7 +208,7 @@ def _decode_kernel(
     k_fresh_stride_token, k_fresh_stride_head, v_fresh_stride_token, v_fresh_stride_head,
     GROUP: tl.constexpr, BLOCK_Q: tl.constexpr, HEADS: tl.constexpr, HEAD_TILES: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WRAP: tl.constexpr, MASK_ALL: tl.constexpr,
-    EQUAL_STRIDES: tl.constexpr, SCALES: tl.constexpr, HARDWARE_E4M3: tl.constexpr, DIVIDE: tl.constexpr,
+    EQUAL_STRIDES: tl.constexpr, SCALES: tl.constexpr, HARDWARE_E4M3: tl.constexpr, HALF: tl.constexpr, PTX: tl.constexpr, DIVIDE: tl.constexpr,
     MIN_TOKENS: tl.constexpr,
 ):  # fmt: skip
     num_head_tiles = num_kv_heads * HEAD_TILES
@@ -266,7 +266,7 @@ def _decode_kernel(
         k_scale, v_scale, k_scale_stride_page, k_scale_stride_row, v_scale_stride_page, v_scale_stride_row,
         k_fresh, v_fresh, k_fresh_stride_token, v_fresh_stride_token, None,
         low, high, piece == pieces - 1, sliding_window, inner_scale, outer_scale,
-        HEAD_DIM, HEAD_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, WRAP, EQUAL_STRIDES, SCALES, HARDWARE_E4M3, DIVIDE, MASK_ALL,
+        HEAD_DIM, HEAD_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, WRAP, EQUAL_STRIDES, SCALES, HARDWARE_E4M3, HALF, PTX, DIVIDE, MASK_ALL,
     )  # fmt: skip
     if SCALES == "rows" and not HARDWARE_E4M3:
         # Bits moved by hand take more registers: rather than keep what is known of the rows, which would spill, work it out again.
@@ -400,6 +400,7 @@ def _shared_arguments(call: AttentionCall) -> dict[str, Any]:
 def _shape_arguments(call: AttentionCall, config: Config, arch: int) -> dict[str, Any]:
     """Compile-time constants and launch options that both kernels take."""
     block_q, heads, head_tiles = tile_heads(call.group, config.block_m)
+    quantised = call.scales != "none"
     return {
         "GROUP": call.group,
         "BLOCK_Q": block_q,
@@ -413,8 +414,13 @@ def _shape_arguments(call: AttentionCall, config: Config, arch: int) -> dict[str
         "MASK_ALL": config.mask_all,
         "EQUAL_STRIDES": _equal_strides(call),
         "SCALES": call.scales,
-        "HARDWARE_E4M3": call.scales != "none" and arch >= E4M3_ARCH,
-        "DIVIDE": call.q.element_size() == 2 and call.scales == "none" and _divides(config, arch),
+        "HARDWARE_E4M3": quantised and arch >= E4M3_ARCH,
+        # Widened in a tile of few rows, a code serves few products. Elsewhere a second form of the queries takes registers, and weights of
+        # scaled codes more operations than it saves.
+        "HALF": quantised and call.q.element_size() == 2 and config.block_m <= 32,
+        # The interpreter, which runs what is on a CPU, knows none.
+        "PTX": quantised and not call.q.is_cpu,
+        "DIVIDE": call.q.element_size() == 2 and not quantised and _divides(config, arch),
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
         "maxnreg": MAX_REGISTERS,
@@ -486,7 +492,7 @@ def _prepare_prefill(call: AttentionCall, arch: int, num_sms: int, decode_tokens
 def _value_pairs(call: AttentionCall, config: Config, arch: int) -> bool:
     """Whether values are read as pairs of codes: where these lie in pairs, and products of two-byte numbers have tiles whose few rows leave
     each warp enough columns of half the channels. On Hopper: elsewhere the tile shapes are chosen for single codes."""
-    if call.scales == "none" or (call.q.dtype == torch.float16 and call.scales == "rows"):
+    if call.scales == "none":
         return False
     places = (call.v_pages.storage_offset(), *call.v_pages.stride()[:3])
     few_rows = config.block_m <= 32 and call.q.shape[2] >= 4 * config.block_m

@@ -1,10 +1,12 @@
 """What one query tile of paged attention does: walk the tiles of its keys, in the pages and among the fresh rows.
 
-Quantised pages hold e4m3 codes. A code is widened to the query's dtype, exactly, and that is all that is done to each element: the
-scale of a key's row multiplies its column of the scores, and that of a value's row its column of the weights, M x N products a tile in
-place of N x HEAD_DIM. Both are fp32; weights are rounded to the dtype of the product after the scale instead of before, which
-in bf16 and fp32 costs nothing. In fp16 a scaled weight may underflow: there values are scaled themselves, and rounded as fp16 values are.
-One scale for a whole tensor is a factor of the scores' own scale, and of the sum over the pages before fresh rows are added to it.
+Quantised pages hold e4m3 codes. With queries of two bytes a code becomes fp16, exactly: one instruction widens two of them, and it takes
+three more to make them bf16. So the products over pages are fp16's, whatever the queries are; these are scaled to fit, row by row
+and by powers of two. That is all that is done to each element: the scale of a key's row multiplies its column of the scores, and
+that of a value's row its column of the weights, M x N products a tile in place of N x HEAD_DIM. Both are fp32. Of a value's scale the
+power of two is added to the exponent of the weight before its maximum is taken, and off again in the sum of weights: what is rounded to
+fp16 is relative to the largest product of a weight and a scale. (It takes a scale 2^88 times all others to push the weights of those out of
+fp32's range.) One scale for a whole tensor is a factor of the scores' own scale, and of the sum over the pages before fresh rows are added to it.
 
 Values may come in pairs of codes, as 16-bit numbers: the even channels and the odd ones are then two products with sums of their own. No
 load transposes single bytes on their way to the matrix instruction of small tiles (a thread would take them one by one); one does pairs.
@@ -14,7 +16,12 @@ import triton
 import triton.language as tl
 
 from quire.kernels.merge import LOG2E
-from quire.kernels.mla._tiles import widen_e4m3
+from quire.kernels.mla._tiles import halve_e4m3
+
+# Weights of quantised values reach up to 2^HEADROOM: fp16 holds those down to 2^-(14 + HEADROOM) of the largest with all of its digits.
+HEADROOM = tl.constexpr(14)
+# The least exponent that is taken out of a value's scale, that of 2^-24, as fp32 has it.
+LEAST_EXPONENT = tl.constexpr(103)
 
 
 @triton.jit
@@ -67,6 +74,112 @@ def _weigh(
     if value_scales is not None:
         weights = weights * value_scales[None, :]
     return weights, decay, new_max, row_sum
+
+
+@triton.jit
+def _weigh_codes(
+    row_max, row_sum, scores, key_scales, value_scales, visible, inner_scale, outer_scale
+):  # fmt: skip
+    """As ``_weigh``, with weights of up to 2^HEADROOM for fp16, whatever the scales. inner_scale: [BLOCK_M, 1]."""
+    if key_scales is not None:
+        scores = scores * key_scales[None, :]
+    if outer_scale is not None:
+        scores = _softcapped(scores, inner_scale, outer_scale)
+    else:
+        scores = scores * inner_scale
+    if value_scales is not None:
+        # 2^x has the bits (x + 127) << 23: scale = rest * 2^(exponent - 127).
+        exponent = tl.maximum(value_scales.to(tl.int32, bitcast=True) >> 23, LEAST_EXPONENT)
+        down = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+        rest = value_scales * down
+        scores = scores + (exponent - 127).to(tl.float32)[None, :]
+    if visible is not None:
+        scores = tl.where(visible, scores, float("-inf"))
+    new_max = tl.maximum(row_max, tl.max(scores, 1) - HEADROOM)
+    base = new_max
+    if visible is not None:
+        base = tl.where(new_max == float("-inf"), 0.0, new_max)
+    weights = tl.exp2(scores - base[:, None])
+    decay = tl.exp2(row_max - base)
+    if value_scales is not None:
+        row_sum = row_sum * decay + tl.sum(weights * down[None, :], 1)
+        weights = weights * rest[None, :]
+    else:
+        row_sum = row_sum * decay + tl.sum(weights, 1)
+    return weights, decay, new_max, row_sum
+
+
+@triton.jit
+def _to_half(q, HARDWARE_E4M3: tl.constexpr):
+    """Rows of two-byte queries as fp16, their largest values moved to [2^14, 2^15) by powers of two, and the factors [rows] back.
+
+    Exact for all values down to 2^-29 of the largest of a row. Without HARDWARE_E4M3 the factors make good what ``halve_e4m3`` leaves out.
+    """
+    largest = tl.max(tl.abs(q.to(tl.float32)), 1).to(tl.int32, bitcast=True)
+    # Of the exponent alone, within what leaves both factors normal numbers.
+    exponent = tl.maximum(largest >> 23, 15)
+    up = ((268 - exponent) << 23).to(tl.float32, bitcast=True)
+    down = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
+    if not HARDWARE_E4M3:
+        down *= 256.0
+    return (q.to(tl.float32) * up[:, None]).to(tl.float16), down
+
+
+@triton.jit
+def _halve(codes, HARDWARE_E4M3: tl.constexpr, PTX: tl.constexpr):
+    """As ``halve_e4m3``; with PTX several codes at once, through a type of Triton's whose exponent has the bias of fp16's."""
+    if PTX and not HARDWARE_E4M3:
+        values = codes.to(tl.float8e4b15, bitcast=True).to(tl.float16)
+    else:
+        values = halve_e4m3(codes, HARDWARE_E4M3)
+    return values
+
+
+@triton.jit
+def _widen(codes, dtype: tl.constexpr, HARDWARE_E4M3: tl.constexpr, PTX: tl.constexpr):
+    """Codes as numbers of ``dtype``, exactly."""
+    values = _halve(codes, HARDWARE_E4M3, PTX).to(tl.float32)
+    if not HARDWARE_E4M3:
+        values *= 256.0
+    return values.to(dtype)
+
+
+@triton.jit
+def _halve_pairs(pairs, HARDWARE_E4M3: tl.constexpr, PTX: tl.constexpr):
+    """Even and odd channels of values that lie in pairs, as ``halve_e4m3``.
+
+    With PTX two pairs of two rows at once: so does the matrix instruction take them, and the compiler packs bytes one by one.
+    """
+    if PTX and HARDWARE_E4M3:
+        even, odd = tl.inline_asm_elementwise(
+            """{
+            .reg .b16 first, second;
+            .reg .b32 a, b;
+            mov.b32 {first, second}, $2;
+            cvt.rn.f16x2.e4m3x2 a, first;
+            cvt.rn.f16x2.e4m3x2 b, second;
+            prmt.b32 $0, a, b, 0x5410;
+            prmt.b32 $1, a, b, 0x7632;
+            }""", "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    elif PTX:
+        # Sign to the top, the other seven bits behind one that is 0: `halve_e4m3` on both halves of a register.
+        even, odd = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 sign, rest;
+            shl.b32 sign, $2, 8;
+            shl.b32 rest, $2, 7;
+            and.b32 rest, rest, 0x3f803f80;
+            lop3.b32 $0, sign, 0x80008000, rest, 0xea;
+            shr.b32 rest, $2, 1;
+            and.b32 rest, rest, 0x3f803f80;
+            lop3.b32 $1, $2, 0x80008000, rest, 0xea;
+            }""", "=&r,=&r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        even = halve_e4m3(pairs.to(tl.uint8), HARDWARE_E4M3)
+        odd = halve_e4m3((pairs >> 8).to(tl.uint8), HARDWARE_E4M3)
+    return even, odd
 
 
 @triton.jit
@@ -158,6 +271,8 @@ def _attend_tiles(
     WRAP: tl.constexpr,
     EQUAL_STRIDES: tl.constexpr,
     HARDWARE_E4M3: tl.constexpr,
+    HALF: tl.constexpr,
+    PTX: tl.constexpr,
     DIVIDE: tl.constexpr,
     MASKED: tl.constexpr,
 ):
@@ -185,7 +300,7 @@ def _attend_tiles(
         page = _load_page(table, width, tile, count > 0, WRAP, BLOCK_SIZE, BLOCK_N)
     # Left to LICM, addresses of every later loop would be kept in registers through this one. Where half of the values leave room for them,
     # so may the queries be copied into shared memory once: Triton 3.9 keeps them in registers else, and spills.
-    for i in tl.range(0, count, disable_licm=not DIVIDE or VALUE_DIM == HEAD_DIM):
+    for i in tl.range(0, count, disable_licm=not HALF and (not DIVIDE or VALUE_DIM == HEAD_DIM)):
         tile = first + i + tl.where(i < head_count, 0, gap)
         key = tile * BLOCK_N + offs_n
         if table is None:
@@ -234,31 +349,33 @@ def _attend_tiles(
             value_scales = _load_scales(
                 v_scales, page, scaled_row, scaled_live, v_scales_stride_page, v_scales_stride_row
             )
-        if k_base.dtype.element_ty == tl.uint8:
-            keys = widen_e4m3(keys, q.dtype, HARDWARE_E4M3)
+        if HALF:
+            keys = _halve(keys, HARDWARE_E4M3, PTX)
+            if PAIRS:
+                values, odd = _halve_pairs(values, HARDWARE_E4M3, PTX)
+            else:
+                values = _halve(values, HARDWARE_E4M3, PTX)
+        elif k_base.dtype.element_ty == tl.uint8:
+            keys = _widen(keys, q.dtype, HARDWARE_E4M3, PTX)
             if k_scales is not None and q.dtype == tl.float16:
-                wide = widen_e4m3(values, tl.float32, HARDWARE_E4M3)
+                wide = _widen(values, tl.float32, HARDWARE_E4M3, PTX)
                 values = (wide * value_scales[:, None]).to(tl.float16)
                 value_scales = None
             else:
-                if PAIRS:
-                    odd = widen_e4m3((values >> 8).to(tl.uint8), q.dtype, HARDWARE_E4M3)
-                values = widen_e4m3(values.to(tl.uint8), q.dtype, HARDWARE_E4M3)
+                values = _widen(values, q.dtype, HARDWARE_E4M3, PTX)
         scores = tl.dot(q, tl.trans(keys), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
         weights = tl.zeros_like(scores).to(values.dtype)
         decay = tl.zeros_like(row_max)
         # With DIVIDE behind a condition that always holds but must not be known to: see `mla._tiles.update`.
         if i < count if DIVIDE else True:
-            new_weights, decay, row_max, row_sum = _weigh(
-                row_max,
-                row_sum,
-                scores,
-                key_scales,
-                value_scales,
-                visible,
-                inner_scale,
-                outer_scale,
-            )
+            if HALF:
+                new_weights, decay, row_max, row_sum = _weigh_codes(
+                    row_max, row_sum, scores, key_scales, value_scales, visible, inner_scale, outer_scale
+                )  # fmt: skip
+            else:
+                new_weights, decay, row_max, row_sum = _weigh(
+                    row_max, row_sum, scores, key_scales, value_scales, visible, inner_scale, outer_scale
+                )  # fmt: skip
             weights = new_weights.to(values.dtype)
         acc = tl.dot(weights, values, acc * decay[:, None], input_precision="ieee")
         if PAIRS:
@@ -307,6 +424,8 @@ def _attend_source(
     WRAP: tl.constexpr,
     EQUAL_STRIDES: tl.constexpr,
     HARDWARE_E4M3: tl.constexpr,
+    HALF: tl.constexpr,
+    PTX: tl.constexpr,
     DIVIDE: tl.constexpr,
     MASK_ALL: tl.constexpr,
 ):
@@ -325,7 +444,7 @@ def _attend_source(
             k_stride_page, k_stride_row, v_stride_page, v_stride_row, k_scales, v_scales,
             k_scales_stride_page, k_scales_stride_row, v_scales_stride_page, v_scales_stride_row, descriptors,
             open_first, num_open, num_open, 0, key_low, key_high, inner_scale, outer_scale,
-            HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_N, WRAP, EQUAL_STRIDES, HARDWARE_E4M3, DIVIDE, False,
+            HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_N, WRAP, EQUAL_STRIDES, HARDWARE_E4M3, HALF, PTX, DIVIDE, False,
         )  # fmt: skip
     head_count = open_first - first
     return _attend_tiles(
@@ -333,7 +452,7 @@ def _attend_source(
         k_stride_page, k_stride_row, v_stride_page, v_stride_row, k_scales, v_scales,
         k_scales_stride_page, k_scales_stride_row, v_scales_stride_page, v_scales_stride_row, None,
         first, head_count + stop - open_stop, head_count, open_stop - open_first, key_low, key_high,
-        inner_scale, outer_scale, HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_N, WRAP, EQUAL_STRIDES, HARDWARE_E4M3, DIVIDE, True,
+        inner_scale, outer_scale, HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_N, WRAP, EQUAL_STRIDES, HARDWARE_E4M3, HALF, PTX, DIVIDE, True,
     )  # fmt: skip
 
 
@@ -378,6 +497,8 @@ def _attend_query_tile(
     EQUAL_STRIDES: tl.constexpr,
     SCALES: tl.constexpr,
     HARDWARE_E4M3: tl.constexpr,
+    HALF: tl.constexpr,
+    PTX: tl.constexpr,
     DIVIDE: tl.constexpr,
     MASK_ALL: tl.constexpr,
 ):
@@ -388,6 +509,7 @@ def _attend_query_tile(
         the keys, and among the values). By them whole tiles are copied, the others by pointers: a descriptor's masks are the tensor's
         edges, and a row past the sequence's is another's, which may be NaN.
     EQUAL_STRIDES: whether rows of keys lie as far apart as rows of values, in the pages and among the fresh rows.
+    HALF: whether codes, and the queries with them, become fp16 instead of what the queries are. PTX: whether by more than the interpreter knows.
     SCALES: what k_scale and v_scale are: "none", "number", "tensor" (a pointer to a number) or "rows" (pointers to this head's scales).
     """
     acc = tl.zeros([BLOCK_M, VALUE_DIM], tl.float32)
@@ -419,17 +541,23 @@ def _attend_query_tile(
         paged_scale = inner_scale * tl.load(k_scale)
     elif SCALES == "number":
         paged_scale = inner_scale * k_scale
+    paged_q = q
+    if HALF:
+        paged_q, factor = _to_half(q, HARDWARE_E4M3)
+        paged_scale = (paged_scale * factor)[:, None]
     acc, row_max, row_sum = _attend_source(
-        acc, row_max, row_sum, q, row_low, row_high, k_pages, v_pages, table, width,
+        acc, row_max, row_sum, paged_q, row_low, row_high, k_pages, v_pages, table, width,
         k_stride_page, k_stride_row, v_stride_page, v_stride_row, k_scales, v_scales,
         k_scale_stride_page, k_scale_stride_row, v_scale_stride_page, v_scale_stride_row, None,
         paged_low, paged_high, paged_open_low, tl.minimum(paged_open_high, paged_high),
-        paged_scale, outer_scale, HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_N, WRAP, EQUAL_STRIDES, HARDWARE_E4M3, DIVIDE, MASK_ALL,
+        paged_scale, outer_scale, HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_N, WRAP, EQUAL_STRIDES, HARDWARE_E4M3, HALF, PTX, DIVIDE, MASK_ALL,
     )  # fmt: skip
     if SCALES == "tensor":
         acc = acc * tl.load(v_scale)
     elif SCALES == "number":
         acc = acc * v_scale
+    if HALF and not HARDWARE_E4M3:
+        acc = acc * 256.0
 
     if k_fresh is not None:
         # Fresh key r is key context + r; in a padding row (seq_len < q_len) the first of them do not exist.
@@ -445,6 +573,6 @@ def _attend_query_tile(
             acc, row_max, row_sum, q, fresh_row_low, token, k_fresh, v_fresh, None, 1,
             0, k_fresh_stride, 0, v_fresh_stride, None, None, 0, 0, 0, 0, fresh_tiles,
             fresh_low, fresh_high, fresh_open_low, q_first + 1,
-            inner_scale, outer_scale, HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_N, WRAP, EQUAL_STRIDES, HARDWARE_E4M3, DIVIDE, MASK_ALL,
+            inner_scale, outer_scale, HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_N, WRAP, EQUAL_STRIDES, HARDWARE_E4M3, False, PTX, DIVIDE, MASK_ALL,
         )  # fmt: skip
     return acc, row_max, row_sum
