@@ -9,6 +9,9 @@ Each part is a process of its own with a limit of its own, so a crash or a hang 
 OUT/<part>.json when it ends, its output to OUT/<part>.log as it runs. A second call skips parts that ended well, so a run that was cut
 short goes on where it stopped; --force repeats them. Exit status 1 if a part failed or had no time.
 
+Tile shapes are measured by another call, ``python -m bench.tune --seconds 540 --json OUT/tune.json --write OUT``, the most valuable entries
+first; what it writes are sources for ``kernels/``, to be compiled by ``python -m bench.static --all`` before they are taken over.
+
 Needs a checkout with torch, triton, numpy and pytest (``pip install -e . --no-deps --no-build-isolation``). Peers: installed packages, or the
 files of --peers (`bench.peers_folder`), which are unpacked and compiled beside the first tests.
 """
