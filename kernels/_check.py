@@ -100,9 +100,9 @@ def expect_tensor(
 
 def expect_int(name: str, value: Any, low: int, high: int | None = None) -> None:
     """Require a host integer in [low, high] (high None: no upper bound); ValueError otherwise."""
-    bound = f">= {low}" if high is None else f"in [{low}, {high}]"
     is_int = isinstance(value, int) and not isinstance(value, bool)
     if not is_int or value < low or (high is not None and value > high):
+        bound = f">= {low}" if high is None else f"in [{low}, {high}]"
         raise ValueError(f"{name}: expected an int {bound}, got {value!r}")
 
 

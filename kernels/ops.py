@@ -278,6 +278,6 @@ def _implementation(impl: str | None, tensor: torch.Tensor) -> str:
         expect_impl(impl, "")
         return "torch"
     if impl is not None:
-        expect_impl(impl, tensor.device.type)
+        expect_impl(impl, "cpu" if tensor.is_cpu else "cuda")
         return impl
     return "triton" if tensor.is_cuda else "torch"

@@ -27,6 +27,8 @@ from quire.kernels.mla.layout import IndexPages, LatentPages
 LIMIT = 4096
 # Arguments that hold a tensor and are described by it and by their ``format``.
 PAGES = (LatentPages, IndexPages)
+TENSORS = (Tensor, *PAGES)
+HOST_VALUES = frozenset((int, float, bool))
 # Launch arguments that go by another name in the call.
 NAMES = {
     "k_fresh": "k", "v_fresh": "v", "k_tiles": "k", "v_tiles": "v", "partial_out": "workspace",
@@ -103,21 +105,22 @@ def key(what: Hashable, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
 
     what: which function this is, and what else its launches depend on.
     """
-    # The most of what a remembered call costs: one flat tuple, made and hashed once.
+    # The most of what a remembered call costs: one flat tuple, made and hashed once; what most arguments are is told by their class.
     parts: list[Any] = [what]
     add = parts.append
     for value in arguments.values():
         if value is None:
             add(None)
             continue
-        tensor = value
-        if not isinstance(value, Tensor):
-            if not isinstance(value, PAGES):
-                add(value.__class__)  # True is no 1
+        tensor, kind = value, value.__class__
+        if kind is not Tensor:
+            if kind in HOST_VALUES or not isinstance(value, TENSORS):
+                add(kind)  # True is no 1
                 add(value)
                 continue
-            add(value.format)
-            tensor = value.data
+            if isinstance(value, PAGES):
+                add(value.format)
+                tensor = value.data
         add(tensor.shape)
         add(tensor.stride())
         add(tensor.dtype)
@@ -166,9 +169,10 @@ def at_16_bytes(*values: Any) -> bool:
     """Whether the tensors among ``values``, pages too, start at multiples of 16 bytes. A call goes by it as much as by its strides."""
     addresses = 0
     for value in values:
-        tensor = value.data if isinstance(value, PAGES) else value
-        if isinstance(tensor, Tensor):
-            addresses |= tensor.data_ptr()
+        if value is not None:
+            tensor = value.data if isinstance(value, PAGES) else value
+            if isinstance(tensor, Tensor):
+                addresses |= tensor.data_ptr()
     return addresses % 16 == 0
 
 
