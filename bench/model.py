@@ -7,7 +7,8 @@ memory        bytes over the copy rate, or over what the copies in flight sustai
 l2            bytes of the K/V tiles that all programs load over the rate of the L2 cache: a tile serves the rows of one program only
 tensor cores  operations of whole tiles, padding included, over the matmul rate; tiles of 16 or 32 rows run on mma.sync, which is slower
 issue         one exponential and ``FP32_OPS`` fp32 operations for each element of the score tiles, over their issue rates; and what
-              widens quantised values: e4m3 codes become two-byte values in every program that loads them
+              widens quantised values: e4m3 codes become two-byte values in every program that loads them. Where codes become fp16, all
+              instructions of the compiled loop instead
 launch        a constant for each kernel
 
 floor         max(bytes / copy rate, operations / matmul rate) without padding, limits and overheads: no kernel is faster.
@@ -43,6 +44,12 @@ FP32_OPS = 8
 SCALE_OPS = 2
 # Cycles of an SM to widen one quantised value: 50 for the 512 of a key of V3.2 (FlashMLA's documentation of its sparse decode kernel).
 WIDEN_CYCLES = 50 / 512
+# Instructions that each warp issues for a tile of e4m3 keys where codes become fp16, by head_dim and rows: `bench/results/static`, sm_90, pages
+# of 128 tokens, a scale a row. Warps divide the tile, and four of them issue one instruction each a clock.
+E4M3_INSTRUCTIONS = {
+    (64, 16): 418, (128, 16): 558, (256, 16): 566, (512, 16): 765,
+    (64, 32): 732, (128, 32): 799, (256, 32): 829, (512, 32): 1091,
+}  # fmt: skip
 FP32_PER_CLOCK, EXP_PER_CLOCK = (
     128,
     16,
@@ -221,12 +228,18 @@ def _add_tiles(work: _Work, config: Config, tile_rows: float, shape: Shape) -> N
     # Of a key and its values, for one program.
     channels = shape.head_dim + shape.head_dim / config.value_parts
     keys = tile_rows / config.block_m
-    fp32_ops = FP32_OPS + (SCALE_OPS if shape.fp8 else 0)
-    work.issue_cycles += tile_rows * max(1 / EXP_PER_CLOCK, fp32_ops / FP32_PER_CLOCK)
     work.loaded_bytes += keys * channels * page_bytes(shape)
+    fp32_ops = FP32_OPS
     if shape.fp8:
-        work.issue_cycles += keys * channels * WIDEN_CYCLES
         work.loaded_bytes += keys * 2 * SCALE_BYTES
+        fp32_ops += SCALE_OPS
+    instructions = E4M3_INSTRUCTIONS.get((shape.head_dim, config.block_m)) if shape.fp8 else None
+    if instructions is not None:
+        work.issue_cycles += keys / config.block_n * instructions * config.num_warps / 4
+    else:
+        work.issue_cycles += tile_rows * max(1 / EXP_PER_CLOCK, fp32_ops / FP32_PER_CLOCK)
+        if shape.fp8:
+            work.issue_cycles += keys * channels * WIDEN_CYCLES
     # wgmma takes 64 rows at least, by a group of four warps.
     if config.block_m >= 64:
         work.wgmma_flops += 2.0 * tile_rows * channels

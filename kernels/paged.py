@@ -34,7 +34,6 @@ from quire.kernels.configs import (
     Config,
     plan_decode,
     select_config,
-    tile_class,
     tile_heads,
 )
 from quire.kernels.merge import LOG2E
@@ -489,15 +488,14 @@ def _prepare_prefill(call: AttentionCall, arch: int, num_sms: int, decode_tokens
     )
 
 
-def _value_pairs(call: AttentionCall, config: Config, arch: int) -> bool:
-    """Whether values are read as pairs of codes: where these lie in pairs, and products of two-byte numbers have tiles whose few rows leave
-    each warp enough columns of half the channels. On Hopper: elsewhere the tile shapes are chosen for single codes."""
-    if call.scales == "none":
+def _value_pairs(call: AttentionCall, config: Config) -> bool:
+    """Whether values are read as pairs of codes: where these lie in pairs, and products of fp16 have tiles whose few rows leave each warp
+    enough columns of half the channels."""
+    if call.scales == "none" or call.q.element_size() != 2:
         return False
     places = (call.v_pages.storage_offset(), *call.v_pages.stride()[:3])
     few_rows = config.block_m <= 32 and call.q.shape[2] >= 4 * config.block_m
-    hopper = tile_class(arch) == "hopper" and call.q.element_size() == 2
-    return hopper and few_rows and not any(place % 2 for place in places)
+    return few_rows and not any(place % 2 for place in places)
 
 
 def _fresh_tiles(
@@ -548,7 +546,7 @@ def _prepare_decode(call: AttentionCall, arch: int, num_sms: int) -> list[Launch
     )
     constants = _shape_arguments(call, config, arch)
     shared = _shared_arguments(call)
-    if _value_pairs(call, config, arch):
+    if _value_pairs(call, config):
         shared["v_pages"] = call.v_pages.view(torch.uint16)
         shared |= {name: shared[name] // 2 for name in V_STRIDES}
     partial_out, first_lse = partials(plan.workspace_numel, head_dim, call.workspace, call.q.device)

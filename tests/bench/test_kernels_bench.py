@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire.bench import kernels, model
+from quire.bench import kernels, model, static
 from quire.bench.floors import Rates
 from quire.bench.peers import Peer, Unsupported, find_peers
 from quire.bench.peers_folder import unpack
@@ -233,11 +233,13 @@ def test_predictions_over_e4m3_pages(monkeypatch):
     )
     assert wide.memory / plain.memory == pytest.approx(share, rel=0.01)
     assert wide.l2 / plain.l2 == pytest.approx(share)
+    # All that the loop over 16 keys of the tile issues, by four warps side by side.
     keys = 128 * 32768 * shape.num_kv_heads
-    # Of scores there are 16 rows; two operations more each make fp32 arithmetic longer than their exponentials.
-    cycles = keys * (2 * 512 * model.WIDEN_CYCLES + 16 * (10 / 128 - 1 / 16))
-    issued = cycles / (model.H200.num_sms * model.H200.clock_hz)
-    assert wide.issue - plain.issue == pytest.approx(issued)
+    cycles = keys / 16 * model.E4M3_INSTRUCTIONS[512, 16]
+    assert wide.issue == pytest.approx(cycles / (model.H200.num_sms * model.H200.clock_hz))
+    # In prefill codes become bf16, and every program widens those that it reads.
+    prefill = [model.predict(Case(s, "prefill", 1, 32768, 32), model.H200).issue for s in (shape, fp8)]  # fmt: skip
+    assert prefill[1] > 1.5 * prefill[0]
     # Of as many keys under way there are half the bytes: where these limit, keys take as long, but for their scales.
     far = dataclasses.replace(model.H200, latency=1e-5)
     plain, wide = (model.predict(Case(s, "decode", 128, 32768, 32), far) for s in (shape, fp8))
@@ -252,6 +254,13 @@ def test_predictions_over_e4m3_pages(monkeypatch):
     in_flight = 64 * 2 * 256 * 132
     found = model.memory_share(model.Config(64, 64, 4, 2), 256, 264, far, 1)
     assert found == pytest.approx(in_flight / far.latency / far.copy_bytes_per_s)
+
+
+def test_instructions_of_the_model_are_those_of_the_static_table():
+    rows = {(row["case"], row["kernel"]): row for row in static.read(static.RESULTS / "3.7.1.json") if row["arch"] == 90}  # fmt: skip
+    for (head_dim, height), instructions in model.E4M3_INSTRUCTIONS.items():
+        row = rows[f"decode-fp8-d{head_dim}-p128-q{1 if height == 16 else 8}", "decode_kernel"]  # fmt: skip
+        assert row["config"].startswith(f"{height}x") and row["sass_per_tile"] == instructions
 
 
 def test_predict_prints_floors_without_measuring(capsys):
