@@ -163,10 +163,10 @@ class _AttentionCell(Cell):
         return quire_calls(problem, fresh=self.phase == "prefill", impl=impl)
 
     def values(self, config: configs.Config) -> tuple[Any, ...]:
-        """The last two only where they are not the defaults."""
+        """The last two as far as they are not the defaults."""
+        shape = (config.block_m, config.block_n, config.num_warps, config.num_stages, config.value_parts)  # fmt: skip
         more = (config.fresh_tma, config.programs_per_sm)
-        shape = (config.block_m, config.block_n, config.num_warps, config.num_stages)
-        return (*shape, config.value_parts, *(more if any(more) else ()))
+        return shape + (more if more[1] else more[:1] if more[0] else ())
 
     def entry(self, config: configs.Config) -> str:
         values = self.values(config)

@@ -45,11 +45,11 @@ def test_a_dry_run_compiles_measures_and_takes_the_fastest(tmp_path, capsys, mon
     assert [(row["cell"], row["config"], row["ratio"]) for row in result["rows"]] == [
         ("decode 32 x16", [16, 64, 4, 4, 1], 1.0),
         ("decode 32 x16", [16, 32, 4, 4, 1], pytest.approx(0.5)),
-        ("prefill 32", [64, 64, 4, 3, 1], 1.0),
-        ("prefill 32", [64, 32, 4, 3, 1], pytest.approx(0.5)),
+        ("prefill 32", [64, 64, 4, 3, 1, True], 1.0),
+        ("prefill 32", [64, 32, 4, 3, 1, True], pytest.approx(0.5)),
         # The shape that was taken, and one other way of launching it.
-        ("prefill 32", [64, 64, 4, 3, 1], 1.0),
-        ("prefill 32", [64, 32, 4, 3, 1], pytest.approx(0.5)),
+        ("prefill 32", [64, 64, 4, 3, 1, True], 1.0),
+        ("prefill 32", [64, 32, 4, 3, 1, True], pytest.approx(0.5)),
         ("prefill 32", [64, 32, 4, 3, 1, True, 2], pytest.approx(0.25)),
     ]
     for row in result["rows"]:
@@ -247,7 +247,7 @@ def test_tables_are_written_for_one_class_of_gpus(tmp_path):
     }
     tune.write(chosen, 120, tmp_path)
     changed = {
-        tile_tables: {("PREFILL", "small", 128): (128, 128, 8, 3, 2, True, 0), ("DECODE", "small", 256, 16): (64, 8, 2)},
+        tile_tables: {("PREFILL", "small", 128): (128, 128, 8, 3, 2, True), ("DECODE", "small", 256, 16): (64, 8, 2)},
         tile_tables_e4m3: {("DECODE", "small", 64, 32): (128, 8, 2)},
         dense_triton: {("CONFIGS", "small", 32): chosen[MlaCell(32)]},
         compressed_configs: {("WIDE", "small", (16, True)): (64, 8, 2, False, True), ("WIDE", "small", (16, False)): (64, 4, 2, True)},
