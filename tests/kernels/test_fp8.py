@@ -173,6 +173,24 @@ def test_fp16_weights_neither_vanish_nor_overflow(size):
     )
 
 
+@pytest.mark.parametrize("spread", [12, 60])
+def test_scales_of_values_may_differ_by_any_power(spread):
+    """Each head's result is near the size of its largest values, whatever those of other rows are; the lse has nothing to do with them."""
+    case = AttentionCase("", [300, 40], [1, 1], dtype=BF16, head_dim=64, fresh=False)
+    batch = make_batch(case)
+    sizes = torch.randint(-spread, spread + 1, batch["v_pages"].shape[:3], generator=torch.Generator().manual_seed(3))  # fmt: skip
+    batch["v_pages"] = (batch["v_pages"].float() * sizes.to(DEVICE).float().exp2()[..., None]).to(BF16)  # fmt: skip
+    batch = quantised(batch, "rows")
+    exact, exact_lse = attention_reference(batch, torch.float64)
+    plain, _ = attention_reference(batch, BF16)
+    _, plain_lse = attention_reference(batch, torch.float32)
+    lse = torch.full(exact_lse.shape, NAN, device=DEVICE)
+    out = attend(batch, "triton", lse=lse)
+    size = exact.abs().amax(-1, keepdim=True)
+    assert_within_budget("out", out.double() / size, plain.double() / size, exact / size)
+    assert_within_budget("lse", lse, plain_lse, exact_lse)
+
+
 @pytest.mark.parametrize("impl", IMPLS)
 def test_the_kinds_of_scales_agree(impl):
     """Powers of two, so that no kind rounds where another does not."""
