@@ -201,17 +201,12 @@ def _add_compressed(case: LatentCase, device: Device, work: _Work) -> None:
         bounded=shape.op != "hca",
     )
     work.kernels += 2 if plan.workspace_numel else 1
-    count, total = case.batch, int(keys[0]) * case.batch
+    count = case.batch
     if plan.programs:
-        # Equal stretches of all keys, if that pays; of each program the end of one query tile and the beginning of another.
-        size = max(compressed_configs.MIN_PIECE_KEYS, total / plan.programs)
         left = 1 if 2 * count <= plan.programs else 2
+        least = compressed_configs.MIN_PIECE_KEYS
         cost = left * compressed_configs.PIECE_COST * config.block_m
-        uncut = min(-(-count // plan.programs) * keys[0], total / plan.programs + keys[0])
-        pays = size + cost < uncut
-        programs = round(total / size) if pays else count
-        _add_tiles(work, device, tile, np.full(programs, total // programs), 1, head_tiles)
-        cut = programs + min(programs, count) if pays else 0
+        cut = _add_line(work, device, tile, count, int(keys[0]), plan.programs, head_tiles, least, cost)  # fmt: skip
     else:
         # Whole waves of programs, and one of pieces.
         cut = (count - plan.num_whole) * plan.pieces if plan.pieces > 1 else 0
@@ -230,16 +225,14 @@ def _add_mla(case: LatentCase, device: Device, work: _Work) -> None:
     from quire.kernels.mla import dense_triton
 
     shape, decode = case.shape, case.phase == "decode"
-    plan = configs.plan_decode(
-        num_decodes=case.batch,
-        max_seqlen_q=1,
+    plan = dense_triton.plan_decode(
         num_heads=shape.num_heads,
-        num_kv_heads=1,
-        head_dim=shape.head_dim_v,
-        num_sms=max(1, device.num_sms // 2),
+        max_seqlen_q=1,
+        num_sms=device.num_sms,
+        arch=device.arch,
         max_seq_len=case.context,
     )
-    rows = plan.block_m if decode else dense_triton.PREFILL_ROWS[ITEM_BYTES]
+    rows = plan.rows if decode else dense_triton.PREFILL_ROWS[ITEM_BYTES]
     rows = dense_triton.tile_rows(rows, device.arch)
     config = dense_triton.select_config(ITEM_BYTES, rows, device.arch)
     block_q, _, head_tiles = configs.tile_heads(shape.num_heads, rows)
@@ -260,29 +253,33 @@ def _add_mla(case: LatentCase, device: Device, work: _Work) -> None:
         _add_tiles(work, device, tile, keys, 1, head_tiles)
         work.kernels += 1
         return
-    pieces = 1
-    if plan.workspace_numel:
-        target = dense_triton.target_items(plan.target_items, case.batch)
-        piece = -(-case.context * case.batch // target)
-        pieces = -(-case.context // max(piece, configs.MIN_SPLIT_TOKENS))
-    _add_split(case, device, work, tile, case.context, pieces, head_tiles, shape.head_dim_v)
-    work.kernels += 2 if plan.workspace_numel else 1
+    least = configs.MIN_SPLIT_TOKENS if plan.cut else case.context
+    cost = 2 * compressed_configs.PIECE_COST * rows
+    cut = _add_line(work, device, tile, case.batch, case.context, plan.programs, head_tiles, least, cost)  # fmt: skip
+    work.bytes += 2 * 4 * cut * shape.num_heads * (shape.head_dim_v + 1)
+    work.kernels += 2 if plan.cut else 1
 
 
-def _add_split(
-    case: LatentCase,
-    device: Device,
+def _add_line(
     work: _Work,
+    device: Device,
     tile: _Tile,
+    count: int,
     keys: int,
-    pieces: int,
+    programs: int,
     head_tiles: int,
-    value_dim: int,
-) -> None:
-    """Decode: every sequence's keys in ``pieces``, whose fp32 partial rows are written, and read by the merge."""
-    _add_tiles(work, device, tile, np.full(case.batch, keys), pieces, head_tiles)
-    if pieces > 1:
-        work.bytes += 2 * 4 * case.batch * pieces * case.shape.num_heads * (value_dim + 1)
+    least: int,
+    cost: int,
+) -> int:
+    """Decode whose keys lie on a line (``line.share``): ``count`` query tiles of ``keys`` each. Returns how many pieces leave partial results."""
+    size = max(least, count * keys / programs)
+    if size + cost >= min(-(-count // programs) * keys, count * keys / programs + keys):
+        _add_tiles(work, device, tile, np.full(count, keys), 1, head_tiles)
+        return 0
+    at_work = round(count * keys / size)
+    _add_tiles(work, device, tile, np.full(at_work, count * keys // at_work), 1, head_tiles)
+    # Of each program the end of one query tile and the beginning of another.
+    return at_work + min(at_work, count)
 
 
 def _add_tiles(

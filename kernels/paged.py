@@ -53,9 +53,12 @@ INTERPRETER_SMS = 2
 
 
 @triton.jit
-def _tile_rows(head_tile, num_tokens, GROUP: tl.constexpr, BLOCK_Q: tl.constexpr, HEADS: tl.constexpr, BLOCK_M: tl.constexpr):  # fmt: skip
-    """Token within the tile, head within the group and liveness of each row of a query tile that has ``num_tokens`` tokens."""
-    row = tl.arange(0, BLOCK_M)
+def _tile_rows(head_tile, num_tokens, GROUP: tl.constexpr, BLOCK_Q: tl.constexpr, HEADS: tl.constexpr, BLOCK_M: tl.constexpr, zero=0):  # fmt: skip
+    """Token within the tile, head within the group and liveness of each row of a query tile that has ``num_tokens`` tokens.
+
+    zero: of a value that the compiler does not know, the rows are worked out where they are asked for, not ahead of a loop around it.
+    """
+    row = tl.arange(0, BLOCK_M) + zero
     token = row // HEADS
     head = head_tile * HEADS + row % HEADS
     live = (row < BLOCK_Q * HEADS) & (token < num_tokens) & (head < GROUP)

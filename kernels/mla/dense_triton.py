@@ -10,9 +10,9 @@ With few rows in the query tile the products are swapped, S^T = C Q^T and O^T = 
 instruction and the heads are its columns, which need no padding. Then accumulators are [HEAD_DIM_V, BLOCK_M] and scores [BLOCK_N, BLOCK_M].
 
 Layout: q [num_tokens, num_heads, HEAD_DIM_V + ROPE_DIM], out [num_tokens, num_heads, HEAD_DIM_V]; pages [num_pages, block_size, *] of any
-strides. Pieces of decode sequences and their merge are those of ``kernels.schedule`` and ``kernels.merge``.
+strides. Decode: programs divide the keys of all query tiles evenly (``line``), and leave partial results of those they cut.
 
-Source: DeepSeek-V2 (arXiv 2405.04434) 2.1; FlashAttention-2 (arXiv 2307.08691); FlashDecoding (split-KV).
+Source: DeepSeek-V2 (arXiv 2405.04434) 2.1; FlashAttention-2 (arXiv 2307.08691); Stream-K (arXiv 2301.03598).
 """
 
 from dataclasses import dataclass
@@ -22,17 +22,20 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.kernels import merge, recipes, schedule
+from quire.kernels import recipes
 from quire.kernels._launch import Launch, partials
 from quire.kernels.configs import (
     MAX_REGISTERS,
     MIN_SPLIT_TOKENS,
-    plan_decode,
+    next_power_of_2,
     tile_class,
     tile_heads,
 )
-from quire.kernels.merge import LOG2E
+from quire.kernels.merge import LOG2E, block_parts
+from quire.kernels.mla import line
 from quire.kernels.mla._tiles import hoists, update
+from quire.kernels.mla.compressed_configs import PIECE_COST
+from quire.kernels.mla.compressed_triton import _compressed_merge_kernel
 from quire.kernels.mla.dense import MlaCall, _checked
 from quire.kernels.paged import (
     _device,
@@ -50,7 +53,7 @@ from quire.kernels.paged_tiles import place_in_pages
 class MlaConfig:
     """One launch: keys of a tile, warps, stages.
 
-    swap: keys take the rows of the matrix instructions. divide: as in ``_tiles.update``.
+    swap: keys take the rows of the matrix instructions. divide: as in ``_tiles.update``. per_sm: programs that share an SM and its registers.
     """
 
     block_n: int
@@ -58,6 +61,7 @@ class MlaConfig:
     num_stages: int
     swap: bool
     divide: bool = False
+    per_sm: int = 1
 
 
 # Two-byte dtypes: rows of the query tile -> config, at 512 + 64 channels; narrower latents fit as well. Ampere does not pipeline tiles of
@@ -65,12 +69,12 @@ class MlaConfig:
 # for copies of 16 bytes by every thread, and half as many bytes under way.
 CONFIGS = {
     "hopper": {
-        16: MlaConfig(32, 8, 3, True),
-        32: MlaConfig(32, 8, 3, True),
+        16: MlaConfig(32, 8, 3, True, divide=True, per_sm=2),
+        32: MlaConfig(32, 8, 3, True, divide=True),
         64: MlaConfig(32, 8, 3, False, divide=True),
     },
     "blackwell": {
-        16: MlaConfig(32, 8, 3, True),
+        16: MlaConfig(32, 8, 3, True, per_sm=2),
         32: MlaConfig(32, 8, 3, True),
         64: MlaConfig(32, 8, 2, False),
     },
@@ -86,6 +90,8 @@ CONFIGS = {
 }
 # fp32 runs without tensor cores, for checks more than for speed.
 FP32_CONFIG = MlaConfig(16, 8, 1, False)
+# Tiles of a piece where nothing may be cut: more than any sequence has.
+NEVER = 1 << 28
 # Rows of a query tile in prefill, by bytes of an element.
 PREFILL_ROWS = {2: 64, 4: 16}
 
@@ -94,12 +100,13 @@ PREFILL_ROWS = {2: 64, 4: 16}
 def _attend_query_tile(
     q_rows, live, position, pages, kv, table, width, stride_page, stride_row, kv_stride, low, high, context, scale,
     HEAD_DIM_V: tl.constexpr, ROPE_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SWAP: tl.constexpr, DIVIDE: tl.constexpr, HOIST: tl.constexpr, ALIGNED: tl.constexpr,
+    SWAP: tl.constexpr, DIVIDE: tl.constexpr, HOIST: tl.constexpr, ALIGNED: tl.constexpr, ONE_TOKEN: tl.constexpr,
 ):  # fmt: skip
     """Attend for one query tile to the keys [low, high), of which those from ``context`` on are fresh rows if there are any.
 
     q_rows, live, position: [BLOCK_M] pointer, liveness and int32 position of each row. low is a multiple of BLOCK_N. ALIGNED: pages
-    and fresh rows start at multiples of 16 bytes, which Triton 3.9 forgets of one that is chosen from two.
+    and fresh rows start at multiples of 16 bytes, which Triton 3.9 forgets of one that is chosen from two. ONE_TOKEN: all rows are of one
+    token, which sees all keys.
     """
     offs_n = tl.arange(0, BLOCK_N)
     dim = tl.arange(0, HEAD_DIM_V)
@@ -128,7 +135,9 @@ def _attend_query_tile(
         read = (key < high)[:, None]
         latents = tl.load(rows[:, None] + dim[None, :], mask=read, other=0.0)
         ropes = tl.load(rows[:, None] + rope_dim[None, :], mask=read, other=0.0)
-        if SWAP:
+        if ONE_TOKEN:
+            visible = read if SWAP else (key < high)[None, :]
+        elif SWAP:
             visible = read & (key[:, None] <= position[None, :])
         else:
             visible = (key < high)[None, :] & (key[None, :] <= position[:, None])
@@ -183,7 +192,7 @@ def _mla_prefill_kernel(
     acc, row_max, row_sum = _attend_query_tile(
         q_rows, live, context + q_first + token, pages, kv, block_table + seq.to(tl.int64) * table_stride, width,
         stride_page, stride_row, kv_stride, 0, high, context, scale,
-        HEAD_DIM_V, ROPE_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, SWAP, DIVIDE, HOIST, ALIGNED,
+        HEAD_DIM_V, ROPE_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, SWAP, DIVIDE, HOIST, ALIGNED, BLOCK_Q == 1,
     )  # fmt: skip
     out_rows = _row_pointers(out, tile_token, first_head, token, head, out_stride_token, out_stride_head)  # fmt: skip
     lse_rows = None
@@ -192,65 +201,69 @@ def _mla_prefill_kernel(
     _store_rows(acc, row_max, row_sum, out_rows, lse_rows, live, HEAD_DIM_V, SWAP)
 
 
-@triton.jit(do_not_specialize=["num_decodes", "target_items"])
+# Also not on the number of programs, which follows the batch's longest step.
+@triton.jit(do_not_specialize=["num_decodes", "decode_tokens", "programs"])
 def _mla_decode_kernel(
     q, pages, kv, block_table, seq_lens, cu_seqlens_q, out, lse, partial_out, first_lse,
-    num_decodes, target_items, width, scale,
+    num_decodes, decode_tokens, programs, width, scale,
     q_stride_token, q_stride_head, out_stride_token, out_stride_head, lse_stride_head, table_stride, stride_page, stride_row, kv_stride,
     NUM_HEADS: tl.constexpr, BLOCK_Q: tl.constexpr, HEADS: tl.constexpr, HEAD_TILES: tl.constexpr,
     HEAD_DIM_V: tl.constexpr, ROPE_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SWAP: tl.constexpr, DIVIDE: tl.constexpr, HOIST: tl.constexpr, ALIGNED: tl.constexpr, MIN_TOKENS: tl.constexpr,
+    SWAP: tl.constexpr, DIVIDE: tl.constexpr, HOIST: tl.constexpr, ALIGNED: tl.constexpr, LEAST: tl.constexpr, COST: tl.constexpr,
 ):  # fmt: skip
-    FRESH: tl.constexpr = kv is not None
     head_tile = tl.program_id(0) % HEAD_TILES
-    item = tl.program_id(0) // HEAD_TILES
-    seq = item
-    piece = 0
-    if partial_out is not None:
-        tokens = schedule.piece_tokens(seq_lens, cu_seqlens_q, num_decodes, target_items, None, FRESH, MIN_TOKENS)  # fmt: skip
-        seq, first_item = schedule.find_item(item, seq_lens, cu_seqlens_q, num_decodes, tokens, None, FRESH, BLOCK_Q)  # fmt: skip
-        if seq >= num_decodes:
-            return
-        piece = item - first_item
-    first_token = tl.load(cu_seqlens_q + seq)
-    q_len = tl.load(cu_seqlens_q + seq + 1) - first_token
-    if (q_len == 0) | (q_len > BLOCK_Q):
-        return
-    seq_len = tl.load(seq_lens + seq)
-    context = seq_len - q_len
-    pieces = 1
-    low = 0
-    high = seq_len
-    if partial_out is not None:
-        pieces = schedule.num_pieces(seq_len, q_len, tokens, None, FRESH, BLOCK_Q)
-        _, paged_high = schedule.paged_range(seq_len, q_len, None, FRESH)
-        num_tiles = (paged_high + BLOCK_N - 1) // BLOCK_N
-        low = num_tiles * piece // pieces * BLOCK_N
-        # The last piece takes the fresh rows as well.
-        next_low = num_tiles * (piece + 1) // pieces * BLOCK_N
-        high = tl.where(piece == pieces - 1, seq_len, next_low)
-
-    token, head, live = _tile_rows(head_tile, q_len, NUM_HEADS, BLOCK_Q, HEADS, BLOCK_M)
     first_head = head_tile * 0
-    q_rows = _row_pointers(q, first_token, first_head, token, head, q_stride_token, q_stride_head)
-    if kv is not None:
-        kv += first_token.to(tl.int64) * kv_stride
-    acc, row_max, row_sum = _attend_query_tile(
-        q_rows, live, context + token, pages, kv, block_table + seq.to(tl.int64) * table_stride, width,
-        stride_page, stride_row, kv_stride, low, high, context, scale,
-        HEAD_DIM_V, ROPE_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, SWAP, DIVIDE, HOIST, ALIGNED,
-    )  # fmt: skip
-    if pieces == 1:
-        out_rows = _row_pointers(out, first_token, first_head, token, head, out_stride_token, out_stride_head)  # fmt: skip
-        lse_rows = None
-        if lse is not None:
-            lse_rows = _row_pointers(lse, first_token, first_head, token, head, 1, lse_stride_head)
-        _store_rows(acc, row_max, row_sum, out_rows, lse_rows, live, HEAD_DIM_V, SWAP)
-    elif partial_out is not None:
-        part_row = (item.to(tl.int64) * BLOCK_Q + token) * NUM_HEADS + head
-        _store_rows(
-            acc, row_max, row_sum, partial_out + part_row * HEAD_DIM_V, partial_out + first_lse + part_row, live, HEAD_DIM_V, SWAP
+    program = tl.program_id(0) // HEAD_TILES
+    batch = (seq_lens, cu_seqlens_q, num_decodes, decode_tokens, None, None)
+    size, least, total = line.share(batch, programs, LEAST, COST, BLOCK_Q, BLOCK_N)
+    position, stop, turns = line.stretch(program, size, least, total, batch, BLOCK_Q, BLOCK_N)
+    for _ in tl.range(0, turns, disable_licm=True):
+        seq, tile, _, begin, units = line.locate(position, batch, BLOCK_Q, BLOCK_N)
+        low = (position - begin) * BLOCK_N
+        high = (tl.minimum(stop, begin + units) - begin) * BLOCK_N
+        # Of the query tile this stretch holds the beginning (1), the end (2), both (3) or neither.
+        holds = (position == begin).to(tl.int32) + 2 * (stop >= begin + units).to(tl.int32)
+        position = begin + units
+        q_first = tile * BLOCK_Q
+        first_token = tl.load(cu_seqlens_q + seq)
+        q_len = tl.load(cu_seqlens_q + seq + 1) - first_token
+        context = tl.load(seq_lens + seq) - q_len
+        # Registers are short: a zero that the compiler does not know keeps it from working the rows out once for all turns, and what is
+        # known of them is not kept through the loop over keys.
+        zero = tl.minimum(first_token, 0)
+        token, head, live = _tile_rows(
+            head_tile, q_len - q_first, NUM_HEADS, BLOCK_Q, HEADS, BLOCK_M, zero
+        )
+        q_rows = _row_pointers(
+            q, first_token + q_first, first_head, token, head, q_stride_token, q_stride_head
+        )
+        fresh = kv
+        if kv is not None:
+            fresh += first_token.to(tl.int64) * kv_stride
+        high = tl.minimum(high, context + tl.minimum(q_first + BLOCK_Q, q_len))
+        acc, row_max, row_sum = _attend_query_tile(
+            q_rows, live, context + q_first + token, pages, fresh, block_table + seq.to(tl.int64) * table_stride, width,
+            stride_page, stride_row, kv_stride, low, high, context, scale,
+            HEAD_DIM_V, ROPE_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, SWAP, DIVIDE, HOIST, ALIGNED, BLOCK_Q == 1,
         )  # fmt: skip
+        first_token = tl.load(cu_seqlens_q + seq, volatile=True)
+        q_len = tl.load(cu_seqlens_q + seq + 1, volatile=True) - first_token
+        token, head, live = _tile_rows(
+            head_tile, q_len - q_first, NUM_HEADS, BLOCK_Q, HEADS, BLOCK_M
+        )
+        if holds == 3:
+            out_rows = _row_pointers(out, first_token + q_first, first_head, token, head, out_stride_token, out_stride_head)  # fmt: skip
+            lse_rows = None
+            if lse is not None:
+                lse_rows = _row_pointers(lse, first_token + q_first, first_head, token, head, 1, lse_stride_head)  # fmt: skip
+            _store_rows(acc, row_max, row_sum, out_rows, lse_rows, live, HEAD_DIM_V, SWAP)
+        elif partial_out is not None:
+            # A program leaves two at most: of a query tile that others began, and of one that others end.
+            part = 2 * program + holds % 2
+            part_row = (part.to(tl.int64) * BLOCK_Q + token) * NUM_HEADS + head
+            _store_rows(
+                acc, row_max, row_sum, partial_out + part_row * HEAD_DIM_V, partial_out + first_lse + part_row, live, HEAD_DIM_V, SWAP
+            )  # fmt: skip
 
 
 def attention(arguments: dict[str, Any]) -> torch.Tensor:
@@ -276,8 +289,8 @@ def prepare(call: MlaCall, arch: int, num_sms: int) -> list[Launch]:
     decode_tokens = 0
     if call.num_decodes > 0:
         launches = _prepare_decode(call, arch, num_sms)
-        decode_tokens = launches[0].arguments["BLOCK_Q"]
-    if call.num_decodes < call.num_seqs or (call.num_seqs and call.max_seqlen_q > decode_tokens):
+        decode_tokens = launches[0].arguments["decode_tokens"]
+    if call.num_decodes < call.num_seqs:
         launches.append(_prepare_prefill(call, arch, decode_tokens))
     return launches
 
@@ -302,9 +315,8 @@ def tile_rows(rows: int, arch: int) -> int:
 
 
 def _shared_arguments(call: MlaCall, rows: int, arch: int) -> dict[str, Any]:
-    """Arguments, constants and options that both attention kernels take. rows: of the query tile, at most."""
+    """Arguments, constants and options that both attention kernels take. rows: of the query tile."""
     num_heads, head_dim = call.q.shape[1:]
-    rows = tile_rows(rows, arch)
     block_q, heads, head_tiles = tile_heads(num_heads, rows)
     config = select_config(call.q.element_size(), rows, arch)
     return {
@@ -343,13 +355,13 @@ def _shared_arguments(call: MlaCall, rows: int, arch: int) -> dict[str, Any]:
         "ALIGNED": recipes.rows_at_16_bytes(call.pages, call.kv),
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
-        "maxnreg": MAX_REGISTERS,
+        "maxnreg": min(MAX_REGISTERS, 2048 // config.num_warps // config.per_sm),
     }
 
 
 def _prepare_prefill(call: MlaCall, arch: int, decode_tokens: int) -> Launch:
     """The launch for all sequences but the first ``num_decodes`` of up to ``decode_tokens`` new tokens."""
-    shared = _shared_arguments(call, PREFILL_ROWS[call.q.element_size()], arch)
+    shared = _shared_arguments(call, tile_rows(PREFILL_ROWS[call.q.element_size()], arch), arch)
     # Without the lengths on the host: each sequence adds at most one tile that is not full.
     num_tiles = call.q.shape[0] // shared["BLOCK_Q"] + call.num_seqs
     return Launch(
@@ -364,54 +376,88 @@ def _prepare_prefill(call: MlaCall, arch: int, decode_tokens: int) -> Launch:
     )
 
 
-def target_items(most: int, num_decodes: int) -> int:
-    """By how many the keys of all decode sequences are divided for the size of a piece.
+@dataclass(frozen=True)
+class DecodePlan:
+    """How the decode part of a batch is divided.
 
-    A sequence's last piece is short, so there may be as many pieces more as sequences: a few programs that a last wave would begin with. Where
-    sequences are few, all pieces together stay within ``most``; where they are many, whole ones are a better measure.
+    rows: of a query tile. programs: those that share the keys of all of them. cut: whether a query tile may have several.
     """
-    return most - num_decodes if 3 * num_decodes <= most else most
+
+    rows: int
+    programs: int
+    cut: bool
+
+
+def plan_decode(
+    *,
+    num_heads: int,
+    max_seqlen_q: int,
+    num_sms: int,
+    arch: int,
+    dtype_bytes: int = 2,
+    max_seq_len: int | None = None,
+) -> DecodePlan:
+    """Plan decode from host integers only, so that a captured graph stays right at any sequence length.
+
+    Args:
+        num_heads: of the layer.
+        max_seqlen_q: new tokens of the longest sequence on the decode path.
+        num_sms: streaming multiprocessors of the device.
+        arch: compute capability as major * 10 + minor.
+        dtype_bytes: 2 or 4; fp32 tiles have 16 rows only.
+        max_seq_len: upper bound of the sequence lengths; None if unknown.
+
+    Returns:
+        DecodePlan: all programs are at work at once, and the device divides what keys there are evenly among them (``line``).
+    """
+    wanted = next_power_of_2(num_heads * max(1, max_seqlen_q))
+    rows = tile_rows(min(64 if dtype_bytes == 2 else 16, max(16, wanted)), arch)
+    config = select_config(dtype_bytes, rows, arch)
+    programs = max(1, config.per_sm * num_sms // tile_heads(num_heads, rows)[2])
+    short = max_seq_len is not None and max_seq_len < 2 * MIN_SPLIT_TOKENS
+    return DecodePlan(rows, programs, programs > 1 and not short)
 
 
 def _prepare_decode(call: MlaCall, arch: int, num_sms: int) -> list[Launch]:
     """The launches for the first ``num_decodes`` sequences of few new tokens: attention, and the merge where one may be cut."""
+    max_seqlen_q = call.max_seqlen_q if call.num_decodes == call.num_seqs else 1
+    num_heads, dim = call.q.shape[1], call.head_dim_v
     plan = plan_decode(
-        num_decodes=call.num_decodes,
-        max_seqlen_q=call.max_seqlen_q if call.num_decodes == call.num_seqs else 1,
-        num_heads=call.q.shape[1],
-        num_kv_heads=1,
-        head_dim=call.head_dim_v,
-        # Partial results are wide here, those of 64 heads as large as 110 keys: half as many pieces as of ordinary heads.
-        num_sms=max(1, num_sms // 2),
+        num_heads=num_heads,
+        max_seqlen_q=max_seqlen_q,
+        num_sms=num_sms,
+        arch=arch,
         dtype_bytes=call.q.element_size(),
         max_seq_len=call.max_seq_len,
     )
-    shared = _shared_arguments(call, plan.block_m, arch)
-    partial_out, first_lse = partials(
-        plan.workspace_numel, call.head_dim_v, call.workspace, call.q.device
-    )
+    shared = _shared_arguments(call, plan.rows, arch)
+    block_q, block_n = shared["BLOCK_Q"], shared["BLOCK_N"]
+    # Of each program the end of one query tile and the beginning of another.
+    numel = 2 * plan.programs * block_q * num_heads * (dim + 1) if plan.cut else 0
+    partial_out, first_lse = partials(numel, dim, call.workspace, call.q.device)
+    split = {
+        "partial_out": partial_out,
+        "first_lse": first_lse,
+        "decode_tokens": max(max_seqlen_q, block_q),
+        "programs": plan.programs,
+        "LEAST": MIN_SPLIT_TOKENS // block_n if plan.cut else NEVER,
+        "COST": 2 * PIECE_COST * plan.rows // block_n,
+    }
     attention = Launch(
-        _mla_decode_kernel,
-        (plan.max_items * shared["HEAD_TILES"],),
-        {
-            **shared,
-            "partial_out": partial_out,
-            "first_lse": first_lse,
-            "target_items": target_items(plan.target_items, call.num_decodes),
-            "MIN_TOKENS": MIN_SPLIT_TOKENS,
-        },
+        _mla_decode_kernel, (plan.programs * shared["HEAD_TILES"],), {**shared, **split}
     )
-    if partial_out is None:
+    if not plan.cut:
         return [attention]
     more = {
-        "sinks": None,
-        "sliding_window": None,
-        "num_heads": call.q.shape[1],
-        "FRESH": call.kv is not None,
-        "HEAD_DIM": call.head_dim_v,
-        "BLOCK_PARTS": merge.block_parts(plan.max_items, call.head_dim_v),
+        **dict.fromkeys(("sinks", "cos_sin", "sliding_window", "ratio")),
+        **dict.fromkeys(("num_whole", "pieces", "cos_sin_stride"), 0),
+        "num_heads": num_heads,
+        "SLOTS": False,
+        "LINE": True,
+        "HEAD_DIM": dim,
+        "BLOCK_PARTS": block_parts(plan.programs, dim),
     }
-    kernel = merge._merge_pieces_kernel
-    arguments = {name: (attention.arguments | more)[name] for name in kernel.arg_names}
-    merging = Launch(kernel, (call.num_decodes * call.q.shape[1],), arguments | {"num_warps": 4})
+    kernel = _compressed_merge_kernel
+    arguments = {name: (shared | split | more)[name] for name in kernel.arg_names}
+    merging = Launch(kernel, (call.num_decodes * num_heads,), arguments | {"num_warps": 4})
     return [attention, merging]

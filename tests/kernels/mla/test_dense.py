@@ -8,7 +8,7 @@ import torch
 
 from quire.kernels import paged_attention, workspace_numel
 from quire.kernels.configs import SHARED_MEMORY
-from quire.kernels.mla import dense, dense_triton, mla_attention
+from quire.kernels.mla import dense_triton, mla_attention
 from tests.helpers import DEVICE, NAN, assert_within_budget
 from tests.kernels.mla.dense_cases import MlaCase, make_mla_batch, mla_reference
 
@@ -34,6 +34,8 @@ CASES = [
     MlaCase("decode-one-head", [33], [1], num_heads=1, head_dim_v=32),
     MlaCase("split", [700, 3, 0, 300], [1] * 4, block_size=64, num_heads=2),
     MlaCase("split-speculative-bf16", [620, 9], [3, 1], num_decodes=2, num_heads=2, dtype=BF16),
+    MlaCase("split-several-tiles", [1400, 30, 520], [7, 2, 1], num_decodes=3, num_heads=6),
+    MlaCase("split-128-heads-speculative", [900], [3], num_decodes=1, num_heads=128, fresh=False, dtype=BF16),
     MlaCase("split-pages-only", [600], [2], num_decodes=1, fresh=False, num_heads=2),
     MlaCase("whole-max-seq-len-256", [256], [1], max_seq_len=256, num_heads=2),
     MlaCase("prefill-first", [1, 15, 17, 33], [1, 15, 17, 33], dtype=BF16),
@@ -86,7 +88,7 @@ def test_every_shape_of_tile(rows, dtype, monkeypatch):
 
 
 def test_where_shared_memory_is_small_tiles_have_fewer_rows(monkeypatch):
-    """The plan asks for 64 rows, for 4 tokens of 16 heads or for 40 heads; there are 32, and 4 tokens go to the prefill kernel."""
+    """64 rows would be wanted, for 4 tokens of 16 heads or for 40 heads; there are 32."""
     monkeypatch.setattr(dense_triton, "_device", lambda _: (86, 2))
     for num_heads, seq_lens, q_lens in (16, [300, 40], [2, 4]), (40, [50], [1]):
         count = len(seq_lens)
@@ -96,18 +98,6 @@ def test_where_shared_memory_is_small_tiles_have_fewer_rows(monkeypatch):
         exact, _ = mla_reference(batch, torch.float64)
         plain, _ = mla_reference(batch, BF16)
         assert_within_budget("out", attend(batch).cpu(), plain, exact)
-
-
-@pytest.mark.parametrize("lengths", [[4000] * 16, [100, 9000, 300], [2000] * 20, [1000] * 21])
-def test_pieces_of_few_sequences_do_not_begin_another_wave(lengths):
-    """64 multiprocessors take 64 pieces of 128 heads in whole waves: no more, though the last piece of each of up to 21 sequences is short."""
-    count = len(lengths)
-    case = MlaCase("", lengths, [1] * count, num_decodes=count, num_heads=128, dtype=BF16)
-    optional = dict.fromkeys(("max_seq_len", "num_decodes", "out", "lse", "workspace"))
-    call = dense._checked(**optional | make_mla_batch(case))
-    decode = dense_triton.prepare(call, 90, 64)[0].arguments
-    size = max(decode["MIN_TOKENS"], -(-sum(lengths) // decode["target_items"]))
-    assert sum(-(-n // size) for n in lengths) <= 64
 
 
 def test_a_latent_is_a_head_whose_value_is_the_front_of_its_key():
@@ -122,7 +112,7 @@ def test_a_latent_is_a_head_whose_value_is_the_front_of_its_key():
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_given_memory_is_filled_and_nothing_else(impl):
-    batch = make_mla_batch(MlaCase("", [300, 40, 9], [1, 2, 9], num_decodes=2, num_heads=2))
+    batch = make_mla_batch(MlaCase("", [900, 40, 9], [1, 2, 9], num_decodes=2, num_heads=2))
     expected = attend(batch, impl)
     strided = torch.full((12, 5, 16), NAN, device=DEVICE)
     rows = strided[:, 1:3]
@@ -134,7 +124,7 @@ def test_given_memory_is_filled_and_nothing_else(impl):
 
 def test_the_workspace_of_one_kv_head_is_enough():
     num_sms = torch.cuda.get_device_properties(0).multi_processor_count if DEVICE == "cuda" else 2
-    batch = make_mla_batch(MlaCase("", [300, 280], [3, 1], num_decodes=2, num_heads=6))
+    batch = make_mla_batch(MlaCase("", [900, 600], [3, 1], num_decodes=2, num_heads=6))
     numel = workspace_numel(
         num_decodes=2, max_seqlen_q=3, num_heads=6, num_kv_heads=1, head_dim=16, num_sms=num_sms
     )

@@ -8,7 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.kernels.mla import compressed_configs, line
+from quire.kernels.configs import MIN_SPLIT_TOKENS
+from quire.kernels.mla import compressed_configs, dense_triton, line
 from tests.helpers import DEVICE
 
 BLOCK_Q, BLOCK_N = 2, 64
@@ -142,3 +143,62 @@ def test_no_batch_size_of_bounded_keys_falls_off_a_cliff(num_heads, max_keys):
         if batch > 1:
             assert needed - before <= 1.1 * (least + compressed_configs.LAUNCH_COST), batch
         before = needed
+
+
+@triton.jit
+def _shares_kernel(
+    seq_lens, cu, batches, shares, num_batches, programs, LEAST: tl.constexpr, COST: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    for i in range(num_batches):
+        batch = (seq_lens, cu, tl.load(batches + i), 1, None, None)
+        size, least, _ = line.share(batch, programs, LEAST, COST, 1, BLOCK_N)
+        tl.store(shares + 2 * i, size)
+        tl.store(shares + 2 * i + 1, least)
+
+
+def longest_stretch(count, units, size, least, leave):
+    """Units of the longest stretch of ``count`` query tiles of as many units each, with those that partial results cost."""
+
+    def border(position):
+        first = position // units * units
+        inside = position - first
+        if units < 2 * least:
+            return first if 2 * inside < units else first + units
+        if inside < least:
+            return first
+        return first + units if units - inside < least else position
+
+    total, longest, low = count * units, 0, 0
+    for n in range(1, -(-total // size) + 1):
+        high = border(min(n * size, total))
+        left = (low % units > 0) + (high % units > 0 and high - high % units >= low)
+        longest, low = max(longest, high - low + leave * left), high
+    assert low == total
+    return longest
+
+
+@pytest.mark.parametrize("keys", [1024, 4096, 131072])
+@pytest.mark.parametrize("num_heads", [16, 32, 64, 128])
+def test_no_batch_size_of_latents_falls_off_a_cliff(num_heads, keys):
+    """All programs begin at once, and end nearly so, also at batches where waves of whole or equal pieces would be almost empty."""
+    plan = dense_triton.plan_decode(num_heads=num_heads, max_seqlen_q=1, num_sms=132, arch=90)
+    programs, block_n = plan.programs, dense_triton.select_config(2, plan.rows, 90).block_n
+    assert programs == {16: 264, 32: 132, 64: 132, 128: 66}[num_heads]
+    least, leave = MIN_SPLIT_TOKENS // block_n, compressed_configs.PIECE_COST * plan.rows // block_n
+    edges = [programs // 3, programs // 2, 2 * programs // 3, programs, 3 * programs // 2]
+    batches = [1, 7, *(edge + more for edge in edges for more in (-1, 0, 1, 2))]
+
+    def device(values):
+        return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+    shares = device([[-7] * 2] * len(batches))
+    _shares_kernel[(1,)](
+        device([keys] * max(batches)), device(range(max(batches) + 1)), device(batches), shares,
+        len(batches), programs, least, 2 * leave, block_n,
+    )  # fmt: skip
+    units = keys // block_n
+    for batch, (size, chosen) in zip(batches, shares.tolist(), strict=True):
+        mean = batch * units / programs
+        longest = longest_stretch(batch, units, size, chosen, leave)
+
+        assert longest <= mean + least + 2 * leave + 1, batch
