@@ -142,7 +142,7 @@ def calls(device: str = "cpu") -> dict[str, Callable[[], object]]:
         "flash_mla_with_kvcache": lambda: flash_mla_with_kvcache(
             queries, blocks, None, None, LATENT, indices=window_rows, topk_length=seq_lens, attn_sink=sinks, is_fp8_kvcache=True,
             extra_k_cache=blocks, extra_indices_in_kvcache=entry_rows, extra_topk_length=seq_lens, out=queries_out,
-            workspace=row_workspace, **impl,
+            lse=lse, workspace=row_workspace, **impl,
         ),
         "compress": lambda: compress(
             pooled, gate, ape, ring, seq_lens, seq_lens, cu, pages=entries, slot_mapping=slots, **pool, **impl

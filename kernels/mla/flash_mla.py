@@ -40,6 +40,7 @@ def flash_mla_with_kvcache(
     extra_topk_length: torch.Tensor | None = None,
     *,
     out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
     impl: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -64,12 +65,13 @@ def flash_mla_with_kvcache(
         extra_k_cache, extra_indices_in_kvcache: the same for the second cache; both or neither.
         topk_length, extra_topk_length: [batch] int32, how many of the leftmost indices count; None = all.
         out: [batch, seq_len_q, num_heads, 512] q's dtype, contiguous, filled in place; None allocates.
+        lse: [num_heads, batch * seq_len_q] fp32, filled in place; None allocates.
         workspace: as in ``compressed_attention``.
         impl: "triton" (default for CUDA tensors), "torch" (default for CPU tensors).
 
     Returns:
-        (out, lse [batch, num_heads, seq_len_q] fp32, natural log, without the sink). A query without keys gets 0 and, as in FlashMLA, lse
-        +inf.
+        (out, lse [batch, num_heads, seq_len_q] fp32, natural log, without the sink, a view of the given one). A query without keys gets 0
+        and, as in FlashMLA, lse +inf.
 
     Raises:
         ValueError: a shape, dtype, stride or device is not as above, or one of two arguments that go together is missing.
@@ -88,7 +90,7 @@ def flash_mla_with_kvcache(
     arguments: dict[str, Any] = {
         "q": q, "window_pages": k_cache, "window_table": indices, "window_lens": topk_length,
         "compressed_pages": extra_k_cache, "topk_indices": extra_indices_in_kvcache, "topk_lens": extra_topk_length,
-        "sinks": attn_sink, "softmax_scale": softmax_scale, "fp8": is_fp8_kvcache, "out": out, "lse": None, "workspace": workspace,
+        "sinks": attn_sink, "softmax_scale": softmax_scale, "fp8": is_fp8_kvcache, "out": out, "lse": lse, "workspace": workspace,
     }  # fmt: skip
     if isinstance(q, torch.Tensor) and q.dim() == 4 and q.shape[1] != 1:
         arguments |= _token_rows(arguments)
@@ -102,15 +104,19 @@ def flash_mla_with_kvcache(
         call = _checked(**arguments)
         compressed_torch.attention(call)
         arguments |= _returned(call, q)
-    return arguments["out"], arguments["lse"]
+    return arguments["out"], arguments["lse"] if lse is None else _by_sequence(lse, q)
 
 
 def _returned(call: CompressedCall, q: torch.Tensor) -> dict[str, torch.Tensor]:
     """``out`` and ``lse`` of the call of ``q``, as ``flash_mla_with_kvcache`` returns them."""
     assert call.lse is not None
+    return {"out": call.out.view(q.shape), "lse": _by_sequence(call.lse, q)}
+
+
+def _by_sequence(lse: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """lse [num_heads, num_tokens] as [batch, num_heads, seq_len_q]."""
     batch, seq_len_q, num_heads = q.shape[:3]
-    lse = call.lse.view(num_heads, batch, seq_len_q).transpose(0, 1)
-    return {"out": call.out.view(q.shape), "lse": lse}
+    return lse.view(num_heads, batch, seq_len_q).transpose(0, 1)
 
 
 def _token_rows(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -140,7 +146,7 @@ def _checked(
     softmax_scale: float | None,
     fp8: bool,
     out: torch.Tensor | None,
-    lse: None,
+    lse: torch.Tensor | None,
     workspace: torch.Tensor | None,
 ) -> CompressedCall:
     """Check the arguments of ``flash_mla_with_kvcache``, named as in ``CompressedCall``, with a length for each token; make what it returns."""
@@ -161,6 +167,11 @@ def _checked(
         _check.expect_tensor("out", out, tuple(q.shape), q.dtype, device=q.device)
         if not out.is_contiguous():
             raise ValueError(f"out: expected a contiguous tensor, got strides {out.stride()}")
+    lse_shape = (num_heads, batch * seq_len_q)
+    if lse is None:
+        lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device)
+    else:
+        _check.expect_tensor("lse", lse, lse_shape, torch.float32, device=q.device)
     return slots_call(
         q.flatten(0, 1),
         window,
@@ -168,7 +179,7 @@ def _checked(
         sinks=sinks,
         softmax_scale=softmax_scale,
         out=out.view(-1, num_heads, HEAD_DIM),
-        lse=torch.empty(num_heads, batch * seq_len_q, dtype=torch.float32, device=q.device),
+        lse=lse,
         workspace=workspace,
     )
 

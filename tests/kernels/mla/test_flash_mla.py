@@ -154,12 +154,13 @@ def test_the_same_as_compressed_attention(impl):
     position = seq_lens[:, None] - 8 + torch.arange(8, device=DEVICE)
     slots = table.gather(1, position // 8) * 8 + position % 8
     extra = torch.where(picks >= 0, table.gather(1, picks.long().clamp(0) // 8) * 8 + picks % 8, -1)
+    given = torch.full((4, 3), NAN, device=DEVICE)
     out, other = flash_mla_with_kvcache(
         q, window.unsqueeze(2), None, None, 512, indices=slots.int()[:, None], attn_sink=sinks,
-        extra_k_cache=entries.unsqueeze(2), extra_indices_in_kvcache=extra.int()[:, None], impl=impl,
+        extra_k_cache=entries.unsqueeze(2), extra_indices_in_kvcache=extra.int()[:, None], lse=given[:, :2], impl=impl,
     )  # fmt: skip
     assert out[:, 0].equal(expected)
-    assert other[..., 0].T.equal(lse)
+    assert other[..., 0].T.equal(lse) and given[:, :2].equal(lse) and given[:, 2].isnan().all()
 
 
 @pytest.mark.parametrize("change, error, text", [
@@ -170,6 +171,7 @@ def test_the_same_as_compressed_attention(impl):
     ({"extra_k_cache": None}, ValueError, "extra_k_cache: expected extra_k_cache and extra_indices_in_kvcache"),
     ({"is_fp8_kvcache": False}, ValueError, "k_cache: expected bfloat16|float16|float32 [*, *, 1, 512], got uint8"),
     ({"topk_length": torch.zeros(3, dtype=torch.int32)}, ValueError, "topk_length: expected int32 [2], got int32 [3]"),
+    ({"lse": torch.zeros(2, 3)}, ValueError, "lse: expected float32 [3, 2], got float32 [2, 3]"),
     ({"extra_indices_in_kvcache": torch.zeros(2, 2, 3, dtype=torch.int32)}, ValueError, "extra_indices: expected int32 [2, 1, *]"),
 ])  # fmt: skip
 def test_a_wrong_argument_is_named(change, error, text):
