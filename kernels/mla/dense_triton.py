@@ -74,8 +74,8 @@ CONFIGS = {
         64: MlaConfig(32, 8, 3, False, divide=True),
     },
     "blackwell": {
-        16: MlaConfig(32, 8, 3, True, per_sm=2),
-        32: MlaConfig(32, 8, 3, True),
+        16: MlaConfig(32, 8, 3, True, divide=True, per_sm=2),
+        32: MlaConfig(32, 8, 3, True, divide=True),
         64: MlaConfig(32, 8, 2, False),
     },
     "medium": {
@@ -248,8 +248,9 @@ def _mla_decode_kernel(
         )  # fmt: skip
         first_token = tl.load(cu_seqlens_q + seq, volatile=True)
         q_len = tl.load(cu_seqlens_q + seq + 1, volatile=True) - first_token
+        zero = tl.minimum(first_token, 0) if HOIST and BLOCK_M == 64 else 0
         token, head, live = _tile_rows(
-            head_tile, q_len - q_first, NUM_HEADS, BLOCK_Q, HEADS, BLOCK_M
+            head_tile, q_len - q_first, NUM_HEADS, BLOCK_Q, HEADS, BLOCK_M, zero
         )
         if holds == 3:
             out_rows = _row_pointers(out, first_token + q_first, first_head, token, head, out_stride_token, out_stride_head)  # fmt: skip
@@ -394,6 +395,7 @@ def plan_decode(
     max_seqlen_q: int,
     num_sms: int,
     arch: int,
+    block_size: int = 64,
     dtype_bytes: int = 2,
     max_seq_len: int | None = None,
 ) -> DecodePlan:
@@ -404,6 +406,7 @@ def plan_decode(
         max_seqlen_q: new tokens of the longest sequence on the decode path.
         num_sms: streaming multiprocessors of the device.
         arch: compute capability as major * 10 + minor.
+        block_size: tokens of a page.
         dtype_bytes: 2 or 4; fp32 tiles have 16 rows only.
         max_seq_len: upper bound of the sequence lengths; None if unknown.
 
@@ -411,7 +414,11 @@ def plan_decode(
         DecodePlan: all programs are at work at once, and the device divides what keys there are evenly among them (``line``).
     """
     wanted = next_power_of_2(num_heads * max(1, max_seqlen_q))
-    rows = tile_rows(min(64 if dtype_bytes == 2 else 16, max(16, wanted)), arch)
+    # The loop over query tiles leaves no registers for 64 rows beside tensor memory's copy of them or, on Ampere, several page ids a tile.
+    tiles = tile_class(arch)
+    full = tiles == "blackwell" or (tiles == "medium" and block_size % 32 > 0)
+    most = 16 if dtype_bytes == 4 else 32 if full else 64
+    rows = tile_rows(min(most, max(16, wanted)), arch)
     config = select_config(dtype_bytes, rows, arch)
     programs = max(1, config.per_sm * num_sms // tile_heads(num_heads, rows)[2])
     short = max_seq_len is not None and max_seq_len < 2 * MIN_SPLIT_TOKENS
@@ -427,6 +434,7 @@ def _prepare_decode(call: MlaCall, arch: int, num_sms: int) -> list[Launch]:
         max_seqlen_q=max_seqlen_q,
         num_sms=num_sms,
         arch=arch,
+        block_size=call.pages.shape[1],
         dtype_bytes=call.q.element_size(),
         max_seq_len=call.max_seq_len,
     )
