@@ -46,7 +46,6 @@ from quire.kernels.paged import (
     _row_pointers,
     _tile_rows,
 )
-from quire.kernels.paged_tiles import place_in_pages
 
 
 @dataclass(frozen=True)
@@ -125,7 +124,11 @@ def _attend_query_tile(
     page = _load_page(table, width, low // BLOCK_N, low < paged_high, "never", BLOCK_SIZE, BLOCK_N)
     for start in tl.range(low, high, BLOCK_N, disable_licm=not HOIST):
         key = start + offs_n
-        _, row = place_in_pages(start, BLOCK_SIZE, BLOCK_N)
+        if BLOCK_SIZE % BLOCK_N == 0:
+            row = start % BLOCK_SIZE + offs_n
+        else:
+            # Of ``place_in_pages`` the rows would be constants, and kept in registers that decode does not have.
+            row = key % BLOCK_SIZE
         rows = pages + (page.to(tl.int64) * stride_page + row * stride_row)
         if kv is not None:
             rows = tl.where(key < context, rows, kv + (key - context).to(tl.int64) * kv_stride)
