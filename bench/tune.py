@@ -51,7 +51,7 @@ def compiled(cell: Cell, config: Any, arch: int) -> str | None:
     """Why a tile shape may not be used, by what it compiles to; None if it may."""
     from quire.bench import static
 
-    for case in cell.static_cases():
+    for case in cell.static_cases(arch):
         with cell.using(config):
             row = static.attempt(case, arch, 0)
         if isinstance(row, str):

@@ -68,7 +68,7 @@ class Cell(ABC):
         return []
 
     @abstractmethod
-    def static_cases(self) -> list[str]:
+    def static_cases(self, arch: int) -> list[str]:
         """Cases of `bench.static` whose first kernel has the cell's tile shape."""
 
     @abstractmethod
@@ -148,7 +148,7 @@ class _AttentionCell(Cell):
         ]
         return [other for other in made if other != config]
 
-    def static_cases(self) -> list[str]:
+    def static_cases(self, arch: int) -> list[str]:
         name = f"{self.phase}{'-fp8' if self.e4m3 else ''}-d{self.head_dim}"
         queries = f"-q{STATIC_QUERIES[self.rows]}" if self.rows else ""
         if self.e4m3:
@@ -179,7 +179,7 @@ class _MlaCell(Cell):
 
     rows: int
 
-    columns = ("n", "warps", "stages", "swap", "divide")
+    columns = ("n", "warps", "stages", "swap", "divide", "per sm")
     module = table = dense_triton
 
     @property
@@ -194,14 +194,20 @@ class _MlaCell(Cell):
 
     def candidates(self, arch: int) -> list[dense_triton.MlaConfig]:
         found = [self.current(arch)]
-        for shape in product((16, 32, 64), (4, 8), (2, 3, 4), (True, False), (True, False)):
+        per_sm = (1, 2) if self.rows == 16 else (1,)
+        for shape in product((16, 32, 64), (4, 8), (2, 3, 4), (True, False), (True, False), per_sm):
             config = dense_triton.MlaConfig(*shape)
             if _fits(config, 2 * (512 + 64), arch) and config not in found:
                 found.append(config)
         return found
 
-    def static_cases(self) -> list[str]:
-        found = [f"mla-decode-h{self.rows}", f"mla-decode-h{self.rows}-p16-pages-only"]
+    def static_cases(self, arch: int) -> list[str]:
+        pages = {f"mla-decode-h{self.rows}": 64, f"mla-decode-h{self.rows}-p16-pages-only": 16}
+        # Decode of some architectures and page sizes goes without the tallest tiles.
+        decode = partial(
+            dense_triton.plan_decode, num_heads=self.rows, max_seqlen_q=1, num_sms=1, arch=arch
+        )
+        found = [name for name, size in pages.items() if decode(block_size=size).rows == self.rows]
         return found + (["mla-prefill-h128"] if self.rows == dense_triton.PREFILL_ROWS[2] else [])
 
     def calls(self, problem: Any, impl: str | None) -> list[Any]:
@@ -211,7 +217,8 @@ class _MlaCell(Cell):
         shape = (
             f"MlaConfig({config.block_n}, {config.num_warps}, {config.num_stages}, {config.swap}"
         )
-        return shape + (", divide=True)" if config.divide else ")")
+        shape += ", divide=True" if config.divide else ""
+        return shape + (f", per_sm={config.per_sm})" if config.per_sm > 1 else ")")
 
 
 @dataclass(frozen=True)
@@ -242,7 +249,7 @@ class _CompressedCell(Cell):
                 found.append(config)
         return found
 
-    def static_cases(self) -> list[str]:
+    def static_cases(self, arch: int) -> list[str]:
         kinds = {16: ("decode-csa-h16-k512",), 32: ("decode-hca-h16",), 64: ("decode-csa-h64-k512", "prefill-csa-h64-k512")}  # fmt: skip
         ends = ("-q2",) if self.rows == 32 else ("-pages", "") if self.fp8 else ("", "")
         fp8 = "-fp8" if self.fp8 else ""

@@ -5,7 +5,7 @@ bytes, so decode has a stage more where two of them are too few to keep 36 KB in
 """
 
 # fmt: off
-# Prefill: head_dim -> (block_m, block_n, num_warps, num_stages, value_parts).
+# Prefill: head_dim -> (block_m, block_n, num_warps, num_stages, value_parts[, fresh_tma[, programs_per_sm]]).
 PREFILL = {
     "hopper": {
         32: (64, 64, 4, 3, 1, True),

@@ -182,7 +182,7 @@ def test_candidates_start_with_the_table_and_fit(arch):
             tiles = c.block_n * row_bytes[c] * (c.num_stages - 1)
             assert tiles <= configs.SHARED_MEMORY[arch]
         launched = []
-        for name in cell.static_cases():
+        for name in cell.static_cases(arch):
             # It is the cell's entry that this case compiles.
             launch = static_cases.all_cases()[name].launches(arch)[0].arguments
             launched.append((launch["BLOCK_M"], launch["BLOCK_N"], launch["num_warps"], launch["num_stages"]))  # fmt: skip
