@@ -124,11 +124,12 @@ def _attend_query_tile(
     page = _load_page(table, width, low // BLOCK_N, low < paged_high, "never", BLOCK_SIZE, BLOCK_N)
     for start in tl.range(low, high, BLOCK_N, disable_licm=not HOIST):
         key = start + offs_n
-        if BLOCK_SIZE % BLOCK_N == 0:
-            row = start % BLOCK_SIZE + offs_n
-        else:
-            # Of ``place_in_pages`` the rows would be constants, and kept in registers that decode does not have.
+        if BLOCK_M == 16 and BLOCK_SIZE < BLOCK_N:
+            # Worked out at length: what is kept of the mask from tile to tile would spill where two programs share an SM.
             row = key % BLOCK_SIZE
+        else:
+            # Unsigned, so that dividing by a power of two is a mask.
+            row = (key.to(tl.uint32) % BLOCK_SIZE).to(tl.int32)
         rows = pages + (page.to(tl.int64) * stride_page + row * stride_row)
         if kv is not None:
             rows = tl.where(key < context, rows, kv + (key - context).to(tl.int64) * kv_stride)
