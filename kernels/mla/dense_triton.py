@@ -124,8 +124,8 @@ def _attend_query_tile(
     page = _load_page(table, width, low // BLOCK_N, low < paged_high, "never", BLOCK_SIZE, BLOCK_N)
     for start in tl.range(low, high, BLOCK_N, disable_licm=not HOIST):
         key = start + offs_n
-        if BLOCK_M == 16 and BLOCK_SIZE < BLOCK_N:
-            # Worked out at length: what is kept of the mask from tile to tile would spill where two programs share an SM.
+        if HOIST and BLOCK_SIZE < BLOCK_N:
+            # Worked out at length: by a mask it would be the same in all tiles, and hoisted into registers that there are not.
             row = key % BLOCK_SIZE
         else:
             # Unsigned, so that dividing by a power of two is a mask.
