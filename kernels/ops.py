@@ -3,7 +3,8 @@
 Torch is imported here and Triton only by the functions that launch a kernel, so that ``impl="torch"`` works where Triton is missing.
 
 Terms. A *page* holds ``block_size`` token rows of one layer. ``block_table[s, b % width]`` is the page of block b of sequence s:
-a linear table has b < width, so the modulo changes nothing; a ring table (window layers) reuses its entries. One rule serves both.
+a linear table has b < width, so the modulo changes nothing; a ring table (window layers) reuses its entries. Without a window all blocks
+are read, so the table is linear: no entry past its last is looked up, whatever ``seq_lens`` say.
 
 Values in device memory are not looked at: a wrong page id reads what lies there. ``impl="torch"`` refuses it. Triton's own interpreter
 (TRITON_INTERPRET=1, impl="triton" on a CPU) multiplies bf16 as bit patterns (seen in 3.7 to 3.9): give it fp32 or fp16.

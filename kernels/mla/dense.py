@@ -70,7 +70,7 @@ def mla_attention(
     Args:
         q: [num_tokens, num_heads, head_dim] bf16, fp16 or fp32, last stride 1; any number of heads, so also a tensor-parallel shard.
         pages: [num_pages, block_size, head_dim] q's dtype, any page and row stride, last stride 1.
-        block_table: [num_seqs, width] int32, physical page ids; entry b % width holds block b; any row stride.
+        block_table: [num_seqs, width] int32, physical page ids; entry b holds block b; any row stride.
         seq_lens: [num_seqs] int32, keys of each sequence including this step's; 0 for a padding row.
         cu_seqlens_q: [num_seqs + 1] int32, prefix sums of the new tokens.
         max_seqlen_q: host int, at least the new tokens of the longest sequence; trusted as in ``paged_attention``.
