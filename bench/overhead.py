@@ -103,6 +103,9 @@ def calls(device: str = "cpu") -> dict[str, Callable[[], object]]:
         blocks = torch.zeros(64, BLOCK_SIZE, 1, 584, dtype=torch.uint8)
         queries, queries_out = rows[:, None], latent_out[:, None]
         window_rows, entry_rows = (torch.zeros(BATCH, 1, n, dtype=torch.int32) for n in (128, TOPK))
+        # Of half as many sequences.
+        pairs, pairs_out = (rows.view(-1, 2, *rows.shape[1:]) for rows in (rows, latent_out))
+        pair_rows, pair_lens = window_rows.view(-1, 2, 128), seq_lens[: BATCH // 2]
     batch = (table, seq_lens, cu)
     impl = {"impl": "triton"}
     more = {"max_seqlen_q": 1, "k": k, "v": v, "out": out, "workspace": workspace, **impl}
@@ -143,6 +146,10 @@ def calls(device: str = "cpu") -> dict[str, Callable[[], object]]:
             queries, blocks, None, None, LATENT, indices=window_rows, topk_length=seq_lens, attn_sink=sinks, is_fp8_kvcache=True,
             extra_k_cache=blocks, extra_indices_in_kvcache=entry_rows, extra_topk_length=seq_lens, out=queries_out,
             lse=lse, workspace=row_workspace, **impl,
+        ),
+        "flash_mla_with_kvcache, two tokens a sequence": lambda: flash_mla_with_kvcache(
+            pairs, blocks, None, None, LATENT, indices=pair_rows, topk_length=pair_lens, is_fp8_kvcache=True,
+            out=pairs_out, lse=lse, workspace=row_workspace, **impl,
         ),
         "compress": lambda: compress(
             pooled, gate, ape, ring, seq_lens, seq_lens, cu, pages=entries, slot_mapping=slots, **pool, **impl

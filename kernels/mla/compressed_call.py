@@ -15,7 +15,8 @@ class CompressedCall:
     """Checked arguments with the defaults filled in; named and shaped as in ``compressed.compressed_attention``.
 
     With ``slots`` every token is a sequence, seq_lens and cu_seqlens_q are None, and keys come as lists of physical rows: window_table
-    [num_tokens, width] and topk_indices, of which the first ``window_lens`` and ``topk_lens`` count (-1 = none).
+    [num_tokens, width] and topk_indices, of which the first ``window_lens`` and ``topk_lens`` count (-1 = none), each for
+    ``tokens_per_len`` tokens.
     """
 
     q: torch.Tensor
@@ -41,6 +42,7 @@ class CompressedCall:
     workspace: torch.Tensor | None
     slots: bool = False
     window_lens: torch.Tensor | None = None
+    tokens_per_len: int = 1
 
     @property
     def num_seqs(self) -> int:

@@ -100,13 +100,14 @@ def _attend_slots(call: CompressedCall) -> None:
     chunk = max(1, MAX_GATHERED // sum(slots.shape[1] for _, slots, _ in lists))
     for first in range(0, call.q.shape[0], chunk):
         last = min(first + chunk, call.q.shape[0])
+        place = torch.arange(first, last, device=call.q.device) // call.tokens_per_len
         keys, visible = [], []
         for pages, slots, lens in lists:
             slot = slots[first:last].long()
             live = slot >= 0
             if lens is not None:
                 rank = torch.arange(slot.shape[1], device=slot.device)
-                live = live & (rank < lens[first:last, None])
+                live = live & (rank < lens[place, None])
             keys.append(pages.read(torch.where(live, slot, -1)))
             visible.append(live)
         out = _softmax(call, first, last, keys, visible)

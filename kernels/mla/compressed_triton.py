@@ -225,7 +225,7 @@ def _compressed_prefill_kernel(
 def _compressed_decode_kernel(
     q, window_pages, kv, compressed_pages, window_list, compressed_table, picks, window_lens, pick_lens, seq_lens, cu_seqlens_q, sinks, cos_sin, out, lse,
     partial_out, first_lse,
-    num_whole, num_decodes, decode_tokens, pieces, programs, window_width, topk, sliding_window, ratio, scale,
+    num_whole, num_decodes, decode_tokens, pieces, programs, tokens_per_len, window_width, topk, sliding_window, ratio, scale,
     q_stride_token, q_stride_head, out_stride_token, out_stride_head, lse_stride_head, cos_sin_stride, kv_stride,
     window_list_stride, compressed_table_stride, picks_stride,
     window_stride_page, window_stride_row, compressed_stride_page, compressed_stride_row,
@@ -277,13 +277,13 @@ def _compressed_decode_kernel(
             )
             window_len = window_width
             if window_lens is not None:
-                window_len = tl.load(window_lens + tile_token)
+                window_len = tl.load(window_lens + tile_token // tokens_per_len)
             num_picks = topk
             token_picks = picks
             if picks is not None:
                 token_picks += tile_token.to(tl.int64) * picks_stride
                 if pick_lens is not None:
-                    num_picks = tl.load(pick_lens + tile_token)
+                    num_picks = tl.load(pick_lens + tile_token // tokens_per_len)
             fresh = kv
             if kv is not None:
                 fresh += first_token.to(tl.int64) * kv_stride
@@ -561,6 +561,7 @@ def _prepare_decode(
     pieces_left = 1 if 2 * call.num_decodes * seq_tiles <= plan.programs else 2
     split = {
         "window_lens": call.window_lens,
+        "tokens_per_len": call.tokens_per_len,
         "num_whole": plan.num_whole,
         "num_decodes": call.num_decodes,
         "decode_tokens": decode_tokens,

@@ -17,7 +17,7 @@ from quire.kernels.mla.compressed_call import CompressedCall, check_rows, check_
 from quire.kernels.mla.layout import HEAD_DIM, ROW_BYTES, SCALE_BYTES, LatentPages
 from quire.kernels.ops import _implementation
 
-# Pages, physical rows [num_tokens, n] of them, and how many of a token's rows count (None: all).
+# Pages, physical rows [num_tokens, n] of them, and how many of a sequence's rows count (None: all).
 Keys = tuple[LatentPages, torch.Tensor, torch.Tensor | None]
 
 
@@ -93,7 +93,7 @@ def flash_mla_with_kvcache(
         "sinks": attn_sink, "softmax_scale": softmax_scale, "fp8": is_fp8_kvcache, "out": out, "lse": lse, "workspace": workspace,
     }  # fmt: skip
     if isinstance(q, torch.Tensor) and q.dim() == 4 and q.shape[1] != 1:
-        arguments |= _token_rows(arguments)
+        arguments |= _even_rows(arguments)
     if _implementation(impl, q) == "triton":
         from quire.kernels.mla import compressed_triton
 
@@ -116,21 +116,19 @@ def _returned(call: CompressedCall, q: torch.Tensor) -> dict[str, torch.Tensor]:
 def _by_sequence(lse: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     """lse [num_heads, num_tokens] as [batch, num_heads, seq_len_q]."""
     batch, seq_len_q, num_heads = q.shape[:3]
-    return lse.view(num_heads, batch, seq_len_q).transpose(0, 1)
+    shape, strides = (batch, num_heads, seq_len_q), (seq_len_q, lse.stride(0), 1)
+    return lse.as_strided(shape, strides)
 
 
-def _token_rows(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of several tokens a sequence as those of one: rows that lie evenly, and a length for each token."""
-    q, found = arguments["q"], {}
+def _even_rows(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Copies of the arguments with several tokens a sequence whose rows do not lie evenly: those of one sequence apart from the next."""
+    found = {}
     for name in ("q", "window_table", "topk_indices"):
         rows = arguments[name]
-        if isinstance(rows, torch.Tensor) and rows.dim() > 1 and rows.stride(0) != rows.shape[1] * rows.stride(1):  # fmt: skip
+        if not isinstance(rows, torch.Tensor) or rows.is_contiguous() or rows.dim() < 2:
+            continue
+        if rows.stride(0) != rows.shape[1] * rows.stride(1):
             found[name] = rows.contiguous()
-    for name, given_as in (("window_lens", "topk_length"), ("topk_lens", "extra_topk_length")):
-        if (lens := arguments[name]) is not None:
-            _check.expect_tensor(given_as, lens, (q.shape[0],), torch.int32, device=q.device)
-            num_tokens = q.shape[0] * q.shape[1]
-            found[name] = lens.repeat_interleave(q.shape[1], output_size=num_tokens)
     return found
 
 
@@ -149,7 +147,7 @@ def _checked(
     lse: torch.Tensor | None,
     workspace: torch.Tensor | None,
 ) -> CompressedCall:
-    """Check the arguments of ``flash_mla_with_kvcache``, named as in ``CompressedCall``, with a length for each token; make what it returns."""
+    """Check the arguments of ``flash_mla_with_kvcache``, named as in ``CompressedCall``; make what it returns."""
     _check.expect_tensor("q", q, (None, None, None, HEAD_DIM), _check.MODEL_DTYPES)
     batch, seq_len_q, num_heads = q.shape[:3]
     given = (compressed_pages is not None, topk_indices is not None)
@@ -181,6 +179,7 @@ def _checked(
         out=out.view(-1, num_heads, HEAD_DIM),
         lse=lse,
         workspace=workspace,
+        tokens_per_len=seq_len_q,
     )
 
 
@@ -194,6 +193,7 @@ def slots_call(
     out: torch.Tensor | None,
     lse: torch.Tensor | None,
     workspace: torch.Tensor | None,
+    tokens_per_len: int = 1,
 ) -> CompressedCall:
     """The call of queries [num_tokens, num_heads, head_dim] over lists of physical rows; errors as in ``flash_mla_with_kvcache``.
 
@@ -207,6 +207,7 @@ def slots_call(
         window_pages=pages,
         window_table=slots,
         window_lens=lens,
+        tokens_per_len=tokens_per_len,
         seq_lens=None,
         cu_seqlens_q=None,
         sliding_window=slots.shape[1],
@@ -237,7 +238,7 @@ def _keys(
     lens: torch.Tensor | None,
     fp8: bool,
 ) -> Keys:
-    """One cache with its list, a row a token."""
+    """One cache with its list, a row a token, and the lengths, one a sequence."""
     batch, seq_len_q = q.shape[:2]
     _check.expect_tensor(
         f"{prefix}indices", indices, (batch, seq_len_q, None), torch.int32, device=q.device
@@ -245,9 +246,7 @@ def _keys(
     assert indices is not None
     _check.expect_int(f"{prefix}indices: topk", indices.shape[2], 1)
     if lens is not None:
-        _check.expect_tensor(
-            f"{prefix}topk_length", lens, (batch * seq_len_q,), torch.int32, device=q.device
-        )
+        _check.expect_tensor(f"{prefix}topk_length", lens, (batch,), torch.int32, device=q.device)
     return _pages(f"{prefix}k_cache", cache, fp8), indices.flatten(0, 1), lens
 
 
