@@ -37,8 +37,7 @@ from quire.kernels.configs import (
     tile_heads,
 )
 from quire.kernels.merge import LOG2E
-from quire.kernels.paged_tiles import _attend_query_tile
-from quire.kernels.paged_tiles import _load_page as _load_page
+from quire.kernels.paged_tiles import Scales, Source, Tiles, attend_query_tile
 
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -156,35 +155,34 @@ def _prefill_kernel(
             q_tile = tl.load(
                 q_rows[:, None] + tl.arange(0, HEAD_DIM)[None, :], mask=live[:, None], other=0.0
             )
-            fresh_first = first_token.to(tl.int64)
+            channel = part * VALUE_DIM
+            scales = None
+            if SCALES == "rows":
+                scales = Scales(
+                    k_scale + kv_head * k_scale_stride_head, v_scale + kv_head * v_scale_stride_head,
+                    k_scale_stride_page, k_scale_stride_row, v_scale_stride_page, v_scale_stride_row,
+                )  # fmt: skip
+            pages = Source(
+                k_pages + kv_head * k_stride_head, v_pages + (kv_head * v_stride_head + channel),
+                k_stride_page, k_stride_row, v_stride_page, v_stride_row,
+                block_table + seq.to(tl.int64) * table_stride, width, scales, None,
+            )  # fmt: skip
+            row = first_token.to(tl.int64)
             k_rows = None
             v_rows = None
+            tiles = None
             if k_fresh is not None:
-                k_rows = (
-                    k_fresh + fresh_first * k_fresh_stride_token + kv_head * k_fresh_stride_head
-                )
+                k_rows = k_fresh + row * k_fresh_stride_token + kv_head * k_fresh_stride_head
                 v_rows = v_fresh + (
-                    fresh_first * v_fresh_stride_token
-                    + kv_head * v_fresh_stride_head
-                    + part * VALUE_DIM
+                    row * v_fresh_stride_token + kv_head * v_fresh_stride_head + channel
                 )
-            fresh_tiles = None
             if k_tiles is not None:
                 k_column = (kv_head * k_fresh_stride_head).to(tl.int32)
-                v_column = (kv_head * v_fresh_stride_head).to(tl.int32) + part * VALUE_DIM
-                fresh_tiles = (k_tiles, v_tiles, first_token, k_column, v_column)
-            k_scales = k_scale
-            v_scales = v_scale
-            if SCALES == "rows":
-                k_scales += kv_head * k_scale_stride_head
-                v_scales += kv_head * v_scale_stride_head
-            acc, row_max, row_sum = _attend_query_tile(
-                q_tile, q_first + token, q_first, tl.minimum(q_first + BLOCK_Q, q_len) - 1, context,
-                k_pages + kv_head * k_stride_head, v_pages + (kv_head * v_stride_head + part * VALUE_DIM),
-                block_table + seq.to(tl.int64) * table_stride, width,
-                k_stride_page, k_stride_row, v_stride_page, v_stride_row,
-                k_scales, v_scales, k_scale_stride_page, k_scale_stride_row, v_scale_stride_page, v_scale_stride_row,
-                k_rows, v_rows, k_fresh_stride_token, v_fresh_stride_token, fresh_tiles,
+                v_column = (kv_head * v_fresh_stride_head).to(tl.int32) + channel
+                tiles = Tiles(k_tiles, v_tiles, first_token, k_column, v_column)
+            fresh = Source(k_rows, v_rows, 0, k_fresh_stride_token, 0, v_fresh_stride_token, None, 1, None, tiles)  # fmt: skip
+            acc, row_max, row_sum = attend_query_tile(
+                q_tile, q_first + token, q_first, tl.minimum(q_first + BLOCK_Q, q_len) - 1, context, pages, fresh, k_scale, v_scale,
                 0, context + q_len, True, sliding_window, inner_scale, outer_scale,
                 HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, WRAP, EQUAL_STRIDES, SCALES, HARDWARE_E4M3, HALF, PTX, DIVIDE, MASK_ALL,
             )  # fmt: skip
@@ -246,10 +244,6 @@ def _decode_kernel(
         low = tl.maximum(low, (first_tile + num_tiles * piece // pieces) * BLOCK_N)
         high = tl.minimum(high, (first_tile + num_tiles * (piece + 1) // pieces) * BLOCK_N)
 
-    fresh_first = first_token.to(tl.int64)
-    if k_fresh is not None:
-        k_fresh += fresh_first * k_fresh_stride_token + kv_head * k_fresh_stride_head
-        v_fresh += fresh_first * v_fresh_stride_token + kv_head * v_fresh_stride_head
     token, group_head, live = _tile_rows(
         head_index % HEAD_TILES, q_len, GROUP, BLOCK_Q, HEADS, BLOCK_M
     )
@@ -257,16 +251,23 @@ def _decode_kernel(
     q_tile = tl.load(
         q_rows[:, None] + tl.arange(0, HEAD_DIM)[None, :], mask=live[:, None], other=0.0
     )
+    scales = None
     if SCALES == "rows":
-        k_scale += kv_head * k_scale_stride_head
-        v_scale += kv_head * v_scale_stride_head
-    acc, row_max, row_sum = _attend_query_tile(
-        q_tile, token, 0, q_len - 1, context,
-        k_pages + kv_head * k_stride_head, v_pages + kv_head * v_stride_head,
-        block_table + seq.to(tl.int64) * table_stride, width,
-        k_stride_page, k_stride_row, v_stride_page, v_stride_row,
-        k_scale, v_scale, k_scale_stride_page, k_scale_stride_row, v_scale_stride_page, v_scale_stride_row,
-        k_fresh, v_fresh, k_fresh_stride_token, v_fresh_stride_token, None,
+        scales = Scales(
+            k_scale + kv_head * k_scale_stride_head, v_scale + kv_head * v_scale_stride_head,
+            k_scale_stride_page, k_scale_stride_row, v_scale_stride_page, v_scale_stride_row,
+        )  # fmt: skip
+    pages = Source(
+        k_pages + kv_head * k_stride_head, v_pages + kv_head * v_stride_head, k_stride_page, k_stride_row, v_stride_page, v_stride_row,
+        block_table + seq.to(tl.int64) * table_stride, width, scales, None,
+    )  # fmt: skip
+    if k_fresh is not None:
+        row = first_token.to(tl.int64)
+        k_fresh += row * k_fresh_stride_token + kv_head * k_fresh_stride_head
+        v_fresh += row * v_fresh_stride_token + kv_head * v_fresh_stride_head
+    fresh = Source(k_fresh, v_fresh, 0, k_fresh_stride_token, 0, v_fresh_stride_token, None, 1, None, None)  # fmt: skip
+    acc, row_max, row_sum = attend_query_tile(
+        q_tile, token, 0, q_len - 1, context, pages, fresh, k_scale, v_scale,
         low, high, piece == pieces - 1, sliding_window, inner_scale, outer_scale,
         HEAD_DIM, HEAD_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, WRAP, EQUAL_STRIDES, SCALES, HARDWARE_E4M3, HALF, PTX, DIVIDE, MASK_ALL,
     )  # fmt: skip
@@ -438,7 +439,7 @@ def _divides(config: Config, arch: int) -> bool:
 
 
 def _table_wraps(call: AttentionCall, config: Config) -> str:
-    """``WRAP`` of `paged_tiles._load_page`. Without a window a table holds all blocks."""
+    """``WRAP`` of `paged_tiles.load_page`. Without a window a table holds all blocks."""
     if call.sliding_window is None:
         return "never"
     block_size, width = call.k_pages.shape[1], call.block_table.shape[1]

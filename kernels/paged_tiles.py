@@ -12,6 +12,8 @@ Values may come in pairs of codes, as 16-bit numbers: the even channels and the 
 load transposes single bytes on their way to the matrix instruction of small tiles (a thread would take them one by one); one does pairs.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -22,6 +24,56 @@ from quire.kernels.mla._tiles import halve_e4m3
 HEADROOM = tl.constexpr(14)
 # The least exponent that is taken out of a value's scale, that of 2^-24, as fp32 has it.
 LEAST_EXPONENT = tl.constexpr(103)
+
+
+class Scales(NamedTuple):
+    """Pointers to one head's scales of quantised keys and of values, fp32, and how far apart they lie."""
+
+    k: Any
+    v: Any
+    k_stride_page: Any
+    k_stride_row: Any
+    v_stride_page: Any
+    v_stride_row: Any
+
+
+class Tiles(NamedTuple):
+    """Tensor descriptors of tiles of all fresh keys and values, the sequence's first row there, and the head's first columns."""
+
+    k: Any
+    v: Any
+    first_token: Any
+    k_column: Any
+    v_column: Any
+
+
+class Source(NamedTuple):
+    """Where the keys and values of one head lie: in pages, or as fresh rows of one sequence.
+
+    k, v: pointers to the first page or row, and how far apart pages and rows lie. table, width: the sequence's block table, None
+    for fresh rows. scales: ``Scales`` of each row, or None. tiles: ``Tiles``, or None. By them whole tiles are copied, the others by pointers:
+    a descriptor's masks are the tensor's edges, and a row past the sequence's is another's, which may be NaN.
+    """
+
+    k: Any
+    v: Any
+    k_stride_page: Any
+    k_stride_row: Any
+    v_stride_page: Any
+    v_stride_row: Any
+    table: Any
+    width: Any
+    scales: Any
+    tiles: Any
+
+
+class Span(NamedTuple):
+    """Keys [low, high) of a source, of which every row of the query tile sees [open_low, open_high)."""
+
+    low: Any
+    high: Any
+    open_low: Any
+    open_high: Any
 
 
 @triton.jit
@@ -202,7 +254,7 @@ def place_in_pages(key, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def _load_page(
+def load_page(
     table, width, tile, more, WRAP: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr
 ):
     """Page id of a tile, or of each of its rows where a page is no multiple of a tile, if there is ``more`` to read, else 0.
@@ -223,64 +275,29 @@ def _load_page(
 
 
 @triton.jit
-def _load_scales(scales, page, row, live, stride_page, stride_row):
-    """Scales [BLOCK_N] of the rows of a tile, whose page is one or each row's; 0 for rows that are not ``live`` (None: all are)."""
-    cells = scales + page.to(tl.int64) * stride_page + row * stride_row
+def _load_scales(scales, page, row, live):
+    """Scales [BLOCK_N] of keys and of values of a tile, whose page is one or each row's; 0 for rows not ``live`` (None: all are)."""
+    page = page.to(tl.int64)
+    k_cells = scales.k + page * scales.k_stride_page + row * scales.k_stride_row
+    v_cells = scales.v + page * scales.v_stride_page + row * scales.v_stride_row
     if live is None:
-        found = tl.load(cells)
+        found = tl.load(k_cells), tl.load(v_cells)
     else:
-        found = tl.load(cells, mask=live, other=0.0)
+        found = tl.load(k_cells, mask=live, other=0.0), tl.load(v_cells, mask=live, other=0.0)
     return found
 
 
 @triton.jit
 def _attend_tiles(
-    acc,
-    row_max,
-    row_sum,
-    q,
-    row_low,
-    row_high,
-    k_base,
-    v_base,
-    table,
-    width,
-    k_stride_page,
-    k_stride_row,
-    v_stride_page,
-    v_stride_row,
-    k_scales,
-    v_scales,
-    k_scales_stride_page,
-    k_scales_stride_row,
-    v_scales_stride_page,
-    v_scales_stride_row,
-    descriptors,
-    first,
-    count,
-    head_count,
-    gap,
-    key_low,
-    key_high,
-    inner_scale,
-    outer_scale,
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    WRAP: tl.constexpr,
-    EQUAL_STRIDES: tl.constexpr,
-    HARDWARE_E4M3: tl.constexpr,
-    HALF: tl.constexpr,
-    PTX: tl.constexpr,
-    DIVIDE: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """Run the online softmax over ``count`` tiles from tile ``first`` on, jumping ``gap`` tiles after ``head_count`` of them.
+    acc, row_max, row_sum, q, row_low, row_high, source, first, count, head_count, gap, key_low, key_high, inner_scale, outer_scale,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, WRAP: tl.constexpr, EQUAL_STRIDES: tl.constexpr,
+    HARDWARE_E4M3: tl.constexpr, HALF: tl.constexpr, PTX: tl.constexpr, DIVIDE: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Run the online softmax over ``count`` tiles of a source from tile ``first`` on, jumping ``gap`` tiles after ``head_count`` of them.
 
-    descriptors: None, or what copies the tiles in place of pointers, as ``fresh_tiles`` of ``_attend_query_tile``.
+    Without MASKED every row sees them whole, and the source's tensor descriptors copy them if it has any.
     """
-    PAIRS: tl.constexpr = v_base.dtype.element_ty == tl.uint16
+    PAIRS: tl.constexpr = source.v.dtype.element_ty == tl.uint16
     offs_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, HEAD_DIM)
     if PAIRS:
@@ -290,39 +307,47 @@ def _attend_tiles(
         offs_v = tl.arange(0, VALUE_DIM)
         acc_odd = 0
     # 32 bits within a page or a tile of fresh rows, where they reach (_check.check_pages); 64 bits from there on.
-    k_offsets = (offs_n * k_stride_row)[:, None] + offs_d[None, :]
+    k_offsets = (offs_n * source.k_stride_row)[:, None] + offs_d[None, :]
     if EQUAL_STRIDES and VALUE_DIM == HEAD_DIM and not PAIRS:
         v_offsets = k_offsets  # one set of registers
     else:
-        v_offsets = (offs_n * v_stride_row)[:, None] + offs_v[None, :]
-    if table is not None:
+        v_offsets = (offs_n * source.v_stride_row)[:, None] + offs_v[None, :]
+    if source.table is not None:
         tile = first + tl.where(head_count > 0, 0, gap)
-        page = _load_page(table, width, tile, count > 0, WRAP, BLOCK_SIZE, BLOCK_N)
+        page = load_page(source.table, source.width, tile, count > 0, WRAP, BLOCK_SIZE, BLOCK_N)
     # Left to LICM, addresses of every later loop would be kept in registers through this one. Where half of the values leave room for them,
     # so may the queries be copied into shared memory once: Triton 3.9 keeps them in registers else, and spills.
     for i in tl.range(0, count, disable_licm=not HALF and (not DIVIDE or VALUE_DIM == HEAD_DIM)):
         tile = first + i + tl.where(i < head_count, 0, gap)
         key = tile * BLOCK_N + offs_n
-        if table is None:
+        if source.table is None:
             first_row = (tile * BLOCK_N).to(tl.int64)
-            k_ptrs = k_base + first_row * k_stride_row + k_offsets
-            v_ptrs = v_base + first_row * v_stride_row + v_offsets
+            k_ptrs = source.k + first_row * source.k_stride_row + k_offsets
+            v_ptrs = source.v + first_row * source.v_stride_row + v_offsets
         elif BLOCK_SIZE % BLOCK_N == 0:
             page_id = page.to(tl.int64)
             first_row = tile * BLOCK_N % BLOCK_SIZE
-            k_ptrs = k_base + (page_id * k_stride_page + first_row * k_stride_row) + k_offsets
-            v_ptrs = v_base + (page_id * v_stride_page + first_row * v_stride_row) + v_offsets
+            k_ptrs = (
+                source.k
+                + (page_id * source.k_stride_page + first_row * source.k_stride_row)
+                + k_offsets
+            )
+            v_ptrs = (
+                source.v
+                + (page_id * source.v_stride_page + first_row * source.v_stride_row)
+                + v_offsets
+            )
         else:
             page_ids = page.to(tl.int64)
             _, row = place_in_pages(tile * BLOCK_N, BLOCK_SIZE, BLOCK_N)
-            k_rows = k_base + (page_ids * k_stride_page + row * k_stride_row)
-            v_rows = v_base + (page_ids * v_stride_page + row * v_stride_row)
+            k_rows = source.k + (page_ids * source.k_stride_page + row * source.k_stride_row)
+            v_rows = source.v + (page_ids * source.v_stride_page + row * source.v_stride_row)
             k_ptrs = k_rows[:, None] + offs_d[None, :]
             v_ptrs = v_rows[:, None] + offs_v[None, :]
-        if descriptors is not None:
-            k_tiles, v_tiles, first_token, k_column, v_column = descriptors
-            keys = k_tiles.load([first_token + tile * BLOCK_N, k_column])
-            values = v_tiles.load([first_token + tile * BLOCK_N, v_column])
+        if source.tiles is not None and not MASKED:
+            first_row = source.tiles.first_token + tile * BLOCK_N
+            keys = source.tiles.k.load([first_row, source.tiles.k_column])
+            values = source.tiles.v.load([first_row, source.tiles.v_column])
             visible = None
         elif MASKED:
             # Rows outside may be NaN: 0 * NaN would reach the output through V.
@@ -338,26 +363,21 @@ def _attend_tiles(
             visible = None
         key_scales = None
         value_scales = None
-        if k_scales is not None:
+        if source.scales is not None:
             _, scaled_row = place_in_pages(tile * BLOCK_N, BLOCK_SIZE, BLOCK_N)
             scaled_live = None
             if MASKED:
                 scaled_live = (key >= key_low) & (key < key_high)
-            key_scales = _load_scales(
-                k_scales, page, scaled_row, scaled_live, k_scales_stride_page, k_scales_stride_row
-            )
-            value_scales = _load_scales(
-                v_scales, page, scaled_row, scaled_live, v_scales_stride_page, v_scales_stride_row
-            )
+            key_scales, value_scales = _load_scales(source.scales, page, scaled_row, scaled_live)
         if HALF:
             keys = _halve(keys, HARDWARE_E4M3, PTX)
             if PAIRS:
                 values, odd = _halve_pairs(values, HARDWARE_E4M3, PTX)
             else:
                 values = _halve(values, HARDWARE_E4M3, PTX)
-        elif k_base.dtype.element_ty == tl.uint8:
+        elif source.k.dtype.element_ty == tl.uint8:
             keys = _widen(keys, q.dtype, HARDWARE_E4M3, PTX)
-            if k_scales is not None and q.dtype == tl.float16:
+            if source.scales is not None and q.dtype == tl.float16:
                 wide = _widen(values, tl.float32, HARDWARE_E4M3, PTX)
                 values = (wide * value_scales[:, None]).to(tl.float16)
                 value_scales = None
@@ -380,9 +400,11 @@ def _attend_tiles(
         acc = tl.dot(weights, values, acc * decay[:, None], input_precision="ieee")
         if PAIRS:
             acc_odd = tl.dot(weights, odd, acc_odd * decay[:, None], input_precision="ieee")
-        if table is not None:
+        if source.table is not None:
             tile = first + i + 1 + tl.where(i + 1 < head_count, 0, gap)
-            page = _load_page(table, width, tile, i + 1 < count, WRAP, BLOCK_SIZE, BLOCK_N)
+            page = load_page(
+                source.table, source.width, tile, i + 1 < count, WRAP, BLOCK_SIZE, BLOCK_N
+            )
     if PAIRS:
         acc = tl.reshape(tl.join(acc, acc_odd), [acc.shape[0], VALUE_DIM])
     return acc, row_max, row_sum
@@ -390,127 +412,47 @@ def _attend_tiles(
 
 @triton.jit
 def _attend_source(
-    acc,
-    row_max,
-    row_sum,
-    q,
-    row_low,
-    row_high,
-    k_base,
-    v_base,
-    table,
-    width,
-    k_stride_page,
-    k_stride_row,
-    v_stride_page,
-    v_stride_row,
-    k_scales,
-    v_scales,
-    k_scales_stride_page,
-    k_scales_stride_row,
-    v_scales_stride_page,
-    v_scales_stride_row,
-    descriptors,
-    key_low,
-    key_high,
-    open_low,
-    open_high,
-    inner_scale,
-    outer_scale,
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    WRAP: tl.constexpr,
-    EQUAL_STRIDES: tl.constexpr,
-    HARDWARE_E4M3: tl.constexpr,
-    HALF: tl.constexpr,
-    PTX: tl.constexpr,
-    DIVIDE: tl.constexpr,
-    MASK_ALL: tl.constexpr,
-):
-    """Attend to the keys [key_low, key_high) of one source, of which every row sees [open_low, open_high)."""
-    first = key_low // BLOCK_N
-    stop = tl.maximum((key_high + BLOCK_N - 1) // BLOCK_N, first)
+    acc, row_max, row_sum, q, row_low, row_high, source, span, inner_scale, outer_scale,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, WRAP: tl.constexpr, EQUAL_STRIDES: tl.constexpr,
+    HARDWARE_E4M3: tl.constexpr, HALF: tl.constexpr, PTX: tl.constexpr, DIVIDE: tl.constexpr, MASK_ALL: tl.constexpr,
+):  # fmt: skip
+    """Attend to a span of one source: the tiles that all rows see whole, then those at the edges. row_low, row_high: keys that each row sees."""
+    first = span.low // BLOCK_N
+    stop = tl.maximum((span.high + BLOCK_N - 1) // BLOCK_N, first)
     if MASK_ALL:
         open_first = stop
         open_stop = stop
     else:
-        open_first = tl.minimum(tl.maximum((open_low + BLOCK_N - 1) // BLOCK_N, first), stop)
-        open_stop = tl.minimum(tl.maximum(open_high // BLOCK_N, open_first), stop)
+        open_first = tl.minimum(tl.maximum((span.open_low + BLOCK_N - 1) // BLOCK_N, first), stop)
+        open_stop = tl.minimum(tl.maximum(span.open_high // BLOCK_N, open_first), stop)
         num_open = open_stop - open_first
         acc, row_max, row_sum = _attend_tiles(
-            acc, row_max, row_sum, q, row_low, row_high, k_base, v_base, table, width,
-            k_stride_page, k_stride_row, v_stride_page, v_stride_row, k_scales, v_scales,
-            k_scales_stride_page, k_scales_stride_row, v_scales_stride_page, v_scales_stride_row, descriptors,
-            open_first, num_open, num_open, 0, key_low, key_high, inner_scale, outer_scale,
+            acc, row_max, row_sum, q, row_low, row_high, source, open_first, num_open, num_open, 0, span.low, span.high, inner_scale, outer_scale,
             HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_N, WRAP, EQUAL_STRIDES, HARDWARE_E4M3, HALF, PTX, DIVIDE, False,
         )  # fmt: skip
     head_count = open_first - first
     return _attend_tiles(
-        acc, row_max, row_sum, q, row_low, row_high, k_base, v_base, table, width,
-        k_stride_page, k_stride_row, v_stride_page, v_stride_row, k_scales, v_scales,
-        k_scales_stride_page, k_scales_stride_row, v_scales_stride_page, v_scales_stride_row, None,
-        first, head_count + stop - open_stop, head_count, open_stop - open_first, key_low, key_high,
-        inner_scale, outer_scale, HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_N, WRAP, EQUAL_STRIDES, HARDWARE_E4M3, HALF, PTX, DIVIDE, True,
+        acc, row_max, row_sum, q, row_low, row_high, source,
+        first, head_count + stop - open_stop, head_count, open_stop - open_first, span.low, span.high, inner_scale, outer_scale,
+        HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_N, WRAP, EQUAL_STRIDES, HARDWARE_E4M3, HALF, PTX, DIVIDE, True,
     )  # fmt: skip
 
 
 @triton.jit
-def _attend_query_tile(
-    q,
-    token,
-    q_first,
-    q_last,
-    context,
-    k_pages,
-    v_pages,
-    table,
-    width,
-    k_stride_page,
-    k_stride_row,
-    v_stride_page,
-    v_stride_row,
-    k_scale,
-    v_scale,
-    k_scale_stride_page,
-    k_scale_stride_row,
-    v_scale_stride_page,
-    v_scale_stride_row,
-    k_fresh,
-    v_fresh,
-    k_fresh_stride,
-    v_fresh_stride,
-    fresh_tiles,
-    piece_low,
-    piece_high,
-    last_piece,
-    sliding_window,
-    inner_scale,
-    outer_scale,
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    WRAP: tl.constexpr,
-    EQUAL_STRIDES: tl.constexpr,
-    SCALES: tl.constexpr,
-    HARDWARE_E4M3: tl.constexpr,
-    HALF: tl.constexpr,
-    PTX: tl.constexpr,
-    DIVIDE: tl.constexpr,
+def attend_query_tile(
+    q, token, q_first, q_last, context, pages, fresh, k_scale, v_scale, piece_low, piece_high, last_piece,
+    sliding_window, inner_scale, outer_scale,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WRAP: tl.constexpr,
+    EQUAL_STRIDES: tl.constexpr, SCALES: tl.constexpr, HARDWARE_E4M3: tl.constexpr, HALF: tl.constexpr, PTX: tl.constexpr, DIVIDE: tl.constexpr,
     MASK_ALL: tl.constexpr,
-):
+):  # fmt: skip
     """Attend for one query tile to a piece of the paged keys and, in the last piece, to the fresh rows.
 
     q: [BLOCK_M, HEAD_DIM]; token [BLOCK_M]: each row's token in its sequence's step; q_first, q_last: the tile's first and last.
-    fresh_tiles: None, or (descriptor of tiles of all fresh keys, of values, the sequence's first row there, the head's first column among
-        the keys, and among the values). By them whole tiles are copied, the others by pointers: a descriptor's masks are the tensor's
-        edges, and a row past the sequence's is another's, which may be NaN.
+    pages, fresh: ``Source`` of each; fresh.k None: all keys are in pages.
     EQUAL_STRIDES: whether rows of keys lie as far apart as rows of values, in the pages and among the fresh rows.
     HALF: whether codes, and the queries with them, become fp16 instead of what the queries are. PTX: whether by more than the interpreter knows.
-    SCALES: what k_scale and v_scale are: "none", "number", "tensor" (a pointer to a number) or "rows" (pointers to this head's scales).
+    SCALES: what there is of scales: "none", "number" (k_scale and v_scale), "tensor" (pointers to a number) or "rows" (those of ``pages``).
     """
     acc = tl.zeros([BLOCK_M, VALUE_DIM], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -519,7 +461,7 @@ def _attend_query_tile(
     paged_high = context + q_last + 1
     paged_open_high = context + q_first + 1
     row_high = context + token
-    if k_fresh is not None:
+    if fresh.k is not None:
         paged_high = context
         paged_open_high = context
         row_high = context - 1 + token * 0
@@ -531,13 +473,8 @@ def _attend_query_tile(
         paged_low = tl.maximum(context + q_first - sliding_window + 1, piece_low)
         paged_open_low = tl.maximum(context + q_last - sliding_window + 1, piece_low)
     paged_high = tl.maximum(tl.minimum(paged_high, piece_high), 0)
-    k_scales = None
-    v_scales = None
     paged_scale = inner_scale
-    if SCALES == "rows":
-        k_scales = k_scale
-        v_scales = v_scale
-    elif SCALES == "tensor":
+    if SCALES == "tensor":
         paged_scale = inner_scale * tl.load(k_scale)
     elif SCALES == "number":
         paged_scale = inner_scale * k_scale
@@ -545,12 +482,10 @@ def _attend_query_tile(
     if HALF:
         paged_q, factor = _to_half(q, HARDWARE_E4M3)
         paged_scale = (paged_scale * factor)[:, None]
+    span = Span(paged_low, paged_high, paged_open_low, tl.minimum(paged_open_high, paged_high))
     acc, row_max, row_sum = _attend_source(
-        acc, row_max, row_sum, paged_q, row_low, row_high, k_pages, v_pages, table, width,
-        k_stride_page, k_stride_row, v_stride_page, v_stride_row, k_scales, v_scales,
-        k_scale_stride_page, k_scale_stride_row, v_scale_stride_page, v_scale_stride_row, None,
-        paged_low, paged_high, paged_open_low, tl.minimum(paged_open_high, paged_high),
-        paged_scale, outer_scale, HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_N, WRAP, EQUAL_STRIDES, HARDWARE_E4M3, HALF, PTX, DIVIDE, MASK_ALL,
+        acc, row_max, row_sum, paged_q, row_low, row_high, pages, span, paged_scale, outer_scale,
+        HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_N, WRAP, EQUAL_STRIDES, HARDWARE_E4M3, HALF, PTX, DIVIDE, MASK_ALL,
     )  # fmt: skip
     if SCALES == "tensor":
         acc = acc * tl.load(v_scale)
@@ -559,7 +494,7 @@ def _attend_query_tile(
     if HALF and not HARDWARE_E4M3:
         acc = acc * 256.0
 
-    if k_fresh is not None:
+    if fresh.k is not None:
         # Fresh key r is key context + r; in a padding row (seq_len < q_len) the first of them do not exist.
         fresh_low = tl.maximum(-context, 0)
         fresh_open_low = fresh_low
@@ -569,10 +504,9 @@ def _attend_query_tile(
             fresh_open_low = tl.maximum(q_last - sliding_window + 1, fresh_open_low)
             fresh_row_low = tl.maximum(token - sliding_window + 1, fresh_row_low)
         fresh_high = tl.where(last_piece, q_last + 1, fresh_low)
+        span = Span(fresh_low, fresh_high, fresh_open_low, q_first + 1)
         acc, row_max, row_sum = _attend_source(
-            acc, row_max, row_sum, q, fresh_row_low, token, k_fresh, v_fresh, None, 1,
-            0, k_fresh_stride, 0, v_fresh_stride, None, None, 0, 0, 0, 0, fresh_tiles,
-            fresh_low, fresh_high, fresh_open_low, q_first + 1,
-            inner_scale, outer_scale, HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_N, WRAP, EQUAL_STRIDES, HARDWARE_E4M3, False, PTX, DIVIDE, MASK_ALL,
+            acc, row_max, row_sum, q, fresh_row_low, token, fresh, span, inner_scale, outer_scale,
+            HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_N, WRAP, EQUAL_STRIDES, HARDWARE_E4M3, False, PTX, DIVIDE, MASK_ALL,
         )  # fmt: skip
     return acc, row_max, row_sum

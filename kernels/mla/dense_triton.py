@@ -41,11 +41,11 @@ from quire.kernels.paged import (
     _device,
     _find_query_tile,
     _fold_sink,
-    _load_page,
     _natural_lse,
     _row_pointers,
     _tile_rows,
 )
+from quire.kernels.paged_tiles import load_page
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def _attend_query_tile(
     paged_high = high
     if kv is not None:
         paged_high = tl.minimum(high, context)
-    page = _load_page(table, width, low // BLOCK_N, low < paged_high, "never", BLOCK_SIZE, BLOCK_N)
+    page = load_page(table, width, low // BLOCK_N, low < paged_high, "never", BLOCK_SIZE, BLOCK_N)
     for start in tl.range(low, high, BLOCK_N, disable_licm=not HOIST):
         key = start + offs_n
         if HOIST and BLOCK_SIZE < BLOCK_N:
@@ -149,7 +149,7 @@ def _attend_query_tile(
             acc, row_max, row_sum, q, latents, q_rope, ropes, visible, scale, start < high, SWAP, DIVIDE, HOIST
         )  # fmt: skip
         more = start + BLOCK_N < paged_high
-        page = _load_page(table, width, start // BLOCK_N + 1, more, "never", BLOCK_SIZE, BLOCK_N)
+        page = load_page(table, width, start // BLOCK_N + 1, more, "never", BLOCK_SIZE, BLOCK_N)
     return acc, row_max, row_sum
 
 
