@@ -15,6 +15,8 @@ need not be padded to 64. Then accumulators are [HEAD_DIM, ROWS] and scores [BLO
 Source: FlashAttention-2 (arXiv 2307.08691) for the online softmax; DeepSeek-V4 for what is visible.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -26,6 +28,36 @@ SCALE_BYTES = tl.constexpr(layout.SCALE_BYTES)
 NOPE_DIM = tl.constexpr(layout.NOPE_DIM)
 GROUP = tl.constexpr(layout.QUANT_GROUP)
 FOREVER = tl.constexpr(2**31 - 1)
+
+
+class Pages(NamedTuple):
+    """Where the cached rows of one sequence lie, and its compressed entries; what there is none of is None.
+
+    window, entries: pointers to the first page, and how far apart pages and rows lie. window_list, entry_table: the sequence's block tables,
+    or with slots the physical rows of a token. picks: entry of each key from the first on that is no raw position, None = the entries in order;
+    with slots physical rows too.
+    """
+
+    window: Any
+    window_list: Any
+    window_width: Any
+    window_stride_page: Any
+    window_stride_row: Any
+    entries: Any
+    entry_table: Any
+    entry_stride_page: Any
+    entry_stride_row: Any
+    picks: Any
+
+
+class Order(NamedTuple):
+    """How the keys of a query tile are numbered. low: position of key 0; context: that of fresh row 0; num_raw: keys that are raw positions;
+    num_entries: entries that the last row of the tile sees."""
+
+    low: Any
+    context: Any
+    num_raw: Any
+    num_entries: Any
 
 
 @triton.jit
@@ -51,68 +83,65 @@ def _load_quantised(rows, scales, live, HARDWARE_E4M3: tl.constexpr, HEAD_DIM: t
 
 @triton.jit
 def attend_keys(
-    acc, row_max, row_sum, q, position,
-    window, fresh, entries, window_list, entry_table, picks,
-    window_width, window_stride_page, window_stride_row, fresh_stride, entry_stride_page, entry_stride_row,
-    low, context, num_raw, num_entries, first, stop, sliding_window, ratio, scale,
+    acc, row_max, row_sum, q, position, pages, fresh, fresh_stride, order, first, stop, sliding_window, ratio, scale,
     WINDOW_ROWS: tl.constexpr, ENTRY_ROWS: tl.constexpr, SLOTS: tl.constexpr, HARDWARE_E4M3: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, SWAP: tl.constexpr, ONE_TOKEN: tl.constexpr, DIVIDE: tl.constexpr, HOIST: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Run the online softmax over the keys [first, stop) of a query tile.
 
-    q: [ROWS, HEAD_DIM]; position: [ROWS] int32, of each row. window, fresh, entries: where rows lie, None where there are none; fresh row 0 is
-    the raw position ``context``. window_list, entry_table: the sequence's block tables. low: position of key 0; num_raw: keys that are raw
-    positions; num_entries: entries that the last row of the tile sees. picks: entry of each key from num_raw on, None = the entries in order.
+    q: [ROWS, HEAD_DIM]; position: [ROWS] int32, of each row. fresh: pointer to the fresh rows of the sequence, ``fresh_stride`` apart, or None.
 
-    SLOTS: the keys come as lists of physical rows instead, window_list and picks; whatever they name is visible. ALIGNED: pages and fresh rows
-    start at multiples of 16 bytes, which Triton 3.9 forgets of one that is chosen from two.
+    SLOTS: the keys come as lists of physical rows; whatever they name is visible. ALIGNED: pages and fresh rows start at multiples of 16 bytes, which Triton 3.9 forgets of one that is chosen from two.
     """
     offs_n = tl.arange(0, BLOCK_N)
     dim = tl.arange(0, HEAD_DIM)
-    FP8: tl.constexpr = window is not None and window.dtype.element_ty == tl.uint8
-    LISTED: tl.constexpr = SLOTS or picks is not None
-    first_cell = low // WINDOW_ROWS // window_width * window_width
+    FP8: tl.constexpr = pages.window is not None and pages.window.dtype.element_ty == tl.uint8
+    LISTED: tl.constexpr = SLOTS or pages.picks is not None
+    first_cell = order.low // WINDOW_ROWS // pages.window_width * pages.window_width
     x = first + offs_n
-    entry = _load_entry(x, stop, num_raw, picks, SLOTS)
+    entry = _load_entry(x, stop, order.num_raw, pages.picks, SLOTS)
     place = _load_place(
-        x, stop, num_raw, entry, num_entries, low, context, window_list, window_width, first_cell, fresh, entry_table, picks,
-        WINDOW_ROWS, ENTRY_ROWS, SLOTS,
-    )  # fmt: skip
-    entry = _load_entry(x + BLOCK_N, stop, num_raw, picks, SLOTS)
+        x, stop, entry, pages, fresh, order, first_cell, WINDOW_ROWS, ENTRY_ROWS, SLOTS
+    )
+    entry = _load_entry(x + BLOCK_N, stop, order.num_raw, pages.picks, SLOTS)
     for start in tl.range(first, stop, BLOCK_N, disable_licm=not HOIST):
         x = start + offs_n
-        raw = x < num_raw
-        key_position = low + x
+        raw = x < order.num_raw
+        key_position = order.low + x
         place = tl.gather(place, offs_n, 0)
         # Without lists every key is somewhere.
         live = place >= 0 if LISTED else x < stop
         # Unsigned, so that dividing by a power of two is a shift.
         place = place.to(tl.uint32)
-        if window is not None:
+        if pages.window is not None:
             row = (place % WINDOW_ROWS).to(tl.int32)
-            offset = row * (ROW_BYTES if FP8 else window_stride_row)
+            offset = row * (ROW_BYTES if FP8 else pages.window_stride_row)
             first_scale = tl.full([], WINDOW_ROWS * ROW_BYTES, tl.int32)
-            pages = window + (place // WINDOW_ROWS).to(tl.int64) * window_stride_page
-            if entries is not None:
+            page = pages.window + (place // WINDOW_ROWS).to(tl.int64) * pages.window_stride_page
+            if pages.entries is not None:
                 entry_row = (place % ENTRY_ROWS).to(tl.int32)
                 row = tl.where(raw, row, entry_row)
-                offset = tl.where(raw, offset, entry_row * (ROW_BYTES if FP8 else entry_stride_row))
+                offset = tl.where(
+                    raw, offset, entry_row * (ROW_BYTES if FP8 else pages.entry_stride_row)
+                )
                 first_scale = tl.where(raw, first_scale, ENTRY_ROWS * ROW_BYTES)
-                entry_pages = entries + (place // ENTRY_ROWS).to(tl.int64) * entry_stride_page
-                pages = tl.where(raw, pages, entry_pages)
+                entry_page = (
+                    pages.entries + (place // ENTRY_ROWS).to(tl.int64) * pages.entry_stride_page
+                )
+                page = tl.where(raw, page, entry_page)
                 if ALIGNED:
-                    pages = tl.multiple_of(pages, 16)
+                    page = tl.multiple_of(page, 16)
                     offset = tl.multiple_of(
-                        offset, 16 // pages.dtype.element_ty.primitive_bitwidth * 8
+                        offset, 16 // page.dtype.element_ty.primitive_bitwidth * 8
                     )
                     first_scale = tl.multiple_of(first_scale, 16)
-            rows = pages + offset
-            scales = pages + (first_scale + row * SCALE_BYTES)
+            rows = page + offset
+            scales = page + (first_scale + row * SCALE_BYTES)
         if fresh is not None:
-            fresh_rows = fresh + (key_position - context).to(tl.int64) * fresh_stride
-            if window is not None:
-                rows = tl.where(raw & (key_position >= context), fresh_rows, rows)
+            fresh_rows = fresh + (key_position - order.context).to(tl.int64) * fresh_stride
+            if pages.window is not None:
+                rows = tl.where(raw & (key_position >= order.context), fresh_rows, rows)
                 if ALIGNED:
                     rows = tl.multiple_of(rows, 16)
             else:
@@ -128,8 +157,8 @@ def attend_keys(
             # Picks come for one token alone, so the entries are those in order here.
             birth = key_position
             death = key_position + (sliding_window - 1)
-            if entries is not None:
-                birth = tl.where(raw, birth, (x - num_raw + 1) * ratio - 1)
+            if pages.entries is not None:
+                birth = tl.where(raw, birth, (x - order.num_raw + 1) * ratio - 1)
                 death = tl.where(raw, death, FOREVER)
             if SWAP:
                 visible = live[:, None] & (birth[:, None] <= position[None, :]) & (death[:, None] >= position[None, :])  # fmt: skip
@@ -138,10 +167,9 @@ def attend_keys(
         acc, row_max, row_sum = update(acc, row_max, row_sum, q, tile, None, None, visible, scale, start < stop, SWAP, DIVIDE, HOIST)  # fmt: skip
         x += BLOCK_N
         place = _load_place(
-            x, stop, num_raw, entry, num_entries, low, context, window_list, window_width, first_cell, fresh, entry_table, picks,
-            WINDOW_ROWS, ENTRY_ROWS, SLOTS,
-        )  # fmt: skip
-        entry = _load_entry(x + BLOCK_N, stop, num_raw, picks, SLOTS)
+            x, stop, entry, pages, fresh, order, first_cell, WINDOW_ROWS, ENTRY_ROWS, SLOTS
+        )
+        entry = _load_entry(x + BLOCK_N, stop, order.num_raw, pages.picks, SLOTS)
     return acc, row_max, row_sum
 
 
@@ -157,33 +185,33 @@ def _load_entry(x, stop, num_raw, picks, SLOTS: tl.constexpr):
 
 @triton.jit
 def _load_place(
-    x, stop, num_raw, entry, num_entries, low, context, window_list, window_width, first_cell, fresh, entry_table, picks,
-    WINDOW_ROWS: tl.constexpr, ENTRY_ROWS: tl.constexpr, SLOTS: tl.constexpr,
+    x, stop, entry, pages, fresh, order, first_cell, WINDOW_ROWS: tl.constexpr, ENTRY_ROWS: tl.constexpr, SLOTS: tl.constexpr
 ):  # fmt: skip
     """Where each key lies: its physical row, page * rows of a page + row; anything for fresh rows. -1 for picks and slots of nothing."""
-    raw = x < num_raw
+    raw = x < order.num_raw
     if SLOTS:
-        cells = window_list + x
-        if picks is not None:
-            cells = tl.where(raw, cells, picks + (x - num_raw))
+        cells = pages.window_list + x
+        if pages.picks is not None:
+            cells = tl.where(raw, cells, pages.picks + (x - order.num_raw))
         place = tl.load(cells, mask=x < stop, other=-1)
-    elif window_list is not None:
-        position = low + x
+    elif pages.window_list is not None:
+        position = order.low + x
         live = x < stop
-        if picks is not None:
-            live &= raw | ((entry >= 0) & (entry < num_entries))
+        if pages.picks is not None:
+            live &= raw | ((entry >= 0) & (entry < order.num_entries))
         paged = live
         if fresh is not None:
-            paged = live & (~raw | (position < context))
+            paged = live & (~raw | (position < order.context))
         cell = position // WINDOW_ROWS - first_cell
-        cells = window_list + tl.where(cell < window_width, cell, cell - window_width)
-        if entry_table is not None:
-            cells = tl.where(raw, cells, entry_table + entry // ENTRY_ROWS)
+        cell = tl.where(cell < pages.window_width, cell, cell - pages.window_width)
+        cells = pages.window_list + cell
+        if pages.entry_table is not None:
+            cells = tl.where(raw, cells, pages.entry_table + entry // ENTRY_ROWS)
         page = tl.load(cells, mask=paged, other=0)
         place = page * WINDOW_ROWS + position % WINDOW_ROWS
-        if entry_table is not None:
+        if pages.entry_table is not None:
             place = tl.where(raw, place, page * ENTRY_ROWS + entry % ENTRY_ROWS)
-        if picks is not None:
+        if pages.picks is not None:
             place = tl.where(live, place, -1)
     else:
         place = x * 0

@@ -37,7 +37,7 @@ from quire.kernels.mla.compressed_configs import (
     select_config,
     tile_rows,
 )
-from quire.kernels.mla.compressed_tile import attend_keys
+from quire.kernels.mla.compressed_tile import Order, Pages, attend_keys
 from quire.kernels.paged import (
     _device,
     _find_query_tile,
@@ -101,9 +101,7 @@ def _store_rows(
 
 @triton.jit
 def _attend_query_tile(
-    q, token, q_first, q_last, context, piece, piece_stop, pieces,
-    window_pages, kv, compressed_pages, window_list, compressed_table, picks, window_len, num_picks,
-    window_width, window_stride_page, window_stride_row, kv_stride, compressed_stride_page, compressed_stride_row,
+    q, token, q_first, q_last, context, piece, piece_stop, pieces, pages, fresh, fresh_stride, window_len, num_picks,
     sliding_window, ratio, scale,
     WINDOW_ROWS: tl.constexpr, ENTRY_ROWS: tl.constexpr, SLOTS: tl.constexpr, HARDWARE_E4M3: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWAP: tl.constexpr, ONE_TOKEN: tl.constexpr,
@@ -113,8 +111,10 @@ def _attend_query_tile(
     """Attend for one query tile to some pieces of its keys, of ``pieces`` in all.
 
     q: [BLOCK_M, HEAD_DIM]; token [BLOCK_M]: each row's token in its sequence's step; q_first, q_last: the tile's first and last.
+    window_len, num_picks: keys that come as lists. pages, fresh, fresh_stride, SLOTS, ALIGNED: as in ``attend_keys``.
     """
-    SEPARATE: tl.constexpr = kv is not None and window_pages.dtype.element_ty == tl.uint8
+    # Quantised rows and plain ones are no tile.
+    SEPARATE: tl.constexpr = fresh is not None and pages.window.dtype.element_ty == tl.uint8
     if SWAP:
         acc = tl.zeros([HEAD_DIM, BLOCK_M], tl.float32)
     else:
@@ -134,29 +134,25 @@ def _attend_query_tile(
             raw_stop = tl.minimum(raw_stop, context)
         num_raw = tl.maximum(raw_stop - low, 0)
         num_keys = num_raw
-        if compressed_pages is not None:
+        if pages.entries is not None:
             num_entries = tl.maximum(context + q_last + 1, 0) // ratio
             num_keys += num_entries
-    if picks is not None:
+    if pages.picks is not None:
         num_keys = num_raw + num_picks
     num_tiles = ((num_keys + BLOCK_N - 1) // BLOCK_N).to(tl.int64)
     first = (num_tiles * piece // pieces).to(tl.int32) * BLOCK_N
     stop = tl.minimum((num_tiles * piece_stop // pieces).to(tl.int32) * BLOCK_N, num_keys)
+    order = Order(low, context, num_raw, num_entries)
     acc, row_max, row_sum = attend_keys(
-        acc, row_max, row_sum, q, position,
-        window_pages, None if SEPARATE else kv, compressed_pages, window_list, compressed_table, picks,
-        window_width, window_stride_page, window_stride_row, kv_stride, compressed_stride_page, compressed_stride_row,
-        low, context, num_raw, num_entries, first, stop, sliding_window, ratio, scale,
+        acc, row_max, row_sum, q, position, pages, None if SEPARATE else fresh, fresh_stride, order, first, stop, sliding_window, ratio, scale,
         WINDOW_ROWS, ENTRY_ROWS, SLOTS, HARDWARE_E4M3, HEAD_DIM, BLOCK_N, SWAP, ONE_TOKEN, DIVIDE, HOIST, ALIGNED,
     )  # fmt: skip
     if SEPARATE:
         low = tl.maximum(low, context)
         num_raw = tl.where(piece_stop == pieces, tl.maximum(context + q_last + 1 - low, 0), 0)
+        nowhere = Pages(None, None, 1, 0, 0, None, None, 0, 0, None)
         acc, row_max, row_sum = attend_keys(
-            acc, row_max, row_sum, q, position,
-            None, kv, None, None, None, None,
-            1, 0, 0, kv_stride, 0, 0,
-            low, context, num_raw, 0, 0, num_raw, sliding_window, 1, scale,
+            acc, row_max, row_sum, q, position, nowhere, fresh, fresh_stride, Order(low, context, num_raw, 0), 0, num_raw, sliding_window, 1, scale,
             1, 1, False, HARDWARE_E4M3, HEAD_DIM, BLOCK_N, SWAP, ONE_TOKEN, DIVIDE, HOIST, ALIGNED,
         )  # fmt: skip
     return acc, row_max, row_sum
@@ -200,10 +196,12 @@ def _compressed_prefill_kernel(
         kv += first_token.to(tl.int64) * kv_stride
     if compressed_table is not None:
         compressed_table += seq.to(tl.int64) * compressed_table_stride
+    pages = Pages(
+        window_pages, window_list + seq.to(tl.int64) * window_list_stride, window_width, window_stride_page, window_stride_row,
+        compressed_pages, compressed_table, compressed_stride_page, compressed_stride_row, picks,
+    )  # fmt: skip
     acc, row_max, row_sum = _attend_query_tile(
-        q_tile, q_first + token, q_first, tl.minimum(q_first + BLOCK_Q, q_len) - 1, context, 0, 1, 1,
-        window_pages, kv, compressed_pages, window_list + seq.to(tl.int64) * window_list_stride, compressed_table, picks, 0, num_picks,
-        window_width, window_stride_page, window_stride_row, kv_stride, compressed_stride_page, compressed_stride_row,
+        q_tile, q_first + token, q_first, tl.minimum(q_first + BLOCK_Q, q_len) - 1, context, 0, 1, 1, pages, kv, kv_stride, 0, num_picks,
         sliding_window, ratio, scale,
         WINDOW_ROWS, ENTRY_ROWS, False, HARDWARE_E4M3, HEAD_DIM, BLOCK_M, BLOCK_N, SWAP, BLOCK_Q == 1, DIVIDE, HOIST, ALIGNED,
     )  # fmt: skip
@@ -290,12 +288,13 @@ def _compressed_decode_kernel(
             table = compressed_table
             if compressed_table is not None:
                 table += seq.to(tl.int64) * compressed_table_stride
+            pages = Pages(
+                window_pages, window_list + seq.to(tl.int64) * window_list_stride, window_width, window_stride_page, window_stride_row,
+                compressed_pages, table, compressed_stride_page, compressed_stride_row, token_picks,
+            )  # fmt: skip
             acc, row_max, row_sum = _attend_query_tile(
                 q_tile, q_first + token, q_first, tl.minimum(q_first + BLOCK_Q, q_len) - 1, context, piece, piece_stop, units,
-                window_pages, fresh, compressed_pages, window_list + seq.to(tl.int64) * window_list_stride, table, token_picks,
-                window_len, num_picks,
-                window_width, window_stride_page, window_stride_row, kv_stride, compressed_stride_page, compressed_stride_row,
-                sliding_window, ratio, scale,
+                pages, fresh, kv_stride, window_len, num_picks, sliding_window, ratio, scale,
                 WINDOW_ROWS, ENTRY_ROWS, SLOTS, HARDWARE_E4M3, HEAD_DIM, BLOCK_M, BLOCK_N, SWAP, BLOCK_Q == 1, DIVIDE, HOIST, ALIGNED,
             )  # fmt: skip
             if LINE:
