@@ -100,6 +100,26 @@ def _store_rows(
 
 
 @triton.jit
+def _store_output(
+    acc, row_max, row_sum, out, lse, sinks, cos_sin, first_token, token, head, position, live,
+    out_stride_token, out_stride_head, lse_stride_head, cos_sin_stride,
+    HEAD_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, ROWS: tl.constexpr, SWAP: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """Store the rows of a query tile, which starts with ``first_token``, as the call's result."""
+    first_head = first_token * 0
+    out_rows = _row_pointers(out, first_token, first_head, token, head, out_stride_token, out_stride_head)  # fmt: skip
+    lse_rows = None
+    if lse is not None:
+        lse_rows = _row_pointers(lse, first_token, first_head, token, head, 1, lse_stride_head)
+    sink = float("-inf")
+    if sinks is not None:
+        sink = tl.load(sinks + head, mask=live, other=float("-inf")) * LOG2E
+    _store_rows(
+        acc, row_max, row_sum, sink, out_rows, lse_rows, position, live, cos_sin, cos_sin_stride, HEAD_DIM, ROPE_DIM, ROWS, SWAP, SLOTS
+    )  # fmt: skip
+
+
+@triton.jit
 def _attend_query_tile(
     q, token, q_first, q_last, context, piece, piece_stop, pieces, pages, fresh, fresh_stride, window_len, num_picks,
     sliding_window, ratio, scale,
@@ -205,16 +225,9 @@ def _compressed_prefill_kernel(
         sliding_window, ratio, scale,
         WINDOW_ROWS, ENTRY_ROWS, False, HARDWARE_E4M3, HEAD_DIM, BLOCK_M, BLOCK_N, SWAP, BLOCK_Q == 1, DIVIDE, HOIST, ALIGNED,
     )  # fmt: skip
-    out_rows = _row_pointers(out, tile_token, first_head, token, head, out_stride_token, out_stride_head)  # fmt: skip
-    lse_rows = None
-    if lse is not None:
-        lse_rows = _row_pointers(lse, tile_token, first_head, token, head, 1, lse_stride_head)
-    sink = float("-inf")
-    if sinks is not None:
-        sink = tl.load(sinks + head, mask=live, other=float("-inf")) * LOG2E
-    _store_rows(
-        acc, row_max, row_sum, sink, out_rows, lse_rows, context + q_first + token, live, cos_sin, cos_sin_stride,
-        HEAD_DIM, ROPE_DIM, BLOCK_M, SWAP, False,
+    _store_output(
+        acc, row_max, row_sum, out, lse, sinks, cos_sin, tile_token, token, head, context + q_first + token, live,
+        out_stride_token, out_stride_head, lse_stride_head, cos_sin_stride, HEAD_DIM, ROPE_DIM, BLOCK_M, SWAP, False,
     )  # fmt: skip
 
 
@@ -307,16 +320,9 @@ def _compressed_decode_kernel(
                     head_tile, q_len - q_first, NUM_HEADS, BLOCK_Q, HEADS, BLOCK_M
                 )
             if piece_stop - piece == units:
-                out_rows = _row_pointers(out, tile_token, first_head, token, head, out_stride_token, out_stride_head)  # fmt: skip
-                lse_rows = None
-                if lse is not None:
-                    lse_rows = _row_pointers(lse, tile_token, first_head, token, head, 1, lse_stride_head)  # fmt: skip
-                sink = float("-inf")
-                if sinks is not None:
-                    sink = tl.load(sinks + head, mask=live, other=float("-inf")) * LOG2E
-                _store_rows(
-                    acc, row_max, row_sum, sink, out_rows, lse_rows, context + q_first + token, live, cos_sin, cos_sin_stride,
-                    HEAD_DIM, ROPE_DIM, BLOCK_M, SWAP, SLOTS,
+                _store_output(
+                    acc, row_max, row_sum, out, lse, sinks, cos_sin, tile_token, token, head, context + q_first + token, live,
+                    out_stride_token, out_stride_head, lse_stride_head, cos_sin_stride, HEAD_DIM, ROPE_DIM, BLOCK_M, SWAP, SLOTS,
                 )  # fmt: skip
             elif partial_out is not None:
                 if LINE:
