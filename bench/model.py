@@ -6,9 +6,8 @@ memory        bytes over the copy rate, or over what the copies in flight sustai
               latency), stretched where the last wave of programs does not fill the device
 l2            bytes of the K/V tiles that all programs load over the rate of the L2 cache: a tile serves the rows of one program only
 tensor cores  operations of whole tiles, padding included, over the matmul rate; tiles of 16 or 32 rows run on mma.sync, which is slower
-issue         one exponential and ``FP32_OPS`` fp32 operations for each element of the score tiles, over their issue rates; and what
-              widens quantised values: e4m3 codes become two-byte values in every program that loads them. Where codes become fp16, all
-              instructions of the compiled loop instead
+issue         one exponential and ``FP32_OPS`` fp32 operations for each element of the score tiles, over their issue rates; over e4m3 pages,
+              where every program widens the codes that it loads, all instructions of the compiled loop instead, if its count is known
 launch        a constant for each kernel
 
 floor         max(bytes / copy rate, operations / matmul rate) without padding, limits and overheads: no kernel is faster.
@@ -44,11 +43,12 @@ FP32_OPS = 8
 SCALE_OPS = 2
 # Cycles of an SM to widen one quantised value: 50 for the 512 of a key of V3.2 (FlashMLA's documentation of its sparse decode kernel).
 WIDEN_CYCLES = 50 / 512
-# Instructions that each warp issues for a tile of e4m3 keys where codes become fp16, by head_dim and rows: `bench/results/static`, sm_90, pages
-# of 128 tokens, a scale a row. Warps divide the tile, and four of them issue one instruction each a clock.
+# Instructions that each warp issues for a tile of e4m3 keys, by head_dim and rows: `bench/results/static`, sm_90, pages of 128 tokens, a scale a
+# row. Warps divide the tile, and four of them issue one instruction each a clock.
 E4M3_INSTRUCTIONS = {
     (64, 16): 392, (128, 16): 529, (256, 16): 540, (512, 16): 734,
     (64, 32): 705, (128, 32): 769, (256, 32): 798, (512, 32): 1058,
+    (64, 128): 784, (128, 128): 616, (256, 128): 589, (512, 128): 701,
 }  # fmt: skip
 FP32_PER_CLOCK, EXP_PER_CLOCK = (
     128,
