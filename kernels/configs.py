@@ -149,6 +149,20 @@ def tile_class(arch: int) -> str:
     return "hopper" if arch < 100 else "blackwell"
 
 
+def halves_codes(head_dim: int, phase: str, arch: int, rows: int, row_scales: bool) -> bool:
+    """Whether codes of e4m3 pages become fp16 on their way to the tensor cores, and queries of two bytes with them.
+
+    They take one instruction for two of them then, not four. In a tile of few rows, where a code serves few products, that is always worth it.
+
+    Args:
+        head_dim, phase, arch: as in ``select_config``.
+        rows: of the query tile.
+        row_scales: whether each row has a scale, or all have one.
+    """
+    with_row_scales, with_one = tile_tables_e4m3.HALF_DIMS[tile_class(arch)][phase]
+    return rows <= 32 or max(head_dim, 32) in (with_row_scales if row_scales else with_one)
+
+
 def select_config(
     head_dim: int,
     dtype_bytes: int,

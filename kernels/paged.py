@@ -32,6 +32,7 @@ from quire.kernels.configs import (
     MAX_REGISTERS,
     MIN_SPLIT_TOKENS,
     Config,
+    halves_codes,
     plan_decode,
     select_config,
     tile_heads,
@@ -271,7 +272,7 @@ def _decode_kernel(
         low, high, piece == pieces - 1, sliding_window, inner_scale, outer_scale,
         HEAD_DIM, HEAD_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, WRAP, EQUAL_STRIDES, SCALES, HARDWARE_E4M3, HALF, PTX, DIVIDE, MASK_ALL,
     )  # fmt: skip
-    if SCALES == "rows" and not HARDWARE_E4M3:
+    if SCALES != "none" and not HARDWARE_E4M3:
         # Bits moved by hand take more registers: rather than keep what is known of the rows, which would spill, work it out again.
         q_len = tl.load(cu_seqlens_q + seq + 1, volatile=True) - first_token
         token, group_head, live = _tile_rows(
@@ -400,16 +401,18 @@ def _shared_arguments(call: AttentionCall) -> dict[str, Any]:
     }
 
 
-def _shape_arguments(call: AttentionCall, config: Config, arch: int) -> dict[str, Any]:
+def _shape_arguments(call: AttentionCall, phase: str, config: Config, arch: int) -> dict[str, Any]:
     """Compile-time constants and launch options that both kernels take."""
     block_q, heads, head_tiles = tile_heads(call.group, config.block_m)
+    head_dim = call.q.shape[2]
     quantised = call.scales != "none"
+    half = quantised and call.q.element_size() == 2
     return {
         "GROUP": call.group,
         "BLOCK_Q": block_q,
         "HEADS": heads,
         "HEAD_TILES": head_tiles,
-        "HEAD_DIM": call.q.shape[2],
+        "HEAD_DIM": head_dim,
         "BLOCK_SIZE": call.k_pages.shape[1],
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
@@ -418,9 +421,7 @@ def _shape_arguments(call: AttentionCall, config: Config, arch: int) -> dict[str
         "EQUAL_STRIDES": _equal_strides(call),
         "SCALES": call.scales,
         "HARDWARE_E4M3": quantised and arch >= E4M3_ARCH,
-        # Widened in a tile of few rows, a code serves few products. Elsewhere a second form of the queries takes registers, and weights of
-        # scaled codes more operations than it saves.
-        "HALF": quantised and call.q.element_size() == 2 and config.block_m <= 32,
+        "HALF": half and halves_codes(head_dim, phase, arch, config.block_m, call.scales == "rows"),
         # The interpreter, which runs what is on a CPU, knows none.
         "PTX": quantised and not call.q.is_cpu,
         "DIVIDE": call.q.element_size() == 2 and not quantised and _divides(config, arch),
@@ -466,7 +467,7 @@ def _prepare_prefill(call: AttentionCall, arch: int, num_sms: int, decode_tokens
     if not _equal_strides(call):
         # The second set of offsets takes the registers of half a tile.
         config = replace(config, block_n=max(16, config.block_n // 2))
-    constants = _shape_arguments(call, config, arch)
+    constants = _shape_arguments(call, "prefill", config, arch)
     # Without the lengths on the host: each sequence adds at most one tile that is not full.
     num_tiles = call.q.shape[0] // constants["BLOCK_Q"] + call.num_seqs
     num_items = num_tiles * call.k_pages.shape[2] * constants["HEAD_TILES"] * config.value_parts
@@ -548,7 +549,7 @@ def _prepare_decode(call: AttentionCall, arch: int, num_sms: int) -> list[Launch
         rows=plan.block_m,
         page_bytes=call.k_pages.element_size(),
     )
-    constants = _shape_arguments(call, config, arch)
+    constants = _shape_arguments(call, "decode", config, arch)
     shared = _shared_arguments(call)
     if _value_pairs(call, config):
         shared["v_pages"] = call.v_pages.view(torch.uint16)

@@ -1,12 +1,14 @@
 """What one query tile of paged attention does: walk the tiles of its keys, in the pages and among the fresh rows.
 
-Quantised pages hold e4m3 codes. With queries of two bytes a code becomes fp16, exactly: one instruction widens two of them, and it takes
-three more to make them bf16. So the products over pages are fp16's, whatever the queries are; these are scaled to fit, row by row
-and by powers of two. That is all that is done to each element: the scale of a key's row multiplies its column of the scores, and
-that of a value's row its column of the weights, M x N products a tile in place of N x HEAD_DIM. Both are fp32. Of a value's scale the
-power of two is added to the exponent of the weight before its maximum is taken, and off again in the sum of weights: what is rounded to
-fp16 is relative to the largest product of a weight and a scale. (It takes a scale 2^88 times all others to push the weights of those out of
-fp32's range.) One scale for a whole tensor is a factor of the scores' own scale, and of the sum over the pages before fresh rows are added to it.
+Quantised pages hold e4m3 codes. As fp16 a code is exact, and one instruction widens two of them; it takes three more to make them what
+queries in bf16 are. So with HALF (`configs.halves_codes`) the products over pages are fp16's: the queries are scaled to fit, row by row and by
+powers of two. That is all that is done to each element: the scale of a key's row multiplies its column of the scores, and that of a
+value's row its column of the weights, M x N products a tile in place of N x HEAD_DIM. Both are fp32.
+
+Weights that become fp16 have to fit it together with those scales. So the maximum that they are taken against is that of the scores plus
+the logarithms of the scales, near enough: what is rounded to fp16 is relative to the largest product of a weight and a scale, and the sum of
+weights is in fp32 and without scales. (It takes a scale 2^112 times all others to push the weights of those out of fp32's range.) One scale
+for a whole tensor is a factor of the scores' own scale, and of the sum over the pages before fresh rows are added to it.
 
 Values may come in pairs of codes, as 16-bit numbers: the even channels and the odd ones are then two products with sums of their own. No
 load transposes single bytes on their way to the matrix instruction of small tiles (a thread would take them one by one); one does pairs.
@@ -22,8 +24,8 @@ from quire.kernels.mla._tiles import halve_e4m3
 
 # Weights of quantised values reach up to 2^HEADROOM: fp16 holds those down to 2^-(14 + HEADROOM) of the largest with all of its digits.
 HEADROOM = tl.constexpr(14)
-# The least exponent that is taken out of a value's scale, that of 2^-24, as fp32 has it.
-LEAST_EXPONENT = tl.constexpr(103)
+# Scales below 2^-90, whose bits these are, count as that where maxima are taken: weights reach 2^90 times what they are with scales of 1.
+LEAST_SCALE = tl.constexpr((127 - 90) << 23)
 
 
 class Scales(NamedTuple):
@@ -93,29 +95,31 @@ def _softcapped(scores, inner_scale, outer_scale):
 
 @triton.jit
 def _weigh(
-    row_max,
-    row_sum,
-    scores,
-    key_scales,
-    value_scales,
-    visible,
-    inner_scale,
-    outer_scale,
-):
+    row_max, row_sum, scores, key_scales, value_scales, visible, inner_scale, outer_scale, HALF: tl.constexpr, FIT: tl.constexpr
+):  # fmt: skip
     """Weights [BLOCK_M, BLOCK_N] of a tile of keys, the factor of what has been summed up so far, and the new maxima and sums.
 
-    visible: [BLOCK_M, BLOCK_N] or None if all is; scales: [BLOCK_N] or None.
+    visible: [BLOCK_M, BLOCK_N] or None if all is; scales: [BLOCK_N] or None; inner_scale: a number, with HALF one for each row [BLOCK_M].
+    FIT: the weights, times the scales of their values, are to fit fp16: the largest is about 2^HEADROOM. Else the maxima are those of scores.
     """
     if key_scales is not None:
         scores = scores * key_scales[None, :]
+    row_scale = inner_scale
+    scale = inner_scale[:, None] if HALF else inner_scale
     if outer_scale is not None:
-        scores = _softcapped(scores, inner_scale, outer_scale)
+        scores = _softcapped(scores, scale, outer_scale)
+        row_scale = 1.0
         scale = 1.0
-    else:
-        scale = inner_scale
     if visible is not None:
         scores = tl.where(visible, scores, float("-inf"))
-    new_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
+    if FIT and value_scales is not None:
+        # The bits of a positive number, as an integer, are its log2 to 0.09: (log2 + 127) * 2^23.
+        bits = tl.maximum(value_scales.to(tl.int32, bitcast=True), LEAST_SCALE)
+        logs = bits.to(tl.float32) * 2.0**-23 - (127.0 + HEADROOM)
+        highest = tl.max(scores * scale + logs[None, :], 1)
+    else:
+        highest = tl.max(scores, 1) * row_scale - (HEADROOM if FIT else 0.0)
+    new_max = tl.maximum(row_max, highest)
     base = new_max
     if visible is not None:
         # A row that has seen nothing yet: subtracting its -inf would give NaN.
@@ -125,39 +129,6 @@ def _weigh(
     row_sum = row_sum * decay + tl.sum(weights, 1)
     if value_scales is not None:
         weights = weights * value_scales[None, :]
-    return weights, decay, new_max, row_sum
-
-
-@triton.jit
-def _weigh_codes(
-    row_max, row_sum, scores, key_scales, value_scales, visible, inner_scale, outer_scale
-):  # fmt: skip
-    """As ``_weigh``, with weights of up to 2^HEADROOM for fp16, whatever the scales. inner_scale: [BLOCK_M, 1]."""
-    if key_scales is not None:
-        scores = scores * key_scales[None, :]
-    if outer_scale is not None:
-        scores = _softcapped(scores, inner_scale, outer_scale)
-    else:
-        scores = scores * inner_scale
-    if value_scales is not None:
-        # 2^x has the bits (x + 127) << 23: scale = rest * 2^(exponent - 127).
-        exponent = tl.maximum(value_scales.to(tl.int32, bitcast=True) >> 23, LEAST_EXPONENT)
-        down = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-        rest = value_scales * down
-        scores = scores + (exponent - 127).to(tl.float32)[None, :]
-    if visible is not None:
-        scores = tl.where(visible, scores, float("-inf"))
-    new_max = tl.maximum(row_max, tl.max(scores, 1) - HEADROOM)
-    base = new_max
-    if visible is not None:
-        base = tl.where(new_max == float("-inf"), 0.0, new_max)
-    weights = tl.exp2(scores - base[:, None])
-    decay = tl.exp2(row_max - base)
-    if value_scales is not None:
-        row_sum = row_sum * decay + tl.sum(weights * down[None, :], 1)
-        weights = weights * rest[None, :]
-    else:
-        row_sum = row_sum * decay + tl.sum(weights, 1)
     return weights, decay, new_max, row_sum
 
 
@@ -297,6 +268,7 @@ def _attend_tiles(
 
     Without MASKED every row sees them whole, and the source's tensor descriptors copy them if it has any.
     """
+    CODES: tl.constexpr = source.k.dtype.element_ty == tl.uint8
     PAIRS: tl.constexpr = source.v.dtype.element_ty == tl.uint16
     offs_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, HEAD_DIM)
@@ -375,27 +347,18 @@ def _attend_tiles(
                 values, odd = _halve_pairs(values, HARDWARE_E4M3, PTX)
             else:
                 values = _halve(values, HARDWARE_E4M3, PTX)
-        elif source.k.dtype.element_ty == tl.uint8:
+        elif CODES:
             keys = _widen(keys, q.dtype, HARDWARE_E4M3, PTX)
-            if source.scales is not None and q.dtype == tl.float16:
-                wide = _widen(values, tl.float32, HARDWARE_E4M3, PTX)
-                values = (wide * value_scales[:, None]).to(tl.float16)
-                value_scales = None
-            else:
-                values = _widen(values, q.dtype, HARDWARE_E4M3, PTX)
+            values = _widen(values, q.dtype, HARDWARE_E4M3, PTX)
         scores = tl.dot(q, tl.trans(keys), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
         weights = tl.zeros_like(scores).to(values.dtype)
         decay = tl.zeros_like(row_max)
         # With DIVIDE behind a condition that always holds but must not be known to: see `mla._tiles.update`.
         if i < count if DIVIDE else True:
-            if HALF:
-                new_weights, decay, row_max, row_sum = _weigh_codes(
-                    row_max, row_sum, scores, key_scales, value_scales, visible, inner_scale, outer_scale
-                )  # fmt: skip
-            else:
-                new_weights, decay, row_max, row_sum = _weigh(
-                    row_max, row_sum, scores, key_scales, value_scales, visible, inner_scale, outer_scale
-                )  # fmt: skip
+            new_weights, decay, row_max, row_sum = _weigh(
+                row_max, row_sum, scores, key_scales, value_scales, visible, inner_scale, outer_scale,
+                HALF, CODES and values.dtype == tl.float16,
+            )  # fmt: skip
             weights = new_weights.to(values.dtype)
         acc = tl.dot(weights, values, acc * decay[:, None], input_precision="ieee")
         if PAIRS:
@@ -481,7 +444,7 @@ def attend_query_tile(
     paged_q = q
     if HALF:
         paged_q, factor = _to_half(q, HARDWARE_E4M3)
-        paged_scale = (paged_scale * factor)[:, None]
+        paged_scale = paged_scale * factor
     span = Span(paged_low, paged_high, paged_open_low, tl.minimum(paged_open_high, paged_high))
     acc, row_max, row_sum = _attend_source(
         acc, row_max, row_sum, paged_q, row_low, row_high, pages, span, paged_scale, outer_scale,

@@ -30,7 +30,7 @@ PREFILL = {
     },
     "small": {
         32: (64, 64, 4, 3, 1),
-        64: (128, 64, 8, 3, 1),
+        64: (128, 32, 8, 3, 1),
         128: (64, 32, 8, 3, 1),
         256: (64, 32, 8, 2, 1),
         512: (32, 16, 8, 2, 1),
@@ -67,4 +67,13 @@ DECODE = {
         256: {16: (32, 4, 2), 32: (32, 4, 2), 64: (32, 8, 2)},
         512: {16: (16, 4, 2), 32: (16, 8, 2)},
     },
+}
+
+# Head_dims at which codes become fp16 in a tile of more than 32 rows as well, by phase: where each row has a scale, and where one serves all. At the
+# others that takes more instructions than it saves, or registers that there are not.
+HALF_DIMS = {
+    "hopper": {"prefill": ((128,), (32, 64, 128)), "decode": ((64, 128), (32, 64, 128, 256))},
+    "blackwell": {"prefill": ((128,), (32, 64, 128, 256)), "decode": ((128, 256), (32, 64, 128, 256))},
+    "medium": {"prefill": ((32, 64, 128), (32, 64, 128, 256)), "decode": ((32, 64, 256), (32, 64, 128, 256, 512))},
+    "small": {"prefill": ((32, 64, 128, 256), (32, 64, 128, 256)), "decode": ((32, 64, 128, 256), (32, 64, 128, 256))},
 }

@@ -125,6 +125,7 @@ def fp8_shapes() -> list[Shape]:
             Shape(f"{phase}-fp8-pages-only", 128, 64, phase, fresh=False, scales="rows"),
             Shape(f"{phase}-fp8-softcap-sinks", 64, 64, phase, softcap=50.0, sinks=True, sliding_window=128, scales="tensor"),
             Shape(f"{phase}-fp8-number", 128, 64, phase, scales="number"),
+            *(Shape(f"{phase}-fp8-number-d{d}", d, 64, phase, q_len=16, scales="number") for d in (64, 256, 512)),
             Shape(f"{phase}-fp8-fp16", 128, 64, phase, dtype="float16", scales="rows"),
             Shape(f"{phase}-fp8-fp32", 128, 64, phase, dtype="float32", q_len=16, scales="rows"),
         ]  # fmt: skip
