@@ -3,7 +3,8 @@
 Work is counted in *units*: tiles of BLOCK_N keys of one query tile, which has one unit at least. The units of all query tiles, one after
 another, are a line, and each program takes an equal stretch of it, wherever that begins and ends (stream-K): all end together, whatever
 the batch. A query tile that a border divides leaves partial results, of 64 heads as large as 128 keys are. So borders near the edge of a
-query tile move there; and if cutting would gain less than it costs, every border moves to the nearest edge.
+query tile move there, by less than half of what a stretch has at least, since it is longer by that; and if cutting would gain less than it costs,
+every border moves to the nearest edge.
 
 Every program derives this from the lengths of the batch, so that the host needs none of them and a captured graph stays right. ``batch`` is
 the tuple (seq_lens, cu_seqlens_q, num_decodes, decode_tokens, sliding_window, ratio) of kernel arguments, the last two None where queries see
@@ -36,9 +37,9 @@ def work(seq, batch, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def share(batch, programs, least, cost, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(units of one program's stretch, units that a piece has at least, units of the line).
+    """(units of one program's stretch, units that it has at least, units of the line).
 
-    least: as it is where cutting pays. cost: units that a program could do instead of leaving partial results.
+    least: as it is where cutting pays; a piece has half of that at least. cost: units that a program could do instead of leaving partial results.
     """
     total = tl.zeros([], tl.int32)
     count = tl.zeros([], tl.int32)
@@ -97,7 +98,8 @@ def border(position, first, units, least):
     inside = position - first
     stop = first + units
     near = tl.where(2 * inside < units, first, stop)
-    far = tl.where(inside < least, first, tl.where(units - inside < least, stop, position))
+    snap = least // 2
+    far = tl.where(inside < snap, first, tl.where(units - inside < snap, stop, position))
     return tl.where(units < 2 * least, near, far)
 
 

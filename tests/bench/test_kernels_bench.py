@@ -263,8 +263,9 @@ def test_instructions_of_the_model_are_those_of_the_static_table():
     rows = {(row["case"], row["kernel"]): row for row in static.read(static.RESULTS / "3.7.1.json") if row["arch"] == 90}  # fmt: skip
     for (head_dim, height), instructions in model.E4M3_INSTRUCTIONS.items():
         case = f"prefill-fp8-d{head_dim}-p128", "prefill_kernel"
-        if height < 64:
-            case = f"decode-fp8-d{head_dim}-p128-q{1 if height == 16 else 8}", "decode_kernel"
+        if height <= 64:
+            queries = {16: 1, 32: 8, 64: 16}[height]
+            case = f"decode-fp8-d{head_dim}-p128-q{queries}", "decode_kernel"
         row = rows[case]
         assert row["config"].startswith(f"{height}x") and row["sass_per_tile"] == instructions
 
