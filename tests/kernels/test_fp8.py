@@ -89,18 +89,23 @@ def kinds_of_cases():
     return found + [(case, KINDS[1 + i // 3 % 2]) for i, case in enumerate(CASES) if i % 3 == 0]
 
 
+def assert_exact(batch, dtype, impls):
+    """Output and lse of some implementations are as near to the float64 oracle as a plain program's."""
+    exact, exact_lse = attention_reference(batch, torch.float64)
+    plain, _ = attention_reference(batch, dtype)
+    _, plain_lse = attention_reference(batch, torch.float32)
+    for impl in impls:
+        lse = torch.full(exact_lse.shape, NAN, device=DEVICE)
+        out = attend(batch, impl, lse=lse)
+        assert out.dtype == dtype
+        assert_within_budget(f"{impl} out", out, plain, exact)
+        assert_within_budget(f"{impl} lse", lse, plain_lse, exact_lse)
+
+
 @pytest.mark.parametrize("case, kind", kinds_of_cases(), ids=lambda x: getattr(x, "name", x))
 def test_against_float64(case, kind):
     batch = quantised(make_batch(case), kind)
-    exact, exact_lse = attention_reference(batch, torch.float64)
-    plain, _ = attention_reference(batch, case.dtype)
-    _, plain_lse = attention_reference(batch, torch.float32)
-    for impl in IMPLS:
-        lse = torch.full(exact_lse.shape, NAN, device=DEVICE)
-        out = attend(batch, impl, lse=lse)
-        assert out.dtype == case.dtype
-        assert_within_budget(f"{impl} out", out, plain, exact)
-        assert_within_budget(f"{impl} lse", lse, plain_lse, exact_lse)
+    assert_exact(batch, case.dtype, IMPLS)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -134,12 +139,7 @@ def test_codes_widened_by_hand(dtype, q_lens, monkeypatch):
     codes = torch.arange(256, dtype=torch.uint8, device=DEVICE)
     codes[NAN_CODE::128] = 0
     batch["k_pages"].view(torch.uint8)[batch["block_table"][0, 0], :8] = codes.view(8, 2, 16)
-    exact, exact_lse = attention_reference(batch, torch.float64)
-    plain, _ = attention_reference(batch, dtype)
-    _, plain_lse = attention_reference(batch, torch.float32)
-    lse = torch.full(exact_lse.shape, NAN, device=DEVICE)
-    assert_within_budget("out", attend(batch, "triton", lse=lse), plain, exact)
-    assert_within_budget("lse", lse, plain_lse, exact_lse)
+    assert_exact(batch, dtype, ["triton"])
     recipes.forget()
 
 
@@ -156,12 +156,7 @@ def test_tall_tiles_with_codes_in_either_form(phase, seq_lens, q_lens, halves, k
     num_decodes = len(q_lens) if phase == "decode" else 0
     case = AttentionCase("", seq_lens, q_lens, num_decodes=num_decodes, num_heads=8, num_kv_heads=1, head_dim=64, dtype=BF16)  # fmt: skip
     batch = quantised(make_batch(case), kind)
-    exact, exact_lse = attention_reference(batch, torch.float64)
-    plain, _ = attention_reference(batch, BF16)
-    _, plain_lse = attention_reference(batch, torch.float32)
-    lse = torch.full(exact_lse.shape, NAN, device=DEVICE)
-    assert_within_budget("out", attend(batch, "triton", lse=lse), plain, exact)
-    assert_within_budget("lse", lse, plain_lse, exact_lse)
+    assert_exact(batch, BF16, ["triton"])
     assert asked == [(64, phase, arch, 64 if phase == "decode" else 128, kind == "rows")]
     recipes.forget()
 
