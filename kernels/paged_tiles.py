@@ -246,11 +246,22 @@ def load_page(
 
 
 @triton.jit
-def _load_scales(scales, page, row, live):
+def _load_scales(
+    scales, page, tile, live, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
     """Scales [BLOCK_N] of keys and of values of a tile, whose page is one or each row's; 0 for rows not ``live`` (None: all are)."""
     page = page.to(tl.int64)
-    k_cells = scales.k + page * scales.k_stride_page + row * scales.k_stride_row
-    v_cells = scales.v + page * scales.v_stride_page + row * scales.v_stride_row
+    if BLOCK_SIZE % BLOCK_N == 0:
+        # One address for all: less is kept, and worked out, for each row.
+        first = tile * BLOCK_N % BLOCK_SIZE
+        row = tl.arange(0, BLOCK_N)
+    else:
+        first = 0
+        _, row = place_in_pages(tile * BLOCK_N, BLOCK_SIZE, BLOCK_N)
+    k_cells = scales.k + (page * scales.k_stride_page + first * scales.k_stride_row)
+    v_cells = scales.v + (page * scales.v_stride_page + first * scales.v_stride_row)
+    k_cells += row * scales.k_stride_row
+    v_cells += row * scales.v_stride_row
     if live is None:
         found = tl.load(k_cells), tl.load(v_cells)
     else:
@@ -336,11 +347,12 @@ def _attend_tiles(
         key_scales = None
         value_scales = None
         if source.scales is not None:
-            _, scaled_row = place_in_pages(tile * BLOCK_N, BLOCK_SIZE, BLOCK_N)
             scaled_live = None
             if MASKED:
                 scaled_live = (key >= key_low) & (key < key_high)
-            key_scales, value_scales = _load_scales(source.scales, page, scaled_row, scaled_live)
+            key_scales, value_scales = _load_scales(
+                source.scales, page, tile, scaled_live, BLOCK_SIZE, BLOCK_N
+            )
         if HALF:
             keys = _halve(keys, HARDWARE_E4M3, PTX)
             if PAIRS:
