@@ -246,9 +246,7 @@ def load_page(
 
 
 @triton.jit
-def _load_scales(
-    scales, page, tile, live, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr
-):  # fmt: skip
+def _load_scales(scales, page, tile, live, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
     """Scales [BLOCK_N] of keys and of values of a tile, whose page is one or each row's; 0 for rows not ``live`` (None: all are)."""
     page = page.to(tl.int64)
     if BLOCK_SIZE % BLOCK_N == 0:

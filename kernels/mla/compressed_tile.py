@@ -92,7 +92,8 @@ def attend_keys(
 
     q: [ROWS, HEAD_DIM]; position: [ROWS] int32, of each row. fresh: pointer to the fresh rows of the sequence, ``fresh_stride`` apart, or None.
 
-    SLOTS: the keys come as lists of physical rows; whatever they name is visible. ALIGNED: pages and fresh rows start at multiples of 16 bytes, which Triton 3.9 forgets of one that is chosen from two.
+    SLOTS: the keys come as lists of physical rows; whatever they name is visible. ALIGNED: pages and fresh rows start at multiples of 16 bytes,
+    which Triton 3.9 forgets of one that is chosen from two.
     """
     offs_n = tl.arange(0, BLOCK_N)
     dim = tl.arange(0, HEAD_DIM)
