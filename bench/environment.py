@@ -10,12 +10,16 @@ With --unpack: makes a folder of peers (`bench.peers_folder`) ready to load, and
 
 from __future__ import annotations
 
-import argparse
+if __name__ == "__main__":
+    from quire.models.command import run
+
+    run("quire.bench.environment")
+
 import dataclasses
 import json
 import os
 import shutil
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +30,8 @@ from quire.bench.floors import device_rates
 from quire.bench.machine import describe_machine
 from quire.bench.peers_flashinfer import build_flashinfer
 from quire.bench.peers_folder import unpack
+from quire.models.command import Parser, output_file, program
+from quire.models.device import find_device
 
 
 def describe(device: torch.device, folder: Path | None = None) -> dict[str, Any]:
@@ -73,32 +79,28 @@ def prepare_peers(source: Path, target: Path) -> dict[str, Any]:
     return result | list_peers(folder)
 
 
-def main(argv: list[str] | None = None) -> int:
+@program
+def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.environment",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    args = _parser().parse_args(argv)
+    if (args.unpack is None) != (args.target is None):
+        raise ValueError("unpack: expected --target with it, and with --target this")
+    if args.unpack is not None:
+        result = prepare_peers(args.unpack, args.target)
+    else:
+        result = describe(find_device(args.device), args.peers)
+    text = json.dumps(result, indent=1)
+    print(text)
+    if args.json:
+        args.json.write_text(text + "\n", encoding="utf-8")
+    return 0
+
+
+def _parser() -> Parser:
+    parser = Parser("bench.environment", __doc__)
     parser.add_argument("--device", help="torch device; default: cuda where there is one, else cpu")
     parser.add_argument("--peers", type=Path, metavar="DIR", help="folder with unpacked peers")
     parser.add_argument("--unpack", type=Path, metavar="DIR", help="folder of packed peers")
     parser.add_argument("--target", type=Path, metavar="DIR", help="where to unpack them")
-    parser.add_argument("--json", metavar="FILE", help="write the result")
-    args = parser.parse_args(argv)
-    if (args.unpack is None) != (args.target is None):
-        parser.error("--unpack and --target go together")
-    if args.unpack is not None:
-        result = prepare_peers(args.unpack, args.target)
-    else:
-        name = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-        result = describe(torch.device(name), args.peers)
-    text = json.dumps(result, indent=1)
-    print(text)
-    if args.json:
-        Path(args.json).write_text(text + "\n", encoding="utf-8")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the result")
+    return parser

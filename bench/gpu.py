@@ -18,7 +18,11 @@ files of --peers (`bench.peers_folder`), which are unpacked and compiled beside 
 
 from __future__ import annotations
 
-import argparse
+if __name__ == "__main__":
+    from quire.models.command import run
+
+    run("quire.bench.gpu")
+
 import contextlib
 import importlib.util
 import json
@@ -28,10 +32,13 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic
 from typing import Any
+
+from quire.models.command import Parser, number, program
 
 ROOT = Path(__file__).resolve().parent.parent
 SECONDS = 530
@@ -254,7 +261,8 @@ def print_plan(parts: list[Part], seconds: float) -> None:
     print(f"{min(start, seconds):10.0f} s  in all, at most {seconds:.0f} s")
 
 
-def main(argv: list[str] | None = None) -> int:
+@program
+def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
     args = _parser().parse_args(argv)
     parts = plan(args.dry_run)
@@ -263,8 +271,7 @@ def main(argv: list[str] | None = None) -> int:
         names = args.parts.split(",")
         unknown = sorted(set(names) - {part.name for part in parts})
         if unknown:
-            print(f"error: parts: expected some of {[p.name for p in parts]}, got {unknown}", file=sys.stderr)  # fmt: skip
-            return 2
+            raise ValueError(f"parts: expected some of {[p.name for p in parts]}, got {unknown}")
         parts = [part for part in parts if part.name in names]
     if args.plan:
         print_plan(parts, seconds)
@@ -291,12 +298,8 @@ def main(argv: list[str] | None = None) -> int:
     return 0 if all(record["status"] in ("ok", "skipped") for record in records) else 1
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.gpu",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def _parser() -> Parser:
+    parser = Parser("bench.gpu", __doc__)
     add = parser.add_argument
     add("--out", type=Path, default=Path("bench/out/gpu"), metavar="DIR", help="folder of results; default: bench/out/gpu")  # fmt: skip
     add("--parts", metavar="A,B", help="only these parts")
@@ -304,13 +307,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--peers", type=Path, metavar="DIR", help="folder of peers; default: .peers where there is one")  # fmt: skip
     add(
         "--seconds",
-        type=float,
+        type=number(above=True),
         help=f"for all parts; default: {SECONDS}, in a dry run {DRY_RUN_FACTOR} times that",
     )
     add("--dry-run", action="store_true", help="tiny shapes on a CPU")
     add("--plan", action="store_true", help="print parts and limits, run nothing")
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

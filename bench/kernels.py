@@ -17,11 +17,16 @@ after each case. --predict prints predictions for an H200 beside the floors, and
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from quire.models.command import run
+
+    run("quire.bench.kernels")
+
 import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -36,6 +41,8 @@ from quire.bench.model import H200, Device
 from quire.bench.peers import Peer, Unsupported
 from quire.bench.text import aligned
 from quire.bench.timing import time_calls
+from quire.models.command import Parser, number, output_file, program
+from quire.models.device import find_device
 
 SCHEMA = 1
 Case = shapes.Case | mla_shapes.LatentCase
@@ -55,19 +62,21 @@ class DeviceLost(Exception):
     """The GPU answers no more, after an illegal access for example; nothing that this process does can be trusted from here on."""
 
 
-def main(argv: list[str] | None = None) -> int:
+@program
+def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
     args = _parser().parse_args(argv)
     cases = [case for case in SETS[args.set]() if args.only in case.name]
     if args.skip:
         cases = [case for case in cases if case not in SETS[args.skip]()]
     if not cases:
-        print(f"error: no case of {args.set!r} has {args.only!r} in its name", file=sys.stderr)
-        return 2
+        raise ValueError(
+            f"only: expected part of the name of a case of {args.set!r}, got {args.only!r}"
+        )
     if args.predict:
         print(predictions(cases, H200))
         return 0
-    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = find_device(args.device)
     try:
         result = run(cases, device, args)
     except DeviceLost as error:
@@ -124,7 +133,7 @@ def _find_peers(args: argparse.Namespace) -> tuple[dict[type, list[Peer]], dict[
         names = {peer.name for found in peers.values() for peer in found}
         unknown = sorted(set(wanted) - names - set(missing))
         if unknown:
-            raise SystemExit(f"impl: expected some of {sorted(names)}, got {unknown}")
+            raise ValueError(f"impl: expected some of {sorted(names)}, got {unknown}")
         peers = {kind: [p for p in found if p.name in wanted] for kind, found in peers.items()}
     return peers, missing
 
@@ -158,6 +167,8 @@ def run_case(
             row |= _measure(peer, problem, expected, device, seconds)
         except Unsupported as reason:
             row["skipped"] = str(reason)
+        except OSError:  # a full disk says nothing of results
+            raise
         except Exception as error:
             # Another's failure is a row of the table; a failure of ours is a wrong result.
             row["wrong" if peer.ours else "skipped"] = f"{type(error).__name__}: {error}".split("\n")[0][:200]  # fmt: skip
@@ -301,12 +312,8 @@ def _write(path: str | None, result: dict[str, Any]) -> None:
         Path(path).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.kernels",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def _parser() -> Parser:
+    parser = Parser("bench.kernels", __doc__)
     add = parser.add_argument
     add("--set", choices=SETS, default="headline", help="cases; default: headline")
     add("--skip", choices=SETS, help="leave out the cases of this set")
@@ -314,12 +321,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--impl", metavar="A,B", help="implementations; default: all that are there")
     add("--peers", type=Path, metavar="DIR", help="folder with peers (`bench.peers_folder`)")
     add("--device", help="torch device; default: cuda where there is one, else cpu")
-    add("--seconds", type=float, metavar="S", help="start no case after this time")
-    add("--per-call", type=float, default=0.2, metavar="S", help="timing of one implementation")
+    add("--seconds", type=number(), metavar="S", help="start no case after this time")
+    add("--per-call", type=number(), default=0.2, metavar="S", help="timing of one implementation")
     add("--predict", action="store_true", help="print predictions for an H200 and floors, measure nothing")  # fmt: skip
-    add("--json", metavar="FILE", help="write all numbers, after each case")
+    add("--json", type=output_file, metavar="FILE", help="write all numbers, after each case")
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -10,18 +10,24 @@ importable, the same table follows for its allocator.
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from quire.models.command import run
+
+    run("quire.bench.kvcore")
+
 import argparse
 import json
 import statistics
 import time
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from quire.bench import kvcore_scaling, kvcore_vllm
 from quire.bench.plot import require_matplotlib
 from quire.kvcore import GroupSpec, KVCache, StepPlan
+from quire.models.command import Parser, integer, output_file, program
 
 MILLION = 1 << 20
 CHUNK = 8192
@@ -220,25 +226,12 @@ def peer_rows(spec: str, args: argparse.Namespace) -> list[Row]:
     return [{**r, "name": f"vllm_{r['name']}"} for r in rows]
 
 
-def main(argv: list[str] | None = None) -> list[Row]:
-    """Measure, print a table, and write it where `--json` says."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.kvcore", description=__doc__.split("\n", 1)[0]
-    )
-    parser.add_argument("--spec", choices=[*SPECS, "all"], default="all", help="cache groups")
-    parser.add_argument("--repeats", type=int, default=3, help="runs of the million-token prompt")
-    parser.add_argument("--steps", type=int, default=300, help="decode steps to time")
-    parser.add_argument(
-        "--requests", type=int, nargs="*", default=[256, 4096], help="decode batch sizes"
-    )
-    parser.add_argument(
-        "--scaling", action="store_true", help="how a decode step grows, and with what"
-    )
-    parser.add_argument("--plot", metavar="FILE", help="picture of --scaling")
-    parser.add_argument("--json", metavar="FILE", help="write the rows as a list of objects")
-    args = parser.parse_args(argv)
+@program
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print a table, and write it where `--json` says; returns the exit status."""
+    args = _parser().parse_args(argv)
     if args.plot:
-        require_matplotlib()
+        require_matplotlib(args.plot)
     rows: list[Row] = []
     for spec in SPECS if args.spec == "all" else [args.spec]:
         if args.scaling or args.plot:
@@ -254,10 +247,31 @@ def main(argv: list[str] | None = None) -> list[Row]:
     if args.plot:
         kvcore_scaling.save_plot(rows, args.plot)
     if args.json:
-        with open(args.json, "w", encoding="utf-8") as file:
-            json.dump(rows, file, indent=1)
-    return rows
+        args.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    return 0
 
 
-if __name__ == "__main__":
-    main()
+def _parser() -> Parser:
+    parser = Parser("bench.kvcore", __doc__)
+    parser.add_argument("--spec", choices=[*SPECS, "all"], default="all", help="cache groups")
+    parser.add_argument(
+        "--repeats", type=integer(0, 10**6), default=3, help="runs of the million-token prompt"
+    )
+    parser.add_argument(
+        "--steps", type=integer(most=10**6), default=300, help="decode steps to time"
+    )
+    parser.add_argument(
+        "--requests",
+        type=integer(most=10**6),
+        nargs="*",
+        default=[256, 4096],
+        help="decode batch sizes",
+    )
+    parser.add_argument(
+        "--scaling", action="store_true", help="how a decode step grows, and with what"
+    )
+    parser.add_argument("--plot", type=output_file, metavar="FILE", help="picture of --scaling")
+    parser.add_argument(
+        "--json", type=output_file, metavar="FILE", help="write the rows as a list of objects"
+    )
+    return parser

@@ -13,12 +13,16 @@ consist of that and the host's work.
 
 from __future__ import annotations
 
-import argparse
+if __name__ == "__main__":
+    from quire.models.command import run
+
+    run("quire.bench.layers")
+
 import dataclasses
 import json
 import statistics
 import sys
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -28,8 +32,10 @@ from torch import Tensor
 from quire.bench.floors import Rates, decode_bytes, measure_rates, prefill_flops
 from quire.bench.machine import describe_machine
 from quire.bench.timing import time_calls
+from quire.models.command import Parser, integer, number, output_file, program
 from quire.models.configs import ModelConfig, get_config
 from quire.models.decoder import Decoder
+from quire.models.device import find_device
 from quire.models.request import SamplingParams
 from quire.models.runner import Engine, EngineConfig, StepReport
 from quire.models.weights import build_model, random_model
@@ -199,10 +205,11 @@ def _decode_floor(model: Decoder, seq_lens: np.ndarray, rates: Rates) -> float:
     return decode_bytes(model, seq_lens) / rates.copy_bytes_per_s
 
 
-def main(argv: list[str] | None = None) -> int:
+@program
+def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
     args = _parser().parse_args(argv)
-    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = find_device(args.device)
     dtype = torch.bfloat16
     config = few_layers(args.model, args.layers)
     settings = EngineConfig(
@@ -241,29 +248,31 @@ def main(argv: list[str] | None = None) -> int:
         )
         print(f"{part:8}", ", ".join(numbers))
     if args.json:
-        Path(args.json).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.layers",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def _parser() -> Parser:
+    parser = Parser("bench.layers", __doc__)
     add = parser.add_argument
     add("--model", default="gemma-4-31b", help="named configuration; default: gemma-4-31b")
-    add("--layers", type=int, default=6, help="layers to keep, from the front; default: 6")
-    add("--batch", type=int, default=16, help="sequences; default: 16")
-    add("--context", type=int, default=8192, help="prompt tokens of each; default: 8192")
-    add("--chunk", type=int, default=8192, help="new tokens a step at most; default: 8192")
-    add("--steps", type=int, default=20, help="decode steps at least; default: 20")
-    add("--check-length", type=int, default=1600, help="prompt tokens of the check; default: 1600")
-    add("--cache-gib", type=float, default=12.0, help="size of the page pool; default: 12")
+    add("--layers", type=integer(), default=6, help="layers to keep, from the front; default: 6")
+    add("--batch", type=integer(most=4096), default=16, help="sequences; default: 16")
+    add("--context", type=integer(), default=8192, help="prompt tokens of each; default: 8192")
+    add("--chunk", type=integer(), default=8192, help="new tokens a step at most; default: 8192")
+    add("--steps", type=integer(most=10**6), default=20, help="decode steps at least; default: 20")
+    add(
+        "--check-length",
+        type=integer(),
+        default=1600,
+        help="prompt tokens of the check; default: 1600",
+    )
+    add(
+        "--cache-gib",
+        type=number(above=True),
+        default=12.0,
+        help="size of the page pool; default: 12",
+    )
     add("--device", help="torch device; default: cuda where there is one, else cpu")
-    add("--json", metavar="FILE", help="write all numbers")
+    add("--json", type=output_file, metavar="FILE", help="write all numbers")
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -11,11 +11,13 @@ none of this is paid.
 
 from __future__ import annotations
 
-import argparse
+if __name__ == "__main__":
+    from quire.models.command import run
+
+    run("quire.bench.overhead")
+
 import json
-import sys
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from time import thread_time
 from unittest import mock
 
@@ -45,6 +47,7 @@ from quire.kernels.mla import (
     page_bytes,
     write_latent,
 )
+from quire.models.command import Parser, integer, output_file, program
 
 BATCH, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, CONTEXT = 16, 32, 8, 128, 16, 1024
 LATENT, ROPE = 512, 64
@@ -198,25 +201,24 @@ def _seconds(call: Callable[[], object], repeats: int) -> float:
     return (thread_time() - start) / repeats
 
 
-def main(argv: list[str] | None = None) -> int:
+@program
+def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.overhead",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--repeats", type=int, default=200, help="calls of a round")
-    parser.add_argument("--json", metavar="FILE", help="write the rows as a list of objects")
-    args = parser.parse_args(argv)
+    args = _parser().parse_args(argv)
     rows = measure(args.rounds, args.repeats)
     lines = [("wrapper", "first us", "again us")]
     lines += [(str(r["wrapper"]), f"{r['first_us']:.1f}", f"{r['again_us']:.1f}") for r in rows]
     print("\n".join(aligned(lines)))
     if args.json:
-        Path(args.json).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        args.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     return 0
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def _parser() -> Parser:
+    parser = Parser("bench.overhead", __doc__)
+    parser.add_argument("--rounds", type=integer(most=10**5), default=15)
+    parser.add_argument("--repeats", type=integer(most=10**6), default=200, help="calls of a round")
+    parser.add_argument(
+        "--json", type=output_file, metavar="FILE", help="write the rows as a list of objects"
+    )
+    return parser

@@ -6,12 +6,17 @@ from pathlib import Path
 from typing import Any
 
 
-def require_matplotlib() -> None:
-    """Raises ImportError naming the extra when matplotlib is missing; called before the work starts."""
+def require_matplotlib(path: str | Path) -> None:
+    """Called before the work starts: raises ImportError naming the extra when matplotlib is missing, ValueError for a file of a format that it
+    cannot write.
+    """
     try:
-        import matplotlib  # noqa: F401
+        from matplotlib.backend_bases import FigureCanvasBase
     except ImportError as error:
         raise ImportError("--plot needs matplotlib (pip install 'quire[plot]')") from error
+    formats, suffix = FigureCanvasBase.get_supported_filetypes(), Path(path).suffix
+    if suffix and suffix[1:].lower() not in formats:
+        raise ValueError(f"plot: expected one of {sorted(formats)}, got {suffix!r}")
 
 
 def save_plot(result: dict[str, Any], path: str | Path) -> None:
@@ -21,7 +26,7 @@ def save_plot(result: dict[str, Any], path: str | Path) -> None:
 
     Raises: ImportError as `require_matplotlib`; OSError, ValueError when the file cannot be written.
     """
-    require_matplotlib()
+    require_matplotlib(path)
     from matplotlib.figure import Figure
     from matplotlib.ticker import PercentFormatter
 

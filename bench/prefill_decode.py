@@ -28,13 +28,17 @@ right is a matter of how its weights were drawn (`bench.build`), not of a traine
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from quire.models.command import run
+
+    run("quire.bench.prefill_decode")
+
 import argparse
 import gc
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,10 +50,12 @@ from quire.bench.machine import describe_machine
 from quire.bench.plot import require_matplotlib, save_plot
 from quire.bench.report import comparison, metrics, report, speculation
 from quire.bench.text import header, split_table, table
-from quire.bench.traces import trace_workload
+from quire.bench.traces import read_trace, trace_workload
 from quire.bench.verify import Check, check_outputs, sample
 from quire.bench.workload import Workload, chat_workload
-from quire.models.llm import DRAFTERS, find_device
+from quire.models.command import Parser, input_file, integer, number, output_file, program, threads
+from quire.models.device import find_device
+from quire.models.llm import DRAFTERS
 from quire.models.memory import KV_CACHE_DTYPES, weight_bytes
 from quire.models.runner import Engine, EngineConfig
 from quire.models.speculative import Drafter
@@ -72,20 +78,19 @@ class Measured:
     describe: str
 
 
-def main(argv: list[str] | None = None) -> int:
+@program
+def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark; returns the exit status."""
     args = _parser().parse_args(argv)
-    threads = torch.get_num_threads()
+    before = torch.get_num_threads()
     try:
-        for name in ("threads", "split", "check", "draft_tokens"):
-            value = getattr(args, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}: expected >= 1, got {value}")
         if args.draft_tokens is not None and not args.speculate:
             raise ValueError("draft_tokens: expected --speculate with it, got none")
         torch.set_num_threads(args.threads)
         if args.plot:
-            require_matplotlib()
+            require_matplotlib(args.plot)
+        if args.trace:  # what is wrong with it is said before a model is built
+            read_trace(args.trace, limit=args.limit)
         device = find_device(args.device)
         dtype = getattr(torch, args.dtype) if args.dtype else None
         name = args.model or ("gemma-3-4b" if device.type == "cuda" else "gemma4-small")
@@ -107,17 +112,14 @@ def main(argv: list[str] | None = None) -> int:
         if args.split:
             print("", split_table(result), sep="\n")
         if args.json:
-            Path(args.json).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+            args.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
         if args.plot:
             save_plot(result, args.plot)
     except WrongOutput as error:
         print(f"refusing to report: {error}", file=sys.stderr)
         return 1
-    except (ValueError, NotImplementedError, ImportError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     finally:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(before)
     return 0
 
 
@@ -276,12 +278,8 @@ def _retention(text: str) -> str | int:
     return int(text) if text.isdecimal() else text
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.prefill_decode",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def _parser() -> Parser:
+    parser = Parser("bench.prefill_decode", __doc__)
     add = parser.add_argument
     add(
         "--model",
@@ -290,11 +288,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     add(
         "--trace",
+        type=input_file,
         metavar="FILE",
         help="Mooncake JSONL, also .xz, instead of chats; timestamps give the order only",
     )
-    add("--limit", type=int, metavar="N", help="requests of the trace, or sessions, at most")
-    add("--scale", type=float, default=1.0, metavar="F", help="factor of all lengths; default: 1")
+    add("--limit", type=integer(), metavar="N", help="requests of the trace, or sessions, at most")
+    add(
+        "--scale",
+        type=number(above=True),
+        default=1.0,
+        metavar="F",
+        help="factor of all lengths; default: 1",
+    )
     add("--device", help="torch device; default: cuda where there is one, else cpu")
     add(
         "--dtype",
@@ -316,32 +321,39 @@ def _parser() -> argparse.ArgumentParser:
         help="which boundaries stay resumable: auto (default), latest, dense, or an interval in tokens",
     )
     # One: the products of a small model gain little from more, and threads that wait for a busy core cost much more than that.
-    add("--threads", type=int, default=1, metavar="N", help="CPU threads of torch; default: 1")
-    add("--num-pages", type=int, metavar="N", help="pool size; default: what memory allows")
-    add("--max-num-seqs", type=int, metavar="N", help="requests at once; default: 4, on a GPU 16")
+    add("--threads", type=threads, default=1, metavar="N", help="CPU threads of torch; default: 1")
+    add("--num-pages", type=integer(), metavar="N", help="pool size; default: what memory allows")
+    add(
+        "--max-num-seqs",
+        type=integer(),
+        metavar="N",
+        help="requests at once; default: 4, on a GPU 16",
+    )
     add(
         "--max-num-batched-tokens",
-        type=int,
+        type=integer(),
         metavar="N",
         help="new tokens a step; default: 512, on a GPU 8192",
     )
     add("--speculate", choices=sorted(DRAFTERS), help="what drafts tokens; default: nothing")
-    add("--draft-tokens", type=int, metavar="K", help="drafts a step; default: 1")
-    add("--check", type=int, default=8, metavar="N", help="requests to check; default: 8")
+    add("--draft-tokens", type=integer(), metavar="K", help="drafts a step; default: 1")
+    add("--check", type=integer(), default=8, metavar="N", help="requests to check; default: 8")
     add("--no-baseline", action="store_true", help="skip the run with caching off")
     add(
         "--split",
-        type=int,
+        type=integer(most=1000),
         nargs="?",
         const=3,  # what hits a step in one run is left out
         metavar="N",
         help="print what each part of a step takes of the CPU: medians of N runs of each step; default: 3",
     )
-    add("--json", metavar="FILE", help="write all numbers")
-    add("--plot", metavar="FILE", help="write a picture (extra: plot)")
-    add("--seed", type=int, default=0, metavar="N", help="of weights, lengths and tokens")
+    add("--json", type=output_file, metavar="FILE", help="write all numbers")
+    add("--plot", type=output_file, metavar="FILE", help="write a picture (extra: plot)")
+    add(
+        "--seed",
+        type=integer(0, 2**63 - 1),
+        default=0,
+        metavar="N",
+        help="of weights, lengths and tokens",
+    )
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

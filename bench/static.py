@@ -30,13 +30,15 @@ one K/V tile, of the first loop over tiles: without masks in prefill, with masks
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from quire.models.command import run
+
+    run("quire.bench.static")
+
 import argparse
-import concurrent.futures
 import itertools
 import json
-import multiprocessing
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -50,6 +52,8 @@ from quire.bench.static_cases import (
     SAMPLE_ARCHS,
     all_cases,
 )
+from quire.bench.workers import Workers
+from quire.models.command import Parser, integer, output_file, program
 
 # Of an SM: shared memory, threads and programs it can hold (CUDA programming guide, compute capabilities table).
 SM_SHARED = {80: 164 << 10, 86: 100 << 10, 89: 100 << 10, 90: 228 << 10, 100: 228 << 10, 120: 100 << 10}  # fmt: skip
@@ -230,6 +234,8 @@ def attempt(name: str, arch: int, index: int) -> dict[str, Any] | str:
     """``measure``, or what to say of a kernel that does not compile."""
     try:
         return measure(name, arch, index)
+    except OSError:  # a full disk says nothing of the kernel
+        raise
     except Exception as error:
         return f"{name} sm_{arch}: does not compile: {type(error).__name__}: {error}"
 
@@ -361,56 +367,48 @@ def write_baseline(rows: list[dict[str, Any]], path: Path) -> None:
 
 def read(path: str | Path) -> list[dict[str, Any]]:
     """The rows that ``write`` or ``write_baseline`` has written."""
-    found = json.loads(Path(path).read_text(encoding="utf-8"))
-    if isinstance(found, list):
-        return found
-    return [dict(zip(found["columns"], row, strict=True)) for row in found["rows"]]
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        if isinstance(found, dict):
+            found = [dict(zip(found["columns"], row, strict=True)) for row in found["rows"]]
+        _ = {(row["case"], row["kernel"], row["arch"]) for row in found}
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"baseline: expected rows of this program in {str(path)!r}, got {error!r}"
+        ) from error
+    return found
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.static",
-        description=__doc__.split("\n")[0],
-        epilog="By default: every tile shape for sm_90, and a sample with each kernel for sm_80 and sm_100.",
-    )
-    parser.add_argument("--json", metavar="FILE", help="also write the rows as a JSON list")
-    chosen = parser.add_mutually_exclusive_group()
-    chosen.add_argument(
-        "--all", action="store_true", help=f"every case for sm_{', '.join(map(str, ALL_ARCHS))}"
-    )
-    chosen.add_argument(
-        "--arch", type=int, nargs="+", choices=ARCHS + MORE_ARCHS, help="every case for these"
-    )
-    parser.add_argument("--jobs", type=int, default=os.cpu_count())
-    parser.add_argument("--only", default="", help="compile only cases whose name contains this")
-    parser.add_argument("--baseline", type=Path, metavar="FILE", help="rows to show the differences from; default: those of this Triton")  # fmt: skip
-    parser.add_argument("--update", action="store_true", help="make this run the baseline's rows of its architectures")  # fmt: skip
-    options = parser.parse_args(argv)
+    options = _parser().parse_args(argv)
     if options.update and (options.only or not (options.arch or options.all)):
-        parser.error("--update: expected --all or --arch without --only")
+        raise ValueError("update: expected --all or --arch without --only")
+    if options.update and options.baseline:
+        output_file(str(options.baseline))
     return options
 
 
-def main(argv: list[str] | None = None) -> int:
+@program
+def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; the exit status."""
     options = parse(argv)
     import triton
 
+    baseline = options.baseline or RESULTS / f"{triton.__version__}.json"
+    before = read(baseline) if baseline.exists() else None
     if options.all or options.arch:
         work = distinct(options.arch or ALL_ARCHS, options.only)
     else:
         work = distinct((), options.only, samples=SAMPLE_ARCHS, tiles=(DEFAULT_ARCH,))
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(options.jobs, mp_context=context) as pool:
+    with Workers(options.jobs) as pool:
         results = list(pool.map(attempt, *zip(*work, strict=True))) if work else []
     rows = [row for row in results if isinstance(row, dict)]
     seconds = sum(row["seconds"] for row in rows)
     print(f"triton {triton.__version__}; {len(rows)} kernels, {seconds:.0f} s of processor time")
     print(table(rows))
-    baseline = options.baseline or RESULTS / f"{triton.__version__}.json"
-    if baseline.exists():
-        changes = differences(rows, read(baseline))
+    if before is not None:
+        changes = differences(rows, before)
         print(f"{len(changes)} differences from {baseline}")
         print(*changes, sep="\n", end="\n" if changes else "")
     if options.json:
@@ -428,5 +426,24 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if failures else 0
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def _parser() -> Parser:
+    parser = Parser(
+        "bench.static",
+        __doc__.split("\n")[0],
+        epilog="By default: every tile shape for sm_90, and a sample with each kernel for sm_80 and sm_100.",
+    )
+    parser.add_argument(
+        "--json", type=output_file, metavar="FILE", help="also write the rows as a JSON list"
+    )
+    chosen = parser.add_mutually_exclusive_group()
+    chosen.add_argument(
+        "--all", action="store_true", help=f"every case for sm_{', '.join(map(str, ALL_ARCHS))}"
+    )
+    chosen.add_argument(
+        "--arch", type=integer(), nargs="+", choices=ARCHS + MORE_ARCHS, help="every case for these"
+    )
+    parser.add_argument("--jobs", type=integer(most=1024), default=os.cpu_count())
+    parser.add_argument("--only", default="", help="compile only cases whose name contains this")
+    parser.add_argument("--baseline", type=Path, metavar="FILE", help="rows to show the differences from; default: those of this Triton")  # fmt: skip
+    parser.add_argument("--update", action="store_true", help="make this run the baseline's rows of its architectures")  # fmt: skip
+    return parser

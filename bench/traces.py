@@ -14,6 +14,7 @@ import hashlib
 import json
 import lzma
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -46,13 +47,12 @@ def read_trace(path: str | Path, *, limit: int | None = None) -> list[TraceReque
 
     path: JSONL, compressed when the name ends in ``.xz``.
 
-    Raises: ValueError naming file, line number and what is wrong with it; also for a file without requests.
-        OSError, lzma.LZMAError when the file cannot be read.
+    Raises: ValueError naming file, line number and what is wrong with it; also for a file without requests, or that cannot be read.
     """
     check_size(limit, 1.0)
     path = Path(path)
     requests = []
-    with _open(path) as lines:
+    with open_trace(path) as lines:
         for number, line in _numbered(lines):
             if len(requests) == limit:
                 break
@@ -111,8 +111,29 @@ def trace_workload(
     return Workload(title, "fifth of the trace", tuple(sessions))
 
 
-def _open(path: Path) -> IO[bytes]:
-    return lzma.open(path) if path.suffix == ".xz" else path.open("rb")
+@contextmanager
+def open_trace(path: Path) -> Iterator[IO[bytes]]:
+    """A file to read, decompressed when its name ends in ``.xz``.
+
+    Raises: ValueError naming a file that is missing, damaged or cut off, when it is opened or while it is read.
+    """
+    try:
+        with lzma.open(path) if path.suffix == ".xz" else path.open("rb") as lines:
+            yield lines
+    except (OSError, EOFError, lzma.LZMAError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"trace: cannot read {str(path)!r}: {reason}") from error
+
+
+def parse_object(text: bytes, where: str) -> dict[str, Any]:
+    """The JSON object that ``text`` is. Raises ValueError, naming ``where``, if it is none."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"trace: {where}: expected a JSON object, got {text[:60]!r}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"trace: {where}: expected a JSON object, got {text[:60]!r}")
+    return value
 
 
 def _numbered(lines: IO[bytes]) -> Iterator[tuple[int, bytes]]:
@@ -121,12 +142,7 @@ def _numbered(lines: IO[bytes]) -> Iterator[tuple[int, bytes]]:
 
 
 def _parse(line: bytes, where: str) -> TraceRequest:
-    try:
-        record: Any = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"trace: {where}: expected a JSON object, got {line[:60]!r}") from error
-    if not isinstance(record, dict):
-        raise ValueError(f"trace: {where}: expected a JSON object, got {line[:60]!r}")
+    record = parse_object(line, where)
     if missing := [field for field in FIELDS if field not in record]:
         raise ValueError(f"trace: {where}: missing fields {missing}, got {sorted(record)}")
     for field, least in (("timestamp", 0), ("input_length", 1), ("output_length", 1)):

@@ -21,13 +21,16 @@ A table holds one entry for all architectures of a class (`tile_class`); ``--wri
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from quire.models.command import run
+
+    run("quire.bench.tune")
+
 import argparse
 import concurrent.futures
 import json
 import math
-import multiprocessing
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -41,7 +44,9 @@ from quire.bench.machine import describe_machine
 from quire.bench.text import aligned
 from quire.bench.timing import time_calls
 from quire.bench.tune_cells import Case, Cell, cells, rewritten, tiny_cases, tuned_cases
+from quire.bench.workers import Workers
 from quire.kernels import paged
+from quire.models.command import Parser, integer, number, output_file, program
 
 # A new entry has to be faster than the old one by this much.
 GAIN = 0.02
@@ -59,12 +64,6 @@ def compiled(cell: Cell, config: Any, arch: int) -> str | None:
         if found := static.problems(row):
             return "; ".join(found)
     return None
-
-
-def compilers(jobs: int) -> concurrent.futures.Executor:
-    """Processes for `compile_all`."""
-    context = multiprocessing.get_context("spawn")
-    return concurrent.futures.ProcessPoolExecutor(jobs, mp_context=context)
 
 
 def compile_all(
@@ -121,6 +120,8 @@ def measure(
                     if row["wrong"] is None:
                         timing = time_calls(calls, device, seconds=seconds)
                         row["ms"][case.name] = 1e3 * timing.p50
+                except OSError:  # a full disk says nothing of the shape
+                    raise
                 except Exception as error:  # a launch that the device refuses
                     row["wrong"] = f"{type(error).__name__}: {error}".split("\n")[0][:200]
     for row in rows:
@@ -148,7 +149,7 @@ def write(chosen: dict[Cell, Any], arch: int, folder: Path | None) -> None:
 
 
 def run(args: argparse.Namespace, pool: concurrent.futures.Executor) -> int:
-    """Tunes cell by cell; the exit status. pool: `compilers`."""
+    """Tunes cell by cell; the exit status. pool: for `compile_all`."""
     device = torch.device("cpu" if args.dry_run else "cuda")
     arch = paged.INTERPRETER_ARCH
     if not args.dry_run:
@@ -157,8 +158,7 @@ def run(args: argparse.Namespace, pool: concurrent.futures.Executor) -> int:
     work = cells(tiny_cases() if args.dry_run else tuned_cases(), arch)
     work = {cell: cases for cell, cases in work.items() if args.only in cell.name}
     if not work:
-        print(f"only: expected part of a cell's name, got {args.only!r}", file=sys.stderr)
-        return 2
+        raise ValueError(f"only: expected part of a cell's name, got {args.only!r}")
     result: dict[str, Any] = {"machine": describe_machine(device), "rows": [], "refused": [], "not_run": []}  # fmt: skip
     chosen: dict[Cell, Any] = {}
     start = perf_counter()
@@ -214,30 +214,26 @@ def table(cell: Cell, rows: list[dict[str, Any]], taken: dict[str, Any]) -> str:
     return "\n".join(aligned(lines))
 
 
-def main(argv: list[str] | None = None) -> int:
+@program
+def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.tune",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = parser.add_argument
-    add("--only", default="", metavar="TEXT", help="cells whose name contains this")
-    add("--seconds", type=float, metavar="S", help="time to end in, about")
-    add("--per-call", type=float, default=0.1, metavar="S", help="timing of one tile shape on one case")  # fmt: skip
-    add("--jobs", type=int, default=os.cpu_count(), help="processes that compile")
-    add("--json", metavar="FILE", help="write all numbers, after each cell")
-    add("--write", nargs="?", const="", metavar="DIR", help="write the tables: in place, or copies into DIR")  # fmt: skip
-    add("--dry-run", action="store_true", help="on a CPU: that everything runs; times mean nothing")
-    args = parser.parse_args(argv)
+    args = _parser().parse_args(argv)
     if not args.dry_run and not torch.cuda.is_available():
-        print("error: no GPU; --dry-run needs none", file=sys.stderr)
-        return 2
+        raise ValueError("device: expected a GPU, got none; --dry-run needs none")
     if args.dry_run and args.write is not None:
-        parser.error("--write: expected a run on a GPU, got --dry-run")
-    with compilers(args.jobs) as pool:
+        raise ValueError("write: expected a run on a GPU, got --dry-run")
+    with Workers(args.jobs) as pool:
         return run(args, pool)
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def _parser() -> Parser:
+    parser = Parser("bench.tune", __doc__)
+    add = parser.add_argument
+    add("--only", default="", metavar="TEXT", help="cells whose name contains this")
+    add("--seconds", type=number(), metavar="S", help="time to end in, about")
+    add("--per-call", type=number(), default=0.1, metavar="S", help="timing of one tile shape on one case")  # fmt: skip
+    add("--jobs", type=integer(most=1024), default=os.cpu_count(), help="processes that compile")
+    add("--json", type=output_file, metavar="FILE", help="write all numbers, after each cell")
+    add("--write", nargs="?", const="", metavar="DIR", help="write the tables: in place, or copies into DIR")  # fmt: skip
+    add("--dry-run", action="store_true", help="on a CPU: that everything runs; times mean nothing")
+    return parser

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,8 +123,8 @@ def check_size(limit: int | None, scale: float) -> None:
     """Raises ValueError unless limit is None or >= 1, and scale > 0."""
     if limit is not None and limit < 1:
         raise ValueError(f"limit: expected >= 1, got {limit}")
-    if not scale > 0:
-        raise ValueError(f"scale: expected > 0, got {scale}")
+    if not 0 < scale < math.inf:
+        raise ValueError(f"scale: expected a finite number > 0, got {scale}")
 
 
 def _source(module: str) -> str:

@@ -14,8 +14,12 @@ Exit status: 0; 2 for what cannot be done, with the reason on stderr; 130 after 
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from quire.models.command import run
+
+    run("quire.models.generate")
+
 import argparse
-import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -26,20 +30,20 @@ import torch
 from torch import nn
 
 from quire.models.chat import ChatTemplate
+from quire.models.command import Parser, integer, number, program, threads
 from quire.models.llm import DRAFTERS, LLM
 from quire.models.memory import KV_CACHE_DTYPES
-from quire.models.request import SamplingParams
+from quire.models.request import MAX_SAMPLES, SamplingParams
 from quire.models.runner import EngineConfig
 from quire.models.speculative import Drafter
 from quire.models.weights import DTYPES
 
-INTERRUPTED, UNREAD = 130, 141  # as a shell reports SIGINT and SIGPIPE
 
-
+@program
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit status."""
     args = _parser().parse_args(argv)
-    threads = torch.get_num_threads()
+    before = torch.get_num_threads()
     try:
         _check(args)
         torch.set_num_threads(args.threads)
@@ -64,18 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             if args.stats:
                 print(stats(llm), file=sys.stderr)
         return status
-    except KeyboardInterrupt:
-        print(file=sys.stderr)
-        return INTERRUPTED
-    except BrokenPipeError:
-        # Else Python complains once more when it closes the stream at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return UNREAD
-    except (ValueError, NotImplementedError, ImportError, OSError, torch.OutOfMemoryError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     finally:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(before)
 
 
 def sampling(params: SamplingParams) -> str:
@@ -192,8 +186,6 @@ def _utf8(name: str, read: Callable[[], str]) -> str:
 def _check(args: argparse.Namespace) -> None:
     """Raises ValueError for options that are out of range, or would change nothing."""
     for name, ok, expected, got in (
-        ("threads", args.threads >= 1, ">= 1", args.threads),
-        ("speculate", args.speculate >= 0, ">= 0", args.speculate),
         ("drafter", args.drafter is None or args.speculate, "--speculate K with it", "none"),
         ("system", args.system is None or args.chat, "--chat with it", "none"),
         ("n", args.n == 1 or not args.chat, "1 in a chat", args.n),
@@ -232,12 +224,8 @@ def _settings(args: argparse.Namespace) -> EngineConfig:
     )
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m models.generate",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def _parser() -> Parser:
+    parser = Parser("models.generate", __doc__)
     add = parser.add_argument
     add("--model", required=True, metavar="DIR|NAME", help="Hugging Face directory, or a named configuration with random weights")  # fmt: skip
     what = parser.add_mutually_exclusive_group()
@@ -245,33 +233,53 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--file", metavar="FILE", help="a prompt from a file")
     what.add_argument("--chat", action="store_true", help="a conversation, one line a message")
     add("--system", metavar="TEXT", help="of a chat: its system message")
-    add("--max-tokens", type=int, default=256, metavar="N", help="tokens to generate at most; default: 256")  # fmt: skip
+    add("--max-tokens", type=integer(), default=256, metavar="N", help="tokens to generate at most; default: 256")  # fmt: skip
     own = "default: of DIR's generation_config.json, else"
-    add("--temperature", type=float, metavar="T", help=f"{own} 0, greedy")
-    add("--top-k", type=int, metavar="K", help=f"only the K likeliest tokens; {own} 0, all")
-    add("--top-p", type=float, metavar="P", help=f"only the likeliest tokens of this mass; {own} 1")
-    add("--min-p", type=float, metavar="P", help=f"only tokens with this share of the likeliest one's; {own} 0")  # fmt: skip
-    add("--repetition-penalty", type=float, metavar="F", help=f"{own} 1, none")
-    add("--seed", type=int, metavar="N", help="of the draws; default: the same every time")
+    add("--temperature", type=number(), metavar="T", help=f"{own} 0, greedy")
+    add("--top-k", type=integer(0), metavar="K", help=f"only the K likeliest tokens; {own} 0, all")
+    add(
+        "--top-p",
+        type=number(above=True),
+        metavar="P",
+        help=f"only the likeliest tokens of this mass; {own} 1",
+    )
+    add("--min-p", type=number(), metavar="P", help=f"only tokens with this share of the likeliest one's; {own} 0")  # fmt: skip
+    add("--repetition-penalty", type=number(above=True), metavar="F", help=f"{own} 1, none")
+    add(
+        "--seed",
+        type=integer(-(2**63), 2**63 - 1),
+        metavar="N",
+        help="of the draws; default: the same every time",
+    )
     add("--stop", action="append", default=[], metavar="TEXT", help="ends the answer; may be repeated")  # fmt: skip
     add("--ignore-eos", action="store_true", help="the model's own stop ids do not end the answer")
-    add("--n", type=int, default=1, metavar="N", help="samples of each prompt; default: 1")
-    add("--speculate", type=int, default=0, metavar="K", help="K draft tokens a step; default: 0, none")  # fmt: skip
+    add(
+        "--n",
+        type=integer(most=MAX_SAMPLES),
+        default=1,
+        metavar="N",
+        help="samples of each prompt; default: 1",
+    )
+    add("--speculate", type=integer(0), default=0, metavar="K", help="K draft tokens a step; default: 0, none")  # fmt: skip
     add("--drafter", choices=sorted(DRAFTERS), help="what drafts: ngram (default) = earlier text, mtp = the model's own drafter layers")  # fmt: skip
     add("--stats", action="store_true", help="memory plan, speed and where the time went, on stderr")  # fmt: skip
-    add("--memory-fraction", type=float, metavar="F", help="of the free memory for pages; default: 0.9 on a GPU, 256 MiB on a CPU")  # fmt: skip
-    add("--num-pages", type=int, metavar="N", help="pages of the pool, instead")
-    add("--max-model-len", type=int, metavar="N", help="longest sequence; default: what model and pool allow")  # fmt: skip
-    add("--max-num-seqs", type=int, default=16, metavar="N", help="requests at once; default: 16")
+    add("--memory-fraction", type=number(above=True), metavar="F", help="of the free memory for pages; default: 0.9 on a GPU, 256 MiB on a CPU")  # fmt: skip
+    add("--num-pages", type=integer(), metavar="N", help="pages of the pool, instead")
+    add("--max-model-len", type=integer(), metavar="N", help="longest sequence; default: what model and pool allow")  # fmt: skip
+    add(
+        "--max-num-seqs",
+        type=integer(),
+        default=16,
+        metavar="N",
+        help="requests at once; default: 16",
+    )
     add("--device", help="torch device; default: cuda where there is one, else cpu")
     add("--dtype", choices=tuple(DTYPES), help="default: the checkpoint's; random: bfloat16 on a GPU, float32 on a CPU")  # fmt: skip
     add("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto",
         help="what pages hold: auto (default) = the model's dtype; fp8 = e4m3 with a scale for each row; fp8_per_tensor = with one for each layer's keys and one for its values")  # fmt: skip
     add("--impl", choices=("triton", "torch"), help="kernels; default: triton on a GPU, else torch")
-    add("--model-seed", type=int, default=0, metavar="N", help="of random weights")
-    add("--threads", type=int, default=torch.get_num_threads(), metavar="N", help="CPU threads of torch; default: torch's own")  # fmt: skip
+    add(
+        "--model-seed", type=integer(0, 2**63 - 1), default=0, metavar="N", help="of random weights"
+    )
+    add("--threads", type=threads, default=torch.get_num_threads(), metavar="N", help="CPU threads of torch; default: torch's own")  # fmt: skip
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

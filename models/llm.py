@@ -18,6 +18,7 @@ from quire.models.chat import PLAIN, ChatTemplate
 from quire.models.checkpoint import read_generation_config
 from quire.models.configs import named_configs
 from quire.models.deepseek_v4.draft import MTPDrafter
+from quire.models.device import find_device
 from quire.models.interrupts import interrupts_wait
 from quire.models.memory import free_memory, weight_bytes
 from quire.models.request import OutputDelta, RequestOutput, SamplingParams
@@ -233,21 +234,6 @@ class LLM:
             return output
         ids = output.token_ids[:-1] if output.finish_reason == "stop" else output.token_ids
         return replace(output, text=self.tokenizer.decode(ids))
-
-
-def find_device(device: torch.device | str | None = None) -> torch.device:
-    """The device of that name; None = the GPU if there is one, else the CPU. Raises ValueError for one that cannot be used here."""
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        found = torch.device(device)
-        torch.empty(0, device=found)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).partition("\n")[0]
-        raise ValueError(
-            f"device: expected one of this machine's, got {str(device)!r}: {reason}"
-        ) from error
-    return found
 
 
 def default_params(directory: Path | None) -> SamplingParams:

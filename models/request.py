@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from quire.models.tokenizer import TextStream
 
 MAX_TOP_LOGPROBS = 64
+MAX_SAMPLES = 16384
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class SamplingParams:
             ("min_p", self.min_p, Real, lambda x: 0 <= x <= 1, "a number in [0, 1]"),
             ("repetition_penalty", self.repetition_penalty, Real, lambda x: 0 < x < math.inf, "a finite number > 0"),
             ("seed", self.seed, Integral | None, lambda x: True, "None or an int"),
-            ("n", self.n, Integral, lambda x: x >= 1, "an int >= 1"),
+            ("n", self.n, Integral, lambda x: 1 <= x <= MAX_SAMPLES, f"an int in 1..{MAX_SAMPLES}"),
             ("logprobs", self.logprobs, Integral | None, lambda x: x is None or 0 <= x <= MAX_TOP_LOGPROBS, f"None or 0..{MAX_TOP_LOGPROBS}"),
         ):  # fmt: skip
             if isinstance(value, bool) or not isinstance(value, kind) or not ok(value):

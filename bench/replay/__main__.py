@@ -9,15 +9,22 @@ Requests go through the allocator on a simulated clock; nothing touches a device
 
 from __future__ import annotations
 
-import argparse
-import ast
+if __name__ == "__main__":
+    from quire.models.command import run
+
+    run("quire.bench.replay.__main__")
+
 import inspect
+import itertools
 import json
-from pathlib import Path
+from collections.abc import Sequence
 
 from quire.bench.plot import require_matplotlib
+from quire.bench.workload import check_size
+from quire.kvcore.retention import parse_retention
+from quire.models.command import Parser, integer, number, output_file, program
 
-from .experiment import EVICTIONS, Row, run_grid
+from .experiment import EVICTIONS, Row, empty_cache, pool_pages, run_grid
 from .generators import GENERATORS
 from .loaders import LOADERS
 from .plot import save_plot
@@ -37,6 +44,7 @@ def make_workload(text: str, limit: int | None, seed: int) -> Workload:
 
     Raises: ValueError naming what is known.
     """
+    check_size(limit, 1.0)
     name, _, rest = text.partition(":")
     if name in LOADERS:
         if not rest:
@@ -46,12 +54,17 @@ def make_workload(text: str, limit: int | None, seed: int) -> Workload:
         raise ValueError(f"workload: expected one of {[*LOADERS, *GENERATORS]}, got {name!r}")
     make = GENERATORS[name]
     known = inspect.signature(make).parameters
-    options = {"seed": seed} if "seed" in known else {}
+    options: dict[str, float] = {"seed": seed} if "seed" in known else {}
     for part in filter(None, rest.split(",")):
         key, _, value = part.partition("=")
         if key not in known:
             raise ValueError(f"workload: {name} has {list(known)}, got {key!r}")
-        options[key] = ast.literal_eval(value)
+        kind = type(known[key].default)
+        parse = number() if kind is float else integer(0 if key == "seed" else 1)
+        try:
+            options[key] = parse(value)
+        except ValueError as error:
+            raise ValueError(f"workload: {name}: {key}: {error}") from error
     return Workload(text, make(**options)[:limit])
 
 
@@ -72,61 +85,57 @@ def table(rows: list[Row]) -> str:
     )
 
 
-def main(argv: list[str] | None = None) -> list[Row]:
-    """Replay, print the tables, and write what is asked for."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.replay", description=__doc__.split("\n", 1)[0]
-    )
-    parser.add_argument("--workload", nargs="+", default=["round-robin"], help=f"FORMAT:PATH ({', '.join(LOADERS)}) or a generator ({', '.join(GENERATORS)}), with :name=value,... for its arguments")  # fmt: skip
-    parser.add_argument(
-        "--preset", nargs="+", default=["gemma-4-31b"], choices=list(PRESETS), help="model"
-    )
-    parser.add_argument("--pool", nargs="+", default=["25%", "50%", "100%"], help="e.g. 64GiB, 10%% of the dense working set, 20requests, 5000pages")  # fmt: skip
-    parser.add_argument("--retention", nargs="+", default=["auto"], help="auto, latest, dense, or an interval in tokens; default: auto")  # fmt: skip
-    parser.add_argument(
-        "--eviction", nargs="+", default=["lru", "adaptive"], choices=list(EVICTIONS)
-    )
-    parser.add_argument("--limit", type=int, help="requests at most")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--prefill-rate", type=float, default=Timing.prefill_rate, help="prompt tokens a second")  # fmt: skip
-    parser.add_argument("--decode-rate", type=float, default=Timing.decode_rate, help="answer tokens a second, each request")  # fmt: skip
-    parser.add_argument("--chunk", type=int, default=Timing.chunk, help="tokens of a prefill chunk")
-    parser.add_argument("--max-requests", type=int, default=Timing.max_requests, help="at once; 1 = one after another")  # fmt: skip
-    parser.add_argument("--json", metavar="FILE", help="write the rows as a list of objects")
-    parser.add_argument("--plot", metavar="FILE", help="write a picture (.svg, .png)")
-    parser.add_argument("--quiet", action="store_true", help="no progress bar")
-    args = parser.parse_args(argv)
+def retention(text: str) -> str | int:
+    """The type of an option: a retention by name, or an interval in tokens."""
+    return int(text) if text.isdecimal() else text
+
+
+@program
+def main(argv: Sequence[str] | None = None) -> int:
+    """Replays, prints the tables, and writes what is asked for; returns the exit status."""
+    args = _parser().parse_args(argv)
     if args.plot:
-        require_matplotlib()
+        require_matplotlib(args.plot)
     timing = Timing(args.prefill_rate, args.decode_rate, args.chunk, args.max_requests)
-    retentions = [int(r) if r.isdigit() else r for r in args.retention]
+    # All of them before the first is replayed: what is wrong with one is said at once.
+    workloads = [make_workload(name, args.limit, args.seed) for name in args.workload]
+    for workload, preset in itertools.product(workloads, args.preset):
+        for pool in args.pool:
+            pool_pages(pool, PRESETS[preset], workload)
+        for kept in args.retention:
+            parse_retention(kept, empty_cache(PRESETS[preset], workload).layout)
     rows: list[Row] = []
-    try:
-        for name in args.workload:
-            workload = make_workload(name, args.limit, args.seed)
-            for preset in args.preset:
-                new = run_grid(
-                    workload,
-                    preset,
-                    args.pool,
-                    retentions,
-                    args.eviction,
-                    timing,
-                    progress=not args.quiet,
-                )
-                print(
-                    f"{name} ({len(workload.requests)} requests), {preset}\n{table(new)}\n",
-                    flush=True,
-                )
-                rows += new
-                if args.json:  # so that a later grid that cannot be, or an interrupt, loses nothing
-                    Path(args.json).write_text(json.dumps(rows, indent=1), encoding="utf-8")
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
+    for name, workload in zip(args.workload, workloads, strict=True):
+        for preset in args.preset:
+            new = run_grid(
+                workload, preset, args.pool, args.retention, args.eviction, timing, progress=not args.quiet
+            )  # fmt: skip
+            print(
+                f"{name} ({len(workload.requests)} requests), {preset}\n{table(new)}\n", flush=True
+            )
+            rows += new
+            if args.json:  # so that a later grid that cannot be, or an interrupt, loses nothing
+                args.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
     if args.plot:
         save_plot(rows, args.plot)
-    return rows
+    return 0
 
 
-if __name__ == "__main__":
-    main()
+def _parser() -> Parser:
+    parser = Parser("bench.replay", __doc__)
+    add = parser.add_argument
+    add("--workload", nargs="+", default=["round-robin"], help=f"FORMAT:PATH ({', '.join(LOADERS)}) or a generator ({', '.join(GENERATORS)}), with :name=value,... for its arguments")  # fmt: skip
+    add("--preset", nargs="+", default=["gemma-4-31b"], choices=list(PRESETS), help="model")
+    add("--pool", nargs="+", default=["25%", "50%", "100%"], help="e.g. 64GiB, 10%% of the dense working set, 20requests, 5000pages")  # fmt: skip
+    add("--retention", nargs="+", type=retention, default=["auto"], help="auto, latest, dense, or an interval in tokens; default: auto")  # fmt: skip
+    add("--eviction", nargs="+", default=["lru", "adaptive"], choices=list(EVICTIONS))
+    add("--limit", type=integer(), help="requests at most")
+    add("--seed", type=integer(0, 2**63 - 1), default=0)
+    add("--prefill-rate", type=number(above=True), default=Timing.prefill_rate, help="prompt tokens a second")  # fmt: skip
+    add("--decode-rate", type=number(above=True), default=Timing.decode_rate, help="answer tokens a second, each request")  # fmt: skip
+    add("--chunk", type=integer(), default=Timing.chunk, help="tokens of a prefill chunk")
+    add("--max-requests", type=integer(most=65536), default=Timing.max_requests, help="at once; 1 = one after another")  # fmt: skip
+    add("--json", type=output_file, metavar="FILE", help="write the rows as a list of objects")
+    add("--plot", type=output_file, metavar="FILE", help="write a picture (.svg, .png)")
+    add("--quiet", action="store_true", help="no progress bar")
+    return parser

@@ -39,7 +39,7 @@ def pool_pages(text: str, groups: Sequence[GroupSpec], workload: Workload) -> in
     Raises: ValueError naming the accepted forms.
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)(GiB|%|requests|pages)", text)
-    if found is None or not float(found[1]) > 0:
+    if found is None or not 0 < float(found[1]) < 2**31:
         raise ValueError(f"pool: expected e.g. 64GiB, 10%, 20requests or 5000pages, got {text!r}")
     amount, unit = float(found[1]), found[2]
     cache = empty_cache(groups, workload)

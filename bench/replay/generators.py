@@ -5,13 +5,12 @@ Ids stand for blocks of `BLOCK` tokens. Where a later prompt repeats an answer, 
 
 from __future__ import annotations
 
-from itertools import count
-
 import numpy as np
 
 from .requests import Request
 
 BLOCK = 16
+MAX_BLOCKS = 1 << 24
 MILLION = 1 << 20
 
 
@@ -19,11 +18,19 @@ class _Ids:
     """Fresh ids."""
 
     def __init__(self) -> None:
-        self._next = count()
+        self._next = 0
 
     def __call__(self, tokens: int) -> list[int]:
-        """Ids for `tokens` tokens, rounded up to whole blocks."""
-        return [next(self._next) for _ in range(-(-tokens // BLOCK))]
+        """Ids for `tokens` tokens, rounded up to whole blocks.
+
+        Raises: ValueError when the workload has too many.
+        """
+        first, self._next = self._next, self._next + -(-tokens // BLOCK)
+        if self._next > MAX_BLOCKS:
+            raise ValueError(
+                f"workload: expected at most {MAX_BLOCKS * BLOCK} distinct tokens, got more"
+            )
+        return list(range(first, self._next))
 
 
 def _turn(arrival: float, session: int, prompt: list[int], answer: list[int]) -> Request:

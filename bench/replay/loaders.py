@@ -10,17 +10,17 @@ Files whose names end in ``.xz`` are decompressed. Lengths are in tokens, times 
 
 from __future__ import annotations
 
-import json
-import lzma
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from quire.bench.traces import BLOCK_TOKENS, read_trace
+from quire.bench.traces import BLOCK_TOKENS, open_trace, parse_object, read_trace
+from quire.bench.workload import check_size
 
 from .requests import Numbering, Request
 
 BAILIAN_BLOCK = 16
+MAX_BLOCK = 1 << 16
 
 
 def load_mooncake(path: str | Path, limit: int | None = None) -> list[Request]:
@@ -40,6 +40,7 @@ def load_bailian(path: str | Path, limit: int | None = None) -> list[Request]:
 
     Raises: ValueError naming file, line and what is wrong with it.
     """
+    check_size(limit, 1.0)
     number, sessions = Numbering(BAILIAN_BLOCK), dict[int, int]()
     requests = []
     for where, row in _objects(path):
@@ -63,12 +64,15 @@ def load_weka(path: str | Path, limit: int | None = None) -> list[Request]:
 
     Raises: ValueError naming file, line and what is wrong with it.
     """
+    check_size(limit, 1.0)
     requests: list[Request] = []
     numbers: dict[int, Numbering] = {}
     path = Path(path)
     files = sorted(path.glob("*.json*")) if path.is_dir() else [path]
     for session, (where, trace) in enumerate(pair for file in files for pair in _objects(file)):
         size = _get(trace, "block_size", int, where)
+        if not 1 <= size <= MAX_BLOCK:
+            raise ValueError(f"trace: {where}: block_size: expected 1..{MAX_BLOCK}, got {size}")
         number = numbers.setdefault(size, Numbering(size))
         scope = trace.get("hash_id_scope", "local")
         if scope not in ("local", "global"):
@@ -108,7 +112,7 @@ def _calls(trace: dict[str, Any], where: str) -> Iterator[dict[str, Any]]:
 def _request(
     where: str, arrival: float, session: int, input: int, output: int, ids: list[Any], size: int, scope: str, number: Numbering
 ) -> Request:  # fmt: skip
-    if output < 1:  # 0 would be a look-up
+    if output == 0:  # which would be a look-up
         output = 1
     needed = -(-input // size)
     if len(ids) < needed:
@@ -117,31 +121,21 @@ def _request(
         )
     try:
         return Request(float(arrival), session, input, output, number(ids[:needed]), size, scope)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"trace: {where}: {error}") from error
 
 
 def _objects(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """JSON objects of a file (one in all, or one a line), each with where it stands."""
     path = Path(path)
-    with lzma.open(path) if path.suffix == ".xz" else path.open("rb") as lines:
+    with open_trace(path) as lines:
         if path.name.removesuffix(".xz").endswith(".json"):
-            yield path.name, _parsed(lines.read(), path.name)
+            yield path.name, parse_object(lines.read(), path.name)
             return
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 where = f"{path.name}, line {number}"
-                yield where, _parsed(line, where)
-
-
-def _parsed(text: bytes, where: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"trace: {where}: expected a JSON object, got {text[:60]!r}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"trace: {where}: expected a JSON object, got {text[:60]!r}")
-    return value
+                yield where, parse_object(line, where)
 
 
 def _get(row: dict[str, Any], field: str, kind: Any, where: str) -> Any:

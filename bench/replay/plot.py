@@ -14,7 +14,7 @@ def save_plot(rows: list[Row], path: str | Path) -> None:
 
     Raises: ImportError when matplotlib is missing; OSError, ValueError when the file cannot be written.
     """
-    require_matplotlib()
+    require_matplotlib(path)
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.ticker import PercentFormatter

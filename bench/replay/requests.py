@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -9,6 +10,7 @@ import numpy as np
 
 ANSWER_TOKENS = 1 << 30  # token ids from here on are answers that no later prompt repeats
 MAX_TOKEN = 1 << 31
+MAX_LENGTH = 1 << 26
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +37,12 @@ class Request:
             raise ValueError(
                 f"request: expected input >= 1 and output >= 0, got {self.input} and {self.output}"
             )
+        if self.input + self.output > MAX_LENGTH:
+            raise ValueError(
+                f"request: expected at most {MAX_LENGTH} tokens, got {self.input} + {self.output}"
+            )
+        if not math.isfinite(self.arrival):
+            raise ValueError(f"arrival: expected a finite time, got {self.arrival}")
         if len(self.ids) * self.ids_block_size < self.input:
             raise ValueError(
                 f"ids: expected at least {-(-self.input // self.ids_block_size)} for {self.input} tokens, got {len(self.ids)}"

@@ -7,11 +7,18 @@ Source: `models.deepseek_v4.cache` for ours; vLLM 0.33 ``models/deepseek_v4`` an
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from quire.models.command import run
+
+    run("quire.models.deepseek_v4.memory")
+
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from quire.models.command import Parser, program
 from quire.models.deepseek_v4.cache import (
     COMPRESSED,
     CacheFormat,
@@ -107,5 +114,13 @@ def table() -> str:
     return "\n".join(lines)
 
 
-if __name__ == "__main__":
+@program
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the table; returns the exit status."""
+    _parser().parse_args(argv)
     print(table())
+    return 0
+
+
+def _parser() -> Parser:
+    return Parser("models.deepseek_v4.memory", __doc__)

@@ -306,7 +306,7 @@ def test_packed_peers_are_unpacked_once(tmp_path):
 def test_unknown_implementations_are_named(monkeypatch):
     monkeypatch.setattr(kernels, "device_rates", lambda *a: Rates(1e9, 1, 1e12, 1))
     args = argparse.Namespace(peers=None, impl="quire,none", seconds=None, per_call=0.0, json=None)
-    with pytest.raises(SystemExit, match=r"impl: expected some of .*'none'"):
+    with pytest.raises(ValueError, match=r"impl: expected some of .*'none'"):
         kernels.run([CASES[0]], CPU, args)
 
 

@@ -44,7 +44,10 @@ def test_curves_and_their_picture(tmp_path, monkeypatch):
     monkeypatch.setattr(kvcore_scaling, "PAGES", 1 << 12)
     monkeypatch.setattr(kvcore_scaling, "REQUESTS", 2)
     picture = tmp_path / "curves.png"
-    rows = kvcore.main(["--spec", "v4", "--steps", "3", "--plot", str(picture)])
+    numbers = tmp_path / "curves.json"
+    arguments = ["--spec", "v4", "--steps", "3", "--plot", str(picture), "--json", str(numbers)]
+    assert kvcore.main(arguments) == 0
+    rows = json.loads(numbers.read_text())
     expected = [f"scaling_{what}_{v}" for what, values in few.items() for v in values]
     assert [r["name"] for r in rows] == expected
     assert picture.read_bytes().startswith(b"\x89PNG")

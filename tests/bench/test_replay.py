@@ -237,21 +237,29 @@ def test_command_line(tmp_path, capsys):
     assert all(0 <= r["hit_rate"] <= 1 for r in rows)
     assert picture.read_text().startswith("<?xml")
     assert "clairvoyant" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        main(["--workload", "nonsense", "--quiet"])
+    assert main(["--workload", "nonsense", "--quiet"]) == 2
     assert "workload: expected one of" in capsys.readouterr().err
 
 
 def test_rows_that_were_measured_are_written_before_a_grid_that_cannot_be(tmp_path, capsys):
-    out, first = (
-        tmp_path / "rows.json",
-        "round-robin:sessions=2,turns=2,first=512,user=64,answer=32",
-    )
-    with pytest.raises(SystemExit):
-        main(["--workload", first, "nonsense", "--preset", "v4-flash", "--pool", "3000pages", "--eviction", "lru",
-              "--quiet", "--json", str(out)])  # fmt: skip
-    assert "workload: expected one of" in capsys.readouterr().err
+    out = tmp_path / "rows.json"
+    first = "round-robin:sessions=2,turns=2,first=512,user=64,answer=32"
+    longer = "round-robin:sessions=2,turns=2,first=131072"  # which the pool has no room for
+    common = ["--preset", "v4-flash", "--pool", "300pages", "--eviction", "lru", "--quiet"]
+    assert main(["--workload", first, longer, *common, "--json", str(out)]) == 2
+    assert "error: pool: expected room for request 0" in capsys.readouterr().err
     assert {r["workload"] for r in json.loads(out.read_text())} == {first}
+
+
+def test_what_is_wrong_with_a_workload_is_said_before_another_is_replayed(capsys):
+    for wrong in (
+        ["--workload", "round-robin", "nonsense"],
+        ["--pool", "25%", "25"],
+        ["--retention", "auto", "33"],
+    ):
+        assert main([*wrong, "--quiet"]) == 2
+        captured = capsys.readouterr()
+        assert captured.out == "" and captured.err.startswith(f"error: {wrong[0][2:]}: expected")
 
 
 @pytest.mark.skipif(not TRACE.exists(), reason="the conversation trace is not here (shared/traces)")

@@ -134,7 +134,7 @@ def test_a_wrong_result_is_the_exit_status(wrong, monkeypatch):
 def test_what_breaks_a_static_rule_is_refused():
     cell = AttentionCell("decode", 512, 64)
     fits, spills = cell.current(90), Config(64, 64, 4, 2, mask_all=True)
-    with tune.compilers(1) as pool:
+    with tune.Workers(1) as pool:
         reasons = tune.compile_all(cell, [fits, spills], 90, pool)
     assert reasons[0] is None and "spills" in reasons[1]
 
@@ -142,7 +142,7 @@ def test_what_breaks_a_static_rule_is_refused():
 def test_what_is_not_compiled_in_time_is_not_tried():
     cell = AttentionCell("decode", 32, 16)
     fits = cell.current(90)
-    with tune.compilers(1) as pool:
+    with tune.Workers(1) as pool:
         reasons = tune.compile_all(cell, [fits] * 3, 90, pool, deadline=perf_counter())
     assert reasons[0] is None and reasons[-1] == "out of time"
 
@@ -286,14 +286,13 @@ def test_an_entry_that_is_not_there_is_not_written():
 
 def test_no_cell_is_started_after_its_time(capsys, monkeypatch):
     monkeypatch.setattr(tune, "compile_all", None)
-    assert tune.main(["--dry-run", "--only", "decode", "--seconds", "-1"]) == 0
+    assert tune.main(["--dry-run", "--only", "decode", "--seconds", "0"]) == 0
     assert "out of time: decode " in capsys.readouterr().out
 
 
 def test_bad_arguments_are_named(capsys):
     assert tune.main(["--dry-run", "--only", "decode 7"]) == 2
     assert "only: expected part of a cell's name, got 'decode 7'" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        tune.main(["--dry-run", "--write"])
+    assert tune.main(["--dry-run", "--write"]) == 2
     if not torch.cuda.is_available():
         assert tune.main([]) == 2

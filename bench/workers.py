@@ -1,0 +1,34 @@
+"""Processes that compile."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import multiprocessing
+import signal
+from typing import Any
+
+from quire.models.interrupts import interrupts_wait
+
+
+class Workers(concurrent.futures.ProcessPoolExecutor):
+    """A pool of fresh processes. Ctrl-C is the main process's to hear, also while they start; when it, or another exception, leaves the
+    ``with`` block, they are ended instead of waited for.
+    """
+
+    def __init__(self, jobs: int) -> None:
+        super().__init__(jobs, mp_context=multiprocessing.get_context("spawn"))
+
+    def submit(self, *args: Any, **kwargs: Any) -> concurrent.futures.Future:
+        """As of any executor; a process that starts here inherits that SIGINT is blocked."""
+        with interrupts_wait():  # else a process may have started that nobody knows of
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            try:
+                return super().submit(*args, **kwargs)
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
+        if kind is not None:
+            for process in multiprocessing.active_children():
+                process.terminate()
+        self.shutdown(cancel_futures=True)

@@ -1,0 +1,222 @@
+"""Programs as processes: Ctrl-C at any moment, disks that are full, and every option with values that it cannot have."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from quire.models import command
+
+ROOT = Path(__file__).resolve().parent.parent
+FILES = [f for p in ("bench", "models") for f in sorted((ROOT / p).rglob("*.py"))]
+PROGRAMS = [
+    ".".join(f.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__")
+    for f in FILES
+    if re.search(r"^if __name__ == .__main__.:", f.read_text(), re.MULTILINE)
+]
+
+# Says when a module is about to be imported, and then gives the test all the time to send a signal.
+STOP = """
+import atexit, os, sys, time
+
+class Stop:
+    def find_spec(self, name, path=None, target=None):
+        if name == os.environ["STOP_AT"] and ("spawn_main" in " ".join(sys.orig_argv)) == bool(os.environ["STOP_WORKER"]):
+            sys.meta_path.remove(self)
+            stop()
+
+def stop():
+    open(os.environ["STOPPED"], "w").close()
+    for _ in range(6000):
+        time.sleep(0.01)
+
+if os.environ["STOP_AT"] == "exit":
+    atexit.register(stop)  # the first to be registered is the last to run
+sys.meta_path.insert(0, Stop())
+"""
+
+
+def test_the_programs_are_found():
+    assert {"bench.prefill_decode", "bench.replay", "models.generate"} <= set(PROGRAMS)
+    assert len(PROGRAMS) == 12
+
+
+def interrupted(tmp_path, arguments, at, *, worker=False) -> tuple[int, bytes]:
+    """Exit status and stderr of ``python -m``, whose whole process group gets SIGINT when the module ``at`` is about to be imported."""
+    (tmp_path / "sitecustomize.py").write_text(STOP)
+    stopped = tmp_path / "stopped"
+    more = {"PYTHONPATH": str(tmp_path), "STOP_AT": at, "STOP_WORKER": "1" if worker else "", "STOPPED": str(stopped)}  # fmt: skip
+    process = subprocess.Popen(
+        [sys.executable, "-m", *arguments],
+        cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        env={k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | more,
+        # Where the tests run in the background the signal is ignored, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL), start_new_session=True,
+    )  # fmt: skip
+    try:
+        while not stopped.exists():
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.01)
+        os.killpg(process.pid, signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+        with pytest.raises(ProcessLookupError):  # nobody is left, in a while
+            for _ in range(6000):
+                os.killpg(process.pid, 0)
+                time.sleep(0.01)
+        return process.returncode, err
+    finally:
+        process.kill()
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_ctrl_c_while_a_program_is_imported(name, tmp_path):
+    module = f"quire.{name}" + (".__main__" if name == "bench.replay" else "")
+    assert interrupted(tmp_path, [name], module) == (130, b"interrupted\n")
+
+
+@pytest.mark.parametrize(
+    "at", ["numpy", "torch", "torch.nn.functional", "quire.models.runner", "matplotlib", "exit"]
+)
+def test_ctrl_c_at_moments_of_a_run(at, tmp_path):
+    arguments = ["bench.prefill_decode", "--plot", str(tmp_path / "no.txt")]
+    status, err = interrupted(tmp_path, arguments, at)
+    lines = err.splitlines()
+    assert status == 130 and lines.pop() == b"interrupted"
+    assert not lines or (at == "exit" and len(lines) == 1 and lines[0].startswith(b"error: plot:"))
+
+
+def test_ctrl_c_ends_workers_without_a_word(tmp_path):
+    pytest.importorskip("triton")
+    arguments = ["bench.static", "--only", "write", "--arch", "90", "--jobs", "2"]
+    assert interrupted(tmp_path, arguments, "torch", worker=True) == (130, b"interrupted\n")
+
+
+def test_where_sigint_is_ignored_it_stays_so(tmp_path):
+    (tmp_path / "quiet.py").write_text(
+        "import os, signal, sys\n"
+        "def main(argv=None):\n    os.kill(os.getpid(), signal.SIGINT)\n    print('on')\n    return 0\n"
+    )
+    code = "from quire.models.command import run; run('quiet')"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (0, "on\n", "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("arguments", [["models.deepseek_v4.memory"], ["bench.kernels", "--predict"]])  # fmt: skip
+def test_a_full_disk_is_status_2_and_one_line(arguments, unbuffered):
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", *arguments], cwd=ROOT, stdout=full, stderr=subprocess.PIPE,
+            env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+        )  # fmt: skip
+    assert (done.returncode, done.stderr) == (2, b"error: [Errno 28] No space left on device\n")
+
+
+def test_what_a_main_raises(capsys):
+    class Defect(Exception):
+        pass
+
+    for error, status, text in (
+        (ValueError("n: expected 1"), 2, "error: n: expected 1\n"),
+        (OSError(errno.ENOSPC, "No space"), 2, "error: [Errno 28] No space\n"),
+        (MemoryError(), 2, "error: MemoryError\n"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+        (BrokenPipeError(), 141, ""),
+        (Defect(), Defect, ""),
+    ):
+
+        @command.program
+        def main(argv=None, error=error):
+            raise error
+
+        if status is Defect:
+            with pytest.raises(Defect):
+                main([])
+        else:
+            assert main([]) == status
+        assert capsys.readouterr().err == text
+
+
+# Options. What is refused at the command line is refused before any work starts.
+
+MODULES = {name: "quire." + name + (".__main__" if name == "bench.replay" else "") for name in PROGRAMS}  # fmt: skip
+NO_INTEGER = ("x", "", "1.5", "nan", "inf", "1e3", "9" * 30, "9" * 5000)
+NO_NUMBER = ("x", "", "nan", "inf", "-1", "1e999")
+
+
+def options(name):
+    """Options of a program that take a value."""
+    parser = import_module(MODULES[name])._parser()
+    return [a for a in parser._actions if a.option_strings and a.nargs != 0]
+
+
+def bad_values(action, tmp_path):
+    """Values that an option cannot have."""
+    kind = getattr(action.type, "__qualname__", "").split(".")[0]
+    directory, missing = str(tmp_path), str(tmp_path / "nowhere" / "file")
+    if kind in ("integer", "threads"):
+        below = []
+        for text in ("0", "-1", "-9223372036854775809"):
+            try:
+                action.type(text)
+            except ValueError:
+                below.append(text)
+        assert below, "some bound below"
+        return [*NO_INTEGER, *below, *(["100000"] if kind == "threads" else [])]
+    if kind == "number":
+        return NO_NUMBER
+    if kind == "output_file":
+        return [directory, missing, "", "\0"]
+    if kind == "input_file":
+        return [directory, missing, "", "\0"]
+    return ["nonsense"] if action.choices else []
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_every_option_refuses_what_it_cannot_have(name, tmp_path, capsys):
+    main = import_module(MODULES[name]).main
+    required = ["--model", "gemma3-tiny"] if name == "models.generate" else []
+    for action in options(name):
+        assert action.type not in (int, float), f"{action.dest} has no bounds"
+        for value in bad_values(action, tmp_path):
+            assert main([*required, f"{action.option_strings[0]}={value}"]) == 2, (action, value)
+            captured = capsys.readouterr()
+            assert captured.out == "" and captured.err.count("\n") == 1, captured
+            assert captured.err.startswith(f"error: {action.dest}: "), captured.err
+            assert len(captured.err) < 2000
+    assert main([*required, "--no-such-option"]) == 2
+    assert capsys.readouterr().err == "error: unrecognized arguments: --no-such-option\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_every_default_is_one_that_could_be_given(name):
+    for action in options(name):
+        for value in action.default if isinstance(action.default, list) else [action.default]:
+            if value is not None and action.type is not None:
+                assert action.type(str(value)) == value, action
+
+
+def test_a_file_that_is_only_checked_is_left_as_it_was(tmp_path):
+    new, old = tmp_path / "new", tmp_path / "old"
+    old.write_text("old")
+    assert command.output_file(str(new)) == new and not new.exists()
+    assert command.output_file(str(old)) == old and old.read_text() == "old"
+    assert command.output_file(os.devnull) == Path(os.devnull)
+    with pytest.raises(ValueError, match="Is a directory"):
+        command.output_file(str(tmp_path))
+    with pytest.raises(ValueError, match="No such file"):
+        command.output_file(str(tmp_path / "a" / "b"))
