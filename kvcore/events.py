@@ -14,7 +14,7 @@ key is stored in every group that is not dense. Keys are hashes of all tokens be
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import sha256
@@ -150,6 +150,8 @@ class Announcer:
         self.log = log
         self.alignment = layout.alignment
         self.tokens: dict[bytes, Int32] = {}
+        # How often besides a key is cached: in several places only after a snapshot that somebody forged.
+        self.copies: Counter[bytes] = Counter()
         self._sequences = sequences
         self._prompts: list[Int32] = [np.empty(0, np.int32)] * sequences.max_requests
         # Tokens after the prompt, a row a request; wider when one outgrows it.
@@ -205,6 +207,8 @@ class Announcer:
         answer = self._answers[slot, max(0, first * a - n) : max(0, last * a - n)]
         parts = np.concatenate([prompt[first * a : last * a], answer]).reshape(-1, a)
         for key, tokens in zip(keys, parts, strict=True):
+            if key in self.tokens:
+                self.copies[key] += 1
             self.tokens[key] = tokens.copy()
         parent = self._sequences.keys(slot, first - 1, first) if first else None
         self._segments(keys, parent, first)
@@ -264,7 +268,10 @@ class Announcer:
         """Segments with these keys are not cached any more."""
         hashes = split_keys(keys)
         for key in hashes:
-            del self.tokens[key]
+            if self.copies[key]:
+                self.copies[key] -= 1
+            else:
+                del self.tokens[key]
         if self._dense:
             names = self._dense_names
             self.log.append(BlockRemoved("dense", self._dense, names, hashes, self.log.medium))
@@ -278,6 +285,7 @@ class Announcer:
     def cleared(self) -> None:
         """Nothing is cached any more."""
         self.tokens.clear()
+        self.copies.clear()
         self.log.append(AllBlocksCleared())
 
 

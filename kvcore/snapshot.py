@@ -6,13 +6,19 @@ contents that are the same as when it was taken: pages that stayed in place, or 
 nor are pins and the memory of an eviction policy. A cache with events saves its tokens too, and announces what it restored.
 
 Layout, little-endian: magic, version, length of a JSON header, header, arrays in the order of the header, SHA-256 of
-all before. The header names the settings that must agree.
+all before; with a `key`, its HMAC-SHA-256. The header names the settings that must agree.
+
+Without a key the check finds damage, not forgery: what is read must fit together, but whoever can write the file can
+make a prompt hit any page, another tenant's too. Give a key that only the engine knows, or keep others from the file.
 """
 
 from __future__ import annotations
 
+import hmac
 import json
+import math
 import os
+import stat
 import struct
 import tempfile
 from bisect import insort
@@ -27,7 +33,7 @@ import numpy.typing as npt
 from .events import split_keys
 from .hashing import KEY_BYTES, root_key
 from .index import ResumePoint, Run
-from .spec import Int32
+from .spec import Int32, Int64
 
 if TYPE_CHECKING:
     from .manager import KVCache
@@ -35,11 +41,12 @@ if TYPE_CHECKING:
 MAGIC, VERSION = b"quire-kv", 1
 _PREFIX = struct.Struct("<8sII")
 _DIGEST_BYTES = 32
+_MAX_COUNT = 1 << 48  # ticks and uses; what is further off than any of them is `eviction.LONG_AGO`
 _Array = npt.NDArray[Any]
 
 
-def dumps(kv: KVCache) -> bytes:
-    """The index of `kv` as bytes."""
+def dumps(kv: KVCache, *, key: bytes | None = None) -> bytes:
+    """The index of `kv` as bytes, which `loads` with the same `key` takes."""
     index = kv.index
     runs = list(index.runs())  # parents first
     numbers = {id(run): i for i, run in enumerate(runs)}
@@ -74,33 +81,40 @@ def dumps(kv: KVCache) -> bytes:
         [_PREFIX.pack(MAGIC, VERSION, len(text)), text]
         + [a.astype(a.dtype.newbyteorder("<")).tobytes() for a in arrays.values()]
     )
-    return data + sha256(data).digest()
+    return data + _digest(data, key)
 
 
-def loads(kv: KVCache, data: bytes) -> None:
-    """Restore into `kv`, which must be new, what `dumps` made of a cache with the same settings.
+def loads(kv: KVCache, data: bytes, *, key: bytes | None = None) -> None:
+    """Restore into `kv`, which must be new, what `dumps` made of a cache with the same settings, and with the same `key`.
 
     Raises:
-        ValueError: `kv` is in use, or `data` is damaged, of another version, or of other settings. `kv` stays empty
-            and usable.
+        ValueError: `kv` is in use, or `data` is damaged, of another key, version, or settings, or its contents do not
+            fit together. `kv` stays empty and usable, as it does whatever else is raised.
     """
     if kv.sequences.active.any() or kv.index.num_segments:
         raise ValueError("kv: expected a cache without requests and cached segments")
     if not kv.enable_caching:
         raise ValueError("kv: expected a cache with enable_caching, got one without")
-    header, arrays = _parse(kv, data)
-    _check(kv, arrays)
-    _build(kv, header["tick"], arrays)
+    tick, arrays = _parse(kv, data, key)
+    _check(kv, tick, arrays)
+    _build(kv, tick, arrays)
     if kv._announcer is not None:
         keys = split_keys(arrays["keys"].tobytes())
         kv._announcer.tokens.update(zip(keys, arrays["tokens"], strict=True))
         kv.announce()
 
 
-def save(kv: KVCache, path: str | os.PathLike[str]) -> None:
-    """Write `dumps(kv)` to a file; the old file stays whole until the new one is."""
+def save(kv: KVCache, path: str | os.PathLike[str], *, key: bytes | None = None) -> None:
+    """Write `dumps(kv, key=key)` to a file; the old file stays whole until the new one is.
+
+    Raises:
+        OSError: the file cannot be written.
+        ValueError: at `path` is something else than a file, such as a device, a folder or a link; it stays as it is.
+    """
     path = Path(path)
-    data = dumps(kv)
+    if os.path.lexists(path):
+        _expect_file(path, os.lstat(path))
+    data = dumps(kv, key=key)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
@@ -113,14 +127,16 @@ def save(kv: KVCache, path: str | os.PathLike[str]) -> None:
         raise
 
 
-def restore(kv: KVCache, path: str | os.PathLike[str]) -> None:
+def restore(kv: KVCache, path: str | os.PathLike[str], *, key: bytes | None = None) -> None:
     """`loads` of the file that `save` wrote.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: as `loads`.
+        ValueError: as `loads`; at `path` is something else than a file.
     """
-    loads(kv, Path(path).read_bytes())
+    path = Path(path)
+    _expect_file(path, os.stat(path))
+    loads(kv, path.read_bytes(), key=key)
 
 
 def page_ids(kv: KVCache) -> Int32:
@@ -145,101 +161,211 @@ def _table(rows: list[list[int]], columns: int) -> npt.NDArray[np.int64]:
     return np.array(rows, dtype=np.int64).reshape(len(rows), columns)
 
 
-def _parse(kv: KVCache, data: bytes) -> tuple[dict[str, Any], dict[str, _Array]]:
+def _expect_file(path: Path, found: os.stat_result) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        raise ValueError(
+            f"path: expected a regular file, got {str(path)!r}, mode {stat.filemode(found.st_mode)}"
+        )
+
+
+def _digest(data: bytes, key: bytes | None) -> bytes:
+    if key is None:
+        return sha256(data).digest()
+    if not isinstance(key, bytes) or not key:
+        raise ValueError(f"key: expected bytes that are not empty, got {type(key).__name__}")
+    return hmac.digest(key, data, "sha256")
+
+
+def _columns(kv: KVCache) -> dict[str, tuple[str, list[int]]]:
+    """Dtype and columns of each array; rows follow from its contents. Tokens are there if the cache had events."""
+    return {
+        "runs": ("int64", [4]),
+        "keys": ("uint8", []),
+        "run_pages": ("int32", [kv.layout.pages_per_segment]),
+        "points": ("int64", [4]),
+        "point_pages": ("int32", [kv.layout.pages_per_point]),
+        "tokens": ("int32", [kv.alignment]),
+    }
+
+
+def _parse(kv: KVCache, data: bytes, key: bytes | None) -> tuple[int, dict[str, _Array]]:
+    """The tick and the arrays; their dtypes and shapes are right."""
     if not isinstance(data, (bytes, bytearray)):
         raise ValueError(f"snapshot: expected bytes, got {type(data).__name__}")
     if len(data) < _PREFIX.size + _DIGEST_BYTES or not data.startswith(MAGIC):
         raise ValueError(
             f"snapshot: expected a file that starts with {MAGIC!r} and has at least "
-            f"{_PREFIX.size + _DIGEST_BYTES} bytes, got {data[:8]!r} and {len(data)} bytes"
+            f"{_PREFIX.size + _DIGEST_BYTES} bytes, got {bytes(data[:8])!r} and {len(data)} bytes"
         )
     _, version, length = _PREFIX.unpack_from(data)
     if version != VERSION:
         raise ValueError(f"snapshot: expected version {VERSION}, got {version}")
-    body, digest = data[:-_DIGEST_BYTES], data[-_DIGEST_BYTES:]
-    if sha256(body).digest() != digest:
+    body, digest = bytes(data[:-_DIGEST_BYTES]), bytes(data[-_DIGEST_BYTES:])
+    if not hmac.compare_digest(_digest(body, key), digest):
+        name = "SHA-256" if key is None else "HMAC-SHA-256 with this key"
         raise ValueError(
-            f"snapshot: expected SHA-256 {digest.hex()}, got {sha256(body).hexdigest()}: "
-            "the file is damaged or truncated"
+            f"snapshot: expected the {name} of its contents at the end, got another: "
+            "the file is damaged or truncated, or was saved with another key"
         )
-    header = json.loads(body[_PREFIX.size : _PREFIX.size + length])
+    try:
+        header = json.loads(body[_PREFIX.size : _PREFIX.size + length])
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"snapshot: header: expected JSON, got {error}") from error
+    if not isinstance(header, dict):
+        raise ValueError(f"snapshot: header: expected an object, got {header!r:.60}")
     for name, expected in _settings(kv).items():
         if header.get(name) != expected:
-            raise ValueError(f"snapshot: expected {name} {expected}, got {header.get(name)}")
-    arrays, at = {}, _PREFIX.size + length
-    for name, (dtype, shape) in header["arrays"].items():
+            raise ValueError(f"snapshot: expected {name} {expected}, got {header.get(name)!r:.999}")
+    tick = header.get("tick")
+    if type(tick) is not int or not 0 <= tick <= _MAX_COUNT:
+        raise ValueError(f"snapshot: tick: expected an int in 0..{_MAX_COUNT}, got {tick!r:.60}")
+    columns, described = _columns(kv), header.get("arrays")
+    names = list(columns)
+    if not isinstance(described, dict) or list(described) not in (names, names[:-1]):
+        raise ValueError(f"snapshot: arrays: expected {names}, got {described!r:.200}")
+    arrays: dict[str, _Array] = {}
+    at = _PREFIX.size + length
+    for name, found in described.items():
+        dtype, row = columns[name]
+        # No array has more rows than there are bytes: each segment and point has a key, or a row of its own.
+        if not (
+            isinstance(found, list)
+            and len(found) == 2
+            and found[0] == dtype
+            and isinstance(found[1], list)
+            and all(type(n) is int for n in found[1])
+            and found[1][1:] == row
+            and len(found[1]) == 1 + len(row)
+            and 0 <= found[1][0] <= len(body)
+        ):
+            raise ValueError(
+                f"snapshot: {name}: expected [{dtype!r}, {['rows', *row]}], got {found!r:.200}"
+            )
         little = np.dtype(dtype).newbyteorder("<")
-        count = int(np.prod(shape))
-        arrays[name] = np.frombuffer(body, little, count, at).astype(dtype).reshape(shape)
+        count = math.prod(found[1])
+        if at + count * little.itemsize > len(body):
+            raise ValueError(
+                f"snapshot: {name}: expected {count} values, got {len(body) - at} bytes"
+            )
+        arrays[name] = np.frombuffer(body, little, count, at).astype(dtype).reshape(found[1])
         at += count * little.itemsize
-    return header, arrays
-
-
-def _check(kv: KVCache, arrays: dict[str, _Array]) -> None:
-    """Refuse contents that are whole but make no index, before anything changes."""
-    runs, points = arrays["runs"], arrays["points"]
-    tails, dense = arrays["point_pages"], arrays["run_pages"].ravel()
-    number = np.arange(len(runs))
-    held = tails[tails != 0]
-    total = int(runs[:, 1].sum())
-    depth = np.zeros(len(runs) + 1, dtype=np.int64)  # the last one is the root's, for parent -1
-    sound = (
-        (runs[:, 0] >= -1).all()
-        and (runs[:, 0] < number).all()
-        and (runs[:, 1] > 0).all()
-        and len(arrays["keys"]) == total * KEY_BYTES
-        and arrays["run_pages"].shape == (total, kv.layout.pages_per_segment)
-        and tails.shape == (len(points), kv.layout.pages_per_point)
-        and (len(points) == 0 or kv.hybrid)
-        and (dense > 0).all()
-        and (dense < kv.num_pages).all()
-        and (held > 0).all()
-        and (held < kv.num_pages).all()
-        and len(np.unique(dense)) == len(dense)
-        and not np.isin(held, dense).any()
-        and (points[:, 0] >= 0).all()
-        and (points[:, 0] < len(runs)).all()
-    )
-    if sound:
-        for i, (parent, length) in enumerate(runs[:, :2].tolist()):
-            depth[i] = depth[parent] + length
-        ends = depth[points[:, 0]]
-        sound = (points[:, 1] <= ends).all() and (points[:, 1] > ends - runs[points[:, 0], 1]).all()
-        sound = sound and len(np.unique(points[:, :2], axis=0)) == len(points)
-    if kv._announcer is not None and (
-        "tokens" not in arrays or arrays["tokens"].shape != (total, kv.alignment)
-    ):
+    if at != len(body):
+        raise ValueError(f"snapshot: expected {at} bytes before the check, got {len(body)}")
+    if kv._announcer is not None and "tokens" not in arrays:
         raise ValueError(
             "snapshot: expected one of a cache with events, which has the tokens that events name"
         )
-    if not sound:
-        raise ValueError("snapshot: expected runs, pages and resume points that fit together")
+    return tick, arrays
+
+
+def _check(kv: KVCache, tick: int, arrays: dict[str, _Array]) -> None:
+    """Refuse contents that make no index, before anything changes."""
+    runs, points, dense = arrays["runs"], arrays["points"], arrays["run_pages"]
+    total = len(dense)
+    _within("parents of runs", runs[:, 0], -1, np.arange(len(runs)) - 1)
+    _within("segments of runs", runs[:, 1], 1, total)
+    _equal("run_pages", total, sum(runs[:, 1].tolist()))
+    _equal("keys", len(arrays["keys"]), total * KEY_BYTES)
+    keys = split_keys(arrays["keys"].tobytes())
+    _equal("distinct keys", len(set(keys)), total)
+    _within("run_pages", dense, 1, kv.num_pages - 1)
+    _equal("distinct run_pages", len(np.unique(dense)), dense.size)
+    if "tokens" in arrays:
+        _equal("tokens", len(arrays["tokens"]), total)
+        _within("tokens", arrays["tokens"], 0, 2**31 - 1)
+    _equal("point_pages", len(arrays["point_pages"]), len(points))
+    if not kv.hybrid:
+        _equal("points of a cache without windows and states", len(points), 0)
+    _within("runs of points", points[:, 0], 0, len(runs) - 1)
+    for name, table in (("runs", runs), ("points", points)):
+        _within(f"last use of {name}", table[:, 2], 0, tick)
+        _within(f"uses of {name}", table[:, 3], 0, _MAX_COUNT)
+    start = np.zeros(len(runs) + 1, dtype=np.int64)  # the last one is the root's end, for parent -1
+    depth = start.copy()
+    for i, (parent, length) in enumerate(runs[:, :2].tolist()):
+        start[i] = depth[parent]
+        depth[i] = start[i] + length
+    number, boundary = points[:, 0], points[:, 1]
+    _within("boundaries of points", boundary, start[number] + 1, depth[number])
+    _equal("distinct points", len(np.unique(points[:, :2], axis=0)), len(points))
+    _check_tails(kv, boundary * kv.alignment, arrays["point_pages"], dense)
+
+
+def _check_tails(kv: KVCache, boundaries: Int64, tails: _Array, dense: _Array) -> None:
+    """A resume point has a page for every block that its boundary needs, and a page is one block of one table.
+
+    Args:
+        boundaries: [n] tokens. tails: [n, pages_per_point] its pages.
+    """
+    classes = kv.layout.classes
+    size = np.repeat([c.block_size for c in classes], [c.num_tables * c.tail for c in classes])
+    back = np.concatenate([np.tile(np.arange(c.tail, 0, -1), c.num_tables) for c in classes])
+    tables = np.concatenate(
+        [np.repeat(c.tail_offset + np.arange(c.num_tables), c.tail) for c in classes]
+    )
+    blocks = boundaries[:, None] // size - back  # [n, pages_per_point]
+    there = (blocks >= 0).astype(np.int64)
+    _within("point_pages", tails, there, there * (kv.num_pages - 1))
+    held = np.stack([tails, np.broadcast_to(tables, tails.shape), blocks], axis=-1)[tails != 0]
+    held = np.unique(held, axis=0)
+    _equal("distinct point_pages", len(np.unique(held[:, 0])), len(held))
+    _equal("point_pages that are run_pages", int(np.isin(held[:, 0], dense).sum()), 0)
+
+
+def _within(field: str, values: _Array, low: int | _Array, high: int | _Array) -> None:
+    """Refuse values outside low..high, which are the same for all or [rows] or of the shape of `values`."""
+    wrong = np.flatnonzero((values < low) | (values > high))
+    if len(wrong):
+        at = wrong[0]
+        least, most = (np.broadcast_to(bound, values.shape).ravel()[at] for bound in (low, high))
+        raise ValueError(
+            f"snapshot: {field}: expected {least}..{most}, got {values.ravel()[at]} at {at}"
+        )
+
+
+def _equal(field: str, got: int, expected: int) -> None:
+    if got != expected:
+        raise ValueError(f"snapshot: {field}: expected {expected}, got {got}")
 
 
 def _build(kv: KVCache, tick: int, arrays: dict[str, _Array]) -> None:
+    """Make the index of what was checked. The policy, which may raise, hears of all entries before anything else changes."""
     index, pool = kv.index, kv.pool
     dense, tails = arrays["run_pages"], arrays["point_pages"]
-    pool.claim(np.unique(np.concatenate([dense.ravel(), tails[tails != 0]])))
+    children = index.root.children
     runs: list[Run] = []
+    points: list[ResumePoint] = []
     first = 0
-    for parent, length, last_used, num_uses in arrays["runs"].tolist():
-        above = index.root if parent < 0 else runs[parent]
-        keys = arrays["keys"][first * KEY_BYTES : (first + length) * KEY_BYTES].tobytes()
-        run = Run(above, above.depth, keys, dense[first : first + length].copy())
-        run.last_used, run.num_uses = last_used, num_uses
-        above.children[run.segment_key(0)] = run
-        first += length
-        runs.append(run)
-    index.num_segments = first
-    for (i, depth, last_used, num_uses), pages in zip(
-        arrays["points"].tolist(), tails, strict=True
-    ):
-        point = runs[i].points[depth] = ResumePoint(runs[i], depth, pages.copy(), last_used)
-        point.num_uses = num_uses
-        insort(runs[i].depths, depth)
+    index.root.children = {}
+    try:
+        for parent, length, last_used, num_uses in arrays["runs"].tolist():
+            above = index.root if parent < 0 else runs[parent]
+            keys = arrays["keys"][first * KEY_BYTES : (first + length) * KEY_BYTES].tobytes()
+            run = Run(above, above.depth, keys, dense[first : first + length].copy())
+            run.last_used, run.num_uses = last_used, num_uses
+            above.children[run.segment_key(0)] = run
+            first += length
+            runs.append(run)
+        for (i, depth, last_used, num_uses), pages in zip(
+            arrays["points"].tolist(), tails, strict=True
+        ):
+            point = runs[i].points[depth] = ResumePoint(runs[i], depth, pages.copy(), last_used)
+            point.num_uses = num_uses
+            insort(runs[i].depths, depth)
+            points.append(point)
+        for point in points:
+            index.policy.add(point)  # in the order of use
+        for run in sorted(runs, key=lambda r: r.last_used):
+            index._became_leaf(run)
+    except BaseException:
+        index.root.children = children
+        for point in points:
+            index.policy.discard(point)
+        for run in runs:
+            index.policy.discard(run)
+        index._useless.clear()
+        raise
+    pool.claim(np.unique(np.concatenate([dense.ravel(), tails[tails != 0]])))
+    for point in points:
         pool.hold(point.pages)
-        index.policy.add(point)  # in the order of use
-    index.num_points = len(tails)
-    for run in sorted(runs, key=lambda r: r.last_used):
-        index._became_leaf(run)
-    index.tick = tick
+    index.num_segments, index.num_points, index.tick = first, len(points), tick
