@@ -1,5 +1,9 @@
-"""Packaging of quire. The top-level folders install as ``quire.kernels``, ``quire.kvcore``, ``quire.models`` and ``quire.bench``."""
+"""Packaging of quire. The top-level folders install as ``quire.kernels``, ``quire.kvcore``, ``quire.models`` and ``quire.bench``.
 
+The package ``quire`` itself, which has the version and ``py.typed``, is in ``kvcore/quire``.
+"""
+
+import re
 from pathlib import Path
 
 from setuptools import setup
@@ -16,17 +20,35 @@ PACKAGES = [
     "bench.static_cases",
 ]
 
+FOLDERS = {"quire": "kvcore/quire"} | {f"quire.{p}": p.replace(".", "/") for p in PACKAGES}
+[VERSION] = re.findall(
+    r'^__version__ = "(.+)"$', Path(FOLDERS["quire"], "__init__.py").read_text(encoding="utf-8"), re.MULTILINE
+)  # fmt: skip
+
 setup(
     name="quire",
-    version="0.1.0",
+    version=VERSION,
     description="Paged hybrid-attention kernels in Triton, a retention-aware KV-cache allocator, and a minimal runner",
     long_description=Path("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
-    license="Apache-2.0",
+    license_expression="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.10,<3.14",
-    packages=[f"quire.{name}" for name in PACKAGES],
-    package_dir={f"quire.{name}": name.replace(".", "/") for name in PACKAGES},
+    packages=list(FOLDERS),
+    package_dir=FOLDERS,
+    package_data={"quire": ["py.typed"]},
+    keywords=["attention", "DeepSeek-V4", "KV cache", "LLM inference", "Triton"],
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Environment :: GPU :: NVIDIA CUDA",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3 :: Only",
+        *(f"Programming Language :: Python :: 3.{minor}" for minor in range(10, 14)),
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
     install_requires=[
         "numpy>=1.26",
         "torch>=2.11",

@@ -1,67 +1,189 @@
-"""The wheel installs under the `quire` namespace only, and works without the source tree."""
+"""What is installed lies under `quire` only, works without the source tree, and is the same from a checkout and from an sdist."""
 
 from __future__ import annotations
 
-import os
+import re
 import subprocess
 import sys
-import sysconfig
+import tarfile
 import venv
 import zipfile
+from email.parser import Parser
 from pathlib import Path
 
 import pytest
 
+from quire import kvcore
+
 ROOT = Path(__file__).resolve().parent.parent
+SITE = [path for path in sys.path if path.endswith("site-packages")]
+OFFLINE = ["--no-deps", "--no-index", "--no-build-isolation"]
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> Path:
-    out = tmp_path_factory.mktemp("wheel")
-    source = tmp_path_factory.mktemp("source") / "quire"
-    files = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard"],
-        cwd=ROOT, capture_output=True, text=True, check=True,
-    ).stdout.split()  # fmt: skip
-    for name in files:  # build from a copy: setuptools leaves build/ and *.egg-info behind
-        if (ROOT / name).is_file():
-            target = source / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes((ROOT / name).read_bytes())
-    subprocess.run(
-        [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation",
-         "-w", str(out), str(source)],
-        check=True,
-    )  # fmt: skip
+def run(*command: object, **options: object) -> str:
+    """Stdout of a process that must succeed."""
+    done = subprocess.run(
+        [str(part) for part in command], capture_output=True, text=True, **options
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def python_in(folder: Path) -> Path:
+    """The python of a new environment, which finds numpy, torch, pip and the like in this one, but not its quire: of directories that a .pth
+    file names no .pth files are read.
+    """
+    venv.create(folder, with_pip=False)
+    [packages] = folder.glob("lib/python*/site-packages")
+    (packages / "zz_base.pth").write_text("\n".join(SITE))
+    return folder / "bin" / "python"
+
+
+def pip_install(python: Path, *what: object) -> None:
+    run(python, "-m", "pip", "install", "-q", "--ignore-installed", *OFFLINE, *what)
+
+
+def build_wheel(source: Path, out: Path) -> Path:
+    run(sys.executable, "-m", "pip", "wheel", "-q", *OFFLINE, "-w", out, source)
     return next(out.glob("quire-*.whl"))
 
 
-def test_the_wheel_holds_the_namespace_and_nothing_else(wheel):
+@pytest.fixture(scope="module")
+def files() -> list[str]:
+    """Files of the checkout."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    listed = run("git", "ls-files", "-co", "--exclude-standard", cwd=ROOT).splitlines()
+    return sorted(name for name in listed if (ROOT / name).is_file())
+
+
+@pytest.fixture(scope="module")
+def source(files, tmp_path_factory) -> Path:
+    """A copy to build from: setuptools leaves build/ and *.egg-info behind."""
+    folder = tmp_path_factory.mktemp("source") / "quire"
+    for name in files:
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes((ROOT / name).read_bytes())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def sdist(source, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("sdist")
+    code = f"from setuptools.build_meta import build_sdist; build_sdist({str(out)!r})"
+    run(sys.executable, "-c", code, cwd=source)
+    return next(out.glob("quire-*.tar.gz"))
+
+
+@pytest.fixture(scope="module")
+def wheel(source, tmp_path_factory) -> Path:
+    return build_wheel(source, tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory) -> Path:
+    """The python of an environment with the wheel."""
+    python = python_in(tmp_path_factory.mktemp("installed") / "venv")
+    pip_install(python, wheel)
+    return python
+
+
+def test_the_wheel_holds_the_namespace_and_nothing_else(wheel, files):
     names = zipfile.ZipFile(wheel).namelist()
     tops = {name.split("/")[0] for name in names}
     assert {t for t in tops if not t.endswith(".dist-info")} == {"quire"}
-    for package in ("kernels", "kvcore", "models", "models/integrations", "bench"):
-        assert f"quire/{package}/__init__.py" in names
+    packages = ("kernels/", "kvcore/", "models/", "bench/")
+    modules = {f for f in files if f.endswith(".py") and f.startswith(packages)}
+    modules = {f.removeprefix("kvcore/quire/") if f.startswith("kvcore/quire/") else f for f in modules}  # fmt: skip
+    assert {n for n in names if not n.split("/")[0].endswith(".dist-info")} == {
+        f"quire/{name}" for name in [*modules, "py.typed"]
+    }
 
 
-def test_the_wheel_works_in_a_clean_environment(wheel, tmp_path):
-    venv.create(tmp_path / "venv", with_pip=True)
-    python = tmp_path / "venv" / "bin" / "python"
-    subprocess.run(
-        [python, "-m", "pip", "install", "-q", "--no-deps", "--no-index", str(wheel)], check=True
+def test_the_sdist_is_the_checkout(sdist, files):
+    with tarfile.open(sdist) as archive:
+        names = {m.name.partition("/")[2] for m in archive.getmembers() if m.isfile()}
+    made = {name for name in names if name in ("PKG-INFO", "setup.cfg") or ".egg-info/" in name}
+    assert sorted(names - made) == files
+
+
+def test_an_sdist_gives_the_same_wheel(sdist, wheel, tmp_path):
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path, filter="data")
+    [unpacked] = [path for path in tmp_path.iterdir() if path.is_dir()]
+    again = zipfile.ZipFile(build_wheel(unpacked, tmp_path / "wheel"))
+    first = zipfile.ZipFile(wheel)
+    assert sorted(again.namelist()) == sorted(first.namelist())
+    for name in first.namelist():
+        # RECORD lists the others in any order.
+        assert sorted(again.read(name).splitlines()) == sorted(first.read(name).splitlines()), name
+
+
+def test_the_metadata(wheel):
+    archive = zipfile.ZipFile(wheel)
+    [name] = [n for n in archive.namelist() if n.endswith(".dist-info/METADATA")]
+    metadata = Parser().parsestr(archive.read(name).decode())
+    text = (ROOT / "kvcore/quire/__init__.py").read_text()
+    assert metadata["Version"] == re.search(r'__version__ = "(.+)"', text)[1]
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert {"Typing :: Typed", "Programming Language :: Python :: 3.13"} <= set(
+        metadata.get_all("Classifier")
     )
-    # numpy, torch and the like come from this environment; plain directories on PYTHONPATH do not
-    # process .pth files, so its own (editable) quire stays out.
-    env = {**os.environ, "PYTHONPATH": sysconfig.get_paths()["purelib"]}
-    code = (
-        "import quire.kernels, quire.kvcore, quire.models, quire.bench, sys\n"
-        f"assert quire.kvcore.__file__.startswith({str(tmp_path)!r}), quire.kvcore.__file__\n"
-        "from quire.kvcore import GroupSpec, KVCache\n"
-        "kv = KVCache([GroupSpec('g', 'dense', 16, 1)], num_pages=9, max_requests=1, max_model_len=99)\n"
-        "print(kv.match([1] * 40).num_tokens)\n"
-    )
+    assert metadata.get_payload().startswith("# quire")
+
+
+WORKS = """
+import quire, quire.bench, quire.kernels, quire.models, quire.kvcore
+from importlib.metadata import version
+assert quire.__version__ == version("quire"), (quire.__version__, version("quire"))
+from quire.kvcore import GroupSpec, KVCache
+kv = KVCache([GroupSpec('g', 'dense', 16, 1)], num_pages=9, max_requests=1, max_model_len=99)
+print(kv.match([1] * 40).num_tokens, quire.kvcore.__file__)
+"""
+
+
+def test_the_wheel_works_in_a_clean_environment(installed, tmp_path):
+    hit, file = run(installed, "-c", WORKS, cwd=tmp_path).split()
+    assert hit == "0" and Path(file).is_relative_to(installed.parent.parent)
+    assert "B / token" in run(installed, "-m", "quire.models.deepseek_v4.memory", cwd=tmp_path)
+
+
+def test_an_editable_install_is_the_source(source, tmp_path):
+    python = python_in(tmp_path / "venv")
+    pip_install(python, "-e", source)
+    hit, file = run(python, "-c", WORKS, cwd=tmp_path).split()
+    assert hit == "0" and Path(file).is_relative_to(source)
+    for folder, name in ((source, "models"), (tmp_path, "quire.models")):
+        assert "B / token" in run(python, "-m", f"{name}.deepseek_v4.memory", cwd=folder)
+
+
+USER = """
+import quire
+from quire.kvcore import GroupSpec, KVCache
+
+kv = KVCache([GroupSpec("g", "dense", 16, 1)], num_pages=9, max_requests=1, max_model_len=99)
+reveal_type(kv.match([1]).num_tokens)
+reveal_type(quire.__version__)
+kv.match([1], salt="text")
+"""
+
+
+def test_mypy_sees_the_types_of_an_installed_quire(installed, tmp_path):
+    pytest.importorskip("mypy")
+    (tmp_path / "user.py").write_text(USER)
     done = subprocess.run(
-        [python, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "0\n"
+        [sys.executable, "-m", "mypy", "--strict", "--python-executable", str(installed), "user.py"],
+        cwd=tmp_path, capture_output=True, text=True,
+    )  # fmt: skip
+    assert 'Revealed type is "int"' in done.stdout and 'Revealed type is "str"' in done.stdout
+    assert 'Argument "salt" to "match" of "KVCache" has incompatible type "str"; expected "bytes"' in done.stdout  # fmt: skip
+    assert "Found 1 error" in done.stdout, done.stdout
+
+
+def test_this_checkout_has_its_version():
+    """Whatever is installed: the version is read from the source."""
+    assert Path(kvcore.__file__).is_relative_to(ROOT)
+    code = (ROOT / "kvcore/quire/__init__.py").read_text()
+    assert len(re.findall("__version__ =", code)) == 1
+    assert "0.1.0" not in (ROOT / "setup.py").read_text()
