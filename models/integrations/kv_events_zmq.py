@@ -11,8 +11,10 @@ Source: vLLM `distributed/kv_events.py`, with map-encoded events (vLLM PR 42892)
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable
+from threading import Lock, Thread
+from time import sleep
 from typing import Any
 
 from quire.kvcore import AllBlocksCleared, BlockRemoved, BlockStored, EventLog
@@ -26,6 +28,12 @@ except ImportError as error:
     ) from error
 
 END = (-1).to_bytes(8, "big", signed=True)
+MAX_READERS = 64  # that are answered at once
+MAX_WAITING = 8  # requests of one reader
+MAX_REQUEST_BYTES = 1024
+MAX_REQUESTS, MAX_BATCHES = 32, 64  # received and sent in a turn of the replay thread
+REPLAY_QUEUE = 64  # batches that the socket holds for a reader
+TURN_PAUSE, STALLED_PAUSE = 1e-3, 2e-2  # seconds
 _KINDS = {"dense": "full_attention", "window": "sliding_window", "state": "mamba"}
 
 
@@ -90,17 +98,21 @@ def _hash(value: bytes, as_int: bool) -> bytes | int:
 
 
 class Publisher:
-    """Publishes an `EventLog`, and answers replay requests when it is called. Not for several threads.
+    """Publishes an `EventLog`; a thread of its own answers replay requests. `publish` and `close` are for one thread.
 
     Sends never wait: a reader that is too slow misses batches, sees a gap in their numbers, and asks for a replay.
     Events that the log itself dropped leave a gap too, which no replay can fill: the reader must start over.
+
+    A replay comes as fast as its reader reads. `MAX_READERS` are answered in turns, each its requests in order; of one
+    reader's requests that wait, all past `MAX_WAITING` are ignored, and a new reader takes the place of the one that
+    has not read for longest. So no reader costs `publish` anything, nor much memory, whatever it asks for.
 
     Args:
         endpoint: where to bind the PUB socket, e.g. ``"tcp://127.0.0.1:5557"``; port 0 or ``*`` picks a free one.
         replay_endpoint: where to bind the ROUTER socket; None offers no replay.
         topic: first frame of each message.
         num_kept: batches kept for replay.
-        queue_size: messages that a socket holds for each slow reader.
+        queue_size: messages that the PUB socket holds for each slow reader.
         data_parallel_rank, int_hashes: as for `encode_batch`.
 
     Attributes:
@@ -123,15 +135,19 @@ class Publisher:
         self.replay_endpoint: str | None = None
         self._topic = topic.encode()
         self._rank, self._int_hashes = data_parallel_rank, int_hashes
-        self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=num_kept)
+        self._kept = _Kept(num_kept)
         self._next_event = 0
         self._context = zmq.Context()
         self._sockets: list[Any] = []
+        self._thread: Thread | None = None
         try:
             self._live, self.endpoint = self._bind(zmq.PUB, endpoint, queue_size)
             if replay_endpoint is not None:
-                size = max(queue_size, num_kept + 1)
-                self._replay, self.replay_endpoint = self._bind(zmq.ROUTER, replay_endpoint, size)
+                replay, self.replay_endpoint = self._bind(zmq.ROUTER, replay_endpoint, REPLAY_QUEUE)
+                self._sockets.remove(replay)  # the thread's from here on
+                replies = _Replies(replay, self._topic, self._kept)
+                self._thread = Thread(target=replies.run, name="kv-events-replay", daemon=True)
+                self._thread.start()
         except BaseException:
             self.close()
             raise
@@ -141,11 +157,16 @@ class Publisher:
         self._sockets.append(socket)
         socket.linger = 0
         socket.sndhwm = queue_size
+        if kind == zmq.ROUTER:
+            socket.router_mandatory = (
+                True  # says so when a reader does not read, instead of dropping
+            )
+            socket.maxmsgsize = MAX_REQUEST_BYTES
         socket.bind(endpoint)
         return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def publish(self, log: EventLog, *, ts: float) -> int:
-        """Send what `log` has as one batch (none if it is empty), then answer replay requests.
+        """Send what `log` has as one batch (none if it is empty).
 
         Returns:
             Events sent.
@@ -154,41 +175,136 @@ class Publisher:
         if events:
             self.next_number += first != self._next_event  # lost events: a batch nobody can replay
             self._next_event = first + len(events)
-            number = self.next_number.to_bytes(8, "big")
             payload = encode_batch(
                 events, ts=ts, data_parallel_rank=self._rank, int_hashes=self._int_hashes
             )
-            self._live.send_multipart((self._topic, number, payload))
-            self._kept.append((number, payload))
+            self._live.send_multipart((self._topic, _wire(self.next_number), payload))
+            self._kept.add(self.next_number, payload)
             self.next_number += 1
-        self.answer()
         return len(events)
 
-    def answer(self, timeout_ms: int = 0) -> int:
-        """Answer the replay requests that are waiting; call it now and then while nothing is published.
-
-        Args:
-            timeout_ms: wait so long for the first request.
-
-        Returns:
-            Requests answered.
-        """
-        answered = 0
-        while self.replay_endpoint is not None and self._replay.poll(timeout_ms):
-            timeout_ms = 0
-            frames = self._replay.recv_multipart()
-            if len(frames) != 3 or len(frames[2]) != 8:
-                continue  # not a request
-            reader, empty, start = frames
-            for number, payload in self._kept:
-                if number >= start:
-                    self._replay.send_multipart((reader, empty, self._topic, number, payload))
-            self._replay.send_multipart((reader, empty, b"", END, b""))
-            answered += 1
-        return answered
-
     def close(self) -> None:
-        """Close the sockets."""
+        """Close the sockets and end the thread."""
         for socket in self._sockets:
             socket.close()
-        self._context.term()
+        self._context.term()  # waits for the thread to close its socket
+        if self._thread is not None:
+            self._thread.join()
+
+
+class _Kept:
+    """The newest batches by number; for several threads."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._batches: OrderedDict[int, bytes] = OrderedDict()
+        self._lock = Lock()
+        self.end = 0  # number after the newest
+
+    def add(self, number: int, payload: bytes) -> None:
+        with self._lock:
+            self._batches[number] = payload
+            self.end = number + 1
+            if len(self._batches) > self._capacity:
+                self._batches.popitem(last=False)
+
+    def first(self, number: int, end: int) -> tuple[int, bytes] | None:
+        """The first batch with a number in [number, end), None if there is none."""
+        with self._lock:
+            if self._batches:
+                number = max(number, next(iter(self._batches)))
+            while number < end:  # at most one number is missing between two batches
+                if number in self._batches:
+                    return number, self._batches[number]
+                number += 1
+        return None
+
+
+class _Replies:
+    """Answers replay requests in turns of bounded work; `run` is the thread, which owns the socket.
+
+    Attributes:
+        readers: of each reader its requests that wait, [next number, end], the first is in progress.
+        stalled: turns since a reader last took a batch.
+    """
+
+    def __init__(self, socket: Any, topic: bytes, kept: _Kept) -> None:
+        self._socket, self._topic, self._kept = socket, topic, kept
+        self.readers: OrderedDict[bytes, deque[list[int]]] = OrderedDict()
+        self.stalled: dict[bytes, int] = {}
+
+    def run(self) -> None:
+        """Until the context ends."""
+        try:
+            moved = False
+            while True:
+                if not self.readers:
+                    self._socket.poll()
+                # A pause after each turn: those who ask without end may not keep the interpreter from the engine.
+                sleep(TURN_PAUSE if moved or not self.readers else STALLED_PAUSE)
+                self.receive()
+                moved = self.turn()
+        except zmq.ContextTerminated:
+            pass
+        finally:
+            self._socket.close(0)
+
+    def receive(self) -> None:
+        """Take requests, at most `MAX_REQUESTS`."""
+        for _ in range(MAX_REQUESTS):
+            if not self._socket.poll(0):
+                return
+            frames = self._socket.recv_multipart()
+            if len(frames) != 3 or frames[1] or len(frames[2]) != 8:
+                continue  # not a request
+            reader = frames[0]
+            if reader not in self.readers and len(self.readers) >= MAX_READERS:
+                self._forget(max(self.stalled, key=self.stalled.__getitem__))
+            waiting = self.readers.setdefault(reader, deque())
+            self.stalled.setdefault(reader, 0)
+            if len(waiting) < MAX_WAITING:
+                waiting.append([int.from_bytes(frames[2], "big"), self._kept.end])
+
+    def turn(self) -> bool:
+        """Send at most `MAX_BATCHES` messages, one to each reader in turn; returns whether any was sent."""
+        sent = False
+        for _ in range(MAX_BATCHES // max(1, len(self.readers))):
+            going = False
+            for reader in list(self.readers):
+                going |= self._send_one(reader)
+            sent |= going
+            if not going:
+                break
+        return sent
+
+    def _send_one(self, reader: bytes) -> bool:
+        request = self.readers[reader][0]
+        found = self._kept.first(*request)
+        number, payload = found or (None, b"")
+        last = (reader, b"", b"", END, b"")
+        message = last if number is None else (reader, b"", self._topic, _wire(number), payload)
+        try:
+            self._socket.send_multipart(message, zmq.NOBLOCK)
+        except zmq.Again:
+            self.stalled[reader] += 1
+            return False
+        except zmq.ContextTerminated:
+            raise
+        except zmq.ZMQError:  # it left
+            self._forget(reader)
+            return False
+        self.stalled[reader] = 0
+        if number is not None:
+            request[0] = number + 1
+            return True
+        self.readers[reader].popleft()
+        if not self.readers[reader]:
+            self._forget(reader)
+        return True
+
+    def _forget(self, reader: bytes) -> None:
+        del self.readers[reader], self.stalled[reader]
+
+
+def _wire(number: int) -> bytes:
+    return number.to_bytes(8, "big")

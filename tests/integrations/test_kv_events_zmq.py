@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import time
+from collections import deque
+from typing import ClassVar
 
 import pytest
 
@@ -12,8 +15,10 @@ msgspec = pytest.importorskip("msgspec", reason="needs the extra events")
 zmq = pytest.importorskip("zmq", reason="needs the extra events")
 
 from quire.kvcore import AllBlocksCleared, BlockRemoved, BlockStored, EventLog  # noqa: E402
+from quire.models.integrations import kv_events_zmq  # noqa: E402
 from quire.models.integrations.kv_events_zmq import END, Publisher, encode_batch  # noqa: E402
 
+Context = zmq.Context
 STORED = BlockStored(
     "window", (1, 2), ("w.0", "w.1"), (b"\x01" * 32, b"\x02" * 32), b"\x03" * 32, 12, (7, 8, 300, 9), 2,
     10, "GPU",
@@ -153,14 +158,12 @@ def test_live_batches_and_a_replay(context, publisher):
     replay = context.socket(zmq.DEALER)
     replay.connect(publisher.replay_endpoint)
     replay.send_multipart([b"", (last + 1).to_bytes(8, "big")])
-    assert publisher.answer(5000) == 1
     answers = [receive(replay) for _ in range(5)]
     # Four batches are kept; the readers sees that the first two are beyond recall.
     assert [a[1:] for a in answers[:4]] == batches[2:]
     assert answers[4] == [b"", b"", END, b""]
     replay.send_multipart([b"", b"what"])  # not a request: ignored
     replay.send_multipart([b"", publisher.next_number.to_bytes(8, "big")])
-    assert publisher.answer(5000) + publisher.answer(200) == 1
     assert receive(replay) == [b"", b"", END, b""]
     live.close(0)
     replay.close(0)
@@ -201,3 +204,158 @@ def test_a_missing_package_is_named(tmp_path):
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
     )
     assert "pip install 'quire[events]'" in done.stdout, done.stderr
+
+
+class Spied:
+    """A socket that notes which thread called what."""
+
+    calls: ClassVar[list[tuple[int, str, str]]] = []
+
+    def __init__(self, context, kind):
+        object.__setattr__(self, "socket", Context.socket(context, kind))
+        object.__setattr__(self, "kind", "ROUTER" if kind == zmq.ROUTER else "PUB")
+
+    def __setattr__(self, name, value):
+        setattr(self.socket, name, value)
+
+    def __getattr__(self, name):
+        value = getattr(self.socket, name)
+        if not callable(value):
+            return value
+
+        def call(*args, **kwargs):
+            self.calls.append((threading.get_ident(), self.kind, name))
+            return value(*args, **kwargs)
+
+        return call
+
+
+def test_a_reader_that_asks_without_end_and_never_reads(context, monkeypatch):
+    """`publish` sends one message, whatever is asked; another reader gets all that is kept."""
+
+    class SpiedContext(Context):
+        def socket(self, kind):
+            return Spied(self, kind)
+
+    monkeypatch.setattr(kv_events_zmq.zmq, "Context", SpiedContext)
+    Spied.calls.clear()
+    publisher = Publisher("tcp://127.0.0.1:0", "tcp://127.0.0.1:0", topic="kv", num_kept=1500)
+    monkeypatch.undo()
+    log = EventLog()
+    for _ in range(1500):
+        log.append(STORED)
+        publisher.publish(log, ts=0.0)
+    everything = [b"", bytes(8)]
+    hostile = [context.socket(zmq.DEALER) for _ in range(3)]
+    for socket in hostile:
+        socket.sndhwm, socket.rcvhwm = 10_000, 1
+        socket.connect(publisher.replay_endpoint)
+        for _ in range(3000):
+            socket.send_multipart(everything)
+    honest = context.socket(zmq.DEALER)
+    honest.connect(publisher.replay_endpoint)
+    honest.send_multipart(everything)
+    answers = []
+    while not answers or answers[-1][2] != END:
+        for socket in hostile:
+            socket.send_multipart(everything, zmq.NOBLOCK)
+        Spied.calls.clear()
+        log.append(REMOVED)
+        publisher.publish(log, ts=1.0)
+        mine = [call for call in Spied.calls if call[0] == threading.get_ident()]
+        assert [(kind, name) for _, kind, name in mine] == [("PUB", "send_multipart")]
+        answers.append(receive(honest))
+    numbers = [int.from_bytes(a[2], "big") for a in answers[:-1]]
+    assert numbers == list(range(numbers[0], numbers[0] + len(numbers))) and len(numbers) > 1000
+    for socket in (*hostile, honest):
+        socket.close(0)
+    publisher.close()
+    assert not publisher._thread.is_alive()
+
+
+class Full:
+    """A ROUTER socket whose reader `slow` never takes a message, and whose reader `gone` has left."""
+
+    def __init__(self, requests):
+        self.requests, self.sent, self.received = deque(requests), [], 0
+
+    def poll(self, timeout):
+        return bool(self.requests)
+
+    def recv_multipart(self):
+        self.received += 1
+        return self.requests.popleft()
+
+    def send_multipart(self, message, flags):
+        assert flags == zmq.NOBLOCK
+        if message[0].startswith(b"slow"):
+            raise zmq.Again()
+        if message[0] == b"gone":
+            raise zmq.ZMQError(zmq.EHOSTUNREACH)
+        self.sent.append(message)
+
+
+def replies(requests, kept=5):
+    batches = kv_events_zmq._Kept(kept)
+    for number in range(8):
+        batches.add(number, b"batch %d" % number)
+    return kv_events_zmq._Replies(Full(requests), b"t", batches)
+
+
+def test_a_turn_is_bounded():
+    requests = [[b"good", b"", bytes(8)] for _ in range(100)]
+    made = replies([*requests, *([b"slow", b"", bytes(8)] for _ in range(100))], kept=8)
+    made.receive()
+    assert made._socket.received == kv_events_zmq.MAX_REQUESTS
+    assert len(made.readers[b"good"]) == kv_events_zmq.MAX_WAITING
+    assert made.turn() and len(made._socket.sent) <= kv_events_zmq.MAX_BATCHES
+    while made._socket.requests:
+        made.receive()
+    for _ in range(50):
+        made.turn()
+    assert list(made.readers) == [b"slow"] and len(made.readers[b"slow"]) == kv_events_zmq.MAX_WAITING  # fmt: skip
+    assert not made.turn()
+
+
+def test_what_a_reader_gets_who_asks_twice():
+    made = replies([[b"a", b"", (6).to_bytes(8, "big")], [b"gone", b"", bytes(8)], [b"a", b"", bytes(8)],
+                    [b"b", b"x", bytes(8)], [b"b", b"", b"short"], [b"b", bytes(8)], [b"b", b"", b"\xff" * 8]])  # fmt: skip
+    made.receive()
+    while made.turn():
+        pass
+    assert not made.readers and not made.stalled
+    of_a = [m[3:] for m in made._socket.sent if m[0] == b"a"]
+    end = (END, b"")
+    batch = [(i.to_bytes(8, "big"), b"batch %d" % i) for i in range(8)]
+    assert of_a == [*batch[6:], end, *batch[3:], end]
+    assert [m[3:] for m in made._socket.sent if m[0] == b"b"] == [end]
+
+
+def test_a_new_reader_takes_the_place_of_the_one_that_has_not_read_for_longest():
+    made = replies([])
+    for i in range(kv_events_zmq.MAX_READERS):
+        made._socket.requests.append([b"slow %d" % i, b"", bytes(8)])
+        made.receive()
+        made.turn()
+    made._socket.requests.append([b"good", b"", bytes(8)])
+    made.receive()
+    assert b"slow 0" not in made.readers and b"slow 1" in made.readers
+    assert len(made.readers) == len(made.stalled) == kv_events_zmq.MAX_READERS
+    while made.turn():
+        pass
+    assert [m[3] for m in made._socket.sent][-1] == END
+
+
+def test_a_publisher_is_closed_while_readers_wait(context, publisher):
+    log = EventLog()
+    log.append(REMOVED)
+    publisher.publish(log, ts=0.0)
+    sockets = [context.socket(zmq.DEALER) for _ in range(4)]
+    for socket in sockets:
+        socket.connect(publisher.replay_endpoint)
+        socket.send_multipart([b"", bytes(8)])
+    assert receive(sockets[0])[2] == bytes(8)
+    publisher.close()
+    assert not publisher._thread.is_alive()
+    for socket in sockets:
+        socket.close(0)
