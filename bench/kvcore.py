@@ -262,7 +262,7 @@ def _parser() -> Parser:
     )
     parser.add_argument(
         "--requests",
-        type=integer(most=10**6),
+        type=integer(most=65536),
         nargs="*",
         default=[256, 4096],
         help="decode batch sizes",

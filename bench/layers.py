@@ -32,7 +32,7 @@ from torch import Tensor
 from quire.bench.floors import Rates, decode_bytes, measure_rates, prefill_flops
 from quire.bench.machine import describe_machine
 from quire.bench.timing import time_calls
-from quire.models.command import Parser, integer, number, output_file, program
+from quire.models.command import MAX_TOKENS, Parser, integer, number, output_file, program
 from quire.models.configs import ModelConfig, get_config
 from quire.models.decoder import Decoder
 from quire.models.device import find_device
@@ -258,12 +258,22 @@ def _parser() -> Parser:
     add("--model", default="gemma-4-31b", help="named configuration; default: gemma-4-31b")
     add("--layers", type=integer(), default=6, help="layers to keep, from the front; default: 6")
     add("--batch", type=integer(most=4096), default=16, help="sequences; default: 16")
-    add("--context", type=integer(), default=8192, help="prompt tokens of each; default: 8192")
-    add("--chunk", type=integer(), default=8192, help="new tokens a step at most; default: 8192")
+    add(
+        "--context",
+        type=integer(most=MAX_TOKENS),
+        default=8192,
+        help="prompt tokens of each; default: 8192",
+    )
+    add(
+        "--chunk",
+        type=integer(most=MAX_TOKENS),
+        default=8192,
+        help="new tokens a step at most; default: 8192",
+    )
     add("--steps", type=integer(most=10**6), default=20, help="decode steps at least; default: 20")
     add(
         "--check-length",
-        type=integer(),
+        type=integer(most=MAX_TOKENS),
         default=1600,
         help="prompt tokens of the check; default: 1600",
     )

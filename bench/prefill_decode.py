@@ -53,7 +53,18 @@ from quire.bench.text import header, split_table, table
 from quire.bench.traces import read_trace, trace_workload
 from quire.bench.verify import Check, check_outputs, sample
 from quire.bench.workload import Workload, chat_workload
-from quire.models.command import Parser, input_file, integer, number, output_file, program, threads
+from quire.models.command import (
+    MAX_DRAFTS,
+    MAX_PAGES,
+    MAX_TOKENS,
+    Parser,
+    input_file,
+    integer,
+    number,
+    output_file,
+    program,
+    threads,
+)
 from quire.models.device import find_device
 from quire.models.llm import DRAFTERS
 from quire.models.memory import KV_CACHE_DTYPES, weight_bytes
@@ -322,7 +333,12 @@ def _parser() -> Parser:
     )
     # One: the products of a small model gain little from more, and threads that wait for a busy core cost much more than that.
     add("--threads", type=threads, default=1, metavar="N", help="CPU threads of torch; default: 1")
-    add("--num-pages", type=integer(), metavar="N", help="pool size; default: what memory allows")
+    add(
+        "--num-pages",
+        type=integer(most=MAX_PAGES),
+        metavar="N",
+        help="pool size; default: what memory allows",
+    )
     add(
         "--max-num-seqs",
         type=integer(),
@@ -331,12 +347,17 @@ def _parser() -> Parser:
     )
     add(
         "--max-num-batched-tokens",
-        type=integer(),
+        type=integer(most=MAX_TOKENS),
         metavar="N",
         help="new tokens a step; default: 512, on a GPU 8192",
     )
     add("--speculate", choices=sorted(DRAFTERS), help="what drafts tokens; default: nothing")
-    add("--draft-tokens", type=integer(), metavar="K", help="drafts a step; default: 1")
+    add(
+        "--draft-tokens",
+        type=integer(most=MAX_DRAFTS),
+        metavar="K",
+        help="drafts a step; default: 1",
+    )
     add("--check", type=integer(), default=8, metavar="N", help="requests to check; default: 8")
     add("--no-baseline", action="store_true", help="skip the run with caching off")
     add(

@@ -24,6 +24,7 @@ import numpy as np
 from quire.bench.workload import Turn, Workload, check_size, scaled
 
 BLOCK_TOKENS = 512
+MAX_LENGTH = 1 << 26  # tokens of a request
 FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
 NUM_GROUPS = 5  # parts of the trace that results are grouped by
 
@@ -148,7 +149,11 @@ def _parse(line: bytes, where: str) -> TraceRequest:
     for field, least in (("timestamp", 0), ("input_length", 1), ("output_length", 1)):
         if not _is_int(record[field], least):
             raise ValueError(
-                f"trace: {where}: {field}: expected an int >= {least}, got {record[field]!r}"
+                f"trace: {where}: {field}: expected an int >= {least}, got {record[field]!r:.60}"
+            )
+        if field != "timestamp" and record[field] > MAX_LENGTH:
+            raise ValueError(
+                f"trace: {where}: {field}: expected at most {MAX_LENGTH}, got {record[field]}"
             )
     ids = record["hash_ids"]
     if not isinstance(ids, list) or not all(_is_int(i, 0) for i in ids):

@@ -26,6 +26,8 @@ from typing import NoReturn
 
 REFUSED, INTERRUPTED, UNREAD = 2, 130, 141  # the last two as a shell reports SIGINT and SIGPIPE
 MAX_INTEGER = 2**31 - 1
+# What is more takes longer to allocate, or to find that it cannot be, than anybody waits.
+MAX_PAGES, MAX_TOKENS, MAX_DRAFTS = 2**24, 2**20, 128
 
 Main = Callable[[Sequence[str] | None], int]
 
@@ -72,7 +74,8 @@ def program(main: Main) -> Main:
             _drop_output()
             return UNREAD
         except Exception as error:
-            if not isinstance(error, _refusals()):
+            # torch has no type of its own for what a CPU cannot allocate.
+            if not isinstance(error, _refusals()) and "DefaultCPUAllocator" not in str(error):
                 raise
             _say(f"error: {str(error) or type(error).__name__}")
             _drop_output()

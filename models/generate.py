@@ -30,7 +30,15 @@ import torch
 from torch import nn
 
 from quire.models.chat import ChatTemplate
-from quire.models.command import Parser, integer, number, program, threads
+from quire.models.command import (
+    MAX_DRAFTS,
+    MAX_PAGES,
+    Parser,
+    integer,
+    number,
+    program,
+    threads,
+)
 from quire.models.llm import DRAFTERS, LLM
 from quire.models.memory import KV_CACHE_DTYPES
 from quire.models.request import MAX_SAMPLES, SamplingParams
@@ -260,11 +268,11 @@ def _parser() -> Parser:
         metavar="N",
         help="samples of each prompt; default: 1",
     )
-    add("--speculate", type=integer(0), default=0, metavar="K", help="K draft tokens a step; default: 0, none")  # fmt: skip
+    add("--speculate", type=integer(0, MAX_DRAFTS), default=0, metavar="K", help="K draft tokens a step; default: 0, none")  # fmt: skip
     add("--drafter", choices=sorted(DRAFTERS), help="what drafts: ngram (default) = earlier text, mtp = the model's own drafter layers")  # fmt: skip
     add("--stats", action="store_true", help="memory plan, speed and where the time went, on stderr")  # fmt: skip
     add("--memory-fraction", type=number(above=True), metavar="F", help="of the free memory for pages; default: 0.9 on a GPU, 256 MiB on a CPU")  # fmt: skip
-    add("--num-pages", type=integer(), metavar="N", help="pages of the pool, instead")
+    add("--num-pages", type=integer(most=MAX_PAGES), metavar="N", help="pages of the pool, instead")
     add("--max-model-len", type=integer(), metavar="N", help="longest sequence; default: what model and pool allow")  # fmt: skip
     add(
         "--max-num-seqs",

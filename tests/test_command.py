@@ -133,6 +133,11 @@ def test_what_a_main_raises(capsys):
         (ValueError("n: expected 1"), 2, "error: n: expected 1\n"),
         (OSError(errno.ENOSPC, "No space"), 2, "error: [Errno 28] No space\n"),
         (MemoryError(), 2, "error: MemoryError\n"),
+        (
+            RuntimeError("DefaultCPUAllocator: can't allocate"),
+            2,
+            "error: DefaultCPUAllocator: can't allocate\n",
+        ),
         (KeyboardInterrupt(), 130, "interrupted\n"),
         (BrokenPipeError(), 141, ""),
         (Defect(), Defect, ""),
@@ -220,3 +225,19 @@ def test_a_file_that_is_only_checked_is_left_as_it_was(tmp_path):
         command.output_file(str(tmp_path))
     with pytest.raises(ValueError, match="No such file"):
         command.output_file(str(tmp_path / "a" / "b"))
+
+
+def test_a_full_disk_is_no_wrong_result(monkeypatch, capsys):
+    """Triton writes what it compiles to a cache on disk."""
+    kernels, static = (import_module(f"quire.bench.{name}") for name in ("kernels", "static"))
+
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(kernels, "_measure", full)
+    assert kernels.main(["--set", "tiny", "--only", "decode", "--impl", "quire", "--device", "cpu"]) == 2  # fmt: skip
+    captured = capsys.readouterr()
+    assert captured.err == "error: [Errno 28] No space left on device\n" and "WRONG" not in captured.out  # fmt: skip
+    monkeypatch.setattr(static, "measure", full)
+    with pytest.raises(OSError, match="No space"):
+        static.attempt("name", 90, 0)

@@ -60,7 +60,7 @@ def make_workload(text: str, limit: int | None, seed: int) -> Workload:
         if key not in known:
             raise ValueError(f"workload: {name} has {list(known)}, got {key!r}")
         kind = type(known[key].default)
-        parse = number() if kind is float else integer(0 if key == "seed" else 1)
+        parse = number(above=key == "rate") if kind is float else integer(0 if key == "seed" else 1)
         try:
             options[key] = parse(value)
         except ValueError as error:

@@ -308,3 +308,21 @@ def test_the_default_is_not_worse_than_lru(name, preset, pool):
     assert hit_rate(workload, groups, pool, Adaptive()) >= 0.98 * hit_rate(
         workload, groups, pool, LRU()
     )
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--workload", "round-robin:sessions=-1"], ["--workload", "round-robin:sessions=1e3"],
+        ["--workload", "round-robin:sessions=__import__('os')"], ["--workload", "round-robin:gap=nan"],
+        ["--workload", "round-robin:gap"], ["--workload", "system-prompt:rate=0"], ["--workload", "round-robin:sessions=2000000000"],
+        ["--workload", "pr43447:tokens=2000000000"], ["--workload", "mooncake:"], ["--workload", "mooncake:/nowhere"],
+        ["--workload", "weka:."], ["--pool", "9" * 400 + "%"], ["--pool", "nan%"], ["--retention", "0"],
+        ["--limit", "-3"], ["--chunk", "0"], ["--max-requests", "0"], ["--prefill-rate", "nan"], ["--plot", "rows.txt"],
+    ],
+)  # fmt: skip
+def test_what_cannot_be_replayed_is_said_in_one_line(arguments, capsys):
+    assert main([*arguments, "--quiet"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1
+    assert (captured.err.startswith("error: ") and "expected" in captured.err) or "cannot read" in captured.err  # fmt: skip

@@ -116,3 +116,68 @@ def test_too_many_ids_for_31_bits():
     assert number(["a", "b", "a"]).tolist() == [0, 1, 0]
     with pytest.raises(ValueError, match="at most 4 distinct"):
         number(range(5))
+
+
+MOONCAKE = {"timestamp": 0, "input_length": 5, "output_length": 3, "hash_ids": [1]}
+FORMATS = {
+    "mooncake": (load_mooncake, MOONCAKE),
+    "bailian": (load_bailian, bailian(1, -1)),
+    "weka": (load_weka, session("a", call(0, 64, [1]))),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_files_that_are_damaged_are_named(name, tmp_path):
+    load, row = FORMATS[name]
+    lines = "\n".join(json.dumps(row | {"chat_id": i}) for i in range(500)).encode()
+    packed, path, other = lzma.compress(lines), tmp_path / "t.jsonl.xz", tmp_path / "t.jsonl"
+    path.write_bytes(packed)
+    assert len(load(path)) == 500
+    for damaged in (packed[:-20], packed[:100], packed[:7], b"", lines, packed[:60] + b"\xff" * 30 + packed[90:], packed[:-1] + b"\0"):  # fmt: skip
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"trace: cannot read '.*t\.jsonl\.xz': "):
+            load(path)
+    other.write_bytes(lines[:-10])
+    with pytest.raises(ValueError, match=r"trace: t\.jsonl, line 500: expected a JSON object"):
+        load(other)
+    for nothing in (b"", b"\n \n"):
+        other.write_bytes(nothing)
+        with pytest.raises(ValueError, match=r"trace: expected at least one request in t\.jsonl"):
+            load(other)
+    with pytest.raises(ValueError, match=r"trace: cannot read .*nowhere': No such file"):
+        load(tmp_path / "nowhere")
+    other.write_bytes(b"[" * 100_000)
+    with pytest.raises(ValueError, match="line 1: expected a JSON object"):
+        load(other)
+    for limit in (0, -3):
+        with pytest.raises(ValueError, match=f"limit: expected >= 1, got {limit}"):
+            load(other, limit)
+    if name != "weka":
+        with pytest.raises(ValueError, match=r"trace: cannot read .*: Is a directory"):
+            load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("load", "row", "message"),
+    [
+        (load_bailian, bailian(1, -1, timestamp=float("nan")), "arrival: expected a finite time, got nan"),
+        (load_bailian, bailian(1, -1, timestamp=float("inf")), "arrival: expected a finite time, got inf"),
+        (load_bailian, bailian(1, -1, timestamp=10**400), "int too large"),
+        (load_bailian, bailian(1, -1, output_length=-1), "expected input >= 1 and output >= 0, got 40 and -1"),
+        (load_bailian, bailian(1, -1, output_length=10**12), "request: expected at most 67108864 tokens"),
+        (load_bailian, bailian(1, -1, input_length=-40), "expected input >= 1 and output >= 0, got -40 and 5"),
+        (load_bailian, bailian(1, -1, hash_ids=[[], {}, []]), "unhashable"),
+        (load_weka, session("a", call(float("nan"), 64, [1])), "arrival: expected a finite time, got nan"),
+        (load_weka, session("a", call(0, 64, [1], out=-7)), "expected input >= 1 and output >= 0, got 64 and -7"),
+        (load_weka, session("a", call(0, 64, [1])) | {"block_size": 0}, "block_size: expected 1..65536, got 0"),
+        (load_weka, session("a", call(0, 64, [1])) | {"block_size": -64}, "block_size: expected 1..65536, got -64"),
+        (load_weka, session("a", call(0, 64, [1])) | {"block_size": 2**40}, "block_size: expected 1..65536, got"),
+        (load_mooncake, MOONCAKE | {"timestamp": float("nan")}, "timestamp: expected an int >= 0, got nan"),
+        (load_mooncake, MOONCAKE | {"output_length": -1}, "output_length: expected an int >= 1, got -1"),
+        (load_mooncake, MOONCAKE | {"output_length": 10**12}, "output_length: expected at most 67108864, got"),
+    ],
+)  # fmt: skip
+def test_values_that_no_request_has_are_named(load, row, message, tmp_path):
+    with pytest.raises(ValueError, match=message) as caught:
+        load(write(tmp_path / "t.jsonl", row))
+    assert "line 1" in str(caught.value)
