@@ -13,9 +13,10 @@ from quire.models import checkpoint
 from quire.models.checkpoint import FLOATS, differs
 from quire.models.deepseek_v4.names import GATE, UP, WHOLE, Target, target
 from quire.models.finite import expect_finite, expect_finite_packed, expect_ids
-from quire.models.quantized import DEQUANTIZE, packed_shapes, scale_values
+from quire.models.quantized import DEQUANTIZE, FP4_GROUP, packed_shapes, scale_values
 
 _SCALES = {"fp8": ("F32", "F8_E8M0", "U8"), "fp4": ("F8_E8M0", "U8")}
+_PACKED = ("F8_E4M3", "I8", "U8")
 _TABLES = ("I64", "I32")  # of experts by token id
 
 
@@ -45,14 +46,14 @@ def format_of_experts(stored: list[Stored]) -> str | None:
 
     Raises: NotImplementedError where they are not all the same.
     """
-    formats = {
-        tensor.quantized
-        for tensor in stored
-        if ".mlp.experts." in tensor.target.parameter and not tensor.target.is_scale
-    }
+    formats: dict[str | None, Stored] = {}
+    for tensor in stored:
+        if ".mlp.experts." in tensor.target.parameter and not tensor.target.is_scale:
+            formats.setdefault(tensor.quantized, tensor)
     if len(formats) > 1:
-        raise NotImplementedError(f"experts: expected one format for all, got {formats}")
-    return formats.pop() if formats else None
+        of = " and ".join(f"{tensor.dtype} of {tensor}" for tensor in formats.values())
+        raise NotImplementedError(f"experts: expected one format for all, got {of}")
+    return next(iter(formats), None)
 
 
 def place(parameters: dict[str, nn.Parameter], where: Target) -> tuple[Tensor, Tensor | None] | None:  # fmt: skip
@@ -99,10 +100,13 @@ def check(path: Path, stored: list[Stored], model: nn.Module) -> None:
             misshaped += differs(tensor, tensor.shape, tuple(weight.shape))
             mistyped += differs(tensor, tensor.dtype, dtypes)
             continue
-        if kind is None:
-            mistyped += differs(tensor, tensor.dtype, ("F8_E4M3", "I8", "U8"))
+        rows, columns = _matrix_shape(spot, kind)
+        if kind is None or (kind == "fp4" and columns % FP4_GROUP):
+            mistyped += differs(
+                tensor, tensor.dtype, (*FLOATS, "F8_E4M3") if packed is None else _PACKED
+            )
             continue
-        weight_shape, _, scale_shape, _ = packed_shapes(kind, *_matrix_shape(spot, kind))
+        weight_shape, _, scale_shape, _ = packed_shapes(kind, rows, columns)
         misshaped += differs(tensor, tensor.shape, weight_shape)
         scale = scales.pop(_scale_of(where), None)
         if scale is None:
@@ -188,6 +192,6 @@ def _absent(wanted: tuple[str, int], values: dict[Target, Stored]) -> list[str]:
     ]
 
 
-def _matrix_shape(spot: tuple[Tensor, Tensor | None], kind: str) -> tuple[int, int]:
+def _matrix_shape(spot: tuple[Tensor, Tensor | None], kind: str | None) -> tuple[int, int]:
     rows, columns = spot[0].shape
     return rows, columns * 2 if spot[1] is not None and kind == "fp4" else columns
