@@ -7,14 +7,31 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from quire.models.checkpoint import read_json
+from quire.models.fields import checked, naming, read_fields
 
 # For models that have bytes for tokens and never saw a chat.
 PLAIN = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+
+
+@dataclass(frozen=True)
+class NamedTemplate:
+    """One of several templates of a ``tokenizer_config.json``."""
+
+    name: str
+    template: str
+
+
+@dataclass(frozen=True)
+class TokenizerKeys:
+    """What is read of ``tokenizer_config.json`` besides its ``*_token`` keys."""
+
+    chat_template: str | tuple[NamedTemplate, ...] | None = None
 
 
 class ChatTemplate:
@@ -62,24 +79,27 @@ class ChatTemplate:
     def of_directory(cls, path: Path) -> ChatTemplate:
         """The template of a checkpoint: ``chat_template.jinja``, or the (default) one in ``tokenizer_config.json``.
 
-        Raises: ValueError when the directory has neither, or a file that is no JSON; what the constructor raises.
+        Raises: ValueError when the directory has neither, or naming a file that is no UTF-8, no JSON, or has a key of another type; what the
+            constructor raises.
         """
         config_file, file = path / "tokenizer_config.json", path / "chat_template.jinja"
         config = read_json(config_file) if config_file.is_file() else {}
-        source: Any = config.get("chat_template")
+        with naming(config_file):
+            source = read_fields(TokenizerKeys, config).chat_template
+            tokens = {
+                name: checked(str, name, token.get("content") if isinstance(token, dict) else token)
+                for name, token in config.items()
+                if name.endswith("_token") and isinstance(token, str | dict)
+            }
         if file.is_file():
-            source = file.read_text(encoding="utf-8")
-        elif isinstance(source, list):
-            source = {entry["name"]: entry["template"] for entry in source}.get("default")
-        if not isinstance(source, str):
+            with naming(file):
+                source = file.read_text(encoding="utf-8")
+        elif isinstance(source, tuple):
+            source = {entry.name: entry.template for entry in source}.get("default")
+        if source is None:
             raise ValueError(
                 f"chat: expected a chat_template.jinja, or a chat_template in tokenizer_config.json, in {str(path)!r}"
             )
-        tokens = {
-            name: token["content"] if isinstance(token, dict) else token
-            for name, token in config.items()
-            if name.endswith("_token") and isinstance(token, str | dict)
-        }
         return cls(source, tokens)
 
     def render(

@@ -1,15 +1,120 @@
-"""What the readers and writers of ``config.json`` share: rotary embeddings, token ids, refusals."""
+"""What the readers and writers of ``config.json`` share: keys of every family, rotary embeddings, token ids."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from quire.models.configs import ModelConfig, RopeConfig
+from quire.models import fields
+from quire.models.configs import FULL, SLIDING, ModelConfig, RopeConfig
+from quire.models.fields import only, read_fields
+from quire.models.model_config import LayerTypes
 
-QUANTIZATIONS = ("fp8", "compressed-tensors", "mxfp4")
-"""Values of ``quant_method`` that `models.weights` reads."""
+
+@dataclass(frozen=True)
+class WeightKeys:
+    """How compressed-tensors stores a group of weights."""
+
+    type: only("float") = None
+    num_bits: only(8) = None
+
+
+@dataclass(frozen=True)
+class GroupKeys:
+    """A group of weights of compressed-tensors."""
+
+    weights: WeightKeys | None = None
+
+
+@dataclass(frozen=True)
+class QuantizationKeys:
+    """The ``quantization_config`` of weights that `models.weights` reads.
+
+    weight_block_size: rows and columns of a matrix that share a scale, where the file says so.
+    """
+
+    quant_method: only("fp8", "compressed-tensors", "mxfp4") = None
+    config_groups: dict[str, GroupKeys] | None = None
+    weight_block_size: tuple[fields.Width, ...] | None = None
+
+    def __post_init__(self) -> None:
+        block = self.weight_block_size
+        if block is not None and (len(block) != 2 or any(size & (size - 1) for size in block)):
+            raise NotImplementedError(
+                f"weight_block_size: supported are two powers of two, got {list(block)}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextKeys:
+    """Keys of every family. Those without a default here have one in each family, that of transformers."""
+
+    vocab_size: fields.VocabSize
+    hidden_size: fields.Width
+    intermediate_size: fields.Width
+    num_hidden_layers: fields.NumLayers
+    num_attention_heads: fields.NumHeads
+    max_position_embeddings: fields.NumTokens
+    rms_norm_eps: fields.Epsilon = 1e-6
+    eos_token_id: fields.TokenIds = None
+    bos_token_id: fields.TokenId | None = None
+    rope_parameters: dict[str, Any] | None = None
+    rope_scaling: dict[str, Any] | None = None
+    rope_theta: fields.Theta | None = None
+    quantization_config: QuantizationKeys | None = None
+
+    def common_fields(self) -> dict[str, Any]:
+        """What every family calls alike, as fields of ModelConfig."""
+        same = ("vocab_size", "hidden_size", "max_position_embeddings", "rms_norm_eps", "bos_token_id")  # fmt: skip
+        return {name: getattr(self, name) for name in same} | {
+            "eos_token_ids": token_ids(self.eos_token_id)
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayeredKeys(TextKeys):
+    """Keys of families with two kinds of layers."""
+
+    layer_types: LayerTypes | None = None
+
+    def layers(self, pattern: int) -> tuple[str, ...]:
+        """``layer_types``, or every ``pattern``-th layer full where the file has none."""
+        num_layers = self.num_hidden_layers
+        if self.layer_types is None:
+            return tuple(FULL if i % pattern == pattern - 1 else SLIDING for i in range(num_layers))
+        if len(self.layer_types) != num_layers:
+            raise ValueError(
+                f"layer_types: expected num_hidden_layers={num_layers} entries, got {len(self.layer_types)}"
+            )
+        return self.layer_types
+
+
+@dataclass(frozen=True)
+class RopeKeys:
+    """One entry of ``rope_parameters``, or the older ``rope_scaling``."""
+
+    rope_type: str | None = None
+    type: str | None = None
+    rope_theta: fields.Theta = 1e4
+    factor: fields.Factor | None = None
+    partial_rotary_factor: fields.Share | None = None
+    original_max_position_embeddings: fields.NumTokens | None = None
+    low_freq_factor: fields.Positive | None = None
+    high_freq_factor: fields.Positive | None = None
+    beta_slow: fields.Positive | None = None
+    beta_fast: fields.Positive | None = None
+    truncate: bool = True
+    attention_factor: fields.Positive | None = None
+    mscale: fields.NotNegative | None = None
+    mscale_all_dim: fields.NotNegative | None = None
+
+    @property
+    def kind(self) -> str:
+        """The rope_type, under its newer or its older name."""
+        return self.rope_type or self.type or "default"
+
 
 _REQUIRED = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
@@ -27,47 +132,36 @@ def read_rope(
 
     Source: transformers ``modeling_rope_utils``.
     """
-    kind = params.get("rope_type", params.get("type", "default"))
-    theta = float(params.get("rope_theta", base))
-    factor = float(params.get("factor") or 1.0)
-    if absent := [key for key in _REQUIRED.get(kind, ()) if params.get(key) is None]:
+    keys = read_fields(RopeKeys, {"rope_theta": base} | params, "rope_parameters")
+    kind, factor = keys.kind, float(keys.factor or 1.0)
+    if absent := [key for key in _REQUIRED.get(kind, ()) if getattr(keys, key) is None]:
         raise ValueError(f"rope_parameters: expected {absent} with rope_type {kind!r}")
+    scaled: dict[str, Any] = {"partial_rotary_factor": float(keys.partial_rotary_factor or 1.0)}
     if kind == "llama3":
-        return RopeConfig(
-            kind,
-            theta,
-            factor=factor,
-            original_max_positions=params.get("original_max_position_embeddings", max_positions),
-            low=float(params["low_freq_factor"]),
-            high=float(params["high_freq_factor"]),
-        )
-    if kind == "yarn":
-        return RopeConfig(
-            kind,
-            theta,
-            factor=factor,
-            original_max_positions=params["original_max_position_embeddings"],
-            low=float(params.get("beta_slow") or 1),
-            high=float(params.get("beta_fast") or 32),
-            truncate=params.get("truncate", True),
-            amplitude=_yarn_amplitude(params, factor),
-        )
-    return RopeConfig(
-        kind=kind,
-        base=theta,
-        factor=factor,
-        partial_rotary_factor=float(params.get("partial_rotary_factor", 1.0)),
-    )
+        scaled = {
+            "original_max_positions": keys.original_max_position_embeddings or max_positions,
+            "low": float(keys.low_freq_factor),
+            "high": float(keys.high_freq_factor),
+        }
+    elif kind == "yarn":
+        scaled = {
+            "original_max_positions": keys.original_max_position_embeddings,
+            "low": float(keys.beta_slow or 1),
+            "high": float(keys.beta_fast or 32),
+            "truncate": keys.truncate,
+            "amplitude": _yarn_amplitude(keys, factor),
+        }
+    return RopeConfig(kind, float(keys.rope_theta), factor=factor, **scaled)
 
 
-def _yarn_amplitude(params: Mapping[str, Any], factor: float) -> float:
-    if params.get("attention_factor") is not None:
-        return float(params["attention_factor"])
+def _yarn_amplitude(keys: RopeKeys, factor: float) -> float:
+    if keys.attention_factor is not None:
+        return float(keys.attention_factor)
 
     def amplitude(mscale: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
-    over, under = params.get("mscale"), params.get("mscale_all_dim")
+    over, under = keys.mscale, keys.mscale_all_dim
     return amplitude(over) / amplitude(under) if over and under else amplitude(1.0)
 
 
@@ -88,21 +182,9 @@ def write_rope(rope: RopeConfig) -> dict[str, Any]:
     return out
 
 
-def common_fields(text: Mapping[str, Any]) -> dict[str, Any]:
-    """Name and special tokens of a model, as fields of ModelConfig."""
-    return {
-        "name": text["name"],
-        "eos_token_ids": token_ids(text.get("eos_token_id")),
-        "bos_token_id": text.get("bos_token_id"),
-    }
-
-
-def token_ids(value: int | Sequence[int] | None) -> tuple[int, ...]:
-    """The ids of a key that may hold one, several or none; raises ValueError for what is no id."""
-    ids = tuple(value) if isinstance(value, Sequence) else () if value is None else (value,)
-    if not all(isinstance(i, int) for i in ids):
-        raise ValueError(f"eos_token_id: expected an id or a list of ids, got {value!r}")
-    return ids
+def token_ids(value: int | tuple[int, ...] | None) -> tuple[int, ...]:
+    """The ids of a key that may hold one, several or none."""
+    return value if isinstance(value, tuple) else () if value is None else (value,)
 
 
 def write_common(config: ModelConfig) -> dict[str, Any]:
@@ -121,22 +203,3 @@ def write_common(config: ModelConfig) -> dict[str, Any]:
         "bos_token_id": config.bos_token_id,
         "pad_token_id": 0,
     }
-
-
-def refuse(text: Mapping[str, Any], found: list[str], supported: str) -> None:
-    """Raises NotImplementedError if ``found`` names anything, or weights are stored in a way that no reader knows."""
-    quantization = text.get("quantization_config") or {}
-    if quantization and quantization.get("quant_method") not in QUANTIZATIONS:
-        found.append(
-            f"quantization_config={quantization.get('quant_method')!r} (supported are {QUANTIZATIONS})"
-        )
-    for group in (quantization.get("config_groups") or {}).values():  # of compressed-tensors
-        weights = group.get("weights") or {"type": "float", "num_bits": 8}
-        if (weights.get("type"), weights.get("num_bits")) != ("float", 8):
-            found.append(
-                f"weights of type {weights.get('type')!r} with {weights.get('num_bits')} bits (supported is 'float' with 8)"
-            )
-    if found:
-        raise NotImplementedError(
-            f"config: supported are {supported}; this one has {', '.join(found)}"
-        )

@@ -3,43 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from quire.models.configs import FULL, SLIDING, AttentionConfig, ModelConfig, MoEConfig
-from quire.models.hf_common import common_fields, read_rope, refuse, write_common, write_rope
+from quire.models import fields
+from quire.models.configs import FULL, AttentionConfig, ModelConfig, MoEConfig
+from quire.models.fields import only, read_fields
+from quire.models.hf_common import LayeredKeys, TextKeys, read_rope, write_common, write_rope
 
 
-def llama_from_hf(text: Mapping[str, Any]) -> ModelConfig:
-    """Reads a ``model_type`` "llama" file. Source: transformers ``configuration_llama``."""
-    found = []
-    if text.get("mlp_bias", False):
-        found.append("mlp_bias=True")
-    if (act := text.get("hidden_act", "silu")) != "silu":
-        found.append(f"hidden_act={act!r}")
-    refuse(text, found, "llama models with silu and without MLP biases")
-    hidden = text.get("hidden_size", 4096)
-    num_heads = text.get("num_attention_heads", 32)
-    max_positions = text.get("max_position_embeddings", 2048)
+@dataclass(frozen=True, kw_only=True)
+class LlamaKeys(TextKeys):
+    """Keys of a ``model_type`` "llama" file. Source: transformers ``configuration_llama``."""
+
+    vocab_size: fields.VocabSize = 32000
+    hidden_size: fields.Width = 4096
+    intermediate_size: fields.Width = 11008
+    num_hidden_layers: fields.NumLayers = 32
+    num_attention_heads: fields.NumHeads = 32
+    num_key_value_heads: fields.NumHeads | None = None
+    head_dim: fields.HeadSize | None = None
+    max_position_embeddings: fields.NumTokens = 2048
+    eos_token_id: fields.TokenIds = 2
+    bos_token_id: fields.TokenId | None = 1
+    attention_bias: bool = False
+    tie_word_embeddings: bool = False
+    mlp_bias: only(False) = False
+    hidden_act: only("silu") = "silu"
+
+
+def llama_from_hf(text: Mapping[str, Any], name: str) -> ModelConfig:
+    """Reads a ``model_type`` "llama" file."""
+    keys = read_fields(LlamaKeys, text)
     attention = AttentionConfig(
-        num_heads=num_heads,
-        num_kv_heads=text.get("num_key_value_heads") or num_heads,
-        head_dim=text.get("head_dim") or hidden // num_heads,
-        rope=read_rope(_rope_keys(text), 10000.0, max_positions),
+        num_heads=keys.num_attention_heads,
+        num_kv_heads=keys.num_key_value_heads or keys.num_attention_heads,
+        head_dim=keys.head_dim or keys.hidden_size // keys.num_attention_heads,
+        rope=read_rope(_rope_keys(keys), 10000.0, keys.max_position_embeddings),
     )
     return ModelConfig(
-        **common_fields({"eos_token_id": 2, "bos_token_id": 1} | dict(text)),
+        **keys.common_fields(),
+        name=name,
         family="llama",
-        vocab_size=text.get("vocab_size", 32000),
-        hidden_size=hidden,
-        intermediate_size=text.get("intermediate_size", 11008),
-        layer_types=(FULL,) * text.get("num_hidden_layers", 32),
+        intermediate_size=keys.intermediate_size,
+        layer_types=(FULL,) * keys.num_hidden_layers,
         sliding=None,
         full=attention,
-        max_position_embeddings=max_positions,
-        rms_norm_eps=text.get("rms_norm_eps", 1e-6),
-        attention_bias=text.get("attention_bias", False),
-        tie_word_embeddings=text.get("tie_word_embeddings", False),
+        attention_bias=keys.attention_bias,
+        tie_word_embeddings=keys.tie_word_embeddings,
     )
 
 
@@ -60,20 +71,33 @@ SWIGLU = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}
 """Constants of the experts of gpt-oss; every released model has these."""
 
 
-def gpt_oss_from_hf(text: Mapping[str, Any]) -> ModelConfig:
-    """Reads a ``model_type`` "gpt_oss" file. Source: transformers ``configuration_gpt_oss``."""
-    found = [f"{key}={text[key]}" for key, usual in SWIGLU.items() if text.get(key, usual) != usual]
-    if (act := text.get("hidden_act", "silu")) != "silu":
-        found.append(f"hidden_act={act!r}")
-    refuse(text, found, f"gpt_oss models with silu and {SWIGLU}")
-    hidden = text.get("hidden_size", 2880)
-    num_heads = text.get("num_attention_heads", 64)
-    num_layers = text.get("num_hidden_layers", 36)
-    listed = text.get("layer_types") or [FULL if i % 2 else SLIDING for i in range(num_layers)]
-    if len(listed) != num_layers:
-        raise ValueError(
-            f"layer_types: expected num_hidden_layers={num_layers} entries, got {len(listed)}"
-        )
+@dataclass(frozen=True, kw_only=True)
+class GptOssKeys(LayeredKeys):
+    """Keys of a ``model_type`` "gpt_oss" file. Source: transformers ``configuration_gpt_oss``."""
+
+    vocab_size: fields.VocabSize = 201088
+    hidden_size: fields.Width = 2880
+    intermediate_size: fields.Width = 2880
+    num_hidden_layers: fields.NumLayers = 36
+    num_attention_heads: fields.NumHeads = 64
+    num_key_value_heads: fields.NumHeads = 8
+    head_dim: fields.HeadSize | None = 64
+    max_position_embeddings: fields.NumTokens = 131072
+    rms_norm_eps: fields.Epsilon = 1e-5
+    sliding_window: fields.NumTokens = 128
+    num_local_experts: fields.NumExperts | None = None
+    num_experts: fields.NumExperts = 128
+    num_experts_per_tok: fields.NumExperts = 4
+    attention_bias: bool = True
+    tie_word_embeddings: bool = False
+    hidden_act: only("silu") = "silu"
+    swiglu_limit: only(SWIGLU["swiglu_limit"]) = SWIGLU["swiglu_limit"]
+    swiglu_alpha: only(SWIGLU["swiglu_alpha"]) = SWIGLU["swiglu_alpha"]
+
+
+def gpt_oss_from_hf(text: Mapping[str, Any], name: str) -> ModelConfig:
+    """Reads a ``model_type`` "gpt_oss" file."""
+    keys = read_fields(GptOssKeys, text)
     released = {
         "rope_type": "yarn",
         "factor": 32.0,
@@ -81,29 +105,26 @@ def gpt_oss_from_hf(text: Mapping[str, Any]) -> ModelConfig:
         "original_max_position_embeddings": 4096,
     }
     full = AttentionConfig(
-        num_heads=num_heads,
-        num_kv_heads=text.get("num_key_value_heads", 8),
-        head_dim=text.get("head_dim", 64) or hidden // num_heads,
-        rope=read_rope(_rope_keys(text) or released, 150000.0),
+        num_heads=keys.num_attention_heads,
+        num_kv_heads=keys.num_key_value_heads,
+        head_dim=keys.head_dim or keys.hidden_size // keys.num_attention_heads,
+        rope=read_rope(_rope_keys(keys) or released, 150000.0),
     )
     return ModelConfig(
-        **common_fields(text),
+        **keys.common_fields(),
+        name=name,
         family="gpt_oss",
-        vocab_size=text.get("vocab_size", 201088),
-        hidden_size=hidden,
         intermediate_size=0,
-        layer_types=tuple(listed),
-        sliding=replace(full, sliding_window=text.get("sliding_window", 128)),
+        layer_types=keys.layers(pattern=2),
+        sliding=replace(full, sliding_window=keys.sliding_window),
         full=full,
-        max_position_embeddings=text.get("max_position_embeddings", 131072),
-        rms_norm_eps=text.get("rms_norm_eps", 1e-5),
         moe=MoEConfig(
-            num_experts=text.get("num_local_experts", text.get("num_experts", 128)),
-            top_k=text.get("num_experts_per_tok", 4),
-            intermediate_size=text.get("intermediate_size", 2880),
+            num_experts=keys.num_local_experts or keys.num_experts,
+            top_k=keys.num_experts_per_tok,
+            intermediate_size=keys.intermediate_size,
         ),
-        attention_bias=text.get("attention_bias", True),
-        tie_word_embeddings=text.get("tie_word_embeddings", False),
+        attention_bias=keys.attention_bias,
+        tie_word_embeddings=keys.tie_word_embeddings,
     )
 
 
@@ -129,8 +150,7 @@ def gpt_oss_to_hf(config: ModelConfig) -> dict[str, Any]:
     )
 
 
-def _rope_keys(text: Mapping[str, Any]) -> dict[str, Any]:
+def _rope_keys(keys: TextKeys) -> dict[str, Any]:
     """``rope_parameters``, or the older ``rope_scaling`` and ``rope_theta``; empty where the file has neither."""
-    given = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    theta = {"rope_theta": text["rope_theta"]} if "rope_theta" in text else {}
-    return theta | dict(given)
+    theta = {} if keys.rope_theta is None else {"rope_theta": keys.rope_theta}
+    return theta | (keys.rope_parameters or keys.rope_scaling or {})

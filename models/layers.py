@@ -178,10 +178,14 @@ def dequantize(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         scale = scale.view(*scale.shape, *[1] * (weight.ndim - scale.ndim))
         for axis, size in enumerate(weight.shape):
             if 1 < scale.shape[axis] < size:
-                block = 1 << (-(-size // scale.shape[axis]) - 1).bit_length()
-                index = torch.arange(size, device=scale.device) // block
+                index = torch.arange(size, device=scale.device) // block_size(size, scale.shape[axis])  # fmt: skip
                 scale = scale.index_select(axis, index)
     return (weight.float() * scale).to(dtype)
+
+
+def block_size(size: int, num_blocks: int) -> int:
+    """Length of the blocks that ``num_blocks`` scales along an axis of ``size`` are of: the least power of two that is enough."""
+    return 1 << (-(-size // num_blocks) - 1).bit_length()
 
 
 class Embedding(nn.Module):

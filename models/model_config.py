@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, Literal
 
-from quire.kvcore.spec import as_int
+from quire.models import fields
+from quire.models.fields import check_fields
 
 SLIDING = "sliding_attention"
 FULL = "full_attention"
 FAMILIES = ("gemma3", "gemma4", "llama", "gpt_oss")
+LayerTypes = tuple[Literal["sliding_attention", "full_attention"], ...]
 ROPE_KINDS = ("default", "linear", "proportional", "llama3", "yarn")
-
-
-def _expect_counts(config: object, *names: str) -> None:
-    """Raises ValueError where one of these fields is not an int of at least 1."""
-    for name in names:
-        as_int(name, getattr(config, name), 1)
 
 
 @dataclass(frozen=True)
@@ -37,16 +34,17 @@ class RopeConfig:
     """
 
     kind: str
-    base: float
-    factor: float = 1.0
-    partial_rotary_factor: float = 1.0
-    original_max_positions: int | None = None
-    low: float = 1.0
-    high: float = 4.0
+    base: fields.Theta
+    factor: fields.Factor = 1.0
+    partial_rotary_factor: fields.Share = 1.0
+    original_max_positions: fields.NumTokens | None = None
+    low: fields.Positive = 1.0
+    high: fields.Positive = 4.0
     truncate: bool = True
-    amplitude: float = 1.0
+    amplitude: fields.Positive = 1.0
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.kind not in ROPE_KINDS:
             raise NotImplementedError(f"rope_type: supported are {ROPE_KINDS}, got {self.kind!r}")
         if self.kind != "proportional" and self.partial_rotary_factor != 1.0:
@@ -59,6 +57,20 @@ class RopeConfig:
                 f"original_max_position_embeddings: expected a number with 'llama3' and 'yarn' only, got "
                 f"{self.original_max_positions} with {self.kind!r}"
             )
+        if self.kind in ("llama3", "yarn") and self.low >= self.high:
+            raise ValueError(
+                f"low_freq_factor, beta_slow: expected less than high_freq_factor or beta_fast, {self.high}, got {self.low}"
+            )
+
+
+def expect_tokens(config: Any) -> None:
+    """Raises ValueError where a special token of a model is not in its vocabulary."""
+    for name in ("eos_token_ids", "bos_token_id"):
+        ids = getattr(config, name)
+        if any(i >= config.vocab_size for i in (ids if isinstance(ids, tuple) else (ids or 0,))):
+            raise ValueError(
+                f"{name}: expected ids below vocab_size={config.vocab_size}, got {ids}"
+            )
 
 
 @dataclass(frozen=True)
@@ -70,23 +82,19 @@ class AttentionConfig:
     k_eq_v: True where V is made from the K projection (Gemma-4 ``attention_k_eq_v``).
     """
 
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    num_heads: fields.NumHeads
+    num_kv_heads: fields.NumHeads
+    head_dim: fields.HeadSize
     rope: RopeConfig
-    sliding_window: int | None = None
+    sliding_window: fields.NumTokens | None = None
     k_eq_v: bool = False
 
     def __post_init__(self) -> None:
-        _expect_counts(self, "num_heads", "num_kv_heads", "head_dim")
-        if self.sliding_window is not None:
-            _expect_counts(self, "sliding_window")
+        check_fields(self)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_kv_heads: expected a divisor of num_heads={self.num_heads}, got {self.num_kv_heads}"
             )
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim: expected an even number, got {self.head_dim}")
 
 
 @dataclass(frozen=True)
@@ -96,12 +104,12 @@ class MoEConfig:
     num_experts, top_k: experts in all, and chosen for a token. intermediate_size: width of one expert.
     """
 
-    num_experts: int
-    top_k: int
-    intermediate_size: int
+    num_experts: fields.NumExperts
+    top_k: fields.NumExperts
+    intermediate_size: fields.Width
 
     def __post_init__(self) -> None:
-        _expect_counts(self, "num_experts", "top_k", "intermediate_size")
+        check_fields(self)
         if self.top_k > self.num_experts:
             raise ValueError(f"top_k: expected 1..num_experts={self.num_experts}, got {self.top_k}")
 
@@ -127,36 +135,34 @@ class ModelConfig:
     """
 
     name: str
-    family: str
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    layer_types: tuple[str, ...]
+    family: Literal["gemma3", "gemma4", "llama", "gpt_oss"]
+    vocab_size: fields.VocabSize
+    hidden_size: fields.Width
+    intermediate_size: fields.WidthOrNone
+    layer_types: LayerTypes
     sliding: AttentionConfig | None
     full: AttentionConfig
-    max_position_embeddings: int
-    query_pre_attn_scalar: float | None = None
-    final_logit_softcapping: float | None = None
-    rms_norm_eps: float = 1e-6
-    eos_token_ids: tuple[int, ...] = (1,)
-    bos_token_id: int | None = 2
+    max_position_embeddings: fields.NumTokens
+    query_pre_attn_scalar: fields.Positive | None = None
+    final_logit_softcapping: fields.Positive | None = None
+    rms_norm_eps: fields.Epsilon = 1e-6
+    eos_token_ids: tuple[fields.TokenId, ...] = (1,)
+    bos_token_id: fields.TokenId | None = 2
     moe: MoEConfig | None = None
-    per_layer_input_size: int = 0
-    num_kv_shared_layers: int = 0
+    per_layer_input_size: fields.WidthOrNone = 0
+    num_kv_shared_layers: fields.NumShared = 0
     double_wide_mlp: bool = False
     attention_bias: bool = False
     tie_word_embeddings: bool = True
 
     def __post_init__(self) -> None:
-        if self.family not in FAMILIES:
-            raise ValueError(f"family: expected one of {FAMILIES}, got {self.family!r}")
-        _expect_counts(self, "vocab_size", "hidden_size", "max_position_embeddings")
-        if self.family != "gpt_oss":
-            _expect_counts(self, "intermediate_size")
-        unknown = sorted(set(self.layer_types) - {SLIDING, FULL})
-        if unknown or not self.layer_types:
+        check_fields(self)
+        expect_tokens(self)
+        if not self.layer_types:
+            raise ValueError("layer_types: expected a layer, got none")
+        if (self.intermediate_size == 0) != (self.family == "gpt_oss"):
             raise ValueError(
-                f"layer_types: expected a non-empty list of {SLIDING!r} and {FULL!r}, got {unknown or []}"
+                f"intermediate_size: expected 0 for gpt_oss and more for other families, got {self.intermediate_size} for {self.family}"
             )
         if (self.query_pre_attn_scalar is not None) != (self.family == "gemma3"):
             raise ValueError(

@@ -25,9 +25,9 @@ EXPERTS_AT_ONCE = 16  # experts whose dequantised weights exist at one time
 
 
 def scale_values(scale: Tensor) -> Tensor:
-    """Scales as fp32: fp32 ones as they are, E8M0 ones (float8_e8m0fnu, or its bytes as uint8) as powers of two; 255 is NaN."""
-    if scale.dtype == torch.float32:
-        return scale
+    """Scales as fp32: floating-point ones as they are, E8M0 ones (float8_e8m0fnu, or its bytes as uint8) as powers of two; 255 is NaN."""
+    if scale.dtype in (torch.float32, torch.bfloat16, torch.float16):
+        return scale.float()
     exponent = scale.view(torch.uint8).int() - 127
     values = torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent)
     return values.masked_fill(exponent == 128, float("nan"))

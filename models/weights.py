@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -24,9 +24,11 @@ from quire.models.checkpoint import (
 )
 from quire.models.configs import ModelConfig
 from quire.models.decoder import Decoder
+from quire.models.fields import naming, read_fields, shown
+from quire.models.finite import expect_finite, expect_finite_packed
 from quire.models.gemma import Gemma
 from quire.models.gpt_oss import GptOss
-from quire.models.hf_common import token_ids
+from quire.models.hf_common import QuantizationKeys, token_ids
 from quire.models.hf_config import from_hf, to_hf
 from quire.models.layers import Linear, dequantize
 from quire.models.llama import Llama
@@ -56,14 +58,20 @@ def build_model(config: ModelConfig, *, device: torch.device | str, dtype: torch
 def load_config(path: str | Path) -> ModelConfig:
     """Reads ``config.json``, and the stop ids of ``generation_config.json`` where there is one.
 
-    Raises: ValueError when there is no config.json or it is not JSON; NotImplementedError for unsupported models.
+    Raises: ValueError when there is no config.json, or naming file and key where one is no JSON or a key has another type or range;
+        NotImplementedError for unsupported models.
     """
     path = Path(path)
     if not (path / "config.json").is_file():
         raise ValueError(f"path: expected a directory with a config.json, got {str(path)!r}")
-    config = from_hf(read_json(path / "config.json"), name=path.name)
+    data = read_json(path / "config.json")
+    with naming(path / "config.json"):
+        config = from_hf(data, name=path.name)
     eos = read_generation_config(path).get("eos_token_id")
-    return config if eos is None else replace(config, eos_token_ids=token_ids(eos))
+    if eos is None:
+        return config
+    with naming(path / "generation_config.json"):
+        return replace(config, eos_token_ids=token_ids(eos))
 
 
 def load_model(
@@ -83,14 +91,16 @@ def load_model(
         Of DeepSeek-V4 it is about the routed experts, in fp8 or fp4.
 
     Returns: Decoder.
-    Raises: ValueError naming every missing, unexpected and misshaped tensor at once, or each file that is missing or cut off,
-        before any tensor is read; NotImplementedError for unsupported models.
+    Raises: ValueError naming at once every tensor that is missing, unexpected, there twice, without its scales, or of another shape or
+        dtype, or each file that is missing or cut off, before any tensor is read; ValueError naming the first tensor with a weight
+        that is NaN or infinite, or becomes so in ``dtype``; NotImplementedError for unsupported models.
     """
     if fp8 not in FP8_MODES:
         raise ValueError(f"fp8: expected one of {FP8_MODES}, got {fp8!r}")
     path, device = Path(path), torch.device(device)
     config = load_config(path)
-    dtype = dtype or _stored_dtype(path)
+    keys = _storage_keys(path)
+    dtype = dtype or keys.find_dtype()
     if not isinstance(config, ModelConfig):
         from quire.models.deepseek_v4 import weights as deepseek_v4
 
@@ -99,7 +109,7 @@ def load_model(
     # Shapes are checked, and it is decided what stays in fp8, before anything is allocated.
     model = build_model(config, device="meta", dtype=dtype)
     shapes = {name: weight.shape for name, weight in model.named_parameters()}
-    sources = match(path, found, shapes)
+    sources = match(path, found, shapes, keys.fp8_block)
     kept = _kept_in_fp8(model, sources, fp8, device)
     model.allocate(device, except_for=kept)
     _fill(model, sources, kept)
@@ -186,22 +196,36 @@ def save_checkpoint(model: Decoder, path: str | Path, *, max_shard_bytes: int = 
     )
 
 
-def _stored_dtype(path: Path) -> torch.dtype:
-    """The dtype that config.json names (``dtype``, earlier ``torch_dtype``), at the top or in text_config."""
+@dataclass(frozen=True)
+class StorageKeys:
+    """What ``config.json`` says of how weights are stored."""
+
+    dtype: str | None = None
+    torch_dtype: str | None = None
+    quantization_config: QuantizationKeys | None = None
+
+    def find_dtype(self) -> torch.dtype:
+        """The dtype that the file names, by its newer or older key, else bfloat16."""
+        return find_dtype(self.dtype or self.torch_dtype or "bfloat16")
+
+    @property
+    def fp8_block(self) -> tuple[int, ...] | None:
+        """Rows and columns of fp8 weights that share a scale; None where only the shapes of the scales say so."""
+        return self.quantization_config and self.quantization_config.weight_block_size
+
+
+def _storage_keys(path: Path) -> StorageKeys:
+    """Those of config.json, from its text_config where they are there too."""
     config = read_json(path / "config.json")
-    text = config.get("text_config") or {}
-    for section in (text, config):
-        for key in ("dtype", "torch_dtype"):
-            if name := section.get(key):
-                return find_dtype(name)
-    return torch.bfloat16
+    with naming(path / "config.json"):
+        return read_fields(StorageKeys, config | (config.get("text_config") or {}))
 
 
 def find_dtype(dtype: torch.dtype | str) -> torch.dtype:
     """A dtype of models by its name or itself; raises NotImplementedError for another."""
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPES:
-        raise NotImplementedError(f"dtype: supported are {list(DTYPES)}, got {dtype!r}")
+        raise NotImplementedError(f"dtype: supported are {list(DTYPES)}, got {shown(dtype)}")
     return DTYPES[name]
 
 
@@ -221,7 +245,7 @@ def _kept_in_fp8(
 
 
 def _fill(model: nn.Module, sources: dict[str, Source], kept: dict[str, Linear]) -> None:
-    """Reads tensors file by file, each into its place. Of a file no more than one tensor is in use at a time."""
+    """Reads tensors file by file, each into its place, and checks it. Of a file no more than one tensor is in use at a time."""
     from safetensors import safe_open
 
     by_file = defaultdict(list)
@@ -236,8 +260,13 @@ def _fill(model: nn.Module, sources: dict[str, Source], kept: dict[str, Linear])
                 weight = parameters[name]
                 if name in kept:
                     device = model.device
-                    kept[name].keep_fp8(value.to(device, copy=True), scale.to(device, copy=True))
-                elif source.kind == "fp8":
+                    value, scale = value.to(device, copy=True), scale.to(device, copy=True)
+                    expect_finite_packed(
+                        "fp8", value, scale, (source.value, source.scale), model.dtype
+                    )
+                    kept[name].keep_fp8(value, scale)
+                    continue
+                if source.kind == "fp8":
                     value, scale = value.to(weight.device), scale.to(weight.device)
                     weight.copy_(dequantize(value, scale, weight.dtype))
                 elif source.kind == "mxfp4":
@@ -247,3 +276,4 @@ def _fill(model: nn.Module, sources: dict[str, Source], kept: dict[str, Linear])
                         ).T
                 else:
                     weight.copy_(value)
+                expect_finite(weight, source.value)

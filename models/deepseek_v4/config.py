@@ -8,14 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from quire.models import fields
 from quire.models.configs import BYTE_VOCAB, SLIDING
+from quire.models.fields import check_fields
+from quire.models.model_config import expect_tokens
 
 CSA = "compressed_sparse_attention"
 HCA = "heavily_compressed_attention"
 HASH_MOE, MOE = "hash_moe", "moe"
 MODEL_TYPE = "deepseek_v4"
+LayerTypes = tuple[
+    Literal["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"], ...
+]
+MlpLayerTypes = tuple[Literal["hash_moe", "moe"], ...]
+NumDrafters = Annotated[int, fields.Range(0, 16)]
+NumStreams = Annotated[int, fields.Range(1, 64)]
+NumIterations = Annotated[int, fields.Range(1, 1000)]
+Ratio = Annotated[int, fields.Range(2, 2**16)]
 
 
 @dataclass(frozen=True)
@@ -26,10 +37,15 @@ class YarnConfig:
     beta_fast, beta_slow: turns within these tokens, above which a frequency stays and below which it is divided.
     """
 
-    factor: float
-    original_max_position_embeddings: int
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
+    factor: fields.Factor
+    original_max_position_embeddings: fields.NumTokens
+    beta_fast: fields.Positive = 32.0
+    beta_slow: fields.Positive = 1.0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.beta_slow >= self.beta_fast:
+            raise ValueError(f"beta_slow: expected less than beta_fast={self.beta_fast}, got {self.beta_slow}")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -52,55 +68,53 @@ class DeepseekV4Config:
     """
 
     name: str
-    vocab_size: int
-    hidden_size: int
-    layer_types: tuple[str, ...]
-    mlp_layer_types: tuple[str, ...]
-    num_mtp_layers: int
-    num_heads: int
-    head_dim: int
-    rope_dim: int
-    q_lora_rank: int
-    o_groups: int
-    o_lora_rank: int
-    sliding_window: int
-    csa_ratio: int
-    hca_ratio: int
-    index_num_heads: int
-    index_head_dim: int
-    index_topk: int
-    num_experts: int
-    num_experts_per_tok: int
-    moe_intermediate_size: int
-    routed_scaling_factor: float
-    swiglu_limit: float
+    vocab_size: fields.VocabSize
+    hidden_size: fields.Width
+    layer_types: LayerTypes
+    mlp_layer_types: MlpLayerTypes
+    num_mtp_layers: NumDrafters
+    num_heads: fields.NumHeads
+    head_dim: fields.Width
+    rope_dim: fields.HeadSize
+    q_lora_rank: fields.Width
+    o_groups: fields.NumHeads
+    o_lora_rank: fields.Width
+    sliding_window: fields.NumTokens
+    csa_ratio: Ratio
+    hca_ratio: Ratio
+    index_num_heads: fields.NumHeads
+    index_head_dim: fields.Width
+    index_topk: fields.NumTokens
+    num_experts: fields.NumExperts
+    num_experts_per_tok: fields.NumExperts
+    moe_intermediate_size: fields.Width
+    routed_scaling_factor: fields.Positive
+    swiglu_limit: fields.Positive
     yarn: YarnConfig | None
-    max_position_embeddings: int
-    hc_mult: int = 4
-    hc_sinkhorn_iters: int = 20
-    hc_eps: float = 1e-6
-    rms_norm_eps: float = 1e-6
-    rope_theta: float = 1e4
-    compress_rope_theta: float = 1.6e5
-    eos_token_ids: tuple[int, ...] = (1,)
-    bos_token_id: int | None = 0
+    max_position_embeddings: fields.NumTokens
+    hc_mult: NumStreams = 4
+    hc_sinkhorn_iters: NumIterations = 20
+    hc_eps: fields.Epsilon = 1e-6
+    rms_norm_eps: fields.Epsilon = 1e-6
+    rope_theta: fields.Theta = 1e4
+    compress_rope_theta: fields.Theta = 1.6e5
+    eos_token_ids: tuple[fields.TokenId, ...] = (1,)
+    bos_token_id: fields.TokenId | None = 0
 
     def __post_init__(self) -> None:
-        for field, known in (("layer_types", (SLIDING, CSA, HCA)), ("mlp_layer_types", (HASH_MOE, MOE))):  # fmt: skip
-            kinds = getattr(self, field)
-            if not kinds or len(kinds) != self.num_layers or not set(kinds) <= set(known):
-                raise ValueError(f"{field}: expected {self.num_layers or 'some'} of {known}, got {kinds}")  # fmt: skip
+        check_fields(self)
+        expect_tokens(self)
+        if not self.layer_types or len(self.mlp_layer_types) != self.num_layers:
+            raise ValueError(
+                f"mlp_layer_types: expected one for each of layer_types, got {len(self.mlp_layer_types)} for {self.num_layers}"
+            )
         if self.num_heads % self.o_groups:
             raise ValueError(f"o_groups: expected a divisor of num_heads={self.num_heads}, got {self.o_groups}")  # fmt: skip
         narrowest = min(self.head_dim, self.index_head_dim)
-        if self.rope_dim < 2 or self.rope_dim % 2 or self.rope_dim > narrowest:
-            raise ValueError(f"rope_dim: expected an even number in 2..{narrowest}, got {self.rope_dim}")  # fmt: skip
-        if not 1 <= self.num_experts_per_tok <= self.num_experts:
+        if self.rope_dim > narrowest:
+            raise ValueError(f"rope_dim: expected at most {narrowest}, the narrower of head_dim and index_head_dim, got {self.rope_dim}")  # fmt: skip
+        if self.num_experts_per_tok > self.num_experts:
             raise ValueError(f"num_experts_per_tok: expected 1..{self.num_experts}, got {self.num_experts_per_tok}")  # fmt: skip
-        for field, low in (("csa_ratio", 2), ("hca_ratio", 2), ("sliding_window", 1), ("index_topk", 1),
-                           ("hc_mult", 1), ("hc_sinkhorn_iters", 1), ("num_mtp_layers", 0)):  # fmt: skip
-            if getattr(self, field) < low:
-                raise ValueError(f"{field}: expected >= {low}, got {getattr(self, field)}")
 
     @property
     def num_layers(self) -> int:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from quire.models import fields
 from quire.models.deepseek_v4.config import (
     CSA,
     HASH_MOE,
@@ -12,10 +14,93 @@ from quire.models.deepseek_v4.config import (
     MODEL_TYPE,
     MOE,
     DeepseekV4Config,
+    LayerTypes,
+    MlpLayerTypes,
+    NumDrafters,
+    NumIterations,
+    NumStreams,
+    Ratio,
     YarnConfig,
     layer_types_of,
 )
-from quire.models.hf_common import token_ids
+from quire.models.fields import checked, only, read_fields, shown
+from quire.models.hf_common import RopeKeys, token_ids
+
+
+@dataclass(frozen=True)
+class QuantizationKeys:
+    """The ``quantization_config`` of the released models: fp8 in blocks of 128 x 128."""
+
+    quant_method: only("fp8") = None
+    weight_block_size: only(None, [128, 128]) = None
+
+
+@dataclass(frozen=True)
+class RateKeys:
+    """``compress_rates``: tokens of an entry, by kind of layer."""
+
+    compressed_sparse_attention: Ratio = 4
+    heavily_compressed_attention: Ratio = 128
+
+
+@dataclass(frozen=True)
+class DeepseekV4Keys:
+    """Keys of the file, with what transformers 5.23 assumes where it says nothing.
+
+    The layer schedule has no default: that of transformers is no released model's.
+    """
+
+    model_type: only(MODEL_TYPE)
+    vocab_size: fields.VocabSize = 129280
+    hidden_size: fields.Width = 4096
+    num_hidden_layers: fields.NumLayers = 43
+    num_nextn_predict_layers: NumDrafters | None = None
+    layer_types: LayerTypes | None = None
+    compress_ratios: tuple[int, ...] | None = None
+    compress_rates: RateKeys | None = None
+    compress_rate_csa: Ratio | None = None
+    compress_rate_hca: Ratio | None = None
+    mlp_layer_types: MlpLayerTypes | None = None
+    num_hash_layers: fields.NumShared = 3
+    num_attention_heads: fields.NumHeads = 64
+    num_key_value_heads: only(1) = 1
+    head_dim: fields.Width = 512
+    qk_rope_head_dim: fields.HeadSize | None = None
+    partial_rotary_factor: fields.Share | None = None
+    q_lora_rank: fields.Width = 1024
+    o_groups: fields.NumHeads = 8
+    o_lora_rank: fields.Width = 1024
+    sliding_window: fields.NumTokens = 128
+    index_n_heads: fields.NumHeads = 64
+    index_head_dim: fields.Width = 128
+    index_topk: fields.NumTokens = 512
+    n_routed_experts: fields.NumExperts | None = None
+    num_local_experts: fields.NumExperts = 256
+    n_shared_experts: only(1) = 1
+    num_experts_per_tok: fields.NumExperts = 6
+    moe_intermediate_size: fields.Width = 2048
+    routed_scaling_factor: fields.Positive = 1.5
+    swiglu_limit: fields.Positive = 10.0
+    max_position_embeddings: fields.NumTokens = 1048576
+    hc_mult: NumStreams = 4
+    hc_sinkhorn_iters: NumIterations = 20
+    hc_eps: fields.Epsilon = 1e-6
+    rms_norm_eps: fields.Epsilon = 1e-6
+    bos_token_id: fields.TokenId | None = 0
+    eos_token_id: fields.TokenIds = 1
+    rope_theta: fields.Theta = 1e4
+    compress_rope_theta: fields.Theta = 1.6e5
+    rope_parameters: dict[str, Any] | None = None
+    rope_scaling: dict[str, Any] | None = None
+    quantization_config: QuantizationKeys | None = None
+    hidden_act: only("silu") = "silu"
+    scoring_func: only("sqrtsoftplus") = "sqrtsoftplus"
+    norm_topk_prob: only(True) = True
+    attention_bias: only(False) = False
+    mlp_bias: only(False) = False
+    tie_word_embeddings: only(False) = False
+    n_group: only(None, 1) = None
+    topk_group: only(None, 1) = None
 
 
 def from_hf(config: Mapping[str, Any], *, name: str | None = None) -> DeepseekV4Config:
@@ -24,30 +109,27 @@ def from_hf(config: Mapping[str, Any], *, name: str | None = None) -> DeepseekV4
     config: the parsed file. name: what to call the model; default: its ``model_type``.
 
     Returns: DeepseekV4Config.
-    Raises: NotImplementedError naming each feature that is not supported; ValueError for keys that are missing or contradict.
+    Raises: NotImplementedError naming each feature that is not supported; ValueError for keys that are missing, of another type or
+        range, or contradict.
     Source: transformers ``configuration_deepseek_v4``; the config.json of the released models.
     """
-    _refuse_unsupported(config)
-    value = _HF_DEFAULTS | dict(config)
-    num_layers = value["num_hidden_layers"]
-    layer_types, num_mtp_layers = _layer_types(value, num_layers)
-    rates = {CSA: 4, HCA: 128} | (value.get("compress_rates") or {})
-    rates |= {kind: value[key] for kind, key in ((CSA, "compress_rate_csa"), (HCA, "compress_rate_hca")) if key in value}  # fmt: skip
-    rope = _rope(value)
+    keys = read_fields(DeepseekV4Keys, config)
+    layer_types, num_mtp_layers = _layer_types(keys)
+    rates = keys.compress_rates or RateKeys()
     return DeepseekV4Config(
         name=name or MODEL_TYPE,
         layer_types=layer_types,
-        mlp_layer_types=_mlp_layer_types(value, num_layers),
+        mlp_layer_types=_mlp_layer_types(keys),
         num_mtp_layers=num_mtp_layers,
-        num_heads=value["num_attention_heads"],
-        csa_ratio=rates[CSA],
-        hca_ratio=rates[HCA],
-        index_num_heads=value["index_n_heads"],
-        num_experts=value.get("n_routed_experts", value.get("num_local_experts", 256)),
-        moe_intermediate_size=value.get("moe_intermediate_size", 2048),
-        eos_token_ids=token_ids(value["eos_token_id"]),
-        **rope,
-        **{key: value[key] for key in _SAME_NAME},
+        num_heads=keys.num_attention_heads,
+        csa_ratio=keys.compress_rate_csa or rates.compressed_sparse_attention,
+        hca_ratio=keys.compress_rate_hca or rates.heavily_compressed_attention,
+        index_num_heads=keys.index_n_heads,
+        num_experts=keys.n_routed_experts or keys.num_local_experts,
+        moe_intermediate_size=keys.moe_intermediate_size,
+        eos_token_ids=token_ids(keys.eos_token_id),
+        **_rope(keys),
+        **{key: getattr(keys, key) for key in _SAME_NAME},
     )
 
 
@@ -89,86 +171,70 @@ _SAME_NAME = (
     "index_head_dim", "index_topk", "num_experts_per_tok", "routed_scaling_factor", "swiglu_limit",
     "max_position_embeddings", "hc_mult", "hc_sinkhorn_iters", "hc_eps", "rms_norm_eps", "bos_token_id",
 )  # fmt: skip
-# What transformers 5.23 assumes where a file says nothing. The layer schedule is not among them: its default is no released
-# model's.
-_HF_DEFAULTS: dict[str, Any] = {
-    "vocab_size": 129280, "hidden_size": 4096, "num_hidden_layers": 43, "num_attention_heads": 64, "head_dim": 512,
-    "q_lora_rank": 1024, "o_groups": 8, "o_lora_rank": 1024, "sliding_window": 128, "index_n_heads": 64,
-    "index_head_dim": 128, "index_topk": 512, "num_experts_per_tok": 6, "routed_scaling_factor": 1.5,
-    "swiglu_limit": 10.0, "max_position_embeddings": 1048576, "hc_mult": 4, "hc_sinkhorn_iters": 20, "hc_eps": 1e-6,
-    "rms_norm_eps": 1e-6, "bos_token_id": 0, "eos_token_id": 1, "rope_theta": 1e4, "compress_rope_theta": 1.6e5,
-}  # fmt: skip
-_ONLY = {
-    "model_type": (MODEL_TYPE,), "num_key_value_heads": (1,), "n_shared_experts": (1,), "hidden_act": ("silu",),
-    "scoring_func": ("sqrtsoftplus",), "norm_topk_prob": (True,), "attention_bias": (False,), "mlp_bias": (False,),
-    "tie_word_embeddings": (False,), "n_group": (None, 1), "topk_group": (None, 1),
-}  # fmt: skip
 
 
-def _refuse_unsupported(config: Mapping[str, Any]) -> None:
-    problems = [
-        f"{key}: supported is {' or '.join(map(repr, known))}, got {config.get(key)!r}"
-        for key, known in _ONLY.items()
-        if (key in config or key == "model_type") and config.get(key) not in known
-    ]
-    quantization = config.get("quantization_config") or {}
-    if quantization and quantization.get("quant_method") != "fp8":
-        problems.append(f"quantization_config: supported is quant_method 'fp8', got {quantization}")
-    if problems:
-        raise NotImplementedError("; ".join(problems))
-
-
-def _layer_types(value: Mapping[str, Any], num_layers: int) -> tuple[tuple[str, ...], int]:
+def _layer_types(keys: DeepseekV4Keys) -> tuple[tuple[str, ...], int]:
     """Layer types of the trunk, and the number of drafter layers."""
-    num_mtp_layers = value.get("num_nextn_predict_layers")
-    if value.get("layer_types") is not None:
-        return tuple(value["layer_types"][:num_layers]), num_mtp_layers or 0
-    ratios = value.get("compress_ratios")
-    if ratios is None:
+    num_layers, num_mtp_layers = keys.num_hidden_layers, keys.num_nextn_predict_layers
+    if keys.layer_types is not None:
+        return _first("layer_types", keys.layer_types, num_layers), num_mtp_layers or 0
+    if keys.compress_ratios is None:
         raise ValueError("layer_types: expected layer_types or compress_ratios, got neither")
-    if len(ratios) < num_layers:
-        raise ValueError(f"compress_ratios: expected at least {num_layers} numbers, got {len(ratios)}")  # fmt: skip
-    drafters = ratios[num_layers:]
+    ratios = _first("compress_ratios", keys.compress_ratios, num_layers)
+    drafters = keys.compress_ratios[num_layers:]
     if any(drafters) or num_mtp_layers not in (None, len(drafters)):
         raise ValueError(
             f"compress_ratios: expected a 0 for each of num_nextn_predict_layers={num_mtp_layers} "
-            f"after {num_layers} layers, got {list(drafters)}"
+            f"after {num_layers} layers, got {shown(drafters)}"
         )
-    return layer_types_of(ratios[:num_layers]), len(drafters)
+    return layer_types_of(ratios), len(drafters)
 
 
-def _mlp_layer_types(value: Mapping[str, Any], num_layers: int) -> tuple[str, ...]:
-    if value.get("mlp_layer_types") is not None:
-        return tuple(value["mlp_layer_types"][:num_layers])
-    num_hash_layers = min(value.get("num_hash_layers", 3), num_layers)
+def _mlp_layer_types(keys: DeepseekV4Keys) -> tuple[str, ...]:
+    num_layers = keys.num_hidden_layers
+    if keys.mlp_layer_types is not None:
+        return _first("mlp_layer_types", keys.mlp_layer_types, num_layers)
+    num_hash_layers = min(keys.num_hash_layers, num_layers)
     return (HASH_MOE,) * num_hash_layers + (MOE,) * (num_layers - num_hash_layers)
 
 
-def _rope(value: Mapping[str, Any]) -> dict[str, Any]:
+def _first(name: str, entries: tuple[Any, ...], num_layers: int) -> tuple[Any, ...]:
+    """The entries of the trunk's layers; what follows is the drafters'."""
+    if len(entries) < num_layers:
+        raise ValueError(f"{name}: expected at least num_hidden_layers={num_layers} entries, got {len(entries)}")  # fmt: skip
+    return entries[:num_layers]
+
+
+def _rope(keys: DeepseekV4Keys) -> dict[str, Any]:
     """The fields rope_dim, rope_theta, compress_rope_theta and yarn: from nested or flat parameters."""
-    nested = value.get("rope_parameters") or value.get("rope_scaling") or {}
-    main = nested.get("main", {})
-    compress = nested.get("compress", {}) if "main" in nested else nested
-    partial = value.get("partial_rotary_factor", main.get("partial_rotary_factor"))
-    rope_dim = value.get("qk_rope_head_dim")
-    if rope_dim is None:
-        rope_dim = int(value["head_dim"] * (64 / 512 if partial is None else partial))
-    kind = compress.get("rope_type", compress.get("type", "default"))
-    yarn = None
-    if kind == "yarn":
-        keys = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
-        yarn = YarnConfig(**{key: compress[key] for key in keys if key in compress})
-    if kind not in ("default", "yarn") or compress.get("attention_factor", 1.0) != 1.0:
-        raise NotImplementedError(
-            f"rope_parameters: supported are 'default', and 'yarn' with attention_factor 1.0, got {dict(compress)}"
-        )
-    if main.get("rope_type", "default") != "default":
-        raise NotImplementedError(f"rope_parameters: supported is a 'default' main RoPE, got {main}")  # fmt: skip
+    name = "rope_parameters" if keys.rope_parameters else "rope_scaling"
+    given = getattr(keys, name) or {}
+    part = f"{name}.compress" if "main" in given else name
     # A flat rope_theta is the main one: only the nested form says what compressed layers use.
-    compress_theta = compress.get("rope_theta") if "main" in nested else None
+    flat = given | {"rope_theta": keys.compress_rope_theta}
+    main = _rope_keys(given.get("main", {}), f"{name}.main", keys.rope_theta)
+    compress = given.get("compress", {}) if "main" in given else flat
+    compress = _rope_keys(compress, part, keys.compress_rope_theta)
+    if main.kind != "default":
+        raise NotImplementedError(f"{name}.main: supported is rope_type 'default', got {main.kind!r}")  # fmt: skip
+    if compress.kind not in ("default", "yarn") or compress.attention_factor not in (None, 1.0):
+        raise NotImplementedError(
+            f"{part}: supported are rope_type 'default', and 'yarn' with attention_factor 1.0, "
+            f"got {compress.kind!r} with {compress.attention_factor}"
+        )
+    yarn = None
+    if compress.kind == "yarn":
+        given = {key: value for key, value in vars(compress).items() if value is not None}
+        yarn = read_fields(YarnConfig, given, part)
+    partial = keys.partial_rotary_factor or main.partial_rotary_factor or 64 / 512
+    size = checked(fields.HeadSize, "partial_rotary_factor: head_dim times it", int(keys.head_dim * partial))  # fmt: skip
     return {
-        "rope_dim": rope_dim,
-        "rope_theta": main.get("rope_theta", value["rope_theta"]),
-        "compress_rope_theta": compress_theta or value["compress_rope_theta"],
+        "rope_dim": keys.qk_rope_head_dim or size,
+        "rope_theta": main.rope_theta,
+        "compress_rope_theta": compress.rope_theta,
         "yarn": yarn,
     }
+
+
+def _rope_keys(data: Any, name: str, theta: float) -> RopeKeys:
+    return read_fields(RopeKeys, {"rope_theta": theta} | checked(dict[str, Any], name, data), name)

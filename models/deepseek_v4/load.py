@@ -10,8 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from quire.models import checkpoint
+from quire.models.checkpoint import FLOATS, differs
 from quire.models.deepseek_v4.names import GATE, UP, WHOLE, Target, target
-from quire.models.quantized import DEQUANTIZE, packed_shapes, scale_values
+from quire.models.finite import expect_finite, expect_finite_packed, expect_ids
+from quire.models.quantized import DEQUANTIZE, FP4_GROUP, packed_shapes, scale_values
+
+_SCALES = {"fp8": ("F32", "F8_E8M0", "U8"), "fp4": ("F8_E8M0", "U8")}
+_PACKED = ("F8_E4M3", "I8", "U8")
+_TABLES = ("I64", "I32")  # of experts by token id
 
 
 @dataclass(frozen=True)
@@ -40,14 +46,14 @@ def format_of_experts(stored: list[Stored]) -> str | None:
 
     Raises: NotImplementedError where they are not all the same.
     """
-    formats = {
-        tensor.quantized
-        for tensor in stored
-        if ".mlp.experts." in tensor.target.parameter and not tensor.target.is_scale
-    }
+    formats: dict[str | None, Stored] = {}
+    for tensor in stored:
+        if ".mlp.experts." in tensor.target.parameter and not tensor.target.is_scale:
+            formats.setdefault(tensor.quantized, tensor)
     if len(formats) > 1:
-        raise NotImplementedError(f"experts: expected one format for all, got {formats}")
-    return formats.pop() if formats else None
+        of = " and ".join(f"{tensor.dtype} of {tensor}" for tensor in formats.values())
+        raise NotImplementedError(f"experts: expected one format for all, got {of}")
+    return next(iter(formats), None)
 
 
 def place(parameters: dict[str, nn.Parameter], where: Target) -> tuple[Tensor, Tensor | None] | None:  # fmt: skip
@@ -70,39 +76,55 @@ def place(parameters: dict[str, nn.Parameter], where: Target) -> tuple[Tensor, T
 
 
 def check(path: Path, stored: list[Stored], model: nn.Module) -> None:
-    """Compares names and shapes with those of the model, which may be on the meta device.
+    """Compares names, shapes and dtypes with those of the model, which may be on the meta device.
 
-    Raises: ValueError naming every missing, unexpected and misshaped tensor at once.
+    Raises: ValueError naming at once every tensor that is missing, unexpected, there twice, or of another shape or dtype.
     """
     parameters = dict(model.named_parameters())
-    values = {t.target: t for t in stored if not t.target.is_scale}
-    scales = {t.target: t for t in stored if t.target.is_scale}
+    found = checkpoint.unique(path, ((tensor.target, tensor) for tensor in stored))
+    values = {where: tensor for where, tensor in found.items() if not where.is_scale}
+    scales = {where: tensor for where, tensor in found.items() if where.is_scale}
     missing = [name for where in _wanted(parameters) for name in _absent(where, values)]
-    unexpected = [t.name for where, t in values.items() if place(parameters, where) is None]
-    misshaped = []
+    unexpected, misshaped, mistyped, doubled = [], [], [], []
     for where, tensor in values.items():
-        spot = place(parameters, where)
+        spot, kind = place(parameters, where), tensor.quantized
+        whole = values.get(Target(where.parameter))
+        if where.expert is not None and whole is not None:
+            doubled.append(f"{whole} and {tensor}")
         if spot is None:
+            unexpected.append(str(tensor))
             continue
-        if tensor.quantized is None:
-            _compare(misshaped, tensor, tuple(spot[0].shape))
-            if spot[1] is not None:
-                misshaped.append(f"{tensor.name} {tensor.dtype} (expected quantised values)")
+        weight, packed = spot
+        dtypes = FLOATS if weight.is_floating_point() else _TABLES
+        if packed is None and (kind is None or weight.ndim != 2 or dtypes is _TABLES):
+            misshaped += differs(tensor, tensor.shape, tuple(weight.shape))
+            mistyped += differs(tensor, tensor.dtype, dtypes)
             continue
-        shape = _matrix_shape(spot, tensor.quantized)
-        weight_shape, _, scale_shape, _ = packed_shapes(tensor.quantized, *shape)
-        _compare(misshaped, tensor, weight_shape)
+        rows, columns = _matrix_shape(spot, kind)
+        if kind is None or (kind == "fp4" and columns % FP4_GROUP):
+            mistyped += differs(
+                tensor, tensor.dtype, (*FLOATS, "F8_E4M3") if packed is None else _PACKED
+            )
+            continue
+        weight_shape, _, scale_shape, _ = packed_shapes(kind, rows, columns)
+        misshaped += differs(tensor, tensor.shape, weight_shape)
         scale = scales.pop(_scale_of(where), None)
         if scale is None:
             missing.append(f"{tensor.name.removesuffix('weight')}scale")
         else:
-            _compare(misshaped, scale, scale_shape)
-    unexpected += [tensor.name for tensor in scales.values()]
-    checkpoint.refuse_misfits(path, missing=missing, unexpected=unexpected, misshaped=misshaped)
+            misshaped += differs(scale, scale.shape, scale_shape)
+            mistyped += differs(scale, scale.dtype, _SCALES[kind])
+    unexpected += [str(tensor) for tensor in scales.values()]
+    checkpoint.refuse_misfits(
+        path, missing=missing, unexpected=unexpected, misshaped=misshaped, mistyped=mistyped, doubled=doubled
+    )  # fmt: skip
 
 
 def fill(model: nn.Module, stored: list[Stored]) -> None:
-    """Copies every tensor to its place, dequantised unless it stays packed. Call :func:`check` first."""
+    """Copies every tensor to its place, dequantised unless it stays packed. Call :func:`check` first.
+
+    Raises: ValueError naming the first tensor with a weight that is NaN or infinite, or with an expert that is none.
+    """
     from safetensors import safe_open
 
     parameters = dict(model.named_parameters())
@@ -120,17 +142,24 @@ def fill(model: nn.Module, stored: list[Stored]) -> None:
             assert spot is not None
             weight, packed_scale = spot
             values = files[tensor.file].get_tensor(tensor.name)
+            if not weight.is_floating_point() and packed_scale is None:
+                weight.copy_(values)
+                expect_ids(weight, model.config.num_experts, tensor)
+                continue
             if tensor.quantized is None:
                 weight.copy_(values)
+                expect_finite(weight, tensor)
                 continue
             of = scales[_scale_of(tensor.target)]
             scale = files[of.file].get_tensor(of.name)
             if packed_scale is None:
                 weight.copy_(DEQUANTIZE[tensor.quantized](values, scale, weight.dtype))
+                expect_finite(weight, tensor)
             else:
                 weight.copy_(values.view(weight.dtype))
                 fp8 = tensor.quantized == "fp8"
                 packed_scale.copy_(scale_values(scale) if fp8 else scale.view(torch.uint8))
+                expect_finite_packed(tensor.quantized, weight, packed_scale, (tensor, of), model.dtype)  # fmt: skip
 
 
 def _scale_of(where: Target) -> Target:
@@ -163,11 +192,6 @@ def _absent(wanted: tuple[str, int], values: dict[Target, Stored]) -> list[str]:
     ]
 
 
-def _matrix_shape(spot: tuple[Tensor, Tensor | None], kind: str) -> tuple[int, int]:
+def _matrix_shape(spot: tuple[Tensor, Tensor | None], kind: str | None) -> tuple[int, int]:
     rows, columns = spot[0].shape
     return rows, columns * 2 if spot[1] is not None and kind == "fp4" else columns
-
-
-def _compare(misshaped: list[str], tensor: Stored, expected: tuple[int, ...]) -> None:
-    if tensor.shape != expected:
-        misshaped.append(f"{tensor.name} {list(tensor.shape)} (expected {list(expected)})")

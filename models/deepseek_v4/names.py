@@ -47,7 +47,7 @@ _RENAMES = [
         (r"\.shared_experts\.w2\.", ".shared_experts.down_proj."),
     )
 ]
-_EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(w[123])\.(weight|scale)$")
+_EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d{1,6})\.(w[123])\.(weight|scale)$")
 # Drafters may bring copies of what they share with the trunk.
 _IGNORED = re.compile(r"^mtp\.\d+\.(emb\.tok_emb|head)\.weight$")
 

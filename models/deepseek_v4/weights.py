@@ -15,6 +15,7 @@ from quire.models.deepseek_v4.config import DeepseekV4Config
 from quire.models.deepseek_v4.hf import to_hf
 from quire.models.deepseek_v4.load import check, fill, format_of_experts, read_headers
 from quire.models.deepseek_v4.model import DeepseekV4
+from quire.models.memory import free_memory
 from quire.models.weights import fits, load_config
 
 
@@ -43,6 +44,12 @@ def load_model(
         raise ValueError(f"experts: expected 'auto', 'keep' or 'dequantize', got {experts!r}")
     path = Path(path)
     config = load_config(path)
+    tables = 2 * 4 * config.rope_dim * (max_positions or config.max_position_embeddings)
+    if tables > (free := free_memory(torch.device(device))):
+        raise ValueError(
+            f"max_position_embeddings: expected rotary tables of at most the free {free} bytes, got {tables} bytes "
+            f"for {max_positions or config.max_position_embeddings} tokens"
+        )
     stored = read_headers(path)
     if not any(tensor.target.parameter.startswith("mtp.") for tensor in stored):
         config = replace(config, num_mtp_layers=0)

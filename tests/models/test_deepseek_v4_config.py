@@ -89,7 +89,7 @@ def test_flat_rope_parameters_belong_to_compressed_layers():
             "attention_factor",
         ),
         ({"o_groups": 7}, ValueError, "o_groups"),
-        ({"qk_rope_head_dim": 63}, ValueError, "rope_dim"),
+        ({"qk_rope_head_dim": 63}, ValueError, "qk_rope_head_dim"),
         ({"num_experts_per_tok": 300}, ValueError, "num_experts_per_tok"),
     ],
 )

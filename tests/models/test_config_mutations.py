@@ -1,0 +1,276 @@
+"""Every key that is read of a config.json, and every kind of wrong value: a model that can be built and run, or an error that names the key."""
+
+import copy
+import json
+from dataclasses import fields, replace
+
+import pytest
+import torch
+
+from quire.models.chat import ChatTemplate
+from quire.models.checkpoint import INDEX_FILE, read_generation_config
+from quire.models.configs import get_config
+from quire.models.deepseek_v4.hf import DeepseekV4Keys
+from quire.models.deepseek_v4.hf import to_hf as deepseek_v4_to_hf
+from quire.models.hf_config import Gemma3Keys, Gemma4Keys, from_hf, to_hf
+from quire.models.hf_llama import GptOssKeys, LlamaKeys
+from quire.models.weights import build_model, load_config, load_model, random_model, save_checkpoint
+
+DEEP = json.loads("[" * 500 + "]" * 500)
+VALUES = {
+    "null": None, "true": True, "text": "x", "-1": -1, "0": 0, "1.5": 1.5, "NaN": float("nan"), "inf": float("inf"),
+    "1e12": 10**12, "1e7": 10**7, "1e-320": 1e-320, "huge": 10**4000, "[]": [], "[null]": [None], "{}": {}, "[[[]]]": [[[]]],
+    "deep": DEEP, "{x}": {"x": DEEP},
+}  # fmt: skip
+FP8 = {
+    "quant_method": "fp8",
+    "weight_block_size": [128, 128],
+    "config_groups": {"group_0": {"weights": {"type": "float", "num_bits": 8}}},
+}
+TOKENS = {"eos_token_id": [1, 5], "bos_token_id": 2}
+YARN = {
+    "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "beta_fast": 32.0, "beta_slow": 1.0,
+    "truncate": True, "mscale": 1.0, "mscale_all_dim": 1.0, "rope_theta": 1e4,
+}  # fmt: skip
+
+
+def older(config, keys, **more):
+    """A file with the older names of some keys."""
+    return {key: value for key, value in config.items() if key not in keys} | more
+
+
+def files():
+    """By name: a config.json that says every key of its family, and those of older files."""
+    gemma3, llama = to_hf(get_config("gemma3-tiny")), to_hf(get_config("llama-tiny"))
+    gemma4, v4 = to_hf(get_config("gemma4-tiny")), deepseek_v4_to_hf(get_config("deepseek-v4-tiny"))
+    off = {"use_bidirectional_attention": False}
+    out = {
+        "gemma3": gemma3 | off,
+        "gemma3, older": older(
+            gemma3, ("layer_types", "rope_parameters"), sliding_window_pattern=3, rope_theta=1e6,
+            rope_local_base_freq=1e4, rope_scaling={"type": "linear", "factor": 8.0},
+        ),
+        "gemma3, private": older(gemma3, ("layer_types",), _sliding_window_pattern=3),
+        "gemma3, multimodal": {"model_type": "gemma3", "text_config": gemma3, "tie_word_embeddings": True},
+        "gemma4": gemma4 | off,
+        "gemma4-moe": to_hf(get_config("gemma4-moe-tiny")),
+        "gemma4-e": to_hf(get_config("gemma4-e-tiny")),
+        "gemma4, saved": older(
+            gemma4, ("global_head_dim", "num_global_key_value_heads"),
+            per_layer_config={str(i): {"head_dim": 32, "num_key_value_heads": 1} for i in (2, 5)},
+        ),
+        "llama": llama,
+        "llama, yarn": older(llama, ("rope_parameters",), rope_scaling=YARN, rope_theta=1e4),
+        "gpt-oss": to_hf(get_config("gpt-oss-tiny")),
+        "gpt-oss, older": older(to_hf(get_config("gpt-oss-tiny")), ("num_local_experts",), num_experts=6),
+        "v4": v4,
+        "v4, released": older(
+            v4, ("rope_parameters", "layer_types", "mlp_layer_types", "compress_rates", "n_routed_experts"),
+            compress_ratios=[0, 0, 4, 128, 4, 128, 0], num_hash_layers=2, qk_rope_head_dim=8, num_local_experts=8,
+            compress_rate_csa=4, compress_rate_hca=8,
+            rope_scaling={key: value for key, value in YARN.items() if key not in ("mscale", "mscale_all_dim", "rope_theta")},
+            hidden_act="silu", scoring_func="sqrtsoftplus", norm_topk_prob=True, attention_bias=False, mlp_bias=False,
+            n_group=1, topk_group=1,
+        ),
+    }  # fmt: skip
+    for name, config in out.items():
+        fp8 = FP8 if not name.startswith("v4") else {k: FP8[k] for k in list(FP8)[:2]}
+        out[name] = config | TOKENS | {"quantization_config": fp8}
+    return out
+
+
+FILES = files()
+
+
+def paths(config, at=()):
+    """Where values stand in nested objects, inner ones included."""
+    for key, value in config.items():
+        yield (*at, key)
+        if isinstance(value, dict):
+            yield from paths(value, (*at, key))
+
+
+def mutated(config, path, value):
+    out = copy.deepcopy(config)
+    inner = out
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    return out
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_wrong_value_is_named_or_means_something(tmp_path, name):
+    """What is accepted makes a model whose logits are finite, or a larger one that the checkpoint's tensors do not fit."""
+    base = FILES[name]
+    save_checkpoint(random_model(from_hf(base)), tmp_path)
+    limit = 4 * num_weights(from_hf(base))
+    accepted, refused = {}, 0
+    for path in paths(base):
+        for kind, value in VALUES.items():
+            try:
+                config = from_hf(mutated(base, path, value))
+            except (ValueError, NotImplementedError) as error:
+                assert type(error) in (ValueError, NotImplementedError)
+                message = str(error)
+                assert len(message) < 1000 and path[-1] in message, (path, kind, message)
+                refused += 1
+            else:
+                accepted.setdefault(config, (path, value))
+    assert refused > 5 * len(list(paths(base)))
+    ids = torch.arange(3, 43)
+    for config, what in accepted.items():
+        if num_weights(config) < limit:
+            # Tables of as many positions as the prompt has: those of 10**7 take seconds.
+            short = replace(config, max_position_embeddings=len(ids))
+            assert random_model(short).full_forward(ids % config.vocab_size).isfinite().all(), what
+            continue
+        (tmp_path / "config.json").write_text(json.dumps(mutated(base, *what)))
+        with pytest.raises(ValueError, match=r"do not fit its config\.json: .*misshaped"):
+            load_model(tmp_path)
+
+
+def num_weights(config):
+    model = build_model(config, device="meta", dtype=torch.float32)
+    return sum(weight.numel() for weight in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("keys", "names"),
+    [
+        (LlamaKeys, ("llama", "llama, yarn")),
+        (GptOssKeys, ("gpt-oss", "gpt-oss, older", "llama, yarn")),
+        (Gemma3Keys, ("gemma3", "gemma3, older", "gemma3, private")),
+        (Gemma4Keys, ("gemma4", "gemma4-moe", "gemma4-e", "gemma4, saved", "llama, yarn", "gemma3, older")),
+        (DeepseekV4Keys, ("v4", "v4, released")),
+    ],
+)  # fmt: skip
+def test_no_key_is_forgotten_here(keys, names):
+    """Each key that a family declares is one that the test above changes."""
+    assert {field.name for field in fields(keys)} <= set().union(*(FILES[name] for name in names))
+
+
+JSON_FILES = {
+    "config.json": load_config,
+    "generation_config.json": read_generation_config,
+    "tokenizer_config.json": ChatTemplate.of_directory,
+    INDEX_FILE: load_model,
+}
+
+
+@pytest.fixture
+def directory(tmp_path):
+    save_checkpoint(random_model(get_config("llama-tiny")), tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", JSON_FILES)
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"[" * 200_000, "expected JSON of less depth and size in .*, got RecursionError"),
+        (b'{"a": ' * 200_000, "expected JSON of less depth and size in .*, got RecursionError"),
+        (b'{"a": 1, "b": 2, "a": 3}', "expected JSON in .*, got keys twice: 'a'"),
+        (b'{"a": "\xff"}', "expected JSON in .*, got 'utf-8' codec"),
+        (b"7", "expected a JSON object in .*, got 7"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "expected JSON in "),
+        (b"", "expected JSON in "),
+    ],
+)
+def test_files_that_are_no_json_objects(directory, name, data, reason):
+    (directory / name).write_bytes(data)
+    with pytest.raises(ValueError, match=f"path: {reason}") as error:
+        JSON_FILES[name](directory)
+    assert str(directory / name) in str(error.value) and len(str(error.value)) < 1000
+
+
+def test_a_file_that_memory_does_not_hold(directory, monkeypatch):
+    def fail(*args, **kwargs):
+        raise MemoryError
+
+    monkeypatch.setattr(json, "loads", fail)
+    with pytest.raises(
+        ValueError, match=r"of less depth and size in .*config\.json', got MemoryError"
+    ):
+        load_config(directory)
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "keys"),
+    [
+        ("config.json", "hidden_size", {"hidden_size": "64"}),
+        ("config.json", "dtype", {"dtype": 5}),
+        ("config.json", "weight_block_size", {"quantization_config": {"quant_method": "fp8", "weight_block_size": [96]}}),
+        ("generation_config.json", "eos_token_id", {"eos_token_id": [1, -1]}),
+        ("generation_config.json", "eos_token_id", {"eos_token_id": 259}),
+        ("generation_config.json", "do_sample", {"do_sample": "yes"}),
+        ("generation_config.json", "temperature", {"temperature": float("nan")}),
+        ("tokenizer_config.json", "chat_template", {"chat_template": 5}),
+        ("tokenizer_config.json", "chat_template[0].template", {"chat_template": [{"name": "default"}]}),
+        ("tokenizer_config.json", "bos_token", {"chat_template": "x", "bos_token": {"content": 5}}),
+        (INDEX_FILE, "weight_map", {"weight_map": ["x"]}),
+    ],
+)  # fmt: skip
+def test_errors_name_key_and_file(directory, name, key, keys):
+    file = directory / name
+    before = json.loads(file.read_text()) if file.is_file() else {}
+    file.write_text(json.dumps(before | keys))
+    with pytest.raises((ValueError, NotImplementedError)) as error:
+        load_model(directory)
+        ChatTemplate.of_directory(directory)
+    assert str(error.value).startswith(key) or f".{key}" in str(error.value).split(":")[0]
+    assert str(error.value).endswith(f", in {str(file)!r}")
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("llama-tiny", {"num_hidden_layers": 10**7}, "num_hidden_layers: expected an int in 1..1024, got 10000000"),
+        ("llama-tiny", {"rms_norm_eps": float("nan")}, "rms_norm_eps: expected a number in .*got nan"),
+        ("llama-tiny", {"rope_parameters": {"rope_theta": 0}}, "rope_parameters.rope_theta: .*got 0"),
+        ("gemma3-tiny", {"final_logit_softcapping": 0.0}, "final_logit_softcapping: expected a number in .*got 0.0"),
+        ("gemma3-tiny", {"eos_token_id": -1}, "eos_token_id: expected an int in .*got -1"),
+        ("gemma3-tiny", {"eos_token_id": 259}, "eos_token_ids: expected ids below vocab_size=259, got (259,)"),
+        ("llama-tiny", {"rope_parameters": YARN | {"rope_type": "llama3", "low_freq_factor": 4.0, "high_freq_factor": 4.0}},
+         "low_freq_factor, .*: expected less than high_freq_factor"),
+        ("llama-tiny", {"head_dim": None, "num_attention_heads": 64, "num_key_value_heads": 64}, "head_dim: expected an int, a multiple of 2"),
+        ("deepseek-v4-tiny", {"mlp_layer_types": ["moe"]}, "mlp_layer_types: expected at least num_hidden_layers=6 entries, got 1"),
+        ("deepseek-v4-tiny", {"num_key_value_heads": True}, "num_key_value_heads: supported is 1, got True"),
+        ("deepseek-v4-tiny", {"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}},
+         "quantization_config.weight_block_size: supported is None or [128, 128], got [64, 64]"),
+    ],
+)  # fmt: skip
+def test_ranges_and_contradictions(name, change, message):
+    config = get_config(name)
+    base = deepseek_v4_to_hf(config) if name.startswith("deepseek") else to_hf(config)
+    with pytest.raises(
+        (ValueError, NotImplementedError),
+        match=message.translate({ord(c): f"\\{c}" for c in "()[]"}),
+    ):
+        from_hf(base | change)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rms_norm_eps": -1.0},
+        {"eos_token_ids": (259,)},
+        {"final_logit_softcapping": 0},
+        {"hidden_size": True},
+    ],
+)
+def test_configurations_of_callers_are_checked_alike(change):
+    with pytest.raises(ValueError, match=f"^{next(iter(change))}: expected"):
+        replace(get_config("gemma3-tiny"), **change)
+
+
+def test_rotary_tables_that_memory_does_not_hold(tmp_path, monkeypatch):
+    """DeepSeek-V4 has them for all positions: the only memory that a config asks for and no tensor of the files does."""
+    config = replace(get_config("deepseek-v4-tiny"), max_position_embeddings=2**31 - 1)
+    save_checkpoint(random_model(replace(config, max_position_embeddings=64)), tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(deepseek_v4_to_hf(config)))
+    monkeypatch.setattr("quire.models.deepseek_v4.weights.free_memory", lambda device: 2**36)
+    with pytest.raises(
+        ValueError, match="max_position_embeddings: expected rotary tables of at most the free"
+    ):
+        load_model(tmp_path)
