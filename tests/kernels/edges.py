@@ -150,7 +150,7 @@ def attention_bound(logit: float, keys: int, dim: int, value: float) -> float:
     sum of all keys, twice; the sum of weights times values once more. Twice that for terms of higher order.
     """
     weight = 2 * ((dim + 16) * U32 * logit + 4 * U32) + (2 * keys + 8) * U32
-    return 2 * (weight + keys * U32) * max(1.0, value, logit)
+    return 2 * (weight + keys * U32) * max(1.0, value)
 
 
 def assert_near(what: str, actual: torch.Tensor, exact: torch.Tensor, bound: float) -> None:
