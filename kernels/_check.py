@@ -15,6 +15,10 @@ import torch
 MODEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HEAD_DIMS = (16, 32, 64, 128, 256, 512)
 E4M3 = torch.float8_e4m3fn
+# What a sequence has fewer tokens than: within 32 bits two positions add up, or a position and a window.
+MAX_TOKENS = 2**30
+# Rows of a tile, at most. The kernels address those of a tile of fresh rows with 32 bits.
+MAX_TILE = 128
 
 
 @dataclass(frozen=True)
@@ -106,20 +110,49 @@ def expect_int(name: str, value: Any, low: int, high: int | None = None) -> None
         raise ValueError(f"{name}: expected an int {bound}, got {value!r}")
 
 
-def expect_positive(name: str, value: Any) -> None:
-    """Require a finite host number above 0; ValueError otherwise."""
+def expect_positive(name: str, value: Any, *, least: int = -30, most: int = 30) -> None:
+    """Require a host number in [2**least, 2**most], of which the kernels' products are normal fp32 numbers; ValueError otherwise."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or not 0 < value < float("inf"):
         raise ValueError(f"{name}: expected a finite number > 0, got {value!r}")
+    if not 2.0**least <= value <= 2.0**most:
+        raise ValueError(f"{name}: expected a number in [2**{least}, 2**{most}], got {value!r}")
 
 
-def expect_ids(name: str, ids: torch.Tensor, count: int) -> None:
+def softmax_factor(softmax_scale: float | None, head_dim: int) -> float:
+    """The given factor of q . k, in [2**-30, 2**16], or the default; ValueError otherwise."""
+    if softmax_scale is None:
+        return head_dim**-0.5
+    # Larger ones would take ordinary logits to where fp32 has no digits left for their differences.
+    expect_positive("softmax_scale", softmax_scale, most=16)
+    return float(softmax_scale)
+
+
+def window_tokens(sliding_window: Any) -> int:
+    """The given window, >= 1, as far as a sequence reaches; ValueError otherwise."""
+    expect_int("sliding_window", sliding_window, 1)
+    return min(sliding_window, MAX_TOKENS)
+
+
+def expect_apart(name: str, tensor: torch.Tensor) -> None:
+    """Require a tensor that is written to to have no two elements in one place (expanded tensors have); ValueError otherwise."""
+    end = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and tensor.numel():
+            if stride < end:
+                raise ValueError(
+                    f"{name}: expected elements that share no memory, got {list(tensor.shape)} with strides {tensor.stride()}"
+                )
+            end += stride * (size - 1)
+
+
+def expect_ids(name: str, ids: torch.Tensor, count: int, what: str = "ids") -> None:
     """Require values in [0, count), which waits for the device; ValueError otherwise."""
     if ids.numel():
         low, high = (int(bound) for bound in ids.aminmax())
         if low < 0 or high >= count:
             raise ValueError(
-                f"{name}: expected ids in [0, {count}), got {low if low < 0 else high}"
+                f"{name}: expected {what} in [0, {count}), got {low if low < 0 else high}"
             )
 
 
@@ -149,7 +182,7 @@ def check_pages(
         expect_int(f"k_pages: {what}", k_pages.shape[axis], 1)
     for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
         # The kernels address rows within a page with 32 bits.
-        if pages.shape[1] * abs(pages.stride(1)) >= 2**31:
+        if pages.shape[1] * max(1, pages.stride(1)) >= 2**31:
             raise ValueError(f"{name}: expected pages of < 2**31 elements, got {pages.stride()}")
 
 
@@ -190,7 +223,7 @@ def check_scales(
                 f"{name}: expected a tensor on {k_pages.device}, got one on {scale.device}"
             )
         # The kernels address rows within a page with 32 bits.
-        if scale.dim() == 3 and scale.shape[1] * abs(scale.stride(1)) >= 2**31:
+        if scale.dim() == 3 and scale.shape[1] * scale.stride(1) >= 2**31:
             raise ValueError(f"{name}: expected pages of < 2**31 elements, got {scale.stride()}")
     if scale_kind(k_scale) != scale_kind(v_scale):
         raise ValueError(
@@ -238,9 +271,11 @@ def check_merge(
         expect_tensor("sinks", sinks, (num_heads,), torch.float32, device=device)
     if lse is not None:
         expect_tensor("lse", lse, lse_shape, torch.float32, device=device)
+        expect_apart("lse", lse)
     if out is None:
         return torch.empty(partial_out.shape[1:], dtype=partial_out.dtype, device=device)
     expect_tensor("out", out, (num_tokens, num_heads, head_dim), MODEL_DTYPES, device=device)
+    expect_apart("out", out)
     return out
 
 
@@ -292,12 +327,19 @@ def check_attention(
         fresh_shape = (num_tokens, num_kv_heads, head_dim)
         expect_tensor("k", k, fresh_shape, q.dtype, device=device)
         expect_tensor("v", v, fresh_shape, q.dtype, device=device)
+        for name, rows in (("k", k), ("v", v)):
+            if num_tokens > 1 and MAX_TILE * rows.stride(0) >= 2**31:
+                raise ValueError(
+                    f"{name}: expected tokens < 2**24 elements apart, got {rows.stride()}"
+                )
     if sinks is not None:
         expect_tensor("sinks", sinks, (num_heads,), torch.float32, device=device)
     if out is not None:
         expect_tensor("out", out, (num_tokens, num_heads, head_dim), q.dtype, device=device)
+        expect_apart("out", out)
     if lse is not None:
         expect_tensor("lse", lse, (num_heads, num_tokens), torch.float32, device=device)
+        expect_apart("lse", lse)
     if workspace is not None:
         expect_tensor("workspace", workspace, (None,), torch.float32, device=device)
     expect_int("max_seqlen_q", max_seqlen_q, 0)
@@ -311,13 +353,11 @@ def check_attention(
         raise ValueError(
             f"max_seqlen_q: expected the longest of {num_seqs} sequences with {num_tokens} tokens, got {max_seqlen_q}"
         )
-    if softmax_scale is None:
-        softmax_scale = head_dim**-0.5
-    expect_positive("softmax_scale", softmax_scale)
+    softmax_scale = softmax_factor(softmax_scale, head_dim)
     if softcap is not None:
         expect_positive("softcap", softcap)
     if sliding_window is not None:
-        expect_int("sliding_window", sliding_window, 1)
+        sliding_window = window_tokens(sliding_window)
     return AttentionCall(
         q=q,
         k_pages=k_pages,
@@ -334,7 +374,7 @@ def check_attention(
         max_seqlen_q=max_seqlen_q,
         max_seq_len=max_seq_len,
         num_decodes=num_decodes,
-        softmax_scale=float(softmax_scale),
+        softmax_scale=softmax_scale,
         softcap=None if softcap is None else float(softcap),
         sliding_window=sliding_window,
         k_scale=float(k_scale) if isinstance(k_scale, int) else k_scale,

@@ -3,6 +3,7 @@
 Wrappers build it and run it; ``bench.static`` builds the same one over tensors without storage and compiles it for another machine.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,7 @@ class Launch:
     arguments: dict[str, Any]
 
     def run(self) -> None:
-        """Launch the kernel on the current device and stream; an empty grid runs nothing."""
+        """Launch the kernel on the current device and stream, which have to be those of the tensors; an empty grid runs nothing."""
         launch(self.kernel, self.grid, self.arguments)
 
 
@@ -30,6 +31,13 @@ def launch(kernel: JITFunction, grid: tuple[int, ...], arguments: dict[str, Any]
     """``Launch(kernel, grid, arguments).run()``."""
     if min(grid) > 0:
         kernel[grid](**arguments, **OPTIONS)
+
+
+def on_device(index: int) -> AbstractContextManager[Any]:
+    """Makes a CUDA device the current one, where Triton launches whatever the tensors are on. -1, a CPU's index, changes nothing."""
+    if index < 0 or index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(index)
 
 
 def partials(

@@ -4,10 +4,14 @@ Torch is imported here and Triton only by the functions that launch a kernel, so
 
 Terms. A *page* holds ``block_size`` token rows of one layer. ``block_table[s, b % width]`` is the page of block b of sequence s:
 a linear table has b < width, so the modulo changes nothing; a ring table (window layers) reuses its entries. Without a window all blocks
-are read, so the table is linear: no entry past its last is looked up, whatever ``seq_lens`` say.
+are read, so the table is linear: no entry past its last is looked up; where ``seq_lens`` reach further, the last stands for all blocks behind it.
+A sequence has fewer than 2**30 tokens.
 
 Values in device memory are not looked at: a wrong page id reads what lies there. ``impl="torch"`` refuses it. Triton's own interpreter
 (TRITON_INTERPRET=1, impl="triton" on a CPU) multiplies bf16 as bit patterns (seen in 3.7 to 3.9): give it fp32 or fp16.
+
+What a call writes (``out``, ``lse``, ``workspace``, pages) may share memory with nothing else that it is given. Nothing is differentiated: results have
+no gradient, whatever the arguments require. Kernels run on the device of the tensors, whichever is the current one, and on its current stream.
 """
 
 from __future__ import annotations
@@ -39,11 +43,11 @@ def write_kv(
             (two views of one pool, head-major pages). No two of the slots written may share memory.
         slot_mapping: [num_rows] int64, page * block_size + row; -1 = do not write this row.
         k_scale, v_scale: for e4m3 pages, both of one kind; None for others. A number > 0 or fp32 [] (or [1]): the scale of all rows, read.
-            fp32 [num_pages, block_size, num_kv_heads], any strides: the scales of the rows, written beside them.
+            fp32 [num_pages, block_size, num_kv_heads], any strides: the scales of the rows, written beside them. (Host numbers in 2**-30 .. 2**30.)
         impl: "triton" (default for CUDA tensors), "torch" (default for CPU tensors).
 
     Raises:
-        ValueError: a shape, dtype, stride or device is not as above.
+        ValueError: a shape, dtype, stride, device or host value is not as above.
         NotImplementedError: head_dim is not a power of two in 16..512.
 
     Source: PagedAttention (arXiv 2309.06180) 4.3.
@@ -94,20 +98,20 @@ def paged_attention(
         q: [num_tokens, num_heads, head_dim] bf16, fp16 or fp32, last stride 1; the sequences one after another.
         k_pages, v_pages: [num_pages, block_size, num_kv_heads, head_dim] q's dtype or torch.float8_e4m3fn, any strides with last stride 1
             (two views of one pool, head-major pages). num_heads is a multiple of num_kv_heads.
-        block_table: [num_seqs, width] int32, physical page ids; any row stride.
+        block_table: [num_seqs, width] int32, physical page ids; any row stride. Of a table shorter than seq_lens the last entry is looked up again.
         seq_lens: [num_seqs] int32, keys of each sequence including this step's; 0 for a padding row.
         cu_seqlens_q: [num_seqs + 1] int32, prefix sums of the new tokens.
         max_seqlen_q: host int, at least the new tokens of the longest sequence. It sizes tiles. Where all sequences take the decode path,
             the call trusts it that none is too long for them: too small a value leaves rows of longer sequences unwritten. (Device values
             are not read; that the sequences cannot hold all of q's rows is refused.) Elsewhere the result does not depend on it.
         k, v: [num_tokens, num_kv_heads, head_dim] q's dtype, the fresh rows, ragged like q; both or neither. They are never quantised.
-        k_scale, v_scale: of e4m3 pages, both of one kind; None with other pages. A key is its codes times its scale. A number > 0, or fp32
-            [] (or [1]): of all rows. fp32 [num_pages, block_size, num_kv_heads], any strides: of each row, as ``write_kv`` leaves them.
+        k_scale, v_scale: of e4m3 pages, both of one kind; None with other pages. A key is its codes times its scale. A number in 2**-30 ..
+            2**30, or fp32 [] (or [1]): of all rows. fp32 [num_pages, block_size, num_kv_heads], any strides: of each row, as ``write_kv`` leaves them.
         max_seq_len: host int, upper bound of seq_lens; lets short batches skip the split of decode work.
         num_decodes: host int, how many sequences at the front take the split-KV path made for few new tokens; the others take the
             prefill path. Default: all if max_seqlen_q <= 1, else none. Any choice gives the right result.
-        softmax_scale: factor of q . k, > 0; default head_dim ** -0.5.
-        softcap: logits become softcap * tanh(logit / softcap); None = no cap.
+        softmax_scale: factor of q . k, in 2**-30 .. 2**16; default head_dim ** -0.5.
+        softcap: logits become softcap * tanh(logit / softcap), in 2**-30 .. 2**30; None = no cap.
         sinks: [num_heads] fp32 logits that join the denominator only; +inf gives 0, -inf changes nothing.
         out: [num_tokens, num_heads, head_dim] q's dtype, filled in place; None allocates.
         lse: [num_heads, num_tokens] fp32, filled in place with the natural-log sum of exp of the logits, without the sink.
@@ -158,7 +162,7 @@ def sliding_window_attention(
     covers the window and, without fresh rows, the step's own keys; a linear table serves as well.
 
     Args:
-        sliding_window: tokens that a query sees, its own included; >= 1.
+        sliding_window: tokens that a query sees, its own included; >= 1, and from 2**30 on all that there are.
         q, k_pages, v_pages, block_table, seq_lens, cu_seqlens_q, max_seqlen_q, k, v, k_scale, v_scale, max_seq_len, num_decodes,
             softmax_scale, softcap, sinks, out, lse, workspace, impl: as in ``paged_attention``.
 

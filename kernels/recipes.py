@@ -73,9 +73,10 @@ class Recipe:
 
     views: name -> (the call's argument, how it is seen); the name is that of the launch argument, primed where that is taken. made: "out",
     "lens", "lse" and "workspace" where the call has them, as (shape, strides, dtype, device). pages: arguments that are pages, of which
-    launches take the tensor.
+    launches take the tensor. device: index of the device of all tensors, -1 for a CPU.
     """
 
+    device: int
     steps: tuple[Step, ...]
     views: dict[str, tuple[str, View]]
     made: dict[str, tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]]
@@ -90,11 +91,12 @@ class Recipe:
                 tensors[name] = torch.empty_strided(shape, strides, dtype=dtype, device=device)
         for name, (source, view) in self.views.items():
             tensors[name] = view.of(tensors[source])
-        for step in self.steps:
-            arguments = step.constants.copy()
-            for name, source in step.tensors:
-                arguments[name] = tensors[source]
-            _launch.launch(step.kernel, step.grid, arguments)
+        with _launch.on_device(self.device):
+            for step in self.steps:
+                arguments = step.constants.copy()
+                for name, source in step.tensors:
+                    arguments[name] = tensors[source]
+                _launch.launch(step.kernel, step.grid, arguments)
 
 
 _REMEMBERED: dict[Hashable, Recipe] = {}
@@ -124,7 +126,8 @@ def key(what: Hashable, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
         add(tensor.shape)
         add(tensor.stride())
         add(tensor.dtype)
-        add(tensor.get_device())
+        index = tensor.get_device()
+        add(index if index >= 0 else tensor.device)  # -1 is a CPU, and what has no storage
     return tuple(parts)
 
 
@@ -160,8 +163,9 @@ def run(
         _REMEMBERED.clear()
     recipe = _REMEMBERED[found] = _recipe(launches, tensors)
     arguments.update((name, tensors[name]) for name in recipe.made if arguments[name] is None)
-    for launch in launches:
-        launch.run()
+    with _launch.on_device(recipe.device):
+        for launch in launches:
+            launch.run()
     return arguments.get("out")
 
 
@@ -198,7 +202,8 @@ def _recipe(launches: Sequence[Launch], arguments: Mapping[str, Any]) -> Recipe:
         for name in ("out", "lens", "lse", "workspace")
         if (tensor := tensors.get(name)) is not None
     }
-    return Recipe(steps, views, made, tuple(pages))
+    device = next(t.get_device() for t in tensors.values() if isinstance(t, Tensor))
+    return Recipe(device, steps, views, made, tuple(pages))
 
 
 def _step(launch: Launch, tensors: Mapping[str, Any], views: dict[str, tuple[str, View]]) -> Step:

@@ -110,7 +110,9 @@ def paged_attention(
                     keys.append(k[first + j - context])
                     values.append(v[first + j - context])
                 else:
-                    page = block_table[s, j // block_size % width].item()
+                    block = j // block_size
+                    entry = min(block, width - 1) if sliding_window is None else block % width
+                    page = block_table[s, entry].item()
                     keys.append(_kept(k_pages, k_scale, page, j % block_size, dtype))
                     values.append(_kept(v_pages, v_scale, page, j % block_size, dtype))
             for h in range(num_heads):
@@ -126,6 +128,9 @@ def paged_attention(
                     logits = softcap * torch.tanh(logits / softcap)
                 if lse is not None:
                     lse[h, token] = torch.logsumexp(logits, 0)
+                if sinks is not None and sinks[h] == math.inf:
+                    out[token, h] = 0
+                    continue
                 if sinks is not None:
                     logits = torch.cat([logits, sinks[h : h + 1].to(dtype)])
                 weights = torch.softmax(logits, 0)[: len(keys)]
@@ -200,10 +205,12 @@ def merge_partials(
             total = torch.logsumexp(logits, 0) if live else torch.tensor(-math.inf)
             if lse is not None:
                 lse[h, token] = total
+            out[token, h] = 0
+            if sinks is not None and sinks[h] == math.inf:
+                continue
             if sinks is not None:
                 logits = torch.cat([logits, sinks[h : h + 1].to(dtype)])
             weights = torch.softmax(logits, 0)
-            out[token, h] = 0
             for weight, p in zip(weights, live, strict=False):
                 out[token, h] += (weight * partial_out[p, token, h].to(dtype)).to(out.dtype)
     return out

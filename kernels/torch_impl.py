@@ -22,6 +22,7 @@ from quire.kernels._check import AttentionCall, expect_ids, expect_offsets
 MAX_GATHERED_KEYS = 1 << 17
 
 
+@torch.no_grad()
 def write_kv(
     k: torch.Tensor,
     v: torch.Tensor,
@@ -50,6 +51,7 @@ def write_kv(
             pages.view(torch.uint8)[page, row] = codes.view(torch.uint8)
 
 
+@torch.no_grad()
 def attention(call: AttentionCall) -> torch.Tensor:
     """Compute one checked attention call; returns ``call.out``."""
     seq_lens, bounds = call.seq_lens.tolist(), call.cu_seqlens_q.tolist()
@@ -65,6 +67,7 @@ def attention(call: AttentionCall) -> torch.Tensor:
     return call.out
 
 
+@torch.no_grad()
 def merge_partials(
     partial_out: torch.Tensor,
     partial_lse: torch.Tensor,
@@ -122,7 +125,9 @@ def _attend(call: AttentionCall, batch: Sequence[int], seq_lens: Sequence[int], 
     key_position = lowest[:, None] + torch.arange(span, device=device)  # [B, S]
     live = key_position < paged_end[:, None]
     block_size, width = call.k_pages.shape[1], call.block_table.shape[1]
-    entry = key_position // block_size % width
+    block = key_position // block_size
+    # A linear table that is too short: its last entry stands for all blocks from there on, as in the kernels.
+    entry = block.clamp(max=width - 1) if call.sliding_window is None else block % width
     # Entries that no query sees may hold anything, so page 0 stands in for them; its rows are blanked below.
     page = torch.where(live, call.block_table[sequence[:, None], entry].long(), 0)
     expect_ids("block_table", page, call.k_pages.shape[0])

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from quire.kernels._check import expect_ids
 from quire.kernels.mla.compressor import CompressCall
 from quire.kernels.mla.latent_torch import norm_and_rotate
 
 
+@torch.no_grad()
 def compress(call: CompressCall) -> None:
     """Compress checked arguments."""
     seq_lens, cu_seqlens_q, state, pages = call.seq_lens, call.cu_seqlens_q, call.state, call.pages
@@ -19,14 +21,17 @@ def compress(call: CompressCall) -> None:
     token = torch.arange(len(seq), device=device)
     position = token - cu_seqlens_q[seq] + context[seq]
     # The rows of tokens that exist, [rows, ...] from here on; those of a sequence stay neighbours.
-    live = position >= 0
+    live = (position >= 0) & (call.state_index[seq] >= 0)
     seq, token, position = seq[live], token[live], position[live]
     index = call.state_index[seq].long()
+    expect_ids("state_index", index, state.shape[0])
     step_kv = call.kv[token].float()
     step_gate = call.gate[token].float() + call.ape[position % ratio]
 
     slots = call.slot_mapping[token]
     closing = torch.nonzero(((position + 1) % ratio == 0) & (slots >= 0))  # [entries, 1]
+    expect_ids("slot_mapping", slots[closing], pages.data.shape[0] * pages.storage_block_size)
+    expect_ids("cos_sin", position[closing] + 1 - ratio, call.cos_sin.shape[0], "positions")
     pooled_slot = torch.arange(ratio * num_series, device=device)
     back = ratio * num_series - 1 - pooled_slot
     at = position[closing] - back  # [entries, pooled slots]

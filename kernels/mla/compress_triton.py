@@ -98,13 +98,14 @@ def _compress_kernel(
         seq = item // kept_rows
         position = tl.load(seq_lens + seq) - 1 - item % kept_rows
         row = tl.load(cu_seqlens_q + seq + 1) - 1 - item % kept_rows
-        if (row < tl.load(cu_seqlens_q + seq)) | (position < 0):
+        index = tl.load(state_index + seq).to(tl.int64)
+        if (row < tl.load(cu_seqlens_q + seq)) | (position < 0) | (index < 0):
             return
         channel = tl.arange(0, DIM * (1 + OVERLAP))
         row = row.to(tl.int64)
         z = tl.load(gate + row * gate_stride + channel).to(tl.float32)
         z += tl.load(ape + position % RATIO * ape_stride + channel)
-        cell = state + tl.load(state_index + seq).to(tl.int64) * state_stride
+        cell = state + index * state_stride
         cell += (position % RING).to(tl.int64) * state_stride_row + channel
         tl.store(cell, tl.load(kv + row * kv_stride + channel).to(tl.float32))
         tl.store(cell + state_stride_part, z)
@@ -122,10 +123,11 @@ def _compress_kernel(
         return
     closing = window * RATIO + RATIO - 1
     slot = tl.load(slot_mapping + first_token + closing - context)
-    if slot < 0:
+    index = tl.load(state_index + seq).to(tl.int64)
+    if (slot < 0) | (index < 0):
         return
 
-    ring_rows = state + tl.load(state_index + seq).to(tl.int64) * state_stride
+    ring_rows = state + index * state_stride
     dim = tl.arange(0, DIM)[None, :]
     row_max = tl.full([DIM], float("-inf"), tl.float32)
     row_sum = tl.zeros([DIM], tl.float32)

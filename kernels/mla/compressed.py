@@ -47,22 +47,23 @@ def compressed_attention(
     Args:
         q: [num_tokens, num_heads, head_dim] bf16, fp16 or fp32, last stride 1, roped; the sequences one after another. Any number of heads.
         window_pages: raw rows, roped; q's dtype, or quantised (q bf16 or fp32).
-        window_table: [num_seqs, width] int32, page of block b at entry b % width: a ring, or a linear table.
-        seq_lens: [num_seqs] int32, tokens of each sequence including this step's; 0 for a padding row.
+        window_table: [num_seqs, width] int32, page of block b at entry b % width: a ring, or a linear table. Only the last width *
+            storage_block_size positions in the pages are seen: a later row overwrites the one so many positions before.
+        seq_lens: [num_seqs] int32, tokens of each sequence including this step's, fewer than 2**30; 0 for a padding row.
         cu_seqlens_q: [num_seqs + 1] int32, prefix sums of the new tokens.
-        sliding_window: raw rows that a query sees, its own included; >= 1.
+        sliding_window: raw rows that a query sees, its own included; >= 1, and from 2**30 on all that there are.
         max_seqlen_q: host int, at least the new tokens of the longest sequence. Where all sequences take the decode path, the call trusts
             it: rows of longer sequences stay unwritten. Elsewhere the result does not depend on it.
         kv: [num_tokens, head_dim] q's dtype, the step's own raw rows: then the pages hold only those before the step. Where the pages are
             quantised these should be what a reader of them would see (``write_latent`` returns it). None: the pages hold all.
         compressed_pages: entries of all closed windows, those that this step closed included; the same format as ``window_pages``.
-        compressed_table: [num_seqs, width] int32, page of entry w at w // storage_block_size.
-        compress_ratio: raw tokens of an entry, >= 1.
+        compressed_table: [num_seqs, width] int32, page of entry w at w // storage_block_size. Entries behind its end are not there.
+        compress_ratio: raw tokens of an entry, 1..2**30.
         topk_indices: [num_tokens, topk] int32, entries of the token's own sequence, each at most once, in any order. -1 = none; entries
             that the query does not see yet count nothing.
-        topk_lens: [num_tokens] int32, how many of a row's first indices count; None = all.
+        topk_lens: [num_tokens] int32, how many of a row's first indices count: below 0 none, above topk all; None = all.
         sinks: [num_heads] fp32 logits that join the denominator only; +inf gives 0, -inf changes nothing.
-        softmax_scale: factor of q . k, > 0; default head_dim ** -0.5.
+        softmax_scale: factor of q . k, in 2**-30 .. 2**16; default head_dim ** -0.5.
         cos_sin: [max_position, rope_dim] fp32, cosines then sines: the trailing rope_dim channels of the output are turned back by the
             query's position. None leaves them.
         max_seq_len: host int, upper bound of seq_lens; lets short batches skip the split of decode work.
@@ -79,7 +80,8 @@ def compressed_attention(
 
     Raises:
         ValueError: a shape, dtype, stride, device or host value is not as above, or num_seqs * max_seqlen_q < num_tokens on the decode path.
-        NotImplementedError: quantised beside plain pages, quantised pages with fp16 queries, or a rope_dim that is no power of two.
+        NotImplementedError: quantised beside plain pages, quantised pages with fp16 queries, a rope_dim that is no power of two, or a pool of 2**31
+            rows or more.
 
     Source: DeepSeek-V4 report 2.3; transformers models/deepseek_v4.
     """

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from quire.kernels import _check
+from quire.kernels.mla.compressed_configs import MAX_ROWS
 from quire.kernels.mla.layout import LatentPages
 
 
@@ -59,6 +60,20 @@ class CompressedCall:
         """Whether a token's keys stay few at any context length."""
         return self.compressed_pages is None or self.topk_indices is not None
 
+    @property
+    def window_room(self) -> int:
+        """Raw rows that the pages of a sequence hold: a later one overwrites the one so many positions before."""
+        room = self.window_table.shape[1] * self.window_pages.storage_block_size
+        return min(room, _check.MAX_TOKENS)
+
+    @property
+    def entry_room(self) -> int:
+        """Entries that the pages of a sequence hold: those behind the end of the table are not there."""
+        if self.compressed_table is None or self.compressed_pages is None:
+            return 0
+        room = self.compressed_table.shape[1] * self.compressed_pages.storage_block_size
+        return min(room, _check.MAX_TOKENS)
+
     def max_keys(self, block_q: int) -> int | None:
         """Upper bound of the keys of a query tile of ``block_q`` tokens; None if unknown."""
         raw = self.window_table.shape[1] if self.slots else self.sliding_window + block_q - 1
@@ -104,7 +119,7 @@ def check(
     _check.expect_tensor("cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,), torch.int32, device=device)
     _check.expect_tensor("window_table", window_table, (num_seqs, None), torch.int32, device=device)
     _check.expect_int("window_table: width", window_table.shape[1], 1)
-    _check.expect_int("sliding_window", sliding_window, 1)
+    sliding_window = _check.window_tokens(sliding_window)
     _check.expect_int("max_seqlen_q", max_seqlen_q, 0)
     if kv is not None:
         _check.expect_tensor("kv", kv, (num_tokens, head_dim), q.dtype, device=device)
@@ -118,7 +133,7 @@ def check(
             "compressed_table", compressed_table, (num_seqs, None), torch.int32, device=device
         )
         _check.expect_int("compressed_table: width", compressed_table.shape[1], 1)
-        _check.expect_int("compress_ratio", compress_ratio, 1)
+        _check.expect_int("compress_ratio", compress_ratio, 1, _check.MAX_TOKENS)
     if topk_indices is not None:
         if compressed_pages is None:
             raise ValueError("topk_indices: expected None without compressed_pages, got a tensor")
@@ -133,6 +148,7 @@ def check(
         _check.expect_tensor("cos_sin", cos_sin, shape, torch.float32, device=device)
     if lse is not None:
         _check.expect_tensor("lse", lse, (num_heads, num_tokens), torch.float32, device=device)
+        _check.expect_apart("lse", lse)
     if workspace is not None:
         _check.expect_tensor("workspace", workspace, (None,), torch.float32, device=device)
     if max_seq_len is not None:
@@ -152,7 +168,8 @@ def check(
         seq_lens=seq_lens,
         cu_seqlens_q=cu_seqlens_q,
         sliding_window=sliding_window,
-        max_seqlen_q=max_seqlen_q,
+        # Grids are sized by it. A tile never holds more tokens than rows, so its shape stays what it is.
+        max_seqlen_q=min(max_seqlen_q, max(num_tokens, MAX_ROWS)),
         kv=kv,
         compressed_pages=compressed_pages,
         compressed_table=compressed_table,
@@ -160,7 +177,7 @@ def check(
         topk_indices=topk_indices,
         topk_lens=topk_lens,
         sinks=sinks,
-        softmax_scale=check_scale(softmax_scale, head_dim),
+        softmax_scale=_check.softmax_factor(softmax_scale, head_dim),
         cos_sin=cos_sin,
         max_seq_len=max_seq_len,
         num_decodes=num_decodes,
@@ -176,13 +193,17 @@ def check_rows(
     compressed_pages: LatentPages | None,
     sinks: torch.Tensor | None,
     out: torch.Tensor | None,
+    names: tuple[str, str, str] = ("window_pages", "compressed_pages", "sinks"),
 ) -> None:
-    """Require queries and pages that go together; ValueError and NotImplementedError as in ``compressed_attention``."""
+    """Require queries and pages that go together; ValueError and NotImplementedError as in ``compressed_attention``.
+
+    names: what the caller calls window_pages, compressed_pages and sinks.
+    """
     _check.expect_tensor("q", q, (None, None, None), _check.MODEL_DTYPES)
     num_heads, head_dim = q.shape[1:]
     _check.expect_int("q: num_heads", num_heads, 1)
-    for name, pages in (("window_pages", window_pages), ("compressed_pages", compressed_pages)):
-        if pages is None:
+    for name, pages in ((names[0], window_pages), (names[1], compressed_pages)):
+        if pages is None and name != names[0]:
             continue
         if not isinstance(pages, LatentPages):
             raise ValueError(f"{name}: expected LatentPages, got {type(pages).__name__}")
@@ -204,18 +225,16 @@ def check_rows(
         if pages.data.device != q.device:
             raise ValueError(f"{name}: expected a tensor on {q.device}, got {pages.data.device}")
         _check.expect_int(f"{name}: num_pages", pages.data.shape[0], 1)
+        if pages.data.shape[0] * pages.storage_block_size >= 2**31:
+            # A row of the pool is one int32 (``compressed_tile``).
+            raise NotImplementedError(
+                f"{name}: {pages.data.shape[0] * pages.storage_block_size} rows in one pool; supported are < 2**31"
+            )
     rope_dim = window_pages.rope_dim
     if rope_dim < 2 or rope_dim & (rope_dim - 1):
-        raise NotImplementedError(f"window_pages: rope_dim {rope_dim} is not a power of two >= 2")
+        raise NotImplementedError(f"{names[0]}: rope_dim {rope_dim} is not a power of two >= 2")
     if sinks is not None:
-        _check.expect_tensor("sinks", sinks, (num_heads,), torch.float32, device=q.device)
+        _check.expect_tensor(names[2], sinks, (num_heads,), torch.float32, device=q.device)
     if out is not None:
         _check.expect_tensor("out", out, tuple(q.shape), q.dtype, device=q.device)
-
-
-def check_scale(softmax_scale: float | None, head_dim: int) -> float:
-    """The given factor, or the default."""
-    if softmax_scale is None:
-        return head_dim**-0.5
-    _check.expect_positive("softmax_scale", softmax_scale)
-    return float(softmax_scale)
+        _check.expect_apart("out", out)

@@ -133,9 +133,7 @@ def attend_keys(
                 page = tl.where(raw, page, entry_page)
                 if ALIGNED:
                     page = tl.multiple_of(page, 16)
-                    offset = tl.multiple_of(
-                        offset, 16 // page.dtype.element_ty.primitive_bitwidth * 8
-                    )
+                    offset = tl.multiple_of(offset, 128 // page.dtype.element_ty.primitive_bitwidth)
                     first_scale = tl.multiple_of(first_scale, 16)
             rows = page + offset
             scales = page + (first_scale + row * SCALE_BYTES)

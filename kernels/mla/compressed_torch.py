@@ -18,6 +18,7 @@ MAX_GATHERED = 1 << 14
 QUERY_BLOCK = 128
 
 
+@torch.no_grad()
 def attention(call: CompressedCall) -> torch.Tensor:
     """Compute one checked call; returns ``call.out``."""
     if call.slots:
@@ -25,6 +26,9 @@ def attention(call: CompressedCall) -> torch.Tensor:
         return call.out
     assert call.cu_seqlens_q is not None and call.seq_lens is not None
     bounds = call.cu_seqlens_q.tolist()
+    if call.cos_sin is not None:
+        last = call.seq_lens[call.cu_seqlens_q.diff() > 0] - 1
+        expect_ids("cos_sin", last[last >= 0], call.cos_sin.shape[0], "positions")
     chunk = max(QUERY_BLOCK, call.sliding_window)
     if call.topk_indices is not None:
         chunk = min(chunk, max(1, MAX_GATHERED // max(1, call.topk_indices.shape[1])))
@@ -39,7 +43,9 @@ def _attend_tokens(call: CompressedCall, s: int, first: int, last: int, start: i
     """Attend for the tokens [first, last) of sequence s, whose first new token is ``start`` at position ``context``."""
     device = call.q.device
     position = torch.arange(first, last, device=device) - start + context  # [L]
-    low = max(0, context + first - start - call.sliding_window + 1)
+    assert call.cu_seqlens_q is not None
+    written = context if call.kv is not None else context + int(call.cu_seqlens_q[s + 1]) - start
+    low = max(0, context + first - start - call.sliding_window + 1, written - call.window_room)
     key = torch.arange(low, max(low, context + last - start), device=device)  # [S]
     rows = _raw_rows(call, s, key, start, context)
     age = position[:, None] - key
@@ -75,6 +81,7 @@ def _entry_rows(
     assert call.compress_ratio is not None
     size = call.compressed_pages.storage_block_size
     visible = (position + 1).clamp(min=0) // call.compress_ratio  # [L]
+    visible = visible.clamp(max=call.entry_room)
     if call.topk_indices is None:
         entry = torch.arange(int(visible[-1]), device=call.q.device)  # [E]
         live = entry < visible[:, None]
@@ -108,6 +115,8 @@ def _attend_slots(call: CompressedCall) -> None:
             if lens is not None:
                 rank = torch.arange(slot.shape[1], device=slot.device)
                 live = live & (rank < lens[place, None])
+            room = pages.data.shape[0] * pages.storage_block_size
+            expect_ids("indices", torch.where(live, slot, 0), room, "rows")
             keys.append(pages.read(torch.where(live, slot, -1)))
             visible.append(live)
         out = _softmax(call, first, last, keys, visible)
@@ -128,13 +137,17 @@ def _softmax(
         ],
         -1,
     )  # fmt: skip
-    total = torch.logsumexp(logits, -1)  # [L, H]
     if call.lse is not None:
-        call.lse[:, first:last] = total.T
+        call.lse[:, first:last] = torch.logsumexp(logits, -1).T  # [L, H]
+    joint = logits
     if call.sinks is not None:
-        total = torch.logaddexp(total, call.sinks)
-    # A row that sees nothing has total -inf, and weights 0.
-    weights = torch.exp(logits - torch.where(total.isneginf(), 0.0, total)[..., None])
+        joint = torch.cat([logits, call.sinks[None, :, None].expand(*logits.shape[:2], 1)], -1)
+    # Not the exponential of a difference from the lse, whose own rounding would be in all weights.
+    weights = torch.softmax(joint, -1)[..., : logits.shape[-1]]
+    # A row that sees nothing is NaN after the softmax, and so is one with an infinite sink; their weights are 0.
+    weights = torch.where(logits.isneginf(), 0.0, weights)
+    if call.sinks is not None:
+        weights = weights.masked_fill(call.sinks.isposinf()[:, None], 0.0)
     parts = weights.split([sees.shape[-1] for sees in visible], -1)
     return sum((part @ rows for part, rows in zip(parts, keys, strict=True)), torch.zeros_like(q))
 
@@ -144,6 +157,8 @@ def _turned_back(out: torch.Tensor, cos_sin: torch.Tensor, position: torch.Tenso
     rope_dim = cos_sin.shape[1]
     # A padding row (fewer keys than new tokens) has no position; what it sees is nothing.
     known = (position >= 0)[:, None, None]
+    if cos_sin.shape[0] == 0:
+        return out
     cos, sin = cos_sin[position.clamp(min=0)].unsqueeze(1).chunk(2, -1)
     cos, sin = torch.where(known, cos, 1.0), torch.where(known, sin, 0.0)
     rope = out[..., -rope_dim:]

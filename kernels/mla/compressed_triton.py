@@ -121,7 +121,7 @@ def _store_output(
 
 @triton.jit
 def _attend_query_tile(
-    q, token, q_first, q_last, context, piece, piece_stop, pieces, pages, fresh, fresh_stride, window_len, num_picks,
+    q, token, q_first, q_last, context, oldest, piece, piece_stop, pieces, pages, fresh, fresh_stride, window_len, num_picks, entry_room,
     sliding_window, ratio, scale,
     WINDOW_ROWS: tl.constexpr, ENTRY_ROWS: tl.constexpr, SLOTS: tl.constexpr, HARDWARE_E4M3: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWAP: tl.constexpr, ONE_TOKEN: tl.constexpr,
@@ -131,7 +131,8 @@ def _attend_query_tile(
     """Attend for one query tile to some pieces of its keys, of ``pieces`` in all.
 
     q: [BLOCK_M, HEAD_DIM]; token [BLOCK_M]: each row's token in its sequence's step; q_first, q_last: the tile's first and last.
-    window_len, num_picks: keys that come as lists. pages, fresh, fresh_stride, SLOTS, ALIGNED: as in ``attend_keys``.
+    oldest: position of the first raw row that no later one has overwritten. window_len, num_picks: keys that come as lists. entry_room: entries
+    that the table has room for. pages, fresh, fresh_stride, SLOTS, ALIGNED: as in ``attend_keys``.
     """
     # Quantised rows and plain ones are no tile.
     SEPARATE: tl.constexpr = fresh is not None and pages.window.dtype.element_ty == tl.uint8
@@ -148,14 +149,14 @@ def _attend_query_tile(
         num_raw = window_len
         num_keys = window_len
     else:
-        low = tl.maximum(context + q_first - sliding_window + 1, 0)
+        low = tl.maximum(tl.maximum(context + q_first - sliding_window + 1, oldest), 0)
         raw_stop = context + q_last + 1
         if SEPARATE:
             raw_stop = tl.minimum(raw_stop, context)
         num_raw = tl.maximum(raw_stop - low, 0)
         num_keys = num_raw
         if pages.entries is not None:
-            num_entries = tl.maximum(context + q_last + 1, 0) // ratio
+            num_entries = tl.minimum(tl.maximum(context + q_last + 1, 0) // ratio, entry_room)
             num_keys += num_entries
     if pages.picks is not None:
         num_keys = num_raw + num_picks
@@ -179,10 +180,10 @@ def _attend_query_tile(
 
 
 # What changes from step to step is not specialised on: a new batch size must not compile a new kernel.
-@triton.jit(do_not_specialize=["num_seqs", "num_decodes", "decode_tokens", "num_tiles"])
+@triton.jit(do_not_specialize=["num_seqs", "num_decodes", "decode_tokens", "num_tiles", "window_room", "entry_room"])  # fmt: skip
 def _compressed_prefill_kernel(
     q, window_pages, kv, compressed_pages, window_list, compressed_table, picks, pick_lens, seq_lens, cu_seqlens_q, sinks, cos_sin, out, lse,
-    num_seqs, num_decodes, decode_tokens, num_tiles, window_width, topk, sliding_window, ratio, scale,
+    num_seqs, num_decodes, decode_tokens, num_tiles, window_width, window_room, entry_room, topk, sliding_window, ratio, scale,
     q_stride_token, q_stride_head, out_stride_token, out_stride_head, lse_stride_head, cos_sin_stride, kv_stride,
     window_list_stride, compressed_table_stride, picks_stride,
     window_stride_page, window_stride_row, compressed_stride_page, compressed_stride_row,
@@ -211,8 +212,10 @@ def _compressed_prefill_kernel(
     if picks is not None:
         picks += tile_token.to(tl.int64) * picks_stride
         if pick_lens is not None:
-            num_picks = tl.load(pick_lens + tile_token)
+            num_picks = tl.minimum(tl.maximum(tl.load(pick_lens + tile_token), 0), topk)
+    oldest = context + q_len - window_room
     if kv is not None:
+        oldest = context - window_room
         kv += first_token.to(tl.int64) * kv_stride
     if compressed_table is not None:
         compressed_table += seq.to(tl.int64) * compressed_table_stride
@@ -221,7 +224,7 @@ def _compressed_prefill_kernel(
         compressed_pages, compressed_table, compressed_stride_page, compressed_stride_row, picks,
     )  # fmt: skip
     acc, row_max, row_sum = _attend_query_tile(
-        q_tile, q_first + token, q_first, tl.minimum(q_first + BLOCK_Q, q_len) - 1, context, 0, 1, 1, pages, kv, kv_stride, 0, num_picks,
+        q_tile, q_first + token, q_first, tl.minimum(q_first + BLOCK_Q, q_len) - 1, context, oldest, 0, 1, 1, pages, kv, kv_stride, 0, num_picks, entry_room,
         sliding_window, ratio, scale,
         WINDOW_ROWS, ENTRY_ROWS, False, HARDWARE_E4M3, HEAD_DIM, BLOCK_M, BLOCK_N, SWAP, BLOCK_Q == 1, DIVIDE, HOIST, ALIGNED,
     )  # fmt: skip
@@ -232,11 +235,11 @@ def _compressed_prefill_kernel(
 
 
 # Also not on numbers of pieces and programs, which follow the batch.
-@triton.jit(do_not_specialize=["num_whole", "num_decodes", "decode_tokens", "pieces", "programs"])
+@triton.jit(do_not_specialize=["num_whole", "num_decodes", "decode_tokens", "pieces", "programs", "window_room", "entry_room"])  # fmt: skip
 def _compressed_decode_kernel(
     q, window_pages, kv, compressed_pages, window_list, compressed_table, picks, window_lens, pick_lens, seq_lens, cu_seqlens_q, sinks, cos_sin, out, lse,
     partial_out, first_lse,
-    num_whole, num_decodes, decode_tokens, pieces, programs, tokens_per_len, window_width, topk, sliding_window, ratio, scale,
+    num_whole, num_decodes, decode_tokens, pieces, programs, tokens_per_len, window_width, window_room, entry_room, topk, sliding_window, ratio, scale,
     q_stride_token, q_stride_head, out_stride_token, out_stride_head, lse_stride_head, cos_sin_stride, kv_stride,
     window_list_stride, compressed_table_stride, picks_stride,
     window_stride_page, window_stride_row, compressed_stride_page, compressed_stride_row,
@@ -289,14 +292,18 @@ def _compressed_decode_kernel(
             window_len = window_width
             if window_lens is not None:
                 window_len = tl.load(window_lens + tile_token // tokens_per_len)
+                window_len = tl.minimum(tl.maximum(window_len, 0), window_width)
             num_picks = topk
             token_picks = picks
             if picks is not None:
                 token_picks += tile_token.to(tl.int64) * picks_stride
                 if pick_lens is not None:
                     num_picks = tl.load(pick_lens + tile_token // tokens_per_len)
+                    num_picks = tl.minimum(tl.maximum(num_picks, 0), topk)
             fresh = kv
+            oldest = context + q_len - window_room
             if kv is not None:
+                oldest = context - window_room
                 fresh += first_token.to(tl.int64) * kv_stride
             table = compressed_table
             if compressed_table is not None:
@@ -306,8 +313,8 @@ def _compressed_decode_kernel(
                 compressed_pages, table, compressed_stride_page, compressed_stride_row, token_picks,
             )  # fmt: skip
             acc, row_max, row_sum = _attend_query_tile(
-                q_tile, q_first + token, q_first, tl.minimum(q_first + BLOCK_Q, q_len) - 1, context, piece, piece_stop, units,
-                pages, fresh, kv_stride, window_len, num_picks, sliding_window, ratio, scale,
+                q_tile, q_first + token, q_first, tl.minimum(q_first + BLOCK_Q, q_len) - 1, context, oldest, piece, piece_stop, units,
+                pages, fresh, kv_stride, window_len, num_picks, entry_room, sliding_window, ratio, scale,
                 WINDOW_ROWS, ENTRY_ROWS, SLOTS, HARDWARE_E4M3, HEAD_DIM, BLOCK_M, BLOCK_N, SWAP, BLOCK_Q == 1, DIVIDE, HOIST, ALIGNED,
             )  # fmt: skip
             if LINE:
@@ -477,6 +484,8 @@ def _shared_arguments(call: CompressedCall, config: CompressedConfig, arch: int)
         "lse": call.lse,
         "decode_tokens": 0,
         "window_width": call.window_table.shape[1],
+        "window_room": call.window_room,
+        "entry_room": call.entry_room,
         "topk": None if picks is None else picks.shape[1],
         "sliding_window": call.sliding_window,
         "ratio": call.compress_ratio,

@@ -48,7 +48,7 @@ class CompressCall:
             raise ValueError(
                 f"pages: expected LatentPages or IndexPages, got {type(self.pages).__name__}"
             )
-        _check.expect_int("ratio", self.ratio, 1)
+        _check.expect_int("ratio", self.ratio, 1, _check.MAX_TOKENS)
         if not isinstance(self.overlap, bool):
             raise ValueError(f"overlap: expected a bool, got {self.overlap!r}")
         channels = self.pages.dim * (1 + self.overlap)
@@ -61,6 +61,7 @@ class CompressCall:
         _check.expect_tensor(
             "state", self.state, (None, None, 2, channels), torch.float32, device=device
         )
+        _check.expect_apart("state", self.state)
         _check.expect_int(
             "state: ring", self.state.shape[1], max(1, self.ratio * (1 + self.overlap) - 1)
         )
@@ -121,13 +122,14 @@ def compress(
         state: [num_states, ring, 2, channels] fp32, any strides with last stride 1. Row position % ring holds kv and gate + ape of a token.
             ring >= ratio * (1 + overlap) - 1, and longer by the tokens that may be taken back. Where ring >= max_seqlen_q + ratio *
             (1 + overlap) - 1 the step is one launch, else two.
-        state_index: [num_seqs] int32, the state of each sequence; no two alike.
+        state_index: [num_seqs] int32, the state of each sequence; no two alike. -1 = none: a padding row, of which nothing is read, made or kept,
+            whatever its other arguments say.
         seq_lens: [num_seqs] int32, tokens of each sequence including this step's; 0 for a padding row.
         cu_seqlens_q: [num_seqs + 1] int32, prefix sums of the new tokens.
-        ratio: tokens of a window, >= 1.
+        ratio: tokens of a window, 1..2**30.
         overlap: whether an entry pools the window before its own too.
         norm_weight: [dim] bf16, fp16 or fp32.
-        eps: added to the mean square.
+        eps: added to the mean square, in 2**-100 .. 2**30.
         cos_sin: [max_position, rope_dim] fp32 as in ``write_latent``.
         pages: where entries go: LatentPages, or IndexPages for the keys of the indexer.
         slot_mapping: [num_tokens] int64: the entry that a token closes goes to that token's slot; -1 = it is not made. Slots of other tokens

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from quire.kernels import _check
+from quire.kernels.mla.compressed_configs import MAX_ROWS
 from quire.kernels.ops import _implementation
 
 ROPE_DIMS = (16, 32, 64, 128)
@@ -70,11 +71,12 @@ def mla_attention(
     Args:
         q: [num_tokens, num_heads, head_dim] bf16, fp16 or fp32, last stride 1; any number of heads, so also a tensor-parallel shard.
         pages: [num_pages, block_size, head_dim] q's dtype, any page and row stride, last stride 1.
-        block_table: [num_seqs, width] int32, physical page ids; entry b holds block b; any row stride.
+        block_table: [num_seqs, width] int32, physical page ids; entry b holds block b; any row stride. Of a table shorter than seq_lens the last
+            entry is looked up again.
         seq_lens: [num_seqs] int32, keys of each sequence including this step's; 0 for a padding row.
         cu_seqlens_q: [num_seqs + 1] int32, prefix sums of the new tokens.
         max_seqlen_q: host int, at least the new tokens of the longest sequence; trusted as in ``paged_attention``.
-        softmax_scale: factor of q . row, > 0: of the model's uncompressed head size (192 ** -0.5 in V2 and V3, times YaRN's factor), so
+        softmax_scale: factor of q . row, in 2**-30 .. 2**16: of the model's uncompressed head size (192 ** -0.5 in V2 and V3, times YaRN's factor), so
             there is no default.
         head_dim_v: leading channels of a row that are its value; head_dim - head_dim_v further ones (the roped key) only score.
         kv: [num_tokens, head_dim] q's dtype, the fresh rows, ragged like q.
@@ -137,7 +139,7 @@ def _checked(
     for axis, what in ((0, "num_pages"), (1, "block_size")):
         _check.expect_int(f"pages: {what}", pages.shape[axis], 1)
     # The kernels address rows within a page with 32 bits.
-    if pages.shape[1] * abs(pages.stride(1)) >= 2**31:
+    if pages.shape[1] * max(1, pages.stride(1)) >= 2**31:
         raise ValueError(f"pages: expected pages of < 2**31 elements, got {pages.stride()}")
     _check.expect_tensor("seq_lens", seq_lens, (None,), torch.int32, device=device)
     num_seqs = seq_lens.shape[0]
@@ -150,8 +152,10 @@ def _checked(
     out_shape = (num_tokens, num_heads, head_dim_v)
     if out is not None:
         _check.expect_tensor("out", out, out_shape, q.dtype, device=device)
+        _check.expect_apart("out", out)
     if lse is not None:
         _check.expect_tensor("lse", lse, (num_heads, num_tokens), torch.float32, device=device)
+        _check.expect_apart("lse", lse)
     if workspace is not None:
         _check.expect_tensor("workspace", workspace, (None,), torch.float32, device=device)
     _check.expect_int("max_seqlen_q", max_seqlen_q, 0)
@@ -165,7 +169,7 @@ def _checked(
         raise ValueError(
             f"max_seqlen_q: expected the longest of {num_seqs} sequences with {num_tokens} tokens, got {max_seqlen_q}"
         )
-    _check.expect_positive("softmax_scale", softmax_scale)
+    _check.expect_positive("softmax_scale", softmax_scale, most=16)
     if out is None:
         out = torch.empty(out_shape, dtype=q.dtype, device=device)
     return MlaCall(
@@ -178,7 +182,7 @@ def _checked(
         out=out,
         lse=lse,
         workspace=workspace,
-        max_seqlen_q=max_seqlen_q,
+        max_seqlen_q=min(max_seqlen_q, max(num_tokens, MAX_ROWS)),
         max_seq_len=max_seq_len,
         num_decodes=num_decodes,
         softmax_scale=float(softmax_scale),

@@ -14,6 +14,7 @@ from quire.kernels._check import AttentionCall
 from quire.kernels.mla.dense import MlaCall
 
 
+@torch.no_grad()
 def attention(call: MlaCall) -> torch.Tensor:
     """Compute one checked call; returns ``call.out``."""
     rows = call.pages.unsqueeze(2)

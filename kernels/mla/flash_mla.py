@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from quire.kernels import _check
-from quire.kernels.mla.compressed_call import CompressedCall, check_rows, check_scale
+from quire.kernels.mla.compressed_call import CompressedCall, check_rows
 from quire.kernels.mla.layout import HEAD_DIM, ROW_BYTES, SCALE_BYTES, LatentPages
 from quire.kernels.ops import _implementation
 
@@ -57,13 +57,13 @@ def flash_mla_with_kvcache(
         head_dim_v: 512.
         tile_scheduler_metadata: ignored.
         num_splits: None.
-        softmax_scale: factor of q . k, > 0; default 512 ** -0.5.
+        softmax_scale: factor of q . k, in 2**-30 .. 2**16; default 512 ** -0.5.
         causal: False.
         is_fp8_kvcache: whether the caches are quantised.
         indices: [batch, seq_len_q, topk] int32 physical rows of k_cache, block * block_size + offset; -1 = none.
         attn_sink: [num_heads] fp32 logits that join the denominator only.
         extra_k_cache, extra_indices_in_kvcache: the same for the second cache; both or neither.
-        topk_length, extra_topk_length: [batch] int32, how many of the leftmost indices count; None = all.
+        topk_length, extra_topk_length: [batch] int32, how many of the leftmost indices count: below 0 none, above topk all; None = all.
         out: [batch, seq_len_q, num_heads, 512] q's dtype, contiguous, filled in place; None allocates.
         lse: [num_heads, batch * seq_len_q] fp32, filled in place; None allocates.
         workspace: as in ``compressed_attention``.
@@ -74,8 +74,8 @@ def flash_mla_with_kvcache(
         and, as in FlashMLA, lse +inf.
 
     Raises:
-        ValueError: a shape, dtype, stride or device is not as above, or one of two arguments that go together is missing.
-        NotImplementedError: dense attention, or another head_dim_v or cache layout.
+        ValueError: a shape, dtype, stride, device or host value is not as above, or one of two arguments that go together is missing.
+        NotImplementedError: dense attention, another head_dim_v or cache layout, or a cache of 2**31 rows or more.
 
     Source: FlashMLA, flash_mla_interface.
     """
@@ -155,10 +155,14 @@ def _checked(
         raise ValueError(
             "extra_k_cache: expected extra_k_cache and extra_indices_in_kvcache (with extra_topk_length or without) or none"
         )
-    window = _keys("", q, window_pages, window_table, window_lens, fp8)
+    if not isinstance(fp8, bool):
+        raise ValueError(f"is_fp8_kvcache: expected a bool, got {fp8!r}")
+    names = ("k_cache", "indices", "topk_length")
+    window = _keys(names, q, window_pages, window_table, window_lens, fp8)
     extra = None
     if compressed_pages is not None:
-        extra = _keys("extra_", q, compressed_pages, topk_indices, topk_lens, fp8)
+        names = ("extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length")
+        extra = _keys(names, q, compressed_pages, topk_indices, topk_lens, fp8)
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
     else:
@@ -170,13 +174,14 @@ def _checked(
         lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device)
     else:
         _check.expect_tensor("lse", lse, lse_shape, torch.float32, device=q.device)
+        _check.expect_apart("lse", lse)
     return slots_call(
         q.flatten(0, 1),
         window,
         extra,
         sinks=sinks,
         softmax_scale=softmax_scale,
-        out=out.view(-1, num_heads, HEAD_DIM),
+        out=out.flatten(0, 1),
         lse=lse,
         workspace=workspace,
         tokens_per_len=seq_len_q,
@@ -201,7 +206,9 @@ def slots_call(
     """
     pages, slots, lens = window
     extra_pages, extra_slots, extra_lens = extra or (None, None, None)
-    check_rows(q, pages, extra_pages, sinks, out)
+    check_rows(q, pages, extra_pages, sinks, out, ("k_cache", "extra_k_cache", "attn_sink"))
+    if workspace is not None:
+        _check.expect_tensor("workspace", workspace, (None,), torch.float32, device=q.device)
     return CompressedCall(
         q=q,
         window_pages=pages,
@@ -219,7 +226,7 @@ def slots_call(
         topk_indices=extra_slots,
         topk_lens=extra_lens,
         sinks=sinks,
-        softmax_scale=check_scale(softmax_scale, q.shape[2]),
+        softmax_scale=_check.softmax_factor(softmax_scale, q.shape[2]),
         cos_sin=None,
         max_seq_len=None,
         num_decodes=q.shape[0],
@@ -231,23 +238,25 @@ def slots_call(
 
 
 def _keys(
-    prefix: str,
+    names: tuple[str, str, str],
     q: torch.Tensor,
     cache: torch.Tensor,
     indices: torch.Tensor | None,
     lens: torch.Tensor | None,
     fp8: bool,
 ) -> Keys:
-    """One cache with its list, a row a token, and the lengths, one a sequence."""
+    """One cache with its list, a row a token, and the lengths, one a sequence. names: of these arguments."""
     batch, seq_len_q = q.shape[:2]
-    _check.expect_tensor(
-        f"{prefix}indices", indices, (batch, seq_len_q, None), torch.int32, device=q.device
-    )
+    shape = (batch, seq_len_q, None)
+    _check.expect_tensor(names[1], indices, shape, torch.int32, device=q.device)
     assert indices is not None
-    _check.expect_int(f"{prefix}indices: topk", indices.shape[2], 1)
+    _check.expect_int(f"{names[1]}: topk", indices.shape[2], 1)
     if lens is not None:
-        _check.expect_tensor(f"{prefix}topk_length", lens, (batch,), torch.int32, device=q.device)
-    return _pages(f"{prefix}k_cache", cache, fp8), indices.flatten(0, 1), lens
+        _check.expect_tensor(names[2], lens, (batch,), torch.int32, device=q.device)
+    try:
+        return _pages(names[0], cache, fp8), indices.flatten(0, 1), lens
+    except ValueError as error:
+        raise ValueError(str(error).replace("data:", f"{names[0]}:", 1)) from None
 
 
 def _pages(name: str, cache: torch.Tensor, fp8: bool) -> LatentPages:

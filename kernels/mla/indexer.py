@@ -67,11 +67,12 @@ def index_topk(
         weights: [num_tokens, index_heads] fp32 head weights, which hold every factor; any sign.
         pages: IndexPages of q's dtype, or quantised.
         block_table: [num_seqs, width] int32, the page of entries [b * storage_block_size, ...) of sequence s at [s, b]; any row stride.
-            Table entries of what no query sees are never read, and rows of it may hold anything.
+            Table entries of what no query sees are never read, and rows of it may hold anything. Entries behind its end are not there: none
+            of them is picked.
         seq_lens: [num_seqs] int32, raw tokens of each sequence including this step's; 0 for a padding row.
         cu_seqlens_q: [num_seqs + 1] int32, prefix sums of the new tokens.
         topk: entries to pick, 1..4096.
-        compress_ratio: raw tokens of an entry.
+        compress_ratio: raw tokens of an entry, 1..2**30.
         max_seqlen_q: host int, at least the new tokens of the longest sequence. It sizes tiles only.
         max_seq_len: host int, upper bound of seq_lens. Entries from max_seq_len // compress_ratio on are not looked at.
         out: [num_tokens, topk] int32, filled in place; None allocates.
@@ -166,17 +167,23 @@ def _checked(
         raise ValueError(
             f"max_seqlen_q: expected the longest of {num_seqs} sequences with {num_tokens} tokens, got {max_seqlen_q}"
         )
+    if (num_heads - 1) * q.stride(1) >= 2**31:
+        # The kernel addresses the heads of a token with 32 bits.
+        raise ValueError(f"q: expected heads within 2**31 elements, got {q.stride()}")
     if out is not None:
         _check.expect_tensor("out", out, (num_tokens, topk), torch.int32, device=device)
+        _check.expect_apart("out", out)
     if lens is not None:
         _check.expect_tensor("lens", lens, (num_tokens,), torch.int32, device=device)
     if workspace is not None:
         _check.expect_tensor("workspace", workspace, (None,), torch.float32, device=device)
+    # Entries behind the end of the table are not there.
+    room = block_table.shape[1] * pages.storage_block_size
     cut = plan(
         num_tokens=num_tokens,
         topk=topk,
         compress_ratio=compress_ratio,
-        max_seq_len=max_seq_len,
+        max_seq_len=min(max_seq_len, room * compress_ratio),
         available=None if workspace is None else workspace.numel(),
     )
     if workspace is not None and num_tokens and not cut.chunk:
@@ -207,5 +214,5 @@ def _expect_sizes(topk: int, compress_ratio: int, max_seq_len: int) -> None:
     _check.expect_int("topk", topk, 1)
     if topk > MAX_TOPK:
         raise NotImplementedError(f"topk: {topk} is not in 1..{MAX_TOPK}")
-    _check.expect_int("compress_ratio", compress_ratio, 1)
+    _check.expect_int("compress_ratio", compress_ratio, 1, _check.MAX_TOKENS)
     _check.expect_int("max_seq_len", max_seq_len, 0, 2**31 - 1)

@@ -16,6 +16,7 @@ from quire.kernels.mla.indexer import IndexCall
 MAX_PRODUCTS = 1 << 24
 
 
+@torch.no_grad()
 def index_topk(call: IndexCall) -> None:
     """Fill ``call.out`` and ``call.lens``."""
     call.out.fill_(-1)

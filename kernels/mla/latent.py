@@ -62,6 +62,7 @@ class LatentCall:
             _check.expect_tensor(
                 "out", self.out, (num_rows, head_dim), self.x.dtype, device=self.x.device
             )
+            _check.expect_apart("out", self.out)
 
 
 def write_latent(
@@ -85,11 +86,11 @@ def write_latent(
         x: [num_rows, head_dim] bf16, fp16 or fp32, last stride 1.
         pages: where to write; None fills only ``out``. No two of the slots written may share memory.
         slot_mapping: [num_rows] int64, page * storage_block_size + row; -1 = do not write this row. None without pages.
-        positions: [num_rows] int64 absolute positions in tokens, rows of ``cos_sin``; None = no RoPE.
+        positions: [num_rows] int64 absolute positions in tokens, rows of ``cos_sin``; None = no RoPE. -1 = none, for padding: the row is not turned.
         cos_sin: [max_position, rope_dim] fp32, the cosines of rope_dim / 2 pairs and then their sines. Pair i is channels 2i and 2i + 1 of the
             trailing rope_dim channels and turns by +angle.
         norm_weight: [head_dim] bf16, fp16 or fp32, weight of an RMS norm before RoPE; None = no norm.
-        eps: added to the mean square.
+        eps: added to the mean square, in 2**-100 .. 2**30.
         out: [num_rows, head_dim] x's dtype, filled in place, rows of slot -1 too; None = not wanted.
         impl: "triton" (default for CUDA tensors), "torch" (default for CPU tensors).
 
@@ -97,7 +98,7 @@ def write_latent(
         ``out``.
 
     Raises:
-        ValueError: a shape, dtype, stride or device is not as above, or of two arguments that go together one is missing.
+        ValueError: a shape, dtype, stride, device or host value is not as above, or of two arguments that go together one is missing.
         NotImplementedError: head_dim is not a power of two in 16..512.
 
     Source: DeepSeek-V4, kv_norm and RoPE of the latent.
@@ -126,9 +127,9 @@ def check_cos_sin(
 
 
 def check_norm(norm_weight: torch.Tensor, eps: float, dim: int, device: torch.device) -> None:
-    """Require a weight [dim] and a positive eps; ValueError otherwise."""
+    """Require a weight [dim] and an eps in [2**-100, 2**30]; ValueError otherwise."""
     _check.expect_tensor("norm_weight", norm_weight, (dim,), _check.MODEL_DTYPES, device=device)
-    _check.expect_positive("eps", eps)
+    _check.expect_positive("eps", eps, least=-100)
 
 
 def check_device(name: str, tensor: torch.Tensor, device: torch.device) -> None:

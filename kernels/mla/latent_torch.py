@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import torch
 
+from quire.kernels._check import expect_ids
 from quire.kernels.mla.latent import LatentCall
 
 
+@torch.no_grad()
 def write_latent(call: LatentCall) -> None:
     """Write what a checked call gives."""
-    rows = norm_and_rotate(call.x, call.positions, call.cos_sin, call.norm_weight, call.eps)
+    positions = call.positions
+    if call.pages is not None and call.slot_mapping is not None:
+        written = call.slot_mapping >= 0
+        room = call.pages.data.shape[0] * call.pages.storage_block_size
+        expect_ids("slot_mapping", call.slot_mapping[written], room)
+        if call.out is None and positions is not None:
+            # Rows that go nowhere may stand anywhere.
+            positions = torch.where(written, positions, -1)
+    rows = norm_and_rotate(call.x, positions, call.cos_sin, call.norm_weight, call.eps)
     if call.pages is not None and call.slot_mapping is not None:
         call.pages.write(call.slot_mapping, rows)
     if call.out is not None:
@@ -23,7 +33,7 @@ def norm_and_rotate(
     norm_weight: torch.Tensor | None,
     eps: float,
 ) -> torch.Tensor:
-    """RMS norm, then interleaved RoPE on the trailing channels, each if given: [num_rows, dim] fp32."""
+    """RMS norm, then interleaved RoPE on the trailing channels (not of positions below 0), each if given: [num_rows, dim] fp32."""
     rows = x.float()
     if norm_weight is not None:
         scale = torch.rsqrt(rows.square().mean(-1, keepdim=True) + eps)
@@ -31,7 +41,12 @@ def norm_and_rotate(
     if positions is None or cos_sin is None:
         return rows
     nope, rope = rows.tensor_split((rows.shape[1] - cos_sin.shape[1],), -1)
-    cos, sin = cos_sin[positions].chunk(2, -1)
+    stands = (positions >= 0)[:, None]
+    expect_ids("positions", positions[stands[:, 0]], cos_sin.shape[0], "positions")
+    if cos_sin.shape[0] == 0:
+        return rows
+    cos, sin = cos_sin[positions.clamp(min=0)].chunk(2, -1)
+    cos, sin = torch.where(stands, cos, 1.0), torch.where(stands, sin, 0.0)
     even, odd = rope[:, 0::2], rope[:, 1::2]
     turned = torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1)
     return torch.cat([nope, turned.flatten(-2)], -1)

@@ -193,7 +193,8 @@ def _write_latent_kernel(
     rows = normed(rows.to(tl.float32), norm_weight, eps, DIM)
     if cos_sin is not None:
         position = tl.load(positions + row, mask=live, other=0)
-        rows = rotated(rows, position, live, cos_sin, cos_sin_stride, BLOCK_ROWS, DIM, ROPE_DIM)
+        turned = live & (position >= 0)
+        rows = rotated(rows, position, turned, cos_sin, cos_sin_stride, BLOCK_ROWS, DIM, ROPE_DIM)
     if pages is not None:
         rows = stored(
             rows,

@@ -81,10 +81,13 @@ def compressed_attention(
     for s, seq_len in enumerate(seq_lens.tolist()):
         first, last = cu_seqlens_q[s].item(), cu_seqlens_q[s + 1].item()
         context = seq_len - (last - first)
+        # What the pages of the window hold: row j lies where row j + room comes to lie.
+        room = window_table.shape[1] * window_pages.storage_block_size
+        oldest = (seq_len if kv is None else context) - room
         for token in range(first, last):
             position = context + token - first
             rows = []
-            for j in range(max(0, position - sliding_window + 1), position + 1):
+            for j in range(max(0, oldest, position - sliding_window + 1), position + 1):
                 if kv is not None and j >= context:
                     rows.append(kv[first + j - context].double())
                 else:
@@ -93,11 +96,14 @@ def compressed_attention(
                     rows.append(read_row(window_pages, page, j % size))
             if compressed_pages is not None:
                 visible = max(0, (position + 1) // compress_ratio)
+                visible = min(
+                    visible, compressed_table.shape[1] * compressed_pages.storage_block_size
+                )
                 picks = list(range(visible))
                 if topk_indices is not None:
                     picks = topk_indices[token].tolist()
                     if topk_lens is not None:
-                        picks = picks[: topk_lens[token].item()]
+                        picks = picks[: max(0, topk_lens[token].item())]
                 for w in picks:
                     if 0 <= w < visible:
                         size = compressed_pages.storage_block_size
@@ -173,7 +179,7 @@ def slots_attention(
         for pages, slots, lens in lists:
             named = slots[token].tolist()
             if lens is not None:
-                named = named[: lens[token].item()]
+                named = named[: max(0, lens[token].item())]
             size = pages.storage_block_size
             rows += [read_row(pages, slot // size, slot % size) for slot in named if slot >= 0]
         _attend_row(token, q, rows, softmax_scale, sinks, out, lse, dtype)

@@ -45,7 +45,7 @@ def mla_attention(
                 if kv is not None and j >= context:
                     rows.append(kv[first + j - context])
                 else:
-                    page = block_table[s, j // block_size % width].item()
+                    page = block_table[s, min(j // block_size, width - 1)].item()
                     rows.append(pages[page, j % block_size])
             if not rows:
                 continue

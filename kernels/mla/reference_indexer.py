@@ -55,7 +55,10 @@ def index_scores(
         for token in range(first, last):
             position = seq_len - (last - token)
             row = []
-            for w in range(max(0, (position + 1) // compress_ratio)):
+            visible = min(
+                (position + 1) // compress_ratio, block_table.shape[1] * storage_block_size
+            )
+            for w in range(max(0, visible)):
                 page = block_table[s, w // storage_block_size].item()
                 key = index_key(data, page, w % storage_block_size, storage_block_size, q.shape[2])
                 dots = q[token].double() @ key

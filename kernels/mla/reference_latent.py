@@ -57,7 +57,9 @@ def write_latent(
     dtype = x.dtype if dtype is None else dtype
     rows = []
     for i in range(x.shape[0]):
-        angles = cos_sin[positions[i]] if positions is not None and cos_sin is not None else None
+        angles = None
+        if positions is not None and cos_sin is not None and positions[i] >= 0:
+            angles = cos_sin[positions[i]]
         rows.append(roped(normed(x[i].to(dtype), norm_weight, eps), angles))
     return torch.stack(rows) if rows else x.to(dtype)
 

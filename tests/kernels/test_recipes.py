@@ -482,3 +482,43 @@ def test_rows_between_16_bytes_are_not_called_aligned():
     assert not recipes.rows_at_16_bytes(batch["pages"]) and recipes.at_16_bytes(batch["pages"])
     batch = make_mla_batch(MlaCase("tail", [40], [2], dtype=BF16, tail=8))
     assert recipes.rows_at_16_bytes(batch["pages"], batch["kv"], None)
+
+
+def test_a_call_runs_on_the_device_of_its_tensors(monkeypatch):
+    """Triton launches on the current device, whatever the tensors are on: that of the tensors is made the current one, for each such call."""
+    current, seen = [0], []
+
+    class Device:
+        def __init__(self, index):
+            self.index = index
+
+        def __enter__(self):
+            current.append(self.index)
+
+        def __exit__(self, *_):
+            current.pop()
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda **_: seen.append((grid, current[-1]))
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    launches = [_launch.Launch(Kernel(), (n,), {}) for n in (1, 2)]
+    for index in (1, 0, 1):
+        x = torch.zeros(3)
+        x.get_device = lambda index=index: index
+        recipes.run("a device", {"x": x}, lambda arguments: (arguments, launches))
+    assert seen == [((1,), 1), ((2,), 1), ((1,), 0), ((2,), 0), ((1,), 1), ((2,), 1)]
+    assert current == [0]
+    cpu = torch.zeros(3)
+    recipes.run("a device", {"x": cpu}, lambda arguments: (arguments, launches))
+    assert seen[-1] == ((2,), 0)
+
+
+def test_a_remembered_call_is_no_call_of_tensors_without_storage():
+    pages, rows = torch.zeros(2, 4, 1, 16), torch.zeros(1, 1, 16)
+    slots = torch.zeros(1, dtype=torch.int64)
+    write_kv(rows, rows, pages, pages.clone(), slots, impl="triton")
+    with pytest.raises(ValueError, match="k_pages: expected a tensor on cpu"):
+        write_kv(rows, rows, pages.to("meta"), pages, slots, impl="triton")

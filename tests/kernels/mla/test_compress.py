@@ -425,7 +425,7 @@ def zeros(*shape, dtype=torch.float32):
 
 REFUSED = [
     ({"pages": zeros(3, 4, 16)}, "pages: expected LatentPages or IndexPages, got Tensor"),
-    ({"ratio": 0}, "ratio: expected an int >= 1, got 0"),
+    ({"ratio": 0}, r"ratio: expected an int in \[1, 1073741824\], got 0"),
     ({"overlap": 1}, "overlap: expected a bool, got 1"),
     ({"overlap": False}, r"kv: expected bfloat16\|float16\|float32 \[\*, 16\], got float32 \[8, 32\]"),
     ({"kv": zeros(8, 32, dtype=torch.float64)}, r"kv: expected .*, got float64"),

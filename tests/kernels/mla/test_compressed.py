@@ -291,7 +291,7 @@ ARGUMENTS = {
     "window_table": (lambda b: b["window_table"].long(), ValueError, "window_table: expected int32"),
     "seq_lens": (lambda b: b["seq_lens"][:1], ValueError, "cu_seqlens_q: expected int32 [2], got int32 [3]"),
     "kv": (lambda b: b["kv"][:1], ValueError, "kv: expected float32 [2, 16], got float32 [1, 16]"),
-    "compress_ratio": (lambda b: 0, ValueError, "compress_ratio: expected an int >= 1, got 0"),
+    "compress_ratio": (lambda b: 0, ValueError, "compress_ratio: expected an int in [1, 1073741824], got 0"),
     "topk_indices": (lambda b: b["topk_indices"].long(), ValueError, "topk_indices: expected int32 [2, *]"),
     "topk_lens": (lambda b: b["topk_lens"][:1], ValueError, "topk_lens: expected int32 [2], got int32 [1]"),
     "sinks": (lambda b: b["sinks"].half(), ValueError, "sinks: expected float32 [2], got float16 [2]"),

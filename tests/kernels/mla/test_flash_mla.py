@@ -172,7 +172,7 @@ def test_the_same_as_compressed_attention(impl):
     ({"is_fp8_kvcache": False}, ValueError, "k_cache: expected bfloat16|float16|float32 [*, *, 1, 512], got uint8"),
     ({"topk_length": torch.zeros(3, dtype=torch.int32)}, ValueError, "topk_length: expected int32 [2], got int32 [3]"),
     ({"lse": torch.zeros(2, 3)}, ValueError, "lse: expected float32 [3, 2], got float32 [2, 3]"),
-    ({"extra_indices_in_kvcache": torch.zeros(2, 2, 3, dtype=torch.int32)}, ValueError, "extra_indices: expected int32 [2, 1, *]"),
+    ({"extra_indices_in_kvcache": torch.zeros(2, 2, 3, dtype=torch.int32)}, ValueError, "extra_indices_in_kvcache: expected int32 [2, 1, *]"),
 ])  # fmt: skip
 def test_a_wrong_argument_is_named(change, error, text):
     arguments, _ = make_call()
