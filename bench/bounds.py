@@ -318,6 +318,7 @@ RULES = {
     "tanh": _tanh,
     "neg": _neg,
     "clamp": _clamp,
+    "relu": lambda x: _clamp(x, 0.0),
     "matmul": _matmul,
     "__matmul__": _matmul,
     "sum": _sum,
