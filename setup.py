@@ -58,7 +58,12 @@ setup(
     ],
     extras_require={
         "gpu": ["flashinfer-python>=0.6"],
-        "hf": ["transformers>=5.23,<6", "tokenizers>=0.22", "jinja2>=3.1"],
+        "hf": [
+            "transformers>=5.23,<6; python_version >= '3.11'",
+            "transformers>=5.20,<6; python_version < '3.11'",
+            "tokenizers>=0.22",
+            "jinja2>=3.1",
+        ],
         "plot": ["matplotlib>=3.8"],
         "test": ["pytest>=8", "pytest-xdist>=3.5", "hypothesis>=6.100", "ruff>=0.9", "mypy>=1.14"],
         "events": ["msgspec>=0.18", "pyzmq>=26", "prometheus-client>=0.20"],

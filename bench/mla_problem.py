@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quire.bench.bounds import bounding
 from quire.bench.mla_shapes import LatentCase, LatentShape
 from quire.bench.problem import (
     CHECKED_ROWS,
@@ -188,15 +189,15 @@ def expect_attention(problem: AttentionProblem) -> Expected:
     case = problem.case
     q_len = case.q_lens[0]
     index: list[int] = []
-    results: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
+    results = []
     for seq in spread(case.batch, CHECKED_SEQS):
         for row in spread(q_len, CHECKED_ROWS):
             index.append(seq * q_len + row)
             keys = visible_rows(problem, seq, row)
-            for dtype in (torch.float64, torch.float32, torch.bfloat16):
-                results.setdefault(dtype, []).append(attend(problem, index[-1], keys, dtype))
+            with bounding(weights=torch.bfloat16):
+                results.append(attend(problem, index[-1], keys, torch.float64))
     rows = torch.tensor(index, device=problem.q.device)
-    return budgeted(rows, results, torch.bfloat16, case.shape.head_dim)
+    return budgeted(rows, results, torch.bfloat16)
 
 
 def visible_rows(problem: AttentionProblem, seq: int, row: int) -> Tensor:

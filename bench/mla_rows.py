@@ -1,8 +1,8 @@
 """The tensors of cases that make what attention reads: picks of the indexer, compressed entries, written rows; and what they have to be.
 
 Picks are right if none that was left out scores higher than one that was taken, by more than the errors of two scores; there have to be as
-many as there should, each once. Rows that were written are read back from the pages, and may be twice as far from the float64 ones as rows
-are that a plain fp32 program computes and torch writes.
+many as there should, each once. Rows that were written are read back from the pages. Budgets are those of `bench.bounds`, and for e4m3 half a
+step more.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quire.bench.bounds import Bounded, allowed, bounding
 from quire.bench.mla_problem import lengths, make_pages, num_copies, shuffled_table
 from quire.bench.mla_shapes import LatentCase
 from quire.bench.problem import CHECKED_ROWS, CHECKED_SEQS, spread
@@ -98,11 +99,10 @@ def make_index(
 
 @dataclass(frozen=True)
 class ExpectedPicks:
-    """rows: indices of tokens. scores: float64 scores of all that each of them sees. budget: of one score. topk: picks, at most."""
+    """rows: indices of tokens. scores: float64 scores of all that each of them sees, with bounds. topk: picks, at most."""
 
     rows: list[int]
-    scores: list[Tensor]
-    budget: float
+    scores: list[Bounded]
     topk: int
 
     def wrong(self, picks: Tensor, lens: Tensor) -> str | None:
@@ -120,11 +120,11 @@ class ExpectedPicks:
             if int(taken.sum()) != count:
                 return f"picks: token {token} has one twice"
             if count < len(scores):
-                gap = (scores[~taken].max() - scores[taken].min()).item()
-                if gap > 2 * self.budget:
-                    return (
-                        f"picks: one left out scores {gap:.3g} more, budget {2 * self.budget:.3g}"
-                    )
+                # As high as each may have been found, and as low.
+                highest, lowest = scores.value + scores.error, scores.value - scores.error
+                gap = (lowest[~taken].max() - highest[taken].min()).item()
+                if gap > 0:
+                    return f"picks: one left out scores {gap:.3g} more than the budget allows"
         return None
 
 
@@ -132,7 +132,7 @@ def expect_picks(problem: IndexProblem) -> ExpectedPicks:
     """The float64 scores of a sample of rows of the first copy."""
     case, shape = problem.case, problem.case.shape
     q_len = case.q_lens[0]
-    rows, scores, error = [], [], 0.0
+    rows, scores = [], []
     for seq in spread(case.batch, CHECKED_SEQS):
         entry = torch.arange(case.num_entries, device=problem.q.device)
         page = problem.block_table[seq].long()[entry // shape.rows]
@@ -140,22 +140,15 @@ def expect_picks(problem: IndexProblem) -> ExpectedPicks:
         for row in spread(q_len, CHECKED_ROWS):
             token = seq * q_len + row
             visible = (case.context - q_len + row + 1) // shape.ratio
-            exact, plain = (_scores(problem, token, keys[:visible], t) for t in (torch.float64, torch.float32))  # fmt: skip
             rows.append(token)
-            scores.append(exact)
-            if visible:
-                # Tensor cores add 16 channels at a time and truncate each sum.
-                steps = shape.head_dim / 16 * torch.finfo(torch.float32).eps
-                largest = _scores(problem, token, keys[:visible], torch.float32, size=True).max()
-                error = max(error, (plain - exact).abs().max().item() + steps * largest.item())
-    return ExpectedPicks(rows, scores, 2 * error, shape.topk)
+            with bounding():
+                scores.append(_scores(problem, token, keys[:visible], torch.float64))
+    return ExpectedPicks(rows, scores, shape.topk)
 
 
-def _scores(
-    problem: IndexProblem, token: int, keys: Tensor, dtype: torch.dtype, size: bool = False
-) -> Tensor:
-    """[keys] scores of a token of the first copy; size: those of the weights' magnitudes, which bound every partial sum."""
-    weights = problem.weights[token].abs() if size else problem.weights[token]
+def _scores(problem: IndexProblem, token: int, keys: Tensor, dtype: torch.dtype) -> Tensor:
+    """[keys] scores of a token of the first copy."""
+    weights = problem.weights[token]
     products = torch.relu(keys.to(dtype) @ problem.q[0, token].to(dtype).T)
     return products @ weights.to(dtype)
 
@@ -230,13 +223,13 @@ def rope_table(num_positions: int, rope_dim: int, device: torch.device) -> Tenso
 
 @dataclass(frozen=True)
 class ExpectedRows:
-    """rows: [n] indices of tokens, whose row or entry went to ``slots``. exact: [n, head_dim] float64. budget: largest error allowed."""
+    """rows: [n] indices of tokens, whose row or entry went to ``slots``. exact, budget: [n, head_dim] float64, and largest errors allowed."""
 
     pages: LatentPages | IndexPages
     rows: Tensor
     slots: Tensor
     exact: Tensor
-    budget: float
+    budget: Tensor
 
     def wrong(self, out: Tensor | None = None) -> str | None:
         """What is wrong with the pages, or with ``out`` [num_tokens, head_dim]: a message, or None."""
@@ -244,9 +237,9 @@ class ExpectedRows:
         if out is not None:
             found["out"] = out[self.rows]
         for name, sample in found.items():
-            error = (sample.double() - self.exact).abs().max().item()
-            if not error <= self.budget:
-                return f"{name}: error {error:.3g}, budget {self.budget:.3g}"
+            share = ((sample.double() - self.exact).abs() / self.budget).max().item()
+            if not share <= 1:
+                return f"{name}: error {share:.3g} of the budget"
         return None
 
 
@@ -254,14 +247,17 @@ def expect_rows(problem: RowsProblem) -> ExpectedRows:
     """The float64 rows of a sample of those that the first copy's call writes, and clears these rows of the pages."""
     written = (problem.slot_mapping >= 0).nonzero()[:, 0]
     chosen = written[spread(len(written), CHECKED_SEQS * CHECKED_ROWS)]
-    exact, plain = (_rows(problem, chosen, dtype) for dtype in (torch.float64, torch.float32))
+    with bounding():
+        exact = _rows(problem, chosen, torch.float64)
     slots, pages = problem.slot_mapping[chosen], problem.pages[0]
-    # What a row becomes in such pages, and garbage where a call is to write.
-    pages.write(slots, plain)
-    error = (pages.read(slots).double() - exact).abs().max().item()
-    pages.write(slots, torch.full_like(plain, 1e4))
-    rounding = torch.finfo(torch.bfloat16).eps / 2 * max(1.0, exact.abs().max().item())
-    return ExpectedRows(pages, chosen, slots, exact, 2 * (error + rounding))
+    # Garbage where a call is to write.
+    pages.write(slots, torch.full(exact.shape, 1e4, device=slots.device))
+    budget = allowed(exact, torch.bfloat16)
+    if pages.fp8:
+        # Half a step of e4m3: 2^-4 of the number, 2^-10 of its scale at the least; a power of two up to twice the largest / 448.
+        size = exact.value.abs() + budget
+        budget = budget + size / 16 + size.amax(1, keepdim=True) * 2.0**-9 / 448
+    return ExpectedRows(pages, chosen, slots, exact.value, budget)
 
 
 def _rows(problem: RowsProblem, tokens: Tensor, dtype: torch.dtype) -> Tensor:

@@ -6,8 +6,7 @@ sees). There are several copies of pages, queries and fresh rows where one would
 
 Logits have a standard deviation of ``LOGIT_STD``: a softmax over thousands of keys then rests on few of them, elsewhere for every query
 and head, so values read from a wrong place show. A tile of keys that was not read at all may matter little to each output, and shows in the lse, which is
-known to more digits. Budgets are derived, as in the tests: a result may be twice as far from the float64 one as a plain program is (in the
-same dtype for the output, in fp32 for the lse), counting one rounding, and for the lse those of the tensor cores.
+known to more digits. Budgets are derived, as in the tests: what a right program may be off by in any order of summation (`bench.bounds`).
 
 Pages of e4m3 (``Shape.fp8``) hold codes of such numbers, and beside them the scales of rows, as the runner's pool has them. The result that
 is expected is that of what codes and scales stand for.
@@ -22,6 +21,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from quire.bench.bounds import Bounded, allowed, bounding
 from quire.bench.shapes import Case
 from quire.kernels import quant
 
@@ -175,14 +175,14 @@ class Expected:
     """What a sample of rows of a problem's first copy has to be.
 
     rows: [n] indices of tokens. exact: [n, num_heads, head_dim] float64. lse: [n, num_heads] float64.
-    budget, lse_budget: largest errors allowed.
+    budget, lse_budget: largest errors allowed, of each element.
     """
 
     rows: Tensor
     exact: Tensor
     lse: Tensor
-    budget: float
-    lse_budget: float
+    budget: Tensor
+    lse_budget: Tensor
 
     def wrong(self, out: Tensor, lse: Tensor | None = None) -> str | None:
         """What is wrong with a result: a message, or None. All of it has to be finite.
@@ -195,9 +195,10 @@ class Expected:
         for name, whole, sample, exact, budget in found:
             if not bool(torch.isfinite(whole).all()):
                 return f"{name}: not finite"
-            error = (sample.double() - exact).abs().max().item()
-            if error > budget:
-                return f"{name}: error {error:.3g}, budget {budget:.3g}"
+            error = (sample.double() - exact).abs()
+            if bool((error > budget).any()):
+                worst = (error / budget).argmax()
+                return f"{name}: error {error.flatten()[worst]:.3g}, budget {budget.flatten()[worst]:.3g}"
         return None
 
 
@@ -205,42 +206,28 @@ def expect(problem: Problem) -> Expected:
     """The float64 result of a sample of rows, and the budgets of the problem's dtype."""
     starts = [0, *accumulate(problem.case.q_lens)]
     index: list[int] = []
-    results: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
+    results = []
     for seq in spread(problem.case.batch, CHECKED_SEQS):
         rows = spread(problem.case.q_lens[seq], CHECKED_ROWS)
         index += [starts[seq] + row for row in rows]
-        for dtype in {torch.float64, torch.float32, problem.q.dtype}:
-            results.setdefault(dtype, []).append(attention_rows(problem, seq, rows, dtype))
+        with bounding(weights=problem.q.dtype):
+            results.append(attention_rows(problem, seq, rows, torch.float64))
     rows = torch.tensor(index, device=problem.q.device)
-    return budgeted(rows, results, problem.q.dtype, problem.case.shape.head_dim)
+    return budgeted(rows, results, problem.q.dtype)
 
 
-def budgeted(
-    rows: Tensor,
-    results: dict[torch.dtype, list[tuple[Tensor, Tensor]]],
-    dtype: torch.dtype,
-    head_dim: int,
-) -> Expected:
+def budgeted(rows: Tensor, results: list[tuple[Bounded, Bounded]], dtype: torch.dtype) -> Expected:
     """Expected rows with the budgets of a dtype.
 
-    rows: [n] indices of tokens. results: (out [m, num_heads, *], lse [m, num_heads]) of these rows, in parts, as a plain program
-    gives them in float64, float32 and ``dtype``. head_dim: channels of a logit.
+    rows: [n] indices of tokens. results: (out [m, num_heads, *], lse [m, num_heads]) of these rows, in parts, float64 with bounds.
     """
-    whole = {
-        key: tuple(torch.cat(part).double() for part in zip(*found, strict=True))
-        for key, found in results.items()
-    }
-    exact, lse = whole[torch.float64]
-    plain, plain_lse = whole[dtype][0], whole[torch.float32][1]
-    rounding = torch.finfo(dtype).eps / 2 * max(1.0, exact.abs().max().item())
-    # Tensor cores add 16 channels at a time and truncate each sum, so the errors of one logit add up.
-    truncation = head_dim / 16 * torch.finfo(torch.float32).eps * max(1.0, lse.abs().max().item())
+    exact, lse = (torch.cat(part) for part in zip(*results, strict=True))
     return Expected(
         rows=rows,
-        exact=exact,
-        lse=lse,
-        budget=2 * ((plain - exact).abs().max().item() + rounding),
-        lse_budget=2 * ((plain_lse - lse).abs().max().item() + truncation),
+        exact=exact.value,
+        lse=lse.value,
+        budget=allowed(exact, dtype),
+        lse_budget=allowed(lse, torch.float32),
     )
 
 

@@ -31,13 +31,11 @@ def tables():
 @pytest.mark.parametrize("case", tables())
 def test_tables(case):
     batch = make_mla_batch(case)
-    exact, exact_lse = mla_reference(batch, torch.float64)
-    plain, _ = mla_reference(batch, case.dtype)
-    _, plain_lse = mla_reference(batch, torch.float32)
+    exact, exact_lse = mla_reference(batch)
     lse = torch.full(exact_lse.shape, NAN, device=DEVICE)
     out = attend(batch, lse=lse)
-    assert_within_budget("out", out.cpu(), plain, exact)
-    assert_within_budget("lse", lse.cpu(), plain_lse, exact_lse)
+    assert_within_budget("out", out.cpu(), exact)
+    assert_within_budget("lse", lse.cpu(), exact_lse)
 
 
 def make_call(seq_lens, q_lens, num_heads, fresh, block_size=64):

@@ -53,7 +53,7 @@ def test_a_peer_gives_the_same(name, case, peers):
         out, lse = ours()
         assert expected.wrong(out, lse) is None
         # Each may be off by the budget, on either side of the truth.
-        assert (out.double() - other.double()).abs().max().item() <= 2 * expected.budget
+        assert ((out.double() - other.double())[expected.rows].abs() <= 2 * expected.budget).all()
 
 
 def latent_cases():
@@ -110,4 +110,4 @@ def test_a_peer_gives_the_same_for_latents(name, case, latent_peers):
     [ours] = attention_calls(problem, fresh=False, impl="triton")
     out, lse = ours()
     assert expected.wrong(out, lse) is None
-    assert (out.double() - other.double()).abs().max().item() <= 2 * expected.budget
+    assert ((out.double() - other.double())[expected.rows].abs() <= 2 * expected.budget).all()

@@ -6,6 +6,7 @@ from itertools import accumulate
 
 import torch
 
+from quire.bench.bounds import Bounded, bounding
 from quire.kernels.mla import reference_compressed
 from quire.kernels.mla.layout import LatentPages, page_bytes
 from tests.helpers import DEVICE, NAN, NO_PAGE
@@ -187,12 +188,14 @@ def _picks(case: Case, cu: list[int], generator: torch.Generator) -> tuple:
     return picks, lens if case.lens else None, sorted(named)
 
 
-def exactly(batch: dict, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and lse of the oracle in an arithmetic of choice, on the host."""
+def exactly(batch: dict) -> tuple[Bounded, Bounded]:
+    """Output and lse of the oracle with bounds, on the host."""
     host = {name: x.cpu() if isinstance(x, torch.Tensor) else x for name, x in batch.items()}
     for name in ("window_pages", "compressed_pages"):
         pages = batch[name]
         if pages is not None:
             host[name] = dataclasses.replace(pages, data=pages.data.cpu())
-    lse = torch.full((batch["q"].shape[1], batch["q"].shape[0]), NAN, dtype=dtype)
-    return reference_compressed.compressed_attention(**host, lse=lse, dtype=dtype), lse
+    with bounding(weights=batch["q"].dtype):
+        lse = torch.full((batch["q"].shape[1], batch["q"].shape[0]), NAN, dtype=torch.float64)
+        out = reference_compressed.compressed_attention(**host, lse=lse, dtype=torch.float64)
+    return out, lse

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from quire.bench.bounds import Bounded, bounding
 from quire.kernels.mla import reference_dense
 from tests.helpers import DEVICE, NAN, NO_PAGE
 
@@ -77,15 +78,16 @@ def make_mla_batch(case: MlaCase, seed: int = 42) -> dict[str, Any]:
     }
 
 
-def mla_reference(batch: dict[str, Any], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and lse of the oracle in an arithmetic of choice, computed on the host."""
+def mla_reference(batch: dict[str, Any]) -> tuple[Bounded, Bounded]:
+    """Output and lse of the oracle with bounds, computed on the host."""
     host = {
         name: x.cpu() if isinstance(x, torch.Tensor) else x
         for name, x in batch.items()
         if name not in HINTS
     }
-    lse = torch.full((batch["q"].shape[1], batch["q"].shape[0]), NAN, dtype=dtype)
-    return reference_dense.mla_attention(**host, lse=lse, dtype=dtype), lse
+    with bounding(weights=batch["q"].dtype):
+        lse = torch.full((batch["q"].shape[1], batch["q"].shape[0]), NAN, dtype=torch.float64)
+        return reference_dense.mla_attention(**host, lse=lse, dtype=torch.float64), lse
 
 
 def _on_device(view: torch.Tensor) -> torch.Tensor:

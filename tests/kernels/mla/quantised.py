@@ -1,27 +1,23 @@
-"""How far a quantised row may be from the exact one: half a step of e4m3 at its scale, and the rounding to bf16 before it."""
+"""How far a quantised row may be from the exact one: half a step of e4m3 at its scale, and what it may be off before it is quantised."""
 
 import torch
 
+from quire.bench.bounds import Bounded, allowed
 from quire.kernels.mla import reference_latent
 
-# Before e4m3 a number is fp32 arithmetic rounded to bf16: 2^-9 of it, and as much again for the arithmetic.
-ROUNDING = 2**-8
 
-
-def assert_quantised(
-    name: str, actual: torch.Tensor, exact: torch.Tensor, group: int, slack: torch.Tensor | float
-) -> None:
+def assert_quantised(name: str, actual: torch.Tensor, exact: Bounded, group: int) -> None:
     """Require each number of ``actual`` [rows, channels] within half a step of e4m3 of ``exact`` (fp64).
 
     Args:
         name: starts the message of a failure.
         actual: what a reader of the page sees.
-        exact: what was quantised.
+        exact: what was rounded to bf16 and quantised.
         group: channels that share a scale.
-        slack: absolute error of the numbers before they were quantised, beside their rounding to bf16.
     """
-    largest = exact.abs() * (1 + ROUNDING) + slack
-    step = torch.empty_like(exact)
+    before = allowed(exact, torch.bfloat16)
+    largest = exact.abs() + before
+    step = torch.empty_like(largest)
     for row in range(exact.shape[0]):
         for first in range(0, exact.shape[1], group):
             sizes = largest[row, first : first + group]
@@ -30,6 +26,6 @@ def assert_quantised(
             step[row, first : first + group] = (
                 torch.exp2((sizes / scale).clamp(min=2**-6).log2().floor()) * 2**-4 * scale
             )
-    excess = (actual.double() - exact).abs() - step - exact.abs() * ROUNDING - slack
+    excess = (actual.double() - exact).abs() - step - before
     # "not <=" rather than ">": NaN fails.
     assert (excess <= 0).all(), f"{name}: {excess.max():.3g} over half a step"
