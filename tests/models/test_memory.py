@@ -175,6 +175,8 @@ def an_eighth(config):
         config,
         layer_types=kinds,
         vocab_size=300,
+        eos_token_ids=(1,),
+        bos_token_id=2,
         hidden_size=config.hidden_size // 8,
         intermediate_size=config.intermediate_size // 8,
         sliding=sliding,
