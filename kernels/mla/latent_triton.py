@@ -192,8 +192,8 @@ def _write_latent_kernel(
     rows = tl.load(x + row[:, None] * x_stride + dim, mask=live[:, None], other=0.0)
     rows = normed(rows.to(tl.float32), norm_weight, eps, DIM)
     if cos_sin is not None:
-        position = tl.load(positions + row, mask=live, other=0)
-        turned = live & (position >= 0)
+        position = tl.load(positions + row, mask=live, other=-1)
+        turned = position >= 0
         rows = rotated(rows, position, turned, cos_sin, cos_sin_stride, BLOCK_ROWS, DIM, ROPE_DIM)
     if pages is not None:
         rows = stored(
