@@ -63,7 +63,7 @@ def run_workload(
     whatever this run answers). label: of the progress bar, which is shown on a terminal only.
 
     Returns: Run.
-    Raises: RuntimeError from the engine when a request does not fit its pages.
+    Raises: RequestError, a RuntimeError, when one of the requests fails.
     """
     queue = deque((s, 0) for s in range(len(workload.sessions)))
     history: dict[int, tuple[int, ...]] = {}
@@ -91,6 +91,8 @@ def run_workload(
             in_use = max(in_use, stats["pages_in_use"])
             cached = max(cached, engine.kv.num_pages - 1 - stats["free_pages"])
             for output in report.finished:
+                if output.error is not None:
+                    raise output.error
                 key = flying.pop(output.request_id)
                 outputs[key] = output
                 history[key[0]] = output.prompt_token_ids + output.token_ids

@@ -165,7 +165,7 @@ def expect_offsets(name: str, offsets: Sequence[int], total: int) -> None:
 
 
 def expect_head_dim(name: str, head_dim: int) -> None:
-    """Require a head dimension that the kernels are built for; NotImplementedError otherwise."""
+    """Require a head dimension that the Triton kernels are built for; NotImplementedError otherwise."""
     if head_dim not in HEAD_DIMS:
         raise NotImplementedError(f"{name}: head_dim {head_dim} is not one of {list(HEAD_DIMS)}")
 
@@ -177,7 +177,6 @@ def check_pages(
     e4m3; ValueError otherwise."""
     expect_tensor("k_pages", k_pages, (None,) * 4, (dtype, E4M3), device=device)
     expect_tensor("v_pages", v_pages, tuple(k_pages.shape), k_pages.dtype, device=device)
-    expect_head_dim("k_pages", k_pages.shape[3])
     for axis, what in ((0, "num_pages"), (1, "block_size"), (2, "num_kv_heads")):
         expect_int(f"k_pages: {what}", k_pages.shape[axis], 1)
     for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels import recipes
-from quire.kernels._check import check_write
+from quire.kernels._check import check_write, expect_head_dim
 from quire.kernels._launch import Launch
 from quire.kernels.configs import next_power_of_2
 
@@ -73,6 +73,7 @@ def write(arguments: dict[str, Any]) -> None:
 
 def _checked(arguments: dict[str, Any]) -> tuple[dict[str, Any], list[Launch]]:
     check_write(**arguments)
+    expect_head_dim("k_pages", arguments["k_pages"].shape[3])
     rows = [arguments[name] for name in ("k", "v", "k_pages", "v_pages", "slot_mapping")]
     if arguments["k_scale"] is None:
         return dict(arguments), [prepare(*rows)]

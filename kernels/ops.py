@@ -48,7 +48,7 @@ def write_kv(
 
     Raises:
         ValueError: a shape, dtype, stride, device or host value is not as above.
-        NotImplementedError: head_dim is not a power of two in 16..512.
+        NotImplementedError: with Triton, head_dim is not a power of two in 16..512.
 
     Source: PagedAttention (arXiv 2309.06180) 4.3.
     """
@@ -125,7 +125,7 @@ def paged_attention(
     Raises:
         ValueError: a shape, dtype, stride, device or host value is not as above, or num_seqs * max_seqlen_q < num_tokens on the
             decode path.
-        NotImplementedError: head_dim is not a power of two in 16..512.
+        NotImplementedError: with Triton, head_dim is not a power of two in 16..512.
 
     Source: PagedAttention (arXiv 2309.06180); FlashAttention-2 (arXiv 2307.08691) for the online softmax; gpt-oss for sinks.
     """

@@ -26,7 +26,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from quire.kernels import merge, recipes, schedule
-from quire.kernels._check import AttentionCall, check_attention
+from quire.kernels._check import AttentionCall, check_attention, expect_head_dim
 from quire.kernels._launch import Launch, partials
 from quire.kernels.configs import (
     MAX_REGISTERS,
@@ -308,6 +308,7 @@ def attention(arguments: dict[str, Any]) -> torch.Tensor:
 
 def _checked(arguments: dict[str, Any]) -> tuple[dict[str, Any], list[Launch]]:
     call = check_attention(**arguments)
+    expect_head_dim("k_pages", call.k_pages.shape[3])
     return dict(vars(call)), prepare(call, *_device(call.q))
 
 

@@ -13,10 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from quire.models.checkpoint import read_json
-from quire.models.fields import checked, naming, read_fields
+from quire.models.fields import checked, naming, read_fields, shown
 
 # For models that have bytes for tokens and never saw a chat.
 PLAIN = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+
+
+MAX_SOURCE = 1_000_000
+MAX_INPUT = 10**9
+SECONDS, CHARACTERS, CHARACTERS_FOR_EACH = 20.0, 10**8, 256
 
 
 @dataclass(frozen=True)
@@ -37,16 +42,24 @@ class TokenizerKeys:
 class ChatTemplate:
     """A compiled template.
 
-    source: jinja. special_tokens: their texts by name, such as ``bos_token``.
+    source: jinja, at most 1,000,000 characters. special_tokens: their texts by name, such as ``bos_token``. file: where it is from, for
+        messages.
+
+    A rendering may take 20 seconds of CPU, and work on 100 million characters and 256 times those of the messages (`quire.models.template_sandbox`).
 
     Raises: ImportError without jinja2; ValueError for a source that is no template.
     """
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        source: str,
+        special_tokens: Mapping[str, str] | None = None,
+        *,
+        file: str = "chat template",
+    ) -> None:
         try:
             import jinja2
             from jinja2.ext import Extension, loopcontrols
-            from jinja2.sandbox import ImmutableSandboxedEnvironment
         except ImportError as error:
             raise ImportError("chat needs the package jinja2 (pip install 'quire[hf]')") from error
 
@@ -59,21 +72,32 @@ class ChatTemplate:
                 next(parser.stream)
                 return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
-        sandbox = ImmutableSandboxedEnvironment(
+        from quire.models.template_sandbox import BoundedSandbox
+
+        if not isinstance(source, str) or len(source) > MAX_SOURCE:
+            raise ValueError(
+                f"{file}: expected a text of at most {MAX_SOURCE} characters, got {shown(source)}"
+            )
+        self._sandbox = sandbox = BoundedSandbox(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
         )
 
         def refuse(message: str) -> None:
             raise jinja2.TemplateError(message)
 
-        sandbox.filters["tojson"] = _to_json
+        sandbox.add_filter("tojson", _to_json)
         sandbox.globals["raise_exception"] = refuse
         sandbox.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         self._special_tokens = dict(special_tokens or {})
+        self._file = file
         try:
-            self._template = sandbox.from_string(source)
+            self._template = sandbox.compile_bounded(source)
         except jinja2.TemplateSyntaxError as error:
-            raise ValueError(f"chat template: line {error.lineno}: {error.message}") from error
+            raise ValueError(f"{file}: line {error.lineno}: {error.message}") from error
+        except (RecursionError, MemoryError, SyntaxError) as error:  # of Python's own compiler
+            raise ValueError(
+                f"{file}: expected a template that is not nested so deeply, got {type(error).__name__}: {error}"
+            ) from error
 
     @classmethod
     def of_directory(cls, path: Path) -> ChatTemplate:
@@ -91,16 +115,20 @@ class ChatTemplate:
                 for name, token in config.items()
                 if name.endswith("_token") and isinstance(token, str | dict)
             }
+        name = f"chat_template of {str(config_file)!r}"
         if file.is_file():
-            with naming(file):
+            name = f"chat template {str(file)!r}"
+            try:
                 source = file.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise ValueError(f"{name}: expected a text in UTF-8, got {error}") from error
         elif isinstance(source, tuple):
             source = {entry.name: entry.template for entry in source}.get("default")
         if source is None:
             raise ValueError(
                 f"chat: expected a chat_template.jinja, or a chat_template in tokenizer_config.json, in {str(path)!r}"
             )
-        return cls(source, tokens)
+        return cls(source, tokens, file=name)
 
     def render(
         self,
@@ -116,18 +144,30 @@ class ChatTemplate:
         tools: JSON schemas of functions that the model may call.
         add_generation_prompt: end with what introduces the model's answer.
 
-        Raises: ValueError when the template refuses the messages.
+        Raises: ValueError when the template refuses the messages, or does not come to an end.
         """
         try:
-            return self._template.render(
-                messages=[{k: v for k, v in m.items() if v is not None} for m in messages],
-                tools=None if tools is None else list(tools),
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self._special_tokens,
-            )
+            given = [{k: v for k, v in m.items() if v is not None} for m in messages]
+            tools = None if tools is None else list(tools)
+        except (TypeError, AttributeError) as error:
+            raise ValueError(
+                f"messages: expected a list of dicts, got {shown(messages)}"
+            ) from error
+        try:
+            with self._sandbox.budget(MAX_INPUT, SECONDS) as measure:
+                size = measure.deep(given) + measure.deep(tools)
+            with self._sandbox.budget(CHARACTERS + CHARACTERS_FOR_EACH * size, SECONDS):
+                return self._template.render(
+                    messages=given,
+                    tools=tools,
+                    documents=None,
+                    add_generation_prompt=add_generation_prompt,
+                    **self._special_tokens,
+                )
         except Exception as error:  # a template is a program, and may fail as one
-            raise ValueError(f"messages: the chat template refuses them: {error}") from error
+            raise ValueError(
+                f"messages: the {self._file} refuses them: {str(error) or type(error).__name__}"
+            ) from error
 
 
 def _to_json(value: Any, *, ensure_ascii: bool = False, **options: Any) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quire.kernels._check import HEAD_DIMS
 from quire.models.attention import Attend, DenseAttend, PagedAttend, Stored
 from quire.models.batch import AttnMetadata
 from quire.models.cache import E4M3, PagePool, cache_groups, num_slots
@@ -22,6 +23,7 @@ from quire.models.layers import (
 )
 from quire.models.memory import ModelCache
 
+BASE_BLOCK_SIZE = 16
 Rotary = tuple[Tensor, Tensor]
 
 
@@ -89,7 +91,19 @@ class Decoder(nn.Module):
         """Data type of weights and activations, and of the cache unless it is said to have another."""
         return self.embed_tokens.weight.dtype
 
-    def make_cache(self, *, base_block_size: int, kv_cache_dtype: str, **_: Any) -> ModelCache:
+    def expect_impl(self, impl: str) -> None:
+        """Raises NotImplementedError where the kernels are not made for a head size of this model. impl: "triton" or "torch"."""
+        for kind in sorted(set(self.config.layer_types)):
+            head_dim = self.config.attention(self.config.layer_types.index(kind)).head_dim
+            if impl == "triton" and head_dim not in HEAD_DIMS:
+                raise NotImplementedError(
+                    f"impl: 'triton' is supported with a head_dim in {list(HEAD_DIMS)}, {self.config.name!r} has {head_dim} in layers of "
+                    f"{kind}; 'torch' takes any"
+                )
+
+    def make_cache(
+        self, *, base_block_size: int | None, kv_cache_dtype: str, **_: Any
+    ) -> ModelCache:
         """Pages for keys and values of the attention layers; arguments as in `quire.models.memory.model_cache`."""
         dtype = self.dtype if kv_cache_dtype == "auto" else E4M3
         kv_scales = None
@@ -100,7 +114,10 @@ class Decoder(nn.Module):
                     f"kv_scales: expected {self.config.num_layers} pairs, got {len(kv_scales)}"
                 )
         groups, placement = cache_groups(
-            self.config, dtype, base_block_size=base_block_size, row_scales=kv_scales is None
+            self.config,
+            dtype,
+            base_block_size=BASE_BLOCK_SIZE if base_block_size is None else base_block_size,
+            row_scales=kv_scales is None,
         )
 
         def allocate(num_pages: int) -> PagePool:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from numbers import Real
 
+from quire.kvcore.spec import as_int
 from quire.models.scheduler import SchedulerPolicy
 
 
@@ -15,7 +17,8 @@ class EngineConfig:
     max_model_len: longest sequence in tokens; None = the model's, or what the pool holds if that is less.
     num_pages: page ids including the null page. cache_bytes: bytes of all page tensors. memory_fraction: share of the free memory
         that they take. One of the three at most; default: 256 MiB on a CPU, a fraction of 0.9 on a GPU.
-    base_block_size: tokens in a page of the heaviest kind of layer.
+    base_block_size: tokens in a page of the heaviest kind of layer; of DeepSeek-V4, of a page of compressed entries, which is a multiple of
+        both ratios. None = 16, and with DeepSeek-V4 two windows of its heavily compressed layers.
     kv_cache_dtype: what pages hold: "auto" = the model's dtype; "fp8" = e4m3 with a scale for each row, where the model can;
         "fp8_per_tensor" = e4m3 with one scale for a layer's keys and one for its values, the model's ``kv_scales`` (1.0 unless set).
     retention, enable_caching, hash_seed: as in `quire.kvcore.KVCache`.
@@ -30,7 +33,8 @@ class EngineConfig:
         stay; the same distribution, but other tokens. See `quire.models.speculative`.
     decode_graphs: decode through buffers of fixed sizes (`quire.models.graphs`); None = on a GPU, where the model allows it.
 
-    Raises: ValueError unless 1 <= max_num_seqs <= max_num_batched_tokens, which lets every running request go on.
+    Raises: ValueError for a value of another type, or unless 1 <= max_num_seqs <= max_num_batched_tokens, which lets every running
+        request go on.
     """
 
     max_num_seqs: int = 64
@@ -39,7 +43,7 @@ class EngineConfig:
     num_pages: int | None = None
     cache_bytes: int | None = None
     memory_fraction: float | None = None
-    base_block_size: int = 16
+    base_block_size: int | None = None
     kv_cache_dtype: str = "auto"
     retention: str | int = "auto"
     enable_caching: bool = True
@@ -52,6 +56,27 @@ class EngineConfig:
     decode_graphs: bool | None = None
 
     def __post_init__(self) -> None:
+        for name, low in (
+            ("max_num_seqs", 0),
+            ("max_num_batched_tokens", 0),
+            ("max_model_len", 0),
+            ("num_pages", 0),
+            ("cache_bytes", 0),
+            ("base_block_size", 1),
+            ("seed", 0),
+        ):
+            value = getattr(self, name)
+            if value is not None or name in ("max_num_seqs", "max_num_batched_tokens", "seed"):
+                object.__setattr__(self, name, as_int(name, value, low))
+        for name in ("enable_caching", "replay", "decode_graphs"):
+            value = getattr(self, name)
+            if not (isinstance(value, bool) or (value is None and name == "decode_graphs")):
+                raise ValueError(f"{name}: expected True or False, got {value!r}")
+        fraction = self.memory_fraction
+        if fraction is not None and (isinstance(fraction, bool) or not isinstance(fraction, Real)):
+            raise ValueError(f"memory_fraction: expected a number in (0, 1], got {fraction!r}")
+        if not isinstance(self.policy, SchedulerPolicy):
+            raise ValueError(f"policy: expected a SchedulerPolicy, got {self.policy!r}")
         if not 1 <= self.max_num_seqs <= self.max_num_batched_tokens:
             raise ValueError(
                 f"max_num_seqs: expected 1..max_num_batched_tokens={self.max_num_batched_tokens}, got {self.max_num_seqs}"

@@ -137,7 +137,9 @@ def shown(value: Any) -> str:
     try:
         return _REPR.repr(value)
     except ValueError:  # of an int that Python does not write out
-        return f"an int of {value.bit_length()} bits"
+        if isinstance(value, int):
+            return f"an int of {value.bit_length()} bits"
+        return f"{type(value).__name__} that cannot be printed"
 
 
 @contextmanager

@@ -9,7 +9,7 @@ DIR is a Hugging Face directory; a NAME has random weights, which is good for tr
 several (--prompt again) are generated together and printed in order. In a chat, Ctrl-C ends an answer, and at the prompt the chat. It waits for
 the step that runs; pressed again, it does not.
 
-Exit status: 0; 2 for what cannot be done, with the reason on stderr; 130 after Ctrl-C; 141 when nobody reads the output any more.
+Exit status: 0; 2 for what cannot be done or an answer that failed, with the reason on stderr; 130 after Ctrl-C; 141 when nobody reads the output any more.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from quire.models.chat import ChatTemplate
 from quire.models.command import (
     MAX_DRAFTS,
     MAX_PAGES,
+    REFUSED,
     Parser,
     integer,
     number,
@@ -41,7 +42,7 @@ from quire.models.command import (
 )
 from quire.models.llm import DRAFTERS, LLM
 from quire.models.memory import KV_CACHE_DTYPES
-from quire.models.request import MAX_SAMPLES, SamplingParams
+from quire.models.request import MAX_SAMPLES, RequestError, SamplingParams
 from quire.models.runner import EngineConfig
 from quire.models.speculative import Drafter
 from quire.models.weights import DTYPES
@@ -108,11 +109,19 @@ def stats(llm: LLM) -> str:
 
 def _answer(llm: LLM, prompts: list[str], params: SamplingParams) -> int:
     if len(prompts) == 1 and params.n == 1:
-        _show(llm, prompts[0], params)
+        try:
+            _show(llm, prompts[0], params)
+        except RequestError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return REFUSED
         return 0
+    status = 0
     for output in llm.generate(prompts, params, progress=sys.stderr.isatty()):
-        print(output.text)
-    return 0
+        print(output.text, flush=True)
+        if output.error is not None:
+            print(f"error: {output.error}", file=sys.stderr)
+            status = REFUSED
+    return status
 
 
 def _show(llm: LLM, prompt: str | list[int], params: SamplingParams) -> str:
@@ -122,6 +131,8 @@ def _show(llm: LLM, prompt: str | list[int], params: SamplingParams) -> str:
         for delta in deltas:
             text += delta.text
             print(delta.text, end="", flush=True)
+            if delta.error is not None:
+                raise delta.error
     finally:
         print(flush=True)
     return text
@@ -138,11 +149,11 @@ def _chat(llm: LLM, params: SamplingParams, system: str | None) -> int:
         messages.append({"role": "user", "content": line.rstrip("\n")})
         try:
             answer = _show(llm, llm.encode_chat(messages), params)
-        except (KeyboardInterrupt, ValueError) as error:
+        except (KeyboardInterrupt, ValueError, RequestError) as error:
             messages.pop()  # as if it had not been asked
-            if isinstance(error, ValueError):  # such as a chat that became too long
+            if not isinstance(error, KeyboardInterrupt):  # such as a chat that became too long
                 print(f"error: {error}", file=sys.stderr)
-                status = 2
+                status = REFUSED
             continue
         messages.append({"role": "assistant", "content": answer})
     return status

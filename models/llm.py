@@ -21,8 +21,14 @@ from quire.models.deepseek_v4.draft import MTPDrafter
 from quire.models.device import find_device
 from quire.models.interrupts import interrupts_wait
 from quire.models.memory import free_memory, weight_bytes
-from quire.models.request import OutputDelta, RequestOutput, SamplingParams
-from quire.models.runner import Engine, EngineConfig, StepReport
+from quire.models.request import (
+    OutputDelta,
+    RequestError,
+    RequestOutput,
+    SamplingParams,
+    shown,
+)
+from quire.models.runner import Engine, EngineConfig
 from quire.models.speculative import Drafter, NGramDrafter
 from quire.models.tokenizer import ByteTokenizer, Tokenizer, find_tokenizer
 from quire.models.weights import build_model, find_dtype, load_config, load_model, random_model
@@ -48,7 +54,8 @@ class LLM:
         model, engine, tokenizer (None where prompts must be token ids).
         default_params: SamplingParams of prompts that are given none (`default_params`).
 
-    Ctrl-C ends `generate` and `stream` between two steps: their requests are aborted, and all else goes on.
+    Ctrl-C ends `generate` and `stream` between two steps: their requests are aborted, and all else goes on. Several threads may call
+    them at once; their prompts then run together.
 
     Raises: ValueError for a model that is neither a name, a directory nor a module, for one that does not fit the memory, and what
         `find_device`, `load_model` and `Engine` raise.
@@ -96,6 +103,8 @@ class LLM:
             drafter = drafter(self.model)
         self.engine = Engine(self.model, engine, tokenizer=self.tokenizer, drafter=drafter)
         self._streams: dict[str, deque[OutputDelta]] = {}
+        # Of the prompts of calls of `generate` that run: outputs by sample.
+        self._outputs: dict[str, dict[int, RequestOutput]] = {}
 
     def generate(
         self,
@@ -109,7 +118,8 @@ class LLM:
         prompts: texts (where the model has a tokenizer) or lists of token ids; one text stands for a list of one.
         params: for all prompts, or one for each; default: ``default_params``. progress: show a bar with tokens per second on stderr.
 
-        Returns: outputs in the order of the prompts; the n samples of a prompt (`SamplingParams.n`) one after another.
+        Returns: outputs in the order of the prompts; the n samples of a prompt (`SamplingParams.n`) one after another. One with
+            finish_reason "nan" or "error" failed alone: its ``error`` says how.
         Raises: ValueError for prompts that the engine refuses (none is then queued), for texts without a tokenizer, or for
             params of another count.
         """
@@ -121,18 +131,22 @@ class LLM:
                 f"params: expected one for each of {len(prompts)} prompts, got {len(params)}"
             )
         token_ids = [self._encode(prompt) for prompt in prompts]
-        queued: list[str] = []
-        keys: list[tuple[str, int]] = []
+        queued: dict[str, dict[int, RequestOutput]] = {}
         try:
-            with interrupts_wait():
+            with interrupts_wait(), self.engine.lock:
                 for ids, one in zip(token_ids, params, strict=True):
-                    queued.append(self.engine.add_request(ids, one))
-                    keys += [(queued[-1], sample) for sample in range(one.n)]
-            with tqdm(total=len(keys), unit="request", disable=not progress) as bar:
-                outputs = self._outputs(set(keys), bar)
+                    request_id = self.engine.add_request(ids, one)
+                    queued[request_id] = self._outputs[request_id] = {}
+            num_outputs = sum(one.n for one in params)
+            with tqdm(total=num_outputs, unit="request", disable=not progress) as bar:
+                self._run(list(queued.values()), num_outputs, bar)
         finally:
-            self._abort(queued)
-        return [self._with_text(outputs[key]) for key in keys]
+            self._abort(list(queued))
+        return [
+            self._with_text(outputs[sample])
+            for outputs in queued.values()
+            for sample in sorted(outputs)
+        ]
 
     def stream(
         self, prompt: str | Sequence[int], params: SamplingParams | None = None
@@ -141,7 +155,7 @@ class LLM:
 
         prompt: text or token ids. params: as in `generate`; with n samples, deltas say which one they belong to.
 
-        Yields: OutputDelta; their texts together are the text of the output.
+        Yields: OutputDelta; their texts together are the text of the output. The last one has the error of a request that failed.
         Raises: ValueError, at once, for a prompt that the engine refuses.
         """
         ids, params = self._encode(prompt), params or self.default_params
@@ -174,7 +188,7 @@ class LLM:
         mine: deque[OutputDelta] = deque()
         queued: list[str] = []
         try:
-            with interrupts_wait():
+            with interrupts_wait(), self.engine.lock:
                 queued.append(self.engine.add_request(ids, params, stream=True))
                 self._streams[queued[0]] = mine
             while mine or queued[0] in self.engine.unfinished:
@@ -187,38 +201,38 @@ class LLM:
 
     def _abort(self, request_ids: Sequence[str]) -> None:
         """Ends those of these requests that have not ended, and their streams."""
-        with interrupts_wait():
+        with interrupts_wait(), self.engine.lock:
             for request_id in request_ids:
                 self._streams.pop(request_id, None)
+                self._outputs.pop(request_id, None)
             for request_id in self.engine.unfinished.intersection(request_ids):
                 self.engine.abort(request_id)
 
-    def _step(self) -> StepReport:
-        """One step of the engine; what belongs to open streams is kept for them, whoever asked for the step."""
+    def _step(self) -> int:
+        """One step of the engine; its tokens. What belongs to open streams and to other calls is kept for them, whoever asked for the step."""
         with interrupts_wait():
             report = self.engine.step()
-            assert report is not None, "unfinished requests always make a step"
-            for delta in report.deltas:
-                if delta.request_id in self._streams:
-                    self._streams[delta.request_id].append(delta)
-        return report
+            if report is None:
+                return 0  # another thread's step did the rest
+            with self.engine.lock:
+                for delta in report.deltas:
+                    if delta.request_id in self._streams:
+                        self._streams[delta.request_id].append(delta)
+                for output in report.finished:
+                    if output.request_id in self._outputs:
+                        self._outputs[output.request_id][output.sample] = output
+        return report.num_tokens
 
-    def _outputs(
-        self, keys: set[tuple[str, int]], bar: tqdm
-    ) -> dict[tuple[str, int], RequestOutput]:
-        """Steps until these requests and samples have ended."""
-        num_tokens, outputs = 0, {}
-        while len(outputs) < len(keys):
-            report = self._step()
-            num_tokens += report.num_tokens
-            for output in report.finished:
-                if (key := (output.request_id, output.sample)) in keys:
-                    outputs[key] = output
-                    bar.update()
+    def _run(self, outputs: Sequence[Mapping[int, RequestOutput]], count: int, bar: tqdm) -> None:
+        """Steps until there are ``count`` outputs."""
+        num_tokens = 0
+        while (done := sum(map(len, outputs))) < count:
+            bar.update(done - bar.n)
+            num_tokens += self._step()
             bar.set_postfix_str(
                 f"{num_tokens / max(bar.format_dict['elapsed'], 1e-9):.0f} tok/s", refresh=False
             )
-        return outputs
+        bar.update(done - bar.n)
 
     def _encode(self, prompt: str | Sequence[int]) -> Sequence[int]:
         if not isinstance(prompt, str):
@@ -227,13 +241,25 @@ class LLM:
             raise ValueError(
                 "prompts: expected token ids, got text, and this model has no tokenizer.json"
             )
-        return self.tokenizer.encode(prompt)
+        try:
+            return self.tokenizer.encode(prompt)
+        except Exception as error:
+            raise ValueError(
+                f"prompts: expected text that the tokenizer takes, got {shown(prompt)}: {error}"
+            ) from error
 
     def _with_text(self, output: RequestOutput) -> RequestOutput:
         if self.tokenizer is None or output.text is not None:
             return output
         ids = output.token_ids[:-1] if output.finish_reason == "stop" else output.token_ids
-        return replace(output, text=self.tokenizer.decode(ids))
+        try:
+            return replace(output, text=self.tokenizer.decode(ids))
+        except Exception as cause:  # the other outputs are good
+            error = RequestError(
+                f"request {output.request_id!r}, sample {output.sample}: its text cannot be decoded: {type(cause).__name__}: {cause}"
+            )
+            error.__cause__ = cause
+            return replace(output, finish_reason="error", error=output.error or error)
 
 
 def default_params(directory: Path | None) -> SamplingParams:

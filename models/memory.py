@@ -8,6 +8,7 @@ and one block more, however long the request is.
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -48,7 +49,7 @@ class ModelCache:
 def model_cache(
     model: Any,
     *,
-    base_block_size: int = 16,
+    base_block_size: int | None = None,
     kv_cache_dtype: str = "auto",
     max_requests: int = 1,
     max_draft_tokens: int = 0,
@@ -56,7 +57,7 @@ def model_cache(
 ) -> ModelCache:
     """Cache of a model, from its ``make_cache``, which takes the same arguments.
 
-    base_block_size: tokens in a page of the heaviest kind of layer, where pages are not of sizes of the model's own.
+    base_block_size: tokens in a page of the heaviest kind of layer; None = the model's own choice.
     kv_cache_dtype: one of `KV_CACHE_DTYPES`; "auto" = the model's own. A model says in ``kv_cache_dtypes`` which ones it can.
     max_requests: running at once. max_draft_tokens: of a step. drafter_layers: whether layers that only draft run too.
 
@@ -201,7 +202,7 @@ def plan_memory(
     cache: of the model. max_draft_tokens: of a step. num_graph_rows: as in `activation_bytes`.
 
     Raises: ValueError, naming the pages needed, for a pool that does not hold one request of max_model_len (or, where that was not
-        given, of two tokens), for more than one size, or for a fraction outside (0, 1].
+        given, of two tokens), for more than one size, for a fraction outside (0, 1], or for more pages than a CPU's memory holds.
     """
     longest = model.config.max_position_embeddings
     max_model_len = longest if config.max_model_len is None else config.max_model_len
@@ -229,6 +230,14 @@ def plan_memory(
             cache_bytes = int(max(0, free - besides) * (fraction or MEMORY_FRACTION))
         cache_bytes = CPU_CACHE_BYTES if cache_bytes is None else cache_bytes
         num_pages = max(0, cache_bytes - cache.fixed_bytes) // cache.page_bytes
+    named = config.num_pages is not None or config.cache_bytes is not None
+    if named and model.device.type == "cpu" and sys.platform == "linux":
+        needed_bytes = num_pages * cache.page_bytes + cache.fixed_bytes
+        if needed_bytes > (left := free_memory(model.device)):
+            raise ValueError(
+                f"num_pages: expected pages that fit the memory, got {num_pages} ({_size(needed_bytes)} with what requests take besides), "
+                f"and {_size(left)} are free"
+            )
     fits = longest_request(cache.groups, num_pages, max_model_len, max_draft_tokens)
     needed = config.max_model_len or MIN_LENGTH
     if fits < needed:

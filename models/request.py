@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import pairwise
+from decimal import Decimal
+from itertools import islice, pairwise
 from numbers import Integral, Real
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from quire.models.fields import shown
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,25 +20,33 @@ if TYPE_CHECKING:
     from quire.models.tokenizer import TextStream
 
 MAX_TOP_LOGPROBS = 64
-MAX_SAMPLES = 16384
+MAX_SAMPLES = 16_384
+MAX_STOP_CHARACTERS = (
+    4096  # of all stop strings together: each streamed token is compared with all of them
+)
+MAX_STOP_IDS = 2**20
+LARGEST, SMALLEST = 1e30, 1e-30  # factors of logits: fp32 still holds what they make of them
 
 
 @dataclass(frozen=True)
 class SamplingParams:
     """How to generate. The defaults decode greedily.
 
+    Numbers may be of any kind, numpy's, fractions and decimals included; they become ints and floats.
+
     max_tokens: tokens to generate at most.
     stop_token_ids: ids that end the output besides the model's own; the stopping id is its last token.
     ignore_eos: True = the model's own stop ids do not end the output.
-    stop: strings that end the output; the text ends before the first of them. They need a tokenizer.
-    temperature: divides the logits; 0 = greedy, and then top_k, top_p and min_p change nothing.
+    stop: strings that end the output; the text ends before the first of them. They need a tokenizer. At most 4,096 characters in all.
+    temperature: divides the logits, at most 1e30; 0 = greedy, and then top_k, top_p and min_p change nothing.
     top_k: only the k likeliest tokens, of equal ones those with the lowest ids; 0 = all.
     top_p: only the likeliest tokens whose probabilities first add up to it.
     min_p: only tokens with at least this share of the likeliest one's probability.
-    repetition_penalty: positive logits of tokens in prompt or output are divided by it, negative ones multiplied.
-    seed: of the draws, which depend on seed, sample and position alone, never on what else the engine runs; None = one of the
-        engine's own.
-    n: samples of the prompt; they share its pages. logprobs: None, or how many of the likeliest tokens to report at each position.
+    repetition_penalty: positive logits of tokens in prompt or output are divided by it, negative ones multiplied; in 1e-30..1e30.
+    seed: of the draws, taken modulo 2**64. They depend on seed, sample and position alone, never on what else the engine runs; None =
+        one of the engine's own.
+    n: samples of the prompt, at most 16,384; they share its pages.
+    logprobs: None, or how many of the likeliest tokens to report at each position.
 
     The order is that of transformers: penalty, temperature, top_k, top_p, min_p.
 
@@ -57,26 +67,36 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        # One alone, a list and None will do too.
-        for name, kind in (("stop", str), ("stop_token_ids", Integral)):
-            value = getattr(self, name)
-            value = (value,) if isinstance(value, kind) else tuple(value or ())
+        def to(name: str, value: object) -> None:
             object.__setattr__(self, name, value)
-        for name, value, kind, ok, expected in (
-            ("max_tokens", self.max_tokens, Integral, lambda x: x >= 1, "an int >= 1"),
-            *(("stop_token_ids", i, Integral, lambda x: True, "ints") for i in self.stop_token_ids),
-            *(("stop", text, str, bool, "strings that are not empty") for text in self.stop),
-            ("temperature", self.temperature, Real, lambda x: 0 <= x < math.inf, "a finite number >= 0"),
-            ("top_k", self.top_k, Integral, lambda x: 0 <= x < 2**31, "an int >= 0 (0 = all)"),
-            ("top_p", self.top_p, Real, lambda x: 0 < x <= 1, "a number in (0, 1]"),
-            ("min_p", self.min_p, Real, lambda x: 0 <= x <= 1, "a number in [0, 1]"),
-            ("repetition_penalty", self.repetition_penalty, Real, lambda x: 0 < x < math.inf, "a finite number > 0"),
-            ("seed", self.seed, Integral | None, lambda x: True, "None or an int"),
-            ("n", self.n, Integral, lambda x: 1 <= x <= MAX_SAMPLES, f"an int in 1..{MAX_SAMPLES}"),
-            ("logprobs", self.logprobs, Integral | None, lambda x: x is None or 0 <= x <= MAX_TOP_LOGPROBS, f"None or 0..{MAX_TOP_LOGPROBS}"),
-        ):  # fmt: skip
-            if isinstance(value, bool) or not isinstance(value, kind) or not ok(value):
-                raise ValueError(f"{name}: expected {expected}, got {value!r}")
+
+        ids = _several("stop_token_ids", self.stop_token_ids, Integral, MAX_STOP_IDS)
+        to("stop_token_ids", tuple(_number("stop_token_ids", i, Integral, "ints") for i in ids))
+        to("stop", _several("stop", self.stop, str, MAX_STOP_CHARACTERS))
+        for text in self.stop:
+            if not isinstance(text, str) or not text:
+                raise ValueError(f"stop: expected strings that are not empty, got {shown(text)}")
+        if (length := sum(map(len, self.stop))) > MAX_STOP_CHARACTERS:
+            raise ValueError(
+                f"stop: expected at most {MAX_STOP_CHARACTERS} characters in all, got {length}"
+            )
+        if not isinstance(self.ignore_eos, bool | np.bool_):
+            raise ValueError(f"ignore_eos: expected True or False, got {shown(self.ignore_eos)}")
+        to("ignore_eos", bool(self.ignore_eos))
+        for name, kind, low, high, expected in (
+            ("max_tokens", Integral, 1, None, "an int >= 1"),
+            ("temperature", Real, 0, LARGEST, "a number in [0, 1e30]"),
+            ("top_k", Integral, 0, 2**31 - 1, "an int >= 0 (0 = all)"),
+            ("top_p", Real, 5e-324, 1, "a number in (0, 1]"),
+            ("min_p", Real, 0, 1, "a number in [0, 1]"),
+            ("repetition_penalty", Real, SMALLEST, LARGEST, "a number in [1e-30, 1e30]"),
+            ("n", Integral, 1, MAX_SAMPLES, f"an int in 1..{MAX_SAMPLES}"),
+            ("seed", Integral, None, None, "None or an int"),
+            ("logprobs", Integral, 0, MAX_TOP_LOGPROBS, f"None or 0..{MAX_TOP_LOGPROBS}"),
+        ):
+            given = getattr(self, name)
+            if given is not None or name not in ("seed", "logprobs"):
+                to(name, _number(name, given, kind, expected, low, high))
 
     @property
     def is_plain(self) -> bool:
@@ -95,6 +115,10 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...]
 
 
+class RequestError(RuntimeError):
+    """What ended one request early, while the others go on: which request, where, and why. ``__cause__`` is the exception behind it."""
+
+
 @dataclass(frozen=True)
 class RequestOutput:
     """A finished request, or one of its samples.
@@ -102,13 +126,14 @@ class RequestOutput:
     sample: 0 unless `SamplingParams.n` is above 1.
     token_ids: generated tokens. text: their text without the stopping id or string, or None without a tokenizer.
     finish_reason: "stop" (stop_reason says by which id or string), "length" (max_tokens or the longest sequence was reached) or
-        "abort".
+        "abort"; "nan" = the model's logits give no token, "error" = something else failed in this request (error says what).
     num_cached_tokens: prompt tokens that the prefix cache gave when the request was first admitted.
     limited_by: why they were not more (`quire.kvcore.Match.limited_by`); "" when it never was admitted.
     num_preemptions: times that the request lost its pages and was resumed.
     num_drafts, num_accepted: speculated tokens that were computed, and those that became output.
     arrival, token_times: seconds on `time.perf_counter`'s clock.
     logprobs: one for each of token_ids where they were asked for.
+    error: what ended it early; None unless finish_reason is "nan" or "error". The tokens, and the text so far, are good.
     """
 
     request_id: str
@@ -126,6 +151,7 @@ class RequestOutput:
     num_drafts: int = 0
     num_accepted: int = 0
     logprobs: tuple[TokenLogprobs, ...] | None = None
+    error: RequestError | None = None
 
     @property
     def ttft(self) -> float:
@@ -142,7 +168,7 @@ class RequestOutput:
 class OutputDelta:
     """What one step added to a request that is streamed: ids, and the text that no later token can take back.
 
-    finish_reason: as in `RequestOutput`, None before the end.
+    finish_reason, error: as in `RequestOutput`, None before the end.
     """
 
     request_id: str
@@ -150,13 +176,14 @@ class OutputDelta:
     token_ids: tuple[int, ...]
     text: str
     finish_reason: str | None
+    error: RequestError | None = None
 
 
 @dataclass(eq=False)
 class Request:
     """Mutable state of one unfinished sample of a request; the scheduler owns it.
 
-    capacity: longest that prompt and output may get together. stop_ids: ids that end the output.
+    prompt_token_ids: [prompt_len] int32, never changed. capacity: longest that prompt and output may get together. stop_ids: ids that end the output.
     salt: keeps its cached prefixes from other salts' requests. match: the hashed tokens, for admission.
     seed: of this request's draws. text: where its text grows; None where nobody asks for it before the end.
     stream: whether its new tokens are reported after each step.
@@ -168,7 +195,7 @@ class Request:
     """
 
     request_id: str
-    prompt_token_ids: Sequence[int]
+    prompt_token_ids: np.ndarray
     params: SamplingParams
     capacity: int
     stop_ids: frozenset[int]
@@ -191,10 +218,20 @@ class Request:
 
     def __post_init__(self) -> None:
         self.prompt_len = self.num_tokens = len(self.prompt_token_ids)
-        self._tokens = np.empty(self.capacity, dtype=np.int32)
-        self._tokens[: self.prompt_len] = self.prompt_token_ids
+        self._tokens = self.prompt_token_ids
         self.drafts = self._tokens[:0]
         self.draft_probs: Tensor | None = None
+
+    def make_room(self) -> None:
+        """Takes the memory that tokens and drafts go to; before that, samples share the prompt's."""
+        if len(self._tokens) < self.capacity:
+            tokens = np.empty(self.capacity, dtype=np.int32)
+            tokens[: self.num_tokens] = self.tokens
+            self._tokens = tokens
+
+    def __str__(self) -> str:
+        sample = f", sample {self.sample}" if self.params.n > 1 else ""
+        return f"request {self.request_id!r}{sample}"
 
     @property
     def key(self) -> tuple[str, int]:
@@ -238,8 +275,16 @@ class Request:
                 return "stop"
         return "length" if self.num_tokens == self.capacity else None
 
-    def output(self, finish_reason: str) -> RequestOutput:
-        """What the caller gets."""
+    def output(self, finish_reason: str, error: RequestError | None = None) -> RequestOutput:
+        """What the caller gets. Where the rest of the text cannot be decoded, finish_reason becomes "error"."""
+        text = None
+        if self.text is not None:
+            try:
+                text = self.text.finish()
+            except Exception as cause:
+                text = self.text.text
+                if error is None:
+                    finish_reason, error = "error", failure(self, cause)
         tokens = self.tokens.tolist()
         return RequestOutput(
             request_id=self.request_id,
@@ -251,10 +296,55 @@ class Request:
             num_preemptions=self.num_preemptions,
             arrival=self.arrival,
             token_times=tuple(self.token_times),
-            text=None if self.text is None else self.text.finish(),
+            text=text,
             sample=self.sample,
             stop_reason=self.stop_reason,
             num_drafts=self.num_drafts,
             num_accepted=self.num_accepted,
             logprobs=None if self.params.logprobs is None else tuple(self.logprobs),
+            error=error,
         )
+
+
+def failure(request: Request, cause: Exception) -> RequestError:
+    """The error of a request in which ``cause`` was raised."""
+    error = RequestError(
+        f"{request}, after {request.num_tokens} tokens: {type(cause).__name__}: {cause}"
+    )
+    error.__cause__ = cause
+    return error
+
+
+def _several(name: str, value: Any, kind: type, most: int) -> tuple[Any, ...]:
+    """``value`` as a tuple: one alone, a list and None will do too."""
+    if isinstance(value, kind):
+        return (value,)
+    if value is not None and not isinstance(value, Iterable):
+        raise ValueError(f"{name}: expected a sequence, got {shown(value)}")
+    value = value.tolist() if hasattr(value, "tolist") else value
+    values = () if value is None else tuple(islice(value, most + 1))
+    if len(values) > most:
+        raise ValueError(f"{name}: expected at most {most}, got more")
+    return values
+
+
+def _number(
+    name: str,
+    value: Any,
+    kind: type,
+    expected: str,
+    low: float | None = None,
+    high: float | None = None,
+) -> Any:
+    """``value`` as an int (kind Integral) or a float (Real), in [low, high]."""
+    kinds, plain = ((Integral,), int) if kind is Integral else ((Real, Decimal), float)
+    try:
+        if isinstance(value, bool) or not isinstance(value, kinds):
+            raise TypeError
+        number = plain(value)
+    except (TypeError, ValueError, OverflowError):
+        number = None
+    ok = number is not None and (low is None or number >= low) and (high is None or number <= high)
+    if not ok:
+        raise ValueError(f"{name}: expected {expected}, got {shown(value)}")
+    return number

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isfinite
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from quire.models.batch import Staging
 from quire.models.request import Request, SamplingParams, TokenLogprobs
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+NO_TOKEN = -1
 REJECTION_SAMPLE_METHODS = ("strict", "standard")  # `quire.models.speculative`
 # Purposes of the numbers of one position (`uniform`): the next token, whether a draft stays, what replaces it, and the draft itself.
 TOKEN, ACCEPT, RESAMPLE, DRAFT = range(4)
@@ -31,7 +33,8 @@ TOKEN, ACCEPT, RESAMPLE, DRAFT = range(4)
 class Sampled:
     """Tokens of one step.
 
-    ids: one for each row of logits. logprobs: likewise, None for rows whose request wants none; None where nobody wants any.
+    ids: one for each row of logits; `NO_TOKEN` for a row that gives none: one with NaN or +inf in it, or with -inf alone.
+    logprobs: likewise, None for rows whose request wants none; None where nobody wants any.
     """
 
     ids: list[int]
@@ -72,21 +75,21 @@ class Sampler:
     ) -> Sampled:
         """Samples all rows.
 
-        logits: [sum(num_rows), vocab_size] fp32, the rows of one request one after another.
+        logits: [sum(num_rows), vocab_size] fp32, the rows of one request one after another; -inf where a token is not to come.
         requests, num_rows: the requests that get tokens, and for each 1 + its verified drafts.
 
         Returns: a row's token follows the drafts before it, and says by being the draft behind it that this one stays.
         """
-        ids = logits.argmax(dim=-1)
         if all(request.params.is_plain for request in requests):
-            return Sampled(ids.tolist(), None)
+            largest, ids = logits.max(dim=-1)
+            return Sampled(*_to_host(logits, ids, largest, ()))
         params = [
             r.params for r, count in zip(requests, num_rows, strict=True) for _ in range(count)
         ]
         raw = logits
         if any(p.repetition_penalty != 1 for p in params):
             logits = self._penalised(logits, requests, num_rows)
-            ids = logits.argmax(dim=-1)
+        largest, ids = logits.max(dim=-1)
         rows = np.array([i for i, p in enumerate(params) if p.temperature > 0], dtype=np.int64)
         if len(rows):
             index, u = self._staging.send([rows, _draws(requests, num_rows)[rows]])
@@ -96,7 +99,7 @@ class Sampler:
             if self._rejects and len(params) > len(requests):
                 drawn = self._reject(drawn, mass, rows, requests, num_rows)
             ids = ids.index_copy(0, index, drawn)
-        return Sampled(*_to_host(raw, ids, params))
+        return Sampled(*_to_host(raw, ids, largest, params))
 
     def _penalised(
         self, logits: Tensor, requests: Sequence[Request], num_rows: Sequence[int]
@@ -325,23 +328,28 @@ def _draws(
 
 
 def _to_host(
-    logits: Tensor, ids: Tensor, params: Sequence[SamplingParams]
+    logits: Tensor, ids: Tensor, largest: Tensor, params: Sequence[SamplingParams]
 ) -> tuple[list[int], list[TokenLogprobs | None] | None]:
-    """Ids, and the log-probabilities that rows ask for, in one copy."""
+    """Ids, and the log-probabilities that rows ask for, in one copy.
+
+    largest: [num_rows], each row's largest logit, which tells whether the row gives a token: it is NaN where any logit is, +inf where
+        any is, and -inf where all are.
+    """
     wanted = [p.logprobs for p in params]
     most = max((n for n in wanted if n is not None), default=None)
-    if most is None:
-        return ids.tolist(), None
-    most = min(most, logits.shape[1])
-    scores = logits.log_softmax(dim=-1)
-    chosen = scores.gather(1, ids[:, None])
-    best, best_ids = scores.topk(most, dim=-1)
     # Ids are exact in float64.
-    packed = torch.cat(
-        [part.double() for part in (ids[:, None], chosen, best, best_ids)], dim=1
-    ).tolist()
+    parts = [ids[:, None].double(), largest[:, None]]
+    if most is not None:
+        most = min(most, logits.shape[1])
+        scores = logits.log_softmax(dim=-1)
+        best, best_ids = scores.topk(most, dim=-1)
+        parts += [scores.gather(1, ids[:, None]), best, best_ids.double()]
+    packed = torch.cat(parts, dim=1).tolist()
+    found = [int(row[0]) if isfinite(row[1]) else NO_TOKEN for row in packed]
+    if most is None:
+        return found, None
     rows: list[TokenLogprobs | None] = []
     for row, n in zip(packed, wanted, strict=True):
-        top = zip(map(int, row[2 + most :]), row[2 : 2 + most], strict=True)
-        rows.append(None if n is None else TokenLogprobs(row[1], tuple(top)[:n]))
-    return [int(row[0]) for row in packed], rows
+        top = zip(map(int, row[3 + most :]), row[3 : 3 + most], strict=True)
+        rows.append(None if n is None else TokenLogprobs(row[2], tuple(top)[:n]))
+    return found, rows

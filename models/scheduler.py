@@ -11,6 +11,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from quire.kvcore import KVCache, StepPlan
+from quire.kvcore.spec import as_int
 from quire.models.report import ALLOCATOR, StepClock
 from quire.models.request import Request
 
@@ -30,8 +31,8 @@ class SchedulerPolicy:
     max_prefill_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        if self.max_prefill_tokens is not None and self.max_prefill_tokens < 1:
-            raise ValueError(f"max_prefill_tokens: expected >= 1, got {self.max_prefill_tokens}")
+        if self.max_prefill_tokens is not None:
+            as_int("max_prefill_tokens", self.max_prefill_tokens, 1)
 
     def prefill_tokens(self, budget: int, num_decodes: int) -> int:
         """Prompt tokens that the next step may hold.
@@ -79,6 +80,7 @@ class Scheduler:
 
     Attributes:
         waiting, running: requests, first come first.
+        failed: requests taken out because something failed in them alone, and what; for whoever reports it.
         allocating: a context in which time counts as the allocator's.
     """
 
@@ -97,6 +99,7 @@ class Scheduler:
         self.policy = policy or SchedulerPolicy()
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
+        self.failed: list[tuple[Request, Exception]] = []
         self.allocating = _Allocating(clock)
         self._starved = False  # pages ran out and no request has ended since
 
@@ -108,7 +111,7 @@ class Scheduler:
     def schedule(self) -> ScheduledStep | None:
         """Chooses and plans the next step; admits and preempts as needed. None when there is nothing to do.
 
-        Raises: RuntimeError when one token of the only running request does not fit; that request is dropped.
+        A request that cannot be admitted, or of which one token does not fit though it runs alone, is added to ``failed``.
         """
         chosen, admitted = self._choose()
         num_preempted = 0
@@ -121,10 +124,12 @@ class Scheduler:
             if len(self.running) == 1:
                 if chosen[victim] == 1:
                     self.finish(victim)
-                    raise RuntimeError(
-                        f"request {victim.request_id!r} with {victim.num_tokens} tokens does not fit even alone: {step}; "
-                        f"the pool has {self.kv.num_pages - 1} pages (num_pages)"
+                    error = RuntimeError(
+                        f"does not fit even alone: {step}; the pool has {self.kv.num_pages - 1} pages (num_pages)"
                     )
+                    self.failed.append((victim, error))
+                    chosen, admitted = self._choose()
+                    continue
                 chosen[victim] //= 2  # a long chunk keeps more boundaries than a short one
                 continue
             if victim not in admitted:
@@ -169,7 +174,8 @@ class Scheduler:
         budget = self.max_num_batched_tokens
         pending = dict(zip(self.running, self.pending(), strict=True)) if self.running else {}
         decodes = [r for r, count in pending.items() if count == 1]
-        prefill = self.policy.prefill_tokens(budget, len(decodes))
+        prefill = as_int("prefill_tokens", self.policy.prefill_tokens(budget, len(decodes)), 0)
+        prefill = min(prefill, budget)
         chosen: dict[Request, int] = {}
         for request, count in pending.items():
             if count > 1 and prefill:
@@ -178,8 +184,11 @@ class Scheduler:
                 budget -= chosen[request]
         admitted = set()
         while self._may_admit(prefill):
-            request, count = self._admit()
+            request = self._admit()
+            if request is None:
+                continue
             admitted.add(request)
+            count = request.num_tokens - int(self.kv.num_computed[request.slot])
             chosen[request] = min(count, prefill)
             prefill -= chosen[request]
             budget -= chosen[request]
@@ -191,19 +200,23 @@ class Scheduler:
             spare -= num_drafts
         return chosen, admitted
 
-    def _admit(self) -> tuple[Request, int]:
-        """Gives the first waiting request a slot; returns it and how many tokens it has to compute."""
-        request = self.waiting.popleft()
-        with self.allocating:
-            # What is cached has changed since the request came: look up again, without hashing.
-            request.match = self.kv.match(request.match.prompt)
-            request.slot = self.kv.admit(request.key, request.match)
-        computed = int(self.kv.num_computed[request.slot])
+    def _admit(self) -> Request | None:
+        """Gives the first waiting request a slot; returns it, or None where it failed."""
+        request = self.waiting[0]
+        try:
+            request.make_room()
+            with self.allocating:
+                # What is cached has changed since the request came: look up again, without hashing.
+                request.match = self.kv.match(request.match.prompt, salt=request.salt)
+                request.slot = self.kv.admit(request.key, request.match)
+        except Exception as error:
+            self.failed.append((self.waiting.popleft(), error))
+            return None
+        self.running.append(self.waiting.popleft())
         if request.num_cached_tokens < 0:
-            request.num_cached_tokens = computed
+            request.num_cached_tokens = int(self.kv.num_computed[request.slot])
             request.limited_by = request.match.limited_by
-        self.running.append(request)
-        return request, request.num_tokens - computed
+        return request
 
     def _may_admit(self, budget: int) -> bool:
         room = budget > 0 and len(self.running) < self.max_num_seqs
@@ -211,10 +224,14 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         self._release(request)
-        with self.allocating:
-            # Prompt and output so far are the new prompt: what was cached of them is found again.
-            request.match = self.kv.match(request.tokens, salt=request.salt)
-        self.waiting.appendleft(request)
+        try:
+            with self.allocating:
+                # Prompt and output so far are the new prompt: what was cached of them is found again.
+                request.match = self.kv.match(request.tokens, salt=request.salt)
+        except Exception as error:
+            self.failed.append((request, error))
+        else:
+            self.waiting.appendleft(request)
 
     def _release(self, request: Request) -> None:
         with self.allocating:

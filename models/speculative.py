@@ -130,7 +130,8 @@ class NGramDrafter:
 
 @dataclass(frozen=True)
 class NewTokens:
-    """What a step gave one request: accepted drafts and the token after them. logprobs: one for each id; None where nobody asks."""
+    """What a step gave one request: accepted drafts and the token after them, which is `quire.models.sampling.NO_TOKEN` where there
+    is none. logprobs: one for each id; None where nobody asks."""
 
     request: Request
     ids: list[int]
@@ -159,7 +160,7 @@ def tokens_after(
     for request, row, end in zip(step.requests, step.plan.cu_seqlens_q[1:], step.plan.seq_lens, strict=True):  # fmt: skip
         if end < request.num_tokens:
             ids[row - 1] = request.tokens[end]
-    ids[rows] = sampled.ids
+    ids[rows] = np.maximum(sampled.ids, 0)  # also of a row that gives none, whose request ends
     return ids
 
 

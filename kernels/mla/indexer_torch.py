@@ -59,6 +59,8 @@ def _pick(call: IndexCall, keys: torch.Tensor | None, tokens: slice, visible: to
     # One order of summation for any number of queries, which a matrix product does not promise.
     scores = products.mul_(call.weights[tokens][many][..., None]).sum(1)
     entry = torch.arange(len(keys), device=device)
+    # A score of NaN counts as the largest: it is picked, so that the query's output tells of it.
+    scores = scores.nan_to_num(torch.inf, torch.inf, -torch.inf)
     scores = scores.masked_fill(entry >= visible[many][:, None], -torch.inf)
     last = torch.topk(scores, topk).values[:, -1:]
     above, equal = scores > last, scores == last

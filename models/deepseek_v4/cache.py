@@ -98,7 +98,8 @@ def plan_cache(
 
     The page that entries need is everybody's. Layers' windows are dealt into as few groups as fit such pages.
 
-    block_size: tokens of a page of entries; default: two HCA windows. window_block_size: default: half a sliding window.
+    block_size: tokens of a page of entries, a multiple of both ratios; default: the first such that holds two HCA windows.
+    window_block_size: a divisor of block_size; default: the largest that is at most half a sliding window.
     drafters: whether the drafter layers take part.
 
     Returns: CachePlan.
@@ -109,14 +110,17 @@ def plan_cache(
         raise NotImplementedError(
             f"kv_cache_dtype: 'fp8' is supported with (head_dim, rope_dim) = {FP8_DIMS}, {config.name!r} has {(config.head_dim, config.rope_dim)}"
         )
-    block_size = block_size or 2 * config.hca_ratio
-    window_block_size = window_block_size or max(1, config.sliding_window // 2)
-    unit = math.lcm(config.csa_ratio, config.hca_ratio, window_block_size)
-    if block_size % unit:
+    unit = math.lcm(config.csa_ratio, config.hca_ratio, window_block_size or 1)
+    if block_size is None:
+        block_size = -(-2 * config.hca_ratio // unit) * unit
+    if block_size < 1 or block_size % unit:
+        windows = f", window blocks of {window_block_size}" if window_block_size else ""
         raise ValueError(
-            f"block_size: expected a multiple of {unit} (ratios {config.csa_ratio} and {config.hca_ratio}, "
-            f"window blocks of {window_block_size}), got {block_size}"
+            f"block_size: expected a multiple of {unit} (ratios {config.csa_ratio} and {config.hca_ratio}{windows}), got {block_size}"
         )
+    if window_block_size is None:
+        half = max(1, config.sliding_window // 2)
+        window_block_size = next(n for n in range(half, 0, -1) if block_size % n == 0)
     kinds = config.all_layer_types if drafters else config.layer_types
     entries: list[tuple[int | None, int | None]] = []
     size = 0

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quire.kernels.mla.indexer import MAX_HEADS, MAX_TOPK
 from quire.models.attention import Stored
 from quire.models.batch import AttnMetadata
 from quire.models.deepseek_v4.attention import dense_attend
 from quire.models.deepseek_v4.block import Attend, DecoderLayer
 from quire.models.deepseek_v4.cache import CacheFormat, V4PagePool, plan_cache, ring_bytes
-from quire.models.deepseek_v4.config import SLIDING, DeepseekV4Config
+from quire.models.deepseek_v4.config import CSA, SLIDING, DeepseekV4Config
 from quire.models.deepseek_v4.layers import HyperHead, rope_frequencies, rope_table
 from quire.models.deepseek_v4.mtp import MTP
 from quire.models.deepseek_v4.paged import PagedStep
@@ -109,25 +110,39 @@ class DeepseekV4(nn.Module):
         logits = self.logits(streams if logits_rows is None else streams[logits_rows])
         return (logits, streams) if return_hidden else logits
 
+    def expect_impl(self, impl: str) -> None:
+        """Raises NotImplementedError for sizes that the kernels are not made for, but those that pages refuse when they are made."""
+        config = self.config
+        for name, most in (("index_num_heads", MAX_HEADS), ("index_topk", MAX_TOPK)):
+            if CSA in config.layer_types and getattr(config, name) > most:
+                raise NotImplementedError(
+                    f"{name}: supported are up to {most}, {config.name!r} has {getattr(config, name)}"
+                )
+        if config.rope_dim & (config.rope_dim - 1):
+            raise NotImplementedError(
+                f"rope_dim: supported are powers of two, {config.name!r} has {config.rope_dim}"
+            )
+
     def make_cache(
         self,
         *,
+        base_block_size: int | None,
         kv_cache_dtype: str,
         max_requests: int,
         max_draft_tokens: int,
         drafter_layers: bool,
         **_: Any,
     ) -> ModelCache:
-        """Pages and rings; arguments as in `quire.models.memory.model_cache`, but sizes of pages follow from the config.
+        """Pages and rings; arguments as in `quire.models.memory.model_cache`. base_block_size: tokens of a page of entries.
 
-        Raises: NotImplementedError for "fp8" with other head sizes than the released ones, or a model in fp16.
+        Raises: ValueError for a base_block_size that the ratios do not divide; NotImplementedError for "fp8" with other head sizes than the released ones, or a model in fp16.
         """
         if kv_cache_dtype == "fp8" and self.dtype == torch.float16:
             raise NotImplementedError(
                 "kv_cache_dtype: 'fp8' is supported with models in bfloat16 and float32, this one is in float16"
             )
         fmt = CacheFormat(self.dtype, fp8=kv_cache_dtype == "fp8")
-        plan = plan_cache(self.config, fmt, drafters=drafter_layers)
+        plan = plan_cache(self.config, fmt, block_size=base_block_size, drafters=drafter_layers)
 
         def allocate(num_pages: int) -> V4PagePool:
             return V4PagePool(

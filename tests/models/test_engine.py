@@ -409,7 +409,7 @@ def test_abort_waiting_and_running():
         ([-1], r"prompt_token_ids: expected ints in 0\.\.258, got \[-1\]"),
         ([0.5], r"prompt_token_ids: expected ints in 0\.\.258"),
         ([[1, 2]], r"prompt_token_ids: expected a list of ids, got shape \[1, 2\]"),
-        (7, r"prompt_token_ids: expected a list of ids, got shape \[\]"),
+        (7, r"prompt_token_ids: expected a list of ids, got 7"),
     ],
 )
 def test_bad_prompts(ids, message):
@@ -471,7 +471,7 @@ def test_prefill_first_and_a_bound_on_prompt_tokens():
     assert shapes(SchedulerPolicy(prefill_first=True)) == [[20], [20], [1, 10], [1, 1], [1], [1]]
     bounded = SchedulerPolicy(max_prefill_tokens=16)
     assert shapes(bounded) == [[1, 16], [1, 16], [1, 16], [1, 2], [1]]
-    with pytest.raises(ValueError, match="max_prefill_tokens: expected >= 1, got 0"):
+    with pytest.raises(ValueError, match="max_prefill_tokens: expected an int >= 1, got 0"):
         SchedulerPolicy(max_prefill_tokens=0)
 
 

@@ -68,10 +68,16 @@ def test_a_request_that_never_fits_is_dropped_with_its_samples_and_the_others_go
     sampled = SamplingParams(3, ignore_eos=True, temperature=1.0, n=2)
     run.add_request([5] * 70, sampled, request_id="long")
     run.add_request([6] * 5, SamplingParams(2, ignore_eos=True), request_id="short")
-    with pytest.raises(RuntimeError, match="request 'long' with 70 tokens does not fit even alone"):
-        while run.has_work:
-            run.step()
-    assert run.unfinished == {"short"}
+    ended = []
+    while "long" in run.unfinished:
+        ended += run.step().finished
+    assert [(o.request_id, o.sample, o.finish_reason) for o in ended] == [
+        ("long", 0, "error"),
+        ("long", 1, "error"),
+    ]
+    assert "request 'long', sample 0, after 70 tokens: RuntimeError: does not fit even" in str(
+        ended[0].error
+    )
     assert list(finish(run)[0]) == ["short"]
     run.kv.release("foreign")
     run.add_request([5] * 70, sampled, request_id="long")
