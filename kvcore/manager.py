@@ -117,7 +117,9 @@ class KVCache:
         self._rollback_floor: Int64 = np.zeros(max_requests, dtype=np.int64)
         self.max_pinned_pages = max_pinned_pages
         self._pin_at_release: dict[int, float] = {}  # slot -> expiry
-        self._version = 0
+        self._planned: StepPlan | None = None  # the one plan that `commit` takes
+        self._lengths = self.sequences.num_computed.view()
+        self._lengths.flags.writeable = False
         self._ones_cu: Int32 = np.zeros(1, dtype=np.int32)
         self.counters = new_counters(layout)
         self._chains = Chains(
@@ -149,12 +151,12 @@ class KVCache:
 
     @property
     def num_computed(self) -> Int64:
-        """[max_requests] int64 tokens of each slot's request whose rows are valid."""
-        return self.sequences.num_computed
+        """[max_requests] int64 tokens of each slot's request whose rows are valid; a read-only view."""
+        return self._lengths
 
     @property
     def tables(self) -> Int32:
-        """[max_requests, columns] int32: all block tables side by side (see `table`)."""
+        """[max_requests, columns] int32: all block tables side by side (see `table`). A view, not to be written to."""
         return self._tables.array
 
     def table(self, group: int, part: int = 0) -> Int32:
@@ -164,7 +166,7 @@ class KVCache:
         names the live page of each request in column 0.
 
         Between `plan` and `commit` it describes the context before the step. Entries at or past a
-        request's length, and of a window group those behind its window, are not to be read.
+        request's length, and of a window group those behind its window, are not to be read. A view, not to be written to.
         """
         offset, width = self.layout.columns(group, part)
         return self.tables[:, offset : offset + width]
@@ -183,26 +185,30 @@ class KVCache:
 
     # Life of a request.
 
-    def match(self, token_ids: Any, *, salt: bytes = b"") -> Match:
+    def match(self, token_ids: Any, *, salt: bytes | None = None) -> Match:
         """Longest cached prefix of a prompt. Changes nothing.
 
         Args:
-            token_ids: [num_tokens] ints in [0, 2**31), or the `prompt` of an earlier match (not hashed
-                again; `salt` is not looked at).
-            salt: tenant, adapter or image identity; requests with different salts never share.
+            token_ids: [num_tokens] ints in [0, 2**31), or the `prompt` of an earlier match (not hashed again).
+            salt: tenant, adapter or image identity; requests with different salts never share. None: that of the prompt, and b"" of
+                token ids.
 
         Returns:
             Match; at least the last token of the prompt is left to compute.
 
         Raises:
-            ValueError: empty or longer than max_model_len, not integers, ids out of range, or a prompt that another cache
-                cut into other segments.
+            ValueError: empty or longer than max_model_len, not integers, ids out of range, or a prompt of another salt, or of a
+                cache with other segments or another hash_seed.
         """
         prompt = token_ids
         if not isinstance(prompt, Prompt):
-            root = root_key(self.hash_seed, salt)
-            keep = self._announcer is not None
-            prompt = Prompt(token_ids, self.alignment, self.layout.lookahead, root, keep)
+            salt = b"" if salt is None else salt
+            a, k, keep = self.alignment, self.layout.lookahead, self._announcer is not None
+            prompt = Prompt(token_ids, a, k, self.hash_seed, salt, keep)
+        elif salt is not None and root_key(prompt.seed, salt) != prompt.root:
+            raise ValueError(
+                "salt: expected that of the prompt, which its keys were made with, got another"
+            )
         return self._match(prompt)[0]
 
     @staticmethod
@@ -217,6 +223,10 @@ class KVCache:
             raise ValueError(
                 f"token_ids: expected a prompt of this cache's segments (alignment {mine[0]}, lookahead {mine[1]}), "
                 f"got one of another's ({prompt.alignment}, {prompt.lookahead})"
+            )
+        if prompt.seed != self.hash_seed:
+            raise ValueError(
+                "token_ids: expected a prompt of this cache's hash_seed, got one of another's"
             )
         if self._announcer is not None and prompt.tokens is None:
             raise ValueError("token_ids: expected a prompt made by a cache with events")
@@ -339,6 +349,9 @@ class KVCache:
                 per_group = self._tables.per_group(step)
                 worst = max(per_group, key=lambda name: per_group[name])
                 return OutOfPages(step.needed, self.pool.num_free, evictable, worst, per_group)
+            self._planned = (
+                None  # it names pages that lie deeper in the stack of free ones from here on
+            )
             self.index.evict(step.needed - self.pool.num_free)
         if step.chunk_rows.size:
             cu = np.zeros(len(slots) + 1, dtype=np.int32)
@@ -352,10 +365,11 @@ class KVCache:
         pages = self.pool.peek(step.needed)
         mapping = self._tables.fill(step, pages, cu, len(positions))
         seq_lens = end.astype(np.int32)
-        return StepPlan(
+        self._planned = plan = StepPlan(
             slots, counts, cu, seq_lens, positions, mapping, *self._tables.replays(step, cu), step.copies,
-            step.state_pages, step, self._version,
+            step.state_pages, step,
         )  # fmt: skip
+        return plan
 
     def _cu_of(self, n: int) -> Int32:
         """cu_seqlens_q of n requests with one token each."""
@@ -381,7 +395,7 @@ class KVCache:
         """Make a planned step real: its rows become context, whole segments become findable.
 
         Args:
-            plan: the newest plan; nothing else was called since.
+            plan: the newest plan of this cache, with no change since (see `StepPlan`).
             input_ids: [total] ints, the tokens whose rows the step computed, in the plan's order.
             accepted: [n] ints, how many of each request's new tokens stay; all by default. At most
                 max_draft_tokens of a request may be rejected.
@@ -391,14 +405,16 @@ class KVCache:
             states. Empty without state groups.
 
         Raises:
-            ValueError: the plan is not the newest, or an argument has the wrong size. Nothing changed.
+            ValueError: the plan is not the newest, or void, or an argument has the wrong size. Nothing changed.
         """
         if plan.__class__ is not StepPlan:
             raise ValueError(f"plan: expected a StepPlan, got {plan!r}")
         ids = as_token_ids("input_ids", input_ids)
         step, slots = plan.step, plan.slots
-        if plan.version != self._version:
-            raise ValueError("plan: expected the newest plan, got one made before another change")
+        if plan is not self._planned:
+            raise ValueError(
+                "plan: expected the newest plan of this cache, got another cache's, or one made before another plan or change"
+            )
         if len(ids) != len(plan.positions):
             raise ValueError(
                 f"input_ids: expected {len(plan.positions)} tokens as planned, got {len(ids)}"
@@ -413,14 +429,14 @@ class KVCache:
             self._rollback_floor[slots] = floor
         if not self.enable_caching:
             effects = self._tables.commit(step, end, (NO_ROWS, NO_ROWS))
-            self.num_computed[slots] = end
+            self.sequences.num_computed[slots] = end
             self._tables.settle(step, effects)
             return effects.copies
         made = self._feed(plan, ids, end)
         if self._announcer is not None:
             self._announcer.computed(plan, ids, end)
         copies = self._chains.commit(step, end, made)
-        self.num_computed[slots] = end
+        self.sequences.num_computed[slots] = end
         return copies
 
     def _checked_accepted(self, plan: StepPlan, accepted: Any) -> Int64:
@@ -473,7 +489,7 @@ class KVCache:
             )
         self._changed()
         self._tables.shrink(slot, old, new)
-        self.num_computed[slot] = new
+        self.sequences.num_computed[slot] = new
 
     def lowest_rollback(self, slot: int) -> int:
         """The fewest tokens that `rollback` can leave the request of `slot`."""
@@ -526,7 +542,7 @@ class KVCache:
         """
         self._check_times(now, ttl)
         match, run = self._match(self._prompt_of(match))
-        self._changed()
+        self.index.tick += 1
         return self._pin(run, match.num_tokens // self.alignment, now + ttl) * self.alignment
 
     def pin_request(self, request_id: Hashable, *, now: float, ttl: float) -> None:
@@ -564,7 +580,7 @@ class KVCache:
         match, run = self._match(self._prompt_of(match))
         if not match.num_tokens:
             return False
-        self._changed()
+        self.index.tick += 1
         run = self.index.end_at(run, match.num_tokens // self.alignment)
         entry = run.points[run.depth] if self.hybrid else run
         if entry not in self.index.pins:
@@ -575,7 +591,6 @@ class KVCache:
     def expire_pins(self, now: float) -> int:
         """End the pins whose time has passed; returns how many."""
         expired = [entry for entry, expiry in self.index.pins.items() if expiry <= now]
-        self._version += bool(expired)
         for entry in expired:
             self.index.unpin(entry)
         return len(expired)
@@ -608,7 +623,7 @@ class KVCache:
         """
         num_pages = as_int("num_pages", num_pages, 0)
         before = self.num_free_pages
-        self._version += 1
+        self._planned = None
         self.index.evict(min(num_pages, self.num_evictable_pages))
         return self.num_free_pages - before
 
@@ -626,7 +641,7 @@ class KVCache:
         return self._tables.take_deltas()
 
     def _changed(self) -> None:
-        self._version += 1
+        self._planned = None
         self.index.tick += 1
 
     # Reports.

@@ -209,12 +209,12 @@ def as_int(name: str, value: Any, low: int) -> int:
 
 
 def as_ints(name: str, values: Any) -> Int64:
-    """`values` as an array.
+    """`values` as an array of its own: the caller may use its buffer for something else.
 
     Raises:
         ValueError: they are no ints.
     """
-    array = np.asarray(values)
+    array = np.array(values)
     if array.dtype != INT64:
         if array.size and array.dtype.kind not in "iu":
             raise ValueError(f"{name}: expected ints, got {array.dtype}")
