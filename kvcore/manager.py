@@ -49,10 +49,10 @@ class KVCache:
         replay_tokens: tokens that must be computed before a boundary so that all window layers are exact there: the
             sum of (sliding_window - 1) over them. With it, a request whose dense blocks are cached much further than
             any resume point computes these again instead (see `Match.replay_from`); None never does.
-        policy: eviction policy; `Adaptive` by default.
+        policy: eviction policy, of this cache alone; `Adaptive` by default.
         max_pinned_pages: budget of `pin`; all pages by default.
         track_deltas: collect table changes for `take_deltas`.
-        events: where to write what is stored and removed; None keeps no events and no tokens.
+        events: where to write what is stored and removed, of this cache alone; None keeps no events and no tokens.
 
     Raises:
         ValueError: an argument is out of range, page sizes differ, retention is not aligned, or replay_tokens is given
@@ -95,6 +95,12 @@ class KVCache:
         methods = [getattr(policy, m, None) for m in ("add", "discard", "pop", "asked")]
         if isinstance(policy, type) or not all(map(callable, methods)):
             raise ValueError(f"policy: expected an eviction policy, such as LRU(), got {policy!r}")
+        mine = {"policy": policy} if events is None else {"policy": policy, "events": events}
+        for name, thing in mine.items():
+            if not hasattr(thing, "__dict__"):  # where to note that it is taken
+                raise ValueError(f"{name}: expected a class without __slots__, got {thing!r}")
+            if getattr(thing, "_has_cache", False):
+                raise ValueError(f"{name}: expected one that no cache was made with, got {thing!r}")
         self.layout = layout = Layout(groups, max_model_len, max_draft_tokens)
         self.alignment = layout.alignment
         self.interval = parse_retention(retention, layout)
@@ -126,6 +132,8 @@ class KVCache:
             layout, self.interval, max_draft_tokens, self.sequences, self._tables, self.index, self._announcer,
             self.counters,
         )  # fmt: skip
+        for thing in mine.values():
+            thing._has_cache = True  # type: ignore[attr-defined]  # what it remembers is of this cache
 
     # Properties.
 
@@ -261,7 +269,8 @@ class KVCache:
             The slot; ``num_computed[slot]`` tokens are already valid.
 
         Raises:
-            ValueError: the id is admitted already, all slots are taken, or `match` is of a cache with other segments.
+            ValueError: the id is admitted already or not hashable, all slots are taken, or `match` is of a cache with other segments
+                or another hash_seed. Nothing changed, neither if the policy's `asked` raises.
         """
         if request_id in self.sequences:
             raise ValueError(f"request_id: expected a new id, got {request_id!r}, already admitted")
@@ -269,12 +278,13 @@ class KVCache:
             raise ValueError(f"request_id: all max_requests = {self.max_requests} slots are taken")
         prompt = self._prompt_of(match)
         match, run = self._match(prompt)
+        keep = self._chains.ask(match)
         self._changed()
         slot = self.sequences.add(request_id, prompt, match.num_saved_tokens)
         self._rollback_floor[slot] = match.replay_to or match.num_tokens
         if self._announcer is not None:
             self._announcer.admitted(slot, prompt)
-        self._chains.start(slot, match, run)
+        self._chains.start(slot, match, run, keep)
         count_admission(self.counters, match)
         return slot
 

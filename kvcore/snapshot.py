@@ -238,7 +238,7 @@ def _build(kv: KVCache, tick: int, arrays: dict[str, _Array]) -> None:
         point.num_uses = num_uses
         insort(runs[i].depths, depth)
         pool.hold(point.pages)
-        index.policy.add(point)  # in the order of use
+        index._file(point)  # in the order of use
     index.num_points = len(tails)
     for run in sorted(runs, key=lambda r: r.last_used):
         index._became_leaf(run)
