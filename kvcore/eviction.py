@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from .hashing import KEY_BYTES
+from .spec import as_int
 
 DOUBT = 10.0  # imagined entries of a kind, of the mean share: it has to show that it differs
 ENOUGH = 16  # returns from which a habit is known
@@ -279,7 +280,7 @@ class Ghosts:
     """
 
     def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
+        self._capacity = as_int("num_ghosts", capacity, 0)
         self._notes: OrderedDict[bytes, float] = OrderedDict()
 
     def add(self, key: bytes, note: float) -> None:
@@ -312,8 +313,9 @@ class CostAware(Ranked):
 
     def __init__(self, weight: float = 0.3, num_ghosts: int = 4096, step: float = 0.05) -> None:
         super().__init__()
-        if not 0 <= weight <= 1:
-            raise ValueError(f"weight: expected 0..1, got {weight}")
+        for name, share in (("weight", weight), ("step", step)):
+            if not 0 <= share <= 1:
+                raise ValueError(f"{name}: expected 0..1, got {share}")
         self.weight = weight
         self._step = step
         self._ghosts = Ghosts(num_ghosts)

@@ -8,7 +8,7 @@ treats the whole batch. Here are the calls and their checks; what they do is in 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +27,7 @@ from .plan import OutOfPages, StepPlan
 from .report import Match, check_invariants, describe, limited_by
 from .retention import Retention, parse_retention
 from .sequences import Sequences
-from .spec import GroupSpec, Int32, Int64, Layout, as_int, as_ints
+from .spec import MOST_TOKENS, GroupSpec, Int32, Int64, Layout, as_int, as_ints, as_seconds
 from .stats import count_admission, new_counters
 from .tables import Tables
 
@@ -76,10 +76,10 @@ class KVCache:
         track_deltas: bool = False,
         events: EventLog | None = None,
     ) -> None:
-        num_pages = as_int("num_pages", num_pages, 2)  # page 0 is null
-        max_requests = as_int("max_requests", max_requests, 1)
-        max_model_len = as_int("max_model_len", max_model_len, 1)
-        max_draft_tokens = as_int("max_draft_tokens", max_draft_tokens, 0)
+        num_pages = as_int("num_pages", num_pages, 2, 2**31 - 1)  # page 0 is null; ids are int32
+        max_requests = as_int("max_requests", max_requests, 1, 2**31 - 1)
+        max_model_len = as_int("max_model_len", max_model_len, 1, MOST_TOKENS)
+        max_draft_tokens = as_int("max_draft_tokens", max_draft_tokens, 0, max_model_len)
         if replay_tokens is not None:
             replay_tokens = as_int("replay_tokens", replay_tokens, 1)
         if max_pinned_pages is None:
@@ -104,7 +104,7 @@ class KVCache:
         self.layout = layout = Layout(groups, max_model_len, max_draft_tokens)
         self.alignment = layout.alignment
         self.interval = parse_retention(retention, layout)
-        self.retention = retention
+        self.retention = dict(retention) if isinstance(retention, Mapping) else retention
         self.max_requests, self.max_model_len = max_requests, max_model_len
         self.max_draft_tokens = max_draft_tokens
         self.enable_caching = enable_caching
@@ -397,8 +397,11 @@ class KVCache:
         return slots, counts
 
     def _check_step(self, slots: Int64, counts: Int64) -> None:
-        if np.count_nonzero(counts < ONE):
-            raise ValueError(f"num_new_tokens: expected at least 1 each, got {counts.tolist()}")
+        # Those below 1 are large without a sign; sums with those past any length would overflow.
+        if np.count_nonzero((counts - ONE).view(np.uint64) >= MOST_TOKENS):
+            raise ValueError(
+                f"num_new_tokens: expected at least 1 and at most {MOST_TOKENS} each, got {counts.tolist()}"
+            )
         self.sequences.check(slots)
 
     def commit(self, plan: StepPlan, input_ids: Any, accepted: Any = None) -> Int32:
@@ -542,33 +545,35 @@ class KVCache:
         Args:
             match: from `match`; its hit is looked up again.
             now: seconds on the caller's clock.
-            ttl: seconds from now.
+            ttl: seconds from now; inf for ever.
 
         Returns:
             Tokens of the pinned prefix; 0 if nothing is cached or it alone exceeds the budget.
 
         Raises:
-            ValueError: `ttl` is not positive, or `now` not a number.
+            ValueError: `ttl` is not positive, or `now` not a finite number.
         """
-        self._check_times(now, ttl)
+        expiry = self._expiry(now, ttl)
         match, run = self._match(self._prompt_of(match))
         self.index.tick += 1
-        return self._pin(run, match.num_tokens // self.alignment, now + ttl) * self.alignment
+        return self._pin(run, match.num_tokens // self.alignment, expiry) * self.alignment
 
     def pin_request(self, request_id: Hashable, *, now: float, ttl: float) -> None:
         """Pin what is cached of a running request when it is released.
 
         Raises:
-            ValueError: the id is unknown, `ttl` is not positive, or `now` not a number.
+            ValueError: the id is unknown, `ttl` is not positive, or `now` not a finite number.
         """
-        self._check_times(now, ttl)
-        self._pin_at_release[self.slot_of(request_id)] = now + ttl
+        self._pin_at_release[self.slot_of(request_id)] = self._expiry(now, ttl)
 
-    def _check_times(self, now: float, ttl: float) -> None:
-        if math.isnan(now):
-            raise ValueError(f"now: expected seconds, got {now!r}")
-        if not ttl > 0:
+    @staticmethod
+    def _expiry(now: float, ttl: float) -> float:
+        now = as_seconds("now", now)
+        if ttl == math.inf:
+            return ttl
+        if as_seconds("ttl", ttl) <= 0:
             raise ValueError(f"ttl: expected seconds > 0, got {ttl!r}")
+        return now + ttl
 
     def _pin(self, run: Run, depth: int, expiry: float) -> int:
         """Pin the boundary `depth` on the path to `run`; returns the segments pinned."""
@@ -599,7 +604,12 @@ class KVCache:
         return True
 
     def expire_pins(self, now: float) -> int:
-        """End the pins whose time has passed; returns how many."""
+        """End the pins whose time has passed; returns how many.
+
+        Raises:
+            ValueError: `now` is not a finite number.
+        """
+        now = as_seconds("now", now)
         expired = [entry for entry, expiry in self.index.pins.items() if expiry <= now]
         for entry in expired:
             self.index.unpin(entry)
