@@ -70,7 +70,7 @@ class Prompt:
         keys: num_segments * 32 bytes.
         last_key: key of the last of them (the root key when there is none).
         tail: int32 token ids that no key covers yet; read-only.
-        tokens: [num_tokens] int32, or None: kept only for events.
+        tokens: [num_tokens] int32, or None: kept only for events and debug.
     """
 
     __slots__ = (

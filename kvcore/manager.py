@@ -17,6 +17,7 @@ import numpy as np
 from .adaptive import Adaptive
 from .chains import Chains
 from .chunks import NO_ROWS
+from .debug import Watch
 from .decode import ONE
 from .events import Announcer, EventLog
 from .eviction import EvictionPolicy
@@ -53,6 +54,12 @@ class KVCache:
         max_pinned_pages: budget of `pin`; all pages by default.
         track_deltas: collect table changes for `take_deltas`.
         events: where to write what is stored and removed, of this cache alone; None keeps no events and no tokens.
+        debug: check each call (see `debug`): two threads at once raise RuntimeError with both names, `commit` refuses input_ids that
+            differ from the prompt's, and a step that would write page 0 raises AssertionError. Costs time, and the tokens of prompts.
+
+    One call at a time, from any thread: a cache has no lock, and `match` reads what others change. `stats`, `describe`, `num_*` and
+    `counters` are numbers that any thread may read at any time; they may be a call old. A `Match`, its prompt and an `OutOfPages`
+    never change; a `StepPlan` may be read in other threads. An `EventLog` belongs to the thread that is in a call.
 
     Raises:
         ValueError: an argument is out of range, page sizes differ, retention is not aligned, or replay_tokens is given
@@ -75,6 +82,7 @@ class KVCache:
         max_pinned_pages: int | None = None,
         track_deltas: bool = False,
         events: EventLog | None = None,
+        debug: bool = False,
     ) -> None:
         num_pages = as_int("num_pages", num_pages, 2, 2**31 - 1)  # page 0 is null; ids are int32
         max_requests = as_int("max_requests", max_requests, 1, 2**31 - 1)
@@ -85,7 +93,11 @@ class KVCache:
         if max_pinned_pages is None:
             max_pinned_pages = num_pages
         max_pinned_pages = as_int("max_pinned_pages", max_pinned_pages, 0)
-        for name, flag in (("enable_caching", enable_caching), ("track_deltas", track_deltas)):
+        for name, flag in (
+            ("enable_caching", enable_caching),
+            ("track_deltas", track_deltas),
+            ("debug", debug),
+        ):
             if not isinstance(flag, bool):
                 raise ValueError(f"{name}: expected True or False, got {flag!r}")
         if events is not None and not isinstance(events, EventLog):
@@ -119,6 +131,7 @@ class KVCache:
         self.sequences = Sequences(max_requests, self.alignment, layout.lookahead)
         self._tables = Tables(layout, max_requests, self.pool, track_deltas)
         self._announcer = None if events is None else Announcer(events, layout, self.sequences)
+        self._keeps_tokens = debug or events is not None
         self.index.announcer = self._announcer
         self._rollback_floor: Int64 = np.zeros(max_requests, dtype=np.int64)
         self.max_pinned_pages = max_pinned_pages
@@ -134,6 +147,8 @@ class KVCache:
         )  # fmt: skip
         for thing in mine.values():
             thing._has_cache = True  # type: ignore[attr-defined]  # what it remembers is of this cache
+        if debug:
+            Watch(self)
 
     # Properties.
 
@@ -211,8 +226,8 @@ class KVCache:
         prompt = token_ids
         if not isinstance(prompt, Prompt):
             salt = b"" if salt is None else salt
-            a, k, keep = self.alignment, self.layout.lookahead, self._announcer is not None
-            prompt = Prompt(token_ids, a, k, self.hash_seed, salt, keep)
+            a, k = self.alignment, self.layout.lookahead
+            prompt = Prompt(token_ids, a, k, self.hash_seed, salt, self._keeps_tokens)
         elif salt is not None and root_key(prompt.seed, salt) != prompt.root:
             raise ValueError(
                 "salt: expected that of the prompt, which its keys were made with, got another"
@@ -236,8 +251,8 @@ class KVCache:
             raise ValueError(
                 "token_ids: expected a prompt of this cache's hash_seed, got one of another's"
             )
-        if self._announcer is not None and prompt.tokens is None:
-            raise ValueError("token_ids: expected a prompt made by a cache with events")
+        if self._keeps_tokens and prompt.tokens is None:
+            raise ValueError("token_ids: expected a prompt made by a cache with events or debug")
         if prompt.num_tokens > self.max_model_len:
             raise ValueError(
                 f"token_ids: expected at most max_model_len = {self.max_model_len} tokens, "
@@ -306,7 +321,7 @@ class KVCache:
         slots, counts = self._vectors(slots, num_new_tokens)
         self._check_step(slots, counts)
         if not (self._tables.states and self.enable_caching):
-            return counts
+            return counts.copy()
         start = self.num_computed[slots]
         shortened: Int64 = self._chains.stops(slots, start, start + counts) - start
         return shortened
@@ -330,8 +345,10 @@ class KVCache:
         slots, counts = self._vectors(slots, num_new_tokens)
         batch = self._tables.batch_again(slots, counts)
         if batch is not None:
+            slots, counts = batch.slots, batch.counts
             start, end, longest = batch.start, batch.end, batch.longest
         else:
+            slots, counts = slots.copy(), counts.copy()  # the caller may use its buffers again
             self._check_step(slots, counts)
             start = self.num_computed[slots]
             end = start + counts

@@ -242,13 +242,13 @@ def as_seconds(name: str, value: Any) -> float:
 
 
 def as_ints(name: str, values: Any) -> Int64:
-    """`values` as an array of its own: the caller may use its buffer for something else.
+    """`values` as an array, perhaps the caller's own, which is not to be kept: the caller may use it for something else.
 
     Raises:
         ValueError: they are no ints.
     """
     try:
-        array = np.array(values)
+        array = np.asarray(values)
     except (ValueError, TypeError) as error:  # rows of several lengths, say
         raise ValueError(f"{name}: expected ints, got {values!r}") from error
     if array.dtype != INT64:

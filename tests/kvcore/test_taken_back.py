@@ -86,7 +86,7 @@ def test_without_caching_nothing_is_copied_and_page_0_stays(pages, chunk):
 
 def test_a_commit_without_caching_returns_no_copies():
     e = engine((8, None), STATE, enable_caching=False)
-    slot = e.kv.admit("a", e.kv.match(list(range(16))))
+    slot = e.kv.admit("a", e.kv.match([*range(8), *range(8)]))
     for n in (8, 8):
-        copies = e.kv.commit(e.kv.plan([slot], [n]), np.zeros(n, np.int32))
+        copies = e.kv.commit(e.kv.plan([slot], [n]), np.arange(n))
         assert copies.shape == (0, 2)
