@@ -105,6 +105,7 @@ def paged_attention(
             the call trusts it that none is too long for them: too small a value leaves rows of longer sequences unwritten. (Device values
             are not read; that the sequences cannot hold all of q's rows is refused.) Elsewhere the result does not depend on it.
         k, v: [num_tokens, num_kv_heads, head_dim] q's dtype, the fresh rows, ragged like q; both or neither. They are never quantised.
+            Without them the pages must hold every row that a query sees: those of a kvcore window group do so only for one new token.
         k_scale, v_scale: of e4m3 pages, both of one kind; None with other pages. A key is its codes times its scale. A number in 2**-30 ..
             2**30, or fp32 [] (or [1]): of all rows. fp32 [num_pages, block_size, num_kv_heads], any strides: of each row, as ``write_kv`` leaves them.
         max_seq_len: host int, upper bound of seq_lens; lets short batches skip the split of decode work.

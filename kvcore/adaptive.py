@@ -89,7 +89,7 @@ class Adaptive:
     """
 
     def __init__(self, patience: float = 3.0, memory: float = 16.0) -> None:
-        if not (patience >= 0 and memory >= 1):
+        if not (0 <= patience < math.inf and 1 <= memory < math.inf):
             raise ValueError(
                 f"patience, memory: expected >= 0 and >= 1, got {patience} and {memory}"
             )

@@ -69,18 +69,22 @@ class Chains:
 
     # A request.
 
-    def start(self, slot: int, match: Match, run: Run) -> None:
-        """A request starts behind the hit of `match`, on the path to `run`."""
+    def ask(self, match: Match) -> tuple[int, ...]:
+        """Tell the policy of a prompt before anything changes, as it may raise; returns the boundaries that its request keeps."""
         hit, a = match.replay_to or match.num_tokens, self.alignment
-        self.cached[slot] = hit
-        self.replay_from[slot], self.replay_to[slot] = match.replay_from or 0, match.replay_to or 0
-        self._keep[slot] = self._keep_end[slot] = 0
         keep: tuple[int, ...] = ()
         if self.layout.hybrid:
             keep = (*replay_boundaries(match.prompt.num_tokens, a), match.dense_tokens)
-            self._keep[slot], self._keep_end[slot] = keep, max(keep)
+        self._index.policy.asked(match.prompt.keys, hit // a, [k // a for k in keep])
+        return keep
+
+    def start(self, slot: int, match: Match, run: Run, keep: tuple[int, ...]) -> None:
+        """A request starts behind the hit of `match`, on the path to `run`; `keep` is from `ask`."""
+        hit, a = match.replay_to or match.num_tokens, self.alignment
+        self.cached[slot] = hit
+        self.replay_from[slot], self.replay_to[slot] = match.replay_from or 0, match.replay_to or 0
+        self._keep[slot], self._keep_end[slot] = keep or 0, max(keep, default=0)
         index = self._index
-        index.policy.asked(match.prompt.keys, hit // a, [k // a for k in keep])
         self.runs[slot] = run = index.end_at(run, hit // a) if hit else index.root
         index.lock(run)
         if hit:

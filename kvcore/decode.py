@@ -167,7 +167,7 @@ class DecodeBatch:
         alignment: tokens of a segment.
 
     Attributes:
-        end: [n] tokens after the step. longest: the largest. age: steps since the batch was made.
+        counts: [n] ones. end: [n] tokens after the step. longest: the largest. age: steps since the batch was made.
         calendar: what changes in each step, once the batch has lasted a while.
         is_whole: False once a request has left, or gone back.
         quiet_until: age before which no request keeps a boundary.
@@ -179,7 +179,8 @@ class DecodeBatch:
     ) -> None:  # fmt: skip
         self.slots = slots.copy()
         self._key = slots.tobytes()
-        self._ones = ONE.tobytes() * len(slots)
+        self.counts: Int64 = np.ones(len(slots), dtype=np.int64)
+        self._ones = self.counts.tobytes()
         self.start, self.end = start, start + ONE
         self.longest = int(np.maximum.reduce(self.end))
         self.age = 0

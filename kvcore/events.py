@@ -82,10 +82,11 @@ Event = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class EventLog:
-    """A bounded queue of events, numbered from 0. Not for several threads at once.
+    """A bounded queue of events of one cache, numbered from 0. Not for several threads at once.
 
     When it is full the oldest event is dropped and counted: the numbers that `take` returns then have a gap. A
-    reader that sees one has lost track; `KVCache.announce` tells it everything again.
+    reader that sees one has lost track; `KVCache.announce` tells it everything again. So does an event that an `append` of a
+    subclass raises for: the cache goes on.
 
     Args:
         capacity: events kept until they are taken.
@@ -167,6 +168,16 @@ class Announcer:
         # Segments that the longest tail reaches into.
         self._reach = max([1, *(-(-c.tail // c.per_segment) for c, _, _ in self._tails)])
 
+    def _tell(self, event: Event) -> None:
+        """Write an event. A log's code may be anybody's, and this is in the middle of a change: where it raises, the event is dropped."""
+        number = self.log.next_number
+        try:
+            self.log.append(event)
+        except Exception:
+            if self.log.next_number == number:
+                self.log.next_number += 1
+                self.log.num_dropped += 1
+
     # Tokens of running requests.
 
     def admitted(self, slot: int, prompt: Prompt) -> None:
@@ -221,7 +232,7 @@ class Announcer:
 
     def everything(self, runs: Iterable[Run]) -> None:
         """All that `runs` (parents first) hold is cached, and nothing else: for readers that know nothing, or lost track."""
-        self.log.append(AllBlocksCleared())
+        self._tell(AllBlocksCleared())
         for run in runs:
             keys = split_keys(bytes(run.keys))
             above, node = list[bytes](), run.parent  # keys before the run, as far as tails reach
@@ -240,7 +251,7 @@ class Announcer:
             return
         a = self.alignment
         tokens = np.concatenate([self.tokens[key] for key in keys])
-        self.log.append(
+        self._tell(
             BlockStored(
                 "dense", self._dense, self._dense_names, keys, parent, first * a, tuple(tokens.tolist()), a, None,
                 self.log.medium,
@@ -257,7 +268,7 @@ class Announcer:
             parts = [self.tokens[key] for key in keys[within:]]
             tokens = np.concatenate([_NO_TOKENS, *parts])[skipped:]
             parent = keys[within - 1] if within else None
-            self.log.append(
+            self._tell(
                 BlockStored(
                     c.spec.kind, groups, names, tail_hashes(keys[-1], num_blocks), parent, start,
                     tuple(tokens.tolist()), c.block_size, c.spec.sliding_window, self.log.medium,
@@ -274,19 +285,19 @@ class Announcer:
                 del self.tokens[key]
         if self._dense:
             names = self._dense_names
-            self.log.append(BlockRemoved("dense", self._dense, names, hashes, self.log.medium))
+            self._tell(BlockRemoved("dense", self._dense, names, hashes, self.log.medium))
 
     def point_removed(self, key: bytes, depth: int) -> None:
         """The resume point at segment `depth`, after the segment of `key`, is gone."""
         for c, groups, names in self._tails:
             hashes = tail_hashes(key, min(c.tail, depth * self.alignment // c.block_size))
-            self.log.append(BlockRemoved(c.spec.kind, groups, names, hashes, self.log.medium))
+            self._tell(BlockRemoved(c.spec.kind, groups, names, hashes, self.log.medium))
 
     def cleared(self) -> None:
         """Nothing is cached any more."""
         self.tokens.clear()
         self.copies.clear()
-        self.log.append(AllBlocksCleared())
+        self._tell(AllBlocksCleared())
 
 
 def split_keys(keys: bytes) -> tuple[bytes, ...]:

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from .hashing import KEY_BYTES
+from .spec import as_int
 
 DOUBT = 10.0  # imagined entries of a kind, of the mean share: it has to show that it differs
 ENOUGH = 16  # returns from which a habit is known
@@ -64,7 +65,12 @@ class Entry(Protocol):
 
 
 class EvictionPolicy(Protocol):
-    """The whole interface. `add` and `discard` are called in the middle of changes and must not raise."""
+    """The whole interface. A policy serves one cache.
+
+    What a method raises leaves the cache whole: `KVCache.admit` raises what `asked` does, and changes nothing; `plan` and `evict`
+    raise what `pop` does. `add` and `discard` are called in the middle of changes: where they raise, they are called again
+    before the next eviction, which then raises.
+    """
 
     def add(self, entry: Entry) -> None:
         """`entry` was made, or was used again: file it (anew)."""
@@ -101,7 +107,10 @@ class Ranked:
         """File `entry` by its rank now."""
         self._next += 1
         self._tickets[entry] = self._next
-        heapq.heappush(self._heap, (self.rank(entry), -entry.depth, self._next, entry))
+        rank = self.rank(entry)
+        if rank != rank:  # it compares with nothing: the heap would be no heap
+            raise ValueError(f"rank: expected a number, got {rank!r}")
+        heapq.heappush(self._heap, (rank, -entry.depth, self._next, entry))
         if len(self._heap) > 4 * len(self._tickets) + 1024:
             self._heap = [r for r in self._heap if self._tickets.get(r[3]) == r[2]]
             heapq.heapify(self._heap)
@@ -123,9 +132,9 @@ class Ranked:
         """Take out the entry of lowest rank."""
         entry = self.peek()
         if entry is not None:
-            rank = heapq.heappop(self._heap)[0]
+            self.evicted(entry, self._heap[0][0])  # which may raise: then it stays
+            heapq.heappop(self._heap)
             del self._tickets[entry]
-            self.evicted(entry, rank)
         return entry
 
     def asked(self, keys: bytes, hit: int, kept: Sequence[int] = ()) -> None:
@@ -271,7 +280,7 @@ class Ghosts:
     """
 
     def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
+        self._capacity = as_int("num_ghosts", capacity, 0)
         self._notes: OrderedDict[bytes, float] = OrderedDict()
 
     def add(self, key: bytes, note: float) -> None:
@@ -304,8 +313,9 @@ class CostAware(Ranked):
 
     def __init__(self, weight: float = 0.3, num_ghosts: int = 4096, step: float = 0.05) -> None:
         super().__init__()
-        if not 0 <= weight <= 1:
-            raise ValueError(f"weight: expected 0..1, got {weight}")
+        for name, share in (("weight", weight), ("step", step)):
+            if not 0 <= share <= 1:
+                raise ValueError(f"{name}: expected 0..1, got {share}")
         self.weight = weight
         self._step = step
         self._ghosts = Ghosts(num_ghosts)

@@ -1,6 +1,11 @@
 """Block tables in the forms that other kernels read: compressed rows (FlashInfer) and linear rows (vLLM, FlashAttention).
 
-Both describe the tokens that are computed: ask after a commit (an engine whose kernels write before they read commits first).
+Both describe the tokens that are computed, for two readers:
+
+* between a plan and its commit (or before the plan): the context of the step's queries, which take the step's own rows from elsewhere;
+* after the commit of a step of one token a request: the query of that token, which takes its own row from the page too.
+
+The queries of a chunk cannot read all of their rows from the pages of a window group: only those that later queries see were written.
 """
 
 from __future__ import annotations
@@ -10,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .spec import Int32, Int64, as_ints, ragged_arange
+from .spec import NULL_BLOCK, Int32, Int64, as_ints, ragged_arange
 
 if TYPE_CHECKING:
     from .manager import KVCache
@@ -34,7 +39,9 @@ class PagedRows:
 
 
 def paged_rows(cache: KVCache, group: int, slots: Any, part: int = 0) -> PagedRows:
-    """Pages that the next query of each request may read, in compressed rows.
+    """Pages that a query at the newest token of each request, or at the next, may read, in compressed rows.
+
+    Of a window group the first page may hold nothing that the reader sees: a kernel masks by position all the same.
 
     Args:
         cache: the allocator.
@@ -52,7 +59,7 @@ def paged_rows(cache: KVCache, group: int, slots: Any, part: int = 0) -> PagedRo
     indptr = np.zeros(len(slots) + 1, dtype=np.int32)
     np.cumsum(stop - first, out=indptr[1:])
     pages = table[slots[rows], blocks % table.shape[1]]
-    last = np.where(lengths > 0, (lengths - 1) % size + 1, 0).astype(np.int32)
+    last = np.where(stop > first, (lengths - 1) % size + 1, 0).astype(np.int32)
     return PagedRows(indptr, pages, last, first * size)
 
 
@@ -79,7 +86,7 @@ def linear_table(cache: KVCache, group: int, slots: Any, part: int = 0) -> Int32
 def _visible(
     cache: KVCache, group: int, slots: Any, part: int
 ) -> tuple[Int64, Int64, Int64, Int32, int]:
-    """Checked slots, their computed tokens, the first block that the next query sees, the table and its block size."""
+    """Checked slots, their computed tokens, the first block that the newest token or the next sees, the table and its block size."""
     table = cache.table(group, part)
     spec = cache.layout.groups[group]
     if spec.kind == "state":
@@ -90,7 +97,9 @@ def _visible(
     lengths = cache.num_computed[slots]
     first = np.zeros_like(lengths)
     if spec.sliding_window is not None:
-        first = np.maximum(0, lengths - spec.sliding_window + 1) // spec.block_size
+        first = np.maximum(0, lengths - spec.sliding_window) // spec.block_size
         # A replay has no rows before its start.
         first = np.maximum(first, cache._chains.replay_from[slots] // spec.block_size)
+        # The next query sees one row less: a chunk and a hit leave no page for that row alone.
+        first += (lengths > 0) & (table[slots, first % table.shape[1]] == NULL_BLOCK)
     return slots, lengths, first, table, spec.block_size

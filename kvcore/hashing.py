@@ -59,32 +59,34 @@ def as_token_ids(name: str, tokens: Any) -> Int32:
 
 
 class Prompt:
-    """A tokenised prompt with its segment keys, hashed once and looked up any number of times.
+    """A tokenised prompt with its segment keys, hashed once and looked up any number of times. It never changes.
 
     Segment i covers tokens [i * A, (i + 1) * A); with a lookahead of k its key covers the tokens up to (i + 1) * A + k.
 
     Attributes:
-        alignment, lookahead: of the cache that made it. num_tokens: prompt length.
+        alignment, lookahead, seed: of the cache that made it. num_tokens: prompt length.
+        root: key before the first segment, of the seed and the salt.
         num_segments: segments whose key is known.
         keys: num_segments * 32 bytes.
         last_key: key of the last of them (the root key when there is none).
-        tail: int32 token ids that no key covers yet.
-        tokens: [num_tokens] int32, or None: kept only for events.
+        tail: int32 token ids that no key covers yet; read-only.
+        tokens: [num_tokens] int32, or None: kept only for events and debug.
     """
 
     __slots__ = (
-        "alignment", "keys", "last_key", "lookahead", "num_segments", "num_tokens", "tail", "tokens",
+        "alignment", "keys", "last_key", "lookahead", "num_segments", "num_tokens", "root", "seed", "tail", "tokens",
     )  # fmt: skip
 
     def __init__(
-        self, token_ids: Any, alignment: int, lookahead: int, root: bytes, keep_tokens: bool = False
-    ) -> None:
+        self, token_ids: Any, alignment: int, lookahead: int, seed: bytes, salt: bytes, keep_tokens: bool = False
+    ) -> None:  # fmt: skip
+        self.seed, self.root = seed, root_key(seed, salt)
         tokens = as_token_ids("token_ids", token_ids)
         if not tokens.size:
             raise ValueError("token_ids: expected at least one token, got none")
         self.alignment, self.lookahead, self.num_tokens = alignment, lookahead, len(tokens)
         self.num_segments = max(0, len(tokens) - lookahead) // alignment
-        key, keys, covered = root, [], 0
+        key, keys, covered = self.root, [], 0
         if self.num_segments:
             first, covered = alignment + lookahead, self.num_segments * alignment + lookahead
             parts = (
@@ -96,4 +98,5 @@ class Prompt:
         self.keys = b"".join(keys)
         self.last_key = key
         self.tail = tokens[covered:].copy()
+        self.tail.flags.writeable = False
         self.tokens: Int32 | None = tokens.copy() if keep_tokens else None

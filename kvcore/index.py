@@ -216,6 +216,9 @@ class PrefixIndex:
         self.root.locks = 1
         self.announcer: Announcer | None = None
         self._useless: dict[Run, None] = {}  # an ordered set: a run is listed once
+        self._owed: dict[
+            Run | ResumePoint, bool
+        ] = {}  # what the policy failed to add, or to discard
         self.pins: OrderedDict[Run | ResumePoint, float] = OrderedDict()  # -> expiry; oldest first
         self.num_pinned_segments = 0
         self.num_pinned_point_pages = 0
@@ -293,7 +296,7 @@ class PrefixIndex:
     def _lock_one(self, run: Run) -> None:
         if run.locks == 0:
             self.num_locked_segments += run.length
-            self.policy.discard(run)
+            self._file(run, False)
         run.locks += 1
 
     def unlock(self, run: Run) -> None:
@@ -403,7 +406,7 @@ class PrefixIndex:
         else:
             run.depths.append(depth)
         self.num_points += 1
-        self.policy.add(point)
+        self._file(point)
         return True
 
     def use(self, run: Run) -> ResumePoint | None:
@@ -419,7 +422,19 @@ class PrefixIndex:
     def _used(self, point: ResumePoint) -> None:
         point.last_used = self.tick
         if point not in self.pins:
-            self.policy.add(point)
+            self._file(point)
+
+    def _file(self, entry: Run | ResumePoint, add: bool = True) -> None:
+        """Have the policy add or discard `entry`.
+
+        Its code may be anybody's, and this is in the middle of a change, which must not stop half-way: what raises is done again by
+        `evict`, which may raise.
+        """
+        try:
+            (self.policy.add if add else self.policy.discard)(entry)
+            self._owed.pop(entry, None)
+        except Exception:
+            self._owed[entry] = add
 
     # Pins: entries that are evicted after all others.
 
@@ -438,7 +453,7 @@ class PrefixIndex:
                 node.pins += 1
             if isinstance(entry, ResumePoint):
                 self.num_pinned_point_pages += len(entry.pages)
-            self.policy.discard(entry)
+            self._file(entry, False)
         self.pins[entry] = expiry
         self.pins.move_to_end(entry)
 
@@ -453,7 +468,7 @@ class PrefixIndex:
                 self.num_pinned_segments -= node.length
         if isinstance(entry, ResumePoint):
             self.num_pinned_point_pages -= len(entry.pages)
-            self.policy.add(entry)
+            self._file(entry)
         else:
             self._became_leaf(entry)
 
@@ -465,20 +480,32 @@ class PrefixIndex:
     # Eviction.
 
     def evict(self, num_pages: int) -> None:
-        """Free at least `num_pages` pages; the caller checked that `num_evictable` allows it."""
+        """Free at least `num_pages` pages; the caller checked that `num_evictable` allows it.
+
+        Raises:
+            RuntimeError: the policy chose what it may not. What was evicted before stays so. Other errors: those of the policy.
+        """
         target = self.pool.num_free + num_pages
         while self.pool.num_free < target:
+            for owed, add in list(self._owed.items()):
+                (self.policy.add if add else self.policy.discard)(owed)
+                del self._owed[owed]
             if self._useless:
                 self._trim_useless(self._useless.popitem()[0], target - self.pool.num_free)
                 continue
             entry = self.policy.pop()
-            if entry is None:
+            if entry is None and self.pins:
                 self.demote_oldest()
-            elif isinstance(entry, ResumePoint):
+            elif (
+                isinstance(entry, ResumePoint) and entry.run is not None and entry not in self.pins
+            ):
                 self._drop_point(entry)
-            else:
-                assert isinstance(entry, Run)
+            elif isinstance(entry, Run) and self._is_entry(entry) and entry not in self.pins:
                 self._trim(entry, min(entry.length, self._segments(target - self.pool.num_free)))
+            else:
+                raise RuntimeError(
+                    f"policy: expected pop to return an entry that was added and not discarded since, got {entry!r}"
+                )
 
     def _segments(self, num_pages: int) -> int:
         return -(-num_pages // max(1, self.pages_per_segment))
@@ -496,7 +523,7 @@ class PrefixIndex:
             if not run.locks:
                 if run in self.pins:
                     self.unpin(run)
-                self.policy.discard(run)
+                self._file(run, False)
                 self._trim(run, run.length)
         self._useless.clear()
         self.announcer = announcer
@@ -509,7 +536,7 @@ class PrefixIndex:
         assert run is not None
         if point in self.pins:
             self.unpin(point)
-        self.policy.discard(point)
+        self._file(point, False)
         if self.announcer is not None:
             self.announcer.point_removed(point.key, point.depth)
         del run.points[point.depth]
@@ -550,13 +577,15 @@ class PrefixIndex:
 
     def _became_leaf(self, run: Run) -> None:
         """File `run` for eviction if it is an unlocked leaf now."""
-        if run.locks or run.children or run.parent is None:
-            return
-        if not self.hybrid:
+        if self._is_entry(run):
             if run not in self.pins:
-                self.policy.add(run)
-        elif run.useless:
+                self._file(run)
+        elif self.hybrid and not (run.locks or run.children or run.parent is None) and run.useless:
             self._useless[run] = None
+
+    def _is_entry(self, run: Run) -> bool:
+        """Whether the end of `run` itself is what the policy ranks: an unlocked leaf, where hits need no resume point."""
+        return not (self.hybrid or run.locks or run.children or run.parent is None)
 
     def _split(self, run: Run, depth: int) -> Run:
         """Cut `run` at boundary `depth`; returns the upper part. `run` itself stays the lower part."""

@@ -8,7 +8,7 @@ treats the whole batch. Here are the calls and their checks; what they do is in 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy as np
 from .adaptive import Adaptive
 from .chains import Chains
 from .chunks import NO_ROWS
+from .debug import Watch
 from .decode import ONE
 from .events import Announcer, EventLog
 from .eviction import EvictionPolicy
@@ -27,7 +28,7 @@ from .plan import OutOfPages, StepPlan
 from .report import Match, check_invariants, describe, limited_by
 from .retention import Retention, parse_retention
 from .sequences import Sequences
-from .spec import GroupSpec, Int32, Int64, Layout, as_int, as_ints
+from .spec import MOST_TOKENS, GroupSpec, Int32, Int64, Layout, as_int, as_ints, as_seconds
 from .stats import count_admission, new_counters
 from .tables import Tables
 
@@ -49,10 +50,16 @@ class KVCache:
         replay_tokens: tokens that must be computed before a boundary so that all window layers are exact there: the
             sum of (sliding_window - 1) over them. With it, a request whose dense blocks are cached much further than
             any resume point computes these again instead (see `Match.replay_from`); None never does.
-        policy: eviction policy; `Adaptive` by default.
+        policy: eviction policy, of this cache alone; `Adaptive` by default.
         max_pinned_pages: budget of `pin`; all pages by default.
         track_deltas: collect table changes for `take_deltas`.
-        events: where to write what is stored and removed; None keeps no events and no tokens.
+        events: where to write what is stored and removed, of this cache alone; None keeps no events and no tokens.
+        debug: check each call (see `debug`): two threads at once raise RuntimeError with both names, `commit` refuses input_ids that
+            differ from the prompt's, and a step that would write page 0 raises AssertionError. Costs time, and the tokens of prompts.
+
+    One call at a time, from any thread: a cache has no lock, and `match` reads what others change. `stats`, `describe`, `num_*` and
+    `counters` are numbers that any thread may read at any time; they may be a call old. A `Match`, its prompt and an `OutOfPages`
+    never change; a `StepPlan` may be read in other threads. An `EventLog` belongs to the thread that is in a call.
 
     Raises:
         ValueError: an argument is out of range, page sizes differ, retention is not aligned, or replay_tokens is given
@@ -75,17 +82,22 @@ class KVCache:
         max_pinned_pages: int | None = None,
         track_deltas: bool = False,
         events: EventLog | None = None,
+        debug: bool = False,
     ) -> None:
-        num_pages = as_int("num_pages", num_pages, 2)  # page 0 is null
-        max_requests = as_int("max_requests", max_requests, 1)
-        max_model_len = as_int("max_model_len", max_model_len, 1)
-        max_draft_tokens = as_int("max_draft_tokens", max_draft_tokens, 0)
+        num_pages = as_int("num_pages", num_pages, 2, 2**31 - 1)  # page 0 is null; ids are int32
+        max_requests = as_int("max_requests", max_requests, 1, 2**31 - 1)
+        max_model_len = as_int("max_model_len", max_model_len, 1, MOST_TOKENS)
+        max_draft_tokens = as_int("max_draft_tokens", max_draft_tokens, 0, max_model_len)
         if replay_tokens is not None:
             replay_tokens = as_int("replay_tokens", replay_tokens, 1)
         if max_pinned_pages is None:
             max_pinned_pages = num_pages
         max_pinned_pages = as_int("max_pinned_pages", max_pinned_pages, 0)
-        for name, flag in (("enable_caching", enable_caching), ("track_deltas", track_deltas)):
+        for name, flag in (
+            ("enable_caching", enable_caching),
+            ("track_deltas", track_deltas),
+            ("debug", debug),
+        ):
             if not isinstance(flag, bool):
                 raise ValueError(f"{name}: expected True or False, got {flag!r}")
         if events is not None and not isinstance(events, EventLog):
@@ -95,10 +107,16 @@ class KVCache:
         methods = [getattr(policy, m, None) for m in ("add", "discard", "pop", "asked")]
         if isinstance(policy, type) or not all(map(callable, methods)):
             raise ValueError(f"policy: expected an eviction policy, such as LRU(), got {policy!r}")
+        mine = {"policy": policy} if events is None else {"policy": policy, "events": events}
+        for name, thing in mine.items():
+            if not hasattr(thing, "__dict__"):  # where to note that it is taken
+                raise ValueError(f"{name}: expected a class without __slots__, got {thing!r}")
+            if getattr(thing, "_has_cache", False):
+                raise ValueError(f"{name}: expected one that no cache was made with, got {thing!r}")
         self.layout = layout = Layout(groups, max_model_len, max_draft_tokens)
         self.alignment = layout.alignment
         self.interval = parse_retention(retention, layout)
-        self.retention = retention
+        self.retention = dict(retention) if isinstance(retention, Mapping) else retention
         self.max_requests, self.max_model_len = max_requests, max_model_len
         self.max_draft_tokens = max_draft_tokens
         self.enable_caching = enable_caching
@@ -113,17 +131,24 @@ class KVCache:
         self.sequences = Sequences(max_requests, self.alignment, layout.lookahead)
         self._tables = Tables(layout, max_requests, self.pool, track_deltas)
         self._announcer = None if events is None else Announcer(events, layout, self.sequences)
+        self._keeps_tokens = debug or events is not None
         self.index.announcer = self._announcer
         self._rollback_floor: Int64 = np.zeros(max_requests, dtype=np.int64)
         self.max_pinned_pages = max_pinned_pages
         self._pin_at_release: dict[int, float] = {}  # slot -> expiry
-        self._version = 0
+        self._planned: StepPlan | None = None  # the one plan that `commit` takes
+        self._lengths = self.sequences.num_computed.view()
+        self._lengths.flags.writeable = False
         self._ones_cu: Int32 = np.zeros(1, dtype=np.int32)
         self.counters = new_counters(layout)
         self._chains = Chains(
             layout, self.interval, max_draft_tokens, self.sequences, self._tables, self.index, self._announcer,
             self.counters,
         )  # fmt: skip
+        for thing in mine.values():
+            thing._has_cache = True  # type: ignore[attr-defined]  # what it remembers is of this cache
+        if debug:
+            Watch(self)
 
     # Properties.
 
@@ -149,12 +174,12 @@ class KVCache:
 
     @property
     def num_computed(self) -> Int64:
-        """[max_requests] int64 tokens of each slot's request whose rows are valid."""
-        return self.sequences.num_computed
+        """[max_requests] int64 tokens of each slot's request whose rows are valid; a read-only view."""
+        return self._lengths
 
     @property
     def tables(self) -> Int32:
-        """[max_requests, columns] int32: all block tables side by side (see `table`)."""
+        """[max_requests, columns] int32: all block tables side by side (see `table`). A view, not to be written to."""
         return self._tables.array
 
     def table(self, group: int, part: int = 0) -> Int32:
@@ -164,7 +189,7 @@ class KVCache:
         names the live page of each request in column 0.
 
         Between `plan` and `commit` it describes the context before the step. Entries at or past a
-        request's length, and of a window group those behind its window, are not to be read.
+        request's length, and of a window group those behind its window, are not to be read. A view, not to be written to.
         """
         offset, width = self.layout.columns(group, part)
         return self.tables[:, offset : offset + width]
@@ -183,26 +208,30 @@ class KVCache:
 
     # Life of a request.
 
-    def match(self, token_ids: Any, *, salt: bytes = b"") -> Match:
+    def match(self, token_ids: Any, *, salt: bytes | None = None) -> Match:
         """Longest cached prefix of a prompt. Changes nothing.
 
         Args:
-            token_ids: [num_tokens] ints in [0, 2**31), or the `prompt` of an earlier match (not hashed
-                again; `salt` is not looked at).
-            salt: tenant, adapter or image identity; requests with different salts never share.
+            token_ids: [num_tokens] ints in [0, 2**31), or the `prompt` of an earlier match (not hashed again).
+            salt: tenant, adapter or image identity; requests with different salts never share. None: that of the prompt, and b"" of
+                token ids.
 
         Returns:
             Match; at least the last token of the prompt is left to compute.
 
         Raises:
-            ValueError: empty or longer than max_model_len, not integers, ids out of range, or a prompt that another cache
-                cut into other segments.
+            ValueError: empty or longer than max_model_len, not integers, ids out of range, or a prompt of another salt, or of a
+                cache with other segments or another hash_seed.
         """
         prompt = token_ids
         if not isinstance(prompt, Prompt):
-            root = root_key(self.hash_seed, salt)
-            keep = self._announcer is not None
-            prompt = Prompt(token_ids, self.alignment, self.layout.lookahead, root, keep)
+            salt = b"" if salt is None else salt
+            a, k = self.alignment, self.layout.lookahead
+            prompt = Prompt(token_ids, a, k, self.hash_seed, salt, self._keeps_tokens)
+        elif salt is not None and root_key(prompt.seed, salt) != prompt.root:
+            raise ValueError(
+                "salt: expected that of the prompt, which its keys were made with, got another"
+            )
         return self._match(prompt)[0]
 
     @staticmethod
@@ -218,8 +247,12 @@ class KVCache:
                 f"token_ids: expected a prompt of this cache's segments (alignment {mine[0]}, lookahead {mine[1]}), "
                 f"got one of another's ({prompt.alignment}, {prompt.lookahead})"
             )
-        if self._announcer is not None and prompt.tokens is None:
-            raise ValueError("token_ids: expected a prompt made by a cache with events")
+        if prompt.seed != self.hash_seed:
+            raise ValueError(
+                "token_ids: expected a prompt of this cache's hash_seed, got one of another's"
+            )
+        if self._keeps_tokens and prompt.tokens is None:
+            raise ValueError("token_ids: expected a prompt made by a cache with events or debug")
         if prompt.num_tokens > self.max_model_len:
             raise ValueError(
                 f"token_ids: expected at most max_model_len = {self.max_model_len} tokens, "
@@ -251,7 +284,8 @@ class KVCache:
             The slot; ``num_computed[slot]`` tokens are already valid.
 
         Raises:
-            ValueError: the id is admitted already, all slots are taken, or `match` is of a cache with other segments.
+            ValueError: the id is admitted already or not hashable, all slots are taken, or `match` is of a cache with other segments
+                or another hash_seed. Nothing changed, neither if the policy's `asked` raises.
         """
         if request_id in self.sequences:
             raise ValueError(f"request_id: expected a new id, got {request_id!r}, already admitted")
@@ -259,12 +293,13 @@ class KVCache:
             raise ValueError(f"request_id: all max_requests = {self.max_requests} slots are taken")
         prompt = self._prompt_of(match)
         match, run = self._match(prompt)
+        keep = self._chains.ask(match)
         self._changed()
         slot = self.sequences.add(request_id, prompt, match.num_saved_tokens)
         self._rollback_floor[slot] = match.replay_to or match.num_tokens
         if self._announcer is not None:
             self._announcer.admitted(slot, prompt)
-        self._chains.start(slot, match, run)
+        self._chains.start(slot, match, run, keep)
         count_admission(self.counters, match)
         return slot
 
@@ -286,7 +321,7 @@ class KVCache:
         slots, counts = self._vectors(slots, num_new_tokens)
         self._check_step(slots, counts)
         if not (self._tables.states and self.enable_caching):
-            return counts
+            return counts.copy()
         start = self.num_computed[slots]
         shortened: Int64 = self._chains.stops(slots, start, start + counts) - start
         return shortened
@@ -310,8 +345,10 @@ class KVCache:
         slots, counts = self._vectors(slots, num_new_tokens)
         batch = self._tables.batch_again(slots, counts)
         if batch is not None:
+            slots, counts = batch.slots, batch.counts
             start, end, longest = batch.start, batch.end, batch.longest
         else:
+            slots, counts = slots.copy(), counts.copy()  # the caller may use its buffers again
             self._check_step(slots, counts)
             start = self.num_computed[slots]
             end = start + counts
@@ -339,6 +376,9 @@ class KVCache:
                 per_group = self._tables.per_group(step)
                 worst = max(per_group, key=lambda name: per_group[name])
                 return OutOfPages(step.needed, self.pool.num_free, evictable, worst, per_group)
+            self._planned = (
+                None  # it names pages that lie deeper in the stack of free ones from here on
+            )
             self.index.evict(step.needed - self.pool.num_free)
         if step.chunk_rows.size:
             cu = np.zeros(len(slots) + 1, dtype=np.int32)
@@ -352,10 +392,11 @@ class KVCache:
         pages = self.pool.peek(step.needed)
         mapping = self._tables.fill(step, pages, cu, len(positions))
         seq_lens = end.astype(np.int32)
-        return StepPlan(
+        self._planned = plan = StepPlan(
             slots, counts, cu, seq_lens, positions, mapping, *self._tables.replays(step, cu), step.copies,
-            step.state_pages, step, self._version,
+            step.state_pages, step,
         )  # fmt: skip
+        return plan
 
     def _cu_of(self, n: int) -> Int32:
         """cu_seqlens_q of n requests with one token each."""
@@ -373,15 +414,18 @@ class KVCache:
         return slots, counts
 
     def _check_step(self, slots: Int64, counts: Int64) -> None:
-        if np.count_nonzero(counts < ONE):
-            raise ValueError(f"num_new_tokens: expected at least 1 each, got {counts.tolist()}")
+        # Those below 1 are large without a sign; sums with those past any length would overflow.
+        if np.count_nonzero((counts - ONE).view(np.uint64) >= MOST_TOKENS):
+            raise ValueError(
+                f"num_new_tokens: expected at least 1 and at most {MOST_TOKENS} each, got {counts.tolist()}"
+            )
         self.sequences.check(slots)
 
     def commit(self, plan: StepPlan, input_ids: Any, accepted: Any = None) -> Int32:
         """Make a planned step real: its rows become context, whole segments become findable.
 
         Args:
-            plan: the newest plan; nothing else was called since.
+            plan: the newest plan of this cache, with no change since (see `StepPlan`).
             input_ids: [total] ints, the tokens whose rows the step computed, in the plan's order.
             accepted: [n] ints, how many of each request's new tokens stay; all by default. At most
                 max_draft_tokens of a request may be rejected.
@@ -391,14 +435,16 @@ class KVCache:
             states. Empty without state groups.
 
         Raises:
-            ValueError: the plan is not the newest, or an argument has the wrong size. Nothing changed.
+            ValueError: the plan is not the newest, or void, or an argument has the wrong size. Nothing changed.
         """
         if plan.__class__ is not StepPlan:
             raise ValueError(f"plan: expected a StepPlan, got {plan!r}")
         ids = as_token_ids("input_ids", input_ids)
         step, slots = plan.step, plan.slots
-        if plan.version != self._version:
-            raise ValueError("plan: expected the newest plan, got one made before another change")
+        if plan is not self._planned:
+            raise ValueError(
+                "plan: expected the newest plan of this cache, got another cache's, or one made before another plan or change"
+            )
         if len(ids) != len(plan.positions):
             raise ValueError(
                 f"input_ids: expected {len(plan.positions)} tokens as planned, got {len(ids)}"
@@ -413,14 +459,14 @@ class KVCache:
             self._rollback_floor[slots] = floor
         if not self.enable_caching:
             effects = self._tables.commit(step, end, (NO_ROWS, NO_ROWS))
-            self.num_computed[slots] = end
+            self.sequences.num_computed[slots] = end
             self._tables.settle(step, effects)
             return effects.copies
         made = self._feed(plan, ids, end)
         if self._announcer is not None:
             self._announcer.computed(plan, ids, end)
         copies = self._chains.commit(step, end, made)
-        self.num_computed[slots] = end
+        self.sequences.num_computed[slots] = end
         return copies
 
     def _checked_accepted(self, plan: StepPlan, accepted: Any) -> Int64:
@@ -473,7 +519,7 @@ class KVCache:
             )
         self._changed()
         self._tables.shrink(slot, old, new)
-        self.num_computed[slot] = new
+        self.sequences.num_computed[slot] = new
 
     def lowest_rollback(self, slot: int) -> int:
         """The fewest tokens that `rollback` can leave the request of `slot`."""
@@ -516,33 +562,35 @@ class KVCache:
         Args:
             match: from `match`; its hit is looked up again.
             now: seconds on the caller's clock.
-            ttl: seconds from now.
+            ttl: seconds from now; inf for ever.
 
         Returns:
             Tokens of the pinned prefix; 0 if nothing is cached or it alone exceeds the budget.
 
         Raises:
-            ValueError: `ttl` is not positive, or `now` not a number.
+            ValueError: `ttl` is not positive, or `now` not a finite number.
         """
-        self._check_times(now, ttl)
+        expiry = self._expiry(now, ttl)
         match, run = self._match(self._prompt_of(match))
-        self._changed()
-        return self._pin(run, match.num_tokens // self.alignment, now + ttl) * self.alignment
+        self.index.tick += 1
+        return self._pin(run, match.num_tokens // self.alignment, expiry) * self.alignment
 
     def pin_request(self, request_id: Hashable, *, now: float, ttl: float) -> None:
         """Pin what is cached of a running request when it is released.
 
         Raises:
-            ValueError: the id is unknown, `ttl` is not positive, or `now` not a number.
+            ValueError: the id is unknown, `ttl` is not positive, or `now` not a finite number.
         """
-        self._check_times(now, ttl)
-        self._pin_at_release[self.slot_of(request_id)] = now + ttl
+        self._pin_at_release[self.slot_of(request_id)] = self._expiry(now, ttl)
 
-    def _check_times(self, now: float, ttl: float) -> None:
-        if math.isnan(now):
-            raise ValueError(f"now: expected seconds, got {now!r}")
-        if not ttl > 0:
+    @staticmethod
+    def _expiry(now: float, ttl: float) -> float:
+        now = as_seconds("now", now)
+        if ttl == math.inf:
+            return ttl
+        if as_seconds("ttl", ttl) <= 0:
             raise ValueError(f"ttl: expected seconds > 0, got {ttl!r}")
+        return now + ttl
 
     def _pin(self, run: Run, depth: int, expiry: float) -> int:
         """Pin the boundary `depth` on the path to `run`; returns the segments pinned."""
@@ -564,7 +612,7 @@ class KVCache:
         match, run = self._match(self._prompt_of(match))
         if not match.num_tokens:
             return False
-        self._changed()
+        self.index.tick += 1
         run = self.index.end_at(run, match.num_tokens // self.alignment)
         entry = run.points[run.depth] if self.hybrid else run
         if entry not in self.index.pins:
@@ -573,9 +621,13 @@ class KVCache:
         return True
 
     def expire_pins(self, now: float) -> int:
-        """End the pins whose time has passed; returns how many."""
+        """End the pins whose time has passed; returns how many.
+
+        Raises:
+            ValueError: `now` is not a finite number.
+        """
+        now = as_seconds("now", now)
         expired = [entry for entry, expiry in self.index.pins.items() if expiry <= now]
-        self._version += bool(expired)
         for entry in expired:
             self.index.unpin(entry)
         return len(expired)
@@ -608,7 +660,7 @@ class KVCache:
         """
         num_pages = as_int("num_pages", num_pages, 0)
         before = self.num_free_pages
-        self._version += 1
+        self._planned = None
         self.index.evict(min(num_pages, self.num_evictable_pages))
         return self.num_free_pages - before
 
@@ -626,7 +678,7 @@ class KVCache:
         return self._tables.take_deltas()
 
     def _changed(self) -> None:
-        self._version += 1
+        self._planned = None
         self.index.tick += 1
 
     # Reports.

@@ -35,6 +35,9 @@ class OutOfPages:
 class StepPlan:
     """One step of a batch, as the kernels need it. Arrays are not to be written to: some serve several plans.
 
+    It holds until the cache changes: another plan, an admission, a commit, rollback, release or eviction voids it, pins and look-ups
+    do not. `KVCache.commit` refuses a void plan.
+
     Attributes:
         slots: [n] int64 request slots, in batch order.
         num_new_tokens: [n] int64.
@@ -42,7 +45,9 @@ class StepPlan:
         seq_lens: [n] int32 tokens after the step.
         positions: [total] int64.
         slot_mapping: [num_tables, total] int64, page * block_size + row; -1 = do not write. One row a group, or
-            one for each of a group's pages_per_block (`KVCache.table_index`); rows of state groups are all -1.
+            one for each of a group's pages_per_block (`KVCache.table_index`); rows of state groups are all -1. Of a window
+            group only the tokens have a slot that queries after this step can see, or a kept boundary needs: attention must
+            take the step's own keys and values from the step (``k``, ``v``), not from the pages.
         replay_rows, replay_slots: [m] int64 rows of the step that are computed once more, and [num_tables, m] int64 where
             dense groups hold them already: their attention must take these rows from the pages, not from the step.
         copies: [m, 2] int32 pages (source, destination) to copy before the step: state snapshots that requests
@@ -62,4 +67,3 @@ class StepPlan:
     copies: Int32
     state_pages: Int32
     step: Step = field(repr=False)
-    version: int = field(repr=False)

@@ -11,6 +11,7 @@ import numpy as np
 from .hashing import Prompt
 from .index import Run
 from .spec import Int32, Int64
+from .states import SNAPSHOT
 
 if TYPE_CHECKING:
     from .manager import KVCache
@@ -152,8 +153,11 @@ def check_invariants(cache: KVCache) -> None:
             visible = np.arange(low, -(-computed // c.block_size))
             live = block.table[slot][:, visible % c.width]
             assert (live != 0).all(), "a block inside the window has no page"
+        snapshot_at = int(cache._tables.snapshot_at[slot])
+        assert snapshot_at <= computed and snapshot_at % a == 0, "a snapshot of what was taken back"
         for state in cache._tables.states:
             users.append(state.table[slot].ravel())
+            assert not snapshot_at or state.table[slot, :, SNAPSHOT].all(), "a snapshot on no page"
         for block in cache._tables.dense:
             c = block.spec
             row = block.table[slot, :, : -(-max(cached, computed) // c.block_size)]

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from .spec import Int64, Layout, ragged_arange
+from .spec import MOST_TOKENS, Int64, Layout, ragged_arange
 
 # A prompt of at least this many tokens also keeps a point at the last multiple of them.
 EDITED_TOKENS = 512
@@ -35,13 +35,18 @@ def parse_retention(retention: Retention, layout: Layout) -> int:
     Raises:
         ValueError: unknown word or group, or an interval that is not a positive multiple of `alignment`.
     """
+    interval = _interval(retention, layout)
+    return interval if interval <= MOST_TOKENS else 0  # past any sequence
+
+
+def _interval(retention: Retention, layout: Layout) -> int:
     alignment = layout.alignment
     if isinstance(retention, Mapping):
         groups = [g.name for g in layout.groups]
         unknown = sorted(set(retention) - set(groups))
         if unknown or not retention:
             raise ValueError(f"retention: expected groups out of {groups}, got {unknown}")
-        intervals = [parse_retention(r, layout) for r in retention.values()]
+        intervals = [_interval(r, layout) for r in retention.values()]
         return math.lcm(*intervals)  # 0 if any group keeps none
     if retention == "auto":
         return affordable_interval(layout)
@@ -49,7 +54,7 @@ def parse_retention(retention: Retention, layout: Layout) -> int:
         return alignment
     if retention == "latest":
         return 0
-    if isinstance(retention, bool) or not isinstance(retention, int):
+    if isinstance(retention, bool) or not isinstance(retention, (int, np.integer)):
         raise ValueError(
             f"retention: expected 'auto', 'dense', 'latest' or an int, got {retention!r}"
         )
@@ -57,7 +62,7 @@ def parse_retention(retention: Retention, layout: Layout) -> int:
         raise ValueError(
             f"retention: expected a positive multiple of the alignment {alignment}, got {retention}"
         )
-    return retention
+    return int(retention)
 
 
 def affordable_interval(layout: Layout) -> int:

@@ -55,7 +55,10 @@ class Sequences:
         return len(self._free)
 
     def __contains__(self, request_id: Hashable) -> bool:
-        return request_id in self._slots
+        try:
+            return request_id in self._slots
+        except TypeError:
+            raise ValueError(f"request_id: expected a hashable id, got {request_id!r}") from None
 
     def slot_of(self, request_id: Hashable) -> int:
         """Slot of a running request.
@@ -63,16 +66,14 @@ class Sequences:
         Raises:
             ValueError: the id is unknown.
         """
-        try:
-            return self._slots[request_id]
-        except KeyError:
-            raise ValueError(
-                f"request_id: expected an admitted request, got {request_id!r}"
-            ) from None
+        if request_id not in self:
+            raise ValueError(f"request_id: expected an admitted request, got {request_id!r}")
+        return self._slots[request_id]
 
     def add(self, request_id: Hashable, prompt: Prompt, computed: int) -> int:
         """Give a request a free slot; `computed` of its tokens are valid already."""
-        slot = self._slots[request_id] = self._free.pop()
+        slot = self._slots[request_id] = self._free[-1]
+        del self._free[-1]
         self._checked = None
         self.active[slot] = True
         self.num_computed[slot] = computed

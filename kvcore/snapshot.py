@@ -364,6 +364,7 @@ def _build(kv: KVCache, tick: int, arrays: dict[str, _Array]) -> None:
         for run in runs:
             index.policy.discard(run)
         index._useless.clear()
+        index._owed.clear()
         raise
     pool.claim(np.unique(np.concatenate([dense.ravel(), tails[tails != 0]])))
     for point in points:

@@ -14,12 +14,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import index
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 NULL_BLOCK = 0
+MOST_TOKENS = 2**31 - 1  # of a sequence, or a segment: lengths are int32
+MOST_PARTS = 1 << 16  # tables of one group
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
@@ -64,7 +67,10 @@ class GroupSpec:
                 f"sliding_window: expected None for a {self.kind} group, got {self.sliding_window!r}"
             )
         for field, low in least.items():
-            object.__setattr__(self, field, as_int(field, getattr(self, field), low))
+            high = MOST_PARTS if field == "pages_per_block" else MOST_TOKENS
+            if field in ("page_bytes", "sliding_window"):
+                high = 2**63 - 1
+            object.__setattr__(self, field, as_int(field, getattr(self, field), low, high))
 
     @property
     def tail_blocks(self) -> int:
@@ -98,9 +104,13 @@ class GroupClass:
         self.num_tables = len(tables)
         self.block_size = spec.block_size
         self.per_segment = alignment // spec.block_size
-        self.tail = spec.tail_blocks
+        # A window past the longest sequence is all of it.
+        window = min(spec.sliding_window or 1, max_len)
+        self.tail = (
+            spec.tail_blocks if spec.kind == "state" else -(-(window - 1) // spec.block_size)
+        )
         # Rows before position p that a query at p, or a query after a rollback, can see.
-        self.reach = (spec.sliding_window or 1) - 1 + drafts
+        self.reach = window - 1 + drafts
         self.live = -(-self.reach // spec.block_size)
         self.lag = -(-lookahead // spec.block_size)
         if spec.kind == "dense":
@@ -147,6 +157,10 @@ class Layout:
             )
         self.page_bytes = self.groups[0].page_bytes
         self.alignment = math.lcm(*(g.block_size for g in self.groups))
+        if self.alignment > MOST_TOKENS:
+            raise ValueError(
+                f"block_size: expected a least common multiple <= {MOST_TOKENS}, got {self.alignment:.6g}"
+            )
         self.lookahead = max(g.lookahead for g in self.groups)
         if self.lookahead > self.alignment:
             raise ValueError(
@@ -186,8 +200,8 @@ class Layout:
             ValueError: there is no such group or part.
         """
         try:
-            return self.tables.index((group, part))
-        except ValueError:
+            return self.tables.index((index(group), index(part)))
+        except (TypeError, ValueError):
             raise ValueError(
                 f"group, part: expected one of {self.tables}, got {(group, part)}"
             ) from None
@@ -197,24 +211,46 @@ class Layout:
         return self._columns[self.table(group, part)]
 
 
-def as_int(name: str, value: Any, low: int) -> int:
+def as_int(name: str, value: Any, low: int, high: int = 2**63 - 1) -> int:
     """`value` as an int.
 
     Raises:
-        ValueError: it is no int, or less than `low`.
+        ValueError: it is no int, less than `low`, or more than `high`.
     """
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < low:
         raise ValueError(f"{name}: expected an int >= {low}, got {value!r}")
+    if value > high:
+        raise ValueError(f"{name}: expected an int <= {high}, got {int(value):.6g}")
     return int(value)
 
 
+def as_seconds(name: str, value: Any) -> float:
+    """`value` as a float.
+
+    Raises:
+        ValueError: it is no number, or not finite.
+    """
+    number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(
+        value, bool
+    )
+    try:
+        if number and math.isfinite(value):
+            return float(value)
+    except OverflowError:  # an int past all floats
+        pass
+    raise ValueError(f"{name}: expected a finite number of seconds, got {value!r}")
+
+
 def as_ints(name: str, values: Any) -> Int64:
-    """`values` as an array.
+    """`values` as an array, perhaps the caller's own, which is not to be kept: the caller may use it for something else.
 
     Raises:
         ValueError: they are no ints.
     """
-    array = np.asarray(values)
+    try:
+        array = np.asarray(values)
+    except (ValueError, TypeError) as error:  # rows of several lengths, say
+        raise ValueError(f"{name}: expected ints, got {values!r}") from error
     if array.dtype != INT64:
         if array.size and array.dtype.kind not in "iu":
             raise ValueError(f"{name}: expected ints, got {array.dtype}")

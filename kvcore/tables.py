@@ -34,6 +34,7 @@ class Step:
         copies: [m, 2] pages to copy before the step (source, destination).
         state_pages: [tables, n] live pages of state tables; [0, n] where there are none.
         written: [n] position from which dense groups write. replaying: whether it is past `start` anywhere.
+        snapshot: rows that may end the step at a boundary whose state is to be kept.
         steady: one token for each of a batch of requests whose states have live pages.
     """
 
@@ -41,6 +42,7 @@ class Step:
     start: Int64
     end: Int64
     written: Int64
+    snapshot: Int64
     decode_rows: Int64
     chunk_rows: Int64
     batch: DecodeBatch | None
@@ -85,7 +87,7 @@ class Tables:
 
     Attributes:
         array: [max_requests, num_columns] int32, all tables side by side.
-        snapshot_at: [max_requests] int64 boundary of each request's newest state snapshot.
+        snapshot_at: [max_requests] int64 boundary of each request's newest state snapshot, 0 for none.
     """
 
     def __init__(
@@ -181,7 +183,7 @@ class Tables:
             for p, s in zip(states, self.states, strict=True):
                 needed += p.num_blocks * s.spec.num_tables
         return Step(
-            slots, start, end, written, decode_rows, chunk_rows, batch, decode, chunks, states, needed,
+            slots, start, end, written, snapshot, decode_rows, chunk_rows, batch, decode, chunks, states, needed,
             NO_ROWS, NO_COPIES, NO_PAGES, steady,
         )  # fmt: skip
 
@@ -388,16 +390,18 @@ class Tables:
     def _commit_states(self, step: Step, end: Int64) -> Int32:
         if step.steady:
             assert step.batch is not None and step.decode is not None
-            ending = step.batch.ending
-            if not ending.slot_list:
+            if not step.snapshot.size:
                 return NO_COPIES
+            ending = step.batch.ending
             self.snapshot_at[ending.slots] = ending.end
             return self.decodes.snapshots(step.decode)
         if step.batch is not None and not step.batch.is_steady:
             pages = step.state_pages
             step.batch.state_pages = pages[:, step.decode_rows] if step.chunk_rows.size else pages
             step.batch.is_steady = True
-        ends = (end % self.layout.alignment == 0).nonzero()[0]
+        ends = step.snapshot
+        if ends.size:
+            ends = ends[end[ends] % self.layout.alignment == 0]
         if not ends.size and not any(plan.num_blocks for plan in step.states):
             return NO_COPIES
         self.snapshot_at[step.slots[ends]] = end[ends]
@@ -482,6 +486,8 @@ class Tables:
     def shrink(self, slot: int, old: int, new: int) -> None:
         """Forget the tokens [new, old) of a request; they are in no cached segment."""
         slots = np.array([slot])
+        if self.snapshot_at[slot] > new:  # its page holds the state of tokens that are taken back
+            self.snapshot_at[slot] = 0
         for block in self.blocks:
             size = block.spec.block_size
             blocks = np.arange(-(-new // size), -(-old // size))

@@ -47,7 +47,7 @@ class Engine:
     """Drives a `KVCache` as a runner would; every read is checked, every write recorded."""
 
     def __init__(self, specs: list[GroupSpec], **options) -> None:
-        self.kv = kv = KVCache(specs, **options)
+        self.kv = kv = KVCache(specs, **({"debug": True} | options))
         self.specs = [kv.layout.groups[g] for g, _ in kv.layout.tables]
         sizes = [STATE_ROWS if g.kind == "state" else g.block_size for g in self.specs]
         self.rows = [np.full((kv.num_pages, size), POISON) for size in sizes]
@@ -143,6 +143,7 @@ class Engine:
         assert (self.rows[t].reshape(-1)[slots] == identity[list(again)]).all()
 
     def _copy(self, pages: np.ndarray) -> None:
+        assert (pages[:, 1] > 0).all(), "page 0 is the initial state of every request"
         for rows in self.rows:
             rows[pages[:, 1]] = rows[pages[:, 0]]
 

@@ -316,7 +316,8 @@ def test_clear_refuses_the_plan_made_before_it():
 
 
 def test_without_a_log_no_tokens_are_kept():
-    quiet, loud = engine(((4, None),)), engine(((4, None),), EventLog())
+    quiet = engine(((4, None),), debug=False)  # debug keeps them too
+    loud = engine(((4, None),), EventLog(), debug=False)
     assert quiet.kv.match([1, 2, 3]).prompt.tokens is None
     assert loud.kv.match([1, 2, 3]).prompt.tokens.tolist() == [1, 2, 3]
     with pytest.raises(ValueError, match="a prompt made by a cache with events"):

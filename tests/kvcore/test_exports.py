@@ -33,10 +33,12 @@ def test_both_forms_name_the_pages_of_every_visible_block(group, part):
     assert linear.shape == (4, -(-94 // spec.block_size)) and linear.dtype == np.int32
     for i, (rid, slot) in enumerate(zip(order, slots, strict=True)):
         n = e.computed(rid)
-        seen = range(max(0, n - spec.sliding_window + 1) if spec.sliding_window else 0, n)
+        # The newest token's window; the row that the next one does not see may have no page (see `test_exports_attention`).
+        seen = range(max(0, n - spec.sliding_window) if spec.sliding_window else 0, n)
         blocks = sorted({p // spec.block_size for p in seen})
+        blocks = [b for b in blocks if table[slot, b % table.shape[1]]]
+        assert set(blocks) >= {p // spec.block_size for p in seen[1:]}
         pages = [int(table[slot, b % table.shape[1]]) for b in blocks]
-        assert all(pages)
         assert rows.indices[rows.indptr[i] : rows.indptr[i + 1]].tolist() == pages
         assert rows.first_tokens[i] == (blocks[0] * spec.block_size if blocks else 0)
         if n:

@@ -104,10 +104,10 @@ def test_a_reused_prompt_keeps_its_tenant():
     e = Engine(groups((8, None)), num_pages=99, max_requests=2, max_model_len=200)
     e.run("a", [1] * 20, salt=b"a")
     match = e.kv.match([1] * 20, salt=b"b")
-    assert e.kv.match(match.prompt, salt=b"a").num_tokens == 0, "the salt was hashed in before"
+    assert e.kv.match(match.prompt).num_tokens == 0, "the salt was hashed in before"
 
 
-@pytest.mark.parametrize("salt", ["text", None, 1, bytearray(b"x")])
+@pytest.mark.parametrize("salt", ["text", 1, bytearray(b"x")])
 def test_a_salt_that_is_not_bytes_is_refused(salt):
     with pytest.raises(ValueError, match="salt: expected bytes, got"):
         cache().match([1, 2, 3], salt=salt)
@@ -170,3 +170,36 @@ def test_tokens_that_come_one_by_one_have_the_keys_of_a_prompt(lookahead):
         kv.commit(kv.plan([slot], [1]), [token])
     kv.release("x")
     assert kv.match(history).dense_tokens == (len(history) - lookahead) // 4 * 4
+
+
+def test_a_prompt_of_one_salt_is_refused_with_another():
+    """It has the keys of its own salt: it would hit what that tenant cached."""
+    kv = cache()
+    slot = kv.admit("a", kv.match([1] * 9, salt=b"a"))
+    kv.commit(kv.plan([slot], [9]), [1] * 9)
+    kv.release("a")
+    prompt = kv.match([1] * 9, salt=b"a").prompt
+    for salt in (b"b", b"", b"aa"):
+        with pytest.raises(ValueError, match="salt: expected that of the prompt"):
+            kv.match(prompt, salt=salt)
+    plain = kv.match([1] * 9).prompt
+    with pytest.raises(ValueError, match="salt: expected that of the prompt"):
+        kv.match(plain, salt=b"a")
+    assert kv.match(prompt).num_tokens == kv.match(prompt, salt=b"a").num_tokens == 8
+    assert kv.match(plain).num_tokens == kv.match(plain, salt=b"").num_tokens == 0
+
+
+def test_a_prompt_of_another_seed_is_refused():
+    """What it leaves here, no prompt of this cache would find."""
+    ours, theirs, same = cache(b"a"), cache(b"b"), cache(b"a")
+    match = theirs.match([1] * 9, salt=b"a")
+    for call in (
+        lambda: ours.match(match.prompt),
+        lambda: ours.admit("y", match),
+        lambda: ours.pin(match, now=0.0, ttl=1.0),
+        lambda: ours.unpin(match),
+    ):
+        with pytest.raises(ValueError, match="a prompt of this cache's hash_seed"):
+            call()
+    assert ours.num_free_slots == 1
+    assert ours.admit("y", same.match([1] * 9)) == 0

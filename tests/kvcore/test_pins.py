@@ -150,7 +150,7 @@ def test_bad_pins_are_named():
     assert e.kv.pin(e.kv.match(prompt), now=0.0, ttl=1.0) == 0, "nothing is cached"
     with pytest.raises(ValueError, match="ttl: expected seconds > 0, got 0"):
         e.kv.pin(e.kv.match(prompt), now=0.0, ttl=0)
-    with pytest.raises(ValueError, match="now: expected seconds, got nan"):
+    with pytest.raises(ValueError, match="now: expected a finite number of seconds, got nan"):
         e.kv.pin(e.kv.match(prompt), now=float("nan"), ttl=1.0)
     with pytest.raises(ValueError, match="request_id: expected an admitted request, got 'x'"):
         e.kv.pin_request("x", now=0.0, ttl=1.0)

@@ -263,6 +263,8 @@ class Traffic:
         if room > 0:
             kv.rollback(slot, self.draw.number(1, room))
             del self.e.tokens[r][self.e.computed(r) :]
+            if self.running[r]["snapshot"] > self.e.computed(r):
+                self.running[r]["snapshot"] = 0
 
     def release(self):
         r = self._request()

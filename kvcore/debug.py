@@ -1,0 +1,109 @@
+"""What `KVCache(debug=True)` checks besides: one call at a time, the tokens of prompts, and that no step writes page 0."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .hashing import as_token_ids
+from .plan import OutOfPages, StepPlan
+from .report import Match
+from .spec import NULL_BLOCK, Int32
+
+if TYPE_CHECKING:
+    from .manager import KVCache
+
+# All that reads or changes what a change may be in the middle of.
+CALLS = (
+    "match", "admit", "cut", "plan", "commit", "rollback", "lowest_rollback", "release", "pin", "pin_request", "unpin",
+    "expire_pins", "clear", "announce", "evict", "take_deltas", "check_invariants",
+)  # fmt: skip
+
+
+class Watch:
+    """Stands in front of the calls of one cache. A cache without it pays nothing.
+
+    Args:
+        cache: whose methods are replaced.
+    """
+
+    def __init__(self, cache: KVCache) -> None:
+        self._cache = cache
+        self._admit, self._plan, self._commit = cache.admit, cache.plan, cache.commit
+        self._prompts: dict[int, Int32] = {}  # by slot
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None  # which is in a call
+        self._call = ""
+        for name in CALLS:
+            setattr(cache, name, self._alone(name, getattr(self, name, getattr(cache, name))))
+
+    def _alone(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        """`call`, which raises where another thread is in a call."""
+
+        @wraps(call)
+        def alone(*args: Any, **kwargs: Any) -> Any:
+            me, other = threading.current_thread(), self._thread
+            if other is me:  # a call inside of a call
+                return call(*args, **kwargs)
+            if not self._lock.acquire(blocking=False):
+                raise RuntimeError(
+                    f"{name}: expected one thread at a time, got thread {me.name!r} while thread "
+                    f"{other.name if other else 'another'!r} is in {self._call}"
+                )
+            self._thread, self._call = me, name
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self._thread = None
+                self._lock.release()
+
+        return alone
+
+    def admit(self, request_id: Hashable, match: Match) -> int:
+        """`KVCache.admit`; remembers the prompt."""
+        slot = self._admit(request_id, match)
+        assert match.prompt.tokens is not None
+        self._prompts[slot] = match.prompt.tokens
+        return slot
+
+    def plan(self, slots: Any, num_new_tokens: Any) -> StepPlan | OutOfPages:
+        """`KVCache.plan`; no row that it writes may be on page 0."""
+        plan = self._plan(slots, num_new_tokens)
+        if isinstance(plan, StepPlan):
+            layout = self._cache.layout
+            for row, (group, _) in zip(plan.slot_mapping, layout.tables, strict=True):
+                pages = row[row >= 0] // layout.groups[group].block_size
+                assert (pages != NULL_BLOCK).all(), (
+                    f"a row of {layout.groups[group].name} on page 0"
+                )
+            states = [
+                t for t, (g, _) in enumerate(layout.tables) if layout.groups[g].kind == "state"
+            ]
+            assert (plan.state_pages[states] != NULL_BLOCK).all(), "a live state on page 0"
+            assert (plan.copies[:, 1] != NULL_BLOCK).all(), "a copy to page 0"
+        return plan
+
+    def commit(self, plan: StepPlan, input_ids: Any, accepted: Any = None) -> Int32:
+        """`KVCache.commit`; tokens of a prompt must be those that it was admitted with, as the keys say."""
+        ids = as_token_ids("input_ids", input_ids)
+        if plan is self._cache._planned and len(ids) == len(plan.positions):  # else it is refused
+            cu = plan.cu_seqlens_q.tolist()
+            for i, slot in enumerate(plan.slots.tolist()):
+                prompt = self._prompts.get(slot)
+                if prompt is None:
+                    continue
+                start = int(plan.positions[cu[i]])
+                known = prompt[start : start + cu[i + 1] - cu[i]]
+                wrong = (ids[cu[i] :][: len(known)] != known).nonzero()[0]
+                if wrong.size:
+                    at = int(wrong[0])
+                    raise ValueError(
+                        f"input_ids: expected {known[at]} at position {start + at} of slot {slot}, as in its prompt, got {ids[cu[i] + at]}"
+                    )
+        copies = self._commit(plan, input_ids, accepted)
+        assert np.all(copies[:, 1] != NULL_BLOCK), "a copy to page 0"
+        return copies

@@ -1,0 +1,220 @@
+"""Only the newest plan of this very cache can be committed, and what the caller does with its own arrays changes nothing."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from quire.kvcore import GroupSpec, KVCache, OutOfPages, StepPlan
+
+from .engine import Engine, groups
+from .test_faults import CASES, Fault, free_and_cached, picture, under_pressure
+
+SPECS = ((8, None), (4, 10), GroupSpec("state", "state", 4, 4096))
+
+
+def engine(**options) -> Engine:
+    base = {"num_pages": 120, "max_requests": 4, "max_model_len": 200, "max_draft_tokens": 2}
+    return Engine(groups(*SPECS), **(base | options))
+
+
+def refused(e: Engine, plan: StepPlan) -> None:
+    """`commit` refuses `plan` and changes nothing."""
+    before = e.kv.index.tick, picture(e), free_and_cached(e)
+    with pytest.raises(ValueError, match="plan: expected the newest plan of this cache"):
+        e.kv.commit(plan, [0] * len(plan.positions))
+    assert (e.kv.index.tick, picture(e), free_and_cached(e)) == before
+    e.kv.check_invariants()
+
+
+@pytest.mark.parametrize("specs", CASES.values(), ids=CASES)
+def test_a_plan_before_one_that_evicted_is_refused(specs):
+    """The pages that it names are not those that a commit would take."""
+    e, counts = under_pressure(specs)
+    old = e.kv.plan([e.slots["a"]], [1])
+    evicted = e.kv.stats()["evicted_segments"] + e.kv.stats()["evicted_resume_points"]
+    new = e.kv.plan([e.slots[r] for r in counts], list(counts.values()))
+    stats = e.kv.stats()
+    assert stats["evicted_segments"] + stats["evicted_resume_points"] > evicted
+    refused(e, old)
+    ids = [t for r, n in counts.items() for t in e.tokens[r][e.computed(r) :][:n]]
+    e.kv.commit(new, ids)
+    e.kv.check_invariants()
+
+
+@pytest.mark.parametrize("specs", CASES.values(), ids=CASES)
+def test_a_plan_before_one_that_failed_after_it_evicted_is_refused(specs, monkeypatch):
+    e, counts = under_pressure(specs)
+    old = e.kv.plan([e.slots["a"]], [1])
+
+    def fail(*args):
+        raise Fault
+
+    with monkeypatch.context() as patch:
+        patch.setattr(e.kv.pool, "peek", fail)
+        with pytest.raises(Fault):
+            e.kv.plan([e.slots[r] for r in counts], list(counts.values()))
+    refused(e, old)
+    assert isinstance(e.step(counts), StepPlan)
+    e.check()
+
+
+def test_a_plan_of_another_cache_is_refused():
+    one, two = engine(), engine()
+    for e in (one, two):
+        e.admit("a", [1] * 20)
+    theirs = two.kv.plan([two.slots["a"]], [20])
+    refused(one, theirs)
+    ours = one.kv.plan([one.slots["a"]], [20])
+    refused(one, theirs)
+    one.kv.commit(ours, [1] * 20)
+    two.kv.commit(theirs, [1] * 20)
+    for e in (one, two):
+        e.kv.check_invariants()
+
+
+def fails(call, *args) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        call(*args)
+
+
+CHANGES = {
+    "plan": lambda e: e.kv.plan([e.slots["b"]], [1]),
+    "commit": lambda e: e.kv.commit(e.kv.plan([e.slots["b"]], [1]), [2]),
+    "admit": lambda e: e.kv.admit("new", e.kv.match([9] * 9)),
+    "release": lambda e: e.kv.release("b"),
+    "rollback": lambda e: e.kv.rollback(e.slots["b"], 1),
+    "evict": lambda e: e.kv.evict(1),
+    "evict-nothing": lambda e: e.kv.evict(0),
+    "clear": lambda e: e.kv.clear(),
+}
+NO_CHANGES = {
+    "match": lambda e: e.kv.match([1] * 30),
+    "cut": lambda e: e.kv.cut([e.slots["a"]], [9]),
+    "describe": lambda e: (e.kv.describe(), e.kv.stats(), e.kv.check_invariants()),
+    "out-of-pages": lambda e: e.kv.plan([e.slots["a"]], [180]),
+    "bad-plan": lambda e: fails(e.kv.plan, [e.slots["a"]], [0]),
+    "bad-release": lambda e: fails(e.kv.release, "nobody"),
+    "bad-rollback": lambda e: fails(e.kv.rollback, e.slots["b"], 99),
+    "bad-admit": lambda e: fails(e.kv.admit, "a", e.kv.match([1])),
+    # Pins change the order of eviction alone.
+    "pin": lambda e: e.kv.pin(e.kv.match([1] * 30), now=0.0, ttl=1.0),
+    "pin-request": lambda e: e.kv.pin_request("a", now=0.0, ttl=1.0),
+    "unpin": lambda e: (
+        e.kv.pin(e.kv.match([1] * 30), now=0.0, ttl=1.0),
+        e.kv.unpin(e.kv.match([1] * 30)),
+    ),
+    "expire": lambda e: (
+        e.kv.pin(e.kv.match([1] * 30), now=0.0, ttl=1.0),
+        e.kv.expire_pins(2.0),
+    ),
+}  # fmt: skip
+
+
+def planned(**options) -> tuple[Engine, StepPlan]:
+    """An engine with a cached prefix, a decoding request b and a plan for the prompt of a."""
+    e = engine(**options)
+    e.run("old", [1] * 29, [5])
+    e.admit("b", [2] * 9)
+    e.finish_prompt("b")
+    e.decode("b", [2])
+    e.tokens["b"].append(2)
+    e.admit("a", [3] * 20)
+    plan = e.kv.plan([e.slots["a"]], [20])
+    assert isinstance(plan, StepPlan)
+    return e, plan
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_each_call_that_changes_something_voids_a_plan(change):
+    e, plan = planned()
+    change(e)
+    e.slots = {r: s for r, s in e.slots.items() if r in e.kv.sequences}
+    refused(e, plan)
+
+
+@pytest.mark.parametrize("call", NO_CHANGES.values(), ids=NO_CHANGES)
+def test_a_call_that_changes_no_page_and_no_request_voids_no_plan(call):
+    e, plan = planned(num_pages=30)
+    result = call(e)
+    with pytest.raises(ValueError, match="input_ids: expected 20 tokens"):
+        e.kv.commit(plan, [3])
+    assert call is not NO_CHANGES["out-of-pages"] or isinstance(result, OutOfPages)
+    e.kv.commit(plan, [3] * 20)
+    assert e.computed("a") == 20
+    e.kv.check_invariants()
+
+
+def test_a_plan_is_committed_once():
+    e, plan = planned()
+    e.kv.commit(plan, [3] * 20)
+    refused(e, plan)
+
+
+# The caller's arrays.
+
+
+def plain(**options) -> KVCache:
+    base = {"num_pages": 60, "max_requests": 3, "max_model_len": 100, "max_draft_tokens": 4}
+    return KVCache(groups((4, None), (4, 10)), **(base | options))
+
+
+@pytest.mark.parametrize("steps", [1, 40], ids=["first", "batch-that-lasts"])
+def test_an_engine_may_reuse_its_buffers_between_plan_and_commit(steps):
+    kv = plain()
+    slots, counts = np.zeros(1, np.int64), np.zeros(1, np.int64)
+    one, two = kv.admit("one", kv.match([1] * 9)), kv.admit("two", kv.match([2] * 9))
+    done = 0
+    for n in [8] + [1] * steps:
+        slots[:], counts[:], ids = one, n, np.full(n, 1, np.int32)
+        plan = kv.plan(slots, counts)
+        slots[:], counts[:] = two, 77
+        copies = kv.commit(plan, ids)
+        slots[:], counts[:], ids[:], copies[:] = -5, -5, -5, -5
+        done += n
+        assert kv.num_computed[[one, two]].tolist() == [done, 0]
+        kv.check_invariants()
+    kv.release("one")
+    kv.release("two")
+    assert kv.match([1] * 30).num_tokens >= 8
+
+
+def test_counts_that_change_after_the_plan_do_not_move_the_bounds_of_accepted():
+    kv = plain()
+    slot, counts = kv.admit("a", kv.match([1] * 4)), np.array([4])
+    plan = kv.plan([slot], counts)
+    counts[:] = 50
+    with pytest.raises(ValueError, match=r"accepted: expected between \[1\] and \[4\], got \[50\]"):
+        kv.commit(plan, [1] * 4, [50])
+    kv.commit(plan, [1] * 4, [4])
+
+
+def test_cut_returns_an_array_of_its_own():
+    counts = np.array([5])
+    for specs in (((4, None),), SPECS):
+        kv = KVCache(groups(*specs), num_pages=60, max_requests=3, max_model_len=100)
+        slot = kv.admit("a", kv.match([1] * 9))
+        assert not np.shares_memory(kv.cut([slot], counts), counts)
+
+
+def test_a_prompt_keeps_no_array_of_the_caller():
+    kv = plain()
+    tokens = np.arange(11, dtype=np.int32)
+    match = kv.match(tokens)
+    tokens[:] = 0
+    slot = kv.admit("a", match)
+    kv.commit(kv.plan([slot], [11]), np.arange(11))
+    kv.commit(kv.plan([slot], [1]), [11])
+    kv.release("a")
+    assert kv.match(np.arange(13)).dense_tokens == 12
+
+
+def test_lengths_and_prompt_tokens_cannot_be_written():
+    kv = plain()
+    prompt = kv.match([1] * 11).prompt
+    for array in (kv.num_computed, prompt.tail):
+        with pytest.raises(ValueError, match="read-only"):
+            array[:] = 1
+    slot = kv.admit("a", kv.match(prompt))
+    kv.commit(kv.plan([slot], [11]), [1] * 11)
+    assert kv.num_computed[slot] == 11
