@@ -85,10 +85,12 @@ class Chains:
         index.lock(run)
         if hit:
             self._tables.fill_dense(slot, 0, index.pages_between(run, 0, run.depth))
+            known = index.num_points
             point = None if match.replay_to else index.use(run)
             if point is not None:
                 self._tables.load(slot, hit, point.pages)
                 self._counters["resume_points_used"] += 1
+                self._counters["resume_points_kept"] += index.num_points - known
 
     def end(self, slot: int, computed: int) -> Run:
         """A request ends after `computed` tokens: its last boundary becomes a resume point. Returns where its prefix ends."""
@@ -302,7 +304,7 @@ class Chains:
             if self._index.add_point(self.runs[slot], boundary // a, pages):
                 made.append(pages)
                 if self._announcer is not None:
-                    self._announcer.point(slot, boundary)
+                    self._announcer.point(self.runs[slot], boundary // a)
         if made:
             self._counters["resume_points_kept"] += len(made)
             self._index.pool.hold(np.concatenate(made))

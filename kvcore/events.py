@@ -9,7 +9,9 @@ What is cached has two kinds of entries, and so have the events:
   blocks before it have hashes made from that key, since a tail is stored and removed whole.
 
 A reader that keeps these hashes knows each hit: the longest boundary whose segments are all stored, and whose
-key is stored in every group that is not dense. Keys are hashes of all tokens before; a salt never shows.
+key is stored in every group that is not dense, or which lies between two such boundaries of a chain (or the start and one) that
+are at most a tail apart in each window group (`Layout.span`; with replays, at most sliding_window - 1 tokens). Where no group is
+dense, which keys lead to a boundary is not told, and a hit between two of them may be longer than a reader expects. Keys are hashes of all tokens before; a salt never shows.
 """
 
 from __future__ import annotations
@@ -209,42 +211,16 @@ class Announcer:
         parent = self._sequences.keys(slot, first - 1, first) if first else None
         self._segments(keys, parent, first)
 
-    def point(self, slot: int, boundary: int) -> None:
-        """A request left a resume point at `boundary`."""
-        depth = boundary // self.alignment
-        first = max(0, depth - self._reach - 1)
-        self._point(split_keys(self._sequences.keys(slot, first, depth)), depth)
-
-    def everything(self, runs: Iterable[Run]) -> None:
-        """All that `runs` (parents first) hold is cached, and nothing else: for readers that know nothing, or lost track."""
-        self.log.append(AllBlocksCleared())
-        for run in runs:
-            keys = split_keys(bytes(run.keys))
-            above, node = list[bytes](), run.parent  # keys before the run, as far as tails reach
-            while node is not None and node.length and len(above) <= self._reach:
-                above = [*split_keys(bytes(node.keys)), *above][-self._reach - 1 :]
-                node = node.parent
-            self._segments(keys, above[-1] if above else None, run.start)
-            path = (*above, *keys)
-            for depth in run.depths:
-                end = len(above) + depth - run.start
-                self._point(path[max(0, end - self._reach - 1) : end], depth)
-
-    def _segments(self, keys: tuple[bytes, ...], parent: bytes | None, first: int) -> None:
-        """Record the segments of `keys`, from segment `first` on, after `parent`."""
-        if not self._dense:
-            return
-        a = self.alignment
-        tokens = np.concatenate([self.tokens[key] for key in keys])
-        self.log.append(
-            BlockStored(
-                "dense", self._dense, self._dense_names, keys, parent, first * a, tuple(tokens.tolist()), a, None,
-                self.log.medium,
-            )
-        )  # fmt: skip
-
-    def _point(self, keys: tuple[bytes, ...], depth: int) -> None:
-        """Record the resume point at segment `depth`; `keys` of the segments before it, as far as tails reach and one more."""
+    def point(self, run: Run, depth: int) -> None:
+        """There is a resume point at segment `depth` on the path to `run` now."""
+        keys: tuple[
+            bytes, ...
+        ] = ()  # of the segments before it, as far as tails reach and one more
+        node: Run | None = run
+        while node is not None and node.length and len(keys) <= self._reach:
+            first = max(0, depth - self._reach - 1 - node.start)
+            part = node.keys[first * KEY_BYTES : max(0, depth - node.start) * KEY_BYTES]
+            keys, node = split_keys(bytes(part)) + keys, node.parent
         boundary, first = depth * self.alignment, depth - len(keys)
         for c, groups, names in self._tails:
             num_blocks = min(c.tail, boundary // c.block_size)
@@ -259,6 +235,29 @@ class Announcer:
                     tuple(tokens.tolist()), c.block_size, c.spec.sliding_window, self.log.medium,
                 )
             )  # fmt: skip
+
+    def everything(self, runs: Iterable[Run]) -> None:
+        """All that `runs` (parents first) hold is cached, and nothing else: for readers that know nothing, or lost track."""
+        self.log.append(AllBlocksCleared())
+        for run in runs:
+            parent = run.parent
+            above = parent.key if parent is not None and parent.length else None
+            self._segments(split_keys(bytes(run.keys)), above, run.start)
+            for depth in run.depths:
+                self.point(run, depth)
+
+    def _segments(self, keys: tuple[bytes, ...], parent: bytes | None, first: int) -> None:
+        """Record the segments of `keys`, from segment `first` on, after `parent`."""
+        if not self._dense:
+            return
+        a = self.alignment
+        tokens = np.concatenate([self.tokens[key] for key in keys])
+        self.log.append(
+            BlockStored(
+                "dense", self._dense, self._dense_names, keys, parent, first * a, tuple(tokens.tolist()), a, None,
+                self.log.medium,
+            )
+        )  # fmt: skip
 
     def segments_removed(self, keys: bytes) -> None:
         """Segments with these keys are not cached any more."""

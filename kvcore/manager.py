@@ -109,7 +109,10 @@ class KVCache:
         root_key(hash_seed, b"")  # refuses a seed that is not bytes
         self.hybrid = layout.hybrid
         self.pool = PagePool(num_pages)
-        self.index = PrefixIndex(self.pool, layout.pages_per_segment, self.hybrid, policy)
+        self.index = PrefixIndex(
+            self.pool, layout.pages_per_segment, self.hybrid, policy,
+            layout.span(exact=replay_tokens is not None), layout.tail_between,
+        )  # fmt: skip
         self.sequences = Sequences(max_requests, self.alignment, layout.lookahead)
         self._tables = Tables(layout, max_requests, self.pool, track_deltas)
         self._announcer = None if events is None else Announcer(events, layout, self.sequences)
@@ -550,7 +553,7 @@ class KVCache:
         if not depth:
             return 0
         run = index.end_at(run, depth)
-        if index.hybrid and depth not in run.points:
+        if index.hybrid and index.point_at(run) is None:
             return 0
         index.pin(run, expiry)
         while index.num_pinned_pages > self.max_pinned_pages:
@@ -566,8 +569,8 @@ class KVCache:
             return False
         self._changed()
         run = self.index.end_at(run, match.num_tokens // self.alignment)
-        entry = run.points[run.depth] if self.hybrid else run
-        if entry not in self.index.pins:
+        entry = run.points.get(run.depth) if self.hybrid else run
+        if entry is None or entry not in self.index.pins:
             return False
         self.index.unpin(entry)
         return True
