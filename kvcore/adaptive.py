@@ -274,6 +274,26 @@ class Adaptive:
         return rate
 
     def _record(self, entry: Entry) -> Record:
+        """The record of `entry`, brought up to date; entries of its chain that were not looked at yet come before it."""
+        waiting = [entry]
+        while (before := self._unknown_before(waiting[-1])) is not None:
+            waiting.append(before)
+        for shorter in waiting[:0:-1]:
+            del self._new[shorter]
+            self._file(shorter, self._record_one(shorter))
+        return self._record_one(entry)
+
+    def _unknown_before(self, entry: Entry) -> Entry | None:
+        """The next shorter entry, if only its record tells whether `entry` ends an answer, and it has none yet."""
+        known = self._records.get(entry.key)
+        if (known is not None and known.kind) or entry.key in self._places:
+            return None
+        shorter = entry.shorter
+        if shorter is None or shorter not in self._new or shorter.key in self._records:
+            return None
+        return shorter
+
+    def _record_one(self, entry: Entry) -> Record:
         key, records = entry.key, self._records
         record = records.get(key)
         if record is None:
@@ -308,9 +328,6 @@ class Adaptive:
         shorter, visit = entry.shorter, self._visit
         if shorter is not None:
             known = self._records.get(shorter.key)
-            if known is None and shorter in self._new:
-                del self._new[shorter]
-                self._file(shorter, known := self._record(shorter))
             visit = known.visit if known is not None else None
         return visit if visit is not None and entry.depth > visit.end else None
 
