@@ -92,16 +92,20 @@ class Chains:
                 self._counters["resume_points_used"] += 1
                 self._counters["resume_points_kept"] += index.num_points - known
 
-    def end(self, slot: int, computed: int) -> Run:
-        """A request ends after `computed` tokens: its last boundary becomes a resume point. Returns where its prefix ends."""
+    def end(self, slot: int, computed: int) -> tuple[Run, int]:
+        """A request ends after `computed` tokens: its last boundary becomes a resume point.
+
+        Returns:
+            (a run on whose path its prefix ends, segments of the prefix).
+        """
         cached, run = int(self.cached[slot]), self.runs[slot]
         if self.layout.hybrid and 0 < cached <= computed:
             self._add_points([slot], [cached], [self._tables.tail(slot, cached)])
-        self._index.unlock(run)
+        run = self._index.unlock(run)
         self._tables.release(slot, cached, computed)
         self.runs[slot] = self._index.root
         self.cached[slot] = 0
-        return run
+        return run, cached // self.alignment
 
     # Before a step.
 

@@ -332,9 +332,14 @@ class PrefixIndex:
             self.policy.discard(run)
         run.locks += 1
 
-    def unlock(self, run: Run) -> None:
-        """Undo one `lock(run)`, while the request still has its tables; the path counts as used now."""
-        for node in self.path(run):
+    def unlock(self, run: Run) -> Run:
+        """Undo one `lock(run)`, while the request still has its tables; the path counts as used now.
+
+        Returns:
+            `run`, or the run below it if the two were merged.
+        """
+        path = self.path(run)
+        for node in path:
             if node.source is not None:
                 _, node.source = node.pages, None
             node.locks -= 1
@@ -342,6 +347,9 @@ class PrefixIndex:
             if node.locks == 0:
                 self.num_locked_segments -= node.length
         self._became_leaf(run)
+        for node in path:
+            run = self._merge(node)
+        return run
 
     # Growth.
 
@@ -508,6 +516,7 @@ class PrefixIndex:
             self.policy.add(entry)
         else:
             self._became_leaf(entry)
+        self._merge(run)
 
     def demote_oldest(self) -> None:
         """Unpin the entry that was pinned first."""
@@ -541,11 +550,10 @@ class PrefixIndex:
         if self.num_locked_segments == 0:
             self.announcer = None  # one record for all of them, below
         runs = list(self.runs())
-        for run in runs:
-            for depth in list(run.depths):
-                self._drop_point(run.points[depth])
+        for point in [p for run in runs for p in run.points.values()]:
+            self._drop_point(point)
         for run in reversed(runs):  # children first
-            if not run.locks:
+            if not run.locks and run.parent is not None:  # not merged meanwhile
                 if run in self.pins:
                     self.unpin(run)
                 self.policy.discard(run)
@@ -557,15 +565,15 @@ class PrefixIndex:
             announcer.cleared()
 
     def _drop_point(self, point: ResumePoint) -> None:
-        run = point.run
-        assert run is not None
         if point in self.pins:
             self.unpin(point)
+        run = point.run
+        assert run is not None
         self.policy.discard(point)
         if self.announcer is not None:
             self.announcer.point_removed(point.key, point.depth)
         del run.points[point.depth]
-        run.depths.remove(point.depth)
+        del run.depths[bisect_left(run.depths, point.depth)]
         point.run = None
         self.pool.unhold(point.pages)
         self.num_points -= 1
@@ -596,6 +604,7 @@ class PrefixIndex:
             del parent.children[run.segment_key(0)]
             run.parent, run.length = None, 0
             self._became_leaf(parent)
+            self._merge(parent)
             return
         run.cut(keep)
         self._became_leaf(run)
@@ -629,6 +638,34 @@ class PrefixIndex:
             point = upper.points[d] = run.points.pop(d)
             point.run = upper
         return upper
+
+    def _merge(self, run: Run) -> Run:
+        """Undo a split at the end of `run` that serves nobody any more: the run below, its only child, takes its segments.
+
+        No request and no pin may end there, and where the ends of runs are entries, the lower part must have been used as lately.
+
+        Returns:
+            The child, or `run` if it stays.
+        """
+        if len(run.children) != 1 or run.parent is None:
+            return run
+        (child,) = run.children.values()
+        if (run.locks, run.pins) != (child.locks, child.pins):
+            return run
+        if not self.hybrid and (run.last_used, run.num_uses) > (child.last_used, child.num_uses):
+            return run
+        parent, above = run.parent, run.pages
+        parent.children[run.segment_key(0)] = child
+        child.parent, child.start = parent, run.start
+        child.keys[:0] = run.keys
+        child._pages = np.concatenate([above, child._pages])
+        child.length += run.length
+        child.depths[:0] = run.depths
+        child.points.update(run.points)
+        for point in run.points.values():
+            point.run = child
+        run.parent, run.length, run.children, run.points, run.depths = None, 0, {}, {}, []
+        return child
 
     # Inspection.
 

@@ -500,10 +500,10 @@ class KVCache:
         """
         slot = self.slot_of(request_id)
         self._changed()
-        run = self._chains.end(slot, int(self.num_computed[slot]))
+        run, depth = self._chains.end(slot, int(self.num_computed[slot]))
         expiry = self._pin_at_release.pop(slot, None)
         if expiry is not None:
-            self._pin(run, run.depth, expiry)
+            self._pin(run, depth, expiry)
         self.sequences.remove(request_id)
         if self._announcer is not None:
             self._announcer.released(slot)
@@ -590,6 +590,9 @@ class KVCache:
 
     def announce(self) -> None:
         """Write events from which a reader learns everything that is cached now: one that comes late, or lost track.
+
+        They replace those that nobody took yet, and may be more than the log holds: each is made when it is taken
+        (`EventLog.take(most=)` takes some).
 
         Raises:
             ValueError: the cache was made without events.

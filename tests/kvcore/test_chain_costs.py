@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-
 import numpy as np
 import pytest
 
-from quire.kvcore import LRU, S3FIFO, Adaptive, CostAware, GroupSpec, KVCache, StepPlan
-from quire.kvcore.adaptive import Record
+from quire.kvcore import LRU, S3FIFO, Adaptive, CostAware, KVCache, StepPlan
 
 from .engine import groups
 
@@ -36,3 +33,65 @@ def test_a_chain_filed_deepest_first_is_evicted(policy):
         p.add(entry)
     gone = [p.pop() for _ in chain]
     assert {id(e) for e in gone} == {id(e) for e in chain} and p.pop() is None
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_policy_remembers_no_more_than_what_is_filed(policy):
+    """Every request that shares a chain takes its entry out and files it again."""
+    p, entries = policy(), [Point(depth, None) for depth in range(1, 4)]
+    for _ in range(5000):
+        for entry in entries:
+            p.discard(entry)
+            p.add(entry)
+    containers = [c for c in vars(p).values() if hasattr(c, "__len__")]
+    containers += [heap for c in containers if isinstance(c, dict) for heap in c.values() if isinstance(heap, list)]  # fmt: skip
+    assert max(map(len, containers)) <= 4 * len(entries) + 1024
+
+
+def finish(kv: KVCache, rid: object, prompt: np.ndarray) -> None:
+    match = kv.match(prompt)
+    slot, hit = kv.admit(rid, match), match.num_tokens
+    plan = kv.plan([slot], [len(prompt) - hit])
+    assert isinstance(plan, StepPlan)
+    kv.commit(plan, prompt[hit:])
+    kv.check_invariants()
+    kv.release(rid)
+
+
+@pytest.mark.parametrize("specs", [((8, None),), ((8, None), (8, 9))], ids=["dense", "hybrid"])
+def test_a_chain_that_requests_left_everywhere_is_one_run_again(specs):
+    """Each left it at another boundary, some with segments of their own, which were evicted since."""
+    kv = KVCache(groups(*specs), num_pages=4000, max_requests=2, max_model_len=4096, retention="dense")  # fmt: skip
+    chain = np.arange(800)
+    finish(kv, "first", chain)
+    for depth in range(1, 99):
+        own = [5000 + depth] * (20 if depth % 3 == 0 else 3)
+        finish(kv, depth, np.concatenate([chain[: 8 * depth], own]))
+    branches = [r for r in kv.index.runs() if not r.children]
+    for run in branches:
+        if run.start % 3 == 0 and run.length < 10:
+            for point in list(run.points.values()):
+                kv.index._drop_point(point)
+            kv.index.policy.discard(run)
+            kv.index._trim(run, run.length)
+    kv.check_invariants()
+    finish(kv, "again", np.concatenate([chain, [1]]))
+    kv.check_invariants()
+    assert len(list(kv.index.runs())) == 1
+    assert kv.match([*chain, 1]).num_tokens == 800
+
+
+def test_a_pin_at_release_outlives_the_merging_of_its_run():
+    kv = KVCache(groups((8, None), (8, 9)), num_pages=400, max_requests=2, max_model_len=400)
+    chain = np.arange(80)
+    finish(kv, "first", chain)
+    kv.admit("a", kv.match([*chain[:72], 1]))
+    kv.pin_request("a", now=0, ttl=1)
+    kv.release("a")
+    kv.check_invariants()
+    assert kv.stats()["pins"] == 1
+    (pinned,) = kv.index.pins
+    assert pinned.depth * 8 == kv.match([*chain[:72], 1]).num_tokens == 72
+    kv.clear()
+    kv.check_invariants()
+    assert kv.num_free_pages == kv.num_pages - 1

@@ -96,7 +96,7 @@ class Reader:
         """Boundaries between two resume points, or the start and one, of which the longer tail holds all in between."""
         held: set[bytes] = set()
         if self.dense:
-            for key in points:
+            for key in points & self.parents.keys():  # the other hashes are of blocks of tails
                 above, node = [], self.parents[key]
                 while node is not None and node not in points and len(above) < self.span:
                     above.append(node)
