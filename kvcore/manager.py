@@ -445,11 +445,9 @@ class KVCache:
             return self.sequences.feed_one(batch, ids)
         if batch is not None:
             self.sequences.feed_one(batch, ids[plan.cu_seqlens_q[step.decode_rows]])
-        for row in step.chunk_rows.tolist():
-            first, start = int(plan.cu_seqlens_q[row]), int(step.start[row])
-            self.sequences.feed(
-                int(step.slots[row]), start, ids[first : first + int(end[row]) - start]
-            )
+        rows = step.chunk_rows
+        first = plan.cu_seqlens_q[rows]
+        self.sequences.feed_several(step.slots[rows], step.start[rows], end[rows], ids, first)
         return None
 
     def rollback(self, slot: int, num_tokens: int) -> None:

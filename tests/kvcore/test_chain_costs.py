@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from quire.kvcore import LRU, S3FIFO, Adaptive, CostAware, KVCache, StepPlan
+from quire.kvcore import LRU, S3FIFO, Adaptive, CostAware, KVCache, Prompt, StepPlan
+from quire.kvcore.sequences import Sequences
 
 from .engine import groups
 
@@ -95,3 +96,29 @@ def test_a_pin_at_release_outlives_the_merging_of_its_run():
     kv.clear()
     kv.check_invariants()
     assert kv.num_free_pages == kv.num_pages - 1
+
+
+@pytest.mark.parametrize("lookahead", [0, 1, 3])
+def test_tokens_of_several_requests_make_the_keys_that_each_alone_makes(lookahead):
+    rng, n, a = np.random.default_rng(0), 5, 8
+    together, alone = Sequences(n, a, lookahead), Sequences(n, a, lookahead)
+    for i in range(n):
+        prompt = Prompt(rng.integers(0, 9, 3 + 4 * i), a, lookahead, b"root")
+        assert together.add(i, prompt, 0) == alone.add(i, prompt, 0)
+    slots = np.array([together.slot_of(i) for i in range(n)])
+    start = np.zeros(n, dtype=np.int64)
+    for _ in range(60):
+        counts = rng.integers(1, 3 * a if rng.random() < 0.1 else 5, n)
+        tokens = rng.integers(0, 9, int(counts.sum()) + n).astype(np.int32)
+        first = (np.cumsum(counts + 1) - counts - 1).astype(np.int32)  # one rejected token each
+        together.feed_several(slots, start, start + counts, tokens, first)
+        for i in range(n):
+            part = tokens[first[i] : first[i] + counts[i]]
+            alone.feed(int(slots[i]), int(start[i]), part)
+        start += counts
+        for slot in slots.tolist():
+            known = alone.num_keys(slot)
+            assert together.num_keys(slot) == known
+            assert together.keys(slot, 0, known) == alone.keys(slot, 0, known)
+        assert (together._open == alone._open).all()
+    assert known > 10
