@@ -26,7 +26,7 @@ import numpy as np
 
 from quire.bench import kvcore_scaling, kvcore_vllm
 from quire.bench.plot import require_matplotlib
-from quire.kvcore import GroupSpec, KVCache, StepPlan
+from quire.kvcore import LRU, Adaptive, GroupSpec, KVCache, StepPlan
 from quire.models.command import Parser, integer, output_file, program
 
 MILLION = 1 << 20
@@ -116,12 +116,17 @@ def pool_bytes(spec: str) -> Row:
 
 
 def decoding(
-    spec: list[GroupSpec], num_requests: int, context: int = CHUNK, num_pages: int = MILLION
+    spec: list[GroupSpec],
+    num_requests: int,
+    context: int = CHUNK,
+    num_pages: int = MILLION,
+    drafts: int = 0,
 ) -> tuple[KVCache, np.ndarray]:
     """A cache with so many requests, staggered around `context` tokens, and their slots."""
     cache = KVCache(
-        spec, num_pages=num_pages, max_requests=num_requests + 1, max_model_len=context + CHUNK
-    )
+        spec, num_pages=num_pages, max_requests=num_requests + 1, max_model_len=context + CHUNK,
+        max_draft_tokens=drafts,
+    )  # fmt: skip
     rng = np.random.default_rng(0)
     slots = []
     for i in range(num_requests):
@@ -174,6 +179,64 @@ def decode_step(spec: str, num_requests: int, steps: int) -> list[Row]:
         row(f"{name}_churn", spec, statistics.median(churn), "s"),
         row(f"{name}_garbage", spec, garbage(cache, slots, steps), "B"),
     ]
+
+
+def drafts_step(spec: str, num_requests: int, steps: int) -> Row:
+    """Plan and commit of four tokens for each request, of which up to three are rejected at random."""
+    cache, slots = decoding(
+        SPECS[spec], num_requests, num_pages=pool_for(spec, num_requests), drafts=3
+    )
+    counts, ids = np.full(len(slots), 4), np.zeros(4 * len(slots), dtype=np.int32)
+    rng, times = np.random.default_rng(0), []
+    for _ in range(steps):
+        accepted = rng.integers(1, 5, len(slots))
+        start = time.perf_counter()
+        cache.commit(planned(cache, slots, counts), ids, accepted)
+        times.append(time.perf_counter() - start)
+    return row(f"drafts_step_{num_requests}", spec, statistics.median(times), "s")
+
+
+def full_pool(repeats: int) -> list[Row]:
+    """Plan of 8,192 tokens where cached entries at every boundary of 16 tokens must make room, for each policy."""
+    groups = [GroupSpec("full", "dense", 16, 1), GroupSpec("sliding", "window", 16, 1, 128)]
+    rows = []
+    for policy in (Adaptive, LRU):
+        cache = KVCache(
+            groups, num_pages=MILLION >> 6, max_requests=1, max_model_len=CHUNK, retention="dense",
+            policy=policy(),
+        )  # fmt: skip
+        rng, times = np.random.default_rng(0), []
+        while len(times) < repeats:
+            tokens = rng.integers(0, 50000, CHUNK, dtype=np.int32)
+            slot, evicted = cache.admit("a", cache.match(tokens)), cache.index.num_evicted_points
+            start = time.perf_counter()
+            plan = planned(cache, [slot], [CHUNK])
+            if cache.index.num_evicted_points > evicted:
+                times.append(time.perf_counter() - start)
+            cache.commit(plan, tokens)
+            cache.release("a")
+        name = f"plan_8k_full_{policy.__name__.lower()}"
+        rows.append(row(name, "dense-16", statistics.median(times), "s"))
+    return rows
+
+
+def split_lookup(spec: str, branches: int) -> list[Row]:
+    """Look-up of a chain that requests left at each of so many boundaries, and of one that nobody left."""
+    cache = KVCache(
+        SPECS[spec], num_pages=MILLION, max_requests=1, max_model_len=MILLION, retention="dense"
+    )
+    tokens = np.arange((branches + 1) * cache.alignment, dtype=np.int32)
+    rows = []
+    for name, cuts in (("lookup_whole", 1), ("lookup_left", branches)):
+        for depth in range(cuts):
+            part = tokens[: (depth + 1) * cache.alignment + 1] if cuts > 1 else tokens
+            slot = cache.admit("a", cache.match(part))
+            prefill(cache, slot, part)
+            cache.release("a")
+        prompt = cache.match(tokens).prompt
+        times = [seconds(lambda p=prompt: cache.match(p)) for _ in range(50)]
+        rows.append(row(f"{name}_{branches}", spec, statistics.median(times), "s"))
+    return rows
 
 
 def garbage(cache: KVCache, slots: np.ndarray, steps: int) -> float:
@@ -241,8 +304,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             new.append(pool_bytes(spec))
             for n in args.requests:
                 new += decode_step(spec, n, args.steps)
+                new.append(drafts_step(spec, n, args.steps))
+            if args.repeats:
+                new += split_lookup(spec, 1024)
             print("\n".join(shown(r) for r in new), flush=True)
             new += peer_rows(spec, args)
+        rows += new
+    if args.repeats and not (args.scaling or args.plot):
+        new = full_pool(args.repeats)
+        print("\n".join(shown(r) for r in new), flush=True)
         rows += new
     if args.plot:
         kvcore_scaling.save_plot(rows, args.plot)

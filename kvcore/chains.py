@@ -89,21 +89,27 @@ class Chains:
         index.lock(run)
         if hit:
             self._tables.fill_dense(slot, 0, index.pages_between(run, 0, run.depth))
+            known = index.num_points
             point = None if match.replay_to else index.use(run)
             if point is not None:
                 self._tables.load(slot, hit, point.pages)
                 self._counters["resume_points_used"] += 1
+                self._counters["resume_points_kept"] += index.num_points - known
 
-    def end(self, slot: int, computed: int) -> Run:
-        """A request ends after `computed` tokens: its last boundary becomes a resume point. Returns where its prefix ends."""
+    def end(self, slot: int, computed: int) -> tuple[Run, int]:
+        """A request ends after `computed` tokens: its last boundary becomes a resume point.
+
+        Returns:
+            (a run on whose path its prefix ends, segments of the prefix).
+        """
         cached, run = int(self.cached[slot]), self.runs[slot]
         if self.layout.hybrid and 0 < cached <= computed:
             self._add_points([slot], [cached], [self._tables.tail(slot, cached)])
-        self._index.unlock(run)
+        run = self._index.unlock(run)
         self._tables.release(slot, cached, computed)
         self.runs[slot] = self._index.root
         self.cached[slot] = 0
-        return run
+        return run, cached // self.alignment
 
     # Before a step.
 
@@ -306,7 +312,7 @@ class Chains:
             if self._index.add_point(self.runs[slot], boundary // a, pages):
                 made.append(pages)
                 if self._announcer is not None:
-                    self._announcer.point(slot, boundary)
+                    self._announcer.point(self.runs[slot], boundary // a)
         if made:
             self._counters["resume_points_kept"] += len(made)
             self._index.pool.hold(np.concatenate(made))

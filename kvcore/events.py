@@ -9,15 +9,18 @@ What is cached has two kinds of entries, and so have the events:
   blocks before it have hashes made from that key, since a tail is stored and removed whole.
 
 A reader that keeps these hashes knows each hit: the longest boundary whose segments are all stored, and whose
-key is stored in every group that is not dense. Keys are hashes of all tokens before; a salt never shows.
+key is stored in every group that is not dense, or which lies between two such boundaries of a chain (or the start and one) that
+are at most a tail apart in each window group (`Layout.span`; with replays, at most sliding_window - 1 tokens). Where no group is
+dense, which keys lead to a boundary is not told, and a hit between two of them may be longer than a reader expects. Keys are hashes of all tokens before; a salt never shows.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from hashlib import sha256
+from itertools import islice
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -84,44 +87,91 @@ Event = BlockStored | BlockRemoved | AllBlocksCleared
 class EventLog:
     """A bounded queue of events of one cache, numbered from 0. Not for several threads at once.
 
-    When it is full the oldest event is dropped and counted: the numbers that `take` returns then have a gap. A
+    When it is full the oldest events are dropped and counted: the numbers that `take` returns then have a gap. A
     reader that sees one has lost track; `KVCache.announce` tells it everything again. So does an event that an `append` of a
     subclass raises for: the cache goes on.
 
     Args:
         capacity: events kept until they are taken.
+        max_bytes: about how much memory they may take. An event that alone takes more is dropped too.
         medium: named in each event.
 
     Attributes:
         next_number: number of the next event.
         num_dropped: events lost so far.
+        num_bytes: about how much memory the events take.
 
     Raises:
-        ValueError: capacity is below 1.
+        ValueError: capacity or max_bytes is below 1.
     """
 
-    def __init__(self, capacity: int = 100_000, *, medium: str = "GPU") -> None:
-        capacity = as_int("capacity", capacity, 1)
+    def __init__(
+        self, capacity: int = 100_000, *, max_bytes: int = 1 << 28, medium: str = "GPU"
+    ) -> None:
+        self._capacity = as_int("capacity", capacity, 1)
+        self._max_bytes = as_int("max_bytes", max_bytes, 1)
         self.medium = medium
         self.next_number = 0
         self.num_dropped = 0
-        self._events: deque[Event] = deque(maxlen=capacity)
+        self.num_bytes = 0
+        self._events: deque[Event] = deque()
+        # What comes before these: events that are made when they are taken, and how many are left of them.
+        self._announced: Iterator[Event] = iter(())
+        self._num_announced = 0
 
     def __len__(self) -> int:
-        return len(self._events)
+        return self._num_announced + len(self._events)
 
     def append(self, event: Event) -> None:
         """Add an event, at the cost of the oldest where there is no room."""
-        self.num_dropped += len(self._events) == self._events.maxlen
         self._events.append(event)
         self.next_number += 1
+        self.num_bytes += size_of(event)
+        while len(self._events) > self._capacity or self.num_bytes > self._max_bytes:
+            self._drop_announced()
+            self.num_bytes -= size_of(self._events.popleft())
+            self.num_dropped += 1
 
-    def take(self) -> tuple[int, list[Event]]:
-        """Take out all events: the number of the first (of the next to come, if there is none), and the events."""
-        first = self.next_number - len(self._events)
-        events = list(self._events)
+    def announce(self, events: Iterator[Event], number: int) -> None:
+        """Put `number` events, which are made when they are taken, in place of all that nobody took yet.
+
+        They do not count against capacity and max_bytes, and go as a whole when events after them are dropped.
+        """
+        self.next_number += number - len(self)
         self._events.clear()
+        self.num_bytes = 0
+        self._announced, self._num_announced = events, number
+
+    def _drop_announced(self) -> None:
+        self.num_dropped += self._num_announced
+        self._announced, self._num_announced = iter(()), 0
+
+    def take(self, most: int | None = None) -> tuple[int, list[Event]]:
+        """Take out the oldest events: the number of the first (of the next to come, if there is none), and the events.
+
+        Args:
+            most: how many at most; all if None.
+
+        Raises:
+            ValueError: `most` is below 1.
+        """
+        left = len(self) if most is None else min(len(self), as_int("most", most, 1))
+        first = self.next_number - len(self)
+        events = list(islice(self._announced, min(left, self._num_announced)))
+        self._num_announced -= len(events)
+        while len(events) < left:
+            event = self._events.popleft()
+            self.num_bytes -= size_of(event)
+            events.append(event)
         return first, events
+
+
+def size_of(event: Event) -> int:
+    """About how many bytes of memory an event takes: its hashes, and a pointer and an int for each token."""
+    if isinstance(event, AllBlocksCleared):
+        return 64
+    size = 400 + 80 * len(event.block_hashes)
+    return size + 36 * len(event.token_ids) if isinstance(event, BlockStored) else size
 
 
 def tail_hashes(key: bytes, num_blocks: int) -> tuple[bytes, ...]:
@@ -155,8 +205,9 @@ class Announcer:
         self.copies: Counter[bytes] = Counter()
         self._sequences = sequences
         self._prompts: list[Int32] = [np.empty(0, np.int32)] * sequences.max_requests
-        # Tokens after the prompt, a row a request; wider when one outgrows it.
-        self._answers: Int32 = np.empty((sequences.max_requests, 256), dtype=np.int32)
+        # The newest tokens after the prompt, a ring a request: those that no cached segment has yet, and room for a step.
+        self._kept = 2 * layout.alignment + layout.lookahead
+        self._answers: Int32 = np.empty((sequences.max_requests, 2 * self._kept), dtype=np.int32)
         dense = [i for i, g in enumerate(layout.groups) if g.kind == "dense"]
         self._dense = tuple(dense)
         self._dense_names = tuple(layout.groups[i].name for i in dense)
@@ -197,12 +248,20 @@ class Announcer:
             slots, columns, ids = slots[new], columns[new], ids[new]
         if not len(ids):
             return
-        needed, width = int(columns.max()) + 1, self._answers.shape[1]
-        if needed > width:
-            wider = np.empty((len(self._answers), max(needed, 2 * width)), dtype=np.int32)
-            wider[:, :width] = self._answers
-            self._answers = wider
-        self._answers[slots, columns] = ids
+        longest = int(plan.num_new_tokens.max()) if len(positions) > len(plan.slots) else 1
+        needed, width = self._kept + longest, self._answers.shape[1]
+        if needed > width or 4 * needed < width > 2 * self._kept:
+            self._resize(max(needed, 2 * self._kept))
+        self._answers[slots, columns % self._answers.shape[1]] = ids
+
+    def _resize(self, width: int) -> None:
+        """Make the rings `width` tokens long; a step that is much longer than the others leaves nothing behind."""
+        done = self._sequences.num_computed - self._sequences.prompt_len
+        columns = done[:, None] - np.arange(1, self._kept + 1)
+        rows = np.arange(len(done))[:, None]
+        rings = np.empty((len(done), width), dtype=np.int32)
+        rings[rows, columns % width] = self._answers[rows, columns % self._answers.shape[1]]
+        self._answers = rings
 
     def released(self, slot: int) -> None:
         """A request ended."""
@@ -215,64 +274,86 @@ class Announcer:
         keys = split_keys(self._sequences.keys(slot, first, last))
         a, prompt = self.alignment, self._prompts[slot]
         n = len(prompt)
-        answer = self._answers[slot, max(0, first * a - n) : max(0, last * a - n)]
+        columns = np.arange(max(0, first * a - n), max(0, last * a - n))
+        answer = self._answers[slot, columns % self._answers.shape[1]]
         parts = np.concatenate([prompt[first * a : last * a], answer]).reshape(-1, a)
         for key, tokens in zip(keys, parts, strict=True):
             if key in self.tokens:
                 self.copies[key] += 1
             self.tokens[key] = tokens.copy()
         parent = self._sequences.keys(slot, first - 1, first) if first else None
-        self._segments(keys, parent, first)
+        if self._dense:
+            self._tell(self._segments(keys, list(parts), parent, first))
 
-    def point(self, slot: int, boundary: int) -> None:
-        """A request left a resume point at `boundary`."""
-        depth = boundary // self.alignment
-        first = max(0, depth - self._reach - 1)
-        self._point(split_keys(self._sequences.keys(slot, first, depth)), depth)
+    def point(self, run: Run, depth: int) -> None:
+        """There is a resume point at segment `depth` on the path to `run` now."""
+        # Keys of the segments before it, as far as tails reach and one more.
+        keys: tuple[bytes, ...] = ()
+        node: Run | None = run
+        while node is not None and node.length and len(keys) <= self._reach:
+            first = max(0, depth - self._reach - 1 - node.start)
+            part = node.keys[first * KEY_BYTES : max(0, depth - node.start) * KEY_BYTES]
+            keys, node = split_keys(bytes(part)) + keys, node.parent
+        for event in self._point(keys, [self.tokens[key] for key in keys], depth):
+            self._tell(event)
 
     def everything(self, runs: Iterable[Run]) -> None:
-        """All that `runs` (parents first) hold is cached, and nothing else: for readers that know nothing, or lost track."""
-        self._tell(AllBlocksCleared())
-        for run in runs:
-            keys = split_keys(bytes(run.keys))
-            above, node = list[bytes](), run.parent  # keys before the run, as far as tails reach
-            while node is not None and node.length and len(above) <= self._reach:
-                above = [*split_keys(bytes(node.keys)), *above][-self._reach - 1 :]
-                node = node.parent
-            self._segments(keys, above[-1] if above else None, run.start)
-            path = (*above, *keys)
-            for depth in run.depths:
-                end = len(above) + depth - run.start
-                self._point(path[max(0, end - self._reach - 1) : end], depth)
+        """All that `runs` (parents first) hold is cached, and nothing else: for readers that know nothing, or lost track.
 
-    def _segments(self, keys: tuple[bytes, ...], parent: bytes | None, first: int) -> None:
-        """Record the segments of `keys`, from segment `first` on, after `parent`."""
-        if not self._dense:
-            return
-        a = self.alignment
-        tokens = np.concatenate([self.tokens[key] for key in keys])
-        self._tell(
-            BlockStored(
-                "dense", self._dense, self._dense_names, keys, parent, first * a, tuple(tokens.tolist()), a, None,
-                self.log.medium,
-            )
+        What is held now is noted; the events are made of it when they are taken.
+        """
+        noted: list[tuple[int, bytes, list[Int32], int, list[int]]] = []
+        number = 1
+        for run in runs:
+            # Keys of the run, and before them those that tails reach.
+            keys, node = bytes(run.keys), run.parent
+            room = (self._reach + 1) * KEY_BYTES
+            while node is not None and node.length and room:
+                above = bytes(node.keys[-room:])
+                keys, room, node = above + keys, room - len(above), node.parent
+            tokens = [self.tokens[key] for key in split_keys(keys)]
+            noted.append((run.start, keys, tokens, run.length, run.depths[:]))
+            number += bool(self._dense) + len(run.depths) * len(self._tails)
+        self.log.announce(self._noted_events(noted), number)
+
+    def _noted_events(
+        self, noted: list[tuple[int, bytes, list[Int32], int, list[int]]]
+    ) -> Iterator[Event]:
+        """Events of runs: (first segment, keys of the run and before it, their tokens, segments, boundaries of resume points)."""
+        yield AllBlocksCleared()
+        for start, packed, tokens, length, depths in noted:
+            keys = split_keys(packed)
+            above = len(keys) - length
+            if self._dense:
+                yield self._segments(
+                    keys[above:], tokens[above:], keys[above - 1] if above else None, start
+                )
+            for depth in depths:
+                end = above + depth - start
+                part = slice(max(0, end - self._reach - 1), end)
+                yield from self._point(keys[part], tokens[part], depth)
+
+    def _segments(
+        self, keys: tuple[bytes, ...], tokens: list[Int32], parent: bytes | None, first: int
+    ) -> Event:
+        """The event of segments with these keys and tokens, from segment `first` on, after `parent`."""
+        a, ids = self.alignment, tuple(np.concatenate(tokens).tolist())
+        return BlockStored(
+            "dense", self._dense, self._dense_names, keys, parent, first * a, ids, a, None, self.log.medium
         )  # fmt: skip
 
-    def _point(self, keys: tuple[bytes, ...], depth: int) -> None:
-        """Record the resume point at segment `depth`; `keys` of the segments before it, as far as tails reach and one more."""
+    def _point(self, keys: tuple[bytes, ...], tokens: list[Int32], depth: int) -> Iterator[Event]:
+        """Events of the resume point at segment `depth`; keys and tokens of the segments before it, as far as tails reach and one more."""
         boundary, first = depth * self.alignment, depth - len(keys)
         for c, groups, names in self._tails:
             num_blocks = min(c.tail, boundary // c.block_size)
             start = boundary - num_blocks * c.block_size
             within, skipped = divmod(start - first * self.alignment, self.alignment)
-            parts = [self.tokens[key] for key in keys[within:]]
-            tokens = np.concatenate([_NO_TOKENS, *parts])[skipped:]
+            ids = np.concatenate([_NO_TOKENS, *tokens[within:]])[skipped:]
             parent = keys[within - 1] if within else None
-            self._tell(
-                BlockStored(
-                    c.spec.kind, groups, names, tail_hashes(keys[-1], num_blocks), parent, start,
-                    tuple(tokens.tolist()), c.block_size, c.spec.sliding_window, self.log.medium,
-                )
+            yield BlockStored(
+                c.spec.kind, groups, names, tail_hashes(keys[-1], num_blocks), parent, start, tuple(ids.tolist()),
+                c.block_size, c.spec.sliding_window, self.log.medium,
             )  # fmt: skip
 
     def segments_removed(self, keys: bytes) -> None:

@@ -13,7 +13,7 @@ how entries compare:
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -361,48 +361,38 @@ class S3FIFO:
         if not 0 < small < 1:
             raise ValueError(f"small: expected a share in (0, 1), got {small}")
         self._share = small
-        self._small: deque[Entry] = deque()
-        self._main: deque[Entry] = deque()
-        self._place: dict[Entry, deque[Entry]] = {}
-        self._uses: dict[Entry, int] = {}
+        # Queues in order of arrival; of each entry how often it was used lately.
+        self._small: OrderedDict[Entry, int] = OrderedDict()
+        self._main: OrderedDict[Entry, int] = OrderedDict()
         self._ghosts = Ghosts(num_ghosts)
 
     def add(self, entry: Entry) -> None:
         """A new entry enters a queue; a used one is only marked."""
-        if entry in self._place:
-            self._uses[entry] = min(3, self._uses[entry] + 1)
-            return
-        self._uses[entry] = 0
-        self._enter(self._main if self._ghosts.pop(entry.key) is not None else self._small, entry)
+        for queue in (self._small, self._main):
+            if entry in queue:
+                queue[entry] = min(3, queue[entry] + 1)
+                return
+        queue = self._main if self._ghosts.pop(entry.key) is not None else self._small
+        queue[entry] = 0
 
     def discard(self, entry: Entry) -> None:
-        """Forget `entry`; its place in a queue is skipped later."""
-        self._place.pop(entry, None)
-        self._uses.pop(entry, None)
+        """Forget `entry`."""
+        self._small.pop(entry, None)
+        self._main.pop(entry, None)
 
     def pop(self) -> Entry | None:
         """The first unused entry, of the small queue while that is over its share."""
-        while self._place:
-            over = len(self._small) > self._share * len(self._place)
+        while self._small or self._main:
+            over = len(self._small) > self._share * (len(self._small) + len(self._main))
             queue = self._small if self._small and (over or not self._main) else self._main
-            entry = queue.popleft()
-            if self._place.get(entry) is not queue:
+            entry, uses = queue.popitem(last=False)
+            if uses:
+                self._main[entry] = 0 if queue is self._small else uses - 1
                 continue
-            if self._uses[entry]:
-                self._uses[entry] = 0 if queue is self._small else self._uses[entry] - 1
-                self._enter(self._main, entry)
-                continue
-            self.discard(entry)
             if queue is self._small:
                 self._ghosts.add(entry.key, 0.0)
             return entry
-        self._small.clear()
-        self._main.clear()
         return None
 
     def asked(self, keys: bytes, hit: int, kept: Sequence[int] = ()) -> None:
         """Nothing is learned from prompts."""
-
-    def _enter(self, queue: deque[Entry], entry: Entry) -> None:
-        self._place[entry] = queue
-        queue.append(entry)

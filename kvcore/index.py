@@ -3,7 +3,9 @@
 A `Run` is a stretch of segments that were cached one after another, with their keys and pages in
 arrays. Keys are chained, so a prompt that matches segment i matches all before it: a look-up is a
 binary search per run. A resume point belongs to the segment that ends at its boundary and holds the
-window pages needed to resume there; it is looked up, used and evicted whole.
+window pages needed to resume there; it is looked up, used and evicted whole. Two resume points of a chain that are no further
+apart than a window tail hold between them the tails of all boundaries in between: hits end there too, and the first one
+makes a resume point of its own.
 
 Order of eviction: dense segments past the last resume point of their chain (they can serve no hit),
 then resume points by the policy's rank. In models without window groups each chain's end is itself
@@ -13,7 +15,7 @@ on the path of a running request are locked.
 
 from __future__ import annotations
 
-from bisect import bisect_right, insort
+from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
@@ -50,13 +52,7 @@ class ResumePoint:
     @property
     def shorter(self) -> ResumePoint | None:
         """The resume point before it."""
-        node = self.run
-        while node is not None:
-            i = bisect_right(node.depths, self.depth - 1)
-            if i:
-                return node.points[node.depths[i - 1]]
-            node = node.parent
-        return None
+        return PrefixIndex._point_before(self.run, self.depth)
 
     @property
     def gain(self) -> int:
@@ -196,14 +192,18 @@ class PrefixIndex:
         pages_per_segment: dense pages of one segment, all groups.
         hybrid: there are window groups, so a hit needs a resume point.
         policy: chooses entries for eviction.
+        span, tail_between: see `Layout.span`, `Layout.tail_between`.
     """
 
     def __init__(
-        self, pool: PagePool, pages_per_segment: int, hybrid: bool, policy: EvictionPolicy
-    ) -> None:
+        self, pool: PagePool, pages_per_segment: int, hybrid: bool, policy: EvictionPolicy, span: int,
+        tail_between: Callable[[int, int, Int32 | None, int, Int32], Int32],
+    ) -> None:  # fmt: skip
         self.pool = pool
         self.pages_per_segment = pages_per_segment
         self.hybrid = hybrid
+        self.span = span
+        self._tail_between = tail_between
         self.policy = policy
         self.tick = 0
         self.num_segments = 0
@@ -243,15 +243,51 @@ class PrefixIndex:
     def resumable(self, run: Run, depth: int, limit: int) -> int:
         """Longest boundary <= min(depth, limit) on the path to `run` that a request can resume at."""
         limit = min(depth, limit)
-        if not self.hybrid:
+        if not self.hybrid or not limit:
             return limit
-        node: Run | None = run
-        while node is not None:
-            i = bisect_right(node.depths, limit)
+        run = self._run_of(run, limit)
+        point = self._point_before(run, limit + 1)
+        last = 0 if point is None else point.depth
+        most = last + self.span
+        boundary, below = limit, None  # on another path than over the run `below`
+        while boundary > last:
+            if boundary < most and self._point_after(run, boundary, most, below) is not None:
+                return boundary
+            assert run.parent is not None
+            boundary, below, run = run.start, run, run.parent
+        return last
+
+    def _run_of(self, run: Run, depth: int) -> Run:
+        """The run of segment `depth - 1` on the path to `run`."""
+        while run.start >= depth:
+            assert run.parent is not None
+            run = run.parent
+        return run
+
+    @staticmethod
+    def _point_before(run: Run | None, depth: int) -> ResumePoint | None:
+        """The last resume point before boundary `depth` on the path to `run`."""
+        while run is not None:
+            i = bisect_left(run.depths, depth)
             if i:
-                return node.depths[i - 1]
-            node = node.parent
-        return 0
+                return run.points[run.depths[i - 1]]
+            run = run.parent
+        return None
+
+    @staticmethod
+    def _point_after(run: Run, depth: int, most: int, but: Run | None = None) -> ResumePoint | None:
+        """A resume point past boundary `depth` of `run`, at most at `most`, there or below, but not on the path over `but`."""
+        i = bisect_right(run.depths, depth)
+        if i < len(run.depths):
+            return run.points[run.depths[i]] if run.depths[i] <= most else None
+        runs = [child for child in run.children.values() if child is not but]
+        while runs:
+            run = runs.pop()
+            if run.start < most and not run.depths:
+                runs.extend(run.children.values())
+            elif run.depths and run.depths[0] <= most:
+                return run.points[run.depths[0]]
+        return None
 
     def pages_between(self, run: Run, first: int, end: int) -> Int32:
         """Pages of segments [first, end) on the path to `run`: [end - first, pages_per_segment]."""
@@ -299,9 +335,14 @@ class PrefixIndex:
             self._file(run, False)
         run.locks += 1
 
-    def unlock(self, run: Run) -> None:
-        """Undo one `lock(run)`, while the request still has its tables; the path counts as used now."""
-        for node in self.path(run):
+    def unlock(self, run: Run) -> Run:
+        """Undo one `lock(run)`, while the request still has its tables; the path counts as used now.
+
+        Returns:
+            `run`, or the run below it if the two were merged.
+        """
+        path = self.path(run)
+        for node in path:
             if node.source is not None:
                 _, node.source = node.pages, None
             node.locks -= 1
@@ -309,6 +350,9 @@ class PrefixIndex:
             if node.locks == 0:
                 self.num_locked_segments -= node.length
         self._became_leaf(run)
+        for node in path:
+            run = self._merge(node)
+        return run
 
     # Growth.
 
@@ -393,9 +437,7 @@ class PrefixIndex:
 
         If True, the caller calls `pool.hold(pages)`, once for all points of a step.
         """
-        while run.start >= depth:
-            assert run.parent is not None
-            run = run.parent
+        run = self._run_of(run, depth)
         point = run.points.get(depth)
         if point is not None:
             self._used(point)
@@ -414,10 +456,28 @@ class PrefixIndex:
         if not self.hybrid:
             run.num_uses += 1
             return None
-        point = run.points[run.depth]
+        point = self.point_at(run)
+        assert point is not None
         point.num_uses += 1
         self._used(point)
         return point
+
+    def point_at(self, run: Run) -> ResumePoint | None:
+        """The resume point at the end of `run`, made out of its neighbours where there is none yet; None where they are too far."""
+        depth = run.depth
+        if depth not in run.points:
+            before = self._point_before(run, depth)
+            last = 0 if before is None else before.depth
+            after = self._point_after(run, depth, last + self.span)
+            if after is None:
+                return None
+            tail = None if before is None else before.pages
+            pages = self._tail_between(depth, last, tail, after.depth, after.pages)
+            self.add_point(run, depth, pages)
+            self.pool.hold(pages)
+            if self.announcer is not None:
+                self.announcer.point(run, depth)
+        return run.points[depth]
 
     def _used(self, point: ResumePoint) -> None:
         point.last_used = self.tick
@@ -471,6 +531,7 @@ class PrefixIndex:
             self._file(entry)
         else:
             self._became_leaf(entry)
+        self._merge(run)
 
     def demote_oldest(self) -> None:
         """Unpin the entry that was pinned first."""
@@ -516,11 +577,10 @@ class PrefixIndex:
         if self.num_locked_segments == 0:
             self.announcer = None  # one record for all of them, below
         runs = list(self.runs())
-        for run in runs:
-            for depth in list(run.depths):
-                self._drop_point(run.points[depth])
+        for point in [p for run in runs for p in run.points.values()]:
+            self._drop_point(point)
         for run in reversed(runs):  # children first
-            if not run.locks:
+            if not run.locks and run.parent is not None:  # not merged meanwhile
                 if run in self.pins:
                     self.unpin(run)
                 self._file(run, False)
@@ -532,15 +592,15 @@ class PrefixIndex:
             announcer.cleared()
 
     def _drop_point(self, point: ResumePoint) -> None:
-        run = point.run
-        assert run is not None
         if point in self.pins:
             self.unpin(point)
+        run = point.run
+        assert run is not None
         self._file(point, False)
         if self.announcer is not None:
             self.announcer.point_removed(point.key, point.depth)
         del run.points[point.depth]
-        run.depths.remove(point.depth)
+        del run.depths[bisect_left(run.depths, point.depth)]
         point.run = None
         self.pool.unhold(point.pages)
         self.num_points -= 1
@@ -571,6 +631,7 @@ class PrefixIndex:
             del parent.children[run.segment_key(0)]
             run.parent, run.length = None, 0
             self._became_leaf(parent)
+            self._merge(parent)
             return
         run.cut(keep)
         self._became_leaf(run)
@@ -606,6 +667,34 @@ class PrefixIndex:
             point = upper.points[d] = run.points.pop(d)
             point.run = upper
         return upper
+
+    def _merge(self, run: Run) -> Run:
+        """Undo a split at the end of `run` that serves nobody any more: the run below, its only child, takes its segments.
+
+        No request and no pin may end there, and where the ends of runs are entries, the lower part must have been used as lately.
+
+        Returns:
+            The child, or `run` if it stays.
+        """
+        if len(run.children) != 1 or run.parent is None:
+            return run
+        (child,) = run.children.values()
+        if (run.locks, run.pins) != (child.locks, child.pins):
+            return run
+        if not self.hybrid and (run.last_used, run.num_uses) > (child.last_used, child.num_uses):
+            return run
+        parent, above = run.parent, run.pages
+        parent.children[run.segment_key(0)] = child
+        child.parent, child.start = parent, run.start
+        child.keys[:0] = run.keys
+        child._pages = np.concatenate([above, child._pages])
+        child.length += run.length
+        child.depths[:0] = run.depths
+        child.points.update(run.points)
+        for point in run.points.values():
+            point.run = child
+        run.parent, run.length, run.children, run.points, run.depths = None, 0, {}, {}, []
+        return child
 
     # Inspection.
 

@@ -127,7 +127,10 @@ class KVCache:
         root_key(hash_seed, b"")  # refuses a seed that is not bytes
         self.hybrid = layout.hybrid
         self.pool = PagePool(num_pages)
-        self.index = PrefixIndex(self.pool, layout.pages_per_segment, self.hybrid, policy)
+        self.index = PrefixIndex(
+            self.pool, layout.pages_per_segment, self.hybrid, policy,
+            layout.span(exact=replay_tokens is not None), layout.tail_between,
+        )  # fmt: skip
         self.sequences = Sequences(max_requests, self.alignment, layout.lookahead)
         self._tables = Tables(layout, max_requests, self.pool, track_deltas)
         self._announcer = None if events is None else Announcer(events, layout, self.sequences)
@@ -488,11 +491,9 @@ class KVCache:
             return self.sequences.feed_one(batch, ids)
         if batch is not None:
             self.sequences.feed_one(batch, ids[plan.cu_seqlens_q[step.decode_rows]])
-        for row in step.chunk_rows.tolist():
-            first, start = int(plan.cu_seqlens_q[row]), int(step.start[row])
-            self.sequences.feed(
-                int(step.slots[row]), start, ids[first : first + int(end[row]) - start]
-            )
+        rows = step.chunk_rows
+        first = plan.cu_seqlens_q[rows]
+        self.sequences.feed_several(step.slots[rows], step.start[rows], end[rows], ids, first)
         return None
 
     def rollback(self, slot: int, num_tokens: int) -> None:
@@ -543,10 +544,10 @@ class KVCache:
         """
         slot = self.slot_of(request_id)
         self._changed()
-        run = self._chains.end(slot, int(self.num_computed[slot]))
+        run, depth = self._chains.end(slot, int(self.num_computed[slot]))
         expiry = self._pin_at_release.pop(slot, None)
         if expiry is not None:
-            self._pin(run, run.depth, expiry)
+            self._pin(run, depth, expiry)
         self.sequences.remove(request_id)
         if self._announcer is not None:
             self._announcer.released(slot)
@@ -598,7 +599,7 @@ class KVCache:
         if not depth:
             return 0
         run = index.end_at(run, depth)
-        if index.hybrid and depth not in run.points:
+        if index.hybrid and index.point_at(run) is None:
             return 0
         index.pin(run, expiry)
         while index.num_pinned_pages > self.max_pinned_pages:
@@ -614,8 +615,8 @@ class KVCache:
             return False
         self.index.tick += 1
         run = self.index.end_at(run, match.num_tokens // self.alignment)
-        entry = run.points[run.depth] if self.hybrid else run
-        if entry not in self.index.pins:
+        entry = run.points.get(run.depth) if self.hybrid else run
+        if entry is None or entry not in self.index.pins:
             return False
         self.index.unpin(entry)
         return True
@@ -639,6 +640,9 @@ class KVCache:
 
     def announce(self) -> None:
         """Write events from which a reader learns everything that is cached now: one that comes late, or lost track.
+
+        They replace those that nobody took yet, and may be more than the log holds: each is made when it is taken
+        (`EventLog.take(most=)` takes some).
 
         Raises:
             ValueError: the cache was made without events.

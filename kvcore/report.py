@@ -98,6 +98,11 @@ def describe(cache: KVCache) -> str:
             f"retention {cache.retention!r}: {retention}; "
             f"{layout.pages_per_point} pages each ({layout.pages_per_point * mib:.3g} MiB)"
         )
+        if cache.index.span > 1:
+            lines.append(
+                f"resume points at most {min(cache.index.span * a, cache.max_model_len)} tokens apart also hold what the "
+                f"boundaries between them need"
+            )
     for g in layout.groups:
         pages = f", {g.pages_per_block} pages a block" if g.pages_per_block > 1 else ""
         ahead = f", keys cover {g.lookahead} tokens ahead" if g.lookahead else ""

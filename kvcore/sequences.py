@@ -13,7 +13,7 @@ import numpy as np
 
 from .decode import ONE, DecodeBatch
 from .hashing import KEY_BYTES, Prompt, next_key
-from .spec import Int32, Int64
+from .spec import Int32, Int64, ragged_arange
 
 
 class Sequences:
@@ -164,6 +164,24 @@ class Sequences:
             more[slot] += key
             made.append(key)
         return None if k else made
+
+    def feed_several(
+        self, slots: Int64, start: Int64, end: Int64, tokens: Int32, first: Int32
+    ) -> None:
+        """Tokens [start, end) [n] of each request, which begin at index `first` [n] of `tokens`; those of prompts are known."""
+        a, k = self.alignment, self.lookahead
+        begin = np.maximum(start, self.prompt_len[slots])
+        counts = np.maximum(end - begin, 0)
+        columns, stop = np.where(begin < a + k, (begin, np.full_like(begin, a + k)), ((begin - k) % a, np.full_like(begin, a)))  # fmt: skip
+        source = first + (begin - start)
+        ending = columns + counts >= stop  # these make keys, one by one
+        for i in ending.nonzero()[0].tolist():
+            at = int(source[i])
+            self.feed(int(slots[i]), int(begin[i]), tokens[at : at + int(counts[i])])
+        counts[ending] = 0
+        places = slots * self._width + columns
+        rows, places_of = ragged_arange(places, counts)
+        self._flat[places_of] = tokens[places_of + (source - places)[rows]]
 
     def feed(self, slot: int, start: int, tokens: Int32) -> None:
         """Several tokens of one request, from position `start` on; those of its prompt are known."""

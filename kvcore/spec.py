@@ -193,6 +193,41 @@ class Layout:
             c.tail_offset = self.pages_per_point
             self.pages_per_point += c.num_tables * c.tail
 
+    def span(self, exact: bool) -> int:
+        """How far apart, in segments, two resume points of a chain may be so that they hold all tails in between; 0: no two do.
+
+        Args:
+            exact: count only rows that a point's own boundary sees: others in the first block of its tail may be wrong.
+        """
+        windows = [c for c in self.classes if c.tail]
+        if any(c.spec.kind == "state" for c in windows):
+            return 0
+        reach = [
+            (c.spec.sliding_window or 1) - 1 if exact else c.tail * c.block_size for c in windows
+        ]
+        return min(reach, default=1 << 62) // self.alignment
+
+    def tail_between(
+        self, depth: int, first: int, before: Int32 | None, last: int, after: Int32
+    ) -> Int32:
+        """Pages of the tail of boundary `depth` (in segments) between two others no further apart than `span`.
+
+        Args:
+            first, before: the boundary before it, and the pages [pages_per_point] of its tail; 0 and None for the start.
+            last, after: the same of the boundary after it.
+        """
+        pages: Int32 = np.zeros(self.pages_per_point, dtype=np.int32)
+        for c in self.classes:
+            columns = slice(c.tail_offset, c.tail_offset + c.num_tables * c.tail)
+            shape = c.num_tables, c.tail
+            tail, longer = pages[columns].reshape(shape), after[columns].reshape(shape)
+            passed, ahead = (depth - first) * c.per_segment, (last - depth) * c.per_segment
+            cut = max(0, c.tail - passed)  # columns from here on are past the boundary before
+            tail[:, cut:] = longer[:, cut - ahead : c.tail - ahead]
+            if before is not None:
+                tail[:, :cut] = before[columns].reshape(shape)[:, c.tail - cut :]
+        return pages
+
     def table(self, group: int, part: int = 0) -> int:
         """Row of a slot mapping, and number of the table, of part `part` of `group`'s blocks.
 

@@ -17,7 +17,7 @@ def test_the_figures_have_the_names_that_others_read(tmp_path, capsys):
     )
     rows = json.loads(path.read_text())
     names = {r["name"]: r for r in rows}
-    assert {"pool_1m_bytes", "decode_step_3", "decode_step_3_churn"} <= set(names)
+    assert {"pool_1m_bytes", "decode_step_3", "decode_step_3_churn", "drafts_step_3"} <= set(names)
     assert all(set(r) == {"name", "spec", "value", "unit"} and r["spec"] == "v4" for r in rows)
     assert names["decode_step_3"]["unit"] == "s" and 0 < names["decode_step_3"]["value"] < 1
     assert names["pool_1m_bytes"]["unit"] == "B"
@@ -57,3 +57,13 @@ def test_more_groups_are_windows_like_the_first():
     groups = kvcore_scaling.some_groups("v4", 8)
     assert [g.kind for g in groups] == ["dense", "window", "window", "state"] + ["window"] * 4
     assert len({g.name for g in groups}) == 8 and np.all([g.page_bytes == 1 for g in groups])
+
+
+def test_a_chain_that_was_left_everywhere_is_looked_up_and_a_full_pool_makes_room(monkeypatch):
+    monkeypatch.setattr(kvcore, "CHUNK", 1024)
+    monkeypatch.setattr(kvcore, "MILLION", 1 << 17)
+    rows = [*kvcore.split_lookup("v4", 8), *kvcore.full_pool(1)]
+    assert [r["name"] for r in rows] == [
+        "lookup_whole_8", "lookup_left_8", "plan_8k_full_adaptive", "plan_8k_full_lru",
+    ]  # fmt: skip
+    assert all(0 < r["value"] < 10 and r["unit"] == "s" for r in rows)

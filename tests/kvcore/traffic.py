@@ -58,8 +58,13 @@ def replay_tokens(specs, layers: int | None) -> int | None:
 class Naive:
     """What should hit: prefixes as tuples, with the lookahead of drafters in the key."""
 
-    def __init__(self, layout, interval: int) -> None:
+    def __init__(self, layout, interval: int, replays: bool) -> None:
         self.a, self.hybrid, self.interval = layout.alignment, layout.hybrid, interval
+        # Two boundaries no further apart hold the tails of those between them.
+        windows = [g for g in layout.groups if g.kind == "window" and g.sliding_window > 1]
+        size = [1 if replays else g.block_size for g in windows]
+        reach = [-(-(g.sliding_window - 1) // n) * n for g, n in zip(windows, size, strict=True)]
+        self.span = min(reach, default=MAX_LEN)
         self.ahead = max(g.lookahead for g in layout.groups)
         self.stateful = any(g.kind == "state" for g in layout.groups)
         self.dense: set[tuple] = set()
@@ -76,13 +81,27 @@ class Naive:
 
     def hit(self, prompt: list[int], salt: bytes) -> int:
         n = min(self.dense_hit(prompt, salt), (len(prompt) - 1) // self.a * self.a)
-        while n and self.hybrid and self.key(prompt, salt, n) not in self.points:
+        while n and self.hybrid and not self.resumable(prompt, salt, n):
             n -= self.a
         return n
+
+    def resumable(self, prompt: list[int], salt: bytes, n: int) -> bool:
+        key = self.key(prompt, salt, n)
+        if key in self.points or self.stateful:
+            return key in self.points
+        before = max(
+            b for b in range(0, n, self.a) if not b or self.key(prompt, salt, b) in self.points
+        )
+        return any(
+            n < b <= before + self.span and s == salt and tuple(rest[: n + self.ahead]) == key[2:]
+            for b, s, *rest in self.points
+        )
 
     def admit(self, prompt, salt, hit: int, dense: int, replay_to: int | None) -> dict:
         """State of a running request."""
         p = len(prompt)
+        if hit and replay_to is None and self.hybrid:
+            self.points.add(self.key(prompt, salt, hit))
         keep = {(p - 1) // self.a * self.a, p // self.a * self.a, dense}
         cached = replay_to or hit
         return {
@@ -144,7 +163,9 @@ class Traffic:
             retention=retention, max_draft_tokens=draw.one([0, 3]), policy=policy(), max_pinned_pages=MAX_PINNED,
             replay_tokens=replay_tokens(specs, draw.one([None, 1, 3])),
         )  # fmt: skip
-        self.model = Naive(self.e.kv.layout, self.e.kv.interval)
+        self.model = Naive(
+            self.e.kv.layout, self.e.kv.interval, self.e.kv.replay_tokens is not None
+        )
         self.history: list[list[int]] = [[]]
         self.running: dict[int, dict] = {}
         self.next_id = 0
@@ -277,7 +298,10 @@ class Traffic:
     def pin(self):
         prompt, ttl = self._prompt(), self.draw.one([1.0, 100.0])
         expected = self.model.hit(prompt, b"")
-        assert self.e.kv.pin(self.e.kv.match(prompt), now=self.next_id, ttl=ttl) <= expected
+        pinned = self.e.kv.pin(self.e.kv.match(prompt), now=self.next_id, ttl=ttl)
+        assert pinned <= expected
+        if (n := self.e.kv.match(prompt).num_tokens) and self.model.hybrid:
+            self.model.points.add(self.model.key(prompt, b"", n))
         assert self.e.kv.stats()["pinned_pages"] <= MAX_PINNED
 
     def pin_request(self):
