@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 from quire.kvcore import GroupSpec, KVCache, StepPlan, linear_table, paged_rows, snapshot
 
 from .digest import digest

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import math
 import random
 import time
 import traceback
@@ -32,8 +31,8 @@ from quire.kvcore import (
     KVCache,
     OutOfPages,
     Ranked,
+    snapshot,
 )
-from quire.kvcore import snapshot
 
 from .device import POISON, Device, Request, Text
 from .digest import digest
