@@ -35,9 +35,8 @@ class Misuse:
         if old is None:
             return
         newer = None
-        way = self.rng.choice(
-            ("plan", "plan", "commit", "admit", "release", "evict", "clear", "rollback")
-        )
+        ways = ["plan", "plan", "commit", "release", "evict", "clear", "rollback"]
+        way = self.rng.choice(ways + ["admit"] * (self.kv.num_free_slots > 0))
         before = digest(self.kv)
         if way == "plan":
             newer = self._plan_one()
