@@ -150,6 +150,7 @@ class Misuse:
         calls += [lambda f, s=s: f(kv, 0, [s]) for s in idle]
         calls += [lambda f, g=g: f(kv, g, []) for g, kind in enumerate(kinds) if kind == "state"]
         refused = [lambda: snapshot.loads(kv, damaged), lambda: snapshot.loads(kv, b"")]
+        refused.append(lambda: KVCache(self.specs, **{**self.options, "policy": self.policy}))
         refused += [lambda c=c, f=f: c(f) for c in calls for f in (linear_table, paged_rows)]
         for call in refused:
             try:
@@ -157,4 +158,4 @@ class Misuse:
             except ValueError:
                 self.calls["refused"] += 1
                 continue
-            raise AssertionError("a wrong export or restore was accepted")
+            raise AssertionError("a wrong export or restore, or a policy in use, was accepted")

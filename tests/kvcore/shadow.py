@@ -72,15 +72,18 @@ POLICIES = (Adaptive, LRU, CostAware, S3FIFO, Moody)
 
 
 def random_groups(rng: random.Random) -> list[GroupSpec]:
-    """A mix of groups whose segments have at most 32 tokens; about a third have no dense group."""
+    """A mix of groups whose segments have at most 32 tokens, some of them without a dense group, some with drafters' rows."""
     base, specs = rng.choice((1, 2, 3, 4, 4, 8)), []
     kinds = rng.choices(("dense", "window", "state"), (4, 4, 2), k=rng.choice((1, 2, 2, 3, 3, 4)))
+    if rng.random() < 0.1:  # what a hybrid model with a drafter has
+        specs, base = [GroupSpec("draft", "dense", 4, 4096, lookahead=rng.randint(1, 3))], 4
+        kinds[0] = "state"
     for i, kind in enumerate(kinds):
         size = base * rng.choice((1, 1, 2, 4))
         window = (
             rng.choice((1, 2, size, size + 1, rng.randint(1, 40))) if kind == "window" else None
         )
-        ahead = rng.choice((1, 1, 2, 3)) if kind != "state" and rng.random() < 0.2 else 0
+        ahead = rng.choice((1, 1, 2, 3)) if kind != "state" and rng.random() < 0.25 else 0
         specs.append(
             GroupSpec(
                 f"g{i}", kind, size, 4096, window, rng.choice((1, 1, 1, 2, 3)), min(ahead, base)
@@ -92,7 +95,7 @@ def random_groups(rng: random.Random) -> list[GroupSpec]:
 def options_of(rng: random.Random, specs: list[GroupSpec]) -> dict:
     """Arguments of a cache of these groups."""
     max_len = rng.choice((40, 150, 150, 150, 700))
-    drafts = rng.choice((0, 0, 1, 3, 6))
+    drafts = rng.choice((0, 1, 3, 6))
     need = 0  # pages of the longest request
     for g in specs:
         blocks = {"dense": max_len, "window": (g.sliding_window or 0) + drafts + 64, "state": 0}
@@ -195,6 +198,14 @@ class Life(Misuse):
 
     def bits(self, low: int, high: int) -> list[int]:
         return self.rng.choices((0, 1), k=self.rng.randint(low, high))
+
+    def number(self, low: int, high: int, start: int) -> int:
+        """A number of tokens from position `start` on, often one that ends at a boundary or beside it."""
+        a = self.kv.alignment
+        near = (start + high) // a * a - start + self.rng.choice((-1, 0, 0, 0, 1))
+        if low <= near <= high and self.rng.random() < 0.4:
+            return near
+        return self.rng.randint(low, high)
 
     def order(self, requests: list[Request]) -> list[Request]:
         return self.rng.sample(requests, len(requests))
@@ -358,22 +369,21 @@ class Life(Misuse):
         drafts = self.kv.max_draft_tokens
         for r in self.order(self.requests):
             left, room = len(r.text) - r.computed, self.kv.max_model_len - len(r.text)
-            if rng.random() < 0.4 or left + room == 0:
+            if rng.random() < 0.4:
                 continue
             if left:
-                counts[r] = rng.randint(1, min(left, rng.choice((1, 8, 64, left))))
+                counts[r] = self.number(1, min(left, rng.choice((1, 8, 64, left))), r.computed)
             elif room:
                 r.text.extend(self.bits(1, min(room, rng.choice((1, drafts + 1, 3 * drafts + 1)))))
                 counts[r] = len(r.text) - r.computed
-            else:
-                continue
         if counts and rng.random() < 0.4:
             slots = self.lend([r.slot for r in counts])
             cut = self.call("cut", slots, self.lend(counts.values())).tolist()
             assert all(1 <= c <= n for c, n in zip(cut, counts.values(), strict=True))
             counts = dict(zip(counts, cut, strict=True))
         for r, n in counts.items():
-            accepted[r] = n - rng.randint(0, min(n - 1, drafts))
+            given = r.computed + n <= r.text.num_given and rng.random() < 0.8
+            accepted[r] = n if given else self.number(max(1, n - drafts), n, r.computed)
         self._settle(counts, accepted if counts != accepted or rng.random() < 0.3 else None)
 
     def _settle(self, counts, accepted=None) -> bool:
@@ -416,10 +426,10 @@ class Life(Misuse):
             low = self.call("lowest_rollback", r.slot)
             assert low <= r.computed
             if low < r.computed:
-                r_new = self.rng.choice((low, self.rng.randint(low, r.computed - 1)))
-                self.call("rollback", r.slot, r.computed - r_new)
-                r.computed = r_new
-                r.text.cut(r_new)
+                left = self.rng.choice((low, self.rng.randint(low, r.computed - 1)))
+                self.call("rollback", r.slot, r.computed - left)
+                r.computed = left
+                r.text.cut(left)
                 self.promises.rollback(r)
                 return
 
