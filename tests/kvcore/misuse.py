@@ -145,17 +145,17 @@ class Misuse:
     def _wrong_functions(self, idle: list[int], damaged: bytes) -> None:
         """Exports of what is not there, and restoring into a cache in use, or what is damaged."""
         kv = self.kv
-        kinds = [g.kind for g in kv.layout.groups]
-        calls = [lambda f: f(kv, len(kinds), []), lambda f: f(kv, 0, [kv.max_requests])]
-        calls += [lambda f, s=s: f(kv, 0, [s]) for s in idle]
-        calls += [lambda f, g=g: f(kv, g, []) for g, kind in enumerate(kinds) if kind == "state"]
-        refused = [lambda: snapshot.loads(kv, damaged), lambda: snapshot.loads(kv, b"")]
-        refused.append(lambda: KVCache(self.specs, **{**self.options, "policy": self.policy}))
-        refused += [lambda c=c, f=f: c(f) for c in calls for f in (linear_table, paged_rows)]
-        for call in refused:
+        groups, busy = kv.layout.groups, {**self.options, "policy": self.policy}
+        states = [g for g, spec in enumerate(groups) if spec.kind == "state"]
+        wrong = [(len(groups), []), (0, [kv.max_requests]), *((g, []) for g in states)]
+        wrong += [(0, [slot]) for slot in idle]
+        calls = [(form, kv, *args) for args in wrong for form in (linear_table, paged_rows)]
+        calls += [(snapshot.loads, kv, data) for data in (damaged, b"")]
+        calls.append((lambda: KVCache(self.specs, **busy),))  # a policy that another cache has
+        for call, *args in calls:
             try:
-                call()
+                call(*args)
             except ValueError:
                 self.calls["refused"] += 1
                 continue
-            raise AssertionError("a wrong export or restore, or a policy in use, was accepted")
+            raise AssertionError(f"{call.__name__} was accepted with {args[1:]}"[:300])
