@@ -8,6 +8,7 @@ before it, back to the initial state in page 0.
 
 from __future__ import annotations
 
+from collections import Counter
 from hashlib import blake2b
 
 import numpy as np
@@ -81,11 +82,11 @@ class Device:
     """Memory of `kv`'s pool, and a copy of its tables that follows the deltas.
 
     Attributes:
-        rows_checked, rows_written: counts so far.
+        rows_checked, rows_written: counts so far. calls: counts calls of kvcore.
     """
 
-    def __init__(self, kv: KVCache, memory: np.ndarray | None = None) -> None:
-        self.kv = kv
+    def __init__(self, kv: KVCache, calls: Counter, memory: np.ndarray | None = None) -> None:
+        self.kv, self.calls = kv, calls
         self.specs = [kv.layout.groups[g] for g, _ in kv.layout.tables]
         self.tags = [_hash(f"{g.name}/{t}".encode()) for t, g in enumerate(self.specs)]
         assert max(g.block_size for g in self.specs) <= STATE_ROWS
@@ -230,6 +231,7 @@ class Device:
 
     def check_deltas(self, requests: list[Request]) -> None:
         """A copy of the tables that gets only the changes has what the tables have, wherever one may read."""
+        self.calls["take_deltas"] += 1
         places, pages = self.kv.take_deltas()
         for place, page in zip(places.tolist(), pages.tolist(), strict=True):  # later ones last
             self.mirror.reshape(-1)[place] = page
@@ -254,6 +256,7 @@ class Device:
             spec = self.specs[t]
             if spec.kind == "state":
                 continue
+            self.calls["linear_table, paged_rows"] += 2
             linear = linear_table(self.kv, group, slots, part)
             rows = paged_rows(self.kv, group, slots, part)
             for i, request in enumerate(requests):

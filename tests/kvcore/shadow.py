@@ -49,23 +49,44 @@ class Fault(Exception):
 
 
 class Moody(Ranked):
-    """A user's policy: any order, and it fails when told to."""
+    """A user's policy: any order, and the methods named in `fails` raise."""
 
     def __init__(self) -> None:
         super().__init__()
         self.fails: set[str] = set()
 
+    def _maybe(self, name: str) -> None:
+        if name in self.fails:
+            raise Fault(name)
+
     def rank(self, entry) -> float:
         return hash((entry.depth, entry.num_uses, entry.last_used)) % 7
 
+    def add(self, entry) -> None:
+        self._maybe("add")
+        super().add(entry)
+
+    def discard(self, entry) -> None:
+        self._maybe("discard")
+        super().discard(entry)
+
     def pop(self):
-        if "pop" in self.fails:
-            raise Fault
+        self._maybe("pop")
         return super().pop()
 
     def asked(self, keys, hit, kept=()) -> None:
-        if "asked" in self.fails:
-            raise Fault
+        self._maybe("asked")
+
+
+class MoodyLog(EventLog):
+    """A user's log that now and then raises: the event is lost, and a reader sees a gap."""
+
+    fails = False
+
+    def append(self, event) -> None:
+        if self.fails and random.Random(self.next_number).random() < 0.3:
+            raise Fault("append")
+        super().append(event)
 
 
 POLICIES = (Adaptive, LRU, CostAware, S3FIFO, Moody)
@@ -142,7 +163,7 @@ class Life(Misuse):
         self.start(self.new_cache())
 
     def new_cache(self) -> KVCache:
-        log = None if self.capacity is None else EventLog(self.capacity)
+        log = None if self.capacity is None else MoodyLog(self.capacity)
         options = {
             **self.options,
             "track_deltas": True,
@@ -151,14 +172,14 @@ class Life(Misuse):
         }
         if self.trace is not None:
             plain = {k: v for k, v in options.items() if k not in ("events", "policy")}
-            policy = f"policy={self.make_policy.__name__}(), events={log and f'EventLog({self.capacity})'}"
+            policy = f"policy={self.make_policy.__name__}(), events={log and f'MoodyLog({self.capacity})'}"
             self.trace.append(f"kv = KVCache({self.specs}, {policy}, **{plain})")
         self.log = log
         return KVCache(self.specs, **options)
 
     def start(self, kv: KVCache, memory: np.ndarray | None = None) -> None:
         self.kv, self.policy = kv, kv.index.policy
-        self.device = Device(kv, memory)
+        self.device = Device(kv, self.calls, memory)
         self.promises = Promises(kv)
         self.reader = Reader(kv)
 
@@ -291,17 +312,13 @@ class Life(Misuse):
         """Plan a step, run it on the device, commit it; False if it does not fit."""
         kv, rng, order = self.kv, self.rng, list(counts)
         stock = kv.num_free_pages + kv.num_evictable_pages
-        moody = isinstance(self.policy, Moody) and rng.random() < 0.05
-        if moody:
-            self.policy.fails = {"pop"}
         try:
-            plan = self.call("plan", self.lend([r.slot for r in order]), self.lend(counts.values()))
+            plan = self.call(
+                "plan", self.lend([r.slot for r in order]), self.lend(counts.values())
+            )
         except Fault:
-            assert moody
+            assert self.policy.fails
             return False
-        finally:
-            if moody:
-                self.policy.fails = set()
         if isinstance(plan, OutOfPages):
             self.calls["out of pages"] += 1
             assert plan.needed > plan.free + plan.evictable == stock
@@ -416,11 +433,7 @@ class Life(Misuse):
     def drop_plan(self) -> None:
         """A plan that is never committed."""
         if self.requests:
-            r = self.rng.choice(self.requests)
-            n = self.kv.max_model_len - r.computed
-            if n:
-                self.call("plan", [r.slot], [self.rng.randint(1, n)])
-
+    XX
     def rollback(self) -> None:
         for r in self.order(self.requests):
             low = self.call("lowest_rollback", r.slot)
@@ -472,7 +485,11 @@ class Life(Misuse):
     def evict(self) -> None:
         n = self.rng.choice((0, 1, 5, self.kv.num_pages))
         most = self.kv.num_evictable_pages
-        freed = self.call("evict", n)
+        try:
+            freed = self.call("evict", n)
+        except Fault:
+            assert self.policy.fails
+            return
         assert min(n, most) <= freed <= most
 
     def clear(self) -> None:
@@ -528,7 +545,17 @@ class Life(Misuse):
             self.device.check_deltas(self.requests)
 
     def take(self, name: str) -> None:
+        """One step. In some, the user's policy and log fail."""
+        if name in ("step", "decode", "release", "rollback", "evict") and self.rng.random() < 0.1:
+            if isinstance(self.policy, Moody):
+                self.policy.fails = {self.rng.choice(("add", "discard", "pop"))}
+            if self.log is not None:
+                self.log.fails = True
         getattr(self, name)()
+        if isinstance(self.policy, Moody):
+            self.policy.fails = set()
+        if self.log is not None:
+            self.log.fails = False
         self.check()
 
     def finish(self) -> None:
