@@ -313,9 +313,7 @@ class Life(Misuse):
         kv, rng, order = self.kv, self.rng, list(counts)
         stock = kv.num_free_pages + kv.num_evictable_pages
         try:
-            plan = self.call(
-                "plan", self.lend([r.slot for r in order]), self.lend(counts.values())
-            )
+            plan = self.call("plan", self.lend([r.slot for r in order]), self.lend(counts.values()))
         except Fault:
             assert self.policy.fails
             return False
@@ -433,7 +431,11 @@ class Life(Misuse):
     def drop_plan(self) -> None:
         """A plan that is never committed."""
         if self.requests:
-    XX
+            r = self.rng.choice(self.requests)
+            n = self.kv.max_model_len - r.computed
+            if n:
+                self.call("plan", [r.slot], [self.rng.randint(1, n)])
+
     def rollback(self) -> None:
         for r in self.order(self.requests):
             low = self.call("lowest_rollback", r.slot)
