@@ -132,13 +132,14 @@ class Reader:
     def read(self, log: EventLog) -> int:
         """Take all events; returns how many."""
         first, events = log.take()
-        self.lost |= first != self.next_number
+        gap = first != self.next_number  # somewhere among or before these events
+        self.lost |= gap
         self.next_number = first + len(events)
         for event in events:
             if isinstance(event, AllBlocksCleared):
                 for stored in self.stored:
                     stored.clear()
-                self.lost = False
+                self.lost = gap
                 continue
             for group in event.groups:
                 for block in event.block_hashes:
