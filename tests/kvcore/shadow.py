@@ -263,7 +263,12 @@ class Life(Misuse):
                 self.call("announce")
                 self.reader.read(self.log)
             if not self.reader.lost:
-                assert self.reader.hit(text) == match.num_tokens, "events tell another hit"
+                told = self.reader.hit(text)
+                assert told <= match.num_tokens, "events tell a longer hit"
+                # Between two points whose windows overlap there may be hits that a reader need not see.
+                kinds = {g.kind for g in kv.layout.groups}
+                between = "window" in kinds and "state" not in kinds
+                assert told == match.num_tokens or between, "events tell a shorter hit"
         self._check_replay(match)
         return match
 
