@@ -1,0 +1,283 @@
+"""A device of fake memory: what was written to each row of each page, and what every query must find there.
+
+All groups share one memory, as they share one pool. The identity of a row is a hash of its table, its position and all
+tokens that it depends on, computed here from token lists: rows of another prefix, of another group, stale ones and
+ones never written differ. A state page has the rows of its last tokens by position, and a row depends on the one
+before it, back to the initial state in page 0.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from hashlib import blake2b
+
+import numpy as np
+
+from quire.kvcore import KVCache, StepPlan, linear_table, paged_rows
+
+POISON, INITIAL, INEXACT = -1, -2, -3
+STATE_ROWS = (
+    64  # rows of a page; the last one of a state page is also the row before its first token
+)
+STATE_READS = 4  # rows of a state that the next token reads
+
+
+def _hash(data: bytes) -> int:
+    return int.from_bytes(blake2b(data, digest_size=8).digest(), "little") >> 1
+
+
+class Text:
+    """A sequence of tokens under a salt, and a hash of each of its prefixes.
+
+    Attributes:
+        tokens: ids. num_given: tokens that were the prompt: they are known before they are computed.
+    """
+
+    def __init__(self, tokens: list[int], salt: bytes) -> None:
+        self.salt, self.tokens, self.num_given = salt, [], len(tokens)
+        self._hashers = [blake2b(len(salt).to_bytes(4, "little") + salt, digest_size=8)]
+        self._hashes: list[int] = []
+        self._array: np.ndarray | None = None  # the same
+        self.extend(tokens)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def extend(self, tokens: list[int]) -> None:
+        for token in tokens:
+            hasher = self._hashers[-1].copy()
+            hasher.update(token.to_bytes(4, "little"))
+            self._hashers.append(hasher)
+            self._hashes.append(int.from_bytes(hasher.digest(), "little") >> 1)
+        self.tokens += tokens
+        self._array = None
+
+    def cut(self, n: int) -> None:
+        """Forget the tokens from position `n` on; never those of the prompt."""
+        n = max(n, self.num_given)
+        self._array = None
+        del self.tokens[n:], self._hashes[n:], self._hashers[n + 1 :]
+
+    def prefix(self, n: int) -> int:
+        """Hash of the first `n` > 0 tokens."""
+        return self._hashes[n - 1]
+
+    def rows(self, tag: int, lookahead: int) -> np.ndarray:
+        """[tokens - lookahead] int64 identities of the rows of a table."""
+        if self._array is None:
+            self._array = np.array(self._hashes, dtype=np.int64)
+        return self._array[lookahead:] ^ tag
+
+
+class Request:
+    """A running request as the engine knows it: its text, slot, and how many tokens are computed."""
+
+    def __init__(self, rid, slot: int, text: Text, match) -> None:
+        self.rid, self.slot, self.text = rid, slot, text
+        self.computed: int = match.num_saved_tokens
+        self.replay_from, self.replay_to = match.replay_from or 0, match.replay_to or 0
+
+
+class Device:
+    """Memory of `kv`'s pool, and a copy of its tables that follows the deltas.
+
+    Attributes:
+        rows_checked, rows_written: counts so far. calls: counts calls of kvcore.
+    """
+
+    def __init__(self, kv: KVCache, calls: Counter, memory: np.ndarray | None = None) -> None:
+        self.kv, self.calls = kv, calls
+        self.specs = [kv.layout.groups[g] for g, _ in kv.layout.tables]
+        self.tags = [_hash(f"{g.name}/{t}".encode()) for t, g in enumerate(self.specs)]
+        assert max(g.block_size for g in self.specs) <= STATE_ROWS
+        self.memory = np.full((kv.num_pages, STATE_ROWS), POISON) if memory is None else memory
+        self.memory[0] = INITIAL
+        self.mirror = np.zeros_like(kv.tables)
+        self.rows_checked = self.rows_written = 0
+
+    def table(self, t: int) -> np.ndarray:
+        return self.kv.table(*self.kv.layout.tables[t])
+
+    def wipe_free_pages(self) -> None:
+        """What is free may be lost."""
+        self.memory[self.kv.pool.free_pages()] = POISON
+
+    def copy(self, pages: np.ndarray) -> None:
+        """Run the page copies [m, 2] of a plan or a commit."""
+        if len(pages):
+            source, to = pages.T
+            assert (to > 0).all(), "a copy to the null page"
+            assert len(set(to.tolist())) == len(to), "two copies to one page"
+            self.memory[to] = self.memory[source]
+
+    # What queries read.
+
+    def visible(self, t: int, request: Request) -> tuple[np.ndarray, np.ndarray]:
+        """Positions before the next token that it sees in table `t`, and the identities of their rows."""
+        spec, n, text = self.specs[t], request.computed, request.text
+        # A row that depends on later tokens is written once these were inputs, or are in the prompt.
+        last = min(n, max(n, text.num_given) - spec.lookahead)
+        first = 0
+        if spec.kind == "state":
+            first = max(0, last - STATE_READS)
+        elif spec.kind == "window":
+            first = max(request.replay_from, n - spec.sliding_window + 1)
+            if n < request.replay_to:  # what these see is not exact, and nobody else sees it
+                first = last
+        positions = np.arange(first, max(first, last))
+        return positions, text.rows(self.tags[t], spec.lookahead)[positions]
+
+    def check(self, request: Request, states: np.ndarray | None = None) -> None:
+        """The next token finds each row that it sees, the right one.
+
+        Args:
+            states: [num_tables] live pages of a planned step; those of the tables otherwise.
+        """
+        for t, spec in enumerate(self.specs):
+            positions, expected = self.visible(t, request)
+            row = self.table(t)[request.slot]
+            if spec.kind == "state":
+                page = int(row[0] if states is None else states[t])
+                page = page or int(row[1])  # not started: the snapshot, or the initial state
+                if request.computed == 0:
+                    assert self.memory[page, -1] == INITIAL, f"{spec.name}: not the initial state"
+                found = self.memory[page, positions % STATE_ROWS]
+            else:
+                pages = row[positions // spec.block_size % len(row)]
+                assert pages.all(), f"{spec.name}: a visible block has no page"
+                found = self.memory[pages, positions % spec.block_size]
+            self._equal(found, expected, f"{spec.name}: row of {request.rid!r}", positions)
+
+    def _equal(self, found: np.ndarray, expected: np.ndarray, what: str, positions) -> None:
+        self.rows_checked += len(expected)
+        wrong = positions[found != expected]
+        assert not len(wrong), f"{what}: wrong at positions {wrong.tolist()}"
+
+    # What steps write.
+
+    def write(self, plan: StepPlan, requests: list[Request]) -> None:
+        """Write the rows of a planned step by its slot mapping, and check where they go."""
+        used = np.zeros(self.memory.shape, dtype=bool)
+        for i, request in enumerate(requests):
+            start, (a, b) = request.computed, plan.cu_seqlens_q[i : i + 2].tolist()
+            end = start + b - a
+            for t, spec in enumerate(self.specs):
+                rows = self._written(t, request)
+                if spec.kind == "state":
+                    page = int(plan.state_pages[t, i])
+                    assert page > 0 and (plan.slot_mapping[t, a:b] == -1).all()
+                    positions = np.arange(max(start, end - STATE_ROWS), end)
+                    where = np.full(len(positions), page), positions % STATE_ROWS
+                    assert not used[page].any(), "two writers of one state"
+                    used[page] = True
+                else:
+                    slots = plan.slot_mapping[t, a:b]
+                    on = np.flatnonzero(slots >= 0)
+                    positions = start + on
+                    where = np.divmod(slots[on], spec.block_size)
+                    assert (where[0] > 0).all(), f"{spec.name}: a row in the null page"
+                    assert (where[1] == positions % spec.block_size).all()
+                    assert not used[where].any(), f"{spec.name}: two tokens write one row"
+                    used[where] = True
+                    if spec.kind == "dense":
+                        self._check_replay(plan, t, request, a, on, end)
+                self._put(where, positions, rows)
+
+    def _written(self, t: int, request: Request) -> np.ndarray:
+        """What the model writes to table `t`, by position: of a replay, windows are exact only at its end."""
+        spec = self.specs[t]
+        rows = request.text.rows(self.tags[t], spec.lookahead)
+        if spec.kind == "window" and request.replay_to:
+            rows[request.replay_from : request.replay_to - spec.sliding_window + 1] = INEXACT
+        return rows
+
+    def _put(self, where, positions: np.ndarray, rows: np.ndarray) -> None:
+        known = positions < len(rows)
+        values = np.where(
+            known, rows[np.minimum(positions, len(rows) - 1)] if len(rows) else POISON, POISON
+        )
+        held = self.kv.pool.holds[where[0]] > 0
+        assert (self.memory[where] == values)[held].all(), "a row of a resume point is written over"
+        self.memory[where] = values
+        self.rows_written += len(values)
+
+    def _check_replay(
+        self, plan, t: int, request: Request, a: int, on: np.ndarray, end: int
+    ) -> None:
+        """Dense rows are written all, but those computed again, of which the plan says where they are."""
+        start = request.computed
+        again = np.arange(start, min(end, max(start, request.replay_to)))
+        assert len(on) == end - start - len(again) and (on >= len(again)).all()
+        at = np.searchsorted(plan.replay_rows, a)
+        assert (plan.replay_rows[at : at + len(again)] == a + again - start).all()
+        where = np.divmod(plan.replay_slots[t, at : at + len(again)], self.specs[t].block_size)
+        expected = request.text.rows(self.tags[t], self.specs[t].lookahead)[again]
+        self._equal(self.memory[where], expected, "a replayed row", again)
+
+    def write_waiting(self, request: Request, end: int) -> None:
+        """Rows before the step that waited for its tokens, of which those up to `end` stay; before the commit."""
+        start, known = request.computed, max(end, request.text.num_given)
+        for t, spec in enumerate(self.specs):
+            if spec.lookahead and spec.kind != "state":
+                row, rows = self.table(t)[request.slot], self._written(t, request)
+                positions = np.arange(
+                    max(0, start - spec.lookahead), max(0, min(start, known - spec.lookahead))
+                )
+                pages = row[positions // spec.block_size % len(row)]
+                positions, pages = positions[pages > 0], pages[pages > 0]
+                self._put((pages, positions % spec.block_size), positions, rows)
+
+    # Table formats.
+
+    def check_deltas(self, requests: list[Request]) -> None:
+        """A copy of the tables that gets only the changes has what the tables have, wherever one may read."""
+        self.calls["take_deltas"] += 1
+        places, pages = self.kv.take_deltas()
+        for place, page in zip(places.tolist(), pages.tolist(), strict=True):  # later ones last
+            self.mirror.reshape(-1)[place] = page
+        for t, spec in enumerate(self.specs):
+            offset, width = self.kv.layout.columns(*self.kv.layout.tables[t])
+            for request in requests:
+                if spec.kind == "state":  # before the first step there is no live page
+                    columns = np.arange(self.table(t)[request.slot, 0] > 0)
+                else:
+                    columns = self.visible(t, request)[0] // spec.block_size % width
+                mine = self.mirror[request.slot, offset + columns]
+                assert (mine == self.table(t)[request.slot, columns]).all(), f"{spec.name}: deltas"
+
+    def check_formats(self, requests: list[Request], reach: int) -> None:
+        """Linear tables and compressed rows name the page of every visible row.
+
+        Args:
+            reach: tokens before the next one whose queries are asked for: 1 for the token just computed.
+        """
+        slots = [r.slot for r in requests]
+        for t, (group, part) in enumerate(self.kv.layout.tables):
+            spec = self.specs[t]
+            if spec.kind == "state":
+                continue
+            self.calls["linear_table, paged_rows"] += 2
+            linear = linear_table(self.kv, group, slots, part)
+            rows = paged_rows(self.kv, group, slots, part)
+            for i, request in enumerate(requests):
+                positions, expected = self.visible(t, request)
+                n = request.computed
+                if spec.kind == "window" and n > request.replay_to and reach:
+                    low = max(request.replay_from, n - reach + 1 - spec.sliding_window)
+                    low = max(0, low)
+                    last = positions[-1] + 1 if len(positions) else low
+                    positions = np.arange(low, max(low, last))
+                    expected = self._written(t, request)[positions]
+                blocks, within = np.divmod(positions, spec.block_size)
+                what = f"{spec.name}: {request.rid!r} of {n} tokens"
+                self._equal(
+                    self.memory[linear[i, blocks], within], expected, f"linear {what}", positions
+                )
+                pages = rows.indices[rows.indptr[i] : rows.indptr[i + 1]]
+                first = int(rows.first_tokens[i]) // spec.block_size
+                assert (blocks >= first).all() and (blocks < first + len(pages)).all(), (
+                    f"csr {what}"
+                )
+                assert (pages[blocks - first] == linear[i, blocks]).all(), f"csr {what}"
+                tokens = (len(pages) - 1) * spec.block_size + int(rows.last_page_len[i])
+                assert not len(pages) or rows.first_tokens[i] + tokens == n, f"csr {what}"

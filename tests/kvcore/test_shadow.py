@@ -1,0 +1,134 @@
+"""Random traffic with a shadow of every row (see `shadow`), and proof that the shadow notices what goes wrong."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from quire.kvcore import chains, chunks, index, manager, pages, sequences, states, tables
+
+from . import shadow
+
+
+def test_lives():
+    """Caches of all kinds, for a hundred steps each; `python -m tests.kvcore.shadow` goes on for as long as one likes."""
+    calls, checked, evicted = Counter(), 0, 0
+    for seed in range(40):
+        life = shadow.run(seed, shadow.names_of(seed, 100), calls)
+        checked += life.device.rows_checked
+        evicted += life.kv.stats()["evicted_segments"]
+    assert checked > 100_000 and evicted > 100
+    for name in (
+        "admit",
+        "commit",
+        "rollback",
+        "release",
+        "pin",
+        "evict",
+        "restore",
+        "refused",
+        "out of pages",
+    ):
+        assert calls[name] > 5, name
+    assert calls["commit"] > 1000
+
+
+def same_pages(original):
+    """Pages are given out that stay free."""
+
+    def take(self, n):
+        original(self, n)
+        self.num_free += n > 2
+
+    return take
+
+
+def off_by_one(original):
+    """A window's tail starts a block late."""
+
+    def tails(self, strip, base, rows, boundaries):
+        return original(self, strip, base, rows, boundaries + self.spec.block_size)
+
+    return tails
+
+
+def no_result(original):
+    """The first half of the copies is forgotten."""
+
+    def commit(self, *args):
+        effects = original(self, *args)
+        effects.copies = effects.copies[len(effects.copies) // 2 + 1 :]
+        return effects
+
+    return commit
+
+
+def forgets_salt(original):
+    def key(seed, salt):
+        return original(seed, b"")
+
+    return key
+
+
+def forgets_to_free(original):
+    def unhold(self, pages):
+        return original(self, pages[1:])
+
+    return unhold
+
+
+def too_far(original):
+    """A hit ends one segment after the resume point."""
+
+    def resumable(self, run, depth, limit):
+        found = original(self, run, depth, limit)
+        return min(found + 1, depth, limit) if found else 0
+
+    return resumable
+
+
+def nothing(original):
+    def change(self, *args):
+        return None
+
+    return change
+
+
+def forgets_tokens(original):
+    """The tokens of a step that follow the first are not hashed."""
+
+    def feed(self, slot, start, tokens):
+        return original(self, slot, start, tokens * 0)
+
+    return feed
+
+
+PLANTED = {
+    "a page has two owners": (pages.PagePool, "take", same_pages),
+    "a tail of the wrong blocks": (chunks.BlockTables, "tails", off_by_one),
+    "a snapshot is not copied": (tables.Tables, "commit", no_result),
+    "tenants share keys": (manager, "root_key", forgets_salt),
+    "a page leaks": (pages.PagePool, "unhold", forgets_to_free),
+    "a hit without its window": (index.PrefixIndex, "resumable", too_far),
+    "a change of the tables is not told": (tables.Tables, "_delta", nothing),
+    "a rollback keeps its pages": (tables.Tables, "shrink", nothing),
+    "keys of other tokens": (sequences.Sequences, "feed", forgets_tokens),
+    "a shared snapshot is written over": (states.StateTables, "_snapping", None),
+    "junctions are forgotten": (chains, "replay_boundaries", None),
+}
+
+
+@pytest.mark.parametrize("what", PLANTED)
+def test_the_shadow_notices(what, monkeypatch):
+    """One fault planted in kvcore, and a life that must fail."""
+    owner, name, change = PLANTED[what]
+    if name == "_snapping":
+        monkeypatch.setattr(owner, name, lambda self, rows, snapshots: rows[snapshots[rows] == 0])
+    elif name == "replay_boundaries":
+        monkeypatch.setattr(owner, name, lambda num_tokens, alignment: (0, 0, 0))
+    else:
+        monkeypatch.setattr(owner, name, change(getattr(owner, name)))
+    with pytest.raises(shadow.Broken):
+        for seed in range(60):
+            shadow.run(seed, shadow.names_of(seed, 60), Counter())
