@@ -181,7 +181,11 @@ def tail_hashes(key: bytes, num_blocks: int) -> tuple[bytes, ...]:
         key: of the segment that ends at the boundary.
         num_blocks: blocks of the tail; 0 still names the boundary.
     """
-    before = [sha256(key + i.to_bytes(4, "little")).digest() for i in range(num_blocks - 1, 0, -1)]
+    # Not `key + i` alone: that is what the key of a following segment of one token, i, is made of.
+    before = [
+        sha256(key + b"tail" + i.to_bytes(4, "little")).digest()
+        for i in range(num_blocks - 1, 0, -1)
+    ]
     return (*before, key)
 
 

@@ -101,5 +101,7 @@ def _visible(
         # A replay has no rows before its start.
         first = np.maximum(first, cache._chains.replay_from[slots] // spec.block_size)
         # The next query sees one row less: a chunk and a hit leave no page for that row alone.
-        first += (lengths > 0) & (table[slots, first % table.shape[1]] == NULL_BLOCK)
+        # A replay that has not begun has no row at all.
+        inside = first * spec.block_size < lengths
+        first += inside & (table[slots, first % table.shape[1]] == NULL_BLOCK)
     return slots, lengths, first, table, spec.block_size

@@ -507,9 +507,7 @@ class KVCache:
             ValueError: the slot is unknown, or the tokens are cached already (or are the lookahead of cached
                 ones), or more than max_draft_tokens would be taken back from the furthest position reached.
         """
-        slot, num_tokens = as_int("slot", slot, 0), as_int("num_tokens", num_tokens, 1)
-        if not (slot < self.max_requests and self.sequences.active[slot]):
-            raise ValueError(f"slot: expected the slot of an admitted request, got {slot}")
+        slot, num_tokens = self._slot(slot), as_int("num_tokens", num_tokens, 1)
         old = int(self.num_computed[slot])
         most = old - self.lowest_rollback(slot)
         new = old - num_tokens
@@ -523,7 +521,12 @@ class KVCache:
         self.sequences.num_computed[slot] = new
 
     def lowest_rollback(self, slot: int) -> int:
-        """The fewest tokens that `rollback` can leave the request of `slot`."""
+        """The fewest tokens that `rollback` can leave the request of `slot`.
+
+        Raises:
+            ValueError: the slot is unknown.
+        """
+        slot = self._slot(slot)
         old = int(self.num_computed[slot])
         if not self.max_draft_tokens or old < self._chains.replay_to[slot]:
             return old
@@ -532,6 +535,12 @@ class KVCache:
             # Tokens that the last key covers stay; those of the prompt come back as they were.
             known = max(known, min(old, known + self.layout.lookahead))
         return max(int(self._rollback_floor[slot]), known)
+
+    def _slot(self, slot: int) -> int:
+        slot = as_int("slot", slot, 0)
+        if not (slot < self.max_requests and self.sequences.active[slot]):
+            raise ValueError(f"slot: expected the slot of an admitted request, got {slot}")
+        return slot
 
     def release(self, request_id: Hashable) -> None:
         """End a request: finished, aborted or preempted. What is cached of it stays findable.
