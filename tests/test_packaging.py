@@ -8,6 +8,7 @@ import sys
 import tarfile
 import venv
 import zipfile
+from email.message import Message
 from email.parser import Parser
 from pathlib import Path
 
@@ -120,10 +121,15 @@ def test_an_sdist_gives_the_same_wheel(sdist, wheel, tmp_path):
         assert sorted(again.read(name).splitlines()) == sorted(first.read(name).splitlines()), name
 
 
+def metadata_of(wheel: Path) -> Message:
+    """What pip reads of a wheel."""
+    with zipfile.ZipFile(wheel) as archive:
+        [name] = [n for n in archive.namelist() if n.endswith(".dist-info/METADATA")]
+        return Parser().parsestr(archive.read(name).decode())
+
+
 def test_the_metadata(wheel):
-    archive = zipfile.ZipFile(wheel)
-    [name] = [n for n in archive.namelist() if n.endswith(".dist-info/METADATA")]
-    metadata = Parser().parsestr(archive.read(name).decode())
+    metadata = metadata_of(wheel)
     text = (ROOT / "kvcore/quire/__init__.py").read_text()
     assert metadata["Version"] == re.search(r'__version__ = "(.+)"', text)[1]
     assert metadata["License-Expression"] == "Apache-2.0"
@@ -177,7 +183,7 @@ def test_mypy_sees_the_types_of_an_installed_quire(installed, tmp_path):
         cwd=tmp_path, capture_output=True, text=True,
     )  # fmt: skip
     assert 'Revealed type is "int"' in done.stdout and 'Revealed type is "str"' in done.stdout
-    assert 'Argument "salt" to "match" of "KVCache" has incompatible type "str"; expected "bytes"' in done.stdout  # fmt: skip
+    assert 'Argument "salt" to "match" of "KVCache" has incompatible type "str"; expected "bytes | None"' in done.stdout  # fmt: skip
     assert "Found 1 error" in done.stdout, done.stdout
 
 
@@ -187,3 +193,12 @@ def test_this_checkout_has_its_version():
     code = (ROOT / "kvcore/quire/__init__.py").read_text()
     assert len(re.findall("__version__ =", code)) == 1
     assert "0.1.0" not in (ROOT / "setup.py").read_text()
+
+
+def test_the_newest_triton_that_is_allowed_has_a_table_of_its_kernels(wheel):
+    requirements = metadata_of(wheel).get_all("Requires-Dist")
+    [triton] = [text for text in requirements if text.startswith("triton")]
+    least, below = re.fullmatch(r"triton<3\.(\d+),>=3\.(\d+);.*", triton).groups()[::-1]
+    tables = [path.stem for path in (ROOT / "bench" / "results" / "static").glob("*.json")]
+    minors = [int(version.split(".")[1]) for version in tables]
+    assert int(least) <= max(minors) == int(below) - 1

@@ -132,7 +132,7 @@ def test_dense(row, impl):
         return
     given = copied(row.applied(arguments))
     oracle = {n: x for n, x in given.items() if n not in ("out", "lse", "workspace")}
-    exact, exact_lse = dense_cases.mla_reference(oracle, torch.float64)
+    exact, exact_lse = dense_cases.mla_reference(oracle)
     out = mla_attention(**given, impl=impl)
     assert not out.requires_grad
     rows = max(size_of(given["pages"]), size_of(given["kv"]))
@@ -233,7 +233,7 @@ def test_compressed(row, impl):
     arguments |= {n: torch.where(arguments[n] == compressed_cases.NO_PAGE, 0, arguments[n]) for n in tables}  # fmt: skip
     given = copied(row.applied(arguments))
     oracle = {n: x for n, x in given.items() if n not in ("out", "lse", "workspace")}
-    exact, exact_lse = compressed_cases.exactly(oracle, torch.float64)
+    exact, exact_lse = compressed_cases.exactly(oracle)
     out = compressed_attention(**given, impl=impl)
     assert not out.requires_grad
     pages = given["window_pages"].data, given["compressed_pages"].data, given["kv"]
@@ -256,7 +256,7 @@ def test_a_ring_too_small_for_the_window_without_fresh_rows(impl, width, num_dec
     batch["window_table"] = batch["window_table"][:, :width]
     del batch["out"], batch["workspace"]
     lse = batch.pop("lse")
-    exact, exact_lse = compressed_cases.exactly(batch, torch.float64)
+    exact, exact_lse = compressed_cases.exactly(batch)
     out = compressed_attention(**batch, lse=lse, impl=impl)
     logit = size_of(batch["q"]) * size_of(batch["window_pages"].data) * 4.0
     bound = attention_bound(logit, 30, 16, 5.0)
