@@ -496,6 +496,12 @@ class PrefixIndex:
         except Exception:
             self._owed[entry] = add
 
+    def file_owed(self) -> None:
+        """Have the policy do again what it failed to; raises what it does."""
+        for owed, add in list(self._owed.items()):
+            (self.policy.add if add else self.policy.discard)(owed)
+            del self._owed[owed]
+
     # Pins: entries that are evicted after all others.
 
     @property
@@ -548,9 +554,7 @@ class PrefixIndex:
         """
         target = self.pool.num_free + num_pages
         while self.pool.num_free < target:
-            for owed, add in list(self._owed.items()):
-                (self.policy.add if add else self.policy.discard)(owed)
-                del self._owed[owed]
+            self.file_owed()
             if self._useless:
                 self._trim_useless(self._useless.popitem()[0], target - self.pool.num_free)
                 continue

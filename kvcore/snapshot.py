@@ -357,6 +357,7 @@ def _build(kv: KVCache, tick: int, arrays: dict[str, _Array]) -> None:
             index.policy.add(point)  # in the order of use
         for run in sorted(runs, key=lambda r: r.last_used):
             index._became_leaf(run)
+        index.file_owed()
     except BaseException:
         index.root.children = children
         for point in points:
