@@ -12,6 +12,7 @@ from .hashing import KEY_BYTES
 
 # New entries looked at for each prompt, about 0.3 ms, and for each eviction: more than one, so that those that wait become fewer.
 LOOKS, LOOKS_AGAIN = 64, 2
+Filed = tuple[int, int, int, Entry]  # last use, -depth, a number of its own
 Queue = tuple[int, str, bool]  # segments saved per page, kind, in a conversation that went on
 # Of the two ends, the junction and the edited end of a prompt.
 KINDS = ("end", "end", "junction", "edited")
@@ -97,7 +98,7 @@ class Adaptive:
         self._patience, self._memory = patience, memory
         self._new: OrderedDict[Entry, None] = OrderedDict()  # not looked at yet
         self._filed: dict[Entry, tuple[int, Record]] = {}
-        self._queues: dict[Queue, list[tuple[int, int, int, Entry]]] = {}
+        self._queues: dict[Queue, list[Filed]] = {}
         self._next = 0
         self._records: OrderedDict[bytes, Record] = OrderedDict()
         self._places: OrderedDict[bytes, tuple[Visit, str]] = OrderedDict()
@@ -105,6 +106,7 @@ class Adaptive:
         self._sums: dict[str, Kind] = {}
         self._all = Kind()
         self._rates: dict[tuple[str, bool], tuple[float, float]] = {}
+        self._chances: dict[tuple[str, bool, int], float] = {}
         self._now = 0  # prompts
         self._visit: Visit | None = None
         self._popped: tuple[Entry, Record] | None = None
@@ -155,26 +157,32 @@ class Adaptive:
             self._new[shorter] = None
 
     def _chance(self, record: Record) -> float:
-        """How likely a hit at the next prompt is."""
+        """How likely a hit at the next prompt is; the same until then for all of one kind and age."""
         record = record.stand or record
-        share, wait = self._rate(record.kind, record.later)
-        return hazard(share, 1 + self._patience * wait, self._now - record.since)
+        like = record.kind, record.later, record.since
+        chance = self._chances.get(like)
+        if chance is None:
+            share, wait = self._rate(record.kind, record.later)
+            chance = hazard(share, 1 + self._patience * wait, self._now - record.since)
+            self._chances[like] = chance
+        return chance
 
     def _least(self) -> Queue:
         """The queue whose head is expected to save least."""
-        best: Queue | None = None
-        least = (math.inf, 0, 0, 0)
+        best: tuple[float, Filed] | None = None
+        least: Queue | None = None
         for queue, heap in list(self._queues.items()):
             while heap and self._filed.get(heap[0][3], GONE)[0] != heap[0][2]:
                 heapq.heappop(heap)
             if not heap:
                 del self._queues[queue]
                 continue
-            first = (2.0 ** queue[0] * self._chance(self._filed[heap[0][3]][1]), *heap[0][:3])
-            if best is None or first < least:
-                best, least = queue, first
-        assert best is not None
-        return best
+            saved = 2.0 ** queue[0] * self._chance(self._filed[heap[0][3]][1])
+            head = saved, heap[0]
+            if best is None or head < best:
+                best, least = head, queue
+        assert least is not None
+        return least
 
     def _look(self, limit: int) -> None:
         """File the entries that waited longest: those that wait still count as worth keeping."""
@@ -195,9 +203,9 @@ class Adaptive:
             heapq.heapify(heap)
 
     def _queue(self, entry: Entry, record: Record) -> Queue:
-        saved = math.floor(math.log2(entry.gain / max(1, entry.freed)))
+        _, exponent = math.frexp(entry.gain / (entry.freed or 1))
         like = record.stand or record
-        return saved, like.kind, like.later
+        return exponent - 1, like.kind, like.later
 
     # What is learned.
 
@@ -206,6 +214,7 @@ class Adaptive:
         self._look(LOOKS)
         self._now += 1
         self._rates.clear()
+        self._chances.clear()
         end, went_on = len(keys) // KEY_BYTES, False
         for depth in range(end, max(0, end - RECALLED), -1):
             record = self._records.get(keys[(depth - 1) * KEY_BYTES : depth * KEY_BYTES])

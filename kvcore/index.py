@@ -57,6 +57,9 @@ class ResumePoint:
     @property
     def gain(self) -> int:
         """Segments that a hit here saves over one at the resume point before it."""
+        run = self.run
+        if run is not None and run.depths[0] < self.depth:  # which is quick to find
+            return self.depth - run.depths[bisect_left(run.depths, self.depth) - 1]
         shorter = self.shorter
         return self.depth - (0 if shorter is None else shorter.depth)
 
@@ -553,24 +556,41 @@ class PrefixIndex:
             RuntimeError: the policy chose what it may not. What was evicted before stays so. Other errors: those of the policy.
         """
         target = self.pool.num_free + num_pages
-        while self.pool.num_free < target:
+        dropped: list[Int32] = []  # of points; the pool is told of many in one go
+        try:
+            while True:
+                most = self.pool.num_free + len(dropped) * (len(dropped[0]) if dropped else 0)
+                if dropped and (self._useless or most >= target):
+                    self._unhold(dropped)
+                if self.pool.num_free >= target:
+                    return
+                self._evict_one(target - self.pool.num_free, dropped)
+        finally:
+            self._unhold(dropped)
+
+    def _unhold(self, dropped: list[Int32]) -> None:
+        """Let go of the pages of points, which are none any more."""
+        if dropped:
+            self.pool.unhold(np.concatenate(dropped))
+            dropped.clear()
+
+    def _evict_one(self, num_pages: int, dropped: list[Int32]) -> None:
+        """Evict an entry, or up to `num_pages` pages of segments; adds to `dropped` the pages of a point."""
+        if self._owed:
             self.file_owed()
-            if self._useless:
-                self._trim_useless(self._useless.popitem()[0], target - self.pool.num_free)
-                continue
-            entry = self.policy.pop()
-            if entry is None and self.pins:
-                self.demote_oldest()
-            elif (
-                isinstance(entry, ResumePoint) and entry.run is not None and entry not in self.pins
-            ):
-                self._drop_point(entry)
-            elif isinstance(entry, Run) and self._is_entry(entry) and entry not in self.pins:
-                self._trim(entry, min(entry.length, self._segments(target - self.pool.num_free)))
-            else:
-                raise RuntimeError(
-                    f"policy: expected pop to return an entry that was added and not discarded since, got {entry!r}"
-                )
+        if self._useless:
+            return self._trim_useless(self._useless.popitem()[0], num_pages)
+        entry = self.policy.pop()
+        if entry is None and self.pins:
+            self.demote_oldest()
+        elif isinstance(entry, ResumePoint) and entry.run is not None and entry not in self.pins:
+            dropped.append(self._forget(entry))
+        elif isinstance(entry, Run) and self._is_entry(entry) and entry not in self.pins:
+            self._trim(entry, min(entry.length, self._segments(num_pages)))
+        else:
+            raise RuntimeError(
+                f"policy: expected pop to return an entry that was added and not discarded since, got {entry!r}"
+            )
 
     def _segments(self, num_pages: int) -> int:
         return -(-num_pages // max(1, self.pages_per_segment))
@@ -581,8 +601,8 @@ class PrefixIndex:
         if self.num_locked_segments == 0:
             self.announcer = None  # one record for all of them, below
         runs = list(self.runs())
-        for point in [p for run in runs for p in run.points.values()]:
-            self._drop_point(point)
+        points = [run.points[depth] for run in runs for depth in reversed(run.depths)]
+        self._unhold([self._forget(point) for point in points])
         for run in reversed(runs):  # children first
             if not run.locks and run.parent is not None:  # not merged meanwhile
                 if run in self.pins:
@@ -596,6 +616,10 @@ class PrefixIndex:
             announcer.cleared()
 
     def _drop_point(self, point: ResumePoint) -> None:
+        self.pool.unhold(self._forget(point))
+
+    def _forget(self, point: ResumePoint) -> Int32:
+        """Take a point out; the caller calls `pool.unhold` of the pages, which this returns."""
         if point in self.pins:
             self.unpin(point)
         run = point.run
@@ -606,10 +630,10 @@ class PrefixIndex:
         del run.points[point.depth]
         del run.depths[bisect_left(run.depths, point.depth)]
         point.run = None
-        self.pool.unhold(point.pages)
         self.num_points -= 1
         self.num_evicted_points += 1
         self._became_leaf(run)
+        return point.pages
 
     def _trim_useless(self, run: Run, num_pages: int) -> None:
         if run.parent is None or run.locks or run.children:

@@ -115,7 +115,8 @@ class KVCache:
                 raise ValueError(f"{name}: expected one that no cache was made with, got {thing!r}")
         self.layout = layout = Layout(groups, max_model_len, max_draft_tokens)
         self.alignment = layout.alignment
-        self.interval = parse_retention(retention, layout)
+        span = layout.span(exact=replay_tokens is not None)
+        self.interval = parse_retention(retention, layout, span)
         self.retention = dict(retention) if isinstance(retention, Mapping) else retention
         self.max_requests, self.max_model_len = max_requests, max_model_len
         self.max_draft_tokens = max_draft_tokens
@@ -129,7 +130,7 @@ class KVCache:
         self.pool = PagePool(num_pages)
         self.index = PrefixIndex(
             self.pool, layout.pages_per_segment, self.hybrid, policy,
-            layout.span(exact=replay_tokens is not None), layout.tail_between,
+            span, layout.tail_between,
         )  # fmt: skip
         self.sequences = Sequences(max_requests, self.alignment, layout.lookahead)
         self._tables = Tables(layout, max_requests, self.pool, track_deltas)

@@ -127,13 +127,13 @@ class PagePool:
         self.num_held_only += len(self._once(fresh))
         np.add.at(self.counts, pages, ONE_HOLD)
 
-    def unhold(self, pages: Int32) -> int:
-        """A resume point lets go of `pages` (distinct but for padding); returns how many got free."""
+    def unhold(self, pages: Int32) -> None:
+        """Resume points let go of `pages` (repeats allowed)."""
+        pages = pages.astype(np.int64, copy=False)
         np.add.at(self.counts, pages, -ONE_HOLD)
-        idle = pages[(self.holds[pages] == 0) & (self.users[pages] == 0)]
+        idle = self._once(pages[self.counts[pages] == 0])
         self.num_held_only -= len(idle)
         self.put(idle)
-        return len(idle)
 
     def free_pages(self) -> Int64:
         """All free pages, next one last (for reports and invariant checks)."""

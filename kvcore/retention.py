@@ -23,19 +23,26 @@ NO_BOUNDARIES = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
 Retention = str | int | Mapping[str, str | int]
 
 
-def parse_retention(retention: Retention, layout: Layout) -> int:
+def parse_retention(retention: Retention, layout: Layout, span: int = 0) -> int:
     """Tokens between kept boundaries; 0 for none besides those that are always kept.
+
+    Resume points at most `span` segments apart hold all boundaries between them, so that shorter intervals than that
+    keep no more than the longest multiple of them within it does, in many more entries.
 
     Args:
         retention: ``"auto"`` (see `affordable_interval`), ``"dense"`` (every boundary), ``"latest"`` (none besides), or
             an interval in tokens; or one of these for each of some groups. A boundary is resumable only where all
             groups keep it, so the intervals of several groups give their least common multiple.
         layout: of the cache.
+        span: see `Layout.span`.
 
     Raises:
         ValueError: unknown word or group, or an interval that is not a positive multiple of `alignment`.
     """
     interval = _interval(retention, layout)
+    if interval and layout.pages_per_point:
+        longest = min(span * layout.alignment, MOST_TOKENS)
+        interval *= max(1, longest // interval)
     return interval if interval <= MOST_TOKENS else 0  # past any sequence
 
 

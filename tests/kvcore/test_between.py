@@ -141,3 +141,18 @@ def test_a_state_is_resumed_only_where_a_snapshot_was_taken():
     for shared in range(len(prompt)):
         match = e.kv.match([*prompt[:shared], 1, 2])
         assert match.num_tokens in (0, 16)
+
+
+@pytest.mark.parametrize("retention", ["dense", 32, 96])
+def test_intervals_within_a_tail_keep_no_more_points_than_the_longest_of_them(retention):
+    """All boundaries are resumable, and an eviction has a thirty-second of the entries to look at."""
+    specs = groups((32, None), (16, 1024))
+    kv = KVCache(specs, num_pages=5000, max_requests=2, max_model_len=8192, retention=retention)
+    assert kv.interval == (1024 if retention != 96 else 960)
+    prompt = np.arange(5000)
+    run(kv, "a", prompt)
+    kv.check_invariants()
+    assert kv.stats()["resume_points"] <= 5000 // kv.interval + 3  # and at the prompt's end
+    for shared in range(100, 4900, 311):
+        hit = kv.match(np.where(prompt < shared, prompt, prompt + 9000)).num_tokens
+        assert hit == shared // 32 * 32
