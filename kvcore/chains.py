@@ -143,7 +143,7 @@ class Chains:
         snapshot = NO_ROWS
         if self._tables.states:
             if batch is not None:
-                snapshot = batch.ending.rows
+                snapshot = batch.ending.rows if batch.size == 1 else batch.reaching
             else:
                 within = end % self._segment
                 most = np.minimum(end - start, self._drafts + 1) if self._drafts else ONE
@@ -175,17 +175,20 @@ class Chains:
 
     # After a step.
 
-    def commit(self, step: Step, end: Int64, made: list[bytes] | None) -> Int32:
+    def commit(
+        self, step: Step, end: Int64, made: list[bytes] | None, closing: Ending | None = None
+    ) -> Int32:
         """Make a step real up to `end` [n], and cache what it completed.
 
         Args:
             made: keys of the segments that end here, if the step is a decode batch whose keys need no lookahead.
+            closing: who completes these, if it has drafts.
 
         Returns:
             [m, 2] pages to copy after the step.
         """
         slots = step.slots
-        closing = self._closing(step, end)
+        closing = closing or self._closing(step, end)
         rows = kept = NO_ROWS
         if closing.slot_list and self.layout.hybrid:
             rows, kept = self._kept(step, end, closing)
@@ -194,6 +197,8 @@ class Chains:
         in_chunk = (NO_ROWS, NO_ROWS)
         if rows.size:
             several = (step.end - step.start)[rows] > 1
+            if step.drafts is not None:  # the rings keep these tails
+                several[:] = False
             in_chunk = (step.chunk_rows.searchsorted(rows[several]), kept[several])
         effects = self._tables.commit(step, end, in_chunk)
         if closing.slot_list:
@@ -211,7 +216,8 @@ class Chains:
 
     def _closing(self, step: Step, end: Int64) -> Ending:
         """Requests of a step with segments to cache, and up to which token."""
-        if not self.layout.lookahead and step.batch is not None and not step.chunk_rows.size:
+        if not self.layout.lookahead and step.decode is not None and not step.chunk_rows.size:
+            assert step.batch is not None
             return step.batch.ending
         rows = (end - self.cached[step.slots] >= self._segment).nonzero()[0]
         if not rows.size:
@@ -248,7 +254,8 @@ class Chains:
             return 0
         if not self.interval:
             return FOREVER
-        return int((cached // self.interval * self.interval + self.interval - batch.end).min())
+        tokens = cached // self.interval * self.interval + self.interval - batch.start
+        return (int(tokens.min()) - 1) // batch.size
 
     def _with_replayed(
         self, step: Step, end: Int64, rows: Int64, kept: Int64

@@ -1,7 +1,7 @@
 """Tables of the dense or window groups of one spec, and vectorised planning and committing of their chunks.
 
-A *chunk* is what a request computes in a step if it is more than one token: a prefill chunk, or speculative tokens (`decode` has
-the requests with one token). A dense group gets pages for all of its new blocks, a window group only for the blocks that
+A *chunk* is what a request computes in a step if it is more than one token: a prefill chunk, or uneven speculative tokens (`decode` has
+the requests with one token, `drafts` those with the same few). A dense group gets pages for all of its new blocks, a window group only for the blocks that
 outlive the chunk: those that the next query can still see, and the tails of boundaries that retention keeps. All other rows get slot
 -1 and are never written.
 """

@@ -156,10 +156,11 @@ class Calendar:
 
 
 class DecodeBatch:
-    """Requests that compute one token each, and go on doing so from step to step.
+    """Requests that compute one token each, or as many as the others, and go on doing so from step to step.
 
     Args:
         slots, start: [n] requests, and their tokens before the step.
+        size: tokens that each computes in a step: one, or several, of which some may be rejected (see `drafts`).
         last_slots: [num_tables, n] slots of the tokens before these; anything in rows of states.
         state_pages: [num_tables, n] live pages of states, 0 where there are none yet; 0 in other rows.
         is_steady: whether all states have live pages.
@@ -167,21 +168,33 @@ class DecodeBatch:
         alignment: tokens of a segment.
 
     Attributes:
-        counts: [n] ones. end: [n] tokens after the step. longest: the largest. age: steps since the batch was made.
+        counts: [n] `size` each. end: [n] tokens after the step, if none is rejected. longest: the largest.
+        age: steps since the batch was made.
+        tokens: `size`.
+        row_of, steps: [n * size] of each token of a step, if there are several: which request's it is, and its number there, from 1 on.
+        firsts, cu: [n] int64 and [n + 1] int32, where each request's tokens start.
+        behind: [size, size] ones where a token (column) is not before another (row), else zeros.
         calendar: what changes in each step, once the batch has lasted a while.
         is_whole: False once a request has left, or gone back.
         quiet_until: age before which no request keeps a boundary.
     """
 
     def __init__(
-        self, slots: Int64, start: Int64, last_slots: Int64, state_pages: Int32, is_steady: bool,
+        self, slots: Int64, start: Int64, size: int, last_slots: Int64, state_pages: Int32, is_steady: bool,
         columns: Int64, alignment: int,
     ) -> None:  # fmt: skip
-        self.slots = slots.copy()
+        self.slots, self.size = slots, size
         self._key = slots.tobytes()
-        self.counts: Int64 = np.ones(len(slots), dtype=np.int64)
-        self._ones = self.counts.tobytes()
-        self.start, self.end = start, start + ONE
+        self.counts: Int64 = np.full(len(slots), size, dtype=np.int64)
+        self._same = self.counts.tobytes()
+        self.tokens: Int64 = np.array(size)
+        if size > 1:
+            self.row_of: Int64 = np.arange(len(slots)).repeat(size)
+            self.cu: Int32 = np.arange(0, len(self.row_of) + 1, size, dtype=np.int32)
+            self.firsts: Int64 = self.cu[:-1].astype(np.int64)
+            self.steps: Int64 = np.arange(1, len(self.row_of) + 1) - self.row_of * size
+            self.behind: Int64 = np.tri(size, dtype=np.int64).T.copy()
+        self.start, self.end = start, start + self.tokens
         self.longest = int(np.maximum.reduce(self.end))
         self.age = 0
         self.last_slots, self.state_pages, self.is_steady = last_slots, state_pages, is_steady
@@ -190,6 +203,7 @@ class DecodeBatch:
         self.calendar: Calendar | None = None
         self.quiet_until = 0
         self._alignment = alignment
+        self._segment: Int64 = np.array(alignment)
         self._closing: tuple[Int64, Int64, list[int], list[int]] | None = None
         self._ending: Ending | None = None
 
@@ -198,19 +212,31 @@ class DecodeBatch:
         return self.is_whole and slots.tobytes() == self._key
 
     def is_again(self, slots: Int64, counts: Int64) -> bool:
-        """Whether a step asks for the next token of the batch's requests, and nothing else."""
-        return self.is_of(slots) and counts.tobytes() == self._ones
+        """Whether a step asks for the next tokens of the batch's requests, and nothing else."""
+        return self.is_of(slots) and counts.tobytes() == self._same
+
+    def take(self, end: Int64, last_slots: Int64) -> None:
+        """Go to the step after one with drafts, which left each request `end` [n] tokens."""
+        self.start, self.end, self.last_slots = end, end + self.tokens, last_slots
+        self.longest = int(np.maximum.reduce(self.end))
+        self.age += 1
+        self._ending = None
 
     def advance(self, last_slots: Int64) -> None:
-        """Go to the next step."""
+        """Go to the step after one of a token each."""
         self.start, self.end, self.last_slots = self.end, self.end + ONE, last_slots
         self.longest += 1
         self.age += 1
         self._ending = None
 
     @property
+    def reaching(self) -> Int64:
+        """Rows that may complete a segment in this step, which depends on the drafts that are rejected."""
+        return (self.end % self._segment < self.tokens).nonzero()[0]
+
+    @property
     def ending(self) -> Ending:
-        """Who completes a segment in this step."""
+        """Who completes a segment in this step, if each request computes one token."""
         if self._ending is not None:
             return self._ending
         a = self._alignment

@@ -18,7 +18,7 @@ from .adaptive import Adaptive
 from .chains import Chains
 from .chunks import NO_ROWS
 from .debug import Watch
-from .decode import ONE
+from .decode import ONE, Ending
 from .events import Announcer, EventLog
 from .eviction import EvictionPolicy
 from .hashing import Prompt, as_token_ids, root_key
@@ -28,7 +28,17 @@ from .plan import OutOfPages, StepPlan
 from .report import Match, check_invariants, describe, limited_by
 from .retention import Retention, parse_retention
 from .sequences import Sequences
-from .spec import MOST_TOKENS, GroupSpec, Int32, Int64, Layout, as_int, as_ints, as_seconds
+from .spec import (
+    MOST_TOKENS,
+    GroupSpec,
+    Int32,
+    Int64,
+    Layout,
+    as_int,
+    as_ints,
+    as_seconds,
+    count_true,
+)
 from .stats import count_admission, new_counters
 from .tables import Tables
 
@@ -120,6 +130,7 @@ class KVCache:
         self.retention = dict(retention) if isinstance(retention, Mapping) else retention
         self.max_requests, self.max_model_len = max_requests, max_model_len
         self.max_draft_tokens = max_draft_tokens
+        self._drafts: Int64 = np.array(max_draft_tokens)
         self.enable_caching = enable_caching
         if replay_tokens is not None and any(g.kind == "state" for g in layout.groups):
             raise ValueError("replay_tokens: expected None with a state group, got a number")
@@ -132,7 +143,7 @@ class KVCache:
             self.pool, layout.pages_per_segment, self.hybrid, policy,
             span, layout.tail_between,
         )  # fmt: skip
-        self.sequences = Sequences(max_requests, self.alignment, layout.lookahead)
+        self.sequences = Sequences(max_requests, self.alignment, layout.lookahead, max_draft_tokens)
         self._tables = Tables(layout, max_requests, self.pool, track_deltas)
         self._announcer = None if events is None else Announcer(events, layout, self.sequences)
         self._keeps_tokens = debug or events is not None
@@ -370,6 +381,10 @@ class KVCache:
                 written = np.maximum(start, self._chains.replay_to[slots])
                 several |= written > start
             chunks = several.nonzero()[0]
+            if len(chunks) == len(slots) and (written is start or not count_true(written > start)):
+                batch = self._tables.batch_with_drafts(slots, start, counts)
+                if batch is not None:
+                    chunks = NO_ROWS
         kept, snapshot = (NO_ROWS, NO_ROWS), NO_ROWS
         if self.enable_caching:
             kept, snapshot = self._chains.boundaries(slots, start, end, chunks, batch)
@@ -391,6 +406,8 @@ class KVCache:
                 positions = np.arange(start[0], longest)
             else:
                 positions = np.arange(int(cu[-1])) + (start - cu[:-1]).repeat(counts)
+        elif batch is not None and batch.size > 1:
+            cu, positions = batch.cu, start.take(batch.row_of) + batch.steps - ONE
         else:
             cu, positions = self._cu_of(len(slots)), start
         pages = self.pool.peek(step.needed)
@@ -466,36 +483,48 @@ class KVCache:
             self.sequences.num_computed[slots] = end
             self._tables.settle(step, effects)
             return effects.copies
-        made = self._feed(plan, ids, end)
+        made, closing = self._feed(plan, ids, end)
         if self._announcer is not None:
             self._announcer.computed(plan, ids, end)
-        copies = self._chains.commit(step, end, made)
+        copies = self._chains.commit(step, end, made, closing)
         self.sequences.num_computed[slots] = end
         return copies
 
     def _checked_accepted(self, plan: StepPlan, accepted: Any) -> Int64:
         taken = as_ints("accepted", accepted)
         most = plan.num_new_tokens
-        least = np.maximum(1, most - self.max_draft_tokens)
-        if taken.shape != most.shape or (taken < least).any() or (taken > most).any():
+        step, batch = plan.step, plan.step.batch
+        if step.drafts is not None and batch is not None:
+            limit = batch.tokens
+        else:
+            limit = np.minimum(most, self._drafts + ONE)
+        # Fewer than none rejected are, without a sign, very many.
+        if taken.shape != most.shape or count_true(
+            (most - taken).view(np.uint64) >= limit.view(np.uint64)
+        ):
+            least = np.maximum(1, most - self.max_draft_tokens)
             raise ValueError(
                 f"accepted: expected between {least.tolist()} and {most.tolist()}, "
                 f"got {taken.tolist()}"
             )
         return taken
 
-    def _feed(self, plan: StepPlan, ids: Int32, end: Int64) -> list[bytes] | None:
-        """Give the tokens of a step to the key chains; returns the keys of a decode batch that needs no more (see `Chains`)."""
+    def _feed(
+        self, plan: StepPlan, ids: Int32, end: Int64
+    ) -> tuple[list[bytes] | None, Ending | None]:
+        """Give the tokens of a step to the key chains; returns what `Chains.commit` need not find out of a decode batch."""
         step, batch = plan.step, plan.step.batch
         if not step.chunk_rows.size:
             assert batch is not None
-            return self.sequences.feed_one(batch, ids)
+            if batch.size > 1:
+                return self.sequences.feed_drafts(batch, ids, end)
+            return self.sequences.feed_one(batch, ids), None
         if batch is not None:
             self.sequences.feed_one(batch, ids[plan.cu_seqlens_q[step.decode_rows]])
         rows = step.chunk_rows
         first = plan.cu_seqlens_q[rows]
         self.sequences.feed_several(step.slots[rows], step.start[rows], end[rows], ids, first)
-        return None
+        return None, None
 
     def rollback(self, slot: int, num_tokens: int) -> None:
         """Forget the last computed tokens of a request.

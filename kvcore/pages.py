@@ -86,6 +86,9 @@ class PagePool:
             return
         pages = pages.astype(np.int64, copy=False)  # the quick index
         counts = self.counts[pages] - UNSHARED
+        if not np.count_nonzero(counts):  # nobody else has them
+            self.counts[pages] = NULL
+            return self.put(pages)
         users = counts.astype(np.int32)  # the low half
         if not np.count_nonzero(users):  # nobody else reads them, so none repeats
             self.counts[pages] = counts

@@ -11,7 +11,7 @@ from collections.abc import Hashable
 
 import numpy as np
 
-from .decode import ONE, DecodeBatch
+from .decode import NOBODY, ONE, DecodeBatch, Ending
 from .hashing import KEY_BYTES, Prompt, next_key
 from .spec import Int32, Int64, ragged_arange
 
@@ -25,16 +25,17 @@ class Sequences:
         prompt_len: [max_requests] int64.
     """
 
-    def __init__(self, max_requests: int, alignment: int, lookahead: int) -> None:
+    def __init__(self, max_requests: int, alignment: int, lookahead: int, drafts: int = 0) -> None:
         self.max_requests = max_requests
         self.alignment = alignment
         self.lookahead = lookahead
         self.active = np.zeros(max_requests, dtype=bool)
         self.num_computed: Int64 = np.zeros(max_requests, dtype=np.int64)
         self.prompt_len: Int64 = np.zeros(max_requests, dtype=np.int64)
-        # Tokens since the last whole segment; the first segment is longer by the lookahead.
-        self._open: Int32 = np.zeros((max_requests, alignment + lookahead), dtype=np.int32)
-        self._width: Int64 = np.array(alignment + lookahead)
+        # Tokens since the last whole segment; the first segment is longer by the lookahead. A step with drafts may write past it.
+        width = alignment + lookahead + drafts
+        self._open: Int32 = np.zeros((max_requests, width), dtype=np.int32)
+        self._width: Int64 = np.array(width)
         self._flat = self._open.reshape(-1)
         self._bytes = self._flat.data.cast("B")
         self._prompt_keys: list[bytes] = [b""] * max_requests
@@ -45,6 +46,7 @@ class Sequences:
         self._fed: Int64 | None = None  # slots of the batch that `_places` is about
         # Where the next tokens of its requests go, in all of `_open`.
         self._places: Int64 = np.empty(0, dtype=np.int64)
+        self._stops: Int64 = self._places  # where their segments end
         self._mark: Int64 = np.zeros(max_requests, dtype=np.int64)
         self._limit = np.array(max_requests, dtype=np.uint64)
         self._checked: bytes | None = None  # slots that `check` found valid and distinct
@@ -136,15 +138,10 @@ class Sequences:
             Keys of the segments that end here; None where prompts or a lookahead make it less simple.
         """
         a, k = self.alignment, self.lookahead
-        if batch.slots is not self._fed:
-            known = batch.start < self.prompt_len[batch.slots]
-            if np.count_nonzero(known):
-                for i in range(len(tokens)):
-                    self.feed(int(batch.slots[i]), int(batch.start[i]), tokens[i : i + 1])
-                return None
-            start = batch.start
-            columns = np.where(start < a + k, start, (start - k) % a) if k else start % a
-            self._fed, self._places = batch.slots, batch.slots * self._width + columns
+        if batch.slots is not self._fed and not self._follow(batch):
+            for i in range(len(tokens)):
+                self.feed(int(batch.slots[i]), int(batch.start[i]), tokens[i : i + 1])
+            return None
         self._flat[self._places] = tokens
         self._places += ONE
         rows, slots, slot_list, _ = batch.ending
@@ -154,16 +151,65 @@ class Sequences:
             slot_list = slots.tolist()
         if not slot_list:
             return None if k else []
-        self._places[rows] = slots * self._width
-        size, length = 4 * (a + k), 4 * a
-        data, last, more, made = self._bytes, self._last_key, self._more_keys, []
-        for slot in slot_list:
-            at = slot * size
-            first = not (more[slot] or self._prompt_keys[slot])
-            last[slot] = key = next_key(last[slot], data[at : at + (size if first else length)])
-            more[slot] += key
-            made.append(key)
+        self._places[rows] = first = slots * self._width
+        if k:
+            self._stops[rows] = first + a
+        made = [self._close(slot) for slot in slot_list]
         return None if k else made
+
+    def feed_drafts(
+        self, batch: DecodeBatch, tokens: Int32, end: Int64
+    ) -> tuple[list[bytes] | None, Ending | None]:
+        """The tokens of a step with drafts, `batch.size` of each request [n * size], of which those before `end` [n] stay.
+
+        Returns:
+            Keys of the segments that end here, and whose they are; None where prompts or a lookahead make it less simple.
+        """
+        if batch.slots is not self._fed and not self._follow(batch):
+            self.feed_several(batch.slots, batch.start, end, tokens, batch.cu[:-1])
+            return None, None
+        # Rejected ones are written over; those behind the end of a segment are the first of the next.
+        self._flat[self._places.take(batch.row_of) + batch.steps - ONE] = tokens
+        self._places += end - batch.start
+        rows = (self._places >= self._stops).nonzero()[0]
+        if not rows.size:
+            return (None, None) if self.lookahead else ([], NOBODY)
+        slots = batch.slots[rows]
+        first, stops = slots * self._width, self._stops[rows]
+        rest = self._places[rows] - stops
+        self._places[rows], self._stops[rows] = first + rest, first + self.alignment
+        slot_list, made = slots.tolist(), []
+        for slot, at, stop, n in zip(
+            slot_list, first.tolist(), stops.tolist(), rest.tolist(), strict=True
+        ):
+            made.append(self._close(slot))
+            if n:
+                self._flat[at : at + n] = self._flat[stop : stop + n]
+        if self.lookahead:
+            return None, None
+        return made, Ending(rows, slots, slot_list, end[rows] - rest)
+
+    def _follow(self, batch: DecodeBatch) -> bool:
+        """Note where the next tokens of a batch go; False if some are of prompts, and known."""
+        a, k, start = self.alignment, self.lookahead, batch.start
+        if np.count_nonzero(start < self.prompt_len[batch.slots]):
+            return False
+        is_first, first = start < a + k, batch.slots * self._width
+        self._fed = batch.slots
+        self._places = first + np.where(is_first, start, (start - k) % a)
+        self._stops = first + np.where(is_first, a + k, a)
+        return True
+
+    def _close(self, slot: int) -> bytes:
+        """Make the key of the segment that the newest tokens of a request complete."""
+        more, at = self._more_keys[slot], 4 * int(self._width) * slot
+        length = self.alignment
+        if not (more or self._prompt_keys[slot]):
+            length += self.lookahead
+        key = next_key(self._last_key[slot], self._bytes[at : at + 4 * length])
+        self._last_key[slot] = key
+        more += key
+        return key
 
     def feed_several(
         self, slots: Int64, start: Int64, end: Int64, tokens: Int32, first: Int32

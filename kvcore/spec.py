@@ -167,6 +167,7 @@ class Layout:
             raise ValueError(
                 f"block_size: expected a least common multiple <= {MOST_TOKENS}, got {self.alignment:.6g}"
             )
+        self.drafts = max_draft_tokens
         self.lookahead = max(g.lookahead for g in self.groups)
         if self.lookahead > self.alignment:
             raise ValueError(

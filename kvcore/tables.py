@@ -13,8 +13,9 @@ import numpy as np
 
 from .chunks import NO_ROWS, ZERO, BlockTables, Chunk
 from .decode import ONE, Decode, DecodeBatch, DecodeTables
+from .drafts import Drafts, DraftTables
 from .pages import PagePool
-from .spec import Int32, Int64, Layout, ragged_arange, slice_of
+from .spec import Int32, Int64, Layout, count_true, ragged_arange, slice_of
 from .states import LIVE, SNAPSHOT, StateStep, StateTables
 
 NOWHERE: Int64 = np.array(-1)  # in a slot mapping: not written
@@ -29,6 +30,7 @@ class Step:
     Attributes:
         decode_rows, chunk_rows: requests that compute one token (unless all do), and the others.
         batch, decode: the requests of the decode rows and their plan, None if there are none.
+        drafts: the plan instead, if each request of the batch computes several tokens.
         states: plans of state tables; none in a `steady` step, of which `decode` has all.
         needed: pages, in all. decode_slots: [tables, decode rows] slots of their tokens.
         copies: [m, 2] pages to copy before the step (source, destination).
@@ -47,6 +49,7 @@ class Step:
     chunk_rows: Int64
     batch: DecodeBatch | None
     decode: Decode | None
+    drafts: Drafts | None
     chunks: list[Chunk]
     states: list[StateStep]
     needed: int
@@ -118,6 +121,9 @@ class Tables:
             if c.spec.kind == "state"
         ]
         self.decodes = DecodeTables(self.array, self.blocks, self.states, layout.alignment, pool)
+        self.drafts = DraftTables(
+            self.array, self.blocks, self.states, layout.alignment, layout.drafts, pool
+        )
         # First column, width and block size of each table: [num_tables, 1] all, ones for states.
         each: Int64 = np.ones((3, len(layout.tables), 1), dtype=np.int64)
         for b in self.blocks:
@@ -167,10 +173,14 @@ class Tables:
                 decode_rows = alone.nonzero()[0]
             batch = self._batch_of(slots[decode_rows], start[decode_rows])
         decode: Decode | None = None
+        drafts: Drafts | None = None
         chunks: list[Chunk] = []
         states: list[StateStep] = []
         needed = 0
-        if batch is not None:
+        if batch is not None and batch.size > 1:
+            drafts = self.drafts.plan(batch, snapshot)
+            needed = drafts.num_new
+        elif batch is not None:
             decode = self.decodes.plan(batch, steady and len(snapshot) > 0)
             needed = decode.num_new
         if len(chunk_rows):
@@ -183,7 +193,7 @@ class Tables:
             for p, s in zip(states, self.states, strict=True):
                 needed += p.num_blocks * s.spec.num_tables
         return Step(
-            slots, start, end, written, snapshot, decode_rows, chunk_rows, batch, decode, chunks, states, needed,
+            slots, start, end, written, snapshot, decode_rows, chunk_rows, batch, decode, drafts, chunks, states, needed,
             NO_ROWS, NO_COPIES, NO_PAGES, steady,
         )  # fmt: skip
 
@@ -192,17 +202,29 @@ class Tables:
         batch = self._batch
         return batch if batch is not None and batch.is_again(slots, counts) else None
 
-    def _batch_of(self, slots: Int64, start: Int64) -> DecodeBatch | None:
+    def batch_with_drafts(self, slots: Int64, start: Int64, counts: Int64) -> DecodeBatch | None:
+        """The requests of a step as a batch, if each computes as many tokens as the others, and few enough (see `drafts`)."""
+        size = int(counts[0])
+        if size > self.drafts.most or count_true(counts == size) < len(counts):
+            return None
+        batch = self._batch_of(slots, start, size)
+        return batch if batch is not None and batch.is_steady else None
+
+    def _batch_of(self, slots: Int64, start: Int64, size: int = 1) -> DecodeBatch | None:
         if not len(slots):
             return None
         old = self._batch
         if old is None:
             shape = len(self.layout.tables), len(slots)
+            slots = slots.copy()
             last, live = np.empty(shape, dtype=np.int64), np.zeros(shape, dtype=np.int32)
             rows = np.arange(len(slots))
         elif old.is_of(slots):
-            return old
+            if old.size == size:
+                return old
+            slots, last, live, rows = old.slots, old.last_slots, old.state_pages, NO_ROWS
         else:
+            slots = slots.copy()
             known = self._row_of[slots]
             last = old.last_slots.take(known, axis=1)
             live = old.state_pages.take(known, axis=1)
@@ -214,7 +236,9 @@ class Tables:
         states = live[self._state_rows]
         is_steady = np.count_nonzero(states) == states.size
         columns = slots * self.layout.num_columns
-        return DecodeBatch(slots, start, last, live, is_steady, columns, self.layout.alignment)
+        return DecodeBatch(
+            slots, start, size, last, live, is_steady, columns, self.layout.alignment
+        )
 
     def _last_slots(self, slots: Int64, computed: Int64) -> Int64:
         """Slots of the tokens before positions `computed` [m]: [num_tables, m], one below the next slot in an open block.
@@ -253,6 +277,8 @@ class Tables:
         demand = [0] * len(tables)
         if step.batch is not None and step.decode is not None:
             demand = self.decodes.demand(step.decode, len(tables), len(step.batch.slots))
+        if step.drafts is not None:
+            demand = self.drafts.demand(step.drafts, len(tables), len(step.slots))
         chunks = zip((b.spec for b in self.blocks), (c.num_new for c in step.chunks), strict=False)
         states = zip(
             (s.spec for s in self.states), (p.num_blocks for p in step.states), strict=False
@@ -267,6 +293,15 @@ class Tables:
 
     def fill(self, step: Step, pages: Int64, cu: Int32, total: int) -> Int64:
         """Give `pages` [needed] to the step; returns the slot mapping [num_tables, total]."""
+        if step.drafts is not None:
+            batch = step.batch
+            assert batch is not None
+            step.decode_slots = batch.last_slots.take(batch.row_of, axis=1)
+            step.decode_slots += batch.steps
+            step.decode_slots[self._state_rows] = NOWHERE
+            self.drafts.fill(step.drafts, batch, pages, step.decode_slots)
+            step.state_pages = batch.state_pages
+            return step.decode_slots
         if step.batch is not None and step.decode is not None:
             n = step.decode.num_new
             step.decode_slots = step.batch.last_slots + ONE
@@ -335,6 +370,8 @@ class Tables:
             end: [n] tokens after the step, rejected ones not counted.
             kept: (chunk rows, boundaries) whose tails the caller is about to keep, sorted.
         """
+        if step.drafts is not None:
+            return self._commit_drafts(step, step.drafts, end)
         tails = NO_PAGES
         if kept[0].size:
             tails = np.empty((len(kept[0]), self.layout.pages_per_point), dtype=np.int32)
@@ -366,15 +403,31 @@ class Tables:
                 where = step.slots[step.chunk_rows[kept[0]]]
                 for state in self.states:
                     self._place(tails, state, state.table[where, :, SNAPSHOT, None])
+        self._keep_batch(batch)
         if batch is not None:
-            if batch is not self._batch:
-                self._forget_batch()
-                self._row_of[batch.slots] = np.arange(len(batch.slots))
             batch.advance(step.decode_slots)
-        else:
-            self._forget_batch()
-        self._batch = batch
         return Effects(tails, gone, copies)
+
+    def _commit_drafts(self, step: Step, plan: Drafts, end: Int64) -> Effects:
+        batch = step.batch
+        assert batch is not None
+        taken = end - batch.start
+        self._delta(*self.drafts.commit(plan, batch, taken))
+        copies = NO_COPIES
+        if plan.snapshot_rows.size:
+            rows, copies = self.drafts.snapshots(plan, end)
+            self.snapshot_at[batch.slots[rows]] = end[rows]
+        self._keep_batch(batch)
+        batch.take(end, step.decode_slots.take(batch.firsts + (taken - ONE), axis=1))
+        return Effects(NO_PAGES, [], copies)
+
+    def _keep_batch(self, batch: DecodeBatch | None) -> None:
+        """Remember the batch of the last step."""
+        if batch is not self._batch:
+            self._forget_batch()
+            if batch is not None:
+                self._row_of[batch.slots] = np.arange(len(batch.slots))
+            self._batch = batch
 
     def _forget_batch(self) -> None:
         if self._batch is not None:

@@ -341,6 +341,7 @@ class Life(Misuse):
             self.call("match", self.new_text().tokens)
             self.call("cut", [r.slot for r in self.requests], [1] * len(self.requests))
             self.call("stats")
+        self.calls["with drafts"] += plan.step.drafts is not None
         arrays = self._arrays(plan)
         ids = self._run(plan, counts, accepted or counts)
         held = kv.pool.holds > 0
@@ -417,19 +418,26 @@ class Life(Misuse):
         return done
 
     def decode(self) -> None:
-        """The same requests compute a token each, over and over, alone or beside a chunk: some of these steps follow a calendar."""
-        most = self.kv.max_model_len
+        """The same requests compute a token each, over and over, alone or beside a chunk: some of these steps follow a calendar.
+
+        In some steps each computes drafts too, as many as the others, of which some are rejected.
+        """
+        rng, most, drafts = self.rng, self.kv.max_model_len, self.kv.max_draft_tokens
+        size, change = rng.choice((1, 1 + rng.randint(0, drafts))), rng.choice((0, 0.1, 0.5))
         batch = [r for r in self.order(self.requests) if r.computed == len(r.text) < most]
         for _ in range(self.rng.randint(1, 32)):
-            batch = [r for r in batch if len(r.text) < most]
+            if rng.random() < change:
+                size = rng.choice((1, 1 + rng.randint(0, drafts)))
+            batch = [r for r in batch if len(r.text) + size <= most]
             for r in batch:
-                r.text.extend(self.bits(1, 1))
-            counts = dict.fromkeys(batch, 1)
+                r.text.extend(self.bits(size, size))
+            counts = dict.fromkeys(batch, size)
+            accepted = {r: self.number(max(1, size - drafts), size, r.computed) for r in batch}
             waiting = [r for r in self.requests if r.computed < len(r.text) and r not in counts]
             if waiting and self.rng.random() < 0.3:
                 r = self.rng.choice(waiting)
-                counts[r] = self.rng.randint(1, len(r.text) - r.computed)
-            if not self._settle(counts):
+                accepted[r] = counts[r] = self.rng.randint(1, len(r.text) - r.computed)
+            if not self._settle(counts, accepted if counts != accepted else None):
                 break
             self.check()
 

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from quire.kvcore import chains, chunks, index, manager, pages, sequences, states, tables
+from quire.kvcore import chains, chunks, drafts, index, manager, pages, sequences, states, tables
 
 from . import shadow
 
@@ -29,9 +29,10 @@ def test_lives():
         "restore",
         "refused",
         "out of pages",
+        "with drafts",
     ):
         assert calls[name] > 5, name
-    assert calls["commit"] > 1000
+    assert calls["commit"] > 1000 and calls["with drafts"] > 200
 
 
 def same_pages(original):
@@ -104,7 +105,17 @@ def forgets_tokens(original):
     return feed
 
 
+def all_stay(original):
+    """Blocks of rejected tokens are kept."""
+
+    def commit(self, plan, batch, taken):
+        return original(self, plan, batch, taken * 0 + batch.size)
+
+    return commit
+
+
 PLANTED = {
+    "blocks of rejected tokens stay": (drafts.DraftTables, "commit", all_stay),
     "a page has two owners": (pages.PagePool, "take", same_pages),
     "a tail of the wrong blocks": (chunks.BlockTables, "tails", off_by_one),
     "a snapshot is not copied": (tables.Tables, "commit", no_result),
