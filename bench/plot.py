@@ -11,6 +11,7 @@ def require_matplotlib(path: str | Path) -> None:
     cannot write.
     """
     try:
+        import matplotlib  # noqa: F401
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError as error:
         raise ImportError("--plot needs matplotlib (pip install 'quire[plot]')") from error

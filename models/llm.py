@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -133,15 +133,18 @@ class LLM:
         token_ids = [self._encode(prompt) for prompt in prompts]
         queued: dict[str, dict[int, RequestOutput]] = {}
         try:
-            with interrupts_wait(), self.engine.lock:
-                for ids, one in zip(token_ids, params, strict=True):
-                    request_id = self.engine.add_request(ids, one)
-                    queued[request_id] = self._outputs[request_id] = {}
-            num_outputs = sum(one.n for one in params)
-            with tqdm(total=num_outputs, unit="request", disable=not progress) as bar:
-                self._run(list(queued.values()), num_outputs, bar)
-        finally:
-            self._abort(list(queued))
+            try:
+                with interrupts_wait(), self.engine.lock:
+                    for ids, one in zip(token_ids, params, strict=True):
+                        request_id = self.engine.add_request(ids, one)
+                        queued[request_id] = self._outputs[request_id] = {}
+                num_outputs = sum(one.n for one in params)
+                with tqdm(total=num_outputs, unit="request", disable=not progress) as bar:
+                    self._run(list(queued.values()), num_outputs, bar)
+            finally:
+                self._abort(queued)
+        finally:  # once more, as an interrupt may have come at the first line of the one above
+            self._abort(queued)
         return [
             self._with_text(outputs[sample])
             for outputs in queued.values()
@@ -188,18 +191,21 @@ class LLM:
         mine: deque[OutputDelta] = deque()
         queued: list[str] = []
         try:
-            with interrupts_wait(), self.engine.lock:
-                queued.append(self.engine.add_request(ids, params, stream=True))
-                self._streams[queued[0]] = mine
-            while mine or queued[0] in self.engine.unfinished:
-                if mine:
-                    yield mine.popleft()
-                else:
-                    self._step()
-        finally:
+            try:
+                with interrupts_wait(), self.engine.lock:
+                    queued.append(self.engine.add_request(ids, params, stream=True))
+                    self._streams[queued[0]] = mine
+                while mine or queued[0] in self.engine.unfinished:
+                    if mine:
+                        yield mine.popleft()
+                    else:
+                        self._step()
+            finally:
+                self._abort(queued)
+        finally:  # once more, as an interrupt may have come at the first line of the one above
             self._abort(queued)
 
-    def _abort(self, request_ids: Sequence[str]) -> None:
+    def _abort(self, request_ids: Collection[str]) -> None:
         """Ends those of these requests that have not ended, and their streams."""
         with interrupts_wait(), self.engine.lock:
             for request_id in request_ids:

@@ -293,7 +293,7 @@ class Engine:
             )
         if prompt.dtype.kind not in "iu" or prompt.min() < 0 or prompt.max() >= vocab_size:
             raise ValueError(
-                f"prompt_token_ids: expected ints in 0..{vocab_size - 1}, got {shown(prompt)}"
+                f"prompt_token_ids: expected ints in 0..{vocab_size - 1}, got {shown(prompt.tolist())}"
             )
         if params.stop and self.tokenizer is None:
             raise ValueError("stop: expected no strings, as this engine has no tokenizer")

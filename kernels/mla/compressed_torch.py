@@ -142,8 +142,10 @@ def _softmax(
     joint = logits
     if call.sinks is not None:
         joint = torch.cat([logits, call.sinks[None, :, None].expand(*logits.shape[:2], 1)], -1)
-    # Not the exponential of a difference from the lse, whose own rounding would be in all weights.
-    weights = torch.softmax(joint, -1)[..., : logits.shape[-1]]
+    # Not the exponential of a difference from the lse, whose own rounding would be in all weights; nor torch.softmax, which adds a long
+    # row up term by term.
+    weights = torch.exp(joint - joint.amax(-1, keepdim=True))
+    weights = (weights / weights.sum(-1, keepdim=True))[..., : logits.shape[-1]]
     # A row that sees nothing is NaN after the softmax, and so is one with an infinite sink; their weights are 0.
     weights = torch.where(logits.isneginf(), 0.0, weights)
     if call.sinks is not None:

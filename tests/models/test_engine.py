@@ -405,7 +405,7 @@ def test_abort_waiting_and_running():
     [
         ([], r"prompt_token_ids: expected 1\.\.63 ids .*got 0"),
         ([5] * 64, r"prompt_token_ids: expected 1\.\.63 ids .*got 64"),
-        ([3, 259], r"prompt_token_ids: expected ints in 0\.\.258, got \[  3 259\]"),
+        ([3, 259], r"prompt_token_ids: expected ints in 0\.\.258, got \[3, 259\]"),
         ([-1], r"prompt_token_ids: expected ints in 0\.\.258, got \[-1\]"),
         ([0.5], r"prompt_token_ids: expected ints in 0\.\.258"),
         ([[1, 2]], r"prompt_token_ids: expected a list of ids, got shape \[1, 2\]"),

@@ -319,7 +319,7 @@ def test_a_chat_continues_from_its_own_answers(capsys, tmp_path, monkeypatch):
         (["--model", "gemma3-tiny", "--max-model-len", "0"], "error: max_model_len: expected an int >= 1, got 0"),
         (["--model", "gemma3-tiny", "--device", "nowhere"], "error: device: expected one of this machine's, got 'nowhere': "),
         (["--model", "gemma3-tiny", "--device", "cuda:99"], "error: device: expected one of this machine's, got 'cuda:99': "),
-        (["--model", "gemma3-tiny", "--speculate", "-1"], "error: speculate: expected an int >= 0, got -1"),
+        (["--model", "gemma3-tiny", "--speculate", "-1"], "error: speculate: expected an int in 0..128, got -1"),
         (["--model", "gemma3-tiny", "--drafter", "ngram"], "error: drafter: expected --speculate K with it, got none"),
         (["--model", "gemma3-tiny", "--system", "s"], "error: system: expected --chat with it, got none"),
     ],

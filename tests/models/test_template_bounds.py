@@ -194,13 +194,19 @@ def test_files_of_another_kind_are_named(tmp_path):
     with pytest.raises(ValueError, match=r"chat_template\.jinja': expected a text in UTF-8"):
         ChatTemplate.of_directory(tmp_path)
     (tmp_path / "chat_template.jinja").unlink()
-    for template in ([1], [{"name": "default"}], [{"template": "x"}], 5, None, {}):
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
-        with pytest.raises(ValueError, match=r"^chat: expected a chat_template\.jinja"):
+    config = tmp_path / "tokenizer_config.json"
+    for template in ([1], [{"name": "default"}], [{"template": "x"}], 5, {}):
+        config.write_text(json.dumps({"chat_template": template}))
+        with pytest.raises(
+            ValueError, match=r"^chat_template.*: expected .*tokenizer_config\.json'"
+        ):
             ChatTemplate.of_directory(tmp_path)
+    config.write_text(json.dumps({"chat_template": None}))
+    with pytest.raises(ValueError, match=r"^chat: expected a chat_template\.jinja"):
+        ChatTemplate.of_directory(tmp_path)
     for token in ({}, {"content": 5}, {"content": None}):
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "x", "bos_token": token}))  # fmt: skip
-        with pytest.raises(ValueError, match=r"^bos_token: expected a text, or its content, in "):
+        config.write_text(json.dumps({"chat_template": "x", "bos_token": token}))
+        with pytest.raises(ValueError, match=r"^bos_token: expected .*tokenizer_config\.json'"):
             ChatTemplate.of_directory(tmp_path)
     for messages in (5, [5], ["text"], None):
         with pytest.raises(ValueError, match=r"^messages: expected a list of dicts, got "):
