@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Collection, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +19,7 @@ from quire.models.checkpoint import read_generation_config
 from quire.models.configs import named_configs
 from quire.models.deepseek_v4.draft import MTPDrafter
 from quire.models.device import find_device
+from quire.models.fields import shown
 from quire.models.interrupts import interrupts_wait
 from quire.models.memory import free_memory, weight_bytes
 from quire.models.request import (
@@ -26,7 +27,6 @@ from quire.models.request import (
     RequestError,
     RequestOutput,
     SamplingParams,
-    shown,
 )
 from quire.models.runner import Engine, EngineConfig
 from quire.models.speculative import Drafter, NGramDrafter

@@ -25,6 +25,7 @@ from quire.kernels.impls import expect_impl
 from quire.kvcore import KVCache
 from quire.models.batch import AttnMetadata, BatchBuilder
 from quire.models.engine_config import EngineConfig
+from quire.models.fields import shown
 from quire.models.graphs import DecodeGraphs, sizes_to_capture
 from quire.models.memory import model_cache, plan_memory
 from quire.models.report import (
@@ -44,7 +45,6 @@ from quire.models.request import (
     RequestOutput,
     SamplingParams,
     failure,
-    shown,
 )
 from quire.models.sampling import NO_TOKEN, Sampler, derived_seed
 from quire.models.scheduler import ScheduledStep, Scheduler
