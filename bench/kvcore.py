@@ -197,7 +197,7 @@ def drafts_step(spec: str, num_requests: int, steps: int) -> Row:
 
 
 def full_pool(repeats: int) -> list[Row]:
-    """Plan of 8,192 tokens where cached entries at every boundary of 16 tokens must make room, for each policy."""
+    """Plan of 8,192 tokens where chains that keep every boundary of 16 tokens must make room, for each policy."""
     groups = [GroupSpec("full", "dense", 16, 1), GroupSpec("sliding", "window", 16, 1, 128)]
     rows = []
     for policy in (Adaptive, LRU):

@@ -28,6 +28,7 @@ except ImportError as error:
     ) from error
 
 END = (-1).to_bytes(8, "big", signed=True)
+MOST_EVENTS = 4096  # of a batch; an announcement of a large cache is many
 MAX_READERS = 64  # that are answered at once
 MAX_WAITING = 8  # requests of one reader
 MAX_REQUEST_BYTES = 1024
@@ -166,13 +167,17 @@ class Publisher:
         return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def publish(self, log: EventLog, *, ts: float) -> int:
-        """Send what `log` has as one batch (none if it is empty).
+        """Send what `log` has, in batches of at most MOST_EVENTS (none if it is empty).
 
         Returns:
             Events sent.
         """
-        first, events = log.take()
-        if events:
+        sent = 0
+        while True:
+            first, events = log.take(MOST_EVENTS)
+            if not events:
+                return sent
+            sent += len(events)
             self.next_number += first != self._next_event  # lost events: a batch nobody can replay
             self._next_event = first + len(events)
             payload = encode_batch(
@@ -181,7 +186,6 @@ class Publisher:
             self._live.send_multipart((self._topic, _wire(self.next_number), payload))
             self._kept.add(self.next_number, payload)
             self.next_number += 1
-        return len(events)
 
     def close(self) -> None:
         """Close the sockets and end the thread."""

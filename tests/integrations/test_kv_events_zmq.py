@@ -359,3 +359,21 @@ def test_a_publisher_is_closed_while_readers_wait(context, publisher):
     assert not publisher._thread.is_alive()
     for socket in sockets:
         socket.close(0)
+
+
+def test_many_events_are_several_batches(publisher, monkeypatch):
+    monkeypatch.setattr(kv_events_zmq, "MOST_EVENTS", 4)
+    log = EventLog()
+    for _ in range(10):
+        log.append(REMOVED)
+    assert publisher.publish(log, ts=0.0) == 10 and publisher.next_number == 3
+    context = Context()
+    socket = context.socket(zmq.DEALER)
+    try:
+        socket.connect(publisher.replay_endpoint)
+        socket.send_multipart([b"", bytes(8)])
+        batches = [msgspec.msgpack.decode(receive(socket)[-1])[1] for _ in range(3)]
+    finally:
+        socket.close(linger=0)
+        context.term()
+    assert [len(batch) for batch in batches] == [4, 4, 2]
