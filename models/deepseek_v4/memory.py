@@ -59,10 +59,12 @@ def cost(config: DeepseekV4Config, plan: CachePlan, max_draft_tokens: int = 1) -
     live = sum(-(-(g.sliding_window - 1 + max_draft_tokens) // g.block_size) + 1 for g in windows)
     waiting = sum(-(-lookahead // g.block_size) for g in windows)
     held = live + tail + waiting
+    # A step with drafts may take the page of a new block of each group before the oldest ones go.
+    starting = len(windows) if max_draft_tokens else 0
     rings = ring_bytes(config, max_draft_tokens)
     return CacheCost(
         token=page / plan.groups[dense].block_size if dense is not None else 0.0,
-        request=held * page + rings,
+        request=(held + starting) * page + rings,
         # A chunk writes only the rows that outlive it: new live blocks, and the tails of the two boundaries that a prompt keeps.
         prefill=(held + live + 2 * tail) * page + rings,
         resume_point=tail * page,

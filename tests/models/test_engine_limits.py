@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from quire.kernels._check import HEAD_DIMS
+from quire.models import runner
 from quire.models.configs import FULL, get_config
 from quire.models.deepseek_v4.cache import CacheFormat, plan_cache
 from quire.models.engine_config import EngineConfig
@@ -114,15 +115,24 @@ def test_callers_choose_the_block_of_deepseek_v4():
         Engine(model, EngineConfig(num_pages=200, base_block_size=12))
 
 
-def test_more_than_the_memory_is_refused_by_name():
+def test_more_than_the_memory_is_refused_by_name(monkeypatch):
     toy = ToyModel()
-    for given in ({"num_pages": 10**13}, {"cache_bytes": 10**16}, {"num_pages": 10**40}):
+    for given in ({"num_pages": 10**13}, {"cache_bytes": 10**16}):
         with pytest.raises(
             ValueError, match="num_pages: expected pages that fit the memory, got 1"
         ):
             Engine(toy, EngineConfig(**given))
-    with pytest.raises(ValueError, match="config: expected an engine that fits the memory, got max_num_seqs=10000000000000, "):  # fmt: skip
+    with pytest.raises(ValueError, match=r"num_pages: expected an int <= .*, got 1"):
+        Engine(toy, EngineConfig(num_pages=10**40))
+    with pytest.raises(ValueError, match="max_requests: expected an int <= 2147483647, got 1"):
         Engine(toy, EngineConfig(num_pages=100, max_num_seqs=10**13, max_num_batched_tokens=10**13))
+
+    def no_memory(*args, **options):
+        raise MemoryError
+
+    monkeypatch.setattr(runner, "KVCache", no_memory)
+    with pytest.raises(ValueError, match="config: expected an engine that fits the memory, got max_num_seqs=4, "):  # fmt: skip
+        Engine(toy, EngineConfig(num_pages=100, max_num_seqs=4))
 
 
 @pytest.mark.parametrize("kind", [MemoryError, RecursionError])
