@@ -79,6 +79,9 @@ def test_logits_are_transformers_but_for_the_rounding(model, oracle, rounded):
 
     Rounding moves logits by ``error``. The engine's differ from the oracle's by much less: here and there a value lies on a rounding
     boundary and falls to the other side, one step of one channel. Against transformers twice the error is allowed.
+
+    How many values do so depends on the order of sums, so a tenth of ``error`` is no bound: with SSE alone it is exceeded (0.18), and
+    `make test-portable` leaves this file out. To mend: the oracle must round the rows that the engine wrote, as `test_fp8_cache` does.
     """
     error = rms(rounded - oracle.logits)
     assert 1e-3 < error < 0.25 * oracle.logits.std()
