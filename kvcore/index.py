@@ -219,9 +219,8 @@ class PrefixIndex:
         self.root.locks = 1
         self.announcer: Announcer | None = None
         self._useless: dict[Run, None] = {}  # an ordered set: a run is listed once
-        self._owed: dict[
-            Run | ResumePoint, bool
-        ] = {}  # what the policy failed to add, or to discard
+        # What the policy failed to add (True) or to discard.
+        self._owed: dict[Run | ResumePoint, bool] = {}
         self.pins: OrderedDict[Run | ResumePoint, float] = OrderedDict()  # -> expiry; oldest first
         self.num_pinned_segments = 0
         self.num_pinned_point_pages = 0

@@ -395,9 +395,8 @@ class KVCache:
                 per_group = self._tables.per_group(step)
                 worst = max(per_group, key=lambda name: per_group[name])
                 return OutOfPages(step.needed, self.pool.num_free, evictable, worst, per_group)
-            self._planned = (
-                None  # it names pages that lie deeper in the stack of free ones from here on
-            )
+            # It names pages that lie deeper in the stack of free ones from here on.
+            self._planned = None
             self.index.evict(step.needed - self.pool.num_free)
         if step.chunk_rows.size:
             cu = np.zeros(len(slots) + 1, dtype=np.int32)

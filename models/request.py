@@ -21,9 +21,8 @@ if TYPE_CHECKING:
 
 MAX_TOP_LOGPROBS = 64
 MAX_SAMPLES = 16_384
-MAX_STOP_CHARACTERS = (
-    4096  # of all stop strings together: each streamed token is compared with all of them
-)
+# Of all stop strings together: each streamed token is compared with all of them.
+MAX_STOP_CHARACTERS = 4096
 MAX_STOP_IDS = 2**20
 LARGEST, SMALLEST = 1e30, 1e-30  # factors of logits: fp32 still holds what they make of them
 
