@@ -291,15 +291,18 @@ class Announcer:
 
     def point(self, run: Run, depth: int) -> None:
         """There is a resume point at segment `depth` on the path to `run` now."""
-        # Keys of the segments before it, as far as tails reach and one more.
-        keys: tuple[bytes, ...] = ()
-        node: Run | None = run
-        while node is not None and node.length and len(keys) <= self._reach:
-            first = max(0, depth - self._reach - 1 - node.start)
-            part = node.keys[first * KEY_BYTES : max(0, depth - node.start) * KEY_BYTES]
-            keys, node = split_keys(bytes(part)) + keys, node.parent
+        keys = split_keys(self._before(run, depth))
         for event in self._point(keys, [self.tokens[key] for key in keys], depth):
             self._tell(event)
+
+    def _before(self, run: Run | None, depth: int) -> bytes:
+        """Keys of the segments before segment `depth` on the path to `run`, as far as tails reach and one more."""
+        keys, first = b"", max(0, depth - self._reach - 1)
+        while run is not None and run.length and len(keys) < (depth - first) * KEY_BYTES:
+            low, high = max(0, first - run.start), max(0, depth - run.start)
+            keys = bytes(run.keys[low * KEY_BYTES : high * KEY_BYTES]) + keys
+            run = run.parent
+        return keys
 
     def everything(self, runs: Iterable[Run]) -> None:
         """All that `runs` (parents first) hold is cached, and nothing else: for readers that know nothing, or lost track.
@@ -309,12 +312,7 @@ class Announcer:
         noted: list[tuple[int, bytes, list[Int32], int, list[int]]] = []
         number = 1
         for run in runs:
-            # Keys of the run, and before them those that tails reach.
-            keys, node = bytes(run.keys), run.parent
-            room = (self._reach + 1) * KEY_BYTES
-            while node is not None and node.length and room:
-                above = bytes(node.keys[-room:])
-                keys, room, node = above + keys, room - len(above), node.parent
+            keys = self._before(run.parent, run.start) + bytes(run.keys)
             tokens = [self.tokens[key] for key in split_keys(keys)]
             noted.append((run.start, keys, tokens, run.length, run.depths[:]))
             number += bool(self._dense) + len(run.depths) * len(self._tails)
