@@ -6,10 +6,6 @@ from quire.models.batch import AttnMetadata
 from quire.models.cache import PagePool, cache_groups
 from quire.models.decoder import Decoder
 
-TOLERANCE = (
-    1e-3  # fp32 logits; a sequence of other operations of the same mathematics moves them by 1e-5
-)
-
 
 class HandPaged:
     """Pages of a few sequences under hand-made tables with shuffled page ids, made without `quire.kvcore`.

@@ -21,7 +21,8 @@ from tests.models.breaks import (
     with_config,
 )
 from tests.models.conftest import ROPES, rope_config
-from tests.models.hand_paged import TOLERANCE, HandPaged, difference
+from tests.models.hand_paged import HandPaged, difference
+from tests.models.tolerance import tolerance
 
 CHUNKS = {
     "whole": ([131], False),
@@ -34,20 +35,20 @@ CHUNKS = {
 def test_full_forward_equals_transformers_on_our_checkpoint(every_oracle):
     assert every_oracle.ours_logits.std() > 0.8  # a dead model would agree with anything
     got = every_oracle.model.full_forward(every_oracle.input_ids)
-    assert difference(got, every_oracle.ours_logits) < TOLERANCE
+    assert difference(got, every_oracle.ours_logits) < tolerance(every_oracle.model)
 
 
 def test_full_forward_equals_transformers_on_its_own_checkpoint(every_oracle):
     model = load_model(every_oracle.theirs)
     got = model.full_forward(every_oracle.input_ids)
-    assert difference(got, every_oracle.theirs_logits) < TOLERANCE
+    assert difference(got, every_oracle.theirs_logits) < tolerance(model)
 
 
 @pytest.mark.parametrize(("chunks", "ring"), CHUNKS.values(), ids=CHUNKS)
 def test_paged_forward_equals_transformers(every_oracle, chunks, ring):
     paged = HandPaged(every_oracle.model, num_seqs=1, max_len=131, ring=ring)
     logits = torch.cat([paged.step({0: ids}) for ids in every_oracle.input_ids.split(chunks)])
-    assert difference(logits, every_oracle.ours_logits) < TOLERANCE
+    assert difference(logits, every_oracle.ours_logits) < tolerance(every_oracle.model)
 
 
 def test_ragged_batch_equals_each_sequence_alone(every_oracle):
@@ -56,9 +57,9 @@ def test_ragged_batch_equals_each_sequence_alone(every_oracle):
     paged.step({0: ids[:50], 1: ids[:17]})
     mixed = paged.step({1: ids[17:18], 0: ids[50:99], 2: ids[:33]})  # a decode before two prefills
     want = torch.cat([expected[17:18], expected[50:99], expected[:33]])
-    assert difference(mixed, want) < TOLERANCE
+    assert difference(mixed, want) < tolerance(every_oracle.model)
     decodes = paged.step({2: ids[33:34], 0: ids[99:100], 1: ids[18:19]})
-    assert difference(decodes, expected[[33, 99, 18]]) < TOLERANCE
+    assert difference(decodes, expected[[33, 99, 18]]) < tolerance(every_oracle.model)
 
 
 @pytest.mark.parametrize("ring", [False, True], ids=["linear", "ring"])
@@ -71,9 +72,9 @@ def test_logits_rows_selects_rows(every_oracle, ring):
         assert not ring or group.kind == "dense" or 64 % (width * group.block_size) == 0
     paged.step({0: ids[:40]}, logits_rows=torch.tensor([], dtype=torch.int64))
     logits = paged.step({0: ids[40:104]}, logits_rows=rows)
-    assert difference(logits, expected[40 + rows]) < TOLERANCE
+    assert difference(logits, expected[40 + rows]) < tolerance(every_oracle.model)
     logits = every_oracle.model.full_forward(ids, logits_rows=rows)
-    assert difference(logits, expected[rows]) < TOLERANCE
+    assert difference(logits, expected[rows]) < tolerance(every_oracle.model)
 
 
 @pytest.mark.parametrize("name", ROPES)

@@ -17,7 +17,8 @@ from tests.models.breaks import (
     weights,
     with_config,
 )
-from tests.models.hand_paged import TOLERANCE, HandPaged, difference
+from tests.models.hand_paged import HandPaged, difference
+from tests.models.tolerance import tolerance
 
 
 def test_blocks_of_two_sizes_in_one_pool():
@@ -27,7 +28,7 @@ def test_blocks_of_two_sizes_in_one_pool():
     assert {group.block_size for group in paged.groups} == {16, 32}
     ids = torch.randint(3, 259, (300,), generator=torch.Generator().manual_seed(1))
     logits = torch.cat([paged.step({0: chunk}) for chunk in ids.split([130, 1, 1, 168])])
-    assert difference(logits, model.full_forward(ids)) < TOLERANCE
+    assert difference(logits, model.full_forward(ids)) < tolerance(model)
 
 
 @pytest.mark.parametrize("name", ["gemma3-tiny", "gemma4-small"])

@@ -11,7 +11,8 @@ from quire.models.gemma_moe import Router
 from quire.models.per_layer import HostEmbedding
 from quire.models.weights import load_model, random_model
 from tests.models.breaks import PATHS, check_rule_matters, modules, patched, weights
-from tests.models.hand_paged import TOLERANCE, HandPaged, difference
+from tests.models.hand_paged import HandPaged, difference
+from tests.models.tolerance import tolerance
 
 FIRST_SHARED = get_config("gemma4-e-tiny").num_kv_owners
 LAST_ROW_ONLY = {"linear": False, "ring": True}
@@ -205,7 +206,7 @@ def test_shared_layers_run_for_wanted_rows_only(oracles, ring):
         got = paged.step(dict(ends), logits_rows=torch.tensor(index, dtype=torch.int64))
         assert got.shape == (len(index), 259)
         if index:
-            assert difference(got, torch.cat(want)) < TOLERANCE
+            assert difference(got, torch.cat(want)) < tolerance(oracle.model)
         if start > len(chunks):
             shared = len(model.layers) - FIRST_SHARED if index else 0
             assert seen == [start] * FIRST_SHARED + [len(index)] * shared
@@ -230,10 +231,10 @@ def test_triton_kernels_run_shared_layers():
     expected = model.full_forward(ids)
     paged = HandPaged(model, num_seqs=1, max_len=24, ring=True, impl="triton")
     got = paged.step({0: ids[:20]}, logits_rows=torch.tensor([19]))
-    assert difference(got, expected[19:20]) < TOLERANCE
+    assert difference(got, expected[19:20]) < tolerance(model)
     got = paged.step({0: ids[20:23]}, logits_rows=torch.tensor([1, 2]))
-    assert difference(got, expected[21:23]) < TOLERANCE
-    assert difference(paged.step({0: ids[23:]}), expected[23:]) < TOLERANCE
+    assert difference(got, expected[21:23]) < tolerance(model)
+    assert difference(paged.step({0: ids[23:]}), expected[23:]) < tolerance(model)
 
 
 def test_per_layer_table_stays_on_the_host():
