@@ -117,7 +117,7 @@ def test_what_is_kept_in_a_narrower_dtype_between_operations(dtype):
         finer = a @ b @ c
     got = (a @ b).to(dtype).float() @ c.float()
     assert_within_budget("rounded", got, exact)
-    with pytest.raises(AssertionError, match="^finer: error"):
+    with pytest.raises(AssertionError, match=r"^finer: error"):
         assert_within_budget("finer", got, finer)
 
 
