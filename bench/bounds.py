@@ -81,6 +81,12 @@ def gamma(count: int | Tensor) -> Any:
     return count * UNIT / (1 - count * UNIT)
 
 
+def rounded(x: Bounded, dtype: torch.dtype) -> Bounded:
+    """What a program has of ``x`` that keeps it in ``dtype`` before it goes on."""
+    with torch._C.DisableTorchFunction():
+        return bounded(x, allowed(x, dtype))
+
+
 class bounding(TorchFunctionMode):
     """A context in which float64 arithmetic is `Bounded`. weights: the dtype that weights of a softmax are rounded to."""
 

@@ -3,8 +3,8 @@
     python -m bench.layers --model gemma-4-31b --layers 6 --batch 16 --context 8192 --json layers.json
 
 First the logits of a short run are compared with full forward passes without a cache: the engine's may be at most twice as far from those
-in fp32 as a full pass in the model's dtype is, counting one rounding. Exit status 1, and no numbers, if they are not. Then all prompts are
-prefilled in chunks, and decoded together.
+in fp32 as a full pass in the model's dtype is, counting one rounding (an estimate, as in `bench.verify`). Exit status 1, and no numbers, if
+they are not. Then all prompts are prefilled in chunks, and decoded together.
 
 Printed: tokens a second of prefill and decode steps and their time over the floor (`bench.floors`); where the time of a decode step goes;
 and the forward pass of one decode step replayed as a CUDA graph (on a CPU: called again), with the allocator's share of a step that would

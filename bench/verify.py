@@ -2,7 +2,8 @@
 
 Greedy tokens can only be compared up to rounding: two correct programs round differently, and where two logits are nearly equal the
 other token wins. So each generated token must have, in a reference pass over the whole sequence, the largest logit or one that is
-less than ``bound`` below it. The bound is derived, not tuned. err is the largest difference between the logits of an eager pass in low
+less than ``bound`` below it. It is an estimate, no bound of all right programs as `quire.bench.bounds` has it for one operation: through many
+layers, worst cases add up to more than logits differ by. err is the largest difference between the logits of an eager pass in low
 precision and of a pass in fp32 over the same rows; a program as exact as twice that moves each of the two logits by up to 2 err::
 
     bound = 4 * err

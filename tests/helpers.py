@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from quire.bench.bounds import Bounded, allowed, bounding
+from quire.bench.bounds import UNIT, Bounded, allowed, bounding
 from quire.kernels import reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -157,3 +157,21 @@ def assert_within_budget(name: str, actual: torch.Tensor, exact: Bounded) -> Non
         raise AssertionError(
             f"{name}: error {error[worst]:.3g}, budget {budget[worst]:.3g}, in {wrong.sum()} of {wrong.numel()} elements"
         )
+
+
+def assert_equal_in_float64(name: str, actual: torch.Tensor, expected: Bounded) -> None:
+    """Require two results of the same sums in float64 within what rounding in any order can make of both.
+
+    Bounds of fp32 arithmetic are proportional to its unit, so those of float64 are as many times smaller as its unit is.
+
+    Args:
+        name: starts the message of a failure.
+        actual: float64.
+        expected: float64, with the bounds of a program in fp32.
+    """
+    finer = torch.finfo(torch.float64).eps / UNIT
+    error = torch.where(actual == expected, 0.0, (actual - expected).abs())
+    wrong = ~(error <= 2 * finer * expected.error)
+    assert not wrong.any(), (
+        f"{name}: errors {error[wrong]}, bounds {2 * finer * expected.error[wrong]}"
+    )

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from quire.bench.bounds import UNIT, allowed, bounded, bounding, gamma
+from quire.bench.bounds import UNIT, allowed, bounded, bounding, gamma, rounded
 from tests.helpers import AttentionCase, assert_within_budget, attention_reference, make_batch
 from tests.kernels.mla import compressed_cases
 from tests.kernels.mla.compressed_cases import Case, exactly
@@ -107,6 +107,18 @@ def test_errors_of_operands_reach_results():
             assert (moved <= result.error).all(), name
             reached = max(reached, (moved / result.error).max().item())
         assert reached > 0.3, f"{name}: the bound is {1 / reached:.3g} times what was reached"
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_what_is_kept_in_a_narrower_dtype_between_operations(dtype):
+    a, b, c = (numbers(*s, seed=i).to(dtype).double() for i, s in enumerate([(9, 24), (24, 7), (7, 5)]))  # fmt: skip
+    with bounding():
+        exact = rounded(a @ b, dtype) @ c
+        finer = a @ b @ c
+    got = (a @ b).to(dtype).float() @ c.float()
+    assert_within_budget("rounded", got, exact)
+    with pytest.raises(AssertionError, match=r"^finer: error"):
+        assert_within_budget("finer", got, finer)
 
 
 def test_what_has_no_rule_is_refused():

@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from quire.bench import kernels
+from quire.bench.bounds import bounding
 from quire.bench.peers import Peer, quire_calls
 from quire.bench.problem import attention_rows, expect, make_problem
 from quire.bench.shapes import FP8_SHAPES, SHAPES, TINY_SHAPES, Case, all_cases, fp8_cases
 from quire.kernels import reference
+from tests.helpers import assert_equal_in_float64
 
 CPU = torch.device("cpu")
 SHAPE = TINY_SHAPES["tiny/local/fp8"]
@@ -26,10 +28,11 @@ def test_the_oracle_is_the_one_with_loops(phase):
     )  # fmt: skip
     start = 0
     for seq, q_len in enumerate(problem.case.q_lens):
-        rows, rows_lse = attention_rows(problem, seq, list(range(q_len)), torch.float64)
+        with bounding():
+            rows, rows_lse = attention_rows(problem, seq, list(range(q_len)), torch.float64)
         part = slice(start, start + q_len)
-        torch.testing.assert_close(rows, exact[part], rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(rows_lse.T, lse[:, part], rtol=1e-12, atol=1e-12)
+        assert_equal_in_float64("rows", exact[part], rows)
+        assert_equal_in_float64("lse", lse[:, part], rows_lse.T)
         start += q_len
 
 
