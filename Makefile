@@ -14,7 +14,7 @@ test: $(STAMP)  ## all tests that need no GPU
 
 # Tests that compare numbers, but for the longest, with the instructions of the oldest processors: their sums have another order.
 PORTABLE := tests/test_budgets.py tests/kernels/test_attention.py tests/kernels/test_write_and_merge.py tests/kernels/mla/test_compressed.py \
-	tests/kernels/mla/test_compress.py tests/kernels/mla/test_indexer.py tests/models/test_fp8_cache.py tests/models/test_gemma.py \
+	tests/kernels/mla/test_compress.py tests/kernels/mla/test_indexer.py tests/models/test_fp8_cache.py tests/models/test_gemma.py tests/models/test_deepseek_v4_fp8.py \
 	tests/models/test_deepseek_v4.py tests/bench/test_mla_bench.py
 
 test-portable: $(STAMP)  ## numerical tests with SSE alone

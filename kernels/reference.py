@@ -101,28 +101,33 @@ def paged_attention(
     for s, seq_len in enumerate(seq_lens.tolist()):
         first, last = cu_seqlens_q[s].item(), cu_seqlens_q[s + 1].item()
         context = seq_len - (last - first)
+
+        def lowest(position: int) -> int:
+            return 0 if sliding_window is None else max(0, position - sliding_window + 1)
+
+        oldest, keys, values = lowest(context), [], []
+        for j in range(oldest, seq_len if last > first else oldest):
+            if k is not None and v is not None and j >= context:
+                keys.append(k[first + j - context].to(dtype))
+                values.append(v[first + j - context].to(dtype))
+            else:
+                block = j // block_size
+                entry = min(block, width - 1) if sliding_window is None else block % width
+                page = block_table[s, entry].item()
+                keys.append(_kept(k_pages, k_scale, page, j % block_size, dtype).to(dtype))
+                values.append(_kept(v_pages, v_scale, page, j % block_size, dtype).to(dtype))
+        all_keys = torch.stack(keys) if keys else None
+        all_values = torch.stack(values) if keys else None
         for token in range(first, last):
             position = context + token - first
-            lowest = 0 if sliding_window is None else max(0, position - sliding_window + 1)
-            keys, values = [], []
-            for j in range(lowest, position + 1):
-                if k is not None and v is not None and j >= context:
-                    keys.append(k[first + j - context])
-                    values.append(v[first + j - context])
-                else:
-                    block = j // block_size
-                    entry = min(block, width - 1) if sliding_window is None else block % width
-                    page = block_table[s, entry].item()
-                    keys.append(_kept(k_pages, k_scale, page, j % block_size, dtype))
-                    values.append(_kept(v_pages, v_scale, page, j % block_size, dtype))
+            seen = slice(lowest(position) - oldest, position + 1 - oldest)
             for h in range(num_heads):
-                if not keys:
+                if position < 0 or all_keys is None or all_values is None:
                     out[token, h] = 0
                     if lse is not None:
                         lse[h, token] = -math.inf
                     continue
-                key_rows = torch.stack([row[h // group].to(dtype) for row in keys])
-                value_rows = torch.stack([row[h // group].to(dtype) for row in values])
+                key_rows, value_rows = all_keys[seen, h // group], all_values[seen, h // group]
                 logits = key_rows @ q[token, h].to(dtype) * scale
                 if softcap is not None:
                     logits = softcap * torch.tanh(logits / softcap)
@@ -133,7 +138,7 @@ def paged_attention(
                     continue
                 if sinks is not None:
                     logits = torch.cat([logits, sinks[h : h + 1].to(dtype)])
-                weights = torch.softmax(logits, 0)[: len(keys)]
+                weights = torch.softmax(logits, 0)[: len(key_rows)]
                 out[token, h] = weights @ value_rows
     return out
 

@@ -11,6 +11,7 @@ Source: DeepSeek-V4 report 2.3; transformers models/deepseek_v4; FlashMLA tests/
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -78,6 +79,11 @@ def compressed_attention(
     scale = q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale
     if out is None:
         out = torch.empty(q.shape, dtype=dtype, device=q.device)
+
+    @functools.cache
+    def entry_or_raw(is_entry: bool, page: int, row: int) -> torch.Tensor:
+        return read_row(compressed_pages if is_entry else window_pages, page, row)
+
     for s, seq_len in enumerate(seq_lens.tolist()):
         first, last = cu_seqlens_q[s].item(), cu_seqlens_q[s + 1].item()
         context = seq_len - (last - first)
@@ -93,7 +99,7 @@ def compressed_attention(
                 else:
                     size, width = window_pages.storage_block_size, window_table.shape[1]
                     page = window_table[s, j // size % width].item()
-                    rows.append(read_row(window_pages, page, j % size))
+                    rows.append(entry_or_raw(False, page, j % size))
             if compressed_pages is not None:
                 visible = max(0, (position + 1) // compress_ratio)
                 visible = min(
@@ -108,7 +114,7 @@ def compressed_attention(
                     if 0 <= w < visible:
                         size = compressed_pages.storage_block_size
                         page = compressed_table[s, w // size].item()
-                        rows.append(read_row(compressed_pages, page, w % size))
+                        rows.append(entry_or_raw(True, page, w % size))
             _attend_row(token, q, rows, scale, sinks, out, lse, dtype)
             if cos_sin is not None and rows:
                 _turn_back(out[token], cos_sin[position].to(dtype))
@@ -125,13 +131,13 @@ def _attend_row(
     lse: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> None:
+    keys = torch.stack(rows).to(dtype) if rows else None
     for h in range(q.shape[1]):
-        if not rows:
+        if keys is None:
             out[token, h] = 0
             if lse is not None:
                 lse[h, token] = -math.inf
             continue
-        keys = torch.stack(rows).to(dtype)
         logits = keys @ q[token, h].to(dtype) * scale
         if lse is not None:
             lse[h, token] = torch.logsumexp(logits, 0)
