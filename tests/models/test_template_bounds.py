@@ -114,6 +114,8 @@ def test_what_it_really_takes_is_in_proportion_to_what_is_paid():
         "'%*d' % (40, 3)", "'{0:>50}{0}{1}'.format(x, 5)", "'{:>{}}'.format(x, 60)", "x * 9", "[x] * 9", "x + x", "x ~ x ~ 5", "x[1:]", "x.expandtabs(9)",
         "x.encode()", "x|urlencode", "x|escape", "x|wordwrap(3)", "[1, 2, 3]|batch(9, 'x')|list", "[1, 2]|slice(7)|list", "dict(a=x)|xmlattr",
         "(5).to_bytes(40, 'big')", "range(500)|list", "x.split('a')", "x|upper", "'ß'|upper", "x|truncate(5)", "[[1], [2]]|sum(start=[])",
+        # Products of sizes.
+        "x|indent(999)", "x.translate({97: x})", "x.replace('b', x)", "x|replace('b', x)", "x|center(9999)", "[x] * 99", "'-'.join([x] * 99)",
     ]  # fmt: skip
     for source in sources:
         for x in ("", "a", "a\tb a\n" * 30, "ab\n" * 1000):
@@ -125,8 +127,9 @@ def test_what_it_really_takes_is_in_proportion_to_what_is_paid():
             assert size <= LARGEST * paid, (source, len(x))
 
 
-def test_the_time_of_a_long_chat_is_no_bomb():
-    """A million characters in two thousand messages, with what templates of checkpoints do to them."""
+def test_the_time_of_a_long_chat_is_no_bomb(monkeypatch):
+    """A million characters in two thousand messages, with what templates of checkpoints do to them, for what their length allows."""
+    monkeypatch.setattr(chat, "CHARACTERS", 0)
     source = (
         "{%- set ns = namespace(last=none, tools=false) -%}{%- for m in messages -%}{%- if m.role == 'tool' -%}{%- set ns.tools = true -%}{%- endif -%}"
         "{%- set text = m.content | trim -%}{%- if '</think>' in text -%}{%- set text = text.split('</think>')[-1].lstrip('\\n') -%}{%- endif -%}"
