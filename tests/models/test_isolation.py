@@ -524,7 +524,8 @@ def test_nothing_changes_while_somebody_holds_the_lock(name):
 def test_who_adds_or_aborts_does_not_wait_for_the_model():
     model, inside, go = ToyModel(), threading.Event(), threading.Event()
     engine, forward = Engine(model, config()), model.forward
-    model.forward = lambda *a, **k: (inside.set(), go.wait(60), forward(*a, **k))[2]
+    waits: list[bool] = []
+    model.forward = lambda *a, **k: (inside.set(), waits.append(go.wait(20)), forward(*a, **k))[2]
     first = engine.add_request(PROMPTS["a"][:9], SamplingParams(3, ignore_eos=True), stream=True)
     reports = []
     thread = threading.Thread(target=lambda: reports.append(engine.step()))
@@ -536,6 +537,7 @@ def test_who_adds_or_aborts_does_not_wait_for_the_model():
     assert engine.kv.num_free_slots == 3  # the step still needs the one of `first`
     go.set()
     thread.join()
+    assert all(waits), "the model ended before anybody could add or abort"
     assert reports[0].finished == reports[0].deltas == [] and reports[0].num_generated == 0
     assert engine.kv.stats()["pages_in_use"] == 0
     engine.kv.check_invariants()
