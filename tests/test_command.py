@@ -125,6 +125,19 @@ def test_a_full_disk_is_status_2_and_one_line(arguments, unbuffered):
     assert (done.returncode, done.stderr) == (2, b"error: [Errno 28] No space left on device\n")
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("arguments", [["models.deepseek_v4.memory"], ["bench.kernels", "--predict"]])  # fmt: skip
+def test_output_that_nobody_reads_is_status_141_without_a_word(arguments, unbuffered):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "wb") as unread:
+        done = subprocess.run(
+            [sys.executable, "-m", *arguments], cwd=ROOT, stdout=unread, stderr=subprocess.PIPE,
+            env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+        )  # fmt: skip
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
 def test_what_a_main_raises(capsys):
     class Defect(Exception):
         pass
@@ -160,6 +173,21 @@ def test_what_a_main_raises(capsys):
 MODULES = {name: "quire." + name + (".__main__" if name == "bench.replay" else "") for name in PROGRAMS}  # fmt: skip
 NO_INTEGER = ("x", "", "1.5", "nan", "inf", "1e3", "9" * 30, "9" * 5000)
 NO_NUMBER = ("x", "", "nan", "inf", "-1", "1e999")
+# Ints whose least value is not 1, and numbers that may be 0; by program too where programs differ.
+LEAST = {
+    "seed": 0, "models.generate seed": -(2**63), "model_seed": 0, "top_k": 0, "models.generate speculate": 0, "bench.kvcore repeats": 0,
+    "seconds": 0, "per_call": 0, "temperature": 0, "min_p": 0, "bench.gpu seconds": 1,
+}  # fmt: skip
+# Of what takes memory for each.
+MOST = {
+    "num_pages": 2**24, "max_num_batched_tokens": 2**20, "context": 2**20, "draft_tokens": 128, "models.generate speculate": 128,
+    "max_requests": 2**16, "requests": 2**16, "batch": 4096, "jobs": 1024, "n": 16_384,
+}  # fmt: skip
+# Options whose values only the program itself can judge.
+FREE = {
+    "model", "prompt", "file", "system", "stop", "device", "impl", "only", "parts", "write", "workload", "pool", "peers", "out",
+    "baseline", "unpack", "target", "retention",
+}  # fmt: skip
 
 
 def options(name):
@@ -168,41 +196,45 @@ def options(name):
     return [a for a in parser._actions if a.option_strings and a.nargs != 0]
 
 
-def bad_values(action, tmp_path):
+def bound(bounds, name, action, otherwise):
+    return bounds.get(f"{name} {action.dest}", bounds.get(action.dest, otherwise))
+
+
+def bad_values(name, action, tmp_path):
     """Values that an option cannot have."""
     kind = getattr(action.type, "__qualname__", "").split(".")[0]
     directory, missing = str(tmp_path), str(tmp_path / "nowhere" / "file")
-    if kind in ("integer", "threads"):
-        below = []
-        for text in ("0", "-1", "-9223372036854775809"):
-            try:
-                action.type(text)
-            except ValueError:
-                below.append(text)
-        assert below, "some bound below"
-        return [*NO_INTEGER, *below, *(["100000"] if kind == "threads" else [])]
+    least = bound(LEAST, name, action, 1)
+    if kind == "threads":
+        return [*NO_INTEGER, "0", "-1", "100000"]
+    if kind == "integer":
+        most = bound(MOST, name, action, 2**63 - 1)
+        return [*NO_INTEGER, str(least - 1), "-9223372036854775809", str(most + 1)]
     if kind == "number":
-        return NO_NUMBER
-    if kind == "output_file":
+        return [*NO_NUMBER, *(["0", "-0.0"] if least else [])]
+    if kind in ("output_file", "input_file"):
         return [directory, missing, "", "\0"]
-    if kind == "input_file":
-        return [directory, missing, "", "\0"]
+    assert action.choices or action.dest in FREE, f"{action.dest} takes anything"
     return ["nonsense"] if action.choices else []
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_every_option_refuses_what_it_cannot_have(name, tmp_path, capsys):
-    main = import_module(MODULES[name]).main
+    module = import_module(MODULES[name])
     required = ["--model", "gemma3-tiny"] if name == "models.generate" else []
     for action in options(name):
         assert action.type not in (int, float), f"{action.dest} has no bounds"
-        for value in bad_values(action, tmp_path):
-            assert main([*required, f"{action.option_strings[0]}={value}"]) == 2, (action, value)
+        for value in bad_values(name, action, tmp_path):
+            arguments = [*required, f"{action.option_strings[0]}={value}"]
+            with pytest.raises(ValueError, match=rf"^{action.dest}: "):
+                module._parser().parse_args(arguments)
+                pytest.fail(f"{arguments[-1]:.99} is taken")  # before a program runs with it
+            assert module.main(arguments) == 2
             captured = capsys.readouterr()
             assert captured.out == "" and captured.err.count("\n") == 1, captured
             assert captured.err.startswith(f"error: {action.dest}: "), captured.err
             assert len(captured.err) < 2000
-    assert main([*required, "--no-such-option"]) == 2
+    assert module.main([*required, "--no-such-option"]) == 2
     assert capsys.readouterr().err == "error: unrecognized arguments: --no-such-option\n"
     assert list(tmp_path.iterdir()) == []
 

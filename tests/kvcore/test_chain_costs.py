@@ -82,6 +82,30 @@ def test_a_chain_that_requests_left_everywhere_is_one_run_again(specs):
     assert kv.match([*chain, 1]).num_tokens == 800
 
 
+def test_a_run_is_two_as_long_as_a_branch_or_a_pin_needs_it():
+    kv = KVCache(groups((8, None), (8, 9)), num_pages=400, max_requests=2, max_model_len=400, retention="dense")  # fmt: skip
+    chain = np.arange(80)
+
+    def runs() -> list[tuple[int, int]]:
+        kv.check_invariants()
+        return sorted((run.start, run.length) for run in kv.index.runs())
+
+    finish(kv, "first", chain)
+    other = np.array([*chain[:40], *range(500, 540)])
+    finish(kv, "branch", other)
+    assert runs() == [(0, 5), (5, 5), (5, 5)]
+    branch, _ = kv.index.find(kv.match(other).prompt.keys, 10)
+    for point in list(branch.points.values()):
+        kv.index._drop_point(point)
+    kv.evict(5)  # what serves no hit goes first
+    assert runs() == [(0, 10)]
+    match = kv.match([*chain[:40], 1])
+    assert kv.pin(match, now=0, ttl=1) == 40
+    finish(kv, "again", np.array([*chain, 1]))
+    assert runs() == [(0, 5), (5, 5)]
+    assert kv.unpin(match) and runs() == [(0, 10)]
+
+
 def test_a_pin_at_release_outlives_the_merging_of_its_run():
     kv = KVCache(groups((8, None), (8, 9)), num_pages=400, max_requests=2, max_model_len=400)
     chain = np.arange(80)

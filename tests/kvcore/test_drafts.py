@@ -15,9 +15,15 @@ MIXES = {
     "windows": [DENSE, GroupSpec("near", "window", 4, 1, 6), GroupSpec("far", "window", 4, 1, 40)],
     "long segment": [GroupSpec("dense", "dense", 64, 1), GroupSpec("near", "window", 4, 1, 6)],
     "state": [DENSE, GroupSpec("near", "window", 4, 1, 6), GroupSpec("state", "state", 16, 1)],
+    "small pages": [DENSE, GroupSpec("near", "window", 2, 1, 6)],
     "drafter": [DENSE, GroupSpec("drafter", "window", 4, 1, 6, lookahead=2)],
 }
 N, GIVEN = 4, 21
+
+
+def longest(mix: str) -> int:
+    """Tokens of a step that is no chunk."""
+    return min(DRAFTS + 1, *(g.block_size for g in MIXES[mix]))
 
 
 def cache(mix: str, **options) -> KVCache:
@@ -61,7 +67,7 @@ def test_they_end_like_chunks(mix, caching):
         size = int(rng.choice([1, 2, 4, 4, 4]))
         accepted = rng.integers(1, size + 1, N) if rng.random() < 0.9 else None
         if i % 17 == 3:  # an uneven step comes between
-            counts = [3, 1, 5, 2]
+            counts = [[3, 1, 5, 2], [3, 2, 4, 2]][i % 2]
             for kv, own in zip(pair, slots, strict=True):
                 start = kv.num_computed[own].tolist()
                 ids = [t[s : s + n] for t, s, n in zip(texts, start, counts, strict=True)]
@@ -76,7 +82,9 @@ def test_they_end_like_chunks(mix, caching):
         done = [step(kv, own, texts, size, accepted) for kv, own in zip(pair, slots, strict=True)]
         (new, copies), (old, as_many) = done
         assert copies == as_many
-        assert (new.step.drafts is not None) == (size > 1) and old.step.drafts is None
+        assert (new.step.drafts is not None) == (
+            1 < size <= longest(mix)
+        ) and old.step.drafts is None
         for name in ("positions", "cu_seqlens_q", "seq_lens", "num_new_tokens"):
             assert (getattr(new, name) == getattr(old, name)).all(), name
         assert ((new.slot_mapping >= 0) | (old.slot_mapping < 0)).all(), "a row that chunks write"
@@ -97,11 +105,12 @@ def test_they_end_like_chunks(mix, caching):
 def test_no_chunk_is_planned(mix, monkeypatch):
     """Not for an unchanged batch, nor when requests leave and come back."""
     kv, texts = cache(mix), texts_of()
-    slots = started(kv, texts)
+    slots, size = started(kv, texts), longest(mix)
+    accepted = np.minimum([4, 1, 2, 3], size)
     monkeypatch.setattr(BlockTables, "plan_chunk", None)
     for i in range(40):
         rows = np.arange(N) if i % 5 else np.array([2, 0, 3])
-        step(kv, slots[rows], texts[rows], 4, [4, 1, 2, 3][: len(rows)])
+        step(kv, slots[rows], texts[rows], size, accepted[: len(rows)])
     assert (kv.num_computed[slots] > GIVEN + 30).all()
 
 

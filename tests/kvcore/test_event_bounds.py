@@ -49,6 +49,9 @@ def test_an_announcement_larger_than_the_log_is_read_in_parts(most):
     e.run(
         "later", [*prompts[0], 1, 2, 3, 4, 5]
     )  # told after the announcement, made before it is read
+    points = e.kv.stats()["resume_points"]
+    e.kv.evict(1)  # a point that was announced, and dense blocks behind it
+    assert e.kv.stats()["resume_points"] < points
     number, events = log.take(most)
     assert number == reader.next_number and isinstance(events[0], AllBlocksCleared)
     while events:

@@ -170,6 +170,8 @@ def test_memory_of_many_samples_is_that_of_the_running_ones():
     assert sum(len(r._tokens) > 500 for r in waiting) <= 3
     engine.abort("0")
     assert not engine.has_work and not engine.scheduler.waiting
+    engine.abort(engine.add_request([5] * 500, SamplingParams(1000, n=3)))  # before its prompt
+    assert not engine.has_work and not engine.scheduler.waiting and not engine._siblings
 
 
 WRONG = {int: ("4", 4.0, True, None, -1, [4]), bool: ("yes", 1, 0, None), "fraction": ("0.5", True, [0.5])}  # fmt: skip

@@ -399,6 +399,13 @@ def test_several_of_a_kind_are_bounded(given, message):
         SamplingParams(**given)
 
 
+def test_no_more_of_a_kind_are_read_than_are_taken():
+    ids = iter(range(10**7))
+    with pytest.raises(ValueError, match="stop_token_ids: expected at most 1048576, got more"):
+        SamplingParams(stop_token_ids=ids)
+    assert next(ids) == 1048576 + 1
+
+
 def test_prompts_of_any_kind_and_only_ids():
     engine = Engine(ToyModel(), config())
     ids = PROMPTS["a"]
@@ -496,11 +503,30 @@ def test_threads_that_add_and_abort_lose_nothing():
     assert engine.kv.stats()["pages_in_use"] == 0 and not engine.unfinished
 
 
+@pytest.mark.parametrize("name", ["add_request", "abort", "unfinished", "step"])
+def test_nothing_changes_while_somebody_holds_the_lock(name):
+    engine, done = Engine(ToyModel(), config()), threading.Event()
+    first = engine.add_request(PROMPTS["a"], SamplingParams(3))
+    calls = {
+        "add_request": lambda: engine.add_request(PROMPTS["b"]),
+        "abort": lambda: engine.abort(first),
+        "unfinished": lambda: engine.unfinished,
+        "step": engine.step,
+    }
+    with engine.lock:
+        thread = threading.Thread(target=lambda: (calls[name](), done.set()))
+        thread.start()
+        assert not done.wait(0.3)
+    thread.join()
+    assert done.is_set()
+
+
 def test_who_adds_or_aborts_does_not_wait_for_the_model():
     model, inside, go = ToyModel(), threading.Event(), threading.Event()
     engine, forward = Engine(model, config()), model.forward
-    model.forward = lambda *a, **k: (inside.set(), go.wait(60), forward(*a, **k))[2]
-    first = engine.add_request(PROMPTS["a"][:9], SamplingParams(3, ignore_eos=True))
+    waits: list[bool] = []
+    model.forward = lambda *a, **k: (inside.set(), waits.append(go.wait(20)), forward(*a, **k))[2]
+    first = engine.add_request(PROMPTS["a"][:9], SamplingParams(3, ignore_eos=True), stream=True)
     reports = []
     thread = threading.Thread(target=lambda: reports.append(engine.step()))
     thread.start()
@@ -508,10 +534,12 @@ def test_who_adds_or_aborts_does_not_wait_for_the_model():
     second = engine.add_request(PROMPTS["b"][:9], SamplingParams(3, ignore_eos=True))
     assert engine.unfinished == {first, second}
     assert engine.abort(first).finish_reason == "abort" and engine.unfinished == {second}
-    assert engine.kv.stats()["pages_in_use"] == 0 or not go.is_set()  # the step still needs them
+    assert engine.kv.num_free_slots == 3  # the step still needs the one of `first`
     go.set()
     thread.join()
-    assert reports[0].finished == [] and engine.kv.stats()["pages_in_use"] == 0
+    assert all(waits), "the model ended before anybody could add or abort"
+    assert reports[0].finished == reports[0].deltas == [] and reports[0].num_generated == 0
+    assert engine.kv.stats()["pages_in_use"] == 0
     engine.kv.check_invariants()
     outputs = run(engine, {}, None)
     assert list(outputs) == [(second, 0)] and len(outputs[(second, 0)].token_ids) == 3

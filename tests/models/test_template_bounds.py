@@ -2,6 +2,7 @@
 
 import json
 import threading
+from time import thread_time
 
 import pytest
 
@@ -32,7 +33,7 @@ BOMBS = {
     "number times": "{{ 10**10 * 'x' }}",
     "list times": "{{ ([0] * 10**10)|length }}",
     "power": "{{ (10**(10**10)) > 1 }}",
-    "product": doubling("7**99999", "ns.x * ns.x"),
+    "product": "{% set ns = namespace(x=7**999) %}{% for i in range(12) %}{% set ns.x = ns.x * ns.x %}{% endfor %}{{ ns.x > 1 }}",
     "doubled text": doubling("'abc'", "ns.x + ns.x"),
     "doubled concatenation": doubling("'abc'", "ns.x ~ ns.x"),
     "doubled list": doubling("[1]", "ns.x + ns.x"),
@@ -80,9 +81,10 @@ BOMBS = {
 @pytest.mark.parametrize("name", BOMBS)
 def test_templates_that_would_not_end_do(name, monkeypatch):
     monkeypatch.setattr(chat, "CHARACTERS", 2 * 10**6)  # a fiftieth, for the time of the test
-    template = ChatTemplate(BOMBS[name])
+    template, before = ChatTemplate(BOMBS[name]), thread_time()
     with pytest.raises(ValueError, match=r"^messages: the chat template refuses them: (it takes more than \d+ characters|maximum recursion|Range too big)"):  # fmt: skip
         template.render([{"role": "user", "content": "x"}])
+    assert thread_time() - before < chat.SECONDS, "the time ended it, not the work"
     assert ChatTemplate("{{ messages|length }}").render([{"role": "user", "content": "x"}]) == "1"
 
 
@@ -99,7 +101,11 @@ def test_time_is_bounded_too(monkeypatch):
     assert 20 < now[0] < 21
 
 
-def test_what_it_really_takes_is_never_more_than_what_is_paid():
+# Characters that one becomes at most: percent-encoded UTF-8 ("%F0%9F%98%80"), or two escapes of JSON ("\\ud83d\\ude00").
+LARGEST = 12
+
+
+def test_what_it_really_takes_is_in_proportion_to_what_is_paid():
     """Results of operations that are not known one by one: their sizes against what was spent."""
     sandbox = BoundedSandbox()
     sources = [
@@ -107,25 +113,23 @@ def test_what_it_really_takes_is_never_more_than_what_is_paid():
         "x|string", "x|list", "x|pprint", "x|title", "x.ljust(99)", "x.zfill(99)", "x.center(99, '*')", "x.replace('', 'zz')", "'-'.join([x] * 7)", "'%5s%s' % (x, x)",
         "'%*d' % (40, 3)", "'{0:>50}{0}{1}'.format(x, 5)", "'{:>{}}'.format(x, 60)", "x * 9", "[x] * 9", "x + x", "x ~ x ~ 5", "x[1:]", "x.expandtabs(9)",
         "x.encode()", "x|urlencode", "x|escape", "x|wordwrap(3)", "[1, 2, 3]|batch(9, 'x')|list", "[1, 2]|slice(7)|list", "dict(a=x)|xmlattr",
-        "(5).to_bytes(40, 'big')", "range(500)|list", "x.split('a')", "x|upper", "'ß'|upper", "x|truncate(5)", "x|filesizeformat if false else x", "[[1], [2]]|sum(start=[])",
+        "(5).to_bytes(40, 'big')", "range(500)|list", "x.split('a')", "x|upper", "'ß'|upper", "x|truncate(5)", "[[1], [2]]|sum(start=[])",
+        # Products of sizes.
+        "x|indent(999)", "x.translate({97: x})", "x.replace('b', x)", "x|replace('b', x)", "x|center(9999)", "[x] * 99", "'-'.join([x] * 99)",
     ]  # fmt: skip
     for source in sources:
-        for x in ("", "a", "a\tb a\n" * 30):
-            with sandbox.budget(10**9, 100.0) as budget:
-                template = sandbox.compile_bounded("{% set y = " + source + " %}{{ seen(y) }}")
-                made, paid = [], []
-
-                def seen(value, budget=budget, made=made, paid=paid):
-                    paid.append(10**9 - budget._left)
-                    made.append(len(value) if hasattr(value, "__len__") else 1)
-                    return ""
-
-                template.render(x=x, seen=seen)
-            assert made[0] <= paid[0], source
+        for x in ("", "a", "a\tb a\n" * 30, "ab\n" * 1000):
+            with sandbox.budget(10**12, 100.0) as budget:
+                template = sandbox.compile_bounded("{% set y = " + source + " %}")
+                made = template.make_module({"x": x}).y
+                paid = 10**12 - budget._left
+            size = len(made) if hasattr(made, "__len__") else 1
+            assert size <= LARGEST * paid, (source, len(x))
 
 
-def test_the_time_of_a_long_chat_is_no_bomb():
-    """A million characters in two thousand messages, with what templates of checkpoints do to them."""
+def test_the_time_of_a_long_chat_is_no_bomb(monkeypatch):
+    """A million characters in two thousand messages, with what templates of checkpoints do to them, for what their length allows."""
+    monkeypatch.setattr(chat, "CHARACTERS", 0)
     source = (
         "{%- set ns = namespace(last=none, tools=false) -%}{%- for m in messages -%}{%- if m.role == 'tool' -%}{%- set ns.tools = true -%}{%- endif -%}"
         "{%- set text = m.content | trim -%}{%- if '</think>' in text -%}{%- set text = text.split('</think>')[-1].lstrip('\\n') -%}{%- endif -%}"
@@ -140,22 +144,23 @@ def test_the_time_of_a_long_chat_is_no_bomb():
     assert text.endswith("\n11000" + json.dumps(tools, indent=4))
 
 
-def test_threads_have_budgets_of_their_own(monkeypatch):
-    monkeypatch.setattr(chat, "CHARACTERS", 10**5)
-    template, results = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}"), {}
+def test_threads_have_budgets_of_their_own():
+    sandbox, both, found = BoundedSandbox(), threading.Barrier(2, timeout=60), {}
 
     def render(i):
-        try:
-            results[i] = template.render([{"content": str(i)}] * 300)
-        except Exception as error:
-            results[i] = error
+        with sandbox.budget(1000, 100.0) as budget:
+            both.wait()
+            sandbox.spent.spend(300)
+            both.wait()
+            found[i] = sandbox.spent is budget and budget._left
+            both.wait()
 
-    threads = [threading.Thread(target=render, args=(i,)) for i in range(8)]
+    threads = [threading.Thread(target=render, args=(i,)) for i in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert results == {i: str(i) * 300 for i in range(8)}
+    assert found == {0: 700, 1: 700}
 
 
 def test_budgets():
