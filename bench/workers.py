@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import multiprocessing
 import signal
+import threading
 from typing import Any
 
 from quire.models.interrupts import interrupts_wait
@@ -28,7 +29,20 @@ class Workers(concurrent.futures.ProcessPoolExecutor):
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
-        if kind is not None:
+        if kind is None:
+            self.shutdown()
+            return
+        before = threading.excepthook
+
+        def hook(args: threading.ExceptHookArgs) -> None:
+            # Up to Python 3.11 the executor's thread fails at a future that was cancelled before its process ended.
+            if args.exc_type is not concurrent.futures.InvalidStateError:
+                before(args)
+
+        threading.excepthook = hook
+        try:
             for process in multiprocessing.active_children():
                 process.terminate()
-        self.shutdown(cancel_futures=True)
+            self.shutdown(cancel_futures=True)
+        finally:
+            threading.excepthook = before

@@ -2,8 +2,8 @@
 
 A template is a program of whoever made the checkpoint. What it can repeat is the body of a loop and a call of a macro; what it can make large is the
 result of an operator, a method or a filter. Each of these is charged by the size of its arguments, in proportion to what it can make of
-them: known ones as much as they take, all others the product of all sizes (numbers count as themselves), which no result exceeds. A list
-that holds one long text a thousand times is as large as its text.
+them: known ones as much as they take, all others the product of all sizes (numbers count as themselves), which no result exceeds but by a
+constant (`urlencode` makes up to 12 characters of one). A list that holds one long text a thousand times is as large as its text.
 """
 
 from __future__ import annotations

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import errno
+import multiprocessing
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+from quire.bench.workers import Workers
 from quire.models import command
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -98,6 +101,19 @@ def test_ctrl_c_ends_workers_without_a_word(tmp_path):
     pytest.importorskip("triton")
     arguments = ["bench.static", "--only", "write", "--arch", "90", "--jobs", "2"]
     assert interrupted(tmp_path, arguments, "torch", worker=True) == (130, b"interrupted\n")
+
+
+def test_cancelled_work_ends_without_a_word(monkeypatch):
+    """Futures that are cancelled just before their processes are ended."""
+    said = []
+    monkeypatch.setattr(threading, "excepthook", said.append)
+    with pytest.raises(KeyboardInterrupt), Workers(1) as pool:
+        futures = [pool.submit(time.sleep, 60) for _ in range(6)]
+        while not futures[0].running():
+            time.sleep(0.01)
+        assert [future.cancel() for future in futures[-2:]] == [True, True]
+        raise KeyboardInterrupt
+    assert not said and not multiprocessing.active_children()
 
 
 def test_where_sigint_is_ignored_it_stays_so(tmp_path):
