@@ -104,9 +104,10 @@ def test_ctrl_c_ends_workers_without_a_word(tmp_path):
 
 
 def test_cancelled_work_ends_without_a_word(monkeypatch):
-    """Futures that are cancelled just before their processes are ended."""
-    said = []
+    """Futures that are cancelled just before their processes are ended, which the executor's thread notices first."""
+    said, shutdown = [], Workers.shutdown
     monkeypatch.setattr(threading, "excepthook", said.append)
+    monkeypatch.setattr(Workers, "shutdown", lambda *a, **k: time.sleep(1) or shutdown(*a, **k))
     with pytest.raises(KeyboardInterrupt), Workers(1) as pool:
         futures = [pool.submit(time.sleep, 60) for _ in range(6)]
         while not futures[0].running():
