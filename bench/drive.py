@@ -10,9 +10,10 @@ from time import perf_counter, process_time
 import numpy as np
 from tqdm import tqdm
 
-from quire.bench.workload import Workload
 from quire.models.request import RequestOutput, SamplingParams
 from quire.models.runner import Engine, StepReport
+
+from .workload import Workload
 
 Key = tuple[int, int]
 """(session, turn), both from 0."""

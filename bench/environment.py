@@ -25,13 +25,14 @@ from typing import Any
 
 import torch
 
-from quire.bench.families import FAMILIES
-from quire.bench.floors import device_rates
-from quire.bench.machine import describe_machine
-from quire.bench.peers_flashinfer import build_flashinfer
-from quire.bench.peers_folder import unpack
 from quire.models.command import Parser, output_file, program
 from quire.models.device import find_device
+
+from .families import FAMILIES
+from .floors import device_rates
+from .machine import describe_machine
+from .peers_flashinfer import build_flashinfer
+from .peers_folder import unpack
 
 
 def describe(device: torch.device, folder: Path | None = None) -> dict[str, Any]:

@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
-from quire.bench import mla_model, model
-from quire.bench.mla_problem import expect_attention, make_attention
-from quire.bench.mla_rows import expect_picks, expect_rows, make_index, make_rows
-from quire.bench.mla_shapes import LatentCase
-from quire.bench.peers import Peer, find_peers
-from quire.bench.peers_mla import find_latent_peers
-from quire.bench.problem import expect, make_problem
-from quire.bench.shapes import Case
+from . import mla_model, model
+from .mla_problem import expect_attention, make_attention
+from .mla_rows import expect_picks, expect_rows, make_index, make_rows
+from .mla_shapes import LatentCase
+from .peers import Peer, find_peers
+from .peers_mla import find_latent_peers
+from .problem import expect, make_problem
+from .shapes import Case
 
 
 @dataclass(frozen=True)

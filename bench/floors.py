@@ -17,11 +17,12 @@ from time import perf_counter
 import numpy as np
 import torch
 
-from quire.bench import floors_v4
 from quire.models.cache import token_bytes
 from quire.models.configs import ModelConfig
 from quire.models.decoder import Decoder
 from quire.models.memory import weight_bytes
+
+from . import floors_v4
 
 MAX_COPY_BYTES = 2**30
 REPEATS = 7

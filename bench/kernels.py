@@ -33,16 +33,17 @@ from typing import Any
 
 import torch
 
-from quire.bench import mla_shapes, shapes
-from quire.bench.families import FAMILIES, family_of
-from quire.bench.floors import device_rates
-from quire.bench.machine import describe_machine
-from quire.bench.model import H200, Device
-from quire.bench.peers import Peer, Unsupported
-from quire.bench.text import aligned
-from quire.bench.timing import time_calls
 from quire.models.command import Parser, number, output_file, program
 from quire.models.device import find_device
+
+from . import mla_shapes, shapes
+from .families import FAMILIES, family_of
+from .floors import device_rates
+from .machine import describe_machine
+from .model import H200, Device
+from .peers import Peer, Unsupported
+from .text import aligned
+from .timing import time_calls
 
 SCHEMA = 1
 Case = shapes.Case | mla_shapes.LatentCase

@@ -24,10 +24,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from quire.bench import kvcore_scaling, kvcore_vllm
-from quire.bench.plot import require_matplotlib
 from quire.kvcore import LRU, Adaptive, GroupSpec, KVCache, StepPlan
 from quire.models.command import Parser, integer, output_file, program
+
+from . import kvcore_scaling, kvcore_vllm
+from .plot import require_matplotlib
 
 MILLION = 1 << 20
 CHUNK = 8192

@@ -22,7 +22,7 @@ LONG_REQUESTS = 8
 
 def curves(spec: str, steps: int) -> list[Row]:
     """Rows `scaling_<what>_<value>`: median seconds of plan and commit of one token for each request."""
-    from quire.bench import kvcore
+    from . import kvcore
 
     rows: list[Row] = []
     for what, values in CURVES.items():
@@ -47,7 +47,7 @@ def curves(spec: str, steps: int) -> list[Row]:
 
 def some_groups(spec: str, count: int) -> list[GroupSpec]:
     """The first groups of a spec; more than it has are window groups like its first."""
-    from quire.bench import kvcore
+    from . import kvcore
 
     groups = list(kvcore.SPECS[spec])
     window = next(g for g in groups if g.kind == "window")

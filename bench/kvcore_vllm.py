@@ -58,7 +58,7 @@ def rows(spec: str, *names: str, repeats: int = 3, steps: int = 100) -> list[dic
     Returns: ``{name, spec, value, unit}`` for each name, in order; medians in seconds ("s"), or bytes ("B").
     Raises: ValueError. ImportError where vLLM is missing or does not import. NotImplementedError for a version not known here.
     """
-    from quire.bench import kvcore
+    from . import kvcore
 
     if spec not in GROUPS:
         raise ValueError(f"spec: expected one of {sorted(GROUPS)}, got {spec!r}")

@@ -29,9 +29,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.bench.floors import Rates, decode_bytes, measure_rates, prefill_flops
-from quire.bench.machine import describe_machine
-from quire.bench.timing import time_calls
 from quire.models.command import MAX_TOKENS, Parser, integer, number, output_file, program
 from quire.models.configs import ModelConfig, get_config
 from quire.models.decoder import Decoder
@@ -39,6 +36,10 @@ from quire.models.device import find_device
 from quire.models.request import SamplingParams
 from quire.models.runner import Engine, EngineConfig, StepReport
 from quire.models.weights import build_model, random_model
+
+from .floors import Rates, decode_bytes, measure_rates, prefill_flops
+from .machine import describe_machine
+from .timing import time_calls
 
 SCHEMA = 1
 CHECK_TOKENS = 4

@@ -11,8 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quire.bench.mla_shapes import LatentCase
-from quire.bench.model import (
+from quire.kernels import configs
+from quire.kernels.mla import compressed_configs, indexer_plan
+
+from .mla_shapes import LatentCase
+from .model import (
     EXP_PER_CLOCK,
     FP32_OPS,
     FP32_PER_CLOCK,
@@ -24,8 +27,6 @@ from quire.bench.model import (
     filled_share,
     resident_programs,
 )
-from quire.kernels import configs
-from quire.kernels.mla import compressed_configs, indexer_plan
 
 # Instructions that each of four warps issues for a tile of 64 keys and the 64 heads of one token, and of two: `bench/results/static`, sm_90, plain
 # keys and quantised ones. An SM issues four in a clock.

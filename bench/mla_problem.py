@@ -16,9 +16,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire.bench.bounds import bounding
-from quire.bench.mla_shapes import LatentCase, LatentShape
-from quire.bench.problem import (
+from quire.kernels.mla import IndexPages, LatentPages, page_bytes
+
+from .bounds import bounding
+from .mla_shapes import LatentCase, LatentShape
+from .problem import (
     CHECKED_ROWS,
     CHECKED_SEQS,
     L2_MULTIPLE,
@@ -28,7 +30,6 @@ from quire.bench.problem import (
     budgeted,
     spread,
 )
-from quire.kernels.mla import IndexPages, LatentPages, page_bytes
 
 # Rows that are quantised at a time.
 QUANTISED_ROWS = 1 << 16

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire.bench.bounds import Bounded, allowed, bounding
-from quire.bench.mla_problem import lengths, make_pages, num_copies, shuffled_table
-from quire.bench.mla_shapes import LatentCase
-from quire.bench.problem import CHECKED_ROWS, CHECKED_SEQS, spread
 from quire.kernels.mla import IndexPages, LatentPages
+
+from .bounds import Bounded, allowed, bounding
+from .mla_problem import lengths, make_pages, num_copies, shuffled_table
+from .mla_shapes import LatentCase
+from .problem import CHECKED_ROWS, CHECKED_SEQS, spread
 
 EPS = 1e-6
 ROPE_THETA = 1e4

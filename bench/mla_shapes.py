@@ -19,7 +19,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from quire.bench.shapes import (
+from quire.models.deepseek_v4.config import CONFIGS, DeepseekV4Config
+
+from .shapes import (
     BATCHES,
     CHUNK,
     MAX_CACHE_BYTES,
@@ -29,7 +31,6 @@ from quire.bench.shapes import (
     Batch,
     short,
 )
-from quire.models.deepseek_v4.config import CONFIGS, DeepseekV4Config
 
 ATTENTION = ("mla", "window", "csa", "hca")
 PHASES = ("decode", "prefill")

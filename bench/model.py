@@ -21,8 +21,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quire.bench.floors import visible_pairs
-from quire.bench.shapes import Case, Shape
 from quire.kernels.configs import (
     MAX_REGISTERS,
     MIN_SPLIT_TOKENS,
@@ -32,6 +30,9 @@ from quire.kernels.configs import (
     select_config,
     tile_heads,
 )
+
+from .floors import visible_pairs
+from .shapes import Case, Shape
 
 ITEM_BYTES = 2  # bf16 and fp16
 SCALE_BYTES = 4  # of a quantised row

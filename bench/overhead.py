@@ -23,7 +23,6 @@ from unittest import mock
 
 import torch
 
-from quire.bench.text import aligned
 from quire.kernels import (
     _launch,
     merge_partials,
@@ -48,6 +47,8 @@ from quire.kernels.mla import (
     write_latent,
 )
 from quire.models.command import Parser, integer, output_file, program
+
+from .text import aligned
 
 BATCH, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, CONTEXT = 16, 32, 8, 128, 16, 1024
 LATENT, ROPE = 512, 64

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.bench.problem import Problem
 from quire.kernels import paged_attention, sliding_window_attention, workspace_numel
+
+from .problem import Problem
 
 Call = Callable[[], tuple[Tensor, ...]]
 """Computes one copy; returns what ``wrong`` of what is expected takes: for attention (out,) or (out, lse), [num_tokens, num_heads, head_dim] and
@@ -50,7 +51,7 @@ def find_peers(folder: Path | None) -> tuple[list[Peer], dict[str, str]]:
 
     folder: of `bench.peers_folder`, or None.
     """
-    from quire.bench import peers_flashinfer, peers_folder
+    from . import peers_flashinfer, peers_folder
 
     found = [
         Peer("quire", _commit(), "all keys in pages", _quire, ours=True),
@@ -85,7 +86,7 @@ def load_peers(
 
 
 def _commit() -> str:
-    from quire.bench.machine import describe_machine
+    from .machine import describe_machine
 
     return str(describe_machine(torch.device("cpu"))["commit"])
 

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.bench.mla_problem import AttentionProblem
-from quire.bench.peers import Call, Peer, Unsupported
-from quire.bench.peers_folder import file_in, installed
-from quire.bench.problem import Problem
+from .mla_problem import AttentionProblem
+from .peers import Call, Peer, Unsupported
+from .peers_folder import file_in, installed
+from .problem import Problem
 
 WORKSPACE = 256 * 2**20
 # (head_dim, whether there is a window) of the kernels that the named shapes use.

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from quire.bench.mla_problem import AttentionProblem
-from quire.bench.peers import Call, Peer, Unsupported
-from quire.bench.peers_folder import file_in
 from quire.kernels.mla import LatentPages
+
+from .mla_problem import AttentionProblem
+from .peers import Call, Peer, Unsupported
+from .peers_folder import file_in
 
 LIBRARY = "_flashmla_C.abi3.so"
 DENSE_ROWS = 64

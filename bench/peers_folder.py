@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.bench.peers import Call, Peer, Unsupported
-from quire.bench.problem import Problem
+from .peers import Call, Peer, Unsupported
+from .problem import Problem
 
 # vLLM splits the keys of a decode in this many parts, while the batch is at most this many sequences over KV heads.
 VLLM_SEGMENTS = 16

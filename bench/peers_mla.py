@@ -11,10 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.bench.machine import describe_machine
-from quire.bench.mla_problem import AttentionProblem
-from quire.bench.mla_rows import EPS, IndexProblem, RowsProblem
-from quire.bench.peers import Call, Peer, Unsupported, load_peers
 from quire.kernels import workspace_numel
 from quire.kernels.mla import (
     compress,
@@ -26,12 +22,17 @@ from quire.kernels.mla import (
     write_latent,
 )
 
+from .machine import describe_machine
+from .mla_problem import AttentionProblem
+from .mla_rows import EPS, IndexProblem, RowsProblem
+from .peers import Call, Peer, Unsupported, load_peers
+
 LatentProblem = AttentionProblem | IndexProblem | RowsProblem
 
 
 def find_latent_peers(folder: Path | None) -> tuple[list[Peer], dict[str, str]]:
     """All implementations that can be imported here, quire's first, and {name: why} of those that are missing; folder as in `bench.peers`."""
-    from quire.bench import peers_flashinfer, peers_flashmla
+    from . import peers_flashinfer, peers_flashmla
 
     commit = str(describe_machine(torch.device("cpu"))["commit"])
     ours = [

@@ -43,16 +43,6 @@ from typing import Any
 
 import torch
 
-from quire.bench.build import BenchModel, build_model
-from quire.bench.drive import Key, Run, run_workload
-from quire.bench.floors import measure_rates
-from quire.bench.machine import describe_machine
-from quire.bench.plot import require_matplotlib, save_plot
-from quire.bench.report import comparison, metrics, report, speculation
-from quire.bench.text import header, split_table, table
-from quire.bench.traces import read_trace, trace_workload
-from quire.bench.verify import Check, check_outputs, sample
-from quire.bench.workload import Workload, chat_workload
 from quire.models.command import (
     MAX_DRAFTS,
     MAX_PAGES,
@@ -71,6 +61,17 @@ from quire.models.memory import KV_CACHE_DTYPES, weight_bytes
 from quire.models.runner import Engine, EngineConfig
 from quire.models.speculative import Drafter
 from quire.models.tokenizer import NUM_SPECIAL
+
+from .build import BenchModel, build_model
+from .drive import Key, Run, run_workload
+from .floors import measure_rates
+from .machine import describe_machine
+from .plot import require_matplotlib, save_plot
+from .report import comparison, metrics, report, speculation
+from .text import header, split_table, table
+from .traces import read_trace, trace_workload
+from .verify import Check, check_outputs, sample
+from .workload import Workload, chat_workload
 
 DTYPES = ("bfloat16", "float16", "float32")
 WARM_UP_SESSIONS = 2

@@ -21,9 +21,10 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from quire.bench.bounds import Bounded, allowed, bounding
-from quire.bench.shapes import Case
 from quire.kernels import quant
+
+from .bounds import Bounded, allowed, bounding
+from .shapes import Case
 
 LOGIT_STD = 3.0
 # Bytes of K and V that calls rotate over, as a multiple of the L2 cache, and copies at most.

@@ -37,12 +37,13 @@ from typing import Any
 
 import numpy as np
 
-from quire.bench.drive import Run
-from quire.bench.floors import Rates, decode_bytes, prefill_flops
-from quire.bench.verify import Check
-from quire.bench.workload import Workload
 from quire.models.decoder import Decoder
 from quire.models.report import PARTS, StepReport, outside_model
+
+from .drive import Run
+from .floors import Rates, decode_bytes, prefill_flops
+from .verify import Check
+from .workload import Workload
 
 SCHEMA = 1
 

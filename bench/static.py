@@ -43,17 +43,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from quire.bench import sass
-from quire.bench.static_cases import (
-    ALL_ARCHS,
-    ARCHS,
-    DEFAULT_ARCH,
-    MORE_ARCHS,
-    SAMPLE_ARCHS,
-    all_cases,
-)
-from quire.bench.workers import Workers
 from quire.models.command import Parser, integer, output_file, program
+
+from . import sass
+from .static_cases import ALL_ARCHS, ARCHS, DEFAULT_ARCH, MORE_ARCHS, SAMPLE_ARCHS, all_cases
+from .workers import Workers
 
 # Of an SM: shared memory, threads and programs it can hold (CUDA programming guide, compute capabilities table).
 SM_SHARED = {80: 164 << 10, 86: 100 << 10, 89: 100 << 10, 90: 228 << 10, 100: 228 << 10, 120: 100 << 10}  # fmt: skip

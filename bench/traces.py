@@ -21,7 +21,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from quire.bench.workload import Turn, Workload, check_size, scaled
+from .workload import Turn, Workload, check_size, scaled
 
 BLOCK_TOKENS = 512
 MAX_LENGTH = 1 << 26  # tokens of a request

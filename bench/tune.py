@@ -39,14 +39,15 @@ from typing import Any
 
 import torch
 
-from quire.bench.families import family_of
-from quire.bench.machine import describe_machine
-from quire.bench.text import aligned
-from quire.bench.timing import time_calls
-from quire.bench.tune_cells import Case, Cell, cells, rewritten, tiny_cases, tuned_cases
-from quire.bench.workers import Workers
 from quire.kernels import paged
 from quire.models.command import Parser, integer, number, output_file, program
+
+from .families import family_of
+from .machine import describe_machine
+from .text import aligned
+from .timing import time_calls
+from .tune_cells import Case, Cell, cells, rewritten, tiny_cases, tuned_cases
+from .workers import Workers
 
 # A new entry has to be faster than the old one by this much.
 GAIN = 0.02
@@ -54,7 +55,7 @@ GAIN = 0.02
 
 def compiled(cell: Cell, config: Any, arch: int) -> str | None:
     """Why a tile shape may not be used, by what it compiles to; None if it may."""
-    from quire.bench import static
+    from . import static
 
     for case in cell.static_cases(arch):
         with cell.using(config):

@@ -18,12 +18,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from quire.bench import mla_shapes, shapes
-from quire.bench.mla_shapes import LatentCase
-from quire.bench.peers import quire_calls
-from quire.bench.peers_mla import quire_latent_calls
 from quire.kernels import configs, paged, tile_tables, tile_tables_e4m3
 from quire.kernels.mla import compressed_configs, compressed_triton, dense_triton
+
+from . import mla_shapes, shapes
+from .mla_shapes import LatentCase
+from .peers import quire_calls
+from .peers_mla import quire_latent_calls
 
 Case = shapes.Case | LatentCase
 # Tokens of a page in the static cases, and queries of those that fill tiles of so many rows.

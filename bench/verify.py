@@ -29,10 +29,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from quire.bench.drive import Key
 from quire.models.configs import ModelConfig
 from quire.models.decoder import Decoder
 from quire.models.request import RequestOutput
+
+from .drive import Key
 
 E4M3_MAX = 448.0
 LATENT, ROTATED, BLOCK = 512, 64, 64  # channels of a latent row that can be quantised

@@ -12,10 +12,10 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.kernels import recipes
-from quire.kernels._check import check_write, expect_head_dim
-from quire.kernels._launch import Launch
-from quire.kernels.configs import next_power_of_2
+from . import recipes
+from ._check import check_write, expect_head_dim
+from ._launch import Launch
+from .configs import next_power_of_2
 
 # Elements of K that one program holds; V the same.
 ELEMENTS_PER_PROGRAM = 2048
@@ -77,7 +77,7 @@ def _checked(arguments: dict[str, Any]) -> tuple[dict[str, Any], list[Launch]]:
     rows = [arguments[name] for name in ("k", "v", "k_pages", "v_pages", "slot_mapping")]
     if arguments["k_scale"] is None:
         return dict(arguments), [prepare(*rows)]
-    from quire.kernels import cache_write_e4m3
+    from . import cache_write_e4m3
 
     launch = cache_write_e4m3.prepare(*rows, arguments["k_scale"], arguments["v_scale"])
     return dict(arguments), [launch]

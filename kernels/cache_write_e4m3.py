@@ -11,10 +11,10 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.kernels import cache_write, quant
-from quire.kernels._check import scale_kind
-from quire.kernels._launch import Launch
-from quire.kernels.mla.latent_triton import INF_BITS, rounded_to_e4m3
+from . import cache_write, quant
+from ._check import scale_kind
+from ._launch import Launch
+from .mla.latent_triton import INF_BITS, rounded_to_e4m3
 
 MAX_BITS = tl.constexpr(0x7F7FFFFF)  # of the largest finite fp32 number
 E4M3_MAX = tl.constexpr(quant.E4M3_MAX)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
-from quire.kernels import tile_tables, tile_tables_e4m3
+from . import tile_tables, tile_tables_e4m3
 
 # Shared memory that one program may use, in bytes (CUDA programming guide, compute capabilities table: 227, 163 and 99 KiB).
 SHARED_MEMORY = {

@@ -14,10 +14,10 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.kernels import recipes, schedule
-from quire.kernels._check import AttentionCall, check_merge
-from quire.kernels._launch import Launch
-from quire.kernels.configs import MIN_SPLIT_TOKENS, DecodePlan
+from . import recipes, schedule
+from ._check import AttentionCall, check_merge
+from ._launch import Launch
+from .configs import MIN_SPLIT_TOKENS, DecodePlan
 
 LOG2E = tl.constexpr(1.4426950408889634)
 

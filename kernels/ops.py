@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from quire.kernels import _check, configs
-from quire.kernels.impls import expect_impl
+from . import _check, configs
+from .impls import expect_impl
 
 
 def write_kv(
@@ -55,11 +55,11 @@ def write_kv(
     arguments = locals()  # all of them, by name
     implementation = _implementation(arguments.pop("impl"), k)
     if implementation == "triton":
-        from quire.kernels import cache_write
+        from . import cache_write
 
         cache_write.write(arguments)
     else:
-        from quire.kernels import torch_impl
+        from . import torch_impl
 
         _check.check_write(**arguments)
         torch_impl.write_kv(**arguments)
@@ -212,10 +212,10 @@ def merge_partials(
     arguments = locals()
     implementation = _implementation(arguments.pop("impl"), partial_out)
     if implementation == "triton":
-        from quire.kernels import merge
+        from . import merge
 
         return merge.merge(arguments)
-    from quire.kernels import torch_impl
+    from . import torch_impl
 
     return torch_impl.merge_partials(**arguments | {"out": _check.check_merge(**arguments)})
 
@@ -270,10 +270,10 @@ def workspace_numel(
 
 def _attention(arguments: dict[str, Any]) -> torch.Tensor:
     if _implementation(arguments.pop("impl"), arguments["q"]) == "triton":
-        from quire.kernels import paged
+        from . import paged
 
         return paged.attention(arguments)
-    from quire.kernels import torch_impl
+    from . import torch_impl
 
     return torch_impl.attention(_check.check_attention(**arguments))
 

@@ -25,10 +25,10 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from quire.kernels import merge, recipes, schedule
-from quire.kernels._check import AttentionCall, check_attention, expect_head_dim
-from quire.kernels._launch import Launch, partials
-from quire.kernels.configs import (
+from . import merge, recipes, schedule
+from ._check import AttentionCall, check_attention, expect_head_dim
+from ._launch import Launch, partials
+from .configs import (
     MAX_REGISTERS,
     MIN_SPLIT_TOKENS,
     Config,
@@ -37,8 +37,8 @@ from quire.kernels.configs import (
     select_config,
     tile_heads,
 )
-from quire.kernels.merge import LOG2E
-from quire.kernels.paged_tiles import Scales, Source, Tiles, attend_query_tile
+from .merge import LOG2E
+from .paged_tiles import Scales, Source, Tiles, attend_query_tile
 
 LN2 = tl.constexpr(0.6931471805599453)
 

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from quire.kernels.merge import LOG2E
-from quire.kernels.mla._tiles import halve_e4m3
+from .merge import LOG2E
+from .mla._tiles import halve_e4m3
 
 # Weights of quantised values reach up to 2^HEADROOM: fp16 holds those down to 2^-(14 + HEADROOM) of the largest with all of its digits.
 HEADROOM = tl.constexpr(14)

@@ -19,9 +19,9 @@ from torch import Tensor
 from triton.runtime import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from quire.kernels import _launch
-from quire.kernels._launch import Launch
-from quire.kernels.mla.layout import IndexPages, LatentPages
+from . import _launch
+from ._launch import Launch
+from .mla.layout import IndexPages, LatentPages
 
 # Remembered calls; all are forgotten when there are more.
 LIMIT = 4096

@@ -15,8 +15,8 @@ from itertools import pairwise
 
 import torch
 
-from quire.kernels import quant
-from quire.kernels._check import AttentionCall, expect_ids, expect_offsets
+from . import quant
+from ._check import AttentionCall, expect_ids, expect_offsets
 
 # Keys gathered at once for the batch of one-token sequences, so that a long batch does not copy the whole pool.
 MAX_GATHERED_KEYS = 1 << 17

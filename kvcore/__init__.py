@@ -1,14 +1,14 @@
 """Retention-aware KV-cache allocator for hybrid-attention models; needs numpy and nothing else."""
 
-from .adaptive import Adaptive
+from .cache import KVCache
 from .events import AllBlocksCleared, BlockRemoved, BlockStored, EventLog, tail_hashes
-from .eviction import LRU, S3FIFO, CostAware, Entry, EvictionPolicy, Ranked
-from .exports import PagedRows, linear_table, paged_rows
-from .hashing import Prompt
-from .manager import KVCache
 from .plan import OutOfPages, StepPlan
+from .policies.adaptive import Adaptive
+from .policies.eviction import LRU, S3FIFO, CostAware, Entry, EvictionPolicy, Ranked
+from .prefix.keys import Prompt
 from .report import Match
 from .spec import NULL_BLOCK, GroupSpec
+from .tables.formats import PagedRows, linear_table, paged_rows
 
 __all__ = [
     "LRU",

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .hashing import as_token_ids
 from .plan import OutOfPages, StepPlan
+from .prefix.keys import as_token_ids
 from .report import Match
 from .spec import NULL_BLOCK, Int32
 
 if TYPE_CHECKING:
-    from .manager import KVCache
+    from .cache import KVCache
 
 # All that reads or changes what a change may be in the middle of.
 CALLS = (

@@ -25,13 +25,13 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from .hashing import KEY_BYTES, Prompt
 from .plan import StepPlan
-from .sequences import Sequences
+from .prefix.keys import KEY_BYTES, Prompt
+from .prefix.requests import Sequences
 from .spec import GroupClass, Int32, Int64, Layout, as_int
 
 if TYPE_CHECKING:
-    from .index import Run
+    from .prefix.index import Run
 
 _NO_TOKENS: Int32 = np.empty(0, dtype=np.int32)
 

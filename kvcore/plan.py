@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from .spec import Int32, Int64
-from .tables import Step
+from .tables.groups import Step
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from .hashing import Prompt
-from .index import Run
+from .prefix.index import Run
+from .prefix.keys import Prompt
 from .spec import Int32, Int64
-from .states import SNAPSHOT
+from .tables.state import SNAPSHOT
 
 if TYPE_CHECKING:
-    from .manager import KVCache
+    from .cache import KVCache
 
 Reason = Literal[
     "caching-disabled", "prompt-too-short", "prompt-end", "not-cached", "diverged", "resume-point"

@@ -31,12 +31,12 @@ import numpy as np
 import numpy.typing as npt
 
 from .events import split_keys
-from .hashing import KEY_BYTES, root_key
-from .index import ResumePoint, Run
+from .prefix.index import ResumePoint, Run
+from .prefix.keys import KEY_BYTES, root_key
 from .spec import Int32, Int64
 
 if TYPE_CHECKING:
-    from .manager import KVCache
+    from .cache import KVCache
 
 MAGIC, VERSION = b"quire-kv", 1
 _PREFIX = struct.Struct("<8sII")

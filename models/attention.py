@@ -29,9 +29,10 @@ import torch
 from torch import Tensor
 
 from quire.kernels import paged_attention, sliding_window_attention, write_kv
-from quire.models.batch import AttnMetadata
-from quire.models.cache import LayerCache, PagePool
-from quire.models.configs import ModelConfig
+
+from .batch import AttnMetadata
+from .cache import LayerCache, PagePool
+from .configs import ModelConfig
 
 Stored = Callable[[Tensor], Tensor]
 """What reading a cache gives of rows that were written to it: a tensor of the same shape and dtype."""

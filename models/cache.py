@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from quire.kvcore import GroupSpec
-from quire.models.configs import FULL, SLIDING, ModelConfig
+
+from .configs import FULL, SLIDING, ModelConfig
 
 E4M3 = torch.float8_e4m3fn
 SCALE_BYTES = 4

@@ -12,8 +12,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from quire.models.checkpoint import read_json
-from quire.models.fields import checked, naming, read_fields, shown
+from .checkpoint import read_json
+from .fields import checked, naming, read_fields, shown
 
 # For models that have bytes for tokens and never saw a chat.
 PLAIN = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
@@ -72,7 +72,7 @@ class ChatTemplate:
                 next(parser.stream)
                 return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
-        from quire.models.template_sandbox import BoundedSandbox
+        from .template_sandbox import BoundedSandbox
 
         if not isinstance(source, str) or len(source) > MAX_SOURCE:
             raise ValueError(

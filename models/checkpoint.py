@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from quire.models import fields
-from quire.models.configs import ModelConfig
-from quire.models.fields import naming, read_fields, shown
-from quire.models.layers import block_size
+from . import fields
+from .configs import ModelConfig
+from .fields import naming, read_fields, shown
+from .layers import block_size
 
 INDEX_FILE = "model.safetensors.index.json"
 Key = TypeVar("Key", bound=Hashable)

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from quire.models.model_config import (
+from .model_config import (
     FAMILIES,
     FULL,
     SLIDING,
@@ -381,7 +381,7 @@ CONFIGS = {config.name: config for config in _CONFIGS}
 
 def named_configs() -> dict[str, Any]:
     """All named configurations: ``CONFIGS``, and those of DeepSeek-V4, which are of a class of their own."""
-    from quire.models.deepseek_v4.config import CONFIGS as V4_CONFIGS
+    from .deepseek_v4.config import CONFIGS as V4_CONFIGS
 
     return CONFIGS | V4_CONFIGS
 

@@ -9,19 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from quire.kernels._check import HEAD_DIMS
-from quire.models.attention import Attend, DenseAttend, PagedAttend, Stored
-from quire.models.batch import AttnMetadata
-from quire.models.cache import E4M3, PagePool, cache_groups, num_slots
-from quire.models.configs import FULL, SLIDING, ModelConfig
-from quire.models.layers import (
-    Embedding,
-    Linear,
-    RMSNorm,
-    empty_parameter,
-    inverse_frequencies,
-    rotary_angles,
-)
-from quire.models.memory import ModelCache
+
+from .attention import Attend, DenseAttend, PagedAttend, Stored
+from .batch import AttnMetadata
+from .cache import E4M3, PagePool, cache_groups, num_slots
+from .configs import FULL, SLIDING, ModelConfig
+from .layers import Embedding, Linear, RMSNorm, empty_parameter, inverse_frequencies, rotary_angles
+from .memory import ModelCache
 
 BASE_BLOCK_SIZE = 16
 Rotary = tuple[Tensor, Tensor]

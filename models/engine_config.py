@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from numbers import Real
 
 from quire.kvcore.spec import as_int
-from quire.models.scheduler import SchedulerPolicy
+
+from .scheduler import SchedulerPolicy
 
 
 @dataclass(frozen=True)

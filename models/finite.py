@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.models.checkpoint import Stored
-from quire.models.quantized import DEQUANTIZE, scale_values
+from .checkpoint import Stored
+from .quantized import DEQUANTIZE, scale_values
 
 CHUNK = 2**20  # elements that are looked at together where a copy is needed
 _LARGEST = {"fp8": 448.0, "fp4": 6.0}

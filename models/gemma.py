@@ -22,20 +22,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from quire.models.attention import Attend
-from quire.models.configs import ModelConfig
-from quire.models.decoder import Decoder, Rotary
-from quire.models.gemma_moe import Experts, Router
-from quire.models.layers import (
-    MLP,
-    Linear,
-    RMSNorm,
-    apply_rotary,
-    empty_parameter,
-    gelu_tanh,
-    rms_norm,
-)
-from quire.models.per_layer import HostEmbedding
+from .attention import Attend
+from .configs import ModelConfig
+from .decoder import Decoder, Rotary
+from .gemma_moe import Experts, Router
+from .layers import MLP, Linear, RMSNorm, apply_rotary, empty_parameter, gelu_tanh, rms_norm
+from .per_layer import HostEmbedding
 
 
 class Attention(nn.Module):

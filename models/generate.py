@@ -15,7 +15,7 @@ Exit status: 0; 2 for what cannot be done or an answer that failed, with the rea
 from __future__ import annotations
 
 if __name__ == "__main__":
-    from quire.models.command import run
+    from .command import run
 
     run("quire.models.generate")
 
@@ -29,23 +29,14 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from quire.models.chat import ChatTemplate
-from quire.models.command import (
-    MAX_DRAFTS,
-    MAX_PAGES,
-    REFUSED,
-    Parser,
-    integer,
-    number,
-    program,
-    threads,
-)
-from quire.models.llm import DRAFTERS, LLM
-from quire.models.memory import KV_CACHE_DTYPES
-from quire.models.request import MAX_SAMPLES, RequestError, SamplingParams
-from quire.models.runner import EngineConfig
-from quire.models.speculative import Drafter
-from quire.models.weights import DTYPES
+from .chat import ChatTemplate
+from .command import MAX_DRAFTS, MAX_PAGES, REFUSED, Parser, integer, number, program, threads
+from .llm import DRAFTERS, LLM
+from .memory import KV_CACHE_DTYPES
+from .request import MAX_SAMPLES, RequestError, SamplingParams
+from .runner import EngineConfig
+from .speculative import Drafter
+from .weights import DTYPES
 
 
 @program

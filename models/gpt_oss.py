@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quire.models.configs import ModelConfig
-from quire.models.decoder import Decoder
-from quire.models.hf_llama import SWIGLU
-from quire.models.layers import Linear, empty_parameter
-from quire.models.llama import DecoderLayer
-from quire.models.moe import run_experts
+from .configs import ModelConfig
+from .decoder import Decoder
+from .hf_llama import SWIGLU
+from .layers import Linear, empty_parameter
+from .llama import DecoderLayer
+from .moe import run_experts
 
 
 class Experts(nn.Module):

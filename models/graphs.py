@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from quire.kvcore import StepPlan
-from quire.models.batch import AttnMetadata, BatchBuilder, Staging
+
+from .batch import AttnMetadata, BatchBuilder, Staging
 
 if TYPE_CHECKING:
-    from quire.models.engine_config import EngineConfig
+    from .engine_config import EngineConfig
 
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
 """Takes work on fixed buffers, and returns what does it again on their contents of then."""

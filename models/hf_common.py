@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quire.models import fields
-from quire.models.configs import FULL, SLIDING, ModelConfig, RopeConfig
-from quire.models.fields import only, read_fields
-from quire.models.model_config import LayerTypes
+from . import fields
+from .configs import FULL, SLIDING, ModelConfig, RopeConfig
+from .fields import only, read_fields
+from .model_config import LayerTypes
 
 
 @dataclass(frozen=True)

@@ -11,20 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from quire.models import fields, hf_llama
-from quire.models.configs import (
-    FAMILIES,
-    FULL,
-    SLIDING,
-    AttentionConfig,
-    ModelConfig,
-    MoEConfig,
-    RopeConfig,
-)
-from quire.models.deepseek_v4.config import MODEL_TYPE as DEEPSEEK_V4
-from quire.models.deepseek_v4.hf import from_hf as deepseek_v4_from_hf
-from quire.models.fields import checked, only, read_fields, shown
-from quire.models.hf_common import LayeredKeys, read_rope, write_common, write_rope
+from . import fields, hf_llama
+from .configs import FAMILIES, FULL, SLIDING, AttentionConfig, ModelConfig, MoEConfig, RopeConfig
+from .deepseek_v4.config import MODEL_TYPE as DEEPSEEK_V4
+from .deepseek_v4.hf import from_hf as deepseek_v4_from_hf
+from .fields import checked, only, read_fields, shown
+from .hf_common import LayeredKeys, read_rope, write_common, write_rope
 
 
 def from_hf(config: Mapping[str, Any], *, name: str | None = None) -> ModelConfig:

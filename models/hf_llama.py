@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from quire.models import fields
-from quire.models.configs import FULL, AttentionConfig, ModelConfig, MoEConfig
-from quire.models.fields import only, read_fields
-from quire.models.hf_common import LayeredKeys, TextKeys, read_rope, write_common, write_rope
+from . import fields
+from .configs import FULL, AttentionConfig, ModelConfig, MoEConfig
+from .fields import only, read_fields
+from .hf_common import LayeredKeys, TextKeys, read_rope, write_common, write_rope
 
 
 @dataclass(frozen=True, kw_only=True)

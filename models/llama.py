@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quire.models.attention import Attend
-from quire.models.configs import ModelConfig
-from quire.models.decoder import Decoder, Rotary
-from quire.models.layers import MLP, Linear, RMSNorm, apply_rotary, empty_parameter
+from .attention import Attend
+from .configs import ModelConfig
+from .decoder import Decoder, Rotary
+from .layers import MLP, Linear, RMSNorm, apply_rotary, empty_parameter
 
 
 class Attention(nn.Module):

@@ -14,24 +14,19 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from quire.models.chat import PLAIN, ChatTemplate
-from quire.models.checkpoint import read_generation_config
-from quire.models.configs import named_configs
-from quire.models.deepseek_v4.draft import MTPDrafter
-from quire.models.device import find_device
-from quire.models.fields import shown
-from quire.models.interrupts import interrupts_wait
-from quire.models.memory import free_memory, weight_bytes
-from quire.models.request import (
-    OutputDelta,
-    RequestError,
-    RequestOutput,
-    SamplingParams,
-)
-from quire.models.runner import Engine, EngineConfig
-from quire.models.speculative import Drafter, NGramDrafter
-from quire.models.tokenizer import ByteTokenizer, Tokenizer, find_tokenizer
-from quire.models.weights import build_model, find_dtype, load_config, load_model, random_model
+from .chat import PLAIN, ChatTemplate
+from .checkpoint import read_generation_config
+from .configs import named_configs
+from .deepseek_v4.draft import MTPDrafter
+from .device import find_device
+from .fields import shown
+from .interrupts import interrupts_wait
+from .memory import free_memory, weight_bytes
+from .request import OutputDelta, RequestError, RequestOutput, SamplingParams
+from .runner import Engine, EngineConfig
+from .speculative import Drafter, NGramDrafter
+from .tokenizer import ByteTokenizer, Tokenizer, find_tokenizer
+from .weights import build_model, find_dtype, load_config, load_model, random_model
 
 DRAFTERS: dict[str, Callable[[Any, int], Drafter]] = {
     "ngram": lambda model, draft_tokens: NGramDrafter(draft_tokens),

@@ -19,11 +19,11 @@ import torch
 from torch import nn
 
 from quire.kvcore import GroupSpec
-from quire.kvcore.retention import parse_retention
+from quire.kvcore.policies.retention import parse_retention
 from quire.kvcore.spec import GroupClass, Layout
 
 if TYPE_CHECKING:
-    from quire.models.engine_config import EngineConfig
+    from .engine_config import EngineConfig
 
 CPU_CACHE_BYTES = 256 * 2**20
 MEMORY_FRACTION = 0.9

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
-from quire.models import fields
-from quire.models.fields import check_fields
+from . import fields
+from .fields import check_fields
 
 SLIDING = "sliding_attention"
 FULL = "full_attention"

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quire.models.layers import empty_parameter
+from .layers import empty_parameter
 
 
 class HostEmbedding(nn.Module):

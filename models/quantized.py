@@ -15,9 +15,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from quire.models.layers import dequantize, empty_parameter
-from quire.models.moe import is_capturing, run_experts, sum_of_experts
-from quire.models.mxfp4 import dequantize_mxfp4
+from .layers import dequantize, empty_parameter
+from .moe import is_capturing, run_experts, sum_of_experts
+from .mxfp4 import dequantize_mxfp4
 
 FP8_BLOCK = 128
 FP4_GROUP = 32

@@ -7,7 +7,7 @@ from time import perf_counter, thread_time
 
 import numpy as np
 
-from quire.models.request import OutputDelta, RequestOutput
+from .request import OutputDelta, RequestOutput
 
 PARTS = ("schedule", "allocator", "draft", "tensors", "model", "sample", "deliver")
 """What a step consists of:

@@ -23,32 +23,17 @@ from torch import Tensor, nn
 
 from quire.kernels.impls import expect_impl
 from quire.kvcore import KVCache
-from quire.models.batch import AttnMetadata, BatchBuilder
-from quire.models.engine_config import EngineConfig
-from quire.models.fields import shown
-from quire.models.graphs import DecodeGraphs, sizes_to_capture
-from quire.models.memory import model_cache, plan_memory
-from quire.models.report import (
-    DELIVER,
-    DRAFT,
-    MODEL,
-    SAMPLE,
-    TENSORS,
-    EngineTotals,
-    StepClock,
-    StepReport,
-)
-from quire.models.request import (
-    OutputDelta,
-    Request,
-    RequestError,
-    RequestOutput,
-    SamplingParams,
-    failure,
-)
-from quire.models.sampling import NO_TOKEN, Sampler, derived_seed
-from quire.models.scheduler import ScheduledStep, Scheduler
-from quire.models.speculative import (
+
+from .batch import AttnMetadata, BatchBuilder
+from .engine_config import EngineConfig
+from .fields import shown
+from .graphs import DecodeGraphs, sizes_to_capture
+from .memory import model_cache, plan_memory
+from .report import DELIVER, DRAFT, MODEL, SAMPLE, TENSORS, EngineTotals, StepClock, StepReport
+from .request import OutputDelta, Request, RequestError, RequestOutput, SamplingParams, failure
+from .sampling import NO_TOKEN, Sampler, derived_seed
+from .scheduler import ScheduledStep, Scheduler
+from .speculative import (
     Drafter,
     ModelDrafter,
     NewTokens,
@@ -57,7 +42,7 @@ from quire.models.speculative import (
     tokens_after,
     verify,
 )
-from quire.models.tokenizer import TextStream, Tokenizer
+from .tokenizer import TextStream, Tokenizer
 
 SIZES = ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "num_pages", "cache_bytes")
 """Settings that memory depends on."""

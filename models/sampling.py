@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.models.batch import Staging
-from quire.models.request import Request, SamplingParams, TokenLogprobs
+from .batch import Staging
+from .request import Request, SamplingParams, TokenLogprobs
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 NO_TOKEN = -1

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 from quire.kvcore import KVCache, StepPlan
 from quire.kvcore.spec import as_int
-from quire.models.report import ALLOCATOR, StepClock
-from quire.models.request import Request
+
+from .report import ALLOCATOR, StepClock
+from .request import Request
 
 
 @dataclass(frozen=True)

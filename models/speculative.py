@@ -25,12 +25,12 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import numpy as np
 from torch import Tensor
 
-from quire.models.request import Request, TokenLogprobs
+from .request import Request, TokenLogprobs
 
 if TYPE_CHECKING:
-    from quire.models.batch import Batch, BatchBuilder
-    from quire.models.sampling import Sampled
-    from quire.models.scheduler import ScheduledStep
+    from .batch import Batch, BatchBuilder
+    from .sampling import Sampled
+    from .scheduler import ScheduledStep
 
 
 class Drafter(Protocol):

@@ -14,26 +14,19 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from quire.models.checkpoint import (
-    INDEX_FILE,
-    Source,
-    catalogue,
-    match,
-    read_generation_config,
-    read_json,
-)
-from quire.models.configs import ModelConfig
-from quire.models.decoder import Decoder
-from quire.models.fields import naming, read_fields, shown
-from quire.models.finite import expect_finite, expect_finite_packed
-from quire.models.gemma import Gemma
-from quire.models.gpt_oss import GptOss
-from quire.models.hf_common import QuantizationKeys, token_ids
-from quire.models.hf_config import from_hf, to_hf
-from quire.models.layers import Linear, dequantize
-from quire.models.llama import Llama
-from quire.models.memory import free_memory, weight_bytes
-from quire.models.mxfp4 import dequantize_mxfp4
+from .checkpoint import INDEX_FILE, Source, catalogue, match, read_generation_config, read_json
+from .configs import ModelConfig
+from .decoder import Decoder
+from .fields import naming, read_fields, shown
+from .finite import expect_finite, expect_finite_packed
+from .gemma import Gemma
+from .gpt_oss import GptOss
+from .hf_common import QuantizationKeys, token_ids
+from .hf_config import from_hf, to_hf
+from .layers import Linear, dequantize
+from .llama import Llama
+from .memory import free_memory, weight_bytes
+from .mxfp4 import dequantize_mxfp4
 
 _MODELS: dict[str, type[Decoder]] = {
     "gemma3": Gemma,
@@ -49,7 +42,7 @@ WORKING_SHARE = 0.8  # of the free memory may be weights before "auto" keeps fp8
 def build_model(config: ModelConfig, *, device: torch.device | str, dtype: torch.dtype) -> Decoder:
     """The model of ``config`` with uninitialised weights."""
     if not isinstance(config, ModelConfig):
-        from quire.models.deepseek_v4.model import DeepseekV4
+        from .deepseek_v4.model import DeepseekV4
 
         return DeepseekV4(config, device=device, dtype=dtype)
     return _MODELS[config.family](config, device=device, dtype=dtype)
@@ -102,7 +95,7 @@ def load_model(
     keys = _storage_keys(path)
     dtype = dtype or keys.find_dtype()
     if not isinstance(config, ModelConfig):
-        from quire.models.deepseek_v4 import weights as deepseek_v4
+        from .deepseek_v4 import weights as deepseek_v4
 
         return deepseek_v4.load_model(path, device=device, dtype=dtype, experts=fp8)
     found = catalogue(path, config)
@@ -129,7 +122,7 @@ def random_model(
     0.8 .. 1.2, biases and sinks N(0, 1). The same seed gives the same weights on the same kind of device.
     """
     if not isinstance(config, ModelConfig):
-        from quire.models.deepseek_v4 import weights as deepseek_v4
+        from .deepseek_v4 import weights as deepseek_v4
 
         return deepseek_v4.random_model(config, seed=seed, device=device, dtype=dtype)
     model = build_model(config, device=device, dtype=dtype)
@@ -164,7 +157,7 @@ def save_checkpoint(model: Decoder, path: str | Path, *, max_shard_bytes: int = 
     from safetensors.torch import save_file
 
     if not isinstance(model.config, ModelConfig):
-        from quire.models.deepseek_v4 import weights as deepseek_v4
+        from .deepseek_v4 import weights as deepseek_v4
 
         return deepseek_v4.save_checkpoint(model, path)
     path = Path(path)

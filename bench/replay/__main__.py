@@ -19,11 +19,11 @@ import itertools
 import json
 from collections.abc import Sequence
 
-from quire.bench.plot import require_matplotlib
-from quire.bench.workload import check_size
-from quire.kvcore.retention import parse_retention
+from quire.kvcore.policies.retention import parse_retention
 from quire.models.command import Parser, integer, number, output_file, program
 
+from ..plot import require_matplotlib
+from ..workload import check_size
 from .experiment import EVICTIONS, Row, empty_cache, pool_pages, run_grid
 from .generators import GENERATORS
 from .loaders import LOADERS

@@ -11,7 +11,7 @@ import numpy as np
 from tqdm import tqdm
 
 from quire.kvcore import LRU, S3FIFO, Adaptive, CostAware, EvictionPolicy, GroupSpec, KVCache
-from quire.kvcore.retention import parse_retention
+from quire.kvcore.policies.retention import parse_retention
 
 from .bounds import clairvoyant_hits, dense_working_set, infinite_hits
 from .presets import PRESETS

@@ -14,9 +14,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from quire.bench.traces import BLOCK_TOKENS, open_trace, parse_object, read_trace
-from quire.bench.workload import check_size
-
+from ..traces import BLOCK_TOKENS, open_trace, parse_object, read_trace
+from ..workload import check_size
 from .requests import Numbering, Request
 
 BAILIAN_BLOCK = 16

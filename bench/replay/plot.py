@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from quire.bench.plot import require_matplotlib
-
+from ..plot import require_matplotlib
 from .experiment import Row
 
 

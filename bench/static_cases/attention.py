@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from typing import Any
 
-from quire.bench.static_cases import NUM_SMS, StaticCase, meta
+from . import NUM_SMS, StaticCase, meta
 
 SAMPLE = (
     "decode-d128-p128-q1",

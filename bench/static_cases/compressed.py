@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from typing import Any
 
-from quire.bench.static_cases import NUM_SMS, StaticCase, meta
+from . import NUM_SMS, StaticCase, meta
 
 HEAD_DIM, ROPE_DIM, SLIDING_WINDOW = 512, 64, 128
 ROW_BYTES = {"bfloat16": 2 * HEAD_DIM, "uint8": 576, "float32": 4 * HEAD_DIM}

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from typing import Any
 
-from quire.bench.static_cases import NUM_SMS, StaticCase, meta
+from . import NUM_SMS, StaticCase, meta
 
 # Bytes become bf16 in the registers of the matrix instruction, 8 of them 16 bytes, and Triton copies them into shared memory in the same
 # portions. Neighbouring threads still copy whole rows of 128 bytes.

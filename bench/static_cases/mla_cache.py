@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from quire.bench.static_cases import StaticCase, meta
+from . import StaticCase, meta
 
 NUM_ROWS = 8192
 HEAD_DIM, ROPE_DIM, INDEX_DIM = 512, 64, 128

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from quire.kernels._check import expect_ids
-from quire.kernels.mla.compressor import CompressCall
-from quire.kernels.mla.latent_torch import norm_and_rotate
+from .._check import expect_ids
+from .compressor import CompressCall
+from .latent_torch import norm_and_rotate
 
 
 @torch.no_grad()

@@ -22,12 +22,12 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from quire.kernels import recipes
-from quire.kernels._launch import Launch
-from quire.kernels.configs import next_power_of_2
-from quire.kernels.merge import LOG2E
-from quire.kernels.mla.compressor import CompressCall
-from quire.kernels.mla.latent_triton import normed, page_arguments, rotated, stored
+from .. import recipes
+from .._launch import Launch
+from ..configs import next_power_of_2
+from ..merge import LOG2E
+from .compressor import CompressCall
+from .latent_triton import normed, page_arguments, rotated, stored
 
 # Values that a program of an entry pools at once, 16 a thread; sequences that it looks through at once.
 TILE_ELEMENTS = 8192

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import torch
 
-from quire.kernels import _check, ops
-from quire.kernels.mla.compressed_call import check
-from quire.kernels.mla.compressed_configs import MAX_ROWS
-from quire.kernels.mla.layout import LatentPages
+from .. import _check, ops
+from .compressed_call import check
+from .compressed_configs import MAX_ROWS
+from .layout import LatentPages
 
 
 def compressed_attention(
@@ -87,10 +87,10 @@ def compressed_attention(
     """
     arguments = locals()  # all of them, by name
     if ops._implementation(arguments.pop("impl"), q) == "triton":
-        from quire.kernels.mla import compressed_triton
+        from . import compressed_triton
 
         return compressed_triton.attention(arguments)
-    from quire.kernels.mla import compressed_torch
+    from . import compressed_torch
 
     return compressed_torch.attention(check(**arguments))
 

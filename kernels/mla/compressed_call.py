@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from quire.kernels import _check
-from quire.kernels.mla.compressed_configs import MAX_ROWS
-from quire.kernels.mla.layout import LatentPages
+from .. import _check
+from .compressed_configs import MAX_ROWS
+from .layout import LatentPages
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quire.kernels.configs import next_power_of_2, shared_memory_class
+from ..configs import next_power_of_2, shared_memory_class
 
 # A piece of fewer keys leaves more partial results behind than it reads.
 MIN_PIECE_KEYS = 128

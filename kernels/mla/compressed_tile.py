@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from quire.kernels.mla import layout
-from quire.kernels.mla._tiles import update, widen_e4m3
+from . import layout
+from ._tiles import update, widen_e4m3
 
 ROW_BYTES = tl.constexpr(layout.ROW_BYTES)
 SCALE_BYTES = tl.constexpr(layout.SCALE_BYTES)

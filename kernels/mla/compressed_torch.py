@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import torch
 
-from quire.kernels._check import expect_ids
-from quire.kernels.mla.compressed_call import CompressedCall
+from .._check import expect_ids
+from .compressed_call import CompressedCall
 
 # Picked rows that are gathered at once.
 MAX_GATHERED = 1 << 14

@@ -22,14 +22,15 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.kernels import recipes
-from quire.kernels._launch import Launch, partials
-from quire.kernels.configs import MAX_REGISTERS, tile_heads
-from quire.kernels.merge import LOG2E, _load_sink, _merge_rows, block_parts
-from quire.kernels.mla import line
-from quire.kernels.mla._tiles import hoists
-from quire.kernels.mla.compressed_call import CompressedCall, check
-from quire.kernels.mla.compressed_configs import (
+from .. import recipes
+from .._launch import Launch, partials
+from ..configs import MAX_REGISTERS, tile_heads
+from ..merge import LOG2E, _load_sink, _merge_rows, block_parts
+from ..paged import _device, _find_query_tile, _fold_sink, _natural_lse, _row_pointers, _tile_rows
+from . import line
+from ._tiles import hoists
+from .compressed_call import CompressedCall, check
+from .compressed_configs import (
     MIN_PIECE_KEYS,
     PIECE_COST,
     CompressedConfig,
@@ -37,15 +38,7 @@ from quire.kernels.mla.compressed_configs import (
     select_config,
     tile_rows,
 )
-from quire.kernels.mla.compressed_tile import Order, Pages, attend_keys
-from quire.kernels.paged import (
-    _device,
-    _find_query_tile,
-    _fold_sink,
-    _natural_lse,
-    _row_pointers,
-    _tile_rows,
-)
+from .compressed_tile import Order, Pages, attend_keys
 
 # The first architecture with an instruction that widens e4m3.
 E4M3_ARCH = 89

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 
 import torch
 
-from quire.kernels import _check
-from quire.kernels.mla.latent import check_cos_sin, check_device, check_norm
-from quire.kernels.mla.layout import IndexPages, LatentPages
-from quire.kernels.ops import _implementation
+from .. import _check
+from ..ops import _implementation
+from .latent import check_cos_sin, check_device, check_norm
+from .layout import IndexPages, LatentPages
 
 
 @dataclass(frozen=True)
@@ -144,10 +144,10 @@ def compress(
     """
     arguments = locals()  # all of them, by name
     if _implementation(arguments.pop("impl"), kv) == "triton":
-        from quire.kernels.mla import compress_triton
+        from . import compress_triton
 
         compress_triton.compress(arguments)
         return
-    from quire.kernels.mla import compress_torch
+    from . import compress_torch
 
     compress_torch.compress(CompressCall(**arguments))

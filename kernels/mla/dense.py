@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from quire.kernels import _check
-from quire.kernels.mla.compressed_configs import MAX_ROWS
-from quire.kernels.ops import _implementation
+from .. import _check
+from ..ops import _implementation
+from .compressed_configs import MAX_ROWS
 
 ROPE_DIMS = (16, 32, 64, 128)
 
@@ -99,10 +99,10 @@ def mla_attention(
     """
     arguments = locals()  # all of them, by name
     if _implementation(arguments.pop("impl"), q) == "triton":
-        from quire.kernels.mla import dense_triton
+        from . import dense_triton
 
         return dense_triton.attention(arguments)
-    from quire.kernels.mla import dense_torch
+    from . import dense_torch
 
     return dense_torch.attention(_checked(**arguments))
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import torch
 
-from quire.kernels import torch_impl
-from quire.kernels._check import AttentionCall
-from quire.kernels.mla.dense import MlaCall
+from .. import torch_impl
+from .._check import AttentionCall
+from .dense import MlaCall
 
 
 @torch.no_grad()

@@ -22,30 +22,17 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.kernels import recipes
-from quire.kernels._launch import Launch, partials
-from quire.kernels.configs import (
-    MAX_REGISTERS,
-    MIN_SPLIT_TOKENS,
-    next_power_of_2,
-    tile_class,
-    tile_heads,
-)
-from quire.kernels.merge import LOG2E, block_parts
-from quire.kernels.mla import line
-from quire.kernels.mla._tiles import hoists, update
-from quire.kernels.mla.compressed_configs import PIECE_COST
-from quire.kernels.mla.compressed_triton import _compressed_merge_kernel
-from quire.kernels.mla.dense import MlaCall, _checked
-from quire.kernels.paged import (
-    _device,
-    _find_query_tile,
-    _fold_sink,
-    _natural_lse,
-    _row_pointers,
-    _tile_rows,
-)
-from quire.kernels.paged_tiles import load_page
+from .. import recipes
+from .._launch import Launch, partials
+from ..configs import MAX_REGISTERS, MIN_SPLIT_TOKENS, next_power_of_2, tile_class, tile_heads
+from ..merge import LOG2E, block_parts
+from ..paged import _device, _find_query_tile, _fold_sink, _natural_lse, _row_pointers, _tile_rows
+from ..paged_tiles import load_page
+from . import line
+from ._tiles import hoists, update
+from .compressed_configs import PIECE_COST
+from .compressed_triton import _compressed_merge_kernel
+from .dense import MlaCall, _checked
 
 
 @dataclass(frozen=True)

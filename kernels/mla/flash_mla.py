@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from quire.kernels import _check
-from quire.kernels.mla.compressed_call import CompressedCall, check_rows
-from quire.kernels.mla.layout import HEAD_DIM, ROW_BYTES, SCALE_BYTES, LatentPages
-from quire.kernels.ops import _implementation
+from .. import _check
+from ..ops import _implementation
+from .compressed_call import CompressedCall, check_rows
+from .layout import HEAD_DIM, ROW_BYTES, SCALE_BYTES, LatentPages
 
 # Pages, physical rows [num_tokens, n] of them, and how many of a sequence's rows count (None: all).
 Keys = tuple[LatentPages, torch.Tensor, torch.Tensor | None]
@@ -95,11 +95,11 @@ def flash_mla_with_kvcache(
     if isinstance(q, torch.Tensor) and q.dim() == 4 and q.shape[1] != 1:
         arguments |= _even_rows(arguments)
     if _implementation(impl, q) == "triton":
-        from quire.kernels.mla import compressed_triton
+        from . import compressed_triton
 
         compressed_triton.attend_slots(arguments, _checked, _returned)
     else:
-        from quire.kernels.mla import compressed_torch
+        from . import compressed_torch
 
         call = _checked(**arguments)
         compressed_torch.attention(call)

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from quire.kernels import _check
-from quire.kernels.mla.indexer_plan import IndexPlan, plan
-from quire.kernels.mla.layout import IndexPages
-from quire.kernels.ops import _implementation
+from .. import _check
+from ..ops import _implementation
+from .indexer_plan import IndexPlan, plan
+from .layout import IndexPages
 
 MAX_TOPK = 4096
 MAX_HEADS = 128
@@ -92,10 +92,10 @@ def index_topk(
     """
     arguments = locals()  # all of them, by name
     if _implementation(arguments.pop("impl"), q) == "triton":
-        from quire.kernels.mla import indexer_triton
+        from . import indexer_triton
 
         return indexer_triton.topk(arguments)
-    from quire.kernels.mla import indexer_torch
+    from . import indexer_torch
 
     call = _checked(**arguments)
     indexer_torch.index_topk(call)

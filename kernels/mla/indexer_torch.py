@@ -9,8 +9,8 @@ from itertools import pairwise
 
 import torch
 
-from quire.kernels._check import expect_ids
-from quire.kernels.mla.indexer import IndexCall
+from .._check import expect_ids
+from .indexer import IndexCall
 
 # Products of a head and a key that are held at once.
 MAX_PRODUCTS = 1 << 24

@@ -25,12 +25,12 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.kernels import recipes
-from quire.kernels._launch import Launch
-from quire.kernels.configs import MAX_REGISTERS, PROGRAMS_PER_SM, next_power_of_2
-from quire.kernels.mla._tiles import find_sequence, halve_e4m3, widen_e4m3
-from quire.kernels.mla.indexer import IndexCall, _checked
-from quire.kernels.paged import _device
+from .. import recipes
+from .._launch import Launch
+from ..configs import MAX_REGISTERS, PROGRAMS_PER_SM, next_power_of_2
+from ..paged import _device
+from ._tiles import find_sequence, halve_e4m3, widen_e4m3
+from .indexer import IndexCall, _checked
 
 # Keys of a tile, warps and stages. Quantised tiles are half as large, and need one more under way. fp32 has no tensor cores.
 PLAIN_CONFIG, FP8_CONFIG, FP32_CONFIG = (64, 4, 3), (64, 4, 4), (32, 8, 2)

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from quire.kernels import _check
-from quire.kernels.mla.layout import DIMS, LatentPages
-from quire.kernels.ops import _implementation
+from .. import _check
+from ..ops import _implementation
+from .layout import DIMS, LatentPages
 
 
 @dataclass(frozen=True)
@@ -105,11 +105,11 @@ def write_latent(
     """
     arguments = locals()  # all of them, by name
     if _implementation(arguments.pop("impl"), x) == "triton":
-        from quire.kernels.mla import latent_triton
+        from . import latent_triton
 
         latent_triton.write(arguments)
         return out
-    from quire.kernels.mla import latent_torch
+    from . import latent_torch
 
     latent_torch.write_latent(LatentCall(**arguments))
     return out

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from quire.kernels._check import expect_ids
-from quire.kernels.mla.latent import LatentCall
+from .._check import expect_ids
+from .latent import LatentCall
 
 
 @torch.no_grad()

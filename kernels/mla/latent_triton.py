@@ -17,11 +17,11 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from quire.kernels import recipes
-from quire.kernels._launch import Launch
-from quire.kernels.mla import layout
-from quire.kernels.mla.latent import LatentCall
-from quire.kernels.mla.layout import IndexPages, LatentPages
+from .. import recipes
+from .._launch import Launch
+from . import layout
+from .latent import LatentCall
+from .layout import IndexPages, LatentPages
 
 ELEMENTS_PER_PROGRAM = 2048
 

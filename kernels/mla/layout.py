@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quire.kernels._check import MODEL_DTYPES, expect_int, expect_tensor
+from .._check import MODEL_DTYPES, expect_int, expect_tensor
 
 # The quantised latent row.
 HEAD_DIM = 512

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from quire.kernels.mla import reference_latent
+from . import reference_latent
 
 
 def compress(

@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.models.deepseek_v4.block import Attend, Attention, AttentionRows, GatedPooling, IndexRows
-from quire.models.deepseek_v4.config import DeepseekV4Config
-from quire.models.deepseek_v4.layers import apply_rope
-from quire.models.layers import rms_norm
+from ..layers import rms_norm
+from .block import Attend, Attention, AttentionRows, GatedPooling, IndexRows
+from .config import DeepseekV4Config
+from .layers import apply_rope
 
 if TYPE_CHECKING:
-    from quire.models.attention import Stored
+    from ..attention import Stored
 
 QUERY_BLOCK = 128  # rows of the score matrix that dense attention holds at a time
 

@@ -21,14 +21,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from quire.models.deepseek_v4.config import CSA, SLIDING, DeepseekV4Config
-from quire.models.deepseek_v4.layers import (
-    HyperConnection,
-    MoE,
-    apply_rope,
-    linear_fp32,
-)
-from quire.models.layers import Linear, RMSNorm, empty_parameter, rms_norm
+from ..layers import Linear, RMSNorm, empty_parameter, rms_norm
+from .config import CSA, SLIDING, DeepseekV4Config
+from .layers import HyperConnection, MoE, apply_rope, linear_fp32
 
 
 @dataclass(frozen=True)

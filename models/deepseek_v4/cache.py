@@ -26,7 +26,8 @@ from torch import Tensor
 
 from quire.kernels.mla import IndexPages, LatentPages, page_bytes
 from quire.kvcore import GroupSpec
-from quire.models.deepseek_v4.config import CSA, HCA, DeepseekV4Config
+
+from .config import CSA, HCA, DeepseekV4Config
 
 FP8_DIMS = (512, 64)  # of a latent row in the quantised layout
 COMPRESSED, WINDOW, OVERLAP = "compressed", "window", "overlap"

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
-from quire.models import fields
-from quire.models.configs import BYTE_VOCAB, SLIDING
-from quire.models.fields import check_fields
-from quire.models.model_config import expect_tokens
+from .. import fields
+from ..configs import BYTE_VOCAB, SLIDING
+from ..fields import check_fields
+from ..model_config import expect_tokens
 
 CSA = "compressed_sparse_attention"
 HCA = "heavily_compressed_attention"

@@ -20,12 +20,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.models.batch import AttnMetadata, Batch, BatchBuilder, Staging
-from quire.models.deepseek_v4.cache import V4PagePool
-from quire.models.deepseek_v4.model import DeepseekV4
-from quire.models.deepseek_v4.paged import PagedStep
-from quire.models.request import Request
-from quire.models.sampling import DRAFT, Filters, draw, probabilities, uniform
+from ..batch import AttnMetadata, Batch, BatchBuilder, Staging
+from ..request import Request
+from ..sampling import DRAFT, Filters, draw, probabilities, uniform
+from .cache import V4PagePool
+from .model import DeepseekV4
+from .paged import PagedStep
 
 
 class MTPDrafter:

@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quire.models import fields
-from quire.models.deepseek_v4.config import (
+from .. import fields
+from ..fields import checked, only, read_fields, shown
+from ..hf_common import RopeKeys, token_ids
+from .config import (
     CSA,
     HASH_MOE,
     HCA,
@@ -23,8 +25,6 @@ from quire.models.deepseek_v4.config import (
     YarnConfig,
     layer_types_of,
 )
-from quire.models.fields import checked, only, read_fields, shown
-from quire.models.hf_common import RopeKeys, token_ids
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quire.models.deepseek_v4.config import HASH_MOE, DeepseekV4Config
-from quire.models.layers import Linear, empty_parameter, inverse_frequencies
-from quire.models.model_config import RopeConfig
-from quire.models.moe import run_experts
-from quire.models.quantized import PackedExperts
+from ..layers import Linear, empty_parameter, inverse_frequencies
+from ..model_config import RopeConfig
+from ..moe import run_experts
+from ..quantized import PackedExperts
+from .config import HASH_MOE, DeepseekV4Config
 
 
 def rope_frequencies(config: DeepseekV4Config, *, compressed: bool) -> Tensor:

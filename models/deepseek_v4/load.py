@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from quire.models import checkpoint
-from quire.models.checkpoint import FLOATS, differs
-from quire.models.deepseek_v4.names import GATE, UP, WHOLE, Target, target
-from quire.models.finite import expect_finite, expect_finite_packed, expect_ids
-from quire.models.quantized import DEQUANTIZE, FP4_GROUP, packed_shapes, scale_values
+from .. import checkpoint
+from ..checkpoint import FLOATS, differs
+from ..finite import expect_finite, expect_finite_packed, expect_ids
+from ..quantized import DEQUANTIZE, FP4_GROUP, packed_shapes, scale_values
+from .names import GATE, UP, WHOLE, Target, target
 
 _SCALES = {"fp8": ("F32", "F8_E8M0", "U8"), "fp4": ("F8_E8M0", "U8")}
 _PACKED = ("F8_E4M3", "I8", "U8")

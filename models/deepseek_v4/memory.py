@@ -8,7 +8,7 @@ Source: `models.deepseek_v4.cache` for ours; vLLM 0.33 ``models/deepseek_v4`` an
 from __future__ import annotations
 
 if __name__ == "__main__":
-    from quire.models.command import run
+    from ..command import run
 
     run("quire.models.deepseek_v4.memory")
 
@@ -18,15 +18,9 @@ from dataclasses import dataclass
 
 import torch
 
-from quire.models.command import Parser, program
-from quire.models.deepseek_v4.cache import (
-    COMPRESSED,
-    CacheFormat,
-    CachePlan,
-    plan_cache,
-    ring_bytes,
-)
-from quire.models.deepseek_v4.config import CONFIGS, DeepseekV4Config
+from ..command import Parser, program
+from .cache import COMPRESSED, CacheFormat, CachePlan, plan_cache, ring_bytes
+from .config import CONFIGS, DeepseekV4Config
 
 CHUNK = 8192  # tokens of a prefill chunk in the tables
 

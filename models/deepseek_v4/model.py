@@ -11,17 +11,18 @@ import torch
 from torch import Tensor, nn
 
 from quire.kernels.mla.indexer import MAX_HEADS, MAX_TOPK
-from quire.models.attention import Stored
-from quire.models.batch import AttnMetadata
-from quire.models.deepseek_v4.attention import dense_attend
-from quire.models.deepseek_v4.block import Attend, DecoderLayer
-from quire.models.deepseek_v4.cache import CacheFormat, V4PagePool, plan_cache, ring_bytes
-from quire.models.deepseek_v4.config import CSA, SLIDING, DeepseekV4Config
-from quire.models.deepseek_v4.layers import HyperHead, rope_frequencies, rope_table
-from quire.models.deepseek_v4.mtp import MTP
-from quire.models.deepseek_v4.paged import PagedStep
-from quire.models.layers import Embedding, Linear, RMSNorm
-from quire.models.memory import ModelCache
+
+from ..attention import Stored
+from ..batch import AttnMetadata
+from ..layers import Embedding, Linear, RMSNorm
+from ..memory import ModelCache
+from .attention import dense_attend
+from .block import Attend, DecoderLayer
+from .cache import CacheFormat, V4PagePool, plan_cache, ring_bytes
+from .config import CSA, SLIDING, DeepseekV4Config
+from .layers import HyperHead, rope_frequencies, rope_table
+from .mtp import MTP
+from .paged import PagedStep
 
 
 class DeepseekV4(nn.Module):

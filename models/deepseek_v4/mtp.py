@@ -18,10 +18,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.models.deepseek_v4.block import Attend, DecoderLayer
-from quire.models.deepseek_v4.config import MOE, DeepseekV4Config
-from quire.models.deepseek_v4.layers import HyperHead
-from quire.models.layers import Linear, RMSNorm
+from ..layers import Linear, RMSNorm
+from .block import Attend, DecoderLayer
+from .config import MOE, DeepseekV4Config
+from .layers import HyperHead
 
 
 class MTP(DecoderLayer):

@@ -9,21 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.kernels.mla import (
-    compress,
-    compressed_attention,
-    index_topk,
-    write_latent,
-)
-from quire.models.batch import AttnMetadata
-from quire.models.deepseek_v4.block import Attention, AttentionRows, Compressor, GatedPooling
-from quire.models.deepseek_v4.cache import (
-    COMPRESSED,
-    OVERLAP,
-    CompressorCache,
-    LayerCache,
-    V4PagePool,
-)
+from quire.kernels.mla import compress, compressed_attention, index_topk, write_latent
+
+from ..batch import AttnMetadata
+from .block import Attention, AttentionRows, Compressor, GatedPooling
+from .cache import COMPRESSED, OVERLAP, CompressorCache, LayerCache, V4PagePool
 
 
 class PagedStep:

@@ -11,12 +11,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quire.models.deepseek_v4.config import DeepseekV4Config
-from quire.models.deepseek_v4.hf import to_hf
-from quire.models.deepseek_v4.load import check, fill, format_of_experts, read_headers
-from quire.models.deepseek_v4.model import DeepseekV4
-from quire.models.memory import free_memory
-from quire.models.weights import fits, load_config
+from ..memory import free_memory
+from ..weights import fits, load_config
+from .config import DeepseekV4Config
+from .hf import to_hf
+from .load import check, fill, format_of_experts, read_headers
+from .model import DeepseekV4
 
 
 def load_model(

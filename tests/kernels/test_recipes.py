@@ -38,12 +38,7 @@ from quire.kernels.mla import (
     reference_compressed,
     write_latent,
 )
-from tests.helpers import (
-    AttentionCase,
-    assert_within_budget,
-    attention_reference,
-    make_batch,
-)
+from tests.helpers import AttentionCase, assert_within_budget, attention_reference, make_batch
 from tests.kernels.mla import compressed_cases, indexer_cases
 from tests.kernels.mla.dense_cases import MlaCase, make_mla_batch, mla_reference
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from quire.kvcore import LRU, S3FIFO, Adaptive, CostAware, KVCache, Prompt, StepPlan
-from quire.kvcore.sequences import Sequences
+from quire.kvcore.prefix.requests import Sequences
 
 from .engine import groups
 

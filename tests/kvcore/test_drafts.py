@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from quire.kvcore import GroupSpec, KVCache
-from quire.kvcore.chunks import BlockTables
+from quire.kvcore.tables.prefill import BlockTables
 
 DRAFTS = 3
 DENSE = GroupSpec("dense", "dense", 8, 1, pages_per_block=2)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from quire.kvcore import LRU, S3FIFO, Adaptive, CostAware, Ranked
-from quire.kvcore.adaptive import hazard
+from quire.kvcore.policies.adaptive import hazard
 
 from .engine import Engine, groups
 

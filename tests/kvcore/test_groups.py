@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from quire.kvcore import GroupSpec, KVCache, decode
+from quire.kvcore import GroupSpec, KVCache
+from quire.kvcore.tables import decode
 
 from .engine import Engine, groups
 

@@ -6,7 +6,15 @@ from collections import Counter
 
 import pytest
 
-from quire.kvcore import chains, chunks, drafts, index, manager, pages, sequences, states, tables
+from quire.kvcore import cache as manager
+from quire.kvcore import pages
+from quire.kvcore.prefix import index
+from quire.kvcore.prefix import requests as sequences
+from quire.kvcore.prefix import tracker as chains
+from quire.kvcore.tables import drafts
+from quire.kvcore.tables import groups as tables
+from quire.kvcore.tables import prefill as chunks
+from quire.kvcore.tables import state as states
 
 from . import shadow
 

@@ -11,12 +11,7 @@ from quire.models.deepseek_v4.config import CONFIGS, CSA, HASH_MOE, HCA, MOE, SL
 from quire.models.deepseek_v4.hf import to_hf
 from quire.models.deepseek_v4.layers import Experts
 from quire.models.deepseek_v4.weights import load_model, random_model, save_checkpoint
-from quire.models.quantized import (
-    PackedExperts,
-    dequantize_fp4,
-    dequantize_fp8,
-    scale_values,
-)
+from quire.models.quantized import PackedExperts, dequantize_fp4, dequantize_fp8, scale_values
 
 # Matrices of more than one block of 128, the last one cut short; every kind of layer once.
 CONFIG = replace(

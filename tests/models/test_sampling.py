@@ -9,14 +9,7 @@ import torch
 from quire.bench.bounds import bounded, bounding
 from quire.models.batch import Staging
 from quire.models.request import SamplingParams
-from quire.models.sampling import (
-    Filters,
-    derived_seed,
-    draw,
-    penalise,
-    probabilities,
-    uniform,
-)
+from quire.models.sampling import Filters, derived_seed, draw, penalise, probabilities, uniform
 from tests.helpers import assert_within_budget
 from tests.models.test_engine import Recorder, build, prompt
 

@@ -17,8 +17,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Protocol
 
-from .hashing import KEY_BYTES
-from .spec import as_int
+from ..prefix.keys import KEY_BYTES
+from ..spec import as_int
 
 DOUBT = 10.0  # imagined entries of a kind, of the mean share: it has to show that it differs
 ENOUGH = 16  # returns from which a habit is known

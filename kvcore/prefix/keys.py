@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from .spec import INT32, Int32, count_true
+from ..spec import INT32, Int32, count_true
 
 KEY_BYTES = 32
 ZERO: Int32 = np.array(0, dtype=np.int32)

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .spec import NULL_BLOCK, Int32, Int64, as_ints, ragged_arange
+from ..spec import NULL_BLOCK, Int32, Int64, as_ints, ragged_arange
 
 if TYPE_CHECKING:
-    from .manager import KVCache
+    from ..cache import KVCache
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,11 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from .events import Announcer
-from .eviction import EvictionPolicy
-from .hashing import KEY_BYTES
-from .pages import PagePool
-from .spec import Int32
+from ..events import Announcer
+from ..pages import PagePool
+from ..policies.eviction import EvictionPolicy
+from ..spec import Int32
+from .keys import KEY_BYTES
 
 # Pages [end - first, pages_per_segment] of a request's segments [first, end).
 Source = Callable[[int, int], Int32]

@@ -11,9 +11,9 @@ from collections.abc import Hashable
 
 import numpy as np
 
-from .decode import NOBODY, ONE, DecodeBatch, Ending
-from .hashing import KEY_BYTES, Prompt, next_key
-from .spec import Int32, Int64, ragged_arange
+from ..spec import Int32, Int64, ragged_arange
+from ..tables.decode import NOBODY, ONE, DecodeBatch, Ending
+from .keys import KEY_BYTES, Prompt, next_key
 
 
 class Sequences:

@@ -10,15 +10,15 @@ from functools import partial
 
 import numpy as np
 
-from .chunks import NO_ROWS
-from .decode import NOBODY, ONE, DecodeBatch, Ending
-from .events import Announcer
+from ..events import Announcer
+from ..policies.retention import kept_boundaries, kept_of_one, replay_boundaries
+from ..report import Match
+from ..spec import Int32, Int64, Layout
+from ..tables.decode import NOBODY, ONE, DecodeBatch, Ending
+from ..tables.groups import Step, Tables
+from ..tables.prefill import NO_ROWS
 from .index import PrefixIndex, Run, Source
-from .report import Match
-from .retention import kept_boundaries, kept_of_one, replay_boundaries
-from .sequences import Sequences
-from .spec import Int32, Int64, Layout
-from .tables import Step, Tables
+from .requests import Sequences
 
 FOREVER = 1 << 62  # steps
 

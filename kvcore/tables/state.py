@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .chunks import NO_ROWS
-from .pages import NULL, UNSHARED, PagePool
-from .spec import GroupClass, Int32, Int64
+from ..pages import NULL, UNSHARED, PagePool
+from ..spec import GroupClass, Int32, Int64
+from .prefill import NO_ROWS
 
 NO_PLACES: Int64 = np.empty((0, 0), dtype=np.int64)
 NO_LIVE: Int32 = np.empty((0, 0), dtype=np.int32)

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .chunks import NO_ROWS, ZERO, BlockTables, Chunk
+from ..pages import PagePool
+from ..spec import Int32, Int64, Layout, count_true, ragged_arange, slice_of
 from .decode import ONE, Decode, DecodeBatch, DecodeTables
 from .drafts import Drafts, DraftTables
-from .pages import PagePool
-from .spec import Int32, Int64, Layout, count_true, ragged_arange, slice_of
-from .states import LIVE, SNAPSHOT, StateStep, StateTables
+from .prefill import NO_ROWS, ZERO, BlockTables, Chunk
+from .state import LIVE, SNAPSHOT, StateStep, StateTables
 
 NOWHERE: Int64 = np.array(-1)  # in a slot mapping: not written
 NO_COPIES: Int32 = np.empty((0, 2), dtype=np.int32)

@@ -14,20 +14,18 @@ from typing import Any
 
 import numpy as np
 
-from .adaptive import Adaptive
-from .chains import Chains
-from .chunks import NO_ROWS
 from .debug import Watch
-from .decode import ONE, Ending
 from .events import Announcer, EventLog
-from .eviction import EvictionPolicy
-from .hashing import Prompt, as_token_ids, root_key
-from .index import PrefixIndex, Run
 from .pages import PagePool
 from .plan import OutOfPages, StepPlan
+from .policies.adaptive import Adaptive
+from .policies.eviction import EvictionPolicy
+from .policies.retention import Retention, parse_retention
+from .prefix.index import PrefixIndex, Run
+from .prefix.keys import Prompt, as_token_ids, root_key
+from .prefix.requests import Sequences
+from .prefix.tracker import Chains
 from .report import Match, check_invariants, describe, limited_by
-from .retention import Retention, parse_retention
-from .sequences import Sequences
 from .spec import (
     MOST_TOKENS,
     GroupSpec,
@@ -40,7 +38,9 @@ from .spec import (
     count_true,
 )
 from .stats import count_admission, new_counters
-from .tables import Tables
+from .tables.decode import ONE, Ending
+from .tables.groups import Tables
+from .tables.prefill import NO_ROWS
 
 
 class KVCache:

@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 from numpy.lib.stride_tricks import sliding_window_view
 
-from .chunks import NO_ROWS, ZERO, BlockTables
-from .pages import NULL, UNSHARED, PagePool
-from .spec import INT32, INT64, Int32, Int64, count_true
-from .states import LIVE, SNAPSHOT, StateTables
+from ..pages import NULL, UNSHARED, PagePool
+from ..spec import INT32, INT64, Int32, Int64, count_true
+from .prefill import NO_ROWS, ZERO, BlockTables
+from .state import LIVE, SNAPSHOT, StateTables
 
 ONE: Int64 = np.array(1)
 NO_VALUES: Int32 = np.empty(0, dtype=np.int32)

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from .spec import MOST_TOKENS, Int64, Layout, ragged_arange
+from ..spec import MOST_TOKENS, Int64, Layout, ragged_arange
 
 # A prompt of at least this many tokens also keeps a point at the last multiple of them.
 EDITED_TOKENS = 512

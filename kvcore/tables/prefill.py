@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from .pages import PagePool
-from .spec import GroupClass, Int32, Int64, ragged_arange
+from ..pages import PagePool
+from ..spec import GroupClass, Int32, Int64, ragged_arange
 
 NO_ROWS: Int64 = np.empty(0, dtype=np.int64)
 ZERO: Int64 = np.array(0)

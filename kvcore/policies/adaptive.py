@@ -7,8 +7,8 @@ import math
 from collections import OrderedDict
 from collections.abc import Sequence
 
+from ..prefix.keys import KEY_BYTES
 from .eviction import RECALLED, Entry, Kind
-from .hashing import KEY_BYTES
 
 # New entries looked at for each prompt, about 0.3 ms, and for each eviction: more than one, so that those that wait become fewer.
 LOOKS, LOOKS_AGAIN = 64, 2

@@ -14,11 +14,11 @@ import numpy as np
 import numpy.typing as npt
 from numpy.lib.stride_tricks import sliding_window_view
 
-from .chunks import NO_ROWS, ZERO, BlockTables
+from ..pages import UNSHARED, PagePool
+from ..spec import INT32, Int32, Int64, count_true
 from .decode import NO_FLAGS, NO_VALUES, ONE, DecodeBatch
-from .pages import UNSHARED, PagePool
-from .spec import INT32, Int32, Int64, count_true
-from .states import LIVE, NO_PLACES, SNAPSHOT, StateTables
+from .prefill import NO_ROWS, ZERO, BlockTables
+from .state import LIVE, NO_PLACES, SNAPSHOT, StateTables
 
 
 @dataclass(slots=True, eq=False)

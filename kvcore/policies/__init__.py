@@ -1,0 +1,1 @@
+"""What is kept and what goes first: retention of resume points, and eviction."""
