@@ -10,6 +10,13 @@ from setuptools import setup
 
 PACKAGES = [
     "kernels",
+    "kernels.attention",
+    "kernels.cache_write",
+    "kernels.common",
+    "kernels.compressed",
+    "kernels.compressor",
+    "kernels.indexer",
+    "kernels.latent_write",
     "kernels.mla",
     "kvcore",
     "kvcore.policies",

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quire.kernels import configs
-from quire.kernels.mla import compressed_configs, indexer_plan
+from quire.kernels.attention import configs
+from quire.kernels.compressed import configs as compressed_configs
+from quire.kernels.indexer import plan as indexer_plan
 
 from .mla_shapes import LatentCase
 from .model import (
@@ -223,7 +224,7 @@ def _add_compressed(case: LatentCase, device: Device, work: _Work) -> None:
 def _add_mla(case: LatentCase, device: Device, work: _Work) -> None:
     """mla_attention."""
     # Its table of tile shapes is beside the kernels; only a prediction needs Triton for it.
-    from quire.kernels.mla import dense_triton
+    from quire.kernels.mla import triton_impl as dense_triton
 
     shape, decode = case.shape, case.phase == "decode"
     plan = dense_triton.plan_decode(
@@ -339,7 +340,7 @@ def _add_index(case: LatentCase, device: Device, work: _Work) -> None:
 
 def _add_compress(case: LatentCase, device: Device, work: _Work) -> None:
     """compress: a program for each entry, which reads one tile of rows after another."""
-    from quire.kernels.mla import compress_triton
+    from quire.kernels.compressor import triton_impl as compress_triton
 
     programs = case.batch * max(1, case.q_lens[0] // case.shape.ratio)
     in_flight = 2 * 4 * compress_triton.TILE_ELEMENTS * min(programs, 2 * device.num_sms)

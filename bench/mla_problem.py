@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire.kernels.mla import IndexPages, LatentPages, page_bytes
+from quire.kernels import IndexPages, LatentPages, page_bytes
 
 from .bounds import bounding
 from .mla_shapes import LatentCase, LatentShape
@@ -43,7 +43,7 @@ class AttentionProblem:
     window: raw rows behind ``window_table`` [batch, width], a ring; None for "mla".
     entries: what ``entry_table`` [batch, width] names: entries, the rows of "mla" as [num_pages, rows, head_dim]; None for "window".
     picks: [copies, num_tokens, topk] int32 ascending, then -1. pick_lens: [num_tokens] int32. None but for "csa".
-    seq_lens, cu_seqlens_q, sinks: as in ``quire.kernels.mla.compressed_attention``; no sinks for "mla".
+    seq_lens, cu_seqlens_q, sinks: as in ``quire.kernels.compressed_attention``; no sinks for "mla".
     """
 
     case: LatentCase
@@ -224,7 +224,7 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Attention of one token of the first copy to ``keys`` [n, head_dim] in the arithmetic ``dtype``, with the sink.
 
-    Returns: out [1, num_heads, head_dim_v] and lse [1, num_heads]. Source: as ``kernels.mla.reference_compressed``; a test compares them.
+    Returns: out [1, num_heads, head_dim_v] and lse [1, num_heads]. Source: as ``kernels.compressed.reference``; a test compares them.
     """
     shape = problem.case.shape
     keys = keys.to(dtype)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire.kernels.mla import IndexPages, LatentPages
+from quire.kernels import IndexPages, LatentPages
 
 from .bounds import Bounded, allowed, bounding
 from .mla_problem import lengths, make_pages, num_copies, shuffled_table
@@ -264,7 +264,7 @@ def expect_rows(problem: RowsProblem) -> ExpectedRows:
 def _rows(problem: RowsProblem, tokens: Tensor, dtype: torch.dtype) -> Tensor:
     """[len(tokens), head_dim]: rows of "write", entries that these tokens close of "compress", before they are rounded.
 
-    Source: as ``kernels.mla.reference_latent`` and ``reference_compress``; a test compares them.
+    Source: as ``kernels.latent_write.reference`` and ``reference_compress``; a test compares them.
     """
     shape = problem.case.shape
     position = problem.positions[tokens]

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quire.kernels.configs import (
+from quire.kernels.attention.configs import (
     MAX_REGISTERS,
     MIN_SPLIT_TOKENS,
     SHARED_MEMORY,

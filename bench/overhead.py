@@ -24,16 +24,6 @@ from unittest import mock
 import torch
 
 from quire.kernels import (
-    _launch,
-    merge_partials,
-    ops,
-    paged_attention,
-    recipes,
-    sliding_window_attention,
-    workspace_numel,
-    write_kv,
-)
-from quire.kernels.mla import (
     IndexPages,
     LatentPages,
     compress,
@@ -42,10 +32,17 @@ from quire.kernels.mla import (
     flash_mla_with_kvcache,
     index_topk,
     index_topk_workspace_numel,
+    merge_partials,
     mla_attention,
     page_bytes,
+    paged_attention,
+    sliding_window_attention,
+    workspace_numel,
+    write_kv,
     write_latent,
 )
+from quire.kernels.attention import api as ops
+from quire.kernels.common import launch_cache, launching
 from quire.models.command import Parser, integer, output_file, program
 
 from .text import aligned
@@ -180,12 +177,12 @@ def measure(rounds: int, repeats: int) -> list[dict[str, object]]:
     timed = calls()
     first, again = ({name: float("inf") for name in timed} for _ in range(2))
     with (
-        mock.patch.object(_launch, "launch", lambda *launch: None),
+        mock.patch.object(launching, "launch", lambda *launch: None),
         mock.patch.object(ops, "expect_impl", lambda *args: None),  # there may be no GPU
     ):
         for _ in range(rounds):
             for name, call in timed.items():
-                recipes.forget()
+                launch_cache.forget()
                 first[name] = min(first[name], _seconds(call, 1))
                 again[name] = min(again[name], _seconds(call, repeats))
     return [

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from quire.kernels.mla import LatentPages
+from quire.kernels import LatentPages
 
 from .mla_problem import AttentionProblem
 from .peers import Call, Peer, Unsupported

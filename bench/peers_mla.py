@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.kernels import workspace_numel
-from quire.kernels.mla import (
+from quire.kernels import (
     compress,
     compressed_attention,
     compressed_attention_workspace_numel,
     index_topk,
     index_topk_workspace_numel,
     mla_attention,
+    workspace_numel,
     write_latent,
 )
 
@@ -48,7 +48,7 @@ def find_latent_peers(folder: Path | None) -> tuple[list[Peer], dict[str, str]]:
 
 
 def quire_latent_calls(problem: LatentProblem, impl: str | None = None) -> list[Call]:
-    """One call for each copy; all share their results and workspace. impl: as in ``quire.kernels.mla``."""
+    """One call for each copy; all share their results and workspace. impl: as in ``quire.kernels``."""
     if isinstance(problem, IndexProblem):
         return _index_calls(problem, impl)
     if isinstance(problem, RowsProblem):

@@ -21,7 +21,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from quire.kernels import quant
+from quire.kernels.common import e4m3
 
 from .bounds import Bounded, allowed, bounding
 from .shapes import Case
@@ -93,7 +93,7 @@ class Problem:
         if not scales:
             return k_pages[page, row], v_pages[page, row]
         k, v = (
-            quant.dequantise(pages.view(torch.uint8)[page, row].view(pages.dtype), scale[page, row])
+            e4m3.dequantise(pages.view(torch.uint8)[page, row].view(pages.dtype), scale[page, row])
             for pages, scale in zip((k_pages, v_pages), scales.values(), strict=True)
         )
         return k, v
@@ -143,7 +143,7 @@ def make_problem(
         for copy in range(copies):
             for first in range(0, num_pages, QUANTISED_PAGES):
                 part = slice(first, min(num_pages, first + QUANTISED_PAGES))
-                codes, found = quant.quantise(normal(part.stop - first, *page_shape))
+                codes, found = e4m3.quantise(normal(part.stop - first, *page_shape))
                 pages[copy, part] = codes
                 # Powers of two: rows are then numbers of the model's dtype too, and fresh ones are what pages hold.
                 scales[copy, part] = found.log2().round().exp2()
@@ -238,7 +238,7 @@ def attention_rows(problem: Problem, seq: int, rows: Sequence[int], dtype: torch
     rows: new tokens of the sequence, counted from 0.
 
     Returns: out [len(rows), num_heads, head_dim] and lse [len(rows), num_heads] in ``dtype``.
-    Source: as ``quire.kernels.reference``, with which a test compares it.
+    Source: as ``quire.kernels.attention.reference``, with which a test compares it.
     """
     case, shape = problem.case, problem.case.shape
     lowest = problem.lowest_visible(seq)

@@ -76,7 +76,7 @@ def specialise(
     import torch
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    from quire.kernels._launch import OPTIONS
+    from quire.kernels.common.launching import OPTIONS
 
     pointer = {
         torch.bfloat16: "*bf16",
@@ -170,7 +170,7 @@ def measure(name: str, arch: int, index: int) -> dict[str, Any]:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from quire.kernels.configs import SHARED_MEMORY
+    from quire.kernels.attention.configs import SHARED_MEMORY
 
     started = processor_seconds()
     case = all_cases()[name]

@@ -39,7 +39,7 @@ from typing import Any
 
 import torch
 
-from quire.kernels import paged
+from quire.kernels.attention import triton_impl as paged
 from quire.models.command import Parser, integer, number, output_file, program
 
 from .families import family_of

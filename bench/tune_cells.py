@@ -18,8 +18,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from quire.kernels import configs, paged, tile_tables, tile_tables_e4m3
-from quire.kernels.mla import compressed_configs, compressed_triton, dense_triton
+from quire.kernels.attention import configs, tile_tables, tile_tables_e4m3
+from quire.kernels.attention import triton_impl as paged
+from quire.kernels.compressed import configs as compressed_configs
+from quire.kernels.compressed import triton_impl as compressed_triton
+from quire.kernels.mla import triton_impl as dense_triton
 
 from . import mla_shapes, shapes
 from .mla_shapes import LatentCase

@@ -1,27 +1,49 @@
-"""Paged attention for full and sliding-window layers: public names, loaded on first use.
+"""Paged attention for full, sliding-window and latent layers: public names, loaded on first use.
 
-Importing this package imports neither torch nor Triton. ``ops`` holds the public functions, ``reference`` their oracles,
-``torch_impl`` the implementation for CPU tensors; ``paged``, ``paged_tiles``, ``merge``, ``cache_write`` and ``cache_write_e4m3`` hold
-the Triton kernels. ``quant`` says what pages of e4m3 hold.
+Importing this package imports neither torch nor Triton. Each operator is a folder with the same files: ``api`` (public functions: check
+once, choose the implementation by name, never fall back to another), ``triton_impl``, ``torch_impl`` (for CPU tensors), ``reference``
+(the oracle) and ``configs`` (tile shapes). ``common`` holds what several of them share.
 """
 
 from importlib import import_module
 from typing import Any
 
 _HOME = {
-    "merge_partials": "ops",
-    "paged_attention": "ops",
-    "sliding_window_attention": "ops",
-    "workspace_numel": "ops",
-    "write_kv": "ops",
+    "IndexPages": "common.latent_pages",
+    "LatentPages": "common.latent_pages",
+    "compress": "compressor.api",
+    "compressed_attention": "compressed.api",
+    "compressed_attention_workspace_numel": "compressed.api",
+    "flash_mla_with_kvcache": "compressed.flash_mla",
+    "index_topk": "indexer.api",
+    "index_topk_workspace_numel": "indexer.api",
+    "merge_partials": "attention.api",
+    "mla_attention": "mla.api",
+    "page_bytes": "common.latent_pages",
+    "paged_attention": "attention.api",
+    "sliding_window_attention": "attention.api",
+    "workspace_numel": "attention.api",
+    "write_kv": "attention.api",
+    "write_latent": "latent_write.api",
 }
 
 __all__ = [
+    "IndexPages",
+    "LatentPages",
+    "compress",
+    "compressed_attention",
+    "compressed_attention_workspace_numel",
+    "flash_mla_with_kvcache",
+    "index_topk",
+    "index_topk_workspace_numel",
     "merge_partials",
+    "mla_attention",
+    "page_bytes",
     "paged_attention",
     "sliding_window_attention",
     "workspace_numel",
     "write_kv",
+    "write_latent",
 ]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quire.kernels._check import HEAD_DIMS
+from quire.kernels.common.checks import HEAD_DIMS
 
 from .attention import Attend, DenseAttend, PagedAttend, Stored
 from .batch import AttnMetadata

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from quire.kernels.impls import expect_impl
+from quire.kernels.common.impls import expect_impl
 from quire.kvcore import KVCache
 
 from .batch import AttnMetadata, BatchBuilder

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from quire.bench.bounds import UNIT, Bounded, allowed, bounding
-from quire.kernels import reference
+from quire.kernels.attention import reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NAN = float("nan")

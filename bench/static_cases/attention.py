@@ -138,7 +138,11 @@ def fp8_shapes() -> list[Shape]:
 
 def launches(shape: Shape, arch: int) -> list[Any]:
     """The kernels that a shape launches, as ``Launch`` values over tensors without storage."""
-    from quire.kernels import _check, cache_write, cache_write_e4m3, merge, paged
+    from quire.kernels.attention import merge
+    from quire.kernels.attention import triton_impl as paged
+    from quire.kernels.cache_write import triton_e4m3 as cache_write_e4m3
+    from quire.kernels.cache_write import triton_impl as cache_write
+    from quire.kernels.common import checks
 
     num_kv_heads, num_seqs = shape.num_kv_heads, 16
     q_len = 1024 if shape.phase == "prefill" else shape.q_len
@@ -166,7 +170,7 @@ def launches(shape: Shape, arch: int) -> list[Any]:
         out = empty(num_tokens, num_heads, shape.head_dim)
         return [merge.prepare(parts, part_lse, sinks, out, lse)]
     k, v = rows if shape.fresh else (None, None)
-    call = _check.check_attention(
+    call = checks.check_attention(
         empty(num_tokens, num_heads, shape.head_dim),
         k_pages,
         v_pages,

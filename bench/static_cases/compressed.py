@@ -94,8 +94,10 @@ def cases() -> list[StaticCase]:
 
 def launches(shape: Shape, arch: int) -> list[Any]:
     """The kernels that a shape launches, as ``Launch`` values over tensors without storage."""
-    from quire.kernels.mla import LatentPages, compressed_call, compressed_triton
-    from quire.kernels.mla.layout import page_bytes
+    from quire.kernels import LatentPages
+    from quire.kernels.common.latent_pages import page_bytes
+    from quire.kernels.compressed import call as compressed_call
+    from quire.kernels.compressed import triton_impl as compressed_triton
 
     num_seqs, q_len = 16, 1024 if shape.phase == "prefill" else shape.q_len
     num_tokens = num_seqs * q_len
@@ -112,7 +114,7 @@ def launches(shape: Shape, arch: int) -> list[Any]:
     lse = meta(shape.num_heads, num_tokens, dtype="float32")
     sinks = meta(shape.num_heads, dtype="float32")
     if shape.kind == "slots":
-        from quire.kernels.mla import flash_mla
+        from quire.kernels.compressed import flash_mla
 
         call = flash_mla.slots_call(
             q,

@@ -67,8 +67,9 @@ def shapes() -> list[Shape]:
 
 def launches(shape: Shape, arch: int) -> list[Any]:
     """The kernels that a shape launches for its first chunk of queries."""
-    from quire.kernels.mla import indexer, indexer_triton
-    from quire.kernels.mla.layout import IndexPages, page_bytes
+    from quire.kernels.common.latent_pages import IndexPages, page_bytes
+    from quire.kernels.indexer import api as indexer
+    from quire.kernels.indexer import triton_impl as indexer_triton
 
     num_seqs, q_len = 16, 1024 if shape.phase == "prefill" else 1
     num_tokens = num_seqs * q_len

@@ -49,7 +49,7 @@ def cases() -> list[StaticCase]:
 
 def latent_pages(kind: str, block_size: int) -> Any:
     """Pages of latents whose data is of a dtype by name; uint8 is the quantised layout."""
-    from quire.kernels.mla.layout import LatentPages, page_bytes
+    from quire.kernels.common.latent_pages import LatentPages, page_bytes
 
     if kind == "uint8":
         return LatentPages(meta(512, page_bytes(block_size), dtype="uint8"), block_size)
@@ -65,7 +65,8 @@ def write_launches(
     out: bool = True,
 ) -> list[Any]:
     """The launch of one ``write_latent``; fused: with norm and RoPE."""
-    from quire.kernels.mla import latent, latent_triton
+    from quire.kernels.latent_write import api as latent
+    from quire.kernels.latent_write import triton_impl as latent_triton
 
     call = latent.LatentCall(
         meta(NUM_ROWS, HEAD_DIM, dtype=dtype),
@@ -90,8 +91,9 @@ def compress_launches(
     index: bool = False,
 ) -> list[Any]:
     """The launches of one ``compress``, with a ring that a decode step of one token needs no second launch for."""
-    from quire.kernels.mla import compress_triton, compressor
-    from quire.kernels.mla.layout import IndexPages, page_bytes
+    from quire.kernels.common.latent_pages import IndexPages, page_bytes
+    from quire.kernels.compressor import api as compressor
+    from quire.kernels.compressor import triton_impl as compress_triton
 
     num_seqs, overlap = 16, ratio == 4
     dim = INDEX_DIM if index else HEAD_DIM

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire.kernels.mla import IndexPages, LatentPages, page_bytes
+from quire.kernels import IndexPages, LatentPages, page_bytes
 from quire.kvcore import GroupSpec
 
 from .config import CSA, HCA, DeepseekV4Config

@@ -42,7 +42,7 @@ def rope_frequencies(config: DeepseekV4Config, *, compressed: bool) -> Tensor:
 
 
 def rope_table(frequencies: Tensor, num_positions: int) -> Tensor:
-    """Cosines, then sines, of every position's angles: [num_positions, rope_dim] fp32, as `quire.kernels.mla` reads them."""
+    """Cosines, then sines, of every position's angles: [num_positions, rope_dim] fp32, as `quire.kernels` reads them."""
     if frequencies.is_meta:  # the first sum there makes torch load its decompositions, seconds
         return frequencies.new_empty(num_positions, 2 * len(frequencies))
     angles = torch.arange(num_positions, device=frequencies.device)[:, None].float() * frequencies

@@ -1,4 +1,4 @@
-"""The attention operator of a DeepSeek-V4 layer over pages, through `quire.kernels.mla`."""
+"""The attention operator of a DeepSeek-V4 layer over pages, through `quire.kernels`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.kernels.mla import compress, compressed_attention, index_topk, write_latent
+from quire.kernels import compress, compressed_attention, index_topk, write_latent
 
 from ..batch import AttnMetadata
 from .block import Attention, AttentionRows, Compressor, GatedPooling
@@ -17,7 +17,7 @@ from .cache import COMPRESSED, OVERLAP, CompressorCache, LayerCache, V4PagePool
 
 
 class PagedStep:
-    """Attention of one ragged step through `quire.kernels.mla`: context from pages, the step's own raw rows from the projections.
+    """Attention of one ragged step through `quire.kernels`: context from pages, the step's own raw rows from the projections.
 
     A layer writes its rows first, then the entries that the step closes, and attends last, for a token sees the entry that it
     closes. Raw rows may be written before attention reads the context: the pages that `quire.kvcore` hands out in a step are pages that

@@ -10,7 +10,7 @@ from quire.bench.bounds import bounding
 from quire.bench.peers import Peer, quire_calls
 from quire.bench.problem import attention_rows, expect, make_problem
 from quire.bench.shapes import FP8_SHAPES, SHAPES, TINY_SHAPES, Case, all_cases, fp8_cases
-from quire.kernels import reference
+from quire.kernels.attention import reference
 from tests.helpers import assert_equal_in_float64
 
 CPU = torch.device("cpu")

@@ -19,8 +19,8 @@ from quire.bench.peers_folder import unpack
 from quire.bench.problem import attention_rows, expect, make_problem
 from quire.bench.shapes import FP8_SHAPES, SHAPES, TINY_SHAPES, Case, all_cases, headline
 from quire.bench.timing import time_calls
-from quire.kernels import reference
-from quire.kernels.configs import select_config
+from quire.kernels.attention import reference
+from quire.kernels.attention.configs import select_config
 from quire.models.configs import get_config
 from tests.helpers import assert_equal_in_float64
 

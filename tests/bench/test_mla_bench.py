@@ -16,15 +16,12 @@ from quire.bench.mla_rows import _rows, _scores, expect_picks
 from quire.bench.mla_shapes import SHAPES, TINY_SHAPES, LatentCase, all_cases, headline, tiny_cases
 from quire.bench.peers import Peer, Unsupported
 from quire.bench.peers_mla import attention_calls, find_latent_peers, quire_latent_calls
-from quire.kernels.mla import (
-    flash_mla_with_kvcache,
-    mla_attention,
-    reference_compress,
-    reference_compressed,
-    reference_dense,
-    reference_indexer,
-    reference_latent,
-)
+from quire.kernels import flash_mla_with_kvcache, mla_attention
+from quire.kernels.compressed import reference as reference_compressed
+from quire.kernels.compressor import reference as reference_compress
+from quire.kernels.indexer import reference as reference_indexer
+from quire.kernels.latent_write import reference as reference_latent
+from quire.kernels.mla import reference as reference_dense
 from quire.models.deepseek_v4.config import CONFIGS
 from tests.helpers import assert_equal_in_float64
 

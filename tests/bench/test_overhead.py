@@ -8,7 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from quire import kernels
 from quire.bench import overhead
-from quire.kernels import merge_partials, mla, recipes
+from quire.kernels import merge_partials, mla
+from quire.kernels.common import launch_cache
 
 
 def test_every_wrapper_is_timed(tmp_path, capsys):
@@ -47,7 +48,7 @@ class Operators(TorchDispatchMode):
 def wrappers(monkeypatch):
     """The calls on tensors of a device, with nothing remembered and nothing launched."""
     monkeypatch.setattr(overhead._launch, "launch", lambda *launch: None)
-    recipes.forget()
+    launch_cache.forget()
     return overhead.calls
 
 

@@ -17,7 +17,7 @@ from quire.bench.build import build_model
 from quire.bench.drive import run_workload
 from quire.bench.verify import check_outputs, computing_in, reference_logits, sample
 from quire.bench.workload import chat_workload
-from quire.kernels import quant
+from quire.kernels.common import e4m3
 from quire.models import attention
 from quire.models.configs import get_config
 from quire.models.report import PARTS
@@ -109,7 +109,7 @@ def test_fp8_pages(name, dtype, tmp_path, capsys):
 
 def test_rounding_of_the_check_is_that_of_pages():
     rows = 5 * torch.randn(64, 2, 32, generator=torch.Generator().manual_seed(0))
-    expected = quant.dequantise(*quant.quantise(rows))
+    expected = e4m3.dequantise(*e4m3.quantise(rows))
     assert verify.e4m3_rows(rows).equal(expected)
     assert (expected - rows).abs().max() > 0.05
     latents, keys = rows.view(-1, 512), rows.view(-1, 128)

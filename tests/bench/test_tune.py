@@ -14,11 +14,14 @@ from quire.bench.timing import Timing
 from quire.bench.tune_cells import _AttentionCell as AttentionCell
 from quire.bench.tune_cells import _CompressedCell as CompressedCell
 from quire.bench.tune_cells import _MlaCell as MlaCell
-from quire.kernels import configs, paged, tile_tables, tile_tables_e4m3
-from quire.kernels.configs import Config
-from quire.kernels.mla import compressed_configs, compressed_triton, dense_triton
-from quire.kernels.mla.compressed_configs import CompressedConfig
-from quire.kernels.mla.dense_triton import MlaConfig
+from quire.kernels.attention import configs, tile_tables, tile_tables_e4m3
+from quire.kernels.attention import triton_impl as paged
+from quire.kernels.attention.configs import Config
+from quire.kernels.compressed import configs as compressed_configs
+from quire.kernels.compressed import triton_impl as compressed_triton
+from quire.kernels.compressed.configs import CompressedConfig
+from quire.kernels.mla import triton_impl as dense_triton
+from quire.kernels.mla.triton_impl import MlaConfig
 
 ARCHS = (80, 86, 90, 100, 120)
 

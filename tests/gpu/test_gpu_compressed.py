@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from quire.kernels.mla import compressed_attention
+from quire.kernels import compressed_attention
 from tests.gpu.conftest import DRY_RUN
 from tests.helpers import DEVICE, NAN, assert_within_budget
 from tests.kernels.mla.compressed_cases import Case, exactly, make_batch
@@ -82,7 +82,7 @@ def test_v4_shapes(case):
 @pytest.mark.parametrize("num_heads", [8] if DRY_RUN else [8, 16, 64, 128])
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 def test_flash_mla(num_heads, fp8):
-    from quire.kernels.mla import flash_mla_with_kvcache
+    from quire.kernels import flash_mla_with_kvcache
 
     arguments, lists = make_call(fp8=fp8, num_heads=num_heads)
     exact, exact_lse = exact_slots(arguments, lists)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from quire.kernels.mla import IndexPages, index_topk, index_topk_workspace_numel
-from quire.kernels.mla.indexer_plan import plan
+from quire.kernels import IndexPages, index_topk, index_topk_workspace_numel
+from quire.kernels.indexer.plan import plan
 from tests.gpu.conftest import DRY_RUN
 from tests.helpers import DEVICE, NAN
 

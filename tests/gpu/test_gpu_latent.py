@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quire.bench.bounds import bounding
-from quire.kernels.mla import IndexPages, LatentPages, compress, page_bytes, write_latent
+from quire.kernels import IndexPages, LatentPages, compress, page_bytes, write_latent
 from tests.gpu.conftest import DRY_RUN
 from tests.helpers import DEVICE, NAN, assert_within_budget
 from tests.kernels.mla.quantised import assert_quantised

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from quire.bench.bounds import bounding
-from quire.kernels import workspace_numel
-from quire.kernels.mla import mla_attention
+from quire.kernels import mla_attention, workspace_numel
 from tests.gpu.conftest import DRY_RUN
 from tests.helpers import DEVICE, NAN, assert_within_budget
 from tests.kernels.mla.dense_cases import make_mla_batch, mla_reference

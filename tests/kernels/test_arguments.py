@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import quire.kernels
-from quire.kernels import merge_partials, paged, paged_attention, sliding_window_attention, write_kv
+from quire.kernels import merge_partials, paged_attention, sliding_window_attention, write_kv
+from quire.kernels.attention import triton_impl as paged
 from tests.helpers import DEVICE, AttentionCase, make_batch
 
 

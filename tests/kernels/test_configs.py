@@ -10,7 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.kernels import configs, schedule, workspace_numel
+from quire.kernels import workspace_numel
+from quire.kernels.attention import configs
+from quire.kernels.common import split_kv
 from tests.helpers import DEVICE
 
 
@@ -101,11 +103,11 @@ def _division_kernel(
     seq_lens, cu, items, seqs, found, first, pieces, num_decodes, target_items, window, num_items, num_seqs,
     FRESH: tl.constexpr, BLOCK_Q: tl.constexpr, MIN_TOKENS: tl.constexpr,
 ):  # fmt: skip
-    tokens = schedule.piece_tokens(
+    tokens = split_kv.piece_tokens(
         seq_lens, cu, num_decodes, target_items, window, FRESH, MIN_TOKENS
     )
     for i in range(num_items):
-        seq, start = schedule.find_item(
+        seq, start = split_kv.find_item(
             tl.load(items + i), seq_lens, cu, num_decodes, tokens, window, FRESH, BLOCK_Q
         )
         tl.store(found + i, seq)
@@ -113,8 +115,8 @@ def _division_kernel(
     for i in range(num_seqs):
         seq = tl.load(seqs + i)
         q_len = tl.load(cu + seq + 1) - tl.load(cu + seq)
-        count = schedule.num_pieces(tl.load(seq_lens + seq), q_len, tokens, window, FRESH, BLOCK_Q)
-        start = schedule.first_item(seq, seq_lens, cu, num_decodes, tokens, window, FRESH, BLOCK_Q)
+        count = split_kv.num_pieces(tl.load(seq_lens + seq), q_len, tokens, window, FRESH, BLOCK_Q)
+        start = split_kv.first_item(seq, seq_lens, cu, num_decodes, tokens, window, FRESH, BLOCK_Q)
         tl.store(pieces + 2 * i, start)
         tl.store(pieces + 2 * i + 1, count)
 

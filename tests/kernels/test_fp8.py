@@ -5,15 +5,10 @@ import dataclasses
 import pytest
 import torch
 
-from quire.kernels import (
-    paged,
-    paged_attention,
-    quant,
-    recipes,
-    reference,
-    sliding_window_attention,
-    write_kv,
-)
+from quire.kernels import paged_attention, sliding_window_attention, write_kv
+from quire.kernels.attention import reference
+from quire.kernels.attention import triton_impl as paged
+from quire.kernels.common import e4m3, launch_cache
 from tests.helpers import (
     DEVICE,
     NAN,
@@ -71,7 +66,7 @@ def quantised(batch, kind):
     for name in "k", "v":
         rows = batch[f"{name}_pages"]
         factor = {"k": 0.02, "v": 0.013}[name]
-        codes, scales = quant.quantise(rows, None if kind == "rows" else factor)
+        codes, scales = e4m3.quantise(rows, None if kind == "rows" else factor)
         pages = strided_like(rows, E4M3)
         pages.view(torch.uint8).copy_(codes.view(torch.uint8))
         changed[f"{name}_pages"] = pages
@@ -109,7 +104,7 @@ def test_against_float64(case, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_that_do_not_lie_in_pairs(kind):
     """One byte further, or rows an odd number of bytes apart: read one by one, the values are the same."""
-    recipes.forget()
+    launch_cache.forget()
     case = AttentionCase("", [90, 30], [1, 1], head_dim=64, dtype=BF16, max_seq_len=90)
     batch = quantised(make_batch(case), kind)
     values = batch["v_pages"].view(torch.uint8)
@@ -123,14 +118,14 @@ def test_values_that_do_not_lie_in_pairs(kind):
         pages.copy_(values)
         outs.append(attend(batch | {"v_pages": pages.view(E4M3)}, "triton"))
     assert all(out.equal(outs[0]) for out in outs)
-    views = [recipe.views["v_pages'"][1].dtype for recipe in recipes._REMEMBERED.values()]
+    views = [recipe.views["v_pages'"][1].dtype for recipe in launch_cache._REMEMBERED.values()]
     assert views == [torch.uint16, torch.uint8, torch.uint8]
 
 
 @pytest.mark.parametrize("dtype, q_lens", [(BF16, [1, 3, 12]), (FP16, [2, 1, 0])])
 def test_codes_widened_by_hand(dtype, q_lens, monkeypatch):
     """As on sm_80, which has no instruction for it; every code but NaN occurs among the keys."""
-    recipes.forget()
+    launch_cache.forget()
     monkeypatch.setattr(paged, "_device", lambda _: (80, 2))
     case = AttentionCase("", [300, 40, 19], q_lens, num_decodes=2, dtype=dtype)
     batch = quantised(make_batch(case), "rows")
@@ -138,7 +133,7 @@ def test_codes_widened_by_hand(dtype, q_lens, monkeypatch):
     codes[NAN_CODE::128] = 0
     batch["k_pages"].view(torch.uint8)[batch["block_table"][0, 0], :8] = codes.view(8, 2, 16)
     assert_exact(batch, dtype, ["triton"])
-    recipes.forget()
+    launch_cache.forget()
 
 
 @pytest.mark.parametrize("arch", [80, 90])
@@ -147,7 +142,7 @@ def test_codes_widened_by_hand(dtype, q_lens, monkeypatch):
 @pytest.mark.parametrize("phase, seq_lens, q_lens", [("decode", [300, 40], [8, 5]), ("prefill", [190], [70])])  # fmt: skip
 def test_tall_tiles_with_codes_in_either_form(phase, seq_lens, q_lens, halves, kind, arch, monkeypatch):  # fmt: skip
     """Codes as fp16, and as what the queries are, and behind the pages fresh rows."""
-    recipes.forget()
+    launch_cache.forget()
     monkeypatch.setattr(paged, "_device", lambda _: (arch, 2))
     asked = []
     monkeypatch.setattr(paged, "halves_codes", lambda *args: asked.append(args) or halves)
@@ -156,19 +151,19 @@ def test_tall_tiles_with_codes_in_either_form(phase, seq_lens, q_lens, halves, k
     batch = quantised(make_batch(case), kind)
     assert_exact(batch, BF16, ["triton"])
     assert asked == [(64, phase, arch, 64 if phase == "decode" else 128, kind == "rows")]
-    recipes.forget()
+    launch_cache.forget()
 
 
 @pytest.mark.parametrize("num_heads, q_lens", [(8, [3, 8]), (40, [1, 1])])
 def test_where_shared_memory_is_small_tiles_have_fewer_rows(num_heads, q_lens, monkeypatch):
     """The plan asks for 64 rows, there are 32: 40 heads take two tiles, and 8 new tokens of 8 heads go to the prefill kernel."""
-    recipes.forget()
+    launch_cache.forget()
     monkeypatch.setattr(paged, "_device", lambda _: (86, 2))
     case = AttentionCase("", [270, 20], q_lens, num_decodes=2, num_heads=num_heads, num_kv_heads=1, head_dim=512, dtype=BF16)  # fmt: skip
     batch = quantised(make_batch(case), "rows")
     exact, _ = attention_reference(batch)
     assert_within_budget("out", attend(batch, "triton"), exact)
-    recipes.forget()
+    launch_cache.forget()
 
 
 @pytest.mark.parametrize("size", [2.0**-8, 2.0**8])
@@ -227,7 +222,7 @@ def test_the_kinds_of_scales_agree(impl):
     batch = make_batch(case)
     for name, factor in ("k", 2.0**-6), ("v", 2.0**-5):
         pages = batch[f"{name}_pages"]
-        batch[f"{name}_pages"] = quant.quantise(pages, factor)[0]
+        batch[f"{name}_pages"] = e4m3.quantise(pages, factor)[0]
         batch[f"{name}_scale"] = factor
     number = attend(batch, impl)
     one = {name: torch.tensor([batch[name]], device=DEVICE) for name in ("k_scale", "v_scale")}
@@ -313,7 +308,7 @@ def test_rows_with_scales_of_their_own(impl, name):
     written = slots >= 0
     page, row = slots[written] // case.block_size, slots[written] % case.block_size
     codes = pages[0].view(torch.uint8)[page, row].view(E4M3)
-    back, x = quant.dequantise(codes, scales[0][page, row]).double(), k[written].double()
+    back, x = e4m3.dequantise(codes, scales[0][page, row]).double(), k[written].double()
     largest = x.abs().amax(-1, keepdim=True) if num_rows else x
     # Half a step of 3 bits; below the smallest normal code, half of that one's step.
     bound = torch.maximum(x.abs() * (2.0**-4 + 2.0**-22), largest / 448 * 2.0**-10 * (1 + 2.0**-22))
@@ -338,7 +333,7 @@ def test_rows_that_are_not_ordinary(impl):
     reference.write_kv(x, -x, *expected, slots, *expected_scales)
     for got, want in zip(scales, expected_scales, strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
-    back = quant.dequantise(pages[0][0, :9], scales[0][0, :9])[:, 0]
+    back = e4m3.dequantise(pages[0][0, :9], scales[0][0, :9])[:, 0]
     for got, want in zip(pages, expected, strict=True):
         torch.testing.assert_close(got.float(), want.float(), rtol=0, atol=0, equal_nan=True)
     assert back[[0, 7]].eq(0).all()

@@ -8,8 +8,9 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from quire.kernels import _check, paged, recipes, schedule
-from quire.kernels.configs import Config
+from quire.kernels.attention import triton_impl as paged
+from quire.kernels.attention.configs import Config
+from quire.kernels.common import checks, launch_cache, split_kv
 from tests.helpers import (
     DEVICE,
     NAN,
@@ -41,7 +42,7 @@ CASES = {
 @pytest.fixture
 def launched(monkeypatch):
     """A function that makes attention launch prefill with a tile shape; decode as ever."""
-    recipes.forget()
+    launch_cache.forget()
     select = paged.select_config
 
     def use(config):
@@ -60,7 +61,7 @@ def prefill(batch, arch=90):
     arguments = dict.fromkeys(
         ("k", "v", "max_seq_len", "num_decodes", "softmax_scale", "softcap", "sinks", "out", "lse", "workspace", "sliding_window")
     )  # fmt: skip
-    call = _check.check_attention(**arguments | batch)
+    call = checks.check_attention(**arguments | batch)
     launch = paged.prepare(call, arch, paged.INTERPRETER_SMS)[-1]
     return launch.arguments, launch.grid[0]
 
@@ -167,7 +168,7 @@ def test_a_table_that_masks_all_has_no_whole_tiles(launched):
 def _turns_kernel(items, turns, num_turns):
     for turn in range(num_turns):
         at = turns + turn * tl.num_programs(0) + tl.program_id(0)
-        item = schedule.item_of_turn(turn)
+        item = split_kv.item_of_turn(turn)
         tl.store(items + item, tl.load(items + item) + 1)
         tl.store(at, item)
 

@@ -9,7 +9,7 @@ import re
 import pytest
 import torch
 
-from quire.kernels import paged_tiles
+from quire.kernels.attention import query_tile as paged_tiles
 
 E4M3, FP16 = torch.float8_e4m3fn, torch.float16
 ALL = torch.arange(1 << 16)

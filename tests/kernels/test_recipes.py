@@ -9,35 +9,31 @@ import torch
 
 from quire.bench.bounds import bounding
 from quire.kernels import (
-    _launch,
-    merge,
-    merge_partials,
-    paged,
-    paged_attention,
-    recipes,
-    reference,
-    sliding_window_attention,
-    write_kv,
-)
-from quire.kernels.configs import Config
-from quire.kernels.mla import (
     LatentPages,
     compress,
-    compress_triton,
     compressed_attention,
-    compressed_triton,
-    dense_triton,
     flash_mla_with_kvcache,
     index_topk,
-    indexer_plan,
-    indexer_triton,
-    latent_triton,
+    merge_partials,
     mla_attention,
     page_bytes,
-    reference_compress,
-    reference_compressed,
+    paged_attention,
+    sliding_window_attention,
+    write_kv,
     write_latent,
 )
+from quire.kernels.attention import merge, reference
+from quire.kernels.attention import triton_impl as paged
+from quire.kernels.attention.configs import Config
+from quire.kernels.common import launch_cache, launching
+from quire.kernels.compressed import reference as reference_compressed
+from quire.kernels.compressed import triton_impl as compressed_triton
+from quire.kernels.compressor import reference as reference_compress
+from quire.kernels.compressor import triton_impl as compress_triton
+from quire.kernels.indexer import plan as indexer_plan
+from quire.kernels.indexer import triton_impl as indexer_triton
+from quire.kernels.latent_write import triton_impl as latent_triton
+from quire.kernels.mla import triton_impl as dense_triton
 from tests.helpers import AttentionCase, assert_within_budget, attention_reference, make_batch
 from tests.kernels.mla import compressed_cases, indexer_cases
 from tests.kernels.mla.dense_cases import MlaCase, make_mla_batch, mla_reference
@@ -55,7 +51,7 @@ SHORT = AttentionCase("short", [20, 5], [1, 1], num_heads=4, num_kv_heads=2, dty
 
 @pytest.fixture(autouse=True)
 def nothing_remembered():
-    recipes.forget()
+    launch_cache.forget()
 
 
 def attend(batch, **more):
@@ -64,7 +60,7 @@ def attend(batch, **more):
 
 
 def remembered() -> int:
-    return len(recipes._REMEMBERED)
+    return len(launch_cache._REMEMBERED)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
@@ -82,7 +78,7 @@ def test_a_second_call_computes_with_its_own_tensors(case, given, monkeypatch):
         exact, _ = attention_reference(batch)
         out = attend(batch, **more)
         assert_within_budget(f"call {seed}", out, exact)
-        (recipe,) = recipes._REMEMBERED.values()
+        (recipe,) = launch_cache._REMEMBERED.values()
         assert recipe.views.keys() <= {"k_tiles", "v_tiles"}
         if given:
             assert out is more["out"]
@@ -122,7 +118,7 @@ def test_one_tensor_for_two_arguments_is_not_taken_for_both_later():
     ],
 )
 def test_what_was_right_once_excuses_nothing(change, message, monkeypatch):
-    monkeypatch.setattr(_launch, "launch", lambda *_: None)
+    monkeypatch.setattr(launching, "launch", lambda *_: None)
     batch = make_batch(SHORT)
     attend(batch)
     for _ in range(2):
@@ -137,7 +133,7 @@ def test_another_table_of_tile_shapes_is_another_call(monkeypatch):
     attend(batch)
     launched = []
     monkeypatch.setattr(
-        _launch, "launch", lambda kernel, grid, arguments: launched.append(arguments["BLOCK_N"])
+        launching, "launch", lambda kernel, grid, arguments: launched.append(arguments["BLOCK_N"])
     )
     monkeypatch.setattr(paged, "select_config", lambda *a, **k: Config(16, 16, 4, 2))
     attend(batch)
@@ -362,8 +358,8 @@ def test_a_copy_of_an_argument_is_not_remembered():
     q = torch.zeros(2, 3)
     for other in (q.clone(), q[1:]):
         with pytest.raises(AssertionError):
-            recipes._view(other, q)
-    assert recipes._view(q[:], q) is None
+            launch_cache._view(other, q)
+    assert launch_cache._view(q[:], q) is None
 
 
 def test_pages_of_another_format_are_another_call():
@@ -389,8 +385,8 @@ def test_another_device_is_another_call():
             return 1
 
     x = torch.zeros(2, 3)
-    assert recipes.key("f", {"x": x}) == recipes.key("f", {"x": x + 1})
-    assert recipes.key("f", {"x": x}) != recipes.key("f", {"x": x.as_subclass(Elsewhere)})
+    assert launch_cache.key("f", {"x": x}) == launch_cache.key("f", {"x": x + 1})
+    assert launch_cache.key("f", {"x": x}) != launch_cache.key("f", {"x": x.as_subclass(Elsewhere)})
 
 
 def test_what_are_no_pages_is_refused():
@@ -413,8 +409,8 @@ def test_no_tensor_is_kept():
 
 
 def test_the_memory_is_bounded(monkeypatch):
-    monkeypatch.setattr(recipes, "LIMIT", 2)
-    monkeypatch.setattr(_launch, "launch", lambda *_: None)
+    monkeypatch.setattr(launch_cache, "LIMIT", 2)
+    monkeypatch.setattr(launching, "launch", lambda *_: None)
     for q_len in (1, 2, 3, 4):
         attend(make_batch(AttentionCase("", [5], [q_len], dtype=BF16)))
         assert remembered() <= 2
@@ -436,13 +432,13 @@ def test_rows_at_16_bytes_are_told_from_others(name, monkeypatch):
     """Kernels are told what alignment they can count on; nothing remembered of an aligned call serves one that is not."""
     dense = name in ("pages", "kv")
     launched = []
-    original = _launch.launch
+    original = launching.launch
 
     def launch(kernel, grid, arguments):
         launched.append(arguments.get("ALIGNED"))
         original(kernel, grid, arguments)
 
-    monkeypatch.setattr(_launch, "launch", launch)
+    monkeypatch.setattr(launching, "launch", launch)
     for odd in (False, True, False):
         if dense:
             batch = make_mla_batch(MlaCase("a", [40], [2], dtype=BF16))
@@ -469,7 +465,7 @@ def test_rows_at_16_bytes_are_told_from_others(name, monkeypatch):
 def test_flash_mla_tells_rows_at_16_bytes_from_others(name, monkeypatch):
     launched = []
     monkeypatch.setattr(
-        _launch, "launch", lambda kernel, grid, arguments: launched.append(arguments["ALIGNED"])
+        launching, "launch", lambda kernel, grid, arguments: launched.append(arguments["ALIGNED"])
     )
     cache, rows = torch.zeros(2, 64, 1, 512, dtype=BF16), torch.zeros(1, 1, 4, dtype=torch.int32)
     call = {
@@ -483,9 +479,11 @@ def test_flash_mla_tells_rows_at_16_bytes_from_others(name, monkeypatch):
 
 def test_rows_between_16_bytes_are_not_called_aligned():
     batch = make_mla_batch(MlaCase("tail", [40], [2], dtype=BF16, tail=1))
-    assert not recipes.rows_at_16_bytes(batch["pages"]) and recipes.at_16_bytes(batch["pages"])
+    assert not launch_cache.rows_at_16_bytes(batch["pages"]) and launch_cache.at_16_bytes(
+        batch["pages"]
+    )
     batch = make_mla_batch(MlaCase("tail", [40], [2], dtype=BF16, tail=8))
-    assert recipes.rows_at_16_bytes(batch["pages"], batch["kv"], None)
+    assert launch_cache.rows_at_16_bytes(batch["pages"], batch["kv"], None)
 
 
 def test_a_call_runs_on_the_device_of_its_tensors(monkeypatch):
@@ -508,15 +506,15 @@ def test_a_call_runs_on_the_device_of_its_tensors(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
     monkeypatch.setattr(torch.cuda, "device", Device)
-    launches = [_launch.Launch(Kernel(), (n,), {}) for n in (1, 2)]
+    launches = [launching.Launch(Kernel(), (n,), {}) for n in (1, 2)]
     for index in (1, 0, 1):
         x = torch.zeros(3)
         x.get_device = lambda index=index: index
-        recipes.run("a device", {"x": x}, lambda arguments: (arguments, launches))
+        launch_cache.run("a device", {"x": x}, lambda arguments: (arguments, launches))
     assert seen == [((1,), 1), ((2,), 1), ((1,), 0), ((2,), 0), ((1,), 1), ((2,), 1)]
     assert current == [0]
     cpu = torch.zeros(3)
-    recipes.run("a device", {"x": cpu}, lambda arguments: (arguments, launches))
+    launch_cache.run("a device", {"x": cpu}, lambda arguments: (arguments, launches))
     assert seen[-1] == ((2,), 0)
 
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from quire.bench.bounds import bounding
-from quire.kernels import merge_partials, paged_attention, reference, write_kv
+from quire.kernels import merge_partials, paged_attention, write_kv
+from quire.kernels.attention import reference
 from tests.helpers import (
     DEVICE,
     NAN,

@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from quire.kernels import _launch
+from quire.kernels.common import launching
 from quire.models import attention, moe, quantized
 from quire.models.deepseek_v4 import paged
 from quire.models.graphs import WARM_UP_RUNS
@@ -183,7 +183,7 @@ class Captures:
             yield
 
 
-LAUNCHES = {_launch: ("launch",)}
+LAUNCHES = {launching: ("launch",)}
 """Kernels by launch: what wrappers do around them is captured operation by operation."""
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quire.bench.bounds import UNIT, bounding
-from quire.kernels.mla import reference_compress
+from quire.kernels.compressor import reference as reference_compress
 from quire.kvcore import KVCache, StepPlan
 from quire.models.batch import AttnMetadata
 from quire.models.deepseek_v4.block import Attention

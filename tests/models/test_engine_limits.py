@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from quire.kernels._check import HEAD_DIMS
+from quire.kernels.common.checks import HEAD_DIMS
 from quire.models import runner
 from quire.models.configs import FULL, get_config
 from quire.models.deepseek_v4.cache import CacheFormat, plan_cache

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quire.kernels import quant
+from quire.kernels.common import e4m3
 from quire.models.attention import DenseAttend, PagedAttend
 from quire.models.cache import PagePool, cache_groups, token_bytes
 from quire.models.configs import CONFIGS, FULL, SLIDING, get_config
@@ -25,8 +25,8 @@ def model(request):
 
 
 def as_e4m3(rows):
-    codes, scales = quant.quantise(rows)
-    return quant.dequantise(codes, scales)
+    codes, scales = e4m3.quantise(rows)
+    return e4m3.dequantise(codes, scales)
 
 
 def as_bf16(rows):

@@ -15,7 +15,7 @@ from quire.bench import prefill_decode
 from quire.bench.build import build_model as build_bench_model
 from quire.bench.floors import Rates
 from quire.bench.workload import chat_workload
-from quire.kernels import _launch, recipes
+from quire.kernels.common import launch_cache, launching
 from quire.kvcore import KVCache
 from quire.models import attention, moe, per_layer
 from quire.models.configs import get_config
@@ -261,7 +261,7 @@ def capture_without_storage(model, monkeypatch, capability=(9, 0), **settings):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     monkeypatch.setattr(per_layer, "_device_view", lambda host, device: host)
     monkeypatch.setattr(per_layer, "_release", lambda address: None)
-    monkeypatch.setattr(_launch, "launch", lambda *launch: launches.append(launch))
+    monkeypatch.setattr(launching, "launch", lambda *launch: launches.append(launch))
     cache = model_cache(model, max_requests=4, **settings)
     kv = KVCache(cache.groups, num_pages=2, max_requests=4, max_model_len=256)
     pool, layout = cache.allocate(2), kv.layout
@@ -283,9 +283,9 @@ def capture_without_storage(model, monkeypatch, capability=(9, 0), **settings):
     decode = DecodeGraphs(
         forward, builder, sizes=[4], max_seq_len=256, device=META, capture=capture
     )
-    recipes.forget()  # all are of other addresses
+    launch_cache.forget()  # all are of other addresses
     decode._make(4, 4 + len(layout.groups))
-    recipes.forget()
+    launch_cache.forget()
     return runs
 
 

@@ -7,8 +7,8 @@ from itertools import accumulate
 import torch
 
 from quire.bench.bounds import Bounded, bounding
-from quire.kernels.mla import reference_compressed
-from quire.kernels.mla.layout import LatentPages, page_bytes
+from quire.kernels.common.latent_pages import LatentPages, page_bytes
+from quire.kernels.compressed import reference as reference_compressed
 from tests.helpers import DEVICE, NAN, NO_PAGE
 
 W = 8

@@ -2,9 +2,9 @@
 
 import pytest
 
-from quire.kernels import recipes
+from quire.kernels.common import launch_cache
 
 
 @pytest.fixture(autouse=True)
 def nothing_remembered():
-    recipes.forget()
+    launch_cache.forget()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from quire.bench.bounds import Bounded, bounding
-from quire.kernels.mla import reference_dense
+from quire.kernels.mla import reference as reference_dense
 from tests.helpers import DEVICE, NAN, NO_PAGE
 
 HINTS = ("max_seqlen_q", "num_decodes", "max_seq_len")

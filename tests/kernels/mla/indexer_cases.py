@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from quire.kernels.mla import IndexPages, reference_indexer
+from quire.kernels import IndexPages
+from quire.kernels.indexer import reference as reference_indexer
 from tests.helpers import DEVICE, NAN, NO_PAGE
 
 # An e4m3 byte that is NaN.

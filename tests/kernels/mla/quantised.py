@@ -3,7 +3,7 @@
 import torch
 
 from quire.bench.bounds import Bounded, allowed
-from quire.kernels.mla import reference_latent
+from quire.kernels.latent_write import reference as reference_latent
 
 
 def assert_quantised(name: str, actual: torch.Tensor, exact: Bounded, group: int) -> None:

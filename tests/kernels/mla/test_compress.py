@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.bench.bounds import bounding
-from quire.kernels.mla import IndexPages, LatentPages, compress, compress_triton, page_bytes
-from quire.kernels.mla import reference_compress as reference
-from quire.kernels.mla.compressor import CompressCall
+from quire.kernels import IndexPages, LatentPages, compress, page_bytes
+from quire.kernels.compressor import reference
+from quire.kernels.compressor import triton_impl as compress_triton
+from quire.kernels.compressor.api import CompressCall
 from tests.helpers import DEVICE, NAN, assert_within_budget
 from tests.kernels.mla.quantised import assert_quantised
 

@@ -7,19 +7,18 @@ import re
 import pytest
 import torch
 
-from quire.kernels import paged
-from quire.kernels.configs import tile_heads
-from quire.kernels.mla import (
+from quire.kernels import (
     LatentPages,
     compressed_attention,
     compressed_attention_workspace_numel,
-    compressed_call,
-    compressed_triton,
-    flash_mla,
     page_bytes,
-    reference_compressed,
 )
-from quire.kernels.mla import compressed_configs as configs
+from quire.kernels.attention import triton_impl as paged
+from quire.kernels.attention.configs import tile_heads
+from quire.kernels.compressed import call as compressed_call
+from quire.kernels.compressed import configs, flash_mla
+from quire.kernels.compressed import reference as reference_compressed
+from quire.kernels.compressed import triton_impl as compressed_triton
 from tests.helpers import DEVICE, NAN, NO_PAGE, assert_within_budget
 from tests.kernels.mla.compressed_cases import Case, W, exactly, make_batch
 

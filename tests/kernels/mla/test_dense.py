@@ -6,9 +6,9 @@ import sys
 import pytest
 import torch
 
-from quire.kernels import paged_attention, workspace_numel
-from quire.kernels.configs import SHARED_MEMORY
-from quire.kernels.mla import dense_triton, mla_attention
+from quire.kernels import mla_attention, paged_attention, workspace_numel
+from quire.kernels.attention.configs import SHARED_MEMORY
+from quire.kernels.mla import triton_impl as dense_triton
 from tests.helpers import DEVICE, NAN, assert_within_budget
 from tests.kernels.mla.dense_cases import MlaCase, make_mla_batch, mla_reference
 
@@ -228,7 +228,7 @@ def test_the_torch_implementation_needs_no_triton():
     code = (
         "import sys; sys.modules['triton'] = None\n"
         "import torch\n"
-        "from quire.kernels.mla import mla_attention\n"
+        "from quire.kernels import mla_attention\n"
         "one = torch.ones(1, dtype=torch.int32)\n"
         "out = mla_attention(torch.ones(1, 2, 48), torch.ones(2, 16, 48), one[:, None], one,\n"
         "    torch.tensor([0, 1], dtype=torch.int32), max_seqlen_q=1, softmax_scale=1.0, head_dim_v=32)\n"

@@ -6,13 +6,9 @@ import pytest
 import torch
 
 from quire.bench.bounds import bounding
-from quire.kernels.mla import (
-    LatentPages,
-    compressed_attention,
-    flash_mla_with_kvcache,
-    reference_compressed,
-)
-from quire.kernels.mla.layout import page_bytes
+from quire.kernels import LatentPages, compressed_attention, flash_mla_with_kvcache
+from quire.kernels.common.latent_pages import page_bytes
+from quire.kernels.compressed import reference as reference_compressed
 from tests.helpers import DEVICE, NAN, assert_within_budget
 
 BF16 = torch.bfloat16

@@ -11,16 +11,12 @@ import triton
 import triton.language as tl
 
 from quire.bench.bounds import bounding
-from quire.kernels.mla import (
-    IndexPages,
-    index_topk,
-    index_topk_workspace_numel,
-    indexer_plan,
-    indexer_triton,
-    reference_indexer,
-)
-from quire.kernels.mla._tiles import widen_e4m3
-from quire.kernels.mla.indexer_plan import plan
+from quire.kernels import IndexPages, index_topk, index_topk_workspace_numel
+from quire.kernels.common.tiles import widen_e4m3
+from quire.kernels.indexer import plan as indexer_plan
+from quire.kernels.indexer import reference as reference_indexer
+from quire.kernels.indexer import triton_impl as indexer_triton
+from quire.kernels.indexer.plan import plan
 from tests.helpers import DEVICE, NAN
 from tests.kernels.mla.indexer_cases import IndexCase, exact_scores, make_index_batch
 
@@ -376,7 +372,7 @@ def test_the_torch_implementation_needs_no_triton():
     code = (
         "import sys; sys.modules['triton'] = None\n"
         "import torch\n"
-        "from quire.kernels.mla import IndexPages, index_topk\n"
+        "from quire.kernels import IndexPages, index_topk\n"
         "pages = IndexPages(torch.ones(2, 4, 16), 4, 16)\n"
         "one = torch.ones(1, dtype=torch.int32)\n"
         "out, lens = index_topk(torch.ones(1, 2, 16), torch.ones(1, 2), pages, one[:, None], 12 * one,\n"

@@ -8,9 +8,9 @@ import triton
 import triton.language as tl
 
 from quire.bench.bounds import Bounded, bounded, bounding
-from quire.kernels.mla import LatentPages, page_bytes, write_latent
-from quire.kernels.mla import reference_latent as reference
-from quire.kernels.mla.latent_triton import rounded_to_e4m3
+from quire.kernels import LatentPages, page_bytes, write_latent
+from quire.kernels.latent_write import reference
+from quire.kernels.latent_write.triton_impl import rounded_to_e4m3
 from tests.helpers import DEVICE, NAN, assert_within_budget
 from tests.kernels.mla.quantised import assert_quantised
 

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.kernels.mla import IndexPages, LatentPages, page_bytes
-from quire.kernels.mla import reference_latent as reference
-from quire.kernels.mla.layout import dequantise, quantise
+from quire.kernels import IndexPages, LatentPages, page_bytes
+from quire.kernels.common.latent_pages import dequantise, quantise
+from quire.kernels.latent_write import reference
 from tests.helpers import DEVICE, NAN
 
 POISON = 0xAB

@@ -8,8 +8,10 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.kernels.configs import MIN_SPLIT_TOKENS
-from quire.kernels.mla import compressed_configs, dense_triton, line
+from quire.kernels.attention.configs import MIN_SPLIT_TOKENS
+from quire.kernels.common import stream_k
+from quire.kernels.compressed import configs as compressed_configs
+from quire.kernels.mla import triton_impl as dense_triton
 from tests.helpers import DEVICE
 
 BLOCK_Q, BLOCK_N = 2, 64
@@ -21,21 +23,21 @@ def _stretches_kernel(
     LEAST: tl.constexpr, COST: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     batch = (seq_lens, cu, num_decodes, decode_tokens, window, ratio)
-    size, least, total = line.share(batch, programs, LEAST, COST, BLOCK_Q, BLOCK_N)
+    size, least, total = stream_k.share(batch, programs, LEAST, COST, BLOCK_Q, BLOCK_N)
     for program in range(programs):
-        low, high, count = line.stretch(program, size, least, total, batch, BLOCK_Q, BLOCK_N)
+        low, high, count = stream_k.stretch(program, size, least, total, batch, BLOCK_Q, BLOCK_N)
         tl.store(stretches + 3 * program, low)
         tl.store(stretches + 3 * program + 1, high)
         tl.store(stretches + 3 * program + 2, count)
     for seq in range(num_decodes):
-        _, units = line.work(seq, batch, BLOCK_Q, BLOCK_N)
-        first = line.first_unit(seq, batch, BLOCK_Q, BLOCK_N)
-        begin, count = line.programs_of(first, units, size, least)
+        _, units = stream_k.work(seq, batch, BLOCK_Q, BLOCK_N)
+        first = stream_k.first_unit(seq, batch, BLOCK_Q, BLOCK_N)
+        begin, count = stream_k.programs_of(first, units, size, least)
         tl.store(pieces + 3 * seq, first)
         tl.store(pieces + 3 * seq + 1, begin)
         tl.store(pieces + 3 * seq + 2, count)
     for i in range(num_found):
-        seq, tile, number, first, units = line.locate(
+        seq, tile, number, first, units = stream_k.locate(
             tl.load(positions + i), batch, BLOCK_Q, BLOCK_N
         )
         tl.store(found + 5 * i, seq)
@@ -151,7 +153,7 @@ def _shares_kernel(
 ):  # fmt: skip
     for i in range(num_batches):
         batch = (seq_lens, cu, tl.load(batches + i), 1, None, None)
-        size, least, _ = line.share(batch, programs, LEAST, COST, 1, BLOCK_N)
+        size, least, _ = stream_k.share(batch, programs, LEAST, COST, 1, BLOCK_N)
         tl.store(shares + 2 * i, size)
         tl.store(shares + 2 * i + 1, least)
 

@@ -1,0 +1,1 @@
+"""Paged attention, full and sliding-window."""

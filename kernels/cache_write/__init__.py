@@ -1,0 +1,1 @@
+"""The write of key and value rows to pages."""

@@ -1,0 +1,1 @@
+"""Gated pooling of tokens into compressed entries and index keys."""

@@ -1,0 +1,153 @@
+"""``compress``: check once, choose the implementation by name.
+
+The state is the rows themselves, the last ``ring`` tokens of a sequence by position, also at ratio 128, where running sums (a maximum, a sum
+and a weighted sum for each channel) would be 85 times smaller. Rows, because
+
+* rejected drafts need no undoing: the next step writes the same places again, and older rows are still there if the ring is as much longer;
+* a snapshot is right at any position, not only where it was planned, and what a step made of its tokens does not depend on how they were cut;
+* rows move fewer bytes: a token writes 2 values a channel and has them read once when its window closes; running sums are 3 values a channel
+  that each decode step reads and writes.
+
+The price is that all reading falls on the token that closes a window, and 512 KiB a sequence and layer at ratio 128 (dim 512).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..attention.api import _implementation
+from ..common import checks
+from ..common.latent_pages import IndexPages, LatentPages
+from ..latent_write.api import check_cos_sin, check_device, check_norm
+
+
+@dataclass(frozen=True)
+class CompressCall:
+    """The arguments of one call, checked when it is made; named and shaped as in ``compress``, which says what is raised."""
+
+    kv: torch.Tensor
+    gate: torch.Tensor
+    ape: torch.Tensor
+    state: torch.Tensor
+    state_index: torch.Tensor
+    seq_lens: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    ratio: int
+    overlap: bool
+    norm_weight: torch.Tensor
+    eps: float
+    cos_sin: torch.Tensor
+    pages: LatentPages | IndexPages
+    slot_mapping: torch.Tensor
+    max_seqlen_q: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.pages, LatentPages | IndexPages):
+            raise ValueError(
+                f"pages: expected LatentPages or IndexPages, got {type(self.pages).__name__}"
+            )
+        checks.expect_int("ratio", self.ratio, 1, checks.MAX_TOKENS)
+        if not isinstance(self.overlap, bool):
+            raise ValueError(f"overlap: expected a bool, got {self.overlap!r}")
+        channels = self.pages.dim * (1 + self.overlap)
+        checks.expect_tensor("kv", self.kv, (None, channels), checks.MODEL_DTYPES)
+        num_tokens, device = self.kv.shape[0], self.kv.device
+        checks.expect_tensor(
+            "gate", self.gate, (num_tokens, channels), checks.MODEL_DTYPES, device=device
+        )
+        checks.expect_tensor("ape", self.ape, (self.ratio, channels), torch.float32, device=device)
+        checks.expect_tensor(
+            "state", self.state, (None, None, 2, channels), torch.float32, device=device
+        )
+        checks.expect_apart("state", self.state)
+        checks.expect_int(
+            "state: ring", self.state.shape[1], max(1, self.ratio * (1 + self.overlap) - 1)
+        )
+        checks.expect_tensor("seq_lens", self.seq_lens, (None,), torch.int32, device=device)
+        num_seqs = self.seq_lens.shape[0]
+        checks.expect_tensor(
+            "state_index", self.state_index, (num_seqs,), torch.int32, device=device
+        )
+        checks.expect_tensor(
+            "cu_seqlens_q", self.cu_seqlens_q, (num_seqs + 1,), torch.int32, device=device
+        )
+        check_norm(self.norm_weight, self.eps, self.pages.dim, device)
+        rope_dim = self.pages.rope_dim if isinstance(self.pages, LatentPages) else None
+        check_cos_sin(self.cos_sin, self.pages.dim, rope_dim, device)
+        check_device("pages", self.pages.data, device)
+        checks.expect_tensor(
+            "slot_mapping", self.slot_mapping, (num_tokens,), torch.int64, device=device
+        )
+        checks.expect_int("max_seqlen_q", self.max_seqlen_q, 0)
+        if num_seqs * self.max_seqlen_q < num_tokens:
+            raise ValueError(
+                f"max_seqlen_q: expected the longest of {num_seqs} sequences with {num_tokens} tokens, got {self.max_seqlen_q}"
+            )
+
+
+def compress(
+    kv: torch.Tensor,
+    gate: torch.Tensor,
+    ape: torch.Tensor,
+    state: torch.Tensor,
+    state_index: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    *,
+    ratio: int,
+    overlap: bool,
+    norm_weight: torch.Tensor,
+    eps: float = 1e-6,
+    cos_sin: torch.Tensor,
+    pages: LatentPages | IndexPages,
+    slot_mapping: torch.Tensor,
+    max_seqlen_q: int,
+    impl: str | None = None,
+) -> None:
+    """Pool each window of ``ratio`` tokens that closes in this step into one entry, write it to its slot, and keep the last rows.
+
+    Entry w of a sequence covers the tokens w * ratio .. w * ratio + ratio - 1; with ``overlap`` also those of the window before, by channels of
+    their own. Per channel it is the softmax of gate + ape[position % ratio] over these tokens, applied to kv; then RMS norm, and RoPE at
+    position w * ratio. All in fp32. The steps of a sequence may be cut anywhere; the entries are the same bit for bit.
+
+    A step may be taken back: call again with a smaller context, and the rows are replaced. That is right while at most ``ring`` -
+    (ratio * (1 + overlap) - 1) tokens are taken back.
+
+    Args:
+        kv, gate: [num_tokens, channels] bf16, fp16 or fp32, last stride 1, the step's rows, ragged. channels = dim of the pages; twice that with
+            overlap: first series a, which the next window pools, then series b, which the token's own window pools.
+        ape: [ratio, channels] fp32, added to the gate of a token by its position modulo ratio.
+        state: [num_states, ring, 2, channels] fp32, any strides with last stride 1. Row position % ring holds kv and gate + ape of a token.
+            ring >= ratio * (1 + overlap) - 1, and longer by the tokens that may be taken back. Where ring >= max_seqlen_q + ratio *
+            (1 + overlap) - 1 the step is one launch, else two.
+        state_index: [num_seqs] int32, the state of each sequence; no two alike. -1 = none: a padding row, of which nothing is read, made or kept,
+            whatever its other arguments say.
+        seq_lens: [num_seqs] int32, tokens of each sequence including this step's; 0 for a padding row.
+        cu_seqlens_q: [num_seqs + 1] int32, prefix sums of the new tokens.
+        ratio: tokens of a window, 1..2**30.
+        overlap: whether an entry pools the window before its own too.
+        norm_weight: [dim] bf16, fp16 or fp32.
+        eps: added to the mean square, in 2**-100 .. 2**30.
+        cos_sin: [max_position, rope_dim] fp32 as in ``write_latent``.
+        pages: where entries go: LatentPages, or IndexPages for the keys of the indexer.
+        slot_mapping: [num_tokens] int64: the entry that a token closes goes to that token's slot; -1 = it is not made. Slots of other tokens
+            are not looked at.
+        max_seqlen_q: host int, at least the new tokens of the longest sequence. It sizes the grid: too small a value leaves entries out.
+        impl: "triton" (default for CUDA tensors), "torch" (default for CPU tensors).
+
+    Raises:
+        ValueError: a shape, dtype, stride, device or host value is not as above, or num_seqs * max_seqlen_q < num_tokens.
+
+    Source: DeepSeek-V4, compressed sparse and heavily compressed attention.
+    """
+    arguments = locals()  # all of them, by name
+    if _implementation(arguments.pop("impl"), kv) == "triton":
+        from . import triton_impl as compress_triton
+
+        compress_triton.compress(arguments)
+        return
+    from . import torch_impl as compress_torch
+
+    compress_torch.compress(CompressCall(**arguments))

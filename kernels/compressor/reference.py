@@ -1,0 +1,59 @@
+"""Oracle of ``compress``: one whole sequence at once, one window after another, no steps and no state.
+
+An entry is looked up by what it is made of and not by how it was made: a chunked, batched or rolled-back run has to end with these entries.
+
+Source: DeepSeek-V4, compressed attention: the compressors of the latents and of the indexer.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..latent_write import reference as reference_latent
+
+
+def compress(
+    kv: torch.Tensor,
+    gate: torch.Tensor,
+    ape: torch.Tensor,
+    *,
+    ratio: int,
+    overlap: bool,
+    norm_weight: torch.Tensor,
+    eps: float,
+    cos_sin: torch.Tensor,
+    first: int = 0,
+    dtype: torch.dtype | None = None,
+) -> dict[int, torch.Tensor]:
+    """The entries of a sequence.
+
+    Args:
+        kv, gate: [num_tokens, channels] rows of the tokens at the positions ``first``, ``first`` + 1, ...
+        ape, ratio, overlap, norm_weight, eps, cos_sin: as in ``quire.kernels.compress``.
+        first: position of the first row; windows that need an earlier token are left out.
+        dtype: arithmetic and result dtype; None takes kv's.
+
+    Returns:
+        Number of an entry -> its row [dim], before it is rounded to what the page holds.
+    """
+    dtype = kv.dtype if dtype is None else dtype
+    dim = norm_weight.shape[0]
+    entries = {}
+    for w in range(first // ratio, (first + kv.shape[0]) // ratio):
+        parts = [(t, 0) for t in range(w * ratio, (w + 1) * ratio)]
+        if overlap:
+            # Series b of the window's own tokens, series a of those before; window 0 has none before.
+            parts = [(t, dim) for t, _ in parts]
+            parts = [(t, 0) for t in range(max(0, (w - 1) * ratio), w * ratio)] + parts
+        if parts[0][0] < first:
+            continue
+        values, logits = [], []
+        for t, column in parts:
+            channels = slice(column, column + dim)
+            values.append(kv[t - first, channels].to(dtype))
+            logits.append(gate[t - first, channels].to(dtype) + ape[t % ratio, channels].to(dtype))
+        weights = torch.softmax(torch.stack(logits), 0)
+        pooled = (weights * torch.stack(values)).sum(0)
+        normed = reference_latent.normed(pooled, norm_weight, eps)
+        entries[w] = reference_latent.roped(normed, cos_sin[w * ratio])
+    return entries

@@ -1,0 +1,1 @@
+"""The lightning indexer: which compressed entries a query attends to."""

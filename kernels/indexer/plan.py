@@ -1,0 +1,87 @@
+"""How the work of ``index_topk`` is cut, from host integers alone: queries in chunks, a row of scores in pieces, pieces in levels.
+
+Scores are kept for one chunk of queries at a time. A *level* cuts each row into pieces of ``block`` values and keeps the best ``topk`` of
+each; what is kept is the row of the next level, until one piece is left. The best of a row are among the best of its pieces, so the result
+is exact, and as every piece keeps its lowest ids among equals and lists them in ascending order, the rule for ties survives the levels.
+
+Workspace of a query, in elements of 4 bytes: the scores, then for every level but the last the scores and the ids that its pieces kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..attention.configs import next_power_of_2
+
+# fp32 elements of the workspace that is allocated (64 MiB), unless a single query needs more: it stays in the L2 cache of a large GPU.
+WORKSPACE_NUMEL = 1 << 24
+# Values that one program selects from; they live in registers. Two counters of a scan share 32 bits, so 32768 is the limit.
+MIN_BLOCK, MAX_BLOCK = 1024, 8192
+# Scores of a query begin at multiples of this.
+ROW_ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class IndexPlan:
+    """How one call is cut.
+
+    num_entries: entries that a sequence can have. block: values of a piece. pieces: of a row at each level; the last is 1.
+    query_numel: elements of the workspace for one query; 0 if no query can see more than ``topk`` entries, so that nothing is scored.
+    chunk: queries at a time.
+    """
+
+    num_entries: int
+    topk: int
+    block: int
+    pieces: tuple[int, ...]
+    query_numel: int
+    chunk: int
+
+    @property
+    def row_numel(self) -> int:
+        """Elements from the scores of one query to those of the next."""
+        return -(-self.num_entries // ROW_ALIGNMENT) * ROW_ALIGNMENT
+
+    @property
+    def workspace_numel(self) -> int:
+        """Elements of the workspace that one chunk fills."""
+        return self.chunk * self.query_numel
+
+    def candidates(self, level: int) -> int:
+        """Element of the workspace where begin the scores that a level kept; as many ids follow."""
+        return self.chunk * (self.row_numel + 2 * self.topk * sum(self.pieces[:level]))
+
+
+def plan(
+    *,
+    num_tokens: int,
+    topk: int,
+    compress_ratio: int,
+    max_seq_len: int,
+    available: int | None = None,
+) -> IndexPlan:
+    """Plan a call.
+
+    Args:
+        num_tokens: queries.
+        topk, compress_ratio, max_seq_len: as in ``index_topk``.
+        available: elements of the caller's workspace; None: as many as are allocated for a call.
+
+    Returns:
+        IndexPlan; its chunk is 0 where ``available`` does not hold a single query.
+    """
+    num_entries = max_seq_len // compress_ratio
+    block = min(MAX_BLOCK, max(MIN_BLOCK, next_power_of_2(max(1, num_entries))))
+    # Pieces have to shrink.
+    block = max(block, 2 * next_power_of_2(topk))
+    if num_entries <= topk:
+        return IndexPlan(num_entries, topk, block, (1,), 0, num_tokens)
+    pieces = [-(-num_entries // block)]
+    while pieces[-1] > 1:
+        pieces.append(-(-pieces[-1] * topk // block))
+    kept = 2 * topk * sum(pieces[:-1])
+    query_numel = -(-num_entries // ROW_ALIGNMENT) * ROW_ALIGNMENT + kept
+    if available is None:
+        available = max(WORKSPACE_NUMEL, query_numel)
+    chunk = min(num_tokens, available // query_numel)
+    return IndexPlan(num_entries, topk, block, tuple(pieces), query_numel, chunk)

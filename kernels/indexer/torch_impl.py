@@ -1,0 +1,70 @@
+"""``index_topk`` for CPU tensors: vectorised torch, a bounded number of scores at a time. Reads lengths on the host.
+
+Source: as ``reference_indexer.py``.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+
+from ..common.checks import expect_ids
+from .api import IndexCall
+
+# Products of a head and a key that are held at once.
+MAX_PRODUCTS = 1 << 24
+
+
+@torch.no_grad()
+def index_topk(call: IndexCall) -> None:
+    """Fill ``call.out`` and ``call.lens``."""
+    call.out.fill_(-1)
+    call.lens.zero_()
+    bounds = call.cu_seqlens_q.tolist()
+    for s, (seq_len, (first, last)) in enumerate(
+        zip(call.seq_lens.tolist(), pairwise(bounds), strict=True)
+    ):
+        num_entries = min(seq_len // call.compress_ratio, call.plan.num_entries)
+        if last == first or num_entries <= 0:
+            continue
+        position = seq_len - last + torch.arange(first, last, device=call.q.device)
+        visible = ((position + 1) // call.compress_ratio).clamp(0, num_entries)
+        keys = _keys(call, s, num_entries) if num_entries > call.plan.topk else None
+        step = max(1, MAX_PRODUCTS // (num_entries * call.q.shape[1]))
+        for start in range(first, last, step):
+            tokens = slice(start, min(start + step, last))
+            _pick(call, keys, tokens, visible[tokens.start - first : tokens.stop - first])
+
+
+def _keys(call: IndexCall, seq: int, num_entries: int) -> torch.Tensor:
+    """The first ``num_entries`` keys of a sequence, [num_entries, index_dim] fp32."""
+    rows = call.pages.storage_block_size
+    entry = torch.arange(num_entries, device=call.q.device)
+    page = call.block_table[seq].long()[entry // rows]
+    expect_ids("block_table", page, call.pages.data.shape[0])
+    return call.pages.read(page * rows + entry % rows)
+
+
+def _pick(call: IndexCall, keys: torch.Tensor | None, tokens: slice, visible: torch.Tensor) -> None:
+    """Pick for some queries of one sequence; ``visible`` [queries] entries each, ``keys`` None if none sees more than topk."""
+    topk, device = call.plan.topk, call.q.device
+    call.lens[tokens] = visible.clamp(max=topk).int()
+    rank = torch.arange(topk, device=device)
+    call.out[tokens] = torch.where(rank < visible[:, None], rank, -1).int()
+    many = visible > topk
+    if keys is None or not many.any():
+        return
+    products = (call.q[tokens][many].float() @ keys.T).relu_()  # [queries, heads, entries]
+    # One order of summation for any number of queries, which a matrix product does not promise.
+    scores = products.mul_(call.weights[tokens][many][..., None]).sum(1)
+    entry = torch.arange(len(keys), device=device)
+    # A score of NaN counts as the largest: it is picked, so that the query's output tells of it.
+    scores = scores.nan_to_num(torch.inf, torch.inf, -torch.inf)
+    scores = scores.masked_fill(entry >= visible[many][:, None], -torch.inf)
+    last = torch.topk(scores, topk).values[:, -1:]
+    above, equal = scores > last, scores == last
+    needed = topk - above.sum(1, keepdim=True)
+    taken = above | (equal & (equal.cumsum(1) <= needed))
+    picks = taken.nonzero()[:, 1].view(-1, topk)
+    call.out[tokens.start + many.nonzero().squeeze(1)] = picks.int()
