@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from quire.kernels.attention import configs
+from quire.kernels.common import tile_shapes
 from quire.kernels.compressed import configs as compressed_configs
 from quire.kernels.indexer import plan as indexer_plan
 
@@ -170,7 +171,7 @@ def _add_compressed(case: LatentCase, device: Device, work: _Work) -> None:
     config = compressed_configs.select_config(
         shape.head_dim, ITEM_BYTES, case.fp8, device.arch, rows=rows
     )
-    block_q, _, head_tiles = configs.tile_heads(shape.num_heads, config.block_m)
+    block_q, _, head_tiles = tile_shapes.tile_heads(shape.num_heads, config.block_m)
     tile = _Tile(
         rows=config.block_m,
         keys=config.block_n,
@@ -237,7 +238,7 @@ def _add_mla(case: LatentCase, device: Device, work: _Work) -> None:
     rows = plan.rows if decode else dense_triton.PREFILL_ROWS[ITEM_BYTES]
     rows = dense_triton.tile_rows(rows, device.arch)
     config = dense_triton.select_config(ITEM_BYTES, rows, device.arch)
-    block_q, _, head_tiles = configs.tile_heads(shape.num_heads, rows)
+    block_q, _, head_tiles = tile_shapes.tile_heads(shape.num_heads, rows)
     tile = _Tile(
         rows=rows,
         keys=config.block_n,
@@ -326,7 +327,7 @@ def _add_index(case: LatentCase, device: Device, work: _Work) -> None:
     pairs = float(case.batch * _visible(case).sum())
     # The columns of two tokens fill an instruction; one token has half of them.
     per_tile = 1 if case.phase == "decode" else 2
-    columns = per_tile * max(16, configs.next_power_of_2(shape.num_heads))
+    columns = per_tile * max(16, tile_shapes.next_power_of_2(shape.num_heads))
     products = pairs / per_tile * columns
     work.flops += 2.0 * products * shape.head_dim
     work.loaded_bytes += pairs / per_tile * case.row_bytes + 8 * pairs

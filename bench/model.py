@@ -21,15 +21,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quire.kernels.attention.configs import (
-    MAX_REGISTERS,
-    MIN_SPLIT_TOKENS,
-    SHARED_MEMORY,
-    Config,
-    plan_decode,
-    select_config,
-    tile_heads,
-)
+from quire.kernels.attention.configs import MIN_SPLIT_TOKENS, Config, plan_decode, select_config
+from quire.kernels.common.tile_shapes import MAX_REGISTERS, SHARED_MEMORY, tile_heads
 
 from .floors import visible_pairs
 from .shapes import Case, Shape

@@ -170,7 +170,7 @@ def measure(name: str, arch: int, index: int) -> dict[str, Any]:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from quire.kernels.attention.configs import SHARED_MEMORY
+    from quire.kernels.common.tile_shapes import SHARED_MEMORY
 
     started = processor_seconds()
     case = all_cases()[name]

@@ -39,7 +39,7 @@ from typing import Any
 
 import torch
 
-from quire.kernels.attention import triton_impl as paged
+from quire.kernels.common import launching
 from quire.models.command import Parser, integer, number, output_file, program
 
 from .families import family_of
@@ -152,7 +152,7 @@ def write(chosen: dict[Cell, Any], arch: int, folder: Path | None) -> None:
 def run(args: argparse.Namespace, pool: concurrent.futures.Executor) -> int:
     """Tunes cell by cell; the exit status. pool: for `compile_all`."""
     device = torch.device("cpu" if args.dry_run else "cuda")
-    arch = paged.INTERPRETER_ARCH
+    arch = launching.INTERPRETER_ARCH
     if not args.dry_run:
         major, minor = torch.cuda.get_device_capability(device)
         arch = 10 * major + minor

@@ -20,6 +20,7 @@ from typing import Any
 
 from quire.kernels.attention import configs, tile_tables, tile_tables_e4m3
 from quire.kernels.attention import triton_impl as paged
+from quire.kernels.common import tile_shapes
 from quire.kernels.compressed import configs as compressed_configs
 from quire.kernels.compressed import triton_impl as compressed_triton
 from quire.kernels.mla import triton_impl as dense_triton
@@ -121,7 +122,7 @@ class _AttentionCell(Cell):
 
     def keys(self, arch: int) -> tuple[Any, ...]:
         rows = (self.rows,) if self.rows else ()
-        return (self.phase.upper(), configs.tile_class(arch), self.head_dim, *rows)
+        return (self.phase.upper(), tile_shapes.tile_class(arch), self.head_dim, *rows)
 
     def current(self, arch: int) -> configs.Config:
         page_bytes = 1 if self.e4m3 else 2
@@ -191,7 +192,7 @@ class _MlaCell(Cell):
         return f"mla x{self.rows}"
 
     def keys(self, arch: int) -> tuple[Any, ...]:
-        return ("CONFIGS", configs.tile_class(arch), self.rows)
+        return ("CONFIGS", tile_shapes.tile_class(arch), self.rows)
 
     def current(self, arch: int) -> dense_triton.MlaConfig:
         return dense_triton.select_config(2, self.rows, arch)
@@ -269,7 +270,7 @@ class _CompressedCell(Cell):
 
 def _fits(config: Any, row_bytes: int, arch: int) -> bool:
     tiles = config.block_n * row_bytes * (config.num_stages - 1)
-    return tiles <= configs.SHARED_MEMORY[arch]
+    return tiles <= tile_shapes.SHARED_MEMORY[arch]
 
 
 def _attention_cell(e4m3: bool, case: Case, arch: int) -> Cell | None:

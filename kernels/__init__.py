@@ -23,7 +23,7 @@ _HOME = {
     "paged_attention": "attention.api",
     "sliding_window_attention": "attention.api",
     "workspace_numel": "attention.api",
-    "write_kv": "attention.api",
+    "write_kv": "cache_write.api",
     "write_latent": "latent_write.api",
 }
 

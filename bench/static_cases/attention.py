@@ -6,6 +6,8 @@ import dataclasses
 import functools
 from typing import Any
 
+from quire.kernels.attention import call as attention_call
+
 from . import NUM_SMS, StaticCase, meta
 
 SAMPLE = (
@@ -140,9 +142,7 @@ def launches(shape: Shape, arch: int) -> list[Any]:
     """The kernels that a shape launches, as ``Launch`` values over tensors without storage."""
     from quire.kernels.attention import merge
     from quire.kernels.attention import triton_impl as paged
-    from quire.kernels.cache_write import triton_e4m3 as cache_write_e4m3
     from quire.kernels.cache_write import triton_impl as cache_write
-    from quire.kernels.common import checks
 
     num_kv_heads, num_seqs = shape.num_kv_heads, 16
     q_len = 1024 if shape.phase == "prefill" else shape.q_len
@@ -163,14 +163,14 @@ def launches(shape: Shape, arch: int) -> list[Any]:
         slots = meta(num_tokens, dtype="int64")
         if k_scale is None or v_scale is None:
             return [cache_write.prepare(*rows, k_pages, v_pages, slots)]
-        return [cache_write_e4m3.prepare(*rows, k_pages, v_pages, slots, k_scale, v_scale)]
+        return [cache_write.prepare_e4m3(*rows, k_pages, v_pages, slots, k_scale, v_scale)]
     if shape.phase == "merge":
         parts = empty(4, num_tokens, num_heads, shape.head_dim)
         part_lse = meta(4, num_heads, num_tokens, dtype="float32")
         out = empty(num_tokens, num_heads, shape.head_dim)
         return [merge.prepare(parts, part_lse, sinks, out, lse)]
     k, v = rows if shape.fresh else (None, None)
-    call = checks.check_attention(
+    call = attention_call.check_attention(
         empty(num_tokens, num_heads, shape.head_dim),
         k_pages,
         v_pages,

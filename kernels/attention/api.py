@@ -21,49 +21,9 @@ from typing import Any
 import torch
 
 from ..common import checks
-from ..common.impls import expect_impl
+from ..common.impls import implementation
 from . import configs
-
-
-def write_kv(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    *,
-    k_scale: float | torch.Tensor | None = None,
-    v_scale: float | torch.Tensor | None = None,
-    impl: str | None = None,
-) -> None:
-    """Write rows of keys and values to their slots in the pages, in place; to e4m3 pages quantised, as ``quant`` says.
-
-    Args:
-        k, v: [num_rows, num_kv_heads, head_dim] bf16, fp16 or fp32, last stride 1.
-        k_pages, v_pages: [num_pages, block_size, num_kv_heads, head_dim] same dtype or torch.float8_e4m3fn, any strides with last stride 1
-            (two views of one pool, head-major pages). No two of the slots written may share memory.
-        slot_mapping: [num_rows] int64, page * block_size + row; -1 = do not write this row.
-        k_scale, v_scale: for e4m3 pages, both of one kind; None for others. A number > 0 or fp32 [] (or [1]): the scale of all rows, read.
-            fp32 [num_pages, block_size, num_kv_heads], any strides: the scales of the rows, written beside them. (Host numbers in 2**-30 .. 2**30.)
-        impl: "triton" (default for CUDA tensors), "torch" (default for CPU tensors).
-
-    Raises:
-        ValueError: a shape, dtype, stride, device or host value is not as above.
-        NotImplementedError: with Triton, head_dim is not a power of two in 16..512.
-
-    Source: PagedAttention (arXiv 2309.06180) 4.3.
-    """
-    arguments = locals()  # all of them, by name
-    implementation = _implementation(arguments.pop("impl"), k)
-    if implementation == "triton":
-        from ..cache_write import triton_impl as cache_write
-
-        cache_write.write(arguments)
-    else:
-        from . import torch_impl
-
-        checks.check_write(**arguments)
-        torch_impl.write_kv(**arguments)
+from .call import check_attention, check_merge
 
 
 def paged_attention(
@@ -211,14 +171,13 @@ def merge_partials(
     Source: FlashInfer (arXiv 2501.01005) 2.2, attention states and their merge; gpt-oss for sinks.
     """
     arguments = locals()
-    implementation = _implementation(arguments.pop("impl"), partial_out)
-    if implementation == "triton":
+    if implementation(arguments.pop("impl"), partial_out) == "triton":
         from . import merge
 
         return merge.merge(arguments)
     from . import torch_impl
 
-    return torch_impl.merge_partials(**arguments | {"out": checks.check_merge(**arguments)})
+    return torch_impl.merge_partials(**arguments | {"out": check_merge(**arguments)})
 
 
 def workspace_numel(
@@ -270,21 +229,10 @@ def workspace_numel(
 
 
 def _attention(arguments: dict[str, Any]) -> torch.Tensor:
-    if _implementation(arguments.pop("impl"), arguments["q"]) == "triton":
+    if implementation(arguments.pop("impl"), arguments["q"]) == "triton":
         from . import triton_impl as paged
 
         return paged.attention(arguments)
     from . import torch_impl
 
-    return torch_impl.attention(checks.check_attention(**arguments))
-
-
-def _implementation(impl: str | None, tensor: torch.Tensor) -> str:
-    """What computes a call whose first tensor this is; "torch" for what is no tensor, which the checks refuse."""
-    if not isinstance(tensor, torch.Tensor):
-        expect_impl(impl, "")
-        return "torch"
-    if impl is not None:
-        expect_impl(impl, "cpu" if tensor.is_cpu else "cuda")
-        return impl
-    return "triton" if tensor.is_cuda else "torch"
+    return torch_impl.attention(check_attention(**arguments))

@@ -9,24 +9,11 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
+from ..common.tile_shapes import PROGRAMS_PER_SM, next_power_of_2, tile_class, tile_heads
 from . import tile_tables, tile_tables_e4m3
 
-# Shared memory that one program may use, in bytes (CUDA programming guide, compute capabilities table: 227, 163 and 99 KiB).
-SHARED_MEMORY = {
-    80: 163 << 10,
-    86: 99 << 10,
-    89: 99 << 10,
-    90: 227 << 10,
-    100: 227 << 10,
-    120: 99 << 10,
-}
-
-# Registers of a thread, said outright: left alone, ptxas aims for one more program an SM and spills a few of them.
-MAX_REGISTERS = 255
 # A split of fewer keys costs more in the merge than it wins in parallelism.
 MIN_SPLIT_TOKENS = 256
-# Decode work is cut so that about this many programs come to an SM: two resident ones, and as many to even out the end.
-PROGRAMS_PER_SM = 4
 
 
 @dataclass(frozen=True)
@@ -69,22 +56,6 @@ class DecodePlan:
     target_items: int
     max_items: int
     workspace_numel: int
-
-
-def next_power_of_2(n: int) -> int:
-    """The smallest power of two >= n (n >= 1)."""
-    return 1 << (n - 1).bit_length()
-
-
-def tile_heads(group: int, block_m: int) -> tuple[int, int, int]:
-    """How a query tile of ``block_m`` rows is shared by the ``group`` query heads of a KV head.
-
-    Returns:
-        (tokens of a tile, heads of a tile, tiles that cover the group). Rows past tokens * heads are idle, so that a group of 3 or 5
-        is not padded to a power of two.
-    """
-    heads = min(group, block_m)
-    return block_m // heads, heads, -(-group // heads)
 
 
 def plan_decode(
@@ -132,21 +103,6 @@ def plan_decode(
     return DecodePlan(
         block_m, target_items, max_items, max_items * block_q * num_heads * (head_dim + 1)
     )
-
-
-def shared_memory_class(arch: int) -> str:
-    """ "large" (227 KiB a program: Hopper, data-centre Blackwell), "medium" (163 KiB: A100) or "small" (99 KiB: all others)."""
-    if 90 <= arch < 120:
-        return "large"
-    return "medium" if arch in (80, 87) else "small"
-
-
-def tile_class(arch: int) -> str:
-    """Key of the tables of tile shapes: ``shared_memory_class``, of which "large" is "hopper" or "blackwell"."""
-    size = shared_memory_class(arch)
-    if size != "large":
-        return size
-    return "hopper" if arch < 100 else "blackwell"
 
 
 def halves_codes(head_dim: int, phase: str, arch: int, rows: int, row_scales: bool) -> bool:

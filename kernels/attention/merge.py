@@ -15,70 +15,10 @@ import triton
 import triton.language as tl
 
 from ..common import launch_cache, split_kv
-from ..common.checks import AttentionCall, check_merge
 from ..common.launching import Launch
+from ..common.merging import block_parts, load_sink, merge_rows
+from .call import AttentionCall, check_merge
 from .configs import MIN_SPLIT_TOKENS, DecodePlan
-
-LOG2E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def _exp(x):
-    # Differences of logarithms come in: scaled to base 2 only here, large ones lose nothing to the factor's rounding.
-    return tl.exp2(x * LOG2E)
-
-
-@triton.jit
-def _merge_rows(
-    rows,
-    lses,
-    num_parts,
-    stride_part,
-    lse_stride_part,
-    sink,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_PARTS: tl.constexpr,
-    EVERY_OTHER: tl.constexpr = False,
-):
-    """Merge one row of every part; returns the row [HEAD_DIM] fp32 and its natural-log lse. EVERY_OTHER: of those behind the second every other
-    one is a part."""
-    part = tl.arange(0, BLOCK_PARTS)
-    dim = tl.arange(0, HEAD_DIM)
-    row_max = tl.full([], float("-inf"), tl.float32)
-    row_sum = tl.zeros([], tl.float32)
-    acc = tl.zeros([HEAD_DIM], tl.float32)
-    for start in range(0, num_parts, BLOCK_PARTS):
-        index = (start + part).to(tl.int64)
-        live = index < num_parts
-        if EVERY_OTHER:
-            index = tl.maximum(2 * index - 1, 0)
-        part_lse = tl.load(lses + index * lse_stride_part, mask=live, other=float("-inf"))
-        live &= part_lse != float("-inf")
-        new_max = tl.maximum(row_max, tl.max(part_lse, 0))
-        base = tl.where(new_max == float("-inf"), 0.0, new_max)
-        weight = _exp(part_lse - base)  # [BLOCK_PARTS]
-        decay = _exp(row_max - base)
-        values = tl.load(
-            rows + index[:, None] * stride_part + dim[None, :], mask=live[:, None], other=0.0
-        ).to(tl.float32)
-        acc = acc * decay + tl.sum(values * weight[:, None], 0)
-        row_sum = row_sum * decay + tl.sum(weight, 0)
-        row_max = new_max
-    joint = tl.maximum(row_max, sink)
-    base = tl.where(joint == float("-inf"), 0.0, joint)
-    share = _exp(row_max - base)
-    total = row_sum * share + _exp(sink - base)
-    merged = acc * tl.where(total > 0.0, share / total, 0.0)
-    return merged, tl.where(row_sum > 0.0, row_max + tl.log(row_sum), float("-inf"))
-
-
-@triton.jit
-def _load_sink(sinks, head):
-    if sinks is not None:
-        sink = tl.load(sinks + head)
-    else:
-        sink = float("-inf")
-    return sink
 
 
 @triton.jit(do_not_specialize=["num_parts"])
@@ -104,13 +44,13 @@ def _merge_partials_kernel(
     row = tl.program_id(0)
     token = (row // num_heads).to(tl.int64)
     head = (row % num_heads).to(tl.int64)
-    merged, merged_lse = _merge_rows(
+    merged, merged_lse = merge_rows(
         partial_out + token * stride_token + head * stride_head,
         partial_lse + head * lse_stride_head + token,
         num_parts,
         stride_part,
         lse_stride_part,
-        _load_sink(sinks, head),
+        load_sink(sinks, head),
         HEAD_DIM,
         BLOCK_PARTS,
     )
@@ -160,10 +100,10 @@ def _merge_pieces_kernel(
     first = split_kv.first_item(
         seq, seq_lens, cu_seqlens_q, num_decodes, tokens, sliding_window, FRESH, BLOCK_Q
     ).to(tl.int64)
-    sink = _load_sink(sinks, head)
+    sink = load_sink(sinks, head)
     for t in range(0, q_len):
         row = (first * BLOCK_Q + t) * num_heads + head
-        merged, merged_lse = _merge_rows(
+        merged, merged_lse = merge_rows(
             partial_out + row * HEAD_DIM,
             partial_out + first_lse + row,
             num_parts,
@@ -180,13 +120,8 @@ def _merge_pieces_kernel(
             tl.store(lse + head * lse_stride_head + token, merged_lse)
 
 
-def block_parts(num_parts: int, head_dim: int) -> int:
-    """Parts that are merged at once: all of a few, or what keeps a tile at 4096 values."""
-    return min(triton.next_power_of_2(num_parts), max(8, 4096 // head_dim))
-
-
 def merge(arguments: dict[str, Any]) -> torch.Tensor:
-    """Check and launch ``ops.merge_partials(**arguments)``; returns ``out``."""
+    """Check and launch ``quire.kernels.merge_partials(**arguments)``; returns ``out``."""
     return launch_cache.run(prepare, arguments, _checked)
 
 

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from ..common.query_tiles import LOG2E, load_page, place_in_pages
 from ..common.tiles import halve_e4m3
-from .merge import LOG2E
 
 # Weights of quantised values reach up to 2^HEADROOM: fp16 holds those down to 2^-(14 + HEADROOM) of the largest with all of its digits.
 HEADROOM = tl.constexpr(14)
@@ -203,46 +203,6 @@ def _halve_pairs(pairs, HARDWARE_E4M3: tl.constexpr, PTX: tl.constexpr):
         even = halve_e4m3(pairs.to(tl.uint8), HARDWARE_E4M3)
         odd = halve_e4m3((pairs >> 8).to(tl.uint8), HARDWARE_E4M3)
     return even, odd
-
-
-@triton.jit
-def place_in_pages(key, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(block, row in it) of the keys of the tile that starts with ``key``, a multiple of BLOCK_N; the block is one number where all have it.
-
-    Where pages and tiles divide each other nothing is divided for each row: that takes registers, without which wgmma waits.
-    """
-    offs_n = tl.arange(0, BLOCK_N)
-    if BLOCK_SIZE % BLOCK_N == 0:
-        block = key // BLOCK_SIZE
-        row = key % BLOCK_SIZE + offs_n
-    elif BLOCK_N % BLOCK_SIZE == 0:
-        block = key // BLOCK_SIZE + offs_n // BLOCK_SIZE
-        row = offs_n % BLOCK_SIZE
-    else:
-        block = (key + offs_n) // BLOCK_SIZE
-        row = (key + offs_n) % BLOCK_SIZE
-    return block, row
-
-
-@triton.jit
-def load_page(
-    table, width, tile, more, WRAP: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr
-):
-    """Page id of a tile, or of each of its rows where a page is no multiple of a tile, if there is ``more`` to read, else 0.
-
-    No entry outside the table is read; what rows past the last key get is somebody else's, and those that no ring has kept, too.
-    WRAP: how often block b, entry b % width, goes round the table within a tile: "never", "once" or "often".
-    """
-    block, _ = place_in_pages(tile * BLOCK_N, BLOCK_SIZE, BLOCK_N)
-    if WRAP == "once":
-        first = tile * BLOCK_N // BLOCK_SIZE
-        entry = first % width + (block - first)
-        entry = tl.where(entry >= width, entry - width, entry)
-    elif WRAP == "often":
-        entry = block % width
-    else:
-        entry = tl.minimum(block, width - 1)
-    return tl.load(table + entry, mask=more, other=0)
 
 
 @triton.jit

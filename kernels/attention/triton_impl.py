@@ -26,66 +26,26 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..common import launch_cache, split_kv
-from ..common.checks import AttentionCall, check_attention, expect_head_dim
-from ..common.launching import Launch, partials
-from . import merge
-from .configs import (
-    MAX_REGISTERS,
-    MIN_SPLIT_TOKENS,
-    Config,
-    halves_codes,
-    plan_decode,
-    select_config,
-    tile_heads,
+from ..common.checks import expect_head_dim
+from ..common.launching import Launch, arch_and_sms, partials
+from ..common.query_tiles import (
+    LOG2E,
+    find_query_tile,
+    fold_sink,
+    natural_lse,
+    row_pointers,
+    rows_of_tile,
 )
-from .merge import LOG2E
+from ..common.tile_shapes import MAX_REGISTERS, tile_heads
+from . import merge
+from .call import AttentionCall, check_attention
+from .configs import MIN_SPLIT_TOKENS, Config, halves_codes, plan_decode, select_config
 from .query_tile import Scales, Source, Tiles, attend_query_tile
-
-LN2 = tl.constexpr(0.6931471805599453)
 
 # The first architecture with an instruction that widens e4m3.
 E4M3_ARCH = 89
 
 V_STRIDES = ("v_stride_page", "v_stride_row", "v_stride_head")
-
-# What CPU tensors (the Triton interpreter) are launched for.
-INTERPRETER_ARCH = 90
-INTERPRETER_SMS = 2
-
-
-@triton.jit
-def _tile_rows(head_tile, num_tokens, GROUP: tl.constexpr, BLOCK_Q: tl.constexpr, HEADS: tl.constexpr, BLOCK_M: tl.constexpr, zero=0):  # fmt: skip
-    """Token within the tile, head within the group and liveness of each row of a query tile that has ``num_tokens`` tokens.
-
-    zero: of a value that the compiler does not know, the rows are worked out where they are asked for, not ahead of a loop around it.
-    """
-    row = tl.arange(0, BLOCK_M) + zero
-    token = row // HEADS
-    head = head_tile * HEADS + row % HEADS
-    live = (row < BLOCK_Q * HEADS) & (token < num_tokens) & (head < GROUP)
-    return token, head, live
-
-
-@triton.jit
-def _row_pointers(base, first_token, first_head, token, head, stride_token, stride_head):
-    """Pointer to each row of a query tile; 64 bits from the scalars on."""
-    tile = base + first_token.to(tl.int64) * stride_token + first_head.to(tl.int64) * stride_head
-    return tile + token.to(tl.int64) * stride_token + head.to(tl.int64) * stride_head
-
-
-@triton.jit
-def _fold_sink(row_max, row_sum, sink):
-    """Factor that turns the unnormalised sum over keys into the output, the sink counted; all in log2 units, 0 for an empty row."""
-    joint = tl.maximum(row_max, sink)
-    base = tl.where(joint == float("-inf"), 0.0, joint)
-    total = row_sum * tl.exp2(row_max - base) + tl.exp2(sink - base)
-    return tl.where(total > 0.0, tl.exp2(row_max - base) / total, 0.0)
-
-
-@triton.jit
-def _natural_lse(row_max, row_sum):
-    """Natural-log lse of a running maximum (log2 units) and sum; -inf for an empty row."""
-    return tl.where(row_sum > 0.0, (row_max + tl.log2(row_sum)) * LN2, float("-inf"))
 
 
 @triton.jit
@@ -95,25 +55,12 @@ def _store_final(acc, row_max, row_sum, out_rows, lse_rows, sinks, live, HEAD_DI
         sink = tl.load(sinks, mask=live, other=float("-inf")) * LOG2E
     else:
         sink = float("-inf")
-    factor = _fold_sink(row_max, row_sum, sink)
+    factor = fold_sink(row_max, row_sum, sink)
     dim = tl.arange(0, HEAD_DIM)
     rows = (acc * factor[:, None]).to(out_rows.dtype.element_ty)
     tl.store(out_rows[:, None] + dim[None, :], rows, mask=live[:, None])
     if lse_rows is not None:
-        tl.store(lse_rows, _natural_lse(row_max, row_sum), mask=live)
-
-
-@triton.jit
-def _find_query_tile(cu_seqlens_q, tile, num_seqs, BLOCK_Q: tl.constexpr):
-    """Sequence of a query tile and the tile's first token. Sequence s starts at tile cu[s] // BLOCK_Q + s, so none is cut short."""
-    low = tile * 0
-    high = low + num_seqs
-    while high - low > 1:
-        middle = (low + high) // 2
-        passed = tl.load(cu_seqlens_q + middle) // BLOCK_Q + middle <= tile
-        low = tl.where(passed, middle, low)
-        high = tl.where(passed, high, middle)
-    return low, (tile - tl.load(cu_seqlens_q + low) // BLOCK_Q - low) * BLOCK_Q
+        tl.store(lse_rows, natural_lse(row_max, row_sum), mask=live)
 
 
 # What changes from step to step is not specialised on: a new batch size must not compile a new kernel.
@@ -144,16 +91,16 @@ def _prefill_kernel(
         kv_head = (head_index // HEAD_TILES).to(tl.int64)
         # Later tiles of a sequence see more keys; they start first, so that no long tile runs alone at the end.
         tile = num_tiles - 1 - item // PARTS // num_head_tiles
-        seq, q_first = _find_query_tile(cu_seqlens_q, tl.maximum(tile, 0), num_seqs, BLOCK_Q)
+        seq, q_first = find_query_tile(cu_seqlens_q, tl.maximum(tile, 0), num_seqs, BLOCK_Q)
         first_token = tl.load(cu_seqlens_q + seq)
         q_len = tl.load(cu_seqlens_q + seq + 1) - first_token
         if (tile >= 0) & (q_first < q_len) & ((seq >= num_decodes) | (q_len > decode_tokens)):
             context = tl.load(seq_lens + seq) - q_len
             tile_token = first_token + q_first
-            token, group_head, live = _tile_rows(
+            token, group_head, live = rows_of_tile(
                 head_index % HEAD_TILES, q_len - q_first, GROUP, BLOCK_Q, HEADS, BLOCK_M
             )
-            q_rows = _row_pointers(q, tile_token, kv_head * GROUP, token, group_head, q_stride_token, q_stride_head)  # fmt: skip
+            q_rows = row_pointers(q, tile_token, kv_head * GROUP, token, group_head, q_stride_token, q_stride_head)  # fmt: skip
             q_tile = tl.load(
                 q_rows[:, None] + tl.arange(0, HEAD_DIM)[None, :], mask=live[:, None], other=0.0
             )
@@ -188,10 +135,10 @@ def _prefill_kernel(
                 0, context + q_len, True, sliding_window, inner_scale, outer_scale,
                 HEAD_DIM, VALUE_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, WRAP, EQUAL_STRIDES, SCALES, HARDWARE_E4M3, HALF, PTX, DIVIDE, MASK_ALL,
             )  # fmt: skip
-            out_rows = _row_pointers(out + part * VALUE_DIM, tile_token, kv_head * GROUP, token, group_head, out_stride_token, out_stride_head)  # fmt: skip
+            out_rows = row_pointers(out + part * VALUE_DIM, tile_token, kv_head * GROUP, token, group_head, out_stride_token, out_stride_head)  # fmt: skip
             lse_rows = None
             if lse is not None:
-                lse_rows = _row_pointers(lse, tile_token, kv_head * GROUP, token, group_head, 1, lse_stride_head)  # fmt: skip
+                lse_rows = row_pointers(lse, tile_token, kv_head * GROUP, token, group_head, 1, lse_stride_head)  # fmt: skip
             sink_rows = None
             if sinks is not None:
                 sink_rows = sinks + kv_head * GROUP + group_head
@@ -246,10 +193,10 @@ def _decode_kernel(
         low = tl.maximum(low, (first_tile + num_tiles * piece // pieces) * BLOCK_N)
         high = tl.minimum(high, (first_tile + num_tiles * (piece + 1) // pieces) * BLOCK_N)
 
-    token, group_head, live = _tile_rows(
+    token, group_head, live = rows_of_tile(
         head_index % HEAD_TILES, q_len, GROUP, BLOCK_Q, HEADS, BLOCK_M
     )
-    q_rows = _row_pointers(q, first_token, kv_head * GROUP, token, group_head, q_stride_token, q_stride_head)  # fmt: skip
+    q_rows = row_pointers(q, first_token, kv_head * GROUP, token, group_head, q_stride_token, q_stride_head)  # fmt: skip
     q_tile = tl.load(
         q_rows[:, None] + tl.arange(0, HEAD_DIM)[None, :], mask=live[:, None], other=0.0
     )
@@ -276,14 +223,14 @@ def _decode_kernel(
     if SCALES != "none" and not HARDWARE_E4M3:
         # Bits moved by hand take more registers: rather than keep what is known of the rows, which would spill, work it out again.
         q_len = tl.load(cu_seqlens_q + seq + 1, volatile=True) - first_token
-        token, group_head, live = _tile_rows(
+        token, group_head, live = rows_of_tile(
             head_index % HEAD_TILES, q_len, GROUP, BLOCK_Q, HEADS, BLOCK_M
         )
     if pieces == 1:
-        out_rows = _row_pointers(out, first_token, kv_head * GROUP, token, group_head, out_stride_token, out_stride_head)  # fmt: skip
+        out_rows = row_pointers(out, first_token, kv_head * GROUP, token, group_head, out_stride_token, out_stride_head)  # fmt: skip
         lse_rows = None
         if lse is not None:
-            lse_rows = _row_pointers(lse, first_token, kv_head * GROUP, token, group_head, 1, lse_stride_head)  # fmt: skip
+            lse_rows = row_pointers(lse, first_token, kv_head * GROUP, token, group_head, 1, lse_stride_head)  # fmt: skip
         sink_rows = None
         if sinks is not None:
             sink_rows = sinks + kv_head * GROUP + group_head
@@ -299,7 +246,7 @@ def _decode_kernel(
 def attention(arguments: dict[str, Any]) -> torch.Tensor:
     """Check and launch ``check_attention(**arguments)``; returns ``out``. Calls that look alike are checked once (``recipes``).
 
-    Raises: ValueError, NotImplementedError: as ``ops.paged_attention``.
+    Raises: ValueError, NotImplementedError: as ``quire.kernels.paged_attention``.
     """
     aligned = launch_cache.at_16_bytes(arguments["k"], arguments["v"])
     values = arguments["v_pages"]
@@ -310,7 +257,7 @@ def attention(arguments: dict[str, Any]) -> torch.Tensor:
 def _checked(arguments: dict[str, Any]) -> tuple[dict[str, Any], list[Launch]]:
     call = check_attention(**arguments)
     expect_head_dim("k_pages", call.k_pages.shape[3])
-    return dict(vars(call)), prepare(call, *_device(call.q))
+    return dict(vars(call)), prepare(call, *arch_and_sms(call.q))
 
 
 def prepare(call: AttentionCall, arch: int, num_sms: int) -> list[Launch]:
@@ -332,14 +279,6 @@ def prepare(call: AttentionCall, arch: int, num_sms: int) -> list[Launch]:
     if call.num_decodes < call.num_seqs or (call.num_seqs and call.max_seqlen_q > decode_tokens):
         launches.append(_prepare_prefill(call, arch, num_sms, decode_tokens))
     return launches
-
-
-def _device(tensor: torch.Tensor) -> tuple[int, int]:
-    """Compute capability as major * 10 + minor, and streaming multiprocessors."""
-    if not tensor.is_cuda:
-        return INTERPRETER_ARCH, INTERPRETER_SMS
-    properties = torch.cuda.get_device_properties(tensor.device)
-    return properties.major * 10 + properties.minor, properties.multi_processor_count
 
 
 def _shared_arguments(call: AttentionCall) -> dict[str, Any]:

@@ -1,9 +1,12 @@
-"""Write rows of keys and values to their slots: one program moves some heads of one row, a row with slot -1 moves nothing.
+"""Write rows of keys and values to their slots: one program moves or quantises some heads of one row, a row with slot -1 moves nothing.
 
 Layout: k, v [num_rows, num_kv_heads, head_dim] -> pages [num_pages, block_size, num_kv_heads, head_dim] of any strides, slot =
-page * block_size + row. Bound by memory: each row is read once and written once.
+page * block_size + row; row scales [num_pages, block_size, num_kv_heads] of any strides. Bound by memory: each row is read once and written once.
 
-Source: PagedAttention (arXiv 2309.06180) 4.3.
+What e4m3 pages get is what ``common.e4m3`` says, bit for bit (but for the sign of a NaN): the division is IEEE's, and the rounding to e4m3 is
+integer arithmetic, which is exact also where there is no such instruction (sm_80) and in Triton's interpreter, whose own cast is not.
+
+Source: ``common.e4m3``; PagedAttention (arXiv 2309.06180) 4.3.
 """
 
 from typing import Any
@@ -12,13 +15,19 @@ import torch
 import triton
 import triton.language as tl
 
-from ..attention.configs import next_power_of_2
-from ..common import launch_cache
-from ..common.checks import check_write, expect_head_dim
+from ..common import e4m3, launch_cache
+from ..common.checks import expect_head_dim, scale_kind
 from ..common.launching import Launch
+from ..common.tile_shapes import next_power_of_2
+from ..common.tiles import INF_BITS, rounded_to_e4m3
+from .call import check_write
 
 # Elements of K that one program holds; V the same.
 ELEMENTS_PER_PROGRAM = 2048
+
+MAX_BITS = tl.constexpr(0x7F7FFFFF)  # of the largest finite fp32 number
+E4M3_MAX = tl.constexpr(e4m3.E4M3_MAX)
+MIN_SCALE = tl.constexpr(e4m3.MIN_SCALE)
 
 
 @triton.jit
@@ -61,13 +70,81 @@ def _write_kv_kernel(
     tl.store(v_slot + head * v_pages_stride_head + dim, v_row, mask=live)
 
 
+@triton.jit
+def _row_scales(rows):
+    """Scales [HEADS] of rows [HEADS, HEAD_DIM] fp32."""
+    # Bits of positive floats are ordered as the floats are, and those of a NaN come last.
+    largest = tl.max(rows.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+    largest = tl.where(largest == INF_BITS, MAX_BITS, largest).to(tl.float32, bitcast=True)
+    scales = tl.math.div_rn(largest, tl.full(largest.shape, E4M3_MAX, tl.float32))
+    return tl.where(scales < MIN_SCALE, MIN_SCALE, scales)
+
+
+@triton.jit
+def _write_rows(rows, scale, cells, scale_cells, live, SCALES: tl.constexpr):
+    """Quantise rows [HEADS, HEAD_DIM] and store their codes, and scales of their own. SCALES: as in ``attention.query_tile``."""
+    rows = rows.to(tl.float32)
+    if SCALES == "rows":
+        scales = _row_scales(rows)
+        tl.store(scale_cells, scales, mask=live)
+        divisor = scales[:, None] + tl.zeros_like(rows)
+    elif SCALES == "tensor":
+        divisor = tl.full(rows.shape, 0.0, tl.float32) + tl.load(scale)
+    else:
+        divisor = tl.full(rows.shape, 0.0, tl.float32) + scale
+    _, codes = rounded_to_e4m3(tl.math.div_rn(rows, divisor))
+    tl.store(cells, codes.to(tl.uint8), mask=live[:, None])
+
+
+@triton.jit
+def _write_kv_e4m3_kernel(
+    k, v, k_pages, v_pages, k_scale, v_scale, slot_mapping, num_kv_heads,
+    k_stride_row, k_stride_head, v_stride_row, v_stride_head,
+    k_pages_stride_page, k_pages_stride_row, k_pages_stride_head,
+    v_pages_stride_page, v_pages_stride_row, v_pages_stride_head,
+    k_scale_stride_page, k_scale_stride_row, k_scale_stride_head,
+    v_scale_stride_page, v_scale_stride_row, v_scale_stride_head,
+    BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_HEADS: tl.constexpr, SCALES: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping + row)
+    if slot < 0:
+        return
+    page = slot // BLOCK_SIZE
+    page_row = slot % BLOCK_SIZE
+    head = (tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)).to(tl.int64)
+    dim = tl.arange(0, HEAD_DIM)[None, :]
+    live = head < num_kv_heads
+    k_row = tl.load(
+        k + row * k_stride_row + head[:, None] * k_stride_head + dim, mask=live[:, None], other=0.0
+    )
+    v_row = tl.load(
+        v + row * v_stride_row + head[:, None] * v_stride_head + dim, mask=live[:, None], other=0.0
+    )
+    k_cells = k_pages + page * k_pages_stride_page + page_row * k_pages_stride_row
+    v_cells = v_pages + page * v_pages_stride_page + page_row * v_pages_stride_row
+    k_scale_cells = None
+    v_scale_cells = None
+    if SCALES == "rows":
+        k_scale_cells = k_scale + page * k_scale_stride_page + page_row * k_scale_stride_row
+        k_scale_cells += head * k_scale_stride_head
+        v_scale_cells = v_scale + page * v_scale_stride_page + page_row * v_scale_stride_row
+        v_scale_cells += head * v_scale_stride_head
+    _write_rows(
+        k_row, k_scale, k_cells + head[:, None] * k_pages_stride_head + dim, k_scale_cells, live, SCALES
+    )  # fmt: skip
+    _write_rows(
+        v_row, v_scale, v_cells + head[:, None] * v_pages_stride_head + dim, v_scale_cells, live, SCALES
+    )  # fmt: skip
+
+
 def block_heads(num_kv_heads: int, head_dim: int) -> int:
     """Heads that one program moves: a power of two."""
     return min(next_power_of_2(num_kv_heads), max(1, ELEMENTS_PER_PROGRAM // head_dim))
 
 
 def write(arguments: dict[str, Any]) -> None:
-    """Check and launch ``ops.write_kv(**arguments)``."""
+    """Check and launch ``quire.kernels.write_kv(**arguments)``."""
     launch_cache.run(prepare, arguments, _checked)
 
 
@@ -77,9 +154,7 @@ def _checked(arguments: dict[str, Any]) -> tuple[dict[str, Any], list[Launch]]:
     rows = [arguments[name] for name in ("k", "v", "k_pages", "v_pages", "slot_mapping")]
     if arguments["k_scale"] is None:
         return dict(arguments), [prepare(*rows)]
-    from . import triton_e4m3 as cache_write_e4m3
-
-    launch = cache_write_e4m3.prepare(*rows, arguments["k_scale"], arguments["v_scale"])
+    launch = prepare_e4m3(*rows, arguments["k_scale"], arguments["v_scale"])
     return dict(arguments), [launch]
 
 
@@ -119,3 +194,24 @@ def prepare(
             "num_warps": 4,
         },
     )
+
+
+def prepare_e4m3(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_scale: float | torch.Tensor,
+    v_scale: float | torch.Tensor,
+) -> Launch:
+    """The launch that writes checked arguments; shapes as in ``quire.kernels.write_kv``."""
+    plain = prepare(k, v, k_pages.view(torch.uint8), v_pages.view(torch.uint8), slot_mapping)
+    kind = scale_kind(k_scale)
+    arguments = plain.arguments | {"SCALES": kind}
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        arguments[name] = scale if isinstance(scale, torch.Tensor) else float(scale)
+        strides = scale.stride() if kind == "rows" else (None, None, None)
+        for axis, stride in zip(("page", "row", "head"), strides, strict=True):
+            arguments[f"{name}_stride_{axis}"] = stride
+    return Launch(_write_kv_e4m3_kernel, plain.grid, arguments)

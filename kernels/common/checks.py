@@ -7,7 +7,6 @@ call after these checks, with every default filled in, so that the implementatio
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,47 +18,6 @@ E4M3 = torch.float8_e4m3fn
 MAX_TOKENS = 2**30
 # Rows of a tile, at most. The kernels address those of a tile of fresh rows with 32 bits.
 MAX_TILE = 128
-
-
-@dataclass(frozen=True)
-class AttentionCall:
-    """The checked arguments of one attention call; fields are named and shaped as in ``ops.paged_attention``."""
-
-    q: torch.Tensor
-    k_pages: torch.Tensor
-    v_pages: torch.Tensor
-    block_table: torch.Tensor
-    seq_lens: torch.Tensor
-    cu_seqlens_q: torch.Tensor
-    k: torch.Tensor | None
-    v: torch.Tensor | None
-    sinks: torch.Tensor | None
-    out: torch.Tensor
-    lse: torch.Tensor | None
-    workspace: torch.Tensor | None
-    max_seqlen_q: int
-    max_seq_len: int | None
-    num_decodes: int
-    softmax_scale: float
-    softcap: float | None
-    sliding_window: int | None
-    k_scale: float | torch.Tensor | None = None
-    v_scale: float | torch.Tensor | None = None
-
-    @property
-    def scales(self) -> str:
-        """What k_scale and v_scale are: "none", "number", "tensor" (of one number) or "rows"."""
-        return scale_kind(self.k_scale)
-
-    @property
-    def num_seqs(self) -> int:
-        """Sequences in the batch."""
-        return self.seq_lens.shape[0]
-
-    @property
-    def group(self) -> int:
-        """Query heads per KV head."""
-        return self.q.shape[1] // self.k_pages.shape[2]
 
 
 def expect_tensor(
@@ -199,7 +157,7 @@ def check_scales(
     v_scale: float | torch.Tensor | None,
     k_pages: torch.Tensor,
 ) -> None:
-    """Require scales of one kind for e4m3 pages, and none for others; shapes as in ``ops.write_kv``, ValueError otherwise."""
+    """Require scales of one kind for e4m3 pages, and none for others; shapes as in ``quire.kernels.write_kv``, ValueError otherwise."""
     named = (("k_scale", k_scale), ("v_scale", v_scale))
     rows = tuple(k_pages.shape[:3])
     for name, scale in named:
@@ -228,157 +186,6 @@ def check_scales(
         raise ValueError(
             f"v_scale: expected the kind of k_scale, {_described(k_scale)}, got {_described(v_scale)}"
         )
-
-
-def check_write(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    k_scale: float | torch.Tensor | None,
-    v_scale: float | torch.Tensor | None,
-) -> None:
-    """Check the arguments of ``ops.write_kv``, which says what they are and what is raised."""
-    expect_tensor("k", k, (None, None, None), MODEL_DTYPES)
-    expect_tensor("v", v, tuple(k.shape), k.dtype, device=k.device)
-    check_pages(k_pages, v_pages, k.dtype, k.device)
-    check_scales(k_scale, v_scale, k_pages)
-    if k.shape[1:] != k_pages.shape[2:]:
-        raise ValueError(
-            f"k: expected [*, {k_pages.shape[2]}, {k_pages.shape[3]}], got {list(k.shape)}"
-        )
-    expect_tensor("slot_mapping", slot_mapping, (k.shape[0],), torch.int64, device=k.device)
-
-
-def check_merge(
-    partial_out: torch.Tensor,
-    partial_lse: torch.Tensor,
-    sinks: torch.Tensor | None,
-    out: torch.Tensor | None,
-    lse: torch.Tensor | None,
-) -> torch.Tensor:
-    """Check the arguments of ``ops.merge_partials``, which says what they are and what is raised; ``out``, or new memory for it."""
-    expect_tensor("partial_out", partial_out, (None,) * 4, MODEL_DTYPES)
-    num_parts, num_tokens, num_heads, head_dim = partial_out.shape
-    device = partial_out.device
-    expect_head_dim("partial_out", head_dim)
-    expect_int("partial_out: num_parts", num_parts, 1)
-    lse_shape = (num_heads, num_tokens)
-    expect_tensor("partial_lse", partial_lse, (num_parts, *lse_shape), torch.float32, device=device)
-    if sinks is not None:
-        expect_tensor("sinks", sinks, (num_heads,), torch.float32, device=device)
-    if lse is not None:
-        expect_tensor("lse", lse, lse_shape, torch.float32, device=device)
-        expect_apart("lse", lse)
-    if out is None:
-        return torch.empty(partial_out.shape[1:], dtype=partial_out.dtype, device=device)
-    expect_tensor("out", out, (num_tokens, num_heads, head_dim), MODEL_DTYPES, device=device)
-    expect_apart("out", out)
-    return out
-
-
-def check_attention(
-    q: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    *,
-    max_seqlen_q: int,
-    k: torch.Tensor | None,
-    v: torch.Tensor | None,
-    max_seq_len: int | None,
-    num_decodes: int | None,
-    softmax_scale: float | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-    out: torch.Tensor | None,
-    lse: torch.Tensor | None,
-    workspace: torch.Tensor | None,
-    sliding_window: int | None,
-    k_scale: float | torch.Tensor | None = None,
-    v_scale: float | torch.Tensor | None = None,
-) -> AttentionCall:
-    """Check the arguments of one attention call and fill in the defaults; see ``ops.paged_attention`` for shapes and errors."""
-    expect_tensor("q", q, (None, None, None), MODEL_DTYPES)
-    num_tokens, num_heads, head_dim = q.shape
-    device = q.device
-    check_pages(k_pages, v_pages, q.dtype, device)
-    check_scales(k_scale, v_scale, k_pages)
-    num_kv_heads = k_pages.shape[2]
-    if k_pages.shape[3] != head_dim:
-        raise ValueError(f"k_pages: expected head_dim {head_dim}, got {k_pages.shape[3]}")
-    if num_heads == 0 or num_heads % num_kv_heads:
-        raise ValueError(
-            f"q: expected num_heads to be a multiple of num_kv_heads {num_kv_heads}, got {num_heads}"
-        )
-    expect_tensor("seq_lens", seq_lens, (None,), torch.int32, device=device)
-    num_seqs = seq_lens.shape[0]
-    expect_tensor("cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,), torch.int32, device=device)
-    expect_tensor("block_table", block_table, (num_seqs, None), torch.int32, device=device)
-    expect_int("block_table: width", block_table.shape[1], 1)
-    if (k is None) != (v is None):
-        missing = "k" if k is None else "v"
-        raise ValueError(f"{missing}: expected fresh rows of both k and v or of neither, got None")
-    if k is not None and v is not None:
-        fresh_shape = (num_tokens, num_kv_heads, head_dim)
-        expect_tensor("k", k, fresh_shape, q.dtype, device=device)
-        expect_tensor("v", v, fresh_shape, q.dtype, device=device)
-        for name, rows in (("k", k), ("v", v)):
-            if num_tokens > 1 and MAX_TILE * rows.stride(0) >= 2**31:
-                raise ValueError(
-                    f"{name}: expected tokens < 2**24 elements apart, got {rows.stride()}"
-                )
-    if sinks is not None:
-        expect_tensor("sinks", sinks, (num_heads,), torch.float32, device=device)
-    if out is not None:
-        expect_tensor("out", out, (num_tokens, num_heads, head_dim), q.dtype, device=device)
-        expect_apart("out", out)
-    if lse is not None:
-        expect_tensor("lse", lse, (num_heads, num_tokens), torch.float32, device=device)
-        expect_apart("lse", lse)
-    if workspace is not None:
-        expect_tensor("workspace", workspace, (None,), torch.float32, device=device)
-    expect_int("max_seqlen_q", max_seqlen_q, 0)
-    if max_seq_len is not None:
-        expect_int("max_seq_len", max_seq_len, 0)
-    if num_decodes is None:
-        num_decodes = num_seqs if max_seqlen_q <= 1 else 0
-    expect_int("num_decodes", num_decodes, 0, num_seqs)
-    if num_decodes == num_seqs and num_seqs * max_seqlen_q < num_tokens:
-        # No prefill kernel is launched for what the decode tile cannot hold.
-        raise ValueError(
-            f"max_seqlen_q: expected the longest of {num_seqs} sequences with {num_tokens} tokens, got {max_seqlen_q}"
-        )
-    softmax_scale = softmax_factor(softmax_scale, head_dim)
-    if softcap is not None:
-        expect_positive("softcap", softcap)
-    if sliding_window is not None:
-        sliding_window = window_tokens(sliding_window)
-    return AttentionCall(
-        q=q,
-        k_pages=k_pages,
-        v_pages=v_pages,
-        block_table=block_table,
-        seq_lens=seq_lens,
-        cu_seqlens_q=cu_seqlens_q,
-        k=k,
-        v=v,
-        sinks=sinks,
-        out=torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out,
-        lse=lse,
-        workspace=workspace,
-        max_seqlen_q=max_seqlen_q,
-        max_seq_len=max_seq_len,
-        num_decodes=num_decodes,
-        softmax_scale=softmax_scale,
-        softcap=None if softcap is None else float(softcap),
-        sliding_window=sliding_window,
-        k_scale=float(k_scale) if isinstance(k_scale, int) else k_scale,
-        v_scale=float(v_scale) if isinstance(v_scale, int) else v_scale,
-    )
 
 
 def _described(value: Any) -> str:

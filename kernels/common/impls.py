@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 IMPLS = ("triton", "torch")
 
 
@@ -25,3 +27,14 @@ def expect_impl(impl: str | None, device_type: str) -> None:
             raise NotImplementedError(
                 "impl: 'triton' is supported on GPUs (and by Triton's interpreter, TRITON_INTERPRET=1), got a CPU"
             )
+
+
+def implementation(impl: str | None, tensor: torch.Tensor) -> str:
+    """What computes a call whose first tensor this is; "torch" for what is no tensor, which the checks refuse."""
+    if not isinstance(tensor, torch.Tensor):
+        expect_impl(impl, "")
+        return "torch"
+    if impl is not None:
+        expect_impl(impl, "cpu" if tensor.is_cpu else "cuda")
+        return impl
+    return "triton" if tensor.is_cuda else "torch"

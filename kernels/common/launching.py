@@ -57,3 +57,16 @@ def partials(
             f"workspace: expected float32 [>= {numel}], got float32 [{workspace.numel()}]"
         )
     return workspace, numel // (dim + 1) * dim
+
+
+# What CPU tensors (the Triton interpreter) are launched for.
+INTERPRETER_ARCH = 90
+INTERPRETER_SMS = 2
+
+
+def arch_and_sms(tensor: torch.Tensor) -> tuple[int, int]:
+    """Compute capability as major * 10 + minor, and streaming multiprocessors."""
+    if not tensor.is_cuda:
+        return INTERPRETER_ARCH, INTERPRETER_SMS
+    properties = torch.cuda.get_device_properties(tensor.device)
+    return properties.major * 10 + properties.minor, properties.multi_processor_count

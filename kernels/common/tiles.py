@@ -1,4 +1,4 @@
-"""Triton helpers that several kernels of this family share.
+"""Triton helpers of tiles of keys: e4m3 widened and rounded, the step of a softmax over latents, the sequence of a token.
 
 Source: OCP 8-bit floating point specification for e4m3.
 """
@@ -6,6 +6,10 @@ Source: OCP 8-bit floating point specification for e4m3.
 import triton
 import triton.language as tl
 
+# Bit patterns of fp32: infinity, 448, and the smallest normal e4m3 value 2^-6.
+INF_BITS = tl.constexpr(0x7F800000)
+E4M3_MAX_BITS = tl.constexpr(0x43E00000)
+E4M3_NORMAL_BITS = tl.constexpr(0x3C800000)
 # Sequences whose lengths a program looks at together.
 CHUNK = tl.constexpr(128)
 
@@ -128,3 +132,22 @@ def find_sequence(token, cu_seqlens_q, num_seqs):
         end = tl.load(cu_seqlens_q + 1 + seq, mask=seq < num_seqs, other=2147483647)
         found += tl.sum((end <= token).to(tl.int32), 0)
     return found
+
+
+@triton.jit
+def rounded_to_e4m3(x):
+    """(value fp32, code int32) of the e4m3 value nearest to x fp32, ties to even, infinities to +-448, NaN to NaN."""
+    bits = x.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    is_nan = magnitude > INF_BITS
+    magnitude = tl.minimum(magnitude, E4M3_MAX_BITS)
+    # Three mantissa bits stay; a carry out of them runs into the exponent, as it should.
+    normal = (magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) & 0x7FF00000
+    # Below 2^-6 the values are multiples of 2^-9, the spacing of fp32 at 2^14: an addition rounds to them.
+    step = magnitude.to(tl.float32, bitcast=True) + 16384.0
+    steps = step.to(tl.int32, bitcast=True) - 0x46800000
+    is_normal = magnitude >= E4M3_NORMAL_BITS
+    value = tl.where(is_normal, normal.to(tl.float32, bitcast=True), step - 16384.0)
+    code = tl.where(is_normal, (normal >> 20) - ((127 - 7) << 3), steps)
+    value = tl.where(is_nan, float("nan"), tl.where(bits < 0, -value, value))
+    return value, tl.where(is_nan, 0x7F, code) | tl.where(bits < 0, 0x80, 0)

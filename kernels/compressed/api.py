@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import torch
 
-from ..attention import api as ops
 from ..common import checks
+from ..common.impls import implementation
 from ..common.latent_pages import LatentPages
+from ..common.tile_shapes import MAX_ROWS
 from .call import check
-from .configs import MAX_ROWS
 
 
 def compressed_attention(
@@ -87,7 +87,7 @@ def compressed_attention(
     Source: DeepSeek-V4 report 2.3; transformers models/deepseek_v4.
     """
     arguments = locals()  # all of them, by name
-    if ops._implementation(arguments.pop("impl"), q) == "triton":
+    if implementation(arguments.pop("impl"), q) == "triton":
         from . import triton_impl as compressed_triton
 
         return compressed_triton.attention(arguments)

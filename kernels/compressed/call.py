@@ -8,7 +8,7 @@ import torch
 
 from ..common import checks
 from ..common.latent_pages import LatentPages
-from .configs import MAX_ROWS
+from ..common.tile_shapes import MAX_ROWS
 
 
 @dataclass(frozen=True, eq=False)

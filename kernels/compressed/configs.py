@@ -8,14 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..attention.configs import next_power_of_2, shared_memory_class
+from ..common.stream_k import LAUNCH_COST, PIECE_COST
+from ..common.tile_shapes import MAX_ROWS, next_power_of_2, shared_memory_class
 
 # A piece of fewer keys leaves more partial results behind than it reads.
 MIN_PIECE_KEYS = 128
-# Keys that a program could attend to instead of leaving the partial results of a row of its query tile, or instead of merging them; and in the
-# time that launching the merge takes. Own estimates.
-PIECE_COST, LAUNCH_COST = 2, 64
-MAX_ROWS = 64
 
 
 @dataclass(frozen=True)

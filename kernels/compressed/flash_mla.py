@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from ..attention.api import _implementation
 from ..common import checks
+from ..common.impls import implementation
 from ..common.latent_pages import HEAD_DIM, ROW_BYTES, SCALE_BYTES, LatentPages
 from .call import CompressedCall, check_rows
 
@@ -94,7 +94,7 @@ def flash_mla_with_kvcache(
     }  # fmt: skip
     if isinstance(q, torch.Tensor) and q.dim() == 4 and q.shape[1] != 1:
         arguments |= _even_rows(arguments)
-    if _implementation(impl, q) == "triton":
+    if implementation(impl, q) == "triton":
         from . import triton_impl as compressed_triton
 
         compressed_triton.attend_slots(arguments, _checked, _returned)

@@ -22,28 +22,22 @@ import torch
 import triton
 import triton.language as tl
 
-from ..attention.configs import MAX_REGISTERS, tile_heads
-from ..attention.merge import LOG2E, _load_sink, _merge_rows, block_parts
-from ..attention.triton_impl import (
-    _device,
-    _find_query_tile,
-    _fold_sink,
-    _natural_lse,
-    _row_pointers,
-    _tile_rows,
-)
 from ..common import launch_cache, stream_k
-from ..common.launching import Launch, partials
+from ..common.launching import Launch, arch_and_sms, partials
+from ..common.merging import block_parts, compressed_merge_kernel
+from ..common.query_tiles import (
+    LOG2E,
+    find_query_tile,
+    fold_sink,
+    natural_lse,
+    row_pointers,
+    rows_of_tile,
+)
+from ..common.stream_k import PIECE_COST
+from ..common.tile_shapes import MAX_REGISTERS, tile_heads
 from ..common.tiles import hoists
 from .call import CompressedCall, check
-from .configs import (
-    MIN_PIECE_KEYS,
-    PIECE_COST,
-    CompressedConfig,
-    plan_decode,
-    select_config,
-    tile_rows,
-)
+from .configs import MIN_PIECE_KEYS, CompressedConfig, plan_decode, select_config, tile_rows
 from .query_tile import Order, Pages, attend_keys
 
 # The first architecture with an instruction that widens e4m3.
@@ -71,7 +65,7 @@ def _store_rows(
     """Normalise, fold the sink in, turn the roped channels back (cos_sin None: leave them) and store rows and lse (without keys -inf, with SLOTS +inf)."""
     GROUPS: tl.constexpr = HEAD_DIM // ROPE_DIM
     dtype = out_rows.dtype.element_ty
-    factor = _fold_sink(row_max, row_sum, sink)
+    factor = fold_sink(row_max, row_sum, sink)
     dim = tl.arange(0, HEAD_DIM)
     stored = dim < HEAD_DIM
     acc = acc * (factor[None, :] if SWAP else factor[:, None])
@@ -92,7 +86,7 @@ def _store_rows(
     else:
         tl.store(out_rows[:, None] + dim[None, :], acc.to(dtype), mask=live[:, None] & stored[None, :])  # fmt: skip
     if lse_rows is not None:
-        row_lse = _natural_lse(row_max, row_sum)
+        row_lse = natural_lse(row_max, row_sum)
         if SLOTS:
             row_lse = tl.where(row_sum > 0.0, row_lse, float("inf"))
         tl.store(lse_rows, row_lse, mask=live)
@@ -106,10 +100,10 @@ def _store_output(
 ):  # fmt: skip
     """Store the rows of a query tile, which starts with ``first_token``, as the call's result."""
     first_head = first_token * 0
-    out_rows = _row_pointers(out, first_token, first_head, token, head, out_stride_token, out_stride_head)  # fmt: skip
+    out_rows = row_pointers(out, first_token, first_head, token, head, out_stride_token, out_stride_head)  # fmt: skip
     lse_rows = None
     if lse is not None:
-        lse_rows = _row_pointers(lse, first_token, first_head, token, head, 1, lse_stride_head)
+        lse_rows = row_pointers(lse, first_token, first_head, token, head, 1, lse_stride_head)
     sink = float("-inf")
     if sinks is not None:
         sink = tl.load(sinks + head, mask=live, other=float("-inf")) * LOG2E
@@ -194,16 +188,16 @@ def _compressed_prefill_kernel(
     head_tile = tl.program_id(0) % HEAD_TILES
     # Later tiles of a sequence see more keys; they start first, so that no long tile runs alone at the end.
     tile = num_tiles - 1 - tl.program_id(0) // HEAD_TILES
-    seq, q_first = _find_query_tile(cu_seqlens_q, tile, num_seqs, BLOCK_Q)
+    seq, q_first = find_query_tile(cu_seqlens_q, tile, num_seqs, BLOCK_Q)
     first_token = tl.load(cu_seqlens_q + seq)
     q_len = tl.load(cu_seqlens_q + seq + 1) - first_token
     if (q_first >= q_len) | ((seq < num_decodes) & (q_len <= decode_tokens)):
         return
     context = tl.load(seq_lens + seq) - q_len
     tile_token = first_token + q_first
-    token, head, live = _tile_rows(head_tile, q_len - q_first, NUM_HEADS, BLOCK_Q, HEADS, BLOCK_M)
+    token, head, live = rows_of_tile(head_tile, q_len - q_first, NUM_HEADS, BLOCK_Q, HEADS, BLOCK_M)
     first_head = head_tile * 0
-    q_rows = _row_pointers(q, tile_token, first_head, token, head, q_stride_token, q_stride_head)
+    q_rows = row_pointers(q, tile_token, first_head, token, head, q_stride_token, q_stride_head)
     q_tile = tl.load(
         q_rows[:, None] + tl.arange(0, HEAD_DIM)[None, :], mask=live[:, None], other=0.0
     )
@@ -280,11 +274,11 @@ def _compressed_decode_kernel(
             context = tl.load(seq_lens + seq) - q_len
         if (q_first < q_len) & (q_len <= decode_tokens):
             tile_token = first_token + q_first
-            token, head, live = _tile_rows(
+            token, head, live = rows_of_tile(
                 head_tile, q_len - q_first, NUM_HEADS, BLOCK_Q, HEADS, BLOCK_M
             )
             first_head = head_tile * 0
-            q_rows = _row_pointers(q, tile_token, first_head, token, head, q_stride_token, q_stride_head)  # fmt: skip
+            q_rows = row_pointers(q, tile_token, first_head, token, head, q_stride_token, q_stride_head)  # fmt: skip
             q_tile = tl.load(
                 q_rows[:, None] + tl.arange(0, HEAD_DIM)[None, :], mask=live[:, None], other=0.0
             )
@@ -322,7 +316,7 @@ def _compressed_decode_kernel(
                 q_len = tl.load(cu_seqlens_q + seq + 1, volatile=True) - first_token
                 context = tl.load(seq_lens + seq, volatile=True) - q_len
                 tile_token = first_token + q_first
-                token, head, live = _tile_rows(
+                token, head, live = rows_of_tile(
                     head_tile, q_len - q_first, NUM_HEADS, BLOCK_Q, HEADS, BLOCK_M
                 )
             if piece_stop - piece == units:
@@ -343,70 +337,6 @@ def _compressed_decode_kernel(
                 )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_whole", "num_decodes", "decode_tokens", "pieces", "programs"])
-def _compressed_merge_kernel(
-    partial_out, first_lse, seq_lens, cu_seqlens_q, sinks, cos_sin, out, lse,
-    num_whole, num_decodes, decode_tokens, pieces, programs, sliding_window, ratio, num_heads,
-    out_stride_token, out_stride_head, lse_stride_head, cos_sin_stride,
-    BLOCK_Q: tl.constexpr, SLOTS: tl.constexpr, HEAD_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, BLOCK_N: tl.constexpr,
-    LINE: tl.constexpr, LEAST: tl.constexpr, COST: tl.constexpr, BLOCK_PARTS: tl.constexpr,
-):  # fmt: skip
-    """Merge the pieces of one head of one decode sequence, as the attention kernel left them, and turn the result back."""
-    seq = num_whole + tl.program_id(0) // num_heads
-    head = (tl.program_id(0) % num_heads).to(tl.int64)
-    first_token = seq
-    q_len = 1
-    context = 0
-    if not SLOTS:
-        first_token = tl.load(cu_seqlens_q + seq)
-        q_len = tl.load(cu_seqlens_q + seq + 1) - first_token
-        context = tl.load(seq_lens + seq) - q_len
-    if q_len > decode_tokens:
-        return
-    if LINE:
-        batch = (seq_lens, cu_seqlens_q, num_decodes, decode_tokens, sliding_window, ratio)
-        # Short query tiles are never cut, whatever the batch holds.
-        _, units = stream_k.work(seq, batch, BLOCK_Q, BLOCK_N)
-        if units < 2 * LEAST:
-            return
-        size, least, _ = stream_k.share(batch, programs, LEAST, COST, BLOCK_Q, BLOCK_N)
-        if units < 2 * least:
-            return
-        first = stream_k.first_unit(seq, batch, BLOCK_Q, BLOCK_N)
-    sink = _load_sink(sinks, head)
-    dim = tl.arange(0, HEAD_DIM)
-    for t in range(0, q_len):
-        if LINE:
-            program, pieces = stream_k.programs_of(first + t // BLOCK_Q * units, units, size, least)
-            part = 2 * program + 1
-        else:
-            part = ((seq - num_whole) * tl.cdiv(decode_tokens, BLOCK_Q) + t // BLOCK_Q) * pieces
-        if pieces > 1:
-            row = (part.to(tl.int64) * BLOCK_Q + t % BLOCK_Q) * num_heads + head
-            merged, merged_lse = _merge_rows(
-                partial_out + row * HEAD_DIM, partial_out + first_lse + row, pieces,
-                BLOCK_Q * num_heads * HEAD_DIM, BLOCK_Q * num_heads, sink, HEAD_DIM, BLOCK_PARTS, LINE,
-            )  # fmt: skip
-            if cos_sin is not None:
-                even, odd = tl.split(tl.reshape(merged, [HEAD_DIM // 2, 2]))
-                pair = tl.arange(0, HEAD_DIM // 2) - (HEAD_DIM - ROPE_DIM) // 2
-                angle = cos_sin + (context + t).to(tl.int64) * cos_sin_stride + pair
-                # The rows of padding have no position. (Triton 3.9's interpreter takes no mask made of a vector & a scalar.)
-                known = pair >= tl.where(context + t >= 0, 0, HEAD_DIM)
-                cos = tl.load(angle, mask=known, other=1.0)
-                sin = tl.load(angle + ROPE_DIM // 2, mask=known, other=0.0)
-                merged = tl.reshape(
-                    tl.join(even * cos + odd * sin, odd * cos - even * sin), [HEAD_DIM]
-                )
-            token = (first_token + t).to(tl.int64)
-            out_row = out + token * out_stride_token + head * out_stride_head
-            tl.store(out_row + dim, merged.to(out.dtype.element_ty))
-            if lse is not None:
-                if SLOTS:
-                    merged_lse = tl.where(merged_lse == float("-inf"), float("inf"), merged_lse)
-                tl.store(lse + head * lse_stride_head + token, merged_lse)
-
-
 def attention(arguments: dict[str, Any]) -> torch.Tensor:
     """Check and launch ``compressed_attention(**arguments)``; returns ``out``. Calls that look alike are checked once (``recipes``)."""
     pages = arguments["window_pages"], arguments["compressed_pages"]
@@ -416,7 +346,7 @@ def attention(arguments: dict[str, Any]) -> torch.Tensor:
 
 def _prepared(arguments: dict[str, Any]) -> tuple[dict[str, Any], list[Launch]]:
     call = check(**arguments)
-    return dict(vars(call)), prepare(call, *_device(call.q))
+    return dict(vars(call)), prepare(call, *arch_and_sms(call.q))
 
 
 def attend_slots(
@@ -431,7 +361,7 @@ def attend_slots(
 
     def prepared(arguments: dict[str, Any]) -> tuple[dict[str, Any], list[Launch]]:
         call = checked(**arguments)
-        return arguments | returned(call, arguments["q"]), prepare(call, *_device(call.q))
+        return arguments | returned(call, arguments["q"]), prepare(call, *arch_and_sms(call.q))
 
     aligned = launch_cache.at_16_bytes(arguments["window_pages"], arguments["compressed_pages"])
     launch_cache.run((select_config, "slots", aligned), arguments, prepared)
@@ -594,12 +524,12 @@ def _prepare_decode(
     )
     if partial_out is None:
         return [attention]
-    merge_names = set(_compressed_merge_kernel.arg_names)
+    merge_names = set(compressed_merge_kernel.arg_names)
     arguments = {**shared, **split, "num_heads": num_heads}
     arguments = {name: value for name, value in arguments.items() if name in merge_names}
     most = block_parts(plan.programs or plan.pieces, head_dim)
     merge = Launch(
-        _compressed_merge_kernel,
+        compressed_merge_kernel,
         (cut * num_heads,),
         {**arguments, "BLOCK_PARTS": most, "num_warps": 4},
     )

@@ -6,7 +6,7 @@ import torch
 
 from ..common.checks import expect_ids
 from ..latent_write.torch_impl import norm_and_rotate
-from .api import CompressCall
+from .call import CompressCall
 
 
 @torch.no_grad()

@@ -22,12 +22,12 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from ..attention.configs import next_power_of_2
-from ..attention.merge import LOG2E
 from ..common import launch_cache
 from ..common.launching import Launch
+from ..common.query_tiles import LOG2E
+from ..common.tile_shapes import next_power_of_2
 from ..latent_write.triton_impl import normed, page_arguments, rotated, stored
-from .api import CompressCall
+from .call import CompressCall
 
 # Values that a program of an entry pools at once, 16 a thread; sequences that it looks through at once.
 TILE_ELEMENTS = 8192

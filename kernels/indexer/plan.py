@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..attention.configs import next_power_of_2
+from ..common.tile_shapes import next_power_of_2
 
 # fp32 elements of the workspace that is allocated (64 MiB), unless a single query needs more: it stays in the L2 cache of a large GPU.
 WORKSPACE_NUMEL = 1 << 24

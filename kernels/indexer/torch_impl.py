@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 
 from ..common.checks import expect_ids
-from .api import IndexCall
+from .call import IndexCall
 
 # Products of a head and a key that are held at once.
 MAX_PRODUCTS = 1 << 24

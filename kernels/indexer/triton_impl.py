@@ -25,12 +25,11 @@ import torch
 import triton
 import triton.language as tl
 
-from ..attention.configs import MAX_REGISTERS, PROGRAMS_PER_SM, next_power_of_2
-from ..attention.triton_impl import _device
 from ..common import launch_cache
-from ..common.launching import Launch
+from ..common.launching import Launch, arch_and_sms
+from ..common.tile_shapes import MAX_REGISTERS, PROGRAMS_PER_SM, next_power_of_2
 from ..common.tiles import find_sequence, halve_e4m3, widen_e4m3
-from .api import IndexCall, _checked
+from .call import IndexCall, check
 
 # Keys of a tile, warps and stages. Quantised tiles are half as large, and need one more under way. fp32 has no tensor cores.
 PLAIN_CONFIG, FP8_CONFIG, FP32_CONFIG = (64, 4, 3), (64, 4, 4), (32, 8, 2)
@@ -247,12 +246,12 @@ def topk(arguments: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _prepared(arguments: dict[str, Any]) -> tuple[dict[str, Any], list[Launch]]:
-    call = _checked(**arguments)
+    call = check(**arguments)
     if call.workspace is None and call.plan.query_numel:
         numel = call.plan.workspace_numel
         workspace = torch.empty(numel, dtype=torch.float32, device=call.q.device)
         call = replace(call, workspace=workspace)
-    return dict(vars(call)), prepare(call, *_device(call.q))
+    return dict(vars(call)), prepare(call, *arch_and_sms(call.q))
 
 
 def prepare(call: IndexCall, arch: int, num_sms: int) -> list[Launch]:

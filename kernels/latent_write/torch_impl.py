@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..common.checks import expect_ids
-from .api import LatentCall
+from .call import LatentCall
 
 
 @torch.no_grad()

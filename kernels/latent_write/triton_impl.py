@@ -20,17 +20,14 @@ import triton.language as tl
 from ..common import latent_pages, launch_cache
 from ..common.latent_pages import IndexPages, LatentPages
 from ..common.launching import Launch
-from .api import LatentCall
+from ..common.tiles import INF_BITS, rounded_to_e4m3
+from .call import LatentCall
 
 ELEMENTS_PER_PROGRAM = 2048
 
 QUANT_GROUP = tl.constexpr(latent_pages.QUANT_GROUP)
 NOPE_DIM = tl.constexpr(latent_pages.NOPE_DIM)
 SCALE_BYTES = tl.constexpr(latent_pages.SCALE_BYTES)
-# Bit patterns of fp32: infinity, 448, the smallest normal e4m3 value 2^-6, and 1e-4.
-INF_BITS = tl.constexpr(0x7F800000)
-E4M3_MAX_BITS = tl.constexpr(0x43E00000)
-E4M3_NORMAL_BITS = tl.constexpr(0x3C800000)
 MIN_AMAX_BITS = tl.constexpr(0x38D1B717)
 
 
@@ -66,25 +63,6 @@ def rotated(
         turned_odd = tl.where(turns, odd * cos + even * sin, odd)
         rows = tl.reshape(tl.join(turned_even, turned_odd), [ROWS, DIM])
     return rows
-
-
-@triton.jit
-def rounded_to_e4m3(x):
-    """(value fp32, code int32) of the e4m3 value nearest to x fp32, ties to even, infinities to +-448, NaN to NaN."""
-    bits = x.to(tl.int32, bitcast=True)
-    magnitude = bits & 0x7FFFFFFF
-    is_nan = magnitude > INF_BITS
-    magnitude = tl.minimum(magnitude, E4M3_MAX_BITS)
-    # Three mantissa bits stay; a carry out of them runs into the exponent, as it should.
-    normal = (magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) & 0x7FF00000
-    # Below 2^-6 the values are multiples of 2^-9, the spacing of fp32 at 2^14: an addition rounds to them.
-    step = magnitude.to(tl.float32, bitcast=True) + 16384.0
-    steps = step.to(tl.int32, bitcast=True) - 0x46800000
-    is_normal = magnitude >= E4M3_NORMAL_BITS
-    value = tl.where(is_normal, normal.to(tl.float32, bitcast=True), step - 16384.0)
-    code = tl.where(is_normal, (normal >> 20) - ((127 - 7) << 3), steps)
-    value = tl.where(is_nan, float("nan"), tl.where(bits < 0, -value, value))
-    return value, tl.where(is_nan, 0x7F, code) | tl.where(bits < 0, 0x80, 0)
 
 
 @triton.jit

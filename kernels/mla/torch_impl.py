@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 
 from ..attention import torch_impl
-from ..common.checks import AttentionCall
-from .api import MlaCall
+from ..attention.call import AttentionCall
+from .call import MlaCall
 
 
 @torch.no_grad()

@@ -22,29 +22,23 @@ import torch
 import triton
 import triton.language as tl
 
-from ..attention.configs import (
-    MAX_REGISTERS,
-    MIN_SPLIT_TOKENS,
-    next_power_of_2,
-    tile_class,
-    tile_heads,
-)
-from ..attention.merge import LOG2E, block_parts
-from ..attention.query_tile import load_page
-from ..attention.triton_impl import (
-    _device,
-    _find_query_tile,
-    _fold_sink,
-    _natural_lse,
-    _row_pointers,
-    _tile_rows,
-)
+from ..attention.configs import MIN_SPLIT_TOKENS
 from ..common import launch_cache, stream_k
-from ..common.launching import Launch, partials
+from ..common.launching import Launch, arch_and_sms, partials
+from ..common.merging import block_parts, compressed_merge_kernel
+from ..common.query_tiles import (
+    LOG2E,
+    find_query_tile,
+    fold_sink,
+    load_page,
+    natural_lse,
+    row_pointers,
+    rows_of_tile,
+)
+from ..common.stream_k import PIECE_COST
+from ..common.tile_shapes import MAX_REGISTERS, next_power_of_2, tile_class, tile_heads
 from ..common.tiles import hoists, update
-from ..compressed.configs import PIECE_COST
-from ..compressed.triton_impl import _compressed_merge_kernel
-from .api import MlaCall, _checked
+from .call import MlaCall, check
 
 
 @dataclass(frozen=True)
@@ -155,7 +149,7 @@ def _attend_query_tile(
 @triton.jit
 def _store_rows(acc, row_max, row_sum, out_rows, lse_rows, live, HEAD_DIM_V: tl.constexpr, SWAP: tl.constexpr):  # fmt: skip
     """Normalise and store the rows of a query tile and their lse."""
-    factor = _fold_sink(row_max, row_sum, float("-inf"))
+    factor = fold_sink(row_max, row_sum, float("-inf"))
     dim = tl.arange(0, HEAD_DIM_V)
     dtype = out_rows.dtype.element_ty
     if SWAP:
@@ -163,7 +157,7 @@ def _store_rows(acc, row_max, row_sum, out_rows, lse_rows, live, HEAD_DIM_V: tl.
     else:
         tl.store(out_rows[:, None] + dim[None, :], (acc * factor[:, None]).to(dtype), mask=live[:, None])  # fmt: skip
     if lse_rows is not None:
-        tl.store(lse_rows, _natural_lse(row_max, row_sum), mask=live)
+        tl.store(lse_rows, natural_lse(row_max, row_sum), mask=live)
 
 
 # What changes from step to step is not specialised on: a new batch size must not compile a new kernel.
@@ -179,16 +173,16 @@ def _mla_prefill_kernel(
     head_tile = tl.program_id(0) % HEAD_TILES
     # Later tiles of a sequence see more keys; they start first, so that no long tile runs alone at the end.
     tile = num_tiles - 1 - tl.program_id(0) // HEAD_TILES
-    seq, q_first = _find_query_tile(cu_seqlens_q, tile, num_seqs, BLOCK_Q)
+    seq, q_first = find_query_tile(cu_seqlens_q, tile, num_seqs, BLOCK_Q)
     first_token = tl.load(cu_seqlens_q + seq)
     q_len = tl.load(cu_seqlens_q + seq + 1) - first_token
     if (q_first >= q_len) | ((seq < num_decodes) & (q_len <= decode_tokens)):
         return
     context = tl.load(seq_lens + seq) - q_len
     tile_token = first_token + q_first
-    token, head, live = _tile_rows(head_tile, q_len - q_first, NUM_HEADS, BLOCK_Q, HEADS, BLOCK_M)
+    token, head, live = rows_of_tile(head_tile, q_len - q_first, NUM_HEADS, BLOCK_Q, HEADS, BLOCK_M)
     first_head = head_tile * 0
-    q_rows = _row_pointers(q, tile_token, first_head, token, head, q_stride_token, q_stride_head)
+    q_rows = row_pointers(q, tile_token, first_head, token, head, q_stride_token, q_stride_head)
     if kv is not None:
         kv += first_token.to(tl.int64) * kv_stride
     high = context + tl.minimum(q_first + BLOCK_Q, q_len)
@@ -197,10 +191,10 @@ def _mla_prefill_kernel(
         stride_page, stride_row, kv_stride, 0, high, context, scale,
         HEAD_DIM_V, ROPE_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, SWAP, DIVIDE, HOIST, ALIGNED, BLOCK_Q == 1,
     )  # fmt: skip
-    out_rows = _row_pointers(out, tile_token, first_head, token, head, out_stride_token, out_stride_head)  # fmt: skip
+    out_rows = row_pointers(out, tile_token, first_head, token, head, out_stride_token, out_stride_head)  # fmt: skip
     lse_rows = None
     if lse is not None:
-        lse_rows = _row_pointers(lse, tile_token, first_head, token, head, 1, lse_stride_head)
+        lse_rows = row_pointers(lse, tile_token, first_head, token, head, 1, lse_stride_head)
     _store_rows(acc, row_max, row_sum, out_rows, lse_rows, live, HEAD_DIM_V, SWAP)
 
 
@@ -234,10 +228,10 @@ def _mla_decode_kernel(
         # Registers are short: a zero that the compiler does not know keeps it from working the rows out once for all turns, and what is
         # known of them is not kept through the loop over keys.
         zero = tl.minimum(first_token, 0)
-        token, head, live = _tile_rows(
+        token, head, live = rows_of_tile(
             head_tile, q_len - q_first, NUM_HEADS, BLOCK_Q, HEADS, BLOCK_M, zero
         )
-        q_rows = _row_pointers(
+        q_rows = row_pointers(
             q, first_token + q_first, first_head, token, head, q_stride_token, q_stride_head
         )
         fresh = kv
@@ -252,14 +246,14 @@ def _mla_decode_kernel(
         first_token = tl.load(cu_seqlens_q + seq, volatile=True)
         q_len = tl.load(cu_seqlens_q + seq + 1, volatile=True) - first_token
         zero = tl.minimum(first_token, 0) if HOIST and BLOCK_M == 64 else 0
-        token, head, live = _tile_rows(
+        token, head, live = rows_of_tile(
             head_tile, q_len - q_first, NUM_HEADS, BLOCK_Q, HEADS, BLOCK_M, zero
         )
         if holds == 3:
-            out_rows = _row_pointers(out, first_token + q_first, first_head, token, head, out_stride_token, out_stride_head)  # fmt: skip
+            out_rows = row_pointers(out, first_token + q_first, first_head, token, head, out_stride_token, out_stride_head)  # fmt: skip
             lse_rows = None
             if lse is not None:
-                lse_rows = _row_pointers(lse, first_token + q_first, first_head, token, head, 1, lse_stride_head)  # fmt: skip
+                lse_rows = row_pointers(lse, first_token + q_first, first_head, token, head, 1, lse_stride_head)  # fmt: skip
             _store_rows(acc, row_max, row_sum, out_rows, lse_rows, live, HEAD_DIM_V, SWAP)
         elif partial_out is not None:
             # A program leaves two at most: of a query tile that others began, and of one that others end.
@@ -277,8 +271,8 @@ def attention(arguments: dict[str, Any]) -> torch.Tensor:
 
 
 def _prepared(arguments: dict[str, Any]) -> tuple[dict[str, Any], list[Launch]]:
-    call = _checked(**arguments)
-    return dict(vars(call)), prepare(call, *_device(call.q))
+    call = check(**arguments)
+    return dict(vars(call)), prepare(call, *arch_and_sms(call.q))
 
 
 def prepare(call: MlaCall, arch: int, num_sms: int) -> list[Launch]:
@@ -468,7 +462,7 @@ def _prepare_decode(call: MlaCall, arch: int, num_sms: int) -> list[Launch]:
         "HEAD_DIM": dim,
         "BLOCK_PARTS": block_parts(plan.programs, dim),
     }
-    kernel = _compressed_merge_kernel
+    kernel = compressed_merge_kernel
     arguments = {name: (shared | split | more)[name] for name in kernel.arg_names}
     merging = Launch(kernel, (call.num_decodes * num_heads,), arguments | {"num_warps": 4})
     return [attention, merging]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quire.kernels.indexer.api import MAX_HEADS, MAX_TOPK
+from quire.kernels.indexer.call import MAX_HEADS, MAX_TOPK
 
 from ..attention import Stored
 from ..batch import AttnMetadata

@@ -14,9 +14,10 @@ from quire.bench.timing import Timing
 from quire.bench.tune_cells import _AttentionCell as AttentionCell
 from quire.bench.tune_cells import _CompressedCell as CompressedCell
 from quire.bench.tune_cells import _MlaCell as MlaCell
-from quire.kernels.attention import configs, tile_tables, tile_tables_e4m3
+from quire.kernels.attention import tile_tables, tile_tables_e4m3
 from quire.kernels.attention import triton_impl as paged
 from quire.kernels.attention.configs import Config
+from quire.kernels.common import tile_shapes
 from quire.kernels.compressed import configs as compressed_configs
 from quire.kernels.compressed import triton_impl as compressed_triton
 from quire.kernels.compressed.configs import CompressedConfig
@@ -183,7 +184,7 @@ def test_candidates_start_with_the_table_and_fit(arch):
             row_bytes = dict.fromkeys(found, 576 if getattr(cell, "fp8", False) else 1152 if isinstance(cell, MlaCell) else 1024)  # fmt: skip
         for c in found[1:]:
             tiles = c.block_n * row_bytes[c] * (c.num_stages - 1)
-            assert tiles <= configs.SHARED_MEMORY[arch]
+            assert tiles <= tile_shapes.SHARED_MEMORY[arch]
         launched = []
         for name in cell.static_cases(arch):
             # It is the cell's entry that this case compiles.

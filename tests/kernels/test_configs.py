@@ -12,14 +12,14 @@ import triton.language as tl
 
 from quire.kernels import workspace_numel
 from quire.kernels.attention import configs
-from quire.kernels.common import split_kv
+from quire.kernels.common import split_kv, tile_shapes
 from tests.helpers import DEVICE
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 5, 8, 16, 17, 64, 160])
 @pytest.mark.parametrize("block_m", [16, 32, 64, 128])
 def test_tile_heads_covers_the_group(group, block_m):
-    tokens, heads, tiles = configs.tile_heads(group, block_m)
+    tokens, heads, tiles = tile_shapes.tile_heads(group, block_m)
     assert tokens >= 1
     assert tokens * heads <= block_m
     assert heads * (tiles - 1) < group <= heads * tiles
@@ -29,7 +29,7 @@ def test_tile_heads_covers_the_group(group, block_m):
 @pytest.mark.parametrize("head_dim", [16, 32, 64, 128, 256, 512])
 @pytest.mark.parametrize("dtype_bytes, page_bytes", [(2, 2), (4, 4), (2, 1), (4, 1)])
 def test_every_config_fits_shared_memory(arch, head_dim, dtype_bytes, page_bytes):
-    limit = {"large": 227, "medium": 163, "small": 99}[configs.shared_memory_class(arch)] << 10
+    limit = {"large": 227, "medium": 163, "small": 99}[tile_shapes.shared_memory_class(arch)] << 10
 
     def select(phase, **more):
         return configs.select_config(

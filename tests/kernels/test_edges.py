@@ -12,6 +12,7 @@ from quire.kernels import (
     write_kv,
 )
 from quire.kernels.attention import reference
+from quire.kernels.cache_write import reference as reference_write
 from tests.helpers import DEVICE, NAN, AttentionCase, make_batch
 from tests.kernels.edges import (
     HUGE,
@@ -298,7 +299,7 @@ def test_write(scale, row, impl):
     expected = {
         n: x.detach().clone() if isinstance(x, torch.Tensor) else x for n, x in given.items()
     }
-    reference.write_kv(**expected)
+    reference_write.write_kv(**expected)
     write_kv(**given, impl=impl)
     for name in ("k_pages", "v_pages"):
         assert not given[name].requires_grad
@@ -332,7 +333,7 @@ def test_every_argument_has_a_row():
     }
     home = quire.kernels._HOME
     assert set(home) == set(quire.kernels.__all__)
-    assert set(tables) == {n for n in home if home[n].startswith("attention.")}
+    assert set(tables) == {n for n in home if home[n].startswith(("attention.", "cache_write."))}
     for name, rows in tables.items():
         expect_all_arguments(getattr(quire.kernels, name), rows)
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from quire.kernels import paged_attention, sliding_window_attention, write_kv
-from quire.kernels.attention import reference
 from quire.kernels.attention import triton_impl as paged
+from quire.kernels.cache_write import reference as reference_write
 from quire.kernels.common import e4m3, launch_cache
 from tests.helpers import (
     DEVICE,
@@ -126,7 +126,7 @@ def test_values_that_do_not_lie_in_pairs(kind):
 def test_codes_widened_by_hand(dtype, q_lens, monkeypatch):
     """As on sm_80, which has no instruction for it; every code but NaN occurs among the keys."""
     launch_cache.forget()
-    monkeypatch.setattr(paged, "_device", lambda _: (80, 2))
+    monkeypatch.setattr(paged, "arch_and_sms", lambda _: (80, 2))
     case = AttentionCase("", [300, 40, 19], q_lens, num_decodes=2, dtype=dtype)
     batch = quantised(make_batch(case), "rows")
     codes = torch.arange(256, dtype=torch.uint8, device=DEVICE)
@@ -143,7 +143,7 @@ def test_codes_widened_by_hand(dtype, q_lens, monkeypatch):
 def test_tall_tiles_with_codes_in_either_form(phase, seq_lens, q_lens, halves, kind, arch, monkeypatch):  # fmt: skip
     """Codes as fp16, and as what the queries are, and behind the pages fresh rows."""
     launch_cache.forget()
-    monkeypatch.setattr(paged, "_device", lambda _: (arch, 2))
+    monkeypatch.setattr(paged, "arch_and_sms", lambda _: (arch, 2))
     asked = []
     monkeypatch.setattr(paged, "halves_codes", lambda *args: asked.append(args) or halves)
     num_decodes = len(q_lens) if phase == "decode" else 0
@@ -158,7 +158,7 @@ def test_tall_tiles_with_codes_in_either_form(phase, seq_lens, q_lens, halves, k
 def test_where_shared_memory_is_small_tiles_have_fewer_rows(num_heads, q_lens, monkeypatch):
     """The plan asks for 64 rows, there are 32: 40 heads take two tiles, and 8 new tokens of 8 heads go to the prefill kernel."""
     launch_cache.forget()
-    monkeypatch.setattr(paged, "_device", lambda _: (86, 2))
+    monkeypatch.setattr(paged, "arch_and_sms", lambda _: (86, 2))
     case = AttentionCase("", [270, 20], q_lens, num_decodes=2, num_heads=num_heads, num_kv_heads=1, head_dim=512, dtype=BF16)  # fmt: skip
     batch = quantised(make_batch(case), "rows")
     exact, _ = attention_reference(batch)
@@ -300,7 +300,7 @@ def test_rows_with_scales_of_their_own(impl, name):
     pages, scales = blank(case, 4)
     expected, expected_scales = blank(case, 4)
     write_kv(k, v, *pages, slots, k_scale=scales[0], v_scale=scales[1], impl=impl)
-    reference.write_kv(k, v, *expected, slots, *expected_scales)
+    reference_write.write_kv(k, v, *expected, slots, *expected_scales)
     for got, want in zip(pages, expected, strict=True):
         assert got.view(torch.uint8).equal(want.view(torch.uint8))
     for got, want in zip(scales, expected_scales, strict=True):
@@ -330,7 +330,7 @@ def test_rows_that_are_not_ordinary(impl):
     slots = torch.arange(9, device=DEVICE)
     write_kv(x, -x, *pages, slots, k_scale=scales[0], v_scale=scales[1], impl=impl)
     expected, expected_scales = blank(AttentionCase("", [], [], num_kv_heads=1), 1)
-    reference.write_kv(x, -x, *expected, slots, *expected_scales)
+    reference_write.write_kv(x, -x, *expected, slots, *expected_scales)
     for got, want in zip(scales, expected_scales, strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
     back = e4m3.dequantise(pages[0][0, :9], scales[0][0, :9])[:, 0]

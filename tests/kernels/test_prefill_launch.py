@@ -8,9 +8,10 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from quire.kernels.attention import call as attention_call
 from quire.kernels.attention import triton_impl as paged
 from quire.kernels.attention.configs import Config
-from quire.kernels.common import checks, launch_cache, split_kv
+from quire.kernels.common import launch_cache, launching, split_kv
 from tests.helpers import (
     DEVICE,
     NAN,
@@ -61,8 +62,8 @@ def prefill(batch, arch=90):
     arguments = dict.fromkeys(
         ("k", "v", "max_seq_len", "num_decodes", "softmax_scale", "softcap", "sinks", "out", "lse", "workspace", "sliding_window")
     )  # fmt: skip
-    call = checks.check_attention(**arguments | batch)
-    launch = paged.prepare(call, arch, paged.INTERPRETER_SMS)[-1]
+    call = attention_call.check_attention(**arguments | batch)
+    launch = paged.prepare(call, arch, launching.INTERPRETER_SMS)[-1]
     return launch.arguments, launch.grid[0]
 
 
@@ -76,7 +77,7 @@ def test_the_result_is_the_same_to_the_bit(name, launched):
     arguments, programs = prefill(batch)
     described = config.fresh_tma and case.fresh
     assert [isinstance(arguments[name], TensorDescriptor) for name in ("k_tiles", "v_tiles")] == [described] * 2  # fmt: skip
-    assert programs == (min(items, config.programs_per_sm * paged.INTERPRETER_SMS) or items)
+    assert programs == (min(items, config.programs_per_sm * launching.INTERPRETER_SMS) or items)
     for _ in range(2):  # the second is a remembered call
         assert attend(batch, "triton").equal(plain)
     exact, _ = attention_reference(batch)
@@ -100,7 +101,7 @@ def test_how_often_a_tile_goes_round_the_table(window, block_size, wraps, launch
 @pytest.mark.parametrize("case", [CASES["window-fp16"][1], CASES["group-3-softcap"][1], CASES["padding"][1]])  # fmt: skip
 def test_divided_scores(case, launched, monkeypatch):
     """As below Hopper, where 8 warps share 64 rows."""
-    monkeypatch.setattr(paged, "_device", lambda _: (80, 2))
+    monkeypatch.setattr(paged, "arch_and_sms", lambda _: (80, 2))
     launched(Config(64, 16, 8, 2))
     batch = make_batch(case)
     assert prefill(batch, 80)[0]["DIVIDE"] and not prefill(batch, 90)[0]["DIVIDE"]

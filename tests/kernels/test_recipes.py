@@ -25,6 +25,7 @@ from quire.kernels import (
 from quire.kernels.attention import merge, reference
 from quire.kernels.attention import triton_impl as paged
 from quire.kernels.attention.configs import Config
+from quire.kernels.cache_write import reference as reference_write
 from quire.kernels.common import launch_cache, launching
 from quire.kernels.compressed import reference as reference_compressed
 from quire.kernels.compressed import triton_impl as compressed_triton
@@ -166,7 +167,7 @@ def test_quantised_writes_and_reads_are_remembered():
         more = {"k_scale": scales[:, 0], "v_scale": scales[:, 1]}
         write_kv(k, v, *views, torch.arange(8, 13), impl="triton", **more)
         expected, expected_scales = torch.zeros_like(pages), torch.zeros_like(scales)
-        reference.write_kv(
+        reference_write.write_kv(
             k, v, *expected.unbind(1), torch.arange(8, 13), *expected_scales.unbind(1)
         )
         assert pages.view(torch.uint8).equal(expected.view(torch.uint8))
@@ -324,7 +325,7 @@ def test_compressions_are_remembered(ring, monkeypatch):
 @pytest.mark.parametrize("q_len", [1, 2])
 @pytest.mark.parametrize("given", [False, True])
 def test_flash_mla_calls_are_remembered(q_len, given, monkeypatch):
-    monkeypatch.setattr(compressed_triton, "_device", lambda tensor: (90, 8))  # several pieces
+    monkeypatch.setattr(compressed_triton, "arch_and_sms", lambda tensor: (90, 8))  # several pieces
     for seed in (1, 2):
         generator = torch.Generator().manual_seed(seed)
         # Of a larger tensor: tokens of a sequence lie evenly, sequences do not.

@@ -8,6 +8,7 @@ import torch
 from quire.bench.bounds import bounding
 from quire.kernels import merge_partials, paged_attention, write_kv
 from quire.kernels.attention import reference
+from quire.kernels.cache_write import reference as reference_write
 from tests.helpers import (
     DEVICE,
     NAN,
@@ -43,7 +44,7 @@ def test_write_kv(impl, name):
     slots[1::3] = -1
     pages, expected = make_pages(case, num_pages), make_pages(case, num_pages)
     write_kv(k, v, *pages, slots, impl=impl)
-    reference.write_kv(k, v, *expected, slots)
+    reference_write.write_kv(k, v, *expected, slots)
     for got, want in zip(pages, expected, strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
 

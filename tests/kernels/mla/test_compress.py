@@ -13,7 +13,7 @@ from quire.bench.bounds import bounding
 from quire.kernels import IndexPages, LatentPages, compress, page_bytes
 from quire.kernels.compressor import reference
 from quire.kernels.compressor import triton_impl as compress_triton
-from quire.kernels.compressor.api import CompressCall
+from quire.kernels.compressor.call import CompressCall
 from tests.helpers import DEVICE, NAN, assert_within_budget
 from tests.kernels.mla.quantised import assert_quantised
 

@@ -13,8 +13,8 @@ from quire.kernels import (
     compressed_attention_workspace_numel,
     page_bytes,
 )
-from quire.kernels.attention import triton_impl as paged
-from quire.kernels.attention.configs import tile_heads
+from quire.kernels.common import launching
+from quire.kernels.common.tile_shapes import tile_heads
 from quire.kernels.compressed import call as compressed_call
 from quire.kernels.compressed import configs, flash_mla
 from quire.kernels.compressed import reference as reference_compressed
@@ -103,7 +103,7 @@ def attend_split(batch, num_sms, lse):
     numel = compressed_attention_workspace_numel(head_dim=head_dim, num_sms=num_sms)
     workspace = torch.full((numel,), NAN, device=DEVICE)
     call = compressed_call.check(**batch, out=None, lse=lse, workspace=workspace)
-    attention, merge = compressed_triton.prepare(call, paged._device(call.q)[0], num_sms)
+    attention, merge = compressed_triton.prepare(call, launching.arch_and_sms(call.q)[0], num_sms)
     attention.run()
     parts = workspace[attention.arguments["first_lse"] :].isfinite().sum().item()
     assert parts >= 2 * call.q.shape[1]
@@ -128,7 +128,7 @@ def test_against_float64(case):
 
 @pytest.mark.parametrize("num_heads, q_lens", [(20, [2, 1]), (20, [1, 1])])
 def test_divided_scores_below_hopper(num_heads, q_lens, monkeypatch):
-    monkeypatch.setattr(compressed_triton, "_device", lambda _: (80, 2))
+    monkeypatch.setattr(compressed_triton, "arch_and_sms", lambda _: (80, 2))
     case = Case("", [150, 40], q_lens, ratio=4, topk=6, num_heads=num_heads, **REAL)
     batch = make_batch(case)
     exact, _ = exactly(batch)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from quire.kernels import mla_attention, paged_attention, workspace_numel
-from quire.kernels.attention.configs import SHARED_MEMORY
+from quire.kernels.common.tile_shapes import SHARED_MEMORY
 from quire.kernels.mla import triton_impl as dense_triton
 from tests.helpers import DEVICE, NAN, assert_within_budget
 from tests.kernels.mla.dense_cases import MlaCase, make_mla_batch, mla_reference
@@ -77,7 +77,7 @@ def test_every_shape_of_tile(rows, dtype, monkeypatch):
     tiles = [(80, 64, False, False), (80, 16, False, True), (90, 64, False, True), (90, 16, True, True), (90, 64, True, False)]  # fmt: skip
     for arch, block_n, swap, divide in tiles:
         config = dense_triton.MlaConfig(block_n, 4, 2, swap, divide)
-        monkeypatch.setattr(dense_triton, "_device", lambda _, arch=arch: (arch, 2))
+        monkeypatch.setattr(dense_triton, "arch_and_sms", lambda _, arch=arch: (arch, 2))
         monkeypatch.setattr(dense_triton, "select_config", lambda *_, c=config: c)
         monkeypatch.setattr(dense_triton, "PREFILL_ROWS", {2: rows, 4: rows})
         assert_within_budget(f"{config}", attend(batch).cpu(), exact)
@@ -85,7 +85,7 @@ def test_every_shape_of_tile(rows, dtype, monkeypatch):
 
 def test_where_shared_memory_is_small_tiles_have_fewer_rows(monkeypatch):
     """64 rows would be wanted, for 4 tokens of 16 heads or for 40 heads; there are 32."""
-    monkeypatch.setattr(dense_triton, "_device", lambda _: (86, 2))
+    monkeypatch.setattr(dense_triton, "arch_and_sms", lambda _: (86, 2))
     for num_heads, seq_lens, q_lens in (16, [300, 40], [2, 4]), (40, [50], [1]):
         count = len(seq_lens)
         batch = make_mla_batch(

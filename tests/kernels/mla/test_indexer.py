@@ -309,7 +309,7 @@ def test_ordered_bits():
 
 @pytest.mark.parametrize("arch", [80, 90])
 def test_quantised_keys_are_widened_on_every_architecture(arch, monkeypatch):
-    monkeypatch.setattr(indexer_triton, "_device", lambda tensor: (arch, 2))
+    monkeypatch.setattr(indexer_triton, "arch_and_sms", lambda tensor: (arch, 2))
     case = IndexCase("", [300, 51], [1, 1], fp8=True, dtype=BF16)
     batch = make_index_batch(case)
     assert_picks(pick(batch), reference_indexer.select(exact_scores(batch), case.topk))
@@ -319,7 +319,7 @@ def test_quantised_keys_are_widened_on_every_architecture(arch, monkeypatch):
 @pytest.mark.parametrize("power", [-126, -60, 60, 118])
 def test_queries_beyond_fp16_meet_quantised_keys(power, arch, monkeypatch):
     """bf16 queries of which every second head is out of the range of fp16, and weights that bring all heads to one scale again."""
-    monkeypatch.setattr(indexer_triton, "_device", lambda tensor: (arch, 2))
+    monkeypatch.setattr(indexer_triton, "arch_and_sms", lambda tensor: (arch, 2))
     case = IndexCase("", [300, 51], [2, 1], fp8=True, dtype=BF16)
     batch = make_index_batch(case)
     want = reference_indexer.select(exact_scores(batch), case.topk)

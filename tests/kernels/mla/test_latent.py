@@ -9,8 +9,8 @@ import triton.language as tl
 
 from quire.bench.bounds import Bounded, bounded, bounding
 from quire.kernels import LatentPages, page_bytes, write_latent
+from quire.kernels.common.tiles import rounded_to_e4m3
 from quire.kernels.latent_write import reference
-from quire.kernels.latent_write.triton_impl import rounded_to_e4m3
 from tests.helpers import DEVICE, NAN, assert_within_budget
 from tests.kernels.mla.quantised import assert_quantised
 

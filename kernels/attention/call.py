@@ -1,0 +1,193 @@
+"""The checked arguments of one call of the attention functions and of ``merge_partials``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..common.checks import (
+    MAX_TILE,
+    MODEL_DTYPES,
+    check_pages,
+    check_scales,
+    expect_apart,
+    expect_head_dim,
+    expect_int,
+    expect_positive,
+    expect_tensor,
+    scale_kind,
+    softmax_factor,
+    window_tokens,
+)
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """The checked arguments of one attention call; fields are named and shaped as in ``quire.kernels.paged_attention``."""
+
+    q: torch.Tensor
+    k_pages: torch.Tensor
+    v_pages: torch.Tensor
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    k: torch.Tensor | None
+    v: torch.Tensor | None
+    sinks: torch.Tensor | None
+    out: torch.Tensor
+    lse: torch.Tensor | None
+    workspace: torch.Tensor | None
+    max_seqlen_q: int
+    max_seq_len: int | None
+    num_decodes: int
+    softmax_scale: float
+    softcap: float | None
+    sliding_window: int | None
+    k_scale: float | torch.Tensor | None = None
+    v_scale: float | torch.Tensor | None = None
+
+    @property
+    def scales(self) -> str:
+        """What k_scale and v_scale are: "none", "number", "tensor" (of one number) or "rows"."""
+        return scale_kind(self.k_scale)
+
+    @property
+    def num_seqs(self) -> int:
+        """Sequences in the batch."""
+        return self.seq_lens.shape[0]
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.q.shape[1] // self.k_pages.shape[2]
+
+
+def check_merge(
+    partial_out: torch.Tensor,
+    partial_lse: torch.Tensor,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+) -> torch.Tensor:
+    """Check the arguments of ``quire.kernels.merge_partials``, which says what they are and what is raised; ``out``, or new memory for it."""
+    expect_tensor("partial_out", partial_out, (None,) * 4, MODEL_DTYPES)
+    num_parts, num_tokens, num_heads, head_dim = partial_out.shape
+    device = partial_out.device
+    expect_head_dim("partial_out", head_dim)
+    expect_int("partial_out: num_parts", num_parts, 1)
+    lse_shape = (num_heads, num_tokens)
+    expect_tensor("partial_lse", partial_lse, (num_parts, *lse_shape), torch.float32, device=device)
+    if sinks is not None:
+        expect_tensor("sinks", sinks, (num_heads,), torch.float32, device=device)
+    if lse is not None:
+        expect_tensor("lse", lse, lse_shape, torch.float32, device=device)
+        expect_apart("lse", lse)
+    if out is None:
+        return torch.empty(partial_out.shape[1:], dtype=partial_out.dtype, device=device)
+    expect_tensor("out", out, (num_tokens, num_heads, head_dim), MODEL_DTYPES, device=device)
+    expect_apart("out", out)
+    return out
+
+
+def check_attention(
+    q: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    *,
+    max_seqlen_q: int,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    max_seq_len: int | None,
+    num_decodes: int | None,
+    softmax_scale: float | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    workspace: torch.Tensor | None,
+    sliding_window: int | None,
+    k_scale: float | torch.Tensor | None = None,
+    v_scale: float | torch.Tensor | None = None,
+) -> AttentionCall:
+    """Check the arguments of one attention call and fill in the defaults; see ``quire.kernels.paged_attention`` for shapes and errors."""
+    expect_tensor("q", q, (None, None, None), MODEL_DTYPES)
+    num_tokens, num_heads, head_dim = q.shape
+    device = q.device
+    check_pages(k_pages, v_pages, q.dtype, device)
+    check_scales(k_scale, v_scale, k_pages)
+    num_kv_heads = k_pages.shape[2]
+    if k_pages.shape[3] != head_dim:
+        raise ValueError(f"k_pages: expected head_dim {head_dim}, got {k_pages.shape[3]}")
+    if num_heads == 0 or num_heads % num_kv_heads:
+        raise ValueError(
+            f"q: expected num_heads to be a multiple of num_kv_heads {num_kv_heads}, got {num_heads}"
+        )
+    expect_tensor("seq_lens", seq_lens, (None,), torch.int32, device=device)
+    num_seqs = seq_lens.shape[0]
+    expect_tensor("cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,), torch.int32, device=device)
+    expect_tensor("block_table", block_table, (num_seqs, None), torch.int32, device=device)
+    expect_int("block_table: width", block_table.shape[1], 1)
+    if (k is None) != (v is None):
+        missing = "k" if k is None else "v"
+        raise ValueError(f"{missing}: expected fresh rows of both k and v or of neither, got None")
+    if k is not None and v is not None:
+        fresh_shape = (num_tokens, num_kv_heads, head_dim)
+        expect_tensor("k", k, fresh_shape, q.dtype, device=device)
+        expect_tensor("v", v, fresh_shape, q.dtype, device=device)
+        for name, rows in (("k", k), ("v", v)):
+            if num_tokens > 1 and MAX_TILE * rows.stride(0) >= 2**31:
+                raise ValueError(
+                    f"{name}: expected tokens < 2**24 elements apart, got {rows.stride()}"
+                )
+    if sinks is not None:
+        expect_tensor("sinks", sinks, (num_heads,), torch.float32, device=device)
+    if out is not None:
+        expect_tensor("out", out, (num_tokens, num_heads, head_dim), q.dtype, device=device)
+        expect_apart("out", out)
+    if lse is not None:
+        expect_tensor("lse", lse, (num_heads, num_tokens), torch.float32, device=device)
+        expect_apart("lse", lse)
+    if workspace is not None:
+        expect_tensor("workspace", workspace, (None,), torch.float32, device=device)
+    expect_int("max_seqlen_q", max_seqlen_q, 0)
+    if max_seq_len is not None:
+        expect_int("max_seq_len", max_seq_len, 0)
+    if num_decodes is None:
+        num_decodes = num_seqs if max_seqlen_q <= 1 else 0
+    expect_int("num_decodes", num_decodes, 0, num_seqs)
+    if num_decodes == num_seqs and num_seqs * max_seqlen_q < num_tokens:
+        # No prefill kernel is launched for what the decode tile cannot hold.
+        raise ValueError(
+            f"max_seqlen_q: expected the longest of {num_seqs} sequences with {num_tokens} tokens, got {max_seqlen_q}"
+        )
+    softmax_scale = softmax_factor(softmax_scale, head_dim)
+    if softcap is not None:
+        expect_positive("softcap", softcap)
+    if sliding_window is not None:
+        sliding_window = window_tokens(sliding_window)
+    return AttentionCall(
+        q=q,
+        k_pages=k_pages,
+        v_pages=v_pages,
+        block_table=block_table,
+        seq_lens=seq_lens,
+        cu_seqlens_q=cu_seqlens_q,
+        k=k,
+        v=v,
+        sinks=sinks,
+        out=torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out,
+        lse=lse,
+        workspace=workspace,
+        max_seqlen_q=max_seqlen_q,
+        max_seq_len=max_seq_len,
+        num_decodes=num_decodes,
+        softmax_scale=softmax_scale,
+        softcap=None if softcap is None else float(softcap),
+        sliding_window=sliding_window,
+        k_scale=float(k_scale) if isinstance(k_scale, int) else k_scale,
+        v_scale=float(v_scale) if isinstance(v_scale, int) else v_scale,
+    )

@@ -1,0 +1,136 @@
+"""Triton helpers and the kernel that merge partial results of one query by their lse."""
+
+import triton
+import triton.language as tl
+
+from . import stream_k
+from .query_tiles import LOG2E
+
+
+@triton.jit
+def _exp(x):
+    # Differences of logarithms come in: scaled to base 2 only here, large ones lose nothing to the factor's rounding.
+    return tl.exp2(x * LOG2E)
+
+
+@triton.jit
+def merge_rows(
+    rows,
+    lses,
+    num_parts,
+    stride_part,
+    lse_stride_part,
+    sink,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr,
+    EVERY_OTHER: tl.constexpr = False,
+):
+    """Merge one row of every part; returns the row [HEAD_DIM] fp32 and its natural-log lse. EVERY_OTHER: of those behind the second every other
+    one is a part."""
+    part = tl.arange(0, BLOCK_PARTS)
+    dim = tl.arange(0, HEAD_DIM)
+    row_max = tl.full([], float("-inf"), tl.float32)
+    row_sum = tl.zeros([], tl.float32)
+    acc = tl.zeros([HEAD_DIM], tl.float32)
+    for start in range(0, num_parts, BLOCK_PARTS):
+        index = (start + part).to(tl.int64)
+        live = index < num_parts
+        if EVERY_OTHER:
+            index = tl.maximum(2 * index - 1, 0)
+        part_lse = tl.load(lses + index * lse_stride_part, mask=live, other=float("-inf"))
+        live &= part_lse != float("-inf")
+        new_max = tl.maximum(row_max, tl.max(part_lse, 0))
+        base = tl.where(new_max == float("-inf"), 0.0, new_max)
+        weight = _exp(part_lse - base)  # [BLOCK_PARTS]
+        decay = _exp(row_max - base)
+        values = tl.load(
+            rows + index[:, None] * stride_part + dim[None, :], mask=live[:, None], other=0.0
+        ).to(tl.float32)
+        acc = acc * decay + tl.sum(values * weight[:, None], 0)
+        row_sum = row_sum * decay + tl.sum(weight, 0)
+        row_max = new_max
+    joint = tl.maximum(row_max, sink)
+    base = tl.where(joint == float("-inf"), 0.0, joint)
+    share = _exp(row_max - base)
+    total = row_sum * share + _exp(sink - base)
+    merged = acc * tl.where(total > 0.0, share / total, 0.0)
+    return merged, tl.where(row_sum > 0.0, row_max + tl.log(row_sum), float("-inf"))
+
+
+@triton.jit
+def load_sink(sinks, head):
+    """The sink of a head; -inf, which adds nothing, where there are none."""
+    if sinks is not None:
+        sink = tl.load(sinks + head)
+    else:
+        sink = float("-inf")
+    return sink
+
+
+def block_parts(num_parts: int, head_dim: int) -> int:
+    """Parts that are merged at once: all of a few, or what keeps a tile at 4096 values."""
+    return min(triton.next_power_of_2(num_parts), max(8, 4096 // head_dim))
+
+
+@triton.jit(do_not_specialize=["num_whole", "num_decodes", "decode_tokens", "pieces", "programs"])
+def compressed_merge_kernel(
+    partial_out, first_lse, seq_lens, cu_seqlens_q, sinks, cos_sin, out, lse,
+    num_whole, num_decodes, decode_tokens, pieces, programs, sliding_window, ratio, num_heads,
+    out_stride_token, out_stride_head, lse_stride_head, cos_sin_stride,
+    BLOCK_Q: tl.constexpr, SLOTS: tl.constexpr, HEAD_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, BLOCK_N: tl.constexpr,
+    LINE: tl.constexpr, LEAST: tl.constexpr, COST: tl.constexpr, BLOCK_PARTS: tl.constexpr,
+):  # fmt: skip
+    """Merge the pieces of one head of one decode sequence, as the attention kernel left them, and turn the result back."""
+    seq = num_whole + tl.program_id(0) // num_heads
+    head = (tl.program_id(0) % num_heads).to(tl.int64)
+    first_token = seq
+    q_len = 1
+    context = 0
+    if not SLOTS:
+        first_token = tl.load(cu_seqlens_q + seq)
+        q_len = tl.load(cu_seqlens_q + seq + 1) - first_token
+        context = tl.load(seq_lens + seq) - q_len
+    if q_len > decode_tokens:
+        return
+    if LINE:
+        batch = (seq_lens, cu_seqlens_q, num_decodes, decode_tokens, sliding_window, ratio)
+        # Short query tiles are never cut, whatever the batch holds.
+        _, units = stream_k.work(seq, batch, BLOCK_Q, BLOCK_N)
+        if units < 2 * LEAST:
+            return
+        size, least, _ = stream_k.share(batch, programs, LEAST, COST, BLOCK_Q, BLOCK_N)
+        if units < 2 * least:
+            return
+        first = stream_k.first_unit(seq, batch, BLOCK_Q, BLOCK_N)
+    sink = load_sink(sinks, head)
+    dim = tl.arange(0, HEAD_DIM)
+    for t in range(0, q_len):
+        if LINE:
+            program, pieces = stream_k.programs_of(first + t // BLOCK_Q * units, units, size, least)
+            part = 2 * program + 1
+        else:
+            part = ((seq - num_whole) * tl.cdiv(decode_tokens, BLOCK_Q) + t // BLOCK_Q) * pieces
+        if pieces > 1:
+            row = (part.to(tl.int64) * BLOCK_Q + t % BLOCK_Q) * num_heads + head
+            merged, merged_lse = merge_rows(
+                partial_out + row * HEAD_DIM, partial_out + first_lse + row, pieces,
+                BLOCK_Q * num_heads * HEAD_DIM, BLOCK_Q * num_heads, sink, HEAD_DIM, BLOCK_PARTS, LINE,
+            )  # fmt: skip
+            if cos_sin is not None:
+                even, odd = tl.split(tl.reshape(merged, [HEAD_DIM // 2, 2]))
+                pair = tl.arange(0, HEAD_DIM // 2) - (HEAD_DIM - ROPE_DIM) // 2
+                angle = cos_sin + (context + t).to(tl.int64) * cos_sin_stride + pair
+                # The rows of padding have no position. (Triton 3.9's interpreter takes no mask made of a vector & a scalar.)
+                known = pair >= tl.where(context + t >= 0, 0, HEAD_DIM)
+                cos = tl.load(angle, mask=known, other=1.0)
+                sin = tl.load(angle + ROPE_DIM // 2, mask=known, other=0.0)
+                merged = tl.reshape(
+                    tl.join(even * cos + odd * sin, odd * cos - even * sin), [HEAD_DIM]
+                )
+            token = (first_token + t).to(tl.int64)
+            out_row = out + token * out_stride_token + head * out_stride_head
+            tl.store(out_row + dim, merged.to(out.dtype.element_ty))
+            if lse is not None:
+                if SLOTS:
+                    merged_lse = tl.where(merged_lse == float("-inf"), float("inf"), merged_lse)
+                tl.store(lse + head * lse_stride_head + token, merged_lse)
