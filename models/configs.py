@@ -6,7 +6,9 @@ import math
 from dataclasses import replace
 from typing import Any
 
+from .deepseek_v4.config import CONFIGS as V4_CONFIGS
 from .model_config import (
+    BYTE_VOCAB,
     FAMILIES,
     FULL,
     SLIDING,
@@ -177,8 +179,6 @@ def _gpt_oss(
         tie_word_embeddings=False,
     )
 
-
-BYTE_VOCAB = 259  # pad, eos, bos, then the 256 bytes: the vocabulary of the configurations that need no tokenizer file
 
 _TINY: dict[str, Any] = {"hidden": 64, "vocab": BYTE_VOCAB, "max_positions": 4096}
 _TINY_GEMMA4: dict[str, Any] = _TINY | {"mlp": 96, "num_heads": 4, "full": (1, 32), "window": 16}
@@ -381,8 +381,6 @@ CONFIGS = {config.name: config for config in _CONFIGS}
 
 def named_configs() -> dict[str, Any]:
     """All named configurations: ``CONFIGS``, and those of DeepSeek-V4, which are of a class of their own."""
-    from .deepseek_v4.config import CONFIGS as V4_CONFIGS
-
     return CONFIGS | V4_CONFIGS
 
 

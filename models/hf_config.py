@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from . import fields, hf_llama
+from .checkpoint import read_generation_config, read_json
 from .configs import FAMILIES, FULL, SLIDING, AttentionConfig, ModelConfig, MoEConfig, RopeConfig
 from .deepseek_v4.config import MODEL_TYPE as DEEPSEEK_V4
 from .deepseek_v4.hf import from_hf as deepseek_v4_from_hf
-from .fields import checked, only, read_fields, shown
-from .hf_common import LayeredKeys, read_rope, write_common, write_rope
+from .fields import checked, naming, only, read_fields, shown
+from .hf_common import LayeredKeys, read_rope, token_ids, write_common, write_rope
 
 
 def from_hf(config: Mapping[str, Any], *, name: str | None = None) -> ModelConfig:
@@ -276,3 +278,22 @@ def _gemma_to_hf(config: ModelConfig) -> dict[str, Any]:
         "top_k_experts": config.moe and config.moe.top_k,
         "moe_intermediate_size": config.moe and config.moe.intermediate_size,
     }
+
+
+def load_config(path: str | Path) -> ModelConfig:
+    """Reads ``config.json``, and the stop ids of ``generation_config.json`` where there is one.
+
+    Raises: ValueError when there is no config.json, or naming file and key where one is no JSON or a key has another type or range;
+        NotImplementedError for unsupported models.
+    """
+    path = Path(path)
+    if not (path / "config.json").is_file():
+        raise ValueError(f"path: expected a directory with a config.json, got {str(path)!r}")
+    data = read_json(path / "config.json")
+    with naming(path / "config.json"):
+        config = from_hf(data, name=path.name)
+    eos = read_generation_config(path).get("eos_token_id")
+    if eos is None:
+        return config
+    with naming(path / "generation_config.json"):
+        return replace(config, eos_token_ids=token_ids(eos))

@@ -20,13 +20,14 @@ from .configs import named_configs
 from .deepseek_v4.draft import MTPDrafter
 from .device import find_device
 from .fields import shown
+from .hf_config import load_config
 from .interrupts import interrupts_wait
 from .memory import free_memory, weight_bytes
 from .request import OutputDelta, RequestError, RequestOutput, SamplingParams
 from .runner import Engine, EngineConfig
 from .speculative import Drafter, NGramDrafter
 from .tokenizer import ByteTokenizer, Tokenizer, find_tokenizer
-from .weights import build_model, find_dtype, load_config, load_model, random_model
+from .weights import build_model, find_dtype, load_model, random_model
 
 DRAFTERS: dict[str, Callable[[Any, int], Drafter]] = {
     "ngram": lambda model, draft_tokens: NGramDrafter(draft_tokens),

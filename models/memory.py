@@ -297,3 +297,11 @@ def _size(num_bytes: float) -> str:
             return f"{num_bytes:.4g} {unit}"
         num_bytes /= 1024
     return f"{num_bytes:.4g} GiB"
+
+
+WORKING_SHARE = 0.8  # of the free memory may be weights before "auto" keeps fp8
+
+
+def fits(model: nn.Module, device: torch.device) -> bool:
+    """Whether the weights of a model, which may be on the meta device, leave room on a device to work in."""
+    return weight_bytes(model) <= WORKING_SHARE * free_memory(device)

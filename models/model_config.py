@@ -273,3 +273,6 @@ class ModelConfig:
         """Width of layer ``layer``'s dense MLP."""
         wide = self.double_wide_mlp and layer >= self.num_kv_owners
         return self.intermediate_size * (2 if wide else 1)
+
+
+BYTE_VOCAB = 259  # pad, eos, bos, then the 256 bytes: the vocabulary of the configurations that need no tokenizer file

@@ -6,7 +6,8 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from .configs import BYTE_VOCAB, ModelConfig
+from .configs import ModelConfig
+from .model_config import BYTE_VOCAB
 
 NUM_SPECIAL = BYTE_VOCAB - 256  # pad, eos, bos
 REPLACEMENT = "\ufffd"

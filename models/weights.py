@@ -8,24 +8,25 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from .checkpoint import INDEX_FILE, Source, catalogue, match, read_generation_config, read_json
+from .checkpoint import INDEX_FILE, Source, catalogue, match, read_json
 from .configs import ModelConfig
 from .decoder import Decoder
+from .deepseek_v4 import weights as deepseek_v4
 from .fields import naming, read_fields, shown
 from .finite import expect_finite, expect_finite_packed
 from .gemma import Gemma
 from .gpt_oss import GptOss
-from .hf_common import QuantizationKeys, token_ids
-from .hf_config import from_hf, to_hf
+from .hf_common import QuantizationKeys
+from .hf_config import load_config, to_hf
 from .layers import Linear, dequantize
 from .llama import Llama
-from .memory import free_memory, weight_bytes
+from .memory import fits
 from .mxfp4 import dequantize_mxfp4
 
 _MODELS: dict[str, type[Decoder]] = {
@@ -36,7 +37,6 @@ _MODELS: dict[str, type[Decoder]] = {
 }
 FP8_MODES = ("auto", "keep", "dequantize")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-WORKING_SHARE = 0.8  # of the free memory may be weights before "auto" keeps fp8
 
 
 def build_model(config: ModelConfig, *, device: torch.device | str, dtype: torch.dtype) -> Decoder:
@@ -46,25 +46,6 @@ def build_model(config: ModelConfig, *, device: torch.device | str, dtype: torch
 
         return DeepseekV4(config, device=device, dtype=dtype)
     return _MODELS[config.family](config, device=device, dtype=dtype)
-
-
-def load_config(path: str | Path) -> ModelConfig:
-    """Reads ``config.json``, and the stop ids of ``generation_config.json`` where there is one.
-
-    Raises: ValueError when there is no config.json, or naming file and key where one is no JSON or a key has another type or range;
-        NotImplementedError for unsupported models.
-    """
-    path = Path(path)
-    if not (path / "config.json").is_file():
-        raise ValueError(f"path: expected a directory with a config.json, got {str(path)!r}")
-    data = read_json(path / "config.json")
-    with naming(path / "config.json"):
-        config = from_hf(data, name=path.name)
-    eos = read_generation_config(path).get("eos_token_id")
-    if eos is None:
-        return config
-    with naming(path / "generation_config.json"):
-        return replace(config, eos_token_ids=token_ids(eos))
 
 
 def load_model(
@@ -95,8 +76,6 @@ def load_model(
     keys = _storage_keys(path)
     dtype = dtype or keys.find_dtype()
     if not isinstance(config, ModelConfig):
-        from .deepseek_v4 import weights as deepseek_v4
-
         return deepseek_v4.load_model(path, device=device, dtype=dtype, experts=fp8)
     found = catalogue(path, config)
     # Shapes are checked, and it is decided what stays in fp8, before anything is allocated.
@@ -122,8 +101,6 @@ def random_model(
     0.8 .. 1.2, biases and sinks N(0, 1). The same seed gives the same weights on the same kind of device.
     """
     if not isinstance(config, ModelConfig):
-        from .deepseek_v4 import weights as deepseek_v4
-
         return deepseek_v4.random_model(config, seed=seed, device=device, dtype=dtype)
     model = build_model(config, device=device, dtype=dtype)
     generators: dict[torch.device, torch.Generator] = {}
@@ -157,8 +134,6 @@ def save_checkpoint(model: Decoder, path: str | Path, *, max_shard_bytes: int = 
     from safetensors.torch import save_file
 
     if not isinstance(model.config, ModelConfig):
-        from .deepseek_v4 import weights as deepseek_v4
-
         return deepseek_v4.save_checkpoint(model, path)
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
@@ -220,11 +195,6 @@ def find_dtype(dtype: torch.dtype | str) -> torch.dtype:
     if name not in DTYPES:
         raise NotImplementedError(f"dtype: supported are {list(DTYPES)}, got {shown(dtype)}")
     return DTYPES[name]
-
-
-def fits(model: nn.Module, device: torch.device) -> bool:
-    """Whether the weights of a model, which may be on the meta device, leave room on a device to work in."""
-    return weight_bytes(model) <= WORKING_SHARE * free_memory(device)
 
 
 def _kept_in_fp8(

@@ -1,4 +1,4 @@
-"""Data flows one way: kvcore and kernels know nothing of each other or of what sits on top."""
+"""Data flows one way: kvcore and kernels know nothing of each other or of what sits on top, and no modules know each other in a circle."""
 
 from __future__ import annotations
 
@@ -55,6 +55,75 @@ def test_a_package_imports_only_what_is_below_it(package):
             continue  # has a line of its own
         extra = imports(path) - ALLOWED[package] - STANDARD
         assert not extra, f"{path.relative_to(ROOT)} imports {sorted(extra)}"
+
+
+def modules(package: str) -> dict[str, Path]:
+    """Files of a package by dotted name, that of the package itself first."""
+    files = sorted((ROOT / package).rglob("*.py"))
+    return {
+        ".".join(f.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): f
+        for f in files
+    }
+
+
+def known(name: str, path: Path, others: set[str]) -> set[tuple[str, str]]:
+    """(module, name in it) that a module imports from its own package, within functions too, but not for type checkers alone."""
+    tree = ast.parse(path.read_text(), str(path))
+    for_types = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    home = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+    found = set()
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.ImportFrom) or not node.level or id(node) in for_types:
+            continue
+        base = ".".join([*home[: len(home) - node.level + 1], *filter(None, [node.module])])
+        for alias in node.names:
+            whole = f"{base}.{alias.name}"
+            found.add((whole, "") if whole in others else (base, alias.name))
+    return found
+
+
+@pytest.mark.parametrize("package", ["kernels", "kvcore", "models"])
+def test_no_circle_of_imports_and_no_private_name_of_another_module(package):
+    files = modules(package)
+    graph = {name: known(name, path, set(files)) for name, path in files.items()}
+    private = {(m, *x) for m, found in graph.items() for x in found if x[1].startswith("_")}
+    assert not private
+    left = {m: {other for other, _ in found} - {m} for m, found in graph.items()}
+    while ready := [m for m, needs in left.items() if not needs & left.keys()]:
+        for m in ready:
+            del left[m]
+    assert not left, "these, or what they import, import each other"
+
+
+@pytest.mark.parametrize("package", ["kernels", "kvcore", "models", "bench"])
+def test_imports_within_a_package_are_relative(package):
+    """So a package can be copied under another name, and no module is loaded under two."""
+    for path in sorted((ROOT / package).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(), str(path))):
+            module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
+            own = f"quire.{package}"
+            if module == own or module.startswith(f"{own}."):
+                raise AssertionError(f"{path.relative_to(ROOT)}:{node.lineno} imports {module}")
+
+
+def test_operators_know_few_others():
+    """Folders of `kernels`: what is common knows no operator, and an operator only those that it is made of."""
+    files = modules("kernels")
+    found = {
+        (name.split(".")[1], other.split(".")[1])
+        for name, path in files.items()
+        for other, _ in known(name, path, set(files))
+        if name.count(".") > 1 and other.count(".") > 1
+    }
+    assert {(a, b) for a, b in found if a != b and b != "common"} == {
+        ("compressor", "latent_write"),
+        ("mla", "attention"),
+    }
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from .. import fields
-from ..configs import BYTE_VOCAB, SLIDING
 from ..fields import check_fields
-from ..model_config import expect_tokens
+from ..model_config import BYTE_VOCAB, SLIDING, expect_tokens
 
 CSA = "compressed_sparse_attention"
 HCA = "heavily_compressed_attention"

@@ -8,7 +8,8 @@ from safetensors.torch import load_file, save_file
 
 from quire.models.checkpoint import INDEX_FILE, NUM_NAMED
 from quire.models.configs import CONFIGS, get_config
-from quire.models.weights import build_model, load_config, load_model, random_model, save_checkpoint
+from quire.models.hf_config import load_config
+from quire.models.weights import build_model, load_model, random_model, save_checkpoint
 
 CONFIG = get_config("gemma4-tiny")
 
