@@ -1,8 +1,8 @@
 """`KVCache`: requests, their block tables, and what is cached of them.
 
 The life of a request is ``match -> admit -> (plan -> run the model -> commit)* -> release``. Every call
-treats the whole batch. Here are the calls and their checks; what they do is in `tables` (pages), `sequences` (tokens),
-`index` (what is cached) and `chains` (how what requests compute gets there).
+treats the whole batch. Here are the calls and their checks; what they do is in `tables.groups` (pages), `prefix.requests` (tokens),
+`prefix.index` (what is cached) and `prefix.tracker` (how what requests compute gets there).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class KVCache:
         max_requests: requests admitted at once.
         max_model_len: longest sequence, tokens.
         retention: which boundaries inside a prompt stay resumable: ``"auto"``, ``"latest"``, ``"dense"``, an interval
-            in tokens, or one of these for each of some groups (see `retention`).
+            in tokens, or one of these for each of some groups (see `policies.retention`).
         hash_seed: start of every key chain; processes with equal seeds agree on keys.
         enable_caching: False never caches and never hits.
         max_draft_tokens: tokens of a step that `commit(accepted=)` may reject or `rollback` take back. Rows of state

@@ -82,7 +82,7 @@ def _merge_pieces_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,
 ):
-    """Merge the pieces of one head of one decode sequence, which the attention kernel numbered as ``schedule`` does."""
+    """Merge the pieces of one head of one decode sequence, which the attention kernel numbered as ``common.split_kv`` does."""
     seq = tl.program_id(0) // num_heads
     head = (tl.program_id(0) % num_heads).to(tl.int64)
     first_token = tl.load(cu_seqlens_q + seq)

@@ -247,7 +247,7 @@ def _attend_tiles(
     else:
         offs_v = tl.arange(0, VALUE_DIM)
         acc_odd = 0
-    # 32 bits within a page or a tile of fresh rows, where they reach (_check.check_pages); 64 bits from there on.
+    # 32 bits within a page or a tile of fresh rows, where they reach (checks.check_pages); 64 bits from there on.
     k_offsets = (offs_n * source.k_stride_row)[:, None] + offs_d[None, :]
     if EQUAL_STRIDES and VALUE_DIM == HEAD_DIM and not PAIRS:
         v_offsets = k_offsets  # one set of registers

@@ -244,7 +244,7 @@ def _decode_kernel(
 
 
 def attention(arguments: dict[str, Any]) -> torch.Tensor:
-    """Check and launch ``check_attention(**arguments)``; returns ``out``. Calls that look alike are checked once (``recipes``).
+    """Check and launch ``check_attention(**arguments)``; returns ``out``. Calls that look alike are checked once (``common.launch_cache``).
 
     Raises: ValueError, NotImplementedError: as ``quire.kernels.paged_attention``.
     """

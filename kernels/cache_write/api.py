@@ -19,7 +19,7 @@ def write_kv(
     v_scale: float | torch.Tensor | None = None,
     impl: str | None = None,
 ) -> None:
-    """Write rows of keys and values to their slots in the pages, in place; to e4m3 pages quantised, as ``quant`` says.
+    """Write rows of keys and values to their slots in the pages, in place; to e4m3 pages quantised, as ``common.e4m3`` says.
 
     Args:
         k, v: [num_rows, num_kv_heads, head_dim] bf16, fp16 or fp32, last stride 1.

@@ -226,7 +226,7 @@ def check_rows(
             raise ValueError(f"{name}: expected a tensor on {q.device}, got {pages.data.device}")
         checks.expect_int(f"{name}: num_pages", pages.data.shape[0], 1)
         if pages.data.shape[0] * pages.storage_block_size >= 2**31:
-            # A row of the pool is one int32 (``compressed_tile``).
+            # A row of the pool is one int32 (``query_tile``).
             raise NotImplementedError(
                 f"{name}: {pages.data.shape[0] * pages.storage_block_size} rows in one pool; supported are < 2**31"
             )

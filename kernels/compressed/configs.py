@@ -36,7 +36,7 @@ class DecodePlan:
     """How the decode part of a batch is cut: see ``plan_decode``.
 
     num_whole: sequences at the front that are not cut. pieces: of each query tile of the others. programs: those that divide all query tiles
-    between them instead (``line``); 0: none do.
+    between them instead (``common.stream_k``); 0: none do.
     """
 
     num_whole: int
@@ -136,7 +136,7 @@ def plan_decode(
     """Plan decode from host integers only, so that a captured graph stays right at any sequence length.
 
     Where keys are bounded, query tiles have about as many, and those of as many sequences as fill the device a whole number of times stay
-    whole; those left are cut if that makes the last wave shorter. Else lengths differ, and the device divides what there is (``line``).
+    whole; those left are cut if that makes the last wave shorter. Else lengths differ, and the device divides what there is (``common.stream_k``).
 
     Args:
         num_decodes: sequences on the decode path.
@@ -151,7 +151,7 @@ def plan_decode(
     Returns:
         DecodePlan; ``workspace_numel`` is in fp32 elements, 0 where no tile can be cut.
 
-    Source: FlashDecoding (split-KV); ``line``.
+    Source: FlashDecoding (split-KV); ``common.stream_k``.
     """
     places = num_sms // head_tiles
     row_numel = block_q * num_heads * (head_dim + 1)

@@ -2,7 +2,7 @@
 
 Reads lengths on the host, so under a GPU it synchronises; there it is asked for by name only. Refuses ids of pages that there are not.
 
-Source: as ``reference_compressed``.
+Source: as ``reference``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Attention of DeepSeek-V4 over window, fresh rows and compressed entries: one kernel body for prefill and for split-KV decode.
 
-    out_i = R(-p_i) sum_j softmax_j(softmax_scale * q_i . c_j) c_j   over the keys j that query i sees (``compressed_tile``), one sink a head
+    out_i = R(-p_i) sum_j softmax_j(softmax_scale * q_i . c_j) c_j   over the keys j that query i sees (``query_tile``), one sink a head
 
 A query tile packs tokens of a sequence with query heads (row = token * heads + head), so a tile of keys is read once for all of them: 64
 rows, or 16 or 32 where there are fewer. With picks every token has keys of its own, and a tile holds heads of one token.
@@ -9,7 +9,7 @@ The inverse RoPE R(-p) is fused: it needs the 64 roped channels of the accumulat
 channels of which all but one are zeroed; 16 registers a thread beside an accumulator of 128), and in return the output is rounded once
 and written once. A kernel of its own would read and write those 128 bytes of a row again and round them twice.
 
-Layout: q, out [num_tokens, num_heads, head_dim]; pages as in ``layout``; cos_sin [max_position, rope_dim] fp32, cosines then sines. Decode
+Layout: q, out [num_tokens, num_heads, head_dim]; pages as in ``common.latent_pages``; cos_sin [max_position, rope_dim] fp32, cosines then sines. Decode
 partials, fp32: [parts, BLOCK_Q, num_heads, head_dim], then their lse.
 
 Source: DeepSeek-V4 report 2.3; FlashAttention-2 (arXiv 2307.08691); FlashDecoding.
@@ -338,7 +338,7 @@ def _compressed_decode_kernel(
 
 
 def attention(arguments: dict[str, Any]) -> torch.Tensor:
-    """Check and launch ``compressed_attention(**arguments)``; returns ``out``. Calls that look alike are checked once (``recipes``)."""
+    """Check and launch ``compressed_attention(**arguments)``; returns ``out``. Calls that look alike are checked once (``common.launch_cache``)."""
     pages = arguments["window_pages"], arguments["compressed_pages"]
     aligned = launch_cache.at_16_bytes(*pages, arguments["kv"])
     return launch_cache.run((select_config, aligned), arguments, _prepared)

@@ -1,4 +1,4 @@
-"""Gated pooling for CPU tensors: plain torch over all entries of a step at once, fp32 arithmetic. Source: as ``compress_triton.py``."""
+"""Gated pooling for CPU tensors: plain torch over all entries of a step at once, fp32 arithmetic. Source: as ``triton_impl``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gated pooling of tokens into entries, with norm, RoPE and the paged write of ``latent_triton`` at its end.
+"""Gated pooling of tokens into entries, with norm, RoPE and the paged write of ``latent_write`` at its end.
 
     entry w = sum_j softmax_j(z_j) c_j   per channel, over the ratio tokens of window w;
               with overlap over series a of the tokens of window w - 1 and series b of those of window w
@@ -167,7 +167,7 @@ def _compress_kernel(
 
 
 def compress(arguments: dict[str, Any]) -> None:
-    """Check and launch ``compress(**arguments)``. Calls that look alike are checked once (``recipes``)."""
+    """Check and launch ``compress(**arguments)``. Calls that look alike are checked once (``common.launch_cache``)."""
     launch_cache.run(prepare, arguments, _checked)
 
 

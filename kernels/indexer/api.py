@@ -96,7 +96,7 @@ def index_topk_workspace_numel(
         ValueError: a value is out of range.
         NotImplementedError: topk > 4096.
 
-    Source: ``indexer_plan.plan``.
+    Source: ``indexer.plan``.
     """
     checks.expect_int("num_tokens", num_tokens, 0)
     expect_sizes(topk, compress_ratio, max_seq_len)

@@ -7,7 +7,7 @@ columns, so that few tokens waste nothing and the sum over heads stays within fo
 any BLOCK_T, so decode and prefill agree to the bit. Page ids of the next tile are carried around the loop (see ``kernels.attention.triton_impl``). Quantised
 keys become fp16, the shortest way from e4m3 to a matrix instruction, and two-byte queries with them, each scaled by a power of two to fit.
 
-*Selection* (``indexer_plan``: pieces and levels). A program holds one piece in registers, as unsigned integers of the same order, and counts
+*Selection* (``plan``: pieces and levels). A program holds one piece in registers, as unsigned integers of the same order, and counts
 how many reach the middle of what may be the topk-th largest, until that is found or exactly topk reach a number. Exact, no atomics, the
 same on every run, and 32 counts at most. What is above that number is taken, of what equals it the first; a prefix sum places both in
 ascending order of id. A row of one piece is final; others leave their candidates, padded with the value 0, to the next level.
@@ -240,7 +240,7 @@ def _index_select_kernel(
 
 
 def topk(arguments: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Check and launch ``index_topk(**arguments)``; returns (out, lens). Calls that look alike are checked once (``recipes``)."""
+    """Check and launch ``index_topk(**arguments)``; returns (out, lens). Calls that look alike are checked once (``common.launch_cache``)."""
     launch_cache.run(prepare, arguments, _prepared)
     return arguments["out"], arguments["lens"]
 

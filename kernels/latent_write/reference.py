@@ -1,7 +1,7 @@
 """Oracle of ``write_latent`` and of the quantised layouts: plain torch and Python, one row, one channel, one byte at a time.
 
 Bytes are found by search among the 256 e4m3 values and by logarithms of exact fractions, pages are written as bytes at offsets spelled out
-here: nothing is shared with ``layout`` or with the kernels.
+here: nothing is shared with ``common.latent_pages`` or with the kernels.
 
 Source: DeepSeek-V4 report, attention; FlashMLA's tests/quant.py; the OCP 8-bit floating point specification for e4m3.
 """

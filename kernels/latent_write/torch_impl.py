@@ -1,4 +1,4 @@
-"""Norm, RoPE and the write of latent rows for CPU tensors: plain torch, fp32 arithmetic. Source: as ``latent_triton.py``."""
+"""Norm, RoPE and the write of latent rows for CPU tensors: plain torch, fp32 arithmetic. Source: as ``triton_impl``."""
 
 from __future__ import annotations
 

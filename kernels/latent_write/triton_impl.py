@@ -3,10 +3,10 @@
     y = x * rsqrt(mean(x^2) + eps) * weight                                   (optional)
     y'[2i] = y[2i] cos_i - y[2i+1] sin_i,  y'[2i+1] = y[2i+1] cos_i + y[2i] sin_i    on the trailing channels (optional)
 
-in fp32, rounded once to what the page holds; quantised rows round to bf16 and then to e4m3, as ``layout`` says. The rounding to e4m3 is
+in fp32, rounded once to what the page holds; quantised rows round to bf16 and then to e4m3, as ``common.latent_pages`` says. The rounding to e4m3 is
 integer arithmetic on the bits: exact where there is no such instruction (sm_80) and in Triton's interpreter, whose own cast is not.
 
-Layout: x [num_rows, dim], one program takes BLOCK_ROWS rows; pages as in ``layout``. Bound by memory: a row is read once and written once
+Layout: x [num_rows, dim], one program takes BLOCK_ROWS rows; pages as in ``common.latent_pages``. Bound by memory: a row is read once and written once
 (twice with ``out``).
 
 Source: DeepSeek-V4, kv_norm and rotary embedding of the latent; FlashMLA's tests/quant.py for the quantised rows.
@@ -205,7 +205,7 @@ def page_arguments(pages: LatentPages | IndexPages | None) -> dict[str, Any]:
 
 
 def write(arguments: dict[str, Any]) -> None:
-    """Check and launch ``write_latent(**arguments)``. Calls that look alike are checked once (``recipes``)."""
+    """Check and launch ``write_latent(**arguments)``. Calls that look alike are checked once (``common.launch_cache``)."""
     launch_cache.run(prepare, arguments, _checked)
 
 

@@ -10,7 +10,7 @@ With few rows in the query tile the products are swapped, S^T = C Q^T and O^T = 
 instruction and the heads are its columns, which need no padding. Then accumulators are [HEAD_DIM_V, BLOCK_M] and scores [BLOCK_N, BLOCK_M].
 
 Layout: q [num_tokens, num_heads, HEAD_DIM_V + ROPE_DIM], out [num_tokens, num_heads, HEAD_DIM_V]; pages [num_pages, block_size, *] of any
-strides. Decode: programs divide the keys of all query tiles evenly (``line``), and leave partial results of those they cut.
+strides. Decode: programs divide the keys of all query tiles evenly (``common.stream_k``), and leave partial results of those they cut.
 
 Source: DeepSeek-V2 (arXiv 2405.04434) 2.1; FlashAttention-2 (arXiv 2307.08691); Stream-K (arXiv 2301.03598).
 """
@@ -265,7 +265,7 @@ def _mla_decode_kernel(
 
 
 def attention(arguments: dict[str, Any]) -> torch.Tensor:
-    """Check and launch ``mla_attention(**arguments)``; returns ``out``. Calls that look alike are checked once (``recipes``)."""
+    """Check and launch ``mla_attention(**arguments)``; returns ``out``. Calls that look alike are checked once (``common.launch_cache``)."""
     aligned = launch_cache.at_16_bytes(arguments["pages"], arguments["kv"])
     return launch_cache.run((select_config, aligned), arguments, _prepared)
 
@@ -408,7 +408,7 @@ def plan_decode(
         max_seq_len: upper bound of the sequence lengths; None if unknown.
 
     Returns:
-        DecodePlan: all programs are at work at once, and the device divides what keys there are evenly among them (``line``).
+        DecodePlan: all programs are at work at once, and the device divides what keys there are evenly among them (``common.stream_k``).
     """
     wanted = next_power_of_2(num_heads * max(1, max_seqlen_q))
     # The loop over query tiles leaves no registers for 64 rows beside tensor memory's copy of them or, on Ampere, several page ids a tile.

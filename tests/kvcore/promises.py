@@ -16,7 +16,7 @@ from .device import STATE_READS, Device, Request, Text
 class Promises:
     """Prefixes that must be findable while nothing was evicted, as hashes of token prefixes.
 
-    Those are all computed segments, and resume points at the boundaries that `retention` names: the replay boundaries of
+    Those are all computed segments, and resume points at the boundaries that `policies.retention` names: the replay boundaries of
     a prompt, the junction, the interval, and the last boundary that a request reached; with a state group, only where a step
     ended there and no later step wrote over it.
     """
@@ -117,7 +117,7 @@ class Reader:
         self.lost = False
 
     def keys(self, text: Text) -> list[bytes]:
-        """Keys of a prompt's segments, as `hashing` documents them."""
+        """Keys of a prompt's segments, as `prefix.keys` documents them."""
         key = sha256(
             struct.pack("<QQ", len(self.seed), len(text.salt)) + self.seed + text.salt
         ).digest()
