@@ -8,15 +8,15 @@ from pathlib import Path
 
 import torch
 
-from quire.models.configs import ModelConfig, named_configs
-from quire.models.decoder import Decoder
+from quire.models.config.named import ModelConfig, named_configs
 from quire.models.deepseek_v4.model import DeepseekV4
-from quire.models.gpt_oss import Experts as GptOssExperts
-from quire.models.layers import RMSNorm
+from quire.models.engine.memory import weight_bytes
+from quire.models.families.decoder import Decoder
+from quire.models.families.gpt_oss import Experts as GptOssExperts
+from quire.models.layers.basic import RMSNorm
 from quire.models.llm import expect_room
-from quire.models.memory import weight_bytes
+from quire.models.loading.weights import load_model, random_model, save_checkpoint
 from quire.models.tokenizer import ByteTokenizer, Tokenizer, find_tokenizer
-from quire.models.weights import load_model, random_model, save_checkpoint
 
 CHECKPOINT_BYTES = 2**28  # random models up to this size take the way over a checkpoint on disk
 EMBEDDING_SHRINK = 1 / 32

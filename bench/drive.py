@@ -10,8 +10,8 @@ from time import perf_counter, process_time
 import numpy as np
 from tqdm import tqdm
 
-from quire.models.request import RequestOutput, SamplingParams
-from quire.models.runner import Engine, StepReport
+from quire.models.engine.engine import Engine, StepReport
+from quire.models.engine.request import RequestOutput, SamplingParams
 
 from .workload import Workload
 

@@ -17,10 +17,10 @@ from time import perf_counter
 import numpy as np
 import torch
 
-from quire.models.cache import token_bytes
-from quire.models.configs import ModelConfig
-from quire.models.decoder import Decoder
-from quire.models.memory import weight_bytes
+from quire.models.config.named import ModelConfig
+from quire.models.engine.memory import weight_bytes
+from quire.models.families.decoder import Decoder
+from quire.models.layers.kv_cache import token_bytes
 
 from . import floors_v4
 
@@ -76,7 +76,7 @@ def device_rates(
 def decode_bytes(model: Decoder, seq_lens: np.ndarray, kv_cache_dtype: str = "auto") -> int:
     """Bytes that one decode step must read: weights, and K and V of all visible tokens in all layers.
 
-    seq_lens: [num_seqs] KV tokens of each sequence. kv_cache_dtype: of the pages (`quire.models.engine_config.EngineConfig`).
+    seq_lens: [num_seqs] KV tokens of each sequence. kv_cache_dtype: of the pages (`quire.models.engine.config.EngineConfig`).
     """
     config = model.config
     if not isinstance(config, ModelConfig):

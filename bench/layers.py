@@ -30,12 +30,12 @@ import torch
 from torch import Tensor
 
 from quire.models.command import MAX_TOKENS, Parser, integer, number, output_file, program
-from quire.models.configs import ModelConfig, get_config
-from quire.models.decoder import Decoder
+from quire.models.config.named import ModelConfig, get_config
 from quire.models.device import find_device
-from quire.models.request import SamplingParams
-from quire.models.runner import Engine, EngineConfig, StepReport
-from quire.models.weights import build_model, random_model
+from quire.models.engine.engine import Engine, EngineConfig, StepReport
+from quire.models.engine.request import SamplingParams
+from quire.models.families.decoder import Decoder
+from quire.models.loading.weights import build_model, random_model
 
 from .floors import Rates, decode_bytes, measure_rates, prefill_flops
 from .machine import describe_machine

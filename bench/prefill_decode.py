@@ -56,10 +56,10 @@ from quire.models.command import (
     threads,
 )
 from quire.models.device import find_device
+from quire.models.engine.engine import Engine, EngineConfig
+from quire.models.engine.memory import KV_CACHE_DTYPES, weight_bytes
+from quire.models.engine.speculative import Drafter
 from quire.models.llm import DRAFTERS
-from quire.models.memory import KV_CACHE_DTYPES, weight_bytes
-from quire.models.runner import Engine, EngineConfig
-from quire.models.speculative import Drafter
 from quire.models.tokenizer import NUM_SPECIAL
 
 from .build import BenchModel, build_model

@@ -16,7 +16,7 @@
       allocator            us_per_step, share_of_step, hashing_us_per_request
       split                CPU time of the engine's thread, of each step the median of --split runs: outside_model {worst, p95, overall},
                            the share of a step that is not the model's arithmetic (forward passes and sampling); cpu_s; and for each
-                           part of a step (`quire.models.report`)
+                           part of a step (`quire.models.engine.report`)
                            parts {schedule, allocator, draft, tensors, model, sample, deliver}: cpu_s, share, decode_us, prefill_us
                            (medians of steps), worst_us (in the step with the largest share outside)
       groups               list of {group, requests, hit_rate, ttft_p50_ms}; what a group is: workload.group_name
@@ -37,8 +37,8 @@ from typing import Any
 
 import numpy as np
 
-from quire.models.decoder import Decoder
-from quire.models.report import PARTS, StepReport, outside_model
+from quire.models.engine.report import PARTS, StepReport, outside_model
+from quire.models.families.decoder import Decoder
 
 from .drive import Run
 from .floors import Rates, decode_bytes, prefill_flops

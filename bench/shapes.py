@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from quire.models.configs import CONFIGS
+from quire.models.config.named import CONFIGS
 
 CHUNK = 8192
 MIXED_CHUNK = 2048

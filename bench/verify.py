@@ -29,9 +29,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from quire.models.configs import ModelConfig
-from quire.models.decoder import Decoder
-from quire.models.request import RequestOutput
+from quire.models.config.named import ModelConfig
+from quire.models.engine.request import RequestOutput
+from quire.models.families.decoder import Decoder
 
 from .drive import Key
 
@@ -75,7 +75,7 @@ def check_outputs(
 ) -> Check:
     """Compares all tokens of all ``outputs`` with full passes of ``model``; see the file's docstring.
 
-    kv_cache_dtype: of the engine that generated them (`quire.models.engine_config.EngineConfig`).
+    kv_cache_dtype: of the engine that generated them (`quire.models.engine.config.EngineConfig`).
     """
     num_tokens = num_exact = 0
     largest = 0.0

@@ -8,7 +8,7 @@ import signal
 import threading
 from typing import Any
 
-from quire.models.interrupts import interrupts_wait
+from quire.models.engine.interrupts import interrupts_wait
 
 
 class Workers(concurrent.futures.ProcessPoolExecutor):

@@ -31,12 +31,12 @@ from torch import nn
 
 from .chat import ChatTemplate
 from .command import MAX_DRAFTS, MAX_PAGES, REFUSED, Parser, integer, number, program, threads
+from .engine.engine import EngineConfig
+from .engine.memory import KV_CACHE_DTYPES
+from .engine.request import MAX_SAMPLES, RequestError, SamplingParams
+from .engine.speculative import Drafter
 from .llm import DRAFTERS, LLM
-from .memory import KV_CACHE_DTYPES
-from .request import MAX_SAMPLES, RequestError, SamplingParams
-from .runner import EngineConfig
-from .speculative import Drafter
-from .weights import DTYPES
+from .loading.weights import DTYPES
 
 
 @program

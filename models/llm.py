@@ -15,19 +15,19 @@ from torch import nn
 from tqdm import tqdm
 
 from .chat import PLAIN, ChatTemplate
-from .checkpoint import read_generation_config
-from .configs import named_configs
+from .config.fields import shown
+from .config.hf import load_config
+from .config.named import named_configs
 from .deepseek_v4.draft import MTPDrafter
 from .device import find_device
-from .fields import shown
-from .hf_config import load_config
-from .interrupts import interrupts_wait
-from .memory import free_memory, weight_bytes
-from .request import OutputDelta, RequestError, RequestOutput, SamplingParams
-from .runner import Engine, EngineConfig
-from .speculative import Drafter, NGramDrafter
+from .engine.engine import Engine, EngineConfig
+from .engine.interrupts import interrupts_wait
+from .engine.memory import free_memory, weight_bytes
+from .engine.request import OutputDelta, RequestError, RequestOutput, SamplingParams
+from .engine.speculative import Drafter, NGramDrafter
+from .loading.checkpoint import read_generation_config
+from .loading.weights import build_model, find_dtype, load_model, random_model
 from .tokenizer import ByteTokenizer, Tokenizer, find_tokenizer
-from .weights import build_model, find_dtype, load_model, random_model
 
 DRAFTERS: dict[str, Callable[[Any, int], Drafter]] = {
     "ngram": lambda model, draft_tokens: NGramDrafter(draft_tokens),
@@ -40,7 +40,7 @@ class LLM:
     """A model with an engine and, where there is one, a tokenizer.
 
     model: a named configuration (random weights), a Hugging Face directory, or a built model.
-    engine: settings; default `EngineConfig()`. drafter: speculates (`quire.models.speculative`), or a function that makes it from the
+    engine: settings; default `EngineConfig()`. drafter: speculates (`quire.models.engine.speculative`), or a function that makes it from the
         model; None = no speculation.
     device: default: the GPU if there is one. dtype: one of torch, or its name; default: that of the checkpoint; for random weights
         bfloat16 on a GPU and float32 on a CPU. Both are the model's own where it is already built.

@@ -6,8 +6,8 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from .configs import ModelConfig
-from .model_config import BYTE_VOCAB
+from .config.model import BYTE_VOCAB
+from .config.named import ModelConfig
 
 NUM_SPECIAL = BYTE_VOCAB - 256  # pad, eos, bos
 REPLACEMENT = "\ufffd"

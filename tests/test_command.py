@@ -87,7 +87,8 @@ def test_ctrl_c_while_a_program_is_imported(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "at", ["numpy", "torch", "torch.nn.functional", "quire.models.runner", "matplotlib", "exit"]
+    "at",
+    ["numpy", "torch", "torch.nn.functional", "quire.models.engine.engine", "matplotlib", "exit"],
 )
 def test_ctrl_c_at_moments_of_a_run(at, tmp_path):
     arguments = ["bench.prefill_decode", "--plot", str(tmp_path / "no.txt")]

@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..layers import rms_norm
+from ..layers.basic import rms_norm
 from .block import Attend, Attention, AttentionRows, GatedPooling, IndexRows
 from .config import DeepseekV4Config
 from .layers import apply_rope
 
 if TYPE_CHECKING:
-    from ..attention import Stored
+    from ..layers.attention import Stored
 
 QUERY_BLOCK = 128  # rows of the score matrix that dense attention holds at a time
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..layers import Linear, RMSNorm, empty_parameter, rms_norm
+from ..layers.basic import Linear, RMSNorm, empty_parameter, rms_norm
 from .config import CSA, SLIDING, DeepseekV4Config
 from .layers import HyperConnection, MoE, apply_rope, linear_fp32
 

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
-from .. import fields
-from ..fields import check_fields
-from ..model_config import BYTE_VOCAB, SLIDING, expect_tokens
+from ..config import fields
+from ..config.fields import check_fields
+from ..config.model import BYTE_VOCAB, SLIDING, expect_tokens
 
 CSA = "compressed_sparse_attention"
 HCA = "heavily_compressed_attention"
@@ -122,7 +122,7 @@ class DeepseekV4Config:
 
     @property
     def activation_size(self) -> int:
-        """Elements that a step holds of each token at most, of the model's dtype; an estimate, as in `quire.models.model_config.ModelConfig`."""
+        """Elements that a step holds of each token at most, of the model's dtype; an estimate, as in `quire.models.config.model.ModelConfig`."""
         queries = 8 * self.num_heads * self.head_dim
         experts = self.num_experts_per_tok * (3 * self.hidden_size + 4 * self.moe_intermediate_size)
         return 6 * self.hidden_size * self.hc_mult + max(queries, experts)

@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..batch import AttnMetadata, Batch, BatchBuilder, Staging
-from ..request import Request
-from ..sampling import DRAFT, Filters, draw, probabilities, uniform
+from ..engine.batch import AttnMetadata, Batch, BatchBuilder, Staging
+from ..engine.request import Request
+from ..engine.sampler import DRAFT, Filters, draw, probabilities, uniform
 from .cache import V4PagePool
 from .model import DeepseekV4
 from .paged import PagedStep
@@ -46,7 +46,7 @@ class MTPDrafter:
     def attach(
         self, pool: V4PagePool, builder: BatchBuilder, *, max_requests: int, impl: str | None
     ) -> None:
-        """As `quire.models.speculative.ModelDrafter.attach`."""
+        """As `quire.models.engine.speculative.ModelDrafter.attach`."""
         config = self.model.config
         self._pool, self._builder, self._impl = pool, builder, impl
         self._staging = Staging(self.model.device)
@@ -64,7 +64,7 @@ class MTPDrafter:
     def observe(
         self, batch: Batch, hidden: Tensor, next_ids: np.ndarray, last_rows: np.ndarray, slots: np.ndarray
     ) -> None:  # fmt: skip
-        """As `quire.models.speculative.ModelDrafter.observe`."""
+        """As `quire.models.engine.speculative.ModelDrafter.observe`."""
         step = PagedStep(batch.attn, self._pool, impl=self._impl)
         ids, rows, places = self._staging.send([next_ids, last_rows, slots])
         firsts = batch.attn.cu_seqlens_q[:-1].long()
@@ -76,12 +76,12 @@ class MTPDrafter:
         self._ends[places] = batch.positions[rows] + 1
 
     def propose(self, requests: Sequence[Request]) -> list[np.ndarray]:
-        """As `quire.models.speculative.Drafter.propose`."""
+        """As `quire.models.engine.speculative.Drafter.propose`."""
         return list(self._chain(requests, greedy).int().cpu().numpy())
 
     @torch.inference_mode()
     def sample(self, requests: Sequence[Request]) -> list[tuple[np.ndarray, Tensor | None]]:
-        """As `quire.models.speculative.SamplingDrafter.sample`: drawn under the temperature and filters of the request."""
+        """As `quire.models.engine.speculative.SamplingDrafter.sample`: drawn under the temperature and filters of the request."""
         rows = [i for i, request in enumerate(requests) if request.params.temperature > 0]
         if not rows:
             return [(ids, None) for ids in self.propose(requests)]

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .. import fields
-from ..fields import checked, only, read_fields, shown
-from ..hf_common import RopeKeys, token_ids
+from ..config import fields
+from ..config.fields import checked, only, read_fields, shown
+from ..config.hf_common import RopeKeys, token_ids
 from .config import (
     CSA,
     HASH_MOE,

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..layers import Linear, empty_parameter, inverse_frequencies
-from ..model_config import RopeConfig
-from ..moe import run_experts
-from ..quantized import PackedExperts
+from ..config.model import RopeConfig
+from ..layers.basic import Linear, empty_parameter, inverse_frequencies
+from ..layers.moe import run_experts
+from ..layers.quantized import PackedExperts
 from .config import HASH_MOE, DeepseekV4Config
 
 

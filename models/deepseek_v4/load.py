@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from .. import checkpoint
-from ..checkpoint import FLOATS, differs
-from ..finite import expect_finite, expect_finite_packed, expect_ids
-from ..quantized import DEQUANTIZE, FP4_GROUP, packed_shapes, scale_values
+from ..layers.quantized import DEQUANTIZE, FP4_GROUP, packed_shapes, scale_values
+from ..loading import checkpoint
+from ..loading.checkpoint import FLOATS, differs
+from ..loading.finite import expect_finite, expect_finite_packed, expect_ids
 from .names import GATE, UP, WHOLE, Target, target
 
 _SCALES = {"fp8": ("F32", "F8_E8M0", "U8"), "fp4": ("F8_E8M0", "U8")}
@@ -33,7 +33,7 @@ class Stored(checkpoint.Stored):
 
 
 def read_headers(path: Path) -> list[Stored]:
-    """Every tensor of a directory that belongs to the model, whatever its name; raises as `quire.models.checkpoint.read_headers`."""
+    """Every tensor of a directory that belongs to the model, whatever its name; raises as `quire.models.loading.checkpoint.read_headers`."""
     return [
         Stored(one.file, one.name, one.shape, one.dtype, where)
         for one in checkpoint.read_headers(path)

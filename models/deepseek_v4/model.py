@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from quire.kernels.indexer.call import MAX_HEADS, MAX_TOPK
 
-from ..attention import Stored
-from ..batch import AttnMetadata
-from ..layers import Embedding, Linear, RMSNorm
-from ..memory import ModelCache
+from ..engine.batch import AttnMetadata
+from ..engine.memory import ModelCache
+from ..layers.attention import Stored
+from ..layers.basic import Embedding, Linear, RMSNorm
 from .attention import dense_attend
 from .block import Attend, DecoderLayer
 from .cache import CacheFormat, V4PagePool, plan_cache, ring_bytes
@@ -134,7 +134,7 @@ class DeepseekV4(nn.Module):
         drafter_layers: bool,
         **_: Any,
     ) -> ModelCache:
-        """Pages and rings; arguments as in `quire.models.memory.model_cache`. base_block_size: tokens of a page of entries.
+        """Pages and rings; arguments as in `quire.models.engine.memory.model_cache`. base_block_size: tokens of a page of entries.
 
         Raises: ValueError for a base_block_size that the ratios do not divide; NotImplementedError for "fp8" with other head sizes than the released ones, or a model in fp16.
         """

@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..layers import Linear, RMSNorm
+from ..layers.basic import Linear, RMSNorm
 from .block import Attend, DecoderLayer
 from .config import MOE, DeepseekV4Config
 from .layers import HyperHead

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire.kernels import compress, compressed_attention, index_topk, write_latent
 
-from ..batch import AttnMetadata
+from ..engine.batch import AttnMetadata
 from .block import Attention, AttentionRows, Compressor, GatedPooling
 from .cache import COMPRESSED, OVERLAP, CompressorCache, LayerCache, V4PagePool
 

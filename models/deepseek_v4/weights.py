@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..hf_config import load_config
-from ..memory import fits, free_memory
+from ..config.hf import load_config
+from ..engine.memory import fits, free_memory
 from .config import DeepseekV4Config
 from .hf import to_hf
 from .load import check, fill, format_of_experts, read_headers

@@ -10,8 +10,8 @@ from quire.bench.drive import run_workload
 from quire.bench.layers import few_layers
 from quire.bench.verify import check_outputs, computing_in
 from quire.bench.workload import chat_workload
-from quire.models import attention
-from quire.models.runner import Engine, EngineConfig
+from quire.models.engine.engine import Engine, EngineConfig
+from quire.models.layers import attention
 
 NAMES = ("gemma3-tiny", "gemma4-e-tiny", "gemma4-moe-tiny", "llama-tiny", "gpt-oss-tiny")
 

@@ -21,7 +21,7 @@ from quire.bench.shapes import FP8_SHAPES, SHAPES, TINY_SHAPES, Case, all_cases,
 from quire.bench.timing import time_calls
 from quire.kernels.attention import reference
 from quire.kernels.attention.configs import select_config
-from quire.models.configs import get_config
+from quire.models.config.named import get_config
 from tests.helpers import assert_equal_in_float64
 
 ROOT = Path(__file__).resolve().parent.parent.parent

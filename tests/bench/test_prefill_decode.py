@@ -19,10 +19,10 @@ from quire.bench.drive import run_workload
 from quire.bench.verify import check_outputs, computing_in, reference_logits, sample
 from quire.bench.workload import chat_workload
 from quire.kernels.common import e4m3
-from quire.models import attention
-from quire.models.configs import get_config
-from quire.models.report import PARTS
-from quire.models.runner import Engine, EngineConfig
+from quire.models.config.named import get_config
+from quire.models.engine.engine import Engine, EngineConfig
+from quire.models.engine.report import PARTS
+from quire.models.layers import attention
 
 ROOT = Path(__file__).resolve().parents[2]
 TRACE = ROOT.parent / "shared/traces/mooncake_conversation.jsonl.xz"

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from quire.bench import layers
-from quire.models.configs import get_config
-from quire.models.graphs import call_again
-from quire.models.request import SamplingParams
-from quire.models.runner import Engine, EngineConfig
-from quire.models.weights import random_model
+from quire.models.config.named import get_config
+from quire.models.engine.engine import Engine, EngineConfig
+from quire.models.engine.graphs import call_again
+from quire.models.engine.request import SamplingParams
+from quire.models.loading.weights import random_model
 from tests.gpu.conftest import DRY_RUN
 from tests.helpers import DEVICE
 from tests.models.test_engine import Recorder, build, prompt

@@ -2,8 +2,8 @@
 
 import torch
 
-from quire.models import layers
-from quire.models.weights import load_model
+from quire.models.layers import basic as layers
+from quire.models.loading.weights import load_model
 from tests.models.hand_paged import HandPaged, difference
 from tests.models.tolerance import tolerance
 

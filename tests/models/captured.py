@@ -21,9 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from quire.kernels.common import launching
-from quire.models import attention, moe, quantized
 from quire.models.deepseek_v4 import paged
-from quire.models.graphs import WARM_UP_RUNS
+from quire.models.engine.graphs import WARM_UP_RUNS
+from quire.models.layers import attention, moe, quantized
 
 KERNELS = {
     attention: ("paged_attention", "sliding_window_attention", "write_kv"),
@@ -131,7 +131,7 @@ class Outside:
 
 
 class Captures:
-    """Captures work as `quire.models.graphs.CudaCapture` does.
+    """Captures work as `quire.models.engine.graphs.CudaCapture` does.
 
     granularity: functions that are one operation each, by module, as `KERNELS`.
     """

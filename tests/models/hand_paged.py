@@ -2,9 +2,9 @@
 
 import torch
 
-from quire.models.batch import AttnMetadata
-from quire.models.cache import PagePool, cache_groups
-from quire.models.decoder import Decoder
+from quire.models.engine.batch import AttnMetadata
+from quire.models.families.decoder import Decoder
+from quire.models.layers.kv_cache import PagePool, cache_groups
 
 
 class HandPaged:

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from quire.models.chat import ChatTemplate
-from quire.models.checkpoint import INDEX_FILE, read_generation_config
-from quire.models.configs import get_config
+from quire.models.config.hf import Gemma3Keys, Gemma4Keys, from_hf, load_config, to_hf
+from quire.models.config.hf_llama import GptOssKeys, LlamaKeys
+from quire.models.config.named import get_config
 from quire.models.deepseek_v4.hf import DeepseekV4Keys
 from quire.models.deepseek_v4.hf import to_hf as deepseek_v4_to_hf
-from quire.models.hf_config import Gemma3Keys, Gemma4Keys, from_hf, load_config, to_hf
-from quire.models.hf_llama import GptOssKeys, LlamaKeys
-from quire.models.weights import build_model, load_model, random_model, save_checkpoint
+from quire.models.loading.checkpoint import INDEX_FILE, read_generation_config
+from quire.models.loading.weights import build_model, load_model, random_model, save_checkpoint
 
 DEEP = json.loads("[" * 500 + "]" * 500)
 VALUES = {

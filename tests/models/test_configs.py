@@ -7,9 +7,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quire.models.cache import PagePool, cache_groups, num_slots
-from quire.models.configs import CONFIGS, FULL, SLIDING, AttentionConfig, RopeConfig, get_config
-from quire.models.hf_config import from_hf, to_hf
+from quire.models.config.hf import from_hf, to_hf
+from quire.models.config.named import (
+    CONFIGS,
+    FULL,
+    SLIDING,
+    AttentionConfig,
+    RopeConfig,
+    get_config,
+)
+from quire.models.layers.kv_cache import PagePool, cache_groups, num_slots
 
 
 def read(config: dict, name: str = "x"):

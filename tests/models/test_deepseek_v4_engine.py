@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from quire.models.configs import get_config
+from quire.models.config.named import get_config
 from quire.models.deepseek_v4 import paged
 from quire.models.deepseek_v4.draft import MTPDrafter
+from quire.models.engine.engine import Engine, EngineConfig
+from quire.models.engine.request import SamplingParams
+from quire.models.engine.speculative import NGramDrafter
 from quire.models.llm import LLM
-from quire.models.request import SamplingParams
-from quire.models.runner import Engine, EngineConfig
-from quire.models.speculative import NGramDrafter
-from quire.models.weights import load_model, random_model
+from quire.models.loading.weights import load_model, random_model
 from tests.models import v4_oracle
 from tests.models.test_engine import Recorder, prompt
 from tests.models.tolerance import tolerance

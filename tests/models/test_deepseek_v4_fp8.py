@@ -6,15 +6,15 @@ The oracle is the dense model, which equals transformers, over the rows that the
 import pytest
 import torch
 
-from quire.models.configs import get_config
+from quire.models.config.named import get_config
 from quire.models.deepseek_v4 import paged
 from quire.models.deepseek_v4.cache import CacheFormat, plan_cache
 from quire.models.deepseek_v4.draft import MTPDrafter
 from quire.models.deepseek_v4.memory import cost
 from quire.models.deepseek_v4.model import DeepseekV4
-from quire.models.memory import model_cache
-from quire.models.runner import Engine, EngineConfig
-from quire.models.weights import load_model, random_model
+from quire.models.engine.engine import Engine, EngineConfig
+from quire.models.engine.memory import model_cache
+from quire.models.loading.weights import load_model, random_model
 from tests.models import v4_oracle
 from tests.models.test_deepseek_v4_engine import V4Recorder
 from tests.models.test_engine import prompt

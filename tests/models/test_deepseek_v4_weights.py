@@ -11,7 +11,12 @@ from quire.models.deepseek_v4.config import CONFIGS, CSA, HASH_MOE, HCA, MOE, SL
 from quire.models.deepseek_v4.hf import to_hf
 from quire.models.deepseek_v4.layers import Experts
 from quire.models.deepseek_v4.weights import load_model, random_model, save_checkpoint
-from quire.models.quantized import PackedExperts, dequantize_fp4, dequantize_fp8, scale_values
+from quire.models.layers.quantized import (
+    PackedExperts,
+    dequantize_fp4,
+    dequantize_fp8,
+    scale_values,
+)
 
 # Matrices of more than one block of 128, the last one cut short; every kind of layer once.
 CONFIG = replace(
@@ -179,7 +184,7 @@ def test_release_directory(tmp_path, model, experts, e8m0_scales):
 @pytest.mark.parametrize(("free", "kind"), [(10**9, Experts), (10**5, PackedExperts)])
 def test_memory_decides(tmp_path, model, monkeypatch, free, kind):
     write_release(tmp_path / "release", model, "fp8")
-    monkeypatch.setattr("quire.models.weights.free_memory", lambda device: free)
+    monkeypatch.setattr("quire.models.loading.weights.free_memory", lambda device: free)
     assert isinstance(load_model(tmp_path / "release").layers[0].mlp.experts, kind)
 
 

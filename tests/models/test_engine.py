@@ -6,13 +6,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from quire.models import report, runner
-from quire.models.configs import FULL, SLIDING, get_config
-from quire.models.request import SamplingParams
-from quire.models.runner import Engine, EngineConfig
-from quire.models.scheduler import SchedulerPolicy
-from quire.models.speculative import NGramDrafter
-from quire.models.weights import load_model, random_model
+from quire.models.config.named import FULL, SLIDING, get_config
+from quire.models.engine import engine as runner
+from quire.models.engine import report
+from quire.models.engine.engine import Engine, EngineConfig
+from quire.models.engine.request import SamplingParams
+from quire.models.engine.scheduler import SchedulerPolicy
+from quire.models.engine.speculative import NGramDrafter
+from quire.models.loading.weights import load_model, random_model
 from tests.models.tolerance import tolerance
 
 DEVICE = (

@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from quire.kernels.common.checks import HEAD_DIMS
-from quire.models import runner
-from quire.models.configs import FULL, get_config
+from quire.models.config.named import FULL, get_config
 from quire.models.deepseek_v4.cache import CacheFormat, plan_cache
-from quire.models.engine_config import EngineConfig
-from quire.models.request import SamplingParams
-from quire.models.runner import Engine
-from quire.models.scheduler import Scheduler, SchedulerPolicy
-from quire.models.weights import random_model
+from quire.models.engine import engine as runner
+from quire.models.engine.config import EngineConfig
+from quire.models.engine.engine import Engine
+from quire.models.engine.request import SamplingParams
+from quire.models.engine.scheduler import Scheduler, SchedulerPolicy
+from quire.models.loading.weights import random_model
 from tests.models.toy import ToyModel
 
 PROMPTS = ([5, 6, 7] * 11, [8] * 70, [9, 10])
@@ -56,7 +56,7 @@ def test_torch_takes_any_head_size(name, head_dim, num_heads, num_kv_heads, kv_c
 
 
 def test_head_sizes_that_kernels_are_not_made_for_are_refused_at_once(monkeypatch):
-    monkeypatch.setattr("quire.models.runner.expect_impl", lambda *_: None)  # as on a GPU
+    monkeypatch.setattr("quire.models.engine.engine.expect_impl", lambda *_: None)  # as on a GPU
     for head_dim in (24, 96, 768):
         model = random_model(resized("gemma3-tiny", head_dim, 2, 1))
         message = rf"impl: 'triton' is supported with a head_dim in \[16, .*'gemma3-tiny' has {head_dim} in layers of .*; 'torch' takes any"
@@ -147,7 +147,7 @@ def test_a_request_that_finds_no_memory_is_refused_by_name_or_ends_alone(kind, m
         with pytest.raises(ValueError, match=f"prompt_token_ids: expected what fits the memory, got 3 ids for n=2 samples: {kind.__name__}: no room"):  # fmt: skip
             engine.add_request([5, 6, 7], SamplingParams(n=2))
         assert not engine.has_work and not engine._siblings
-        patch.setattr("quire.models.runner.KVCache", fails)
+        patch.setattr("quire.models.engine.engine.KVCache", fails)
         with pytest.raises(
             ValueError, match=f"config: expected an engine .*: {kind.__name__}: no room"
         ):

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 
-from quire.models.batch import Staging
-from quire.models.request import SamplingParams
-from quire.models.runner import Engine, EngineConfig
-from quire.models.sampling import Filters, draw, probabilities, uniform
-from quire.models.scheduler import SchedulerPolicy
-from quire.models.speculative import NGramDrafter
+from quire.models.engine.batch import Staging
+from quire.models.engine.engine import Engine, EngineConfig
+from quire.models.engine.request import SamplingParams
+from quire.models.engine.sampler import Filters, draw, probabilities, uniform
+from quire.models.engine.scheduler import SchedulerPolicy
+from quire.models.engine.speculative import NGramDrafter
 from tests.models.test_engine import Recorder, build, prompt
 from tests.models.toy import VOCAB, ToyModel, plain_logits
 

@@ -5,12 +5,12 @@ import random
 import pytest
 import torch
 
-from quire.models.configs import get_config
-from quire.models.request import SamplingParams
-from quire.models.runner import Engine, EngineConfig
-from quire.models.scheduler import SchedulerPolicy
-from quire.models.speculative import NGramDrafter
-from quire.models.weights import random_model
+from quire.models.config.named import get_config
+from quire.models.engine.engine import Engine, EngineConfig
+from quire.models.engine.request import SamplingParams
+from quire.models.engine.scheduler import SchedulerPolicy
+from quire.models.engine.speculative import NGramDrafter
+from quire.models.loading.weights import random_model
 from tests.models.test_engine_many import alone, workload
 from tests.models.toy import VOCAB, ToyModel
 

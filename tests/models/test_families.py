@@ -7,10 +7,12 @@ import torch
 import torch.nn.functional as F
 
 from quire.bench.bounds import UNIT
-from quire.models import gpt_oss, layers, llama, moe
-from quire.models.configs import ModelConfig, RopeConfig
-from quire.models.hf_llama import SWIGLU
-from quire.models.weights import load_model
+from quire.models.config.hf_llama import SWIGLU
+from quire.models.config.named import ModelConfig, RopeConfig
+from quire.models.families import gpt_oss, llama
+from quire.models.layers import basic as layers
+from quire.models.layers import moe
+from quire.models.loading.weights import load_model
 from tests.models.breaks import (
     PATHS,
     adjacent_pairs,

@@ -2,9 +2,9 @@
 
 import pytest
 
-from quire.models.configs import get_config
-from quire.models.speculative import NGramDrafter
-from quire.models.weights import random_model
+from quire.models.config.named import get_config
+from quire.models.engine.speculative import NGramDrafter
+from quire.models.loading.weights import random_model
 from tests.models.test_engine import DEVICE, Recorder, prompt
 
 NAMES = ("gemma4-e-tiny", "gemma4-moe-tiny", "llama-tiny", "gpt-oss-tiny")

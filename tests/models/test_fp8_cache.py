@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from quire.kernels.common import e4m3
-from quire.models.attention import DenseAttend, PagedAttend
-from quire.models.cache import PagePool, cache_groups, token_bytes
-from quire.models.configs import CONFIGS, FULL, SLIDING, get_config
-from quire.models.memory import model_cache
-from quire.models.runner import Engine, EngineConfig
-from quire.models.weights import random_model
+from quire.models.config.named import CONFIGS, FULL, SLIDING, get_config
+from quire.models.engine.engine import Engine, EngineConfig
+from quire.models.engine.memory import model_cache
+from quire.models.layers.attention import DenseAttend, PagedAttend
+from quire.models.layers.kv_cache import PagePool, cache_groups, token_bytes
+from quire.models.loading.weights import random_model
 from tests.models.test_engine import DEVICE, Recorder, build, prompt
 from tests.models.tolerance import tolerance
 

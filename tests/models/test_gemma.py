@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from quire.bench.bounds import UNIT
-from quire.models import gemma, layers
-from quire.models.configs import RopeConfig, get_config
-from quire.models.weights import load_model, random_model, save_checkpoint
+from quire.models.config.named import RopeConfig, get_config
+from quire.models.families import gemma
+from quire.models.layers import basic as layers
+from quire.models.loading.weights import load_model, random_model, save_checkpoint
 from tests.models.breaks import (
     PATHS,
     adjacent_pairs,

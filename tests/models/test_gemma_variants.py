@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from quire.bench.bounds import bounding
-from quire.models import gemma, gemma_moe, layers
-from quire.models.configs import FULL, SLIDING, get_config
-from quire.models.gemma_moe import Router
-from quire.models.per_layer import HostEmbedding
-from quire.models.weights import load_model, random_model
+from quire.models.config.named import FULL, SLIDING, get_config
+from quire.models.families import gemma, gemma_moe
+from quire.models.families.gemma_moe import Router
+from quire.models.layers import basic as layers
+from quire.models.layers.per_layer import HostEmbedding
+from quire.models.loading.weights import load_model, random_model
 from tests.helpers import assert_within_budget
 from tests.models.breaks import PATHS, check_rule_matters, modules, patched, weights
 from tests.models.hand_paged import HandPaged, difference

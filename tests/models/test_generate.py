@@ -21,12 +21,12 @@ import torch
 from quire.models import command as program
 from quire.models import generate
 from quire.models import llm as llm_module
-from quire.models.configs import get_config
+from quire.models.config.named import get_config
+from quire.models.engine.engine import EngineConfig
+from quire.models.engine.request import OutputDelta, SamplingParams
 from quire.models.llm import LLM
-from quire.models.request import OutputDelta, SamplingParams
-from quire.models.runner import EngineConfig
+from quire.models.loading.weights import random_model, save_checkpoint
 from quire.models.tokenizer import ByteTokenizer, FileTokenizer, TextStream
-from quire.models.weights import random_model, save_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = EngineConfig(num_pages=300)

@@ -9,13 +9,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from quire.bench.bounds import bounding
 from quire.kernels import paged_attention, sliding_window_attention
-from quire.models import attention, batch, decoder, graphs, moe, quantized
-from quire.models.configs import FULL, SLIDING, get_config
+from quire.models.config.named import FULL, SLIDING, get_config
 from quire.models.deepseek_v4.config import CSA, HASH_MOE, HCA, MOE
-from quire.models.quantized import PackedExperts, dequantize_fp8
-from quire.models.request import SamplingParams
-from quire.models.runner import Engine, EngineConfig
-from quire.models.weights import random_model
+from quire.models.engine import batch, graphs
+from quire.models.engine.engine import Engine, EngineConfig
+from quire.models.engine.request import SamplingParams
+from quire.models.families import decoder
+from quire.models.layers import attention, moe, quantized
+from quire.models.layers.quantized import PackedExperts, dequantize_fp8
+from quire.models.loading.weights import random_model
 from tests.helpers import assert_within_budget, attention_reference
 from tests.models.captured import LAUNCHES, ON_HOST, Captures, Graph, NotCapturable, forbidden
 from tests.models.test_engine import prompt
@@ -325,7 +327,7 @@ def test_a_decode_step_waits_for_its_tokens_only(name, sampling, monkeypatch):
 
         return call
 
-    # Arrays of the host go through `quire.models.batch.Staging`, which pins them where there is a GPU; nothing else may.
+    # Arrays of the host go through `quire.models.engine.batch.Staging`, which pins them where there is a GPU; nothing else may.
     for owner, names in ((torch.Tensor, ON_HOST), (torch, ("tensor", "as_tensor"))):
         for method in names:
             monkeypatch.setattr(owner, method, seen(method, getattr(owner, method)))

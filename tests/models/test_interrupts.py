@@ -6,10 +6,10 @@ import threading
 
 import pytest
 
-from quire.models.interrupts import interrupts_wait
+from quire.models.engine.engine import EngineConfig
+from quire.models.engine.interrupts import interrupts_wait
+from quire.models.engine.request import SamplingParams
 from quire.models.llm import LLM
-from quire.models.request import SamplingParams
-from quire.models.runner import EngineConfig
 
 PARAMS = SamplingParams(4, ignore_eos=True, n=2)
 NUM_MOMENTS = 60

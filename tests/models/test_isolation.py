@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from quire.models.configs import get_config
+from quire.models.config.named import get_config
+from quire.models.engine.engine import Engine, EngineConfig
+from quire.models.engine.request import MAX_SAMPLES, RequestError, SamplingParams
+from quire.models.engine.speculative import NGramDrafter
 from quire.models.generate import main
 from quire.models.llm import LLM
-from quire.models.request import MAX_SAMPLES, RequestError, SamplingParams
-from quire.models.runner import Engine, EngineConfig
-from quire.models.speculative import NGramDrafter
+from quire.models.loading.weights import random_model, save_checkpoint
 from quire.models.tokenizer import ByteTokenizer
-from quire.models.weights import random_model, save_checkpoint
 from tests.models.toy import VOCAB, ToyModel
 
 BAD = 63  # an id whose rows are spoiled
@@ -238,8 +238,8 @@ def faulty_engine(monkeypatch, faults):
     def is_bad_match(tokens, *_):
         return bool(bad) and (tokens is bad["prompt"]() or np.shares_memory(np.asarray(tokens), bad["request"]._tokens) if not hasattr(tokens, "keys") else tokens is bad["prompt"]())  # fmt: skip
 
-    from quire.models import request as module
     from quire.models import tokenizer as texts
+    from quire.models.engine import request as module
 
     make = texts.TextStream.__init__
     wrapped(engine.kv, "admit", lambda key, match: key[0] == "bad", "admit")

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from quire.models.configs import get_config
+from quire.models.config.named import get_config
 from quire.models.deepseek_v4.draft import MTPDrafter
+from quire.models.engine.engine import EngineConfig
+from quire.models.engine.request import SamplingParams
 from quire.models.llm import LLM
-from quire.models.request import SamplingParams
-from quire.models.runner import EngineConfig
+from quire.models.loading.weights import load_model, random_model, save_checkpoint
 from quire.models.tokenizer import ByteTokenizer, FileTokenizer
-from quire.models.weights import load_model, random_model, save_checkpoint
 
 SETTINGS = EngineConfig(num_pages=200)
 FOUR = SamplingParams(max_tokens=4, ignore_eos=True)

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from quire.kvcore import GroupSpec, KVCache
-from quire.models.batch import Staging
-from quire.models.configs import CONFIGS, FULL, SLIDING, MoEConfig
-from quire.models.graphs import batch_sizes
-from quire.models.memory import (
+from quire.models.config.named import CONFIGS, FULL, SLIDING, MoEConfig
+from quire.models.engine.batch import Staging
+from quire.models.engine.engine import Engine, EngineConfig
+from quire.models.engine.graphs import batch_sizes
+from quire.models.engine.memory import (
     LOGITS_COPIES,
     ModelCache,
     free_memory,
@@ -20,10 +21,9 @@ from quire.models.memory import (
     pages_of_request,
     plan_memory,
 )
-from quire.models.request import SamplingParams
-from quire.models.runner import Engine, EngineConfig
-from quire.models.sampling import Filters, draw, probabilities
-from quire.models.weights import random_model
+from quire.models.engine.request import SamplingParams
+from quire.models.engine.sampler import Filters, draw, probabilities
+from quire.models.loading.weights import random_model
 from tests.models.test_engine import build
 from tests.models.toy import ToyModel
 
@@ -117,7 +117,7 @@ def model_on(device, **config):
 
 def test_pool_from_free_memory(monkeypatch):
     cache = ModelCache(GROUPS["hybrid"], 1000, lambda n: None)
-    monkeypatch.setattr("quire.models.memory.free_memory", lambda device: 5_000_000)
+    monkeypatch.setattr("quire.models.engine.memory.free_memory", lambda device: 5_000_000)
     cpu, gpu = model_on("cpu", vocab_size=0), model_on("cuda", vocab_size=0)
     half = plan_memory(cpu, cache, EngineConfig(memory_fraction=0.5))
     assert half.num_pages == 2500 and half.max_num_seqs == 64
@@ -135,7 +135,7 @@ def test_pool_from_free_memory(monkeypatch):
 
 
 def test_the_engine_counts_the_logits_that_its_graphs_keep(monkeypatch):
-    monkeypatch.setattr("quire.models.memory.free_memory", lambda device: 10**8)
+    monkeypatch.setattr("quire.models.engine.memory.free_memory", lambda device: 10**8)
     model, config = build("gemma3-tiny"), EngineConfig(memory_fraction=0.5, max_num_seqs=300)
     plain, graphs = (
         Engine(model, replace(config, decode_graphs=on)).memory for on in (False, True)

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from quire.bench.bounds import bounding, rounded
-from quire.models import moe
-from quire.models.moe import grouped_matmul, run_experts
+from quire.models.layers import moe
+from quire.models.layers.moe import grouped_matmul, run_experts
 from tests.helpers import assert_within_budget
 
 # num_tokens, num_experts, k, hidden_size, intermediate_size

@@ -17,16 +17,16 @@ from quire.bench.floors import Rates
 from quire.bench.workload import chat_workload
 from quire.kernels.common import launch_cache, launching
 from quire.kvcore import KVCache
-from quire.models import attention, moe, per_layer
-from quire.models.configs import get_config
+from quire.models.config.named import get_config
 from quire.models.deepseek_v4.model import DeepseekV4
-from quire.models.graphs import WARM_UP_RUNS, DecodeGraphs, sizes_to_capture
-from quire.models.memory import free_memory, model_cache
-from quire.models.per_layer import HostEmbedding
-from quire.models.request import SamplingParams
-from quire.models.runner import Engine, EngineConfig
-from quire.models.speculative import NGramDrafter
-from quire.models.weights import build_model
+from quire.models.engine.engine import Engine, EngineConfig
+from quire.models.engine.graphs import WARM_UP_RUNS, DecodeGraphs, sizes_to_capture
+from quire.models.engine.memory import free_memory, model_cache
+from quire.models.engine.request import SamplingParams
+from quire.models.engine.speculative import NGramDrafter
+from quire.models.layers import attention, moe, per_layer
+from quire.models.layers.per_layer import HostEmbedding
+from quire.models.loading.weights import build_model
 from tests.models.captured import FROM_HOST
 from tests.models.test_graphs import FEW, NAMES
 from tests.models.toy import ToyModel

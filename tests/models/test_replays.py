@@ -2,11 +2,11 @@
 
 import pytest
 
-from quire.models.attention import PagedAttend
-from quire.models.configs import CONFIGS, get_config
-from quire.models.model_config import ModelConfig
-from quire.models.runner import Engine, EngineConfig
-from quire.models.weights import random_model
+from quire.models.config.model import ModelConfig
+from quire.models.config.named import CONFIGS, get_config
+from quire.models.engine.engine import Engine, EngineConfig
+from quire.models.layers.attention import PagedAttend
+from quire.models.loading.weights import random_model
 from tests.models.test_engine import DEVICE, Recorder, prompt
 from tests.models.toy import ToyModel
 
@@ -65,7 +65,7 @@ def test_logits_after_a_replay_equal_a_cold_run(model, budget):
 
 
 def test_drafts_after_a_replay(model):
-    from quire.models.speculative import NGramDrafter
+    from quire.models.engine.speculative import NGramDrafter
 
     run = without_points(model, drafter=NGramDrafter(3, min_ngram=1))
     again = run.add(prompt(LENGTH), max_tokens=12)

@@ -7,9 +7,16 @@ import pytest
 import torch
 
 from quire.bench.bounds import bounded, bounding
-from quire.models.batch import Staging
-from quire.models.request import SamplingParams
-from quire.models.sampling import Filters, derived_seed, draw, penalise, probabilities, uniform
+from quire.models.engine.batch import Staging
+from quire.models.engine.request import SamplingParams
+from quire.models.engine.sampler import (
+    Filters,
+    derived_seed,
+    draw,
+    penalise,
+    probabilities,
+    uniform,
+)
 from tests.helpers import assert_within_budget
 from tests.models.test_engine import Recorder, build, prompt
 

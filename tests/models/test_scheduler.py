@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from quire.models.request import SamplingParams
-from quire.models.runner import Engine, EngineConfig
-from quire.models.scheduler import SchedulerPolicy
+from quire.models.engine.engine import Engine, EngineConfig
+from quire.models.engine.request import SamplingParams
+from quire.models.engine.scheduler import SchedulerPolicy
 from tests.models.test_engine_many import workload
 from tests.models.toy import VOCAB, ToyModel
 

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from quire.models.request import SamplingParams
-from quire.models.sampling import ACCEPT, RESAMPLE, rejection_sample, uniform
-from quire.models.speculative import NGramDrafter, count_accepted
+from quire.models.engine.request import SamplingParams
+from quire.models.engine.sampler import ACCEPT, RESAMPLE, rejection_sample, uniform
+from quire.models.engine.speculative import NGramDrafter, count_accepted
 from tests.models.test_engine import Recorder, build, prompt
 
 

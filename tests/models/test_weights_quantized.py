@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quire.models import weights
-from quire.models.configs import get_config
-from quire.models.layers import Linear, dequantize
-from quire.models.mxfp4 import dequantize_mxfp4
-from quire.models.weights import load_model, random_model, save_checkpoint
+from quire.models.config.named import get_config
+from quire.models.layers.basic import Linear, dequantize
+from quire.models.layers.mxfp4 import dequantize_mxfp4
+from quire.models.loading import weights
+from quire.models.loading.weights import load_model, random_model, save_checkpoint
 
 FP8 = torch.float8_e4m3fn
 # Scales of a [out_size, in_size] weight: their shape.
@@ -163,7 +163,7 @@ def test_mxfp4_checkpoint(tmp_path):
 
 MEASURE = """
 import ctypes, sys, torch
-from quire.models.weights import load_model
+from quire.models.loading.weights import load_model
 from safetensors import safe_open
 
 def status(field):

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from quire.kvcore import GroupSpec
-from quire.models.memory import ModelCache
+from quire.models.engine.memory import ModelCache
 
 VOCAB = 64
 BLOCK = 16

@@ -10,19 +10,26 @@ from torch import Tensor, nn
 
 from quire.kernels.common.checks import HEAD_DIMS
 
-from .attention import Attend, DenseAttend, PagedAttend, Stored
-from .batch import AttnMetadata
-from .cache import E4M3, PagePool, cache_groups, num_slots
-from .configs import FULL, SLIDING, ModelConfig
-from .layers import Embedding, Linear, RMSNorm, empty_parameter, inverse_frequencies, rotary_angles
-from .memory import ModelCache
+from ..config.named import FULL, SLIDING, ModelConfig
+from ..engine.batch import AttnMetadata
+from ..engine.memory import ModelCache
+from ..layers.attention import Attend, DenseAttend, PagedAttend, Stored
+from ..layers.basic import (
+    Embedding,
+    Linear,
+    RMSNorm,
+    empty_parameter,
+    inverse_frequencies,
+    rotary_angles,
+)
+from ..layers.kv_cache import E4M3, PagePool, cache_groups, num_slots
 
 BASE_BLOCK_SIZE = 16
 Rotary = tuple[Tensor, Tensor]
 
 
 class Decoder(nn.Module):
-    """A text model with uninitialised weights; `models.weights` fills them. Families derive from it and set ``layers``.
+    """A text model with uninitialised weights; `models.loading.weights` fills them. Families derive from it and set ``layers``.
 
     config: shapes. device, dtype: of all weights but those that stay on the host; activations have the same dtype.
 
@@ -98,7 +105,7 @@ class Decoder(nn.Module):
     def make_cache(
         self, *, base_block_size: int | None, kv_cache_dtype: str, **_: Any
     ) -> ModelCache:
-        """Pages for keys and values of the attention layers; arguments as in `quire.models.memory.model_cache`."""
+        """Pages for keys and values of the attention layers; arguments as in `quire.models.engine.memory.model_cache`."""
         dtype = self.dtype if kv_cache_dtype == "auto" else E4M3
         kv_scales = None
         if kv_cache_dtype == "fp8_per_tensor":

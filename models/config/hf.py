@@ -1,8 +1,8 @@
 """Reading and writing Hugging Face ``config.json`` files.
 
 A key that a file leaves out has the value that transformers 5.23 gives it, because that is what the file's author ran. This file
-has the Gemma families; `models.hf_llama` those whose layers all have the same shapes. Types, ranges and defaults of keys are
-declared once each, as `models.fields` has it.
+has the Gemma families; `models.config.hf_llama` those whose layers all have the same shapes. Types, ranges and defaults of keys are
+declared once each, as `models.config.fields` has it.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ..deepseek_v4.config import MODEL_TYPE as DEEPSEEK_V4
+from ..deepseek_v4.hf import from_hf as deepseek_v4_from_hf
+from ..loading.checkpoint import read_generation_config, read_json
 from . import fields, hf_llama
-from .checkpoint import read_generation_config, read_json
-from .configs import FAMILIES, FULL, SLIDING, AttentionConfig, ModelConfig, MoEConfig, RopeConfig
-from .deepseek_v4.config import MODEL_TYPE as DEEPSEEK_V4
-from .deepseek_v4.hf import from_hf as deepseek_v4_from_hf
 from .fields import checked, naming, only, read_fields, shown
 from .hf_common import LayeredKeys, read_rope, token_ids, write_common, write_rope
+from .named import FAMILIES, FULL, SLIDING, AttentionConfig, ModelConfig, MoEConfig, RopeConfig
 
 
 def from_hf(config: Mapping[str, Any], *, name: str | None = None) -> ModelConfig:

@@ -1,4 +1,4 @@
-"""Named configurations: real ones, tiny ones for tests, and a small one for CPU runs. What their fields mean: `models.model_config`."""
+"""Named configurations: real ones, tiny ones for tests, and a small one for CPU runs. What their fields mean: `models.config.model`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from .deepseek_v4.config import CONFIGS as V4_CONFIGS
-from .model_config import (
+from ..deepseek_v4.config import CONFIGS as V4_CONFIGS
+from .model import (
     BYTE_VOCAB,
     FAMILIES,
     FULL,

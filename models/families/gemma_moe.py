@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .configs import ModelConfig
-from .layers import Linear, empty_parameter, gelu_tanh, rms_norm
-from .moe import run_experts
+from ..config.named import ModelConfig
+from ..layers.basic import Linear, empty_parameter, gelu_tanh, rms_norm
+from ..layers.moe import run_experts
 
 
 class Router(nn.Module):

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .fields import shown
+from ..config.fields import shown
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from quire.kvcore import Match
 
-    from .tokenizer import TextStream
+    from ..tokenizer import TextStream
 
 MAX_TOP_LOGPROBS = 64
 MAX_SAMPLES = 16_384

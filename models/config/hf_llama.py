@@ -1,4 +1,4 @@
-"""``config.json`` files of Llama and gpt-oss models; see `models.hf_config`."""
+"""``config.json`` files of Llama and gpt-oss models; see `models.config.hf`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from . import fields
-from .configs import FULL, AttentionConfig, ModelConfig, MoEConfig
 from .fields import only, read_fields
 from .hf_common import LayeredKeys, TextKeys, read_rope, write_common, write_rope
+from .named import FULL, AttentionConfig, ModelConfig, MoEConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import fields
-from .configs import FULL, SLIDING, ModelConfig, RopeConfig
 from .fields import only, read_fields
-from .model_config import LayerTypes
+from .model import LayerTypes
+from .named import FULL, SLIDING, ModelConfig, RopeConfig
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class GroupKeys:
 
 @dataclass(frozen=True)
 class QuantizationKeys:
-    """The ``quantization_config`` of weights that `models.weights` reads.
+    """The ``quantization_config`` of weights that `models.loading.weights` reads.
 
     weight_block_size: rows and columns of a matrix that share a scale, where the file says so.
     """

@@ -2,9 +2,9 @@
 
 A request with drafts d_1..d_k computes k + 1 rows. Row i says which token a_i comes after d_1..d_i. The drafts before the first
 a_i != d_(i+1) stay, a_i follows them, and `KVCache.commit(accepted=)` takes the other rows back. Greedy, a_i is the largest logit. Sampled,
-there are two ways to a_i (`quire.models.sampling.REJECTION_SAMPLE_METHODS`); both give the target distribution p exactly, whatever is drafted:
+there are two ways to a_i (`quire.models.engine.sampler.REJECTION_SAMPLE_METHODS`); both give the target distribution p exactly, whatever is drafted:
 
-- "strict": a_i is the draw that belongs to this request and position (`quire.models.sampling.uniform`), drafts or not. So the output is,
+- "strict": a_i is the draw that belongs to this request and position (`quire.models.engine.sampler.uniform`), drafts or not. So the output is,
   token by token, what it would be without speculation. A draft x is accepted with probability p(x).
 - "standard": rejection sampling. A draft x that was drawn from q is accepted with probability min(1, p(x) / q(x)), else a_i is drawn from what
   is left, max(p - q, 0). Drafts are accepted with probability sum_x min(p(x), q(x)), which is more than p of the likeliest token where p is
@@ -29,7 +29,7 @@ from .request import Request, TokenLogprobs
 
 if TYPE_CHECKING:
     from .batch import Batch, BatchBuilder
-    from .sampling import Sampled
+    from .sampler import Sampled
     from .scheduler import ScheduledStep
 
 
@@ -57,7 +57,7 @@ class SamplingDrafter(Drafter, Protocol):
         """As :meth:`propose`, but drafts of sampled requests (temperature above 0) are drawn.
 
         Returns: for each request token ids, and probs [num_drafts, vocab_size] fp32 on the model's device, from whose rows they were
-            drawn with numbers of `quire.models.sampling.DRAFT`; None where they were not drawn.
+            drawn with numbers of `quire.models.engine.sampler.DRAFT`; None where they were not drawn.
         """
 
 
@@ -130,7 +130,7 @@ class NGramDrafter:
 
 @dataclass(frozen=True)
 class NewTokens:
-    """What a step gave one request: accepted drafts and the token after them, which is `quire.models.sampling.NO_TOKEN` where there
+    """What a step gave one request: accepted drafts and the token after them, which is `quire.models.engine.sampler.NO_TOKEN` where there
     is none. logprobs: one for each id; None where nobody asks."""
 
     request: Request

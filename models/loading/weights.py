@@ -14,20 +14,20 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from ..config.fields import naming, read_fields, shown
+from ..config.hf import load_config, to_hf
+from ..config.hf_common import QuantizationKeys
+from ..config.named import ModelConfig
+from ..deepseek_v4 import weights as deepseek_v4
+from ..engine.memory import fits
+from ..families.decoder import Decoder
+from ..families.gemma import Gemma
+from ..families.gpt_oss import GptOss
+from ..families.llama import Llama
+from ..layers.basic import Linear, dequantize
+from ..layers.mxfp4 import dequantize_mxfp4
 from .checkpoint import INDEX_FILE, Source, catalogue, match, read_json
-from .configs import ModelConfig
-from .decoder import Decoder
-from .deepseek_v4 import weights as deepseek_v4
-from .fields import naming, read_fields, shown
 from .finite import expect_finite, expect_finite_packed
-from .gemma import Gemma
-from .gpt_oss import GptOss
-from .hf_common import QuantizationKeys
-from .hf_config import load_config, to_hf
-from .layers import Linear, dequantize
-from .llama import Llama
-from .memory import fits
-from .mxfp4 import dequantize_mxfp4
 
 _MODELS: dict[str, type[Decoder]] = {
     "gemma3": Gemma,
@@ -42,7 +42,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 def build_model(config: ModelConfig, *, device: torch.device | str, dtype: torch.dtype) -> Decoder:
     """The model of ``config`` with uninitialised weights."""
     if not isinstance(config, ModelConfig):
-        from .deepseek_v4.model import DeepseekV4
+        from ..deepseek_v4.model import DeepseekV4
 
         return DeepseekV4(config, device=device, dtype=dtype)
     return _MODELS[config.family](config, device=device, dtype=dtype)

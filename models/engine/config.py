@@ -31,8 +31,8 @@ class EngineConfig:
     impl: "triton" or "torch" for the kernels; None = by device.
     rejection_sample_method: how drafts of sampled requests are verified; greedy ones do not depend on it. "strict" = the output is that
         of the same seed without drafts. "standard" = drafters that can, draw, and where outputs are diverse more of their drafts
-        stay; the same distribution, but other tokens. See `quire.models.speculative`.
-    decode_graphs: decode through buffers of fixed sizes (`quire.models.graphs`); None = on a GPU, where the model allows it.
+        stay; the same distribution, but other tokens. See `quire.models.engine.speculative`.
+    decode_graphs: decode through buffers of fixed sizes (`quire.models.engine.graphs`); None = on a GPU, where the model allows it.
 
     Raises: ValueError for a value of another type, or unless 1 <= max_num_seqs <= max_num_batched_tokens, which lets every running
         request go on.

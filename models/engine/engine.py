@@ -5,7 +5,7 @@ were before the step, and the model writes the rows that the plan kept.
 
 A model is a module with ``config`` (vocab_size, max_position_embeddings, eos_token_ids, activation_size), ``dtype`` and ``device``, called as
 ``model(input_ids, positions, attn, pool, logits_rows=, impl=)`` (and ``return_hidden=True`` for a `ModelDrafter`);
-``make_cache`` gives it its cache (`quire.models.memory.model_cache`).
+``make_cache`` gives it its cache (`quire.models.engine.memory.model_cache`).
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from torch import Tensor, nn
 from quire.kernels.common.impls import expect_impl
 from quire.kvcore import KVCache
 
+from ..config.fields import shown
+from ..tokenizer import TextStream, Tokenizer
 from .batch import AttnMetadata, BatchBuilder
-from .engine_config import EngineConfig
-from .fields import shown
+from .config import EngineConfig
 from .graphs import DecodeGraphs, sizes_to_capture
 from .memory import model_cache, plan_memory
 from .report import DELIVER, DRAFT, MODEL, SAMPLE, TENSORS, EngineTotals, StepClock, StepReport
 from .request import OutputDelta, Request, RequestError, RequestOutput, SamplingParams, failure
-from .sampling import NO_TOKEN, Sampler, derived_seed
+from .sampler import NO_TOKEN, Sampler, derived_seed
 from .scheduler import ScheduledStep, Scheduler
 from .speculative import (
     Drafter,
@@ -42,7 +43,6 @@ from .speculative import (
     tokens_after,
     verify,
 )
-from .tokenizer import TextStream, Tokenizer
 
 SIZES = ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "num_pages", "cache_bytes")
 """Settings that memory depends on."""

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from quire.kvcore import GroupSpec
 
-from .configs import FULL, SLIDING, ModelConfig
+from ..config.named import FULL, SLIDING, ModelConfig
 
 E4M3 = torch.float8_e4m3fn
 SCALE_BYTES = 4

@@ -12,7 +12,7 @@ One layer, with the norms of both families (a norm follows each branch, before i
                    + post_feedforward_layernorm_2(experts(pre_feedforward_layernorm_2(x), router(x)))
 
 Where the keys and values of earlier tokens live is not the model's business: a layer hands its fresh rows to ``attend``, which
-`models.attention` provides for paged caches and, without any cache, for whole sequences.
+`models.layers.attention` provides for paged caches and, without any cache, for whole sequences.
 
 Source: transformers ``modeling_gemma3``, ``modeling_gemma4``.
 """
@@ -22,12 +22,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from .attention import Attend
-from .configs import ModelConfig
+from ..config.named import ModelConfig
+from ..layers.attention import Attend
+from ..layers.basic import MLP, Linear, RMSNorm, apply_rotary, empty_parameter, gelu_tanh, rms_norm
+from ..layers.per_layer import HostEmbedding
 from .decoder import Decoder, Rotary
 from .gemma_moe import Experts, Router
-from .layers import MLP, Linear, RMSNorm, apply_rotary, empty_parameter, gelu_tanh, rms_norm
-from .per_layer import HostEmbedding
 
 
 class Attention(nn.Module):
@@ -137,7 +137,7 @@ class DecoderLayer(nn.Module):
 
 
 class Gemma(Decoder):
-    """A Gemma-3 or Gemma-4 text model with uninitialised weights; `models.weights` fills them.
+    """A Gemma-3 or Gemma-4 text model with uninitialised weights; `models.loading.weights` fills them.
 
     config: shapes. device, dtype: of all weights, except that the table of per-layer embeddings stays on the host; activations
     have the same dtype.

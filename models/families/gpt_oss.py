@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .configs import ModelConfig
+from ..config.hf_llama import SWIGLU
+from ..config.named import ModelConfig
+from ..layers.basic import Linear, empty_parameter
+from ..layers.moe import run_experts
 from .decoder import Decoder
-from .hf_llama import SWIGLU
-from .layers import Linear, empty_parameter
 from .llama import DecoderLayer
-from .moe import run_experts
 
 
 class Experts(nn.Module):
@@ -80,7 +80,7 @@ class MoE(nn.Module):
 
 
 class GptOss(Decoder):
-    """A gpt-oss model with uninitialised weights; `models.weights` fills them. Arguments as in `Decoder`."""
+    """A gpt-oss model with uninitialised weights; `models.loading.weights` fills them. Arguments as in `Decoder`."""
 
     def __init__(
         self, config: ModelConfig, *, device: torch.device | str, dtype: torch.dtype

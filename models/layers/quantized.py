@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from .layers import dequantize, empty_parameter
+from .basic import dequantize, empty_parameter
 from .moe import is_capturing, run_experts, sum_of_experts
 from .mxfp4 import dequantize_mxfp4
 

@@ -24,7 +24,7 @@ from .request import Request, SamplingParams, TokenLogprobs
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 NO_TOKEN = -1
-REJECTION_SAMPLE_METHODS = ("strict", "standard")  # `quire.models.speculative`
+REJECTION_SAMPLE_METHODS = ("strict", "standard")  # `quire.models.engine.speculative`
 # Purposes of the numbers of one position (`uniform`): the next token, whether a draft stays, what replaces it, and the draft itself.
 TOKEN, ACCEPT, RESAMPLE, DRAFT = range(4)
 

@@ -30,9 +30,9 @@ from torch import Tensor
 
 from quire.kernels import paged_attention, sliding_window_attention, write_kv
 
-from .batch import AttnMetadata
-from .cache import LayerCache, PagePool
-from .configs import ModelConfig
+from ..config.named import ModelConfig
+from ..engine.batch import AttnMetadata
+from .kv_cache import LayerCache, PagePool
 
 Stored = Callable[[Tensor], Tensor]
 """What reading a cache gives of rows that were written to it: a tensor of the same shape and dtype."""

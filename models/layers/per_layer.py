@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .layers import empty_parameter
+from .basic import empty_parameter
 
 
 class HostEmbedding(nn.Module):

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .attention import Attend
-from .configs import ModelConfig
+from ..config.named import ModelConfig
+from ..layers.attention import Attend
+from ..layers.basic import MLP, Linear, RMSNorm, apply_rotary, empty_parameter
 from .decoder import Decoder, Rotary
-from .layers import MLP, Linear, RMSNorm, apply_rotary, empty_parameter
 
 
 class Attention(nn.Module):
@@ -87,7 +87,7 @@ class DecoderLayer(nn.Module):
 
 
 class Llama(Decoder):
-    """A Llama model with uninitialised weights; `models.weights` fills them. Arguments as in `Decoder`."""
+    """A Llama model with uninitialised weights; `models.loading.weights` fills them. Arguments as in `Decoder`."""
 
     def __init__(
         self, config: ModelConfig, *, device: torch.device | str, dtype: torch.dtype

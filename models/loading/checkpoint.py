@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from . import fields
-from .configs import ModelConfig
-from .fields import naming, read_fields, shown
-from .layers import block_size
+from ..config import fields
+from ..config.fields import naming, read_fields, shown
+from ..config.named import ModelConfig
+from ..layers.basic import block_size
 
 INDEX_FILE = "model.safetensors.index.json"
 Key = TypeVar("Key", bound=Hashable)
@@ -95,7 +95,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class GenerationKeys:
-    """What is read of ``generation_config.json``. `quire.models.request.SamplingParams` says which numbers it takes."""
+    """What is read of ``generation_config.json``. `quire.models.engine.request.SamplingParams` says which numbers it takes."""
 
     eos_token_id: fields.TokenIds = None
     do_sample: bool | None = None
@@ -262,7 +262,7 @@ def match(
 
 
 def scale_fits(scale: Sequence[int], weight: Sequence[int], block: Sequence[int] | None) -> bool:
-    """Whether fp8 scales of one shape are those of weights of another, as `quire.models.layers.dequantize` takes them."""
+    """Whether fp8 scales of one shape are those of weights of another, as `quire.models.layers.basic.dequantize` takes them."""
     if block is not None and len(weight) > 1:
         blocks = (-(-size // b) for size, b in zip(weight[-2:], block, strict=True))
         return tuple(scale) == (*weight[:-2], *blocks)

@@ -23,7 +23,7 @@ from quire.kvcore.policies.retention import parse_retention
 from quire.kvcore.spec import GroupClass, Layout
 
 if TYPE_CHECKING:
-    from .engine_config import EngineConfig
+    from .config import EngineConfig
 
 CPU_CACHE_BYTES = 256 * 2**20
 MEMORY_FRACTION = 0.9

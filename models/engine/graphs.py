@@ -20,7 +20,7 @@ from quire.kvcore import StepPlan
 from .batch import AttnMetadata, BatchBuilder, Staging
 
 if TYPE_CHECKING:
-    from .engine_config import EngineConfig
+    from .config import EngineConfig
 
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
 """Takes work on fixed buffers, and returns what does it again on their contents of then."""

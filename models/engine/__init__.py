@@ -1,0 +1,1 @@
+"""Continuous batching: requests, steps, sampling, drafts, graphs, memory."""

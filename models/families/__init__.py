@@ -1,0 +1,1 @@
+"""Text models with layers of their own: Gemma, Llama, gpt-oss."""

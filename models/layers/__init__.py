@@ -1,0 +1,1 @@
+"""What families of models are made of, and where keys and values of a layer lie."""

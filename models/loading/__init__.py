@@ -1,0 +1,1 @@
+"""Weights: found in checkpoints, checked, read."""
