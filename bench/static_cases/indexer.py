@@ -68,7 +68,7 @@ def shapes() -> list[Shape]:
 def launches(shape: Shape, arch: int) -> list[Any]:
     """The kernels that a shape launches for its first chunk of queries."""
     from quire.kernels.common.latent_pages import IndexPages, page_bytes
-    from quire.kernels.indexer import api as indexer
+    from quire.kernels.indexer import call as index_call
     from quire.kernels.indexer import triton_impl as indexer_triton
 
     num_seqs, q_len = 16, 1024 if shape.phase == "prefill" else 1
@@ -77,7 +77,7 @@ def launches(shape: Shape, arch: int) -> list[Any]:
         data = meta(4096, page_bytes(shape.rows, shape.index_dim + 4), dtype="uint8")
     else:
         data = meta(4096, shape.rows, shape.index_dim, dtype=shape.dtype)
-    call = indexer._checked(
+    call = index_call.check(
         meta(num_tokens, shape.num_heads, shape.index_dim, dtype=shape.dtype),
         meta(num_tokens, shape.num_heads, dtype="float32"),
         IndexPages(data, shape.rows, shape.index_dim),

@@ -65,13 +65,13 @@ def shapes() -> list[Shape]:
 
 def launches(shape: Shape, arch: int) -> list[Any]:
     """The kernels that a shape launches, as ``Launch`` values over tensors without storage."""
-    from quire.kernels.mla import api as dense
+    from quire.kernels.mla import call as mla_call
     from quire.kernels.mla import triton_impl as dense_triton
 
     num_seqs, q_len = 16, 1024 if shape.phase == "prefill" else shape.q_len
     num_tokens, head_dim = num_seqs * q_len, shape.head_dim_v + shape.rope_dim
     empty = functools.partial(meta, dtype=shape.dtype)
-    call = dense._checked(
+    call = mla_call.check(
         empty(num_tokens, shape.num_heads, head_dim),
         empty(512, shape.block_size, head_dim),
         meta(num_seqs, 256, dtype="int32"),

@@ -217,7 +217,7 @@ def test_mla_calls_are_remembered(given, monkeypatch):
     case = MlaCase("", [700, 33], [1, 20], num_decodes=1, num_heads=2, dtype=BF16)
     for seed in (1, 2):
         run_and_compare(mla_attention, mla_reference, make_mla_batch(case, seed), seed, given)
-        monkeypatch.setattr(dense_triton, "_checked", None)
+        monkeypatch.setattr(dense_triton, "check", None)
     assert remembered() == 1
 
 
@@ -265,7 +265,7 @@ def test_index_calls_are_remembered(name, given, monkeypatch):
         out, lens = index_topk(**batch, **more, impl="triton")
         assert out.equal(expected) and lens.equal(expected_lens)
         assert not given or (out is more["out"] and lens is more["lens"])
-        monkeypatch.setattr(indexer_triton, "_checked", None)
+        monkeypatch.setattr(indexer_triton, "check", None)
     assert remembered() == 1
 
 

@@ -184,7 +184,7 @@ def test_release_directory(tmp_path, model, experts, e8m0_scales):
 @pytest.mark.parametrize(("free", "kind"), [(10**9, Experts), (10**5, PackedExperts)])
 def test_memory_decides(tmp_path, model, monkeypatch, free, kind):
     write_release(tmp_path / "release", model, "fp8")
-    monkeypatch.setattr("quire.models.loading.weights.free_memory", lambda device: free)
+    monkeypatch.setattr("quire.models.engine.memory.free_memory", lambda device: free)
     assert isinstance(load_model(tmp_path / "release").layers[0].mlp.experts, kind)
 
 

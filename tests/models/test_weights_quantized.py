@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quire.models.config.named import get_config
+from quire.models.engine import memory
 from quire.models.layers.basic import Linear, dequantize
 from quire.models.layers.mxfp4 import dequantize_mxfp4
-from quire.models.loading import weights
 from quire.models.loading.weights import load_model, random_model, save_checkpoint
 
 FP8 = torch.float8_e4m3fn
@@ -111,7 +111,7 @@ def test_fp8_is_kept_where_the_converted_model_does_not_fit(tmp_path, monkeypatc
     num_bytes = sum(w.numel() * w.element_size() for w in load_model(tmp_path).parameters())
 
     def kept(free):
-        monkeypatch.setattr(weights, "free_memory", lambda device: free)
+        monkeypatch.setattr(memory, "free_memory", lambda device: free)
         return any(
             isinstance(m, Linear) and m.scale is not None for m in load_model(tmp_path).modules()
         )
