@@ -41,8 +41,7 @@ from quire.kernels import (
     write_kv,
     write_latent,
 )
-from quire.kernels.attention import api as ops
-from quire.kernels.common import launch_cache, launching
+from quire.kernels.common import impls, launch_cache, launching
 from quire.models.command import Parser, integer, output_file, program
 
 from .text import aligned
@@ -178,7 +177,7 @@ def measure(rounds: int, repeats: int) -> list[dict[str, object]]:
     first, again = ({name: float("inf") for name in timed} for _ in range(2))
     with (
         mock.patch.object(launching, "launch", lambda *launch: None),
-        mock.patch.object(ops, "expect_impl", lambda *args: None),  # there may be no GPU
+        mock.patch.object(impls, "expect_impl", lambda *args: None),  # there may be no GPU
     ):
         for _ in range(rounds):
             for name, call in timed.items():

@@ -141,9 +141,9 @@ def best(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def write(chosen: dict[Cell, Any], arch: int, folder: Path | None) -> None:
-    """Write the tables with other entries: in place, or copies into a folder."""
+    """Write the tables with other entries: in place, or copies into a folder, each in one named as its operator."""
     for path, source in rewritten(chosen, arch).items():
-        to = path if folder is None else folder / path.name
+        to = path if folder is None else folder / path.parent.name / path.name
         to.parent.mkdir(parents=True, exist_ok=True)
         to.write_text(source, encoding="utf-8")
         print(f"wrote {to}")
