@@ -10,7 +10,16 @@ from tests.helpers import DEVICE, NAN
 
 if not DRY_RUN:
     # The same tests as on a CPU, collected here a second time to run with the others of this folder.
-    pass
+    from tests.kernels.mla.test_indexer import (  # noqa: F401
+        test_a_million_tokens,
+        test_a_query_picks_the_same_alone_and_in_a_chunk,
+        test_chunks_change_nothing_and_stay_within_the_workspace,
+        test_every_e4m3_number,
+        test_exact_scores_give_exactly_the_oracle_s_picks,
+        test_levels_change_nothing,
+        test_rounding_can_only_swap_what_is_as_good,
+        test_rows_behind_the_last_sequence_pick_nothing,
+    )
 
 pytestmark = pytest.mark.gpu
 

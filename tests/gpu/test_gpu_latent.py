@@ -13,7 +13,23 @@ from tests.kernels.mla.quantised import assert_quantised
 
 if not DRY_RUN:
     # The same tests as on a CPU, collected here a second time to run with the others of this folder.
-    pass
+    from tests.kernels.mla.test_compress import (  # noqa: F401
+        test_a_gate_of_minus_infinity,
+        test_an_entry_without_a_slot_is_not_made,
+        test_any_cut_gives_the_same_bits,
+        test_compress,
+        test_more_sequences_than_a_program_looks_at_once,
+        test_padding_rows,
+        test_rejected_drafts_leave_no_trace,
+    )
+    from tests.kernels.mla.test_latent import (  # noqa: F401
+        test_a_row_without_a_slot_is_not_read,
+        test_addresses_beyond_32_bits,
+        test_quantised_bytes,
+        test_rounding_to_e4m3,
+        test_the_last_position_of_a_million,
+        test_write_latent,
+    )
 
 pytestmark = pytest.mark.gpu
 

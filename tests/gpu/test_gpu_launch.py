@@ -12,7 +12,12 @@ from tests.helpers import DEVICE, NAN
 
 if not DRY_RUN:
     # The same tests as on a CPU, collected here a second time to run with the others of this folder.
-    pass
+    from tests.kernels.test_write_and_merge import (  # noqa: F401
+        test_merge_partials,
+        test_merging_two_halves_gives_the_whole,
+        test_write_kv,
+        test_written_keys_are_what_attention_reads,
+    )
 
 pytestmark = pytest.mark.gpu
 

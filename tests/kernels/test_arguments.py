@@ -156,8 +156,8 @@ def test_importing_the_package_costs_neither_torch_nor_triton():
 
 def test_public_names():
     assert all(callable(getattr(quire.kernels, name)) for name in quire.kernels.__all__)
-    with pytest.raises(AttributeError, match="no attribute 'attention'"):
-        quire.kernels.attention  # noqa: B018
+    with pytest.raises(AttributeError, match="no attribute 'flash_attention'"):
+        quire.kernels.flash_attention  # noqa: B018
 
 
 def test_the_torch_implementation_needs_no_triton():

@@ -71,7 +71,8 @@ def measured():
     done = run("-c", """
 import json
 from bench import static
-from quire.kernels import configs, paged
+from quire.kernels.attention import configs
+from quire.kernels.attention import triton_impl as paged
 rows = {"table": [static.measure(*work) for work in static.distinct((90,), "decode-d128-p")]}
 rows["prefill"] = static.measure("prefill-d128-p16", 90, 0)
 def measure(name, *config):
