@@ -264,7 +264,7 @@ def expect_rows(problem: RowsProblem) -> ExpectedRows:
 def _rows(problem: RowsProblem, tokens: Tensor, dtype: torch.dtype) -> Tensor:
     """[len(tokens), head_dim]: rows of "write", entries that these tokens close of "compress", before they are rounded.
 
-    Source: as ``kernels.latent_write.reference`` and ``reference_compress``; a test compares them.
+    Source: as ``kernels.latent_write.reference`` and ``kernels.compressor.reference``; a test compares them.
     """
     shape = problem.case.shape
     position = problem.positions[tokens]

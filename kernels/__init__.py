@@ -2,7 +2,7 @@
 
 Importing this package imports neither torch nor Triton. Each operator is a folder with the same files: ``api`` (public functions: check
 once, choose the implementation by name, never fall back to another), ``triton_impl``, ``torch_impl`` (for CPU tensors), ``reference``
-(the oracle) and ``configs`` (tile shapes). ``common`` holds what several of them share.
+(the oracle), ``call`` (the checked arguments) and, where there is a choice, ``configs`` (tile shapes). ``common`` holds what several share.
 """
 
 from importlib import import_module

@@ -1,7 +1,7 @@
 """Argument checks of the public functions: one error format, shapes and dtypes only, no device synchronisation.
 
-A message reads ``block_table: expected int32 [4, *], got int64 [4, 9]``. ``AttentionCall`` carries the arguments of one attention
-call after these checks, with every default filled in, so that the implementations need none of their own.
+A message reads ``block_table: expected int32 [4, *], got int64 [4, 9]``. What an operator checks of a call, and the call with every default
+filled in, are in ``call`` of its folder.
 """
 
 from __future__ import annotations
