@@ -2,7 +2,7 @@
 
 The values that come out are as wide as the keys; their leading channels are the result.
 
-Source: as ``reference_dense.py``.
+Source: as ``reference``.
 """
 
 from __future__ import annotations
