@@ -1,6 +1,6 @@
 """``index_topk`` for CPU tensors: vectorised torch, a bounded number of scores at a time. Reads lengths on the host.
 
-Source: as ``reference_indexer.py``.
+Source: as ``reference``.
 """
 
 from __future__ import annotations
