@@ -31,8 +31,16 @@ PACKAGES = [
     "models.layers",
     "models.loading",
     "bench",
+    "bench.cases",
+    "bench.common",
+    "bench.kernels",
+    "bench.kvcore",
+    "bench.peers",
+    "bench.prefill_decode",
     "bench.replay",
-    "bench.static_cases",
+    "bench.static",
+    "bench.static.cases",
+    "bench.tune",
 ]
 
 FOLDERS = {"quire": "kvcore/quire"} | {f"quire.{p}": p.replace(".", "/") for p in PACKAGES}

@@ -3,9 +3,9 @@
     python -m bench.environment --peers bench/out/peers --json environment.json
     python -m bench.environment --unpack .peers --target bench/out/peers --json peers.json
 
-Lists the implementations that every family of cases is compared with (`bench.families`), by version, and why others are missing.
+Lists the implementations that every family of cases is compared with (`bench.kernels.families`), by version, and why others are missing.
 
-With --unpack: makes a folder of peers (`bench.peers_folder`) ready to load, and compiles FlashInfer's kernels where there is an nvcc.
+With --unpack: makes a folder of peers (`bench.peers.folder`) ready to load, and compiles FlashInfer's kernels where there is an nvcc.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ import torch
 from quire.models.command import Parser, output_file, program
 from quire.models.device import find_device
 
-from .families import FAMILIES
-from .floors import device_rates
-from .machine import describe_machine
-from .peers_flashinfer import build_flashinfer
-from .peers_folder import unpack
+from .common.floors import device_rates
+from .common.machine import describe_machine
+from .kernels.families import FAMILIES
+from .peers.flashinfer import build_flashinfer
+from .peers.folder import unpack
 
 
 def describe(device: torch.device, folder: Path | None = None) -> dict[str, Any]:
-    """Machine, device properties, measured rates and peers; folder: of peers, as in `bench.peers_folder`."""
+    """Machine, device properties, measured rates and peers; folder: of peers, as in `bench.peers.folder`."""
     result: dict[str, Any] = {
         "machine": describe_machine(device),
         "cpus": os.cpu_count(),

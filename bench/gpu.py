@@ -13,7 +13,7 @@ Tile shapes are measured by another call, ``python -m bench.tune --seconds 540 -
 first; what it writes are sources for ``kernels/``, to be compiled by ``python -m bench.static --all`` before they are taken over.
 
 Needs a checkout with torch, triton, numpy and pytest (``pip install -e . --no-deps --no-build-isolation``). Peers: installed packages, or the
-files of --peers (`bench.peers_folder`), which are unpacked and compiled beside the first tests.
+files of --peers (`bench.peers.folder`), which are unpacked and compiled beside the first tests.
 """
 
 from __future__ import annotations

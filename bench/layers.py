@@ -3,10 +3,10 @@
     python -m bench.layers --model gemma-4-31b --layers 6 --batch 16 --context 8192 --json layers.json
 
 First the logits of a short run are compared with full forward passes without a cache: the engine's may be at most twice as far from those
-in fp32 as a full pass in the model's dtype is, counting one rounding (an estimate, as in `bench.verify`). Exit status 1, and no numbers, if
+in fp32 as a full pass in the model's dtype is, counting one rounding (an estimate, as in `bench.prefill_decode.verify`). Exit status 1, and no numbers, if
 they are not. Then all prompts are prefilled in chunks, and decoded together.
 
-Printed: tokens a second of prefill and decode steps and their time over the floor (`bench.floors`); where the time of a decode step goes;
+Printed: tokens a second of prefill and decode steps and their time over the floor (`bench.common.floors`); where the time of a decode step goes;
 and the forward pass of one decode step replayed as a CUDA graph (on a CPU: called again), with the allocator's share of a step that would
 consist of that and the host's work.
 """
@@ -37,9 +37,9 @@ from quire.models.engine.request import SamplingParams
 from quire.models.families.decoder import Decoder
 from quire.models.loading.weights import build_model, random_model
 
-from .floors import Rates, decode_bytes, measure_rates, prefill_flops
-from .machine import describe_machine
-from .timing import time_calls
+from .common.floors import Rates, decode_bytes, measure_rates, prefill_flops
+from .common.machine import describe_machine
+from .common.timing import time_calls
 
 SCHEMA = 1
 CHECK_TOKENS = 4

@@ -5,7 +5,7 @@ A module with a ``main`` is run through `run`, from a place above the imports th
     if __name__ == "__main__":
         from quire.models.command import run
 
-        run("quire.bench.kvcore")
+        run("quire.bench.overhead")
 
 Exit status: 2 for what cannot be done, with the reason on stderr; 130 after Ctrl-C; 141 when nobody reads the output any more.
 """

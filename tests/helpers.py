@@ -1,7 +1,7 @@
 """Attention batches with poison wherever nothing may be read, and the error budget that results are held to.
 
 The budget is derived, not tuned and not sampled: the oracle's arithmetic, in float64, carries a bound of the errors that a right program may
-make on any machine and in any order of summation (`quire.bench.bounds`).
+make on any machine and in any order of summation (`quire.bench.common.bounds`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from quire.bench.bounds import UNIT, Bounded, allowed, bounding
+from quire.bench.common.bounds import UNIT, Bounded, allowed, bounding
 from quire.kernels.attention import reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from quire.bench.bounds import UNIT, allowed, bounded, bounding, gamma, rounded
+from quire.bench.common.bounds import UNIT, allowed, bounded, bounding, gamma, rounded
 from tests.helpers import AttentionCase, assert_within_budget, attention_reference, make_batch
 from tests.kernels.mla import compressed_cases
 from tests.kernels.mla.compressed_cases import Case, exactly

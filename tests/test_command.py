@@ -16,16 +16,19 @@ from pathlib import Path
 
 import pytest
 
-from quire.bench.workers import Workers
+from quire.bench.common.workers import Workers
 from quire.models import command
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = [f for p in ("bench", "models") for f in sorted((ROOT / p).rglob("*.py"))]
-PROGRAMS = [
-    ".".join(f.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__")
+# What ``python -m`` takes, and the module that it runs.
+MODULES = {
+    name.removesuffix(".__main__"): f"quire.{name}"
     for f in FILES
     if re.search(r"^if __name__ == .__main__.:", f.read_text(), re.MULTILINE)
-]
+    for name in [".".join(f.relative_to(ROOT).with_suffix("").parts)]
+}
+PROGRAMS = list(MODULES)
 
 # Says when a module is about to be imported, and then gives the test all the time to send a signal.
 STOP = """
@@ -82,8 +85,7 @@ def interrupted(tmp_path, arguments, at, *, worker=False) -> tuple[int, bytes]:
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_ctrl_c_while_a_program_is_imported(name, tmp_path):
-    module = f"quire.{name}" + (".__main__" if name == "bench.replay" else "")
-    assert interrupted(tmp_path, [name], module) == (130, b"interrupted\n")
+    assert interrupted(tmp_path, [name], MODULES[name]) == (130, b"interrupted\n")
 
 
 @pytest.mark.parametrize(
@@ -188,7 +190,6 @@ def test_what_a_main_raises(capsys):
 
 # Options. What is refused at the command line is refused before any work starts.
 
-MODULES = {name: "quire." + name + (".__main__" if name == "bench.replay" else "") for name in PROGRAMS}  # fmt: skip
 NO_INTEGER = ("x", "", "1.5", "nan", "inf", "1e3", "9" * 30, "9" * 5000)
 NO_NUMBER = ("x", "", "nan", "inf", "-1", "1e999")
 # Ints whose least value is not 1, and numbers that may be 0; by program too where programs differ.
@@ -279,7 +280,9 @@ def test_a_file_that_is_only_checked_is_left_as_it_was(tmp_path):
 
 def test_a_full_disk_is_no_wrong_result(monkeypatch, capsys):
     """Triton writes what it compiles to a cache on disk."""
-    kernels, static = (import_module(f"quire.bench.{name}") for name in ("kernels", "static"))
+    kernels, static = (
+        import_module(f"quire.bench.{name}.__main__") for name in ("kernels", "static")
+    )
 
     def full(*args, **kwargs):
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ..traces import BLOCK_TOKENS, open_trace, parse_object, read_trace
-from ..workload import check_size
+from ..common.traces import BLOCK_TOKENS, open_trace, parse_object, read_trace
+from ..common.workload import check_size
 from .requests import Numbering, Request
 
 BAILIAN_BLOCK = 16

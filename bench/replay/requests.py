@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..traces import MAX_LENGTH
+from ..common.traces import MAX_LENGTH
 
 ANSWER_TOKENS = 1 << 30  # token ids from here on are answers that no later prompt repeats
 MAX_TOKEN = 1 << 31

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from quire.bench import floors
-from quire.bench.build import build_model
-from quire.bench.drive import run_workload
+from quire.bench.common import floors
+from quire.bench.common.workload import chat_workload
 from quire.bench.layers import few_layers
-from quire.bench.verify import check_outputs, computing_in
-from quire.bench.workload import chat_workload
+from quire.bench.prefill_decode.build import build_model
+from quire.bench.prefill_decode.drive import run_workload
+from quire.bench.prefill_decode.verify import check_outputs, computing_in
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.layers import attention
 

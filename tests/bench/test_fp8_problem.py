@@ -5,11 +5,11 @@ import dataclasses
 import pytest
 import torch
 
-from quire.bench import kernels
-from quire.bench.bounds import bounding
-from quire.bench.peers import Peer, quire_calls
-from quire.bench.problem import attention_rows, expect, make_problem
-from quire.bench.shapes import FP8_SHAPES, SHAPES, TINY_SHAPES, Case, all_cases, fp8_cases
+from quire.bench.cases.problem import attention_rows, expect, make_problem
+from quire.bench.cases.shapes import FP8_SHAPES, SHAPES, TINY_SHAPES, Case, all_cases, fp8_cases
+from quire.bench.common.bounds import bounding
+from quire.bench.kernels import __main__ as kernels
+from quire.bench.peers.attention import Peer, quire_calls
 from quire.kernels.attention import reference
 from tests.helpers import assert_equal_in_float64
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from quire.bench import environment, gpu, layers
-from quire.bench.floors import Rates
+from quire.bench.common.floors import Rates
 from quire.bench.gpu import Part, Runner
 
 ROOT = Path(__file__).resolve().parent.parent.parent

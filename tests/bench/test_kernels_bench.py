@@ -11,14 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire.bench import kernels, model, static
-from quire.bench.bounds import bounding
-from quire.bench.floors import Rates
-from quire.bench.peers import Peer, Unsupported, find_peers
-from quire.bench.peers_folder import unpack
-from quire.bench.problem import attention_rows, expect, make_problem
-from quire.bench.shapes import FP8_SHAPES, SHAPES, TINY_SHAPES, Case, all_cases, headline
-from quire.bench.timing import time_calls
+from quire.bench.cases.problem import attention_rows, expect, make_problem
+from quire.bench.cases.shapes import FP8_SHAPES, SHAPES, TINY_SHAPES, Case, all_cases, headline
+from quire.bench.common.bounds import bounding
+from quire.bench.common.floors import Rates
+from quire.bench.common.timing import time_calls
+from quire.bench.kernels import __main__ as kernels
+from quire.bench.kernels import predict as model
+from quire.bench.peers.attention import Peer, Unsupported, find_peers
+from quire.bench.peers.folder import unpack
+from quire.bench.static import __main__ as static
 from quire.kernels.attention import reference
 from quire.kernels.attention.configs import select_config
 from quire.models.config.named import get_config
@@ -326,10 +328,10 @@ USE_FAKE = """
 import sys
 from pathlib import Path
 import torch
-from quire.bench.peers import Unsupported
-from quire.bench.peers_flashinfer import build_flashinfer, flashinfer_peer
-from quire.bench.problem import make_problem
-from quire.bench.shapes import Case, Shape
+from quire.bench.peers.attention import Unsupported
+from quire.bench.peers.flashinfer import build_flashinfer, flashinfer_peer
+from quire.bench.cases.problem import make_problem
+from quire.bench.cases.shapes import Case, Shape
 folder = Path(sys.argv[1])
 print(build_flashinfer(folder))
 peer = flashinfer_peer(folder)

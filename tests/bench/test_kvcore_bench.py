@@ -7,7 +7,8 @@ import json
 import numpy as np
 import pytest
 
-from quire.bench import kvcore, kvcore_scaling
+from quire.bench.kvcore import __main__ as kvcore
+from quire.bench.kvcore import scaling as kvcore_scaling
 
 
 def test_the_figures_have_the_names_that_others_read(tmp_path, capsys):

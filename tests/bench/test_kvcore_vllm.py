@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-from quire.bench import kvcore, kvcore_vllm
+from quire.bench.kvcore import __main__ as kvcore
+from quire.bench.kvcore import vllm as kvcore_vllm
 
 MODULES = [name.split(".") for name in kvcore_vllm.USED]
 

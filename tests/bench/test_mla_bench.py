@@ -7,15 +7,25 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from quire.bench import kernels, mla_model, model, peers_flashmla
-from quire.bench.bounds import bounding
-from quire.bench.families import family_of
-from quire.bench.floors import Rates
-from quire.bench.mla_problem import attend, expect_attention, visible_rows
-from quire.bench.mla_rows import _rows, _scores, expect_picks
-from quire.bench.mla_shapes import SHAPES, TINY_SHAPES, LatentCase, all_cases, headline, tiny_cases
-from quire.bench.peers import Peer, Unsupported
-from quire.bench.peers_mla import attention_calls, find_latent_peers, quire_latent_calls
+from quire.bench.cases.latent_problem import attend, expect_attention, visible_rows
+from quire.bench.cases.latent_rows import _rows, _scores, expect_picks
+from quire.bench.cases.latent_shapes import (
+    SHAPES,
+    TINY_SHAPES,
+    LatentCase,
+    all_cases,
+    headline,
+    tiny_cases,
+)
+from quire.bench.common.bounds import bounding
+from quire.bench.common.floors import Rates
+from quire.bench.kernels import __main__ as kernels
+from quire.bench.kernels import predict as model
+from quire.bench.kernels import predict_latent as mla_model
+from quire.bench.kernels.families import family_of
+from quire.bench.peers import flashmla as peers_flashmla
+from quire.bench.peers.attention import Peer, Unsupported
+from quire.bench.peers.latent import attention_calls, find_latent_peers, quire_latent_calls
 from quire.kernels import flash_mla_with_kvcache, mla_attention
 from quire.kernels.compressed import reference as reference_compressed
 from quire.kernels.compressor import reference as reference_compress

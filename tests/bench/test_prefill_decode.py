@@ -13,11 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-from quire.bench import floors, floors_v4, prefill_decode, report, verify
-from quire.bench.build import build_model
-from quire.bench.drive import run_workload
-from quire.bench.verify import check_outputs, computing_in, reference_logits, sample
-from quire.bench.workload import chat_workload
+from quire.bench.common import floors, floors_v4
+from quire.bench.common.workload import chat_workload
+from quire.bench.prefill_decode import __main__ as prefill_decode
+from quire.bench.prefill_decode import report, verify
+from quire.bench.prefill_decode.build import build_model
+from quire.bench.prefill_decode.drive import run_workload
+from quire.bench.prefill_decode.verify import check_outputs, computing_in, reference_logits, sample
 from quire.kernels.common import e4m3
 from quire.models.config.named import get_config
 from quire.models.engine.engine import Engine, EngineConfig
@@ -51,7 +53,7 @@ def keys(value):
 
 
 def documented_keys():
-    """The names in the table of bench.report's docstring."""
+    """The names in the table of bench.prefill_decode.report's docstring."""
     table = report.__doc__.split("::\n\n")[1].split("\n\nA number")[0]
     return set(table.replace(",", " ").replace("{", " ").replace("}", " ").split())
 
@@ -193,7 +195,7 @@ def test_help_of_every_bench(module):
 def test_bench_never_imports_transformers():
     code = (
         "import sys; sys.modules['transformers'] = None\n"
-        "from quire.bench import prefill_decode\n"
+        "from quire.bench.prefill_decode import __main__ as prefill_decode\n"
         f"sys.exit(prefill_decode.main({[*TINY, '--no-baseline']!r}))"
     )
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)

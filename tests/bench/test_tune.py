@@ -8,11 +8,15 @@ from time import perf_counter
 import pytest
 import torch
 
-from quire.bench import mla_shapes, shapes, static_cases, tune, tune_cells
-from quire.bench.timing import Timing
-from quire.bench.tune_cells import _AttentionCell as AttentionCell
-from quire.bench.tune_cells import _CompressedCell as CompressedCell
-from quire.bench.tune_cells import _MlaCell as MlaCell
+from quire.bench.cases import latent_shapes as mla_shapes
+from quire.bench.cases import shapes
+from quire.bench.common.timing import Timing
+from quire.bench.static import cases as static_cases
+from quire.bench.tune import __main__ as tune
+from quire.bench.tune import entries as tune_cells
+from quire.bench.tune.entries import _AttentionCell as AttentionCell
+from quire.bench.tune.entries import _CompressedCell as CompressedCell
+from quire.bench.tune.entries import _MlaCell as MlaCell
 from quire.kernels.attention import tile_tables, tile_tables_e4m3
 from quire.kernels.attention import triton_impl as paged
 from quire.kernels.attention.configs import Config

@@ -5,8 +5,8 @@ import lzma
 import numpy as np
 import pytest
 
-from quire.bench.traces import expand, read_trace, trace_workload
-from quire.bench.workload import NUM_TURNS, chat_workload
+from quire.bench.common.traces import expand, read_trace, trace_workload
+from quire.bench.common.workload import NUM_TURNS, chat_workload
 from quire.models.tokenizer import ByteTokenizer
 
 ENCODE = ByteTokenizer().encode

@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 import torch
 
-from quire.bench.bounds import bounding
-from quire.bench.peers import quire_calls
-from quire.bench.problem import expect, make_problem
-from quire.bench.shapes import FP8_SHAPES, SHAPES, TINY_SHAPES, Case
+from quire.bench.cases.problem import expect, make_problem
+from quire.bench.cases.shapes import FP8_SHAPES, SHAPES, TINY_SHAPES, Case
+from quire.bench.common.bounds import bounding
+from quire.bench.peers.attention import quire_calls
 from quire.kernels import write_kv
 from quire.kernels.attention import reference
 from quire.kernels.common import e4m3

@@ -5,7 +5,7 @@ import bisect
 import pytest
 import torch
 
-from quire.bench.bounds import bounding
+from quire.bench.common.bounds import bounding
 from quire.kernels import IndexPages, LatentPages, compress, page_bytes, write_latent
 from tests.gpu.conftest import DRY_RUN
 from tests.helpers import DEVICE, NAN, assert_within_budget

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from quire.bench.peers import quire_calls
-from quire.bench.problem import make_problem
-from quire.bench.shapes import TINY_SHAPES, Case, Shape
+from quire.bench.cases.problem import make_problem
+from quire.bench.cases.shapes import TINY_SHAPES, Case, Shape
+from quire.bench.peers.attention import quire_calls
 from quire.kernels import merge_partials, paged_attention, sliding_window_attention, write_kv
 from tests.gpu.conftest import DRY_RUN
 from tests.helpers import DEVICE, NAN

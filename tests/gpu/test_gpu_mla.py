@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from quire.bench.bounds import bounding
+from quire.bench.common.bounds import bounding
 from quire.kernels import mla_attention, workspace_numel
 from tests.gpu.conftest import DRY_RUN
 from tests.helpers import DEVICE, NAN, assert_within_budget

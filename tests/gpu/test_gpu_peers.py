@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire.bench import mla_shapes
-from quire.bench.families import family_of
-from quire.bench.mla_problem import AttentionProblem
-from quire.bench.peers import Unsupported, find_peers, quire_calls
-from quire.bench.peers_mla import attention_calls, find_latent_peers, quire_latent_calls
-from quire.bench.problem import expect, make_problem
-from quire.bench.shapes import SHAPES, TINY_SHAPES, Case
+from quire.bench.cases import latent_shapes as mla_shapes
+from quire.bench.cases.latent_problem import AttentionProblem
+from quire.bench.cases.problem import expect, make_problem
+from quire.bench.cases.shapes import SHAPES, TINY_SHAPES, Case
+from quire.bench.kernels.families import family_of
+from quire.bench.peers.attention import Unsupported, find_peers, quire_calls
+from quire.bench.peers.latent import attention_calls, find_latent_peers, quire_latent_calls
 from tests.gpu.conftest import DRY_RUN
 from tests.helpers import DEVICE
 

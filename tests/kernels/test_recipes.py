@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 
-from quire.bench.bounds import bounding
+from quire.bench.common.bounds import bounding
 from quire.kernels import (
     LatentPages,
     compress,

@@ -11,7 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bench import sass, static
+from quire.bench.static import __main__ as static
+from quire.bench.static import sass
 
 ROOT = Path(__file__).resolve().parents[2]
 # Triton compiles only where it does not interpret.
@@ -70,7 +71,7 @@ def measured():
     """Rows of kernels compiled for sm_90 by one process: those of the table, and some that it would not launch."""
     done = run("-c", """
 import json
-from bench import static
+from quire.bench.static import __main__ as static
 from quire.kernels.attention import configs
 from quire.kernels.attention import triton_impl as paged
 rows = {"table": [static.measure(*work) for work in static.distinct((90,), "decode-d128-p")]}
@@ -307,7 +308,7 @@ def listed():
     """What each of ``LISTED`` raised, or nothing."""
     done = run("-c", f"""
 import collections, json, traceback
-from bench import static
+from quire.bench.static import __main__ as static
 known = {{"collections": collections, "static": static, "cases": static.all_cases(), "everything": static.distinct(static.ALL_ARCHS)}}
 raised = {{}}
 for name, body in {LISTED!r}.items():

@@ -1,10 +1,10 @@
-"""``bench.sass`` on a listing written by hand: two nested loops, of which the inner one runs over tiles."""
+"""``bench.static.sass`` on a listing written by hand: two nested loops, of which the inner one runs over tiles."""
 
 import dataclasses
 
 import pytest
 
-from bench import sass
+from quire.bench.static import sass
 
 LISTING = """
         /*0000*/                   MOV R1, c[0x0][0x28] ;

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from quire.bench.bounds import bounding
+from quire.bench.common.bounds import bounding
 from quire.kernels import merge_partials, paged_attention, write_kv
 from quire.kernels.attention import reference
 from quire.kernels.cache_write import reference as reference_write

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from quire.bench.bounds import UNIT
+from quire.bench.common.bounds import UNIT
 from quire.models.deepseek_v4 import attention, block, layers
 from quire.models.deepseek_v4.config import CONFIGS
 from quire.models.deepseek_v4.layers import rope_frequencies, rope_table

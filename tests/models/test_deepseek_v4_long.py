@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quire.bench.bounds import UNIT, bounding
+from quire.bench.common.bounds import UNIT, bounding
 from quire.kernels.compressor import reference as reference_compress
 from quire.kvcore import KVCache, StepPlan
 from quire.models.deepseek_v4.block import Attention

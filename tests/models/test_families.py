@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from quire.bench.bounds import UNIT
+from quire.bench.common.bounds import UNIT
 from quire.models.config.hf_llama import SWIGLU
 from quire.models.config.named import ModelConfig, RopeConfig
 from quire.models.families import gpt_oss, llama

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quire.bench.bounds import UNIT
+from quire.bench.common.bounds import UNIT
 from quire.models.config.named import RopeConfig, get_config
 from quire.models.families import gemma
 from quire.models.layers import basic as layers

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quire.bench.bounds import bounding
+from quire.bench.common.bounds import bounding
 from quire.models.config.named import FULL, SLIDING, get_config
 from quire.models.families import gemma, gemma_moe
 from quire.models.families.gemma_moe import Router

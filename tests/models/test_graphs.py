@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quire.bench.bounds import bounding
+from quire.bench.common.bounds import bounding
 from quire.kernels import paged_attention, sliding_window_attention
 from quire.models.config.named import FULL, SLIDING, get_config
 from quire.models.deepseek_v4.config import CSA, HASH_MOE, HCA, MOE

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from quire.bench.bounds import bounding, rounded
+from quire.bench.common.bounds import bounding, rounded
 from quire.models.layers import moe
 from quire.models.layers.moe import grouped_matmul, run_experts
 from tests.helpers import assert_within_budget

@@ -11,10 +11,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from quire.bench import prefill_decode
-from quire.bench.build import build_model as build_bench_model
-from quire.bench.floors import Rates
-from quire.bench.workload import chat_workload
+from quire.bench.common.floors import Rates
+from quire.bench.common.workload import chat_workload
+from quire.bench.prefill_decode import __main__ as prefill_decode
+from quire.bench.prefill_decode.build import build_model as build_bench_model
 from quire.kernels.common import launch_cache, launching
 from quire.kvcore import KVCache
 from quire.models.config.named import get_config

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from quire.bench.bounds import bounded, bounding
+from quire.bench.common.bounds import bounded, bounding
 from quire.models.engine.batch import Staging
 from quire.models.engine.request import SamplingParams
 from quire.models.engine.sampler import (

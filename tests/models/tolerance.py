@@ -5,7 +5,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from quire.bench.bounds import gamma
+from quire.bench.common.bounds import gamma
 
 _known: WeakKeyDictionary[nn.Module, float] = WeakKeyDictionary()
 # Weights are moved by a part of what is allowed, so that top-k choices stay and fp32 still resolves the answer.

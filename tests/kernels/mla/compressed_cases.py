@@ -6,7 +6,7 @@ from itertools import accumulate
 
 import torch
 
-from quire.bench.bounds import Bounded, bounding
+from quire.bench.common.bounds import Bounded, bounding
 from quire.kernels.common.latent_pages import LatentPages, page_bytes
 from quire.kernels.compressed import reference as reference_compressed
 from tests.helpers import DEVICE, NAN, NO_PAGE

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from quire.bench.bounds import Bounded, bounding
+from quire.bench.common.bounds import Bounded, bounding
 from quire.kernels.mla import reference as reference_dense
 from tests.helpers import DEVICE, NAN, NO_PAGE
 

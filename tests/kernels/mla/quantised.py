@@ -2,7 +2,7 @@
 
 import torch
 
-from quire.bench.bounds import Bounded, allowed
+from quire.bench.common.bounds import Bounded, allowed
 from quire.kernels.latent_write import reference as reference_latent
 
 

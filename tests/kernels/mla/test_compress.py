@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.bench.bounds import bounding
+from quire.bench.common.bounds import bounding
 from quire.kernels import IndexPages, LatentPages, compress, page_bytes
 from quire.kernels.compressor import reference
 from quire.kernels.compressor import triton_impl as compress_triton

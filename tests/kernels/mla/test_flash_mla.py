@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from quire.bench.bounds import bounding
+from quire.bench.common.bounds import bounding
 from quire.kernels import LatentPages, compressed_attention, flash_mla_with_kvcache
 from quire.kernels.common.latent_pages import page_bytes
 from quire.kernels.compressed import reference as reference_compressed

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.bench.bounds import bounding
+from quire.bench.common.bounds import bounding
 from quire.kernels import IndexPages, index_topk, index_topk_workspace_numel
 from quire.kernels.common.tiles import widen_e4m3
 from quire.kernels.indexer import plan as indexer_plan

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.bench.bounds import Bounded, bounded, bounding
+from quire.bench.common.bounds import Bounded, bounded, bounding
 from quire.kernels import LatentPages, page_bytes, write_latent
 from quire.kernels.common.tiles import rounded_to_e4m3
 from quire.kernels.latent_write import reference

@@ -1,0 +1,97 @@
+"""Floors of DeepSeek-V4 (`bench.common.floors` says what a floor is): narrow latents, compressed entries, and experts of which a token runs few.
+
+A query sees a window of raw rows, which are key and value at once, and entries of ``ratio`` tokens each: all of them in HCA layers, the
+indexer's picks in CSA layers, where it scores the keys of all. Drafter layers are not counted: they are what speculation costs.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import torch
+
+from quire.models.deepseek_v4.config import CSA, SLIDING, DeepseekV4Config
+from quire.models.deepseek_v4.model import DeepseekV4
+
+LATENT_BYTES, SCALE_BYTES = (
+    584,
+    4,
+)  # of a quantised latent row, scales included; of the scale of an index key
+
+
+def decode_bytes(model: DeepseekV4, seq_lens: np.ndarray, kv_cache_dtype: str = "auto") -> int:
+    """Bytes that one decode step must read; of experts an expectation, as if every token chose at random.
+
+    seq_lens: [num_seqs] tokens of each sequence. kv_cache_dtype: of the pages.
+    """
+    config, fp8, itemsize = model.config, kv_cache_dtype == "fp8", model.dtype.itemsize
+    latent_bytes = LATENT_BYTES if fp8 else config.head_dim * itemsize
+    index_bytes = config.index_head_dim + SCALE_BYTES if fp8 else config.index_head_dim * itemsize
+    chosen = 1 - (1 - config.num_experts_per_tok / config.num_experts) ** len(seq_lens)
+    total = 0.0
+    for name, weight in model.named_parameters():
+        if name.startswith("mtp."):
+            continue
+        rows: float = len(weight)
+        if ".mlp.experts." in name:
+            rows *= chosen
+        elif name.startswith("embed_tokens.") or name.endswith("tid2eid"):
+            rows = min(rows, len(seq_lens))
+        total += rows * weight[0].numel() * weight.element_size()
+    for kind in config.layer_types:
+        rows = np.minimum(seq_lens, config.sliding_window)
+        if kind != SLIDING:
+            entries = seq_lens // (config.csa_ratio if kind == CSA else config.hca_ratio)
+            if kind == CSA:
+                total += int(entries.sum()) * index_bytes
+                entries = np.minimum(entries, config.index_topk)
+            rows = rows + entries
+        total += int(rows.sum()) * latent_bytes
+    return round(total)
+
+
+def prefill_flops(config: DeepseekV4Config, q_lens: np.ndarray, seq_lens: np.ndarray) -> int:
+    """Operations of one step: matrices of the layers for all new tokens, attention and index scores over visible pairs.
+
+    q_lens, seq_lens: [num_seqs] new tokens, and tokens including them.
+    """
+    total = 2 * _weights_of_a_token(config) * int(q_lens.sum())
+    for kind in config.layer_types:
+        pairs = visible(q_lens, seq_lens, 1, config.sliding_window)
+        if kind != SLIDING:
+            ratio = config.csa_ratio if kind == CSA else config.hca_ratio
+            pairs += visible(q_lens, seq_lens, ratio, config.index_topk if kind == CSA else None)
+        if kind == CSA:
+            scored = visible(q_lens, seq_lens, config.csa_ratio, None)
+            total += 2 * scored * config.index_num_heads * config.index_head_dim
+        total += 4 * pairs * config.num_heads * config.head_dim
+    return round(total)
+
+
+def visible(q_lens: np.ndarray, seq_lens: np.ndarray, ratio: int, limit: int | None) -> int:
+    """(query, entry) pairs: the query at position p sees min((p + 1) // ratio, limit) entries; ratio 1 = raw rows."""
+    last, first = seq_lens.astype(np.int64), (seq_lens - q_lens).astype(np.int64)
+    return int((_seen(last, ratio, limit) - _seen(first, ratio, limit)).sum())
+
+
+def _seen(length: np.ndarray, ratio: int, limit: int | None) -> np.ndarray:
+    """Pairs of a whole sequence: sum over n = 1 .. length of min(n // ratio, limit)."""
+    ramp = length if limit is None else np.minimum(length, ratio * limit - 1)
+    whole, rest = ramp // ratio, ramp % ratio
+    pairs = ratio * (whole * (whole - 1) // 2) + whole * (rest + 1)
+    return pairs if limit is None else pairs + (length - ramp) * limit
+
+
+@cache
+def _weights_of_a_token(config: DeepseekV4Config) -> float:
+    """Elements of the matrices that every token is multiplied with, in the layers of the trunk."""
+    model = DeepseekV4(config, device="meta", dtype=torch.bfloat16, max_positions=1)
+    share = config.num_experts_per_tok / config.num_experts
+    total = 0.0
+    for name, weight in model.layers.named_parameters():
+        if ".mlp.experts." in name:
+            total += share * weight.numel()
+        elif weight.ndim == 2 and not name.endswith(("tid2eid", "position_bias")):
+            total += weight.numel()
+    return total

@@ -1,0 +1,1 @@
+"""Kernels side by side, and how long each should take."""

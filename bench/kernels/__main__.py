@@ -1,0 +1,330 @@
+"""Kernels side by side: quire's and every importable peer's, in one process, over the same tensors.
+
+    python -m bench.kernels --only "gemma-4-31b" --seconds 120 --json kernels.json
+    python -m bench.kernels --peers .peers --impl quire,flashinfer,fa3
+    python -m bench.kernels --set latents --predict
+
+Cases are attention over keys and values (`bench.cases.shapes`), and the latent kernels of DeepSeek-V4 and V3 (`bench.cases.latent_shapes`). Each result is compared with the float64 result of a sample of rows before it is timed; one that is wrong is reported as wrong and not
+timed, and a wrong one of ours makes the exit status 1. Times are those of CUDA-graph replays (median, 20th and 80th percentile); calls
+rotate over copies of all tensors, so nothing is read from a warm L2 cache. Cases with /fp8 in their name (--set fp8) have e4m3 pages with
+a scale for each row, which no other implementation here can read: they are not compared. What depends on lengths alone is prepared outside of the
+timed calls (FlashInfer's plan(), block masks), and peers that cannot read pages get contiguous keys: the notes say which.
+
+Columns: ms p50 (p20, p80); GB/s of the bytes that must move and TFLOP/s of the visible pairs; each as a share of the copy and the matmul
+rate measured in this run; predicted ms (`bench.kernels.predict`) and the error of the prediction; time over the best peer's. --json is written
+after each case. --predict prints predictions for an H200 beside the floors, and needs no GPU.
+"""
+
+from __future__ import annotations
+
+if __name__ == "__main__":
+    from quire.models.command import run
+
+    run("quire.bench.kernels.__main__")
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from quire.models.command import Parser, number, output_file, program
+from quire.models.device import find_device
+
+from ..cases import latent_shapes as mla_shapes
+from ..cases import shapes
+from ..common.floors import device_rates
+from ..common.machine import describe_machine
+from ..common.timing import time_calls
+from ..peers.attention import Peer, Unsupported
+from ..prefill_decode.text import aligned
+from .families import FAMILIES, family_of
+from .predict import H200, Device
+
+SCHEMA = 1
+Case = shapes.Case | mla_shapes.LatentCase
+SETS: dict[str, Callable[[], list[Case]]] = {
+    "headline": lambda: [*shapes.headline(), *mla_shapes.headline()],
+    "attention": shapes.headline,
+    "latents": mla_shapes.headline,
+    "all": lambda: [*shapes.all_cases(), *mla_shapes.all_cases()],
+    "all-latents": mla_shapes.all_cases,
+    "fp8": shapes.fp8_cases,
+    "tiny": lambda: [*shapes.tiny_cases(), *mla_shapes.tiny_cases()],
+    "tiny-latents": mla_shapes.tiny_cases,
+}
+
+
+class DeviceLost(Exception):
+    """The GPU answers no more, after an illegal access for example; nothing that this process does can be trusted from here on."""
+
+
+@program
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit status."""
+    args = _parser().parse_args(argv)
+    cases = [case for case in SETS[args.set]() if args.only in case.name]
+    if args.skip:
+        cases = [case for case in cases if case not in SETS[args.skip]()]
+    if not cases:
+        raise ValueError(
+            f"only: expected part of the name of a case of {args.set!r}, got {args.only!r}"
+        )
+    if args.predict:
+        print(predictions(cases, H200))
+        return 0
+    device = find_device(args.device)
+    try:
+        result = run(cases, device, args)
+    except DeviceLost as error:
+        print(f"error: the device is lost: {error}", file=sys.stderr)
+        return 3
+    print(table(result))
+    return 1 if any(row["ours"] and row["wrong"] for row in result["rows"]) else 0
+
+
+def run(cases: list[Case], device: torch.device, args: argparse.Namespace) -> dict[str, Any]:
+    """Measures cases until they or the seconds are spent; the dictionary that --json writes.
+
+    Raises: DeviceLost, after what was measured is written.
+    """
+    peers, missing = _find_peers(args)
+    rates = device_rates(device, torch.bfloat16)
+    result: dict[str, Any] = {
+        "schema": SCHEMA,
+        "machine": describe_machine(device),
+        "rates": dataclasses.asdict(rates),
+        "peers": _described(peers),
+        "missing": missing,
+        "rows": [],
+        "not_run": [],
+    }
+    print(header(result), flush=True)
+    start = perf_counter()
+    for i, case in enumerate(cases):
+        if args.seconds is not None and perf_counter() - start > args.seconds:
+            result["not_run"] += [case.name for case in cases[i:]]
+            break
+        try:
+            result["rows"] += run_case(
+                case, peers[type(case)], device, result["rates"], args.per_call
+            )
+        except torch.OutOfMemoryError:
+            result["not_run"].append(case.name)
+        finally:
+            _write(args.json, result)
+        print(f"{perf_counter() - start:6.1f} s  {case.name}", flush=True)
+    _write(args.json, result)
+    return result
+
+
+def _find_peers(args: argparse.Namespace) -> tuple[dict[type, list[Peer]], dict[str, str]]:
+    """{type of case: its implementations}, as far as --impl wants them, and {name: why} of those that are missing."""
+    peers: dict[type, list[Peer]] = {}
+    missing: dict[str, str] = {}
+    for kind, family in FAMILIES.items():
+        peers[kind], lacking = family.find_peers(args.peers)
+        missing |= lacking
+    if args.impl:
+        wanted = args.impl.split(",")
+        names = {peer.name for found in peers.values() for peer in found}
+        unknown = sorted(set(wanted) - names - set(missing))
+        if unknown:
+            raise ValueError(f"impl: expected some of {sorted(names)}, got {unknown}")
+        peers = {kind: [p for p in found if p.name in wanted] for kind, found in peers.items()}
+    return peers, missing
+
+
+def _described(peers: dict[type, list[Peer]]) -> dict[str, dict[str, str]]:
+    """Version and notes of each implementation by name; one that serves several families has a note for each."""
+    described: dict[str, dict[str, str]] = {}
+    for peer in (peer for found in peers.values() for peer in found):
+        notes = [described[peer.name]["note"]] if peer.name in described else []
+        described[peer.name] = {"version": peer.version, "note": "; ".join([*notes, peer.note])}
+    return described
+
+
+def run_case(
+    case: Case, peers: list[Peer], device: torch.device, rates: dict[str, Any], seconds: float
+) -> list[dict[str, Any]]:
+    """One row for each implementation: times, or why there are none. rates: of `bench.common.floors.Rates`.
+
+    Raises: DeviceLost.
+    """
+    family = family_of(case)
+    problem = family.make(case, device, 2 if device.type == "cpu" else None)
+    expected = family.expect(problem)
+    case_bytes, case_flops = family.case_bytes(case), family.case_flops(case)
+    rows = []
+    for peer in peers:
+        row: dict[str, Any] = {
+            "case": case.name, "impl": peer.name, "ours": peer.ours, "wrong": None, "skipped": None,
+        }  # fmt: skip
+        try:
+            row |= _measure(peer, problem, expected, device, seconds)
+        except Unsupported as reason:
+            row["skipped"] = str(reason)
+        except OSError:  # a full disk says nothing of results
+            raise
+        except Exception as error:
+            # Another's failure is a row of the table; a failure of ours is a wrong result.
+            row["wrong" if peer.ours else "skipped"] = f"{type(error).__name__}: {error}".split("\n")[0][:200]  # fmt: skip
+            _require_device(device, error)
+        rows.append(row)
+    others = [row["ms"] for row in rows if not row["ours"] and "ms" in row]
+    predicted = family.predict(case, _device(device, rates))
+    for row in rows:
+        if "ms" not in row:
+            continue
+        each = row["ms"] / 1e3
+        row["gb_per_s"] = case_bytes / each / 1e9
+        row["tflop_per_s"] = case_flops / each / 1e12
+        row["copy_share"] = case_bytes / each / rates["copy_bytes_per_s"]
+        row["matmul_share"] = case_flops / each / rates["matmul_flops_per_s"]
+        row["over_best_peer"] = row["ms"] / min(others) if others else None
+        if row["ours"] and device.type == "cuda":
+            row["predicted_ms"] = 1e3 * predicted.seconds
+            row["predicted_bound"] = predicted.bound
+            row["prediction_error"] = predicted.seconds / each - 1
+    return rows
+
+
+def _measure(
+    peer: Peer, problem: Any, expected: Any, device: torch.device, seconds: float
+) -> dict[str, Any]:
+    if not peer.ours and getattr(problem, "scales", None) is not None:
+        raise Unsupported("e4m3 pages with a scale for each row")
+    calls = peer.prepare(problem)
+    wrong = expected.wrong(*calls[0]())
+    if wrong is None:
+        timing = time_calls(calls, device, seconds=seconds)
+        # Once more, after many runs: a race shows here, or scratch that an earlier call left in another state.
+        wrong = expected.wrong(*calls[0]())
+    if wrong is not None:
+        return {"wrong": wrong}
+    return {
+        "ms": 1e3 * timing.p50,
+        "ms_p20": 1e3 * timing.p20,
+        "ms_p80": 1e3 * timing.p80,
+        "replays": timing.replays,
+        "copies": problem.copies,
+    }
+
+
+def _require_device(device: torch.device, cause: Exception) -> None:
+    """Raises DeviceLost when the device does not answer."""
+    if device.type != "cuda":
+        return
+    try:
+        torch.cuda.synchronize(device)
+        torch.zeros(1, device=device).item()
+    except RuntimeError:
+        raise DeviceLost(str(cause)) from cause
+
+
+def _device(device: torch.device, rates: dict[str, Any]) -> Device:
+    """The device of the prediction, with the rates of this run; an H200 where there is no GPU."""
+    if device.type != "cuda":
+        return H200
+    properties = torch.cuda.get_device_properties(device)
+    return dataclasses.replace(
+        H200,
+        name=properties.name,
+        arch=properties.major * 10 + properties.minor,
+        num_sms=properties.multi_processor_count,
+        copy_bytes_per_s=rates["copy_bytes_per_s"],
+        matmul_flops_per_s=rates["matmul_flops_per_s"],
+    )
+
+
+def header(result: dict[str, Any]) -> str:
+    """Machine, rates, and who is there and who is not."""
+    machine, rates = result["machine"], result["rates"]
+    lines = [
+        f"device    {machine['device']}" + (f", driver {machine['driver']}" if machine["driver"] else ""),
+        f"software  python {machine['python']}, torch {machine['torch']}, triton {machine['triton']}, commit {machine['commit']}",
+        f"rates     copy {rates['copy_bytes_per_s'] / 1e9:.4g} GB/s read + written, matmul {rates['matmul_flops_per_s'] / 1e12:.3g} TFLOP/s",
+    ]  # fmt: skip
+    for name, peer in result["peers"].items():
+        lines.append(f"present   {name} {peer['version']} ({peer['note']})")
+    lines += [f"missing   {name} ({why})" for name, why in result["missing"].items()]
+    return "\n".join(lines)
+
+
+def table(result: dict[str, Any]) -> str:
+    """Everything that was timed as aligned text; below it what was wrong, skipped or not run."""
+    rows = [("case", "impl", "ms p50", "p20", "p80", "GB/s", "of copy", "TFLOP/s", "of matmul",
+             "predicted", "error", "/ best peer")]  # fmt: skip
+    remarks = []
+    for row in result["rows"]:
+        if "ms" not in row:
+            why = f"WRONG: {row['wrong']}" if row["wrong"] else f"skipped: {row['skipped']}"
+            remarks.append(f"{row['case']}  {row['impl']}  {why}")
+            continue
+        rows.append(
+            (
+                row["case"],
+                row["impl"],
+                *(f"{row[key]:.4g}" for key in ("ms", "ms_p20", "ms_p80")),
+                f"{row['gb_per_s']:.0f}",
+                f"{row['copy_share']:.0%}",
+                f"{row['tflop_per_s']:.3g}",
+                f"{row['matmul_share']:.0%}",
+                f"{row['predicted_ms']:.4g}" if "predicted_ms" in row else "-",
+                f"{row['prediction_error']:+.0%}" if "predicted_ms" in row else "-",
+                "-" if row["over_best_peer"] is None else f"{row['over_best_peer']:.2f}",
+            )
+        )
+    if result["not_run"]:
+        remarks.append(f"out of time or memory: {len(result['not_run'])} cases not run")
+    return "\n".join([*aligned(rows), *remarks])
+
+
+def predictions(cases: list[Case], device: Device) -> str:
+    """Predicted time and floor of each case on a device, nothing measured."""
+    rows = [("case", "predicted ms", "bound", "floor ms", "over floor", "GB/s", "TFLOP/s")]
+    for case in cases:
+        family = family_of(case)
+        found = family.predict(case, device)
+        rows.append(
+            (
+                case.name,
+                f"{1e3 * found.seconds:.4g}",
+                found.bound,
+                f"{1e3 * found.floor:.4g}",
+                f"{found.seconds / found.floor:.2f}",
+                f"{family.case_bytes(case) / found.seconds / 1e9:.0f}",
+                f"{family.case_flops(case) / found.seconds / 1e12:.3g}",
+            )
+        )
+    title = (
+        f"predicted, not measured: {device.name}, copy {device.copy_bytes_per_s / 1e12:.3g} TB/s, "
+        f"matmul {device.matmul_flops_per_s / 1e12:.3g} TFLOP/s"
+    )
+    return "\n".join([title, *aligned(rows)])
+
+
+def _write(path: str | None, result: dict[str, Any]) -> None:
+    if path:
+        Path(path).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def _parser() -> Parser:
+    parser = Parser("bench.kernels", __doc__)
+    add = parser.add_argument
+    add("--set", choices=SETS, default="headline", help="cases; default: headline")
+    add("--skip", choices=SETS, help="leave out the cases of this set")
+    add("--only", default="", metavar="TEXT", help="cases whose name contains this")
+    add("--impl", metavar="A,B", help="implementations; default: all that are there")
+    add("--peers", type=Path, metavar="DIR", help="folder with peers (`bench.peers.folder`)")
+    add("--device", help="torch device; default: cuda where there is one, else cpu")
+    add("--seconds", type=number(), metavar="S", help="start no case after this time")
+    add("--per-call", type=number(), default=0.2, metavar="S", help="timing of one implementation")
+    add("--predict", action="store_true", help="print predictions for an H200 and floors, measure nothing")  # fmt: skip
+    add("--json", type=output_file, metavar="FILE", help="write all numbers, after each case")
+    return parser

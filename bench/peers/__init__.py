@@ -1,0 +1,1 @@
+"""Implementations that are compared: quire's and those of others."""

@@ -1,0 +1,1 @@
+"""The main benchmark: generation through allocator and kernels, checked, then timed."""

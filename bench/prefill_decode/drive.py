@@ -1,0 +1,114 @@
+"""Runs a workload on an engine: a fixed number of conversations at once, a next turn when the one before has its answer."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from time import perf_counter, process_time
+
+import numpy as np
+from tqdm import tqdm
+
+from quire.models.engine.engine import Engine, StepReport
+from quire.models.engine.request import RequestOutput, SamplingParams
+
+from ..common.workload import Workload
+
+Key = tuple[int, int]
+"""(session, turn), both from 0."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What happened.
+
+    outputs: of every request, in order of (session, turn). groups: `Turn.group` of each. steps: every step's report.
+    seconds: wall time from the first request to the last token. hashing: seconds of it spent hashing prompts.
+    cpu_seconds: time of this process on all cores meanwhile; on a busy machine the wall time says less.
+    peak_pages_in_use, peak_pages_cached: most pages that running requests held at the end of a step, and most that held
+        anything at all, what is only cached included.
+    stats: counters of the cache at the end.
+    """
+
+    outputs: dict[Key, RequestOutput]
+    groups: dict[Key, int]
+    steps: list[StepReport]
+    seconds: float
+    cpu_seconds: float
+    hashing: float
+    peak_pages_in_use: int
+    peak_pages_cached: int
+    stats: dict[str, int]
+
+    @property
+    def prompts(self) -> dict[Key, tuple[int, ...]]:
+        """Prompt of every request."""
+        return {key: output.prompt_token_ids for key, output in self.outputs.items()}
+
+
+def run_workload(
+    engine: Engine,
+    workload: Workload,
+    *,
+    concurrency: int,
+    prompts: Mapping[Key, tuple[int, ...]] | None = None,
+    label: str = "",
+) -> Run:
+    """Generates all turns of all sessions; the output of a turn is part of the next prompt.
+
+    Conversations that wait for their next turn stand in one queue, so with more sessions than ``concurrency`` others run between
+    two turns of the same one. The order depends on lengths alone, never on time.
+
+    concurrency: requests in the engine at once. prompts: use these instead of what was generated (the same work as another run's,
+    whatever this run answers). label: of the progress bar, which is shown on a terminal only.
+
+    Returns: Run.
+    Raises: RequestError, a RuntimeError, when one of the requests fails.
+    """
+    queue = deque((s, 0) for s in range(len(workload.sessions)))
+    history: dict[int, tuple[int, ...]] = {}
+    outputs: dict[Key, RequestOutput] = {}
+    flying: dict[str, Key] = {}
+    steps: list[StepReport] = []
+    in_use = cached = 0
+    hashing_before = engine.totals.hashing
+    start, cpu_start = perf_counter(), process_time()
+    with tqdm(total=workload.num_requests, desc=label, unit="request", disable=None) as bar:
+        while queue or flying:
+            while queue and len(flying) < concurrency:
+                key = queue.popleft()
+                turn = workload.sessions[key[0]][key[1]]
+                if prompts is None:
+                    prompt = np.array((*history.get(key[0], ()), *turn.token_ids))
+                else:
+                    prompt = np.array(prompts[key])
+                params = SamplingParams(max_tokens=turn.max_tokens, ignore_eos=True)
+                flying[engine.add_request(prompt, params)] = key
+            report = engine.step()
+            assert report is not None, "unfinished requests always make a step"
+            steps.append(report)
+            stats = engine.kv.stats()
+            in_use = max(in_use, stats["pages_in_use"])
+            cached = max(cached, engine.kv.num_pages - 1 - stats["free_pages"])
+            for output in report.finished:
+                if output.error is not None:
+                    raise output.error
+                key = flying.pop(output.request_id)
+                outputs[key] = output
+                history[key[0]] = output.prompt_token_ids + output.token_ids
+                if key[1] + 1 < len(workload.sessions[key[0]]):
+                    queue.append((key[0], key[1] + 1))
+                bar.update()
+    seconds, cpu_seconds = perf_counter() - start, process_time() - cpu_start
+    return Run(
+        outputs=dict(sorted(outputs.items())),
+        groups={(s, t): workload.sessions[s][t].group for s, t in sorted(outputs)},
+        steps=steps,
+        seconds=seconds,
+        cpu_seconds=cpu_seconds,
+        hashing=engine.totals.hashing - hashing_before,
+        peak_pages_in_use=in_use,
+        peak_pages_cached=cached,
+        stats=engine.kv.stats(),
+    )

@@ -1,0 +1,64 @@
+"""One picture of a report: what the prefix cache gave, and what that did to the time to the first token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+
+def require_matplotlib(path: str | Path) -> None:
+    """Called before the work starts: raises ImportError naming the extra when matplotlib is missing, ValueError for a file of a format that it
+    cannot write.
+    """
+    try:
+        import matplotlib  # noqa: F401
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError as error:
+        raise ImportError("--plot needs matplotlib (pip install 'quire[plot]')") from error
+    formats, suffix = FigureCanvasBase.get_supported_filetypes(), Path(path).suffix
+    if suffix and suffix[1:].lower() not in formats:
+        raise ValueError(f"plot: expected one of {sorted(formats)}, got {suffix!r}")
+
+
+def save_plot(result: dict[str, Any], path: str | Path) -> None:
+    """Writes the picture; the format follows the file's suffix.
+
+    result: of `quire.bench.prefill_decode.report.report`.
+
+    Raises: ImportError as `require_matplotlib`; OSError, ValueError when the file cannot be written.
+    """
+    require_matplotlib(path)
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import PercentFormatter
+
+    cached, uncached = result["cached"], result["uncached"]
+    groups = [str(row["group"]) for row in cached["groups"]]
+    group_name = result["workload"]["group_name"]
+    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    hit_axes, ttft_axes = figure.subplots(1, 2)
+
+    bars = hit_axes.bar(groups, [row["hit_rate"] for row in cached["groups"]], color="tab:green")
+    hit_axes.bar_label(bars, fmt=lambda rate: f"{rate:.0%}")
+    hit_axes.set(ylim=(0, 1.05), xlabel=group_name, title="prompt tokens from the prefix cache")
+    hit_axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+
+    runs = [("caching on", cached, "tab:green")]
+    if uncached is not None:
+        runs.append(("caching off", uncached, "tab:gray"))
+    width = 0.8 / len(runs)
+    for i, (label, run, color) in enumerate(runs):
+        left = [x + (i - (len(runs) - 1) / 2) * width for x in range(len(groups))]
+        bars = ttft_axes.bar(
+            left, [row["ttft_p50_ms"] for row in run["groups"]], width, color=color, label=label
+        )
+        ttft_axes.bar_label(bars, fmt="%.0f")
+    ttft_axes.set_xticks(range(len(groups)), groups)
+    ttft_axes.set(xlabel=group_name, ylabel="ms", title="time to first token, p50")
+    ttft_axes.margins(y=0.15)
+    ttft_axes.legend()
+
+    figure.suptitle(
+        f"{result['model']['name']}, {result['machine']['device']}\n{result['workload']['title']}",
+        fontsize=10,
+    )
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,265 @@
+"""The numbers of a run as one dictionary with stable keys, and as text. ``--json`` writes the dictionary::
+
+    schema                 int, raised when a key changes its meaning or goes
+    machine                device, threads, driver, python, torch, triton, commit
+    model                  name, source, parameters, weight_bytes, dtype
+    engine                 impl, kv_cache_dtype, retention, num_pages, max_num_seqs, max_num_batched_tokens, describe
+    workload               title, group_name, requests, prompt_tokens, output_tokens
+    check                  requests, of_requests, tokens, exact_tokens, largest_bound
+    rates                  copy_bytes_per_s, copy_bytes, matmul_flops_per_s, matmul_size
+    cached, uncached       with prefix caching on, and off (null with --no-baseline), each:
+      seconds, cpu_seconds, steps, preemptions, output_tokens_per_s
+      prefill, decode      steps with a chunk of more than one token, and the others: steps, tokens, seconds, tokens_per_s, over_floor
+      ttft_ms, itl_ms      p50, p99
+      hit                  tokens, prompt_tokens, rate, limited_by {reason: requests}
+      pages                peak_in_use, peak_cached, in_use, cached, total
+      allocator            us_per_step, share_of_step, hashing_us_per_request
+      split                CPU time of the engine's thread, of each step the median of --split runs: outside_model {worst, p95, overall},
+                           the share of a step that is not the model's arithmetic (forward passes and sampling); cpu_s; and for each
+                           part of a step (`quire.models.engine.report`)
+                           parts {schedule, allocator, draft, tensors, model, sample, deliver}: cpu_s, share, decode_us, prefill_us
+                           (medians of steps), worst_us (in the step with the largest share outside)
+      groups               list of {group, requests, hit_rate, ttft_p50_ms}; what a group is: workload.group_name
+    comparison             speedup, cpu_speedup, ttft_speedup (p50), identical_requests, identical_tokens, output_tokens; or null
+    speculation            kind, draft_tokens, drafts, accepted, tokens_per_step, steps, steps_without, cpu_speedup, hit_tokens,
+                           hit_tokens_without, identical_requests, identical_tokens, output_tokens; or null. tokens_per_step: of one
+                           decoding request, 1 without drafts (the acceptance length)
+
+A number that does not exist (no step of a kind, no second token) is null.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from quire.models.engine.report import PARTS, StepReport, outside_model
+from quire.models.families.decoder import Decoder
+
+from ..common.floors import Rates, decode_bytes, prefill_flops
+from ..common.workload import Workload
+from .drive import Run
+from .verify import Check
+
+SCHEMA = 1
+
+
+def metrics(
+    run: Run,
+    model: Decoder,
+    rates: Rates,
+    num_pages: int,
+    *,
+    kv_cache_dtype: str = "auto",
+    again: Sequence[Run] = (),
+) -> dict[str, Any]:
+    """Everything known of one run; the keys are in the file's docstring.
+
+    kv_cache_dtype: of its pages. again: runs of the same steps, for `split`.
+    """
+    outputs = run.outputs.values()
+    total_seconds = sum(step.total for step in run.steps)
+    allocator = sum(step.allocator for step in run.steps)
+    hit = sum(o.num_cached_tokens for o in outputs)
+    prompt = sum(len(o.prompt_token_ids) for o in outputs)
+    last = run.stats
+    return {
+        "seconds": run.seconds,
+        "cpu_seconds": run.cpu_seconds,
+        "steps": len(run.steps),
+        "preemptions": sum(step.num_preempted for step in run.steps),
+        "output_tokens_per_s": sum(len(o.token_ids) for o in outputs) / run.seconds,
+        **_phases(run.steps, model, rates, kv_cache_dtype),
+        "ttft_ms": _percentiles(o.ttft for o in outputs),
+        "itl_ms": _percentiles(gap for o in outputs for gap in o.itl),
+        "hit": {
+            "tokens": hit,
+            "prompt_tokens": prompt,
+            "rate": hit / prompt,
+            "limited_by": dict(Counter(o.limited_by for o in outputs).most_common()),
+        },
+        "pages": {
+            "peak_in_use": run.peak_pages_in_use,
+            "peak_cached": run.peak_pages_cached,
+            "in_use": last["pages_in_use"],
+            "cached": num_pages - 1 - last["free_pages"],
+            "total": num_pages - 1,
+        },
+        "allocator": {
+            "us_per_step": 1e6 * allocator / len(run.steps),
+            "share_of_step": allocator / total_seconds,
+            "hashing_us_per_request": 1e6 * run.hashing / len(run.outputs),
+        },
+        "split": split([run.steps, *(other.steps for other in again)]),
+        "groups": _groups(run),
+    }
+
+
+def split(runs: Sequence[list[StepReport]]) -> dict[str, Any]:
+    """Where the engine's thread spent its CPU time; see the file's docstring.
+
+    runs: the steps of one run or of several, in which they are the same: of each step the median counts, as what a machine does besides
+        hits a step in one run and not in the next.
+
+    Raises: ValueError for runs of different steps.
+    """
+    steps = runs[0]
+    shapes = [[(step.q_lens.tolist(), step.seq_lens.tolist()) for step in run] for run in runs]
+    if any(shape != shapes[0] for shape in shapes):
+        raise ValueError("runs: expected the same steps in all of them, got different ones")
+    cpu = np.median([[step.cpu for step in run] for run in runs], axis=0)
+    outside, seconds = outside_model(cpu), cpu.sum(axis=0)
+    is_decode = np.array([step.num_prefills == 0 for step in steps])
+    decode, prefill = (
+        np.median(rows, axis=0) if len(rows) else None for rows in (cpu[is_decode], cpu[~is_decode])
+    )
+    worst = cpu[outside.argmax()]
+    return {
+        "outside_model": {
+            "worst": float(outside.max()),
+            "p95": float(np.quantile(outside, 0.95)),
+            "overall": float(outside_model(seconds)),
+        },
+        "cpu_s": float(seconds.sum()),
+        "parts": {
+            part: {
+                "cpu_s": float(seconds[i]),
+                "share": float(seconds[i] / seconds.sum()),
+                "decode_us": None if decode is None else 1e6 * float(decode[i]),
+                "prefill_us": None if prefill is None else 1e6 * float(prefill[i]),
+                "worst_us": 1e6 * float(worst[i]),
+            }
+            for i, part in enumerate(PARTS)
+        },
+    }
+
+
+def comparison(cached: Run, uncached: Run) -> dict[str, Any]:
+    """How two runs of the same prompts differ; tokens are compared position by position."""
+    pairs = [(o.token_ids, uncached.outputs[key].token_ids) for key, o in cached.outputs.items()]
+    ttft = [_percentiles(o.ttft for o in run.outputs.values())["p50"] for run in (uncached, cached)]
+    return {
+        "speedup": uncached.seconds / cached.seconds,
+        "cpu_speedup": uncached.cpu_seconds / cached.cpu_seconds,
+        "ttft_speedup": ttft[0] / ttft[1],
+        "identical_requests": sum(a == b for a, b in pairs),
+        "identical_tokens": sum(x == y for a, b in pairs for x, y in zip(a, b, strict=True)),
+        "output_tokens": sum(len(a) for a, _ in pairs),
+    }
+
+
+def speculation(kind: str, draft_tokens: int, run: Run, plain: Run) -> dict[str, Any]:
+    """What drafts did in ``run``, and how it differs from the same prompts in ``plain``, without drafts."""
+    outputs = run.outputs.values()
+    same = comparison(run, plain)
+    # Tokens of one step have one time; the first token comes from a prompt's last chunk.
+    steps = sum(len(set(o.token_times)) - 1 for o in outputs)
+    decoded = sum(len(o.token_ids) - 1 for o in outputs)
+    return {
+        "kind": kind,
+        "draft_tokens": draft_tokens,
+        "drafts": sum(o.num_drafts for o in outputs),
+        "accepted": sum(o.num_accepted for o in outputs),
+        "tokens_per_step": decoded / steps if steps else None,
+        "steps": len(run.steps),
+        "steps_without": len(plain.steps),
+        "hit_tokens": sum(o.num_cached_tokens for o in outputs),
+        "hit_tokens_without": sum(o.num_cached_tokens for o in plain.outputs.values()),
+        **{
+            key: same[key]
+            for key in ("cpu_speedup", "identical_requests", "identical_tokens", "output_tokens")
+        },
+    }
+
+
+def report(
+    *,
+    machine: dict[str, Any],
+    model: dict[str, Any],
+    engine: dict[str, Any],
+    workload: Workload,
+    check: Check,
+    rates: Rates,
+    cached: dict[str, Any],
+    uncached: dict[str, Any] | None,
+    compared: dict[str, Any] | None,
+    speculated: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The whole dictionary of the file's docstring."""
+    return {
+        "schema": SCHEMA,
+        "machine": machine,
+        "model": model,
+        "engine": engine,
+        "workload": {
+            "title": workload.title,
+            "group_name": workload.group_name,
+            "requests": workload.num_requests,
+            "prompt_tokens": cached["hit"]["prompt_tokens"],
+            "output_tokens": sum(t.max_tokens for session in workload.sessions for t in session),
+        },
+        "check": {
+            "requests": check.num_requests,
+            "of_requests": workload.num_requests,
+            "tokens": check.num_tokens,
+            "exact_tokens": check.num_exact,
+            "largest_bound": check.largest_bound,
+        },
+        "rates": dataclasses.asdict(rates),
+        "cached": cached,
+        "uncached": uncached,
+        "comparison": compared,
+        "speculation": speculated,
+    }
+
+
+def _phases(
+    steps: list[StepReport], model: Decoder, rates: Rates, kv_cache_dtype: str
+) -> dict[str, Any]:
+    prefills = [step for step in steps if step.num_prefills]
+    decodes = [step for step in steps if not step.num_prefills]
+    flops = sum(prefill_flops(model.config, s.q_lens, s.seq_lens) for s in prefills)
+    read = sum(decode_bytes(model, s.seq_lens, kv_cache_dtype) for s in decodes)
+    return {
+        "prefill": _phase(prefills, flops / rates.matmul_flops_per_s),
+        "decode": _phase(decodes, read / rates.copy_bytes_per_s),
+    }
+
+
+def _phase(steps: list[StepReport], floor_seconds: float) -> dict[str, Any]:
+    seconds, tokens = sum(step.total for step in steps), sum(step.num_tokens for step in steps)
+    return {
+        "steps": len(steps),
+        "tokens": tokens,
+        "seconds": seconds,
+        "tokens_per_s": tokens / seconds if steps else None,
+        "over_floor": seconds / floor_seconds if steps else None,
+    }
+
+
+def _percentiles(seconds: Iterable[float]) -> dict[str, float | None]:
+    values = list(seconds)
+    if not values:
+        return {"p50": None, "p99": None}
+    p50, p99 = np.percentile(values, [50, 99])
+    return {"p50": 1e3 * float(p50), "p99": 1e3 * float(p99)}
+
+
+def _groups(run: Run) -> list[dict[str, Any]]:
+    rows = []
+    for group in sorted(set(run.groups.values())):
+        members = [output for key, output in run.outputs.items() if run.groups[key] == group]
+        prompt = sum(len(o.prompt_token_ids) for o in members)
+        rows.append(
+            {
+                "group": group,
+                "requests": len(members),
+                "hit_rate": sum(o.num_cached_tokens for o in members) / prompt,
+                "ttft_p50_ms": _percentiles(o.ttft for o in members)["p50"],
+            }
+        )
+    return rows

@@ -1,0 +1,1 @@
+"""Kernels compiled without a GPU: what the compiled code says."""

@@ -1,0 +1,240 @@
+"""Measure tile shapes on this GPU, and write the tables that the ``select_config`` functions read.
+
+    python -m bench.tune                                   # every entry that a named shape uses, the most valuable first
+    python -m bench.tune --only "decode 512" --seconds 300 --json tune.json
+    python -m bench.tune --seconds 540 --json OUT/tune.json --write OUT    # unattended: copies of the tables in OUT, after each entry
+    python -m bench.tune --write                           # the tables in place
+    python -m bench.tune --dry-run                         # on a CPU: two tile shapes of some entries of each table, small cases
+
+Tables (`bench.tune.entries`) are those of attention over two-byte pages and over e4m3 pages, of ``mla_attention`` and of
+``compressed_attention``. A cell is an entry of one. Its candidates are first compiled offline for this GPU's
+architecture, on all cores: what spills, does not fit, or breaks another rule of ``bench.static`` is not run. The others are timed on the
+cases of the named shapes that use the cell, each checked against the float64 result first, and ranked by the geometric mean of their
+times over those of the table's own entry, which is timed in the same run. Another entry is taken where it is at least 2 % faster. Then the
+fastest shape of a prefill is tried with the other ways of launching it: fresh rows by tensor descriptors, and programs that take tiles in turns.
+
+After ``--seconds`` no cell is begun; of the cell in hand, what is not compiled is not tried, and no further case is timed.
+
+A table holds one entry for all architectures of a class (`tile_class`); ``--write`` changes those of this GPU's class alone. Run
+``python -m bench.static --all`` afterwards: an entry has to hold on the other architectures of its class too.
+"""
+
+from __future__ import annotations
+
+if __name__ == "__main__":
+    from quire.models.command import run
+
+    run("quire.bench.tune.__main__")
+
+import argparse
+import concurrent.futures
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from quire.kernels.common import launching
+from quire.models.command import Parser, integer, number, output_file, program
+
+from ..common.machine import describe_machine
+from ..common.timing import time_calls
+from ..common.workers import Workers
+from ..kernels.families import family_of
+from ..prefill_decode.text import aligned
+from .entries import Case, Cell, cells, rewritten, tiny_cases, tuned_cases
+
+# A new entry has to be faster than the old one by this much.
+GAIN = 0.02
+
+
+def compiled(cell: Cell, config: Any, arch: int) -> str | None:
+    """Why a tile shape may not be used, by what it compiles to; None if it may."""
+    from ..static import __main__ as static
+
+    for case in cell.static_cases(arch):
+        with cell.using(config):
+            row = static.attempt(case, arch, 0)
+        if isinstance(row, str):
+            return row
+        if found := static.problems(row):
+            return "; ".join(found)
+    return None
+
+
+def compile_all(
+    cell: Cell,
+    candidates: Sequence[Any],
+    arch: int,
+    pool: concurrent.futures.Executor,
+    deadline: float = math.inf,
+) -> list[str | None]:
+    """`compiled` of each, on several cores. deadline: on the clock of ``perf_counter``."""
+    # The interpreter stands in for the compiler in this process on a CPU; the processes that start here must compile.
+    interpret = os.environ.pop("TRITON_INTERPRET", None)
+    try:
+        waiting = [pool.submit(compiled, cell, config, arch) for config in candidates]
+        # The table's own is what the others are compared with: it is waited for.
+        first = [waiting[0].result()]
+        left = None if deadline == math.inf else max(0.0, deadline - perf_counter())
+        concurrent.futures.wait(waiting, left)
+        for future in waiting:
+            future.cancel()
+        return first + [f.result() if f.done() and not f.cancelled() else "out of time" for f in waiting[1:]]  # fmt: skip
+    finally:
+        if interpret is not None:
+            os.environ["TRITON_INTERPRET"] = interpret
+
+
+def measure(
+    cell: Cell,
+    cases: Sequence[Case],
+    candidates: Sequence[Any],
+    device: torch.device,
+    seconds: float,
+    deadline: float = math.inf,
+) -> list[dict[str, Any]]:
+    """One row for each candidate: its milliseconds on each case, or what was wrong; the first is the table's own."""
+    rows: list[dict[str, Any]] = [
+        {"cell": cell.name, "config": list(cell.values(c)), "ms": {}, "wrong": None}
+        for c in candidates
+    ]
+    for i, case in enumerate(cases):
+        if i and perf_counter() > deadline:
+            break
+        family = family_of(case)
+        problem = family.make(case, device, 2 if device.type == "cpu" else None)
+        expected = family.expect(problem)
+        impl = "triton" if os.environ.get("TRITON_INTERPRET") == "1" else None
+        calls = cell.calls(problem, impl)
+        for row, config in zip(rows, candidates, strict=True):
+            if row["wrong"]:
+                continue
+            with cell.using(config):
+                try:
+                    row["wrong"] = expected.wrong(*calls[0]())
+                    if row["wrong"] is None:
+                        timing = time_calls(calls, device, seconds=seconds)
+                        row["ms"][case.name] = 1e3 * timing.p50
+                except OSError:  # a full disk says nothing of the shape
+                    raise
+                except Exception as error:  # a launch that the device refuses
+                    row["wrong"] = f"{type(error).__name__}: {error}".split("\n")[0][:200]
+    for row in rows:
+        row["ratio"] = None
+        if not row["wrong"] and not rows[0]["wrong"]:
+            logs = [math.log(ms / rows[0]["ms"][name]) for name, ms in row["ms"].items()]
+            row["ratio"] = math.exp(sum(logs) / len(logs))
+    return rows
+
+
+def best(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The row to take: the table's own, unless another is faster by `GAIN`."""
+    timed = [row for row in rows if row["ratio"] is not None]
+    fastest = min(timed, key=lambda row: row["ratio"], default=rows[0])
+    return fastest if timed and fastest["ratio"] < 1 - GAIN else rows[0]
+
+
+def write(chosen: dict[Cell, Any], arch: int, folder: Path | None) -> None:
+    """Write the tables with other entries: in place, or copies into a folder, each in one named as its operator."""
+    for path, source in rewritten(chosen, arch).items():
+        to = path if folder is None else folder / path.parent.name / path.name
+        to.parent.mkdir(parents=True, exist_ok=True)
+        to.write_text(source, encoding="utf-8")
+        print(f"wrote {to}")
+
+
+def run(args: argparse.Namespace, pool: concurrent.futures.Executor) -> int:
+    """Tunes cell by cell; the exit status. pool: for `compile_all`."""
+    device = torch.device("cpu" if args.dry_run else "cuda")
+    arch = launching.INTERPRETER_ARCH
+    if not args.dry_run:
+        major, minor = torch.cuda.get_device_capability(device)
+        arch = 10 * major + minor
+    work = cells(tiny_cases() if args.dry_run else tuned_cases(), arch)
+    work = {cell: cases for cell, cases in work.items() if args.only in cell.name}
+    if not work:
+        raise ValueError(f"only: expected part of a cell's name, got {args.only!r}")
+    result: dict[str, Any] = {"machine": describe_machine(device), "rows": [], "refused": [], "not_run": []}  # fmt: skip
+    chosen: dict[Cell, Any] = {}
+    start = perf_counter()
+    deadline = math.inf if args.seconds is None else start + args.seconds
+    for cell, cases in work.items():
+        if perf_counter() > deadline:
+            result["not_run"].append(cell.name)
+            continue
+        candidates = cell.candidates(arch)
+        if args.dry_run:
+            narrower = 16 if candidates[0].block_n == 32 else 32
+            candidates = [candidates[0], replace(candidates[0], block_n=narrower)]
+        while candidates:
+            reasons = compile_all(cell, candidates, arch, pool, deadline)
+            result["refused"] += [
+                {"cell": cell.name, "config": list(cell.values(c)), "why": why}
+                for c, why in zip(candidates, reasons, strict=True)
+                if why
+            ]
+            # The table's own entry is what the others are compared with, whatever the rules say of it.
+            fit = [c for i, c in enumerate(candidates) if i == 0 or not reasons[i]]
+            rows = measure(cell, cases, fit, device, args.per_call, deadline)
+            result["rows"] += rows
+            taken = best(rows)
+            print(f"{perf_counter() - start:6.1f} s\n{table(cell, rows, taken)}", flush=True)
+            # Once more, with the other ways of launching the shape; after those there are no others.
+            others = [] if cell in chosen else cell.variants(fit[rows.index(taken)], arch)
+            chosen[cell] = fit[rows.index(taken)]
+            if args.dry_run:
+                others = others[-1:]
+            candidates = list(dict.fromkeys([fit[0], chosen[cell], *others])) if others else []
+        if args.json:
+            Path(args.json).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        if args.write is not None:
+            write(chosen, arch, Path(args.write) if args.write else None)
+    if result["not_run"]:
+        print(f"out of time: {', '.join(result['not_run'])}")
+    return 1 if any(row["wrong"] for row in result["rows"]) else 0
+
+
+def table(cell: Cell, rows: list[dict[str, Any]], taken: dict[str, Any]) -> str:
+    """Candidates of a cell, fastest first."""
+    cases = list(rows[0]["ms"])
+    lines = [
+        (cell.name, *cell.columns, *cases, "of the table's"),
+    ]
+    for row in sorted(rows, key=lambda r: r["ratio"] or math.inf):
+        marks = ("table " if row is rows[0] else "") + ("taken" if row is taken else "")
+        times = [f"{row['ms'][c]:.4g}" if c in row["ms"] else "-" for c in cases]
+        ratio = row["wrong"] or ("-" if row["ratio"] is None else f"{row['ratio']:.3f}")
+        config = [str(int(value)) for value in (*row["config"], 0, 0)[: len(cell.columns)]]
+        lines.append((marks, *config, *times, ratio))
+    return "\n".join(aligned(lines))
+
+
+@program
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit status."""
+    args = _parser().parse_args(argv)
+    if not args.dry_run and not torch.cuda.is_available():
+        raise ValueError("device: expected a GPU, got none; --dry-run needs none")
+    if args.dry_run and args.write is not None:
+        raise ValueError("write: expected a run on a GPU, got --dry-run")
+    with Workers(args.jobs) as pool:
+        return run(args, pool)
+
+
+def _parser() -> Parser:
+    parser = Parser("bench.tune", __doc__)
+    add = parser.add_argument
+    add("--only", default="", metavar="TEXT", help="cells whose name contains this")
+    add("--seconds", type=number(), metavar="S", help="time to end in, about")
+    add("--per-call", type=number(), default=0.1, metavar="S", help="timing of one tile shape on one case")  # fmt: skip
+    add("--jobs", type=integer(most=1024), default=os.cpu_count(), help="processes that compile")
+    add("--json", type=output_file, metavar="FILE", help="write all numbers, after each cell")
+    add("--write", nargs="?", const="", metavar="DIR", help="write the tables: in place, or copies into DIR")  # fmt: skip
+    add("--dry-run", action="store_true", help="on a CPU: that everything runs; times mean nothing")
+    return parser
