@@ -44,7 +44,7 @@ from quire.kernels import (
 from quire.kernels.common import impls, launch_cache, launching
 from quire.models.command import Parser, integer, output_file, program
 
-from .prefill_decode.text import aligned
+from .common.table import aligned
 
 BATCH, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, CONTEXT = 16, 32, 8, 128, 16, 1024
 LATENT, ROPE = 512, 64

@@ -280,9 +280,8 @@ def test_a_file_that_is_only_checked_is_left_as_it_was(tmp_path):
 
 def test_a_full_disk_is_no_wrong_result(monkeypatch, capsys):
     """Triton writes what it compiles to a cache on disk."""
-    kernels, static = (
-        import_module(f"quire.bench.{name}.__main__") for name in ("kernels", "static")
-    )
+    kernels = import_module(MODULES["bench.kernels"])
+    compiling = import_module("quire.bench.static.compiling")
 
     def full(*args, **kwargs):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -291,6 +290,6 @@ def test_a_full_disk_is_no_wrong_result(monkeypatch, capsys):
     assert kernels.main(["--set", "tiny", "--only", "decode", "--impl", "quire", "--device", "cpu"]) == 2  # fmt: skip
     captured = capsys.readouterr()
     assert captured.err == "error: [Errno 28] No space left on device\n" and "WRONG" not in captured.out  # fmt: skip
-    monkeypatch.setattr(static, "measure", full)
+    monkeypatch.setattr(compiling, "measure", full)
     with pytest.raises(OSError, match="No space"):
-        static.attempt("name", 90, 0)
+        compiling.attempt("name", 90, 0)

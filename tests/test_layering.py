@@ -87,7 +87,7 @@ def known(name: str, path: Path, others: set[str]) -> set[tuple[str, str]]:
     return found
 
 
-@pytest.mark.parametrize("package", ["kernels", "kvcore", "models"])
+@pytest.mark.parametrize("package", ["kernels", "kvcore", "models", "bench"])
 def test_no_circle_of_imports_and_no_private_name_of_another_module(package):
     files = modules(package)
     graph = {name: known(name, path, set(files)) for name, path in files.items()}
@@ -124,6 +124,28 @@ def test_operators_know_few_others():
         ("compressor", "latent_write"),
         ("mla", "attention"),
     }
+
+
+def test_folders_of_bench_know_few_others():
+    """What is common knows no benchmark, a benchmark only what it measures with, and none the programs of the top level."""
+    files = modules("bench")
+    folders = {path.parent.name for path in files.values()} - {"bench"}
+    found = {
+        (name.split(".")[1], other.split(".")[1])
+        for name, path in files.items()
+        for other, _ in known(name, path, set(files))
+        if name.split(".")[1:2] != other.split(".")[1:2] and path.parent.name in folders
+    }
+    assert {(a, b) for a, b in found if b != "common"} == {
+        ("kernels", "cases"),
+        ("kernels", "peers"),
+        ("peers", "cases"),
+        ("tune", "cases"),
+        ("tune", "kernels"),
+        ("tune", "peers"),
+        ("tune", "static"),
+    }
+    assert not [pair for pair in found if pair[0] == "common"]
 
 
 @pytest.mark.parametrize(

@@ -40,9 +40,9 @@ from ..cases import latent_shapes as mla_shapes
 from ..cases import shapes
 from ..common.floors import device_rates
 from ..common.machine import describe_machine
+from ..common.table import aligned
 from ..common.timing import time_calls
-from ..peers.attention import Peer, Unsupported
-from ..prefill_decode.text import aligned
+from ..peers.peer import Peer, Unsupported
 from .families import FAMILIES, family_of
 from .predict import H200, Device
 

@@ -18,8 +18,9 @@ from ..cases.latent_rows import expect_picks, expect_rows, make_index, make_rows
 from ..cases.latent_shapes import LatentCase
 from ..cases.problem import expect, make_problem
 from ..cases.shapes import Case
-from ..peers.attention import Peer, find_peers
+from ..peers.attention import find_peers
 from ..peers.latent import find_latent_peers
+from ..peers.peer import Peer
 from . import predict as model
 from . import predict_latent as mla_model
 

@@ -7,7 +7,9 @@ from pathlib import Path
 
 from quire.kvcore import GroupSpec
 
-Row = dict[str, object]
+from . import measure
+from .measure import Row
+
 # What each curve varies, and the values; the others stay at the second value.
 CURVES: dict[str, list[int]] = {
     "requests": [16, 64, 256, 1024, 4096],
@@ -22,12 +24,10 @@ LONG_REQUESTS = 8
 
 def curves(spec: str, steps: int) -> list[Row]:
     """Rows `scaling_<what>_<value>`: median seconds of plan and commit of one token for each request."""
-    from . import __main__ as kvcore
-
     rows: list[Row] = []
     for what, values in CURVES.items():
         for value in values:
-            groups = kvcore.SPECS[spec]
+            groups = measure.SPECS[spec]
             requests, context, pages = REQUESTS, CONTEXT, PAGES
             if what == "requests":
                 requests = value
@@ -37,19 +37,17 @@ def curves(spec: str, steps: int) -> list[Row]:
                 pages = value
             else:
                 groups = some_groups(spec, value)
-            cache, slots = kvcore.decoding(groups, requests, context, pages)
-            _, totals = kvcore.decode_times(cache, slots, steps)
-            row = kvcore.row(f"scaling_{what}_{value}", spec, statistics.median(totals), "s")
-            print(kvcore.shown(row), flush=True)
+            cache, slots = measure.decoding(groups, requests, context, pages)
+            _, totals = measure.decode_times(cache, slots, steps)
+            row = measure.row(f"scaling_{what}_{value}", spec, statistics.median(totals), "s")
+            print(measure.shown(row), flush=True)
             rows.append(row)
     return rows
 
 
 def some_groups(spec: str, count: int) -> list[GroupSpec]:
     """The first groups of a spec; more than it has are window groups like its first."""
-    from . import __main__ as kvcore
-
-    groups = list(kvcore.SPECS[spec])
+    groups = list(measure.SPECS[spec])
     window = next(g for g in groups if g.kind == "window")
     while len(groups) < count:
         groups.append(

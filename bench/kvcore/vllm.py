@@ -17,6 +17,8 @@ from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
+from .measure import row
+
 MILLION, CHUNK = 1 << 20, 8192
 KNOWN = ("0.33",)
 # Everything that is used of vLLM, by module.
@@ -58,8 +60,6 @@ def rows(spec: str, *names: str, repeats: int = 3, steps: int = 100) -> list[dic
     Returns: ``{name, spec, value, unit}`` for each name, in order; medians in seconds ("s"), or bytes ("B").
     Raises: ValueError. ImportError where vLLM is missing or does not import. NotImplementedError for a version not known here.
     """
-    from . import __main__ as kvcore
-
     if spec not in GROUPS:
         raise ValueError(f"spec: expected one of {sorted(GROUPS)}, got {spec!r}")
     for name in names:
@@ -78,7 +78,7 @@ def rows(spec: str, *names: str, repeats: int = 3, steps: int = 100) -> list[dic
     finally:
         gc.unfreeze()
     unit = {"pool_1m_bytes": "B"}
-    return [kvcore.row(n, spec, median(times[n]), unit.get(n, "s")) for n in names]
+    return [row(n, spec, median(times[n]), unit.get(n, "s")) for n in names]
 
 
 def _api(spec: str) -> Any:

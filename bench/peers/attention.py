@@ -6,44 +6,20 @@ those that cannot read pages) happens there, outside of the time that is measure
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from quire.kernels import paged_attention, sliding_window_attention, workspace_numel
 
 from ..cases.problem import Problem
-
-Call = Callable[[], tuple[Tensor, ...]]
-"""Computes one copy; returns what ``wrong`` of what is expected takes: for attention (out,) or (out, lse), [num_tokens, num_heads, head_dim] and
-[num_heads, num_tokens] in natural log."""
-
-# Implementations that read no pages get contiguous copies of K and V up to this size.
-MAX_CONTIGUOUS_BYTES = 12 * 2**30
-
-
-class Unsupported(Exception):
-    """An implementation cannot do a case; the message says why."""
-
-
-@dataclass(frozen=True)
-class Peer:
-    """An implementation.
-
-    name: short, for tables and ``--impl``. version: of the package. note: what differs in its work, or "".
-    prepare: (problem of the peer's family, `bench.kernels.families`) -> one call for each copy. Raises Unsupported.
-    ours: whether a wrong result of it is a bug of this repository.
-    """
-
-    name: str
-    version: str
-    note: str
-    prepare: Callable[[Any], list[Call]]
-    ours: bool = False
+from ..common.machine import describe_machine
+from .fa3 import fa3_peer
+from .flashinfer import flashinfer_peer
+from .peer import Call, Peer, load_peers
+from .torch_attention import flex, sdpa
+from .vllm_triton import vllm_triton_peer
 
 
 def find_peers(folder: Path | None) -> tuple[list[Peer], dict[str, str]]:
@@ -51,44 +27,25 @@ def find_peers(folder: Path | None) -> tuple[list[Peer], dict[str, str]]:
 
     folder: of `bench.peers.folder`, or None.
     """
-    from . import flashinfer as peers_flashinfer
-    from . import folder as peers_folder
-
     found = [
         Peer("quire", _commit(), "all keys in pages", _quire, ours=True),
         Peer("quire-fresh", _commit(), "new rows beside the pages, as in the runner", _quire_fresh, ours=True),
     ]  # fmt: skip
     loaded, missing = load_peers(
         {
-            "flashinfer": peers_flashinfer.flashinfer_peer,
-            "fa3": peers_folder.fa3_peer,
-            "vllm-triton": peers_folder.vllm_triton_peer,
+            "flashinfer": flashinfer_peer,
+            "fa3": fa3_peer,
+            "vllm-triton": vllm_triton_peer,
         },
         folder,
     )
     found += loaded
-    found.append(Peer("sdpa", torch.__version__, "contiguous K/V", _sdpa))
-    found.append(Peer("flex", torch.__version__, "contiguous K/V", _flex))
-    return found, missing
-
-
-def load_peers(
-    loaders: dict[str, Callable[[Path | None], Peer]], folder: Path | None
-) -> tuple[list[Peer], dict[str, str]]:
-    """The peers that load, and {name: why} of the others."""
-    found, missing = [], {}
-    for name, load in loaders.items():
-        try:
-            found.append(load(folder))
-        # Foreign packages fail to load in many ways, a missing library among them; each is a reason to report, not to stop.
-        except Exception as error:
-            missing[name] = f"{type(error).__name__}: {error}".split("\n")[0][:200]
+    found.append(Peer("sdpa", torch.__version__, "contiguous K/V", sdpa))
+    found.append(Peer("flex", torch.__version__, "contiguous K/V", flex))
     return found, missing
 
 
 def _commit() -> str:
-    from ..common.machine import describe_machine
-
     return str(describe_machine(torch.device("cpu"))["commit"])
 
 
@@ -143,73 +100,3 @@ def quire_calls(problem: Problem, *, fresh: bool, impl: str | None = None) -> li
         return lambda: (attend(*tensors, *lengths, **options, **rows), lse)
 
     return [call(copy) for copy in range(problem.copies)]
-
-
-def contiguous(problem: Problem) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """q [batch, num_heads, q_len, head_dim] and K, V [batch, num_kv_heads, keys, head_dim] of every copy, only keys that are seen.
-
-    Raises: Unsupported for batches of unequal lengths, sinks, and keys that would not fit.
-    """
-    case = problem.case
-    if case.phase == "mixed":
-        raise Unsupported("unequal lengths in a batch")
-    if problem.sinks is not None:
-        raise Unsupported("sinks")
-    if problem.copies * case.cache_bytes > MAX_CONTIGUOUS_BYTES:
-        raise Unsupported("a contiguous copy of K and V would not fit")
-    found = []
-    for copy in range(problem.copies):
-        rows = [problem.gathered(s, copy, problem.lowest_visible(s)) for s in range(case.batch)]
-        k, v = (torch.stack(part).transpose(1, 2) for part in zip(*rows, strict=True))
-        q = problem.q[copy].unflatten(0, (case.batch, -1)).transpose(1, 2)
-        found.append((q, k, v))
-    return found
-
-
-def _sdpa(problem: Problem) -> list[Call]:
-    """torch's scaled_dot_product_attention; keys of grouped heads are repeated beforehand where its causal mask needs that."""
-    from torch.nn.attention.bias import causal_lower_right
-    from torch.nn.functional import scaled_dot_product_attention
-
-    q_len = problem.case.q_lens[0]
-    if problem.case.shape.sliding_window is not None and q_len > 1:
-        raise Unsupported("a window and several queries: needs a dense mask")
-    calls = []
-    for q, k, v in contiguous(problem):
-        if q_len > 1:
-            group = q.shape[1] // k.shape[1]
-            k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-        options = {"scale": problem.softmax_scale, "enable_gqa": q_len == 1}
-        if q_len > 1:
-            options["attn_mask"] = causal_lower_right(q_len, k.shape[2])
-
-        def call(
-            q: Tensor = q, k: Tensor = k, v: Tensor = v, options: dict = options
-        ) -> tuple[Tensor]:
-            out = scaled_dot_product_attention(q, k, v, **options)
-            return (out.transpose(1, 2).flatten(0, 1),)
-
-        calls.append(call)
-    return calls
-
-
-def _flex(problem: Problem) -> list[Call]:
-    """torch's FlexAttention with a block mask, compiled on a GPU, eager on a CPU."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    tensors = contiguous(problem)
-    q, k, _ = tensors[0]
-    offset, window = k.shape[2] - q.shape[2], problem.case.shape.sliding_window
-
-    def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        distance = query + offset - key
-        return (distance >= 0) if window is None else (distance >= 0) & (distance < window)
-
-    mask = create_block_mask(visible, None, None, q.shape[2], k.shape[2], device=q.device)
-    attend = torch.compile(flex_attention) if q.is_cuda else flex_attention
-
-    def call(q: Tensor, k: Tensor, v: Tensor) -> Call:
-        options = {"block_mask": mask, "scale": problem.softmax_scale, "enable_gqa": True}
-        return lambda: (attend(q, k, v, **options).transpose(1, 2).flatten(0, 1),)
-
-    return [call(*three) for three in tensors]

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from ..cases.latent_problem import AttentionProblem
 from ..cases.problem import Problem
-from .attention import Call, Peer, Unsupported
 from .folder import file_in, installed
+from .peer import Call, Peer, Unsupported
 
 WORKSPACE = 256 * 2**20
 # (head_dim, whether there is a window) of the kernels that the named shapes use.

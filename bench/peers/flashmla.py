@@ -19,8 +19,8 @@ from torch.nn.functional import pad
 from quire.kernels import LatentPages
 
 from ..cases.latent_problem import AttentionProblem
-from .attention import Call, Peer, Unsupported
 from .folder import file_in
+from .peer import Call, Peer, Unsupported
 
 LIBRARY = "_flashmla_C.abi3.so"
 DENSE_ROWS = 64

@@ -25,24 +25,23 @@ from quire.kernels import (
 from ..cases.latent_problem import AttentionProblem
 from ..cases.latent_rows import EPS, IndexProblem, RowsProblem
 from ..common.machine import describe_machine
-from .attention import Call, Peer, Unsupported, load_peers
+from .flashinfer import flashinfer_mla_peer
+from .flashmla import flashmla_peer
+from .peer import Call, Peer, Unsupported, load_peers
 
 LatentProblem = AttentionProblem | IndexProblem | RowsProblem
 
 
 def find_latent_peers(folder: Path | None) -> tuple[list[Peer], dict[str, str]]:
     """All implementations that can be imported here, quire's first, and {name: why} of those that are missing; folder as in `bench.peers.attention`."""
-    from . import flashinfer as peers_flashinfer
-    from . import flashmla as peers_flashmla
-
     commit = str(describe_machine(torch.device("cpu"))["commit"])
     ours = [
         Peer("quire", commit, "all rows in pages", quire_latent_calls, ours=True),
         Peer("quire-fresh", commit, "new rows beside the pages, output turned back (by angles of 0), as in the runner", _quire_fresh, ours=True),
     ]  # fmt: skip
     others = {
-        "flashmla": peers_flashmla.flashmla_peer,
-        "flashinfer-mla": peers_flashinfer.flashinfer_mla_peer,
+        "flashmla": flashmla_peer,
+        "flashinfer-mla": flashinfer_mla_peer,
     }
     found, missing = load_peers(others, folder)
     return ours + found, missing

@@ -64,11 +64,12 @@ from quire.models.tokenizer import NUM_SPECIAL
 
 from ..common.floors import measure_rates
 from ..common.machine import describe_machine
+from ..common.plot import require_matplotlib
 from ..common.traces import read_trace, trace_workload
 from ..common.workload import Workload, chat_workload
 from .build import BenchModel, build_model
 from .drive import Key, Run, run_workload
-from .plot import require_matplotlib, save_plot
+from .plot import save_plot
 from .report import comparison, metrics, report, speculation
 from .text import header, split_table, table
 from .verify import Check, check_outputs, sample

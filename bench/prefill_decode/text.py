@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..common.table import aligned
+
 
 def header(result: dict[str, Any]) -> str:
     """What ran where, and what the check found."""
@@ -139,17 +141,3 @@ def _limits(run: dict[str, Any]) -> str:
         "prefill = steps with a chunk of more than one token; floor = operations at the measured matmul rate\n"
         "decode = all other steps; floor = bytes of weights and live K/V at the measured copy rate"
     )
-
-
-def aligned(rows: list[tuple[str, ...]]) -> list[str]:
-    """Lines of a table: the first column to the left, the others to the right."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return [
-        "  ".join(
-            [
-                row[0].ljust(widths[0]),
-                *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True)),
-            ]
-        ).rstrip()
-        for row in rows
-    ]

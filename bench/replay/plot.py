@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..prefill_decode.plot import require_matplotlib
+from ..common.plot import require_matplotlib
 from .experiment import Row
 
 

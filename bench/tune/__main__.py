@@ -43,10 +43,10 @@ from quire.kernels.common import launching
 from quire.models.command import Parser, integer, number, output_file, program
 
 from ..common.machine import describe_machine
+from ..common.table import aligned
 from ..common.timing import time_calls
 from ..common.workers import Workers
 from ..kernels.families import family_of
-from ..prefill_decode.text import aligned
 from .entries import Case, Cell, cells, rewritten, tiny_cases, tuned_cases
 
 # A new entry has to be faster than the old one by this much.
@@ -55,14 +55,14 @@ GAIN = 0.02
 
 def compiled(cell: Cell, config: Any, arch: int) -> str | None:
     """Why a tile shape may not be used, by what it compiles to; None if it may."""
-    from ..static import __main__ as static
+    from ..static import compiling, rules
 
     for case in cell.static_cases(arch):
         with cell.using(config):
-            row = static.attempt(case, arch, 0)
+            row = compiling.attempt(case, arch, 0)
         if isinstance(row, str):
             return row
-        if found := static.problems(row):
+        if found := rules.problems(row):
             return "; ".join(found)
     return None
 

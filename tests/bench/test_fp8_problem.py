@@ -9,7 +9,8 @@ from quire.bench.cases.problem import attention_rows, expect, make_problem
 from quire.bench.cases.shapes import FP8_SHAPES, SHAPES, TINY_SHAPES, Case, all_cases, fp8_cases
 from quire.bench.common.bounds import bounding
 from quire.bench.kernels import __main__ as kernels
-from quire.bench.peers.attention import Peer, quire_calls
+from quire.bench.peers.attention import quire_calls
+from quire.bench.peers.peer import Peer
 from quire.kernels.attention import reference
 from tests.helpers import assert_equal_in_float64
 

@@ -18,9 +18,10 @@ from quire.bench.common.floors import Rates
 from quire.bench.common.timing import time_calls
 from quire.bench.kernels import __main__ as kernels
 from quire.bench.kernels import predict as model
-from quire.bench.peers.attention import Peer, Unsupported, find_peers
+from quire.bench.peers.attention import find_peers
 from quire.bench.peers.folder import unpack
-from quire.bench.static import __main__ as static
+from quire.bench.peers.peer import Peer, Unsupported
+from quire.bench.static import report
 from quire.kernels.attention import reference
 from quire.kernels.attention.configs import select_config
 from quire.models.config.named import get_config
@@ -265,7 +266,7 @@ def test_predictions_over_e4m3_pages(monkeypatch):
 
 
 def test_instructions_of_the_model_are_those_of_the_static_table():
-    rows = {(row["case"], row["kernel"]): row for row in static.read(static.RESULTS / "3.7.1.json") if row["arch"] == 90}  # fmt: skip
+    rows = {(row["case"], row["kernel"]): row for row in report.read(report.RESULTS / "3.7.1.json") if row["arch"] == 90}  # fmt: skip
     for (head_dim, height), instructions in model.E4M3_INSTRUCTIONS.items():
         case = f"prefill-fp8-d{head_dim}-p128", "prefill_kernel"
         if height <= 64:
@@ -328,7 +329,7 @@ USE_FAKE = """
 import sys
 from pathlib import Path
 import torch
-from quire.bench.peers.attention import Unsupported
+from quire.bench.peers.peer import Unsupported
 from quire.bench.peers.flashinfer import build_flashinfer, flashinfer_peer
 from quire.bench.cases.problem import make_problem
 from quire.bench.cases.shapes import Case, Shape

@@ -7,15 +7,13 @@ import json
 import numpy as np
 import pytest
 
-from quire.bench.kvcore import __main__ as kvcore
-from quire.bench.kvcore import scaling as kvcore_scaling
+from quire.bench.kvcore import measure, scaling
+from quire.bench.kvcore.__main__ import main
 
 
 def test_the_figures_have_the_names_that_others_read(tmp_path, capsys):
     path = tmp_path / "rows.json"
-    kvcore.main(
-        ["--spec", "v4", "--repeats", "0", "--requests", "3", "--steps", "4", "--json", str(path)]
-    )
+    main(["--spec", "v4", "--repeats", "0", "--requests", "3", "--steps", "4", "--json", str(path)])
     rows = json.loads(path.read_text())
     names = {r["name"]: r for r in rows}
     assert {"pool_1m_bytes", "decode_step_3", "decode_step_3_churn", "drafts_step_3"} <= set(names)
@@ -26,28 +24,28 @@ def test_the_figures_have_the_names_that_others_read(tmp_path, capsys):
     assert "decode_step_3" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("spec", list(kvcore.SPECS))
+@pytest.mark.parametrize("spec", list(measure.SPECS))
 def test_a_decode_step_leaves_no_garbage(spec):
-    cache, slots = kvcore.decoding(kvcore.SPECS[spec], 16, context=512, num_pages=10_000)
-    left = kvcore.garbage(cache, slots, 200)
+    cache, slots = measure.decoding(measure.SPECS[spec], 16, context=512, num_pages=10_000)
+    left = measure.garbage(cache, slots, 200)
     assert abs(left) < 16 * 4, "a few bytes a request would be noticed"
     kept = []
     commit = cache.commit
     cache.commit = lambda plan, ids: kept.append(plan) or commit(plan, ids)
-    assert kvcore.garbage(cache, slots, 50) > 1000, "a kept plan is noticed"
+    assert measure.garbage(cache, slots, 50) > 1000, "a kept plan is noticed"
 
 
 def test_curves_and_their_picture(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     few = {"requests": [2, 4], "context": [512, 1024], "pages": [1 << 12], "groups": [1, 8]}
-    monkeypatch.setattr(kvcore_scaling, "CURVES", few)
-    monkeypatch.setattr(kvcore_scaling, "CONTEXT", 512)
-    monkeypatch.setattr(kvcore_scaling, "PAGES", 1 << 12)
-    monkeypatch.setattr(kvcore_scaling, "REQUESTS", 2)
+    monkeypatch.setattr(scaling, "CURVES", few)
+    monkeypatch.setattr(scaling, "CONTEXT", 512)
+    monkeypatch.setattr(scaling, "PAGES", 1 << 12)
+    monkeypatch.setattr(scaling, "REQUESTS", 2)
     picture = tmp_path / "curves.png"
     numbers = tmp_path / "curves.json"
     arguments = ["--spec", "v4", "--steps", "3", "--plot", str(picture), "--json", str(numbers)]
-    assert kvcore.main(arguments) == 0
+    assert main(arguments) == 0
     rows = json.loads(numbers.read_text())
     expected = [f"scaling_{what}_{v}" for what, values in few.items() for v in values]
     assert [r["name"] for r in rows] == expected
@@ -55,15 +53,15 @@ def test_curves_and_their_picture(tmp_path, monkeypatch):
 
 
 def test_more_groups_are_windows_like_the_first():
-    groups = kvcore_scaling.some_groups("v4", 8)
+    groups = scaling.some_groups("v4", 8)
     assert [g.kind for g in groups] == ["dense", "window", "window", "state"] + ["window"] * 4
     assert len({g.name for g in groups}) == 8 and np.all([g.page_bytes == 1 for g in groups])
 
 
 def test_a_chain_that_was_left_everywhere_is_looked_up_and_a_full_pool_makes_room(monkeypatch):
-    monkeypatch.setattr(kvcore, "CHUNK", 1024)
-    monkeypatch.setattr(kvcore, "MILLION", 1 << 17)
-    rows = [*kvcore.split_lookup("v4", 8), *kvcore.full_pool(1)]
+    monkeypatch.setattr(measure, "CHUNK", 1024)
+    monkeypatch.setattr(measure, "MILLION", 1 << 17)
+    rows = [*measure.split_lookup("v4", 8), *measure.full_pool(1)]
     assert [r["name"] for r in rows] == [
         "lookup_whole_8", "lookup_left_8", "plan_8k_full_adaptive", "plan_8k_full_lru",
     ]  # fmt: skip

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from quire.bench.kvcore import __main__ as kvcore
+from quire.bench.kvcore import measure
 from quire.bench.kvcore import vllm as kvcore_vllm
 
 MODULES = [name.split(".") for name in kvcore_vllm.USED]
@@ -102,14 +102,14 @@ def test_bad_arguments(monkeypatch, arguments, options, message):
 
 
 def test_both_allocators_get_the_same_work():
-    assert kvcore_vllm.MILLION == kvcore.MILLION and kvcore_vllm.CHUNK == kvcore.CHUNK
-    assert set(kvcore_vllm.GROUPS) == set(kvcore.SPECS)
+    assert kvcore_vllm.MILLION == measure.MILLION and kvcore_vllm.CHUNK == measure.CHUNK
+    assert set(kvcore_vllm.GROUPS) == set(measure.SPECS)
     for spec, groups in kvcore_vllm.GROUPS.items():
-        paged = [g for g in kvcore.SPECS[spec] if g.kind != "state"]
+        paged = [g for g in measure.SPECS[spec] if g.kind != "state"]
         shapes = [(g.block_size, g.sliding_window) for g in paged]
         assert shapes == groups[: len(paged)]
         # What is left are the compressor states, which vLLM keeps in windows and quire in slots.
-        assert (len(paged) < len(groups)) == any(g.kind == "state" for g in kvcore.SPECS[spec])
+        assert (len(paged) < len(groups)) == any(g.kind == "state" for g in measure.SPECS[spec])
 
 
 @pytest.mark.parametrize("spec", kvcore_vllm.GROUPS)

@@ -24,8 +24,8 @@ from quire.bench.kernels import predict as model
 from quire.bench.kernels import predict_latent as mla_model
 from quire.bench.kernels.families import family_of
 from quire.bench.peers import flashmla as peers_flashmla
-from quire.bench.peers.attention import Peer, Unsupported
 from quire.bench.peers.latent import attention_calls, find_latent_peers, quire_latent_calls
+from quire.bench.peers.peer import Peer, Unsupported
 from quire.kernels import flash_mla_with_kvcache, mla_attention
 from quire.kernels.compressed import reference as reference_compressed
 from quire.kernels.compressor import reference as reference_compress

@@ -72,7 +72,7 @@ def test_a_dry_run_measures_every_family(tmp_path, monkeypatch):
     modules = (paged, dense_triton, compressed_triton)
 
     def time_calls(calls, device, seconds):
-        (module,) = [m for m in modules if m.select_config.__module__.endswith("tune_cells")]
+        (module,) = [m for m in modules if m.select_config.__module__.endswith("tune.entries")]
         config, asked = module.select_config(), []
         with monkeypatch.context() as patch:
             patch.setattr(module, "select_config", lambda *a, **k: asked.append(config) or config)

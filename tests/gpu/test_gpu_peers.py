@@ -12,8 +12,9 @@ from quire.bench.cases.latent_problem import AttentionProblem
 from quire.bench.cases.problem import expect, make_problem
 from quire.bench.cases.shapes import SHAPES, TINY_SHAPES, Case
 from quire.bench.kernels.families import family_of
-from quire.bench.peers.attention import Unsupported, find_peers, quire_calls
+from quire.bench.peers.attention import find_peers, quire_calls
 from quire.bench.peers.latent import attention_calls, find_latent_peers, quire_latent_calls
+from quire.bench.peers.peer import Unsupported
 from tests.gpu.conftest import DRY_RUN
 from tests.helpers import DEVICE
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from quire.bench.static import __main__ as static
-from quire.bench.static import sass
+from quire.bench.static import compiling, report, rules, sass
 
 ROOT = Path(__file__).resolve().parents[2]
 # Triton compiles only where it does not interpret.
@@ -44,7 +44,7 @@ def check_rows(rows, head_dim):
     for row in rows:
         assert row.keys() >= REQUIRED
         assert row["spill_bytes"] == row["stack_bytes"] == 0
-        if not row["kernel"].endswith(static.PIPELINED):
+        if not row["kernel"].endswith(rules.PIPELINED):
             continue
         assert row["kv_copy_bytes"] == 16
         tile, _, stages, *parts = row["config"].split()
@@ -52,7 +52,7 @@ def check_rows(rows, head_dim):
         channels = head_dim + head_dim // (int(parts[0][1:]) if parts else 1)
         ahead = int(tile.split("x")[1]) * 2 * channels * (int(stages[1:]) - 1)
         in_flight = ahead * row["ctas_per_sm"]
-        assert row["bytes_in_flight_per_sm"] == in_flight >= static.MIN_BYTES_IN_FLIGHT
+        assert row["bytes_in_flight_per_sm"] == in_flight >= rules.MIN_BYTES_IN_FLIGHT
         if row["kernel"] == "prefill_kernel":
             assert row["mma"] == "wgmma" and parts == ["v2"]
         # Each of the two products alone has a matrix instruction or more for a tile; no loop is as long as a kernel.
@@ -60,10 +60,10 @@ def check_rows(rows, head_dim):
 
 
 def test_the_command_reports_wide_copies_without_spills(tmp_path):
-    report = tmp_path / "static.json"
-    done = run("-m", "bench.static", "--only", "prefill-d512-p128", "--arch", "90", "--jobs", "1", "--json", str(report))  # fmt: skip
+    path = tmp_path / "static.json"
+    done = run("-m", "bench.static", "--only", "prefill-d512-p128", "--arch", "90", "--jobs", "1", "--json", str(path))  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    check_rows(json.loads(report.read_text()), 512)
+    check_rows(json.loads(path.read_text()), 512)
 
 
 @pytest.fixture(scope="module")
@@ -71,14 +71,14 @@ def measured():
     """Rows of kernels compiled for sm_90 by one process: those of the table, and some that it would not launch."""
     done = run("-c", """
 import json
-from quire.bench.static import __main__ as static
+from quire.bench.static import compiling
 from quire.kernels.attention import configs
 from quire.kernels.attention import triton_impl as paged
-rows = {"table": [static.measure(*work) for work in static.distinct((90,), "decode-d128-p")]}
-rows["prefill"] = static.measure("prefill-d128-p16", 90, 0)
+rows = {"table": [compiling.measure(*work) for work in compiling.distinct((90,), "decode-d128-p")]}
+rows["prefill"] = compiling.measure("prefill-d128-p16", 90, 0)
 def measure(name, *config):
     paged.select_config = lambda *a, **k: configs.Config(*config, mask_all=True)
-    return static.measure(name, 90, 0)
+    return compiling.measure(name, 90, 0)
 for stages in (2, 3, 4):
     rows[f"{stages} stages"] = measure("decode-d128-p16-q1", 16, 64, 4, stages)
 registers, paged.MAX_REGISTERS = paged.MAX_REGISTERS, 40
@@ -117,14 +117,14 @@ def test_too_few_registers_are_seen_to_spill(measured):
     """The rule holds for machine code, not for a number that is always 0."""
     row = measured["40 registers"]
     assert row["spill_bytes"] > 0
-    assert any("spills" in text for text in static.problems(row))
+    assert any("spills" in text for text in rules.problems(row))
 
 
 def test_unaligned_rows_are_seen_to_be_copied_narrowly(measured):
     """Keys whose rows start at odd multiples of one element cannot be copied 16 bytes at a time."""
     row = measured["odd strides"]
     assert row["kv_copy_bytes"] == 2
-    assert any("copies K/V" in text for text in static.problems(row))
+    assert any("copies K/V" in text for text in rules.problems(row))
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_unaligned_rows_are_seen_to_be_copied_narrowly(measured):
         ({"kv_copy_bytes": 0, "dtype": "float32"}, []),
         ({"mma": "wgmma"}, []),
         ({"mma": sass.SERIAL}, ["waits for each wgmma by itself"]),
-        ({"mma": sass.SERIAL, "case": static.SERIAL_CASES[0]}, []),
+        ({"mma": sass.SERIAL, "case": rules.SERIAL_CASES[0]}, []),
         ({"bytes_in_flight_per_sm": 36863}, ["keeps 36863 bytes in flight per SM"]),
         ({"bytes_in_flight_per_sm": 36863, "dtype": "float16"}, ["keeps 36863 bytes in flight per SM"]),
         ({"bytes_in_flight_per_sm": 16384, "dtype": "float32"}, []),
@@ -154,8 +154,8 @@ def test_unaligned_rows_are_seen_to_be_copied_narrowly(measured):
     ],
 )  # fmt: skip
 def test_problems(change, problem):
-    assert static.problems(GOOD | change) == problem
-    assert static.problems(MERGE | {"spill_bytes": 8}) and not static.problems(MERGE)
+    assert rules.problems(GOOD | change) == problem
+    assert rules.problems(MERGE | {"spill_bytes": 8}) and not rules.problems(MERGE)
 
 
 def test_a_broken_rule_is_the_exit_status(monkeypatch, tmp_path, capsys):
@@ -180,7 +180,7 @@ def test_a_broken_rule_is_the_exit_status(monkeypatch, tmp_path, capsys):
     assert "FAIL d sm_90: does not compile: E: why" in capsys.readouterr().out
     results.pop()
     baseline, other = tmp_path / "baseline.json", GOOD | {"arch": 80}
-    static.write([GOOD, MERGE, other], baseline)
+    report.write([GOOD, MERGE, other], baseline)
     arguments = ["--baseline", str(baseline)]
     assert static.main(arguments) == 0
     assert "c decode_kernel sm_90: registers 200 -> 100" in capsys.readouterr().out
@@ -189,24 +189,24 @@ def test_a_broken_rule_is_the_exit_status(monkeypatch, tmp_path, capsys):
     assert "FAIL c decode_kernel sm_90: spills 4 bytes" in capsys.readouterr().out
     # Also those that break a rule; those of other architectures stay.
     assert static.main([*arguments, "--arch", "90", "--update"]) == 1
-    plain = [{k: v for k, v in r.items() if k not in static.NOT_COMPARED} for r in (other, row)]
-    assert static.read(baseline) == plain
+    plain = [{k: v for k, v in r.items() if k not in report.NOT_COMPARED} for r in (other, row)]
+    assert report.read(baseline) == plain
     capsys.readouterr()
     static.main(arguments)
     assert "0 differences" in capsys.readouterr().out
 
 
 def test_differences():
-    assert static.differences([GOOD, MERGE], [MERGE, GOOD]) == []
+    assert report.differences([GOOD, MERGE], [MERGE, GOOD]) == []
     other = GOOD | {"registers": 210, "mma": "wgmma", "triton": "3.6.0", "seconds": 1.0}
-    assert static.differences([other], [GOOD]) == [
+    assert report.differences([other], [GOOD]) == [
         "c decode_kernel sm_90: registers 200 -> 210, mma mma.sync -> wgmma"
     ]
-    assert static.differences([GOOD, MERGE], []) == ["2 kernels are not in the baseline"]
+    assert report.differences([GOOD, MERGE], []) == ["2 kernels are not in the baseline"]
     # A case may launch a kernel twice.
     twice = [GOOD, GOOD | {"registers": 128}]
-    assert static.differences(twice, twice) == []
-    assert static.differences([GOOD, GOOD], twice) == [
+    assert report.differences(twice, twice) == []
+    assert report.differences([GOOD, GOOD], twice) == [
         "c decode_kernel sm_90 (2): registers 128 -> 200"
     ]
 
@@ -227,7 +227,7 @@ def test_arguments_are_specialised_as_the_launcher_does():
     ]
     kernel = SimpleNamespace(params=params, arg_names=list(arguments))
     launch = SimpleNamespace(kernel=kernel, arguments=arguments | {"num_warps": 8})
-    signature, constants, attributes, options = static.specialise(launch)
+    signature, constants, attributes, options = compiling.specialise(launch)
     assert list(signature.values()) == [
         "*bf16", "*bf16", "constexpr", "constexpr", "i32", "i32", "i32", "i32", "i64", "fp32", "constexpr"
     ]  # fmt: skip
@@ -250,14 +250,14 @@ def test_arguments_are_specialised_as_the_launcher_does():
     ],
 )
 def test_resident_programs(arguments, programs):
-    assert static.resident_programs(*arguments) == programs
+    assert rules.resident_programs(*arguments) == programs
 
 
 # Run one after another by one process, as each needs the cases built without the interpreter.
 LISTED = {
     "nothing compiles twice": """
-def key(launch): return launch.kernel.__name__, repr(static.specialise(launch))
-kept = [key(cases[c].launches(arch)[i]) for c, arch, i in static.distinct((90,), "-d64-")]
+def key(launch): return launch.kernel.__name__, repr(compiling.specialise(launch))
+kept = [key(cases[c].launches(arch)[i]) for c, arch, i in compiling.distinct((90,), "-d64-")]
 every = [key(launch) for name in cases if "-d64-" in name for launch in cases[name].launches(90)]
 assert len(kept) == len(set(kept)) < len(every) and set(kept) == set(every)
 def shape(name, arch, index):
@@ -265,21 +265,21 @@ def shape(name, arch, index):
     values = launch.arguments
     tile = [values.get(n) for n in ("HEAD_DIM", "VALUE_DIM", "BLOCK_M", "BLOCK_N", "num_warps", "num_stages")]
     return launch.kernel.__name__, cases[name].dtype, *tile
-shapes = [shape(*w) for w in static.distinct((), tiles=(90,))]
+shapes = [shape(*w) for w in compiling.distinct((), tiles=(90,))]
 assert set(shapes) == {shape(*w) for w in everything if w[1] == 90}
 assert len(shapes) == len(set(shapes)) < 150
 """,
     "samples hold every kernel": """
 every, sample = set(), set()
 for name, case in cases.items():
-    for arch in static.ARCHS + static.MORE_ARCHS:
+    for arch in static_cases.ARCHS + static_cases.MORE_ARCHS:
         kernels = {(launch.kernel.__name__, arch) for launch in case.launches(arch)}
         assert kernels, (name, arch)
         every |= kernels
         sample |= kernels if case.sample else set()
-missing = [k for k in every - sample if k[1] in static.SAMPLE_ARCHS]
+missing = [k for k in every - sample if k[1] in static_cases.SAMPLE_ARCHS]
 assert not missing, missing
-work = static.distinct((), samples=static.SAMPLE_ARCHS, tiles=(90,))
+work = compiling.distinct((), samples=static_cases.SAMPLE_ARCHS, tiles=(90,))
 compiled = {(cases[n].launches(a)[i].kernel.__name__, a) for n, a, i in work}
 assert compiled == {k for k in every if k[1] in (80, 90, 100)}
 assert set(work) <= set(everything), set(work) - set(everything)
@@ -288,17 +288,17 @@ assert all(cases[n].sample for n, a, _ in work if a != 90)
     "committed tables": """
 def named(name, arch, index):
     launch = cases[name].launches(arch)[index]
-    return name, launch.kernel.__name__.strip("_"), static.config(launch), arch
+    return name, launch.kernel.__name__.strip("_"), compiling.config(launch), arch
 most = set()
-for path in static.RESULTS.glob("*.json"):
-    rows = static.read(path)
-    assert not [row for row in rows if static.problems(row)], path
+for path in report.RESULTS.glob("*.json"):
+    rows = report.read(path)
+    assert not [row for row in rows if rules.problems(row)], path
     archs = {row["arch"] for row in rows}
     most = max(most, archs, key=len)
     table = collections.Counter((r["case"], r["kernel"], r["config"], r["arch"]) for r in rows)
     now = collections.Counter(named(*work) for work in everything if work[1] in archs)
     assert table == now, f"{path}: make static ARGS='--all --update': {now - table} {table - now}"
-assert most == set(static.ALL_ARCHS), most
+assert most == set(static_cases.ALL_ARCHS), most
 """,
 }
 
@@ -308,8 +308,8 @@ def listed():
     """What each of ``LISTED`` raised, or nothing."""
     done = run("-c", f"""
 import collections, json, traceback
-from quire.bench.static import __main__ as static
-known = {{"collections": collections, "static": static, "cases": static.all_cases(), "everything": static.distinct(static.ALL_ARCHS)}}
+from quire.bench.static import cases as static_cases, compiling, report, rules
+known = {{"collections": collections, "compiling": compiling, "report": report, "rules": rules, "static_cases": static_cases, "cases": static_cases.all_cases(), "everything": compiling.distinct(static_cases.ALL_ARCHS)}}
 raised = {{}}
 for name, body in {LISTED!r}.items():
     try:
@@ -343,14 +343,15 @@ def test_a_kernel_that_does_not_compile_is_named(monkeypatch):
     def measure(name, arch, index):
         raise RuntimeError("no such instruction")
 
-    monkeypatch.setattr(static, "measure", measure)
+    monkeypatch.setattr(compiling, "measure", measure)
     assert (
-        static.attempt("c", 90, 0) == "c sm_90: does not compile: RuntimeError: no such instruction"
+        compiling.attempt("c", 90, 0)
+        == "c sm_90: does not compile: RuntimeError: no such instruction"
     )
 
 
 def test_table_aligns():
-    lines = static.table([GOOD, GOOD | {"case": "longer", "sass_per_tile": None}]).splitlines()
+    lines = report.table([GOOD, GOOD | {"case": "longer", "sass_per_tile": None}]).splitlines()
     assert len({line.index("decode_kernel") for line in lines[1:]}) == 1
     assert lines[1].split()[-2:] == ["36", "647"]
     assert lines[2].split()[-2:] == ["36", "-"]

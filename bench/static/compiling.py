@@ -1,0 +1,176 @@
+"""Kernels of the cases, compiled for architectures that this machine need not have."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from . import sass
+from .cases import all_cases
+from .rules import PIPELINED, resident_programs
+
+
+def specialise(
+    launch: Any,
+) -> tuple[dict[str, str], dict[tuple[int], Any], dict[tuple[int], Any], dict[str, int]]:
+    """Signature, constants, divisibility hints and options that Triton's launcher derives from these arguments."""
+    import torch
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    from quire.kernels.common.launching import OPTIONS
+
+    pointer = {
+        torch.bfloat16: "*bf16",
+        torch.float16: "*fp16",
+        torch.float32: "*fp32",
+        torch.int32: "*i32",
+        torch.int64: "*i64",
+        torch.uint8: "*u8",
+        torch.uint16: "*u16",
+    }
+    signature, constants, attributes = {}, {}, {}
+    for index, parameter in enumerate(launch.kernel.params):
+        name, special = parameter.name, not parameter.do_not_specialize
+        value = launch.arguments[name]
+        divisible = False
+        if (
+            parameter.is_constexpr
+            or value is None
+            or (type(value) is int and value == 1 and special)
+        ):
+            signature[name] = "constexpr"
+            constants[(index,)] = value
+        elif isinstance(value, torch.Tensor):
+            signature[name] = pointer[value.dtype]
+            # The caching allocator aligns to 512 bytes; a view at an offset keeps what its offset has.
+            divisible = value.storage_offset() * value.element_size() % 16 == 0
+        elif isinstance(value, TensorDescriptor):
+            signature[name] = f"tensordesc<{pointer[value.base.dtype][1:]}{value.block_shape}>"
+        elif isinstance(value, int):
+            signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+            divisible = special and value % 16 == 0
+        else:
+            signature[name] = "fp32"
+        if divisible:
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    options = {k: v for k, v in launch.arguments.items() if k not in launch.kernel.arg_names}
+    return signature, constants, attributes, options | OPTIONS
+
+
+def distinct(
+    archs: Sequence[int], only: str = "", samples: Sequence[int] = (), tiles: Sequence[int] = ()
+) -> list[tuple[str, int, int]]:
+    """(case's name, arch, index of the launch): all cases for ``archs``, the samples for ``samples``, and for ``tiles`` one launch of
+    each kernel, dtype and tile shape.
+
+    What an earlier one compiles to as well is left out; samples come first, so that a kernel goes by one name in every run. only: what the
+    names of the cases contain.
+    """
+    work, seen = [], set()
+    cases = sorted(all_cases().items(), key=lambda item: not item[1].sample)
+    for arch in (*archs, *tiles, *samples):
+        for name, case in cases:
+            if only not in name or (arch in samples and not case.sample):
+                continue
+            for index, launch in enumerate(case.launches(arch)):
+                kernel, head_dim = launch.kernel.__name__, launch.arguments.get("HEAD_DIM")
+                keys = [(arch, kernel, repr(specialise(launch)))]
+                if arch in tiles:
+                    keys.append((arch, kernel, case.dtype, head_dim, config(launch)))
+                for key in keys:
+                    if key in seen:
+                        break
+                    seen.add(key)
+                else:
+                    work.append((name, arch, index))
+    return work
+
+
+def config(launch: Any) -> str:
+    """Tile shape, warps and stages of a launch, and v2 where two programs share a query tile."""
+    values, parts = launch.arguments, value_parts(launch)
+    tile = "x".join(str(values[name]) for name in ("BLOCK_M", "BLOCK_N") if name in values)
+    # Triton's own defaults, where the launch does not say.
+    text = f"{tile} w{values.get('num_warps', 4)} s{values.get('num_stages', 3)}"
+    return f"{text} v{parts}".strip() if parts > 1 else text.strip()
+
+
+def value_parts(launch: Any) -> int:
+    """Programs that share a query tile, each with a part of the values."""
+    values = launch.arguments
+    return values["HEAD_DIM"] // values["VALUE_DIM"] if "VALUE_DIM" in values else 1
+
+
+def measure(name: str, arch: int, index: int) -> dict[str, Any]:
+    """Compile a kernel of a case for an architecture: its row of the report.
+
+    name: of the case. index: of the kernel among the case's launches.
+    """
+    import torch
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from quire.kernels.common.tile_shapes import SHARED_MEMORY
+
+    started = processor_seconds()
+    case = all_cases()[name]
+    launch = case.launches(arch)[index]
+    kernel = launch.kernel.__name__.strip("_")
+    signature, constants, attributes, options = specialise(launch)
+    source = ASTSource(launch.kernel, signature, constants, attributes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    code, metadata = sass.read(compiled.asm["cubin"]), compiled.metadata
+    threads = metadata.num_warps * 32
+    resident = resident_programs(
+        arch, code.registers, metadata.shared, threads, getattr(metadata, "tmem_size", None) or 0
+    )
+    values = launch.arguments
+    copy, in_flight, instructions = 0, 0, None
+    parts = value_parts(launch)
+    if kernel.endswith(PIPELINED):
+        element_size = getattr(torch, case.dtype).itemsize
+        tile_bytes = values["BLOCK_N"] * case.key_bytes
+        if parts > 1:  # all of a key, and a part of its values
+            tile_bytes = tile_bytes * (parts + 1) // (2 * parts)
+        copy = code.copy_bytes(element_size, case.scale_bytes)
+        instructions = code.tile_instructions(tile_bytes, threads, case.scale_bytes)
+        if copy:
+            in_flight = tile_bytes * (metadata.num_stages - 1) * resident
+    return {
+        "kernel": kernel,
+        "case": name,
+        "config": config(launch),
+        "arch": arch,
+        "dtype": case.dtype,
+        "registers": code.registers,
+        "spill_bytes": code.spill_bytes,
+        "stack_bytes": code.stack_bytes,
+        "shared_bytes": metadata.shared,
+        "shared_limit": SHARED_MEMORY[arch],
+        "ctas_per_sm": resident,
+        "mma": code.mma,
+        "kv_copy_bytes": copy,
+        "min_copy_bytes": case.min_copy_bytes,
+        "bytes_in_flight_per_sm": in_flight,
+        "sass_per_tile": instructions,
+        "triton": triton.__version__,
+        "seconds": round(processor_seconds() - started, 2),
+    }
+
+
+def processor_seconds() -> float:
+    """Processor time of this process and of those that it has waited for."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+def attempt(name: str, arch: int, index: int) -> dict[str, Any] | str:
+    """``measure``, or what to say of a kernel that does not compile."""
+    try:
+        return measure(name, arch, index)
+    except OSError:  # a full disk says nothing of the kernel
+        raise
+    except Exception as error:
+        return f"{name} sm_{arch}: does not compile: {type(error).__name__}: {error}"

@@ -1,0 +1,67 @@
+"""The rules that a compiled kernel has to keep, and the limits of an SM."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from . import sass
+
+# Of an SM: shared memory, threads and programs it can hold (CUDA programming guide, compute capabilities table).
+SM_SHARED = {80: 164 << 10, 86: 100 << 10, 89: 100 << 10, 90: 228 << 10, 100: 228 << 10, 120: 100 << 10}  # fmt: skip
+SM_THREADS = {80: 2048, 86: 1536, 89: 1536, 90: 2048, 100: 2048, 120: 1536}
+SM_PROGRAMS = {80: 32, 86: 16, 89: 24, 90: 32, 100: 32, 120: 24}
+SM_REGISTERS = 65536
+# Columns of tensor memory (sm_100), where tcgen05 keeps its accumulators.
+SM_TENSOR_COLUMNS = 512
+# Shared memory that the system keeps for each resident program.
+RESERVED_SHARED = 1024
+# Little's law for an H200: about 4.8 TB/s * 1 us over 132 SMs.
+MIN_BYTES_IN_FLIGHT = 36 << 10
+PIPELINED = ("prefill_kernel", "decode_kernel", "scores_kernel")
+# Pages of 48 tokens: which of them each row of a tile is in has to be divided out, and smaller tiles, which leave room, cost more. Decode of
+# 64 rows of 512 channels over e4m3: no shape found that fits and overlaps; two tiles of 32 rows take as many instructions.
+SERIAL_CASES = ("prefill-group-5-odd-pages", "decode-fp8-d512-p128-q16")
+
+
+def resident_programs(
+    arch: int, registers: int, shared_bytes: int, threads: int, tensor_columns: int = 0
+) -> int:
+    """Programs that an SM holds at once.
+
+    registers: of a thread; the SM hands them out by 8. tensor_columns: of a program.
+    """
+    bounds = [
+        SM_REGISTERS // (-(-registers // 8) * 8 * threads),
+        SM_SHARED[arch] // (shared_bytes + RESERVED_SHARED),
+        SM_THREADS[arch] // threads,
+        SM_PROGRAMS[arch],
+    ]
+    if tensor_columns:
+        bounds.append(SM_TENSOR_COLUMNS // tensor_columns)
+    return min(bounds)
+
+
+def problems(row: dict[str, Any]) -> list[str]:
+    """The rules that a compiled kernel breaks."""
+    found = []
+    if row["spill_bytes"] or row["stack_bytes"]:
+        found.append(f"spills {row['spill_bytes']} bytes, stack frame {row['stack_bytes']} bytes")
+    if row["shared_bytes"] > row["shared_limit"]:
+        found.append(
+            f"needs {row['shared_bytes']} bytes of shared memory, limit {row['shared_limit']}"
+        )
+    elif not row["ctas_per_sm"]:
+        found.append(f"cannot be launched: {row['config']}, {row['registers']} registers a thread")
+    if row["mma"] == sass.SERIAL and row["case"] not in SERIAL_CASES:
+        found.append("waits for each wgmma by itself")
+    if not row["kernel"].endswith(PIPELINED):
+        return found
+    through_registers = row["dtype"] == "float32" and row["kv_copy_bytes"] == 0
+    if row["kv_copy_bytes"] < row["min_copy_bytes"] and not through_registers:
+        found.append(f"copies K/V {row['kv_copy_bytes']} bytes at a time")
+    paced = (
+        row["kernel"].endswith("decode_kernel") and row["dtype"] != "float32" and row["arch"] == 90
+    )
+    if paced and row["bytes_in_flight_per_sm"] < MIN_BYTES_IN_FLIGHT:
+        found.append(f"keeps {row['bytes_in_flight_per_sm']} bytes in flight per SM")
+    return found
