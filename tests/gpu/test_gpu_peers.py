@@ -15,7 +15,7 @@ from quire.bench.peers_mla import attention_calls, find_latent_peers, quire_late
 from quire.bench.problem import expect, make_problem
 from quire.bench.shapes import SHAPES, TINY_SHAPES, Case
 from tests.gpu.conftest import DRY_RUN
-from tests.helpers import DEVICE
+from tests.support.helpers import DEVICE
 
 pytestmark = pytest.mark.gpu
 
