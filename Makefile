@@ -13,9 +13,9 @@ test: $(STAMP)  ## all tests that need no GPU
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal $(ARGS)
 
 # Tests that compare numbers, but for the longest, with the instructions of the oldest processors: their sums have another order.
-PORTABLE := tests/test_budgets.py tests/kernels/test_attention.py tests/kernels/test_write_and_merge.py tests/kernels/mla/test_compressed.py \
-	tests/kernels/mla/test_compress.py tests/kernels/mla/test_indexer.py tests/models/test_fp8_cache.py tests/models/test_gemma.py tests/models/test_deepseek_v4_fp8.py \
-	tests/models/test_deepseek_v4.py tests/bench/test_mla_bench.py
+PORTABLE := tests/test_budgets.py tests/kernels/attention/test_attention.py tests/kernels/cache_write/test_write_and_merge.py tests/kernels/compressed/test_compressed.py \
+	tests/kernels/compressor/test_compressor.py tests/kernels/indexer/test_indexer.py tests/models/layers/test_fp8_cache.py tests/models/families/test_gemma.py tests/models/deepseek_v4/test_fp8.py \
+	tests/models/deepseek_v4/test_model.py tests/bench/kernels/test_mla.py
 
 test-portable: $(STAMP)  ## numerical tests with SSE alone
 	ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 ONEDNN_MAX_CPU_ISA=SSE41 OMP_NUM_THREADS=1 \

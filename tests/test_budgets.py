@@ -8,10 +8,15 @@ import pytest
 import torch
 
 from quire.bench.common.bounds import UNIT, allowed, bounded, bounding, gamma, rounded
-from tests.helpers import AttentionCase, assert_within_budget, attention_reference, make_batch
-from tests.kernels.mla import compressed_cases
-from tests.kernels.mla.compressed_cases import Case, exactly
-from tests.kernels.mla.dense_cases import MlaCase, make_mla_batch, mla_reference
+from tests.support.helpers import (
+    AttentionCase,
+    assert_within_budget,
+    attention_reference,
+    make_batch,
+)
+from tests.support.kernels import compressed_cases
+from tests.support.kernels.compressed_cases import Case, exactly
+from tests.support.kernels.mla_cases import MlaCase, make_mla_batch, mla_reference
 
 BF16, FP32 = torch.bfloat16, torch.float32
 

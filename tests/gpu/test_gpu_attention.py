@@ -13,9 +13,9 @@ from quire.kernels import write_kv
 from quire.kernels.attention import reference
 from quire.kernels.common import e4m3
 from tests.gpu.conftest import DRY_RUN
-from tests.helpers import DEVICE, NAN, assert_within_budget, make_batch
-from tests.kernels.test_attention import FULL, WINDOW, attend
-from tests.kernels.test_fp8 import CASES, KINDS, blank, midpoints, quantised
+from tests.kernels.attention.test_attention import FULL, WINDOW, attend
+from tests.kernels.attention.test_fp8 import CASES, KINDS, blank, midpoints, quantised
+from tests.support.helpers import DEVICE, NAN, assert_within_budget, make_batch
 
 pytestmark = pytest.mark.gpu
 

@@ -1,4 +1,4 @@
-"""``compressed_attention`` on the device: the case tables of tests/kernels/mla, the shapes of DeepSeek-V4, and runs repeated."""
+"""``compressed_attention`` on the device: the case tables of tests/support/kernels, the shapes of DeepSeek-V4, and runs repeated."""
 
 import dataclasses
 
@@ -7,11 +7,11 @@ import torch
 
 from quire.kernels import compressed_attention
 from tests.gpu.conftest import DRY_RUN
-from tests.helpers import DEVICE, NAN, assert_within_budget
-from tests.kernels.mla.compressed_cases import Case, exactly, make_batch
-from tests.kernels.mla.test_compressed import CASES, attend, attend_split
-from tests.kernels.mla.test_flash_mla import exactly as exact_slots
-from tests.kernels.mla.test_flash_mla import make_call
+from tests.kernels.compressed.test_compressed import CASES, attend, attend_split
+from tests.kernels.compressed.test_flash_mla import exactly as exact_slots
+from tests.kernels.compressed.test_flash_mla import make_call
+from tests.support.helpers import DEVICE, NAN, assert_within_budget
+from tests.support.kernels.compressed_cases import Case, exactly, make_batch
 
 pytestmark = pytest.mark.gpu
 

@@ -10,8 +10,8 @@ from quire.models.engine.graphs import call_again
 from quire.models.engine.request import SamplingParams
 from quire.models.loading.weights import random_model
 from tests.gpu.conftest import DRY_RUN
-from tests.helpers import DEVICE
-from tests.models.test_engine import Recorder, build, prompt
+from tests.models.engine.test_engine import Recorder, build, prompt
+from tests.support.helpers import DEVICE
 
 pytestmark = pytest.mark.gpu
 

@@ -6,11 +6,11 @@ import torch
 from quire.kernels import IndexPages, index_topk, index_topk_workspace_numel
 from quire.kernels.indexer.plan import plan
 from tests.gpu.conftest import DRY_RUN
-from tests.helpers import DEVICE, NAN
+from tests.support.helpers import DEVICE, NAN
 
 if not DRY_RUN:
     # The same tests as on a CPU, collected here a second time to run with the others of this folder.
-    from tests.kernels.mla.test_indexer import (  # noqa: F401
+    from tests.kernels.indexer.test_indexer import (  # noqa: F401
         test_a_million_tokens,
         test_a_query_picks_the_same_alone_and_in_a_chunk,
         test_chunks_change_nothing_and_stay_within_the_workspace,

@@ -8,12 +8,12 @@ import torch
 from quire.bench.common.bounds import bounding
 from quire.kernels import IndexPages, LatentPages, compress, page_bytes, write_latent
 from tests.gpu.conftest import DRY_RUN
-from tests.helpers import DEVICE, NAN, assert_within_budget
-from tests.kernels.mla.quantised import assert_quantised
+from tests.support.helpers import DEVICE, NAN, assert_within_budget
+from tests.support.kernels.quantised import assert_quantised
 
 if not DRY_RUN:
     # The same tests as on a CPU, collected here a second time to run with the others of this folder.
-    from tests.kernels.mla.test_compress import (  # noqa: F401
+    from tests.kernels.compressor.test_compressor import (  # noqa: F401
         test_a_gate_of_minus_infinity,
         test_an_entry_without_a_slot_is_not_made,
         test_any_cut_gives_the_same_bits,
@@ -22,7 +22,7 @@ if not DRY_RUN:
         test_padding_rows,
         test_rejected_drafts_leave_no_trace,
     )
-    from tests.kernels.mla.test_latent import (  # noqa: F401
+    from tests.kernels.latent_write.test_latent_write import (  # noqa: F401
         test_a_row_without_a_slot_is_not_read,
         test_addresses_beyond_32_bits,
         test_quantised_bytes,

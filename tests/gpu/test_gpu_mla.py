@@ -8,9 +8,9 @@ import torch
 from quire.bench.common.bounds import bounding
 from quire.kernels import mla_attention, workspace_numel
 from tests.gpu.conftest import DRY_RUN
-from tests.helpers import DEVICE, NAN, assert_within_budget
-from tests.kernels.mla.dense_cases import make_mla_batch, mla_reference
-from tests.kernels.mla.test_dense import CASES, attend
+from tests.kernels.mla.test_mla import CASES, attend
+from tests.support.helpers import DEVICE, NAN, assert_within_budget
+from tests.support.kernels.mla_cases import make_mla_batch, mla_reference
 
 pytestmark = pytest.mark.gpu
 

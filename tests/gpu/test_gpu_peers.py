@@ -16,7 +16,7 @@ from quire.bench.peers.attention import find_peers, quire_calls
 from quire.bench.peers.latent import attention_calls, find_latent_peers, quire_latent_calls
 from quire.bench.peers.peer import Unsupported
 from tests.gpu.conftest import DRY_RUN
-from tests.helpers import DEVICE
+from tests.support.helpers import DEVICE
 
 pytestmark = pytest.mark.gpu
 

@@ -1,12 +1,14 @@
-"""Fresh memory is poison: what a kernel does not write shows at once."""
+"""Fresh memory is poison, and nothing is remembered from one test to the next."""
 
 import pytest
 import torch
 
+from quire.kernels.common import launch_cache
+
 
 @pytest.fixture(autouse=True)
 def poisoned_empty(monkeypatch):
-    """``torch.empty`` and its like give NaN."""
+    """``torch.empty`` and its like give NaN: what a kernel does not write shows at once."""
 
     def poison(tensor):
         return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
@@ -14,3 +16,9 @@ def poisoned_empty(monkeypatch):
     for name in ("empty", "empty_like", "empty_strided"):
         made = getattr(torch, name)
         monkeypatch.setattr(torch, name, lambda *a, made=made, **k: poison(made(*a, **k)))
+
+
+@pytest.fixture(autouse=True)
+def nothing_remembered():
+    """A test may replace what launches are made from."""
+    launch_cache.forget()

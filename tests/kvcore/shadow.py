@@ -33,11 +33,10 @@ from quire.kvcore import (
     Ranked,
     snapshot,
 )
-
-from .device import POISON, Device, Request, Text
-from .digest import digest
-from .misuse import Misuse
-from .promises import Promises, Reader, interval_of, possible
+from tests.support.kvcore.device import POISON, Device, Request, Text
+from tests.support.kvcore.digest import digest
+from tests.support.kvcore.misuse import Misuse
+from tests.support.kvcore.promises import Promises, Reader, interval_of, possible
 
 MAX_REQUESTS = 5
 HISTORY = 64  # texts that new prompts may start with

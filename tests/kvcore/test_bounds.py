@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from quire.kvcore import Adaptive, CostAware, EventLog, GroupSpec, KVCache, linear_table
-
-from .engine import Engine, groups
+from tests.support.kvcore.engine import Engine, groups
 
 NAN, INF = math.nan, math.inf
 OPTIONS = {"num_pages": 60, "max_requests": 2, "max_model_len": 100}

@@ -7,8 +7,7 @@ import pytest
 
 from quire.kvcore import LRU, GroupSpec, KVCache, OutOfPages, StepPlan
 from quire.kvcore.pages import PagePool
-
-from .engine import Engine, groups
+from tests.support.kvcore.engine import Engine, groups
 
 GEMMA = ((32, None), (16, 64), (16, 64))  # alignment 32, tail 4 blocks
 V4 = ((256, None), (64, 128), (64, 128))  # alignment 256, wider than the window

@@ -17,9 +17,8 @@ from quire.kvcore import (
     Ranked,
     StepPlan,
 )
-
-from .engine import Engine, groups
-from .test_faults import CASES, Fault, free_and_cached, picture
+from tests.kvcore.test_faults import CASES, Fault, free_and_cached, picture
+from tests.support.kvcore.engine import Engine, groups
 
 BASE = {"num_pages": 50, "max_requests": 3, "max_model_len": 300}
 DENSE = GroupSpec("dense", "dense", 4, 1)

@@ -10,8 +10,7 @@ import pytest
 
 from quire.kvcore import LRU, EventLog, GroupSpec, KVCache
 from quire.kvcore.debug import CALLS
-
-from .engine import groups
+from tests.support.kvcore.engine import groups
 
 SPECS = ((4, None), (4, 10), GroupSpec("state", "state", 4, 4096))
 

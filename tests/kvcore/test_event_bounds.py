@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from quire.kvcore import AllBlocksCleared, BlockStored, EventLog
-
-from .engine import Engine, groups
-from .test_events import Reader, same_hits
+from tests.kvcore.test_events import Reader, same_hits
+from tests.support.kvcore.engine import Engine, groups
 
 
 def engine(log: EventLog, specs=((4, None), (4, 9)), **options) -> Engine:

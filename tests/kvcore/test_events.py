@@ -18,8 +18,7 @@ from quire.kvcore import (
     OutOfPages,
     tail_hashes,
 )
-
-from .engine import Engine, groups
+from tests.support.kvcore.engine import Engine, groups
 
 STATE = GroupSpec("state", "state", 4, 4096)
 MIXES = [

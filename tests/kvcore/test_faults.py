@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from quire.kvcore import LRU, S3FIFO, CostAware, GroupSpec, OutOfPages, StepPlan
 from quire.kvcore import cache as manager_module
-
-from .engine import Engine, groups
+from tests.support.kvcore.engine import Engine, groups
 
 STATE = GroupSpec("state", "state", 4, 4096)
 DENSE = ((8, None),)

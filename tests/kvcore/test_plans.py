@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from quire.kvcore import GroupSpec, KVCache, OutOfPages, StepPlan
-
-from .engine import Engine, groups
-from .test_faults import CASES, Fault, free_and_cached, picture, under_pressure
+from tests.kvcore.test_faults import CASES, Fault, free_and_cached, picture, under_pressure
+from tests.support.kvcore.engine import Engine, groups
 
 SPECS = ((8, None), (4, 10), GroupSpec("state", "state", 4, 4096))
 

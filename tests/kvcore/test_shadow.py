@@ -15,8 +15,7 @@ from quire.kvcore.tables import drafts
 from quire.kvcore.tables import groups as tables
 from quire.kvcore.tables import prefill as chunks
 from quire.kvcore.tables import state as states
-
-from . import shadow
+from tests.kvcore import shadow
 
 
 def test_lives():

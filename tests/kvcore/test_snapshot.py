@@ -12,9 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from quire.kvcore import LRU, S3FIFO, CostAware, EventLog, GroupSpec, snapshot
-
-from .engine import Engine, groups
-from .test_events import MIXES, Reader, ledger, same_hits
+from tests.kvcore.test_events import MIXES, Reader, ledger, same_hits
+from tests.support.kvcore.engine import Engine, groups
 
 
 def engine(specs, **options) -> Engine:

@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 
 from quire.kvcore import LRU, EventLog, KVCache, StepPlan, snapshot
-
-from .engine import groups
-from .test_events import MIXES
-from .test_snapshot import MIX, engine, used
+from tests.kvcore.test_events import MIXES
+from tests.kvcore.test_snapshot import MIX, engine, used
+from tests.support.kvcore.engine import groups
 
 LENGTH = 400
 KEY = b"only the engine knows"

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from .engine import Engine, groups
+from tests.support.kvcore.engine import Engine, groups
 
 
 def engine(*specs, **options) -> Engine:

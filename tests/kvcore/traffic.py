@@ -21,8 +21,7 @@ from collections import Counter
 from tqdm import tqdm
 
 from quire.kvcore import LRU, S3FIFO, Adaptive, CostAware, GroupSpec, OutOfPages
-
-from .engine import Engine, groups
+from tests.support.kvcore.engine import Engine, groups
 
 MAX_LEN = 160
 MAX_REQUESTS = 4

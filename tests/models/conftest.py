@@ -17,7 +17,7 @@ from quire.models.config.hf import to_hf
 from quire.models.config.named import CONFIGS, ModelConfig, RopeConfig, get_config
 from quire.models.families.decoder import Decoder
 from quire.models.loading.weights import random_model, save_checkpoint
-from tests.models import chats
+from tests.support.models import chats
 
 TINY = (
     "gemma3-tiny",
@@ -124,7 +124,8 @@ def _input_ids(seed: int) -> torch.Tensor:
 def _run_oracle(cwd: Path, jobs: list[dict]) -> None:
     (cwd / "jobs.json").write_text(json.dumps(jobs))
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    command = [sys.executable, str(Path(__file__).with_name("oracle.py")), "jobs.json"]
+    program = Path(chats.__file__).with_name("oracle.py")
+    command = [sys.executable, str(program), "jobs.json"]
     done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
 

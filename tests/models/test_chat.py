@@ -7,7 +7,7 @@ import pytest
 
 from quire.models.chat import PLAIN, ChatTemplate
 from quire.models.tokenizer import FileTokenizer
-from tests.models.chats import CASES, MESSAGES, TEXTS, TOOLS
+from tests.support.models.chats import CASES, MESSAGES, TEXTS, TOOLS
 
 TEMPLATE = (
     "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"

@@ -1,0 +1,357 @@
+"""``bench.static``: a sample of the compiled kernels, on machines without a GPU (all of them take minutes), and the rules."""
+
+import json
+import os
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from quire.bench.static import __main__ as static
+from quire.bench.static import compiling, report, rules, sass
+
+ROOT = Path(__file__).resolve().parents[3]
+# Triton compiles only where it does not interpret.
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+GOOD = {
+    "kernel": "decode_kernel", "case": "c", "config": "16x64 w4 s3", "arch": 90, "dtype": "bfloat16", "registers": 200, "spill_bytes": 0,
+    "stack_bytes": 0, "shared_bytes": 71680, "shared_limit": 232448, "ctas_per_sm": 2, "mma": "mma.sync", "kv_copy_bytes": 16,
+    "min_copy_bytes": 16, "bytes_in_flight_per_sm": 36864, "sass_per_tile": 647, "triton": "3.7.1",
+}  # fmt: skip
+MERGE = GOOD | {"kernel": "merge_pieces_kernel", "kv_copy_bytes": 0, "bytes_in_flight_per_sm": 0}
+REQUIRED = {
+    "kernel", "config", "arch", "registers", "spill_bytes", "shared_bytes", "shared_limit", "mma", "kv_copy_bytes",
+    "bytes_in_flight_per_sm",
+}  # fmt: skip
+
+
+def run(*arguments, **changes):
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=ENVIRONMENT | changes,
+        capture_output=True,
+        text=True,
+    )
+
+
+def check_rows(rows, head_dim):
+    assert rows
+    for row in rows:
+        assert row.keys() >= REQUIRED
+        assert row["spill_bytes"] == row["stack_bytes"] == 0
+        if not row["kernel"].endswith(rules.PIPELINED):
+            continue
+        assert row["kv_copy_bytes"] == 16
+        tile, _, stages, *parts = row["config"].split()
+        # Keys and values of a program's part, of all tiles but the one in use.
+        channels = head_dim + head_dim // (int(parts[0][1:]) if parts else 1)
+        ahead = int(tile.split("x")[1]) * 2 * channels * (int(stages[1:]) - 1)
+        in_flight = ahead * row["ctas_per_sm"]
+        assert row["bytes_in_flight_per_sm"] == in_flight >= rules.MIN_BYTES_IN_FLIGHT
+        if row["kernel"] == "prefill_kernel":
+            assert row["mma"] == "wgmma" and parts == ["v2"]
+        # Each of the two products alone has a matrix instruction or more for a tile; no loop is as long as a kernel.
+        assert 100 < row["sass_per_tile"] < 2000
+
+
+def test_the_command_reports_wide_copies_without_spills(tmp_path):
+    path = tmp_path / "static.json"
+    done = run("-m", "bench.static", "--only", "prefill-d512-p128", "--arch", "90", "--jobs", "1", "--json", str(path))  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    check_rows(json.loads(path.read_text()), 512)
+
+
+@pytest.fixture(scope="module")
+def measured():
+    """Rows of kernels compiled for sm_90 by one process: those of the table, and some that it would not launch."""
+    done = run("-c", """
+import json
+from quire.bench.static import compiling
+from quire.kernels.attention import configs
+from quire.kernels.attention import triton_impl as paged
+rows = {"table": [compiling.measure(*work) for work in compiling.distinct((90,), "decode-d128-p")]}
+rows["prefill"] = compiling.measure("prefill-d128-p16", 90, 0)
+def measure(name, *config):
+    paged.select_config = lambda *a, **k: configs.Config(*config, mask_all=True)
+    return compiling.measure(name, 90, 0)
+for stages in (2, 3, 4):
+    rows[f"{stages} stages"] = measure("decode-d128-p16-q1", 16, 64, 4, stages)
+registers, paged.MAX_REGISTERS = paged.MAX_REGISTERS, 40
+rows["40 registers"] = measure("decode-d64-p128-q1", 16, 64, 4, 2)
+paged.MAX_REGISTERS, prepare = registers, paged.prepare
+def odd(*arguments):
+    launches = prepare(*arguments)
+    for name in ("k_stride_row", "k_stride_page"):
+        launches[0].arguments[name] += 1
+    return launches
+paged.prepare = odd
+rows["odd strides"] = measure("decode-d64-p128-q1", 16, 64, 4, 2)
+print(json.dumps(rows))
+""")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_decode_has_wide_copies_without_spills(measured):
+    check_rows(measured["table"], 128)
+
+
+def test_wgmma_of_prefill_overlap(measured):
+    """Also where each row of a tile has a page id, which takes registers."""
+    assert measured["prefill"]["mma"] == "wgmma"
+
+
+def test_the_pipeline_is_real(measured):
+    """Each stage past the second adds a K and a V tile of shared memory; loaded inside the loop, a page id would prevent that."""
+    used = [measured[f"{stages} stages"]["shared_bytes"] for stages in (2, 3, 4)]
+    tiles = 2 * 64 * 128 * 2
+    assert [b - a for a, b in pairwise(used)] == [tiles, tiles]
+
+
+def test_too_few_registers_are_seen_to_spill(measured):
+    """The rule holds for machine code, not for a number that is always 0."""
+    row = measured["40 registers"]
+    assert row["spill_bytes"] > 0
+    assert any("spills" in text for text in rules.problems(row))
+
+
+def test_unaligned_rows_are_seen_to_be_copied_narrowly(measured):
+    """Keys whose rows start at odd multiples of one element cannot be copied 16 bytes at a time."""
+    row = measured["odd strides"]
+    assert row["kv_copy_bytes"] == 2
+    assert any("copies K/V" in text for text in rules.problems(row))
+
+
+@pytest.mark.parametrize(
+    "change, problem",
+    [
+        ({}, []),
+        ({"spill_bytes": 8}, ["spills 8 bytes, stack frame 0 bytes"]),
+        ({"stack_bytes": 16}, ["spills 0 bytes, stack frame 16 bytes"]),
+        ({"shared_bytes": 232448}, []),
+        ({"shared_bytes": 232449}, ["needs 232449 bytes of shared memory, limit 232448"]),
+        ({"ctas_per_sm": 0}, ["cannot be launched: 16x64 w4 s3, 200 registers a thread"]),
+        ({"kv_copy_bytes": 2}, ["copies K/V 2 bytes at a time"]),
+        ({"kv_copy_bytes": 4, "kernel": "prefill_kernel"}, ["copies K/V 4 bytes at a time"]),
+        ({"kv_copy_bytes": 0}, ["copies K/V 0 bytes at a time"]),
+        ({"kv_copy_bytes": 8, "kernel": "index_scores_kernel"}, ["copies K/V 8 bytes at a time"]),
+        ({"kv_copy_bytes": 8, "min_copy_bytes": 8}, []),
+        ({"kv_copy_bytes": 4, "dtype": "float32"}, ["copies K/V 4 bytes at a time"]),
+        ({"kv_copy_bytes": 0, "dtype": "float32"}, []),
+        ({"mma": "wgmma"}, []),
+        ({"mma": sass.SERIAL}, ["waits for each wgmma by itself"]),
+        ({"mma": sass.SERIAL, "case": rules.SERIAL_CASES[0]}, []),
+        ({"bytes_in_flight_per_sm": 36863}, ["keeps 36863 bytes in flight per SM"]),
+        ({"bytes_in_flight_per_sm": 36863, "dtype": "float16"}, ["keeps 36863 bytes in flight per SM"]),
+        ({"bytes_in_flight_per_sm": 16384, "dtype": "float32"}, []),
+        ({"bytes_in_flight_per_sm": 16384, "arch": 80}, []),
+        ({"bytes_in_flight_per_sm": 16384, "kernel": "prefill_kernel"}, []),
+    ],
+)  # fmt: skip
+def test_problems(change, problem):
+    assert rules.problems(GOOD | change) == problem
+    assert rules.problems(MERGE | {"spill_bytes": 8}) and not rules.problems(MERGE)
+
+
+def test_a_broken_rule_is_the_exit_status(monkeypatch, tmp_path, capsys):
+    """Rules decide, differences do not; ``--update`` leaves none of the latter."""
+    row = GOOD | {"registers": 100, "seconds": 2.5}
+    results = [row]
+
+    class Pool:
+        def __init__(self, *_, **__): ...
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_): ...
+        def map(self, *_):
+            return results
+
+    monkeypatch.setattr(static, "Workers", Pool)
+    monkeypatch.setattr(static, "distinct", lambda *_, **__: [("c", 90, 0)])
+    assert static.main(["--baseline", str(tmp_path / "none.json")]) == 0
+    results.append("d sm_90: does not compile: E: why")
+    assert static.main(["--baseline", str(tmp_path / "none.json")]) == 1
+    assert "FAIL d sm_90: does not compile: E: why" in capsys.readouterr().out
+    results.pop()
+    baseline, other = tmp_path / "baseline.json", GOOD | {"arch": 80}
+    report.write([GOOD, MERGE, other], baseline)
+    arguments = ["--baseline", str(baseline)]
+    assert static.main(arguments) == 0
+    assert "c decode_kernel sm_90: registers 200 -> 100" in capsys.readouterr().out
+    row["spill_bytes"] = 4
+    assert static.main(arguments) == 1
+    assert "FAIL c decode_kernel sm_90: spills 4 bytes" in capsys.readouterr().out
+    # Also those that break a rule; those of other architectures stay.
+    assert static.main([*arguments, "--arch", "90", "--update"]) == 1
+    plain = [{k: v for k, v in r.items() if k not in report.NOT_COMPARED} for r in (other, row)]
+    assert report.read(baseline) == plain
+    capsys.readouterr()
+    static.main(arguments)
+    assert "0 differences" in capsys.readouterr().out
+
+
+def test_differences():
+    assert report.differences([GOOD, MERGE], [MERGE, GOOD]) == []
+    other = GOOD | {"registers": 210, "mma": "wgmma", "triton": "3.6.0", "seconds": 1.0}
+    assert report.differences([other], [GOOD]) == [
+        "c decode_kernel sm_90: registers 200 -> 210, mma mma.sync -> wgmma"
+    ]
+    assert report.differences([GOOD, MERGE], []) == ["2 kernels are not in the baseline"]
+    # A case may launch a kernel twice.
+    twice = [GOOD, GOOD | {"registers": 128}]
+    assert report.differences(twice, twice) == []
+    assert report.differences([GOOD, GOOD], twice) == [
+        "c decode_kernel sm_90 (2): registers 128 -> 200"
+    ]
+
+
+def test_arguments_are_specialised_as_the_launcher_does():
+    rows = torch.empty(100, dtype=torch.bfloat16, device="meta")
+    arguments = {
+        "even": rows[8:], "odd": rows[1:], "none": None, "one": 1, "n": 32, "m": 33, "plain": 32, "plain_one": 1, "far": 2**31,
+        "scale": 0.5, "SIZE": 64,
+    }  # fmt: skip
+    params = [
+        SimpleNamespace(
+            name=name,
+            is_constexpr=name.isupper(),
+            do_not_specialize=name.startswith("plain"),
+        )
+        for name in arguments
+    ]
+    kernel = SimpleNamespace(params=params, arg_names=list(arguments))
+    launch = SimpleNamespace(kernel=kernel, arguments=arguments | {"num_warps": 8})
+    signature, constants, attributes, options = compiling.specialise(launch)
+    assert list(signature.values()) == [
+        "*bf16", "*bf16", "constexpr", "constexpr", "i32", "i32", "i32", "i32", "i64", "fp32", "constexpr"
+    ]  # fmt: skip
+    assert constants == {(2,): None, (3,): 1, (10,): 64}
+    names = list(arguments)
+    assert [names[i] for (i,) in attributes] == ["even", "n", "far"]
+    assert set(map(repr, attributes.values())) == {"[['tt.divisibility', 16]]"}
+    assert options["num_warps"] == 8 and not set(options) & set(arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments, programs",
+    [
+        ((90, 200, 71680, 128), 2),  # registers
+        ((90, 64, 71680, 128), 3),  # shared memory
+        ((86, 32, 0, 256), 6),  # threads
+        ((86, 16, 0, 32), 16),  # programs
+        ((100, 64, 1024, 128, 256), 2),  # tensor memory
+        ((90, 255, 240000, 256), 0),
+    ],
+)
+def test_resident_programs(arguments, programs):
+    assert rules.resident_programs(*arguments) == programs
+
+
+# Run one after another by one process, as each needs the cases built without the interpreter.
+LISTED = {
+    "nothing compiles twice": """
+def key(launch): return launch.kernel.__name__, repr(compiling.specialise(launch))
+kept = [key(cases[c].launches(arch)[i]) for c, arch, i in compiling.distinct((90,), "-d64-")]
+every = [key(launch) for name in cases if "-d64-" in name for launch in cases[name].launches(90)]
+assert len(kept) == len(set(kept)) < len(every) and set(kept) == set(every)
+def shape(name, arch, index):
+    launch = cases[name].launches(arch)[index]
+    values = launch.arguments
+    tile = [values.get(n) for n in ("HEAD_DIM", "VALUE_DIM", "BLOCK_M", "BLOCK_N", "num_warps", "num_stages")]
+    return launch.kernel.__name__, cases[name].dtype, *tile
+shapes = [shape(*w) for w in compiling.distinct((), tiles=(90,))]
+assert set(shapes) == {shape(*w) for w in everything if w[1] == 90}
+assert len(shapes) == len(set(shapes)) < 150
+""",
+    "samples hold every kernel": """
+every, sample = set(), set()
+for name, case in cases.items():
+    for arch in static_cases.ARCHS + static_cases.MORE_ARCHS:
+        kernels = {(launch.kernel.__name__, arch) for launch in case.launches(arch)}
+        assert kernels, (name, arch)
+        every |= kernels
+        sample |= kernels if case.sample else set()
+missing = [k for k in every - sample if k[1] in static_cases.SAMPLE_ARCHS]
+assert not missing, missing
+work = compiling.distinct((), samples=static_cases.SAMPLE_ARCHS, tiles=(90,))
+compiled = {(cases[n].launches(a)[i].kernel.__name__, a) for n, a, i in work}
+assert compiled == {k for k in every if k[1] in (80, 90, 100)}
+assert set(work) <= set(everything), set(work) - set(everything)
+assert all(cases[n].sample for n, a, _ in work if a != 90)
+""",
+    "committed tables": """
+def named(name, arch, index):
+    launch = cases[name].launches(arch)[index]
+    return name, launch.kernel.__name__.strip("_"), compiling.config(launch), arch
+most = set()
+for path in report.RESULTS.glob("*.json"):
+    rows = report.read(path)
+    assert not [row for row in rows if rules.problems(row)], path
+    archs = {row["arch"] for row in rows}
+    most = max(most, archs, key=len)
+    table = collections.Counter((r["case"], r["kernel"], r["config"], r["arch"]) for r in rows)
+    now = collections.Counter(named(*work) for work in everything if work[1] in archs)
+    assert table == now, f"{path}: make static ARGS='--all --update': {now - table} {table - now}"
+assert most == set(static_cases.ALL_ARCHS), most
+""",
+}
+
+
+@pytest.fixture(scope="module")
+def listed():
+    """What each of ``LISTED`` raised, or nothing."""
+    done = run("-c", f"""
+import collections, json, traceback
+from quire.bench.static import cases as static_cases, compiling, report, rules
+known = {{"collections": collections, "compiling": compiling, "report": report, "rules": rules, "static_cases": static_cases, "cases": static_cases.all_cases(), "everything": compiling.distinct(static_cases.ALL_ARCHS)}}
+raised = {{}}
+for name, body in {LISTED!r}.items():
+    try:
+        exec(body, dict(known))
+        raised[name] = ""
+    except Exception:
+        raised[name] = traceback.format_exc()
+print(json.dumps(raised))
+""")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("name", LISTED)
+def test_the_list_of_kernels(name, listed):
+    """What an earlier case has compiled already gives no row, and no kernel is lost; ``tiles`` keeps one launch of each tile shape. Every case
+    can be built for every architecture. The committed tables have every kernel with the tile shapes of today, on the architectures that a table
+    has (one has all), and break no rule."""
+    assert not listed[name], listed[name]
+
+
+def test_only_whole_architectures_become_the_baseline():
+    for more in ([], ["--only", "write"], ["--all", "--only", "write"]):
+        with pytest.raises(ValueError, match="update: expected --all or --arch without --only"):
+            static.parse(["--update", *more])
+    assert static.parse(["--update", "--all"]).all
+    assert static.parse(["--update", "--arch", "80"]).arch == [80]
+
+
+def test_a_kernel_that_does_not_compile_is_named(monkeypatch):
+    def measure(name, arch, index):
+        raise RuntimeError("no such instruction")
+
+    monkeypatch.setattr(compiling, "measure", measure)
+    assert (
+        compiling.attempt("c", 90, 0)
+        == "c sm_90: does not compile: RuntimeError: no such instruction"
+    )
+
+
+def test_table_aligns():
+    lines = report.table([GOOD, GOOD | {"case": "longer", "sass_per_tile": None}]).splitlines()
+    assert len({line.index("decode_kernel") for line in lines[1:]}) == 1
+    assert lines[1].split()[-2:] == ["36", "647"]
+    assert lines[2].split()[-2:] == ["36", "-"]

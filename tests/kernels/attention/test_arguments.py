@@ -1,0 +1,170 @@
+"""What the wrappers refuse, and in which words."""
+
+import os
+import subprocess
+import sys
+from inspect import signature
+
+import pytest
+import torch
+
+import quire.kernels
+from quire.kernels import merge_partials, paged_attention, sliding_window_attention, write_kv
+from quire.kernels.attention import triton_impl as paged
+from tests.support.helpers import DEVICE, AttentionCase, make_batch
+
+
+def replaced(**changes):
+    return make_batch(AttentionCase("", [20, 9], [1, 5])) | changes
+
+
+def zeros(*shape, dtype=torch.float32):
+    return torch.zeros(shape, dtype=dtype, device=DEVICE)
+
+
+REFUSED = [
+    ({"q": zeros(6, 4)}, r"q: expected bfloat16\|float16\|float32 \[\*, \*, \*\], got float32 \[6, 4\]"),
+    ({"q": zeros(6, 4, 16, dtype=torch.float64)}, r"q: expected .*, got float64 \[6, 4, 16\]"),
+    ({"q": [1.0]}, r"q: expected .*, got list"),
+    ({"q": zeros(6, 3, 16)}, "q: expected num_heads to be a multiple of num_kv_heads 2, got 3"),
+    ({"q": zeros(6, 4, 32)}, "k_pages: expected head_dim 32, got 16"),
+    ({"q": zeros(6, 16, 4).transpose(1, 2)}, r"q: expected stride 1 in the last dimension, got \(64, 1, 4\)"),
+    ({"k_pages": zeros(9, 16, 2, 16, dtype=torch.float16)}, r"k_pages: expected float32\|float8_e4m3fn .*, got float16"),
+    ({"v_pages": zeros(9, 16, 2, 32)}, r"v_pages: expected float32 \[\d+, 16, 2, 16\], got float32 \[9, 16, 2, 32\]"),
+    ({"block_table": zeros(2, 3, dtype=torch.int64)}, r"block_table: expected int32 \[2, \*\], got int64 \[2, 3\]"),
+    ({"block_table": zeros(2, 0, dtype=torch.int32)}, "block_table: width: expected an int >= 1, got 0"),
+    ({"seq_lens": zeros(2, dtype=torch.int64)}, r"seq_lens: expected int32 \[\*\], got int64 \[2\]"),
+    ({"cu_seqlens_q": zeros(2, dtype=torch.int32)}, r"cu_seqlens_q: expected int32 \[3\], got int32 \[2\]"),
+    ({"v": None}, "v: expected fresh rows of both k and v or of neither, got None"),
+    ({"k": zeros(5, 2, 16)}, r"k: expected float32 \[6, 2, 16\], got float32 \[5, 2, 16\]"),
+    ({"max_seqlen_q": 5.0}, "max_seqlen_q: expected an int >= 0, got 5.0"),
+    ({"max_seqlen_q": 1}, "max_seqlen_q: expected the longest of 2 sequences with 6 tokens, got 1"),
+    ({"max_seqlen_q": 2, "num_decodes": 2}, "max_seqlen_q: expected the longest of 2 sequences with 6 tokens, got 2"),
+    ({"max_seq_len": -1}, "max_seq_len: expected an int >= 0, got -1"),
+    ({"num_decodes": 3}, r"num_decodes: expected an int in \[0, 2\], got 3"),
+    ({"softmax_scale": 0.0}, "softmax_scale: expected a finite number > 0, got 0.0"),
+    ({"softcap": float("inf")}, "softcap: expected a finite number > 0, got inf"),
+    ({"sinks": zeros(4, dtype=torch.bfloat16)}, r"sinks: expected float32 \[4\], got bfloat16 \[4\]"),
+    ({"out": zeros(6, 4, 16, dtype=torch.bfloat16)}, r"out: expected float32 \[6, 4, 16\], got bfloat16"),
+    ({"lse": zeros(6, 4)}, r"lse: expected float32 \[4, 6\], got float32 \[6, 4\]"),
+    ({"workspace": zeros(4, 4)}, r"workspace: expected float32 \[\*\], got float32 \[4, 4\]"),
+    ({"impl": "cuda"}, "impl: expected 'triton', 'torch' or None, got 'cuda'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("changes, message", REFUSED, ids=[m[:40] for _, m in REFUSED])
+def test_attention_refuses(changes, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        paged_attention(**replaced(**changes))
+
+
+OF_VALUES = [
+    ("block_table", [[9999, 1], [0, 0]], r"block_table: expected ids in \[0, \d+\), got 9999"),
+    ("block_table", [[-3, 1], [0, 0]], r"block_table: expected ids in \[0, \d+\), got -3"),
+    ("cu_seqlens_q", [0, 4, 3], r"cu_seqlens_q: expected prefix sums from 0 to at most 6, got \[0, 4, 3\]"),
+    ("cu_seqlens_q", [0, 1, 7], r"cu_seqlens_q: expected prefix sums from 0 to at most 6, got \[0, 1, 7\]"),
+    ("cu_seqlens_q", [1, 2, 6], r"cu_seqlens_q: expected prefix sums from 0 to at most 6, got \[1, 2, 6\]"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, values, message", OF_VALUES)
+def test_the_torch_implementation_refuses_values(name, values, message):
+    """It reads them on the host anyway; without the check -3 would be a page counted from the end."""
+    wrong = torch.tensor(values, dtype=torch.int32, device=DEVICE)
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        paged_attention(**replaced(**{name: wrong}), impl="torch")
+
+
+def test_the_torch_implementation_refuses_slots_that_there_are_not():
+    pages, rows = zeros(3, 16, 2, 16), zeros(2, 2, 16)
+    slots = torch.tensor([-1, 48], device=DEVICE)
+    with pytest.raises(ValueError, match=r"^slot_mapping: expected ids in \[0, 48\), got 48$"):
+        write_kv(rows, rows, pages, pages.clone(), slots, impl="torch")
+
+
+def test_triton_on_a_cpu_is_refused_unless_interpreted():
+    code = "import torch; from quire.kernels import merge_partials; merge_partials(torch.zeros(1, 1, 1, 16), torch.zeros(1, 1, 1), impl='triton')"
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment
+    )
+    assert "NotImplementedError: impl: 'triton' is supported on GPUs" in done.stderr
+
+
+@pytest.mark.parametrize("max_seqlen_q, num_decodes", [(3, 2), (1, 1), (0, 0), (99, 2)])
+def test_lengths_that_the_host_cannot_refute(max_seqlen_q, num_decodes):
+    """Only where no prefill kernel would be launched must the sequences be able to hold all rows."""
+    paged_attention(**replaced(max_seqlen_q=max_seqlen_q, num_decodes=num_decodes, impl="torch"))
+
+
+@pytest.mark.parametrize("window", [0, -1, None, 2.5, True])
+def test_window_refuses(window):
+    with pytest.raises(ValueError, match=r"^sliding_window: expected an int >= 1, got"):
+        sliding_window_attention(**replaced(), sliding_window=window)
+
+
+def test_unsupported_head_dim_names_the_supported():
+    pages = zeros(9, 16, 2, 24)
+    message = r"k_pages: head_dim 24 is not one of \[16, 32, 64, 128, 256, 512\]"
+    arguments = replaced(q=zeros(6, 4, 24), k_pages=pages, v_pages=pages, k=None, v=None)
+    assert paged_attention(**arguments, impl="torch").shape == (6, 4, 24)
+    call = signature(paged_attention).bind(**arguments)
+    call.apply_defaults()
+    call.arguments.pop("impl")
+    with pytest.raises(NotImplementedError, match=message):
+        paged.attention({**call.arguments, "sliding_window": None})
+    with pytest.raises(NotImplementedError, match="partial_out: head_dim 24"):
+        merge_partials(zeros(2, 3, 4, 24), zeros(2, 4, 3))
+
+
+def test_pages_too_long_for_32_bits():
+    pages = torch.empty_strided((1, 2, 1, 16), (16, 2**30, 16, 1), device="meta")
+    rows = torch.zeros(1, 1, 16, device="meta")
+    with pytest.raises(ValueError, match=r"k_pages: expected pages of < 2\*\*31 elements"):
+        write_kv(rows, rows, pages, pages, torch.zeros(1, dtype=torch.int64, device="meta"))
+
+
+def test_another_device():
+    with pytest.raises(ValueError, match=r"^seq_lens: expected a tensor on .*, got one on meta"):
+        paged_attention(**replaced(seq_lens=torch.zeros(2, dtype=torch.int32, device="meta")))
+
+
+def test_write_kv_refuses():
+    pages = zeros(3, 16, 2, 16)
+    rows, slots = zeros(4, 2, 16), zeros(4, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"^slot_mapping: expected int64 \[4\], got int32 \[4\]"):
+        write_kv(rows, rows, pages, pages, slots.int())
+    with pytest.raises(ValueError, match=r"^k: expected \[\*, 2, 16\], got \[4, 1, 16\]"):
+        write_kv(rows[:, :1], rows[:, :1], pages, pages, slots)
+    with pytest.raises(ValueError, match=r"^v: expected float32 \[4, 2, 16\], got float16"):
+        write_kv(rows, rows.half(), pages, pages, slots)
+
+
+def test_merge_refuses():
+    with pytest.raises(
+        ValueError, match=r"^partial_lse: expected float32 \[2, 4, 3\], got float32 \[2, 3, 4\]"
+    ):
+        merge_partials(zeros(2, 3, 4, 16), zeros(2, 3, 4))
+    with pytest.raises(ValueError, match=r"^partial_out: num_parts: expected an int >= 1, got 0"):
+        merge_partials(zeros(0, 3, 4, 16), zeros(0, 4, 3))
+
+
+def test_importing_the_package_costs_neither_torch_nor_triton():
+    code = "import sys, quire.kernels; dir(quire.kernels); assert not {'torch', 'triton'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_public_names():
+    assert all(callable(getattr(quire.kernels, name)) for name in quire.kernels.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'flash_attention'"):
+        quire.kernels.flash_attention  # noqa: B018
+
+
+def test_the_torch_implementation_needs_no_triton():
+    code = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import torch\n"
+        "from quire.kernels import merge_partials\n"
+        "assert merge_partials(torch.ones(1, 1, 1, 16), torch.zeros(1, 1, 1)).eq(1).all()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,183 @@
+"""Pages of latents and index keys: which byte is what, exact quantisation, and what is refused."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.kernels import IndexPages, LatentPages, page_bytes
+from quire.kernels.common.latent_pages import dequantise, quantise
+from quire.kernels.latent_write import reference
+from tests.support.helpers import DEVICE, NAN
+
+POISON = 0xAB
+
+
+def byte_pages(num_pages, width, stride):
+    """[num_pages, width] uint8 with rows ``stride`` bytes apart, all of one value, and the memory that they are a view of."""
+    pool = torch.full((num_pages * stride,), POISON, dtype=torch.uint8, device=DEVICE)
+    return pool.as_strided((num_pages, width), (stride, 1)), pool
+
+
+def spread_rows(num_rows, dim, seed=0):
+    """Rows of bf16 numbers whose groups differ in size by many powers of two."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(num_rows, dim // 16, 16, generator=generator)
+    rows *= torch.exp2(torch.randint(-30, 20, (num_rows, dim // 16, 1), generator=generator))
+    rows[0, 0] = 0
+    return rows.flatten(1).to(DEVICE, torch.bfloat16)
+
+
+def test_page_sizes():
+    assert [page_bytes(64), page_bytes(2), page_bytes(64, 132)] == [37440, 1728, 8640]
+    assert page_bytes(72) == 72 * 584  # already a multiple of 576
+
+
+@pytest.mark.parametrize("num_rows", [64, 2, 1, 5])
+def test_latent_bytes(num_rows):
+    """Written bytes are the oracle's, nothing else of the memory changes, and reading gives the oracle's numbers."""
+    width = page_bytes(num_rows)
+    data, pool = byte_pages(4, width, width + 64)
+    expected, expected_pool = byte_pages(4, width, width + 64)
+    pages = LatentPages(data, num_rows)
+    rows = spread_rows(6, 512)
+    slots = torch.tensor([3 * num_rows, 0, -1, num_rows, 3 * num_rows - 1, -1], device=DEVICE)
+    if num_rows == 1:
+        slots[4] = -1  # the same slot as another
+    pages.write(slots, rows)
+    for row, slot in zip(rows, slots.tolist(), strict=True):
+        if slot >= 0:
+            reference.write_latent_bytes(expected, num_rows, slot, row)
+    assert pool.equal(expected_pool)
+    for dtype in (torch.float32, torch.bfloat16):
+        seen = pages.read(slots, dtype)
+        for got, row, slot in zip(seen, rows, slots.tolist(), strict=True):
+            body, scales = reference.latent_bytes(row)
+            want = reference.latent_values(body, scales) if slot >= 0 else [0.0] * 512
+            assert got.tolist() == want
+    assert pages.seen(rows)[slots >= 0].equal(pages.read(slots)[slots >= 0])
+
+
+@pytest.mark.parametrize("num_rows, dim", [(64, 128), (2, 128), (3, 16)])
+def test_index_bytes(num_rows, dim):
+    width = num_rows * (dim + 4)
+    data, pool = byte_pages(3, width, -(-width // 16) * 16)
+    expected, expected_pool = byte_pages(3, width, -(-width // 16) * 16)
+    pages = IndexPages(data, num_rows, dim)
+    rows = spread_rows(4, dim)
+    slots = torch.tensor([2 * num_rows, 1, -1, num_rows + 1], device=DEVICE)
+    pages.write(slots, rows)
+    for row, slot in zip(rows, slots.tolist(), strict=True):
+        if slot >= 0:
+            reference.write_index_bytes(expected, num_rows, slot, row)
+    assert pool.equal(expected_pool)
+    for got, row, slot in zip(pages.read(slots), rows, slots.tolist(), strict=True):
+        codes, exponent = reference.quantise(row.tolist())
+        want = [reference.e4m3_value(code) * 2.0**exponent for code in codes]
+        assert got.tolist() == (want if slot >= 0 else [0.0] * dim)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_plain_rows(dtype):
+    pool = torch.full((3, 7, 40), NAN, dtype=dtype, device=DEVICE)
+    rows = torch.randn(3, 16, device=DEVICE)
+    slots = torch.tensor([4, -1, 14], device=DEVICE)
+    for pages in (
+        LatentPages(pool[:, 1:6, :16], 5, 16, 8),
+        IndexPages(pool[:, 1:6, 16:32], 5, 16),
+    ):
+        pages.write(slots, rows)
+        assert pages.read(slots, dtype)[[0, 2]].equal(rows[[0, 2]].to(dtype))
+        assert not pages.read(slots)[1].any()
+    assert pool.isfinite().sum() == 2 * 2 * 16
+    assert pool[0, 5, :32].isfinite().all() and pool[2, 5, :32].isfinite().all()
+
+
+BF16_BITS = st.integers(0, 0xFFFF)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(BF16_BITS, min_size=16, max_size=16), st.integers(0, 0xFF))
+def test_quantise_any_bits(bits, exponent):
+    """Any bf16 numbers, infinities, NaN and subnormal ones too; half of them close to each other in size."""
+    bits = bits[:8] + [b & 0x803F | (exponent << 7 & 0x7F80) for b in bits[8:]]
+    row = torch.tensor(bits, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
+    codes, exponents = quantise(row[None], 16)
+    want_codes, want_exponent = reference.quantise(row.tolist())
+    # The sign of a NaN is nobody's.
+    nan = row.isnan()
+    assert exponents.tolist() == [[want_exponent]]
+    assert (codes[0] & 127)[nan].eq(127).all()
+    assert codes[0][~nan].tolist() == torch.tensor(want_codes)[~nan].tolist()
+
+
+def test_quantise_at_the_edges_of_a_scale():
+    """The largest value of a group at 448 * 2^k, one bf16 step above it and one below."""
+    at = torch.tensor([448.0 * 2.0**k for k in range(-20, 100)]).to(torch.bfloat16)
+    for step, extra in ((0, 0), (1, 1), (-1, 0)):
+        largest = (at.view(torch.int16) + step).view(torch.bfloat16)
+        _, exponents = quantise(torch.stack([largest, -largest / 3], 1), 2)
+        assert exponents[:, 0].tolist() == [k + extra for k in range(-20, 100)]
+    _, exponents = quantise(torch.tensor([[0.0], [1e-30], [1e-4]]), 1)
+    assert exponents[:, 0].tolist() == [math.ceil(math.log2(1e-4 / 448))] * 3
+
+
+def test_dequantise_is_exact():
+    codes = torch.arange(256, dtype=torch.uint8)
+    for exponent in (-22, 0, 100):
+        rows = dequantise(codes[None], torch.tensor([[exponent]]))[0]
+        want = torch.tensor([reference.e4m3_value(c) * 2.0**exponent for c in range(256)])
+        torch.testing.assert_close(rows, want, rtol=0, atol=0, equal_nan=True)
+        assert rows.to(torch.bfloat16).float().nan_to_num(0).equal(want.nan_to_num(0))
+
+
+def zeros(*shape, dtype=torch.bfloat16):
+    return torch.zeros(shape, dtype=dtype)
+
+
+def raw(*shape):
+    return zeros(*shape, dtype=torch.uint8)
+
+
+REFUSED = [
+    (lambda: LatentPages(zeros(3, 4), 4, 16, 8), r"data: expected bfloat16\|float16\|float32 \[\*, 4, 16\], got bfloat16 \[3, 4\]"),
+    (lambda: LatentPages(zeros(3, 5, 16), 4, 16, 8), r"data: expected .* \[\*, 4, 16\], got bfloat16 \[3, 5, 16\]"),
+    (lambda: LatentPages(zeros(3, 4, 16, dtype=torch.int8), 4, 16, 8), "data: expected .*, got int8"),
+    (lambda: LatentPages(None, 4, 16, 8), "data: expected .*, got NoneType"),
+    (lambda: LatentPages(zeros(3, 16, 4).transpose(1, 2), 4, 16, 8), r"data: expected stride 1 in the last dimension"),
+    (lambda: LatentPages(zeros(3, 4, 16), 0, 16, 8), "storage_block_size: expected an int >= 1, got 0"),
+    (lambda: LatentPages(zeros(3, 4, 16), 4, 16, 7), "rope_dim: expected an even number, got 7"),
+    (lambda: LatentPages(zeros(3, 4, 16), 4, 16, 18), r"rope_dim: expected an int in \[0, 16\], got 18"),
+    (lambda: LatentPages(raw(3, 2 * 584 - 1), 2), "data: expected pages of >= 1168 bytes, got 1167"),
+    (lambda: LatentPages(raw(3, 2, 584), 2), r"data: expected uint8 \[\*, \*\], got uint8 \[3, 2, 584\]"),
+    (lambda: LatentPages(raw(3, 1729), 2), "data: expected a page stride and offset that are multiples of 16 bytes, got 1729 and 0"),
+    (lambda: LatentPages(raw(3, 1744)[:, 8:], 2), "data: expected a page stride .*, got 1744 and 8"),
+    (lambda: IndexPages(zeros(3, 4, 32), 4, 16), r"data: expected .* \[\*, 4, 16\], got bfloat16 \[3, 4, 32\]"),
+    (lambda: IndexPages(raw(3, 79), 4, 16), "data: expected pages of >= 80 bytes, got 79"),
+    (lambda: IndexPages(raw(3, 81), 4, 16), "data: expected a page stride and offset"),
+    (lambda: page_bytes(0), "storage_block_size: expected an int >= 1, got 0"),
+    (lambda: page_bytes(4, 0), "row_bytes: expected an int >= 1, got 0"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("make, message", REFUSED, ids=[m[:50] for _, m in REFUSED])
+def test_refused(make, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        make()
+
+
+def test_unsupported():
+    with pytest.raises(NotImplementedError, match=r"^head_dim: 24 is not one of \[16, 32"):
+        LatentPages(zeros(3, 4, 24), 4, 24, 8)
+    with pytest.raises(NotImplementedError, match=r"^index_dim: 1024 is not one of"):
+        IndexPages(zeros(3, 4, 1024), 4, 1024)
+    with pytest.raises(NotImplementedError, match=r"quantised latents have head_dim 512 and rope"):
+        LatentPages(raw(3, 1728), 2, 32, 8)
+
+
+def test_pages_too_long_for_32_bits():
+    pages = torch.empty_strided((2, 2, 16), (16, 2**30, 1), device="meta")
+    with pytest.raises(ValueError, match=r"data: expected pages of < 2\*\*31 elements"):
+        LatentPages(pages, 2, 16, 8)

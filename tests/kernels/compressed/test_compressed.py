@@ -1,0 +1,319 @@
+"""``compressed_attention`` against the float64 oracle, both implementations, on batches full of poison."""
+
+import dataclasses
+import itertools
+import re
+
+import pytest
+import torch
+
+from quire.kernels import (
+    LatentPages,
+    compressed_attention,
+    compressed_attention_workspace_numel,
+    page_bytes,
+)
+from quire.kernels.common import launching
+from quire.kernels.common.tile_shapes import tile_heads
+from quire.kernels.compressed import call as compressed_call
+from quire.kernels.compressed import configs, flash_mla
+from quire.kernels.compressed import reference as reference_compressed
+from quire.kernels.compressed import triton_impl as compressed_triton
+from tests.support.helpers import DEVICE, NAN, NO_PAGE, assert_within_budget
+from tests.support.kernels.compressed_cases import Case, W, exactly, make_batch
+
+BF16, FP16 = torch.bfloat16, torch.float16
+IMPLS = ("triton", "torch")
+AROUND_W = [1, W - 1, W, W + 1, 3 * W]
+REAL = {"head_dim": 512, "rope_dim": 64, "dtype": BF16}
+FP8 = REAL | {"fp8": True}
+
+CASES = [
+    Case("window-decode-around-w", AROUND_W, [1] * 5),
+    Case("window-decode-pages-only", AROUND_W, [1] * 5, fresh=False),
+    Case("window-decode-linear-table", [30, 7], [1, 1], ring=False, turned=False, sinks=False),
+    Case("window-decode-ring-wrapped", [18, 19, 90], [1, 1, 2], num_decodes=3),
+    Case("window-1", [1, 9, 2], [1, 5, 2], sliding_window=1),
+    Case("window-prefill-around-w", AROUND_W, AROUND_W),
+    Case("window-prefill-chunk-ring", [30, 9, 61, 20], [11, 9, 5, 3]),
+    Case("window-prefill-chunk-pages-only", [30, 61], [11, 5], fresh=False),
+    Case("window-prefill-several-token-tiles", [45], [40], num_heads=3, rows=16),
+    Case("window-padding", [2, 20], [5, 3]),
+    Case("empty-sequences", [0, 20, 0, 5], [1, 1, 0, 1], ratio=4),
+    Case("empty-sequences-pages-only", [0, 0], [1, 1], ratio=4, topk=4, fresh=False),
+    Case("hca-decode-around-a-closing-entry", [3, 4, 5, 7, 8, 9, 31, 32, 33], [1] * 9, ratio=4),
+    Case("hca-decode-pages-of-2", [40, 17], [1, 1], ratio=4, entry_rows=2, fresh=False),
+    Case("hca-decode-speculative", [40, 9, 21], [3, 3, 3], ratio=4, num_decodes=3),
+    Case("hca-prefill-first", [3, 4, 8, 33], [3, 4, 8, 33], ratio=4),
+    Case("hca-prefill-chunk", [41, 20, 9], [17, 20, 1], ratio=8, entry_rows=2, num_heads=3),
+    Case("hca-prefill-pages-only", [41, 20], [17, 20], ratio=4, fresh=False),
+    Case("hca-prefill-ratio-128", [300], [4], ratio=128, entry_rows=2),
+    Case("hca-padding", [2, 20], [5, 3], ratio=1),
+    Case("hca-scale", [40], [2], ratio=4, softmax_scale=1.0),
+    Case("csa-decode", [60, 9, 3, 4], [1] * 4, ratio=4, topk=6),
+    Case("csa-decode-no-lens", [60, 9, 3, 4], [1] * 4, ratio=4, topk=6, lens=False, fresh=False),
+    Case("csa-decode-all-visible", [25, 27], [1, 1], ratio=4, topk=16, scattered=False),
+    Case("csa-decode-speculative", [60, 9], [3, 3], ratio=4, topk=20, num_decodes=2),
+    Case("csa-prefill-chunk", [41, 5, 1], [3, 5, 1], ratio=4, topk=6),
+    Case("csa-prefill-pages-of-2", [41], [6], ratio=4, topk=5, entry_rows=2, fresh=False),
+    Case("csa-topk-1", [41, 3], [2, 3], ratio=4, topk=1, scattered=False),
+    Case("mixed-hca", [40, 9, 50, 9], [1, 1, 10, 9], ratio=4, num_decodes=2),
+    Case("mixed-csa", [40, 9, 30], [1, 1, 6], ratio=4, topk=6, num_decodes=2),
+    Case("mixed-long-decode", [30, 9, 20], [7, 1, 6], ratio=4, num_decodes=2),
+    Case("split-hca", [1100], [1], ratio=4, entry_rows=64, num_sms=9),
+    Case("split-hca-ragged", [3, 1100, 0, 1600, 9], [1, 2, 1, 1, 1], ratio=4, entry_rows=64, num_decodes=5, num_sms=9),
+    Case("split-hca-across-sequences", [1100] * 3, [1] * 3, ratio=4, entry_rows=64, num_decodes=3, num_sms=2),
+    Case("split-hca-two-head-tiles", [600], [1], ratio=2, num_heads=18, fresh=False, num_sms=7),
+    Case("split-csa", [1300], [1], ratio=4, topk=270, entry_rows=64, num_sms=3),
+    Case("split-csa-speculative", [1300, 9], [2, 2], ratio=4, topk=270, num_decodes=2, entry_rows=64, num_sms=9),
+    Case("split-window", [300], [1], sliding_window=270, rows=16, num_sms=5),
+    Case("split-fp8-fresh", [600], [2], ratio=2, num_decodes=1, entry_rows=2, num_sms=4, **FP8),
+    Case("split-bf16", [1400], [1], ratio=2, num_heads=33, dtype=BF16, num_sms=3),
+    Case("whole-max-seq-len", [900], [1], ratio=4, max_seq_len=900),
+    Case("million-hca", [2**20, 2**20 - 1], [2, 1], ratio=2**17, num_decodes=1),
+    Case("million-csa", [2**20, 2**20 - 1, 2**20 - 4], [1, 1, 1], ratio=4, topk=12, entry_rows=64, ring=False),
+    Case("million-window-prefill", [2**20], [9], rows=64),
+    Case("bf16-heads-8", [40, 9], [1, 1], ratio=4, dtype=BF16, num_heads=8),
+    Case("bf16-heads-16-csa", [40], [3], ratio=4, topk=5, dtype=BF16, num_heads=16, head_dim=32),
+    Case("bf16-heads-64", [40, 30], [1, 2], ratio=4, dtype=BF16, num_heads=64, num_decodes=1),
+    Case("bf16-heads-128-csa", [40], [2], ratio=4, topk=5, dtype=BF16, num_heads=128),
+    Case("bf16-heads-24-prefill", [40], [9], ratio=4, dtype=BF16, num_heads=24),
+    Case("bf16-heads-80-prefill", [20], [3], ratio=4, dtype=BF16, num_heads=80),
+    Case("fp16-heads-5", [40, 20], [1, 9], ratio=4, dtype=FP16, num_heads=5, num_decodes=1),
+    Case("real-decode", [200, 140], [1, 1], ratio=4, topk=16, rows=64, entry_rows=64, sliding_window=128, num_heads=8, **REAL),
+    Case("real-prefill-hca", [270], [3], ratio=128, rows=64, entry_rows=2, sliding_window=128, num_heads=32, **REAL),
+    Case("real-fp32", [40], [2], ratio=4, topk=6, head_dim=512, rope_dim=64, num_heads=3),
+    Case("fp8-window-decode", [200, 3], [1, 1], rows=64, sliding_window=128, fresh=False, **FP8),
+    Case("fp8-hca-decode", [300], [1], ratio=128, rows=64, entry_rows=2, sliding_window=128, num_heads=16, fresh=False, **FP8),
+    Case("fp8-hca-decode-fresh", [80, 1], [1, 1], ratio=8, rows=64, entry_rows=2, num_heads=8, **FP8),
+    Case("fp8-csa-decode", [200], [1], ratio=4, topk=20, rows=64, entry_rows=64, num_heads=20, fresh=False, **FP8),
+    Case("fp8-csa-decode-64", [90], [1], ratio=4, topk=9, rows=64, entry_rows=64, num_heads=64, **FP8),
+    Case("fp8-prefill-chunk", [70, 9], [20, 9], ratio=8, rows=64, entry_rows=2, **FP8),
+    Case("fp8-csa-prefill-fp32-queries", [40], [3], ratio=4, topk=5, **(FP8 | {"dtype": torch.float32})),
+]  # fmt: skip
+
+
+def attend(batch, impl, **more):
+    return compressed_attention(**batch, impl=impl, **more)
+
+
+def attend_split(batch, num_sms, lse):
+    """The kernels as they are launched for ``num_sms`` multiprocessors; work must have been cut."""
+    head_dim = batch["q"].shape[2]
+    numel = compressed_attention_workspace_numel(head_dim=head_dim, num_sms=num_sms)
+    workspace = torch.full((numel,), NAN, device=DEVICE)
+    call = compressed_call.check(**batch, out=None, lse=lse, workspace=workspace)
+    attention, merge = compressed_triton.prepare(call, launching.arch_and_sms(call.q)[0], num_sms)
+    attention.run()
+    parts = workspace[attention.arguments["first_lse"] :].isfinite().sum().item()
+    assert parts >= 2 * call.q.shape[1]
+    merge.run()
+    return call.out
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_against_float64(case):
+    batch = make_batch(case)
+    exact, exact_lse = exactly(batch)
+    for impl in IMPLS:
+        lse = torch.full(exact_lse.shape, NAN, device=DEVICE)
+        if impl == "triton" and case.num_sms is not None:
+            out = attend_split(batch, case.num_sms, lse)
+        else:
+            out = attend(batch, impl, lse=lse)
+        assert out.dtype == case.dtype
+        assert_within_budget(f"{impl} out", out.cpu(), exact)
+        assert_within_budget(f"{impl} lse", lse.cpu(), exact_lse)
+
+
+@pytest.mark.parametrize("num_heads, q_lens", [(20, [2, 1]), (20, [1, 1])])
+def test_divided_scores_below_hopper(num_heads, q_lens, monkeypatch):
+    monkeypatch.setattr(compressed_triton, "arch_and_sms", lambda _: (80, 2))
+    case = Case("", [150, 40], q_lens, ratio=4, topk=6, num_heads=num_heads, **REAL)
+    batch = make_batch(case)
+    exact, _ = exactly(batch)
+    assert_within_budget("out", attend(batch, "triton").cpu(), exact)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
+def test_infinite_sinks(impl, split):
+    case = Case("", [540 if split else 21], [1], ratio=2, sinks=False, num_heads=3)
+    batch = make_batch(case)
+    batch["sinks"] = torch.tensor([float("inf"), -float("inf"), 0.0], device=DEVICE)
+    exact, exact_lse = exactly(batch)
+    lse = torch.full((3, 1), NAN, device=DEVICE)
+    out = attend(batch, impl, lse=lse)
+    assert not out[:, 0].any()
+    assert_within_budget("out", out.cpu(), exact)
+    assert_within_budget("lse", lse.cpu(), exact_lse)
+
+
+@pytest.mark.parametrize("name", ["window_table", "compressed_table"])
+@pytest.mark.parametrize("page", [-1, 9999])
+def test_the_torch_implementation_refuses_pages_that_there_are_not(name, page):
+    batch = make_batch(Case("", [21], [1], ratio=2))
+    batch[name] = torch.full_like(batch[name], page)
+    with pytest.raises(ValueError, match=rf"^{name}: expected ids in \[0, \d+\), got {page}$"):
+        attend(batch, "torch")
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_given_memory_is_filled_and_nothing_else(impl):
+    batch = make_batch(Case("", [700, 9], [1, 3], ratio=2, num_decodes=1))
+    expected = attend(batch, impl)
+    strided = torch.full((4, 5, 16), NAN, device=DEVICE)
+    workspace = torch.full((10**5,), NAN, device=DEVICE)
+    assert attend(batch, impl, out=strided[:, 1:3], workspace=workspace).equal(expected)
+    assert strided[:, [0, 3, 4]].isnan().all()
+
+
+@pytest.mark.parametrize("case, split", [
+    (Case("hca", [1104], [1], ratio=4), True),
+    (Case("hca-short", [500], [1], ratio=4), False),
+    (Case("csa", [1200], [1], ratio=4, topk=280), True),
+    (Case("csa-batch", [1200, 9], [1, 1], ratio=4, topk=280), None),
+    (Case("window", [900], [1]), None),
+    (Case("max-seq-len", [400], [1], ratio=2, max_seq_len=400), None),
+], ids=lambda x: getattr(x, "name", ""))  # fmt: skip
+def test_work_is_cut_only_where_it_pays(case, split):
+    """None: the host knows already that nothing is cut, and launches no merge. The workspace suffices in any case."""
+    batch = make_batch(case)
+    sms = torch.cuda.get_device_properties(0).multi_processor_count if DEVICE == "cuda" else 2
+    numel = compressed_attention_workspace_numel(head_dim=16, num_sms=sms)
+    workspace = torch.full((numel,), NAN, device=DEVICE)
+    attend(batch, "triton", workspace=workspace)
+    assert workspace.isnan().all() == (not split)
+    if split is not None:
+        with pytest.raises(
+            ValueError, match=r"workspace: expected float32 \[>= \d+\], got float32 \[9\]"
+        ):
+            attend(batch, "triton", workspace=workspace[:9])
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("topk", [None, 4])
+def test_the_result_does_not_depend_on_who_counts_as_decode(impl, topk):
+    case = Case("", [30, 9, 23], [2, 1, 3], ratio=4, topk=topk)
+    batch = make_batch(case)
+    exact, _ = exactly(batch)
+    for num_decodes in (0, 1, 3):
+        out = attend(batch | {"num_decodes": num_decodes}, impl)
+        assert_within_budget("out", out.cpu(), exact)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_fresh_rows_are_cached_rows(impl):
+    """Bit for bit the same, whether the step's rows come beside the pages or were written to them before."""
+    case = Case("", [40, 9], [6, 1], ratio=4, rows=4, ring=False, dtype=BF16)
+    batch = make_batch(case)
+    expected = attend(batch, impl)
+    pages, table, cu = batch["window_pages"], batch["window_table"].clone(), [0, 6, 7]
+    data = torch.cat([pages.data, torch.full_like(pages.data[:8], NAN)])
+    spare = pages.data.shape[0]
+    for s, (seq_len, q_len) in enumerate(zip(case.seq_lens, case.q_lens, strict=True)):
+        for i in range(q_len):
+            j = seq_len - q_len + i
+            if table[s, j // 4] == NO_PAGE:
+                table[s, j // 4], spare = spare, spare + 1
+            data[table[s, j // 4], j % 4] = batch["kv"][cu[s] + i]
+    pages = dataclasses.replace(pages, data=data)
+    written = batch | {"kv": None, "window_pages": pages, "window_table": table}
+    assert attend(written, impl).equal(expected)
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_quantised_rows_are_read_exactly(arch):
+    """A query that sees one key gets its row: every code with every scale that a finite bf16 number can have."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    codes = torch.where(codes % 128 == 127, 0, codes)  # without NaN
+    exponents = torch.tensor([10, 60, 105, 127, 134, 200, 246], dtype=torch.uint8)
+    rows = 16
+    data = torch.full((2, page_bytes(rows)), 255, dtype=torch.uint8)
+    for row in range(rows):
+        data[1, row * 576 : row * 576 + 448] = codes.roll(37 * row).repeat(2)[:448]
+        data[1, row * 576 + 448 : row * 576 + 576] = torch.randn(64).bfloat16().view(torch.uint8)
+        data[1, rows * 576 + row * 8 :][:7] = exponents.roll(row)
+    pages = LatentPages(data.to(DEVICE), rows)
+    q = torch.zeros(rows, 1, 512, dtype=BF16, device=DEVICE)
+    slots = torch.arange(rows, dtype=torch.int32, device=DEVICE)[:, None] + rows
+    call = flash_mla.slots_call(
+        q,
+        (pages, slots, None),
+        None,
+        sinks=None,
+        softmax_scale=None,
+        out=None,
+        lse=None,
+        workspace=None,
+    )
+    for launch in compressed_triton.prepare(call, arch, 2):
+        launch.run()
+    expected = torch.stack([reference_compressed.read_row(pages, 1, row) for row in range(rows)])
+    assert call.out[:, 0].double().equal(expected.to(BF16).double())
+
+
+@pytest.mark.parametrize("num_heads", [1, 5, 8, 16, 24, 64, 65, 80, 128])
+def test_the_stated_workspace_suffices(num_heads):
+    """Whatever the batch, the format, the architecture and the lengths are."""
+    for arch, fp8, picked in itertools.product(
+        (80, 86, 90, 100, 120), (False, True), (False, True)
+    ):
+        for decode_tokens, num_decodes, num_sms in itertools.product(
+            (1, 3, 9), (1, 300), (1, 7, 132)
+        ):
+            rows = configs.tile_rows(num_heads, 1 if picked else decode_tokens)
+            config = configs.select_config(512, 2, fp8, arch, rows=rows)
+            assert config.block_m <= rows
+            block_q, _, head_tiles = tile_heads(num_heads, config.block_m)
+            block_q = 1 if picked else block_q
+            sizes = {
+                "num_decodes": num_decodes, "seq_tiles": -(-decode_tokens // block_q), "block_q": block_q, "block_m": config.block_m,
+                "num_heads": num_heads, "head_tiles": head_tiles, "head_dim": 512, "num_sms": num_sms,
+            }  # fmt: skip
+            plan = configs.plan_decode(**sizes, max_keys=640 if picked else None, bounded=picked)
+            assert plan.workspace_numel <= compressed_attention_workspace_numel(
+                head_dim=512, num_sms=num_sms
+            )
+
+
+ARGUMENTS = {
+    "q": (lambda b: b["q"].double(), ValueError, "q: expected bfloat16|float16|float32"),
+    "window_pages": (lambda b: b["window_pages"].data, ValueError, "window_pages: expected LatentPages, got Tensor"),
+    "compressed_pages": (lambda b: None, ValueError, "compressed_pages: expected compressed_pages, compressed_table and compress_ratio together"),
+    "window_table": (lambda b: b["window_table"].long(), ValueError, "window_table: expected int32"),
+    "seq_lens": (lambda b: b["seq_lens"][:1], ValueError, "cu_seqlens_q: expected int32 [2], got int32 [3]"),
+    "kv": (lambda b: b["kv"][:1], ValueError, "kv: expected float32 [2, 16], got float32 [1, 16]"),
+    "compress_ratio": (lambda b: 0, ValueError, "compress_ratio: expected an int in [1, 1073741824], got 0"),
+    "topk_indices": (lambda b: b["topk_indices"].long(), ValueError, "topk_indices: expected int32 [2, *]"),
+    "topk_lens": (lambda b: b["topk_lens"][:1], ValueError, "topk_lens: expected int32 [2], got int32 [1]"),
+    "sinks": (lambda b: b["sinks"].half(), ValueError, "sinks: expected float32 [2], got float16 [2]"),
+    "cos_sin": (lambda b: b["cos_sin"][:, :2], ValueError, "cos_sin: expected float32 [*, 4]"),
+    "sliding_window": (lambda b: 0, ValueError, "sliding_window: expected an int >= 1, got 0"),
+    "max_seqlen_q": (lambda b: 0, ValueError, "max_seqlen_q: expected the longest of 2 sequences with 2 tokens, got 0"),
+    "softmax_scale": (lambda b: -1.0, ValueError, "softmax_scale: expected a finite number > 0, got -1.0"),
+    "num_decodes": (lambda b: 3, ValueError, "num_decodes: expected an int in [0, 2], got 3"),
+    "out": (lambda b: b["q"][:1], ValueError, "out: expected float32 [2, 2, 16], got float32 [1, 2, 16]"),
+    "lse": (lambda b: b["q"][0], ValueError, "lse: expected float32 [2, 2], got float32 [2, 16]"),
+    "impl": (lambda b: "cuda", ValueError, "impl: expected 'triton', 'torch' or None, got 'cuda'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_a_wrong_argument_is_named(name):
+    batch = make_batch(Case("", [40, 9], [1, 1], ratio=4, topk=4))
+    value, error, text = ARGUMENTS[name]
+    with pytest.raises(error, match=re.escape(text)):
+        compressed_attention(**(batch | {name: value(batch)}))
+
+
+def test_what_is_not_supported_says_so():
+    batch = make_batch(Case("", [4], [1], ratio=4, fresh=False, rows=2, **FP8))
+    plain = make_batch(Case("", [4], [1], ratio=4, fresh=False, **REAL))
+    with pytest.raises(NotImplementedError, match="quantised and plain pages in one call"):
+        compressed_attention(**(batch | {"compressed_pages": plain["compressed_pages"]}))
+    with pytest.raises(NotImplementedError, match="float16 with quantised pages"):
+        compressed_attention(**(batch | {"q": batch["q"].half()}))
+    odd = make_batch(Case("", [4], [1], rope_dim=6))
+    with pytest.raises(NotImplementedError, match="rope_dim 6 is not a power of two"):
+        compressed_attention(**odd)

@@ -1,0 +1,182 @@
+"""FlashMLA's calling convention: the same numbers as an oracle over its lists, and as ``compressed_attention`` over the tables behind them."""
+
+import re
+
+import pytest
+import torch
+
+from quire.bench.common.bounds import bounding
+from quire.kernels import LatentPages, compressed_attention, flash_mla_with_kvcache
+from quire.kernels.common.latent_pages import page_bytes
+from quire.kernels.compressed import reference as reference_compressed
+from tests.support.helpers import DEVICE, NAN, assert_within_budget
+
+BF16 = torch.bfloat16
+IMPLS = ("triton", "torch")
+
+
+def fp8_cache(num_blocks, block_size, rows, generator):
+    """FlashMLA's cache tensor, all bytes 255 but for the physical ``rows``; blocks lie 64 bytes into those of a larger pool."""
+    stride = page_bytes(block_size) + 576
+    pool = torch.full((num_blocks, stride), 255, dtype=torch.uint8)
+    data = pool[:, 64:]
+    for slot in rows:
+        block, row = slot // block_size, slot % block_size
+        codes = torch.randint(0, 127, (448,), generator=generator, dtype=torch.uint8)
+        data[block, row * 576 : row * 576 + 448] = codes
+        rope = torch.randn(64, generator=generator).bfloat16()
+        data[block, row * 576 + 448 : row * 576 + 576] = rope.view(torch.uint8)
+        scales = torch.randint(113, 121, (8,), generator=generator, dtype=torch.uint8)
+        data[block, block_size * 576 + row * 8 :][:8] = scales
+    pool = pool.to(DEVICE)
+    cache = pool.as_strided((num_blocks, block_size, 1, 584), (stride, 584, 584, 1), 64)
+    return cache, LatentPages(pool[:, 64:], block_size)
+
+
+def bf16_cache(num_blocks, block_size, rows, generator):
+    data = torch.full((num_blocks, block_size, 512), NAN, dtype=BF16)
+    for slot in rows:
+        data[slot // block_size, slot % block_size] = torch.randn(
+            512, generator=generator
+        ).bfloat16()
+    data = data.to(DEVICE)
+    return data.unsqueeze(2), LatentPages(data, block_size)
+
+
+def make_call(fp8=True, num_heads=3, batch=2, seq_len_q=1, lens=True, extra=True, sink=True):
+    """Arguments, and the same as lists for the oracle."""
+    generator = torch.Generator().manual_seed(7)
+    make = fp8_cache if fp8 else bf16_cache
+
+    def slots(width, num_slots):
+        """Physical rows in any order, -1 in the middle, and rows that do not exist past the length."""
+        rows = (
+            torch.rand(batch, seq_len_q, num_slots, generator=generator)
+            .argsort(-1)[..., :width]
+            .int()
+        )
+        rows[..., 1] = -1
+        length = torch.randint(2, width, (batch,), generator=generator, dtype=torch.int32)
+        if lens:
+            past = torch.arange(width) >= length[:, None, None]
+            rows = torch.where(past, 2**30, rows)
+        named = {x for x in rows.flatten().tolist() if 0 <= x < num_slots}
+        return rows.to(DEVICE), length.to(DEVICE) if lens else None, named
+
+    rows, length, named = slots(9, 3 * 64)
+    cache, pages = make(3, 64, named, generator)
+    q = torch.randn(batch, seq_len_q, num_heads, 512, generator=generator).bfloat16().to(DEVICE)
+    arguments = {
+        "q": q, "k_cache": cache, "block_table": None, "cache_seqlens": None, "head_dim_v": 512, "is_fp8_kvcache": fp8,
+        "indices": rows, "topk_length": length,
+        "attn_sink": torch.randn(num_heads, generator=generator).to(DEVICE) if sink else None,
+    }  # fmt: skip
+    lists = [(pages, rows, length)]
+    if extra:
+        rows, length, named = slots(20, 40 * 2)
+        cache, pages = make(40, 2, named, generator)
+        arguments |= {
+            "extra_k_cache": cache,
+            "extra_indices_in_kvcache": rows,
+            "extra_topk_length": length,
+        }
+        lists.append((pages, rows, length))
+    return arguments, lists
+
+
+def exactly(arguments, lists):
+    """Output and lse of the oracle with bounds."""
+    with bounding(weights=arguments["q"].dtype):
+        return _exactly(arguments, lists)
+
+
+def _exactly(arguments, lists):
+    q = arguments["q"].flatten(0, 1).cpu()
+    times = arguments["q"].shape[1]
+    sinks = arguments["attn_sink"]
+    return reference_compressed.slots_attention(
+        q,
+        [
+            (pages, rows.flatten(0, 1), None if n is None else n.repeat_interleave(times))
+            for pages, rows, n in lists
+        ],
+        softmax_scale=512**-0.5,
+        sinks=None if sinks is None else sinks.cpu(),
+        dtype=torch.float64,
+    )
+
+
+@pytest.mark.parametrize("options", [
+    {},
+    {"num_heads": 16, "seq_len_q": 2, "batch": 1},
+    {"num_heads": 64, "batch": 1},
+    {"fp8": False, "lens": False},
+    {"extra": False, "sink": False, "seq_len_q": 2},
+], ids=str)  # fmt: skip
+def test_against_float64(options):
+    arguments, lists = make_call(**options)
+    exact, exact_lse = exactly(arguments, lists)
+    batch, seq_len_q, num_heads = arguments["q"].shape[:3]
+    for impl in IMPLS:
+        out, lse = flash_mla_with_kvcache(**arguments, impl=impl)
+        assert out.shape == arguments["q"].shape and lse.shape == (batch, num_heads, seq_len_q)
+        assert_within_budget(f"{impl} out", out.flatten(0, 1).cpu(), exact)
+        lse = lse.transpose(0, 1).flatten(1).cpu()
+        assert_within_budget(f"{impl} lse", lse, exact_lse)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_query_without_keys(impl):
+    """FlashMLA's convention: output 0, lse +inf."""
+    arguments, _ = make_call()
+    arguments["topk_length"][0] = 0
+    arguments["extra_indices_in_kvcache"][0] = -1
+    out, lse = flash_mla_with_kvcache(**arguments, impl=impl)
+    assert not out[0].any() and (lse[0] == torch.inf).all()
+    assert out[1].any() and lse[1].isfinite().all()
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_the_same_as_compressed_attention(impl):
+    """Window and picks of a decode step, resolved to physical rows as an engine does it."""
+    generator = torch.Generator().manual_seed(3)
+    window, entries = torch.randn(2, 6, 8, 512, generator=generator).bfloat16().to(DEVICE)
+    table = torch.tensor([[4, 1, 0], [2, 5, 3]], dtype=torch.int32, device=DEVICE)
+    picks = torch.tensor([[4, 0, -1, 2], [3, -1, 1, -1]], dtype=torch.int32, device=DEVICE)
+    seq_lens = torch.tensor([21, 17], dtype=torch.int32, device=DEVICE)
+    q = torch.randn(2, 1, 4, 512, generator=generator).bfloat16().to(DEVICE)
+    sinks = torch.randn(4, generator=generator).to(DEVICE)
+    lse = torch.full((4, 2), NAN, device=DEVICE)
+    expected = compressed_attention(
+        q[:, 0], LatentPages(window, 8), table, seq_lens, torch.tensor([0, 1, 2], dtype=torch.int32, device=DEVICE),
+        sliding_window=8, max_seqlen_q=1, compressed_pages=LatentPages(entries, 8), compressed_table=table, compress_ratio=4,
+        topk_indices=picks, sinks=sinks, lse=lse, impl=impl,
+    )  # fmt: skip
+    position = seq_lens[:, None] - 8 + torch.arange(8, device=DEVICE)
+    slots = table.gather(1, position // 8) * 8 + position % 8
+    extra = torch.where(picks >= 0, table.gather(1, picks.long().clamp(0) // 8) * 8 + picks % 8, -1)
+    given = torch.full((4, 3), NAN, device=DEVICE)
+    out, other = flash_mla_with_kvcache(
+        q, window.unsqueeze(2), None, None, 512, indices=slots.int()[:, None], attn_sink=sinks,
+        extra_k_cache=entries.unsqueeze(2), extra_indices_in_kvcache=extra.int()[:, None], lse=given[:, :2], impl=impl,
+    )  # fmt: skip
+    assert out[:, 0].equal(expected)
+    assert other[..., 0].T.equal(lse) and given[:, :2].equal(lse) and given[:, 2].isnan().all()
+
+
+@pytest.mark.parametrize("change, error, text", [
+    ({"indices": None}, NotImplementedError, "dense attention is not supported here"),
+    ({"causal": True}, NotImplementedError, "dense attention is not supported here"),
+    ({"head_dim_v": 448}, NotImplementedError, "head_dim_v: 448 is not 512"),
+    ({"num_splits": torch.zeros(1)}, ValueError, "num_splits: expected None, got Tensor"),
+    ({"extra_k_cache": None}, ValueError, "extra_k_cache: expected extra_k_cache and extra_indices_in_kvcache"),
+    ({"is_fp8_kvcache": False}, ValueError, "k_cache: expected bfloat16|float16|float32 [*, *, 1, 512], got uint8"),
+    ({"topk_length": torch.zeros(3, dtype=torch.int32)}, ValueError, "topk_length: expected int32 [2], got int32 [3]"),
+    ({"lse": torch.zeros(2, 3)}, ValueError, "lse: expected float32 [3, 2], got float32 [2, 3]"),
+    ({"extra_indices_in_kvcache": torch.zeros(2, 2, 3, dtype=torch.int32)}, ValueError, "extra_indices_in_kvcache: expected int32 [2, 1, *]"),
+])  # fmt: skip
+def test_a_wrong_argument_is_named(change, error, text):
+    arguments, _ = make_call()
+    change = {k: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for k, v in change.items()}
+    with pytest.raises(error, match=re.escape(text)):
+        flash_mla_with_kvcache(**(arguments | change))

@@ -1,0 +1,447 @@
+"""compress, both implementations, against the entries of whole sequences: steps cut anywhere, ragged batches, drafts taken back."""
+
+import dataclasses
+from collections.abc import Sequence
+from itertools import accumulate
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.bench.common.bounds import bounding
+from quire.kernels import IndexPages, LatentPages, compress, page_bytes
+from quire.kernels.compressor import reference
+from quire.kernels.compressor import triton_impl as compress_triton
+from quire.kernels.compressor.call import CompressCall
+from tests.support.helpers import DEVICE, NAN, assert_within_budget
+from tests.support.kernels.quantised import assert_quantised
+
+IMPLS = pytest.mark.parametrize("impl", ["triton", "torch"])
+# A slot that no pool has, for tokens that close nothing; its address does not wrap around to one that exists.
+NO_SLOT = 2**45
+POISON = 0xAB
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Sequences and how their tokens come.
+
+    steps: for each step the new tokens of each sequence.
+    start: position of the first token that comes in a step; the rows before it lie in the ring already.
+    slack: rows of the ring beyond those that a window needs.
+    pages: dtype of the pages, torch.uint8 for the quantised ones; index: pages of index keys.
+    """
+
+    steps: Sequence[Sequence[int]]
+    ratio: int = 4
+    overlap: bool = True
+    start: int = 0
+    slack: int = 0
+    dim: int = 16
+    rope_dim: int = 8
+    dtype: torch.dtype = torch.float32
+    pages: torch.dtype = torch.float32
+    index: bool = False
+    block_size: int = 3
+    gate_size: float = 1.0
+
+    @property
+    def channels(self) -> int:
+        return self.dim * (1 + self.overlap)
+
+    @property
+    def needed(self) -> int:
+        """Rows before a token that the window which it closes pools."""
+        return self.ratio * (1 + self.overlap) - 1
+
+    @property
+    def ring(self) -> int:
+        return max(1, self.needed + self.slack)
+
+
+class Run:
+    """The tensors of a case; all that is not part of it is poison."""
+
+    def __init__(self, case, seed=0):
+        self.case = case
+        generator = torch.Generator().manual_seed(seed)
+
+        def normal(*shape):
+            return torch.randn(shape, generator=generator).to(DEVICE)
+
+        num_seqs, c = len(case.steps[0]), case.channels
+        self.lengths = [case.start + sum(step[s] for step in case.steps) for s in range(num_seqs)]
+        # Rows behind the ring's reach are poison too: nothing may look at them.
+        self.first = max(0, case.start - case.ring)
+        span = max(self.lengths) - self.first
+        self.kv = normal(num_seqs, span, c).to(case.dtype)
+        self.gate = (normal(num_seqs, span, c) * case.gate_size).to(case.dtype)
+        self.ape = normal(case.ratio, c)
+        self.norm_weight = 1 + 0.3 * normal(case.dim)
+        self.cos_sin = torch.full((max(self.lengths) + 1, case.rope_dim), NAN, device=DEVICE)
+        starts = torch.arange(self.first // case.ratio, max(self.lengths) // case.ratio + 1)
+        starts = (starts * case.ratio).to(DEVICE)
+        angle = starts[:, None] * torch.tensor(
+            [0.3**i for i in range(case.rope_dim // 2)], device=DEVICE
+        )
+        self.cos_sin[starts] = torch.cat([angle.cos(), angle.sin()], 1)
+
+        order = torch.randperm(num_seqs + 2, generator=generator)
+        self.state_index = order[:num_seqs].to(DEVICE, torch.int32)
+        pool = torch.full((num_seqs + 2, case.ring + 1, 2, c + 5), NAN, device=DEVICE)
+        self.state = pool[:, 1:, :, 5:]
+        for s in range(num_seqs):
+            for position in range(self.first, case.start):
+                self.state[order[s], position % case.ring] = self.row(s, position)
+
+        blocks = max(self.lengths) // case.ratio // case.block_size + 1
+        self.table = torch.randperm(num_seqs * blocks + 2, generator=generator)
+        self.table = self.table[: num_seqs * blocks].view(num_seqs, blocks)
+        self.pages = make_pages(case, num_seqs * blocks + 2)
+
+    def row(self, s, position):
+        """What the ring holds of a token: kv, and gate + ape, in fp32."""
+        i = position - self.first
+        gate = self.gate[s, i].float() + self.ape[position % self.case.ratio]
+        return torch.stack([self.kv[s, i].float(), gate])
+
+    def slot(self, s, w):
+        """Where entry w of sequence s goes."""
+        page = self.table[s, w // self.case.block_size].item()
+        return page * self.case.block_size + w % self.case.block_size
+
+    def arguments(self, contexts, new, kv=None, gate=None):
+        """Keyword arguments of a step over the tokens contexts[s] .. contexts[s] + new[s] - 1; kv, gate: lists of other rows than the case's."""
+        case = self.case
+        total = sum(new)
+        # As a model has them: side by side in one projection, with rows of other steps behind them.
+        rows = torch.full((total + 2, 2, case.channels), NAN, dtype=case.dtype, device=DEVICE)
+        slots = torch.full((total + 2,), NO_SLOT, dtype=torch.int64)
+        at = 0
+        for s, (context, count) in enumerate(zip(contexts, new, strict=True)):
+            window = slice(context - self.first, context - self.first + count)
+            rows[at : at + count, 0] = self.kv[s, window] if kv is None else kv[s]
+            rows[at : at + count, 1] = self.gate[s, window] if gate is None else gate[s]
+            for i in range(count):
+                if (context + i + 1) % case.ratio == 0:
+                    slots[at + i] = self.slot(s, (context + i) // case.ratio)
+            at += count
+        seq_lens = [context + count for context, count in zip(contexts, new, strict=True)]
+        return {
+            "kv": rows[:total, 0],
+            "gate": rows[:total, 1],
+            "ape": self.ape,
+            "state": self.state,
+            "state_index": self.state_index,
+            "seq_lens": torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE),
+            "cu_seqlens_q": torch.tensor([0, *accumulate(new)], dtype=torch.int32, device=DEVICE),
+            "ratio": case.ratio,
+            "overlap": case.overlap,
+            "norm_weight": self.norm_weight,
+            "eps": 1e-2,
+            "cos_sin": self.cos_sin,
+            "pages": self.pages,
+            "slot_mapping": slots[:total].to(DEVICE),
+            "max_seqlen_q": max(new, default=0),
+        }
+
+    def run(self, impl):
+        """All steps; returns self."""
+        contexts = [self.case.start] * len(self.lengths)
+        for new in self.case.steps:
+            compress(**self.arguments(contexts, new), impl=impl)
+            contexts = [context + count for context, count in zip(contexts, new, strict=True)]
+        return self
+
+    def made(self):
+        """(sequence, entry) of every window that closed in a step."""
+        first = self.case.start // self.case.ratio
+        return [
+            (s, w) for s, n in enumerate(self.lengths) for w in range(first, n // self.case.ratio)
+        ]
+
+    def entries(self):
+        """The rows of the entries that were made, as a reader sees them."""
+        slots = [self.slot(s, w) for s, w in self.made()]
+        return self.pages.read(torch.tensor(slots, dtype=torch.int64, device=DEVICE))
+
+    def oracle(self):
+        """The same rows by the oracle, with bounds."""
+        with bounding():
+            return self._oracle()
+
+    def _oracle(self):
+        case, dtype = self.case, torch.float64
+        options = dict(ratio=case.ratio, overlap=case.overlap, norm_weight=self.norm_weight)
+        options |= dict(eps=1e-2, cos_sin=self.cos_sin, first=self.first, dtype=dtype)
+        rows = []
+        for s, n in enumerate(self.lengths):
+            tokens = slice(0, n - self.first)
+            found = reference.compress(
+                self.kv[s, tokens], self.gate[s, tokens], self.ape, **options
+            )
+            rows += [found[w] for t, w in self.made() if t == s]
+        return torch.stack(rows) if rows else torch.zeros(0, case.dim, dtype=dtype, device=DEVICE)
+
+    def check_entries(self):
+        """Entries within the budget, and nothing else of the pages written."""
+        case = self.case
+        actual, exact = self.entries(), self.oracle()
+        if not actual.numel():
+            return
+        if case.pages != torch.uint8:
+            assert_within_budget("entries", actual.to(case.pages), exact)
+        else:
+            nope = case.dim - (0 if case.index else case.rope_dim)
+            group = case.dim if case.index else 64
+            assert_quantised("entries", actual[:, :nope], exact[:, :nope], group)
+            if not case.index:
+                assert_within_budget("rope", actual[:, nope:].bfloat16(), exact[:, nope:])
+        slots = torch.tensor([self.slot(s, w) for s, w in self.made()], device=DEVICE)
+        page, row = slots // case.block_size, slots % case.block_size
+        blank = make_pages(case, self.pages.data.shape[0])
+        names = (
+            ["data"] if not self.pages.fp8 else ["values", "scales"] + ["rope"] * (not case.index)
+        )
+        for name in names:
+            getattr(self.pages, name)[page, row] = getattr(blank, name)[page, row]
+        torch.testing.assert_close(self.pages.data, blank.data, rtol=0, atol=0, equal_nan=True)
+
+    def check_state(self):
+        """The ring holds exactly the last rows of each sequence, and no other memory was written."""
+        expected = torch.full_like(self.state, NAN)
+        for s, n in enumerate(self.lengths):
+            for position in range(max(self.first, n - self.case.ring), n):
+                expected[self.state_index[s], position % self.case.ring] = self.row(s, position)
+        torch.testing.assert_close(self.state, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def make_pages(case, num_pages):
+    """Pages of a case, poisoned."""
+    if case.pages == torch.uint8:
+        row = case.dim + 4 if case.index else 584
+        shape = (num_pages, page_bytes(case.block_size, row))
+        data = torch.full(shape, POISON, dtype=torch.uint8, device=DEVICE)
+    else:
+        shape = (num_pages, case.block_size, case.dim)
+        data = torch.full(shape, NAN, dtype=case.pages, device=DEVICE)
+    if case.index:
+        return IndexPages(data, case.block_size, case.dim)
+    return LatentPages(data, case.block_size, case.dim, case.rope_dim)
+
+
+HCA = dict(ratio=8, overlap=False)
+REAL_FP8 = dict(dim=512, rope_dim=64, dtype=torch.bfloat16, pages=torch.uint8)
+INDEX_FP8 = dict(dim=128, rope_dim=64, dtype=torch.bfloat16, pages=torch.uint8, index=True)
+CASES = {
+    "one-pass": Case([[21]]),
+    "one-pass-hca": Case([[29]], **HCA),
+    "nothing-closes": Case([[3]]),
+    "no-tokens": Case([[0, 0]]),
+    "ragged": Case([[5, 0, 9, 4], [1, 1, 0, 4], [7, 3, 2, 0]]),
+    "ragged-hca": Case([[5, 0, 9, 4], [1, 1, 0, 4], [7, 8, 2, 0]], **HCA),
+    "decode": Case([[1, 1]] * 9, start=6),
+    "decode-one-launch": Case([[1, 1]] * 9, start=6, slack=1),
+    "decode-hca": Case([[1, 1]] * 3, start=14, slack=1, **HCA),
+    "shorter-than-the-ratio": Case([[2], [3], [1], [3], [3]], slack=5),
+    "every-token-an-entry": Case([[3, 2], [1, 1]], ratio=1, overlap=False),
+    "every-token-and-the-one-before": Case([[3, 2], [1, 1]], ratio=1),
+    "odd-ratio": Case([[4], [7], [6]], ratio=3, dim=32),
+    "the-last-of-a-million": Case([[5], [8]], start=2**20 - 13),
+    "the-last-of-a-million-hca": Case([[17]], start=2**20 - 17, **HCA),
+    "bf16": Case([[9], [6]], dtype=torch.bfloat16, pages=torch.bfloat16),
+    "fp16": Case([[9], [6]], dtype=torch.float16, pages=torch.float16),
+    "steep-gates": Case([[9], [6]], gate_size=1e4),
+    "index-bf16": Case([[9], [6]], dtype=torch.bfloat16, pages=torch.bfloat16, index=True),
+    "index-fp8": Case([[9, 4], [3, 3]], block_size=64, **INDEX_FP8),
+    "latent-fp8": Case([[9], [3]], block_size=64, **REAL_FP8),
+    "latent-fp8-p2": Case([[9], [3]], block_size=2, **REAL_FP8),
+    "real-hca": Case([[1], [2]], ratio=128, overlap=False, start=126, slack=3, block_size=2, **REAL_FP8),
+}  # fmt: skip
+
+
+@IMPLS
+@pytest.mark.parametrize("name", CASES)
+def test_compress(impl, name):
+    run = Run(CASES[name]).run(impl)
+    run.check_state()
+    run.check_entries()
+
+
+@IMPLS
+@pytest.mark.parametrize("overlap, ratio", [(True, 2), (False, 3)])
+def test_any_cut_gives_the_same_bits(impl, overlap, ratio):
+    """Steps of 0 to 2 * ratio + 1 tokens, rings that one launch suffices for and others: entry for entry the one pass."""
+    counts = list(range(2 * ratio + 2))
+    total = sum(counts)
+    base = Case([[total]], overlap=overlap, ratio=ratio)
+    whole = Run(base).run(impl).entries()
+    assert whole.shape[0] == total // ratio
+    few = [1, 1, 3, 1]
+    for slack, cut in ((0, counts), (2 * ratio + 2, counts[::-1]), (1, [*few, total - sum(few)])):
+        case = dataclasses.replace(base, steps=[[n] for n in cut], slack=slack)
+        run = Run(case).run(impl)
+        assert run.entries().equal(whole), cut
+        run.check_state()
+
+
+@IMPLS
+@pytest.mark.parametrize(
+    "shape", [dict(slack=3), dict(slack=4), dict(slack=3, ratio=5, overlap=False)]
+)
+def test_rejected_drafts_leave_no_trace(impl, shape):
+    """Each step brings a token and 3 drafts of which 0 to 3 are wrong; ``slack`` of 3 is just enough, and 4 makes it one launch."""
+    case = Case([[16, 19]], **shape)
+    want = Run(case).run("torch")
+    run = Run(case)
+    contexts, done = [0, 0], 0
+    while contexts != run.lengths:
+        left = [n - context for n, context in zip(run.lengths, contexts, strict=True)]
+        new = [min(4, n) for n in left]
+        # A draft is wrong where the sequence rejects it, and everything after it.
+        accepted = [min(n, 1 + (done + s) % 4) for s, n in enumerate(new)]
+        rows = {"kv": [], "gate": []}
+        for s in range(2):
+            for name, full in (("kv", run.kv), ("gate", run.gate)):
+                part = full[s, contexts[s] : contexts[s] + new[s]].clone()
+                part[accepted[s] :] = 1e3
+                rows[name].append(part)
+        compress(**run.arguments(contexts, new, **rows), impl=impl)
+        contexts = [context + count for context, count in zip(contexts, accepted, strict=True)]
+        done += 1
+    if impl == "torch":
+        assert run.entries().equal(want.entries())
+    run.check_entries()
+    for s, n in enumerate(run.lengths):
+        for position in range(n - case.needed, n):
+            assert run.state[run.state_index[s], position % case.ring].equal(run.row(s, position))
+
+
+@IMPLS
+def test_an_entry_without_a_slot_is_not_made(impl):
+    """It is left out, its tokens are kept, and the next window pools them."""
+    case = Case([[11]])
+    run = Run(case)
+    arguments = run.arguments([0], [11])
+    arguments["slot_mapping"][3] = -1
+    compress(**arguments, impl=impl)
+    assert run.pages.data.isnan().sum() == run.pages.data.numel() - case.dim
+    assert_within_budget("entry 1", run.entries()[1], run.oracle()[1])
+    run.check_state()
+
+
+@IMPLS
+def test_padding_rows(impl):
+    """A sequence of length 0 with a token, one with fewer tokens than rows, and one whose state does not exist because it has nothing."""
+    run = Run(Case([[9, 8]]))
+    arguments = run.arguments([0, 0], [9, 8])
+    pad = torch.full((6, run.case.channels), NAN, device=DEVICE)
+    for name in ("kv", "gate"):
+        rows = arguments[name]
+        arguments[name] = torch.cat([pad[:1], rows[:9], pad, rows[9:]])
+    slots = arguments["slot_mapping"]
+    none = torch.full((6,), NO_SLOT, device=DEVICE)
+    arguments["slot_mapping"] = torch.cat([none[:1], slots[:9], none, slots[9:]])
+
+    def int32(*values):
+        return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+    index = run.state_index.tolist()
+    arguments["state_index"] = int32(2**30, index[0], -(2**30), index[1])
+    arguments["seq_lens"] = int32(0, 9, 0, 8)
+    # The last sequence stands at 8 with 14 new rows: the first six, more than a window, are rows of nobody.
+    arguments["cu_seqlens_q"] = int32(0, 1, 10, 10, 24)
+    arguments["max_seqlen_q"] = 14
+    compress(**arguments, impl=impl)
+    run.check_state()
+    run.check_entries()
+
+
+def test_more_tokens_than_a_tile(monkeypatch):
+    """Tiles of 4 tokens: the first one of window 0 holds only tokens before position 0, the last one of ratio 5 is not full."""
+    monkeypatch.setattr(compress_triton, "TILE_ELEMENTS", 64)
+    for shape in (dict(), dict(ratio=5)):
+        Run(Case([[9], [2]], **shape)).run("triton").check_entries()
+
+
+def test_more_sequences_than_a_program_looks_at_once(monkeypatch):
+    monkeypatch.setattr(compress_triton, "BLOCK_SEQS", 2)
+    run = Run(Case([[5, 0, 9, 4, 3]])).run("triton")
+    run.check_state()
+    run.check_entries()
+
+
+@pytest.mark.parametrize("slack, new, count", [(0, 1, 2), (1, 1, 1), (3, 4, 2), (4, 4, 1)])
+def test_decode_is_one_launch(slack, new, count):
+    """Where the ring has a row more than a window and the step need."""
+    run = Run(Case([[new, new]], start=9, slack=slack))
+    arguments = run.arguments([9, 9], [new, new])
+    launches = compress_triton.prepare(CompressCall(**arguments))
+    assert len(launches) == count
+    assert sum(launch.grid[0] for launch in launches) == 2 + 2 * new
+
+
+@IMPLS
+def test_a_gate_of_minus_infinity(impl):
+    """A token that its gate shuts out, also the only one of a window 0."""
+    run = Run(Case([[10]]))
+    run.gate[0, 2] = -torch.inf
+    run.gate[0, 0, :16] = -torch.inf
+    run.run(impl).check_entries()
+
+
+@st.composite
+def drawn_cases(draw):
+    """Small cases of any ratio, cut anywhere."""
+    num_seqs = draw(st.integers(1, 3))
+    ratio, overlap = draw(st.integers(1, 5)), draw(st.booleans())
+    step = st.lists(st.integers(0, 2 * ratio + 1), min_size=num_seqs, max_size=num_seqs)
+    steps = draw(st.lists(step, min_size=1, max_size=6))
+    return Case(
+        steps, ratio, overlap, start=draw(st.integers(0, 20)), slack=draw(st.integers(0, 9))
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(drawn_cases())
+def test_any_case(case):
+    run = Run(case).run("torch")
+    run.check_state()
+    run.check_entries()
+
+
+def replaced(**changes):
+    return Run(Case([[5, 3]])).arguments([0, 0], [5, 3]) | changes
+
+
+def zeros(*shape, dtype=torch.float32):
+    return torch.zeros(shape, dtype=dtype, device=DEVICE)
+
+
+REFUSED = [
+    ({"pages": zeros(3, 4, 16)}, "pages: expected LatentPages or IndexPages, got Tensor"),
+    ({"ratio": 0}, r"ratio: expected an int in \[1, 1073741824\], got 0"),
+    ({"overlap": 1}, "overlap: expected a bool, got 1"),
+    ({"overlap": False}, r"kv: expected bfloat16\|float16\|float32 \[\*, 16\], got float32 \[8, 32\]"),
+    ({"kv": zeros(8, 32, dtype=torch.float64)}, r"kv: expected .*, got float64"),
+    ({"gate": zeros(7, 32)}, r"gate: expected .* \[8, 32\], got float32 \[7, 32\]"),
+    ({"ratio": 5}, r"ape: expected float32 \[5, 32\], got float32 \[4, 32\]"),
+    ({"state": zeros(3, 7, 32)}, r"state: expected float32 \[\*, \*, 2, 32\], got float32 \[3, 7, 32\]"),
+    ({"state": zeros(3, 6, 2, 32)}, "state: ring: expected an int >= 7, got 6"),
+    ({"state_index": zeros(2, dtype=torch.int64)}, r"state_index: expected int32 \[2\], got int64 \[2\]"),
+    ({"seq_lens": zeros(3, dtype=torch.int32)}, r"state_index: expected int32 \[3\], got int32 \[2\]"),
+    ({"cu_seqlens_q": zeros(2, dtype=torch.int32)}, r"cu_seqlens_q: expected int32 \[3\], got int32 \[2\]"),
+    ({"norm_weight": zeros(32)}, r"norm_weight: expected .* \[16\], got float32 \[32\]"),
+    ({"eps": -1.0}, "eps: expected a finite number > 0, got -1.0"),
+    ({"cos_sin": zeros(9, 4)}, r"cos_sin: expected float32 \[\*, 8\], got float32 \[9, 4\]"),
+    ({"slot_mapping": zeros(8, dtype=torch.int32)}, r"slot_mapping: expected int64 \[8\], got int32 \[8\]"),
+    ({"max_seqlen_q": 3}, "max_seqlen_q: expected the longest of 2 sequences with 8 tokens, got 3"),
+    ({"impl": "cuda"}, "impl: expected 'triton', 'torch' or None, got 'cuda'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("changes, message", REFUSED, ids=[m[:50] for _, m in REFUSED])
+def test_refused(changes, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        compress(**replaced(**changes))

@@ -1,0 +1,382 @@
+"""``index_topk`` against the float64 oracle, both implementations, on batches full of poison and of equal scores."""
+
+import dataclasses
+import subprocess
+import sys
+from itertools import pairwise
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from quire.bench.common.bounds import bounding
+from quire.kernels import IndexPages, index_topk, index_topk_workspace_numel
+from quire.kernels.common.tiles import widen_e4m3
+from quire.kernels.indexer import plan as indexer_plan
+from quire.kernels.indexer import reference as reference_indexer
+from quire.kernels.indexer import triton_impl as indexer_triton
+from quire.kernels.indexer.plan import plan
+from tests.support.helpers import DEVICE, NAN
+from tests.support.kernels.indexer_cases import IndexCase, exact_scores, make_index_batch
+
+BF16, FP16 = torch.bfloat16, torch.float16
+IMPLS = ("triton", "torch")
+# Raw tokens at which 0, 1, topk - 1, topk and topk + 1 entries have just been closed, and one token earlier.
+AROUND_TOPK = [3, 4, 7, 28, 31, 32, 35, 36]
+
+CASES = [
+    IndexCase("decode-around-topk", AROUND_TOPK, [1] * 8),
+    IndexCase("decode-empty", [0, 200, 0, 3], [1, 1, 0, 1]),
+    IndexCase("decode-all-empty", [0, 0], [1, 1]),
+    IndexCase("decode-nobody-chooses", [20, 32], [1, 1]),
+    IndexCase("decode-speculative", [90, 41, 200], [3, 2, 3]),
+    IndexCase("decode-long-table", [90, 41], [1, 1], max_seq_len=4096),
+    IndexCase("decode-real-heads", [700], [1], num_heads=64, index_dim=128, rows=64, dtype=BF16, topk=32),
+    IndexCase("decode-real-heads-fp8", [700], [1], num_heads=64, index_dim=128, rows=64, dtype=BF16, fp8=True, topk=32),
+    IndexCase("decode-fp32-fp8", [300, 51], [1, 1], fp8=True),
+    IndexCase("decode-fp16-one-head", [300, 51], [1, 1], num_heads=1, dtype=FP16),
+    IndexCase("decode-3-heads-d32-pages-of-2", [300], [1], num_heads=3, index_dim=32, rows=2, dtype=BF16),
+    IndexCase("decode-128-heads", [90], [2], num_heads=128),
+    IndexCase("decode-ratio-128", [128 * 40 + 127], [1], compress_ratio=128, rows=2),
+    IndexCase("decode-pages-of-128", [800], [1], rows=128, dtype=BF16),
+    IndexCase("decode-pages-of-128-fp8", [800], [1], rows=128, dtype=BF16, fp8=True),
+    IndexCase("decode-ratio-1", [50, 8, 9], [1] * 3, compress_ratio=1),
+    IndexCase("decode-topk-1", [300, 4, 8], [1] * 3, topk=1),
+    IndexCase("decode-topk-100", [1000, 404, 403], [1] * 3, topk=100),
+    IndexCase("prefill-first", [1, 4, 43], [1, 4, 43], dtype=BF16),
+    IndexCase("prefill-chunk", [300, 40], [5, 9]),
+    IndexCase("prefill-borders-in-tiles", [100, 60, 44, 81], [3, 1, 0, 5], dtype=BF16),
+    IndexCase("prefill-padding", [2, 60, 0], [5, 3, 2], dtype=FP16),
+    IndexCase("prefill-bf16-pages-of-64", [600], [5], rows=64, dtype=BF16),
+    IndexCase("prefill-fp8-pages-of-2", [120, 90], [5, 3], rows=2, dtype=BF16, fp8=True),
+    IndexCase("prefill-fp8-fp16-d64", [120], [9], index_dim=64, dtype=FP16, fp8=True, rows=64),
+    IndexCase("mixed", [200, 90, 61, 55], [1, 1, 9, 4], dtype=BF16),
+    IndexCase("ties-all", [300, 200], [3, 1], values="zeros"),
+    IndexCase("ties-below-zero", [300, 200], [3, 1], values="negative", num_heads=2),
+]  # fmt: skip
+NORMAL = [
+    IndexCase("decode", [400, 90], [1, 1]),
+    IndexCase("decode-bf16-64-heads", [500], [1], num_heads=64, index_dim=128, rows=64, dtype=BF16),
+    IndexCase("prefill-fp16", [300, 90], [4, 3], dtype=FP16),
+    IndexCase("prefill-fp8", [300], [4], dtype=BF16, fp8=True, num_heads=16, index_dim=32),
+]
+
+
+def pick(batch, impl="triton", **more):
+    return index_topk(**batch, impl=impl, **more)
+
+
+def assert_picks(got, want):
+    for have, expected in zip(got, want, strict=True):
+        assert have.dtype == torch.int32
+        assert have.cpu().equal(expected)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_exact_scores_give_exactly_the_oracle_s_picks(case, impl):
+    batch = make_index_batch(case)
+    want = reference_indexer.select(exact_scores(batch), case.topk)
+    assert_picks(pick(batch, impl), want)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("case", NORMAL, ids=lambda case: case.name)
+def test_rounding_can_only_swap_what_is_as_good(case, impl):
+    case = dataclasses.replace(case, values="normal")
+    batch = make_index_batch(case)
+    assert_as_good(pick(batch, impl), batch)
+
+
+def assert_as_good(got, batch):
+    """Picks of scores that a right program may have: where others are in their place, rounding can have swapped them."""
+    (out, lens), topk = got, batch["topk"]
+    with bounding():
+        scores = exact_scores(batch)
+    for t, exact in enumerate(scores):
+        picks = out[t, : lens[t]].long().cpu()
+        assert lens[t] == min(topk, len(exact)) and (out[t, lens[t] :] == -1).all()
+        assert (picks.diff() > 0).all()
+        if len(exact) <= topk:
+            continue
+        others = ~torch.isin(torch.arange(len(exact)), picks)
+        highest, lowest = exact + exact.error, exact - exact.error
+        assert highest[picks].min() >= lowest[others].max()
+        assert exact.error.max() < exact.std() / 100
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+@pytest.mark.parametrize("values", ["normal", "integers", "zeros"])
+def test_a_query_picks_the_same_alone_and_in_a_chunk(dtype, values):
+    """A decode step and a chunk of a prompt, whose tiles hold other tokens and borders of sequences: picks, and scores to the bit.
+
+    Scores of integers are exact, and many are equal. Those of other numbers are rounded by NumPy here, in an order that depends on the size
+    of its product; that a device rounds both alike is in ``tests/gpu/test_gpu_indexer.py``.
+    """
+    case = IndexCase("", [203, 120], [5, 2], dtype=dtype, values=values, rows=64)
+    batch = make_index_batch(case)
+    sizes = {name: batch[name] for name in ("topk", "compress_ratio", "max_seq_len")}
+    cut = plan(num_tokens=7, **sizes)
+    workspace = torch.full((cut.workspace_numel,), NAN, device=DEVICE)
+    together = pick(batch, workspace=workspace)
+    scores = workspace[: 7 * cut.row_numel].view(torch.int32).view(7, -1).clone()
+    alone = batch | {name: batch[name][:1] for name in ("block_table", "seq_lens")}
+    alone |= {"cu_seqlens_q": batch["cu_seqlens_q"][:2].clamp(max=1), "max_seqlen_q": 1}
+    for token in (0, 2, 4):
+        alone |= {name: batch[name][token : token + 1] for name in ("q", "weights")}
+        alone["seq_lens"] = batch["seq_lens"][:1] - 4 + token
+        got = pick(alone, workspace=workspace)
+        assert_picks(got, [x[token : token + 1].cpu() for x in together])
+        if values != "normal":
+            visible = (203 - 4 + token) // case.compress_ratio
+            row = workspace[:visible].view(torch.int32)
+            assert row.equal(scores[token, :visible])
+            assert len(row.unique()) < visible
+
+
+@pytest.mark.parametrize("values", ["integers", "zeros", "negative", "normal"])
+def test_levels_change_nothing(values, monkeypatch):
+    """Pieces of 16 values and 8 picks: four levels, with last pieces that hold fewer than 8."""
+    batch = make_index_batch(IndexCase("", [400, 64, 68], [1, 1, 1], values=values))
+    monkeypatch.setattr(indexer_plan, "MIN_BLOCK", 16)
+    monkeypatch.setattr(indexer_plan, "MAX_BLOCK", 16)
+    assert plan(num_tokens=1, topk=8, compress_ratio=4, max_seq_len=400).pieces == (7, 4, 2, 1)
+    if values == "normal":
+        assert_as_good(pick(batch), batch)
+    else:
+        assert_picks(pick(batch), reference_indexer.select(exact_scores(batch), 8))
+
+
+@pytest.mark.parametrize("queries", [1, 3, 100])
+def test_chunks_change_nothing_and_stay_within_the_workspace(queries):
+    batch = make_index_batch(IndexCase("", [120, 90], [3, 2]))
+    want = reference_indexer.select(exact_scores(batch), 8)
+    sizes = {"topk": 8, "compress_ratio": 4, "max_seq_len": 120}
+    numel = queries * index_topk_workspace_numel(num_tokens=1, **sizes)
+    guarded = torch.full((numel + 50,), NAN, device=DEVICE)
+    assert_picks(pick(batch, workspace=guarded[:numel]), want)
+    assert guarded[numel:].isnan().all() and not guarded[:numel].isnan().all()
+
+
+def test_a_workspace_without_room_for_a_query_is_refused():
+    batch = make_index_batch(IndexCase("", [120], [2]))
+    with pytest.raises(
+        ValueError, match=r"^workspace: expected float32 \[>= 64\], got float32 \[63\]"
+    ):
+        pick(batch, workspace=torch.zeros(63, device=DEVICE))
+    assert index_topk_workspace_numel(num_tokens=1, topk=8, max_seq_len=120) == 64
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_given_memory_is_filled_and_nothing_else(impl):
+    batch = make_index_batch(IndexCase("", [120, 9, 0], [2, 1, 1]))
+    want = pick(batch, impl)
+    wide = torch.full((4, 11), -7, dtype=torch.int32, device=DEVICE)
+    lens = torch.full((4,), -7, dtype=torch.int32, device=DEVICE)
+    out, counts = pick(batch, impl, out=wide[:, 1:9], lens=lens)
+    assert out.data_ptr() == wide[:, 1:9].data_ptr() and counts is lens
+    assert out.equal(want[0]) and lens.equal(want[1])
+    assert (wide[:, [0, 9, 10]] == -7).all()
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_rows_behind_the_last_sequence_pick_nothing(impl):
+    """A captured graph has more rows than tokens; their contents are whatever they were."""
+    batch = make_index_batch(IndexCase("", [120, 90], [1, 1]))
+    want = pick(batch, impl)
+    batch["q"] = torch.cat([batch["q"], torch.full_like(batch["q"], NAN)])
+    batch["weights"] = torch.cat([batch["weights"], torch.full_like(batch["weights"], NAN)])
+    batch["max_seqlen_q"] = 2
+    out, lens = pick(batch, impl)
+    assert out[:2].equal(want[0]) and lens[:2].equal(want[1])
+    assert (out[2:] == -1).all() and not lens[2:].any()
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_no_tokens_and_no_sequences(impl):
+    batch = make_index_batch(IndexCase("", [120], [1]))
+    none = batch | {name: batch[name][:0] for name in ("q", "weights", "block_table", "seq_lens")}
+    none["cu_seqlens_q"] = batch["cu_seqlens_q"][:1]
+    out, lens = pick(none, impl)
+    assert out.shape == (0, 8) and lens.shape == (0,)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_entries_past_max_seq_len_are_not_looked_at(impl):
+    batch = make_index_batch(IndexCase("", [200, 90], [1, 3]))
+    got = pick(batch | {"max_seq_len": 83}, impl)
+    want = reference_indexer.select([row[:20] for row in exact_scores(batch)], 8)
+    assert_picks(got, want)
+
+
+@pytest.mark.parametrize("page", [-1, 9999])
+def test_the_torch_implementation_refuses_pages_that_there_are_not(page):
+    batch = make_index_batch(IndexCase("", [200], [1]))
+    batch["block_table"] = torch.full_like(batch["block_table"], page)
+    with pytest.raises(ValueError, match=rf"^block_table: expected ids in \[0, \d+\), got {page}$"):
+        pick(batch, "torch")
+
+
+@pytest.mark.parametrize("seq_len", [2**20 - 1, 2**20])
+def test_a_million_tokens(seq_len, monkeypatch):
+    """Up to 262,144 entries through a table of 4,096 pages, almost all of them the same one, whose keys score 0."""
+    interpreted = DEVICE == "cpu"
+    if interpreted:
+        # Tiles that no device has room for: the interpreter takes its time for each.
+        monkeypatch.setattr(indexer_triton, "FP32_CONFIG", (8192, 8, 2))
+    rows, topk = 64, 512
+    data = torch.full((6, rows, 16), NAN, device=DEVICE)
+    data[1] = 0
+    data[[2, 4, 5]] = torch.arange(rows, device=DEVICE)[:, None].float().expand(rows, 16)
+    table = torch.ones(1, 4096, dtype=torch.int32, device=DEVICE)
+    best = []
+    for page, block in ((4, 17), (5, 2048), (2, 4095)):
+        table[0, block] = page
+        # Row 0 scores 0 as well, and the very last entry is there for who closes it.
+        best += [w for w in range(block * rows + 1, block * rows + rows) if w < seq_len // 4]
+    batch = {
+        "q": torch.ones(1, 2, 16, device=DEVICE),
+        "weights": torch.ones(1, 2, device=DEVICE),
+        "pages": IndexPages(data, rows, 16),
+        "block_table": table,
+        "seq_lens": torch.tensor([seq_len], dtype=torch.int32, device=DEVICE),
+        "cu_seqlens_q": torch.tensor([0, 1], dtype=torch.int32, device=DEVICE),
+        "topk": topk,
+        "max_seqlen_q": 1,
+        "max_seq_len": 2**20,
+    }
+    assert len(best) == (189 if seq_len == 2**20 else 188)
+    for impl in ("torch",) if interpreted and seq_len == 2**20 else IMPLS:
+        out, lens = pick(batch, impl)
+        assert out[0].tolist() == [*range(topk - len(best)), *best] and lens.tolist() == [topk]
+
+
+def test_the_workspace_is_bounded():
+    sizes = {"topk": 1024, "compress_ratio": 4, "max_seq_len": 2**20}
+    one = index_topk_workspace_numel(num_tokens=1, **sizes)
+    assert one == 2**18 + 2 * 1024 * (32 + 4)
+    assert index_topk_workspace_numel(num_tokens=8192, **sizes) == 2**24 // one * one
+    assert index_topk_workspace_numel(num_tokens=0, **sizes) == 0
+    assert index_topk_workspace_numel(num_tokens=8192, topk=512, max_seq_len=2051) == 0
+    assert index_topk_workspace_numel(num_tokens=1, topk=512, max_seq_len=2052) == 576
+
+
+@pytest.mark.parametrize("topk", [1, 8, 512, 1000, 1024, 2048, 4096])
+def test_levels_end(topk):
+    for max_seq_len in (0, 4 * topk, 4 * topk + 4, 2**16, 2**20, 2**24):
+        cut = plan(num_tokens=5, topk=topk, compress_ratio=4, max_seq_len=max_seq_len)
+        assert cut.pieces[-1] == 1 and cut.block >= 2 * topk
+        sizes = [cut.num_entries, *(n * topk for n in cut.pieces[:-1])]
+        assert [-(-max(1, size) // cut.block) for size in sizes] == list(cut.pieces)
+
+
+@triton.jit
+def _widen_kernel(codes, out, HARDWARE: tl.constexpr):
+    offsets = tl.arange(0, 256)
+    tl.store(out + offsets, widen_e4m3(tl.load(codes + offsets), out.dtype.element_ty, HARDWARE))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, FP16, BF16])
+@pytest.mark.parametrize("hardware", [False, True])
+def test_every_e4m3_number(hardware, dtype):
+    codes = torch.arange(256, dtype=torch.int32).to(torch.uint8)
+    out = torch.full((256,), NAN, dtype=dtype, device=DEVICE)
+    _widen_kernel[(1,)](codes.to(DEVICE), out, hardware)
+    want = torch.tensor([reference_indexer.e4m3(code) for code in range(256)])
+    number = ~want.isnan()
+    assert number.sum() == 254
+    assert out.cpu().float()[number].equal(want[number])
+
+
+@triton.jit
+def _ordered_kernel(scores, out):
+    offsets = tl.arange(0, 16)
+    ordered = indexer_triton._ordered(tl.load(scores + offsets))
+    tl.store(out + offsets, ordered.to(tl.int32, bitcast=True))
+
+
+def test_ordered_bits():
+    """Integers in the order of the scores, all above the 0 that stands for no score; both zeros are equal."""
+    tiny, huge = 2.0**-149, 3e38
+    scores = [-torch.inf, -huge, -2.5, -1.0, -tiny, -0.0, 0.0, tiny, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0, huge, torch.inf]  # fmt: skip
+    out = torch.zeros(16, dtype=torch.int32, device=DEVICE)
+    _ordered_kernel[(1,)](torch.tensor(scores, device=DEVICE), out)
+    values = [value % 2**32 for value in out.tolist()]
+    assert values[5] == values[6] and values[0] > 0
+    assert all(a < b for a, b in pairwise(values[:6] + values[7:]))
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_quantised_keys_are_widened_on_every_architecture(arch, monkeypatch):
+    monkeypatch.setattr(indexer_triton, "arch_and_sms", lambda tensor: (arch, 2))
+    case = IndexCase("", [300, 51], [1, 1], fp8=True, dtype=BF16)
+    batch = make_index_batch(case)
+    assert_picks(pick(batch), reference_indexer.select(exact_scores(batch), case.topk))
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("power", [-126, -60, 60, 118])
+def test_queries_beyond_fp16_meet_quantised_keys(power, arch, monkeypatch):
+    """bf16 queries of which every second head is out of the range of fp16, and weights that bring all heads to one scale again."""
+    monkeypatch.setattr(indexer_triton, "arch_and_sms", lambda tensor: (arch, 2))
+    case = IndexCase("", [300, 51], [2, 1], fp8=True, dtype=BF16)
+    batch = make_index_batch(case)
+    want = reference_indexer.select(exact_scores(batch), case.topk)
+    batch["q"][:, ::2] *= 2.0**power
+    batch["weights"][:, ::2] *= 2.0**-power
+    assert_picks(pick(batch), want)
+
+
+def zeros(*shape, dtype=torch.float32):
+    return torch.zeros(shape, dtype=dtype, device=DEVICE)
+
+
+REFUSED = [
+    ({"pages": zeros(3, 4, 16)}, "pages: expected IndexPages, got Tensor"),
+    ({"q": zeros(3, 4, 32)}, r"q: expected float32 \[\*, \*, 16\], got float32 \[3, 4, 32\]"),
+    ({"q": zeros(3, 4, 16, dtype=BF16)}, r"q: expected float32 .*, got bfloat16"),
+    ({"weights": zeros(3, 5)}, r"weights: expected float32 \[3, 4\], got float32 \[3, 5\]"),
+    ({"weights": zeros(3, 4, dtype=BF16)}, r"weights: expected float32 \[3, 4\], got bfloat16"),
+    ({"block_table": zeros(2, 3, dtype=torch.int64)}, r"block_table: expected int32 \[2, \*\], got int64"),
+    ({"seq_lens": zeros(2, dtype=torch.int64)}, r"seq_lens: expected int32 \[\*\], got int64 \[2\]"),
+    ({"cu_seqlens_q": zeros(2, dtype=torch.int32)}, r"cu_seqlens_q: expected int32 \[3\], got int32 \[2\]"),
+    ({"topk": 0}, "topk: expected an int >= 1, got 0"),
+    ({"compress_ratio": 0}, r"compress_ratio: expected an int in \[1, 1073741824\], got 0"),
+    ({"max_seq_len": -1}, r"max_seq_len: expected an int in \[0, 2147483647\], got -1"),
+    ({"max_seqlen_q": 1}, "max_seqlen_q: expected the longest of 2 sequences with 3 tokens, got 1"),
+    ({"max_seqlen_q": None}, "max_seqlen_q: expected an int >= 0, got None"),
+    ({"out": zeros(3, 8, dtype=torch.int64)}, r"out: expected int32 \[3, 8\], got int64"),
+    ({"lens": zeros(2, dtype=torch.int32)}, r"lens: expected int32 \[3\], got int32 \[2\]"),
+    ({"workspace": zeros(9, dtype=torch.int32)}, r"workspace: expected float32 \[\*\], got int32 \[9\]"),
+    ({"impl": "cuda"}, "impl: expected 'triton', 'torch' or None, got 'cuda'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("changes, message", REFUSED, ids=[m[:40] for _, m in REFUSED])
+def test_refuses(changes, message):
+    batch = make_index_batch(IndexCase("", [120, 9], [2, 1]))
+    with pytest.raises(ValueError, match=f"^{message}"):
+        index_topk(**(batch | changes))
+
+
+def test_unsupported_sizes_name_the_supported():
+    batch = make_index_batch(IndexCase("", [120], [1]))
+    with pytest.raises(NotImplementedError, match=r"^topk: 4097 is not in 1\.\.4096"):
+        index_topk(**(batch | {"topk": 4097}))
+    with pytest.raises(NotImplementedError, match=r"^q: 129 index heads, supported are up to 128"):
+        index_topk(**(batch | {"q": zeros(1, 129, 16), "weights": zeros(1, 129)}))
+
+
+def test_the_torch_implementation_needs_no_triton():
+    code = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import torch\n"
+        "from quire.kernels import IndexPages, index_topk\n"
+        "pages = IndexPages(torch.ones(2, 4, 16), 4, 16)\n"
+        "one = torch.ones(1, dtype=torch.int32)\n"
+        "out, lens = index_topk(torch.ones(1, 2, 16), torch.ones(1, 2), pages, one[:, None], 12 * one,\n"
+        "    torch.tensor([0, 1], dtype=torch.int32), topk=2, max_seqlen_q=1, max_seq_len=12)\n"
+        "assert out.tolist() == [[0, 1]] and lens.tolist() == [2]"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

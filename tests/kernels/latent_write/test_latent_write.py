@@ -1,0 +1,294 @@
+"""write_latent, both implementations, against the oracle: the numbers, the bytes, and what must stay untouched."""
+
+import dataclasses
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from quire.bench.common.bounds import Bounded, bounded, bounding
+from quire.kernels import LatentPages, page_bytes, write_latent
+from quire.kernels.common.tiles import rounded_to_e4m3
+from quire.kernels.latent_write import reference
+from tests.support.helpers import DEVICE, NAN, assert_within_budget
+from tests.support.kernels.quantised import assert_quantised
+
+IMPLS = pytest.mark.parametrize("impl", ["triton", "torch"])
+POISON = 0xAB
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One call; ``pages``: dtype of the pages, torch.uint8 for the quantised ones, None for no pages."""
+
+    num_rows: int = 5
+    head_dim: int = 32
+    rope_dim: int = 8
+    dtype: torch.dtype = torch.float32
+    pages: torch.dtype | None = torch.float32
+    block_size: int = 4
+    norm: bool = True
+    rope: bool = True
+    out: bool = True
+    weight: torch.dtype = torch.float32
+
+
+FP8 = Case(4, 512, 64, torch.bfloat16, torch.uint8)
+CASES = {
+    "fp32": Case(),
+    "no-rows": Case(num_rows=0),
+    "one-row": Case(num_rows=1, block_size=1),
+    "more-rows-than-a-program": Case(num_rows=131, head_dim=16, rope_dim=2, block_size=7),
+    "all-of-it-roped": Case(head_dim=16, rope_dim=16),
+    "bf16": Case(dtype=torch.bfloat16, pages=torch.bfloat16, weight=torch.bfloat16),
+    "fp16": Case(dtype=torch.float16, pages=torch.float16),
+    "fp32-rows-to-bf16-pages": Case(pages=torch.bfloat16),
+    "real-bf16": Case(6, 512, 64, torch.bfloat16, torch.bfloat16, block_size=64),
+    "real-bf16-pages-of-2": Case(6, 512, 64, torch.bfloat16, torch.bfloat16, block_size=2),
+    "no-norm": Case(norm=False),
+    "no-rope": Case(rope=False),
+    "no-out": Case(out=False),
+    "only-write": Case(norm=False, rope=False, out=False),
+    "no-pages": Case(pages=None),
+    "no-pages-bf16": Case(pages=None, dtype=torch.bfloat16),
+    "fp8": FP8,
+    "fp8-p64": dataclasses.replace(FP8, block_size=64),
+    "fp8-p2": dataclasses.replace(FP8, block_size=2, weight=torch.bfloat16),
+    "fp8-fp32-rows": dataclasses.replace(FP8, dtype=torch.float32),
+    "fp8-no-out": dataclasses.replace(FP8, out=False),
+}
+
+
+def make_pages(case, num_pages):
+    """Pages that are part of wider ones, and all the memory they are a view of, poisoned."""
+    if case.pages is None:
+        return None, torch.zeros(0)
+    if case.pages == torch.uint8:
+        width = page_bytes(case.block_size)
+        pool = torch.full((num_pages, width + 32), POISON, dtype=torch.uint8, device=DEVICE)
+        return LatentPages(pool[:, 16 : width + 16], case.block_size), pool
+    shape = (num_pages, case.block_size + 1, case.head_dim + 16)
+    pool = torch.full(shape, NAN, dtype=case.pages, device=DEVICE)
+    rows = pool[:, 1:, 16:]
+    return LatentPages(rows, case.block_size, case.head_dim, case.rope_dim), pool
+
+
+def make_call(case, num_pages=4, max_position=50):
+    """Keyword arguments of ``write_latent``, without the pages; every third row has no slot."""
+    generator = torch.Generator().manual_seed(3)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator).to(DEVICE)
+
+    n, dim = case.num_rows, case.head_dim
+    fused = normal(n, dim + 16).to(case.dtype)  # rows of a wider projection, as a model has them
+    angle = normal(max_position, case.rope_dim // 2) * 100
+    slots = torch.randperm(num_pages * case.block_size, generator=generator)[:n]
+    slots[1::3] = -1
+    optional = {
+        "slot_mapping": (case.pages is not None, slots.to(DEVICE)),
+        "positions": (case.rope, torch.randint(max_position, (n,), generator=generator).to(DEVICE)),
+        "cos_sin": (case.rope, torch.cat([angle.cos(), angle.sin()], 1)),
+        "norm_weight": (case.norm, (1 + normal(dim)).to(case.weight)),
+    }
+    call = {name: value if wanted else None for name, (wanted, value) in optional.items()}
+    return call | {"x": fused[:, 16:], "eps": 1e-2}
+
+
+def oracle_of(call):
+    names = ("x", "positions", "cos_sin", "norm_weight", "eps")
+    with bounding():
+        rows = reference.write_latent(**{name: call[name] for name in names}, dtype=torch.float64)
+        return rows if isinstance(rows, Bounded) else bounded(rows)
+
+
+def assert_rows(name, rows, call, case):
+    """Rows that were read back, against the oracle."""
+    live = torch.ones(case.num_rows, dtype=torch.bool, device=DEVICE)
+    if name == "pages":
+        live = call["slot_mapping"] >= 0
+    if not live.any():
+        return
+    exact, rows = oracle_of(call)[live], rows[live]
+    if case.pages != torch.uint8:
+        dtype = case.dtype if case.pages in (None, torch.float32) else case.pages
+        return assert_within_budget(name, rows.to(dtype), exact)
+    assert_within_budget(f"{name} rope", rows[:, 448:].bfloat16(), exact[:, 448:])
+    assert_quantised(name, rows[:, :448], exact[:, :448], 64)
+
+
+@IMPLS
+@pytest.mark.parametrize("name", CASES)
+def test_write_latent(impl, name):
+    case = CASES[name]
+    num_pages = 40 if case.block_size < 10 else 4
+    call = make_call(case, num_pages)
+    pages, pool = make_pages(case, num_pages)
+    before = pool.clone()
+    out = None
+    if case.out:
+        out = torch.full((case.num_rows, case.head_dim + 3), NAN, dtype=case.dtype, device=DEVICE)
+        out = out[:, : case.head_dim]
+    assert write_latent(pages=pages, **call, out=out, impl=impl) is out
+    if out is not None:
+        assert_rows("out", out.float(), call, case)
+    if pages is None:
+        return
+    slots = call["slot_mapping"]
+    written = pages.read(slots)
+    assert_rows("pages", written, call, case)
+    if out is not None:
+        assert out[slots >= 0].equal(written[slots >= 0].to(case.dtype))
+    # Putting back what the slots held leaves no trace: nothing else was written.
+    page, row = slots[slots >= 0] // case.block_size, slots[slots >= 0] % case.block_size
+    held, _ = make_pages(case, num_pages)
+    for view in ("values", "rope", "scales") if pages.fp8 else ("data",):
+        if view == "scales":
+            assert not getattr(pages, view)[page, row, 7].any()  # the padding byte
+        getattr(pages, view)[page, row] = getattr(held, view)[page, row]
+    torch.testing.assert_close(pool, before, rtol=0, atol=0, equal_nan=True)
+
+
+@IMPLS
+@pytest.mark.parametrize("block_size, dtype", [(64, torch.bfloat16), (2, torch.float32)])
+def test_quantised_bytes(impl, block_size, dtype):
+    """Without norm and RoPE a row is quantised as it is: every byte of the pool is the oracle's."""
+    case = dataclasses.replace(FP8, num_rows=6, block_size=block_size, norm=False, rope=False)
+    case = dataclasses.replace(case, dtype=dtype)
+    call = make_call(case)
+    scale = torch.exp2(
+        torch.randint(-40, 60, (6, 8, 1), generator=torch.Generator().manual_seed(5))
+    )
+    x = (call["x"].float().unflatten(1, (8, 64)) * scale.to(DEVICE)).flatten(1).to(dtype)
+    x[0, :64] = 0
+    x[0, 64:66] = torch.tensor([NAN, 3.0])
+    x[0, 128:131] = torch.tensor([torch.inf, -torch.inf, NAN])
+    x[0, 192] = -0.0
+    x[2, 100] = NAN
+    pages, pool = make_pages(case, 4)
+    expected = pool.clone()
+    out = torch.full_like(x, NAN)
+    write_latent(pages=pages, **call | {"x": x}, out=out, impl=impl)
+    for row, slot in zip(x, call["slot_mapping"].tolist(), strict=True):
+        if slot >= 0:
+            reference.write_latent_bytes(expected[:, 16:], block_size, slot, row)
+    # The sign of a NaN is nobody's.
+    same = (pool == expected) | ((pool & 127 == 127) & (expected & 127 == 127))
+    assert same.all()
+    for got, row in zip(out, x, strict=True):
+        want = torch.tensor(reference.latent_values(*reference.latent_bytes(row)), device=DEVICE)
+        torch.testing.assert_close(got.float(), want, rtol=0, atol=0, equal_nan=True)
+
+
+@triton.jit
+def _round_kernel(x, values, codes, N: tl.constexpr):
+    from_here = tl.program_id(0) * N + tl.arange(0, N)
+    value, code = rounded_to_e4m3(tl.load(x + from_here))
+    tl.store(values + from_here, value)
+    tl.store(codes + from_here, code.to(tl.uint8))
+
+
+def test_rounding_to_e4m3():
+    """Every e4m3 value, every midpoint of two, and the fp32 numbers right beside them, with both signs."""
+    sizes = torch.tensor(reference.E4M3, dtype=torch.float32)
+    midpoints = (sizes[1:] + sizes[:-1]) / 2
+    exact = torch.cat([sizes, midpoints, torch.tensor([460.0, 1e30, torch.inf, 2**-11, 1e-40])])
+    bits = exact.view(torch.int32)
+    around = torch.cat([bits, bits + 1, (bits - 1).clamp(min=0)]).view(torch.float32)
+    x = torch.cat([around, -around, torch.tensor([NAN])])
+    x = torch.nn.functional.pad(x, (0, -len(x) % 256)).to(DEVICE)
+    values = torch.full_like(x, NAN)
+    codes = torch.full(x.shape, POISON, dtype=torch.uint8, device=DEVICE)
+    _round_kernel[(len(x) // 256,)](x, values, codes, 256)
+    want = [reference.e4m3_code(value) for value in x.tolist()]
+    want_values = torch.tensor([reference.e4m3_value(code) for code in want], device=DEVICE)
+    torch.testing.assert_close(values, want_values, rtol=0, atol=0, equal_nan=True)
+    live = ~x.isnan()
+    assert codes[live].tolist() == torch.tensor(want, device=DEVICE)[live].tolist()
+    assert (codes[~live] & 127).eq(127).all()
+
+
+@IMPLS
+def test_the_last_position_of_a_million(impl):
+    """Only the rows of the table that positions name are read."""
+    case = Case(num_rows=3)
+    call = make_call(case)
+    table = torch.full((1 << 20, 8), NAN, device=DEVICE)
+    angle = torch.tensor([[1.0e6], [0.5], [3.0]], device=DEVICE) * torch.arange(1, 5, device=DEVICE)
+    call["positions"] = torch.tensor([(1 << 20) - 1, 0, (1 << 20) - 2], device=DEVICE)
+    table[call["positions"]] = torch.cat([angle.cos(), angle.sin()], 1)
+    call["cos_sin"] = table
+    out = torch.full((3, 32), NAN, device=DEVICE)
+    pages, _ = make_pages(case, 4)
+    write_latent(pages=pages, **call, out=out, impl=impl)
+    assert_rows("out", out, call, case)
+
+
+@IMPLS
+def test_a_row_without_a_slot_is_not_read(impl):
+    """Nor do NaN rows reach their neighbours in a program."""
+    case = Case(num_rows=6)
+    call = make_call(case)
+    expected, _ = make_pages(case, 4)
+    write_latent(pages=expected, **call, impl=impl)
+    dead = call["slot_mapping"] < 0
+    call["x"] = call["x"].masked_fill(dead[:, None], NAN)
+    call["positions"] = call["positions"].masked_fill(dead, 2**40 if impl == "triton" else 0)
+    pages, _ = make_pages(case, 4)
+    write_latent(pages=pages, **call, impl=impl)
+    torch.testing.assert_close(pages.data, expected.data, rtol=0, atol=0, equal_nan=True)
+
+
+@IMPLS
+def test_addresses_beyond_32_bits(impl):
+    """A page 2^32 bytes behind the first one, whose number and stride have 32 bits (memory that is never touched costs nothing)."""
+    stride = 1 << 30
+    pool = torch.empty(4 * stride + page_bytes(2), dtype=torch.uint8, device=DEVICE)
+    far = LatentPages(pool.as_strided((5, page_bytes(2)), (stride, 1)), 2)
+    x, slots = torch.randn(2, 512, device=DEVICE).bfloat16(), torch.tensor([9, 0], device=DEVICE)
+    write_latent(x, far, slots, impl=impl)
+    assert far.read(slots).equal(far.seen(x))
+
+
+def refusal(**changes):
+    call = make_call(Case()) | {"pages": make_pages(Case(), 4)[0]}
+    return call | changes
+
+
+REFUSED = [
+    ({"x": torch.zeros(5)}, r"x: expected bfloat16\|float16\|float32 \[\*, \*\], got float32 \[5\]"),
+    ({"x": torch.zeros(5, 16)}, r"x: expected .* \[\*, 32\], got float32 \[5, 16\]"),
+    ({"pages": torch.zeros(4, 4, 32)}, "pages: expected LatentPages or None, got Tensor"),
+    ({"pages": None}, "pages: expected LatentPages, or None with out and without slot_mapping"),
+    ({"pages": None, "slot_mapping": None}, "pages: expected LatentPages, or None with out"),
+    ({"slot_mapping": None}, r"slot_mapping: expected int64 \[5\], got NoneType"),
+    ({"slot_mapping": torch.zeros(5, dtype=torch.int32)}, r"slot_mapping: expected int64 \[5\], got int32 \[5\]"),
+    ({"positions": None}, "positions: expected positions and cos_sin or neither, got None"),
+    ({"cos_sin": None}, "cos_sin: expected positions and cos_sin or neither, got None"),
+    ({"positions": torch.zeros(4, dtype=torch.int64)}, r"positions: expected int64 \[5\], got int64 \[4\]"),
+    ({"cos_sin": torch.zeros(9, 16)}, r"cos_sin: expected float32 \[\*, 8\], got float32 \[9, 16\]"),
+    ({"cos_sin": torch.zeros(9, 8).double()}, r"cos_sin: expected float32 \[\*, 8\], got float64 \[9, 8\]"),
+    ({"norm_weight": torch.zeros(16)}, r"norm_weight: expected .* \[32\], got float32 \[16\]"),
+    ({"eps": 0.0}, "eps: expected a finite number > 0, got 0.0"),
+    ({"out": torch.zeros(5, 32).half()}, r"out: expected float32 \[5, 32\], got float16 \[5, 32\]"),
+    ({"impl": "cuda"}, "impl: expected 'triton', 'torch' or None, got 'cuda'"),
+]  # fmt: skip
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="messages about CPU tensors")
+@pytest.mark.parametrize("changes, message", REFUSED, ids=[m[:50] for _, m in REFUSED])
+def test_refused(changes, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        write_latent(**refusal(**changes))
+
+
+def test_refused_without_pages():
+    x, out = torch.zeros(5, 24), torch.zeros(5, 24)
+    with pytest.raises(NotImplementedError, match=r"^x: head_dim 24 is not one of \[16, 32"):
+        write_latent(x, None, None, out=out)
+    x, out = torch.zeros(5, 32), torch.zeros(5, 32)
+    positions = torch.zeros(5, dtype=torch.int64)
+    for width in (0, 7, 34):
+        with pytest.raises(ValueError, match=r"^cos_sin: expected an even rope_dim in 2\.\.32"):
+            write_latent(x, None, None, positions=positions, cos_sin=torch.zeros(9, width), out=out)

@@ -1,0 +1,237 @@
+"""``mla_attention`` against the float64 oracle, both implementations, on batches full of poison."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from quire.kernels import mla_attention, paged_attention, workspace_numel
+from quire.kernels.common.tile_shapes import SHARED_MEMORY
+from quire.kernels.mla import triton_impl as dense_triton
+from tests.support.helpers import DEVICE, NAN, assert_within_budget
+from tests.support.kernels.mla_cases import MlaCase, make_mla_batch, mla_reference
+
+BF16, FP16 = torch.bfloat16, torch.float16
+IMPLS = ("triton", "torch")
+REAL = {"head_dim_v": 512, "rope_dim": 64, "dtype": BF16}
+
+CASES = [
+    MlaCase("decode-around-block", [1, 15, 16, 17, 33], [1] * 5),
+    MlaCase("decode-pages-only", [1, 15, 16, 17, 33], [1] * 5, fresh=False),
+    MlaCase("decode-empty-sequences", [0, 50, 0, 30], [1, 1, 0, 1]),
+    MlaCase("decode-empty-pages-only", [0, 50, 0, 30], [1, 1, 0, 1], fresh=False),
+    MlaCase("decode-all-empty", [0, 0], [1, 1], fresh=False),
+    MlaCase("decode-speculative", [9, 21, 3], [3, 3, 3], num_decodes=3),
+    MlaCase("decode-long-q-in-front", [40, 21], [20, 1], num_decodes=2),
+    MlaCase("decode-8-heads-of-v3", [40], [1], num_heads=8, block_size=64, **REAL),
+    MlaCase("decode-16-heads-of-v3", [90, 7], [1, 1], num_heads=16, **REAL),
+    MlaCase("decode-32-heads-of-v3", [70], [1], num_heads=32, fresh=False, **REAL),
+    MlaCase("decode-64-heads-of-v3", [70], [1], num_heads=64, block_size=64, **REAL),
+    MlaCase("decode-128-heads", [40], [1], num_heads=128, head_dim_v=64, dtype=BF16),
+    MlaCase("decode-40-heads-fp16", [50], [1], num_heads=40, dtype=FP16),
+    MlaCase("decode-5-heads-odd-pages", [50, 9], [1, 1], num_heads=5, block_size=12, tail=16, dtype=BF16),
+    MlaCase("decode-one-head", [33], [1], num_heads=1, head_dim_v=32),
+    MlaCase("split", [700, 3, 0, 300], [1] * 4, block_size=64, num_heads=2),
+    MlaCase("split-speculative-bf16", [620, 9], [3, 1], num_decodes=2, num_heads=2, dtype=BF16),
+    MlaCase("split-several-tiles", [1400, 30, 520], [7, 2, 1], num_decodes=3, num_heads=6),
+    MlaCase("split-128-heads-speculative", [900], [3], num_decodes=1, num_heads=128, fresh=False, dtype=BF16),
+    MlaCase("split-pages-only", [600], [2], num_decodes=1, fresh=False, num_heads=2),
+    MlaCase("whole-max-seq-len-256", [256], [1], max_seq_len=256, num_heads=2),
+    MlaCase("prefill-first", [1, 15, 17, 33], [1, 15, 17, 33], dtype=BF16),
+    MlaCase("prefill-chunk", [40, 90, 33], [7, 9, 1], num_decodes=0),
+    MlaCase("prefill-pages-only", [40, 17, 1], [7, 17, 1], fresh=False, dtype=FP16),
+    MlaCase("prefill-empty-q", [9, 60, 5], [0, 12, 0]),
+    MlaCase("prefill-padding", [0, 20], [3, 5]),
+    MlaCase("prefill-24-heads-tail", [60], [5], num_heads=24, tail=8, dtype=BF16),
+    MlaCase("prefill-16-heads-of-v3", [70], [9], num_heads=16, **REAL),
+    MlaCase("prefill-128-heads", [40], [2], num_heads=128, head_dim_v=64, rope_dim=32, dtype=BF16, num_decodes=0),
+    MlaCase("mixed", [40, 9, 50, 17], [1, 1, 12, 17], num_decodes=2, dtype=BF16),
+    MlaCase("mixed-long-decode", [60, 9, 50], [10, 1, 9], num_decodes=2),
+]  # fmt: skip
+
+
+def attend(batch, impl="triton", **more):
+    return mla_attention(**batch, impl=impl, **more)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_against_float64(case):
+    batch = make_mla_batch(case)
+    exact, exact_lse = mla_reference(batch)
+    for impl in IMPLS:
+        lse = torch.full(exact_lse.shape, NAN, device=DEVICE)
+        out = attend(batch, impl, lse=lse)
+        assert out.dtype == case.dtype
+        assert_within_budget(f"{impl} out", out.cpu(), exact)
+        assert_within_budget(f"{impl} lse", lse.cpu(), exact_lse)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+@pytest.mark.parametrize("rows", [16, 32, 64])
+def test_every_shape_of_tile(rows, dtype, monkeypatch):
+    """Keys on the rows of the matrix instructions or on their columns, scores divided (two ways) or not, pages that are a multiple of a tile or not."""
+    case = MlaCase("", [70, 41], [1, 3], num_heads=6, dtype=dtype, block_size=32)
+    batch = make_mla_batch(case)
+    exact, _ = mla_reference(batch)
+    tiles = [(80, 64, False, False), (80, 16, False, True), (90, 64, False, True), (90, 16, True, True), (90, 64, True, False)]  # fmt: skip
+    for arch, block_n, swap, divide in tiles:
+        config = dense_triton.MlaConfig(block_n, 4, 2, swap, divide)
+        monkeypatch.setattr(dense_triton, "arch_and_sms", lambda _, arch=arch: (arch, 2))
+        monkeypatch.setattr(dense_triton, "select_config", lambda *_, c=config: c)
+        monkeypatch.setattr(dense_triton, "PREFILL_ROWS", {2: rows, 4: rows})
+        assert_within_budget(f"{config}", attend(batch).cpu(), exact)
+
+
+def test_where_shared_memory_is_small_tiles_have_fewer_rows(monkeypatch):
+    """64 rows would be wanted, for 4 tokens of 16 heads or for 40 heads; there are 32."""
+    monkeypatch.setattr(dense_triton, "arch_and_sms", lambda _: (86, 2))
+    for num_heads, seq_lens, q_lens in (16, [300, 40], [2, 4]), (40, [50], [1]):
+        count = len(seq_lens)
+        batch = make_mla_batch(
+            MlaCase("", seq_lens, q_lens, num_decodes=count, num_heads=num_heads, dtype=BF16)
+        )
+        exact, _ = mla_reference(batch)
+        assert_within_budget("out", attend(batch).cpu(), exact)
+
+
+def test_a_latent_is_a_head_whose_value_is_the_front_of_its_key():
+    """The same numbers through ``paged_attention``, with values padded to the width of the keys."""
+    batch = make_mla_batch(MlaCase("", [40, 9], [5, 2], fresh=False))
+    rows = batch["pages"].unsqueeze(2)
+    names = ("q", "block_table", "seq_lens", "cu_seqlens_q", "max_seqlen_q", "softmax_scale")
+    out = paged_attention(**{name: batch[name] for name in names}, k_pages=rows, v_pages=rows)
+    exact, _ = mla_reference(batch)
+    assert_within_budget("out", out[..., :16].cpu(), exact)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_given_memory_is_filled_and_nothing_else(impl):
+    batch = make_mla_batch(MlaCase("", [900, 40, 9], [1, 2, 9], num_decodes=2, num_heads=2))
+    expected = attend(batch, impl)
+    strided = torch.full((12, 5, 16), NAN, device=DEVICE)
+    rows = strided[:, 1:3]
+    workspace = torch.full((10**6,), NAN, device=DEVICE)
+    assert attend(batch, impl, out=rows, workspace=workspace) is rows
+    assert rows.equal(expected)
+    assert strided[:, [0, 3, 4]].isnan().all()
+
+
+def test_the_workspace_of_one_kv_head_is_enough():
+    num_sms = torch.cuda.get_device_properties(0).multi_processor_count if DEVICE == "cuda" else 2
+    batch = make_mla_batch(MlaCase("", [900, 600], [3, 1], num_decodes=2, num_heads=6))
+    numel = workspace_numel(
+        num_decodes=2, max_seqlen_q=3, num_heads=6, num_kv_heads=1, head_dim=16, num_sms=num_sms
+    )
+    guarded = torch.full((numel + 100,), NAN, device=DEVICE)
+    assert attend(batch, workspace=guarded[:numel]).equal(attend(batch))
+    assert guarded[numel:].isnan().all() and not guarded[:numel].isnan().all()
+    with pytest.raises(
+        ValueError, match=r"^workspace: expected float32 \[>= \d+\], got float32 \[99\]"
+    ):
+        attend(batch, workspace=guarded[:99])
+
+
+@pytest.mark.parametrize("num_decodes", [0, 1, 2, 3])
+def test_the_result_does_not_depend_on_who_counts_as_decode(num_decodes):
+    batch = make_mla_batch(MlaCase("", [60, 9, 33], [9, 1, 8], num_heads=6, dtype=BF16))
+    exact, _ = mla_reference(batch)
+    batch["num_decodes"] = num_decodes
+    for impl in IMPLS:
+        assert_within_budget("out", attend(batch, impl).cpu(), exact)
+
+
+def test_a_row_of_a_batch_is_what_it_is_alone():
+    together = make_mla_batch(MlaCase("", [40, 21], [6, 6], dtype=BF16))
+    out = attend(together)
+    for s in range(2):
+        rows = slice(6 * s, 6 * s + 6)
+        alone = together | {name: together[name][rows] for name in ("q", "kv")}
+        alone |= {name: together[name][s : s + 1] for name in ("block_table", "seq_lens")}
+        alone["cu_seqlens_q"] = together["cu_seqlens_q"][:2]
+        assert attend(alone).equal(out[rows])
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_no_sequences(impl):
+    batch = make_mla_batch(MlaCase("", [5], [1]))
+    for name in ("q", "kv", "block_table", "seq_lens"):
+        batch[name] = batch[name][:0]
+    batch["cu_seqlens_q"] = batch["cu_seqlens_q"][:1]
+    assert attend(batch, impl).shape == (0, 4, 16)
+
+
+@pytest.mark.parametrize("arch", sorted(SHARED_MEMORY))
+def test_every_architecture_has_a_config_of_every_tile(arch):
+    """That each fits is checked by compiling it: see ``bench.static``."""
+    for wanted in (16, 32, 64):
+        rows = dense_triton.tile_rows(wanted, arch)
+        assert rows == (wanted if SHARED_MEMORY[arch] > 99 << 10 else min(wanted, 32))
+        config = dense_triton.select_config(2, rows, arch)
+        assert config.block_n == 32 and config.swap == (rows < 64 and 90 <= arch < 120)
+    assert dense_triton.select_config(4, 16, arch) == dense_triton.FP32_CONFIG
+
+
+def zeros(*shape, dtype=torch.float32):
+    return torch.zeros(shape, dtype=dtype, device=DEVICE)
+
+
+REFUSED = [
+    ({"q": zeros(6, 32)}, r"q: expected bfloat16\|float16\|float32 \[\*, \*, \*\], got float32 \[6, 32\]"),
+    ({"q": zeros(6, 0, 32)}, "q: num_heads: expected an int >= 1, got 0"),
+    ({"pages": zeros(9, 16, 64)}, r"pages: expected float32 \[\*, \*, 32\], got float32 \[9, 16, 64\]"),
+    ({"pages": zeros(9, 16, 32, dtype=BF16)}, r"pages: expected float32 .*, got bfloat16"),
+    ({"pages": zeros(9, 0, 32)}, "pages: block_size: expected an int >= 1, got 0"),
+    ({"block_table": zeros(2, 3, dtype=torch.int64)}, r"block_table: expected int32 \[2, \*\], got int64"),
+    ({"block_table": zeros(2, 0, dtype=torch.int32)}, "block_table: width: expected an int >= 1, got 0"),
+    ({"seq_lens": zeros(2, dtype=torch.int64)}, r"seq_lens: expected int32 \[\*\], got int64 \[2\]"),
+    ({"cu_seqlens_q": zeros(2, dtype=torch.int32)}, r"cu_seqlens_q: expected int32 \[3\], got int32 \[2\]"),
+    ({"kv": zeros(6, 16)}, r"kv: expected float32 \[6, 32\], got float32 \[6, 16\]"),
+    ({"max_seqlen_q": 5.0}, "max_seqlen_q: expected an int >= 0, got 5.0"),
+    ({"max_seqlen_q": 1}, "max_seqlen_q: expected the longest of 2 sequences with 6 tokens, got 1"),
+    ({"max_seq_len": -1}, "max_seq_len: expected an int >= 0, got -1"),
+    ({"num_decodes": 3}, r"num_decodes: expected an int in \[0, 2\], got 3"),
+    ({"softmax_scale": 0.0}, "softmax_scale: expected a finite number > 0, got 0.0"),
+    ({"softmax_scale": None}, "softmax_scale: expected a finite number > 0, got None"),
+    ({"out": zeros(6, 4, 32)}, r"out: expected float32 \[6, 4, 16\], got float32 \[6, 4, 32\]"),
+    ({"lse": zeros(6, 4)}, r"lse: expected float32 \[4, 6\], got float32 \[6, 4\]"),
+    ({"workspace": zeros(4, 4)}, r"workspace: expected float32 \[\*\], got float32 \[4, 4\]"),
+    ({"impl": "cuda"}, "impl: expected 'triton', 'torch' or None, got 'cuda'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("changes, message", REFUSED, ids=[m[:40] for _, m in REFUSED])
+def test_refuses(changes, message):
+    batch = make_mla_batch(MlaCase("", [20, 9], [1, 5]))
+    with pytest.raises(ValueError, match=f"^{message}"):
+        mla_attention(**(batch | changes))
+
+
+def test_unsupported_widths_name_the_supported():
+    batch = make_mla_batch(MlaCase("", [20], [1]))
+    with pytest.raises(NotImplementedError, match=r"^head_dim_v: head_dim 40 is not one of"):
+        mla_attention(**(batch | {"head_dim_v": 40}))
+    message = r"^q: head_dim 32 is not head_dim_v 32 and one of \[16, 32, 64, 128\] more"
+    with pytest.raises(NotImplementedError, match=message):
+        mla_attention(**(batch | {"head_dim_v": 32}))
+
+
+def test_pages_too_long_for_32_bits():
+    pages = torch.empty_strided((1, 2, 32), (32, 2**30, 1), device="meta")
+    q = torch.zeros(1, 4, 32, device="meta")
+    one = torch.zeros(1, dtype=torch.int32, device="meta")
+    with pytest.raises(ValueError, match=r"^pages: expected pages of < 2\*\*31 elements"):
+        mla_attention(q, pages, one[:, None], one, one, max_seqlen_q=1, softmax_scale=1.0, head_dim_v=16)  # fmt: skip
+
+
+def test_the_torch_implementation_needs_no_triton():
+    code = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import torch\n"
+        "from quire.kernels import mla_attention\n"
+        "one = torch.ones(1, dtype=torch.int32)\n"
+        "out = mla_attention(torch.ones(1, 2, 48), torch.ones(2, 16, 48), one[:, None], one,\n"
+        "    torch.tensor([0, 1], dtype=torch.int32), max_seqlen_q=1, softmax_scale=1.0, head_dim_v=32)\n"
+        "assert out.eq(1).all()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

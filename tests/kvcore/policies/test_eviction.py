@@ -1,0 +1,503 @@
+"""Eviction policies: their order, what they learn, and that a small one of one's own is enough."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from quire.kvcore import LRU, S3FIFO, Adaptive, CostAware, Ranked
+from quire.kvcore.policies.adaptive import hazard
+from tests.support.kvcore.engine import Engine, groups
+
+GEMMA = ((32, None), (16, 64), (16, 64))
+POLICIES = [LRU, CostAware, S3FIFO, Adaptive]
+
+
+@dataclass(eq=False)
+class Fake:
+    """An entry as a policy sees it."""
+
+    key: bytes
+    last_used: int = 0
+    num_uses: int = 0
+    depth: int = 1
+    gain: int = 1
+    num_pages: int = 1
+    freed: int = 1
+    shorter: Fake | None = None
+
+
+def popped(policy) -> list[bytes]:
+    order = []
+    while (entry := policy.pop()) is not None:
+        order.append(entry.key)
+    return order
+
+
+@pytest.mark.parametrize("make", POLICIES)
+def test_a_policy_gives_back_each_entry_once(make):
+    policy = make()
+    entries = [Fake(b"%d" % i, last_used=i) for i in range(50)]
+    for e in entries + entries[::3]:
+        policy.add(e)
+    for e in entries[::5]:
+        policy.discard(e)
+    policy.discard(Fake(b"never filed"))
+    assert sorted(popped(policy)) == sorted(e.key for e in entries if entries.index(e) % 5)
+    assert policy.pop() is None
+    policy.add(entries[0])
+    assert popped(policy) == [b"0"]
+
+
+def test_lru_takes_the_least_recently_used_and_the_deepest_among_equals():
+    policy = LRU()
+    for key, tick, depth in ((b"a", 1, 1), (b"b", 1, 5), (b"c", 0, 1), (b"d", 2, 1)):
+        policy.add(Fake(key, last_used=tick, depth=depth))
+    assert popped(policy) == [b"c", b"b", b"a", b"d"]
+
+
+def test_cost_aware_keeps_what_saves_more_for_its_pages():
+    policy = CostAware(weight=0.9)
+    for i in range(20):
+        policy.add(Fake(b"cheap%d" % i, last_used=i, gain=1, num_pages=10))
+    policy.add(Fake(b"dear", last_used=5, gain=10, num_pages=10))
+    order = popped(policy)
+    assert order.index(b"dear") > order.index(b"cheap6"), "a later, cheaper entry goes before it"
+    assert CostAware(weight=0.0).rank(Fake(b"x", last_used=7, gain=99)) == 7, "weight 0 is LRU"
+
+
+def test_cost_aware_learns_from_what_comes_back():
+    policy = CostAware(weight=0.5, step=0.2)
+    for i in range(10):
+        policy.add(Fake(b"%d" % i, last_used=i, gain=1, num_pages=4 if i % 2 else 1))
+    while policy.pop() is not None:
+        pass
+    policy.add(Fake(b"1", gain=1, num_pages=4))  # was evicted as worth little: value was wrong
+    lower = policy.weight
+    assert lower < 0.5
+    policy.add(
+        Fake(b"2", gain=1, num_pages=1)
+    )  # was evicted although worth much: recency was wrong
+    assert policy.weight > lower
+
+
+def test_s3fifo_resists_a_scan():
+    policy = S3FIFO(small=0.1)
+    hot = [Fake(b"hot%d" % i) for i in range(20)]
+    for e in hot:
+        policy.add(e)
+        policy.add(e)  # used again
+    scan = [Fake(b"scan%d" % i) for i in range(100)]
+    gone = []
+    for e in scan:
+        policy.add(e)
+        gone.append(policy.pop().key)
+    # The small queue's share, a tenth, is all that the scan may take from the rest.
+    assert sum(key.startswith(b"hot") for key in gone) <= 3
+    lru = LRU()
+    for i, e in enumerate(hot + scan):
+        e.last_used = i
+        lru.add(e)
+    assert [e.key for e in hot] == popped(lru)[:20], "LRU loses all of them"
+
+
+def test_s3fifo_lets_a_ghost_into_the_main_queue():
+    policy = S3FIFO()
+    first = [Fake(b"%d" % i) for i in range(10)]
+    for e in first:
+        policy.add(e)
+    assert policy.pop().key == b"0"
+    policy.add(Fake(b"0"))  # comes back: main queue
+    for i in range(10, 20):
+        policy.add(Fake(b"%d" % i))
+    order = popped(policy)
+    assert order.index(b"0") > order.index(b"9")
+
+
+def key(*names: object) -> bytes:
+    """Segment keys, 32 bytes each."""
+    return b"".join(str(name).encode().rjust(32) for name in names)
+
+
+def edited_chats(policy, turns, first=0):
+    """Prompts of ten segments that leave entries at their end, one segment before, and after the answer; each is followed by a
+    prompt that resumes where the earlier one was edited. Returns the entries of the last prompt that none resumed."""
+    for turn in range(first, first + turns):
+        said = [f"{turn}.{i}" for i in range(10)]
+        policy.asked(key(*said), 0, (10, 10, 9, 0))
+        edited = Fake(key(said[8]), last_used=3 * turn, depth=9)
+        end = Fake(key(said[9]), last_used=3 * turn, depth=10, shorter=edited)
+        answer = Fake(key(f"answer{turn}"), last_used=3 * turn + 1, depth=11, shorter=end)
+        for entry in (edited, end, answer):
+            policy.add(entry)
+        if turn < first + turns - 1:
+            policy.asked(key(*said[:9], f"new{turn}"), 9, (10, 10, 9, 0))
+    return edited, end, answer
+
+
+def test_lru_gives_up_first_what_prompts_do_not_return_to():
+    policy = LRU()
+    edited, end, answer = edited_chats(policy, 10)
+    order = popped(policy)
+    assert order[-3:] == [end.key, edited.key, answer.key], "too few returns to tell"
+    edited, end, answer = edited_chats(policy, 30, first=100)
+    used = Fake(key("130.9"), depth=10, num_uses=1)
+    policy.asked(key(*(f"130.{i}" for i in range(10))), 0, (10, 10, 9, 0))
+    policy.add(used)
+    # A point inside a prompt that goes on from `edited` lies behind the end of the earlier prompt, but is no answer.
+    policy.asked(key("129.8", *(f"more{i}" for i in range(20))), 1, (21, 21, 19, 0))
+    inside = Fake(key("more9"), last_used=1, depth=11, shorter=Fake(key("129.8"), depth=1))
+    policy.add(inside)
+    order = popped(policy)
+    assert order[-1] == edited.key and order.index(end.key) < order.index(used.key)
+    assert order.index(answer.key) < order.index(used.key) < order.index(inside.key)
+
+
+def test_lru_is_not_misled_by_a_prefix_that_all_prompts_share():
+    """One edited end in twenty is returned to, no other end; nearly every prompt starts at one junction."""
+    policy = LRU()
+    policy.asked(key("system", *"abcdefgh", "i"), 0, (10, 10, 9, 1))
+    for turn in range(400):
+        said = ["system", *(f"{turn}.{i}" for i in range(9))]
+        policy.asked(key(*said), 1, (10, 10, 9, 0))
+        if turn % 20 == 0:
+            policy.asked(key(*said[:9], f"new{turn}"), 9, (10, 10, 9, 0))
+    edited = Fake(key(said[8]), last_used=1, depth=9)
+    end = Fake(key(said[9]), last_used=2, depth=10, shorter=edited)
+    policy.add(edited)
+    policy.add(end)
+    assert popped(policy) == [end.key, edited.key]
+
+
+def test_lru_asks_how_many_of_a_kind_are_returned_to_and_why_a_boundary_is_kept_now():
+    """Every second end is returned to; few prompts leave an edited end, and each of these is returned to; no answer or junction is."""
+    policy = LRU()
+    for turn in range(400):
+        said = [f"{turn}.{i}" for i in range(10)]
+        if turn % 20:
+            policy.asked(key(*said), 0, (10, 10, 0, 5))
+            end = Fake(key(said[9]), last_used=turn, depth=10)
+            policy.add(Fake(key(f"answer{turn}"), last_used=turn, depth=11, shorter=end))
+            if turn % 2:
+                policy.asked(key(*said, "new"), 10)
+        else:
+            policy.asked(key(*said), 0, (0, 0, 9, 0))
+            policy.asked(key(*said[:9], "new"), 9)
+    unlikely = policy._returns.unlikely
+    assert not unlikely(Fake(key("380.8"), depth=9)), "a kind of few entries"
+    answer = Fake(key("answer399"), depth=11, shorter=end)
+    assert unlikely(answer)
+    assert unlikely(Fake(key("399.4"), depth=5))
+    policy.asked(key(*said, "answer399", "a"), 0, (12, 12, 11, 0))
+    assert not unlikely(answer), "an edited end now"
+    policy.asked(key(*said, "answer398", "b"), 0, (0, 0, 11, 11))
+    assert not unlikely(Fake(key("answer398"), depth=11)), "a junction, but an edited end too"
+
+
+def test_lru_learns_from_the_one_boundary_that_all_prompts_return_to():
+    policy = LRU()
+    policy.asked(key("system", *"abcdefghi"), 0, (10, 10, 9, 1))
+    for turn in range(40):
+        said = ["system", *(f"{turn}.{i}" for i in range(9))]
+        policy.asked(key(*said), 1, (10, 10, 9, 0))
+        assert policy._returns.unlikely(Fake(key(said[9]), depth=10)) == (turn >= 15), turn
+
+
+def test_lru_learns_nothing_of_reasons_from_a_return_to_a_boundary_that_has_two():
+    policy = LRU()
+    unlikely = policy._returns.unlikely
+
+    def prompt(name, *kept):
+        said = [f"{name}.{i}" for i in range(10)]
+        policy.asked(key(*said), 0, kept)
+        return said
+
+    for turn in range(100):
+        policy.asked(key(*prompt(turn, 10, 10, 10, 0), "new"), 10)
+    prompt("both", 10, 10, 10, 0)
+    both = Fake(key("both.9"), depth=10)
+    assert not unlikely(both), "all of them were returned to"
+    for turn in range(100, 140):
+        prompt(turn, 10, 10, 0, 0)
+    assert unlikely(Fake(key("139.9"), depth=10)), "no end was that was not an edited end too"
+    assert not unlikely(both)
+    prompt("junction", 0, 0, 0, 10)
+    assert not unlikely(Fake(key("junction.9"), depth=10)), "too few to tell"
+
+
+@pytest.mark.parametrize("returned", [False, True])
+def test_lru_gives_up_first_what_lies_inside_prompts_if_none_return_to_it(returned):
+    policy = LRU()
+    for turn in range(60):
+        said = [f"{turn}.{i}" for i in range(20)]
+        policy.asked(key(*said), 0, (0, 0, 19, 0))
+        edited = Fake(key(said[18]), last_used=turn, depth=19)
+        inside = Fake(key(said[4]), last_used=turn, depth=5)
+        policy.add(inside)
+        policy.add(edited)
+        policy.asked(key(*said[: 5 if returned and turn % 2 else 19], "new"), 0)
+    assert policy._returns.unlikely(inside) is not returned
+    order = popped(policy)
+    assert (order.index(inside.key) < order.index(key("10.18"))) is not returned
+
+
+def test_lru_learns_what_came_into_use():
+    """Chats that resume after their answers follow those that did not."""
+    policy = LRU()
+    edited_chats(policy, 30)
+    while policy.pop():
+        pass
+    for turn in range(100, 140):
+        said = [f"{turn}.{i}" for i in range(10)]
+        policy.asked(key(*said), 0, (10, 10, 9, 0))
+        end = Fake(key(said[9]), last_used=3 * turn, depth=10)
+        policy.add(end)
+        answer = Fake(key(f"answer{turn}"), last_used=3 * turn, depth=11, shorter=end)
+        policy.add(answer)
+        policy.asked(key(*said, f"answer{turn}", f"new{turn}"), 10, (12, 12, 12, 11))
+    assert popped(policy)[-1] == answer.key
+    assert len(policy._returns._places) <= policy._returns._memory
+
+
+def test_adaptive_is_lru_while_nothing_comes_back():
+    adaptive, lru = Adaptive(), LRU()
+    entries = []
+    for tick in range(400):
+        adaptive.asked(key(tick), 0)
+        entries.append(Fake(key(tick), last_used=tick))
+        if tick % 3 == 0:  # used again, as by a request that goes on from there
+            entries.append(entries[tick // 2])
+            entries[-1].last_used = tick
+        for policy in (adaptive, lru):
+            policy.add(entries[-1])
+        if tick > 50:
+            assert adaptive.pop() is lru.pop()
+
+
+def test_adaptive_keeps_conversations_that_come_back():
+    """Half of the prompts are never repeated; chats return every 40 prompts, and more surely than new ones do."""
+    policy, kept = Adaptive(), {}
+    tick = 0
+    for round_ in range(30):
+        for who in range(20):
+            for name in (f"chat{who}", f"once{round_}-{who}"):
+                tick += 1
+                policy.asked(key(name), int(name in kept))
+                entry = kept.setdefault(name, Fake(key(name)))
+                entry.last_used = tick
+                policy.add(entry)
+                while len(kept) > 30:  # LRU needs 40 for any hit
+                    gone = policy.pop().key.decode().strip()
+                    del kept[gone]
+    assert sum(name.startswith("chat") for name in kept) == 20
+
+
+@pytest.mark.parametrize("chats", [True, False])
+def test_adaptive_learns_which_end_of_a_turn_is_returned_to(chats):
+    """Each turn leaves an entry at the end of its prompt and one after the answer; only one kind is returned to."""
+    policy = Adaptive()
+    policy.add(Fake(key("dense"), gain=10, num_pages=10))  # so that the others are costly
+    history, live, tick = {}, {}, 0
+    for turn in range(12):
+        for who in range(8):
+            tick += 1
+            before = history.get(who, [])
+            said = [f"{who}.{turn}.{i}" for i in range(40)]
+            prompt = before + said
+            policy.asked(key(*prompt), len(before))
+            whole = [*prompt, f"answer{who}.{turn}.{len(prompt)}"]
+            end = Fake(key(prompt[-1]), last_used=tick, depth=len(prompt), num_pages=4)
+            after = Fake(key(whole[-1]), last_used=tick, depth=len(whole), num_pages=4)
+            policy.add(end)
+            policy.add(after)
+            live[who] = (end, after)
+            history[who] = whole if chats else prompt
+    order = popped(policy)
+    rank = {k: i for i, k in enumerate(order)}
+    for end, after in live.values():
+        assert (rank[after.key] > rank[end.key]) == chats
+
+
+def test_adaptive_looks_at_a_few_entries_a_time_and_keeps_their_order():
+    policy = Adaptive()
+    for i in range(1000):
+        policy.add(Fake(key(i), last_used=i))
+    assert not policy._filed, "filing costs nothing until something depends on it"
+    order = [policy.pop().last_used for _ in range(3)]
+    assert order == [0, 1, 2] and len(policy._filed) <= 200
+
+
+def test_adaptive_knows_a_prompts_other_ends_from_the_one_that_is_returned_to():
+    """Two prompts resume where each earlier one was edited, none at its end: once the first did, only the edited end is kept."""
+    policy = Adaptive()
+    for turn in range(20):
+        said = [f"{turn}.{i}" for i in range(20)]
+        policy.asked(key(*said), 0, (20, 20, 18, 0))
+        edited = Fake(key(said[17]), last_used=4 * turn, depth=18)
+        end = Fake(key(said[19]), last_used=4 * turn + 1, depth=20, shorter=edited)
+        policy.add(edited)
+        policy.add(end)
+        for again in range(1 if turn == 19 else 2):
+            policy.asked(key(*said[:18], f"{turn}.new{again}"), 18, (19, 19, 18, 0))
+            policy.add(edited)
+    order = popped(policy)
+    assert order.index(end.key) < order.index(edited.key)
+
+
+def test_adaptive_does_not_count_against_a_kind_what_was_made_anew_as_another():
+    """Prompts that return to an evicted edited end leave it again: nothing went on being cached as superseded."""
+    policy = Adaptive()
+    for turn in range(20):
+        policy.asked(key(*range(9), f"new{turn}"), 0, (10, 10, 9, 0))
+        policy.add(Fake(key(8), last_used=turn, depth=9))
+        assert policy.pop().key == key(8)
+    for later in (False, True):
+        share, _ = policy._rate("superseded", later)
+        assert share == pytest.approx(20 / 30, abs=0.01), "of what all entries show"
+
+
+def test_adaptive_keeps_what_stands_in_for_an_evicted_entry_that_is_likely_to_be_returned_to():
+    policy = Adaptive()
+    edited_chats(policy, 30)
+    while policy.pop():
+        pass
+    policy.asked(key(*(f"a{i}" for i in range(10))), 0, (10, 10, 9, 0))
+    shorter = Fake(key("a3"), last_used=100, depth=4)
+    longer = Fake(key("a8"), last_used=100, depth=9, freed=64, shorter=shorter)
+    other = Fake(key("other"), last_used=101)
+    for entry in (shorter, longer, other):
+        policy.add(entry)
+    order = popped(policy)
+    assert order == [longer.key, other.key, shorter.key]
+
+
+def test_adaptive_thinks_no_less_of_an_entry_that_stands_in_for_an_unlikely_one():
+    policy = Adaptive()
+    edited_chats(policy, 30)
+    while policy.pop():
+        pass
+    policy.asked(key(*(f"a{i}" for i in range(10))), 0, (10, 10, 9, 0))
+    edited = Fake(key("a8"), last_used=100, depth=9)
+    end = Fake(key("a9"), last_used=100, depth=10, shorter=edited)
+    other = Fake(key("other"), last_used=101)
+    for entry in (edited, end, other):
+        policy.add(entry)
+    assert popped(policy) == [end.key, other.key, edited.key]
+
+
+def test_adaptive_weighs_savings_against_age():
+    """An entry of four times the savings is kept, although it is a third as likely to be returned to."""
+    policy = Adaptive()
+    for i in range(200):
+        policy.asked(key(f"a{i}"), 0)
+        policy.add(Fake(key(f"a{i}"), last_used=i))
+    while policy.pop():
+        pass
+    dear, cheap = Fake(key("dear"), last_used=300, gain=4), Fake(key("cheap"), last_used=303)
+    policy.asked(key("dear"), 0)
+    policy.add(dear)
+    for _ in range(3):
+        policy.asked(key("cheap"), 0)
+    policy.add(cheap)
+    policy.asked(key("x"), 0)
+    rates = [policy._chance(policy._filed[entry][1]) for entry in (dear, cheap)]
+    assert rates[0] * 2 < rates[1] < rates[0] * 4
+    assert popped(policy) == [cheap.key, dear.key]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.9, 1.0])
+def test_hazard_is_that_of_the_distribution(share):
+    """Minus the slope of log(survivors): those of the share that none returned to so far, and all others."""
+
+    def survivors(age):
+        return 1 - share + share * 50 / (50 + age)
+
+    for age in (0.0, 10.0, 50.0, 1000.0):
+        slope = (math.log(survivors(age + 1e-4)) - math.log(survivors(age))) / 1e-4
+        assert hazard(share, 50, age) == pytest.approx(-slope, rel=1e-4, abs=1e-12)
+
+
+def test_adaptive_looks_again_at_what_an_eviction_left_last_of_its_chain():
+    policy = Adaptive()
+    shorter = Fake(
+        key("shorter"), gain=32, freed=1
+    )  # the segments that it gains serve the longer one
+    longer = Fake(key("longer"), gain=1, freed=4, shorter=shorter)
+    other = Fake(key("other"), gain=8, freed=8)
+    for entry in (shorter, longer, other):
+        policy.add(entry)
+    assert policy.pop() is longer
+    shorter.freed = 33
+    assert policy.pop() is shorter
+
+
+def test_adaptive_forgets_old_keys():
+    policy = Adaptive(memory=1)
+    for i in range(5000):
+        policy.asked(key(i), 0)
+        policy.add(Fake(key(i), last_used=i))
+        policy.pop()
+    assert len(policy._records) <= 1100 and len(policy._places) <= 64 * 32
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: CostAware(weight=2), lambda: S3FIFO(small=0), lambda: Adaptive(patience=-1)]
+)
+def test_bad_settings_are_named(make):
+    with pytest.raises(ValueError, match=r"(weight|small|patience, memory): expected"):
+        make()
+
+
+class MostUsed(Ranked):
+    """A policy of one's own, whole."""
+
+    def rank(self, entry):
+        return entry.num_uses
+
+
+@pytest.mark.parametrize("make", [*POLICIES, MostUsed])
+@pytest.mark.parametrize("specs", [GEMMA, ((32, None),)], ids=["hybrid", "dense"])
+def test_every_policy_serves_only_real_hits_under_pressure(make, specs):
+    e = Engine(groups(*specs), num_pages=140, max_requests=3, max_model_len=1024, policy=make())
+    rng = np.random.default_rng(0)
+    shared = [rng.integers(0, 50, 96).tolist() for _ in range(3)]
+    history = [rng.integers(0, 50, 60).tolist() for _ in range(4)]
+    hits = 0
+    for i in range(80):
+        kind, n = i % 4, int(rng.integers(40, 120))
+        fresh = rng.integers(0, 50, n).tolist()
+        prompt = (shared[i % 3] if kind < 2 else history[i % len(history)]) + fresh
+        hits += e.run(i, prompt[:900], rng.integers(0, 50, 9).tolist(), chunk=50).num_tokens
+        history[i % len(history)] = prompt[:700]
+        e.check()
+    assert e.kv.stats()["evicted_segments"] > 0 and hits > 0
+    for policy in (e.kv.index.policy,):
+        if isinstance(policy, Ranked):
+            assert len(policy._heap) <= 4 * len(policy._tickets) + 1024
+
+
+def test_no_dense_page_of_a_running_request_is_counted_as_freed():
+    e = Engine(
+        groups(*GEMMA), num_pages=200, max_requests=2, max_model_len=1024, retention="latest"
+    )
+    prompt = [*range(320)]
+    e.admit("a", prompt)
+    e.finish_prompt("a")
+    [point] = [p for run in e.kv.index.runs() for p in run.points.values() if p.depth == 10]
+    assert (point.gain, point.num_pages, point.freed) == (1, 8 + 1, 8)
+    e.release("a")
+    assert (point.gain, point.num_pages, point.freed) == (1, 8 + 1, 8 + 1)
+
+
+def test_a_policy_of_ones_own_decides():
+    e = Engine(groups(*GEMMA), num_pages=90, max_requests=2, max_model_len=512, policy=MostUsed())
+    loved = list(range(200))
+    for i in range(4):
+        e.run(("loved", i), loved)
+    for i in range(10):
+        e.run(i, list(range(1000 * (i + 1), 1000 * (i + 1) + 200)))
+        e.check()
+    assert e.kv.match(loved).num_tokens == 192

@@ -1,0 +1,157 @@
+"""Hits between two resume points: whatever pages are held anyway can be resumed at, and every row behind such a hit is right."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from quire.kvcore import GroupSpec, KVCache, StepPlan
+from tests.support.kvcore.engine import Engine, groups, row_ids
+
+STATE = GroupSpec("state", "state", 4, 4096)
+MIXES = {
+    "one-window": ((8, None), (4, 17)),
+    "short-tail": ((8, None), (4, 5)),
+    "two-windows": ((4, None), (4, 9), (2, 14)),
+    "window-of-one": ((4, None), (8, 20), (4, 1)),
+    "no-dense": ((4, 13),),
+    "wide": (GroupSpec("wide", "dense", 8, 4096, pages_per_block=3), (4, 24)),
+    "drafter": ((4, None), GroupSpec("draft", "window", 4, 4096, 14, lookahead=1)),
+    "state": ((4, None), (4, 17), STATE),
+}
+
+
+def engine(mix: str, **options) -> Engine:
+    base = {"num_pages": 400, "max_requests": 4, "max_model_len": 400, "retention": "latest"}
+    return Engine(groups(*MIXES[mix]), **(base | options))
+
+
+def held(e: Engine, prompt: list[int]) -> int:
+    """Longest boundary of `prompt` whose rows, as far as the next token sees them, all lie in cached pages of windows."""
+    match = e.kv.match(prompt)
+    a, pages = e.kv.alignment, np.flatnonzero(e.kv.pool.holds)
+    most = min(match.dense_tokens, (len(prompt) - 1) // a * a)
+    found = [set(rows[pages].ravel().tolist()) for rows in e.rows]
+    for boundary in range(most, 0, -a):
+        for spec, rows in zip(e.specs, found, strict=True):
+            if spec.kind == "window":
+                low = max(0, boundary - spec.sliding_window + 1)
+                needed = row_ids(prompt, b"", spec.lookahead)[low:boundary]
+                if not rows.issuperset(needed.tolist()):
+                    break
+        else:
+            return boundary
+    return 0
+
+
+@pytest.mark.parametrize("retention", ["latest", 2])
+@pytest.mark.parametrize("chunk", [5, 64])
+@pytest.mark.parametrize("mix", [m for m in MIXES if m != "state"])
+def test_a_hit_is_as_long_as_the_held_rows_allow(mix, chunk, retention):
+    a = engine(mix).kv.alignment
+    for length in (a + 1, 24, 45):
+        prompt = list(range(100, 100 + length))
+        for shared in range(length + 1):
+            e = engine(mix, retention=2 * a if retention == 2 else retention)
+            e.run("first", prompt, [1, 2, 3], chunk)
+            second = [*prompt[:shared], *range(500, 500 + 2 * a + 1)]
+            expected = held(e, second)
+            kept = e.kv.stats()["resume_points"]
+            assert e.run("second", second, chunk=chunk).num_tokens >= expected  # reads are checked
+            assert e.kv.stats()["resume_points"] >= kept
+            e.check()
+            # A resend, and a third that parts elsewhere, see what the second left.
+            third = [*second[: shared + a], *range(900, 905)]
+            expected = held(e, third)
+            assert e.run("third", third, chunk=chunk).num_tokens >= expected
+            e.check()
+
+
+@pytest.mark.parametrize("windows", [1, 5])
+@pytest.mark.parametrize(("length", "shared", "hit"), [(600, 500, 480), (1024, 1000, 992), (900, 40, 32), (600, 31, 0)])  # fmt: skip
+def test_chats_shorter_than_the_window_share_what_they_have_in_common(windows, length, shared, hit):
+    """vLLM 0.33 keeps all blocks inside the window: 480 of 600 tokens where 500 are shared."""
+    specs = groups((32, None), *[(16, 1024)] * windows)
+    kv = KVCache(specs, num_pages=5000, max_requests=2, max_model_len=4096)
+    first = np.arange(length)
+    second = np.where(first < shared, first, first + 5000)
+    run(kv, "a", first)
+    assert kv.match(second).num_tokens == hit
+    free = kv.num_free_pages
+    kv.admit("b", kv.match(second))
+    assert kv.num_free_pages == free, "no page is taken for the hit"
+    kv.check_invariants()
+
+
+def run(kv: KVCache, rid: object, prompt: np.ndarray) -> int:
+    match = kv.match(prompt)
+    slot, hit = kv.admit(rid, match), match.num_tokens
+    plan = kv.plan([slot], [len(prompt) - hit])
+    assert isinstance(plan, StepPlan)
+    kv.commit(plan, prompt[hit:])
+    kv.release(rid)
+    return hit
+
+
+@pytest.mark.parametrize("retention", ["latest", 512])
+def test_intervals_no_longer_than_a_tail_keep_all_boundaries(retention):
+    specs = groups((32, None), (16, 1024))
+    kv = KVCache(specs, num_pages=5000, max_requests=2, max_model_len=8192, retention=retention)
+    prompt = np.arange(5000)
+    run(kv, "a", prompt)
+    for shared in range(100, 4900, 311):
+        hit = kv.match(np.where(prompt < shared, prompt, prompt + 9000)).num_tokens
+        assert hit == (shared // 32 * 32 if retention == 512 else hit)
+        assert retention == 512 or hit in (0, *range(4608, 5000, 32))
+
+
+def test_a_hit_between_two_points_outlives_them():
+    e = engine("one-window")
+    prompt = list(range(100, 124))
+    e.run("a", prompt)
+    branch = [*prompt[:9], 1, 2, 3]
+    assert e.kv.pin(e.kv.match(branch), now=0, ttl=10) == 8
+    e.kv.unpin(e.kv.match(branch))
+    assert not e.kv.unpin(e.kv.match([*prompt[:17], 1])), "resumable, but never pinned"
+    for run in list(e.kv.index.runs()):
+        for depth in run.depths[:]:
+            if depth > 1:
+                e.kv.index._drop_point(run.points[depth])
+    assert e.admit("b", branch).num_tokens == 8
+    e.finish_prompt("b")
+    e.check()
+
+
+def test_only_the_path_to_a_boundary_counts():
+    """A point on another branch holds other rows; one below the boundary holds its rows on whichever branch it is."""
+    e = engine("one-window")
+    prompt = list(range(100, 148))
+    e.run("a", prompt)  # points at 40 and 48
+    assert e.run("b", [*prompt[:20], *range(500, 510)]).num_tokens == 0
+    assert e.kv.match([*prompt[:13], 1]).num_tokens == 8, "b's points at 16 and 24 hold it"
+    assert e.kv.match([*prompt[:33], 1]).num_tokens == 16, "b's points hold nothing past 20"
+    e.check()
+
+
+def test_a_state_is_resumed_only_where_a_snapshot_was_taken():
+    e = engine("state")
+    prompt = list(range(100, 117))
+    e.run("a", prompt)
+    for shared in range(len(prompt)):
+        match = e.kv.match([*prompt[:shared], 1, 2])
+        assert match.num_tokens in (0, 16)
+
+
+@pytest.mark.parametrize("retention", ["dense", 32, 96])
+def test_intervals_within_a_tail_keep_no_more_points_than_the_longest_of_them(retention):
+    """All boundaries are resumable, and an eviction has a thirty-second of the entries to look at."""
+    specs = groups((32, None), (16, 1024))
+    kv = KVCache(specs, num_pages=5000, max_requests=2, max_model_len=8192, retention=retention)
+    assert kv.interval == (1024 if retention != 96 else 960)
+    prompt = np.arange(5000)
+    run(kv, "a", prompt)
+    kv.check_invariants()
+    assert kv.stats()["resume_points"] <= 5000 // kv.interval + 3  # and at the prompt's end
+    for shared in range(100, 4900, 311):
+        hit = kv.match(np.where(prompt < shared, prompt, prompt + 9000)).num_tokens
+        assert hit == shared // 32 * 32

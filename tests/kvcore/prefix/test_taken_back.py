@@ -1,0 +1,91 @@
+"""What a rollback, a rejection or a cache without caching must not leave behind."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from quire.kvcore import GroupSpec, StepPlan
+from tests.support.kvcore.engine import POISON, Engine, groups
+
+STATE = GroupSpec("state", "state", 4, 4096)
+DRAFT = GroupSpec("draft", "dense", 4, 4096, lookahead=1)
+
+
+def engine(*specs, **options) -> Engine:
+    base = {"num_pages": 80, "max_requests": 3, "max_model_len": 128, "max_draft_tokens": 3}
+    return Engine(groups(*specs), **(base | options))
+
+
+@pytest.mark.parametrize("specs", [(DRAFT, STATE), (DRAFT, (2, 6), STATE)], ids=["dense", "window"])
+@pytest.mark.parametrize("prompt", [[1, 2, 3], [5] * 8 + [1, 2, 3]], ids=["first", "third"])
+@pytest.mark.parametrize("end", ["release", "preempt", "goes-on"])
+def test_a_snapshot_of_tokens_taken_back_is_no_resume_point(specs, prompt, end):
+    """The state at a boundary whose key waits for the next token was copied; then its last token was taken back."""
+    e = engine(*specs, retention="dense")
+    e.admit("a", prompt)
+    e.finish_prompt("a", chunk=4)
+    e.decode("a", [4])  # ends at the boundary: a snapshot of the state
+    boundary = len(prompt) + 1
+    assert boundary % 4 == 0 and e.computed("a") == boundary
+    e.kv.rollback(e.slots["a"], 1)
+    e.tokens["a"][-1:] = [9, 9]
+    e.step({"a": 2}, {"a": 2})  # past the boundary: no snapshot of the new tokens there
+    e.check()
+    if end == "goes-on":
+        e.decode("a", [1])
+    elif end == "preempt":
+        tokens = list(e.tokens["a"])
+        e.release("a")
+        e.admit("a", [*tokens, 1])
+    else:
+        e.release("a")
+    longer = [*prompt, 9, 9, 9]
+    # The third: the last boundary that the prompt reached had its snapshot, until that of the one taken back.
+    assert e.kv.match(longer).num_tokens in (0, boundary - 4)
+    e.admit("b", longer)
+    e.finish_prompt("b", chunk=64)  # the stand-in engine checks the state that it starts from
+    e.check()
+
+
+def test_a_snapshot_behind_the_tokens_taken_back_stays():
+    e = engine((4, None), STATE, retention="dense")
+    e.admit("a", [1, 2, 3, 4])
+    e.finish_prompt("a")
+    e.decode("a", [5, 6])
+    e.kv.rollback(e.slots["a"], 2)
+    del e.tokens["a"][-2:]
+    e.check()
+    e.release("a")
+    assert e.kv.match([1, 2, 3, 4, 5]).num_tokens == 4
+
+
+@pytest.mark.parametrize("pages", [1, 2])
+@pytest.mark.parametrize("chunk", [4, 8, 16, 3])
+def test_without_caching_nothing_is_copied_and_page_0_stays(pages, chunk):
+    """Page 0 is the initial state of every request: no step may write it."""
+    state = GroupSpec("state", "state", 4, 4096, pages_per_block=pages)
+    e = engine((8, None), (4, 10), state, enable_caching=False)
+    for rid in ("a", "b"):
+        e.admit(rid, list(range(16)))
+        e.finish_prompt(rid, chunk=chunk)
+    for _ in range(20):  # through boundaries, alone and with the other, as a batch that lasts
+        e.decode("a", [7])
+    for _ in range(20):
+        for rid in ("a", "b"):
+            e.tokens[rid].append(3)
+        assert isinstance(e.step({"a": 1, "b": 1}), StepPlan)
+    e.check()
+    assert all((rows[0] == POISON).all() for rows in e.rows)
+    for rid in ("a", "b"):
+        e.release(rid)
+    e.check()
+    assert e.kv.num_free_pages == e.kv.num_pages - 1
+
+
+def test_a_commit_without_caching_returns_no_copies():
+    e = engine((8, None), STATE, enable_caching=False)
+    slot = e.kv.admit("a", e.kv.match([*range(8), *range(8)]))
+    for n in (8, 8):
+        copies = e.kv.commit(e.kv.plan([slot], [n]), np.arange(n))
+        assert copies.shape == (0, 2)

@@ -1,0 +1,288 @@
+"""State groups, blocks of several pages, and drafters whose keys look ahead."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from quire.kvcore import GroupSpec, KVCache
+from quire.kvcore.tables import decode
+from tests.support.kvcore.engine import Engine, groups
+
+STATE = GroupSpec("state", "state", 32, 4096, pages_per_block=2)
+DENSE = GroupSpec("dense", "dense", 32, 4096)
+MAMBA = (DENSE, STATE)
+V4 = (  # compressed entries, two window groups, compressor state: the shape of a DeepSeek-V4 model
+    GroupSpec("compressed", "dense", 256, 4096),
+    GroupSpec("window.0", "window", 64, 4096, 128),
+    GroupSpec("window.1", "window", 64, 4096, 128),
+    GroupSpec("compressor", "state", 128, 4096),
+)
+DRAFT = GroupSpec("draft", "window", 16, 4096, 64, lookahead=1)
+
+
+def tokens(n: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(0, 1000, n).tolist()
+
+
+def engine(specs, **options) -> Engine:
+    base = {"num_pages": 2000, "max_requests": 8, "max_model_len": 4096}
+    return Engine(groups(*specs), **(base | options))
+
+
+@pytest.mark.parametrize("specs", [MAMBA, V4, (STATE,)], ids=["mamba", "v4", "state-only"])
+@pytest.mark.parametrize("chunk", [1, 50, 1000])
+def test_a_state_is_restored_at_every_kind_of_resume_point(specs, chunk):
+    e = engine(specs)
+    a = e.kv.alignment
+    prompt, answer = tokens(3 * a), tokens(2 * a + 5, 1)
+    e.run("a", prompt, answer, chunk)
+    e.check()
+    assert e.run("resend", prompt, chunk=chunk).num_tokens == 2 * a
+    assert e.run("sibling", [*prompt, 1], chunk=chunk).num_tokens == 3 * a
+    assert e.run("next turn", [*prompt, *answer, 1, 2]).num_tokens == 5 * a
+    e.check()
+
+
+def test_a_step_that_ends_elsewhere_leaves_no_snapshot():
+    e = engine(MAMBA)
+    prompt = tokens(100)
+    e.admit("a", prompt)
+    e.step({"a": 100})  # passes 32, 64 and 96 without ending there
+    e.release("a")
+    match = e.kv.match([*prompt, 1])
+    assert (match.num_tokens, match.dense_tokens, match.limited_by) == (0, 96, "resume-point")
+    e.check()
+
+
+def test_cut_ends_chunks_where_a_point_is_due():
+    e = engine(MAMBA, retention=64)
+    e.admit("a", tokens(200))
+    slot = e.slots["a"]
+    counts = []
+    while e.computed("a") < 200:
+        (n,) = e.kv.cut([slot], [min(150, 200 - e.computed("a"))]).tolist()
+        counts.append(n)
+        e.step({"a": n})
+    assert counts == [64, 64, 64, 8]
+    plain = engine((DENSE,))
+    plain.admit("a", tokens(200))
+    assert plain.kv.cut([plain.slots["a"]], [150]).tolist() == [150]
+
+
+def test_copies_name_what_to_move_and_when():
+    e = engine(MAMBA)
+    prompt = tokens(64)
+    e.admit("a", prompt)
+    plan = e.kv.plan([e.slots["a"]], [32])
+    assert plan.copies[:, 0].tolist() == [0, 0], "a new state starts from the null page"
+    live = plan.copies[:, 1]
+    assert plan.state_pages[1:, 0].tolist() == live.tolist()
+    after = e.kv.commit(plan, prompt[:32])
+    assert after[:, 0].tolist() == live.tolist() and not set(after[:, 1]) & set(live.tolist())
+    plan = e.kv.plan([e.slots["a"]], [5])
+    assert len(plan.copies) == 0
+    assert len(e.kv.commit(plan, prompt[32:37])) == 0, "37 is no boundary"
+    e.kv.check_invariants()
+
+
+def test_a_running_request_has_one_live_page_set_and_one_snapshot():
+    e = engine((DENSE, GroupSpec("state", "state", 32, 4096)))
+    e.admit("a", tokens(10))
+    e.finish_prompt("a")
+    for t in range(200):
+        e.decode("a", [t])
+        assert e.kv.stats()["pages_in_use"] <= -(-e.computed("a") // 32) + 2
+    e.check()
+
+
+def test_blocks_of_several_pages_have_a_table_for_each():
+    e = engine((GroupSpec("wide", "dense", 32, 4096, pages_per_block=3), (16, 40)))
+    e.run("a", tokens(100), tokens(40, 1))
+    e.check()
+    e.admit("b", tokens(100) + tokens(40, 1) + [3])
+    slot = e.slots["b"]
+    assert e.computed("b") == 128
+    pages = [e.kv.table(0, part)[slot, :4].tolist() for part in range(3)]
+    assert len({p for row in pages for p in row}) == 12
+    assert [e.kv.table_index(0, part) for part in range(3)] == [0, 1, 2]
+    assert e.kv.table_index(1) == 3
+    with pytest.raises(ValueError, match=r"group, part: expected one of .*got \(0, 3\)"):
+        e.kv.table(0, 3)
+
+
+@pytest.mark.parametrize("others", [(), ((16, 64),), ((16, 64), (8, 40))], ids=["2", "3", "4"])
+def test_a_drafter_costs_no_hits(others):
+    """vLLM PR 44082: hits went to 0 with a drafter in one of three groups; the key's lookahead loses none."""
+    plain = engine((DENSE, (16, 64), *others))
+    drafted = engine((DENSE, DRAFT, *others))
+    prompt, answer = tokens(320), tokens(100, 1)
+    for e in (plain, drafted):
+        e.run("a", prompt, answer)
+        e.check()
+    for query in (prompt, [*prompt, answer[0]], [*prompt, *answer, 7], prompt[:200]):
+        assert plain.kv.match(query).num_tokens == drafted.kv.match(query).num_tokens
+
+
+def test_a_drafter_is_not_served_rows_of_another_next_token():
+    e = engine((DENSE, DRAFT))
+    prompt = tokens(96)
+    e.run("a", [*prompt, 1], [2, 3])
+    assert e.kv.match([*prompt, 1, 9]).num_tokens == 96
+    # The drafter's row at 95 was made with token 1: with token 5 there only 64 is safe.
+    match = e.run("b", [*prompt, 5, 9])
+    assert (match.dense_tokens, match.limited_by) == (64, "resume-point")
+    assert e.kv.match([*prompt, 5, 1]).num_tokens == 96, "now both are cached, side by side"
+    assert e.kv.match([*prompt, 1, 1]).num_tokens == 96
+    e.check()
+
+
+def test_multi_token_drafters():
+    spec = GroupSpec("draft", "window", 16, 4096, 64, lookahead=3)
+    e = engine((DENSE, spec))
+    prompt = tokens(99)
+    e.run("a", prompt)
+    assert e.kv.match([*prompt[:98], 1001, 1]).dense_tokens == 64, (
+        "98 is within the lookahead of 96"
+    )
+    assert e.kv.match([*prompt, 1]).dense_tokens == 96
+    assert e.kv.match(prompt[:98]).dense_tokens == 64, "96 cannot be verified without token 98"
+    with pytest.raises(ValueError, match="lookahead: expected at most one segment of 32"):
+        KVCache(
+            groups(DENSE, GroupSpec("d", "dense", 32, 4096, lookahead=33)),
+            num_pages=9, max_requests=1, max_model_len=99,
+        )  # fmt: skip
+
+
+def test_rollback_stops_at_the_lookahead_of_cached_segments():
+    e = engine((DENSE, DRAFT), max_draft_tokens=8)
+    e.admit("a", tokens(10))
+    e.finish_prompt("a")
+    e.decode("a", tokens(24, 1))  # 34 computed: 32 is cached, and its key covers token 32
+    slot = e.slots["a"]
+    assert e.kv.lowest_rollback(slot) == 33
+    e.kv.rollback(slot, 1)
+    del e.tokens["a"][33:]
+    e.check()
+    with pytest.raises(ValueError, match="num_tokens"):
+        e.kv.rollback(slot, 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"lookahead": -1}, "lookahead: expected an int >= 0, got -1"),
+        ({"pages_per_block": 0}, "pages_per_block: expected an int >= 1, got 0"),
+        ({"sliding_window": 9}, "sliding_window: expected None for a state group, got 9"),
+    ],
+)
+def test_bad_state_groups_are_named(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        GroupSpec("s", "state", 16, 4096, **arguments)
+
+
+def test_a_state_without_caching_needs_no_snapshots():
+    e = Engine(
+        groups(GroupSpec("state", "state", 4, 4096), (4, None)),
+        num_pages=40, max_requests=3, max_model_len=64, enable_caching=False,
+    )  # fmt: skip
+    e.admit("a", [1, 2, 3, 4, 5])
+    e.admit("b", [1, 2, 3, 4, 5, 6, 7])
+    e.step({"a": 4, "b": 6})
+    e.step({"a": 1, "b": 1})
+    e.decode("a", [1, 2, 3, 4])
+    assert (e.kv.tables[:, :] >= 0).all() and e.kv.stats()["pages_in_use"] == 3 + 2 + 2
+    for t in range(24):  # long enough for the batch to get a calendar
+        for rid in ("a", "b"):
+            e.tokens[rid].append(t)
+        e.step({"a": 1, "b": 1})
+    # 33 and 31 tokens in blocks of 4, and a live state each.
+    assert e.kv.stats()["pages_in_use"] == 9 + 8 + 2
+
+
+def test_decodes_after_a_mixed_step_keep_their_states():
+    e = Engine(
+        groups((8, None), GroupSpec("state", "state", 8, 4096)),
+        num_pages=60, max_requests=3, max_model_len=64,
+    )  # fmt: skip
+    for rid, n in (("a", 3), ("b", 4), ("c", 20)):
+        e.admit(rid, [n] * n)
+    e.step({"a": 3, "b": 4})
+    for t in range(12):
+        e.tokens["b"].append(t)
+        e.tokens["a"].append(t)
+        counts = {"c": 2, "b": 1, "a": 1} if t in (2, 3, 7) else {"b": 1, "a": 1}
+        e.step(counts)
+        e.check()
+
+
+@pytest.mark.parametrize("most", [22, 21], ids=["calendar", "too-large"])
+def test_a_batch_that_lasts_gets_a_calendar_unless_it_would_be_large(most, monkeypatch):
+    """Two requests change 2 x (2 + 4 + 4 + 1) entries in 8 steps."""
+    monkeypatch.setattr(decode, "MOST_ENTRIES", most)
+    e = Engine(
+        groups((4, None), (2, 5), (2, 5), GroupSpec("state", "state", 8, 4096)),
+        num_pages=90, max_requests=3, max_model_len=96,
+    )  # fmt: skip
+    for rid in ("a", "b"):
+        e.admit(rid, [1, 2, 3])
+    e.step({"a": 3, "b": 3})
+    for t in range(40):
+        for rid in ("a", "b"):
+            e.tokens[rid].append(t)
+        e.step({"a": 1, "b": 1})
+        e.check()
+        calendar = e.kv._tables._batch.calendar
+        assert (calendar is not None) == (t >= decode.SETTLED and most == 22)
+
+
+ALONE = {
+    "windows": groups((8, None), (4, 10), (4, 10), (4, 5)),
+    "states": groups((8, None), (4, 10), GroupSpec("state", "state", 8, 4096, pages_per_block=2)),
+    "drafter": groups((8, None), (4, 10), GroupSpec("draft", "window", 2, 4096, 6, lookahead=3)),
+}
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("retention", ["latest", 32, "dense"])
+@pytest.mark.parametrize("specs", ALONE.values(), ids=ALONE.keys())
+def test_chunks_of_one_step_end_like_chunks_of_steps_of_their_own(specs, retention, drafts):
+    """One chunk is planned and committed in plain integers, several in arrays."""
+    together, alone = (
+        KVCache(
+            specs, num_pages=900, max_requests=2, max_model_len=640,
+            retention=retention, max_draft_tokens=drafts, track_deltas=True,
+        )
+        for _ in range(2)
+    )  # fmt: skip
+    texts = [np.array(tokens(640, seed), dtype=np.int32) for seed in range(2)]
+    for cache in (together, alone):
+        cache._tables.drafts.most = 0  # all are chunks
+    for i, text in enumerate(texts):
+        for cache in (together, alone):
+            assert cache.admit(i, cache.match(text[:90])) == i
+    rng, mirror = np.random.default_rng(0), np.zeros_like(alone.tables)
+    for most in [3, 9, 60] * 6:
+        counts = rng.integers(1, most, 2)
+        rejected = np.minimum(rng.integers(0, drafts + 1, 2), counts - 1)
+        accepted = counts - rejected if drafts else None
+        starts = together.num_computed.tolist()
+        ids = [t[s : s + n] for t, s, n in zip(texts, starts, counts, strict=True)]
+        plan = together.plan([0, 1], counts)
+        written = np.split(plan.slot_mapping >= 0, plan.cu_seqlens_q[1:-1], axis=1)
+        copies = len(together.commit(plan, np.concatenate(ids), accepted))
+        for i in range(2):
+            one = alone.plan([i], counts[i : i + 1])
+            assert (written[i] == (one.slot_mapping >= 0)).all()
+            kept = None if accepted is None else accepted[i : i + 1]
+            copies -= len(alone.commit(one, ids[i], kept))
+        assert copies == 0 and together.stats() == alone.stats()
+        assert ((together.tables != 0) == (alone.tables != 0)).all()
+        alone.check_invariants()
+        where, pages = alone.take_deltas()
+        mirror.reshape(-1)[where] = pages
+        for group, part in alone.layout.tables:
+            at, width = alone.layout.columns(group, part)
+            told = slice(at, at + (1 if specs[group].kind == "state" else width))
+            assert (mirror[:, told] == alone.tables[:, told]).all()
+    assert together.num_computed.min() > 100

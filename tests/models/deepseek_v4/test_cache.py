@@ -1,0 +1,174 @@
+"""Bytes and groups of the caches, what the allocator really holds, and pages in the quantised format."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from quire.kvcore import KVCache
+from quire.models.deepseek_v4.cache import CacheFormat, V4PagePool, plan_cache, ring_bytes
+from quire.models.deepseek_v4.config import CONFIGS, CSA, HCA, MOE, SLIDING
+from quire.models.deepseek_v4.memory import CHUNK, cost, table, vllm_cost
+from quire.models.deepseek_v4.weights import random_model
+from tests.support.models.v4_engine import SmallEngine
+
+FP8 = CacheFormat(torch.bfloat16, fp8=True)
+TINY = CONFIGS["deepseek-v4-tiny"]
+RELEASED = ("deepseek-v4-flash", "deepseek-v4-pro")
+
+
+@pytest.mark.parametrize(("name", "page_bytes"), [(RELEASED[0], 1_002_240), (RELEASED[1], 1_435_968)])  # fmt: skip
+def test_groups_of_the_released_models(name, page_bytes):
+    """The page is vLLM's block to the byte: 21 (30) times 37440 + 8640, and 20 (31) times 1728."""
+    config = CONFIGS[name]
+    plan = plan_cache(config, FP8)
+    csa, hca = config.layer_types.count(CSA), config.layer_types.count(HCA)
+    assert page_bytes == csa * (37440 + 8640) + hca * 1728
+    got = [(g.name, g.kind, g.block_size, g.sliding_window, g.lookahead) for g in plan.groups]
+    assert got == [
+        ("compressed", "dense", 256, None, 0),
+        ("window.0", "window", 64, 128, 0),
+        ("window.1", "window", 64, 128, 1),
+        ("overlap", "window", 256, 5, 0),
+    ]
+    assert {group.page_bytes for group in plan.groups} == {page_bytes}
+    # Nothing in a page overlaps, and all of it lies inside.
+    for group in (1, 2):
+        places = sorted(p.window for p in plan.layers if p.window_group == group)
+        assert places == [37440 * i for i in range(len(places))] and len(places) * 37440 <= page_bytes  # fmt: skip
+    starts = []
+    for layer, place in enumerate(plan.layers):
+        if place.compressed is not None:
+            starts.append((place.compressed, 37440 if config.compress_ratio(layer) == 4 else 1728))
+        if place.index is not None:
+            starts.append((place.index, 8640))
+    ends = 0
+    for start, size in sorted(starts):
+        assert start == ends
+        ends = start + size
+    assert ends == page_bytes
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_bytes_beside_vllm(name):
+    """Per token the same; a resume point is 5 pages instead of 22; a prefill chunk floods nothing."""
+    config = CONFIGS[name]
+    ours, theirs = cost(config, plan_cache(config, FP8)), vllm_cost(config)
+    assert ours.token == theirs.token
+    assert (ours.resume_pages, theirs.resume_pages) == (5, 22)
+    assert ours.resume_point < 0.25 * theirs.resume_point
+    assert ours.prefill < 0.02 * theirs.prefill
+    page = plan_cache(config, FP8).groups[0].page_bytes
+    # Section by section as published: 26 blocks while decoding, 2 * 131 + 2051 + 1041 of a chunk.
+    assert theirs.request == 26 * page and theirs.prefill == (2 * 131 + 2051 + 1041) * page
+    for needle in (name, "vLLM, fp8", "ours, bf16"):
+        assert needle in table()
+
+
+def test_ring_bytes_count_the_tensors():
+    pool = V4PagePool(TINY, plan_cache(TINY, CacheFormat(torch.float32)), num_pages=2, max_requests=3, max_draft_tokens=2)  # fmt: skip
+    places = 3 + 1  # and nobody's
+    assert sum(4 * ring.numel() for ring in pool.rings) == places * ring_bytes(TINY, 2)
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_the_allocator_holds_no_more_than_said(name):
+    """A prompt in chunks of 8192, then 600 decoded tokens with a draft each: pages besides those of entries, at the worst moment."""
+    config = CONFIGS[name]
+    plan = plan_cache(config, FP8)
+    said = cost(config, plan, max_draft_tokens=1)
+    page = plan.groups[0].page_bytes
+    kv = KVCache(plan.groups, num_pages=1000, max_requests=2, max_model_len=32768, max_draft_tokens=1, retention="latest")  # fmt: skip
+    tokens = np.random.default_rng(0).integers(3, 1000, 32768)
+    slot, done, num_pages = kv.admit("a", kv.match(tokens[:20001])), 0, kv.num_free_pages
+    worst = {"prefill": 0, "decode": 0}
+    while done < 20600:
+        prefill = done < 20001
+        count, drafts = (min(CHUNK, 20001 - done), 0) if prefill else (1, 1)
+        step = kv.plan([slot], [count + drafts])
+        taken = step.step.needed
+        held = num_pages - kv.num_free_pages + taken  # before commit: old and new pages at once
+        entries = -(-(done + count + drafts) // 256)
+        key = "prefill" if prefill else "decode"
+        worst[key] = max(worst[key], held - entries)
+        kv.commit(step, tokens[done : done + count + drafts])
+        done += count + drafts
+    rings = ring_bytes(config, 1)
+    assert (
+        worst["decode"] * page + rings <= said.request + 5 * page
+    )  # the prompt's resume point stays
+    assert worst["prefill"] * page + rings <= said.prefill
+    assert worst["decode"] >= 6 and worst["prefill"] >= 12
+
+
+def test_arguments():
+    with pytest.raises(ValueError, match="block_size: expected a multiple of 8"):
+        plan_cache(TINY, CacheFormat(torch.float32), block_size=12)
+    with pytest.raises(ValueError, match="num_pages"):
+        V4PagePool(TINY, plan_cache(TINY, CacheFormat(torch.float32)), num_pages=1, max_requests=1)
+
+
+@pytest.mark.parametrize("layer_types", [(SLIDING, SLIDING), (SLIDING, HCA), (SLIDING, CSA)])
+def test_models_without_some_kind_of_layer(layer_types):
+    """No entries, no indexer, or no HCA: groups that nobody needs are not there, and chunks still give one forward's logits."""
+    config = replace(TINY, layer_types=layer_types, mlp_layer_types=(MOE, MOE), num_mtp_layers=0)
+    names = {group.name for group in plan_cache(config, CacheFormat(torch.float32)).groups}
+    assert ("compressed" in names) == (set(layer_types) != {SLIDING})
+    assert ("overlap" in names) == (CSA in layer_types)
+    model = random_model(config)
+    ids = torch.randint(3, 259, (90,), generator=torch.Generator().manual_seed(0))
+    engine = SmallEngine(model)
+    engine.admit("a", ids)
+    got = torch.cat([engine.run("a", 41, 9), engine.run("a", 45, 1), engine.run("a", 90)])
+    assert (got - model.full_forward(ids)).abs().max() < 1e-4
+    engine.release("a")
+    hit = engine.admit("b", ids)
+    assert hit == (88 if set(layer_types) == {SLIDING} else 80)
+    assert (engine.run("b", 90) - model.full_forward(ids)[hit:]).abs().max() < 1e-4
+
+
+def test_quantised_pages():
+    """584-byte rows and quantised index keys: however the work is cut, a query sees the same rounded rows, fresh or cached."""
+    config = replace(
+        TINY, head_dim=512, rope_dim=64, num_heads=2, o_groups=1, index_head_dim=128, index_num_heads=8,
+        layer_types=(SLIDING, CSA, HCA), mlp_layer_types=(MOE,) * 3, num_mtp_layers=0,
+    )  # fmt: skip
+    model = random_model(config)
+    ids = torch.randint(3, 259, (120,), generator=torch.Generator().manual_seed(0))
+    fmt = CacheFormat(torch.float32, fp8=True)
+    whole = SmallEngine(model, fmt=fmt)
+    whole.admit("a", ids)
+    expected = whole.run("a", 120)
+    exact = model.full_forward(ids)
+
+    def rms(x):
+        return x.pow(2).mean().sqrt()
+
+    error = rms(expected - exact)
+    assert 1e-3 < error < 0.25 * exact.std()  # rounded, and not wrong
+    engine = SmallEngine(model, fmt=fmt)
+    engine.admit("a", ids)
+    got = torch.cat([engine.run("a", n, c) for n, c in ((1, 1), (38, 37), (60, 1), (120, 17))])
+    # Here and there a value lies on a rounding boundary and falls to the other side: one step of one channel. If fresh rows were
+    # not rounded as cached ones are, the difference would be as large as the error.
+    assert rms(got - expected) < 0.05 * error
+    engine.release("a")
+    hit = engine.admit("b", ids)
+    assert hit == 112
+    assert rms(engine.run("b", 120) - expected[hit:]) < 0.05 * error
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layers", range(1, 9))
+def test_windows_of_all_layers_lie_inside_their_pages(layers, dtype):
+    """However few layers share a page with however large entries."""
+    kinds = (SLIDING, CSA, HCA, SLIDING, SLIDING, HCA, SLIDING, CSA)[:layers]
+    config = replace(TINY, layer_types=kinds, mlp_layer_types=(MOE,) * layers)
+    plan = plan_cache(config, CacheFormat(dtype))
+    size = 8 * config.head_dim * dtype.itemsize
+    places = {(place.window_group, place.window) for place in plan.layers}
+    assert len(places) == layers + 1  # and the drafter's, all different
+    assert all(start % size == 0 and start + size <= plan.groups[0].page_bytes for _, start in places)  # fmt: skip
+    names = {plan.groups[group].name for group, _ in places}
+    assert names == {group.name for group in plan.groups if group.name.startswith("window")}

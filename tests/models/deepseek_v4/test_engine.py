@@ -1,0 +1,268 @@
+"""DeepSeek-V4 in the engine, with and without its drafter: every logit that a token is sampled from is that of a run without a cache.
+
+Pages that nobody owns and rings of nobody's are NaN throughout.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from quire.models.config.named import get_config
+from quire.models.deepseek_v4 import paged
+from quire.models.deepseek_v4.draft import MTPDrafter
+from quire.models.engine.engine import Engine, EngineConfig
+from quire.models.engine.request import SamplingParams
+from quire.models.engine.speculative import NGramDrafter
+from quire.models.llm import LLM
+from quire.models.loading.weights import load_model, random_model
+from tests.models.engine.test_engine import Recorder, prompt
+from tests.support.models import v4_oracle
+from tests.support.models.tolerance import tolerance
+
+NAN = 255  # as bytes: NaN in fp32
+
+
+class V4Recorder(Recorder):
+    def _poison(self, pages):
+        self.engine.pool.data[pages] = NAN
+        used = {request.slot for request in self.engine.scheduler.running}
+        idle = [s for s in range(self.engine.kv.max_requests + 1) if s not in used]
+        for ring in self.engine.pool.rings:
+            ring[idle] = float("nan")
+
+    def check(self, request_id):
+        """All logits of a finished request against a run of its whole sequence without a cache."""
+        output = self.outputs[request_id]
+        sequence = torch.tensor(output.prompt_token_ids + output.token_ids)
+        expected = self.engine.model.full_forward(sequence[:-1])[len(output.prompt_token_ids) - 1 :]
+        got = torch.stack(self.logits[request_id])[: len(expected)]
+        assert got.shape == expected.shape
+        assert (got - expected).abs().max().item() < tolerance(self.engine.model)
+        return output
+
+
+class Knowing(MTPDrafter):
+    """Drafts as MTP does, but now and then it knows the outputs: a random drafter is hardly ever right."""
+
+    outputs: dict[str, tuple[int, ...]] | None = None
+    calls = 0
+
+    def propose(self, requests):
+        drafts = super().propose(requests)
+        for request, own in zip(requests, drafts, strict=True):
+            self.calls += 1
+            known = (self.outputs or {}).get(request.request_id, ())[request.num_output :][
+                : len(own)
+            ]
+            own[: self.calls % 4][: len(known)] = known[: self.calls % 4]
+        return drafts
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_model(get_config("deepseek-v4-tiny"))
+
+
+def test_logits_are_those_of_transformers():
+    """Prompts in chunks, cold and from a hit, and forced tokens one by one."""
+    oracle = v4_oracle.oracles()["ours"]
+    run = V4Recorder(load_model(oracle.path), max_num_batched_tokens=37)
+    tokens, limit = oracle.input_ids.tolist(), tolerance(run.engine.model)
+    for length in (1, 38, 107, 170, 197):
+        request_id = run.add(tokens[:length], max_tokens=6)
+        run.forced[request_id] = tokens
+        run.run()  # one after another: the later ones start from cached prefixes
+        got = torch.stack(run.logits[request_id])
+        assert (got - oracle.logits[length - 1 : length + 5]).abs().max() < limit
+        assert run.outputs[request_id].num_cached_tokens == {107: 32, 170: 112, 197: 160}.get(length, 0)  # fmt: skip
+
+
+WORK = [
+    (20, {}),
+    (60, {}),
+    (33, {"temperature": 0.9, "seed": 4}),
+    (9, {"repetition_penalty": 1.3}),
+    (1, {}),
+    (16, {"temperature": 0.7, "top_p": 0.9, "seed": 1}),
+]
+DRAFTERS = {
+    "mtp, one": lambda model: MTPDrafter(model),
+    "mtp, right now and then": lambda model: Knowing(model, 3),
+    "n-gram": lambda model: NGramDrafter(3, min_ngram=1),
+}
+
+
+@pytest.fixture(scope="module")
+def plain(model):
+    run, ids = work(model, None)
+    for request_id in ids:
+        run.check(request_id)
+    return {request_id: run.outputs[request_id].token_ids for request_id in ids}
+
+
+def work(model, drafter, **settings):
+    run = V4Recorder(model, drafter=drafter, **settings)
+    ids = [run.add(prompt(n, n), 14, sampling=s) for n, s in WORK]
+    run.run()
+    assert run.engine.kv.stats()["pages_in_use"] == 0
+    assert any(r.num_decodes and r.num_prefills for r in run.reports)  # ragged batches
+    return run, ids
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_outputs_do_not_depend_on_drafts(model, plain, name):
+    """Greedy, sampled and penalised requests beside each other."""
+    drafter = DRAFTERS[name](model)
+    drafter.outputs = plain
+    run, ids = work(model, drafter)
+    for request_id in ids:
+        assert run.check(request_id).token_ids == plain[request_id]
+    totals = run.engine.totals
+    assert totals.num_drafts > 0
+    if name == "mtp, right now and then":
+        assert 10 < totals.num_accepted < totals.num_drafts
+
+
+def test_decode_through_fixed_buffers(model, plain):
+    """Padded batches: padding rows have no request, and must not touch the ring of the request in slot 0."""
+    engine = Engine(model, EngineConfig(num_pages=500, max_num_seqs=3, decode_graphs=True))
+    ids = [engine.add_request(prompt(n, n), SamplingParams(14, ignore_eos=True, **s)) for n, s in WORK]  # fmt: skip
+    outputs = {}
+    while engine.has_work:
+        outputs |= {o.request_id: o.token_ids for o in engine.step().finished}
+    assert engine._graphs._graphs, "some steps were decode steps"
+    assert [outputs[i] for i in ids] == [plain[i] for i in ids]
+
+
+@pytest.mark.parametrize("num_drafts", [0, 2])
+def test_hits_of_every_kind(model, num_drafts):
+    """A resend, a longer sibling, the next turn, a junction, another tenant; the drafter changes none of them."""
+    run = V4Recorder(model, drafter=MTPDrafter(model, num_drafts) if num_drafts else None)
+    base, hits = prompt(99), []
+
+    def turn(tokens, **options):
+        request_id = run.add(tokens, 8, **options)
+        run.run()
+        hits.append(run.check(request_id).num_cached_tokens)
+        return [*tokens, *run.outputs[request_id].token_ids]
+
+    said = turn(base)
+    turn(base)
+    turn(base + prompt(30, 1))
+    turn(said + prompt(5, 2))
+    turn(base[:50] + prompt(40, 3))
+    turn(base[:50] + prompt(40, 4))
+    turn(base, salt=b"tenant")
+    assert hits == [0, 96, 96, 96, 0, 48, 0]
+
+
+@pytest.mark.parametrize("num_drafts", [0, 2])
+def test_preempted_requests_resume(model, num_drafts):
+    drafter = MTPDrafter(model, num_drafts) if num_drafts else None
+    run = V4Recorder(model, drafter=drafter, num_pages=60, max_model_len=120)
+    ids = [run.add(prompt(50 + n, n), 30) for n in range(4)]
+    run.run()
+    assert sum(run.check(i).num_preemptions for i in ids) > 0
+    assert run.engine.kv.stats()["pages_in_use"] == 0
+
+
+def test_aborts(model):
+    """At any step; the others' outputs are those of a run alone, and all pages come back."""
+    run = V4Recorder(model, drafter=MTPDrafter(model, 2))
+    ids = [run.add(prompt(40 + n, n), 10) for n in range(6)]
+    for step in range(8):
+        run.run(max_steps=1)
+        if step in (0, 3, 5) and ids[step] in run.engine.unfinished:
+            run.engine.abort(ids[step])
+    run.run()
+    assert 3 <= len(run.outputs) < 6
+    for request_id in run.outputs:
+        run.check(request_id)
+    assert run.engine.kv.stats()["pages_in_use"] == 0
+
+
+@pytest.mark.parametrize("name", ["ours", "hybrid", "pure"])
+def test_directories_of_every_form(name):
+    """A checkpoint through `LLM`: its next token is transformers'."""
+    oracle = v4_oracle.oracles()[name]
+    llm = LLM(oracle.path, device="cpu", dtype=torch.float32, engine=EngineConfig(num_pages=200))
+    params = SamplingParams(max_tokens=2, ignore_eos=True)
+    [output] = llm.generate([oracle.input_ids.tolist()], params, progress=False)
+    assert output.token_ids[0] == int(oracle.logits[-1].argmax())
+
+
+def test_named_configuration_and_its_memory(model):
+    llm = LLM("deepseek-v4-tiny", device="cpu", engine=EngineConfig(cache_bytes=2**20, max_num_seqs=5))  # fmt: skip
+    [output] = llm.generate(["Once"], SamplingParams(max_tokens=4), progress=False)
+    assert isinstance(output.text, str) and output.num_cached_tokens == 0
+    memory, pool = llm.engine.memory, llm.engine.pool
+    rings = sum(4 * ring.numel() for ring in pool.rings)
+    assert memory.fixed_bytes == rings > 0
+    assert memory.page_bytes == pool.data.shape[1] and len(pool.data) == memory.num_pages
+    assert 2**20 - memory.page_bytes < rings + memory.cache_bytes <= 2**20
+    assert "besides" in memory.describe()
+    assert len({group.lookahead for group in memory.groups}) == 1
+    with_drafter = Engine(model, EngineConfig(num_pages=50), drafter=MTPDrafter(model)).memory
+    assert max(group.lookahead for group in with_drafter.groups) == 1
+
+
+def test_a_hit_without_its_overlap_rows_is_wrong(model, monkeypatch):
+    """What pages of the group "overlap" hold is needed."""
+
+    def load(self, overlap, ring):
+        ring[self.requests] = 0.0
+
+    monkeypatch.setattr(paged.OverlapRows, "load", load)
+    run = V4Recorder(model)
+    for expected_hit in (0, 32):
+        request_id = run.add(prompt(40), 1)
+        run.run()
+        assert run.outputs[request_id].num_cached_tokens == expected_hit
+    run.check("0")
+    with pytest.raises(AssertionError):
+        run.check("1")
+
+
+def test_rows_of_the_drafter_matter(model, monkeypatch):
+    """Drafts from pages that were written with the wrong next token are others."""
+    seen = []
+
+    class Watched(MTPDrafter):
+        shift = 0
+
+        def observe(self, batch, hidden, next_ids, last_rows, slots):
+            super().observe(batch, hidden, (next_ids + self.shift) % 259, last_rows, slots)
+
+        def propose(self, requests):
+            drafts = super().propose(requests)
+            seen[-1].extend(np.concatenate(drafts).tolist())
+            return drafts
+
+    for shift in (0, 0, 1):
+        seen.append([])
+        drafter = Watched(model, 2)
+        drafter.shift = shift
+        run = V4Recorder(model, drafter=drafter)
+        run.add(prompt(30), 6)
+        run.run()
+    assert seen[0] == seen[1] != seen[2]
+
+
+def test_what_is_refused(model):
+    without = random_model(replace(get_config("deepseek-v4-tiny"), num_mtp_layers=0))
+    with pytest.raises(ValueError, match="model: expected one with drafter layers"):
+        MTPDrafter(without)
+    with pytest.raises(ValueError, match="max_draft_tokens: expected >= 1, got 0"):
+        MTPDrafter(model, 0)
+    with pytest.raises(
+        ValueError, match="replay: expected False for DeepseekV4, whose compressors"
+    ):
+        Engine(model, EngineConfig(num_pages=50, replay=True))
+    # Its hidden states are what the drafter reads: no graph returns them.
+    drafter = MTPDrafter(model, 1)
+    with pytest.raises(
+        NotImplementedError, match=r"decode_graphs: supported with .* no drafter in the model"
+    ):
+        Engine(model, EngineConfig(num_pages=500, decode_graphs=True), drafter=drafter)

@@ -1,0 +1,323 @@
+"""The drafter layer against a reference written from its description alone: fp64, one token and one head at a time.
+
+There is no other implementation to compare with: transformers ignores ``mtp.*``.
+"""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from quire.models.deepseek_v4.attention import dense_attend
+from quire.models.deepseek_v4.cache import CacheFormat, plan_cache
+from quire.models.deepseek_v4.config import CONFIGS
+from quire.models.deepseek_v4.draft import MTPDrafter
+from quire.models.deepseek_v4.weights import random_model
+from tests.models.deepseek_v4.test_engine import V4Recorder
+from tests.models.engine.test_engine import prompt
+
+NUM_TOKENS = 40  # more than two windows of 16
+
+
+class Reference:
+    """One drafter, its weights by name in fp64."""
+
+    def __init__(self, model, index=0):
+        self.config = model.config
+        prefix = f"mtp.{index}."
+        self.w = {
+            name.removeprefix(prefix): weight.double()
+            for name, weight in model.named_parameters()
+            if name.startswith(prefix) or name in ("embed_tokens.weight", "lm_head.weight")
+        }
+
+    def norm(self, x, name=None):
+        x = x / math.sqrt(float((x * x).mean()) + self.config.rms_norm_eps)
+        return x if name is None else x * self.w[name]
+
+    def turn(self, x, position):
+        """Rotates the trailing channels in place, pair by pair."""
+        x, dim = x.clone(), self.config.rope_dim
+        first = len(x) - dim
+        for pair in range(dim // 2):
+            angle = position * self.config.rope_theta ** (-2 * pair / dim)
+            a, b = x[first + 2 * pair].item(), x[first + 2 * pair + 1].item()
+            x[first + 2 * pair] = a * math.cos(angle) - b * math.sin(angle)
+            x[first + 2 * pair + 1] = a * math.sin(angle) + b * math.cos(angle)
+        return x
+
+    def mixes(self, streams, name):
+        flat = self.norm(streams.flatten())
+        return self.w[name] @ flat
+
+    def around(self, streams, name, norm, block):
+        """One sub-block for all tokens: block gets and returns a list of rows."""
+        n, eps = self.config.hc_mult, self.config.hc_eps
+        scale, base = self.w[f"{name}.scale"], self.w[f"{name}.base"]
+        inputs, weights = [], []
+        for x in streams:
+            m = self.mixes(x, f"{name}.fn")
+            pre = torch.sigmoid(m[:n] * scale[0] + base[:n]) + eps
+            post = 2 * torch.sigmoid(m[n : 2 * n] * scale[1] + base[n : 2 * n])
+            comb = (m[2 * n :] * scale[2] + base[2 * n :]).view(n, n)
+            comb = torch.stack([row.exp() / row.exp().sum() for row in comb]) + eps
+            for i in range(2 * self.config.hc_sinkhorn_iters - 1):  # columns, rows, columns, ...
+                for j in range(n):
+                    if i % 2 == 0:
+                        comb[:, j] = comb[:, j] / (comb[:, j].sum() + eps)
+                    else:
+                        comb[j] = comb[j] / (comb[j].sum() + eps)
+            inputs.append(self.norm(sum(pre[s] * x[s] for s in range(n)), norm))
+            weights.append((post, comb))
+        out = []
+        for x, y, (post, comb) in zip(streams, block(inputs), weights, strict=True):
+            new = [post[k] * y + sum(comb[j, k] * x[j] for j in range(n)) for k in range(n)]
+            out.append(torch.stack(new))
+        return out
+
+    def attention(self, inputs):
+        c, w = self.config, self.w
+        keys = [
+            self.turn(self.norm(w["self_attn.kv_proj.weight"] @ x, "self_attn.kv_norm.weight"), t)
+            for t, x in enumerate(inputs)
+        ]
+        rows = []
+        for t, x in enumerate(inputs):
+            latent = self.norm(w["self_attn.q_a_proj.weight"] @ x, "self_attn.q_a_norm.weight")
+            queries = (w["self_attn.q_b_proj.weight"] @ latent).view(c.num_heads, c.head_dim)
+            heads = []
+            for h, q in enumerate(queries):
+                q = self.turn(self.norm(q), t)
+                seen = range(max(0, t - c.sliding_window + 1), t + 1)
+                scores = [math.exp(float(q @ keys[s]) / math.sqrt(c.head_dim)) for s in seen]
+                total = sum(scores) + math.exp(float(w["self_attn.sinks"][h]))
+                out = sum(p / total * keys[s] for p, s in zip(scores, seen, strict=True))
+                heads.append(self.turn(out, -t))
+            narrow = []
+            per_group, rank = c.num_heads // c.o_groups, c.o_lora_rank
+            for g in range(c.o_groups):
+                group = torch.cat(heads[g * per_group : (g + 1) * per_group])
+                narrow.append(w["self_attn.o_a_proj.weight"][g * rank : (g + 1) * rank] @ group)
+            rows.append(w["self_attn.o_b_proj.weight"] @ torch.cat(narrow))
+        return rows
+
+    def expert(self, x, gate, up, down):
+        limit = self.config.swiglu_limit
+        g, u = (gate @ x).clamp(max=limit), (up @ x).clamp(-limit, limit)
+        return down @ (g / (1 + torch.exp(-g)) * u)
+
+    def moe(self, inputs):
+        c, w = self.config, self.w
+        width, rows = c.moe_intermediate_size, []
+        for x in inputs:
+            score = torch.log1p(torch.exp(w["mlp.gate.weight"] @ x)).sqrt()
+            biased = score + w["mlp.gate.e_score_correction_bias"]
+            best = sorted(range(c.num_experts), key=lambda e: -biased[e])[: c.num_experts_per_tok]
+            total = sum(score[e] for e in best)
+            shared = [w[f"mlp.shared_experts.{m}_proj.weight"] for m in ("gate", "up", "down")]
+            y = self.expert(x, *shared)
+            for e in best:
+                gate_up = w["mlp.experts.gate_up_proj"][e]
+                down = w["mlp.experts.down_proj"][e]
+                routed = self.expert(x, gate_up[:width], gate_up[width:], down)
+                y = y + c.routed_scaling_factor * score[e] / total * routed
+            rows.append(y)
+        return rows
+
+    def __call__(self, streams, next_ids):
+        """streams: [num_tokens, hc_mult, hidden_size] fp64. Returns (streams, logits)."""
+        w, n = self.w, self.config.hc_mult
+        rows = []
+        for t, (x, token) in enumerate(zip(streams, next_ids.tolist(), strict=True)):
+            e = w["embed_tokens.weight"][token] * (t > 0)
+            e = w["e_proj.weight"] @ self.norm(e, "enorm.weight")
+            h = [w["h_proj.weight"] @ self.norm(x[s], "hnorm.weight") for s in range(n)]
+            rows.append(torch.stack([row + e for row in h]))
+        rows = self.around(rows, "attn_hc", "input_layernorm.weight", self.attention)
+        rows = self.around(rows, "ffn_hc", "post_attention_layernorm.weight", self.moe)
+        logits = []
+        for x in rows:
+            m = self.mixes(x, "hc_head.hc_fn")
+            pre = torch.sigmoid(m * w["hc_head.hc_scale"] + w["hc_head.hc_base"]) + self.config.hc_eps  # fmt: skip
+            y = self.norm(sum(pre[s] * x[s] for s in range(n)), "norm.weight")
+            logits.append(w["lm_head.weight"] @ y)
+        return torch.stack(rows), torch.stack(logits)
+
+
+@pytest.fixture(scope="module")
+def case():
+    """A model with two drafters, the trunk's streams and the tokens one further on."""
+    model = random_model(replace(CONFIGS["deepseek-v4-tiny"], num_mtp_layers=2), seed=3)
+    ids = torch.randint(3, 259, (NUM_TOKENS + 2,), generator=torch.Generator().manual_seed(4))
+    positions = torch.arange(NUM_TOKENS)
+    attend = dense_attend(model.config)
+    streams = model.streams(ids[:NUM_TOKENS], positions, attend)
+    return model, ids, positions, attend, streams
+
+
+def difference(got, expected):
+    return (got.double() - expected).abs().max().item()
+
+
+def test_drafter_equals_the_reference(case):
+    model, ids, positions, attend, streams = case
+    got = model.draft_streams(0, streams, ids[1:-1], positions, attend)
+    want, logits = Reference(model)(streams.double(), ids[1:-1])
+    assert want.std() > 0.5 and logits.std() > 0.5
+    assert difference(got, want) < 1e-4
+    assert difference(model.draft_logits(0, got), logits) < 1e-4
+
+
+def test_a_further_draft_reads_the_streams_of_the_one_before(case):
+    """And every drafter has weights of its own."""
+    model, ids, positions, attend, streams = case
+    first = model.draft_streams(0, streams, ids[1:-1], positions, attend)
+    got = model.draft_streams(1, first, ids[2:], positions, attend)
+    want, logits = Reference(model, 1)(first.double(), ids[2:])
+    assert difference(got, want) < 1e-4
+    assert difference(model.draft_logits(1, got), logits) < 1e-4
+    assert difference(got, Reference(model, 0)(first.double(), ids[2:])[0]) > 0.1
+
+
+BROKEN = {
+    "enorm = 1": lambda w: w.mtp[0].enorm.weight.fill_(1.0),
+    "hnorm = 1": lambda w: w.mtp[0].hnorm.weight.fill_(1.0),
+    "norm = 1": lambda w: w.mtp[0].norm.weight.fill_(1.0),
+    "projections exchanged": lambda w: w.mtp[0].e_proj.weight.copy_(w.mtp[0].h_proj.weight.clone()),
+    "own hc_head": lambda w: w.mtp[0].hc_head.load_state_dict(w.hc_head.state_dict()),
+    "sinks = 0": lambda w: w.mtp[0].self_attn.sinks.fill_(0.0),
+    "correction bias = 0": lambda w: w.mtp[0].mlp.gate.e_score_correction_bias.fill_(0.0),
+}
+
+
+@pytest.mark.parametrize("rule", BROKEN)
+def test_each_rule_matters(case, rule):
+    model, ids, positions, attend, streams = case
+    good = model.draft_logits(0, model.draft_streams(0, streams, ids[1:-1], positions, attend))
+    before = {name: weight.clone() for name, weight in model.named_parameters()}
+    BROKEN[rule](model)
+    bad = model.draft_logits(0, model.draft_streams(0, streams, ids[1:-1], positions, attend))
+    model.load_state_dict(before)
+    assert difference(bad, good.double()) > 0.05
+
+
+def test_what_is_fed_matters(case):
+    """The token after, not the token itself; streams before their collapse; no token at position 0."""
+    model, ids, positions, attend, streams = case
+    good = model.draft_streams(0, streams, ids[1:-1], positions, attend)
+    same = model.draft_streams(0, streams, ids[:-2], positions, attend)
+    assert difference(same, good.double()) > 0.1
+    collapsed = model.hc_head(streams)[:, None].expand_as(streams)
+    alike = model.draft_streams(0, collapsed, ids[1:-1], positions, attend)
+    assert difference(alike, good.double()) > 0.1
+    other = ids[1:-1].clone()
+    other[0] = other[0] % 200 + 5
+    assert torch.equal(model.draft_streams(0, streams, other, positions, attend), good)
+
+
+def behind(streams, first=None):
+    """Rows one further on, zeros (or ``first``) before them: what the next layer reads at the same position."""
+    return torch.cat([torch.zeros_like(streams[:1]) if first is None else first[None], streams])
+
+
+def test_a_row_kept_one_position_on_is_the_row(case):
+    """Layer 1 as trained reads streams at t and the token at t + 2; kept at t + 1, it gives the same but for the sequence's start."""
+    model, ids, positions, attend, streams = case
+    first = model.draft_streams(0, streams, ids[1:-1], positions, attend)
+    trained = model.draft_streams(1, first[:-1], ids[2:-1], positions[:-1], attend)
+    kept = model.draft_streams(1, behind(first)[:-1], ids[1:-1], positions, attend)
+    window = model.config.sliding_window
+    assert len(trained) > 2 * window
+    assert difference(kept[window + 1 :], trained[window:].double()) < 1e-4
+    assert difference(kept[1:], trained.double()) > 1e-2, "at the start"
+
+
+@pytest.fixture(scope="module")
+def many():
+    """Three drafter layers."""
+    return random_model(replace(CONFIGS["deepseek-v4-tiny"], num_mtp_layers=3), seed=6)
+
+
+def plain_drafts(model, tokens, num_drafts, num_layers):
+    """Logits [num_drafts, vocab_size] of greedy drafts behind a whole sequence, without a cache. tokens: the last one is known, not computed."""
+    attend = dense_attend(model.config)
+    ids = torch.tensor(tokens)
+    streams = [model.streams(ids[:-1], torch.arange(len(ids) - 1), attend)]
+    positions = torch.arange(len(ids) - 1)
+    rows = streams[0]
+    layers = []  # each layer's rows of what is known
+    for index in range(num_layers):
+        rows = model.draft_streams(index, rows, ids[1:], positions, attend)
+        layers.append(rows)
+        rows = behind(rows)[:-1]
+    logits, out = [model.draft_logits(0, layers[0][-1:])[0]], layers[0][:0]
+    trunk = [streams[0]] + [behind(rows)[:-1] for rows in layers[:-1]]  # what each layer reads
+    while len(logits) < num_drafts:
+        drafts = [int(row.argmax()) for row in logits]
+        index, source = min(len(drafts), num_layers - 1), min(len(drafts) - 1, num_layers - 1)
+        inputs = torch.cat([trunk[index], layers[source][-1:], out])
+        following = torch.tensor([*tokens[1:], *drafts])
+        rows = model.draft_streams(index, inputs, following, torch.arange(len(inputs)), attend)
+        out = rows[len(tokens) - 1 :]
+        logits.append(model.draft_logits(index, out[-1:])[0])
+    return torch.stack(logits)
+
+
+@pytest.mark.parametrize(("num_layers", "num_drafts"), [(1, 1), (2, 2), (3, 3), (3, 5)])
+def test_drafts_of_several_layers_in_the_engine(many, num_layers, num_drafts):
+    """Prompts in odd chunks, drafts accepted and rejected: what is proposed is what an uncached run proposes."""
+    seen = []
+
+    class Watched(MTPDrafter):
+        def _chain(self, requests, choose):
+            logits = []
+            drafts = super()._chain(requests, lambda x: choose(logits.append(x) or x)).clone()
+            for row, request in enumerate(requests):
+                seen.append((request.tokens.tolist(), torch.stack(logits, dim=1)[row]))
+                known = plain.get(request.request_id, ())[request.num_output :][: len(seen) % 4]
+                known = torch.tensor(known[:num_drafts])
+                drafts[row, : len(known)] = known
+            return drafts
+
+    def run(drafter, **settings):
+        engine = V4Recorder(many, drafter=drafter, max_num_batched_tokens=37, **settings)
+        ids = [engine.add(prompt(n, n), 12) for n in (50, 1, 23)]
+        engine.run()
+        return engine, {i: engine.check(i).token_ids for i in ids}
+
+    plain = {}
+    _, plain = run(None)
+    engine, drafted = run(Watched(many, num_drafts))
+    assert drafted == plain
+    assert 0 < engine.engine.totals.num_accepted < engine.engine.totals.num_drafts
+    assert len(seen) > 12
+    for tokens, logits in seen[::4]:
+        assert difference(logits, plain_drafts(many, tokens, num_drafts, num_layers)) < 1e-4
+
+
+def test_hits_do_not_depend_on_the_number_of_layers(many):
+    hits = []
+    for num_drafts in (0, 1, 3):
+        run = V4Recorder(many, drafter=MTPDrafter(many, num_drafts) if num_drafts else None)
+        ids = []
+        for tokens in (
+            prompt(99),
+            prompt(99),
+            prompt(99) + prompt(30, 1),
+            prompt(50) + prompt(40, 3),
+        ):
+            ids.append(run.add(tokens, 8))
+            run.run()
+        hits.append([run.check(i).num_cached_tokens for i in ids])
+    assert hits[0] == hits[1] == hits[2] == [0, 96, 96, 0]
+
+
+def test_every_group_with_a_drafter_looks_ahead():
+    """Also where the drafters' layers do not fit one group."""
+    for num_layers in range(1, 9):
+        config = replace(CONFIGS["deepseek-v4-tiny"], num_mtp_layers=num_layers)
+        plan = plan_cache(config, CacheFormat(torch.float32))
+        of = [plan.groups[place.window_group].lookahead for place in plan.layers]
+        assert of[config.num_layers :] == [1] * num_layers
+    assert of[0] == 0

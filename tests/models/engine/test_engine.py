@@ -1,0 +1,507 @@
+"""The engine on the real allocator: every logit that it samples from equals a run of that sequence alone, without any cache."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from quire.models.config.named import FULL, SLIDING, get_config
+from quire.models.engine import engine as runner
+from quire.models.engine import report
+from quire.models.engine.engine import Engine, EngineConfig
+from quire.models.engine.request import SamplingParams
+from quire.models.engine.scheduler import SchedulerPolicy
+from quire.models.engine.speculative import NGramDrafter
+from quire.models.loading.weights import load_model, random_model
+from tests.support.models.tolerance import tolerance
+
+DEVICE = (
+    "cuda" if torch.cuda.is_available() else "cpu"
+)  # with a GPU, all of this runs on the Triton kernels
+NAMES = ("gemma3-tiny", "gemma4-tiny", "gemma4-small")
+
+
+class Recorder:
+    """Runs an engine, keeps the logits of every sampled token, and distrusts the pool: after each step the allocator
+    recounts its pages, and pages that nobody owns become NaN."""
+
+    def __init__(self, model, *, drafter=None, tokenizer=None, **settings):
+        settings = {"max_num_seqs": 4, "max_num_batched_tokens": 48, "num_pages": 2000} | settings
+        # Replayed graphs do not call the model's hooks.
+        settings.setdefault("decode_graphs", False)
+        config = EngineConfig(**settings)
+        self.engine = Engine(model, config, drafter=drafter, tokenizer=tokenizer)
+        self.logits: dict[str, list[torch.Tensor]] = {}
+        self.outputs, self.reports = {}, []
+        self.forced: dict[str, list[int]] = {}  # tokens to "sample" instead
+        self._poison(torch.arange(self.engine.kv.num_pages))
+        forward = self.engine._forward
+
+        def recording(step):
+            last = []
+            hook = model.register_forward_hook(
+                lambda module, args, out: last.append(out[0] if isinstance(out, tuple) else out)
+            )
+            new = forward(step)
+            hook.remove()
+            rows = iter(last[0])
+            drafts = dict(zip(step.requests, step.num_drafts, strict=True))
+            for tokens in new:
+                request, here = tokens.request, tokens.request.request_id
+                own = [next(rows) for _ in range(1 + drafts[request])]
+                self.logits.setdefault(here, []).extend(own[: len(tokens.ids)])
+                if here in self.forced:
+                    tokens.ids[0] = self.forced[here][request.num_tokens]
+            return new
+
+        self.engine._forward = recording
+
+    def _poison(self, pages):
+        for slot in self.engine.pool.slots:
+            slot.view(self.engine.model.dtype)[pages] = float("nan")
+
+    def run(self, max_steps=100_000):
+        for _ in range(max_steps):
+            report = self.engine.step()
+            if report is None:
+                break
+            self.reports.append(report)
+            self.outputs |= {output.request_id: output for output in report.finished}
+            self.engine.kv.check_invariants()
+            self._poison(torch.from_numpy(self.engine.kv.pool.free_pages().astype("int64")))
+        return self.outputs
+
+    def add(self, prompt, max_tokens=8, *, sampling=None, **options):
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **(sampling or {}))
+        return self.engine.add_request(prompt, params, **options)
+
+    def check(self, request_id):
+        """All logits of a finished request against a run of its whole sequence without a cache."""
+        output = self.outputs[request_id]
+        sequence = torch.tensor(output.prompt_token_ids + output.token_ids, device=DEVICE)
+        first = len(output.prompt_token_ids) - 1
+        expected = self.engine.model.full_forward(sequence[:-1])[first:]
+        got = torch.stack(self.logits[request_id])
+        got = got[: len(expected)]  # accepted drafts may go past the end
+        assert got.shape == expected.shape
+        assert (got - expected).abs().max().item() < tolerance(self.engine.model)
+        return output
+
+
+def prompt(length, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, 259, (length,), generator=generator).tolist()
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def model(request):
+    return build(request.param)
+
+
+def build(name):
+    return random_model(get_config(name), device=DEVICE)
+
+
+@pytest.mark.parametrize("retention", ["latest", "dense", 64])
+def test_ragged_requests_equal_each_alone(model, retention):
+    run = Recorder(model, retention=retention)
+    lengths = (1, 15, 16, 17, 47, 48, 49, 140, 31)
+    ids = [run.add(prompt(n, seed=n), max_tokens=3 + n % 20) for n in lengths]
+    run.run()
+    for request_id, n in zip(ids, lengths, strict=True):
+        output = run.check(request_id)
+        assert len(output.token_ids) == 3 + n % 20 and output.finish_reason == "length"
+    assert run.engine.kv.stats()["pages_in_use"] == 0
+    assert any(r.num_decodes and r.num_prefills for r in run.reports)  # mixed steps happened
+
+
+@pytest.mark.parametrize(("budget", "lengths"), [(37, (38, 107, 130)), (131, (1, 130))])
+def test_prefill_and_forced_decode_equal_transformers(oracle, budget, lengths):
+    """Prompts of many lengths, then the rest of the known sequence token by token: each logit row is transformers'."""
+    run = Recorder(load_model(oracle.ours, device=DEVICE), max_num_batched_tokens=budget)
+    tokens = oracle.input_ids.tolist()
+    for length in lengths:
+        request_id = run.add(tokens[:length], max_tokens=131 - length)
+        run.forced[request_id] = tokens
+        run.run()  # one after another: the later ones start from cached prefixes
+        got = torch.stack(run.logits[request_id]).cpu()
+        assert (got - oracle.ours_logits[length - 1 : 130]).abs().max() < tolerance(oracle.model)
+    assert run.outputs[request_id].num_cached_tokens == 128
+
+
+def test_prefix_hit_equals_cold_run(model):
+    base = prompt(100)
+    run = Recorder(model)
+    alignment = run.engine.kv.alignment
+    cold = run.add(base)
+    run.run()
+    resent, longer = run.add(base), run.add(base + prompt(30, seed=1))
+    run.run()
+    next_turn = run.add(base + list(run.check(cold).token_ids) + prompt(5, seed=2))
+    other_salt = run.add(base, salt=b"tenant")
+    run.run()
+    hits = {
+        i: run.check(i).num_cached_tokens for i in (cold, resent, longer, next_turn, other_salt)
+    }
+    whole = 100 // alignment * alignment
+    assert hits[cold] == hits[other_salt] == 0
+    assert hits[resent] == hits[longer] == whole
+    assert hits[next_turn] >= whole
+    assert run.outputs[resent].token_ids == run.outputs[cold].token_ids
+
+
+def test_outputs_say_what_limited_their_hit():
+    """As seen on admission: the second request came before the first had cached anything."""
+    run = Recorder(build("gemma3-tiny"), max_num_seqs=1)
+    ids = [run.add(prompt(100)), run.add([*prompt(100), 9]), run.add(prompt(40) + [5] * 40)]
+    waiting = run.add(prompt(100, seed=1))
+    run.run(max_steps=1)
+    assert run.engine.abort(waiting).limited_by == ""
+    run.run()
+    outputs = [run.outputs[i] for i in ids]
+    assert [o.limited_by for o in outputs] == ["not-cached", "prompt-end", "resume-point"]
+    assert [o.num_cached_tokens for o in outputs] == [0, 96, 0]
+
+
+def test_reports_tell_the_lengths_of_each_sequence():
+    run = Recorder(build("gemma3-tiny"), max_num_batched_tokens=40)
+    run.add(prompt(30), max_tokens=2), run.add(prompt(50), max_tokens=1)
+    run.run()
+    lengths = [(r.q_lens.tolist(), r.seq_lens.tolist()) for r in run.reports]
+    assert lengths == [([30, 10], [30, 10]), ([1, 39], [31, 49]), ([1], [50])]
+
+
+def test_next_turn_hits_what_was_generated(model):
+    """Two conversations decode side by side; each continues on its own output."""
+    run = Recorder(model)
+    first = [run.add(prompt(100, seed=seed), max_tokens=45) for seed in (0, 1)]
+    run.run()
+    answers = [run.check(i) for i in first]
+    turns = [run.add([*a.prompt_token_ids, *a.token_ids, *prompt(5, seed=2)]) for a in answers]
+    run.run()
+    # 144 of 145 tokens were computed: the last boundary before is 144 or, in steps of 32, 128.
+    expected = 144 // run.engine.kv.alignment * run.engine.kv.alignment
+    assert [run.check(i).num_cached_tokens for i in turns] == [expected] * 2
+
+
+def test_a_hit_is_bit_equal_where_chunks_fall_on_the_same_rows(model):
+    """Cut where the hit ends, the cold run's last chunk and the hit's only chunk do the same arithmetic."""
+    alignment = Recorder(model).engine.kv.alignment
+    tokens = prompt(2 * alignment + 9)
+    run = Recorder(model, max_num_batched_tokens=2 * alignment, max_num_seqs=1)
+    cold, hit = run.add(tokens, 1), run.add(tokens, 1)
+    run.run()
+    assert run.outputs[hit].num_cached_tokens == 2 * alignment
+    assert torch.equal(run.logits[cold][0], run.logits[hit][0])
+
+
+def test_preempted_and_resumed_equals_undisturbed(model):
+    lengths = (60, 70, 80, 50)
+
+    def outputs(num_pages):
+        run, peak = Recorder(model, num_pages=num_pages), 0
+        ids = [run.add(prompt(n, seed=n), max_tokens=60) for n in lengths]
+        while run.engine.has_work:
+            run.run(max_steps=1)
+            peak = max(peak, run.engine.kv.stats()["pages_in_use"])
+        return run, [run.check(i) for i in ids], peak
+
+    _, undisturbed, peak = outputs(2000)
+    assert sum(o.num_preemptions for o in undisturbed) == 0
+    # Room for fewer than two of the four.
+    tight, disturbed, _ = outputs(1 + peak * 2 // 5)
+    assert sum(o.num_preemptions for o in disturbed) == tight.engine.totals.num_preempted > 0
+    assert [o.token_ids for o in disturbed] == [o.token_ids for o in undisturbed]
+
+
+def test_a_preempted_request_hits_its_own_output(model):
+    """Prompt and output so far are found again, so a resumed request computes less than one segment."""
+    run = Recorder(model)
+    alignment = run.engine.kv.alignment
+    request_id = run.add(prompt(40), max_tokens=2 * alignment + 50)
+    run.run(max_steps=2 * alignment + 41)
+    [request] = run.engine.scheduler.running
+    num_tokens = request.num_tokens
+    assert num_tokens == 40 + 2 * alignment + 41
+    run.engine.scheduler._preempt(request)
+    run.run(max_steps=1)
+    assert run.reports[-1].num_tokens == num_tokens - (num_tokens - 1) // alignment * alignment
+    run.run()
+    run.check(request_id)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_pages", "retention"),
+    [
+        ("gemma3-tiny", 16, "latest"),
+        ("gemma3-tiny", 17, "dense"),
+        ("gemma4-tiny", 12, 32),
+        ("gemma4-small", 28, "dense"),
+    ],
+)
+def test_what_a_pool_accepts_it_can_run(name, num_pages, retention):
+    """Each request as long as the pool allows, alone and beside others, in chunks that keep many boundaries."""
+    run = Recorder(build(name), num_pages=num_pages, retention=retention)
+    longest = run.engine.max_model_len
+    assert 32 <= longest < 200
+    lengths = (longest - 1, longest - 20, 5, longest - 9)
+    ids = [run.add(prompt(n, seed=n), max_tokens=40) for n in lengths]
+    run.run()
+    for request_id, n in zip(ids, lengths, strict=True):
+        assert len(run.check(request_id).token_ids) == min(40, longest - n)
+    with pytest.raises(ValueError, match=rf"prompt_token_ids: expected 1\.\.{longest - 1} ids"):
+        run.add(prompt(longest))
+
+
+def test_a_pool_too_small_is_refused_before_anything_runs():
+    model = build("gemma3-tiny")
+    with pytest.raises(ValueError, match=r"num_pages: expected at least 5 .*of 2 tokens, got 4"):
+        Engine(model, EngineConfig(num_pages=4))
+    message = r"num_pages: expected at least 60 \(960 KiB\) for one request of 800 tokens, got 40"
+    with pytest.raises(ValueError, match=message):
+        Engine(model, EngineConfig(num_pages=40, max_model_len=800))
+
+
+def test_later_requests_wait_for_pages_without_preempting_earlier_ones():
+    """Admitting what cannot be planned is not a preemption, and the first request never loses its pages."""
+    model = build("gemma3-tiny")
+    run = Recorder(model, num_pages=20, enable_caching=False)
+    ids = [run.add(prompt(100, seed=i), max_tokens=10) for i in range(3)]
+    outputs = run.run()
+    assert list(outputs) == ids
+    assert [outputs[i].num_preemptions for i in ids] == [0, 0, 0]
+    for request_id in ids:
+        run.check(request_id)
+
+
+def test_budget_order_and_determinism():
+    model = build("gemma3-tiny")
+
+    def shapes():
+        run = Recorder(model, max_num_batched_tokens=20, max_num_seqs=5)
+        for n in (30, 3, 50, 1, 7, 90, 20):
+            run.add(prompt(n, seed=n), max_tokens=12)
+        run.run()
+        return [(r.num_tokens, r.num_decodes, r.num_prefills) for r in run.reports], run
+
+    first, run = shapes()
+    assert first == shapes()[0]
+    assert max(tokens for tokens, _, _ in first) == 20
+    assert max(decodes + prefills for _, decodes, prefills in first) <= 5
+    # A prompt of one token comes after a longer chunk, and still stands before it in its batch.
+    assert all((r.q_lens[: r.num_decodes] == 1).all() for r in run.reports)
+    assert run.engine.totals.num_generated_tokens == 7 * 12
+    assert run.engine.totals.num_steps == len(first)
+
+
+def test_times_add_up():
+    run = Recorder(build("gemma3-tiny"))
+    request_id = run.add(prompt(30), max_tokens=5)
+    run.run()
+    totals, output = run.engine.totals, run.outputs[request_id]
+    assert totals.allocator > 0 and totals.model > 0 and totals.rest > 0 and totals.hashing > 0
+    assert totals.total == pytest.approx(sum(r.total for r in run.reports))
+    assert output.ttft > 0 and len(output.itl) == 4 and min(output.itl) > 0
+    assert output.ttft + sum(output.itl) == pytest.approx(output.token_times[-1] - output.arrival)
+
+
+def test_each_part_of_a_step_gets_its_own_time(monkeypatch):
+    """On a clock that only moves within the parts: each has what it took, whatever it was called from, and nothing is lost."""
+    now = 0.0
+    monkeypatch.setattr(report, "perf_counter", lambda: now)
+    monkeypatch.setattr(report, "thread_time", lambda: 2 * now)
+    monkeypatch.setattr(runner, "time", SimpleNamespace(perf_counter=lambda: now))
+    engine = Engine(
+        build("gemma3-tiny"), EngineConfig(num_pages=50), drafter=NGramDrafter(2, min_ngram=1)
+    )
+
+    def slow(obj, name, seconds):
+        call = getattr(obj, name)
+
+        def work(*args, **kwargs):
+            nonlocal now
+            now += seconds
+            return call(*args, **kwargs)
+
+        monkeypatch.setattr(obj, name, work)
+
+    for name, seconds in (("match", 1), ("admit", 2), ("plan", 4), ("commit", 8), ("release", 16)):
+        slow(engine.kv, name, seconds)
+    slow(engine.scheduler, "_choose", 100)
+    slow(engine.drafter, "propose", 200)
+    slow(engine._builder, "build", 400)
+    slow(engine, "_run", 800)
+    slow(engine, "_sampler", 1600)
+    slow(engine, "_deliver", 3200)
+    engine.add_request(prompt(20), SamplingParams(max_tokens=2))
+    steps = [engine.step(), engine.step()]
+    assert not engine.has_work and report.PARTS == (
+        "schedule", "allocator", "draft", "tensors", "model", "sample", "deliver"
+    )  # fmt: skip
+    assert steps[0].wall.tolist() == [100, 1 + 2 + 4 + 8, 0, 400, 800, 1600, 3200]
+    assert steps[1].wall.tolist() == [100, 4 + 8 + 16, 200, 400, 800, 1600, 3200]
+    for step in steps:
+        assert (step.cpu == 2 * step.wall).all() and step.total == step.wall.sum()
+        outside = 1 - 2400 / step.total
+        assert report.outside_model(step.cpu) == pytest.approx(outside)
+    assert engine.totals.rest == 2 * (100 + 400 + 3200) + 200
+    engine.add_request(prompt(20))
+    assert engine.totals.hashing == 2 and engine.totals.total == sum(s.total for s in steps)
+
+
+def test_stop_conditions():
+    model = build("gemma3-tiny")
+    run = Recorder(model, max_model_len=64)
+    tokens = prompt(40)
+
+    def finish(**params):
+        request_id = run.engine.add_request(tokens, SamplingParams(**params))
+        output = run.run()[request_id]
+        return output.token_ids, output.finish_reason
+
+    greedy, reason = finish(max_tokens=1000, ignore_eos=True)
+    assert reason == "length" and len(greedy) == 64 - 40  # the longest sequence
+    stop = greedy[5]
+    first = greedy.index(stop) + 1
+    assert finish(max_tokens=20, stop_token_ids=(stop,)) == (greedy[:first], "stop")
+    model.config = replace(model.config, eos_token_ids=(stop, 1))
+    assert finish(max_tokens=20) == (greedy[:first], "stop")
+    assert finish(max_tokens=20, ignore_eos=True) == (greedy[:20], "length")
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("inside", [False, True])
+def test_steps_in_and_out_of_inference_mode(graphs, inside):
+    """What one step makes and another changes belongs to no caller's mode: tables, buffers of graphs, seen tokens."""
+    model = build("gemma3-tiny")
+    params = SamplingParams(8, ignore_eos=True, repetition_penalty=1.1)
+    outputs = []
+    for modes in ((False,) * 8, (True, True, False, False) * 2):
+        with torch.inference_mode(inside):
+            engine = Engine(model, EngineConfig(num_pages=100, decode_graphs=graphs))
+        engine.add_request(prompt(20), params)
+        for mode in modes:
+            with torch.inference_mode(mode):
+                report = engine.step()
+        outputs.append(report.finished[0].token_ids)
+    assert outputs[0] == outputs[1]
+
+
+def test_abort_waiting_and_running():
+    run = Recorder(build("gemma3-tiny"), max_num_seqs=1)
+    running, waiting = run.add(prompt(30), max_tokens=50), run.add(prompt(31), max_tokens=50)
+    run.run(max_steps=4)
+    assert run.engine.abort(waiting).token_ids == ()
+    output = run.engine.abort(running)
+    assert output.finish_reason == "abort" and len(output.token_ids) == 4
+    assert not run.engine.has_work and run.engine.step() is None
+    assert run.engine.kv.stats()["pages_in_use"] == 0
+    with pytest.raises(ValueError, match="request_id: expected an unfinished request, got '0'"):
+        run.engine.abort(running)
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([], r"prompt_token_ids: expected 1\.\.63 ids .*got 0"),
+        ([5] * 64, r"prompt_token_ids: expected 1\.\.63 ids .*got 64"),
+        ([3, 259], r"prompt_token_ids: expected ints in 0\.\.258, got \[3, 259\]"),
+        ([-1], r"prompt_token_ids: expected ints in 0\.\.258, got \[-1\]"),
+        ([0.5], r"prompt_token_ids: expected ints in 0\.\.258"),
+        ([[1, 2]], r"prompt_token_ids: expected a list of ids, got shape \[1, 2\]"),
+        (7, r"prompt_token_ids: expected a list of ids, got 7"),
+    ],
+)
+def test_bad_prompts(ids, message):
+    engine = Engine(build("gemma3-tiny"), EngineConfig(max_model_len=64, num_pages=20))
+    with pytest.raises(ValueError, match=message):
+        engine.add_request(ids)
+    assert not engine.has_work
+
+
+def test_bad_settings():
+    model = build("gemma3-tiny")
+    with pytest.raises(
+        ValueError, match=r"max_num_seqs: expected 1\.\.max_num_batched_tokens=4, got 5"
+    ):
+        Engine(model, EngineConfig(max_num_seqs=5, max_num_batched_tokens=4, num_pages=20))
+    with pytest.raises(ValueError, match=r"max_model_len: expected 2\.\.4096, got 5000"):
+        Engine(model, EngineConfig(max_model_len=5000, num_pages=20))
+    with pytest.raises(ValueError, match="max_tokens: expected an int >= 1, got 0"):
+        SamplingParams(max_tokens=0)
+    engine = Engine(model, EngineConfig(num_pages=20))
+    engine.add_request([5], request_id="a")
+    with pytest.raises(ValueError, match="request_id: expected a new id, got 'a'"):
+        engine.add_request([5], request_id="a")
+
+
+def test_triton_kernels_drive_the_engine():
+    """Chunks, decodes and a prefix hit; few tokens, because without a GPU the kernels run in Triton's interpreter."""
+    few = replace(get_config("gemma4-tiny"), layer_types=(SLIDING, FULL))
+    run = Recorder(random_model(few, device=DEVICE), impl="triton", max_num_batched_tokens=24)
+    ids = [run.add(prompt(19), max_tokens=2), run.add(prompt(10, seed=1), max_tokens=3)]
+    run.run()
+    ids.append(run.add(prompt(19), max_tokens=2))
+    run.run()
+    assert [run.check(i).num_cached_tokens for i in ids] == [0, 0, 16]
+
+
+def test_scheduler_never_starves_the_oldest_prefill():
+    """Decodes may fill the budget but for one token: that one is the oldest prefill's."""
+    run = Recorder(build("gemma3-tiny"), max_num_batched_tokens=4, max_num_seqs=4)
+    for n in (1, 1, 1, 40):
+        run.add(prompt(n, seed=n), max_tokens=60)
+    run.run(max_steps=45)
+    assert "3" in run.logits  # the long prompt got its first token while the others decode
+    assert run.engine.unfinished == {"0", "1", "2", "3"}
+
+
+def test_prefill_first_and_a_bound_on_prompt_tokens():
+    def shapes(policy):
+        run = Recorder(build("gemma3-tiny"), max_num_batched_tokens=20, policy=policy)
+        run.add(prompt(5), max_tokens=6)
+        run.run(max_steps=2)  # it decodes when the long prompt comes
+        run.add(prompt(50, seed=1), max_tokens=2)
+        run.run()
+        for request_id in run.outputs:
+            run.check(request_id)
+        return [r.q_lens.tolist() for r in run.reports[2:]]
+
+    assert shapes(SchedulerPolicy()) == [[1, 19], [1, 19], [1, 12], [1, 1]]
+    assert shapes(SchedulerPolicy(prefill_first=True)) == [[20], [20], [1, 10], [1, 1], [1], [1]]
+    bounded = SchedulerPolicy(max_prefill_tokens=16)
+    assert shapes(bounded) == [[1, 16], [1, 16], [1, 16], [1, 2], [1]]
+    with pytest.raises(ValueError, match="max_prefill_tokens: expected an int >= 1, got 0"):
+        SchedulerPolicy(max_prefill_tokens=0)
+
+
+def test_abort_ends_all_samples_started_or_not():
+    for steps in (0, 1, 2, 4):
+        run = Recorder(build("gemma3-tiny"), max_num_seqs=2, max_num_batched_tokens=24)
+        params = SamplingParams(20, temperature=1.0, n=3, ignore_eos=True)
+        run.engine.add_request(prompt(40), params, request_id="r")
+        other = run.add(prompt(9), max_tokens=3)
+        run.run(max_steps=steps)
+        output = run.engine.abort("r")
+        assert output.finish_reason == "abort" and len(output.token_ids) == max(0, steps - 1)
+        assert run.engine.unfinished == {other}
+        run.run()
+        run.check(other)
+        assert run.engine.kv.stats()["pages_in_use"] == 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_decode_through_fixed_buffers_equals_each_alone(name):
+    """What a graph replays, called again instead: batches of many sizes, padded with rows that must neither read nor write."""
+    run = Recorder(build(name), decode_graphs=True, max_num_seqs=11, max_model_len=200)
+    ids = [run.add(prompt(n, seed=n), max_tokens=4 + 3 * (n % 7)) for n in range(7, 40, 3)]
+    run.run()
+    for request_id in ids:
+        run.check(request_id)
+    graphs = run.engine._graphs._graphs
+    assert run.engine._graphs.sizes == [1, 2, 4, 8, 11] and len(graphs) >= 3
+    decodes = [r for r in run.reports if not r.num_prefills]
+    assert any(r.num_decodes not in graphs for r in decodes)  # padded ones
+    for slot in run.engine.pool.slots:
+        assert slot.view(torch.float32)[0].isnan().all(), "padding wrote to page 0"

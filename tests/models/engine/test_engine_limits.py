@@ -1,0 +1,225 @@
+"""What an engine refuses when it is made instead of at each step, and shapes that it takes."""
+
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+import torch
+
+from quire.kernels.common.checks import HEAD_DIMS
+from quire.models.config.named import FULL, get_config
+from quire.models.deepseek_v4.cache import CacheFormat, plan_cache
+from quire.models.engine import engine as runner
+from quire.models.engine.config import EngineConfig
+from quire.models.engine.engine import Engine
+from quire.models.engine.request import SamplingParams
+from quire.models.engine.scheduler import Scheduler, SchedulerPolicy
+from quire.models.loading.weights import random_model
+from tests.support.models.toy import ToyModel
+
+PROMPTS = ([5, 6, 7] * 11, [8] * 70, [9, 10])
+
+
+def resized(name, head_dim, num_heads, num_kv_heads):
+    base = get_config(name)
+    sizes = {"head_dim": head_dim, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
+    sliding = None if base.sliding is None else replace(base.sliding, **sizes)
+    return replace(base, full=replace(base.full, **sizes), sliding=sliding)
+
+
+def outputs(engine, prompts, params):
+    ids = [engine.add_request(prompt, params) for prompt in prompts]
+    found = {}
+    while engine.has_work:
+        found |= {o.request_id: o for o in engine.step().finished}
+        engine.kv.check_invariants()
+    return [found[i] for i in ids]
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "num_heads", "num_kv_heads"),
+    [(24, 4, 2), (6, 3, 1), (2, 5, 5), (96, 6, 2), (40, 7, 1), (100, 4, 4), (768, 1, 1)],
+)
+@pytest.mark.parametrize("name", ["gemma3-tiny", "llama-tiny", "gpt-oss-tiny"])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+def test_torch_takes_any_head_size(name, head_dim, num_heads, num_kv_heads, kv_cache_dtype):
+    model = random_model(resized(name, head_dim, num_heads, num_kv_heads))
+    config = EngineConfig(max_num_batched_tokens=64, num_pages=200, kv_cache_dtype=kv_cache_dtype, max_num_seqs=4)  # fmt: skip
+    for output in outputs(Engine(model, config), PROMPTS, SamplingParams(4, ignore_eos=True)):
+        assert output.error is None and len(output.token_ids) == 4
+        if kv_cache_dtype == "auto":
+            tokens = torch.tensor(output.prompt_token_ids + output.token_ids)
+            logits = model.full_forward(tokens[:-1])[len(output.prompt_token_ids) - 1 :]
+            chosen = logits.gather(1, torch.tensor(output.token_ids)[:, None]).squeeze(1)
+            # As close to the largest as two ways to the same fp32 logits are.
+            assert (logits.amax(dim=-1) - chosen < 1e-3).all()
+
+
+def test_head_sizes_that_kernels_are_not_made_for_are_refused_at_once(monkeypatch):
+    monkeypatch.setattr("quire.models.engine.engine.expect_impl", lambda *_: None)  # as on a GPU
+    for head_dim in (24, 96, 768):
+        model = random_model(resized("gemma3-tiny", head_dim, 2, 1))
+        message = rf"impl: 'triton' is supported with a head_dim in \[16, .*'gemma3-tiny' has {head_dim} in layers of .*; 'torch' takes any"
+        with pytest.raises(NotImplementedError, match=message):
+            Engine(model, EngineConfig(impl="triton", num_pages=200))
+    for head_dim in HEAD_DIMS:
+        random_model(resized("llama-tiny", head_dim, 2, 1)).expect_impl("triton")
+    base = get_config("gemma3-tiny")
+    only_full = replace(base, layer_types=(FULL,) * len(base.layer_types), sliding=replace(base.sliding, head_dim=24))  # fmt: skip
+    random_model(only_full).expect_impl("triton")  # no layer has 24
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rope_dim": 6}, "rope_dim: supported are powers of two, 'deepseek-v4-tiny' has 6"),
+        ({"index_num_heads": 129}, "index_num_heads: supported are up to 128, .* has 129"),
+        ({"index_topk": 5000}, "index_topk: supported are up to 4096, .* has 5000"),
+        ({"head_dim": 48}, r"head_dim: 48 is not one of"),
+        ({"index_head_dim": 24}, r"index_dim: 24 is not one of"),
+    ],
+)
+def test_sizes_of_deepseek_v4_are_refused_at_once(changes, message):
+    model = random_model(replace(get_config("deepseek-v4-tiny"), **changes))
+    with pytest.raises(NotImplementedError, match=message):
+        Engine(model, EngineConfig(num_pages=100))
+
+
+@pytest.mark.parametrize(
+    ("window", "csa", "hca", "blocks"),
+    [(24, 4, 16, (32, 8)), (16, 4, 8, (16, 8)), (128, 4, 128, (256, 64)), (1, 2, 3, (6, 1)), (127, 4, 128, (256, 32)), (7, 6, 4, (12, 3))],
+)  # fmt: skip
+def test_default_blocks_of_deepseek_v4_fit_every_window_and_ratio(window, csa, hca, blocks):
+    config = replace(get_config("deepseek-v4-tiny"), sliding_window=window, csa_ratio=csa, hca_ratio=hca)  # fmt: skip
+    plan = plan_cache(config, CacheFormat(torch.float32))
+    sizes = {g.block_size for g in plan.groups if g.name.startswith("window")}
+    assert (plan.groups[0].block_size, *sizes) == blocks
+    own = plan_cache(config, CacheFormat(torch.float32), window_block_size=5)
+    assert own.groups[0].block_size % 5 == 0
+    if hca < 100:
+        model = random_model(config)
+        [output] = outputs(Engine(model, EngineConfig(num_pages=400, max_num_batched_tokens=37, max_num_seqs=4)), [[5, 6, 7] * 25], SamplingParams(5, ignore_eos=True))  # fmt: skip
+        tokens = torch.tensor(output.prompt_token_ids + output.token_ids)
+        logits = model.full_forward(tokens[:-1])[74:]
+        chosen = logits.gather(1, torch.tensor(output.token_ids)[:, None]).squeeze(1)
+        assert (logits.amax(dim=-1) - chosen < 1e-3).all()
+
+
+def test_callers_choose_the_block_of_deepseek_v4():
+    model = random_model(get_config("deepseek-v4-tiny"))
+    for size in (8, 16, 48):
+        engine = Engine(model, EngineConfig(num_pages=200, base_block_size=size))
+        assert engine.kv.layout.groups[0].block_size == engine.kv.alignment == size
+        assert outputs(engine, PROMPTS, SamplingParams(3))[1].error is None
+    with pytest.raises(ValueError, match="block_size: expected a multiple of 8"):
+        Engine(model, EngineConfig(num_pages=200, base_block_size=12))
+
+
+def test_more_than_the_memory_is_refused_by_name(monkeypatch):
+    toy = ToyModel()
+    for given in ({"num_pages": 10**13}, {"cache_bytes": 10**16}):
+        with pytest.raises(
+            ValueError, match="num_pages: expected pages that fit the memory, got 1"
+        ):
+            Engine(toy, EngineConfig(**given))
+    with pytest.raises(ValueError, match=r"num_pages: expected an int <= .*, got 1"):
+        Engine(toy, EngineConfig(num_pages=10**40))
+    with pytest.raises(ValueError, match="max_requests: expected an int <= 2147483647, got 1"):
+        Engine(toy, EngineConfig(num_pages=100, max_num_seqs=10**13, max_num_batched_tokens=10**13))
+
+    def no_memory(*args, **options):
+        raise MemoryError
+
+    monkeypatch.setattr(runner, "KVCache", no_memory)
+    with pytest.raises(ValueError, match="config: expected an engine that fits the memory, got max_num_seqs=4, "):  # fmt: skip
+        Engine(toy, EngineConfig(num_pages=100, max_num_seqs=4))
+
+
+@pytest.mark.parametrize("kind", [MemoryError, RecursionError])
+def test_a_request_that_finds_no_memory_is_refused_by_name_or_ends_alone(kind, monkeypatch):
+    engine = Engine(ToyModel(), EngineConfig(num_pages=100))
+
+    def fails(*_, **__):
+        raise kind("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.kv, "match", fails)
+        with pytest.raises(ValueError, match=f"prompt_token_ids: expected what fits the memory, got 3 ids for n=2 samples: {kind.__name__}: no room"):  # fmt: skip
+            engine.add_request([5, 6, 7], SamplingParams(n=2))
+        assert not engine.has_work and not engine._siblings
+        patch.setattr("quire.models.engine.engine.KVCache", fails)
+        with pytest.raises(
+            ValueError, match=f"config: expected an engine .*: {kind.__name__}: no room"
+        ):
+            Engine(ToyModel(), EngineConfig(num_pages=100))
+    first = engine.add_request([5, 6, 7], SamplingParams(2))
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.kv, "admit", fails)
+        [output] = engine.step().finished
+    assert output.request_id == first and isinstance(output.error.__cause__, kind)
+    assert outputs(engine, PROMPTS, SamplingParams(2))[0].error is None
+
+
+def test_memory_of_many_samples_is_that_of_the_running_ones():
+    engine = Engine(ToyModel(), EngineConfig(num_pages=100, max_num_seqs=2))
+    engine.add_request([5] * 500, SamplingParams(1000, n=16_384))
+    waiting = [request for samples in engine._requests.values() for request in samples]
+    assert len(waiting) == 16_384 and {id(r._tokens) for r in waiting} == {id(waiting[0]._tokens)}
+    engine.step()
+    engine.step()
+    assert sum(len(r._tokens) > 500 for r in waiting) <= 3
+    engine.abort("0")
+    assert not engine.has_work and not engine.scheduler.waiting
+    engine.abort(engine.add_request([5] * 500, SamplingParams(1000, n=3)))  # before its prompt
+    assert not engine.has_work and not engine.scheduler.waiting and not engine._siblings
+
+
+WRONG = {int: ("4", 4.0, True, None, -1, [4]), bool: ("yes", 1, 0, None), "fraction": ("0.5", True, [0.5])}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(EngineConfig)])
+def test_settings_of_another_type_are_named(name):
+    kinds = {
+        **dict.fromkeys(("max_num_seqs", "max_num_batched_tokens", "seed", "max_model_len", "num_pages", "cache_bytes", "base_block_size"), WRONG[int]),
+        **dict.fromkeys(("enable_caching", "replay", "decode_graphs"), WRONG[bool]),
+        "memory_fraction": WRONG["fraction"],
+        "policy": ("fcfs", SchedulerPolicy),
+        "hash_seed": ("text", 5),
+        "retention": ("no such", -4, 2.5),
+        "kv_cache_dtype": ("fp4", 8),
+        "impl": ("cuda", 1),
+        "rejection_sample_method": ("none", 1),
+    }  # fmt: skip
+    optional = ("max_model_len", "num_pages", "cache_bytes", "base_block_size", "decode_graphs")
+    for value in kinds[name]:
+        if value is None and name in optional:
+            continue
+        with pytest.raises(ValueError, match=rf"^{name}: "):
+            Engine(ToyModel(), EngineConfig(**{"num_pages": 100, name: value}))
+
+
+def test_numbers_of_numpy_are_settings_too():
+    config = EngineConfig(max_num_seqs=np.int64(3), num_pages=np.int32(100), seed=np.uint8(1))
+    assert type(config.max_num_seqs) is type(config.num_pages) is type(config.seed) is int
+    Engine(ToyModel(), config)
+
+
+def test_a_policy_that_says_nonsense_is_named_and_loses_nothing():
+    class Policy(SchedulerPolicy):
+        says = -5
+
+        def prefill_tokens(self, budget, num_decodes):
+            return self.says
+
+    engine = Engine(ToyModel(), EngineConfig(num_pages=100, policy=Policy()))
+    assert isinstance(engine.scheduler, Scheduler)
+    request_id = engine.add_request(PROMPTS[0], SamplingParams(3, ignore_eos=True))
+    for says in (-5, 2.5, None):
+        Policy.says = says
+        with pytest.raises(ValueError, match="prefill_tokens: expected an int >= 0"):
+            engine.step()
+    Policy.says = np.int64(10**9)  # as much as there is
+    found = []
+    while engine.has_work:
+        found += engine.step().finished
+    assert [o.request_id for o in found] == [request_id] and len(found[0].token_ids) == 3

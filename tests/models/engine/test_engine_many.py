@@ -1,0 +1,201 @@
+"""Many requests, aborted at random steps, in a pool that is too small for them: every output is what the request gives alone.
+
+By default with the model of integers of `tests.support.models.toy`, and a few with a real one. The full run with a real model::
+
+    QUIRE_MANY=1000 python -m pytest tests/models/engine/test_engine_many.py -s
+"""
+
+import os
+import random
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from quire.models.engine.batch import Staging
+from quire.models.engine.engine import Engine, EngineConfig
+from quire.models.engine.request import SamplingParams
+from quire.models.engine.sampler import Filters, draw, probabilities, uniform
+from quire.models.engine.scheduler import SchedulerPolicy
+from quire.models.engine.speculative import NGramDrafter
+from tests.models.engine.test_engine import Recorder, build, prompt
+from tests.support.models.toy import VOCAB, ToyModel, plain_logits
+
+NUM_TOY = 1000
+NUM_REAL = int(os.environ.get("QUIRE_MANY", "12"))
+SAMPLING = (
+    {},
+    {},
+    {"temperature": 0.7, "seed": 1},
+    {"temperature": 1.0, "top_k": 8, "seed": 2},
+    {"temperature": 1.2, "top_p": 0.8, "seed": 3},
+    {"repetition_penalty": 1.2},
+)
+
+
+def workload(rng, count, vocab_size, longest):
+    """(prompt, params, step of its life in which it is aborted, or None) of ``count`` requests; some share prefixes."""
+    stems = [[rng.randrange(3, vocab_size) for _ in range(n)] for n in (16, 40, 70)]
+    for _ in range(count):
+        stem = rng.choice(stems) if rng.random() < 0.4 else []
+        own = [
+            rng.randrange(3, vocab_size)
+            for _ in range(rng.choice((1, 2, 15, 17, rng.randrange(1, 60))))
+        ]
+        tokens = [*stem, *own][: longest - 2]
+        params = SamplingParams(
+            max_tokens=rng.choice((1, 2, rng.randrange(1, 60))),
+            ignore_eos=rng.random() < 0.5,
+            **rng.choice(SAMPLING),
+        )
+        yield tokens, params, rng.randrange(30) if rng.random() < 0.3 else None
+
+
+def run_all(engine, work, rng, after_step, in_flight=24):
+    """Adds requests as others end, aborts those that have to be aborted, and returns every output by place in ``work``."""
+    waiting, places, deadlines, outputs = list(enumerate(work)), {}, {}, {}
+    step = 0
+    while waiting or engine.has_work:
+        while waiting and len(places) < in_flight and rng.random() < 0.9:
+            place, (tokens, params, abort_after) = waiting.pop(0)
+            request_id = engine.add_request(tokens, params)
+            places[request_id] = place
+            if abort_after is not None:
+                deadlines[request_id] = step + abort_after
+        for request_id in [i for i, when in deadlines.items() if when <= step]:
+            del deadlines[request_id]
+            outputs[places.pop(request_id)] = engine.abort(request_id)
+        had_work = engine.has_work
+        report = engine.step()
+        assert (report is not None) == had_work
+        for output in report.finished if report else []:
+            outputs[places.pop(output.request_id)] = output
+            deadlines.pop(output.request_id, None)
+        after_step(step)
+        step += 1
+    return [outputs[i] for i in range(len(work))]
+
+
+def alone(model, tokens, params):
+    """What one request of the toy gives, token by token from the definitions."""
+    out, stop = [], () if params.ignore_eos else model.config.eos_token_ids
+    staging = Staging("cpu")
+    while len(out) < params.max_tokens and not (out and out[-1] in stop):
+        logits = plain_logits(model, [*tokens, *out])
+        if params.repetition_penalty != 1:
+            seen = torch.zeros(VOCAB, dtype=torch.bool)
+            seen[[*tokens, *out]] = True
+            f = params.repetition_penalty
+            logits = torch.where(seen, torch.where(logits > 0, logits / f, logits * f), logits)
+        if params.temperature:
+            mass = probabilities(logits[None], Filters.of([params], staging))
+            out.append(int(draw(mass, torch.from_numpy(uniform([params.seed], [len(out)])))))
+        else:
+            out.append(int(logits.argmax()))
+    return tuple(out)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"drafter": None},
+        {"drafter": NGramDrafter(3, min_ngram=1), "decode_graphs": True},
+        {
+            "drafter": NGramDrafter(5),
+            "retention": "dense",
+            "policy": SchedulerPolicy(prefill_first=True, max_prefill_tokens=30),
+        },
+    ],
+    ids=["plain", "speculation", "prefill-first"],
+)
+def test_a_thousand_requests_equal_each_alone(settings):
+    model, rng = ToyModel(), random.Random(5)
+    settings = dict(settings)
+    drafter = settings.pop("drafter")
+    config = EngineConfig(max_num_seqs=16, max_num_batched_tokens=64, num_pages=52, **settings)
+    engine = Engine(model, config, drafter=drafter)
+    longest = engine.max_model_len
+    work = list(workload(rng, NUM_TOY // 3, VOCAB, longest))
+
+    def distrust(step):
+        engine.pool.poison(engine.kv.pool.free_pages())
+        if step % 16 == 0:
+            engine.kv.check_invariants()
+
+    outputs = run_all(engine, work, rng, distrust)
+    aborted = 0
+    for (tokens, params, _), output in zip(work, outputs, strict=True):
+        expected = alone(model, tokens, params)[: longest - len(tokens)]
+        if output.finish_reason == "abort":
+            aborted += 1
+            assert output.token_ids == expected[: len(output.token_ids)]
+        else:
+            assert output.token_ids == expected
+    assert aborted > 20 and engine.totals.num_preempted > 5
+    assert sum(o.num_cached_tokens for o in outputs) > 1000
+    if drafter is not None:
+        assert engine.totals.num_accepted > 100
+        assert engine.totals.num_drafts - engine.totals.num_accepted > 100
+    engine.kv.check_invariants()
+    assert engine.kv.stats()["pages_in_use"] == 0
+    engine.kv.clear()
+    assert engine.kv.num_free_pages == engine.kv.num_pages - 1
+
+
+def test_requests_of_a_real_model_equal_each_alone():
+    """Greedy tokens may only differ where two logits are as close as fp32 leaves them; sampled ones where a sum is."""
+    model, rng = build("gemma4-tiny"), random.Random(6)
+    start = time.perf_counter()
+    run = Recorder(
+        model, max_num_seqs=8, max_num_batched_tokens=96, num_pages=40, drafter=NGramDrafter(3)
+    )
+    engine = run.engine
+    work = list(workload(rng, NUM_REAL, 259, engine.max_model_len))
+
+    def distrust(step):
+        run._poison(torch.from_numpy(engine.kv.pool.free_pages().astype(np.int64)))
+        if step % 8 == 0:
+            engine.kv.check_invariants()
+
+    outputs = run_all(engine, work, rng, distrust, in_flight=12)
+    assert engine.kv.stats()["pages_in_use"] == 0
+    engine.kv.clear()
+    assert engine.kv.num_free_pages == engine.kv.num_pages - 1
+    seconds, totals = time.perf_counter() - start, engine.totals
+    single = Recorder(model, max_num_seqs=1, max_num_batched_tokens=2048, enable_caching=False)
+    ties = 0
+    for (tokens, params, _), output in zip(work, outputs, strict=True):
+        request_id = single.engine.add_request(tokens, params)
+        while single.engine.has_work:
+            [expected] = single.engine.step().finished or [None]
+        expected = expected.token_ids[: engine.max_model_len - len(tokens)]
+        if output.finish_reason == "abort":
+            expected = expected[: len(output.token_ids)]
+        if output.token_ids != expected:
+            first = next(
+                i for i, (a, b) in enumerate(zip(output.token_ids, expected, strict=True)) if a != b
+            )
+            logits = single.logits[request_id][first]
+            gap = (logits[expected[first]] - logits[output.token_ids[first]]).abs().item()
+            assert params.temperature == 0 and gap < 1e-4, (output.request_id, first, gap)
+            ties += 1
+    aborted = sum(o.finish_reason == "abort" for o in outputs)
+    print(
+        f"\n{len(work)} requests ({aborted} aborted, {totals.num_preempted} preemptions, {totals.num_accepted} of "
+        f"{totals.num_drafts} drafts accepted, {sum(o.num_cached_tokens for o in outputs)} tokens from the cache) in "
+        f"{totals.num_steps} steps, {seconds:.0f} s; {len(work) - ties} equal token by token, {ties} with a near-tie"
+    )
+
+
+def test_what_one_request_draws_in_the_toy_is_not_trivial():
+    """The oracle depends on every token: the first one, one inside the window, and the order."""
+    model, params = ToyModel(), SamplingParams(max_tokens=20, ignore_eos=True)
+    base = prompt(50)
+    base = [t % VOCAB for t in base]
+    outputs = {alone(model, base, params)}
+    for i in (0, 10, 30, 49):
+        changed = list(base)
+        changed[i] = (changed[i] + 1) % VOCAB
+        outputs.add(alone(model, changed, params))
+    assert len(outputs) >= 4

@@ -1,0 +1,388 @@
+"""Decode through captured graphs, which a CPU stands in for (`tests.support.models.captured`): tokens and log-probabilities of eager decode."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from quire.bench.common.bounds import bounding
+from quire.kernels import paged_attention, sliding_window_attention
+from quire.models.config.named import FULL, SLIDING, get_config
+from quire.models.deepseek_v4.config import CSA, HASH_MOE, HCA, MOE
+from quire.models.engine import batch, graphs
+from quire.models.engine.engine import Engine, EngineConfig
+from quire.models.engine.request import SamplingParams
+from quire.models.families import decoder
+from quire.models.layers import attention, moe, quantized
+from quire.models.layers.quantized import PackedExperts, dequantize_fp8
+from quire.models.loading.weights import random_model
+from tests.models.engine.test_engine import prompt
+from tests.support.helpers import assert_within_budget, attention_reference
+from tests.support.models.captured import (
+    LAUNCHES,
+    ON_HOST,
+    Captures,
+    Graph,
+    NotCapturable,
+    forbidden,
+)
+
+NAMES = ("gemma3-tiny", "gemma4-tiny", "gemma4-e-tiny", "gemma4-moe-tiny", "llama-tiny", "gpt-oss-tiny", "deepseek-v4-tiny")  # fmt: skip
+# A layer of each kind.
+FEW = {
+    "gemma3-tiny": {"layer_types": (SLIDING, SLIDING, FULL)},
+    "gemma4-tiny": {"layer_types": (SLIDING, FULL, SLIDING)},
+    "gemma4-moe-tiny": {"layer_types": (SLIDING, FULL, SLIDING)},
+    "deepseek-v4-tiny": {"layer_types": (SLIDING, CSA, HCA), "mlp_layer_types": (HASH_MOE, MOE, MOE), "num_mtp_layers": 0},
+}  # fmt: skip
+SAMPLING = {"temperature": 0.9, "top_p": 0.9, "repetition_penalty": 1.1, "seed": 5}
+
+
+def serve(engine, lengths, *, disturbed=False, again=3):
+    """Outputs by id of requests of these prompt lengths, of which every third is sampled, and ``again`` more with the first one's prompt,
+    once it has ended. disturbed: the last request loses its pages every sixth step, and one is ended early."""
+    for n, length in enumerate(lengths):
+        params = SamplingParams(
+            4 + 3 * n, ignore_eos=True, logprobs=2, **({} if n % 3 else SAMPLING)
+        )
+        engine.add_request(prompt(length, seed=length), params, request_id=str(n))
+    done, step = {}, 0
+    while engine.has_work:
+        done |= {o.request_id: o for o in engine.step().finished}
+        step += 1
+        if disturbed and step % 6 == 0 and engine.scheduler.running:
+            engine.scheduler._preempt(engine.scheduler.running[-1])
+        if disturbed and step == 9:
+            done["4"] = engine.abort("4")
+        if "0" in done and again:
+            again -= 1
+            params = SamplingParams(6, ignore_eos=True, logprobs=2)
+            engine.add_request(prompt(lengths[0], seed=lengths[0]), params, request_id=f"again {again}")  # fmt: skip
+    return done
+
+
+def assert_equal(got, expected):
+    assert got.keys() == expected.keys()
+    for key, one in got.items():
+        other = expected[key]
+        assert (one.token_ids, one.finish_reason) == (other.token_ids, other.finish_reason), key
+        pairs = zip(one.logprobs, other.logprobs, strict=True)
+        assert max(abs(a.logprob - b.logprob) for a, b in pairs) < 1e-3, key
+        assert one.num_cached_tokens == other.num_cached_tokens, key
+
+
+def both(model, lengths, *, captures=None, disturbed=False, again=3, **settings):
+    """(eager outputs, captured outputs, captures, engine of these)."""
+    settings = {"max_num_batched_tokens": 64, "num_pages": 900} | settings
+    more = {"disturbed": disturbed, "again": again}
+    plain = {"decode_graphs": False, "impl": "torch"}
+    eager = serve(Engine(model, EngineConfig(**settings | plain)), lengths, **more)
+    engine = Engine(model, EngineConfig(decode_graphs=True, **settings))
+    captures = captures or Captures()
+    engine._graphs._capture = captures
+    return eager, serve(engine, lengths, **more), captures, engine
+
+
+def build(name):
+    return random_model(replace(get_config(name), **FEW.get(name, {})))
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def model(request):
+    return build(request.param)
+
+
+LENGTHS = (40, 3, 17, 9, 31, 5, 22, 12, 64)
+
+
+def test_replays_decode_as_eager_steps_do(model):
+    """Batches of many sizes, padded and not; an abort, preemptions, prefix hits; and each size is captured once."""
+    eager, got, captures, engine = both(model, LENGTHS, max_num_seqs=7, disturbed=True)
+    assert_equal(got, eager)
+    assert got["4"].finish_reason == "abort" and got["again 0"].num_cached_tokens > 0
+    assert sorted(engine._graphs._graphs) == [1, 2, 4, 7] and len(captures.graphs) == 4
+    assert captures.num_replays > 20
+    # Padding writes nothing, not even to the page that is nobody's (DeepSeek-V4 has a use for it).
+    assert not any(slot[0].any() for slot in getattr(engine.pool, "slots", ()))
+
+
+@pytest.mark.parametrize("name", ["gemma4-e-tiny", "gpt-oss-tiny", "deepseek-v4-small"])
+def test_pages_of_e4m3(name):
+    """Rows with scales, and DeepSeek-V4's latents, entries and index keys."""
+    eager, got, captures, _ = both(build(name), LENGTHS[:4], max_num_seqs=4, kv_cache_dtype="fp8")
+    assert_equal(got, eager)
+    assert captures.num_replays > 10
+
+
+class Knowing:
+    """Drafts what will come, what will not, and nothing, in turns."""
+
+    max_draft_tokens = 2
+
+    def __init__(self, outputs):
+        self.outputs, self.calls = outputs, 0
+
+    def propose(self, requests):
+        self.calls += 1
+        count, wrong = (self.calls % 3 > 0) * self.max_draft_tokens, self.calls % 3 == 2
+        return [
+            abs(np.array(self.outputs[r.request_id].token_ids) - wrong)[r.num_output :][:count]
+            for r in requests
+        ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["gemma4-tiny", "deepseek-v4-tiny"])
+def test_drafts_beside_replays(name):
+    """Steps with drafts run as they are, and what they write and take back is what replays read."""
+    model, lengths = build(name), LENGTHS[:7]
+    settings = {"max_num_batched_tokens": 64, "num_pages": 900, "max_num_seqs": 7}
+    eager = serve(Engine(model, EngineConfig(decode_graphs=False, **settings)), lengths)
+    config = EngineConfig(decode_graphs=True, **settings)
+    engine = Engine(model, config, drafter=Knowing(eager))
+    engine._graphs._capture = captures = Captures()
+    assert_equal(serve(engine, lengths), eager)
+    assert captures.num_replays >= 5
+    assert 0 < engine.totals.num_accepted < engine.totals.num_drafts
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [
+        (replace(get_config("gemma4-tiny"), layer_types=(SLIDING, FULL)), "auto"),
+        (replace(get_config("gemma4-tiny"), layer_types=(FULL, SLIDING)), "fp8"),
+        (replace(get_config("deepseek-v4-tiny"), layer_types=(CSA, HCA), mlp_layer_types=(MOE, MOE)), "auto"),
+        (replace(get_config("deepseek-v4-small"), layer_types=(CSA, HCA), mlp_layer_types=(MOE, MOE)), "fp8"),
+    ],
+    ids=["gemma4", "gemma4-fp8", "deepseek-v4", "deepseek-v4-fp8"],
+)  # fmt: skip
+def test_launches_of_triton(config, dtype):
+    """What wrappers do before and between their launches is captured too, workspaces included."""
+    captures = Captures(LAUNCHES)
+    settings = {"max_num_seqs": 2, "max_model_len": 32, "impl": "triton", "kv_cache_dtype": dtype}
+    eager, got, captures, _ = both(
+        random_model(config), (4,), captures=captures, again=0, **settings
+    )
+    assert_equal(got, eager)
+    assert captures.num_replays == 3
+
+
+@pytest.mark.parametrize("window", [None, 24])
+def test_replays_with_a_softcap(window):
+    """Which no model of this package has, and which scales scores twice: new queries, lengths and pages after the capture."""
+    generator = torch.Generator().manual_seed(0)
+    q, fresh = (torch.empty(2, heads, 32) for heads in (4, 2))
+    pages = torch.randn(8, 2, 16, 2, 32, generator=generator)
+    table, seq_lens = torch.empty(2, 3, dtype=torch.int32), torch.empty(2, dtype=torch.int32)
+    out = torch.empty_like(q)
+
+    arguments = {
+        "q": q, "k_pages": pages[:, 0], "v_pages": pages[:, 1], "block_table": table, "seq_lens": seq_lens,
+        "cu_seqlens_q": torch.arange(3, dtype=torch.int32), "max_seqlen_q": 1, "k": fresh, "v": fresh, "max_seq_len": 48,
+        "num_decodes": 2, "softcap": 3.0,
+    }  # fmt: skip
+    call = paged_attention
+    if window is not None:
+        call, arguments["sliding_window"] = sliding_window_attention, window
+
+    def fill(lengths):
+        for tensor in (q, fresh):
+            tensor.normal_(0.0, 4.0, generator=generator)
+        table.copy_(1 + torch.randperm(7, generator=generator)[:6].view(2, 3))
+        seq_lens.copy_(torch.tensor(lengths))
+
+    fill((5, 40))
+    replay = Captures(LAUNCHES)(lambda: out.copy_(call(**arguments, impl="triton")))
+    for lengths in ((47, 3), (1, 25)):
+        fill(lengths)
+        replay()
+        exact, _ = attention_reference(arguments)
+        assert_within_budget("out", out, exact)
+
+
+def tables_move(patch):
+    apply = batch.BatchBuilder._apply
+
+    def elsewhere(self, index, value):
+        apply(self, index, value)
+        self.tables = self.tables.clone()
+
+    patch.setattr(batch.BatchBuilder, "_apply", elsewhere)
+
+
+def buffers_move(patch):
+    call = graphs.DecodeGraphs.__call__
+
+    def elsewhere(self, plan, input_ids):
+        for size, graph in self._graphs.items():
+            self._graphs[size] = replace(graph, rows=graph.rows.clone())
+        return call(self, plan, input_ids)
+
+    patch.setattr(graphs.DecodeGraphs, "__call__", elsewhere)
+
+
+def inputs_are_not_kept(patch):
+    made = graphs.DecodeGraphs._make
+
+    def forgetful(self, *arguments):
+        return replace(made(self, *arguments), work=None)
+
+    patch.setattr(graphs.DecodeGraphs, "_make", forgetful)
+
+
+def lengths_of_the_capture(patch):
+    """A number that Python takes from the plan, beside the buffers."""
+    forward, attend, longest = Engine._forward, attention.PagedAttend._attend, []
+
+    def noting(self, step):
+        longest[:] = [int(step.plan.seq_lens.max())]
+        return forward(self, step)
+
+    def shifted(self, layer, q, *arguments):
+        return attend(self, layer, q, *arguments) + 0.01 * longest[0]
+
+    patch.setattr(Engine, "_forward", noting)
+    patch.setattr(attention.PagedAttend, "_attend", shifted)
+
+
+def kept_from_a_capture(patch):
+    """A tensor of the graphs' pool that other steps use too."""
+    rotary, kept = decoder.rotary_angles, {}
+
+    def angles(positions, frequencies, amplitude):
+        if moe.is_capturing(positions):
+            kept.setdefault(frequencies.data_ptr(), frequencies * 1)
+        return rotary(positions, kept.get(frequencies.data_ptr(), frequencies), amplitude)
+
+    patch.setattr(decoder, "rotary_angles", angles)
+
+
+def in_attention(change):
+    """A break that adds ``change(q)`` to what attention gives."""
+    attend = attention.PagedAttend._attend
+
+    def broken(self, layer, q, *arguments):
+        return attend(self, layer, q, *arguments) + 0 * change(q)
+
+    return lambda patch: patch.setattr(attention.PagedAttend, "_attend", broken)
+
+
+BREAKS = {
+    "tables move": tables_move,
+    "buffers move": buffers_move,
+    "inputs are not kept": inputs_are_not_kept,
+    "a length of the capture": lengths_of_the_capture,
+    "a tensor kept from a capture": kept_from_a_capture,
+    "a value on the host": in_attention(lambda q: float(q.sum())),
+    "a decision on the host": in_attention(lambda q: 1 if q.sum() > 0 else 2),
+    "a shape from values": in_attention(lambda q: q[q > 0].sum()),
+    "a copy from the host": in_attention(lambda q: torch.tensor([1.0])),
+}
+
+
+@pytest.mark.parametrize("broken", BREAKS)
+def test_what_a_graph_cannot_hold_is_seen(broken, monkeypatch):
+    """Python done anew in each step, as a CPU's stand-in without captures has it, is right with the first five of these."""
+    model = build("gemma3-tiny")
+    BREAKS[broken](monkeypatch)
+    with pytest.raises((NotCapturable, AssertionError, RuntimeError)):
+        eager, got, *_ = both(model, LENGTHS[:5], max_num_seqs=5)
+        assert_equal(got, eager)
+
+
+class Step(TorchDispatchMode):
+    """What a step asks of the device, but for what a graph's replay does."""
+
+    def __init__(self):
+        super().__init__()
+        self.found, self.replaying = [], False
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        self.see(forbidden(op, args, kwargs))
+        return op(*args, **kwargs)
+
+    def see(self, name):
+        if name is not None and not self.replaying:
+            self.found.append(name)
+
+    def unseen(self, replay):
+        def call():
+            self.replaying = True
+            replay()
+            self.replaying = False
+
+        return call
+
+
+@pytest.mark.parametrize("name", ["gemma4-tiny", "deepseek-v4-tiny"])
+@pytest.mark.parametrize("sampling", [{}, SAMPLING | {"logprobs": 3, "min_p": 0.01, "top_k": 50}], ids=["greedy", "sampled"])  # fmt: skip
+def test_a_decode_step_waits_for_its_tokens_only(name, sampling, monkeypatch):
+    """From the first to the last line of a step one tensor goes to the host: the sampled ids, and what goes with them."""
+    step, capture = Step(), Captures()
+    engine = Engine(build(name), EngineConfig(num_pages=900, max_num_seqs=4, decode_graphs=True))
+    engine._graphs._capture = lambda work: step.unseen(capture(work))
+    for n in range(3):
+        engine.add_request(prompt(11 + n, seed=n), SamplingParams(20, ignore_eos=True, **sampling))
+    engine.step(), engine.step()  # prompts; a capture
+
+    def seen(name, original):
+        def call(*args, **kwargs):
+            step.see(name)
+            return original(*args, **kwargs)
+
+        return call
+
+    # Arrays of the host go through `quire.models.engine.batch.Staging`, which pins them where there is a GPU; nothing else may.
+    for owner, names in ((torch.Tensor, ON_HOST), (torch, ("tensor", "as_tensor"))):
+        for method in names:
+            monkeypatch.setattr(owner, method, seen(method, getattr(owner, method)))
+    for _ in range(7):  # past the end of a block
+        step.found.clear()
+        with step:
+            report = engine.step()
+        assert report.num_generated == 3 and step.found == ["tolist"]
+    assert capture.num_replays == 8
+
+
+def test_each_row_by_itself_equals_groups():
+    """What replaces a loop over groups while a graph is captured."""
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randn(5, 6, 7, generator=generator)
+    for counts in ((3, 0, 20, 1, 0), (0, 0, 0, 0, 40), (1, 1, 1, 1, 1)):
+        x = torch.randn(sum(counts), 7, generator=generator)
+        offsets = torch.tensor(counts).cumsum(0).int()
+        with Graph():
+            got = moe.row_matmul(x, weights, offsets)
+        groups = torch.arange(5).repeat_interleave(torch.tensor(counts))
+        with bounding():
+            rows = zip(groups, x.double(), strict=True)
+            expected = torch.stack([weights[g].double() @ row for g, row in rows])
+        assert_within_budget("rows", got, expected)
+
+
+def test_packed_experts_row_by_row(monkeypatch):
+    """fp8 experts while a graph is captured: the same sums, no unique experts looked up."""
+    generator = torch.Generator().manual_seed(1)
+    experts = PackedExperts("fp8", 6, 32, 48, lambda g, u: g * u, torch.device("cpu"))
+    for part in (experts.gate_up_proj, experts.down_proj):
+        part.weight.copy_(torch.randn(part.weight.shape, generator=generator).to(part.weight.dtype))
+        part.scale.copy_(torch.rand(part.scale.shape, generator=generator))
+    x = torch.randn(23, 32, generator=generator)
+    ids = torch.randint(6, (23, 2), generator=generator)
+    weights = torch.rand(23, 2, generator=generator)
+    expected = experts(x, ids, weights)
+    gate_up = dequantize_fp8(experts.gate_up_proj.weight, experts.gate_up_proj.scale, x.dtype)
+    down = dequantize_fp8(experts.down_proj.weight, experts.down_proj.scale, x.dtype)
+    gate_up, down = gate_up.double(), down.double()
+    with bounding():
+        plain = sum(
+            weights[:, j, None].double() * torch.stack([down[e] @ ((gate_up[e, 0] @ v) * (gate_up[e, 1] @ v)) for e, v in zip(ids[:, j], x.double(), strict=True)])
+            for j in range(2)
+        )  # fmt: skip
+    monkeypatch.setattr(quantized, "is_capturing", lambda x: True)
+    with Graph():
+        got = experts(x, ids, weights)
+    assert_within_budget("row by row", got, plain)
+    assert_within_budget("some at a time", expected, plain)

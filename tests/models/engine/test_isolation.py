@@ -1,0 +1,585 @@
+"""What fails in one request ends that request alone: logits that give no token, and an exception at any call that is made for it."""
+
+import math
+import threading
+from collections import Counter
+from dataclasses import replace
+from decimal import Decimal
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+
+from quire.models.config.named import get_config
+from quire.models.engine.engine import Engine, EngineConfig
+from quire.models.engine.request import MAX_SAMPLES, RequestError, SamplingParams
+from quire.models.engine.speculative import NGramDrafter
+from quire.models.generate import main
+from quire.models.llm import LLM
+from quire.models.loading.weights import random_model, save_checkpoint
+from quire.models.tokenizer import ByteTokenizer
+from tests.support.models.toy import VOCAB, ToyModel
+
+BAD = 63  # an id whose rows are spoiled
+PROMPTS = {"a": [5, 6, 7] * 9, "b": [8, 9] * 20, "bad": [11, BAD, 12] * 7, "c": [13] * 33}
+KINDS = {
+    "nan": lambda row: row.index_fill(0, torch.tensor([3]), math.nan),
+    "inf": lambda row: row.index_fill(0, torch.tensor([3]), math.inf),
+    "all -inf": lambda row: torch.full_like(row, -math.inf),
+}
+PARAMS = {
+    "greedy": SamplingParams(12, ignore_eos=True),
+    "sampled": SamplingParams(12, ignore_eos=True, temperature=0.8, top_p=0.9, min_p=0.01, seed=1),
+    "penalty": SamplingParams(12, ignore_eos=True, repetition_penalty=1.3),
+    "logprobs": SamplingParams(12, ignore_eos=True, temperature=1.0, seed=3, logprobs=4),
+}
+
+
+class SpoiledModel(ToyModel):
+    """Rows of logits after a sequence with `BAD` in it, from token number ``after`` on, are spoiled."""
+
+    def __init__(self, spoil, after=0):
+        super().__init__()
+        self.spoil, self.after = spoil, after
+        self.scores[:, BAD] = -50.0  # no request generates it
+
+    def forward(self, input_ids, positions, attn, pool, *, logits_rows=None, impl=None):
+        logits = super().forward(
+            input_ids, positions, attn, pool, logits_rows=logits_rows, impl=impl
+        )
+        rows = torch.arange(len(input_ids)) if logits_rows is None else logits_rows
+        sequence = torch.searchsorted(attn.cu_seqlens_q[1:].long(), rows, right=True)
+        for i, (row, seq) in enumerate(zip(rows.tolist(), sequence.tolist(), strict=True)):
+            start = int(attn.cu_seqlens_q[seq])
+            context = int(attn.seq_lens[seq] - attn.cu_seqlens_q[seq + 1]) + start
+            old = np.arange(context)
+            table = attn.block_tables[0][seq].numpy()
+            known = pool.pages[0][table[old // 16 % len(table)], old % 16, 0].tolist()
+            tokens = [*known, *input_ids[start : row + 1].tolist()]
+            if self.spoil and BAD in tokens and len(tokens) >= self.after:
+                logits[i] = self.spoil(logits[i])
+        return logits
+
+
+def run(engine, prompts, params, **more):
+    """Outputs of all requests by id; the allocator is recounted after each step."""
+    for name, prompt in prompts.items():
+        engine.add_request(prompt, params, request_id=name, **more)
+    outputs = {}
+    while engine.has_work:
+        report = engine.step()
+        outputs |= {(o.request_id, o.sample): o for o in report.finished}
+        engine.kv.check_invariants()
+    assert engine.kv.stats()["pages_in_use"] == 0
+    return outputs
+
+
+def config(**more):
+    return EngineConfig(**{"max_num_seqs": 4, "max_num_batched_tokens": 24, "num_pages": 60} | more)
+
+
+@pytest.mark.parametrize("drafter", [None, NGramDrafter(3, min_ngram=1)], ids=["plain", "drafts"])
+@pytest.mark.parametrize("way", PARAMS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("method", ["strict", "standard"])
+def test_logits_that_give_no_token_end_their_request_alone(kind, way, drafter, method):
+    if drafter is None and method == "standard":
+        return
+    spoil, after = KINDS[kind], 26
+    settings = config(rejection_sample_method=method)
+    spoiled = run(
+        Engine(SpoiledModel(spoil, after), settings, drafter=drafter), PROMPTS, PARAMS[way]
+    )
+    whole = run(Engine(SpoiledModel(None), settings, drafter=drafter), PROMPTS, PARAMS[way])
+    bad, good = spoiled.pop(("bad", 0)), whole.pop(("bad", 0))
+    assert (bad.finish_reason, len(bad.token_ids)) == ("nan", after - len(PROMPTS["bad"]))
+    assert bad.token_ids == good.token_ids[: len(bad.token_ids)]
+    assert isinstance(bad.error, RequestError)
+    assert str(bad.error).startswith("request 'bad': expected logits whose largest is a number")
+    assert str(bad.error).endswith(f"for position {after}")
+    if bad.logprobs is not None:
+        assert len(bad.logprobs) == len(bad.token_ids)
+    for key, output in whole.items():
+        assert spoiled[key].token_ids == output.token_ids and spoiled[key].error is None
+        assert spoiled[key].logprobs == output.logprobs
+
+
+@pytest.mark.parametrize("way", PARAMS)
+def test_masked_tokens_are_no_fault(way):
+    def spoil(row):
+        return row.masked_fill(torch.arange(VOCAB) != 20, -math.inf)
+
+    engine = Engine(SpoiledModel(spoil), config())
+    output = run(engine, {"bad": PROMPTS["bad"]}, PARAMS[way])[("bad", 0)]
+    assert output.token_ids == (20,) * 12 and output.finish_reason == "length"
+
+
+def test_samples_of_a_prompt_without_a_token_all_end():
+    params = SamplingParams(4, temperature=1.0, n=3)
+    engine = Engine(SpoiledModel(KINDS["nan"]), config())
+    outputs = run(engine, {"bad": PROMPTS["bad"]}, params)
+    assert {o.sample: o.finish_reason for o in outputs.values()} == dict.fromkeys(range(3), "nan")
+
+
+def poisoned(name):
+    """A model whose token `BAD` has an embedding of NaN, and no logit of its own that is."""
+    base = get_config(name)
+    if hasattr(base, "tie_word_embeddings"):
+        base = replace(base, tie_word_embeddings=False)
+    model = random_model(base)
+    model.embed_tokens.weight.data[BAD] = math.nan
+    return model
+
+
+@pytest.mark.parametrize("name", ["gemma3-tiny", "gemma4-e-tiny", "gemma4-moe-tiny", "gpt-oss-tiny", "deepseek-v4-tiny"])  # fmt: skip
+def test_nan_of_a_model_reaches_no_other_request_and_no_cached_page(name):
+    prompts = {
+        key: [t + 20 if t != BAD else BAD for t in tokens] * 3 for key, tokens in PROMPTS.items()
+    }
+    params = SamplingParams(6, ignore_eos=True)
+    settings = config(num_pages=300, max_num_batched_tokens=48)
+    model = poisoned(name)
+    whole = Engine(model, settings)
+    expected = run(whole, {k: v for k, v in prompts.items() if k != "bad"}, params)
+    engine = Engine(model, settings)
+    for _ in range(2):  # the second time with what the first one left in pages, rings and cache
+        outputs = run(engine, prompts, params)
+        assert outputs.pop(("bad", 0)).finish_reason == "nan"
+        assert {k: o.token_ids for k, o in outputs.items()} == {k: o.token_ids for k, o in expected.items()}  # fmt: skip
+    # The prompt is the same up to the spoiled token, and after it: neither is found.
+    assert engine.kv.match(prompts["bad"]).num_tokens == 0
+    model.embed_tokens.weight.data[BAD] = 0.5
+    again, alone = run(engine, {"bad": prompts["bad"]}, params), Engine(model, settings)
+    assert again[("bad", 0)].token_ids == run(alone, {"bad": prompts["bad"]}, params)[("bad", 0)].token_ids  # fmt: skip
+
+
+def test_a_nan_of_the_trunk_ends_a_request_whose_drafts_the_model_makes():
+    llm = LLM(poisoned("deepseek-v4-tiny"), engine=config(num_pages=300), drafter=_mtp)
+    outputs = llm.generate([[30, BAD] * 9, [30, 31] * 9], SamplingParams(6, ignore_eos=True), progress=False)  # fmt: skip
+    assert [o.finish_reason for o in outputs] == ["nan", "length"]
+
+
+def _mtp(model):
+    from quire.models.deepseek_v4.draft import MTPDrafter
+
+    return MTPDrafter(model, 2)
+
+
+def test_generate_exits_with_an_error_for_logits_of_nan(tmp_path, capsys):
+    model = random_model(get_config("gemma3-tiny"))
+    model.norm.weight.data.fill_(3e38)  # finite weights, as a checkpoint may have them
+    save_checkpoint(model, tmp_path)
+    for arguments in (["--prompt", "a"], ["--prompt", "a", "--prompt", "b"]):
+        assert main(["--model", str(tmp_path), *arguments, "--max-tokens", "3"]) == 2
+        assert "error: request '0': expected logits whose largest is a number" in capsys.readouterr().err  # fmt: skip
+
+
+# Faults at every call that an engine makes for one request.
+
+
+class Faults:
+    """Raises at the ``at``-th call of one name for request "bad"; counts the calls of all."""
+
+    def __init__(self, name=None, at=0):
+        self.name, self.at, self.calls = name, at, Counter()
+
+    def check(self, name, is_bad):
+        if is_bad:
+            self.calls[name] += 1
+            if name == self.name and self.calls[name] > self.at:
+                raise KeyError(f"fault in {name}")
+
+
+class FaultyTokenizer(ByteTokenizer):
+    """Two letters a token. ``decode`` fails for the request whose text is asked for while `current` says so."""
+
+    def __init__(self, faults, owner):
+        self.faults, self.owner = faults, owner
+
+    def decode(self, token_ids):
+        self.faults.check("decode", self.owner())
+        return "".join(f"{t:02d}" for t in token_ids)
+
+
+class FaultyDrafter(NGramDrafter):
+    faults: Faults
+
+    def propose(self, requests):
+        for request in requests:
+            self.faults.check("propose", request.request_id == "bad")
+        drafts = super().propose(requests)
+        for i, request in enumerate(requests):
+            if request.request_id == "bad" and self.faults.name == "draft ids":
+                self.faults.calls["draft ids"] += 1
+                drafts[i] = np.array([VOCAB + 5], dtype=np.int32)
+        return drafts
+
+
+def faulty_engine(monkeypatch, faults):
+    drafter = FaultyDrafter(3, min_ngram=1)
+    drafter.faults = faults
+    current = []
+    tokenizer = FaultyTokenizer(faults, lambda: bool(current))
+    # A pool too small for all: requests are preempted and admitted again.
+    engine = Engine(ToyModel(), config(num_pages=16), tokenizer=tokenizer, drafter=drafter)
+
+    def wrapped(owner, name, key, label):
+        work = getattr(owner, name)
+
+        def faulty(*args, **more):
+            faults.check(label, key(*args))
+            return work(*args, **more)
+
+        monkeypatch.setattr(owner, name, faulty)
+
+    bad = {}
+
+    def is_bad_match(tokens, *_):
+        return bool(bad) and (tokens is bad["prompt"]() or np.shares_memory(np.asarray(tokens), bad["request"]._tokens) if not hasattr(tokens, "keys") else tokens is bad["prompt"]())  # fmt: skip
+
+    from quire.models import tokenizer as texts
+    from quire.models.engine import request as module
+
+    make = texts.TextStream.__init__
+    wrapped(engine.kv, "admit", lambda key, match: key[0] == "bad", "admit")
+    wrapped(engine.kv, "match", is_bad_match, "match")
+    for name in ("append", "output", "make_room"):
+        work = getattr(module.Request, name)
+
+        def faulty(self, *args, _work=work, _name=name, **more):
+            current.extend([1] * (self.request_id == "bad"))
+            try:
+                if _name != "output":
+                    faults.check(_name, self.request_id == "bad")
+                return _work(self, *args, **more)
+            finally:
+                current.clear()
+
+        monkeypatch.setattr(module.Request, name, faulty)
+    for name in ("take", "append"):
+        work = getattr(texts.TextStream, name)
+
+        def of_text(self, *args, _work=work, _name=f"text.{name}"):
+            faults.check(_name, getattr(self, "is_bad", False))
+            return _work(self, *args)
+
+        monkeypatch.setattr(texts.TextStream, name, of_text)
+    assert make is texts.TextStream.__init__
+
+    def added(name, prompt, params):
+        engine.add_request(prompt, params, request_id=name, stream=True)
+        if name == "bad":
+            [request] = engine._requests[name]
+            request.text.is_bad = True
+            bad["request"], bad["prompt"] = request, lambda: request.match.prompt
+
+    return engine, added
+
+
+def run_faulty(monkeypatch, faults):
+    with monkeypatch.context() as patch:
+        engine, add = faulty_engine(patch, faults)
+        params = SamplingParams(40, ignore_eos=True, stop="~~", temperature=0.5, seed=4)
+        for name, prompt in PROMPTS.items():
+            add(name, prompt, params)
+        outputs, texts = {}, Counter()
+        while engine.has_work:
+            report = engine.step()
+            outputs |= {o.request_id: o for o in report.finished}
+            for delta in report.deltas:
+                texts[delta.request_id] = (texts[delta.request_id] or "") + delta.text
+            engine.kv.check_invariants()
+        assert engine.kv.stats()["pages_in_use"] == 0 and not engine._siblings
+        return outputs, texts, engine.totals.num_preempted
+
+
+PLACES = ("decode", "append", "text.append", "text.take", "admit", "match", "make_room", "propose", "draft ids")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_an_exception_at_any_call_for_one_request_ends_it_alone(name, monkeypatch):
+    none = Faults()
+    whole, whole_texts, num_preempted = run_faulty(monkeypatch, none)
+    assert num_preempted > 0 and whole["bad"].error is None
+    calls = none.calls[name] if name != "draft ids" else 1
+    assert calls > 0
+    for at in sorted({0, calls // 2, calls - 1}):
+        outputs, texts, _ = run_faulty(monkeypatch, Faults(name, at))
+        bad = outputs.pop("bad")
+        assert bad.finish_reason == "error" and isinstance(bad.error, RequestError)
+        assert isinstance(bad.error.__cause__, ValueError if name == "draft ids" else KeyError)
+        assert str(bad.error).startswith("request 'bad', after ")
+        assert bad.token_ids == whole["bad"].token_ids[: len(bad.token_ids)]
+        for key, output in outputs.items():
+            assert output.token_ids == whole[key].token_ids and output.text == whole[key].text
+            assert output.error is None and texts[key] == whole_texts[key] == output.text
+
+
+def test_text_that_cannot_be_decoded_at_the_end_leaves_the_other_outputs(monkeypatch):
+    llm = LLM("gemma3-tiny", engine=config(num_pages=200))
+    decode, bad = llm.tokenizer.decode, []
+
+    def fails_once(ids):
+        if not bad:
+            bad.append(ids)
+            raise KeyError(7)
+        return decode(ids)
+
+    monkeypatch.setattr(llm.tokenizer, "decode", fails_once)
+    first, second = llm.generate(["a", "b"], SamplingParams(4, ignore_eos=True), progress=False)
+    assert first.finish_reason == "error" and isinstance(first.error.__cause__, KeyError)
+    assert len(first.token_ids) == 4 and first.text is None
+    assert second.error is None and second.text == decode(second.token_ids)
+
+
+# Values of every kind.
+
+INTS = (np.int64(5), np.uint8(5), np.int32(5), 5)
+FLOATS = (np.float32(0.5), np.float64(0.5), Fraction(1, 2), Decimal("0.5"), 0.5)
+
+
+def test_numbers_of_any_kind_become_plain_ones():
+    engine = Engine(ToyModel(), config())
+    outputs = []
+    for i, f in zip((*INTS, 5), FLOATS, strict=True):
+        params = SamplingParams(i, [i], np.bool_(True), (), f, i, f, f, f, i, 1, i)
+        for name in ("max_tokens", "top_k", "seed", "logprobs"):
+            assert type(getattr(params, name)) is int
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+            assert type(getattr(params, name)) is float
+        assert params.stop_token_ids == (5,) and params.ignore_eos is True
+        outputs.append(run(engine, {"a": PROMPTS["a"]}, params)[("a", 0)].token_ids)
+    assert len(set(outputs)) == 1
+    for seed in (np.int64(-5), -5, 2**64 - 5, 10**400 * 2**64 - 5):
+        params = SamplingParams(5, temperature=1.0, seed=seed, ignore_eos=True)
+        outputs.append(run(engine, {"a": PROMPTS["a"]}, params)[("a", 0)].token_ids)
+    assert len(set(outputs[-4:])) == 1
+
+
+HUGE = (10**400, 10**5000, -(10**400), Decimal("1e400"), Fraction(10**400))
+WRONG = (math.nan, math.inf, -math.inf, True, np.bool_(True), "1", 1j, [1, 2], {}, object(), Decimal("sNaN"), np.ones(2))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("max_tokens", (0, -1, 1.5, None)),
+        ("temperature", (-1, 1e31, None)),
+        ("top_k", (-1, 2**31, 1.5, None)),
+        ("top_p", (0, -1, 1.5, None)),
+        ("min_p", (-0.1, 1.5, None)),
+        ("repetition_penalty", (0, -1, 10**31, Fraction(1, 10**31), None)),
+        ("n", (0, MAX_SAMPLES + 1, 10**9, 1.5, None)),
+        ("seed", (1.5,)),
+        ("logprobs", (-1, 65, 1.5)),
+    ],
+)
+def test_other_values_are_refused_by_name(name, more):
+    ints_of_any_size = {"max_tokens": HUGE[:2], "seed": HUGE[:3]}.get(name, ())
+    for value in (*HUGE, *WRONG, *more):
+        if any(value is known for known in ints_of_any_size):
+            continue
+        with pytest.raises(ValueError, match=f"^{name}: expected .*, got"):
+            SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"ignore_eos": "no"}, "ignore_eos: expected True or False, got 'no'"),
+        ({"stop": ("x" * 4000, "y" * 97)}, "stop: expected at most 4096 characters in all, got 4097"),
+        ({"stop": 7}, "stop: expected a sequence, got 7"),
+        ({"stop_token_ids": range(10**9)}, "stop_token_ids: expected at most 1048576, got more"),
+        ({"stop_token_ids": 2.5}, "stop_token_ids: expected a sequence, got 2.5"),
+    ],
+)  # fmt: skip
+def test_several_of_a_kind_are_bounded(given, message):
+    with pytest.raises(ValueError, match=message):
+        SamplingParams(**given)
+
+
+def test_no_more_of_a_kind_are_read_than_are_taken():
+    ids = iter(range(10**7))
+    with pytest.raises(ValueError, match="stop_token_ids: expected at most 1048576, got more"):
+        SamplingParams(stop_token_ids=ids)
+    assert next(ids) == 1048576 + 1
+
+
+def test_prompts_of_any_kind_and_only_ids():
+    engine = Engine(ToyModel(), config())
+    ids = PROMPTS["a"]
+    expected = run(engine, {"a": ids}, PARAMS["greedy"])[("a", 0)].token_ids
+    kinds = [np.array(ids, dtype=d) for d in ("u1", "i2", "u8", "i8")]
+    kinds += [torch.tensor(ids), torch.tensor(ids, dtype=torch.uint8), tuple(ids), [np.int64(i) for i in ids]]  # fmt: skip
+    for kind in kinds:
+        assert run(engine, {"a": kind}, PARAMS["greedy"])[("a", 0)].token_ids == expected
+    mine = np.array(ids)
+    engine.add_request(mine, PARAMS["greedy"], request_id="mine")
+    mine[:] = 60  # the engine has its own
+    assert [o.token_ids for o in run(engine, {}, None).values()] == [expected]
+    wrong = ["text", b"abc", None, {1: 2}, [[1], [2, 3]], [10**30], [1.0], [True], torch.ones(3), object(),
+             range(10**12), np.array([5, -1]), torch.zeros((2, 2), dtype=torch.int64), [torch.tensor(1.5)], iter([1])]  # fmt: skip
+    for prompt in wrong:
+        with pytest.raises(ValueError, match=r"^prompt_token_ids: expected "):
+            engine.add_request(prompt)
+    for given in (
+        {"params": {"max_tokens": 3}},
+        {"request_id": 5},
+        {"request_id": []},
+        {"salt": "x"},
+    ):
+        with pytest.raises(ValueError, match=f"^{next(iter(given))}: expected "):
+            engine.add_request(ids, **given)
+    for unknown in ("x", 5, [], None):
+        with pytest.raises(ValueError, match=r"^request_id: expected an unfinished request"):
+            engine.abort(unknown)
+    assert not engine.has_work
+
+
+# Threads.
+
+
+def test_threads_that_add_and_abort_lose_nothing():
+    engine, lock = Engine(ToyModel(), config(num_pages=200, max_num_seqs=16)), threading.Lock()
+    added, aborted, reported, errors = {}, {}, [], []
+    stop = threading.Event()
+
+    def adds(number):
+        try:
+            rng = np.random.default_rng(number)
+            for i in range(60):
+                prompt = rng.integers(3, VOCAB, int(rng.integers(1, 40)))
+                params = SamplingParams(int(rng.integers(1, 12)), ignore_eos=True, n=1 + i % 2)
+                request_id = engine.add_request(prompt, params)
+                with lock:
+                    assert request_id not in added
+                    added[request_id] = (prompt.tolist(), params)
+                if rng.random() < 0.4:
+                    try:
+                        output = engine.abort(request_id)
+                    except ValueError:
+                        continue  # it had ended
+                    with lock:
+                        aborted[request_id] = output
+        except BaseException as error:
+            errors.append(error)
+
+    def steps():
+        try:
+            while not stop.is_set() or engine.has_work:
+                report = engine.step()
+                if report is not None:
+                    with lock:
+                        reported.extend(report.finished)
+        except BaseException as error:
+            errors.append(error)
+
+    adders = [threading.Thread(target=adds, args=(i,)) for i in range(6)]
+    steppers = [threading.Thread(target=steps) for _ in range(2)]
+    for thread in (*adders, *steppers):
+        thread.start()
+    for thread in adders:
+        thread.join()
+    stop.set()
+    for thread in steppers:
+        thread.join()
+    assert not errors and len(added) == 360 and len(aborted) > 20
+    ended = Counter((o.request_id, o.sample) for o in reported)
+    assert set(ended.values()) == {1}
+    for request_id, (_, params) in added.items():
+        if request_id not in aborted:
+            assert all((request_id, sample) in ended for sample in range(params.n))
+    from tests.models.engine.test_engine_many import alone
+
+    model = ToyModel()
+    for output in reported:
+        prompt, params = added[output.request_id]
+        assert output.token_ids == alone(model, prompt, params)
+    for request_id, output in aborted.items():
+        prompt, params = added[request_id]
+        assert output.token_ids == alone(model, prompt, params)[: len(output.token_ids)]
+    engine.kv.check_invariants()
+    assert engine.kv.stats()["pages_in_use"] == 0 and not engine.unfinished
+
+
+@pytest.mark.parametrize("name", ["add_request", "abort", "unfinished", "step"])
+def test_nothing_changes_while_somebody_holds_the_lock(name):
+    engine, done = Engine(ToyModel(), config()), threading.Event()
+    first = engine.add_request(PROMPTS["a"], SamplingParams(3))
+    calls = {
+        "add_request": lambda: engine.add_request(PROMPTS["b"]),
+        "abort": lambda: engine.abort(first),
+        "unfinished": lambda: engine.unfinished,
+        "step": engine.step,
+    }
+    with engine.lock:
+        thread = threading.Thread(target=lambda: (calls[name](), done.set()))
+        thread.start()
+        assert not done.wait(0.3)
+    thread.join()
+    assert done.is_set()
+
+
+def test_who_adds_or_aborts_does_not_wait_for_the_model():
+    model, inside, go = ToyModel(), threading.Event(), threading.Event()
+    engine, forward = Engine(model, config()), model.forward
+    waits: list[bool] = []
+    model.forward = lambda *a, **k: (inside.set(), waits.append(go.wait(20)), forward(*a, **k))[2]
+    first = engine.add_request(PROMPTS["a"][:9], SamplingParams(3, ignore_eos=True), stream=True)
+    reports = []
+    thread = threading.Thread(target=lambda: reports.append(engine.step()))
+    thread.start()
+    assert inside.wait(60)
+    second = engine.add_request(PROMPTS["b"][:9], SamplingParams(3, ignore_eos=True))
+    assert engine.unfinished == {first, second}
+    assert engine.abort(first).finish_reason == "abort" and engine.unfinished == {second}
+    assert engine.kv.num_free_slots == 3  # the step still needs the one of `first`
+    go.set()
+    thread.join()
+    assert all(waits), "the model ended before anybody could add or abort"
+    assert reports[0].finished == reports[0].deltas == [] and reports[0].num_generated == 0
+    assert engine.kv.stats()["pages_in_use"] == 0
+    engine.kv.check_invariants()
+    outputs = run(engine, {}, None)
+    assert list(outputs) == [(second, 0)] and len(outputs[(second, 0)].token_ids) == 3
+
+
+def test_an_abort_in_a_step_that_fails_leaves_nothing():
+    model = ToyModel()
+    engine, forward = Engine(model, config()), model.forward
+    request_id = engine.add_request(PROMPTS["a"], SamplingParams(3))
+
+    def fails(*_, **__):
+        engine.abort(request_id)
+        with pytest.raises(RuntimeError, match="step: expected to be called between steps"):
+            engine.step()
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    model.forward = fails
+    with pytest.raises(torch.OutOfMemoryError):
+        engine.step()
+    model.forward = forward
+    assert not engine.has_work and engine.step() is None
+    engine.kv.check_invariants()
+    assert engine.kv.stats()["pages_in_use"] == 0
+
+
+def test_threads_share_one_llm():
+    llm = LLM("gemma3-tiny", engine=config(num_pages=300, max_num_seqs=8))
+    params, prompts = SamplingParams(5, ignore_eos=True), [f"prompt {i}" for i in range(8)]
+    expected = [o.text for o in llm.generate(prompts, params, progress=False)]
+    got = {}
+
+    def ask(i):
+        if i % 2:
+            got[i] = llm.generate(prompts[i], params, progress=False)[0].text
+        else:
+            got[i] = "".join(delta.text for delta in llm.stream(prompts[i], params))
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [got[i] for i in range(8)] == expected

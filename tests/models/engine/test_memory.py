@@ -1,0 +1,239 @@
+"""The memory plan: what it says fits, fits."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from quire.kvcore import GroupSpec, KVCache
+from quire.models.config.named import CONFIGS, FULL, SLIDING, MoEConfig
+from quire.models.engine.batch import Staging
+from quire.models.engine.engine import Engine, EngineConfig
+from quire.models.engine.graphs import batch_sizes
+from quire.models.engine.memory import (
+    LOGITS_COPIES,
+    ModelCache,
+    free_memory,
+    longest_request,
+    model_cache,
+    pages_of_request,
+    plan_memory,
+)
+from quire.models.engine.request import SamplingParams
+from quire.models.engine.sampler import Filters, draw, probabilities
+from quire.models.loading.weights import random_model
+from tests.models.engine.test_engine import build
+from tests.support.models.toy import ToyModel
+
+GROUPS = {
+    "dense": [GroupSpec("d", "dense", 16, 100)],
+    "hybrid": [
+        GroupSpec("d", "dense", 16, 100),
+        GroupSpec("w", "window", 32, 100, sliding_window=70),
+    ],
+    "parts": [
+        GroupSpec("d", "dense", 32, 100, pages_per_block=2),
+        GroupSpec("w", "window", 16, 100, sliding_window=16),
+        GroupSpec("v", "window", 16, 100, sliding_window=300),
+    ],
+}
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("name", GROUPS)
+def test_a_request_never_needs_more_pages_than_its_bound(name, drafts):
+    """Token by token in a pool of exactly that size; the most pages in use come within one block a table of the bound."""
+    groups, n = GROUPS[name], 700
+    bound = pages_of_request(groups, n, drafts)
+    kv = KVCache(
+        groups, num_pages=1 + bound, max_requests=1, max_model_len=n, max_draft_tokens=drafts
+    )
+    tokens = np.arange(n)
+    slot = kv.admit("r", kv.match(tokens[:1]))
+    most = 0
+    for token in tokens:
+        plan = kv.plan([slot], [1])
+        assert hasattr(plan, "slots"), f"{plan} at {token}"
+        kv.commit(plan, [token])
+        most = max(most, kv.stats()["pages_in_use"])
+    tables = sum(g.pages_per_block for g in groups)
+    # What a ring keeps for drafts and for a boundary shows only now and then.
+    assert bound - 3 * tables <= most <= bound
+
+
+def test_longest_request_is_the_inverse_of_its_pages():
+    for groups in GROUPS.values():
+        for num_pages in (1, 2, 5, 20, 61, 200):
+            n = longest_request(groups, num_pages, 1000)
+            assert n == 0 or pages_of_request(groups, n) < num_pages
+            assert n == 1000 or pages_of_request(groups, n + 1) >= num_pages
+
+
+def test_as_many_requests_fit_as_the_plan_says():
+    model = build("gemma3-tiny")
+    for num_pages, n in ((61, 100), (200, 333)):
+        engine = Engine(
+            model, EngineConfig(num_pages=num_pages, max_num_seqs=50, max_num_batched_tokens=512)
+        )
+        count = engine.memory.num_fitting(n)
+        assert 1 < count < 50
+        rng = np.random.default_rng(0)
+        for _ in range(count):
+            engine.add_request(rng.integers(3, 259, n - 6), SamplingParams(6, ignore_eos=True))
+        while engine.has_work:
+            report = engine.step()
+            assert report.num_preempted == 0
+            if report.num_prefills == 0 and not report.finished:
+                assert report.num_decodes == count, "they all hold their pages at once"
+
+
+def test_figures_of_the_plan():
+    model = build("gemma4-small")
+    memory = Engine(model, EngineConfig(num_pages=500, max_num_seqs=9)).memory
+    # 2 full layers of 1 head of 64, 4 sliding ones of 4 heads of 32; K and V in fp32.
+    assert memory.bytes_per_token == 2 * 2 * 64 * 4 == 1024
+    assert memory.page_bytes == 32 * 1024 == 16 * 2 * (2 * 4 * 32 * 4)
+    assert memory.request_bytes(3200) == 3200 * 1024 + memory.bytes_per_request
+    assert memory.alignment == 32 and memory.cache_bytes == 500 * memory.page_bytes
+    text = memory.describe([100, 1000])
+    for part in ("15.62 MiB: 500 pages of 32 KiB", "1 KiB a token", "multiples of 32 tokens, retention 'auto' (every 4096)",
+                 f"{memory.num_fitting(100)} of 100, {memory.num_fitting(1000)} of 1000 (at most 9)"):  # fmt: skip
+        assert part in text
+    assert "of 1024, " in memory.describe()
+    pages = memory.request_bytes(100) // memory.page_bytes
+    fitting = [replace(memory, num_pages=n).num_fitting(100) for n in (2 * pages, 2 * pages + 1)]
+    assert fitting == [1, 2], "page 0 is nobody's"
+
+
+def model_on(device, **config):
+    """What a memory plan asks of a model."""
+    config = {"max_position_embeddings": 50, "vocab_size": 100, "activation_size": 0} | config
+    return SimpleNamespace(
+        config=SimpleNamespace(**config), device=torch.device(device), dtype=torch.bfloat16
+    )
+
+
+def test_pool_from_free_memory(monkeypatch):
+    cache = ModelCache(GROUPS["hybrid"], 1000, lambda n: None)
+    monkeypatch.setattr("quire.models.engine.memory.free_memory", lambda device: 5_000_000)
+    cpu, gpu = model_on("cpu", vocab_size=0), model_on("cuda", vocab_size=0)
+    half = plan_memory(cpu, cache, EngineConfig(memory_fraction=0.5))
+    assert half.num_pages == 2500 and half.max_num_seqs == 64
+    busy = model_on("cuda", activation_size=100, vocab_size=500)  # 400,000 and, of 30 rows, 600,000
+    config = EngineConfig(max_num_batched_tokens=2000, max_num_seqs=15)
+    plan = plan_memory(busy, cache, config, max_draft_tokens=1)
+    assert plan.num_pages == 3600 and "of 4.768 MiB free" in plan.describe()
+    assert plan_memory(busy, cache, config, max_draft_tokens=1, num_graph_rows=50).num_pages == 3510
+    assert plan_memory(gpu, cache, EngineConfig(cache_bytes=70_999)).num_pages == 70
+    assert plan_memory(cpu, cache, EngineConfig()).num_pages == 256 * 2**20 // 1000
+    besides = replace(cache, fixed_bytes=20_000)  # rings, which are no pages
+    assert plan_memory(gpu, besides, EngineConfig(cache_bytes=70_999)).num_pages == 50
+    with pytest.raises(ValueError, match=r"num_pages: expected at least 3 \(2\.93 KiB\) for one request of 2 tokens, got 0"):  # fmt: skip
+        plan_memory(model_on("cuda", vocab_size=10_000), cache, EngineConfig())
+
+
+def test_the_engine_counts_the_logits_that_its_graphs_keep(monkeypatch):
+    monkeypatch.setattr("quire.models.engine.memory.free_memory", lambda device: 10**8)
+    model, config = build("gemma3-tiny"), EngineConfig(memory_fraction=0.5, max_num_seqs=300)
+    plain, graphs = (
+        Engine(model, replace(config, decode_graphs=on)).memory for on in (False, True)
+    )
+    kept = sum(batch_sizes(300)) * 259 * 4 * 0.5 / plain.page_bytes
+    assert kept > 50 and plain.num_pages - graphs.num_pages == pytest.approx(kept, abs=1)
+
+
+class NoAttention:
+    """Stands in for `PagedAttend`, whose kernels need next to nothing."""
+
+    rows = None
+
+    def __call__(self, layer, q, k=None, v=None, *, sinks=None):
+        return torch.empty_like(q)
+
+    def finish(self):
+        pass
+
+
+def peak_bytes(work):
+    """The most bytes that tensors of ``work`` hold at once on the CPU."""
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
+        work()
+    events = profile.profiler.kineto_results.events()
+    return max(np.cumsum([e.nbytes() for e in events if e.name() == "[memory]"]))
+
+
+def an_eighth(config):
+    """A model of the same proportions, four layers deep."""
+    sliding = config.sliding and replace(config.sliding, head_dim=config.sliding.head_dim // 8)
+    moe = config.moe and MoEConfig(16, config.moe.top_k, config.moe.intermediate_size // 8)
+    kinds = (SLIDING, FULL) * 2 if sliding else (FULL,) * 4
+    return replace(
+        config,
+        layer_types=kinds,
+        vocab_size=300,
+        eos_token_ids=(1,),
+        bos_token_id=2,
+        hidden_size=config.hidden_size // 8,
+        intermediate_size=config.intermediate_size // 8,
+        sliding=sliding,
+        full=replace(config.full, head_dim=config.full.head_dim // 8),
+        moe=moe,
+        # As many channels in all layers together.
+        per_layer_input_size=config.per_layer_input_size * config.num_layers // 32,
+        num_kv_shared_layers=2 if config.num_kv_shared_layers else 0,
+    )
+
+
+@pytest.mark.parametrize("name", ["gemma-3-27b", "gemma-4-31b", "gemma-4-e2b", "gemma-4-26b-a4b", "llama-3.1-8b", "gpt-oss-20b"])  # fmt: skip
+def test_a_step_holds_what_its_model_says(name):
+    """Of two bytes an element, as on a GPU; the estimate is at most a quarter above."""
+    config, n = an_eighth(CONFIGS[name]), 256
+    model = random_model(config, dtype=torch.bfloat16)
+    ids, rows = torch.arange(n), torch.arange(1)
+    peak = peak_bytes(lambda: model._run(ids, ids, NoAttention(), rows))
+    assert 0.8 < peak / (n * 2 * config.activation_size) <= 1
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_k": 50, "top_p": 0.9, "min_p": 0.1}])
+def test_sampling_holds_what_the_plan_says(filters):
+    rows, vocab_size = 8, 20_000
+    params = [SamplingParams(temperature=1.0, **filters)] * rows
+    staging, u = Staging("cpu"), torch.rand(rows, dtype=torch.float64)
+
+    def work():
+        logits = torch.randn(rows, vocab_size)
+        mass = probabilities(logits[torch.arange(rows)], Filters.of(params, staging))
+        draw(mass, u)
+
+    share = peak_bytes(work) / (rows * vocab_size * 4 * LOGITS_COPIES)
+    assert (0.9 if filters else 0.5) < share <= 1
+
+
+def test_bad_sizes():
+    model = build("gemma3-tiny")
+    with pytest.raises(ValueError, match=r"expected one of them at most, got 50, None, 0\.5"):
+        Engine(model, EngineConfig(num_pages=50, memory_fraction=0.5))
+    for fraction in (0, 1.5, -1):
+        with pytest.raises(ValueError, match=r"memory_fraction: expected a number in \(0, 1\]"):
+            Engine(model, EngineConfig(memory_fraction=fraction))
+
+
+def test_free_memory():
+    assert 2**20 < free_memory(torch.device("cpu")) < 2**50
+    assert model_cache(build("gemma3-tiny")).page_bytes % 16 == 0
+
+
+def test_kv_cache_dtype_is_refused_by_name():
+    with pytest.raises(
+        ValueError,
+        match=r"^kv_cache_dtype: expected one of \['auto', 'fp8', 'fp8_per_tensor'\], got 'int4'",
+    ):
+        Engine(build("gemma3-tiny"), EngineConfig(num_pages=50, kv_cache_dtype="int4"))
+    with pytest.raises(
+        NotImplementedError, match=r"^kv_cache_dtype: ToyModel supports \['auto'\], got 'fp8'"
+    ):
+        Engine(ToyModel(), EngineConfig(num_pages=50, kv_cache_dtype="fp8"))

@@ -1,0 +1,361 @@
+"""What models and engines ask of a GPU, where there is none: the right device and stream, and captured steps without the host."""
+
+import ctypes
+import gc
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from quire.bench.common.floors import Rates
+from quire.bench.common.workload import chat_workload
+from quire.bench.prefill_decode import __main__ as prefill_decode
+from quire.bench.prefill_decode.build import build_model as build_bench_model
+from quire.kernels.common import launch_cache, launching
+from quire.kvcore import KVCache
+from quire.models.config.named import get_config
+from quire.models.deepseek_v4.model import DeepseekV4
+from quire.models.engine.engine import Engine, EngineConfig
+from quire.models.engine.graphs import WARM_UP_RUNS, DecodeGraphs, sizes_to_capture
+from quire.models.engine.memory import free_memory, model_cache
+from quire.models.engine.request import SamplingParams
+from quire.models.engine.speculative import NGramDrafter
+from quire.models.layers import attention, moe, per_layer
+from quire.models.layers.per_layer import HostEmbedding
+from quire.models.loading.weights import build_model
+from tests.models.engine.test_graphs import FEW, NAMES
+from tests.support.models.captured import FROM_HOST
+from tests.support.models.toy import ToyModel
+
+META = torch.device("meta")
+
+
+class OnSecondDevice(torch.Tensor):
+    """A tensor that says it is on ``cuda:1``; what is made of it does not."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    is_cuda = True
+
+    def get_device(self):
+        return 1
+
+
+@pytest.fixture
+def current(monkeypatch):
+    """[index of the current device], as torch.cuda keeps it where there are GPUs."""
+    index = [0]
+
+    def exchange(to):
+        before, index[0] = index[0], index[0] if to < 0 else to
+        return before
+
+    for name in ("_exchange_device", "_maybe_exchange_device"):
+        monkeypatch.setattr(torch.cuda, name, exchange)
+    return index
+
+
+def test_a_step_runs_on_the_device_of_its_engine(current):
+    """Launches, streams and captures go to the current device, which others may have set: forward passes, drafts, captures, replays."""
+    seen, model = [], ToyModel()
+    drafter = NGramDrafter(2, min_ngram=1)
+    engine = Engine(model, EngineConfig(num_pages=50, max_num_seqs=2, decode_graphs=True), drafter=drafter)  # fmt: skip
+    engine._builder.tables = engine._builder.tables.as_subclass(OnSecondDevice)
+
+    def noted(name, call):
+        def wrapped(*args):
+            seen.append((name, current[0]))
+            return call(*args)
+
+        return wrapped
+
+    model.register_forward_pre_hook(lambda *_: seen.append(("forward", current[0])))
+    drafter.propose = noted("draft", drafter.propose)
+    engine._graphs._capture = lambda work: noted("replay", noted("capture", lambda w: w)(work))
+    engine.add_request([5, 6, 7, 5, 6], SamplingParams(12, ignore_eos=True))
+    engine.add_request([9], SamplingParams(12, ignore_eos=True))
+    while engine.has_work:
+        engine.step()
+        assert current == [0]
+    assert set(seen) == {(name, 1) for name in ("forward", "draft", "capture", "replay")}
+
+
+def test_rates_are_measured_on_the_device_of_the_model(current, monkeypatch):
+    """Events and streams are those of the current device."""
+    built = build_bench_model("gemma4-tiny", device=torch.device("cpu"))
+    embedding = built.model.embed_tokens
+    monkeypatch.setitem(
+        embedding._parameters, "weight", embedding.weight.data.as_subclass(OnSecondDevice)
+    )
+    seen = []
+
+    def rates(model):
+        seen.append(current[0])
+        return Rates(1e9, 2**20, 1e9, 64)
+
+    monkeypatch.setattr(prefill_decode, "measure_rates", rates)
+    workload = chat_workload(built.tokenizer.encode, bos_token_id=2, limit=1, scale=0.02)
+    settings = EngineConfig(num_pages=500, max_num_seqs=2)
+    prefill_decode.measure(built, workload, settings, num_checks=1, baseline=False)
+    assert seen == [1] and current == [0]
+
+
+@pytest.fixture
+def runtime(current, monkeypatch):
+    """CUDA's calls about page-locked memory: .locked has {address: (bytes, flags, device)}; .status is what they return."""
+    calls = SimpleNamespace(locked={}, status=0)
+
+    def register(address, size, flags):
+        assert address not in calls.locked
+        if calls.status == 0:
+            calls.locked[address] = (size, flags, current[0])
+        return calls.status
+
+    def as_tensor(array, device):
+        about = array.__cuda_array_interface__
+        [size], (address, read_only) = about["shape"], about["data"]
+        assert calls.locked[address][0] == size and not read_only and about["typestr"] == "|u1"
+        return torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=torch.uint8)
+
+    calls.cudaHostRegister, calls.cudaHostUnregister = register, calls.locked.pop
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: calls)
+    monkeypatch.setattr(torch, "as_tensor", as_tensor)
+    return calls
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_table_on_the_host_is_page_locked_once_for_the_device_of_the_ids(dtype, runtime, current):
+    """And read in place, until the model is gone."""
+    table = HostEmbedding(7, 5, torch.device("cpu"), dtype, scale=2.0)
+    table.weight.data.copy_(torch.randn(7, 5))
+    ids = torch.tensor([3, 0, 3, 6])
+    expected = 2 * table.weight[ids]
+    assert torch.equal(table(ids), expected) and not runtime.locked
+    for _ in range(2):
+        assert torch.equal(table(ids.as_subclass(OnSecondDevice)), expected)
+        assert current == [0]
+    assert runtime.locked == {table.weight.data_ptr(): (35 * dtype.itemsize, 0, 1)}
+    del table
+    gc.collect()
+    assert not runtime.locked
+
+
+def test_a_table_that_cannot_be_page_locked(runtime):
+    table = HostEmbedding(7, 5, torch.device("cpu"), torch.float32, scale=2.0)
+    table.weight.data.zero_()
+    ids = torch.tensor([1]).as_subclass(OnSecondDevice)
+    runtime.status = 2
+    with pytest.raises(RuntimeError, match="cannot page-lock the table, CUDA error 2"):
+        table(ids)
+    runtime.status = 0
+    assert not table(ids).any() and len(runtime.locked) == 1
+
+
+def test_memory_that_torch_keeps_of_freed_tensors_is_free(monkeypatch):
+    """Of an engine that is gone, say, whose pages the driver still counts as taken."""
+    driver = {"free": 10, "total": 100}
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: driver.update(free=90))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: tuple(driver.values()))
+    assert free_memory(torch.device("cuda", 0)) == 90
+
+
+class FakeStream:
+    """A stream that writes down what it waits for."""
+
+    def __init__(self, device, log):
+        self.device, self.log = device, log
+
+    def wait_stream(self, other):
+        self.log.append(("wait", self, other))
+
+
+def test_warm_up_and_captures_share_a_stream_of_their_device(monkeypatch):
+    """The same one for all sizes, as is the pool; what was queued before ends first, and a replay comes behind the warm-up."""
+    log, made, main = [], [], FakeStream(None, [])
+    main.log, streams = log, [main]
+
+    def stream(device):
+        made.append(FakeStream(device, log))
+        return made[-1]
+
+    @contextmanager
+    def on(stream):
+        streams.append(stream)
+        yield
+        streams.pop()
+
+    @contextmanager
+    def graph(graph, *, pool, stream):
+        log.append(("begin", pool, stream))
+        with on(stream):
+            yield
+
+    fakes = {"Stream": stream, "stream": on, "graph": graph, "current_stream": lambda: streams[-1]}
+    fakes |= {"graph_pool_handle": object, "CUDAGraph": lambda: SimpleNamespace(replay=object())}
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    device = torch.device("cuda", 1)
+    captures = DecodeGraphs(None, None, sizes=[4], max_seq_len=9, device=device)._capture
+    replays = [captures(lambda: log.append(("work", streams[-1]))) for _ in range(2)]
+    [side], [pool] = made, {event[1] for event in log if event[0] == "begin"}
+    assert side.device == device and replays[0] is not replays[1]
+    warm_up = [("wait", side, main), *[("work", side)] * WARM_UP_RUNS, ("wait", main, side)]
+    assert log == 2 * [*warm_up, ("begin", pool, side), ("work", side)]
+
+
+@pytest.mark.parametrize(
+    ("device", "wanted", "impl", "observed", "made"),
+    [
+        ("cuda", None, None, False, True), ("cuda", None, "torch", False, False), ("cuda", None, None, True, False),
+        ("cuda", False, None, False, False), ("cuda", True, "triton", False, True), ("cuda", True, "torch", False, None),
+        ("cuda", True, None, True, None), ("cpu", None, None, False, False), ("cpu", True, "torch", False, True),
+    ],
+)  # fmt: skip
+def test_where_decode_goes_through_graphs(device, wanted, impl, observed, made):
+    """made: None = refused. observed: by a drafter in the model, which reads what no graph returns."""
+    config = EngineConfig(decode_graphs=wanted, impl=impl, max_num_seqs=5)
+    if made is None:
+        with pytest.raises(NotImplementedError, match="decode_graphs: supported with"):
+            sizes_to_capture(config, torch.device(device), drafter_in_model=observed)
+    else:
+        sizes = sizes_to_capture(config, torch.device(device), drafter_in_model=observed)
+        assert sizes == ([1, 2, 4, 5] if made else [])
+
+
+class OnDevice(TorchDispatchMode):
+    """Refuses operations that touch a tensor of the host, and tensors made of its values: graphs copy from pinned memory only."""
+
+    def __enter__(self):
+        self._patch = pytest.MonkeyPatch()
+        for name in FROM_HOST:
+            self._patch.setattr(torch, name, self._refuse)
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        self._patch.undo()
+        return super().__exit__(*error)
+
+    @staticmethod
+    def _refuse(*args, **kwargs):
+        raise AssertionError("a copy from the cpu")
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        out = op(*args, **(kwargs or {}))
+        tensors = [t for t in tree_leaves((args, kwargs, out)) if isinstance(t, torch.Tensor)]
+        devices = {t.device.type for t in tensors}
+        assert devices <= {"meta"}, (op, devices)
+        return out
+
+
+def capture_without_storage(model, monkeypatch, capability=(9, 0), **settings):
+    """Captures a decode step of a model of the meta device, which says that it is a GPU's. Returns the launches of each of two runs."""
+    launches, runs = [], []
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: tensor.is_meta))
+    monkeypatch.setattr(torch.Tensor, "data_ptr", lambda tensor: 0)
+    properties = SimpleNamespace(major=capability[0], minor=capability[1], multi_processor_count=132)  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(per_layer, "_device_view", lambda host, device: host)
+    monkeypatch.setattr(per_layer, "_release", lambda address: None)
+    monkeypatch.setattr(launching, "launch", lambda *launch: launches.append(launch))
+    cache = model_cache(model, max_requests=4, **settings)
+    kv = KVCache(cache.groups, num_pages=2, max_requests=4, max_model_len=256)
+    pool, layout = cache.allocate(2), kv.layout
+    builder = SimpleNamespace(
+        tables=torch.empty(kv.tables.shape, dtype=torch.int32, device=META),
+        columns=[layout.columns(g) for g in range(len(layout.groups))],
+    )
+
+    def forward(input_ids, positions, attn):
+        return model(input_ids, positions, attn, pool)
+
+    def capture(work):
+        for _ in range(2):
+            launches.clear()
+            with OnDevice():
+                work()
+            runs.append(list(launches))
+
+    decode = DecodeGraphs(
+        forward, builder, sizes=[4], max_seq_len=256, device=META, capture=capture
+    )
+    launch_cache.forget()  # all are of other addresses
+    decode._make(4, 4 + len(layout.groups))
+    launch_cache.forget()
+    return runs
+
+
+def compiled_for(launch):
+    """What Triton compiles a kernel for, and its grid: all but where tensors are."""
+    kernel, grid, arguments = launch
+    seen = {
+        name: (value.dtype, value.shape, value.stride()) if isinstance(value, torch.Tensor) else value
+        for name, value in arguments.items()
+    }  # fmt: skip
+    return kernel, grid, seen
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_captured_step_is_all_on_the_device(name, dtype, monkeypatch):
+    """The code that GPUs run: every kernel by Triton, table rows from page-locked memory; and its second run needs no other kernels."""
+    model = build_model(replace(get_config(name), **FEW.get(name, {})), device=META, dtype=dtype)
+    first, second = capture_without_storage(model, monkeypatch)
+    assert len(first) > len(model.layers)  # attention, and most of them write
+    assert [compiled_for(launch) for launch in first] == [compiled_for(launch) for launch in second]
+
+
+@pytest.mark.parametrize("name", ["gemma4-e-tiny", "gpt-oss-tiny"])
+def test_a_captured_step_with_pages_of_e4m3(name, monkeypatch):
+    model = build_model(get_config(name), device=META, dtype=torch.bfloat16)
+    first, _ = capture_without_storage(model, monkeypatch, kv_cache_dtype="fp8")
+    assert first
+
+
+@pytest.mark.parametrize("experts", ["fp8", "fp4"])
+def test_a_captured_step_with_packed_experts(experts, monkeypatch):
+    config = replace(get_config("deepseek-v4-small"), num_mtp_layers=0, moe_intermediate_size=64)
+    model = DeepseekV4(config, device=META, dtype=torch.bfloat16, expert_format=experts)
+    first, _ = capture_without_storage(model, monkeypatch, kv_cache_dtype="fp8")
+    assert first
+
+
+HOST = {
+    "made on the host": lambda q: torch.ones(()),
+    "moved from the host": lambda q: torch.ones(1).to(q.device),
+    "values of the host": lambda q: torch.tensor([1.0], device=q.device),
+}
+
+
+@pytest.mark.parametrize("broken", HOST)
+def test_a_tensor_of_the_host_is_seen(broken, monkeypatch):
+    attend = attention.PagedAttend._attend
+
+    def other(self, layer, q, *arguments):
+        HOST[broken](q)
+        return attend(self, layer, q, *arguments)
+
+    monkeypatch.setattr(attention.PagedAttend, "_attend", other)
+    model = build_model(get_config("gemma4-tiny"), device=META, dtype=torch.float32)
+    with pytest.raises(AssertionError, match="cpu"):
+        capture_without_storage(model, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "grouped"),
+    [
+        ((8, 0), torch.bfloat16, False), ((8, 9), torch.bfloat16, False), ((12, 0), torch.bfloat16, False),
+        ((9, 0), torch.bfloat16, True), ((10, 3), torch.bfloat16, True), ((9, 0), torch.float32, False),
+    ],
+)  # fmt: skip
+def test_grouped_products_only_where_torch_has_a_kernel(capability, dtype, grouped, monkeypatch):
+    """Elsewhere torch's grouped_mm waits for the offsets, which no graph can hold."""
+    config = replace(get_config("gemma4-moe-tiny"), **FEW["gemma4-moe-tiny"])
+    calls, grouped_mm = [], moe.F.grouped_mm
+    monkeypatch.setattr(moe.F, "grouped_mm", lambda *a, **k: [calls.append(a), grouped_mm(*a, **k)][1])  # fmt: skip
+    capture_without_storage(build_model(config, device=META, dtype=dtype), monkeypatch, capability)
+    assert bool(calls) == grouped

@@ -1,0 +1,116 @@
+"""Prompts whose full attention is cached and whose windows are not: tokens computed once more, against runs without a cache."""
+
+import pytest
+
+from quire.models.config.model import ModelConfig
+from quire.models.config.named import CONFIGS, get_config
+from quire.models.engine.engine import Engine, EngineConfig
+from quire.models.layers.attention import PagedAttend
+from quire.models.loading.weights import random_model
+from tests.models.engine.test_engine import DEVICE, Recorder, prompt
+from tests.support.models.toy import ToyModel
+
+# Sliding layers with keys and values of their own, of 16 tokens each.
+NUM_WINDOWS = {"gemma3-tiny": 5, "gemma4-tiny": 4, "gemma4-e-tiny": 4, "gpt-oss-tiny": 2}
+LENGTH = 230
+
+
+@pytest.fixture(scope="module", params=NUM_WINDOWS)
+def model(request):
+    return random_model(get_config(request.param), device=DEVICE)
+
+
+def without_points(model, **settings):
+    """An engine that has full attention of a prompt cached, and none of its resume points."""
+    run = Recorder(model, replay=True, **settings)
+    for slot in run.engine.pool.slots:
+        slot[0] = (
+            0  # the null page, which nobody writes: what the first rows see in place of tokens before them
+        )
+    run.add(prompt(LENGTH), max_tokens=1)
+    run.run()
+    index = run.engine.kv.index
+    for cached in list(index.runs()):
+        for point in list(cached.points.values()):
+            index._drop_point(point)
+    run.engine.kv.check_invariants()
+    return run
+
+
+def expected_start(run):
+    alignment = run.engine.kv.alignment
+    to = (LENGTH - 1) // alignment * alignment
+    return (to - 15 * NUM_WINDOWS[run.engine.model.config.name]) // alignment * alignment, to
+
+
+@pytest.mark.parametrize("budget", [17, 500])
+def test_logits_after_a_replay_equal_a_cold_run(model, budget):
+    """In chunks that end inside of what is computed once more, at its end, and behind the prompt."""
+    run = without_points(model, max_num_batched_tokens=budget)
+    again = run.add(prompt(LENGTH))
+    longer = run.add(prompt(LENGTH) + prompt(40, seed=1))  # while the first decodes
+    new = run.add(prompt(60, seed=2))
+    run.run()
+    start, to = expected_start(run)
+    assert 0 < start < to
+    assert run.check(again).num_cached_tokens == start
+    run.check(longer)
+    run.check(new)
+    stats = run.engine.kv.stats()
+    assert stats["replays"] >= 1 and stats["replayed_tokens"] >= to - start
+    # The boundary is a resume point now: its windows were restored.
+    next_turn = run.add(prompt(LENGTH) + prompt(5, seed=3))
+    run.run()
+    assert run.check(next_turn).num_cached_tokens == to
+
+
+def test_drafts_after_a_replay(model):
+    from quire.models.engine.speculative import NGramDrafter
+
+    run = without_points(model, drafter=NGramDrafter(3, min_ngram=1))
+    again = run.add(prompt(LENGTH), max_tokens=12)
+    run.run()
+    assert run.check(again).num_cached_tokens == expected_start(run)[0]
+    assert run.engine.totals.num_drafts > 0
+
+
+def _fresh_rows(monkeypatch):
+    monkeypatch.setattr(PagedAttend, "_with_cached", lambda self, layer, k, v: (k, v))
+
+
+def _half_the_tokens(monkeypatch):
+    right = ModelConfig.replay_tokens.fget
+    monkeypatch.setattr(ModelConfig, "replay_tokens", property(lambda self: right(self) // 2))
+
+
+@pytest.mark.parametrize("rule", [_fresh_rows, _half_the_tokens])
+def test_each_rule_matters(model, monkeypatch, rule):
+    """Full attention over rows that are computed once more, and fewer of these than the windows need."""
+    rule(monkeypatch)
+    run = without_points(model)
+    again = run.add(prompt(LENGTH))
+    run.run()
+    assert run.engine.kv.stats()["replays"] == 1
+    with pytest.raises(AssertionError):
+        run.check(again)
+
+
+def test_tokens_that_restore_the_windows():
+    assert get_config("gemma-4-31b").replay_tokens == 50 * 1023
+    assert get_config("gemma-4-e2b").replay_tokens == 12 * 511  # of 15 owners, 3 are full
+    assert get_config("gpt-oss-20b").replay_tokens == 12 * 127
+    assert get_config("llama-3.1-8b").replay_tokens is None
+    for name, number in NUM_WINDOWS.items():
+        assert CONFIGS[name].replay_tokens == 15 * number
+
+
+def test_models_without_windows_never_replay():
+    model = random_model(get_config("llama-tiny"), device=DEVICE)
+    assert Engine(model, EngineConfig(num_pages=50, replay=True)).kv.replay_tokens is None
+
+
+def test_other_caches_are_refused():
+    with pytest.raises(
+        ValueError, match=r"replay: expected False for .*; supported with models of full and"
+    ):
+        Engine(ToyModel(), EngineConfig(num_pages=50, replay=True))

@@ -1,0 +1,111 @@
+"""What the scheduler decides, seen with a model of integers (`tests.support.models.toy`)."""
+
+import random
+
+import pytest
+
+from quire.models.engine.engine import Engine, EngineConfig
+from quire.models.engine.request import SamplingParams
+from quire.models.engine.scheduler import SchedulerPolicy
+from tests.models.engine.test_engine_many import workload
+from tests.support.models.toy import VOCAB, ToyModel
+
+
+def engine(**settings):
+    settings = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "num_pages": 100} | settings
+    return Engine(ToyModel(), EngineConfig(**settings))
+
+
+def finish(engine):
+    """Outputs by id of all that is left, and the tokens of each sequence in each step."""
+    outputs, q_lens = {}, []
+    while engine.has_work:
+        report = engine.step()
+        outputs |= {o.request_id: o for o in report.finished}
+        q_lens.append(report.q_lens.tolist())
+    return outputs, q_lens
+
+
+def test_a_chunk_that_does_not_fit_is_halved_until_it_does():
+    """A long chunk keeps more boundaries than a short one; what is left of the prompt is tried as a whole again."""
+    small = engine(max_num_seqs=1, num_pages=10, retention="dense", max_num_batched_tokens=512)
+    assert small.max_model_len == 80
+    small.add_request([5] * 78, SamplingParams(2, ignore_eos=True))
+    assert finish(small)[1] == [[39], [19], [20], [1]]
+
+
+def test_a_preempted_request_keeps_its_salt_and_what_is_told_of_its_first_admission():
+    tokens = list(range(3, 43))
+    run = engine()
+    salted = run.add_request(tokens, SamplingParams(30, ignore_eos=True), salt=b"tenant")
+    for _ in range(20):
+        run.step()
+    run.scheduler._preempt(run.scheduler.running[-1])
+    outputs, q_lens = finish(run)
+    # Of 60 tokens, those up to a boundary are found again, but the output tells of the first time.
+    assert q_lens[0] == [12] and outputs[salted].num_cached_tokens == 0
+    known = (tokens + list(outputs[salted].token_ids))[:-1]
+    other = run.add_request(known)
+    same = run.add_request(known, salt=b"tenant")
+    hits = {i: o.num_cached_tokens for i, o in finish(run)[0].items()}
+    assert hits[other] == 0 and hits[same] >= 48
+
+
+def test_prompt_tokens_are_bounded_only_where_somebody_waits_for_the_next_token():
+    run = engine(policy=SchedulerPolicy(max_prefill_tokens=8))
+    run.add_request([5] * 30, SamplingParams(10, ignore_eos=True))
+    assert run.step().q_lens.tolist() == [30]
+    run.add_request([6] * 20, SamplingParams(10, ignore_eos=True))
+    assert [run.step().q_lens.tolist() for _ in range(3)] == [[1, 8], [1, 8], [1, 4]]
+
+
+def test_a_request_that_never_fits_is_dropped_with_its_samples_and_the_others_go_on():
+    """Somebody else holds pages of the allocator: what the pool was accepted for does not fit beside them."""
+    run = engine(num_pages=10, max_num_seqs=3)
+    foreign = [9] * 40
+    slot = run.kv.admit("foreign", run.kv.match(foreign))
+    run.kv.commit(run.kv.plan([slot], [40]), foreign)
+    sampled = SamplingParams(3, ignore_eos=True, temperature=1.0, n=2)
+    run.add_request([5] * 70, sampled, request_id="long")
+    run.add_request([6] * 5, SamplingParams(2, ignore_eos=True), request_id="short")
+    ended = []
+    while "long" in run.unfinished:
+        ended += run.step().finished
+    assert [(o.request_id, o.sample, o.finish_reason) for o in ended] == [
+        ("long", 0, "error"),
+        ("long", 1, "error"),
+    ]
+    assert "request 'long', sample 0, after 70 tokens: RuntimeError: does not fit even" in str(
+        ended[0].error
+    )
+    assert list(finish(run)[0]) == ["short"]
+    run.kv.release("foreign")
+    run.add_request([5] * 70, sampled, request_id="long")
+    assert list(finish(run)[0]) == ["long"]
+
+
+def test_samples_follow_the_first_one_before_requests_that_came_later():
+    run, ended = engine(max_num_seqs=1), []
+    run.add_request([5] * 20, SamplingParams(2, temperature=1.0, n=3, ignore_eos=True))
+    run.add_request([6] * 20, SamplingParams(2, ignore_eos=True))
+    while run.has_work:
+        ended += [(o.request_id, o.sample) for o in run.step().finished]
+    assert ended == [("0", 0), ("0", 1), ("0", 2), ("1", 0)]
+
+
+def test_a_request_that_never_ran_tells_of_no_hit():
+    run = engine()
+    output = run.abort(run.add_request([5] * 20))
+    assert (output.num_cached_tokens, output.limited_by, output.token_ids) == (0, "", ())
+
+
+@pytest.mark.parametrize("prefill_first", [False, True])
+def test_every_step_computes_something_while_there_is_work(prefill_first):
+    """Also where prompts took all of the budget, and then gave up their pages."""
+    policy, rng = SchedulerPolicy(prefill_first=prefill_first), random.Random(0)
+    small = engine(max_num_seqs=8, max_num_batched_tokens=24, num_pages=34, policy=policy)
+    for tokens, params, _ in workload(rng, 60, VOCAB, 150):
+        small.add_request(tokens, params)
+    while small.has_work:
+        assert small.step().num_tokens > 0
+    assert small.totals.num_preempted > 3

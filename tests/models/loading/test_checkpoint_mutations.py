@@ -1,0 +1,356 @@
+"""Every kind of tensor of six checkpoints, and all that may be wrong with it: an error that names tensor and file, before garbage is generated."""
+
+import json
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from quire.models.config.named import get_config
+from quire.models.deepseek_v4.names import target
+from quire.models.loading.checkpoint import INDEX_FILE
+from quire.models.loading.weights import load_model, random_model, save_checkpoint
+from tests.models.deepseek_v4 import test_weights as v4
+from tests.models.loading.test_weights_quantized import write_fp8
+
+FILE = "model.safetensors"
+BATCH = 20  # tensors that an error names
+FP8, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
+
+
+def write_dense(path):
+    path.mkdir(exist_ok=True)
+    save_checkpoint(random_model(get_config("llama-tiny")), path)
+
+
+def write_moe(path):
+    save_checkpoint(random_model(get_config("gemma4-moe-tiny")), path)
+
+
+def write_blocks(path):
+    write_fp8(path, "gemma3-tiny", "_scale_inv", "fp8")
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"]["weight_block_size"] = [32, 32]
+    (path / "config.json").write_text(json.dumps(config))
+
+
+def write_mxfp4(path):
+    config = get_config("gpt-oss-tiny")
+    moe = replace(config.moe, intermediate_size=64)
+    save_checkpoint(random_model(replace(config, moe=moe)), path)
+    tensors = load_file(path / FILE)
+    for name in [n for n in tensors if n.endswith(("gate_up_proj", "down_proj"))]:
+        experts, in_size, out_size = tensors.pop(name).shape
+        blocks = torch.full((experts, out_size, in_size // 32, 16), 0x7B, dtype=torch.uint8)
+        tensors |= {
+            f"{name}_blocks": blocks,
+            f"{name}_scales": torch.full_like(blocks[..., 0], 120),
+        }
+    save_file(tensors, path / FILE)
+
+
+def write_v4(experts):
+    def write(path):
+        shutil.rmtree(path)
+        v4.write_release(path, random_model(v4.CONFIG), experts, num_files=1)
+        (path / "model-00001-of-00001.safetensors").rename(path / FILE)
+        (path / INDEX_FILE).unlink()
+
+    return write
+
+
+# What writes it, and how often its kinds of tensors are looked at: as often as there are ways to load it.
+CHECKPOINTS = {
+    "dense": (write_dense, ("auto",)),
+    "moe": (write_moe, ("auto",)),
+    "fp8": (write_blocks, ("dequantize", "keep")),
+    "mxfp4": (write_mxfp4, ("auto",)),
+    "v4-fp8": (write_v4("fp8"), ("dequantize", "keep")),
+    "v4-fp4": (write_v4("fp4"), ("dequantize", "keep")),
+}
+
+
+class Checkpoint:
+    """A directory, its tensors, and one name of each kind."""
+
+    def __init__(self, path: Path, modes: tuple[str, ...]) -> None:
+        self.path, self.modes = path, modes
+        self.tensors = load_file(path / FILE)
+        kinds = {re.sub(r"\d+", "#", name): name for name in sorted(self.tensors)}
+        self.names = [name for name in kinds.values() if not name.endswith("input_scale")]
+        # A drafter is a layer, and a little more.
+        twins = {n for n in self.names if re.sub(r"^mtp\.\d+", "layers.2", n) in self.tensors}
+        self.names = [n for n in self.names if n not in twins or not n.startswith("mtp.")]
+        if torch.int8 in {tensor.dtype for tensor in self.tensors.values()}:
+            self.names = [name for name in self.names if ".experts." in name]  # all else as in fp8
+
+    def batches(self, wanted=lambda tensor: True):
+        """Names in as few errors as name them all; expert by expert in DeepSeek-V4, whose experts must be of one format."""
+        names = [name for name in self.names if wanted(self.tensors[name])]
+        alone = [name for name in names if ".ffn.experts." in name]
+        names = [name for name in names if name not in alone]
+        return [names[i : i + BATCH] for i in range(0, len(names), BATCH)] + [[n] for n in alone]
+
+    def write(self, changed, absent=()):
+        tensors = {name: t for name, t in (self.tensors | changed).items() if name not in absent}
+        save_file({name: t.contiguous() for name, t in tensors.items()}, self.path / FILE)
+
+    def error(self, mode=None):
+        with pytest.raises((ValueError, NotImplementedError)) as error:
+            load_model(self.path, fp8=mode or self.modes[0])
+        assert FILE in str(error.value)
+        return str(error.value)
+
+
+@pytest.fixture(params=CHECKPOINTS)
+def checkpoint(request, tmp_path):
+    write, modes = CHECKPOINTS[request.param]
+    write(tmp_path)
+    return Checkpoint(tmp_path, modes)
+
+
+def test_the_checkpoints_load(checkpoint):
+    for mode in checkpoint.modes:
+        load_model(checkpoint.path, fp8=mode)
+
+
+# Dtypes that mean the same for a tensor that has one of them.
+SAME = ({torch.int8, torch.uint8}, {torch.uint8, E8M0}, {torch.float32, E8M0})
+OTHER = [torch.int8, torch.uint8, torch.bool, torch.complex64, torch.int16, torch.float8_e5m2, E8M0]
+
+
+@pytest.mark.parametrize("dtype", OTHER)
+def test_dtypes_that_no_format_declares(checkpoint, dtype):
+    def other(tensor):
+        return dtype != tensor.dtype and not any({dtype, tensor.dtype} <= same for same in SAME)
+
+    for names in checkpoint.batches(other):
+        shapes = {name: checkpoint.tensors[name].shape for name in names}
+        checkpoint.write({name: torch.ones(shape).to(dtype) for name, shape in shapes.items()})
+        message = checkpoint.error()
+        assert all(name in message for name in names), message
+
+
+SHAPES = {
+    "one axis more": lambda tensor: tensor[None],
+    "one row less": lambda tensor: tensor[:-1],
+    "twice the rows": lambda tensor: torch.stack([tensor.view(torch.uint8)] * 2).view(tensor.dtype).flatten(0, 1),
+    "empty": lambda tensor: tensor[:0],
+    "no axis": lambda tensor: tensor.flatten()[0],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", SHAPES)
+def test_shapes(checkpoint, change):
+    for names in checkpoint.batches():
+        checkpoint.write({name: SHAPES[change](checkpoint.tensors[name]) for name in names})
+        message = checkpoint.error()
+        assert "misshaped" in message and all(name in message for name in names), message
+
+
+def is_scale(name):
+    """Of quantised weights: some other tensors are called scales too."""
+    return name.endswith(("_scale_inv", "_scales")) or bool(
+        re.search(r"\.(w[123kqo]\w*|[eh]_proj)\.scale$", name)
+    )
+
+
+@pytest.mark.parametrize("scales", [False, True])
+def test_missing_tensors(checkpoint, scales):
+    """Under the model's name for them, or that of the weights whose scales they are."""
+    names = [name for name in checkpoint.names if is_scale(name) == scales]
+    for i in range(0, len(names), BATCH):
+        checkpoint.write({}, absent=names[i : i + BATCH])
+        with pytest.raises(ValueError) as error:
+            load_model(checkpoint.path)
+        message = str(error.value)
+        assert re.search(r"(missing|unscaled) \[", message), message
+        assert not (scales and "unexpected" in message), message
+        for name in names[i : i + BATCH]:
+            ours = re.sub(r"^model\.|_(blocks|scales|scale_inv)$", "", name)
+            where = target(name)  # of the release's scheme
+            assert ours in message or where.parameter in message, message
+
+
+@pytest.mark.parametrize("other", ["file", "prefix"])
+def test_tensors_that_are_there_twice(checkpoint, other):
+    """In two shards, or under two names that mean the same."""
+    for names in checkpoint.batches(lambda tensor: True):
+        names = [name for name in names if not name.endswith("_scales")]
+        v4_names = "layers.0.attn.wkv.weight" in checkpoint.tensors
+        prefix = "model." if v4_names else "language_model."
+        new = {
+            name if other == "file" else prefix + name: checkpoint.tensors[name].clone()
+            for name in names
+        }
+        save_file(new, checkpoint.path / "extra.safetensors")
+        index = dict.fromkeys(checkpoint.tensors, FILE) | dict.fromkeys(new, "extra.safetensors")
+        (checkpoint.path / INDEX_FILE).write_text(json.dumps({"weight_map": index}))
+        message = checkpoint.error()
+        for name, again in zip(names, new, strict=True):
+            assert f"{again} in extra.safetensors and {name} in {FILE}" in message, message
+
+
+def broken(tensor, last):
+    """The tensor with one element that is no finite number, or no expert; None where its dtype has none such."""
+    flat = tensor.clone().flatten()
+    at = -1 if last else 0
+    if tensor.dtype in (torch.uint8, torch.int8, E8M0, FP8):
+        code = 0xFF if tensor.dtype != FP8 else 0x7F + 128 * last
+        flat.view(torch.uint8)[at] = code
+    elif tensor.dtype == torch.int64:
+        flat[at] = -1 if last else 4
+    else:
+        flat[at] = float("inf" if last else "nan")
+    return flat.view(tensor.shape)
+
+
+def test_weights_that_are_no_finite_numbers(checkpoint):
+    """First and last element by turns, in each way to load."""
+    for i, name in enumerate(checkpoint.names):
+        tensor = checkpoint.tensors[name]
+        if tensor.dtype == torch.int8 or name.endswith("_blocks"):
+            continue  # every code of e2m1 is finite
+        checkpoint.write({name: broken(tensor, i % 2)})
+        packed = ".experts." in name or (tensor.dtype == FP8 and name.startswith("model."))
+        for mode in checkpoint.modes if packed or "_scale" in name else checkpoint.modes[:1]:
+            message = checkpoint.error(mode)
+            value = re.sub(r"_?(scale_inv|scales|scale)$", "", name)
+            assert value in message and re.search(
+                r"expected (finite weights|indices in 0\.\.3)", message
+            ), message
+            if "scale" not in name.rpartition(".")[2]:  # else where its block begins
+                at = [n - 1 for n in tensor.shape] if i % 2 else [0] * tensor.ndim
+                assert message.endswith(f" at {at}"), message
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_weights_that_overflow(tmp_path, dtype):
+    """Finite in the file, infinite in the model's dtype: 70000 in fp16, the largest fp32 in bf16, 1e39 in fp32."""
+    write_dense(tmp_path)
+    tensors, name = load_file(tmp_path / FILE), "model.layers.1.mlp.up_proj.weight"
+    largest = torch.tensor(torch.finfo(dtype).max, dtype=torch.float64)
+    over = {
+        torch.bfloat16: torch.finfo(torch.float32).max,
+        torch.float16: 70000,
+        torch.float32: 1e39,
+    }[dtype]
+    weight = tensors[name].double()
+    weight[5, 7] = largest
+    save_file(tensors | {name: weight}, tmp_path / FILE)
+    assert load_model(tmp_path, dtype=dtype).layers[1].mlp.up_proj.weight[5, 7] == largest
+    weight[5, 7] = -over
+    save_file(tensors | {name: weight}, tmp_path / FILE)
+    with pytest.raises(
+        ValueError,
+        match=rf"got 1 in {dtype} .* of '{name}' \(F64\) .*; the first is -inf at \[5, 7\]",
+    ):
+        load_model(tmp_path, dtype=dtype)
+
+
+@pytest.mark.parametrize("mode", ["keep", "dequantize"])
+@pytest.mark.parametrize("name", ["fp8", "v4-fp8", "v4-fp4"])
+def test_products_that_overflow(tmp_path, name, mode):
+    """Values and scales are finite, and a weight is not."""
+    write, _ = CHECKPOINTS[name]
+    write(tmp_path)
+    tensors = load_file(tmp_path / FILE)
+    weight = (
+        "layers.2.ffn.experts.3.w2.weight" if name != "fp8" else "model.layers.1.mlp.up_proj.weight"
+    )
+    scale = weight.removesuffix("weight") + "scale" if name != "fp8" else f"{weight}_scale_inv"
+    if tensors[scale].dtype == torch.float32:
+        tensors[scale][0, 0] = 3e38
+    else:
+        tensors[scale].view(torch.uint8)[0, 0] = 254
+    save_file(tensors, tmp_path / FILE)
+    with pytest.raises(ValueError, match=f"expected finite weights, .*'{weight}'"):
+        load_model(tmp_path, fp8=mode, dtype=torch.float32)
+
+
+def test_one_row_of_an_embedding(tmp_path):
+    """A NaN row of a tied embedding would be every token that is generated."""
+    write_moe(tmp_path)
+    tensors = load_file(tmp_path / FILE)
+    tensors["model.embed_tokens.weight"][7] = float("nan")
+    save_file(tensors, tmp_path / FILE)
+    with pytest.raises(
+        ValueError,
+        match=r"expected finite weights, got 64 in torch.float32 .*; the first is nan at \[7, 0\]",
+    ):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../model.safetensors", "/etc/passwd", "a/b.safetensors", "..", "", "a\\b", "x" * 300, "a\0b"],
+)
+def test_shards_outside_of_the_directory(tmp_path, name):
+    write_dense(tmp_path)
+    (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
+    with pytest.raises(
+        ValueError,
+        match=f"^weight_map: expected names of files in the directory, got .*{INDEX_FILE}'$",
+    ):
+        load_model(tmp_path)
+
+
+def test_shards_that_are_links(tmp_path):
+    """As Hugging Face's cache has them."""
+    write_dense(tmp_path / "blobs")
+    (tmp_path / "snapshot").mkdir()
+    for file in (tmp_path / "blobs").iterdir():
+        (tmp_path / "snapshot" / file.name).symlink_to(Path("..") / "blobs" / file.name)
+    load_model(tmp_path / "snapshot")
+    (tmp_path / "blobs" / FILE).unlink()
+    with pytest.raises(ValueError, match=r"path: expected the files \['model.safetensors'\] in"):
+        load_model(tmp_path / "snapshot")
+
+
+def test_an_index_of_tensors_that_its_files_lack(tmp_path):
+    write_dense(tmp_path)
+    names = dict.fromkeys([*load_file(tmp_path / FILE), "model.absent.weight"], FILE)
+    (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": names}))
+    with pytest.raises(
+        ValueError, match=rf"path: expected in '.*{FILE}' .*, got none of \['model.absent.weight'\]"
+    ):
+        load_model(tmp_path)
+
+
+HEADERS = {
+    "no JSON": b"{" * 64,
+    "not an object": b"[]",
+    "no shape": b'{"model.norm.weight": {"dtype": "F32", "data_offsets": [0, 4]}}',
+    "unknown dtype": b'{"model.norm.weight": {"dtype": "F5", "shape": [1], "data_offsets": [0, 4]}}',
+    "offsets past the end": b'{"model.norm.weight": {"dtype": "F32", "shape": [9], "data_offsets": [0, 36]}}',
+    "shape and offsets differ": b'{"model.norm.weight": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}',
+    "negative offset": b'{"model.norm.weight": {"dtype": "F32", "shape": [1], "data_offsets": [-4, 0]}}',
+    "huge shape": b'{"model.norm.weight": {"dtype": "F32", "shape": [4294967296, 4294967296, 4294967296], "data_offsets": [0, 4]}}',
+    "deep": b'{"model.norm.weight": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("header", HEADERS)
+def test_headers(tmp_path, header):
+    write_dense(tmp_path)
+    data = HEADERS[header]
+    (tmp_path / FILE).write_bytes(len(data).to_bytes(8, "little") + data + bytes(4))
+    with pytest.raises(
+        ValueError, match=rf"path: expected a complete safetensors file, got '.*{FILE}'"
+    ):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize("length", [2**63, 2**64 - 1, 10**9])
+def test_headers_of_another_length(tmp_path, length):
+    write_dense(tmp_path)
+    data = (tmp_path / FILE).read_bytes()
+    (tmp_path / FILE).write_bytes(length.to_bytes(8, "little") + data[8:])
+    with pytest.raises(
+        ValueError, match=rf"path: expected a complete safetensors file, got '.*{FILE}'"
+    ):
+        load_model(tmp_path)
