@@ -139,6 +139,7 @@ def test_folders_of_bench_know_few_others():
     assert {(a, b) for a, b in found if b != "common"} == {
         ("kernels", "cases"),
         ("kernels", "peers"),
+        ("pages", "static"),
         ("peers", "cases"),
         ("tune", "cases"),
         ("tune", "kernels"),
