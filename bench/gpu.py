@@ -49,8 +49,8 @@ DRY_RUN_FACTOR = 4
 TAIL = 2000
 PEERS_TARGET = "peers"
 # All but FlexAttention, whose compilation takes long for each case.
-COMPARED = "quire,quire-fresh,flashinfer,fa3,vllm-triton,sdpa"
-LATENT_COMPARED = "quire,quire-fresh,flashmla,flashinfer-mla"
+COMPARED = "quire,quire-in-step,flashinfer,fa3,vllm-triton,sdpa"
+LATENT_COMPARED = "quire,quire-in-step,flashmla,flashinfer-mla"
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def plan(dry_run: bool) -> list[Part]:
         Part("correctness", 130, "kernels and engine on the device against float64: poison, graphs, repeated runs, no host sync",
              (*pytest, "tests/gpu", "--ignore=tests/gpu/test_gpu_peers.py"), tests=True),
         Part("kernels", 85, "attention kernels and peers side by side, the cases that matter most",
-             (*kernels, *size(f"--set attention --impl {COMPARED} --seconds 62", "--set tiny --skip tiny-latents --only decode --per-call 0.01 --impl quire,quire-fresh,sdpa")), waits=True),
+             (*kernels, *size(f"--set attention --impl {COMPARED} --seconds 62", "--set tiny --skip tiny-latents --only decode --per-call 0.01 --impl quire,quire-in-step,sdpa")), waits=True),
         Part("latents", 75, "kernels of DeepSeek-V4 and V3, and FlashMLA",
              (*kernels, *size(f"--set latents --impl {LATENT_COMPARED} --seconds 58", "--set tiny-latents --only decode --per-call 0.01 --impl quire")), waits=True),
         Part("layers", 50, "six layers of gemma-4-31b end to end, allocator's share of a step",

@@ -1,8 +1,9 @@
-"""The tensors of cases that make what attention reads: picks of the indexer, compressed entries, written rows; and what they have to be.
+"""The tensors of cases that make what attention reads: ``topk_indices``, entries, written rows.
 
-Picks are right if none that was left out scores higher than one that was taken, by more than the errors of two scores; there have to be as
-many as there should, each once. Rows that were written are read back from the pages. Budgets are those of `bench.common.bounds`, and for e4m3 half a
-step more.
+``topk_indices`` are right if none that was left out scores higher than one that was taken, by more
+than the errors of two scores; there have to be as many as there should, each once. Rows that were
+written are read back from the pages. Budgets are those of `bench.common.bounds`, and for e4m3 half
+a step more.
 """
 
 from __future__ import annotations
@@ -99,37 +100,53 @@ def make_index(
 
 
 @dataclass(frozen=True)
-class ExpectedPicks:
-    """rows: indices of tokens. scores: float64 scores of all that each of them sees, with bounds. topk: picks, at most."""
+class ExpectedTopk:
+    """What ``index_topk`` has to give.
+
+    Attributes:
+        rows: tokens that are checked.
+        scores: of each of these tokens, float64 scores of all entries that it sees, with bounds.
+        topk: entries of a token, at most.
+    """
 
     rows: list[int]
     scores: list[Bounded]
     topk: int
 
-    def wrong(self, picks: Tensor, lens: Tensor) -> str | None:
-        """What is wrong with picks [num_tokens, topk] and lens [num_tokens]: a message, or None."""
+    def wrong(self, topk_indices: Tensor, lens: Tensor) -> str | None:
+        """What is wrong with a result.
+
+        Args:
+            topk_indices: [num_tokens, topk] int32, entries of each token, then -1.
+            lens: [num_tokens] int32, how many there are.
+
+        Returns:
+            A message, or None.
+        """
         for token, scores in zip(self.rows, self.scores, strict=True):
             count = min(self.topk, len(scores))
-            row = picks[token].long()
+            row = topk_indices[token].long()
             ids = row[:count]
             if int(lens[token]) != count or bool((row[count:] != -1).any()):
-                return f"picks: expected {count} of token {token}, got {int(lens[token])}"
+                return f"topk_indices: expected {count} of token {token}, got {int(lens[token])}"
             taken = torch.zeros(len(scores), dtype=torch.bool, device=scores.device)
             if not bool(((ids >= 0) & (ids < len(scores))).all()):
-                return f"picks: token {token} has one that it does not see"
+                return f"topk_indices: token {token} has one that it does not see"
             taken[ids] = True
             if int(taken.sum()) != count:
-                return f"picks: token {token} has one twice"
+                return f"topk_indices: token {token} has one twice"
             if count < len(scores):
                 # As high as each may have been found, and as low.
                 highest, lowest = scores.value + scores.error, scores.value - scores.error
                 gap = (lowest[~taken].max() - highest[taken].min()).item()
                 if gap > 0:
-                    return f"picks: one left out scores {gap:.3g} more than the budget allows"
+                    return (
+                        f"topk_indices: one left out scores {gap:.3g} more than the budget allows"
+                    )
         return None
 
 
-def expect_picks(problem: IndexProblem) -> ExpectedPicks:
+def expect_topk(problem: IndexProblem) -> ExpectedTopk:
     """The float64 scores of a sample of rows of the first copy."""
     case, shape = problem.case, problem.case.shape
     q_len = case.q_lens[0]
@@ -144,7 +161,7 @@ def expect_picks(problem: IndexProblem) -> ExpectedPicks:
             rows.append(token)
             with bounding():
                 scores.append(_scores(problem, token, keys[:visible], torch.float64))
-    return ExpectedPicks(rows, scores, shape.topk)
+    return ExpectedTopk(rows, scores, shape.topk)
 
 
 def _scores(problem: IndexProblem, token: int, keys: Tensor, dtype: torch.dtype) -> Tensor:
@@ -278,8 +295,8 @@ def _rows(problem: RowsProblem, tokens: Tensor, dtype: torch.dtype) -> Tensor:
     cos, sin = problem.cos_sin[position].to(dtype).chunk(2, 1)
     first = shape.head_dim - shape.rope_dim
     even, odd = rows[:, first::2], rows[:, first + 1 :: 2]
-    turned = torch.stack([even * cos - odd * sin, odd * cos + even * sin], 2).flatten(1)
-    return torch.cat([rows[:, :first], turned], 1)
+    rotated = torch.stack([even * cos - odd * sin, odd * cos + even * sin], 2).flatten(1)
+    return torch.cat([rows[:, :first], rotated], 1)
 
 
 def _pooled(problem: RowsProblem, token: int, dtype: torch.dtype) -> Tensor:

@@ -5,9 +5,9 @@ one call does is its op:
 
     mla       attention to all rows of the context (V2 and V3)
     window    attention to the last raw rows (V4 layers that only slide)
-    csa       the same, and to picked entries, each of which stands for 4 tokens
+    csa       the same, and to the top-k entries, each of which stands for 4 tokens
     hca       the same, and to all entries, each of which stands for 128 tokens
-    index     the picks of csa: scores of all its entries, and the best of them
+    index     the top-k of csa: scores of all its entries, and the best of them
     compress  the entries that the step closes; in decode every sequence closes one, which one step in ``ratio`` does
     write     norm, RoPE and writing of the step's raw rows
 

@@ -1,15 +1,18 @@
 """The tensors of one case, shared by all implementations, and what the result has to be.
 
-Pages lie as the runner's pool has them: ``[num_pages, 2, block_size, num_kv_heads, head_dim]``, K and V of a page side by side. The table is
-linear, so that every implementation can read it; pages behind a sliding window do not exist (their entries name page 0, which no query
-sees). There are several copies of pages, queries and fresh rows where one would stay in the L2 cache: calls take turns.
+Pages lie as the runner's pool has them: ``[num_pages, 2, block_size, num_kv_heads, head_dim]``, K and
+V of a page side by side. The table is linear, so that every implementation can read it; pages behind
+a sliding window do not exist (their entries name page 0, which no query sees). There are several
+copies of pages, queries and in-step K/V where one would stay in the L2 cache: calls take turns.
 
-Logits have a standard deviation of ``LOGIT_STD``: a softmax over thousands of keys then rests on few of them, elsewhere for every query
-and head, so values read from a wrong place show. A tile of keys that was not read at all may matter little to each output, and shows in the lse, which is
-known to more digits. Budgets are derived, as in the tests: what a right program may be off by in any order of summation (`bench.common.bounds`).
+Logits have a standard deviation of ``LOGIT_STD``: a softmax over thousands of keys then rests on few
+of them, elsewhere for every query and head, so values read from a wrong place show. A tile of keys
+that was not read at all may matter little to each output, and shows in the lse, which is known to
+more digits. Budgets are derived, as in the tests: what a right program may be off by in any order of
+summation (`bench.common.bounds`).
 
-Pages of e4m3 (``Shape.fp8``) hold codes of such numbers, and beside them the scales of rows, as the runner's pool has them. The result that
-is expected is that of what codes and scales stand for.
+Pages of e4m3 (``Shape.fp8``) hold quantized values, and beside them the scales of rows, as the
+runner's pool has them. The result that is expected is that of what values and scales stand for.
 """
 
 from __future__ import annotations
@@ -143,9 +146,10 @@ def make_problem(
         for copy in range(copies):
             for first in range(0, num_pages, QUANTISED_PAGES):
                 part = slice(first, min(num_pages, first + QUANTISED_PAGES))
-                codes, found = e4m3.quantise(normal(part.stop - first, *page_shape))
-                pages[copy, part] = codes
-                # Powers of two: rows are then numbers of the model's dtype too, and fresh ones are what pages hold.
+                quantized, found = e4m3.quantise(normal(part.stop - first, *page_shape))
+                pages[copy, part] = quantized
+                # Powers of two: rows are then numbers of the model's dtype too, and in-step K/V
+                # are what pages hold.
                 scales[copy, part] = found.log2().round().exp2()
     else:
         pages = normal(copies, num_pages, *page_shape)

@@ -1,7 +1,8 @@
 """Floors of DeepSeek-V4 (`bench.common.floors` says what a floor is): narrow latents, compressed entries, and experts of which a token runs few.
 
-A query sees a window of raw rows, which are key and value at once, and entries of ``ratio`` tokens each: all of them in HCA layers, the
-indexer's picks in CSA layers, where it scores the keys of all. Drafter layers are not counted: they are what speculation costs.
+A query sees a window of raw rows, which are key and value at once, and entries of ``ratio`` tokens
+each: all of them in HCA layers, the indexer's top-k in CSA layers, where it scores the keys of all.
+Drafter layers are not counted: they are what speculation costs.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..cases.latent_problem import expect_attention, make_attention
-from ..cases.latent_rows import expect_picks, expect_rows, make_index, make_rows
+from ..cases.latent_rows import expect_rows, expect_topk, make_index, make_rows
 from ..cases.latent_shapes import LatentCase
 from ..cases.problem import expect, make_problem
 from ..cases.shapes import Case
@@ -51,7 +51,7 @@ def _make_latents(case: LatentCase, device: torch.device, copies: int | None) ->
 
 
 def _expect_latents(problem: Any) -> Any:
-    expectations = {"index": expect_picks, "compress": expect_rows, "write": expect_rows}
+    expectations = {"index": expect_topk, "compress": expect_rows, "write": expect_rows}
     return expectations.get(problem.case.shape.op, expect_attention)(problem)
 
 

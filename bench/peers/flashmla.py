@@ -122,23 +122,29 @@ def window_rows(problem: AttentionProblem) -> Tensor:
 
 
 def entry_rows(problem: AttentionProblem, copy: int) -> Tensor:
-    """[batch, q_len, n] int32 physical rows of each query's picks, or of all entries that it sees."""
+    """Physical rows of each query's ``topk_indices``, or of all entries that it sees.
+
+    Returns:
+        [batch, q_len, n] int32.
+    """
     case = problem.case
     q_len = case.q_lens[0]
-    if problem.picks is not None:
-        picks = problem.picks[copy].unflatten(0, (case.batch, q_len)).long()
+    if problem.topk_indices is not None:
+        topk_indices = problem.topk_indices[copy].unflatten(0, (case.batch, q_len)).long()
     else:
         position = torch.arange(case.context - q_len, case.context, device=problem.q.device)
         entry = torch.arange(case.num_entries, device=position.device)
         visible = entry < ((position + 1) // case.shape.ratio)[:, None]
-        picks = torch.where(visible, entry, -1).expand(case.batch, -1, -1)
-    return _aligned(torch.stack([problem.entry_slots(s, picks[s]) for s in range(case.batch)]))
+        topk_indices = torch.where(visible, entry, -1).expand(case.batch, -1, -1)
+    return _aligned(
+        torch.stack([problem.entry_slots(s, topk_indices[s]) for s in range(case.batch)])
+    )
 
 
 def list_bytes(problem: AttentionProblem) -> int:
     """Bytes of the lists of one copy, as they are made (int64)."""
     shape = problem.case.shape
-    entries = shape.topk if problem.picks is not None else problem.case.num_entries
+    entries = shape.topk if problem.topk_indices is not None else problem.case.num_entries
     return 8 * problem.case.num_tokens * (shape.sliding_window + entries)
 
 

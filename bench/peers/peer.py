@@ -23,9 +23,13 @@ class Unsupported(Exception):
 class Peer:
     """An implementation.
 
-    name: short, for tables and ``--impl``. version: of the package. note: what differs in its work, or "".
-    prepare: (problem of the peer's family, `bench.kernels.families`) -> one call for each copy. Raises Unsupported.
-    ours: whether a wrong result of it is a bug of this repository.
+    Attributes:
+        name: short, for tables and ``--impl``.
+        version: of the package.
+        note: what differs in its work, or "".
+        prepare: problem of the peer's family (`bench.kernels.families`) -> one call for each copy;
+            raises Unsupported.
+        ours: whether a wrong result of it is a bug of this repository.
     """
 
     name: str

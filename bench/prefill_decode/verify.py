@@ -154,8 +154,8 @@ def e4m3_latents(rows: Tensor) -> Tensor:
     is_latent = rows.shape[-1] == LATENT
     blocks = rounded[..., :-ROTATED].unflatten(-1, (-1, BLOCK)) if is_latent else rounded[..., None, :]  # fmt: skip
     scale = (blocks.abs().amax(-1, keepdim=True).clamp(min=1e-4) / E4M3_MAX).log2().ceil().exp2()
-    codes = ((blocks / scale).to(torch.float8_e4m3fn).float() * scale).flatten(-2)
-    return (torch.cat([codes, rounded[..., -ROTATED:]], dim=-1) if is_latent else codes).to(
+    values = ((blocks / scale).to(torch.float8_e4m3fn).float() * scale).flatten(-2)
+    return (torch.cat([values, rounded[..., -ROTATED:]], dim=-1) if is_latent else values).to(
         rows.dtype
     )
 
