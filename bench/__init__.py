@@ -1,1 +1,3 @@
-"""Benchmarks, each run as ``python -m bench.<name>``: a table on the screen, numbers in a file with ``--json``."""
+"""Benchmarks, each run as ``python -m bench.<name>``: a table on the screen, numbers in a file with
+``--json``.
+"""

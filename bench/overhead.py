@@ -2,11 +2,12 @@
 
     python -m bench.overhead [--json FILE]
 
-Everything but the launch itself is timed, which is replaced by nothing: no GPU is needed, and what Triton and the driver add is not in it.
-``first`` is a call unlike any before, which is checked and prepared in full; ``again`` one that differs from an earlier call in its tensors
-alone, as the calls of a model's layers do. With ``out`` and ``workspace`` given, nothing is allocated. Processor time of the thread, the
-least of some rounds that take all wrappers in turn: ``again`` the mean of a round's calls, ``first`` one call a round. In a captured graph
-none of this is paid.
+Everything but the launch itself is timed, which is replaced by nothing: no GPU is needed, and what
+Triton and the driver add is not in it. ``first`` is a call unlike any before, which is checked and
+prepared in full; ``again`` one that differs from an earlier call in its tensors alone, as the calls
+of a model's layers do. With ``out`` and ``workspace`` given, nothing is allocated. Processor time
+of the thread, the least of some rounds that take all wrappers in turn: ``again`` the mean of a
+round's calls, ``first`` one call a round. In a captured graph none of this is paid.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ INDEXED = 65536
 
 
 def calls(device: str = "cpu") -> dict[str, Callable[[], object]]:
-    """Calls of every wrapper, by name: a batch of decodes with in-step K/V, the prefill path, and what else a model asks for.
+    """Calls of every wrapper, by name: a batch of decodes with in-step K/V, the prefill path, and
+    what else a model asks for.
 
     device: of the tensors; on "meta" they have no values that a wrapper could read.
     """
@@ -172,7 +174,9 @@ def calls(device: str = "cpu") -> dict[str, Callable[[], object]]:
 
 
 def measure(rounds: int, repeats: int) -> list[dict[str, object]]:
-    """One row for each wrapper: microseconds of a first call and of one like it, the latter a mean of ``repeats``."""
+    """One row for each wrapper: microseconds of a first call and of one like it, the latter a mean
+    of ``repeats``.
+    """
     timed = calls()
     first, again = ({name: float("inf") for name in timed} for _ in range(2))
     with (

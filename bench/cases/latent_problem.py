@@ -3,9 +3,9 @@
 Rows lie in pages as a layer's do: raw rows in a ring of pages for each sequence, entries behind a
 linear table of shuffled pages. Every copy has queries, raw rows and ``topk_indices`` of its own; of
 the entries there are as many copies as exceed the L2 cache, which for a long context is one: there
-the indices of every copy name other rows. The indices of a token are drawn evenly from what it sees,
-independently of its neighbours, so a chunk finds less of them in caches than it would of a trained
-indexer's.
+the indices of every copy name other rows. The indices of a token are drawn evenly from what it
+sees, independently of its neighbours, so a chunk finds less of them in caches than it would of a
+trained indexer's.
 
 Logits, budgets and the sample of rows are those of `bench.cases.problem`. Quantised rows are read
 back before they are compared with: bf16 holds them exactly, so quantisation is no error here.
@@ -74,7 +74,9 @@ class AttentionProblem:
         return self.q.shape[0]
 
     def window_slots(self, seq: int, position: Tensor) -> Tensor:
-        """Physical rows of raw positions of one sequence, any shape; -1 where the position is negative."""
+        """Physical rows of raw positions of one sequence, any shape; -1 where the position is
+        negative.
+        """
         assert self.window_table is not None
         rows, width = self.case.shape.window_rows, self.window_table.shape[1]
         page = self.window_table[seq].long()[position.clamp(min=0) // rows % width]
@@ -114,13 +116,17 @@ def shuffled_table(batch: int, width: int, generator: torch.Generator) -> Tensor
 
 
 def num_copies(device: torch.device, size: float, most: int = MAX_COPIES) -> int:
-    """How many copies of ``size`` bytes exceed the L2 cache ``L2_MULTIPLE`` times; at most ``most``."""
+    """How many copies of ``size`` bytes exceed the L2 cache ``L2_MULTIPLE`` times; at most
+    ``most``.
+    """
     l2 = torch.cuda.get_device_properties(device).L2_cache_size
     return min(most, max(1, -int(-L2_MULTIPLE * l2 // size)))
 
 
 def lengths(case: LatentCase, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """seq_lens [batch] and cu_seqlens_q [batch + 1] int32, and the position [num_tokens] int64 of every token."""
+    """seq_lens [batch] and cu_seqlens_q [batch + 1] int32, and the position [num_tokens] int64 of
+    every token.
+    """
     q_len = case.q_lens[0]
     cu_seqlens_q = torch.arange(case.batch + 1, device=device, dtype=torch.int32) * q_len
     seq_lens = torch.full((case.batch,), case.context, dtype=torch.int32, device=device)
@@ -136,7 +142,9 @@ def make_attention(
     seed: int = 0,
     copies: int | None = None,
 ) -> AttentionProblem:
-    """Random tensors for a case of attention. case_bytes: what one call moves. copies: default: as many as exceed the L2 cache; 1 on a CPU."""
+    """Random tensors for a case of attention. case_bytes: what one call moves. copies: default: as
+    many as exceed the L2 cache; 1 on a CPU.
+    """
     shape = case.shape
     generator = torch.Generator(device).manual_seed(seed)
     on_gpu = device.type == "cuda"
@@ -148,7 +156,8 @@ def make_attention(
     q.mul_(LOGIT_STD / (shape.softmax_scale * shape.head_dim**0.5))
     window = window_table = entries = entry_table = topk_indices = topk_lens = None
     if shape.op != "mla":
-        # Room for the rows that the first new token sees, the new ones, and one page that both borders cut.
+        # Room for the rows that the first new token sees, the new ones, and one page that both
+        # borders cut.
         width = -(-(shape.sliding_window - 1 + case.q_lens[0]) // shape.window_rows) + 1
         window_table = shuffled_table(case.batch, width, generator)
         pages = (case.batch * width + 1, shape, shape.window_rows, case.fp8, generator)
@@ -233,9 +242,11 @@ def visible_rows(problem: AttentionProblem, seq: int, row: int) -> Tensor:
 def attend(
     problem: AttentionProblem, token: int, keys: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Attention of one token of the first copy to ``keys`` [n, head_dim] in the arithmetic ``dtype``, with the sink.
+    """Attention of one token of the first copy to ``keys`` [n, head_dim] in the arithmetic
+    ``dtype``, with the sink.
 
-    Returns: out [1, num_heads, head_dim_v] and lse [1, num_heads]. Source: as ``kernels.compressed.reference``; a test compares them.
+    Returns: out [1, num_heads, head_dim_v] and lse [1, num_heads]. Source: as
+    ``kernels.compressed.reference``; a test compares them.
     """
     shape = problem.case.shape
     keys = keys.to(dtype)
@@ -263,7 +274,9 @@ def _read(pages: LatentPages | Tensor, slots: Tensor) -> Tensor:
 
 
 def _spread_topk(visible: Tensor, topk: int, generator: torch.Generator) -> Tensor:
-    """[num_tokens, topk] int32: one entry of each of ``topk`` equal parts of what a token sees, all of it where it sees fewer; then -1."""
+    """[num_tokens, topk] int32: one entry of each of ``topk`` equal parts of what a token sees, all
+    of it where it sees fewer; then -1.
+    """
     rank = torch.arange(topk, device=visible.device)
     first, stop = (torch.div(r * visible[:, None], topk, rounding_mode="floor") for r in (rank, rank + 1))  # fmt: skip
     draw = torch.rand(first.shape, generator=generator, device=visible.device)

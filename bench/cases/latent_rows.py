@@ -26,7 +26,9 @@ ROPE_THETA = 1e4
 
 @dataclass(frozen=True)
 class IndexProblem:
-    """A case of "index"; the first dimension of q is the copy, ``pages`` has an element for each. Shapes as in ``index_topk``."""
+    """A case of "index"; the first dimension of q is the copy, ``pages`` has an element for each.
+    Shapes as in ``index_topk``.
+    """
 
     case: LatentCase
     q: Tensor
@@ -46,8 +48,9 @@ class IndexProblem:
 class RowsProblem:
     """A case of "write" or "compress".
 
-    x: [copies, num_tokens, channels] bf16 rows of "write", fp32 rows of "compress". gate, ape, state (a list): of "compress" alone, as there.
-    pages: a list. slot_mapping: [num_tokens] int64. positions: [num_tokens] int64. cos_sin, norm_weight: as in ``write_latent``.
+    x: [copies, num_tokens, channels] bf16 rows of "write", fp32 rows of "compress". gate, ape,
+    state (a list): of "compress" alone, as there. pages: a list. slot_mapping: [num_tokens] int64.
+    positions: [num_tokens] int64. cos_sin, norm_weight: as in ``write_latent``.
     """
 
     case: LatentCase
@@ -77,7 +80,9 @@ def make_index(
     seed: int = 0,
     copies: int | None = None,
 ) -> IndexProblem:
-    """Random tensors for a case of "index"; arguments as in `bench.cases.latent_problem.make_attention`."""
+    """Random tensors for a case of "index"; arguments as in
+    `bench.cases.latent_problem.make_attention`.
+    """
     shape = case.shape
     generator = torch.Generator(device).manual_seed(seed)
     if copies is None:
@@ -179,9 +184,11 @@ def make_rows(
     seed: int = 0,
     copies: int | None = None,
 ) -> RowsProblem:
-    """Random tensors for a case of "write" or "compress"; arguments as in `bench.cases.latent_problem.make_attention`.
+    """Random tensors for a case of "write" or "compress"; arguments as in
+    `bench.cases.latent_problem.make_attention`.
 
-    The state holds, where the step puts its rows, these rows already: then a call changes nothing that the next one reads.
+    The state holds, where the step puts its rows, these rows already: then a call changes nothing
+    that the next one reads.
     """
     shape = case.shape
     generator = torch.Generator(device).manual_seed(seed)
@@ -241,7 +248,9 @@ def rope_table(num_positions: int, rope_dim: int, device: torch.device) -> Tenso
 
 @dataclass(frozen=True)
 class ExpectedRows:
-    """rows: [n] indices of tokens, whose row or entry went to ``slots``. exact, budget: [n, head_dim] float64, and largest errors allowed."""
+    """rows: [n] indices of tokens, whose row or entry went to ``slots``. exact, budget: [n,
+    head_dim] float64, and largest errors allowed.
+    """
 
     pages: LatentPages | IndexPages
     rows: Tensor
@@ -250,7 +259,7 @@ class ExpectedRows:
     budget: Tensor
 
     def wrong(self, out: Tensor | None = None) -> str | None:
-        """What is wrong with the pages, or with ``out`` [num_tokens, head_dim]: a message, or None."""
+        """What is wrong with pages or ``out`` [num_tokens, head_dim]: a message, or None."""
         found = {"pages": self.pages.read(self.slots)}
         if out is not None:
             found["out"] = out[self.rows]
@@ -262,7 +271,9 @@ class ExpectedRows:
 
 
 def expect_rows(problem: RowsProblem) -> ExpectedRows:
-    """The float64 rows of a sample of those that the first copy's call writes, and clears these rows of the pages."""
+    """The float64 rows of a sample of those that the first copy's call writes, and clears these
+    rows of the pages.
+    """
     written = (problem.slot_mapping >= 0).nonzero()[:, 0]
     chosen = written[spread(len(written), CHECKED_SEQS * CHECKED_ROWS)]
     with bounding():
@@ -272,16 +283,19 @@ def expect_rows(problem: RowsProblem) -> ExpectedRows:
     pages.write(slots, torch.full(exact.shape, 1e4, device=slots.device))
     budget = allowed(exact, torch.bfloat16)
     if pages.fp8:
-        # Half a step of e4m3: 2^-4 of the number, 2^-10 of its scale at the least; a power of two up to twice the largest / 448.
+        # Half a step of e4m3: 2^-4 of the number, 2^-10 of its scale at the least; a power of two
+        # up to twice the largest / 448.
         size = exact.value.abs() + budget
         budget = budget + size / 16 + size.amax(1, keepdim=True) * 2.0**-9 / 448
     return ExpectedRows(pages, chosen, slots, exact.value, budget)
 
 
 def _rows(problem: RowsProblem, tokens: Tensor, dtype: torch.dtype) -> Tensor:
-    """[len(tokens), head_dim]: rows of "write", entries that these tokens close of "compress", before they are rounded.
+    """[len(tokens), head_dim]: rows of "write", entries that these tokens close of "compress",
+    before they are rounded.
 
-    Source: as ``kernels.latent_write.reference`` and ``kernels.compressor.reference``; a test compares them.
+    Source: as ``kernels.latent_write.reference`` and ``kernels.compressor.reference``; a test
+    compares them.
     """
     shape = problem.case.shape
     position = problem.positions[tokens]

@@ -1,9 +1,11 @@
-"""Request traces in Mooncake's format: one JSON object a line, prompts as ids of their 512-token blocks.
+"""Request traces in Mooncake's format: one JSON object a line, prompts as ids of their 512-token
+blocks.
 
     {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, 48, ...]}
 
-Equal ids stand for equal tokens after equal prefixes, and nothing else of the prompt is known. So an id is expanded to pseudo-random
-tokens that depend on it alone: prompts then share exactly the prefixes that they shared where the trace was taken.
+Equal ids stand for equal tokens after equal prefixes, and nothing else of the prompt is known. So
+an id is expanded to pseudo-random tokens that depend on it alone: prompts then share exactly the
+prefixes that they shared where the trace was taken.
 
 Source: Mooncake (kvcache-ai), ``FAST25-release/traces``.
 """
@@ -48,7 +50,8 @@ def read_trace(path: str | Path, *, limit: int | None = None) -> list[TraceReque
 
     path: JSONL, compressed when the name ends in ``.xz``.
 
-    Raises: ValueError naming file, line number and what is wrong with it; also for a file without requests, or that cannot be read.
+    Raises: ValueError naming file, line number and what is wrong with it; also for a file without
+    requests, or that cannot be read.
     """
     check_size(limit, 1.0)
     path = Path(path)
@@ -86,9 +89,9 @@ def trace_workload(
 ) -> Workload:
     """A trace as sessions of one turn each, in the order of their timestamps.
 
-    vocab_size, low: token ids are in low .. vocab_size - 1. limit: requests at most.
-    scale: factor of all lengths. Blocks shrink to 512 * scale tokens, so prompts share what they shared, only less of it.
-    seed: of the expansion of ids to tokens.
+    vocab_size, low: token ids are in low .. vocab_size - 1. limit: requests at most. scale: factor
+    of all lengths. Blocks shrink to 512 * scale tokens, so prompts share what they shared, only
+    less of it. seed: of the expansion of ids to tokens.
 
     Raises: ValueError as `read_trace`, or unless 0 < scale <= 1.
     """
@@ -116,7 +119,8 @@ def trace_workload(
 def open_trace(path: Path) -> Iterator[IO[bytes]]:
     """A file to read, decompressed when its name ends in ``.xz``.
 
-    Raises: ValueError naming a file that is missing, damaged or cut off, when it is opened or while it is read.
+    Raises: ValueError naming a file that is missing, damaged or cut off, when it is opened or while
+    it is read.
     """
     try:
         with lzma.open(path) if path.suffix == ".xz" else path.open("rb") as lines:

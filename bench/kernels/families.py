@@ -1,7 +1,8 @@
-"""What `bench.kernels` has to know of a family of cases: its tensors, what a result has to be, its work, its prediction, who can do it.
+"""What `bench.kernels` has to know of a family of cases: its tensors, what a result has to be, its
+work, its prediction, who can do it.
 
-A family is what one type of case belongs to; the flow (check, time, check again, rates, table) is the same for all. A new family is an
-entry of ``FAMILIES``.
+A family is what one type of case belongs to; the flow (check, time, check again, rates, table) is
+the same for all. A new family is an entry of ``FAMILIES``.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from . import predict_latent as mla_model
 class Family:
     """Functions of a family's cases.
 
-    make: (case, device, copies or None) -> a problem: tensors, of which ``copies`` calls read different ones.
-    expect: (problem) -> an object whose ``wrong(*result of a call)`` is a message or None.
-    case_bytes, case_flops: (case) -> bytes that must move, and operations of what must be computed.
-    predict: (case, device) -> time, by terms.
-    find_peers: (folder or None) -> implementations, this repository's first, and {name: why} of those that are missing.
+    make: (case, device, copies or None) -> a problem: tensors, of which ``copies`` calls read
+    different ones. expect: (problem) -> an object whose ``wrong(*result of a call)`` is a message
+    or None. case_bytes, case_flops: (case) -> bytes that must move, and operations of what must be
+    computed. predict: (case, device) -> time, by terms. find_peers: (folder or None) ->
+    implementations, this repository's first, and {name: why} of those that are missing.
     """
 
     make: Callable[[Any, torch.device, int | None], Any]

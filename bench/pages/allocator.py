@@ -20,7 +20,7 @@ COSTS = {
 
 
 def figures() -> dict[tuple[str, str], str]:
-    """Figures of ``kvcore.json`` as text, by spec and name; vLLM's have ``vllm_`` before the name."""
+    """Figures of ``kvcore.json`` as text by (spec, name); vLLM's names start with ``vllm_``."""
     show = {"s": seconds, "B": mebibytes}
     return {(r["spec"], r["name"]): show[r["unit"]](r["value"]) for r in rows("kvcore.json")}
 

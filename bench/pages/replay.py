@@ -7,7 +7,12 @@ from typing import Any
 
 from .data import NONE, percent, rows, table
 
-POLICIES = {"lru": "`LRU`", "s3fifo": "`S3FIFO`", "cost-aware": "`CostAware`", "adaptive": "`Adaptive`"}  # fmt: skip
+POLICIES = {
+    "lru": "`LRU`",
+    "s3fifo": "`S3FIFO`",
+    "cost-aware": "`CostAware`",
+    "adaptive": "`Adaptive`",
+}
 MODELS = {"v4-flash": "V4-Flash", "gemma-4-31b": "Gemma-4-31B"}
 OTHERS = {
     "clairvoyant": "clairvoyant",
@@ -68,7 +73,8 @@ def conversation_parts() -> str:
     for what, name in PARTS.items():
         rates = hits(rows(name))
         pools = list(rates["adaptive"])
-        lines.append([what, *_line(rates["adaptive"], pools), percent(rates["infinite auto"][None])])  # fmt: skip
+        infinite = percent(rates["infinite auto"][None])
+        lines.append([what, *_line(rates["adaptive"], pools), infinite])
     header = ["requests, V4-Flash, `Adaptive`", *map(_size, pools), "infinite pool"]
     return table(header, lines)
 
@@ -92,7 +98,8 @@ def pr43447() -> str:
     for row in rows("replay_pr43447.json"):
         if row["eviction"] == "adaptive":
             prompts = row["workload"].rpartition("=")[2] if "=" in row["workload"] else "14"
-            lines.append([prompts, f"`{row['retention']}`", percent(row["mean_hit"]), percent(row["hit_rate"])])  # fmt: skip
+            shares = [percent(row["mean_hit"]), percent(row["hit_rate"])]
+            lines.append([prompts, f"`{row['retention']}`", *shares])
     return table(["prompts", "`retention=`", "mean hit", "prompt tokens from the cache"], lines)
 
 

@@ -20,26 +20,37 @@ from ..static.cases import all_cases, meta
 from ..static.cases import attention as attention_cases
 from ..static.cases import indexer as index_cases
 from ..static.cases import mla_dense as mla_cases
-from .data import NONE, rows, table
+from .data import NONE, percent, rows, table
 
 VERSION = "3.7.1"
 # Powers of two, and some that models have.
 HEAD_DIMS = (16, 32, 64, 80, 96, 128, 192, 256, 512)
+KV_OPERATORS = ("paged_attention", "sliding_window_attention", "write_kv", "merge_partials")
+LATENT_OPERATORS = (
+    "mla_attention",
+    "compressed_attention",
+    "index_topk",
+    "write_latent",
+    "compress",
+)
 PLAIN = ("bfloat16", "float16", "float32")
 E4M3, QUANTISED = "float8_e4m3fn", "uint8"
 SHOWN = {E4M3: "e4m3", QUANTISED: "fp8 rows with scales"}
 LEGEND = f"""\
 A line has an operator, the channels of a row (`head_dim`; of MLA those that are values too, of
-`index_topk` those of an index key), and the dtype of its pages (of `merge_partials`: of its arguments).
-The other columns have the page sizes, in rows, or "yes" where there are no pages.
+`index_topk` those of an index key), and the dtype of its pages (of `merge_partials`: of its
+arguments). The other columns have the page sizes, in rows, or "yes" where there are no pages.
 
-- *Tested*: a case table of the tests has these sizes. The Triton kernels, in Triton's interpreter on a
-  CPU, and the torch implementation are each compared with an oracle (attention: in float64), within a
-  bound that is derived from the arithmetic. No GPU is involved, and the interpreter has no architecture.
+- *Tested*: a case table of the tests has these sizes. The Triton kernels, in Triton's interpreter
+  on a CPU, and the torch implementation are each compared with an oracle (attention: in float64),
+  within a bound that is derived from the arithmetic. No GPU is involved, and the interpreter has no
+  architecture.
 - *Compiled*: Triton {VERSION} compiles the kernels that a call with these sizes launches on that
-  architecture; nothing spills, and shared memory suffices (`python -m bench.static --all`). Nothing ran.
+  architecture; nothing spills, and shared memory suffices (`python -m bench.static --all`). Nothing
+  ran.
 - *Refused*: the operator raises an error before it launches anything.
-- {NONE}: taken, but no test and no compiled case has this; other page sizes than those listed are taken as well."""
+- {NONE}: taken, but no test and no compiled case has this. Page sizes that are not listed are taken
+  as well."""
 
 Sizes = dict[tuple[str, int, str], set[int]]
 """Page sizes by (operator, head_dim, dtype of pages); empty for an operator without pages."""
@@ -84,21 +95,21 @@ def attention() -> str:
     return _table(
         [
             (operator, head_dim, pages)
-            for operator in ("paged_attention", "sliding_window_attention", "write_kv", "merge_partials")
+            for operator in KV_OPERATORS
             for head_dim in HEAD_DIMS
             for pages in (PLAIN if operator == "merge_partials" else dtypes)
         ]
-    )  # fmt: skip
+    )
 
 
 def latent() -> str:
     """Operators over latents: MLA, and those of DeepSeek-V4."""
     keys = [
         (operator, head_dim, pages)
-        for operator in ("mla_attention", "compressed_attention", "index_topk", "write_latent", "compress")
+        for operator in LATENT_OPERATORS
         for head_dim in HEAD_DIMS
         for pages in (*PLAIN, E4M3 if operator == "mla_attention" else QUANTISED)
-    ]  # fmt: skip
+    ]
     return _table(keys)
 
 
@@ -108,18 +119,21 @@ def summary() -> str:
     lines = []
     for arch in sorted({row["arch"] for row in found}):
         mine = [row for row in found if row["arch"] == arch]
-        lines.append(
-            [
-                f"sm_{arch}",
-                str(len(mine)),
-                str(sum(bool(row["spill_bytes"] or row["stack_bytes"]) for row in mine)),
-                f"{max(row['registers'] for row in mine)}",
-                f"{max(row['shared_bytes'] / row['shared_limit'] for row in mine):.0%}".replace("%", " %"),
-                str(sum(row["mma"] == sass.SERIAL for row in mine)),
-            ]
-        )  # fmt: skip
+        spilled = sum(bool(row["spill_bytes"] or row["stack_bytes"]) for row in mine)
+        registers = max(row["registers"] for row in mine)
+        shared = max(row["shared_bytes"] / row["shared_limit"] for row in mine)
+        serial = sum(row["mma"] == sass.SERIAL for row in mine)
+        figures = [str(len(mine)), str(spilled), str(registers), percent(shared), str(serial)]
+        lines.append([f"sm_{arch}", *figures])
     lines.append(["in all", str(len(found)), *[""] * 4])
-    header = ["Triton " + VERSION, "kernels", "that spill", "registers of a thread, at most", "shared memory, of its limit, at most", "without overlap of wgmma"]  # fmt: skip
+    header = [
+        f"Triton {VERSION}",
+        "kernels",
+        "that spill",
+        "registers of a thread, at most",
+        "shared memory, of its limit, at most",
+        "without overlap of wgmma",
+    ]
     return table(header, lines)
 
 
@@ -156,7 +170,9 @@ def _cell(found: Sizes, key: tuple[str, int, str]) -> str:
 
 
 def refused(operator: str, head_dim: int, pages: str) -> bool:
-    """Whether a call with these sizes raises an error; asked of the operator over tensors without storage."""
+    """Whether a call with these sizes raises an error; asked of the operator over tensors without
+    storage.
+    """
     try:
         PROBES[operator](head_dim, pages)
     except (NotImplementedError, ValueError):

@@ -1,8 +1,9 @@
-"""Who is compared on attention: quire's kernels, and every other implementation that this machine has.
+"""Who is compared on attention: quire's kernels, and every other implementation that this machine
+has.
 
 Each makes its calls over the same tensors. An implementation is prepared once per case: whatever
-depends on lengths alone (FlashInfer's ``plan()``, masks, contiguous copies for those that cannot read
-pages) happens there, outside of the time that is measured.
+depends on lengths alone (FlashInfer's ``plan()``, masks, contiguous copies for those that cannot
+read pages) happens there, outside of the time that is measured.
 """
 
 from __future__ import annotations

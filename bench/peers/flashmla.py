@@ -1,8 +1,10 @@
-"""FlashMLA beside the others: DeepSeek's kernels for Hopper, as vLLM builds them, from the folder of `bench.peers.folder`.
+"""FlashMLA beside the others: DeepSeek's kernels for Hopper, as vLLM builds them, from the folder
+of `bench.peers.folder`.
 
-It serves V3's dense decode over pages of 64 rows, and V4's sparse attention over quantised pages, whose keys it takes as lists of physical
-rows: those of the window, and of entries as the extra cache. Lists are made outside of the timed calls, as its schedule is (which its first
-call computes). It takes 64 or 128 heads of V4: fewer are padded to 64 beforehand.
+It serves V3's dense decode over pages of 64 rows, and V4's sparse attention over quantised pages,
+whose keys it takes as lists of physical rows: those of the window, and of entries as the extra
+cache. Lists are made outside of the timed calls, as its schedule is (which its first call
+computes). It takes 64 or 128 heads of V4: fewer are padded to 64 beforehand.
 
 Source: FlashMLA, flash_mla_interface (conventions of its operators).
 """
@@ -107,13 +109,17 @@ def sparse_calls(ops: Any, problem: AttentionProblem) -> list[Call]:
 
 
 def cache_view(pages: LatentPages) -> Tensor:
-    """Pages in the shape that FlashMLA gives them, [num_pages, rows, 1, 584] bytes: rows of 584 are a fiction, scales lie behind all rows."""
+    """Pages in the shape that FlashMLA gives them, [num_pages, rows, 1, 584] bytes: rows of 584 are
+    a fiction, scales lie behind all rows.
+    """
     num_pages, rows, width = pages.data.shape[0], pages.storage_block_size, 584
     return pages.data.as_strided((num_pages, rows, 1, width), (pages.data.stride(0), width, width, 1))  # fmt: skip
 
 
 def window_rows(problem: AttentionProblem) -> Tensor:
-    """[batch, q_len, n] int32 physical rows of each query's window, oldest first, -1 before the first token."""
+    """[batch, q_len, n] int32 physical rows of each query's window, oldest first, -1 before the
+    first token.
+    """
     case = problem.case
     q_len, reach = case.q_lens[0], case.shape.sliding_window
     position = torch.arange(case.context - q_len, case.context, device=problem.q.device)

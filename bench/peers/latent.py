@@ -1,4 +1,5 @@
-"""Who is compared on latent attention: quire's kernels, FlashMLA, and FlashInfer's MLA; see `bench.peers.attention`.
+"""Who is compared on latent attention: quire's kernels, FlashMLA, and FlashInfer's MLA; see
+`bench.peers.attention`.
 
 Nobody else that can be imported here pools entries, chooses among them or writes such rows as
 operators of their own, so those cases have no peer.
@@ -62,7 +63,7 @@ def find_latent_peers(folder: Path | None) -> tuple[list[Peer], dict[str, str]]:
 
 
 def quire_latent_calls(problem: LatentProblem, impl: str | None = None) -> list[Call]:
-    """One call for each copy; all share their results and workspace. impl: as in ``quire.kernels``."""
+    """One call for each copy; all share results and workspace. impl: as in ``quire.kernels``."""
     if isinstance(problem, IndexProblem):
         return _index_calls(problem, impl)
     if isinstance(problem, RowsProblem):

@@ -47,7 +47,8 @@ def load_peers(
     for name, load in loaders.items():
         try:
             found.append(load(folder))
-        # Foreign packages fail to load in many ways, a missing library among them; each is a reason to report, not to stop.
+        # Foreign packages fail to load in many ways, a missing library among them; each is a reason
+        # to report, not to stop.
         except Exception as error:
             missing[name] = f"{type(error).__name__}: {error}".split("\n")[0][:200]
     return found, missing

@@ -1,4 +1,5 @@
-"""The numbers of a run as one dictionary with stable keys, and as text. ``--json`` writes the dictionary::
+"""The numbers of a run as one dictionary with stable keys, and as text. ``--json`` writes the
+dictionary::
 
     schema                 int, raised when a key changes its meaning or goes
     machine                device, threads, driver, python, torch, triton, commit
@@ -102,7 +103,8 @@ def metrics(
 def split(runs: Sequence[list[StepReport]]) -> dict[str, Any]:
     """Where the engine's thread spent its CPU time; see the file's docstring.
 
-    runs: the steps of one run or of several, in which they are the same: of each step the median counts, as what a machine does besides
+    runs: the steps of one run or of several, in which they are the same: of each step the median
+    counts, as what a machine does besides
         hits a step in one run and not in the next.
 
     Raises: ValueError for runs of different steps.
@@ -153,7 +155,9 @@ def comparison(cached: Run, uncached: Run) -> dict[str, Any]:
 
 
 def speculation(kind: str, draft_tokens: int, run: Run, plain: Run) -> dict[str, Any]:
-    """What drafts did in ``run``, and how it differs from the same prompts in ``plain``, without drafts."""
+    """What drafts did in ``run``, and how it differs from the same prompts in ``plain``, without
+    drafts.
+    """
     outputs = run.outputs.values()
     same = comparison(run, plain)
     # Tokens of one step have one time; the first token comes from a prompt's last chunk.
