@@ -74,8 +74,10 @@ def list_peers(folder: Path | None) -> dict[str, Any]:
 
 
 def prepare_peers(source: Path, target: Path) -> dict[str, Any]:
-    """Unpacks peers, compiles what has to be compiled, and sees which load. Raises: what unpacking
-    raises.
+    """Unpacks peers, compiles what has to be compiled, and sees which load.
+
+    Raises:
+        What unpacking raises.
     """
     folder = unpack(source, target)
     result: dict[str, Any] = {"folder": str(folder)}

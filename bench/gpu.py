@@ -62,10 +62,14 @@ LATENT_COMPARED = "quire,quire-in-step,flashmla,flashinfer-mla"
 class Part:
     """One process.
 
-    limit: seconds it may take. what: for the plan. arguments: of python; {json}, {peers}, {unpack},
-    {target} are replaced. background: runs beside the parts behind it, until one that waits for it.
-    waits: whether it waits for background parts. modules: packages it needs; without them it is
-    skipped, which is not a failure. tests: whether it is a run of pytest.
+    Attributes:
+        limit: seconds it may take.
+        what: for the plan.
+        arguments: of python; {json}, {peers}, {unpack}, {target} are replaced.
+        background: runs beside the parts behind it, until one that waits for it.
+        waits: whether it waits for background parts.
+        modules: packages it needs; without them it is skipped, which is not a failure.
+        tests: whether it is a run of pytest.
     """
 
     name: str
@@ -115,8 +119,11 @@ def plan(dry_run: bool) -> list[Part]:
 
 
 class Runner:
-    """Runs parts, and writes what they said. out: folder of results. deadline: of all parts, on the
-    monotonic clock.
+    """Runs parts, and writes what they said.
+
+    Attributes:
+        out: folder of results.
+        deadline: of all parts, on the monotonic clock.
     """
 
     def __init__(self, out: Path, peers: Path | None, seconds: float, dry_run: bool) -> None:

@@ -58,7 +58,8 @@ def calls(device: str = "cpu") -> dict[str, Callable[[], object]]:
     """Calls of every wrapper, by name: a batch of decodes with in-step K/V, the prefill path, and
     what else a model asks for.
 
-    device: of the tensors; on "meta" they have no values that a wrapper could read.
+    Args:
+        device: of the tensors; on "meta" they have no values that a wrapper could read.
     """
 
     with torch.device(device):

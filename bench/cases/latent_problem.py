@@ -142,8 +142,11 @@ def make_attention(
     seed: int = 0,
     copies: int | None = None,
 ) -> AttentionProblem:
-    """Random tensors for a case of attention. case_bytes: what one call moves. copies: default: as
-    many as exceed the L2 cache; 1 on a CPU.
+    """Random tensors for a case of attention.
+
+    Args:
+        case_bytes: what one call moves.
+        copies: default: as many as exceed the L2 cache; 1 on a CPU.
     """
     shape = case.shape
     generator = torch.Generator(device).manual_seed(seed)
@@ -245,8 +248,10 @@ def attend(
     """Attention of one token of the first copy to ``keys`` [n, head_dim] in the arithmetic
     ``dtype``, with the sink.
 
-    Returns: out [1, num_heads, head_dim_v] and lse [1, num_heads]. Source: as
-    ``kernels.compressed.reference``; a test compares them.
+    Returns:
+        out [1, num_heads, head_dim_v] and lse [1, num_heads].
+
+    Source: as ``kernels.compressed.reference``; a test compares them.
     """
     shape = problem.case.shape
     keys = keys.to(dtype)

@@ -48,9 +48,14 @@ class IndexProblem:
 class RowsProblem:
     """A case of "write" or "compress".
 
-    x: [copies, num_tokens, channels] bf16 rows of "write", fp32 rows of "compress". gate, ape,
-    state (a list): of "compress" alone, as there. pages: a list. slot_mapping: [num_tokens] int64.
-    positions: [num_tokens] int64. cos_sin, norm_weight: as in ``write_latent``.
+    Attributes:
+        x: [copies, num_tokens, channels] bf16 rows of "write", fp32 rows of "compress".
+        gate, ape: of "compress" alone, as there.
+        state: of "compress" alone, an element for each copy.
+        pages: an element for each copy.
+        slot_mapping: [num_tokens] int64.
+        positions: [num_tokens] int64.
+        cos_sin, norm_weight: as in ``write_latent``.
     """
 
     case: LatentCase
@@ -248,8 +253,12 @@ def rope_table(num_positions: int, rope_dim: int, device: torch.device) -> Tenso
 
 @dataclass(frozen=True)
 class ExpectedRows:
-    """rows: [n] indices of tokens, whose row or entry went to ``slots``. exact, budget: [n,
-    head_dim] float64, and largest errors allowed.
+    """What rows that were written have to be.
+
+    Attributes:
+        rows: [n] indices of tokens, whose row or entry went to ``slots``.
+        exact: [n, head_dim] float64.
+        budget: [n, head_dim], the largest errors allowed.
     """
 
     pages: LatentPages | IndexPages

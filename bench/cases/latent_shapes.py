@@ -47,11 +47,16 @@ FP8_ROW_BYTES, FP8_KEY_SCALE = 584, 4
 class LatentShape:
     """One kind of call; which fields matter depends on ``op``, see the file's docstring.
 
-    name: model/kind, with /tpN behind it for the share of one of N devices. num_heads: query heads,
-    or those of the indexer. head_dim: channels of a row or of an index key. head_dim_v: of its
-    value, for "mla". rope_dim: trailing roped channels. ratio: raw tokens of an entry. overlap:
-    whether an entry pools two windows. rows: of a page of entries (of raw rows: ``window_rows``).
-    index: whether entries are keys of the indexer.
+    Attributes:
+        name: model/kind, with /tpN behind it for the share of one of N devices.
+        num_heads: query heads, or those of the indexer.
+        head_dim: channels of a row or of an index key.
+        head_dim_v: of its value, for "mla".
+        rope_dim: trailing roped channels.
+        ratio: raw tokens of an entry.
+        overlap: whether an entry pools two windows.
+        rows: of a page of entries (of raw rows: ``window_rows``).
+        index: whether entries are keys of the indexer.
     """
 
     name: str
@@ -83,7 +88,11 @@ class LatentShape:
 
 @dataclass(frozen=True)
 class LatentCase(Batch):
-    """One call. fp8: whether rows are quantised, 584 bytes each; else they are bf16."""
+    """One call.
+
+    Attributes:
+        fp8: whether rows are quantised, 584 bytes each; else they are bf16.
+    """
 
     shape: LatentShape
     phase: str

@@ -45,11 +45,15 @@ CHECKED_ROWS = 12
 class Problem:
     """A case with its tensors; the first dimension of q, pages, k and v is the copy.
 
-    q: [copies, num_tokens, num_heads, head_dim]. pages: [copies, num_pages, 2, block_size,
-    num_kv_heads, head_dim]. k, v: [copies, num_tokens, num_kv_heads, head_dim], the rows of the new
-    tokens, which the pages hold as well. block_table, seq_lens, cu_seqlens_q, sinks: as in
-    ``quire.kernels.paged_attention``. sinks is None where the shape has none. scales: fp32 [copies,
-    num_pages, 2, block_size, num_kv_heads], of the rows of e4m3 pages; None with others.
+    Attributes:
+        q: [copies, num_tokens, num_heads, head_dim].
+        pages: [copies, num_pages, 2, block_size, num_kv_heads, head_dim].
+        k, v: [copies, num_tokens, num_kv_heads, head_dim], the rows of the new tokens, which the
+            pages hold as well.
+        block_table, seq_lens, cu_seqlens_q, sinks: as in ``quire.kernels.paged_attention``. sinks
+            is None where the shape has none.
+        scales: fp32 [copies, num_pages, 2, block_size, num_kv_heads], of the rows of e4m3 pages;
+            None with others.
     """
 
     case: Case
@@ -122,8 +126,10 @@ def make_problem(
     seed: int = 0,
     copies: int | None = None,
 ) -> Problem:
-    """Random tensors for a case. copies: default: as many as exceed the L2 cache ``L2_MULTIPLE``
-    times; 1 on a CPU.
+    """Random tensors for a case.
+
+    Args:
+        copies: default: as many as exceed the L2 cache ``L2_MULTIPLE`` times; 1 on a CPU.
     """
     shape = case.shape
     if copies is None:
@@ -187,8 +193,11 @@ def make_problem(
 class Expected:
     """What a sample of rows of a problem's first copy has to be.
 
-    rows: [n] indices of tokens. exact: [n, num_heads, head_dim] float64. lse: [n, num_heads]
-    float64. budget, lse_budget: largest errors allowed, of each element.
+    Attributes:
+        rows: [n] indices of tokens.
+        exact: [n, num_heads, head_dim] float64.
+        lse: [n, num_heads] float64.
+        budget, lse_budget: largest errors allowed, of each element.
     """
 
     rows: Tensor
@@ -200,8 +209,9 @@ class Expected:
     def wrong(self, out: Tensor, lse: Tensor | None = None) -> str | None:
         """What is wrong with a result: a message, or None. All of it has to be finite.
 
-        out: [num_tokens, num_heads, head_dim]. lse: [num_heads, num_tokens] natural log, where an
-        implementation gives it.
+        Args:
+            out: [num_tokens, num_heads, head_dim].
+            lse: [num_heads, num_tokens] natural log, where an implementation gives it.
         """
         found = [("out", out, out[self.rows], self.exact, self.budget)]
         if lse is not None:
@@ -233,8 +243,10 @@ def expect(problem: Problem) -> Expected:
 def budgeted(rows: Tensor, results: list[tuple[Bounded, Bounded]], dtype: torch.dtype) -> Expected:
     """Expected rows with the budgets of a dtype.
 
-    rows: [n] indices of tokens. results: (out [m, num_heads, *], lse [m, num_heads]) of these rows,
-    in parts, float64 with bounds.
+    Args:
+        rows: [n] indices of tokens.
+        results: (out [m, num_heads, *], lse [m, num_heads]) of these rows, in parts, float64 with
+            bounds.
     """
     exact, lse = (torch.cat(part) for part in zip(*results, strict=True))
     return Expected(
@@ -250,9 +262,12 @@ def attention_rows(problem: Problem, seq: int, rows: Sequence[int], dtype: torch
     """Attention of some rows of one sequence of the first copy, all keys at once, in the arithmetic
     ``dtype``.
 
-    rows: new tokens of the sequence, counted from 0.
+    Args:
+        rows: new tokens of the sequence, counted from 0.
 
-    Returns: out [len(rows), num_heads, head_dim] and lse [len(rows), num_heads] in ``dtype``.
+    Returns:
+        out [len(rows), num_heads, head_dim] and lse [len(rows), num_heads] in ``dtype``.
+
     Source: as ``quire.kernels.attention.reference``, with which a test compares it.
     """
     case, shape = problem.case, problem.case.shape

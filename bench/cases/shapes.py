@@ -33,9 +33,11 @@ MAX_CACHE_BYTES = 40 * 2**30
 class Shape:
     """Attention of one kind of layer; fields as in ``quire.kernels.paged_attention``.
 
-    name: model/kind, with /fp8 behind it for e4m3 pages, and /tpN for the share of one of N
-    devices. block_size: tokens of a page in this model's layout. fp8: whether pages are e4m3, with
-    a scale for each row.
+    Attributes:
+        name: model/kind, with /fp8 behind it for e4m3 pages, and /tpN for the share of one of N
+            devices.
+        block_size: tokens of a page in this model's layout.
+        fp8: whether pages are e4m3, with a scale for each row.
     """
 
     name: str

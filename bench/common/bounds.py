@@ -95,8 +95,10 @@ def rounded(x: Bounded, dtype: torch.dtype) -> Bounded:
 
 
 class bounding(TorchFunctionMode):
-    """A context in which float64 arithmetic is `Bounded`. weights: the dtype that weights of a
-    softmax are rounded to.
+    """A context in which float64 arithmetic is `Bounded`.
+
+    Attributes:
+        weights: the dtype that weights of a softmax are rounded to.
     """
 
     def __init__(self, weights: torch.dtype = torch.float32):

@@ -35,8 +35,10 @@ REPEATS = 7
 class Rates:
     """Measured rates of a device.
 
-    copy_bytes_per_s: bytes read plus bytes written. copy_bytes: size of the buffer that was copied.
-    matmul_flops_per_s: of a square product of matmul_size in the model's dtype.
+    Attributes:
+        copy_bytes_per_s: bytes read plus bytes written.
+        copy_bytes: size of the buffer that was copied.
+        matmul_flops_per_s: of a square product of matmul_size in the model's dtype.
     """
 
     copy_bytes_per_s: float
@@ -61,7 +63,9 @@ def device_rates(
 ) -> Rates:
     """Copy and matmul rates of a device: the best of several repetitions, after one to warm up.
 
-    dtype: of the product. copy_bytes: size of the copied buffer; default: 1 GiB, on a CPU 64 MiB.
+    Args:
+        dtype: of the product.
+        copy_bytes: size of the copied buffer; default: 1 GiB, on a CPU 64 MiB.
     """
     on_gpu = device.type == "cuda"
     size = copy_bytes or (MAX_COPY_BYTES if on_gpu else 2**26)
@@ -80,8 +84,9 @@ def decode_bytes(model: Decoder, seq_lens: np.ndarray, kv_cache_dtype: str = "au
     """Bytes that one decode step must read: weights, and K and V of all visible tokens in all
     layers.
 
-    seq_lens: [num_seqs] KV tokens of each sequence. kv_cache_dtype: of the pages
-    (`quire.models.engine.config.EngineConfig`).
+    Args:
+        seq_lens: [num_seqs] KV tokens of each sequence.
+        kv_cache_dtype: of the pages (`quire.models.engine.config.EngineConfig`).
     """
     config = model.config
     if not isinstance(config, ModelConfig):
@@ -121,7 +126,8 @@ def prefill_flops(config: ModelConfig, q_lens: np.ndarray, seq_lens: np.ndarray)
     """Operations of one step: matrices of the layers for all new tokens, and attention over visible
     pairs.
 
-    q_lens, seq_lens: [num_seqs] new tokens, and KV tokens including them.
+    Args:
+        q_lens, seq_lens: [num_seqs] new tokens, and KV tokens including them.
     """
     if not isinstance(config, ModelConfig):
         return floors_v4.prefill_flops(config, q_lens, seq_lens)

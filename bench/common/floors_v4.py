@@ -26,7 +26,9 @@ def decode_bytes(model: DeepseekV4, seq_lens: np.ndarray, kv_cache_dtype: str = 
     """Bytes that one decode step must read; of experts an expectation, as if every token chose at
     random.
 
-    seq_lens: [num_seqs] tokens of each sequence. kv_cache_dtype: of the pages.
+    Args:
+        seq_lens: [num_seqs] tokens of each sequence.
+        kv_cache_dtype: of the pages.
     """
     config, fp8, itemsize = model.config, kv_cache_dtype == "fp8", model.dtype.itemsize
     latent_bytes = LATENT_BYTES if fp8 else config.head_dim * itemsize
@@ -58,7 +60,8 @@ def prefill_flops(config: DeepseekV4Config, q_lens: np.ndarray, seq_lens: np.nda
     """Operations of one step: matrices of the layers for all new tokens, attention and index scores
     over visible pairs.
 
-    q_lens, seq_lens: [num_seqs] new tokens, and tokens including them.
+    Args:
+        q_lens, seq_lens: [num_seqs] new tokens, and tokens including them.
     """
     total = 2 * _weights_of_a_token(config) * int(q_lens.sum())
     for kind in config.layer_types:

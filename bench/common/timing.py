@@ -39,9 +39,12 @@ def time_calls(
     own.
 
     On a GPU they are captured in one CUDA graph, so no launch work of the host is in the result.
-    seconds: to spend on replays, about.
 
-    Raises: what a call raises, and RuntimeError from the capture of a call that synchronises.
+    Args:
+        seconds: to spend on replays, about.
+
+    Raises:
+        What a call raises, and RuntimeError from the capture of a call that synchronises.
     """
     if device.type != "cuda":
         return _time_on_host(calls, seconds)

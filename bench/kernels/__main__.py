@@ -99,7 +99,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(cases: list[Case], device: torch.device, args: argparse.Namespace) -> dict[str, Any]:
     """Measures cases until they or the seconds are spent; the dictionary that --json writes.
 
-    Raises: DeviceLost, after what was measured is written.
+    Raises:
+        DeviceLost, after what was measured is written.
     """
     peers, missing = _find_peers(args)
     rates = device_rates(device, torch.bfloat16)
@@ -164,10 +165,13 @@ def _described(peers: dict[type, list[Peer]]) -> dict[str, dict[str, str]]:
 def run_case(
     case: Case, peers: list[Peer], device: torch.device, rates: dict[str, Any], seconds: float
 ) -> list[dict[str, Any]]:
-    """One row for each implementation: times, or why there are none. rates: of
-    `bench.common.floors.Rates`.
+    """One row for each implementation: times, or why there are none.
 
-    Raises: DeviceLost.
+    Args:
+        rates: of `bench.common.floors.Rates`.
+
+    Raises:
+        DeviceLost.
     """
     family = family_of(case)
     problem = family.make(case, device, 2 if device.type == "cpu" else None)

@@ -30,11 +30,15 @@ from . import predict_latent as mla_model
 class Family:
     """Functions of a family's cases.
 
-    make: (case, device, copies or None) -> a problem: tensors, of which ``copies`` calls read
-    different ones. expect: (problem) -> an object whose ``wrong(*result of a call)`` is a message
-    or None. case_bytes, case_flops: (case) -> bytes that must move, and operations of what must be
-    computed. predict: (case, device) -> time, by terms. find_peers: (folder or None) ->
-    implementations, this repository's first, and {name: why} of those that are missing.
+    Attributes:
+        make: (case, device, copies or None) -> a problem: tensors, of which ``copies`` calls read
+            different ones.
+        expect: (problem) -> an object whose ``wrong(*result of a call)`` is a message or None.
+        case_bytes, case_flops: (case) -> bytes that must move, and operations of what must be
+            computed.
+        predict: (case, device) -> time, by terms.
+        find_peers: (folder or None) -> implementations, this repository's first, and {name: why} of
+            those that are missing.
     """
 
     make: Callable[[Any, torch.device, int | None], Any]

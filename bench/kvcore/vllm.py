@@ -56,13 +56,20 @@ def available() -> str | None:
 def rows(spec: str, *names: str, repeats: int = 3, steps: int = 100) -> list[dict[str, object]]:
     """Measure vLLM's allocator.
 
-    spec: a key of `GROUPS`. names: which figures, of `NAMES` or decode_step_<requests>; all of
-    `NAMES` if none are given. repeats: runs of the million-token prompt. steps: decode steps to
-    time.
+    Args:
+        spec: a key of `GROUPS`.
+        names: which figures, of `NAMES` or decode_step_<requests>; all of `NAMES` if none are given.
+        repeats: runs of the million-token prompt.
+        steps: decode steps to time.
 
-    Returns: ``{name, spec, value, unit}`` for each name, in order; medians in seconds ("s"), or
-    bytes ("B"). Raises: ValueError. ImportError where vLLM is missing or does not import.
-    NotImplementedError for a version not known here.
+    Returns:
+        ``{name, spec, value, unit}`` for each name, in order; medians in seconds ("s"), or bytes
+        ("B").
+
+    Raises:
+        ValueError: an argument is not as above.
+        ImportError: vLLM is missing or does not import.
+        NotImplementedError: a version not known here.
     """
     if spec not in GROUPS:
         raise ValueError(f"spec: expected one of {sorted(GROUPS)}, got {spec!r}")
@@ -86,8 +93,10 @@ def rows(spec: str, *names: str, repeats: int = 3, steps: int = 100) -> list[dic
 
 
 def _api(spec: str) -> Any:
-    """What is used of vLLM, and the sizes of the spec, as one object. Raises: ImportError,
-    NotImplementedError.
+    """What is used of vLLM, and the sizes of the spec, as one object.
+
+    Raises:
+        ImportError, NotImplementedError.
     """
     if (version := available()) is None:
         raise ImportError("vllm: not installed")
@@ -109,8 +118,11 @@ def _api(spec: str) -> Any:
 
 
 def _manager(api: Any, num_blocks: int, retention: int | None = 0) -> Any:
-    """A manager. retention: tokens between the window tails that it keeps; None: at every boundary;
-    0, its default: the last.
+    """A manager.
+
+    Args:
+        retention: tokens between the window tails that it keeps; None: at every boundary; 0, its
+            default: the last.
     """
     # Heads and dtype decide the bytes of a block, which the manager never asks for.
     shape = {"num_kv_heads": 1, "head_size": 64, "dtype": import_module("torch").uint8}

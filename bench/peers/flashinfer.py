@@ -36,7 +36,11 @@ BUILT = "flashinfer_built.json"
 
 
 def flashinfer_peer(folder: Path | None) -> Peer:
-    """FlashInfer. Raises: ImportError, FileNotFoundError."""
+    """FlashInfer.
+
+    Raises:
+        ImportError, FileNotFoundError.
+    """
     flashinfer = _import_flashinfer(folder)
     built = _built(folder)
 
@@ -93,7 +97,11 @@ def _flashinfer_calls(flashinfer: Any, problem: Problem) -> list[Call]:
 
 
 def flashinfer_mla_peer(folder: Path | None) -> Peer:
-    """FlashInfer's MLA, for V3. Raises: ImportError, FileNotFoundError."""
+    """FlashInfer's MLA, for V3.
+
+    Raises:
+        ImportError, FileNotFoundError.
+    """
     flashinfer = _import_flashinfer(folder)
     built = _built(folder)
 
@@ -145,7 +153,8 @@ def build_flashinfer(folder: Path) -> dict[str, str]:
     """Compiles the kernels of ``KERNELS`` ahead, and notes in the folder which could be. Needs
     nvcc.
 
-    Returns: {kernel: "built" or why not}.
+    Returns:
+        {kernel: "built" or why not}.
     """
     # What is not noted as built is not used: compiling at first use would take minutes of a
     # benchmark.

@@ -33,7 +33,11 @@ MAX_LIST_BYTES = 8 * 2**30
 
 
 def flashmla_peer(folder: Path | None) -> Peer:
-    """FlashMLA. Raises: FileNotFoundError, OSError where its library cannot be loaded."""
+    """FlashMLA.
+
+    Raises:
+        FileNotFoundError, OSError where its library cannot be loaded.
+    """
     library = file_in(folder, LIBRARY)
     torch.ops.load_library(str(library))
     ops = torch.ops._flashmla_C
@@ -49,7 +53,11 @@ def flashmla_peer(folder: Path | None) -> Peer:
 
 
 def dense_calls(ops: Any, problem: AttentionProblem) -> list[Call]:
-    """V3's decode. Raises: Unsupported."""
+    """V3's decode.
+
+    Raises:
+        Unsupported.
+    """
     case, shape = problem.case, problem.case.shape
     if case.phase != "decode":
         raise Unsupported("dense prefill of latents")
@@ -75,7 +83,11 @@ def dense_calls(ops: Any, problem: AttentionProblem) -> list[Call]:
 
 
 def sparse_calls(ops: Any, problem: AttentionProblem) -> list[Call]:
-    """V4 over lists of rows. Raises: Unsupported."""
+    """V4 over lists of rows.
+
+    Raises:
+        Unsupported.
+    """
     case, shape = problem.case, problem.case.shape
     if not case.fp8:
         raise Unsupported("plain rows")

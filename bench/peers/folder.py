@@ -21,7 +21,8 @@ def unpack(source: Path, target: Path) -> Path:
     """Unpacks ``*.so.xz``, ``*.tar.xz`` and ``*.whl`` of a folder into another one; files already
     there are kept.
 
-    Returns: the folder to load from: ``source`` itself when nothing in it is packed.
+    Returns:
+        The folder to load from: ``source`` itself when nothing in it is packed.
     """
     packed = [p for p in sorted(source.iterdir()) if p.name.endswith((".xz", ".whl"))]
     if not packed:
@@ -53,7 +54,11 @@ def installed(distribution: str) -> str | None:
 
 
 def file_in(folder: Path | None, name: str) -> Path:
-    """A file of the folder. Raises: FileNotFoundError naming what would help."""
+    """A file of the folder.
+
+    Raises:
+        FileNotFoundError naming what would help.
+    """
     if folder is None:
         raise FileNotFoundError("not installed, and no --peers folder")
     if not (folder / name).exists():

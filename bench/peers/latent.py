@@ -63,7 +63,11 @@ def find_latent_peers(folder: Path | None) -> tuple[list[Peer], dict[str, str]]:
 
 
 def quire_latent_calls(problem: LatentProblem, impl: str | None = None) -> list[Call]:
-    """One call for each copy; all share results and workspace. impl: as in ``quire.kernels``."""
+    """One call for each copy; all share results and workspace.
+
+    Args:
+        impl: as in ``quire.kernels``.
+    """
     if isinstance(problem, IndexProblem):
         return _index_calls(problem, impl)
     if isinstance(problem, RowsProblem):

@@ -16,7 +16,8 @@ def contiguous(problem: Problem) -> list[tuple[Tensor, Tensor, Tensor]]:
     """q [batch, num_heads, q_len, head_dim] and K, V [batch, num_kv_heads, keys, head_dim] of every
     copy, only keys that are seen.
 
-    Raises: Unsupported for batches of unequal lengths, sinks, and keys that would not fit.
+    Raises:
+        Unsupported for batches of unequal lengths, sinks, and keys that would not fit.
     """
     case = problem.case
     if case.phase == "mixed":

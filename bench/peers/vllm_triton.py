@@ -24,7 +24,11 @@ VLLM_GRID_2D = 128
 
 
 def vllm_triton_peer(folder: Path | None) -> Peer:
-    """vLLM's Triton unified attention. Raises: FileNotFoundError, ImportError."""
+    """vLLM's Triton unified attention.
+
+    Raises:
+        FileNotFoundError, ImportError.
+    """
     name = "vllm.v1.attention.ops.triton_unified_attention"
     version = installed("vllm")
     if version is None:

@@ -155,12 +155,16 @@ def measure(
 ) -> dict[str, Any]:
     """Runs, checks and measures; the dictionary of `bench.prefill_decode.report`.
 
-    num_checks: requests to check at least. baseline: run once more with caching off. speculate:
-    None, or what drafts
-        (`DRAFTERS`), ``draft_tokens`` a step; then once more without. split_runs: runs with caching on, for the split of CPU time;
-        all other numbers are those of the first.
+    Args:
+        num_checks: requests to check at least.
+        baseline: run once more with caching off.
+        speculate: None, or what drafts (`DRAFTERS`), ``draft_tokens`` a step; then once more
+            without.
+        split_runs: runs with caching on, for the split of CPU time; all other numbers are those of
+            the first.
 
-    Raises: WrongOutput; what the engine raises.
+    Raises:
+        WrongOutput; what the engine raises.
     """
     model = built.model
 

@@ -52,9 +52,11 @@ FP32_FROM_BF16 = torch.finfo(torch.float32).eps / torch.finfo(torch.bfloat16).ep
 class Check:
     """Result of `check_outputs`.
 
-    num_requests, num_tokens: compared. num_exact: tokens with the largest logit; the others are
-    within the bound or in problems. largest_bound: of any compared request, in logits. problems:
-    one message for each request that differs, with its first wrong token.
+    Attributes:
+        num_requests, num_tokens: compared.
+        num_exact: tokens with the largest logit; the others are within the bound or in problems.
+        largest_bound: of any compared request, in logits.
+        problems: one message for each request that differs, with its first wrong token.
     """
 
     num_requests: int
@@ -83,7 +85,9 @@ def check_outputs(
     """Compares all tokens of all ``outputs`` with full passes of ``model``; see the file's
     docstring.
 
-    kv_cache_dtype: of the engine that generated them (`quire.models.engine.config.EngineConfig`).
+    Args:
+        kv_cache_dtype: of the engine that generated them
+            (`quire.models.engine.config.EngineConfig`).
     """
     num_tokens = num_exact = 0
     largest = 0.0
@@ -124,10 +128,13 @@ def reference_logits(
     """Logits of a full pass in fp32, and how far below the largest one a right program's choice may
     be.
 
-    input_ids: [num_tokens] int64. rows: [num_rows] int64. kv_cache_dtype: as in
-    :func:`check_outputs`.
+    Args:
+        input_ids: [num_tokens] int64.
+        rows: [num_rows] int64.
+        kv_cache_dtype: as in :func:`check_outputs`.
 
-    Returns: ([num_rows, vocab_size] fp32, bound in logits).
+    Returns:
+        ([num_rows, vocab_size] fp32, bound in logits).
     """
     native = model.full_forward(input_ids, logits_rows=rows)
     is_fp32 = model.dtype == torch.float32

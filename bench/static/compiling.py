@@ -68,7 +68,10 @@ def distinct(
     ``samples``, and for ``tiles`` one launch of each kernel, dtype and tile shape.
 
     What an earlier one compiles to as well is left out; samples come first, so that a kernel goes
-    by one name in every run. only: what the names of the cases contain.
+    by one name in every run.
+
+    Args:
+        only: what the names of the cases contain.
     """
     work, seen = [], set()
     cases = sorted(all_cases().items(), key=lambda item: not item[1].sample)
@@ -108,7 +111,9 @@ def value_parts(launch: Any) -> int:
 def measure(name: str, arch: int, index: int) -> dict[str, Any]:
     """Compile a kernel of a case for an architecture: its row of the report.
 
-    name: of the case. index: of the kernel among the case's launches.
+    Args:
+        name: of the case.
+        index: of the kernel among the case's launches.
     """
     import torch
     import triton

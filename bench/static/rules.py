@@ -30,7 +30,9 @@ def resident_programs(
 ) -> int:
     """Programs that an SM holds at once.
 
-    registers: of a thread; the SM hands them out by 8. tensor_columns: of a program.
+    Args:
+        registers: of a thread; the SM hands them out by 8.
+        tensor_columns: of a program.
     """
     bounds = [
         SM_REGISTERS // (-(-registers // 8) * 8 * threads),

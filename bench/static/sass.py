@@ -28,8 +28,10 @@ LABEL = re.compile(r"^(\.L_x_\d+):")
 class Code:
     """One kernel's machine code.
 
-    registers: of a thread. stack_bytes: its stack frame. lines: (label or "", opcode or "",
-    operands), in the order of addresses.
+    Attributes:
+        registers: of a thread.
+        stack_bytes: its stack frame.
+        lines: (label or "", opcode or "", operands), in the order of addresses.
     """
 
     registers: int
@@ -70,7 +72,8 @@ class Code:
         loads. A row whose alignment is unknown to the compiler is loaded element by element, and no
         2-byte element can be copied asynchronously.
 
-        scale_bytes: what the scales of a quantised row take, whose copies do not count.
+        Args:
+            scale_bytes: what the scales of a quantised row take, whose copies do not count.
         """
         widths = list(_carried(self.opcodes, scale_bytes))
         if element_size == 2 and any(op.startswith("LDG.") and "U16" in op for op in self.opcodes):
@@ -81,12 +84,14 @@ class Code:
         """Instructions that a warp issues for a K/V tile: the body of the first loop over tiles,
         divided by the tiles it copies.
 
-        tile_bytes: of a tile, without scales. threads: of a program. scale_bytes: as in
-        ``copy_bytes``.
-
         None where that cannot be told: no loop holds a matrix instruction, or its copies make no
         whole number of tiles. Up to a quarter more may be lanes that copy nothing: a row of 576
         bytes takes those of 640.
+
+        Args:
+            tile_bytes: of a tile, without scales.
+            threads: of a program.
+            scale_bytes: as in ``copy_bytes``.
         """
         prefix = next((p for p, kind in MMA if self.mma.startswith(kind)), None)
         if prefix is None:
