@@ -55,7 +55,7 @@ def test_a_block_is_written_once_and_then_found_right(block, tmp_path, capsys):
     text = page.read_text(encoding="utf-8")
     assert text.startswith("# Title\n\nText.\n\n<!-- begin") and text.endswith("-->\n\nMore.\n")
     # A digit that somebody has changed by hand.
-    at = text.index("| --- |") if "| --- |" in text else 0
+    at = text.index("|---|") if "|---|" in text else 0
     changed = text[:at] + re.sub(r"\d", lambda d: str((int(d[0]) + 1) % 10), text[at:], count=1)
     assert changed != text
     page.write_text(changed, encoding="utf-8")

@@ -21,8 +21,8 @@ def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     """A table in Markdown."""
     for line in lines:
         assert len(line) == len(header), line
-    rule = ["---"] * len(header)
-    return "\n".join(f"| {' | '.join(line)} |" for line in (header, rule, *lines))
+    first, *rest = (f"| {' | '.join(line)} |".replace("|  |", "| |") for line in (header, *lines))
+    return "\n".join([first, "|---" * len(header) + "|", *rest])
 
 
 def seconds(value: float) -> str:
