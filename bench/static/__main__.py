@@ -1,7 +1,7 @@
-"""What can be known of the kernels without a GPU: compile every shipped configuration offline and
-table what came out.
+"""What can be known of the kernels without a GPU: a table of every configuration, compiled offline.
 
-    python -m bench.static [--all | --arch 80 90 100] [--only TEXT] [--jobs 2] [--json FILE] [--baseline FILE] [--update]
+    python -m bench.static [--all | --arch 80 90 100] [--only TEXT] [--jobs 2] [--json FILE]
+                           [--baseline FILE] [--update]
 
 By default every kernel is compiled for sm_90 once with each of its tile shapes, and for sm_80 and
 sm_100 a sample that holds every kernel once or twice. ``--arch`` compiles every case for the
@@ -14,9 +14,12 @@ once. Exit status 1 if a kernel breaks one of these rules:
 
     spills         a kernel stores registers to local memory, or has a stack frame
     shared memory  a program needs more than it may use on that architecture
-    room           an SM cannot hold even one program: its threads need more registers than there are
-    narrow copies  K/V is copied less than 16 bytes at a time (fp32: where it is copied asynchronously at all; quantised index keys: 8)
-    serial wgmma   each wgmma of a product is waited for before the next: ptxas gave up their overlap
+    room           an SM cannot hold even one program: its threads need more registers than there
+                   are
+    narrow copies  K/V is copied less than 16 bytes at a time (fp32: where it is copied
+                   asynchronously at all; quantised index keys: 8)
+    serial wgmma   each wgmma of a product is waited for before the next: ptxas gave up their
+                   overlap
     in flight      a 2-byte decode kernel keeps less than 36 KiB of K/V under way per SM on sm_90
 
 A kernel that does not compile fails as well. The baseline, ``bench/results/static/VERSION.json`` of
