@@ -35,6 +35,7 @@ PACKAGES = [
     "bench.common",
     "bench.kernels",
     "bench.kvcore",
+    "bench.pages",
     "bench.peers",
     "bench.prefill_decode",
     "bench.replay",

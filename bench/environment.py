@@ -3,9 +3,11 @@
     python -m bench.environment --peers bench/out/peers --json environment.json
     python -m bench.environment --unpack .peers --target bench/out/peers --json peers.json
 
-Lists the implementations that every family of cases is compared with (`bench.kernels.families`), by version, and why others are missing.
+Lists the implementations that every family of cases is compared with (`bench.kernels.families`), by
+version, and why others are missing.
 
-With --unpack: makes a folder of peers (`bench.peers.folder`) ready to load, and compiles FlashInfer's kernels where there is an nvcc.
+With --unpack: makes a folder of peers (`bench.peers.folder`) ready to load, and compiles
+FlashInfer's kernels where there is an nvcc.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ from .peers.folder import unpack
 
 
 def describe(device: torch.device, folder: Path | None = None) -> dict[str, Any]:
-    """Machine, device properties, measured rates and peers; folder: of peers, as in `bench.peers.folder`."""
+    """Machine, device properties, measured rates and peers; folder: of peers, as in
+    `bench.peers.folder`.
+    """
     result: dict[str, Any] = {
         "machine": describe_machine(device),
         "cpus": os.cpu_count(),
@@ -57,7 +61,9 @@ def describe(device: torch.device, folder: Path | None = None) -> dict[str, Any]
 
 
 def list_peers(folder: Path | None) -> dict[str, Any]:
-    """The implementations that load, this repository's too, by version, and the others with why they are missing."""
+    """The implementations that load, this repository's too, by version, and the others with why
+    they are missing.
+    """
     present: dict[str, str] = {}
     missing: dict[str, str] = {}
     for family in FAMILIES.values():
@@ -68,7 +74,11 @@ def list_peers(folder: Path | None) -> dict[str, Any]:
 
 
 def prepare_peers(source: Path, target: Path) -> dict[str, Any]:
-    """Unpacks peers, compiles what has to be compiled, and sees which load. Raises: what unpacking raises."""
+    """Unpacks peers, compiles what has to be compiled, and sees which load.
+
+    Raises:
+        What unpacking raises.
+    """
     folder = unpack(source, target)
     result: dict[str, Any] = {"folder": str(folder)}
     if not torch.cuda.is_available():

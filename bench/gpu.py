@@ -1,19 +1,23 @@
-"""Everything that needs a GPU, in one unattended command: correctness first, then what kernels and models measure, best value first.
+"""Everything that needs a GPU, in one unattended command: correctness first, then what kernels and
+models measure, best value first.
 
     python -m bench.gpu --out results              all parts, nine minutes at most
     python -m bench.gpu --plan                     parts and their limits, nothing runs
     python -m bench.gpu --parts kernels,layers     only these
     python -m bench.gpu --dry-run --out results    the same parts with tiny shapes on a CPU
 
-Each part is a process of its own with a limit of its own, so a crash or a hang loses that part only. Its result is written to
-OUT/<part>.json when it ends, its output to OUT/<part>.log as it runs. A second call skips parts that ended well, so a run that was cut
-short goes on where it stopped; --force repeats them. Exit status 1 if a part failed or had no time.
+Each part is a process of its own with a limit of its own, so a crash or a hang loses that part
+only. Its result is written to OUT/<part>.json when it ends, its output to OUT/<part>.log as it
+runs. A second call skips parts that ended well, so a run that was cut short goes on where it
+stopped; --force repeats them. Exit status 1 if a part failed or had no time.
 
-Tile shapes are measured by another call, ``python -m bench.tune --seconds 540 --json OUT/tune.json --write OUT``, the most valuable entries
-first; what it writes are sources for ``kernels/``, to be compiled by ``python -m bench.static --all`` before they are taken over.
+Tile shapes are measured by another call, ``python -m bench.tune --seconds 540 --json OUT/tune.json
+--write OUT``, the most valuable entries first; what it writes are sources for ``kernels/``, to be
+compiled by ``python -m bench.static --all`` before they are taken over.
 
-Needs a checkout with torch, triton, numpy and pytest (``pip install -e . --no-deps --no-build-isolation``). Peers: installed packages, or the
-files of --peers (`bench.peers.folder`), which are unpacked and compiled beside the first tests.
+Needs a checkout with torch, triton, numpy and pytest (``pip install -e . --no-deps
+--no-build-isolation``). Peers: installed packages, or the files of --peers (`bench.peers.folder`),
+which are unpacked and compiled beside the first tests.
 """
 
 from __future__ import annotations
@@ -42,24 +46,30 @@ from quire.models.command import Parser, number, program
 
 ROOT = Path(__file__).resolve().parent.parent
 SECONDS = 530
-# A part is not started with less than this left: importing torch and compiling one kernel would use it up.
+# A part is not started with less than this left: importing torch and compiling one kernel would use
+# it up.
 LEAST_SECONDS = 15
 # Limits are of a GPU's time. A dry run checks that parts work, however slow or busy its CPU is.
 DRY_RUN_FACTOR = 4
 TAIL = 2000
 PEERS_TARGET = "peers"
 # All but FlexAttention, whose compilation takes long for each case.
-COMPARED = "quire,quire-fresh,flashinfer,fa3,vllm-triton,sdpa"
-LATENT_COMPARED = "quire,quire-fresh,flashmla,flashinfer-mla"
+COMPARED = "quire,quire-in-step,flashinfer,fa3,vllm-triton,sdpa"
+LATENT_COMPARED = "quire,quire-in-step,flashmla,flashinfer-mla"
 
 
 @dataclass(frozen=True)
 class Part:
     """One process.
 
-    limit: seconds it may take. what: for the plan. arguments: of python; {json}, {peers}, {unpack}, {target} are replaced.
-    background: runs beside the parts behind it, until one that waits for it. waits: whether it waits for background parts.
-    modules: packages it needs; without them it is skipped, which is not a failure. tests: whether it is a run of pytest.
+    Attributes:
+        limit: seconds it may take.
+        what: for the plan.
+        arguments: of python; {json}, {peers}, {unpack}, {target} are replaced.
+        background: runs beside the parts behind it, until one that waits for it.
+        waits: whether it waits for background parts.
+        modules: packages it needs; without them it is skipped, which is not a failure.
+        tests: whether it is a run of pytest.
     """
 
     name: str
@@ -89,7 +99,7 @@ def plan(dry_run: bool) -> list[Part]:
         Part("correctness", 130, "kernels and engine on the device against float64: poison, graphs, repeated runs, no host sync",
              (*pytest, "tests/gpu", "--ignore=tests/gpu/test_gpu_peers.py"), tests=True),
         Part("kernels", 85, "attention kernels and peers side by side, the cases that matter most",
-             (*kernels, *size(f"--set attention --impl {COMPARED} --seconds 62", "--set tiny --skip tiny-latents --only decode --per-call 0.01 --impl quire,quire-fresh,sdpa")), waits=True),
+             (*kernels, *size(f"--set attention --impl {COMPARED} --seconds 62", "--set tiny --skip tiny-latents --only decode --per-call 0.01 --impl quire,quire-in-step,sdpa")), waits=True),
         Part("latents", 75, "kernels of DeepSeek-V4 and V3, and FlashMLA",
              (*kernels, *size(f"--set latents --impl {LATENT_COMPARED} --seconds 58", "--set tiny-latents --only decode --per-call 0.01 --impl quire")), waits=True),
         Part("layers", 50, "six layers of gemma-4-31b end to end, allocator's share of a step",
@@ -109,7 +119,12 @@ def plan(dry_run: bool) -> list[Part]:
 
 
 class Runner:
-    """Runs parts, and writes what they said. out: folder of results. deadline: of all parts, on the monotonic clock."""
+    """Runs parts, and writes what they said.
+
+    Attributes:
+        out: folder of results.
+        deadline: of all parts, on the monotonic clock.
+    """
 
     def __init__(self, out: Path, peers: Path | None, seconds: float, dry_run: bool) -> None:
         self.out, self.peers, self.dry_run = out, peers, dry_run
@@ -178,7 +193,9 @@ class Runner:
         return arguments
 
     def _peers_folder(self) -> Path | None:
-        """Where peers can be loaded from: the unpacked folder where there is one, else what was given."""
+        """Where peers can be loaded from: the unpacked folder where there is one, else what was
+        given.
+        """
         unpacked = self.out / PEERS_TARGET
         return unpacked if unpacked.is_dir() else self.peers
 
@@ -238,7 +255,9 @@ def summary(record: dict[str, Any]) -> str:
 
 
 def _counts(log: str) -> dict[str, int]:
-    """Tests by outcome, from the lines of ``pytest -v`` with or without workers, so that a run that was ended counts too."""
+    """Tests by outcome, from the lines of ``pytest -v`` with or without workers, so that a run that
+    was ended counts too.
+    """
     outcomes = re.findall(r"^(?:\[gw\d+\] \[[ \d]+%\] (\w+) tests/|tests/\S+.* (PASSED|FAILED|ERROR|SKIPPED)\b)", log, re.MULTILINE)  # fmt: skip
     return dict(Counter((a or b).lower() for a, b in outcomes))
 

@@ -2,11 +2,12 @@
 
     python -m bench.overhead [--json FILE]
 
-Everything but the launch itself is timed, which is replaced by nothing: no GPU is needed, and what Triton and the driver add is not in it.
-``first`` is a call unlike any before, which is checked and prepared in full; ``again`` one that differs from an earlier call in its tensors
-alone, as the calls of a model's layers do. With ``out`` and ``workspace`` given, nothing is allocated. Processor time of the thread, the
-least of some rounds that take all wrappers in turn: ``again`` the mean of a round's calls, ``first`` one call a round. In a captured graph
-none of this is paid.
+Everything but the launch itself is timed, which is replaced by nothing: no GPU is needed, and what
+Triton and the driver add is not in it. ``first`` is a call unlike any before, which is checked and
+prepared in full; ``again`` one that differs from an earlier call in its tensors alone, as the calls
+of a model's layers do. With ``out`` and ``workspace`` given, nothing is allocated. Processor time
+of the thread, the least of some rounds that take all wrappers in turn: ``again`` the mean of a
+round's calls, ``first`` one call a round. In a captured graph none of this is paid.
 """
 
 from __future__ import annotations
@@ -54,16 +55,18 @@ INDEXED = 65536
 
 
 def calls(device: str = "cpu") -> dict[str, Callable[[], object]]:
-    """Calls of every wrapper, by name: a batch of decodes with fresh rows, the prefill path, and what else a model asks for.
+    """Calls of every wrapper, by name: a batch of decodes with in-step K/V, the prefill path, and
+    what else a model asks for.
 
-    device: of the tensors; on "meta" they have no values that a wrapper could read.
+    Args:
+        device: of the tensors; on "meta" they have no values that a wrapper could read.
     """
 
     with torch.device(device):
         q, out = torch.zeros(2, BATCH, HEADS, HEAD_DIM, dtype=torch.bfloat16).unbind(0)
         k, v = torch.zeros(2, BATCH, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16).unbind(0)
         pages = torch.zeros(64, 2, BLOCK_SIZE, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16).unbind(1)
-        codes = [rows.to(torch.float8_e4m3fn) for rows in pages]
+        quantized = [rows.to(torch.float8_e4m3fn) for rows in pages]
         row_scales = torch.ones(2, 64, BLOCK_SIZE, KV_HEADS).unbind(0)
         table = torch.zeros(BATCH, CONTEXT // BLOCK_SIZE, dtype=torch.int32)
         seq_lens = torch.full((BATCH,), CONTEXT, dtype=torch.int32)
@@ -82,7 +85,7 @@ def calls(device: str = "cpu") -> dict[str, Callable[[], object]]:
         row, row_out = torch.zeros(2, BATCH, LATENT, dtype=q.dtype).unbind(0)
         norm_weight = torch.ones(LATENT, dtype=q.dtype)
         row_bytes = torch.zeros(2, 64, page_bytes(BLOCK_SIZE), dtype=torch.uint8).unbind(0)
-        picks = torch.zeros(BATCH, TOPK, dtype=torch.int32)
+        topk_indices = torch.zeros(BATCH, TOPK, dtype=torch.int32)
         sinks, cos_sin = torch.zeros(HEADS), torch.zeros(CONTEXT, ROPE)
         numel = compressed_attention_workspace_numel(head_dim=LATENT, num_sms=132)
         row_workspace = torch.zeros(numel)
@@ -122,16 +125,16 @@ def calls(device: str = "cpu") -> dict[str, Callable[[], object]]:
     index_pages = IndexPages(index_bytes, BLOCK_SIZE)
     return {
         "paged_attention, decode and merge": lambda: paged_attention(q, *pages, *batch, **more),
-        "paged_attention, e4m3 pages": lambda: paged_attention(q, *codes, *batch, **more, **scales),
+        "paged_attention, e4m3 pages": lambda: paged_attention(q, *quantized, *batch, **more, **scales),
         "paged_attention, e4m3 pages, one scale, sinks, softcap and lse": lambda: paged_attention(
-            q, *codes, *batch, **more, **options, k_scale=0.5, v_scale=0.25, softcap=50.0
+            q, *quantized, *batch, **more, **options, k_scale=0.5, v_scale=0.25, softcap=50.0
         ),
         "paged_attention, prefill": lambda: paged_attention(q, *pages, *batch, num_decodes=0, **more),
         "sliding_window_attention, decode": lambda: sliding_window_attention(
             q, *pages, *batch, sliding_window=128, **more
         ),
         "sliding_window_attention, e4m3 pages, sinks and lse": lambda: sliding_window_attention(
-            q, *codes, *batch, sliding_window=128, **more, **options, **scales
+            q, *quantized, *batch, sliding_window=128, **more, **options, **scales
         ),
         "mla_attention, decode and merge": lambda: mla_attention(
             latent, latent_pages, *batch, max_seqlen_q=1, softmax_scale=0.1, kv=latent_row,
@@ -139,7 +142,7 @@ def calls(device: str = "cpu") -> dict[str, Callable[[], object]]:
         ),
         "compressed_attention, decode and merge": lambda: compressed_attention(
             rows, window_pages, *batch, sliding_window=128, max_seqlen_q=1, kv=row, compressed_pages=entries,
-            compressed_table=table, compress_ratio=RATIO, topk_indices=picks, topk_lens=seq_lens, sinks=sinks,
+            compressed_table=table, compress_ratio=RATIO, topk_indices=topk_indices, topk_lens=seq_lens, sinks=sinks,
             cos_sin=cos_sin, out=latent_out, workspace=row_workspace, **impl,
         ),
         "flash_mla_with_kvcache": lambda: flash_mla_with_kvcache(
@@ -159,20 +162,22 @@ def calls(device: str = "cpu") -> dict[str, Callable[[], object]]:
         ),
         "index_topk": lambda: index_topk(
             index_q, index_weights, index_pages, *batch, topk=TOPK, compress_ratio=RATIO, max_seqlen_q=1,
-            max_seq_len=INDEXED, out=picks, lens=seq_lens, workspace=index_workspace, **impl,
+            max_seq_len=INDEXED, out=topk_indices, lens=seq_lens, workspace=index_workspace, **impl,
         ),
         "write_latent": lambda: write_latent(
             row, entries, slots, positions=slots, cos_sin=cos_sin, norm_weight=norm_weight, out=row_out, **impl
         ),
         "write_kv": lambda: write_kv(k, v, *pages, slots, **impl),
-        "write_kv, e4m3 pages": lambda: write_kv(k, v, *codes, slots, **scales, **impl),
+        "write_kv, e4m3 pages": lambda: write_kv(k, v, *quantized, slots, **scales, **impl),
         "merge_partials": lambda: merge_partials(parts, part_lse, out=out, **impl),
         "merge_partials, sinks and lse": lambda: merge_partials(parts, part_lse, out=out, **options, **impl),
     }  # fmt: skip
 
 
 def measure(rounds: int, repeats: int) -> list[dict[str, object]]:
-    """One row for each wrapper: microseconds of a first call and of one like it, the latter a mean of ``repeats``."""
+    """One row for each wrapper: microseconds of a first call and of one like it, the latter a mean
+    of ``repeats``.
+    """
     timed = calls()
     first, again = ({name: float("inf") for name in timed} for _ in range(2))
     with (

@@ -92,6 +92,14 @@ def test_no_circle_of_imports_and_no_private_name_of_another_module(package):
     files = modules(package)
     graph = {name: known(name, path, set(files)) for name, path in files.items()}
     private = {(m, *x) for m, found in graph.items() for x in found if x[1].startswith("_")}
+    private |= {
+        (name, node.module, alias.name)  # of another package
+        for name, path in files.items()
+        for node in ast.walk(ast.parse(path.read_text(), str(path)))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("quire.")
+        for alias in node.names
+        if alias.name.startswith("_")
+    }
     assert not private
     left = {m: {other for other, _ in found} - {m} for m, found in graph.items()}
     while ready := [m for m, needs in left.items() if not needs & left.keys()]:
@@ -139,6 +147,7 @@ def test_folders_of_bench_know_few_others():
     assert {(a, b) for a, b in found if b != "common"} == {
         ("kernels", "cases"),
         ("kernels", "peers"),
+        ("pages", "static"),
         ("peers", "cases"),
         ("tune", "cases"),
         ("tune", "kernels"),

@@ -1,1 +1,1 @@
-"""Cases that kernels are compared on: named shapes, their tensors, and what the results have to be."""
+"""Cases that kernels are compared on: named shapes, their tensors, their results."""

@@ -1,12 +1,14 @@
-"""The tensors of one case of latent attention, shared by all implementations, and what the result has to be.
+"""The tensors of one case of latent attention, shared by all implementations, and its result.
 
-Rows lie in pages as a layer's do: raw rows in a ring of pages for each sequence, entries behind a linear table of shuffled pages. Every copy
-has queries, raw rows and picks of its own; of the entries there are as many copies as exceed the L2 cache, which for a long context is
-one: there every copy's picks name other rows. A token's picks are drawn evenly from what it sees, independently of its neighbours', so a
-chunk finds less of them in caches than a trained indexer's picks would be found.
+Rows lie in pages as a layer's do: raw rows in a ring of pages for each sequence, entries behind a
+linear table of shuffled pages. Every copy has queries, raw rows and ``topk_indices`` of its own; of
+the entries there are as many copies as exceed the L2 cache, which for a long context is one: there
+the indices of every copy name other rows. The indices of a token are drawn evenly from what it
+sees, independently of its neighbours, so a chunk finds less of them in caches than it would of a
+trained indexer's.
 
-Logits, budgets and the sample of rows are those of `bench.cases.problem`. Quantised rows are read back before they are compared with: bf16 holds
-them exactly, so quantisation is no error here.
+Logits, budgets and the sample of rows are those of `bench.cases.problem`. Quantised rows are read
+back before they are compared with: bf16 holds them exactly, so quantisation is no error here.
 """
 
 from __future__ import annotations
@@ -37,13 +39,20 @@ QUANTISED_ROWS = 1 << 16
 
 @dataclass(frozen=True)
 class AttentionProblem:
-    """A case with its tensors; the first dimension of q, kv and picks is the copy, and the lists have an element for each.
+    """A case with its tensors; the lists have an element for each copy.
 
-    q: [copies, num_tokens, num_heads, head_dim]. kv: [copies, num_tokens, head_dim] the rows of the new tokens, which pages hold as well.
-    window: raw rows behind ``window_table`` [batch, width], a ring; None for "mla".
-    entries: what ``entry_table`` [batch, width] names: entries, the rows of "mla" as [num_pages, rows, head_dim]; None for "window".
-    picks: [copies, num_tokens, topk] int32 ascending, then -1. pick_lens: [num_tokens] int32. None but for "csa".
-    seq_lens, cu_seqlens_q, sinks: as in ``quire.kernels.compressed_attention``; no sinks for "mla".
+    Attributes:
+        case: what the tensors are of.
+        q: [copies, num_tokens, num_heads, head_dim].
+        kv: [copies, num_tokens, head_dim], the in-step rows, which pages hold as well.
+        window: raw rows behind ``window_table``; None for "mla".
+        window_table: [batch, width] int32, a ring; None for "mla".
+        entries: entries; of "mla" rows as [num_pages, rows, head_dim]; None for "window".
+        entry_table: [batch, width] int32 pages of ``entries``; None for "window".
+        topk_indices: [copies, num_tokens, topk] int32 ascending, then -1; None but for "csa".
+        topk_lens: [num_tokens] int32; None but for "csa".
+        seq_lens, cu_seqlens_q, sinks: as in ``quire.kernels.compressed_attention``; no sinks for
+            "mla".
     """
 
     case: LatentCase
@@ -53,8 +62,8 @@ class AttentionProblem:
     window_table: Tensor | None
     entries: list[LatentPages] | list[Tensor] | None
     entry_table: Tensor | None
-    picks: Tensor | None
-    pick_lens: Tensor | None
+    topk_indices: Tensor | None
+    topk_lens: Tensor | None
     seq_lens: Tensor
     cu_seqlens_q: Tensor
     sinks: Tensor | None
@@ -65,7 +74,9 @@ class AttentionProblem:
         return self.q.shape[0]
 
     def window_slots(self, seq: int, position: Tensor) -> Tensor:
-        """Physical rows of raw positions of one sequence, any shape; -1 where the position is negative."""
+        """Physical rows of raw positions of one sequence, any shape; -1 where the position is
+        negative.
+        """
         assert self.window_table is not None
         rows, width = self.case.shape.window_rows, self.window_table.shape[1]
         page = self.window_table[seq].long()[position.clamp(min=0) // rows % width]
@@ -105,13 +116,17 @@ def shuffled_table(batch: int, width: int, generator: torch.Generator) -> Tensor
 
 
 def num_copies(device: torch.device, size: float, most: int = MAX_COPIES) -> int:
-    """How many copies of ``size`` bytes exceed the L2 cache ``L2_MULTIPLE`` times; at most ``most``."""
+    """How many copies of ``size`` bytes exceed the L2 cache ``L2_MULTIPLE`` times; at most
+    ``most``.
+    """
     l2 = torch.cuda.get_device_properties(device).L2_cache_size
     return min(most, max(1, -int(-L2_MULTIPLE * l2 // size)))
 
 
 def lengths(case: LatentCase, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """seq_lens [batch] and cu_seqlens_q [batch + 1] int32, and the position [num_tokens] int64 of every token."""
+    """seq_lens [batch] and cu_seqlens_q [batch + 1] int32, and the position [num_tokens] int64 of
+    every token.
+    """
     q_len = case.q_lens[0]
     cu_seqlens_q = torch.arange(case.batch + 1, device=device, dtype=torch.int32) * q_len
     seq_lens = torch.full((case.batch,), case.context, dtype=torch.int32, device=device)
@@ -127,7 +142,12 @@ def make_attention(
     seed: int = 0,
     copies: int | None = None,
 ) -> AttentionProblem:
-    """Random tensors for a case of attention. case_bytes: what one call moves. copies: default: as many as exceed the L2 cache; 1 on a CPU."""
+    """Random tensors for a case of attention.
+
+    Args:
+        case_bytes: what one call moves.
+        copies: default: as many as exceed the L2 cache; 1 on a CPU.
+    """
     shape = case.shape
     generator = torch.Generator(device).manual_seed(seed)
     on_gpu = device.type == "cuda"
@@ -137,9 +157,10 @@ def make_attention(
     q_shape = (copies, case.num_tokens, shape.num_heads, shape.head_dim)
     q = torch.empty(q_shape, dtype=torch.bfloat16, device=device).normal_(generator=generator)
     q.mul_(LOGIT_STD / (shape.softmax_scale * shape.head_dim**0.5))
-    window = window_table = entries = entry_table = picks = pick_lens = None
+    window = window_table = entries = entry_table = topk_indices = topk_lens = None
     if shape.op != "mla":
-        # Room for the rows that the first new token sees, the new ones, and one page that both borders cut.
+        # Room for the rows that the first new token sees, the new ones, and one page that both
+        # borders cut.
         width = -(-(shape.sliding_window - 1 + case.q_lens[0]) // shape.window_rows) + 1
         window_table = shuffled_table(case.batch, width, generator)
         pages = (case.batch * width + 1, shape, shape.window_rows, case.fp8, generator)
@@ -161,8 +182,10 @@ def make_attention(
         entries = [found[copy % pools] for copy in range(copies)]
     if shape.op == "csa":
         visible = (position + 1) // shape.ratio
-        picks = torch.stack([_spread_picks(visible, shape.topk, generator) for _ in range(copies)])
-        pick_lens = visible.clamp(max=shape.topk).int()
+        topk_indices = torch.stack(
+            [_spread_topk(visible, shape.topk, generator) for _ in range(copies)]
+        )
+        topk_lens = visible.clamp(max=shape.topk).int()
     sinks = torch.randn(shape.num_heads, generator=generator, device=device)
     problem = AttentionProblem(
         case=case,
@@ -172,8 +195,8 @@ def make_attention(
         window_table=window_table,
         entries=entries,
         entry_table=entry_table,
-        picks=picks,
-        pick_lens=pick_lens,
+        topk_indices=topk_indices,
+        topk_lens=topk_lens,
         seq_lens=seq_lens,
         cu_seqlens_q=cu_seqlens_q,
         sinks=None if shape.op == "mla" else sinks,
@@ -212,9 +235,9 @@ def visible_rows(problem: AttentionProblem, seq: int, row: int) -> Tensor:
         found.append(_raw_rows(problem, 0, seq, torch.arange(lowest, position + 1, device=device)))
     if problem.entries is not None:
         entry = torch.arange((position + 1) // shape.ratio, device=device)
-        if problem.picks is not None:
-            picked = problem.picks[0, seq * case.q_lens[0] + row].long()
-            entry = picked[picked >= 0]
+        if problem.topk_indices is not None:
+            chosen = problem.topk_indices[0, seq * case.q_lens[0] + row].long()
+            entry = chosen[chosen >= 0]
         found.append(_read(problem.entries[0], problem.entry_slots(seq, entry)))
     return torch.cat(found)
 
@@ -222,9 +245,13 @@ def visible_rows(problem: AttentionProblem, seq: int, row: int) -> Tensor:
 def attend(
     problem: AttentionProblem, token: int, keys: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Attention of one token of the first copy to ``keys`` [n, head_dim] in the arithmetic ``dtype``, with the sink.
+    """Attention of one token of the first copy to ``keys`` [n, head_dim] in the arithmetic
+    ``dtype``, with the sink.
 
-    Returns: out [1, num_heads, head_dim_v] and lse [1, num_heads]. Source: as ``kernels.compressed.reference``; a test compares them.
+    Returns:
+        out [1, num_heads, head_dim_v] and lse [1, num_heads].
+
+    Source: as ``kernels.compressed.reference``; a test compares them.
     """
     shape = problem.case.shape
     keys = keys.to(dtype)
@@ -251,8 +278,10 @@ def _read(pages: LatentPages | Tensor, slots: Tensor) -> Tensor:
     return pages.read(slots)
 
 
-def _spread_picks(visible: Tensor, topk: int, generator: torch.Generator) -> Tensor:
-    """[num_tokens, topk] int32: one entry of each of ``topk`` equal parts of what a token sees, all of it where it sees fewer; then -1."""
+def _spread_topk(visible: Tensor, topk: int, generator: torch.Generator) -> Tensor:
+    """[num_tokens, topk] int32: one entry of each of ``topk`` equal parts of what a token sees, all
+    of it where it sees fewer; then -1.
+    """
     rank = torch.arange(topk, device=visible.device)
     first, stop = (torch.div(r * visible[:, None], topk, rounding_mode="floor") for r in (rank, rank + 1))  # fmt: skip
     draw = torch.rand(first.shape, generator=generator, device=visible.device)

@@ -1,8 +1,9 @@
-"""The tensors of cases that make what attention reads: picks of the indexer, compressed entries, written rows; and what they have to be.
+"""The tensors of cases that make what attention reads: ``topk_indices``, entries, written rows.
 
-Picks are right if none that was left out scores higher than one that was taken, by more than the errors of two scores; there have to be as
-many as there should, each once. Rows that were written are read back from the pages. Budgets are those of `bench.common.bounds`, and for e4m3 half a
-step more.
+``topk_indices`` are right if none that was left out scores higher than one that was taken, by more
+than the errors of two scores; there have to be as many as there should, each once. Rows that were
+written are read back from the pages. Budgets are those of `bench.common.bounds`, and for e4m3 half
+a step more.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ ROPE_THETA = 1e4
 
 @dataclass(frozen=True)
 class IndexProblem:
-    """A case of "index"; the first dimension of q is the copy, ``pages`` has an element for each. Shapes as in ``index_topk``."""
+    """A case of "index"; the first dimension of q is the copy, ``pages`` has an element for each.
+    Shapes as in ``index_topk``.
+    """
 
     case: LatentCase
     q: Tensor
@@ -45,8 +48,14 @@ class IndexProblem:
 class RowsProblem:
     """A case of "write" or "compress".
 
-    x: [copies, num_tokens, channels] bf16 rows of "write", fp32 rows of "compress". gate, ape, state (a list): of "compress" alone, as there.
-    pages: a list. slot_mapping: [num_tokens] int64. positions: [num_tokens] int64. cos_sin, norm_weight: as in ``write_latent``.
+    Attributes:
+        x: [copies, num_tokens, channels] bf16 rows of "write", fp32 rows of "compress".
+        gate, ape: of "compress" alone, as there.
+        state: of "compress" alone, an element for each copy.
+        pages: an element for each copy.
+        slot_mapping: [num_tokens] int64.
+        positions: [num_tokens] int64.
+        cos_sin, norm_weight: as in ``write_latent``.
     """
 
     case: LatentCase
@@ -76,7 +85,9 @@ def make_index(
     seed: int = 0,
     copies: int | None = None,
 ) -> IndexProblem:
-    """Random tensors for a case of "index"; arguments as in `bench.cases.latent_problem.make_attention`."""
+    """Random tensors for a case of "index"; arguments as in
+    `bench.cases.latent_problem.make_attention`.
+    """
     shape = case.shape
     generator = torch.Generator(device).manual_seed(seed)
     if copies is None:
@@ -99,37 +110,53 @@ def make_index(
 
 
 @dataclass(frozen=True)
-class ExpectedPicks:
-    """rows: indices of tokens. scores: float64 scores of all that each of them sees, with bounds. topk: picks, at most."""
+class ExpectedTopk:
+    """What ``index_topk`` has to give.
+
+    Attributes:
+        rows: tokens that are checked.
+        scores: of each of these tokens, float64 scores of all entries that it sees, with bounds.
+        topk: entries of a token, at most.
+    """
 
     rows: list[int]
     scores: list[Bounded]
     topk: int
 
-    def wrong(self, picks: Tensor, lens: Tensor) -> str | None:
-        """What is wrong with picks [num_tokens, topk] and lens [num_tokens]: a message, or None."""
+    def wrong(self, topk_indices: Tensor, lens: Tensor) -> str | None:
+        """What is wrong with a result.
+
+        Args:
+            topk_indices: [num_tokens, topk] int32, entries of each token, then -1.
+            lens: [num_tokens] int32, how many there are.
+
+        Returns:
+            A message, or None.
+        """
         for token, scores in zip(self.rows, self.scores, strict=True):
             count = min(self.topk, len(scores))
-            row = picks[token].long()
+            row = topk_indices[token].long()
             ids = row[:count]
             if int(lens[token]) != count or bool((row[count:] != -1).any()):
-                return f"picks: expected {count} of token {token}, got {int(lens[token])}"
+                return f"topk_indices: expected {count} of token {token}, got {int(lens[token])}"
             taken = torch.zeros(len(scores), dtype=torch.bool, device=scores.device)
             if not bool(((ids >= 0) & (ids < len(scores))).all()):
-                return f"picks: token {token} has one that it does not see"
+                return f"topk_indices: token {token} has one that it does not see"
             taken[ids] = True
             if int(taken.sum()) != count:
-                return f"picks: token {token} has one twice"
+                return f"topk_indices: token {token} has one twice"
             if count < len(scores):
                 # As high as each may have been found, and as low.
                 highest, lowest = scores.value + scores.error, scores.value - scores.error
                 gap = (lowest[~taken].max() - highest[taken].min()).item()
                 if gap > 0:
-                    return f"picks: one left out scores {gap:.3g} more than the budget allows"
+                    return (
+                        f"topk_indices: one left out scores {gap:.3g} more than the budget allows"
+                    )
         return None
 
 
-def expect_picks(problem: IndexProblem) -> ExpectedPicks:
+def expect_topk(problem: IndexProblem) -> ExpectedTopk:
     """The float64 scores of a sample of rows of the first copy."""
     case, shape = problem.case, problem.case.shape
     q_len = case.q_lens[0]
@@ -144,7 +171,7 @@ def expect_picks(problem: IndexProblem) -> ExpectedPicks:
             rows.append(token)
             with bounding():
                 scores.append(_scores(problem, token, keys[:visible], torch.float64))
-    return ExpectedPicks(rows, scores, shape.topk)
+    return ExpectedTopk(rows, scores, shape.topk)
 
 
 def _scores(problem: IndexProblem, token: int, keys: Tensor, dtype: torch.dtype) -> Tensor:
@@ -162,9 +189,11 @@ def make_rows(
     seed: int = 0,
     copies: int | None = None,
 ) -> RowsProblem:
-    """Random tensors for a case of "write" or "compress"; arguments as in `bench.cases.latent_problem.make_attention`.
+    """Random tensors for a case of "write" or "compress"; arguments as in
+    `bench.cases.latent_problem.make_attention`.
 
-    The state holds, where the step puts its rows, these rows already: then a call changes nothing that the next one reads.
+    The state holds, where the step puts its rows, these rows already: then a call changes nothing
+    that the next one reads.
     """
     shape = case.shape
     generator = torch.Generator(device).manual_seed(seed)
@@ -224,7 +253,13 @@ def rope_table(num_positions: int, rope_dim: int, device: torch.device) -> Tenso
 
 @dataclass(frozen=True)
 class ExpectedRows:
-    """rows: [n] indices of tokens, whose row or entry went to ``slots``. exact, budget: [n, head_dim] float64, and largest errors allowed."""
+    """What rows that were written have to be.
+
+    Attributes:
+        rows: [n] indices of tokens, whose row or entry went to ``slots``.
+        exact: [n, head_dim] float64.
+        budget: [n, head_dim], the largest errors allowed.
+    """
 
     pages: LatentPages | IndexPages
     rows: Tensor
@@ -233,7 +268,7 @@ class ExpectedRows:
     budget: Tensor
 
     def wrong(self, out: Tensor | None = None) -> str | None:
-        """What is wrong with the pages, or with ``out`` [num_tokens, head_dim]: a message, or None."""
+        """What is wrong with pages or ``out`` [num_tokens, head_dim]: a message, or None."""
         found = {"pages": self.pages.read(self.slots)}
         if out is not None:
             found["out"] = out[self.rows]
@@ -245,7 +280,9 @@ class ExpectedRows:
 
 
 def expect_rows(problem: RowsProblem) -> ExpectedRows:
-    """The float64 rows of a sample of those that the first copy's call writes, and clears these rows of the pages."""
+    """The float64 rows of a sample of those that the first copy's call writes, and clears these
+    rows of the pages.
+    """
     written = (problem.slot_mapping >= 0).nonzero()[:, 0]
     chosen = written[spread(len(written), CHECKED_SEQS * CHECKED_ROWS)]
     with bounding():
@@ -255,16 +292,19 @@ def expect_rows(problem: RowsProblem) -> ExpectedRows:
     pages.write(slots, torch.full(exact.shape, 1e4, device=slots.device))
     budget = allowed(exact, torch.bfloat16)
     if pages.fp8:
-        # Half a step of e4m3: 2^-4 of the number, 2^-10 of its scale at the least; a power of two up to twice the largest / 448.
+        # Half a step of e4m3: 2^-4 of the number, 2^-10 of its scale at the least; a power of two
+        # up to twice the largest / 448.
         size = exact.value.abs() + budget
         budget = budget + size / 16 + size.amax(1, keepdim=True) * 2.0**-9 / 448
     return ExpectedRows(pages, chosen, slots, exact.value, budget)
 
 
 def _rows(problem: RowsProblem, tokens: Tensor, dtype: torch.dtype) -> Tensor:
-    """[len(tokens), head_dim]: rows of "write", entries that these tokens close of "compress", before they are rounded.
+    """[len(tokens), head_dim]: rows of "write", entries that these tokens close of "compress",
+    before they are rounded.
 
-    Source: as ``kernels.latent_write.reference`` and ``kernels.compressor.reference``; a test compares them.
+    Source: as ``kernels.latent_write.reference`` and ``kernels.compressor.reference``; a test
+    compares them.
     """
     shape = problem.case.shape
     position = problem.positions[tokens]
@@ -278,8 +318,8 @@ def _rows(problem: RowsProblem, tokens: Tensor, dtype: torch.dtype) -> Tensor:
     cos, sin = problem.cos_sin[position].to(dtype).chunk(2, 1)
     first = shape.head_dim - shape.rope_dim
     even, odd = rows[:, first::2], rows[:, first + 1 :: 2]
-    turned = torch.stack([even * cos - odd * sin, odd * cos + even * sin], 2).flatten(1)
-    return torch.cat([rows[:, :first], turned], 1)
+    rotated = torch.stack([even * cos - odd * sin, odd * cos + even * sin], 2).flatten(1)
+    return torch.cat([rows[:, :first], rotated], 1)
 
 
 def _pooled(problem: RowsProblem, token: int, dtype: torch.dtype) -> Tensor:

@@ -1,13 +1,14 @@
-"""Shapes of the latent kernels of DeepSeek-V4 and V3, and the batches that they are measured on. A new shape is a line of a table.
+"""Shapes of the latent kernels of DeepSeek-V4 and V3, and the batches that they are measured on. A
+new shape is a line of a table.
 
-A latent row is key and value at once, and one serves all query heads, so under tensor parallelism heads are divided and rows are not. What
-one call does is its op:
+A latent row is key and value at once, and one serves all query heads, so under tensor parallelism
+heads are divided and rows are not. What one call does is its op:
 
     mla       attention to all rows of the context (V2 and V3)
     window    attention to the last raw rows (V4 layers that only slide)
-    csa       the same, and to picked entries, each of which stands for 4 tokens
+    csa       the same, and to the top-k entries, each of which stands for 4 tokens
     hca       the same, and to all entries, each of which stands for 128 tokens
-    index     the picks of csa: scores of all its entries, and the best of them
+    index     the top-k of csa: scores of all its entries, and the best of them
     compress  the entries that the step closes; in decode every sequence closes one, which one step in ``ratio`` does
     write     norm, RoPE and writing of the step's raw rows
 
@@ -35,7 +36,8 @@ from .shapes import (
 ATTENTION = ("mla", "window", "csa", "hca")
 PHASES = ("decode", "prefill")
 CONTEXTS = {"v3": (4096, 32768, 131072), "v4": (4096, 32768, 131072, 1048576)}
-# Chunk of the only op whose prefill takes most of a second at a long context, and the context from which it is cut.
+# Chunk of the only op whose prefill takes most of a second at a long context, and the context from
+# which it is cut.
 LONG_CHUNK, LONG_CONTEXT = 2048, 131072
 # Bytes of a quantised row with its scales: latents, and index keys beyond their channels.
 FP8_ROW_BYTES, FP8_KEY_SCALE = 584, 4
@@ -45,10 +47,16 @@ FP8_ROW_BYTES, FP8_KEY_SCALE = 584, 4
 class LatentShape:
     """One kind of call; which fields matter depends on ``op``, see the file's docstring.
 
-    name: model/kind, with /tpN behind it for the share of one of N devices. num_heads: query heads, or those of the indexer.
-    head_dim: channels of a row or of an index key. head_dim_v: of its value, for "mla". rope_dim: trailing roped channels.
-    ratio: raw tokens of an entry. overlap: whether an entry pools two windows. rows: of a page of entries (of raw rows: ``window_rows``).
-    index: whether entries are keys of the indexer.
+    Attributes:
+        name: model/kind, with /tpN behind it for the share of one of N devices.
+        num_heads: query heads, or those of the indexer.
+        head_dim: channels of a row or of an index key.
+        head_dim_v: of its value, for "mla".
+        rope_dim: trailing roped channels.
+        ratio: raw tokens of an entry.
+        overlap: whether an entry pools two windows.
+        rows: of a page of entries (of raw rows: ``window_rows``).
+        index: whether entries are keys of the indexer.
     """
 
     name: str
@@ -80,7 +88,11 @@ class LatentShape:
 
 @dataclass(frozen=True)
 class LatentCase(Batch):
-    """One call. fp8: whether rows are quantised, 584 bytes each; else they are bf16."""
+    """One call.
+
+    Attributes:
+        fp8: whether rows are quantised, 584 bytes each; else they are bf16.
+    """
 
     shape: LatentShape
     phase: str
@@ -138,7 +150,8 @@ def _v4(name: str, config: DeepseekV4Config) -> list[LatentShape]:
     ]  # fmt: skip
 
 
-# Flash and Pro pool and write alike. V2 and V3 scale by their uncompressed heads of 128 + 64 channels.
+# Flash and Pro pool and write alike. V2 and V3 scale by their uncompressed heads of 128 + 64
+# channels.
 _SHAPES = (
     *_v4("v4-flash", CONFIGS["deepseek-v4-flash"]),
     *_v4("v4-pro", CONFIGS["deepseek-v4-pro"]),
@@ -173,7 +186,9 @@ TINY_SHAPES = {
 
 
 def headline() -> list[LatentCase]:
-    """The cases that matter most, best first: quantised pages, as models are served; V3 in bf16, the format that its kernels take."""
+    """The cases that matter most, best first: quantised pages, as models are served; V3 in bf16,
+    the format that its kernels take.
+    """
 
     def case(name: str, phase: str, batch: int, context: int = USUAL_CONTEXT) -> LatentCase:
         return case_of(name, phase, batch, context)
@@ -195,7 +210,9 @@ def headline() -> list[LatentCase]:
 
 
 def all_cases() -> list[LatentCase]:
-    """Every case once, headline first; then batches and contexts, shards, and plain rows where quantised ones are usual."""
+    """Every case once, headline first; then batches and contexts, shards, and plain rows where
+    quantised ones are usual.
+    """
     found = dict.fromkeys(headline())
     for vary in (_sizes, _parallel, _plain):
         for shape in SHAPES.values():
@@ -219,7 +236,9 @@ def tiny_cases() -> list[LatentCase]:
 
 
 def case_of(name: str, phase: str, batch: int, context: int) -> LatentCase:
-    """The case of a shape, or of a share of one, by its name, in its usual format: quantised, but bf16 for "mla"."""
+    """The case of a shape, or of a share of one, by its name, in its usual format: quantised, but
+    bf16 for "mla".
+    """
     whole, _, devices = name.partition("/tp")
     shape = SHAPES[whole].shard(int(devices)) if devices else SHAPES[whole]
     if shape is None:

@@ -1,15 +1,19 @@
 """The tensors of one case, shared by all implementations, and what the result has to be.
 
-Pages lie as the runner's pool has them: ``[num_pages, 2, block_size, num_kv_heads, head_dim]``, K and V of a page side by side. The table is
-linear, so that every implementation can read it; pages behind a sliding window do not exist (their entries name page 0, which no query
-sees). There are several copies of pages, queries and fresh rows where one would stay in the L2 cache: calls take turns.
+Pages lie as the runner's pool has them: ``[num_pages, 2, block_size, num_kv_heads, head_dim]``, K
+and V of a page side by side. The table is linear, so that every implementation can read it; pages
+behind a sliding window do not exist (their entries name page 0, which no query sees). There are
+several copies of pages, queries and in-step K/V where one would stay in the L2 cache: calls take
+turns.
 
-Logits have a standard deviation of ``LOGIT_STD``: a softmax over thousands of keys then rests on few of them, elsewhere for every query
-and head, so values read from a wrong place show. A tile of keys that was not read at all may matter little to each output, and shows in the lse, which is
-known to more digits. Budgets are derived, as in the tests: what a right program may be off by in any order of summation (`bench.common.bounds`).
+Logits have a standard deviation of ``LOGIT_STD``: a softmax over thousands of keys then rests on
+few of them, elsewhere for every query and head, so values read from a wrong place show. A tile of
+keys that was not read at all may matter little to each output, and shows in the lse, which is known
+to more digits. Budgets are derived, as in the tests: what a right program may be off by in any
+order of summation (`bench.common.bounds`).
 
-Pages of e4m3 (``Shape.fp8``) hold codes of such numbers, and beside them the scales of rows, as the runner's pool has them. The result that
-is expected is that of what codes and scales stand for.
+Pages of e4m3 (``Shape.fp8``) hold quantized values, and beside them the scales of rows, as the
+runner's pool has them. The result that is expected is that of what values and scales stand for.
 """
 
 from __future__ import annotations
@@ -41,10 +45,15 @@ CHECKED_ROWS = 12
 class Problem:
     """A case with its tensors; the first dimension of q, pages, k and v is the copy.
 
-    q: [copies, num_tokens, num_heads, head_dim]. pages: [copies, num_pages, 2, block_size, num_kv_heads, head_dim].
-    k, v: [copies, num_tokens, num_kv_heads, head_dim], the rows of the new tokens, which the pages hold as well.
-    block_table, seq_lens, cu_seqlens_q, sinks: as in ``quire.kernels.paged_attention``. sinks is None where the shape has none.
-    scales: fp32 [copies, num_pages, 2, block_size, num_kv_heads], of the rows of e4m3 pages; None with others.
+    Attributes:
+        q: [copies, num_tokens, num_heads, head_dim].
+        pages: [copies, num_pages, 2, block_size, num_kv_heads, head_dim].
+        k, v: [copies, num_tokens, num_kv_heads, head_dim], the rows of the new tokens, which the
+            pages hold as well.
+        block_table, seq_lens, cu_seqlens_q, sinks: as in ``quire.kernels.paged_attention``. sinks
+            is None where the shape has none.
+        scales: fp32 [copies, num_pages, 2, block_size, num_kv_heads], of the rows of e4m3 pages;
+            None with others.
     """
 
     case: Case
@@ -78,13 +87,17 @@ class Problem:
         return self.pages[copy, :, 1]
 
     def row_scales(self, copy: int) -> dict[str, Tensor]:
-        """k_scale and v_scale, [num_pages, block_size, num_kv_heads] views, as arguments by name; empty where there are none."""
+        """k_scale and v_scale, [num_pages, block_size, num_kv_heads] views, as arguments by name;
+        empty where there are none.
+        """
         if self.scales is None:
             return {}
         return {"k_scale": self.scales[copy, :, 0], "v_scale": self.scales[copy, :, 1]}
 
     def gathered(self, seq: int, copy: int = 0, lowest: int = 0) -> tuple[Tensor, Tensor]:
-        """K and V rows [keys, num_kv_heads, head_dim] of one sequence from position ``lowest`` on; those of e4m3 pages in fp32."""
+        """K and V rows [keys, num_kv_heads, head_dim] of one sequence from position ``lowest`` on;
+        those of e4m3 pages in fp32.
+        """
         block_size = self.case.block_size
         position = torch.arange(lowest, self.case.seq_lens[seq], device=self.q.device)
         page = self.block_table[seq, position // block_size].long()
@@ -113,7 +126,11 @@ def make_problem(
     seed: int = 0,
     copies: int | None = None,
 ) -> Problem:
-    """Random tensors for a case. copies: default: as many as exceed the L2 cache ``L2_MULTIPLE`` times; 1 on a CPU."""
+    """Random tensors for a case.
+
+    Args:
+        copies: default: as many as exceed the L2 cache ``L2_MULTIPLE`` times; 1 on a CPU.
+    """
     shape = case.shape
     if copies is None:
         copies = 1
@@ -143,9 +160,10 @@ def make_problem(
         for copy in range(copies):
             for first in range(0, num_pages, QUANTISED_PAGES):
                 part = slice(first, min(num_pages, first + QUANTISED_PAGES))
-                codes, found = e4m3.quantise(normal(part.stop - first, *page_shape))
-                pages[copy, part] = codes
-                # Powers of two: rows are then numbers of the model's dtype too, and fresh ones are what pages hold.
+                quantized, found = e4m3.quantise(normal(part.stop - first, *page_shape))
+                pages[copy, part] = quantized
+                # Powers of two: rows are then numbers of the model's dtype too, and in-step K/V
+                # are what pages hold.
                 scales[copy, part] = found.log2().round().exp2()
     else:
         pages = normal(copies, num_pages, *page_shape)
@@ -175,8 +193,11 @@ def make_problem(
 class Expected:
     """What a sample of rows of a problem's first copy has to be.
 
-    rows: [n] indices of tokens. exact: [n, num_heads, head_dim] float64. lse: [n, num_heads] float64.
-    budget, lse_budget: largest errors allowed, of each element.
+    Attributes:
+        rows: [n] indices of tokens.
+        exact: [n, num_heads, head_dim] float64.
+        lse: [n, num_heads] float64.
+        budget, lse_budget: largest errors allowed, of each element.
     """
 
     rows: Tensor
@@ -188,7 +209,9 @@ class Expected:
     def wrong(self, out: Tensor, lse: Tensor | None = None) -> str | None:
         """What is wrong with a result: a message, or None. All of it has to be finite.
 
-        out: [num_tokens, num_heads, head_dim]. lse: [num_heads, num_tokens] natural log, where an implementation gives it.
+        Args:
+            out: [num_tokens, num_heads, head_dim].
+            lse: [num_heads, num_tokens] natural log, where an implementation gives it.
         """
         found = [("out", out, out[self.rows], self.exact, self.budget)]
         if lse is not None:
@@ -220,7 +243,10 @@ def expect(problem: Problem) -> Expected:
 def budgeted(rows: Tensor, results: list[tuple[Bounded, Bounded]], dtype: torch.dtype) -> Expected:
     """Expected rows with the budgets of a dtype.
 
-    rows: [n] indices of tokens. results: (out [m, num_heads, *], lse [m, num_heads]) of these rows, in parts, float64 with bounds.
+    Args:
+        rows: [n] indices of tokens.
+        results: (out [m, num_heads, *], lse [m, num_heads]) of these rows, in parts, float64 with
+            bounds.
     """
     exact, lse = (torch.cat(part) for part in zip(*results, strict=True))
     return Expected(
@@ -233,11 +259,15 @@ def budgeted(rows: Tensor, results: list[tuple[Bounded, Bounded]], dtype: torch.
 
 
 def attention_rows(problem: Problem, seq: int, rows: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Attention of some rows of one sequence of the first copy, all keys at once, in the arithmetic ``dtype``.
+    """Attention of some rows of one sequence of the first copy, all keys at once, in the arithmetic
+    ``dtype``.
 
-    rows: new tokens of the sequence, counted from 0.
+    Args:
+        rows: new tokens of the sequence, counted from 0.
 
-    Returns: out [len(rows), num_heads, head_dim] and lse [len(rows), num_heads] in ``dtype``.
+    Returns:
+        out [len(rows), num_heads, head_dim] and lse [len(rows), num_heads] in ``dtype``.
+
     Source: as ``quire.kernels.attention.reference``, with which a test compares it.
     """
     case, shape = problem.case, problem.case.shape
@@ -266,7 +296,9 @@ def attention_rows(problem: Problem, seq: int, rows: Sequence[int], dtype: torch
 
 
 def _table(case: Case, seed: int) -> tuple[Tensor, int]:
-    """Block table [batch, width] with shuffled pages, and the number of pages; page 0 stands for pages that nobody sees."""
+    """Block table [batch, width] with shuffled pages, and the number of pages; page 0 stands for
+    pages that nobody sees.
+    """
     window, block_size = case.shape.sliding_window, case.block_size
     width = -(-max(case.seq_lens) // block_size)
     table = torch.zeros(case.batch, width, dtype=torch.int32)

@@ -1,6 +1,8 @@
-"""Attention shapes of named models, and the batches that kernels are measured on. A new shape is a line of a table, not code.
+"""Attention shapes of named models, and the batches that kernels are measured on. A new shape is a
+line of a table, not code.
 
-A case is one launch: a shape (or its share under tensor parallelism), a phase, and how many sequences of which context:
+A case is one launch: a shape (or its share under tensor parallelism), a phase, and how many
+sequences of which context:
 
     decode   every sequence adds one token to its context
     prefill  every sequence adds a chunk: the whole prompt, or its last ``CHUNK`` tokens where it is longer
@@ -31,8 +33,11 @@ MAX_CACHE_BYTES = 40 * 2**30
 class Shape:
     """Attention of one kind of layer; fields as in ``quire.kernels.paged_attention``.
 
-    name: model/kind, with /fp8 behind it for e4m3 pages, and /tpN for the share of one of N devices.
-    block_size: tokens of a page in this model's layout. fp8: whether pages are e4m3, with a scale for each row.
+    Attributes:
+        name: model/kind, with /fp8 behind it for e4m3 pages, and /tpN for the share of one of N
+            devices.
+        block_size: tokens of a page in this model's layout.
+        fp8: whether pages are e4m3, with a scale for each row.
     """
 
     name: str
@@ -52,7 +57,9 @@ class Shape:
         return 2 * self.num_kv_heads * row_bytes
 
     def shard(self, devices: int) -> Shape | None:
-        """The share of one of ``devices`` under tensor parallelism; None where KV heads do not divide."""
+        """The share of one of ``devices`` under tensor parallelism; None where KV heads do not
+        divide.
+        """
         if self.num_kv_heads % devices:
             return None
         return replace(
@@ -64,7 +71,9 @@ class Shape:
 
 
 class Batch:
-    """What the cases of all families share: ``batch`` sequences of ``context`` keys each, including the new ones."""
+    """What the cases of all families share: ``batch`` sequences of ``context`` keys each, including
+    the new ones.
+    """
 
     phase: str
     batch: int
@@ -119,7 +128,9 @@ class Case(Batch):
 
 
 def _gemma(name: str) -> list[Shape]:
-    """The two kinds of layers of a configuration; the page of the lighter one holds more tokens, so that all pages have equal bytes."""
+    """The two kinds of layers of a configuration; the page of the lighter one holds more tokens, so
+    that all pages have equal bytes.
+    """
     config = CONFIGS[name]
     kinds = {"local": config.sliding, "global": config.full}
     heaviest = max(a.num_kv_heads * a.head_dim for a in kinds.values())
@@ -137,7 +148,8 @@ def _gemma(name: str) -> list[Shape]:
     ]
 
 
-# Shapes without a configuration here: config.json of the checkpoints named. Scale 1: Gemma-4's q and k norms carry it.
+# Shapes without a configuration here: config.json of the checkpoints named. Scale 1: Gemma-4's q
+# and k norms carry it.
 _OTHERS = (
     Shape("gemma-4-26b/local", 16, 8, 256, 1024, 1.0, block_size=16),
     Shape("gemma-4-26b/global", 16, 2, 512, None, 1.0, block_size=32),
@@ -149,7 +161,8 @@ _OTHERS = (
 )
 SHAPES = {shape.name: shape for shape in (*_gemma("gemma-4-31b"), *_OTHERS, *_gemma("gemma-3-27b"))}
 
-# Of these, also with e4m3 pages: decode and prefill at the usual batch and context, decode of one sequence and of many.
+# Of these, also with e4m3 pages: decode and prefill at the usual batch and context, decode of one
+# sequence and of many.
 FP8_SHAPES = {
     f"{name}/fp8": replace(SHAPES[name], name=f"{name}/fp8", fp8=True)
     for name in ("gemma-4-31b/global", "gemma-4-31b/local", "llama-3-70b")
@@ -167,7 +180,9 @@ TINY_SHAPES = {
 
 
 def headline() -> list[Case]:
-    """The cases that matter most, best first: decode and prefill of the main shapes at the usual batch and context."""
+    """The cases that matter most, best first: decode and prefill of the main shapes at the usual
+    batch and context.
+    """
     names = ("gemma-4-31b/global", "gemma-4-31b/local", "llama-3-70b", "gpt-oss-120b/full")
     found = []
     for phase, batch in (("decode", USUAL_BATCH), ("prefill", 1), ("decode", 1)):
@@ -185,7 +200,9 @@ def fp8_cases() -> list[Case]:
 
 
 def all_cases() -> list[Case]:
-    """Every case once, headline first, then one respect changed at a time: e4m3 pages, batch, context, tensor parallelism, page size."""
+    """Every case once, headline first, then one respect changed at a time: e4m3 pages, batch,
+    context, tensor parallelism, page size.
+    """
     found = dict.fromkeys([*headline(), *fp8_cases()])
     for vary in (_phases, _batches, _contexts, _parallel, _pages):
         for shape in SHAPES.values():

@@ -1,1 +1,3 @@
-"""What several benchmarks share: rates of the machine, times, error bounds, workloads, traces, worker processes."""
+"""What several benchmarks share: rates of the machine, times, error bounds, workloads, traces,
+worker processes.
+"""

@@ -1,7 +1,9 @@
-"""Float64 results beside a bound of how far a right program may be from them, on any machine and in any order of summation.
+"""Float64 results beside a bound of how far a right program may be from them, on any machine and in
+any order of summation.
 
-Inside `bounding`, float64 arithmetic of torch gives `Bounded` tensors: a value, and for each element the largest error that a program can make
-that does the same sums in fp32. So an oracle, run once in float64, tells both what is right and what must be allowed::
+Inside `bounding`, float64 arithmetic of torch gives `Bounded` tensors: a value, and for each
+element the largest error that a program can make that does the same sums in fp32. So an oracle, run
+once in float64, tells both what is right and what must be allowed::
 
     with bounding(weights=torch.bfloat16):
         exact = oracle(..., dtype=torch.float64)
@@ -15,9 +17,11 @@ This is running error analysis, with worst cases added up and never a sample of 
                         logits that are off by d_j change weight j by at most exp(d_j + log sum_k p_k exp(d_k)) - 1
     weights, results    are rounded to nearest in the dtype that the program keeps them in
 
-Values that go in are exact: they are what the program reads. What is not a rounding (a key too many, a scale forgotten) is not allowed for.
+Values that go in are exact: they are what the program reads. What is not a rounding (a key too
+many, a scale forgotten) is not allowed for.
 
-Source: Higham, Accuracy and Stability of Numerical Algorithms, 3.1 and 3.3 (running error analysis), 4.2 (any order of summation).
+Source: Higham, Accuracy and Stability of Numerical Algorithms, 3.1 and 3.3 (running error
+analysis), 4.2 (any order of summation).
 """
 
 from __future__ import annotations
@@ -39,7 +43,8 @@ TILE = 16
 
 
 class Bounded(Tensor):
-    """A float64 tensor with ``error``, a tensor like it: how far a right program may be from each element.
+    """A float64 tensor with ``error``, a tensor like it: how far a right program may be from each
+    element.
 
     A part of it is bounded as well; of arithmetic outside of `bounding` only values come out.
     """
@@ -71,7 +76,9 @@ def bounded(value: Tensor, error: Tensor | None = None) -> Bounded:
 
 
 def allowed(exact: Bounded, dtype: torch.dtype) -> Tensor:
-    """How far each element of a result may be from ``exact`` when it has been rounded to ``dtype``; float64, NaN or infinite where ``exact`` is."""
+    """How far each element of a result may be from ``exact`` when it has been rounded to ``dtype``;
+    float64, NaN or infinite where ``exact`` is.
+    """
     value, error = _parts(exact)
     return error + _rounding(value.abs() + error, dtype)
 
@@ -88,7 +95,11 @@ def rounded(x: Bounded, dtype: torch.dtype) -> Bounded:
 
 
 class bounding(TorchFunctionMode):
-    """A context in which float64 arithmetic is `Bounded`. weights: the dtype that weights of a softmax are rounded to."""
+    """A context in which float64 arithmetic is `Bounded`.
+
+    Attributes:
+        weights: the dtype that weights of a softmax are rounded to.
+    """
 
     def __init__(self, weights: torch.dtype = torch.float32):
         super().__init__()
@@ -179,7 +190,9 @@ def _set(target: Tensor, index: Any, source: Any) -> None:
 
 
 def _apply(rule: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Bounded:
-    """A rule takes (value, error) of each operand and gives (value, error): of an operation without its own rounding, and how many units that is."""
+    """A rule takes (value, error) of each operand and gives (value, error): of an operation without
+    its own rounding, and how many units that is.
+    """
     value, error, units = rule(*args, **kwargs)
     return bounded(value, error + units * UNIT * (value.abs() + error))
 
@@ -278,20 +291,25 @@ def _softmax(name: str, weights: torch.dtype, x: Any, dim: int, keepdim: bool = 
         error = (error if keepdim else error.squeeze(dim)) + 4 * UNIT * value.abs()
         return bounded(value, torch.where(value.isfinite(), error, 0.0))
     error = p * torch.expm1(off + drift + _steps(count) + gamma(count))
-    # Weights are kept against the largest logit, so what fp16 loses of small ones is relative to the largest weight.
+    # Weights are kept against the largest logit, so what fp16 loses of small ones is relative to
+    # the largest weight.
     tiny = _smallest(weights) * p.amax(dim, keepdim=True)
     rounded = _rounding(p + error, weights) if weights != torch.float32 else 0.0
     return bounded(torch.softmax(a, dim), error + rounded + tiny)
 
 
 def _slack(size: Tensor, count: Tensor, dim: int) -> Tensor:
-    """Absolute errors of exponents: a logit and the maximum are multiplied by log2(e), subtracted, and stored by pieces with log(count)."""
+    """Absolute errors of exponents: a logit and the maximum are multiplied by log2(e), subtracted,
+    and stored by pieces with log(count).
+    """
     largest = size.amax(dim, keepdim=True)
     return 8 * UNIT * (size + largest + torch.log1p(count.double()) + 1)
 
 
 def _steps(count: Tensor) -> Tensor:
-    """Relative error of a weight by the rescalings of a softmax in tiles: an exponential and two products each, and as many at its two ends."""
+    """Relative error of a weight by the rescalings of a softmax in tiles: an exponential and two
+    products each, and as many at its two ends.
+    """
     return (EXP_UNITS + 2) * UNIT * (count / TILE + 4)
 
 

@@ -1,11 +1,14 @@
-"""How fast a step could be: bytes that decode must read and products that prefill must form, over rates measured on this machine.
+"""How fast a step could be: bytes that decode must read and products that prefill must form, over
+rates measured on this machine.
 
-Decode is bound by memory: every weight and, in every layer, every live key and value is read once a step. Of tables of embeddings
-only the rows of the tokens are read, and of experts those that the batch chooses: as many as uniform choices would touch.
+Decode is bound by memory: every weight and, in every layer, every live key and value is read once a
+step. Of tables of embeddings only the rows of the tokens are read, and of experts those that the
+batch chooses: as many as uniform choices would touch.
 
-Prefill is bound by arithmetic: two operations per weight of a matrix and token (of experts, those of a token), and four per visible
-(query, key) pair, head and channel. What runs for one row a prompt is left out: the output projection, and layers without keys and
-values of their own. So are norms, activations and everything that attention reads twice.
+Prefill is bound by arithmetic: two operations per weight of a matrix and token (of experts, those
+of a token), and four per visible (query, key) pair, head and channel. What runs for one row a
+prompt is left out: the output projection, and layers without keys and values of their own. So are
+norms, activations and everything that attention reads twice.
 """
 
 from __future__ import annotations
@@ -32,8 +35,10 @@ REPEATS = 7
 class Rates:
     """Measured rates of a device.
 
-    copy_bytes_per_s: bytes read plus bytes written. copy_bytes: size of the buffer that was copied.
-    matmul_flops_per_s: of a square product of matmul_size in the model's dtype.
+    Attributes:
+        copy_bytes_per_s: bytes read plus bytes written.
+        copy_bytes: size of the buffer that was copied.
+        matmul_flops_per_s: of a square product of matmul_size in the model's dtype.
     """
 
     copy_bytes_per_s: float
@@ -45,8 +50,8 @@ class Rates:
 def measure_rates(model: Decoder) -> Rates:
     """Copy and matmul rates where ``model`` is, in its dtype.
 
-    The copied buffer is as large as the weights (at most 1 GiB), so that it lives where they live: a small model stays in a CPU's
-    caches, and main memory would be no floor for it.
+    The copied buffer is as large as the weights (at most 1 GiB), so that it lives where they live:
+    a small model stays in a CPU's caches, and main memory would be no floor for it.
     """
     return device_rates(
         model.device, model.dtype, copy_bytes=min(weight_bytes(model), MAX_COPY_BYTES)
@@ -58,7 +63,9 @@ def device_rates(
 ) -> Rates:
     """Copy and matmul rates of a device: the best of several repetitions, after one to warm up.
 
-    dtype: of the product. copy_bytes: size of the copied buffer; default: 1 GiB, on a CPU 64 MiB.
+    Args:
+        dtype: of the product.
+        copy_bytes: size of the copied buffer; default: 1 GiB, on a CPU 64 MiB.
     """
     on_gpu = device.type == "cuda"
     size = copy_bytes or (MAX_COPY_BYTES if on_gpu else 2**26)
@@ -74,9 +81,12 @@ def device_rates(
 
 
 def decode_bytes(model: Decoder, seq_lens: np.ndarray, kv_cache_dtype: str = "auto") -> int:
-    """Bytes that one decode step must read: weights, and K and V of all visible tokens in all layers.
+    """Bytes that one decode step must read: weights, and K and V of all visible tokens in all
+    layers.
 
-    seq_lens: [num_seqs] KV tokens of each sequence. kv_cache_dtype: of the pages (`quire.models.engine.config.EngineConfig`).
+    Args:
+        seq_lens: [num_seqs] KV tokens of each sequence.
+        kv_cache_dtype: of the pages (`quire.models.engine.config.EngineConfig`).
     """
     config = model.config
     if not isinstance(config, ModelConfig):
@@ -96,7 +106,9 @@ def decode_bytes(model: Decoder, seq_lens: np.ndarray, kv_cache_dtype: str = "au
 
 
 def read_weight_bytes(model: Decoder, num_tokens: int) -> int:
-    """Bytes of the weights that a step of ``num_tokens`` tokens reads; of experts an expectation, see the file's docstring."""
+    """Bytes of the weights that a step of ``num_tokens`` tokens reads; of experts an expectation,
+    see the file's docstring.
+    """
     config, total = model.config, 0
     for name, weight in model.named_parameters():
         rows = len(weight)
@@ -111,9 +123,11 @@ def read_weight_bytes(model: Decoder, num_tokens: int) -> int:
 
 
 def prefill_flops(config: ModelConfig, q_lens: np.ndarray, seq_lens: np.ndarray) -> int:
-    """Operations of one step: matrices of the layers for all new tokens, and attention over visible pairs.
+    """Operations of one step: matrices of the layers for all new tokens, and attention over visible
+    pairs.
 
-    q_lens, seq_lens: [num_seqs] new tokens, and KV tokens including them.
+    Args:
+        q_lens, seq_lens: [num_seqs] new tokens, and KV tokens including them.
     """
     if not isinstance(config, ModelConfig):
         return floors_v4.prefill_flops(config, q_lens, seq_lens)
@@ -124,7 +138,8 @@ def prefill_flops(config: ModelConfig, q_lens: np.ndarray, seq_lens: np.ndarray)
         q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         weights += config.hidden_size * (2 * q_size + (1 if shape.k_eq_v else 2) * kv_size)
         weights += config.hidden_size * 3 * config.mlp_size(layer)
-        # Per-layer embeddings: into the gate, out of it, and the layer's part of the projection that all share.
+        # Per-layer embeddings: into the gate, out of it, and the layer's part of the projection
+        # that all share.
         weights += config.hidden_size * 3 * config.per_layer_input_size
         if config.moe is not None:
             chosen = 3 * config.moe.top_k * config.moe.intermediate_size
@@ -134,7 +149,9 @@ def prefill_flops(config: ModelConfig, q_lens: np.ndarray, seq_lens: np.ndarray)
 
 
 def visible_pairs(q_lens: np.ndarray, seq_lens: np.ndarray, sliding_window: int | None) -> int:
-    """(query, key) pairs of causal attention: the query at position p sees min(p + 1, sliding_window) keys."""
+    """(query, key) pairs of causal attention: the query at position p sees min(p + 1,
+    sliding_window) keys.
+    """
     last, first = seq_lens.astype(np.int64), (seq_lens - q_lens).astype(np.int64)
     return int((_seen(last, sliding_window) - _seen(first, sliding_window)).sum())
 
@@ -146,7 +163,9 @@ def _seen(length: np.ndarray, sliding_window: int | None) -> np.ndarray:
 
 
 def _best(call: Callable[[], object], on_gpu: bool) -> float:
-    """Fewest seconds of one call; on a GPU by its own clock, as the host's would count launch and synchronisation too."""
+    """Fewest seconds of one call; on a GPU by its own clock, as the host's would count launch and
+    synchronisation too.
+    """
     seconds = []
     for _ in range(1 + REPEATS):
         if on_gpu:

@@ -1,7 +1,9 @@
-"""Floors of DeepSeek-V4 (`bench.common.floors` says what a floor is): narrow latents, compressed entries, and experts of which a token runs few.
+"""Floors of DeepSeek-V4 (`bench.common.floors` says what a floor is): narrow latents, compressed
+entries, and experts of which a token runs few.
 
-A query sees a window of raw rows, which are key and value at once, and entries of ``ratio`` tokens each: all of them in HCA layers, the
-indexer's picks in CSA layers, where it scores the keys of all. Drafter layers are not counted: they are what speculation costs.
+A query sees a window of raw rows, which are key and value at once, and entries of ``ratio`` tokens
+each: all of them in HCA layers, the indexer's top-k in CSA layers, where it scores the keys of all.
+Drafter layers are not counted: they are what speculation costs.
 """
 
 from __future__ import annotations
@@ -21,9 +23,12 @@ LATENT_BYTES, SCALE_BYTES = (
 
 
 def decode_bytes(model: DeepseekV4, seq_lens: np.ndarray, kv_cache_dtype: str = "auto") -> int:
-    """Bytes that one decode step must read; of experts an expectation, as if every token chose at random.
+    """Bytes that one decode step must read; of experts an expectation, as if every token chose at
+    random.
 
-    seq_lens: [num_seqs] tokens of each sequence. kv_cache_dtype: of the pages.
+    Args:
+        seq_lens: [num_seqs] tokens of each sequence.
+        kv_cache_dtype: of the pages.
     """
     config, fp8, itemsize = model.config, kv_cache_dtype == "fp8", model.dtype.itemsize
     latent_bytes = LATENT_BYTES if fp8 else config.head_dim * itemsize
@@ -52,9 +57,11 @@ def decode_bytes(model: DeepseekV4, seq_lens: np.ndarray, kv_cache_dtype: str = 
 
 
 def prefill_flops(config: DeepseekV4Config, q_lens: np.ndarray, seq_lens: np.ndarray) -> int:
-    """Operations of one step: matrices of the layers for all new tokens, attention and index scores over visible pairs.
+    """Operations of one step: matrices of the layers for all new tokens, attention and index scores
+    over visible pairs.
 
-    q_lens, seq_lens: [num_seqs] new tokens, and tokens including them.
+    Args:
+        q_lens, seq_lens: [num_seqs] new tokens, and tokens including them.
     """
     total = 2 * _weights_of_a_token(config) * int(q_lens.sum())
     for kind in config.layer_types:
@@ -70,7 +77,9 @@ def prefill_flops(config: DeepseekV4Config, q_lens: np.ndarray, seq_lens: np.nda
 
 
 def visible(q_lens: np.ndarray, seq_lens: np.ndarray, ratio: int, limit: int | None) -> int:
-    """(query, entry) pairs: the query at position p sees min((p + 1) // ratio, limit) entries; ratio 1 = raw rows."""
+    """(query, entry) pairs: the query at position p sees min((p + 1) // ratio, limit) entries;
+    ratio 1 = raw rows.
+    """
     last, first = seq_lens.astype(np.int64), (seq_lens - q_lens).astype(np.int64)
     return int((_seen(last, ratio, limit) - _seen(first, ratio, limit)).sum())
 

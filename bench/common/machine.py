@@ -11,7 +11,9 @@ import torch
 
 
 def describe_machine(device: torch.device) -> dict[str, str | int | None]:
-    """Keys: device, threads, driver (None on a CPU), python, torch, triton, commit ("unknown" outside of a repository)."""
+    """Keys: device, threads, driver (None on a CPU), python, torch, triton, commit ("unknown"
+    outside of a repository).
+    """
     on_gpu = device.type == "cuda"
     return {
         "device": torch.cuda.get_device_name(device) if on_gpu else _cpu_name(),

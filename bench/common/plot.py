@@ -6,8 +6,8 @@ from pathlib import Path
 
 
 def require_matplotlib(path: str | Path) -> None:
-    """Called before the work starts: raises ImportError naming the extra when matplotlib is missing, ValueError for a file of a format that it
-    cannot write.
+    """Called before the work starts: raises ImportError naming the extra when matplotlib is
+    missing, ValueError for a file of a format that it cannot write.
     """
     try:
         import matplotlib  # noqa: F401

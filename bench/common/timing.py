@@ -1,4 +1,6 @@
-"""Times of calls on a device: replays of a CUDA graph on a GPU, a host clock on a CPU; medians, and the spread beside them."""
+"""Times of calls on a device: replays of a CUDA graph on a GPU, a host clock on a CPU; medians, and
+the spread beside them.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from time import perf_counter
 import numpy as np
 import torch
 
-# A graph holds this many calls, so that the events around it weigh little; fewer where they take longer than GRAPH_SECONDS.
+# A graph holds this many calls, so that the events around it weigh little; fewer where they take
+# longer than GRAPH_SECONDS.
 MIN_CALLS = 8
 GRAPH_SECONDS = 5e-3
 MIN_REPLAYS, MAX_REPLAYS = 5, 200
@@ -18,7 +21,9 @@ MIN_REPLAYS, MAX_REPLAYS = 5, 200
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one call: median, 20th and 80th percentile, over ``replays`` replays of ``calls`` calls."""
+    """Seconds of one call: median, 20th and 80th percentile, over ``replays`` replays of ``calls``
+    calls.
+    """
 
     p50: float
     p20: float
@@ -30,11 +35,16 @@ class Timing:
 def time_calls(
     calls: Sequence[Callable[[], object]], device: torch.device, *, seconds: float = 0.3
 ) -> Timing:
-    """The time of one of ``calls``, which run in turn; each does the same work on memory of its own.
+    """The time of one of ``calls``, which run in turn; each does the same work on memory of its
+    own.
 
-    On a GPU they are captured in one CUDA graph, so no launch work of the host is in the result. seconds: to spend on replays, about.
+    On a GPU they are captured in one CUDA graph, so no launch work of the host is in the result.
 
-    Raises: what a call raises, and RuntimeError from the capture of a call that synchronises.
+    Args:
+        seconds: to spend on replays, about.
+
+    Raises:
+        What a call raises, and RuntimeError from the capture of a call that synchronises.
     """
     if device.type != "cuda":
         return _time_on_host(calls, seconds)

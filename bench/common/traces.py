@@ -1,9 +1,11 @@
-"""Request traces in Mooncake's format: one JSON object a line, prompts as ids of their 512-token blocks.
+"""Request traces in Mooncake's format: one JSON object a line, prompts as ids of their 512-token
+blocks.
 
     {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, 48, ...]}
 
-Equal ids stand for equal tokens after equal prefixes, and nothing else of the prompt is known. So an id is expanded to pseudo-random
-tokens that depend on it alone: prompts then share exactly the prefixes that they shared where the trace was taken.
+Equal ids stand for equal tokens after equal prefixes, and nothing else of the prompt is known. So
+an id is expanded to pseudo-random tokens that depend on it alone: prompts then share exactly the
+prefixes that they shared where the trace was taken.
 
 Source: Mooncake (kvcache-ai), ``FAST25-release/traces``.
 """
@@ -33,8 +35,10 @@ NUM_GROUPS = 5  # parts of the trace that results are grouped by
 class TraceRequest:
     """One line of a trace.
 
-    timestamp: ms since the start. input_length, output_length: tokens.
-    hash_ids: one id per started block of 512 prompt tokens.
+    Attributes:
+        timestamp: ms since the start.
+        input_length, output_length: tokens.
+        hash_ids: one id per started block of 512 prompt tokens.
     """
 
     timestamp: int
@@ -46,9 +50,12 @@ class TraceRequest:
 def read_trace(path: str | Path, *, limit: int | None = None) -> list[TraceRequest]:
     """The first ``limit`` requests of a trace (None = all), in the order of the file.
 
-    path: JSONL, compressed when the name ends in ``.xz``.
+    Args:
+        path: JSONL, compressed when the name ends in ``.xz``.
 
-    Raises: ValueError naming file, line number and what is wrong with it; also for a file without requests, or that cannot be read.
+    Raises:
+        ValueError naming file, line number and what is wrong with it; also for a file without
+            requests, or that cannot be read.
     """
     check_size(limit, 1.0)
     path = Path(path)
@@ -66,9 +73,12 @@ def read_trace(path: str | Path, *, limit: int | None = None) -> list[TraceReque
 def expand(hash_id: int, num_tokens: int, *, low: int, high: int, seed: int = 0) -> np.ndarray:
     """The first tokens that a block id stands for; fewer of them are a prefix of more.
 
-    num_tokens: 1..512. low, high: token ids are in low .. high - 1.
+    Args:
+        num_tokens: 1..512.
+        low, high: token ids are in low .. high - 1.
 
-    Returns: [num_tokens] int32, the same on every machine.
+    Returns:
+        [num_tokens] int32, the same on every machine.
     """
     digest = hashlib.shake_128(f"{seed}:{hash_id}".encode()).digest(4 * num_tokens)
     words = np.frombuffer(digest, dtype="<u4")
@@ -86,11 +96,15 @@ def trace_workload(
 ) -> Workload:
     """A trace as sessions of one turn each, in the order of their timestamps.
 
-    vocab_size, low: token ids are in low .. vocab_size - 1. limit: requests at most.
-    scale: factor of all lengths. Blocks shrink to 512 * scale tokens, so prompts share what they shared, only less of it.
-    seed: of the expansion of ids to tokens.
+    Args:
+        vocab_size, low: token ids are in low .. vocab_size - 1.
+        limit: requests at most.
+        scale: factor of all lengths. Blocks shrink to 512 * scale tokens, so prompts share what
+            they shared, only less of it.
+        seed: of the expansion of ids to tokens.
 
-    Raises: ValueError as `read_trace`, or unless 0 < scale <= 1.
+    Raises:
+        ValueError as `read_trace`, or unless 0 < scale <= 1.
     """
     check_size(limit, scale)
     if scale > 1:
@@ -116,7 +130,9 @@ def trace_workload(
 def open_trace(path: Path) -> Iterator[IO[bytes]]:
     """A file to read, decompressed when its name ends in ``.xz``.
 
-    Raises: ValueError naming a file that is missing, damaged or cut off, when it is opened or while it is read.
+    Raises:
+        ValueError naming a file that is missing, damaged or cut off, when it is opened or while it
+            is read.
     """
     try:
         with lzma.open(path) if path.suffix == ".xz" else path.open("rb") as lines:

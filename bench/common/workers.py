@@ -12,8 +12,8 @@ from quire.models.engine.interrupts import interrupts_wait
 
 
 class Workers(concurrent.futures.ProcessPoolExecutor):
-    """A pool of fresh processes. Ctrl-C is the main process's to hear, also while they start; when it, or another exception, leaves the
-    ``with`` block, they are ended instead of waited for.
+    """A pool of fresh processes. Ctrl-C is the main process's to hear, also while they start; when
+    it, or another exception, leaves the ``with`` block, they are ended instead of waited for.
     """
 
     def __init__(self, jobs: int) -> None:
@@ -35,7 +35,8 @@ class Workers(concurrent.futures.ProcessPoolExecutor):
         before = threading.excepthook
 
         def hook(args: threading.ExceptHookArgs) -> None:
-            # Up to Python 3.11 the executor's thread fails at a future that was cancelled before its process ended.
+            # Up to Python 3.11 the executor's thread fails at a future that was cancelled before
+            # its process ended.
             if args.exc_type is not concurrent.futures.InvalidStateError:
                 before(args)
 

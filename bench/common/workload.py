@@ -1,4 +1,6 @@
-"""What a bench generates: chats of several turns, each turn a prompt that continues the whole conversation before it."""
+"""What a bench generates: chats of several turns, each turn a prompt that continues the whole
+conversation before it.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,11 @@ NUM_TURNS = 4
 class Turn:
     """One request of a session.
 
-    token_ids: [n] int32, what follows the previous turn's prompt and answer (the whole prompt in a first turn).
-    max_tokens: tokens to generate, always all of them.
-    group: what results are grouped by, as `Workload.group_name` says.
+    Attributes:
+        token_ids: [n] int32, what follows the previous turn's prompt and answer (the whole prompt
+            in a first turn).
+        max_tokens: tokens to generate, always all of them.
+        group: what results are grouped by, as `Workload.group_name` says.
     """
 
     token_ids: np.ndarray
@@ -40,7 +44,9 @@ class Turn:
 class Workload:
     """Sessions, each a tuple of turns.
 
-    title: one line for the report. group_name: meaning of `Turn.group`.
+    Attributes:
+        title: one line for the report.
+        group_name: meaning of `Turn.group`.
     """
 
     title: str
@@ -73,13 +79,19 @@ def chat_workload(
 ) -> Workload:
     """Chats about texts of the standard library; several sessions share each of the system prompts.
 
-    encode: text -> token ids, with or without bos in front; each text is encoded once and then cut by tokens.
-    bos_token_id: first token of every session; None = none. limit: sessions at most; None = NUM_SESSIONS.
-    scale: factor of all lengths. seed: of lengths and quotes.
+    The same arguments give the same tokens under the same Python version, whose own files are the
+    text.
 
-    The same arguments give the same tokens under the same Python version, whose own files are the text.
+    Args:
+        encode: text -> token ids, with or without bos in front; each text is encoded once and then
+            cut by tokens.
+        bos_token_id: first token of every session; None = none.
+        limit: sessions at most; None = NUM_SESSIONS.
+        scale: factor of all lengths.
+        seed: of lengths and quotes.
 
-    Raises: ValueError unless limit >= 1 and scale > 0.
+    Raises:
+        ValueError unless limit >= 1 and scale > 0.
     """
     check_size(limit, scale)
 

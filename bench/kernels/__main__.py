@@ -4,15 +4,21 @@
     python -m bench.kernels --peers .peers --impl quire,flashinfer,fa3
     python -m bench.kernels --set latents --predict
 
-Cases are attention over keys and values (`bench.cases.shapes`), and the latent kernels of DeepSeek-V4 and V3 (`bench.cases.latent_shapes`). Each result is compared with the float64 result of a sample of rows before it is timed; one that is wrong is reported as wrong and not
-timed, and a wrong one of ours makes the exit status 1. Times are those of CUDA-graph replays (median, 20th and 80th percentile); calls
-rotate over copies of all tensors, so nothing is read from a warm L2 cache. Cases with /fp8 in their name (--set fp8) have e4m3 pages with
-a scale for each row, which no other implementation here can read: they are not compared. What depends on lengths alone is prepared outside of the
-timed calls (FlashInfer's plan(), block masks), and peers that cannot read pages get contiguous keys: the notes say which.
+Cases are attention over keys and values (`bench.cases.shapes`), and the latent kernels of
+DeepSeek-V4 and V3 (`bench.cases.latent_shapes`). Each result is compared with the float64 result of
+a sample of rows before it is timed; one that is wrong is reported as wrong and not timed, and a
+wrong one of ours makes the exit status 1. Times are those of CUDA-graph replays (median, 20th and
+80th percentile); calls rotate over copies of all tensors, so nothing is read from a warm L2 cache.
+Cases with /fp8 in their name (--set fp8) have e4m3 pages with a scale for each row, which no other
+implementation here can read: they are not compared. What depends on lengths alone is prepared
+outside of the timed calls (FlashInfer's plan(), block masks), and peers that cannot read pages get
+contiguous keys: the notes say which.
 
-Columns: ms p50 (p20, p80); GB/s of the bytes that must move and TFLOP/s of the visible pairs; each as a share of the copy and the matmul
-rate measured in this run; predicted ms (`bench.kernels.predict`) and the error of the prediction; time over the best peer's. --json is written
-after each case. --predict prints predictions for an H200 beside the floors, and needs no GPU.
+Columns: ms p50 (p20, p80); GB/s of the bytes that must move and TFLOP/s of the visible pairs; each
+as a share of the copy and the matmul rate measured in this run; predicted ms
+(`bench.kernels.predict`) and the error of the prediction; time over the best peer's. --json is
+written after each case. --predict prints predictions for an H200 beside the floors, and needs no
+GPU.
 """
 
 from __future__ import annotations
@@ -61,7 +67,9 @@ SETS: dict[str, Callable[[], list[Case]]] = {
 
 
 class DeviceLost(Exception):
-    """The GPU answers no more, after an illegal access for example; nothing that this process does can be trusted from here on."""
+    """The GPU answers no more, after an illegal access for example; nothing that this process does
+    can be trusted from here on.
+    """
 
 
 @program
@@ -91,7 +99,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(cases: list[Case], device: torch.device, args: argparse.Namespace) -> dict[str, Any]:
     """Measures cases until they or the seconds are spent; the dictionary that --json writes.
 
-    Raises: DeviceLost, after what was measured is written.
+    Raises:
+        DeviceLost, after what was measured is written.
     """
     peers, missing = _find_peers(args)
     rates = device_rates(device, torch.bfloat16)
@@ -124,7 +133,9 @@ def run(cases: list[Case], device: torch.device, args: argparse.Namespace) -> di
 
 
 def _find_peers(args: argparse.Namespace) -> tuple[dict[type, list[Peer]], dict[str, str]]:
-    """{type of case: its implementations}, as far as --impl wants them, and {name: why} of those that are missing."""
+    """{type of case: its implementations}, as far as --impl wants them, and {name: why} of those
+    that are missing.
+    """
     peers: dict[type, list[Peer]] = {}
     missing: dict[str, str] = {}
     for kind, family in FAMILIES.items():
@@ -141,7 +152,9 @@ def _find_peers(args: argparse.Namespace) -> tuple[dict[type, list[Peer]], dict[
 
 
 def _described(peers: dict[type, list[Peer]]) -> dict[str, dict[str, str]]:
-    """Version and notes of each implementation by name; one that serves several families has a note for each."""
+    """Version and notes of each implementation by name; one that serves several families has a note
+    for each.
+    """
     described: dict[str, dict[str, str]] = {}
     for peer in (peer for found in peers.values() for peer in found):
         notes = [described[peer.name]["note"]] if peer.name in described else []
@@ -152,9 +165,13 @@ def _described(peers: dict[type, list[Peer]]) -> dict[str, dict[str, str]]:
 def run_case(
     case: Case, peers: list[Peer], device: torch.device, rates: dict[str, Any], seconds: float
 ) -> list[dict[str, Any]]:
-    """One row for each implementation: times, or why there are none. rates: of `bench.common.floors.Rates`.
+    """One row for each implementation: times, or why there are none.
 
-    Raises: DeviceLost.
+    Args:
+        rates: of `bench.common.floors.Rates`.
+
+    Raises:
+        DeviceLost.
     """
     family = family_of(case)
     problem = family.make(case, device, 2 if device.type == "cpu" else None)
@@ -203,7 +220,8 @@ def _measure(
     wrong = expected.wrong(*calls[0]())
     if wrong is None:
         timing = time_calls(calls, device, seconds=seconds)
-        # Once more, after many runs: a race shows here, or scratch that an earlier call left in another state.
+        # Once more, after many runs: a race shows here, or scratch that an earlier call left in
+        # another state.
         wrong = expected.wrong(*calls[0]())
     if wrong is not None:
         return {"wrong": wrong}

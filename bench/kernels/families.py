@@ -1,7 +1,8 @@
-"""What `bench.kernels` has to know of a family of cases: its tensors, what a result has to be, its work, its prediction, who can do it.
+"""What `bench.kernels` has to know of a family of cases: its tensors, what a result has to be, its
+work, its prediction, who can do it.
 
-A family is what one type of case belongs to; the flow (check, time, check again, rates, table) is the same for all. A new family is an
-entry of ``FAMILIES``.
+A family is what one type of case belongs to; the flow (check, time, check again, rates, table) is
+the same for all. A new family is an entry of ``FAMILIES``.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 
 from ..cases.latent_problem import expect_attention, make_attention
-from ..cases.latent_rows import expect_picks, expect_rows, make_index, make_rows
+from ..cases.latent_rows import expect_rows, expect_topk, make_index, make_rows
 from ..cases.latent_shapes import LatentCase
 from ..cases.problem import expect, make_problem
 from ..cases.shapes import Case
@@ -29,11 +30,15 @@ from . import predict_latent as mla_model
 class Family:
     """Functions of a family's cases.
 
-    make: (case, device, copies or None) -> a problem: tensors, of which ``copies`` calls read different ones.
-    expect: (problem) -> an object whose ``wrong(*result of a call)`` is a message or None.
-    case_bytes, case_flops: (case) -> bytes that must move, and operations of what must be computed.
-    predict: (case, device) -> time, by terms.
-    find_peers: (folder or None) -> implementations, this repository's first, and {name: why} of those that are missing.
+    Attributes:
+        make: (case, device, copies or None) -> a problem: tensors, of which ``copies`` calls read
+            different ones.
+        expect: (problem) -> an object whose ``wrong(*result of a call)`` is a message or None.
+        case_bytes, case_flops: (case) -> bytes that must move, and operations of what must be
+            computed.
+        predict: (case, device) -> time, by terms.
+        find_peers: (folder or None) -> implementations, this repository's first, and {name: why} of
+            those that are missing.
     """
 
     make: Callable[[Any, torch.device, int | None], Any]
@@ -51,7 +56,7 @@ def _make_latents(case: LatentCase, device: torch.device, copies: int | None) ->
 
 
 def _expect_latents(problem: Any) -> Any:
-    expectations = {"index": expect_picks, "compress": expect_rows, "write": expect_rows}
+    expectations = {"index": expect_topk, "compress": expect_rows, "write": expect_rows}
     return expectations.get(problem.case.shape.op, expect_attention)(problem)
 
 

@@ -1,11 +1,12 @@
-"""Speed of the allocator: microseconds a decode step, milliseconds for a prompt of a million tokens.
+"""Speed of the allocator: microseconds a decode step, milliseconds for a prompt of a million
+tokens.
 
     python -m bench.kvcore
     python -m bench.kvcore --spec gemma4-31b --json kvcore.json
     python -m bench.kvcore --scaling --plot kvcore.png
 
-Everything runs in this process on one core; figures are medians. Nothing here touches a device: `kvcore` is integers. Where vLLM is
-importable, the same table follows for its allocator.
+Everything runs in this process on one core; figures are medians. Nothing here touches a device:
+`kvcore` is integers. Where vLLM is importable, the same table follows for its allocator.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def million(spec: str, repeats: int) -> list[Row]:
 
 
 def pool_bytes(spec: str) -> Row:
-    """Bytes that a cache of a million pages allocates before its first request (two request slots)."""
+    """Bytes of a cache of a million pages before its first request (two request slots)."""
     tracemalloc.start()
     cache = KVCache(SPECS[spec], num_pages=MILLION, max_requests=2, max_model_len=MILLION)
     used = tracemalloc.get_traced_memory()[0]
@@ -133,7 +133,9 @@ def decode_times(cache: KVCache, slots: np.ndarray, steps: int) -> tuple[list[fl
 
 
 def pool_for(spec: str, num_requests: int) -> int:
-    """A million pages, or as many millions as requests of up to two chunks and their window rings need."""
+    """A million pages, or as many millions as requests of up to two chunks and their window rings
+    need.
+    """
     reach = [2 * CHUNK if g.kind == "dense" else (g.sliding_window or 0) + 256 for g in SPECS[spec]]
     pages = sum(
         -(-tokens // g.block_size) + 1 for tokens, g in zip(reach, SPECS[spec], strict=True)
@@ -144,7 +146,8 @@ def pool_for(spec: str, num_requests: int) -> int:
 def decode_step(spec: str, num_requests: int, steps: int) -> list[Row]:
     """Plan and commit of one token for each of `num_requests` requests, staggered around 8k tokens.
 
-    ``_churn`` is the same where each step has another batch: one request ends and one comes, as in a busy server.
+    ``_churn`` is the same where each step has another batch: one request ends and one comes, as in
+    a busy server.
     """
     cache, slots = decoding(SPECS[spec], num_requests, num_pages=pool_for(spec, num_requests))
     plans, totals = decode_times(cache, slots, steps)
@@ -164,7 +167,7 @@ def decode_step(spec: str, num_requests: int, steps: int) -> list[Row]:
 
 
 def drafts_step(spec: str, num_requests: int, steps: int) -> Row:
-    """Plan and commit of four tokens for each request, of which up to three are rejected at random."""
+    """Plan and commit of four tokens a request, of which up to three are rejected at random."""
     cache, slots = decoding(
         SPECS[spec], num_requests, num_pages=pool_for(spec, num_requests), drafts=3
     )
@@ -179,7 +182,9 @@ def drafts_step(spec: str, num_requests: int, steps: int) -> Row:
 
 
 def full_pool(repeats: int) -> list[Row]:
-    """Plan of 8,192 tokens where chains that keep every boundary of 16 tokens must make room, for each policy."""
+    """Plan of 8,192 tokens where chains that keep every boundary of 16 tokens must make room, for
+    each policy.
+    """
     groups = [GroupSpec("full", "dense", 16, 1), GroupSpec("sliding", "window", 16, 1, 128)]
     rows = []
     for policy in (Adaptive, LRU):
@@ -203,7 +208,9 @@ def full_pool(repeats: int) -> list[Row]:
 
 
 def split_lookup(spec: str, branches: int) -> list[Row]:
-    """Look-up of a chain that requests left at each of so many boundaries, and of one that nobody left."""
+    """Look-up of a chain that requests left at each of so many boundaries, and of one that nobody
+    left.
+    """
     cache = KVCache(
         SPECS[spec], num_pages=MILLION, max_requests=1, max_model_len=MILLION, retention="dense"
     )
@@ -224,8 +231,8 @@ def split_lookup(spec: str, branches: int) -> list[Row]:
 def garbage(cache: KVCache, slots: np.ndarray, steps: int) -> float:
     """Bytes that a decode step leaves behind, on average, beyond the keys and pages that it caches.
 
-    Keys take 32 bytes a segment twice (with the request and in the index), pages 4 bytes each; arrays grow by doubling, so
-    that the figure is about zero, not zero.
+    Keys take 32 bytes a segment twice (with the request and in the index), pages 4 bytes each;
+    arrays grow by doubling, so that the figure is about zero, not zero.
     """
     ones, ids = np.ones(len(slots), dtype=np.int64), np.zeros(len(slots), dtype=np.int32)
     tracemalloc.start()

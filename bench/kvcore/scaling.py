@@ -1,4 +1,6 @@
-"""How the time of a decode step grows: with requests, and with nothing else. Curves of `bench.kvcore --scaling`, and their picture."""
+"""How the time of a decode step grows: with requests, and with nothing else. Curves of
+`bench.kvcore --scaling`, and their picture.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,15 @@ CURVES: dict[str, list[int]] = {
     "groups": [1, 2, 4, 8],
 }
 REQUESTS, CONTEXT, PAGES = 64, 8192, 1 << 22
-# Half a million tokens of 64 requests would not fit the pool: long contexts are measured with fewer requests.
+# Half a million tokens of 64 requests would not fit the pool: long contexts are measured with fewer
+# requests.
 LONG_REQUESTS = 8
 
 
 def curves(spec: str, steps: int) -> list[Row]:
-    """Rows `scaling_<what>_<value>`: median seconds of plan and commit of one token for each request."""
+    """Rows `scaling_<what>_<value>`: median seconds of plan and commit of one token for each
+    request.
+    """
     rows: list[Row] = []
     for what, values in CURVES.items():
         for value in values:

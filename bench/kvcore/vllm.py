@@ -1,6 +1,8 @@
-"""The figures of `bench.kvcore` for vLLM's `KVCacheManager`, block pool and request hashes, driven as its scheduler drives them.
+"""The figures of `bench.kvcore` for vLLM's `KVCacheManager`, block pool and request hashes, driven
+as its scheduler drives them.
 
-No engine, no model, no device: objects and integers in Python. Nothing else needs vLLM; `rows` imports it.
+No engine, no model, no device: objects and integers in Python. Nothing else needs vLLM; `rows`
+imports it.
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ USED = {
     "vllm.v1.kv_cache_interface": "FullAttentionSpec KVCacheConfig KVCacheGroupSpec SlidingWindowSpec",
     "vllm.v1.request": "Request",
 }
-# (block size, sliding window) of the cache groups that vLLM makes of a model's layers; None is full attention. V4's compressor
-# states are windows there: of 8 tokens at ratio 4, of 128 at ratio 128.
+# (block size, sliding window) of the cache groups that vLLM makes of a model's layers; None is full
+# attention. V4's compressor states are windows there: of 8 tokens at ratio 4, of 128 at ratio 128.
 GROUPS: dict[str, list[tuple[int, int | None]]] = {
     "v4": [(256, None), (64, 128), (64, 128), (4, 8), (8, 128)],
     "gemma4-31b": [(32, None), *[(16, 1024)] * 5],
@@ -44,7 +46,7 @@ PROMPT = NAMES[:7]
 
 
 def available() -> str | None:
-    """Version of the vLLM that is installed here, or None. Imports nothing of it, and never raises."""
+    """Version of the installed vLLM, or None. Imports nothing of it, and never raises."""
     try:
         return metadata.version("vllm") if importlib.util.find_spec("vllm") else None
     except Exception:  # an installation too broken to say its version cannot be measured either
@@ -54,11 +56,20 @@ def available() -> str | None:
 def rows(spec: str, *names: str, repeats: int = 3, steps: int = 100) -> list[dict[str, object]]:
     """Measure vLLM's allocator.
 
-    spec: a key of `GROUPS`. names: which figures, of `NAMES` or decode_step_<requests>; all of `NAMES` if none are given.
-    repeats: runs of the million-token prompt. steps: decode steps to time.
+    Args:
+        spec: a key of `GROUPS`.
+        names: which figures, of `NAMES` or decode_step_<requests>; all of `NAMES` if none are given.
+        repeats: runs of the million-token prompt.
+        steps: decode steps to time.
 
-    Returns: ``{name, spec, value, unit}`` for each name, in order; medians in seconds ("s"), or bytes ("B").
-    Raises: ValueError. ImportError where vLLM is missing or does not import. NotImplementedError for a version not known here.
+    Returns:
+        ``{name, spec, value, unit}`` for each name, in order; medians in seconds ("s"), or bytes
+        ("B").
+
+    Raises:
+        ValueError: an argument is not as above.
+        ImportError: vLLM is missing or does not import.
+        NotImplementedError: a version not known here.
     """
     if spec not in GROUPS:
         raise ValueError(f"spec: expected one of {sorted(GROUPS)}, got {spec!r}")
@@ -82,7 +93,11 @@ def rows(spec: str, *names: str, repeats: int = 3, steps: int = 100) -> list[dic
 
 
 def _api(spec: str) -> Any:
-    """What is used of vLLM, and the sizes of the spec, as one object. Raises: ImportError, NotImplementedError."""
+    """What is used of vLLM, and the sizes of the spec, as one object.
+
+    Raises:
+        ImportError, NotImplementedError.
+    """
     if (version := available()) is None:
         raise ImportError("vllm: not installed")
     known = f"vllm: expected {', '.join(KNOWN)}, got {version}"
@@ -92,7 +107,8 @@ def _api(spec: str) -> Any:
         used = {n: getattr(import_module(m), n) for m, ns in USED.items() for n in ns.split()}
     except AttributeError as error:
         raise NotImplementedError(f"{known} with another API: {error}") from error
-    # Hits end where every group ends a block; hashes, of its default kind, are of the unit that all block sizes share.
+    # Hits end where every group ends a block; hashes, of its default kind, are of the unit that all
+    # block sizes share.
     sizes = [size for size, _ in GROUPS[spec]]
     units = {"scheduler_block_size": math.lcm(*sizes), "hash_block_size": math.gcd(*sizes)}
     api = SimpleNamespace(groups=GROUPS[spec], units=units, **used)
@@ -102,7 +118,12 @@ def _api(spec: str) -> Any:
 
 
 def _manager(api: Any, num_blocks: int, retention: int | None = 0) -> Any:
-    """A manager. retention: tokens between the window tails that it keeps; None: at every boundary; 0, its default: the last."""
+    """A manager.
+
+    Args:
+        retention: tokens between the window tails that it keeps; None: at every boundary; 0, its
+            default: the last.
+    """
     # Heads and dtype decide the bytes of a block, which the manager never asks for.
     shape = {"num_kv_heads": 1, "head_size": 64, "dtype": import_module("torch").uint8}
     groups = []
@@ -116,7 +137,9 @@ def _manager(api: Any, num_blocks: int, retention: int | None = 0) -> Any:
 
 
 def _allocate(manager: Any, request: Any, count: int, **options: bool) -> None:
-    """One request's part of a scheduler step: slots for its next tokens, which must fit, and the ids of new blocks."""
+    """One request's part of a scheduler step: slots for its next tokens, which must fit, and the
+    ids of new blocks.
+    """
     blocks = manager.allocate_slots(request, count, **options)
     assert blocks is not None, "the pool is full"
     blocks.get_block_ids(allow_none=True)
@@ -170,7 +193,9 @@ def _pool_bytes(api: Any) -> int:
 
 
 def _decode_times(api: Any, num_requests: int, steps: int) -> list[float]:
-    """Seconds of each decode step: a slot for each request, then the sampled tokens, hashed where they fill a block."""
+    """Seconds of each decode step: a slot for each request, then the sampled tokens, hashed where
+    they fill a block.
+    """
     manager = _manager(api, 4 * MILLION)
     _freeze()
     tokens = [i % 50021 for i in range(64 * num_requests + 2 * CHUNK)]

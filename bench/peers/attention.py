@@ -1,7 +1,9 @@
-"""Who is compared: quire's kernels, and every other implementation that this machine has. Each makes its calls over the same tensors.
+"""Who is compared on attention: quire's kernels, and every other implementation that this machine
+has.
 
-An implementation is prepared once per case: whatever depends on lengths alone (FlashInfer's ``plan()``, masks, contiguous copies for
-those that cannot read pages) happens there, outside of the time that is measured.
+Each makes its calls over the same tensors. An implementation is prepared once per case: whatever
+depends on lengths alone (FlashInfer's ``plan()``, masks, contiguous copies for those that cannot
+read pages) happens there, outside of the time that is measured.
 """
 
 from __future__ import annotations
@@ -23,14 +25,24 @@ from .vllm_triton import vllm_triton_peer
 
 
 def find_peers(folder: Path | None) -> tuple[list[Peer], dict[str, str]]:
-    """All implementations that can be imported here, quire's first, and {name: why} of those that are missing.
+    """All implementations that can be imported here.
 
-    folder: of `bench.peers.folder`, or None.
+    Args:
+        folder: of `bench.peers.folder`, or None.
+
+    Returns:
+        The implementations, quire's first, and {name: why} of those that are missing.
     """
     found = [
         Peer("quire", _commit(), "all keys in pages", _quire, ours=True),
-        Peer("quire-fresh", _commit(), "new rows beside the pages, as in the runner", _quire_fresh, ours=True),
-    ]  # fmt: skip
+        Peer(
+            "quire-in-step",
+            _commit(),
+            "in-step K/V beside the pages, as in the runner",
+            _quire_in_step,
+            ours=True,
+        ),
+    ]
     loaded, missing = load_peers(
         {
             "flashinfer": flashinfer_peer,
@@ -50,17 +62,20 @@ def _commit() -> str:
 
 
 def _quire(problem: Problem) -> list[Call]:
-    return quire_calls(problem, fresh=False)
+    return quire_calls(problem, in_step=False)
 
 
-def _quire_fresh(problem: Problem) -> list[Call]:
-    return quire_calls(problem, fresh=True)
+def _quire_in_step(problem: Problem) -> list[Call]:
+    return quire_calls(problem, in_step=True)
 
 
-def quire_calls(problem: Problem, *, fresh: bool, impl: str | None = None) -> list[Call]:
+def quire_calls(problem: Problem, *, in_step: bool, impl: str | None = None) -> list[Call]:
     """One call of quire's attention for each copy; all share ``out``, ``lse`` and ``workspace``.
 
-    fresh: pass the new rows beside the pages. impl: as in ``quire.kernels.paged_attention``.
+    Args:
+        problem: the tensors.
+        in_step: pass in-step K/V beside the pages.
+        impl: as in ``quire.kernels.paged_attention``.
     """
     case, shape = problem.case, problem.case.shape
     device = problem.q.device
@@ -95,7 +110,7 @@ def quire_calls(problem: Problem, *, fresh: bool, impl: str | None = None) -> li
     def call(copy: int) -> Call:
         tensors = (problem.q[copy], problem.k_pages(copy), problem.v_pages(copy))
         lengths = (problem.block_table, problem.seq_lens, problem.cu_seqlens_q)
-        rows = {"k": problem.k[copy], "v": problem.v[copy]} if fresh else {}
+        rows = {"k": problem.k[copy], "v": problem.v[copy]} if in_step else {}
         rows |= problem.row_scales(copy)
         return lambda: (attend(*tensors, *lengths, **options, **rows), lse)
 

@@ -13,7 +13,11 @@ from .peer import Call, Peer, Unsupported
 
 
 def fa3_peer(folder: Path | None) -> Peer:
-    """FlashAttention-3. Raises: FileNotFoundError, OSError where its library cannot be loaded."""
+    """FlashAttention-3.
+
+    Raises:
+        FileNotFoundError, OSError where its library cannot be loaded.
+    """
     library = file_in(folder, "_vllm_fa3_C.abi3.so")
     torch.ops.load_library(str(library))
     forward = torch.ops._vllm_fa3_C.fwd
@@ -50,12 +54,17 @@ def fa3_peer(folder: Path | None) -> Peer:
     return Peer("fa3", "vLLM 0.33.0 build", "num_splits chosen by it", prepare)
 
 
-# Values of the FA3 operator's arguments that are neither tensors of the problem nor None, by the names of its schema.
+# Values of the FA3 operator's arguments that are neither tensors of the problem nor None, by the
+# names of its schema.
 FA3_DEFAULTS = {"softcap": 0.0, "is_rotary_interleaved": True, "num_splits": 0, "sm_margin": 0, "cp_world_size": 1, "cp_rank": 0}  # fmt: skip
 
 
 def _positions(schema: Any, named: dict[str, Any]) -> list[Any]:
-    """Arguments after q, k, v in the order of an operator's schema. Raises: Unsupported when the schema lacks a name."""
+    """Arguments after q, k, v in the order of an operator's schema.
+
+    Raises:
+        Unsupported when the schema lacks a name.
+    """
     names = [argument.name for argument in schema.arguments]
     lacking = sorted(set(named) - set(names))
     if lacking:

@@ -1,6 +1,8 @@
-"""FlashInfer beside the others: installed, or from a folder; its kernels compiled at first use, or ahead, many at once.
+"""FlashInfer beside the others: installed, or from a folder; its kernels compiled at first use, or
+ahead, many at once.
 
-Compiling needs nvcc. On a machine where CUDA's libraries came as wheels of torch, the compiler is told where they are.
+Compiling needs nvcc. On a machine where CUDA's libraries came as wheels of torch, the compiler is
+told where they are.
 """
 
 from __future__ import annotations
@@ -34,7 +36,11 @@ BUILT = "flashinfer_built.json"
 
 
 def flashinfer_peer(folder: Path | None) -> Peer:
-    """FlashInfer. Raises: ImportError, FileNotFoundError."""
+    """FlashInfer.
+
+    Raises:
+        ImportError, FileNotFoundError.
+    """
     flashinfer = _import_flashinfer(folder)
     built = _built(folder)
 
@@ -91,7 +97,11 @@ def _flashinfer_calls(flashinfer: Any, problem: Problem) -> list[Call]:
 
 
 def flashinfer_mla_peer(folder: Path | None) -> Peer:
-    """FlashInfer's MLA, for V3. Raises: ImportError, FileNotFoundError."""
+    """FlashInfer's MLA, for V3.
+
+    Raises:
+        ImportError, FileNotFoundError.
+    """
     flashinfer = _import_flashinfer(folder)
     built = _built(folder)
 
@@ -140,16 +150,20 @@ def _mla_calls(flashinfer: Any, problem: AttentionProblem) -> list[Call]:
 
 
 def build_flashinfer(folder: Path) -> dict[str, str]:
-    """Compiles the kernels of ``KERNELS`` ahead, and notes in the folder which could be. Needs nvcc.
+    """Compiles the kernels of ``KERNELS`` ahead, and notes in the folder which could be. Needs
+    nvcc.
 
-    Returns: {kernel: "built" or why not}.
+    Returns:
+        {kernel: "built" or why not}.
     """
-    # What is not noted as built is not used: compiling at first use would take minutes of a benchmark.
+    # What is not noted as built is not used: compiling at first use would take minutes of a
+    # benchmark.
     (folder / BUILT).write_text("[]")
     _import_flashinfer(folder)
     modules = importlib.import_module("flashinfer.jit.attention.modules")
     build = importlib.import_module("flashinfer.jit.core").build_jit_specs
-    # Pages whose K and V have equal strides are served by a module of their own since 0.7; before, one module served all.
+    # Pages whose K and V have equal strides are served by a module of their own since 0.7; before,
+    # one module served all.
     prefill = getattr(
         modules, "_gen_batch_prefill_primary_module", modules.gen_batch_prefill_module
     )
@@ -180,7 +194,9 @@ def build_flashinfer(folder: Path) -> dict[str, str]:
 
 
 def _built(folder: Path | None) -> list[list[Any]] | None:
-    """[head_dim, window] of kernels that were compiled ahead; None where nobody tried, and first use compiles."""
+    """[head_dim, window] of kernels that were compiled ahead; None where nobody tried, and first
+    use compiles.
+    """
     path = None if folder is None else folder / BUILT
     return json.loads(path.read_text()) if path is not None and path.is_file() else None
 
@@ -194,7 +210,9 @@ def _import_flashinfer(folder: Path | None) -> Any:
 
 
 def _compiler_environment(root: Path) -> None:
-    """Where FlashInfer's compiler finds CUDA on a machine that has nvcc, and CUDA libraries only as wheels of torch."""
+    """Where FlashInfer's compiler finds CUDA on a machine that has nvcc, and CUDA libraries only as
+    wheels of torch.
+    """
     compiler = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
     environment = os.environ
     environment.setdefault("CUDA_HOME", str(Path(compiler).resolve().parent.parent))

@@ -1,8 +1,10 @@
-"""FlashMLA beside the others: DeepSeek's kernels for Hopper, as vLLM builds them, from the folder of `bench.peers.folder`.
+"""FlashMLA beside the others: DeepSeek's kernels for Hopper, as vLLM builds them, from the folder
+of `bench.peers.folder`.
 
-It serves V3's dense decode over pages of 64 rows, and V4's sparse attention over quantised pages, whose keys it takes as lists of physical
-rows: those of the window, and of entries as the extra cache. Lists are made outside of the timed calls, as its schedule is (which its first
-call computes). It takes 64 or 128 heads of V4: fewer are padded to 64 beforehand.
+It serves V3's dense decode over pages of 64 rows, and V4's sparse attention over quantised pages,
+whose keys it takes as lists of physical rows: those of the window, and of entries as the extra
+cache. Lists are made outside of the timed calls, as its schedule is (which its first call
+computes). It takes 64 or 128 heads of V4: fewer are padded to 64 beforehand.
 
 Source: FlashMLA, flash_mla_interface (conventions of its operators).
 """
@@ -31,7 +33,11 @@ MAX_LIST_BYTES = 8 * 2**30
 
 
 def flashmla_peer(folder: Path | None) -> Peer:
-    """FlashMLA. Raises: FileNotFoundError, OSError where its library cannot be loaded."""
+    """FlashMLA.
+
+    Raises:
+        FileNotFoundError, OSError where its library cannot be loaded.
+    """
     library = file_in(folder, LIBRARY)
     torch.ops.load_library(str(library))
     ops = torch.ops._flashmla_C
@@ -47,7 +53,11 @@ def flashmla_peer(folder: Path | None) -> Peer:
 
 
 def dense_calls(ops: Any, problem: AttentionProblem) -> list[Call]:
-    """V3's decode. Raises: Unsupported."""
+    """V3's decode.
+
+    Raises:
+        Unsupported.
+    """
     case, shape = problem.case, problem.case.shape
     if case.phase != "decode":
         raise Unsupported("dense prefill of latents")
@@ -73,7 +83,11 @@ def dense_calls(ops: Any, problem: AttentionProblem) -> list[Call]:
 
 
 def sparse_calls(ops: Any, problem: AttentionProblem) -> list[Call]:
-    """V4 over lists of rows. Raises: Unsupported."""
+    """V4 over lists of rows.
+
+    Raises:
+        Unsupported.
+    """
     case, shape = problem.case, problem.case.shape
     if not case.fp8:
         raise Unsupported("plain rows")
@@ -107,13 +121,17 @@ def sparse_calls(ops: Any, problem: AttentionProblem) -> list[Call]:
 
 
 def cache_view(pages: LatentPages) -> Tensor:
-    """Pages in the shape that FlashMLA gives them, [num_pages, rows, 1, 584] bytes: rows of 584 are a fiction, scales lie behind all rows."""
+    """Pages in the shape that FlashMLA gives them, [num_pages, rows, 1, 584] bytes: rows of 584 are
+    a fiction, scales lie behind all rows.
+    """
     num_pages, rows, width = pages.data.shape[0], pages.storage_block_size, 584
     return pages.data.as_strided((num_pages, rows, 1, width), (pages.data.stride(0), width, width, 1))  # fmt: skip
 
 
 def window_rows(problem: AttentionProblem) -> Tensor:
-    """[batch, q_len, n] int32 physical rows of each query's window, oldest first, -1 before the first token."""
+    """[batch, q_len, n] int32 physical rows of each query's window, oldest first, -1 before the
+    first token.
+    """
     case = problem.case
     q_len, reach = case.q_lens[0], case.shape.sliding_window
     position = torch.arange(case.context - q_len, case.context, device=problem.q.device)
@@ -122,23 +140,29 @@ def window_rows(problem: AttentionProblem) -> Tensor:
 
 
 def entry_rows(problem: AttentionProblem, copy: int) -> Tensor:
-    """[batch, q_len, n] int32 physical rows of each query's picks, or of all entries that it sees."""
+    """Physical rows of each query's ``topk_indices``, or of all entries that it sees.
+
+    Returns:
+        [batch, q_len, n] int32.
+    """
     case = problem.case
     q_len = case.q_lens[0]
-    if problem.picks is not None:
-        picks = problem.picks[copy].unflatten(0, (case.batch, q_len)).long()
+    if problem.topk_indices is not None:
+        topk_indices = problem.topk_indices[copy].unflatten(0, (case.batch, q_len)).long()
     else:
         position = torch.arange(case.context - q_len, case.context, device=problem.q.device)
         entry = torch.arange(case.num_entries, device=position.device)
         visible = entry < ((position + 1) // case.shape.ratio)[:, None]
-        picks = torch.where(visible, entry, -1).expand(case.batch, -1, -1)
-    return _aligned(torch.stack([problem.entry_slots(s, picks[s]) for s in range(case.batch)]))
+        topk_indices = torch.where(visible, entry, -1).expand(case.batch, -1, -1)
+    return _aligned(
+        torch.stack([problem.entry_slots(s, topk_indices[s]) for s in range(case.batch)])
+    )
 
 
 def list_bytes(problem: AttentionProblem) -> int:
     """Bytes of the lists of one copy, as they are made (int64)."""
     shape = problem.case.shape
-    entries = shape.topk if problem.picks is not None else problem.case.num_entries
+    entries = shape.topk if problem.topk_indices is not None else problem.case.num_entries
     return 8 * problem.case.num_tokens * (shape.sliding_window + entries)
 
 

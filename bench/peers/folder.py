@@ -1,9 +1,10 @@
-"""Peers that are GPU packages of others: installed ones, or files in a folder, for machines that cannot install.
+"""Peers that are GPU packages of others: installed ones, or files in a folder, for machines that
+cannot install.
 
-The folder holds, packed or unpacked: ``_vllm_fa3_C.abi3.so`` and ``_flashmla_C.abi3.so`` (FlashAttention-3 and FlashMLA as vLLM builds them,
-their operators registered with torch; `bench.peers.flashmla`),
-``vllm/v1/attention/ops`` (vLLM's Triton kernels, which need a few modules of vLLM in name only), and the packages ``flashinfer`` and
-``tvm_ffi`` (`bench.peers.flashinfer`).
+The folder holds, packed or unpacked: ``_vllm_fa3_C.abi3.so`` and ``_flashmla_C.abi3.so``
+(FlashAttention-3 and FlashMLA as vLLM builds them, their operators registered with torch;
+`bench.peers.flashmla`), ``vllm/v1/attention/ops`` (vLLM's Triton kernels, which need a few modules
+of vLLM in name only), and the packages ``flashinfer`` and ``tvm_ffi`` (`bench.peers.flashinfer`).
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from pathlib import Path
 
 
 def unpack(source: Path, target: Path) -> Path:
-    """Unpacks ``*.so.xz``, ``*.tar.xz`` and ``*.whl`` of a folder into another one; files already there are kept.
+    """Unpacks ``*.so.xz``, ``*.tar.xz`` and ``*.whl`` of a folder into another one; files already
+    there are kept.
 
-    Returns: the folder to load from: ``source`` itself when nothing in it is packed.
+    Returns:
+        The folder to load from: ``source`` itself when nothing in it is packed.
     """
     packed = [p for p in sorted(source.iterdir()) if p.name.endswith((".xz", ".whl"))]
     if not packed:
@@ -51,7 +54,11 @@ def installed(distribution: str) -> str | None:
 
 
 def file_in(folder: Path | None, name: str) -> Path:
-    """A file of the folder. Raises: FileNotFoundError naming what would help."""
+    """A file of the folder.
+
+    Raises:
+        FileNotFoundError naming what would help.
+    """
     if folder is None:
         raise FileNotFoundError("not installed, and no --peers folder")
     if not (folder / name).exists():

@@ -1,6 +1,8 @@
-"""Who is compared on latent attention: quire's kernels, FlashMLA, and FlashInfer's MLA; see `bench.peers.attention`.
+"""Who is compared on latent attention: quire's kernels, FlashMLA, and FlashInfer's MLA; see
+`bench.peers.attention`.
 
-Nobody else that can be imported here pools entries, picks them or writes such rows as operators of their own, so those cases have no peer.
+Nobody else that can be imported here pools entries, chooses among them or writes such rows as
+operators of their own, so those cases have no peer.
 """
 
 from __future__ import annotations
@@ -33,12 +35,25 @@ LatentProblem = AttentionProblem | IndexProblem | RowsProblem
 
 
 def find_latent_peers(folder: Path | None) -> tuple[list[Peer], dict[str, str]]:
-    """All implementations that can be imported here, quire's first, and {name: why} of those that are missing; folder as in `bench.peers.attention`."""
+    """All implementations that can be imported here.
+
+    Args:
+        folder: as in `bench.peers.attention.find_peers`.
+
+    Returns:
+        The implementations, quire's first, and {name: why} of those that are missing.
+    """
     commit = str(describe_machine(torch.device("cpu"))["commit"])
     ours = [
         Peer("quire", commit, "all rows in pages", quire_latent_calls, ours=True),
-        Peer("quire-fresh", commit, "new rows beside the pages, output turned back (by angles of 0), as in the runner", _quire_fresh, ours=True),
-    ]  # fmt: skip
+        Peer(
+            "quire-in-step",
+            commit,
+            "in-step K/V beside the pages, inverse RoPE (angles of 0), as in the runner",
+            _quire_in_step,
+            ours=True,
+        ),
+    ]
     others = {
         "flashmla": flashmla_peer,
         "flashinfer-mla": flashinfer_mla_peer,
@@ -48,24 +63,35 @@ def find_latent_peers(folder: Path | None) -> tuple[list[Peer], dict[str, str]]:
 
 
 def quire_latent_calls(problem: LatentProblem, impl: str | None = None) -> list[Call]:
-    """One call for each copy; all share their results and workspace. impl: as in ``quire.kernels``."""
+    """One call for each copy; all share results and workspace.
+
+    Args:
+        impl: as in ``quire.kernels``.
+    """
     if isinstance(problem, IndexProblem):
         return _index_calls(problem, impl)
     if isinstance(problem, RowsProblem):
         return _write_calls(problem, impl) if problem.gate is None else _compress_calls(problem, impl)  # fmt: skip
-    return attention_calls(problem, fresh=False, impl=impl)
+    return attention_calls(problem, in_step=False, impl=impl)
 
 
-def _quire_fresh(problem: LatentProblem) -> list[Call]:
+def _quire_in_step(problem: LatentProblem) -> list[Call]:
     if not isinstance(problem, AttentionProblem):
         raise Unsupported("no attention")
-    return attention_calls(problem, fresh=True)
+    return attention_calls(problem, in_step=True)
 
 
 def attention_calls(
-    problem: AttentionProblem, *, fresh: bool, impl: str | None = None
+    problem: AttentionProblem, *, in_step: bool, impl: str | None = None
 ) -> list[Call]:
-    """quire's attention. fresh: with the new rows beside the pages, and V4's inverse RoPE fused; its angles are 0, to the same result."""
+    """One call of quire's attention for each copy.
+
+    Args:
+        problem: the tensors.
+        in_step: in-step K/V beside the pages, and V4's inverse RoPE fused; its angles are 0, to the
+            same result.
+        impl: as in ``quire.kernels``.
+    """
     case, shape = problem.case, problem.case.shape
     device, num_tokens = problem.q.device, problem.q.shape[1]
     value_dim = shape.head_dim_v if shape.op == "mla" else shape.head_dim
@@ -89,13 +115,13 @@ def attention_calls(
         options |= {"sliding_window": shape.sliding_window, "sinks": problem.sinks}
         if problem.entries is not None:
             options |= {"compressed_table": problem.entry_table, "compress_ratio": shape.ratio}
-            options["topk_lens"] = problem.pick_lens
-        if fresh:
+            options["topk_lens"] = problem.topk_lens
+        if in_step:
             zero = torch.zeros(case.context, shape.rope_dim // 2, device=device)
             options["cos_sin"] = torch.cat([zero.cos(), zero], 1)
 
     def call(copy: int) -> Call:
-        q, rows = problem.q[copy], {"kv": problem.kv[copy]} if fresh else {}
+        q, rows = problem.q[copy], {"kv": problem.kv[copy]} if in_step else {}
         pages = None if problem.entries is None else problem.entries[copy]
         if problem.window is None:
             table = problem.entry_table
@@ -103,8 +129,8 @@ def attention_calls(
         window, table = problem.window[copy], problem.window_table
         if pages is not None:
             rows |= {"compressed_pages": pages}
-        if problem.picks is not None:
-            rows |= {"topk_indices": problem.picks[copy]}
+        if problem.topk_indices is not None:
+            rows |= {"topk_indices": problem.topk_indices[copy]}
         return lambda: (compressed_attention(q, window, table, *lengths, **options, **rows), lse)
 
     return [call(copy) for copy in range(problem.copies)]

@@ -23,9 +23,13 @@ class Unsupported(Exception):
 class Peer:
     """An implementation.
 
-    name: short, for tables and ``--impl``. version: of the package. note: what differs in its work, or "".
-    prepare: (problem of the peer's family, `bench.kernels.families`) -> one call for each copy. Raises Unsupported.
-    ours: whether a wrong result of it is a bug of this repository.
+    Attributes:
+        name: short, for tables and ``--impl``.
+        version: of the package.
+        note: what differs in its work, or "".
+        prepare: problem of the peer's family (`bench.kernels.families`) -> one call for each copy;
+            raises Unsupported.
+        ours: whether a wrong result of it is a bug of this repository.
     """
 
     name: str
@@ -43,7 +47,8 @@ def load_peers(
     for name, load in loaders.items():
         try:
             found.append(load(folder))
-        # Foreign packages fail to load in many ways, a missing library among them; each is a reason to report, not to stop.
+        # Foreign packages fail to load in many ways, a missing library among them; each is a reason
+        # to report, not to stop.
         except Exception as error:
             missing[name] = f"{type(error).__name__}: {error}".split("\n")[0][:200]
     return found, missing

@@ -13,9 +13,11 @@ MAX_CONTIGUOUS_BYTES = 12 * 2**30
 
 
 def contiguous(problem: Problem) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """q [batch, num_heads, q_len, head_dim] and K, V [batch, num_kv_heads, keys, head_dim] of every copy, only keys that are seen.
+    """q [batch, num_heads, q_len, head_dim] and K, V [batch, num_kv_heads, keys, head_dim] of every
+    copy, only keys that are seen.
 
-    Raises: Unsupported for batches of unequal lengths, sinks, and keys that would not fit.
+    Raises:
+        Unsupported for batches of unequal lengths, sinks, and keys that would not fit.
     """
     case = problem.case
     if case.phase == "mixed":
@@ -34,7 +36,9 @@ def contiguous(problem: Problem) -> list[tuple[Tensor, Tensor, Tensor]]:
 
 
 def sdpa(problem: Problem) -> list[Call]:
-    """torch's scaled_dot_product_attention; keys of grouped heads are repeated beforehand where its causal mask needs that."""
+    """torch's scaled_dot_product_attention; keys of grouped heads are repeated beforehand where its
+    causal mask needs that.
+    """
     from torch.nn.attention.bias import causal_lower_right
     from torch.nn.functional import scaled_dot_product_attention
 

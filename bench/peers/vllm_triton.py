@@ -1,4 +1,4 @@
-"""vLLM's Triton kernel of unified attention, without the rest of vLLM where that is not installed."""
+"""vLLM's Triton kernel of unified attention, without the rest of vLLM where it is missing."""
 
 from __future__ import annotations
 
@@ -17,13 +17,18 @@ from ..cases.problem import Problem
 from .folder import file_in, installed
 from .peer import Call, Peer
 
-# vLLM splits the keys of a decode in this many parts, while the batch is at most this many sequences over KV heads.
+# vLLM splits the keys of a decode in this many parts, while the batch is at most this many
+# sequences over KV heads.
 VLLM_SEGMENTS = 16
 VLLM_GRID_2D = 128
 
 
 def vllm_triton_peer(folder: Path | None) -> Peer:
-    """vLLM's Triton unified attention. Raises: FileNotFoundError, ImportError."""
+    """vLLM's Triton unified attention.
+
+    Raises:
+        FileNotFoundError, ImportError.
+    """
     name = "vllm.v1.attention.ops.triton_unified_attention"
     version = installed("vllm")
     if version is None:
@@ -77,7 +82,9 @@ def vllm_triton_peer(folder: Path | None) -> Peer:
 
 
 def _stub_vllm(ops: Path) -> None:
-    """Modules that vLLM's attention kernels import, with just the names that they use, so that the rest of vLLM is not needed."""
+    """Modules that vLLM's attention kernels import, with just the names that they use, so that the
+    rest of vLLM is not needed.
+    """
     import triton
     import triton.language as tl
 

@@ -1,4 +1,5 @@
-"""The main benchmark: generates with a model through allocator and kernels, proves the output right, then says how fast it was.
+"""The main benchmark: generates with a model through allocator and kernels, proves the output
+right, then says how fast it was.
 
     python -m bench.prefill_decode
     python -m bench.prefill_decode --json result.json --plot result.png
@@ -8,22 +9,27 @@
     python -m bench.prefill_decode --kv-cache-dtype fp8 --limit 4
     python -m bench.prefill_decode --model deepseek-v4-tiny --limit 2 --scale 0.25 --speculate mtp --draft-tokens 2
 
-Work: chats of several turns with shared system prompts, or a trace of requests in Mooncake's format. At most --max-num-seqs
-requests are in the engine at once; the next is added when one is finished, so the time to the first token has no queue in front.
-Every answer has its full length: stop tokens do not end it.
+Work: chats of several turns with shared system prompts, or a trace of requests in Mooncake's
+format. At most --max-num-seqs requests are in the engine at once; the next is added when one is
+finished, so the time to the first token has no queue in front. Every answer has its full length:
+stop tokens do not end it.
 
-Exit status 1, and no numbers, when a checked token is not what a full forward pass without any cache says (`bench.prefill_decode.verify`). With
-caching off the same prompts run again; a request whose output then differs is checked too, in both runs. Engines are warmed up with
-the first requests, apart from the runs that are measured. Keys of --json: `bench.prefill_decode.report`.
+Exit status 1, and no numbers, when a checked token is not what a full forward pass without any
+cache says (`bench.prefill_decode.verify`). With caching off the same prompts run again; a request
+whose output then differs is checked too, in both runs. Engines are warmed up with the first
+requests, apart from the runs that are measured. Keys of --json: `bench.prefill_decode.report`.
 
-With --kv-cache-dtype fp8 pages hold keys and values in e4m3, and which of them a query sees rounded depends on where its prompt was cut into
-steps: at a hit elsewhere than in a cold run. So outputs need not be identical with caching off, and of those that differ only the requests
-that are checked anyway are checked there. A token may be as far below the largest logit of the full pass, whose keys and values are not
-rounded, as rounding all of them moves two logits (`bench.prefill_decode.verify`).
+With --kv-cache-dtype fp8 pages hold keys and values in e4m3, and which of them a query sees rounded
+depends on where its prompt was cut into steps: at a hit elsewhere than in a cold run. So outputs
+need not be identical with caching off, and of those that differ only the requests that are checked
+anyway are checked there. A token may be as far below the largest logit of the full pass, whose keys
+and values are not rounded, as rounding all of them moves two logits
+(`bench.prefill_decode.verify`).
 
-With --speculate all of these runs have a drafter: "ngram" repeats earlier text, "mtp" is the model's own drafter layer. The prompts then run
-once more, with caching and without a drafter, and outputs that differ are checked in both runs. How often a random model's drafter is
-right is a matter of how its weights were drawn (`bench.prefill_decode.build`), not of a trained one.
+With --speculate all of these runs have a drafter: "ngram" repeats earlier text, "mtp" is the
+model's own drafter layer. The prompts then run once more, with caching and without a drafter, and
+outputs that differ are checked in both runs. How often a random model's drafter is right is a
+matter of how its weights were drawn (`bench.prefill_decode.build`), not of a trained one.
 """
 
 from __future__ import annotations
@@ -149,11 +155,16 @@ def measure(
 ) -> dict[str, Any]:
     """Runs, checks and measures; the dictionary of `bench.prefill_decode.report`.
 
-    num_checks: requests to check at least. baseline: run once more with caching off. speculate: None, or what drafts
-        (`DRAFTERS`), ``draft_tokens`` a step; then once more without. split_runs: runs with caching on, for the split of CPU time;
-        all other numbers are those of the first.
+    Args:
+        num_checks: requests to check at least.
+        baseline: run once more with caching off.
+        speculate: None, or what drafts (`DRAFTERS`), ``draft_tokens`` a step; then once more
+            without.
+        split_runs: runs with caching on, for the split of CPU time; all other numbers are those of
+            the first.
 
-    Raises: WrongOutput; what the engine raises.
+    Raises:
+        WrongOutput; what the engine raises.
     """
     model = built.model
 
@@ -333,7 +344,8 @@ def _parser() -> Parser:
         metavar="R",
         help="which boundaries stay resumable: auto (default), latest, dense, or an interval in tokens",
     )
-    # One: the products of a small model gain little from more, and threads that wait for a busy core cost much more than that.
+    # One: the products of a small model gain little from more, and threads that wait for a busy
+    # core cost much more than that.
     add("--threads", type=threads, default=1, metavar="N", help="CPU threads of torch; default: 1")
     add(
         "--num-pages",

@@ -1,4 +1,6 @@
-"""Runs a workload on an engine: a fixed number of conversations at once, a next turn when the one before has its answer."""
+"""Runs a workload on an engine: a fixed number of conversations at once, a next turn when the one
+before has its answer.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +25,17 @@ Key = tuple[int, int]
 class Run:
     """What happened.
 
-    outputs: of every request, in order of (session, turn). groups: `Turn.group` of each. steps: every step's report.
-    seconds: wall time from the first request to the last token. hashing: seconds of it spent hashing prompts.
-    cpu_seconds: time of this process on all cores meanwhile; on a busy machine the wall time says less.
-    peak_pages_in_use, peak_pages_cached: most pages that running requests held at the end of a step, and most that held
-        anything at all, what is only cached included.
-    stats: counters of the cache at the end.
+    Attributes:
+        outputs: of every request, in order of (session, turn).
+        groups: `Turn.group` of each.
+        steps: every step's report.
+        seconds: wall time from the first request to the last token.
+        hashing: seconds of it spent hashing prompts.
+        cpu_seconds: time of this process on all cores meanwhile; on a busy machine the wall time
+            says less.
+        peak_pages_in_use, peak_pages_cached: most pages that running requests held at the end of a
+            step, and most that held anything at all, what is only cached included.
+        stats: counters of the cache at the end.
     """
 
     outputs: dict[Key, RequestOutput]
@@ -57,14 +64,21 @@ def run_workload(
 ) -> Run:
     """Generates all turns of all sessions; the output of a turn is part of the next prompt.
 
-    Conversations that wait for their next turn stand in one queue, so with more sessions than ``concurrency`` others run between
-    two turns of the same one. The order depends on lengths alone, never on time.
+    Conversations that wait for their next turn stand in one queue, so with more sessions than
+    ``concurrency`` others run between two turns of the same one. The order depends on lengths
+    alone, never on time.
 
-    concurrency: requests in the engine at once. prompts: use these instead of what was generated (the same work as another run's,
-    whatever this run answers). label: of the progress bar, which is shown on a terminal only.
+    Args:
+        concurrency: requests in the engine at once.
+        prompts: use these instead of what was generated (the same work as another run's, whatever
+            this run answers).
+        label: of the progress bar, which is shown on a terminal only.
 
-    Returns: Run.
-    Raises: RequestError, a RuntimeError, when one of the requests fails.
+    Returns:
+        Run.
+
+    Raises:
+        RequestError, a RuntimeError, when one of the requests fails.
     """
     queue = deque((s, 0) for s in range(len(workload.sessions)))
     history: dict[int, tuple[int, ...]] = {}

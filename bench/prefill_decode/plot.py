@@ -1,4 +1,6 @@
-"""One picture of a report: what the prefix cache gave, and what that did to the time to the first token."""
+"""One picture of a report: what the prefix cache gave, and what that did to the time to the first
+token.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,11 @@ from ..common.plot import require_matplotlib
 def save_plot(result: dict[str, Any], path: str | Path) -> None:
     """Writes the picture; the format follows the file's suffix.
 
-    result: of `quire.bench.prefill_decode.report.report`.
+    Args:
+        result: of `quire.bench.prefill_decode.report.report`.
 
-    Raises: ImportError as `require_matplotlib`; OSError, ValueError when the file cannot be written.
+    Raises:
+        ImportError as `require_matplotlib`; OSError, ValueError when the file cannot be written.
     """
     require_matplotlib(path)
     from matplotlib.figure import Figure

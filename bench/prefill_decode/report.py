@@ -1,4 +1,5 @@
-"""The numbers of a run as one dictionary with stable keys, and as text. ``--json`` writes the dictionary::
+"""The numbers of a run as one dictionary with stable keys, and as text. ``--json`` writes the
+dictionary::
 
     schema                 int, raised when a key changes its meaning or goes
     machine                device, threads, driver, python, torch, triton, commit
@@ -59,7 +60,9 @@ def metrics(
 ) -> dict[str, Any]:
     """Everything known of one run; the keys are in the file's docstring.
 
-    kv_cache_dtype: of its pages. again: runs of the same steps, for `split`.
+    Args:
+        kv_cache_dtype: of its pages.
+        again: runs of the same steps, for `split`.
     """
     outputs = run.outputs.values()
     total_seconds = sum(step.total for step in run.steps)
@@ -102,10 +105,13 @@ def metrics(
 def split(runs: Sequence[list[StepReport]]) -> dict[str, Any]:
     """Where the engine's thread spent its CPU time; see the file's docstring.
 
-    runs: the steps of one run or of several, in which they are the same: of each step the median counts, as what a machine does besides
-        hits a step in one run and not in the next.
+    Args:
+        runs: the steps of one run or of several, in which they are the same: of each step the
+            median counts, as what a machine does besides hits a step in one run and not in the
+            next.
 
-    Raises: ValueError for runs of different steps.
+    Raises:
+        ValueError for runs of different steps.
     """
     steps = runs[0]
     shapes = [[(step.q_lens.tolist(), step.seq_lens.tolist()) for step in run] for run in runs]
@@ -153,7 +159,9 @@ def comparison(cached: Run, uncached: Run) -> dict[str, Any]:
 
 
 def speculation(kind: str, draft_tokens: int, run: Run, plain: Run) -> dict[str, Any]:
-    """What drafts did in ``run``, and how it differs from the same prompts in ``plain``, without drafts."""
+    """What drafts did in ``run``, and how it differs from the same prompts in ``plain``, without
+    drafts.
+    """
     outputs = run.outputs.values()
     same = comparison(run, plain)
     # Tokens of one step have one time; the first token comes from a prompt's last chunk.

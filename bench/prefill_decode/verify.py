@@ -1,23 +1,28 @@
 """Checks what an engine generated against full forward passes without any cache or kernel of ours.
 
-Greedy tokens can only be compared up to rounding: two correct programs round differently, and where two logits are nearly equal the
-other token wins. So each generated token must have, in a reference pass over the whole sequence, the largest logit or one that is
-less than ``bound`` below it. It is an estimate, no bound of all right programs as `quire.bench.common.bounds` has it for one operation: through many
-layers, worst cases add up to more than logits differ by. err is the largest difference between the logits of an eager pass in low
-precision and of a pass in fp32 over the same rows; a program as exact as twice that moves each of the two logits by up to 2 err::
+Greedy tokens can only be compared up to rounding: two correct programs round differently, and where
+two logits are nearly equal the other token wins. So each generated token must have, in a reference
+pass over the whole sequence, the largest logit or one that is less than ``bound`` below it. It is
+an estimate, no bound of all right programs as `quire.bench.common.bounds` has it for one operation:
+through many layers, worst cases add up to more than logits differ by. err is the largest difference
+between the logits of an eager pass in low precision and of a pass in fp32 over the same rows; a
+program as exact as twice that moves each of the two logits by up to 2 err::
 
     bound = 4 * err
 
-A model in fp32 is itself the reference. Rounding errors scale with the machine epsilon, so its err is that of a pass in bf16, scaled
-by 2^-23 / 2^-7, the two epsilons.
+A model in fp32 is itself the reference. Rounding errors scale with the machine epsilon, so its err
+is that of a pass in bf16, scaled by 2^-23 / 2^-7, the two epsilons.
 
-Pages of e4m3 (``kv_cache_dtype="fp8"``) move the logits by more than the model's arithmetic does, and by how much depends on where a prompt was
-cut into steps, as a step's own keys and values are not rounded. So a hit and a cold run may differ by that much as well. cache_err is
-the largest difference that rounding *every* key and value makes to a pass; the engine rounds some of them, so it is taken to be no further off::
+Pages of e4m3 (``kv_cache_dtype="fp8"``) move the logits by more than the model's arithmetic does,
+and by how much depends on where a prompt was cut into steps, as a step's own keys and values are
+not rounded. So a hit and a cold run may differ by that much as well. cache_err is the largest
+difference that rounding *every* key and value makes to a pass; the engine rounds some of them, so
+it is taken to be no further off::
 
     bound = 4 * err + 2 * cache_err
 
-A bound as large as the standard deviation of the logits would let nearly any token pass; that is a problem too, not a success.
+A bound as large as the standard deviation of the logits would let nearly any token pass; that is a
+problem too, not a success.
 """
 
 from __future__ import annotations
@@ -47,9 +52,11 @@ FP32_FROM_BF16 = torch.finfo(torch.float32).eps / torch.finfo(torch.bfloat16).ep
 class Check:
     """Result of `check_outputs`.
 
-    num_requests, num_tokens: compared. num_exact: tokens with the largest logit; the others are within the bound or in problems.
-    largest_bound: of any compared request, in logits.
-    problems: one message for each request that differs, with its first wrong token.
+    Attributes:
+        num_requests, num_tokens: compared.
+        num_exact: tokens with the largest logit; the others are within the bound or in problems.
+        largest_bound: of any compared request, in logits.
+        problems: one message for each request that differs, with its first wrong token.
     """
 
     num_requests: int
@@ -60,7 +67,9 @@ class Check:
 
 
 def sample(outputs: Mapping[Key, RequestOutput], count: int) -> list[Key]:
-    """At most ``count`` >= 1 of the keys: the request with the longest hit, and others evenly spaced. The same ones every time."""
+    """At most ``count`` >= 1 of the keys: the request with the longest hit, and others evenly
+    spaced. The same ones every time.
+    """
     keys = sorted(outputs)
     if count >= len(keys):
         return keys
@@ -73,9 +82,12 @@ def sample(outputs: Mapping[Key, RequestOutput], count: int) -> list[Key]:
 def check_outputs(
     model: Decoder, outputs: Mapping[Key, RequestOutput], *, kv_cache_dtype: str = "auto"
 ) -> Check:
-    """Compares all tokens of all ``outputs`` with full passes of ``model``; see the file's docstring.
+    """Compares all tokens of all ``outputs`` with full passes of ``model``; see the file's
+    docstring.
 
-    kv_cache_dtype: of the engine that generated them (`quire.models.engine.config.EngineConfig`).
+    Args:
+        kv_cache_dtype: of the engine that generated them
+            (`quire.models.engine.config.EngineConfig`).
     """
     num_tokens = num_exact = 0
     largest = 0.0
@@ -113,11 +125,16 @@ def check_outputs(
 def reference_logits(
     model: Decoder, input_ids: Tensor, rows: Tensor, kv_cache_dtype: str = "auto"
 ) -> tuple[Tensor, float]:
-    """Logits of a full pass in fp32, and how far below the largest one a right program's choice may be.
+    """Logits of a full pass in fp32, and how far below the largest one a right program's choice may
+    be.
 
-    input_ids: [num_tokens] int64. rows: [num_rows] int64. kv_cache_dtype: as in :func:`check_outputs`.
+    Args:
+        input_ids: [num_tokens] int64.
+        rows: [num_rows] int64.
+        kv_cache_dtype: as in :func:`check_outputs`.
 
-    Returns: ([num_rows, vocab_size] fp32, bound in logits).
+    Returns:
+        ([num_rows, vocab_size] fp32, bound in logits).
     """
     native = model.full_forward(input_ids, logits_rows=rows)
     is_fp32 = model.dtype == torch.float32
@@ -134,7 +151,9 @@ def reference_logits(
 
 
 def e4m3_rows(rows: Tensor) -> Tensor:
-    """Rows [..., head_dim] of keys or of values as pages of e4m3 give them back: each with a scale of its own."""
+    """Rows [..., head_dim] of keys or of values as pages of e4m3 give them back: each with a scale
+    of its own.
+    """
     scale = rows.float().abs().amax(-1, keepdim=True).clamp(min=1e-30) / E4M3_MAX
     return ((rows / scale).to(torch.float8_e4m3fn).float() * scale).to(rows.dtype)
 
@@ -145,8 +164,9 @@ def e4m3_values(rows: Tensor) -> Tensor:
 
 
 def e4m3_latents(rows: Tensor) -> Tensor:
-    """Rows of DeepSeek-V4 as its quantised pages give them back: of latents [..., 512] the first 448 channels in blocks of 64, the rotated
-    64 in bf16; index keys [..., 128] in one block. The scale of a block is a power of two.
+    """Rows of DeepSeek-V4 as its quantised pages give them back: of latents [..., 512] the first
+    448 channels in blocks of 64, the rotated 64 in bf16; index keys [..., 128] in one block. The
+    scale of a block is a power of two.
 
     Source: FlashMLA's layout of 584 bytes.
     """
@@ -154,16 +174,17 @@ def e4m3_latents(rows: Tensor) -> Tensor:
     is_latent = rows.shape[-1] == LATENT
     blocks = rounded[..., :-ROTATED].unflatten(-1, (-1, BLOCK)) if is_latent else rounded[..., None, :]  # fmt: skip
     scale = (blocks.abs().amax(-1, keepdim=True).clamp(min=1e-4) / E4M3_MAX).log2().ceil().exp2()
-    codes = ((blocks / scale).to(torch.float8_e4m3fn).float() * scale).flatten(-2)
-    return (torch.cat([codes, rounded[..., -ROTATED:]], dim=-1) if is_latent else codes).to(
+    values = ((blocks / scale).to(torch.float8_e4m3fn).float() * scale).flatten(-2)
+    return (torch.cat([values, rounded[..., -ROTATED:]], dim=-1) if is_latent else values).to(
         rows.dtype
     )
 
 
 @contextmanager
 def computing_in(model: Decoder, dtype: torch.dtype) -> Iterator[None]:
-    """Inside, passes of ``model`` use its weights as a model of ``dtype`` has them, one layer's copies at a time; afterwards its own
-    tensors are back in place, untouched. Rows of the table of per-layer embeddings are converted as they are read."""
+    """Inside, passes of ``model`` use its weights as a model of ``dtype`` has them, one layer's
+    copies at a time; afterwards its own tensors are back in place, untouched. Rows of the table of
+    per-layer embeddings are converted as they are read."""
     other = type(model)(model.config, device="meta", dtype=dtype)
     dtypes = {name: weight.dtype for name, weight in other.named_parameters()}
     wanted = {weight: dtypes.get(name, weight.dtype) for name, weight in model.named_parameters()}

@@ -1,31 +1,41 @@
-"""What can be known of the kernels without a GPU: compile every shipped configuration offline and table what came out.
+"""What can be known of the kernels without a GPU: a table of every configuration, compiled offline.
 
-    python -m bench.static [--all | --arch 80 90 100] [--only TEXT] [--jobs 2] [--json FILE] [--baseline FILE] [--update]
+    python -m bench.static [--all | --arch 80 90 100] [--only TEXT] [--jobs 2] [--json FILE]
+                           [--baseline FILE] [--update]
 
-By default every kernel is compiled for sm_90 once with each of its tile shapes, and for sm_80 and sm_100 a sample that holds every kernel
-once or twice. ``--arch`` compiles every case for the architectures named, ``--all`` for sm_80, 86, 90, 100 and 120. The rules below apply to
-whatever is compiled.
+By default every kernel is compiled for sm_90 once with each of its tile shapes, and for sm_80 and
+sm_100 a sample that holds every kernel once or twice. ``--arch`` compiles every case for the
+architectures named, ``--all`` for sm_80, 86, 90, 100 and 120. The rules below apply to whatever is
+compiled.
 
-The arguments are those of a real launch over tensors without storage, specialised as Triton's launcher does it, so what is compiled here is
-what runs there. What two cases share is compiled once. Exit status 1 if a kernel breaks one of these rules:
+The arguments are those of a real launch over tensors without storage, specialised as Triton's
+launcher does it, so what is compiled here is what runs there. What two cases share is compiled
+once. Exit status 1 if a kernel breaks one of these rules:
 
     spills         a kernel stores registers to local memory, or has a stack frame
     shared memory  a program needs more than it may use on that architecture
-    room           an SM cannot hold even one program: its threads need more registers than there are
-    narrow copies  K/V is copied less than 16 bytes at a time (fp32: where it is copied asynchronously at all; quantised index keys: 8)
-    serial wgmma   each wgmma of a product is waited for before the next: ptxas gave up their overlap
+    room           an SM cannot hold even one program: its threads need more registers than there
+                   are
+    narrow copies  K/V is copied less than 16 bytes at a time (fp32: where it is copied
+                   asynchronously at all; quantised index keys: 8)
+    serial wgmma   each wgmma of a product is waited for before the next: ptxas gave up their
+                   overlap
     in flight      a 2-byte decode kernel keeps less than 36 KiB of K/V under way per SM on sm_90
 
-A kernel that does not compile fails as well. The baseline, ``bench/results/static/VERSION.json`` of the Triton installed, has all cases on
-all architectures; ``--all --update`` makes it anew, ``--arch 80 --update`` its rows of sm_80. The rules decide; the differences from the
-baseline are only shown. ``--json`` of any run serves as ``--baseline`` of another; its ``seconds`` are processor time, the compiler's
-included, and next to nothing where Triton's cache has the kernel.
+A kernel that does not compile fails as well. The baseline, ``bench/results/static/VERSION.json`` of
+the Triton installed, has all cases on all architectures; ``--all --update`` makes it anew, ``--arch
+80 --update`` its rows of sm_80. The rules decide; the differences from the baseline are only shown.
+``--json`` of any run serves as ``--baseline`` of another; its ``seconds`` are processor time, the
+compiler's included, and next to nothing where Triton's cache has the kernel.
 
-Columns: registers of a thread; spill, bytes that a thread spills; stack, bytes of its frame; shared memory of a program, and its limit on
-that architecture; ctas, programs that an SM holds at once; warps and stages of a program, and v2 where two share a query tile, each with
-half of the values; mma, the matrix instruction ("wgmma, serial": without overlap); copy, bytes of the narrowest asynchronous K/V copy (0: loads go through registers); flight,
-KiB of K/V copies under way per SM: tiles ahead of the one in use, times the resident programs; sass, instructions that a warp issues for
-one K/V tile, of the first loop over tiles: without masks in prefill, with masks in decode ("-": cannot be told).
+Columns: registers of a thread; spill, bytes that a thread spills; stack, bytes of its frame; shared
+memory of a program, and its limit on that architecture; ctas, programs that an SM holds at once;
+warps and stages of a program, and v2 where two share a query tile, each with half of the values;
+mma, the matrix instruction ("wgmma, serial": without overlap); copy, bytes of the narrowest
+asynchronous K/V copy (0: loads go through registers); flight, KiB of K/V copies under way per SM:
+tiles ahead of the one in use, times the resident programs; sass, instructions that a warp issues
+for one K/V tile, of the first loop over tiles: without masks in prefill, with masks in decode ("-":
+cannot be told).
 """
 
 from __future__ import annotations

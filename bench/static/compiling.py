@@ -14,7 +14,9 @@ from .rules import PIPELINED, resident_programs
 def specialise(
     launch: Any,
 ) -> tuple[dict[str, str], dict[tuple[int], Any], dict[tuple[int], Any], dict[str, int]]:
-    """Signature, constants, divisibility hints and options that Triton's launcher derives from these arguments."""
+    """Signature, constants, divisibility hints and options that Triton's launcher derives from
+    these arguments.
+    """
     import torch
     from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -43,7 +45,8 @@ def specialise(
             constants[(index,)] = value
         elif isinstance(value, torch.Tensor):
             signature[name] = pointer[value.dtype]
-            # The caching allocator aligns to 512 bytes; a view at an offset keeps what its offset has.
+            # The caching allocator aligns to 512 bytes; a view at an offset keeps what its offset
+            # has.
             divisible = value.storage_offset() * value.element_size() % 16 == 0
         elif isinstance(value, TensorDescriptor):
             signature[name] = f"tensordesc<{pointer[value.base.dtype][1:]}{value.block_shape}>"
@@ -61,11 +64,14 @@ def specialise(
 def distinct(
     archs: Sequence[int], only: str = "", samples: Sequence[int] = (), tiles: Sequence[int] = ()
 ) -> list[tuple[str, int, int]]:
-    """(case's name, arch, index of the launch): all cases for ``archs``, the samples for ``samples``, and for ``tiles`` one launch of
-    each kernel, dtype and tile shape.
+    """(case's name, arch, index of the launch): all cases for ``archs``, the samples for
+    ``samples``, and for ``tiles`` one launch of each kernel, dtype and tile shape.
 
-    What an earlier one compiles to as well is left out; samples come first, so that a kernel goes by one name in every run. only: what the
-    names of the cases contain.
+    What an earlier one compiles to as well is left out; samples come first, so that a kernel goes
+    by one name in every run.
+
+    Args:
+        only: what the names of the cases contain.
     """
     work, seen = [], set()
     cases = sorted(all_cases().items(), key=lambda item: not item[1].sample)
@@ -105,7 +111,9 @@ def value_parts(launch: Any) -> int:
 def measure(name: str, arch: int, index: int) -> dict[str, Any]:
     """Compile a kernel of a case for an architecture: its row of the report.
 
-    name: of the case. index: of the kernel among the case's launches.
+    Args:
+        name: of the case.
+        index: of the kernel among the case's launches.
     """
     import torch
     import triton

@@ -13,10 +13,14 @@ RESULTS = Path(__file__).parent.parent / "results" / "static"
 
 
 def differences(rows: list[dict[str, Any]], baseline: list[dict[str, Any]]) -> list[str]:
-    """What changed against a baseline, one line for each kernel that is in both, and one for those that are new."""
+    """What changed against a baseline, one line for each kernel that is in both, and one for those
+    that are new.
+    """
 
     def named(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        """Rows by case, kernel and arch; a case may launch a kernel in several ways, which are counted."""
+        """Rows by case, kernel and arch; a case may launch a kernel in several ways, which are
+        counted.
+        """
         found: dict[str, dict[str, Any]] = {}
         for row in rows:
             name = first = f"{row['case']} {row['kernel']} sm_{row['arch']}"
@@ -78,7 +82,8 @@ def write(rows: list[dict[str, Any]], path: str | Path) -> None:
 
 
 def write_baseline(rows: list[dict[str, Any]], path: Path) -> None:
-    """Write rows without what is not compared: the names of the columns once, and the values of a row to a line.
+    """Write rows without what is not compared: the names of the columns once, and the values of a
+    row to a line.
 
     Of what ``path`` has already the rows of other architectures stay.
     """

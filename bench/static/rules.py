@@ -6,7 +6,8 @@ from typing import Any
 
 from . import sass
 
-# Of an SM: shared memory, threads and programs it can hold (CUDA programming guide, compute capabilities table).
+# Of an SM: shared memory, threads and programs it can hold (CUDA programming guide, compute
+# capabilities table).
 SM_SHARED = {80: 164 << 10, 86: 100 << 10, 89: 100 << 10, 90: 228 << 10, 100: 228 << 10, 120: 100 << 10}  # fmt: skip
 SM_THREADS = {80: 2048, 86: 1536, 89: 1536, 90: 2048, 100: 2048, 120: 1536}
 SM_PROGRAMS = {80: 32, 86: 16, 89: 24, 90: 32, 100: 32, 120: 24}
@@ -18,8 +19,9 @@ RESERVED_SHARED = 1024
 # Little's law for an H200: about 4.8 TB/s * 1 us over 132 SMs.
 MIN_BYTES_IN_FLIGHT = 36 << 10
 PIPELINED = ("prefill_kernel", "decode_kernel", "scores_kernel")
-# Pages of 48 tokens: which of them each row of a tile is in has to be divided out, and smaller tiles, which leave room, cost more. Decode of
-# 64 rows of 512 channels over e4m3: no shape found that fits and overlaps; two tiles of 32 rows take as many instructions.
+# Pages of 48 tokens: which of them each row of a tile is in has to be divided out, and smaller
+# tiles, which leave room, cost more. Decode of 64 rows of 512 channels over e4m3: no shape found
+# that fits and overlaps; two tiles of 32 rows take as many instructions.
 SERIAL_CASES = ("prefill-group-5-odd-pages", "decode-fp8-d512-p128-q16")
 
 
@@ -28,7 +30,9 @@ def resident_programs(
 ) -> int:
     """Programs that an SM holds at once.
 
-    registers: of a thread; the SM hands them out by 8. tensor_columns: of a program.
+    Args:
+        registers: of a thread; the SM hands them out by 8.
+        tensor_columns: of a program.
     """
     bounds = [
         SM_REGISTERS // (-(-registers // 8) * 8 * threads),

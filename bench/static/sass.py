@@ -1,6 +1,8 @@
-"""What the machine code of a compiled kernel says: registers, stack, spills, widths of copies, instructions of the K/V loop.
+"""What the machine code of a compiled kernel says: registers, stack, spills, widths of copies,
+instructions of the K/V loop.
 
-Read from the cubin with the tools that come with Triton, so that it is what the GPU would run, not what a pass had planned.
+Read from the cubin with the tools that come with Triton, so that it is what the GPU would run, not
+what a pass had planned.
 """
 
 from __future__ import annotations
@@ -26,7 +28,10 @@ LABEL = re.compile(r"^(\.L_x_\d+):")
 class Code:
     """One kernel's machine code.
 
-    registers: of a thread. stack_bytes: its stack frame. lines: (label or "", opcode or "", operands), in the order of addresses.
+    Attributes:
+        registers: of a thread.
+        stack_bytes: its stack frame.
+        lines: (label or "", opcode or "", operands), in the order of addresses.
     """
 
     registers: int
@@ -40,15 +45,18 @@ class Code:
 
     @property
     def spill_bytes(self) -> int:
-        """Bytes that a thread stores to local memory, each store counted once; the kernels use it for nothing but spills."""
+        """Bytes that a thread stores to local memory, each store counted once; the kernels use it
+        for nothing but spills.
+        """
         return sum(_width(op) * n for op, n in self.opcodes.items() if op.startswith("STL"))
 
     @property
     def mma(self) -> str:
         """Kind of the matrix instruction; "fma": none but ordinary arithmetic, "-": not even that.
 
-        "wgmma, serial": each one is opened and waited for by itself, not with the others of its product. ptxas does so throughout a kernel
-        where other instructions touch an accumulator that is under way, for want of registers most of the time.
+        "wgmma, serial": each one is opened and waited for by itself, not with the others of its
+        product. ptxas does so throughout a kernel where other instructions touch an accumulator
+        that is under way, for want of registers most of the time.
         """
         counts = self.opcodes
         kind = next((k for prefix, k in MMA if any(op.startswith(prefix) for op in counts)), "-")
@@ -57,12 +65,15 @@ class Code:
         return SERIAL if serial else kind
 
     def copy_bytes(self, element_size: int, scale_bytes: int = 0) -> int:
-        """Bytes of the narrowest K/V copy; 0 if none is asynchronous and loads of whole vectors go through registers.
+        """Bytes of the narrowest K/V copy; 0 if none is asynchronous and loads of whole vectors go
+        through registers.
 
-        All asynchronous copies of the attention kernels are of K and V: page ids come by ordinary loads. A row whose
-        alignment is unknown to the compiler is loaded element by element, and no 2-byte element can be copied asynchronously.
+        All asynchronous copies of the attention kernels are of K and V: page ids come by ordinary
+        loads. A row whose alignment is unknown to the compiler is loaded element by element, and no
+        2-byte element can be copied asynchronously.
 
-        scale_bytes: what the scales of a quantised row take, whose copies do not count.
+        Args:
+            scale_bytes: what the scales of a quantised row take, whose copies do not count.
         """
         widths = list(_carried(self.opcodes, scale_bytes))
         if element_size == 2 and any(op.startswith("LDG.") and "U16" in op for op in self.opcodes):
@@ -70,12 +81,17 @@ class Code:
         return min(widths, default=0)
 
     def tile_instructions(self, tile_bytes: int, threads: int, scale_bytes: int = 0) -> int | None:
-        """Instructions that a warp issues for a K/V tile: the body of the first loop over tiles, divided by the tiles it copies.
+        """Instructions that a warp issues for a K/V tile: the body of the first loop over tiles,
+        divided by the tiles it copies.
 
-        tile_bytes: of a tile, without scales. threads: of a program. scale_bytes: as in ``copy_bytes``.
+        None where that cannot be told: no loop holds a matrix instruction, or its copies make no
+        whole number of tiles. Up to a quarter more may be lanes that copy nothing: a row of 576
+        bytes takes those of 640.
 
-        None where that cannot be told: no loop holds a matrix instruction, or its copies make no whole number of tiles. Up to a quarter
-        more may be lanes that copy nothing: a row of 576 bytes takes those of 640.
+        Args:
+            tile_bytes: of a tile, without scales.
+            threads: of a program.
+            scale_bytes: as in ``copy_bytes``.
         """
         prefix = next((p for p, kind in MMA if self.mma.startswith(kind)), None)
         if prefix is None:
@@ -92,7 +108,9 @@ class Code:
         return None
 
     def _loops(self) -> list[tuple[int, int]]:
-        """Ranges of lines from the target of a backward branch through the branch, innermost ones only, in order."""
+        """Ranges of lines from the target of a backward branch through the branch, innermost ones
+        only, in order.
+        """
         labels = {label: i for i, (label, _, _) in enumerate(self.lines) if label}
         found = []
         for i, (_, opcode, operands) in enumerate(self.lines):
@@ -127,8 +145,8 @@ def parse(listing: str) -> tuple[tuple[str, str, str], ...]:
 def _carried(opcodes: collections.Counter[str], scale_bytes: int) -> collections.Counter[int]:
     """Bytes that a thread copies asynchronously of K/V tiles, by width.
 
-    Copies as wide as ``scale_bytes`` are of scales while they carry less than a third of all bytes: of 584 bytes they are 8, but an
-    instruction counts whole, however few of its threads copy.
+    Copies as wide as ``scale_bytes`` are of scales while they carry less than a third of all bytes:
+    of 584 bytes they are 8, but an instruction counts whole, however few of its threads copy.
     """
     carried: collections.Counter[int] = collections.Counter()
     for opcode, count in opcodes.items():

@@ -63,7 +63,7 @@ def test_the_environment_names_the_peers_of_every_family(tmp_path, monkeypatch):
     assert module == "bench.environment" and "--peers" in arguments
     assert environment.main([*arguments, "--device", "cpu"]) == 0
     result = json.loads(runner._result(part).read_text())
-    names = {"quire", "quire-fresh", "sdpa", "flex", "flashinfer", "fa3", "vllm-triton"}
+    names = {"quire", "quire-in-step", "sdpa", "flex", "flashinfer", "fa3", "vllm-triton"}
     assert names | {"flashmla", "flashinfer-mla"} == {*result["present"], *result["missing"]}
     assert {"quire", "sdpa"} <= set(result["present"])
 

@@ -93,7 +93,7 @@ def poisoned_problem(case, dtype):
 @pytest.mark.parametrize("case", named_cases(), ids=lambda case: case.name.replace(" ", "-"))
 def test_named_shapes(case, fresh):
     problem = poisoned_problem(case, BF16)
-    [call] = quire_calls(problem, fresh=fresh, impl="triton")
+    [call] = quire_calls(problem, in_step=fresh, impl="triton")
     out, lse = call()
     assert expect(problem).wrong(out, lse) is None
     # The same work again, with the caches in another state: a race shows as another result.
@@ -110,7 +110,7 @@ def test_named_shapes_in_other_dtypes(dtype):
         shape = (SHAPES | TINY_SHAPES)[name]
         for phase in ("decode", "mixed"):
             problem = poisoned_problem(Case(shape, phase, 2, 20 if DRY_RUN else 2999, 16), dtype)
-            [call] = quire_calls(problem, fresh=True, impl="triton")
+            [call] = quire_calls(problem, in_step=True, impl="triton")
             assert expect(problem).wrong(*call()) is None, (name, phase)
 
 

@@ -35,7 +35,7 @@ def problem_of(shape, phase, copies=1):
 @pytest.mark.parametrize("shape", [SHAPE, WINDOW], ids=["full", "window"])
 @pytest.mark.parametrize("phase", PHASES)
 def test_calls_neither_synchronise_nor_allocate(cuda, phase, shape, fresh):
-    [call] = quire_calls(problem_of(shape, phase), fresh=fresh)
+    [call] = quire_calls(problem_of(shape, phase), in_step=fresh)
     call()  # compiles
     torch.cuda.synchronize()
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
@@ -104,7 +104,7 @@ def test_a_captured_decode_serves_other_lengths_and_tables(cuda, shape):
 def test_two_streams_do_not_disturb_each_other(cuda):
     """Two calls with memory of their own at the same time, many times over."""
     problems = [problem_of(SHAPE, "decode"), problem_of(WINDOW, "mixed")]
-    calls = [quire_calls(problem, fresh=True)[0] for problem in problems]
+    calls = [quire_calls(problem, in_step=True)[0] for problem in problems]
     expected = [call()[0].clone() for call in calls]
     torch.cuda.synchronize()
     streams = [torch.cuda.Stream() for _ in calls]
@@ -123,7 +123,7 @@ def test_calls_share_their_output_and_differ_by_copy(fresh):
     """What the rotation of a benchmark relies on: each call reads its own copy, and fills one output."""
     case = Case(TINY_SHAPES["tiny/global"], "decode", 2, 20, 16)
     problem = make_problem(case, torch.device(DEVICE), torch.float32, copies=2)
-    first, second = quire_calls(problem, fresh=fresh)
+    first, second = quire_calls(problem, in_step=fresh)
     one = first()[0].clone()
     two = second()[0].clone()
     assert not one.equal(two) and first()[0].equal(one)

@@ -50,7 +50,7 @@ def test_a_peer_gives_the_same(name, case, peers):
     expected = expect(problem)
     assert expected.wrong(other) is None, f"{name} itself is wrong"
     for fresh in (False, True):
-        [ours] = quire_calls(problem, fresh=fresh, impl="triton")
+        [ours] = quire_calls(problem, in_step=fresh, impl="triton")
         out, lse = ours()
         assert expected.wrong(out, lse) is None
         # Each may be off by the budget, on either side of the truth.
@@ -86,7 +86,7 @@ def test_the_latent_kernels_are_right_at_the_shapes_that_are_measured(case):
     problem, expected = make_latents(case)
     several = [quire_latent_calls(problem, impl="triton")]
     if isinstance(problem, AttentionProblem):
-        several.append(attention_calls(problem, fresh=True, impl="triton"))
+        several.append(attention_calls(problem, in_step=True, impl="triton"))
     for [call] in several:
         assert expected.wrong(*call()) is None
 
@@ -108,7 +108,7 @@ def test_a_peer_gives_the_same_for_latents(name, case, latent_peers):
     except (Unsupported, NotImplementedError) as reason:
         pytest.skip(f"{name}: {reason}")
     assert expected.wrong(other) is None, f"{name} itself is wrong"
-    [ours] = attention_calls(problem, fresh=False, impl="triton")
+    [ours] = attention_calls(problem, in_step=False, impl="triton")
     out, lse = ours()
     assert expected.wrong(out, lse) is None
     assert ((out.double() - other.double())[expected.rows].abs() <= 2 * expected.budget).all()

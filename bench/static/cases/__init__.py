@@ -34,6 +34,10 @@ class StaticCase:
     scale_bytes: what the scales of one quantised key take; they are not counted in key_bytes.
     min_copy_bytes: the narrowest copy of a K/V tile that the case may have.
     sample: whether it stands for its kernels on SAMPLE_ARCHS.
+    operator: the public function that is called.
+    head_dim: channels of its rows in the pages; of MLA those that are values too.
+    pages: dtype of its pages, "uint8" for DeepSeek-V4's quantised rows; "" without pages.
+    block_sizes: rows of its pages, of each kind that it reads or writes.
     """
 
     name: str
@@ -44,6 +48,10 @@ class StaticCase:
     scale_bytes: int = 0
     min_copy_bytes: int = 16
     sample: bool = False
+    operator: str = ""
+    head_dim: int = 0
+    pages: str = ""
+    block_sizes: tuple[int, ...] = ()
 
 
 @functools.cache

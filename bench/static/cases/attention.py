@@ -47,6 +47,13 @@ class Shape:
     apart: bool = False
 
     @property
+    def operator(self) -> str:
+        """The public function that is called."""
+        if self.phase in ("merge", "write"):
+            return {"merge": "merge_partials", "write": "write_kv"}[self.phase]
+        return "paged_attention" if self.sliding_window is None else "sliding_window_attention"
+
+    @property
     def key_bytes(self) -> int:
         """Bytes of a key and its value in the pages."""
         return 2 * self.head_dim * (1 if self.scales else 4 if self.dtype == "float32" else 2)
@@ -67,6 +74,10 @@ def cases() -> list[StaticCase]:
             # The layout that mma.sync wants of V^T, in which Triton keeps the codes, holds 8 channels of a row side by side.
             min_copy_bytes=(4 if shape.dtype == "float32" else 8) if shape.scales else 16,
             sample=shape.name in SAMPLE,
+            operator=shape.operator,
+            head_dim=shape.head_dim,
+            pages=E4M3 if shape.scales else shape.dtype,
+            block_sizes=() if shape.phase == "merge" else (shape.block_size,),
         )
         for shape in shapes()
     ]

@@ -87,6 +87,10 @@ def cases() -> list[StaticCase]:
             key_bytes=ROW_BYTES[shape.dtype],
             scale_bytes=8 if shape.dtype == "uint8" else 0,
             sample=shape.name in SAMPLE,
+            operator="compressed_attention",
+            head_dim=HEAD_DIM,
+            pages=shape.dtype,
+            block_sizes=(64, 2) if shape.kind == "hca" else (64,),
         )
         for shape in shapes()
     ]

@@ -41,6 +41,10 @@ def cases() -> list[StaticCase]:
             scale_bytes=4 if shape.fp8 else 0,
             min_copy_bytes=FP8_COPY_BYTES if shape.fp8 else 16,
             sample=shape.name in SAMPLE,
+            operator="index_topk",
+            head_dim=shape.index_dim,
+            pages="uint8" if shape.fp8 else shape.dtype,
+            block_sizes=(shape.rows,),
         )
         for shape in shapes()
     ]

@@ -37,11 +37,18 @@ def cases() -> list[StaticCase]:
     }
     return [
         StaticCase(
-            f"{name}-{case}", name, functools.partial(launches, **options), sample=case in SAMPLE
+            f"{name}-{case}",
+            name,
+            functools.partial(launches, **options),
+            sample=case in SAMPLE,
+            operator=operator,
+            head_dim=INDEX_DIM if options.get("index") else HEAD_DIM,
+            pages=options["kind"] or "",
+            block_sizes=(options.get("block_size", 64),) if options["kind"] else (),
         )
-        for name, launches, table in (
-            ("latent", write_launches, writes),
-            ("compress", compress_launches, pools),
+        for name, operator, launches, table in (
+            ("latent", "write_latent", write_launches, writes),
+            ("compress", "compress", compress_launches, pools),
         )
         for case, options in table.items()
     ]

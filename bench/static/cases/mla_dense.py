@@ -36,6 +36,10 @@ def cases() -> list[StaticCase]:
             shape.dtype,
             key_bytes=(shape.head_dim_v + shape.rope_dim) * (4 if shape.dtype == "float32" else 2),
             sample=shape.name in SAMPLE,
+            operator="mla_attention",
+            head_dim=shape.head_dim_v,
+            pages=shape.dtype,
+            block_sizes=(shape.block_size,),
         )
         for shape in shapes()
     ]

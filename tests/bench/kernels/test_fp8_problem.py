@@ -41,10 +41,10 @@ def test_wrong_scales_are_found_and_peers_are_not_compared():
     problem = make_problem(Case(SHAPE, "decode", 2, 37, 16), CPU, torch.bfloat16)
     expected = expect(problem)
     for fresh in (False, True):
-        [call] = quire_calls(problem, fresh=fresh)
+        [call] = quire_calls(problem, in_step=fresh)
         assert expected.wrong(*call()) is None
     swapped = dataclasses.replace(problem, scales=problem.scales.flip(2))
-    [call] = quire_calls(swapped, fresh=False)
+    [call] = quire_calls(swapped, in_step=False)
     assert "error" in expected.wrong(*call())
     other = Peer("other", "1", "", lambda problem: [])
     with pytest.raises(kernels.Unsupported, match="e4m3 pages"):

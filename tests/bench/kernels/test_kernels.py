@@ -163,7 +163,7 @@ def test_rows_have_shares_and_the_ratio_to_the_best_peer():
     found, missing = find_peers(None)
     rows = kernels.run_case(CASES[3], found, CPU, RATES, 0.0)
     times = {row["impl"]: row["ms"] for row in rows}
-    assert set(times) == {"quire", "quire-fresh", "sdpa", "flex"}
+    assert set(times) == {"quire", "quire-in-step", "sdpa", "flex"}
     best = min(times["sdpa"], times["flex"])
     for row in rows:
         assert row["over_best_peer"] == pytest.approx(row["ms"] / best)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quire.bench.cases.latent_problem import attend, expect_attention, visible_rows
-from quire.bench.cases.latent_rows import _rows, _scores, expect_picks
+from quire.bench.cases.latent_rows import _rows, _scores, expect_topk
 from quire.bench.cases.latent_shapes import (
     SHAPES,
     TINY_SHAPES,
@@ -94,8 +94,8 @@ def test_the_attention_oracle_is_the_one_with_loops(case):
                 "compressed_table": problem.entry_table,
                 "compress_ratio": shape.ratio,
             }
-        if problem.picks is not None:
-            options |= {"topk_indices": problem.picks[0], "topk_lens": problem.pick_lens}
+        if problem.topk_indices is not None:
+            options |= {"topk_indices": problem.topk_indices[0], "topk_lens": problem.topk_lens}
         exact = reference_compressed.compressed_attention(
             problem.q[0],
             problem.window[0],
@@ -128,7 +128,7 @@ def test_the_index_oracle_is_the_one_with_loops(fp8):
         problem.cu_seqlens_q,
         compress_ratio=shape.ratio,
     )
-    expected = expect_picks(problem)
+    expected = expect_topk(problem)
     assert expected.rows == [0, 1] and case.num_entries == 10
     for scores, loops in zip(expected.scores, exact, strict=True):
         assert_equal_in_float64("scores", loops, scores)
@@ -179,21 +179,21 @@ def test_a_page_that_is_not_read_is_an_error(name):
     case = tiny(name, context=72)
     problem = make(case)
     expected = expect_attention(problem)
-    assert expected.wrong(*attention_calls(problem, fresh=False)[0]()) is None
+    assert expected.wrong(*attention_calls(problem, in_step=False)[0]()) is None
     field = "window_table" if problem.entries is None else "entry_table"
     table = getattr(problem, field).clone()
     # What should have been read from one page is read from its neighbour, which the sequence sees anyway.
     newest = (case.context - 1) // case.shape.window_rows % table.shape[1] if name == "tiny/sliding" else 0  # fmt: skip
     if name == "tiny/csa":
-        newest = int(problem.picks[0, 0, 0]) // case.shape.rows
+        newest = int(problem.topk_indices[0, 0, 0]) // case.shape.rows
     table[0, newest] = table[0, (newest + 1) % table.shape[1]]
     broken = dataclasses.replace(problem, **{field: table})
-    assert "error" in expected.wrong(*attention_calls(broken, fresh=False)[0]())
+    assert "error" in expected.wrong(*attention_calls(broken, in_step=False)[0]())
 
 
 def test_wrong_picks_are_refused():
     problem = make(tiny("tiny/index"))
-    expected = expect_picks(problem)
+    expected = expect_topk(problem)
     picks, lens = quire_latent_calls(problem)[0]()
     assert expected.wrong(picks, lens) is None
     scores = _scores(problem, 0, problem.pages[0].read(problem.block_table[0].long()[torch.arange(10) // 4] * 4 + torch.arange(10) % 4), torch.float64)  # fmt: skip
@@ -276,7 +276,7 @@ def test_flashmla_takes_dense_decodes_of_its_pages_only(monkeypatch):
 
 def test_missing_peers_are_listed():
     found, missing = find_latent_peers(None)
-    assert [peer.name for peer in found if peer.ours] == ["quire", "quire-fresh"]
+    assert [peer.name for peer in found if peer.ours] == ["quire", "quire-in-step"]
     assert {"flashmla", "flashinfer-mla"} == set(missing) | {p.name for p in found if not p.ours}
 
 
@@ -284,11 +284,11 @@ def test_the_command_runs_every_tiny_case_and_writes_json(tmp_path, monkeypatch)
     # A product in bf16 takes seconds on a CPU.
     monkeypatch.setattr(kernels, "device_rates", lambda *a: Rates(1e9, 1, 1e12, 1))
     path = tmp_path / "kernels.json"
-    command = ["--set", "tiny-latents", "--impl", "quire,quire-fresh,flashmla", "--per-call", "0"]
+    command = ["--set", "tiny-latents", "--impl", "quire,quire-in-step,flashmla", "--per-call", "0"]
     assert kernels.main([*command, "--device", "cpu", "--json", str(path)]) == 0
     result = json.loads(path.read_text())
     timed = {(row["case"], row["impl"]) for row in result["rows"] if not row["skipped"]}
-    wanted = {(case.name, "quire") for case in CASES} | {(case.name, "quire-fresh") for case in ATTENTION}  # fmt: skip
+    wanted = {(case.name, "quire") for case in CASES} | {(case.name, "quire-in-step") for case in ATTENTION}  # fmt: skip
     assert timed == wanted
     assert all(row["ms"] > 0 and row["gb_per_s"] > 0 for row in result["rows"] if not row["skipped"])  # fmt: skip
     assert result["not_run"] == []

@@ -1,0 +1,1 @@
+"""Measured figures in Markdown pages, written from ``bench/results``."""
