@@ -123,6 +123,7 @@ def test_values_that_do_not_lie_in_pairs(kind):
     assert views == [torch.uint16, torch.uint8, torch.uint8]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype, q_lens", [(BF16, [1, 3, 12]), (FP16, [2, 1, 0])])
 def test_codes_widened_by_hand(dtype, q_lens, monkeypatch):
     """As on sm_80, which has no instruction for it; every code but NaN occurs among the keys."""
@@ -146,6 +147,7 @@ def tall_batch(phase, seq_lens, q_lens, kind):
     return batch, attention_reference(batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("halves", [False, True])
@@ -162,6 +164,7 @@ def test_tall_tiles_with_codes_in_either_form(phase, seq_lens, q_lens, halves, k
     launch_cache.forget()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_heads, q_lens", [(8, [3, 8]), (40, [1, 1])])
 def test_where_shared_memory_is_small_tiles_have_fewer_rows(num_heads, q_lens, monkeypatch):
     """The plan asks for 64 rows, there are 32: 40 heads take two tiles, and 8 new tokens of 8 heads go to the prefill kernel."""

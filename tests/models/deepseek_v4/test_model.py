@@ -20,6 +20,7 @@ def difference(got: torch.Tensor, expected: torch.Tensor) -> float:
     return (got - expected).abs().max().item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ours", "long", "hybrid", "pure"])
 def test_full_forward_equals_transformers(name, v4_oracles):
     """Also: weights are found under transformers' names, and under the mixture that its save_pretrained writes."""
