@@ -21,11 +21,16 @@ test-portable: $(STAMP)  ## numerical tests with SSE alone
 	ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 ONEDNN_MAX_CPU_ISA=SSE41 OMP_NUM_THREADS=1 \
 		$(PY) -m pytest -n 2 --dist worksteal $(PORTABLE) -k "not million and not triton_kernels" $(ARGS)
 
-check: $(STAMP)  ## lint, format, types, layering
+# Some of each package, which most mistakes break; in these few files, for all of them take longer to be collected than these to run.
+QUICK := tests/test_layering.py tests/kvcore/test_cache.py tests/kvcore/policies tests/kvcore/tables tests/kernels/cache_write \
+	tests/kernels/compressor tests/kernels/indexer tests/kernels/mla tests/models/config/test_configs.py \
+	tests/models/engine/test_scheduler.py tests/bench/test_workload.py tests/bench/replay/test_loaders.py tests/bench/test_families.py
+
+check: $(STAMP)  ## lint, format, types, layering, quick tests of each package
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy --strict kvcore
-	$(PY) -m pytest tests/test_layering.py
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal -m "not slow" $(QUICK)
 
 format: $(STAMP)  ## apply the formatter and safe fixes
 	$(VENV)/bin/ruff check --fix .

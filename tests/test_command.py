@@ -133,6 +133,7 @@ def test_where_sigint_is_ignored_it_stays_so(tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (0, "on\n", "")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize("arguments", [["models.deepseek_v4.memory"], ["bench.kernels", "--predict"]])  # fmt: skip

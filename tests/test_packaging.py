@@ -155,6 +155,7 @@ def test_the_wheel_works_in_a_clean_environment(installed, tmp_path):
     assert "B / token" in run(installed, "-m", "quire.models.deepseek_v4.memory", cwd=tmp_path)
 
 
+@pytest.mark.slow
 def test_an_editable_install_is_the_source(source, tmp_path):
     python = python_in(tmp_path / "venv")
     pip_install(python, "-e", source)

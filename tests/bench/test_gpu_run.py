@@ -16,6 +16,7 @@ from quire.bench.gpu import Part, Runner
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
+@pytest.mark.slow
 def test_the_dry_run_runs_every_part(tmp_path):
     environment = dict(os.environ, OMP_NUM_THREADS="1")
     command = [sys.executable, "-m", "bench.gpu", "--dry-run", "--out", str(tmp_path)]

@@ -92,6 +92,7 @@ def test_json_and_text(tmp_path, capsys):
 FP8 = [(name, "fp8") for name in ("gemma4-tiny", "gemma4-e-tiny", "gemma4-moe-tiny", "llama-tiny", "gpt-oss-tiny", "deepseek-v4-small")]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "dtype"), [*FP8, ("gemma4-e-tiny", "fp8_per_tensor")])
 def test_fp8_pages(name, dtype, tmp_path, capsys):
     """Nearly all tokens are those of a pass without a cache, none is further off than rounding explains, and prefixes are hit."""
@@ -164,6 +165,7 @@ def examples():
     return [line for line in lines if line.startswith("python -m bench.prefill_decode")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", examples())
 def test_examples_of_the_usage_text(line, tmp_path, monkeypatch):
     """Each example runs as written, on a tiny model and with less to do."""
@@ -185,6 +187,7 @@ def test_examples_of_the_usage_text(line, tmp_path, monkeypatch):
             assert Path(arguments[arguments.index(option) + 1]).stat().st_size > 1000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["prefill_decode", "static", "kvcore"])
 def test_help_of_every_bench(module):
     command = [sys.executable, "-m", f"bench.{module}", "--help"]
@@ -192,6 +195,7 @@ def test_help_of_every_bench(module):
     assert done.returncode == 0 and "--json FILE" in done.stdout, done.stderr
 
 
+@pytest.mark.slow
 def test_bench_never_imports_transformers():
     code = (
         "import sys; sys.modules['transformers'] = None\n"
@@ -370,6 +374,7 @@ def test_floors_count_weights_and_live_keys(built):
     assert flops == 2 * 8 * matrices + 4 * 36 * (4 * 4 * 16 + 2 * 4 * 32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mtp", "ngram"])
 def test_deepseek_v4_with_drafts(kind, tmp_path, capsys):
     """Caches of every kind, caching on and off, drafts and none: the same output, which a pass without a cache confirms."""

@@ -448,6 +448,7 @@ def test_rejected_tokens_are_not_findable():
     assert e.kv.match([*tokens(60), 1, 2, 3, 4, 9]).dense_tokens == 32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mix", MIXES)
 def test_rollback(mix):
     e = engine(MIXES[mix], max_draft_tokens=6)

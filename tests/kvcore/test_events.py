@@ -121,6 +121,7 @@ def same_hits(e: Engine, reader: Reader, prompts, salts=(b"",)) -> None:
             assert told == match.num_tokens or (not reader.dense and told < match.num_tokens)
 
 
+@pytest.mark.slow
 @settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_a_reader_answers_the_same_hits(data):

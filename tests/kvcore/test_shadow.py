@@ -18,6 +18,7 @@ from quire.kvcore.tables import state as states
 from tests.kvcore import shadow
 
 
+@pytest.mark.slow
 def test_lives():
     """Caches of all kinds, for a hundred steps each; `python -m tests.kvcore.shadow` goes on for as long as one likes."""
     calls, checked, evicted = Counter(), 0, 0

@@ -48,6 +48,7 @@ def hits(e: Engine, history) -> list[tuple[int, int, str]]:
     return [(m.num_tokens, m.dense_tokens, m.limited_by) for m in found]
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     mix=st.sampled_from(MIXES), seed=st.integers(0, 99), pages=st.sampled_from([80, 300]),

@@ -193,6 +193,7 @@ def test_two_runs_with_one_key_are_refused(saved):
     assert "distinct keys" in judge(mix, described(header, arrays), history)
 
 
+@pytest.mark.slow
 def test_random_values(saved):
     mix, data, history = saved
     header, good = opened(data)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -54,7 +55,7 @@ class Machine(RuleBasedStateMachine):
 for _name in traffic.WEIGHTS:
     setattr(Machine, _name, _rule(_name))
 
-TestTraffic = Machine.TestCase
+TestTraffic = pytest.mark.slow(Machine.TestCase)
 TestTraffic.settings = settings(
     max_examples=int(os.environ.get("QUIRE_STATE_MACHINE_EXAMPLES", "400")),
     stateful_step_count=40,
@@ -63,6 +64,7 @@ TestTraffic.settings = settings(
 )
 
 
+@pytest.mark.slow
 def test_long_lives():
     """Caches that live for hundreds of steps with full pools."""
     taken, evicted = Counter(), 0

@@ -1,4 +1,4 @@
-"""Tiny random checkpoints, and what transformers says about them (computed once per session, in a process of its own)."""
+"""Tiny random checkpoints, and what transformers says about them (computed once a run, in a process of its own)."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from quire.models.config.named import CONFIGS, ModelConfig, RopeConfig, get_conf
 from quire.models.families.decoder import Decoder
 from quire.models.loading.weights import random_model, save_checkpoint
 from tests.support.models import chats
+from tests.support.shared import once_a_run
 
 TINY = (
     "gemma3-tiny",
@@ -72,11 +73,15 @@ def rope_config(rope: RopeConfig) -> ModelConfig:
 
 @pytest.fixture(scope="session")
 def oracle_root(tmp_path_factory) -> Path:
-    """Directory of one run of the oracle; everything that tests ask of transformers is asked here, for its import is slow."""
+    """Directory of one run of the oracle, which all workers share: everything that tests ask of transformers is asked here, for its
+    import is slow."""
     # Found, not imported: transformers looks for a package named kernels and must not find this repository's.
     if importlib.util.find_spec("transformers") is None:
         pytest.skip("transformers, the oracle of this test, is not installed")
-    root = tmp_path_factory.mktemp("oracle")
+    return once_a_run(tmp_path_factory, "oracle", _ask_transformers)
+
+
+def _ask_transformers(root: Path) -> None:
     jobs = []
     for seed, name in enumerate(TINY):
         model = random_model(get_config(name), seed=seed)
@@ -98,7 +103,6 @@ def oracle_root(tmp_path_factory) -> Path:
     out = {"chats": [str(d) for d in directories], "out": str(root / "chats.json")}
     jobs.append(asked | out)
     _run_oracle(root, jobs)
-    return root
 
 
 @pytest.fixture(scope="session")

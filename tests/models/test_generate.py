@@ -554,6 +554,7 @@ def test_a_chat_at_a_terminal():
     os.close(ours)
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_cleanly_after_what_was_streamed():
     arguments = [
         sys.executable,
@@ -579,6 +580,7 @@ def test_ctrl_c_leaves_cleanly_after_what_was_streamed():
     assert b"Traceback" not in err and b"generated/s" in err
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_ends_it_quietly():
     arguments = [sys.executable, "-m", "models.generate", "--model", "gemma3-tiny", "--prompt", "x", "--threads", "1"]  # fmt: skip
     process = subprocess.Popen(

@@ -295,6 +295,7 @@ def test_chats_that_take_turns_keep_a_point_each(pool):
     assert hit_rate(workload, groups, pool, LRU()) < best - 0.02
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "preset", "pool"),
     [

@@ -59,6 +59,7 @@ def check_rows(rows, head_dim):
         assert 100 < row["sass_per_tile"] < 2000
 
 
+@pytest.mark.slow
 def test_the_command_reports_wide_copies_without_spills(tmp_path):
     path = tmp_path / "static.json"
     done = run("-m", "bench.static", "--only", "prefill-d512-p128", "--arch", "90", "--jobs", "1", "--json", str(path))  # fmt: skip
@@ -97,6 +98,7 @@ print(json.dumps(rows))
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_decode_has_wide_copies_without_spills(measured):
     check_rows(measured["table"], 128)
 

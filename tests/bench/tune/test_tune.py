@@ -35,6 +35,7 @@ def case_of(phase):
     return case
 
 
+@pytest.mark.slow
 def test_a_dry_run_compiles_measures_and_takes_the_fastest(tmp_path, capsys, monkeypatch):
     def time_calls(calls, device, seconds):
         config = paged.select_config()  # what a call would launch with
@@ -66,6 +67,7 @@ def test_a_dry_run_compiles_measures_and_takes_the_fastest(tmp_path, capsys, mon
     assert taken[-1].split()[6:8] == ["1", "2"]
 
 
+@pytest.mark.slow
 def test_a_dry_run_measures_every_family(tmp_path, monkeypatch):
     """And the kernels of each are launched with the tile shape in question."""
     seen = []
@@ -138,6 +140,7 @@ def test_a_wrong_result_is_the_exit_status(wrong, monkeypatch):
     assert tune.main(["--dry-run", "--only", "prefill 32 e4m3"]) == (wrong is not None)
 
 
+@pytest.mark.slow
 def test_what_breaks_a_static_rule_is_refused():
     cell = AttentionCell("decode", 512, 64)
     fits, spills = cell.current(90), Config(64, 64, 4, 2, mask_all=True)
@@ -146,6 +149,7 @@ def test_what_breaks_a_static_rule_is_refused():
     assert reasons[0] is None and "spills" in reasons[1]
 
 
+@pytest.mark.slow
 def test_what_is_not_compiled_in_time_is_not_tried():
     cell = AttentionCell("decode", 32, 16)
     fits = cell.current(90)

@@ -59,6 +59,7 @@ def query_tiles(lengths, q_lens, decode_tokens, window, ratio):
     return tiles, first
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "num_decodes, ratio, programs, equal",
     [(1, None, 1, False), (1, None, 40, False), (5, 4, 7, False), (130, 4, 60, False), (40, None, 20, True), (21, None, 20, True)],

@@ -18,7 +18,6 @@ from quire.models.engine.speculative import NGramDrafter
 from quire.models.llm import LLM
 from quire.models.loading.weights import load_model, random_model
 from tests.models.engine.test_engine import Recorder, prompt
-from tests.support.models import v4_oracle
 from tests.support.models.tolerance import tolerance
 
 NAN = 255  # as bytes: NaN in fp32
@@ -65,9 +64,9 @@ def model():
     return random_model(get_config("deepseek-v4-tiny"))
 
 
-def test_logits_are_those_of_transformers():
+def test_logits_are_those_of_transformers(v4_oracles):
     """Prompts in chunks, cold and from a hit, and forced tokens one by one."""
-    oracle = v4_oracle.oracles()["ours"]
+    oracle = v4_oracles["ours"]
     run = V4Recorder(load_model(oracle.path), max_num_batched_tokens=37)
     tokens, limit = oracle.input_ids.tolist(), tolerance(run.engine.model)
     for length in (1, 38, 107, 170, 197):
@@ -184,9 +183,9 @@ def test_aborts(model):
 
 
 @pytest.mark.parametrize("name", ["ours", "hybrid", "pure"])
-def test_directories_of_every_form(name):
+def test_directories_of_every_form(name, v4_oracles):
     """A checkpoint through `LLM`: its next token is transformers'."""
-    oracle = v4_oracle.oracles()[name]
+    oracle = v4_oracles[name]
     llm = LLM(oracle.path, device="cpu", dtype=torch.float32, engine=EngineConfig(num_pages=200))
     params = SamplingParams(max_tokens=2, ignore_eos=True)
     [output] = llm.generate([oracle.input_ids.tolist()], params, progress=False)

@@ -17,13 +17,12 @@ from quire.models.engine.memory import model_cache
 from quire.models.loading.weights import load_model, random_model
 from tests.models.deepseek_v4.test_engine import V4Recorder
 from tests.models.engine.test_engine import prompt
-from tests.support.models import v4_oracle
 from tests.support.models.tolerance import tolerance
 
 
 @pytest.fixture(scope="module")
-def oracle():
-    return v4_oracle.oracles()["wide"]
+def oracle(v4_oracles):
+    return v4_oracles["wide"]
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,6 @@ from quire.models.deepseek_v4 import attention, block, layers
 from quire.models.deepseek_v4.config import CONFIGS
 from quire.models.deepseek_v4.layers import rope_frequencies, rope_table
 from quire.models.deepseek_v4.weights import load_model
-from tests.support.models import v4_oracle
 from tests.support.models.breaks import weights
 from tests.support.models.tolerance import tolerance
 
@@ -21,34 +20,35 @@ def difference(got: torch.Tensor, expected: torch.Tensor) -> float:
     return (got - expected).abs().max().item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ours", "long", "hybrid", "pure"])
-def test_full_forward_equals_transformers(name):
+def test_full_forward_equals_transformers(name, v4_oracles):
     """Also: weights are found under transformers' names, and under the mixture that its save_pretrained writes."""
-    oracle = v4_oracle.oracles()[name]
+    oracle = v4_oracles[name]
     model = load_model(oracle.path, dtype=torch.float32)
     assert oracle.logits.std() > 0.5  # a dead model would agree with anything
     assert difference(model.full_forward(oracle.input_ids), oracle.logits) < tolerance(model)
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 199])
-def test_prefixes_of_every_shape(length):
+def test_prefixes_of_every_shape(length, v4_oracles):
     """Shorter than a window of any kind, at its end, and around it: causality makes prefixes of the oracle's run oracles too."""
-    oracle = v4_oracle.oracles()["ours"]
+    oracle = v4_oracles["ours"]
     model = load_model(oracle.path, dtype=torch.float32)
     got = model.full_forward(oracle.input_ids[:length])
     assert difference(got, oracle.logits[:length]) < tolerance(model)
 
 
-def test_logits_rows_selects_rows():
-    oracle = v4_oracle.oracles()["ours"]
+def test_logits_rows_selects_rows(v4_oracles):
+    oracle = v4_oracles["ours"]
     rows = torch.tensor([202, 0, 64])
     model = load_model(oracle.path, dtype=torch.float32)
     got = model.full_forward(oracle.input_ids, logits_rows=rows)
     assert difference(got, oracle.logits[rows]) < tolerance(model)
 
 
-def test_bf16_keeps_in_fp32_what_must_be():
-    oracle = v4_oracle.oracles()["ours"]
+def test_bf16_keeps_in_fp32_what_must_be(v4_oracles):
+    oracle = v4_oracles["ours"]
     model = load_model(oracle.path, dtype=torch.bfloat16)
     kept = {
         name.split(".")[-1] if "norm" not in name else "norm"
@@ -223,9 +223,9 @@ SENSITIVITIES = {
 
 
 @pytest.mark.parametrize("mutation", SENSITIVITIES)
-def test_each_rule_matters(monkeypatch, mutation):
+def test_each_rule_matters(monkeypatch, mutation, v4_oracles):
     """The comparison with transformers sees every single rule: breaking one moves logits far past the tolerance."""
-    oracle = v4_oracle.oracles()["ours"]
+    oracle = v4_oracles["ours"]
     model = load_model(oracle.path, dtype=torch.float32)
     limit = 100 * tolerance(model)
     SENSITIVITIES[mutation](model, monkeypatch)

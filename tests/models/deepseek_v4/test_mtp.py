@@ -296,6 +296,7 @@ def test_drafts_of_several_layers_in_the_engine(many, num_layers, num_drafts):
         assert difference(logits, plain_drafts(many, tokens, num_drafts, num_layers)) < 1e-4
 
 
+@pytest.mark.slow
 def test_hits_do_not_depend_on_the_number_of_layers(many):
     hits = []
     for num_drafts in (0, 1, 3):

@@ -10,7 +10,6 @@ from quire.models.deepseek_v4 import paged
 from quire.models.deepseek_v4.attention import dense_attend
 from quire.models.deepseek_v4.config import CSA, HCA, MOE
 from quire.models.deepseek_v4.weights import load_model, random_model
-from tests.support.models import v4_oracle
 from tests.support.models.tolerance import tolerance
 from tests.support.models.v4_engine import SmallEngine
 
@@ -23,8 +22,8 @@ def difference(got: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @pytest.fixture(scope="module")
-def oracle():
-    return v4_oracle.oracles()["ours"]
+def oracle(v4_oracles):
+    return v4_oracles["ours"]
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +49,9 @@ def test_chunks(oracle, model, chunks, caching):
     assert difference(torch.cat(got), oracle.logits) < tolerance(model)
 
 
-def test_released_rates(model):
+def test_released_rates(model, v4_oracles):
     """Entries of 4 and 128 tokens, a window of 128: pages of 256 and 64 tokens, as the released models have them."""
-    oracle = v4_oracle.oracles()["long"]
+    oracle = v4_oracles["long"]
     engine = SmallEngine(load_model(oracle.path, dtype=torch.float32))
     assert [(g.block_size, g.sliding_window) for g in engine.groups[:2]] == [(256, None), (64, 128)]
     engine.admit("a", oracle.input_ids)

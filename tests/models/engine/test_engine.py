@@ -116,6 +116,7 @@ def test_ragged_requests_equal_each_alone(model, retention):
     assert any(r.num_decodes and r.num_prefills for r in run.reports)  # mixed steps happened
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("budget", "lengths"), [(37, (38, 107, 130)), (131, (1, 130))])
 def test_prefill_and_forced_decode_equal_transformers(oracle, budget, lengths):
     """Prompts of many lengths, then the rest of the known sequence token by token: each logit row is transformers'."""
@@ -196,6 +197,7 @@ def test_a_hit_is_bit_equal_where_chunks_fall_on_the_same_rows(model):
     assert torch.equal(run.logits[cold][0], run.logits[hit][0])
 
 
+@pytest.mark.slow
 def test_preempted_and_resumed_equals_undisturbed(model):
     lengths = (60, 70, 80, 50)
 

@@ -70,6 +70,7 @@ def test_outputs_are_those_of_steps_that_do_not_fail(where, drafter):
         assert outputs[request_id].token_ids == alone(ToyModel(), tokens, params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gemma4-e-tiny", "deepseek-v4-tiny"])
 def test_a_model_that_had_written_its_state_starts_from_what_is_cached(name):
     """DeepSeek-V4 keeps rings and open windows beside the pages: a step may not find what it left of itself."""

@@ -97,6 +97,7 @@ def model(request):
 LENGTHS = (40, 3, 17, 9, 31, 5, 22, 12, 64)
 
 
+@pytest.mark.slow
 def test_replays_decode_as_eager_steps_do(model):
     """Batches of many sizes, padded and not; an abort, preemptions, prefix hits; and each size is captured once."""
     eager, got, captures, engine = both(model, LENGTHS, max_num_seqs=7, disturbed=True)
@@ -108,6 +109,7 @@ def test_replays_decode_as_eager_steps_do(model):
     assert not any(slot[0].any() for slot in getattr(engine.pool, "slots", ()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gemma4-e-tiny", "gpt-oss-tiny", "deepseek-v4-small"])
 def test_pages_of_e4m3(name):
     """Rows with scales, and DeepSeek-V4's latents, entries and index keys."""
@@ -133,6 +135,7 @@ class Knowing:
         ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gemma4-tiny", "deepseek-v4-tiny"])
 def test_drafts_beside_replays(name):
     """Steps with drafts run as they are, and what they write and take back is what replays read."""
@@ -147,6 +150,7 @@ def test_drafts_beside_replays(name):
     assert 0 < engine.totals.num_accepted < engine.totals.num_drafts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "dtype"),
     [

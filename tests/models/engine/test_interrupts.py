@@ -49,6 +49,7 @@ def interrupted_at(moment, work):
         sys.settrace(before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["stream", "generate"])
 def test_an_interrupt_at_any_line_leaves_an_engine_that_goes_on(way):
     llm = LLM("gemma3-tiny", engine=EngineConfig(num_pages=200, max_num_seqs=4))

@@ -191,6 +191,7 @@ def test_broken_rejection_shows(rule, monkeypatch):
     assert excess(outputs, expected) > 2 * Z
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["good", "bad", "guess, good"])
 def test_acceptance_rates(kind):
     """One draft a request: "strict" keeps p(x) of it, "standard" the sum of min(p, q), and both as often where nothing is drawn."""
@@ -243,6 +244,7 @@ def test_greedy_outputs_do_not_depend_on_the_method():
             assert got == plain and drafts > 0
 
 
+@pytest.mark.slow
 def test_drafts_of_deepseek_v4_are_drawn_and_outputs_have_the_targets_distribution():
     """Its own drafter, two drafts a step; greedy requests beside the sampled ones draft as ever."""
     few = {"layer_types": (SLIDING, CSA, HCA), "mlp_layer_types": (MOE,) * 3}

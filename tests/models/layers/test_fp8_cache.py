@@ -174,6 +174,7 @@ def by_scale(scale):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 def test_logits_are_those_of_rows_rounded_with_one_scale_a_tensor(scaled, impl):
     """Of a cold run, of a hit, and of tokens computed in one step with it."""
@@ -294,6 +295,7 @@ def test_tokens_computed_once_more_take_cached_rows():
     assert (run.logits[again][0] - exact).abs().max().item() <= 2 * 32 * bf16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gemma4-tiny", "gemma4-e-tiny"])
 def test_triton_kernels_with_an_fp8_cache(name):
     config = get_config(name)

@@ -209,6 +209,7 @@ def broken(tensor, last):
     return flat.view(tensor.shape)
 
 
+@pytest.mark.slow
 def test_weights_that_are_no_finite_numbers(checkpoint):
     """First and last element by turns, in each way to load."""
     for i, name in enumerate(checkpoint.names):

@@ -1,5 +1,5 @@
 """What transformers says about tiny DeepSeek-V4 checkpoints, in a process of its own: transformers looks for a package named
-``kernels`` and must not find this repository's. `oracle` runs it once; started as a program in another directory it is that process.
+``kernels`` and must not find this repository's. `ask_transformers` runs it; started as a program in another directory it is that process.
 
 Usage: python v4_oracle.py JOBS.json, a list of
     {"load": checkpoint directory, "input_ids": [...], "out": file}                     logits [num_tokens, vocab_size]
@@ -8,13 +8,10 @@ Usage: python v4_oracle.py JOBS.json, a list of
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 import json
 import os
 import subprocess
 import sys
-import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -46,18 +43,20 @@ def long_config():
     return replace(tiny, name="long", hca_ratio=128, sliding_window=128, index_topk=16)
 
 
-@functools.cache
-def oracles() -> dict[str, Oracle]:
-    """By name: "ours", "long" and "wide", written by save_checkpoint; "hybrid" and "pure", made and saved by transformers itself."""
-    import pytest
+def prompts() -> dict[str, torch.Tensor]:
+    """The tokens that each checkpoint is asked about."""
+    ids = {"ours": input_ids(NUM_TOKENS), "long": input_ids(LONG_TOKENS, 1)}
+    ids |= {name: input_ids(60, 2) for name in ("hybrid", "pure")}
+    return ids | {"wide": input_ids(150, 3)}
 
+
+def ask_transformers(root: Path) -> None:
+    """Fills a directory with checkpoints and their logits: "ours", "long" and "wide", written by save_checkpoint; "hybrid" and "pure", made
+    and saved by transformers itself."""
     from quire.models.deepseek_v4.config import CONFIGS
     from quire.models.deepseek_v4.hf import to_hf
     from quire.models.deepseek_v4.weights import random_model, save_checkpoint
 
-    if importlib.util.find_spec("transformers") is None:
-        pytest.skip("transformers, the oracle of this test, is not installed")
-    root = Path(_directory.name)
     tiny = CONFIGS["deepseek-v4-tiny"]
     save_checkpoint(random_model(tiny), root / "ours")
     save_checkpoint(random_model(long_config(), seed=1), root / "long")
@@ -66,19 +65,17 @@ def oracles() -> dict[str, Oracle]:
         {"make": name, "config": to_hf(tiny), "seed": 7, "original": name == "hybrid"}
         for name in ("hybrid", "pure")
     ]
-    ids = {"ours": input_ids(NUM_TOKENS), "long": input_ids(LONG_TOKENS, 1)}
-    ids |= {name: input_ids(60, 2) for name in ("hybrid", "pure")}
-    ids["wide"] = input_ids(150, 3)
-    jobs += [{"load": n, "input_ids": i.tolist(), "out": f"{n}.pt"} for n, i in ids.items()]
+    jobs += [{"load": n, "input_ids": i.tolist(), "out": f"{n}.pt"} for n, i in prompts().items()]
     (root / "jobs.json").write_text(json.dumps(jobs))
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     command = [sys.executable, str(Path(__file__).resolve()), "jobs.json"]
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
-    return {n: Oracle(root / n, i, torch.load(root / f"{n}.pt")) for n, i in ids.items()}
 
 
-_directory = tempfile.TemporaryDirectory(prefix="v4_oracle_")
+def answers(root: Path) -> dict[str, Oracle]:
+    """What `ask_transformers` left in a directory, by name."""
+    return {n: Oracle(root / n, i, torch.load(root / f"{n}.pt")) for n, i in prompts().items()}
 
 
 def randomise(model, seed):
