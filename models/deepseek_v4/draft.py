@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from ..engine.batch import AttnMetadata, Batch, BatchBuilder, Staging
+from ..engine.distributions import DRAFT, Filters, draw, probabilities, uniform
 from ..engine.request import Request
-from ..engine.sampler import DRAFT, Filters, draw, probabilities, uniform
 from .cache import V4PagePool
 from .model import DeepseekV4
 from .paged import PagedStep

@@ -9,6 +9,11 @@ from quire.kvcore.spec import as_int
 
 from .scheduler import SchedulerPolicy
 
+MEMORY_SETTINGS = (
+    "max_num_seqs", "max_num_batched_tokens", "max_model_len", "num_pages", "cache_bytes",
+)  # fmt: skip
+"""Settings that memory depends on."""
+
 
 @dataclass(frozen=True)
 class EngineConfig:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from quire.kvcore import GroupSpec
+from quire.kvcore import GroupSpec, KVCache
 from quire.kvcore.policies.retention import parse_retention
 from quire.kvcore.spec import GroupClass, Layout
 
@@ -256,6 +256,34 @@ def plan_memory(
         retention=config.retention,
         free_bytes=free,
         fixed_bytes=cache.fixed_bytes,
+    )
+
+
+def make_allocator(model: nn.Module, memory: MemoryPlan, config: EngineConfig) -> KVCache:
+    """The allocator of a planned pool.
+
+    Raises:
+        ValueError: replay of a model that cannot, or settings that the allocator refuses.
+    """
+    replay_tokens = None
+    if config.replay:
+        if not hasattr(model.config, "replay_tokens"):
+            raise ValueError(
+                f"replay: expected False for {type(model).__name__}{getattr(model, 'no_replay', '')}; "
+                "supported with models of full and sliding attention"
+            )
+        replay_tokens = model.config.replay_tokens
+    return KVCache(
+        memory.groups,
+        num_pages=memory.num_pages,
+        max_requests=config.max_num_seqs,
+        max_model_len=memory.max_model_len,
+        retention=config.retention,
+        hash_seed=config.hash_seed,
+        enable_caching=config.enable_caching,
+        max_draft_tokens=memory.max_draft_tokens,
+        replay_tokens=replay_tokens,
+        track_deltas=True,
     )
 
 

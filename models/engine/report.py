@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from time import perf_counter, thread_time
+from typing import Any
 
 import numpy as np
 
@@ -105,6 +106,33 @@ class StepReport(_Split):
     cpu: np.ndarray
     finished: list[RequestOutput]
     deltas: list[OutputDelta]
+
+    @classmethod
+    def of(
+        cls,
+        clock: StepClock,
+        finished: list[RequestOutput],
+        deltas: list[OutputDelta],
+        **numbers: Any,
+    ) -> StepReport:
+        """A report of what a clock has measured.
+
+        Args:
+            clock: of the step.
+            finished, deltas: as in the report.
+            numbers: the other fields; those not given are 0, or empty.
+        """
+        nothing = np.zeros(0, dtype=np.int64)
+        return cls(
+            **{"q_lens": nothing, "seq_lens": nothing, **dict.fromkeys(_COUNTS, 0), **numbers},
+            wall=np.array(clock.wall),
+            cpu=np.array(clock.cpu),
+            finished=finished,
+            deltas=deltas,
+        )
+
+
+_COUNTS = tuple(one.name for one in fields(StepReport) if one.name.startswith("num_"))
 
 
 @dataclass

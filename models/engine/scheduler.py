@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from quire.kvcore import KVCache, StepPlan
 from quire.kvcore.spec import as_int
@@ -58,6 +61,34 @@ class ScheduledStep:
     num_drafts: list[int]
     plan: StepPlan
     num_preempted: int
+
+    def inputs(self) -> tuple[np.ndarray, list[int]]:
+        """What the model is given.
+
+        Returns:
+            (input ids [num_tokens] int32, indices of the requests whose next token the step gives).
+        """
+        ids, ready = [], []
+        for i, (request, end) in enumerate(
+            zip(self.requests, self.plan.seq_lens.tolist(), strict=True)
+        ):
+            ids.append(request.inputs(end - self.num_new_tokens[i], end))
+            if end >= request.num_tokens:
+                ready.append(i)
+        return np.concatenate(ids), ready
+
+    def numbers(self) -> dict[str, Any]:
+        """What `quire.models.engine.report.StepReport` says of it before anything is computed."""
+        num_decodes = self.num_new_tokens.count(1)
+        return {
+            "q_lens": self.plan.num_new_tokens,
+            "seq_lens": self.plan.seq_lens,
+            "num_tokens": sum(self.num_new_tokens),
+            "num_decodes": num_decodes,
+            "num_prefills": len(self.requests) - num_decodes,
+            "num_preempted": self.num_preempted,
+            "num_drafts": sum(self.num_drafts),
+        }
 
 
 class _Allocating:
@@ -109,6 +140,10 @@ class Scheduler:
         computed = self.kv.num_computed[[r.slot for r in self.running]].tolist()
         return [r.num_tokens - c for r, c in zip(self.running, computed, strict=True)]
 
+    def decoding(self) -> list[Request]:
+        """The running requests that wait for their next token."""
+        return [r for r, count in zip(self.running, self.pending(), strict=True) if count == 1]
+
     def schedule(self) -> ScheduledStep | None:
         """Chooses and plans the next step; admits and preempts as needed. None when there is nothing to do.
 
@@ -124,11 +159,8 @@ class Scheduler:
             victim = self.running[-1]
             if len(self.running) == 1:
                 if chosen[victim] == 1:
-                    self.finish(victim)
-                    error = RuntimeError(
-                        f"does not fit even alone: {step}; the pool has {self.kv.num_pages - 1} pages (num_pages)"
-                    )
-                    self.failed.append((victim, error))
+                    has = f"the pool has {self.kv.num_pages - 1} pages (num_pages)"
+                    self.fail(victim, RuntimeError(f"does not fit even alone: {step}; {has}"))
                     chosen, admitted = self._choose()
                     continue
                 chosen[victim] //= 2  # a long chunk keeps more boundaries than a short one
@@ -149,6 +181,11 @@ class Scheduler:
             return
         self._release(request)
         self._starved = False
+
+    def fail(self, request: Request, error: Exception) -> None:
+        """Takes a request out because something failed in it alone."""
+        self.finish(request)
+        self.failed.append((request, error))
 
     def take_back(self, step: ScheduledStep) -> None:
         """Requests of a step that failed give their pages back and wait again, in their order: what it wrote is unknown."""

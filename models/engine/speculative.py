@@ -4,7 +4,7 @@ A request with drafts d_1..d_k computes k + 1 rows. Row i says which token a_i c
 a_i != d_(i+1) stay, a_i follows them, and `KVCache.commit(accepted=)` takes the other rows back. Greedy, a_i is the largest logit. Sampled,
 there are two ways to a_i (`quire.models.engine.sampler.REJECTION_SAMPLE_METHODS`); both give the target distribution p exactly, whatever is drafted:
 
-- "strict": a_i is the draw that belongs to this request and position (`quire.models.engine.sampler.uniform`), drafts or not. So the output is,
+- "strict": a_i is the draw that belongs to this request and position (`quire.models.engine.distributions.uniform`), drafts or not. So the output is,
   token by token, what it would be without speculation. A draft x is accepted with probability p(x).
 - "standard": rejection sampling. A draft x that was drawn from q is accepted with probability min(1, p(x) / q(x)), else a_i is drawn from what
   is left, max(p - q, 0). Drafts are accepted with probability sum_x min(p(x), q(x)), which is more than p of the likeliest token where p is
@@ -19,18 +19,16 @@ the names of the methods.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 from torch import Tensor
 
-from .request import Request, TokenLogprobs
+from ..config.fields import shown
+from .request import Request
 
 if TYPE_CHECKING:
     from .batch import Batch, BatchBuilder
-    from .sampler import Sampled
-    from .scheduler import ScheduledStep
 
 
 class Drafter(Protocol):
@@ -57,7 +55,7 @@ class SamplingDrafter(Drafter, Protocol):
         """As :meth:`propose`, but drafts of sampled requests (temperature above 0) are drawn.
 
         Returns: for each request token ids, and probs [num_drafts, vocab_size] fp32 on the model's device, from whose rows they were
-            drawn with numbers of `quire.models.engine.sampler.DRAFT`; None where they were not drawn.
+            drawn with numbers of `quire.models.engine.distributions.DRAFT`; None where they were not drawn.
         """
 
 
@@ -128,66 +126,45 @@ class NGramDrafter:
         return tokens[start : start + self.max_draft_tokens].copy()
 
 
-@dataclass(frozen=True)
-class NewTokens:
-    """What a step gave one request: accepted drafts and the token after them, which is `quire.models.engine.sampler.NO_TOKEN` where there
-    is none. logprobs: one for each id; None where nobody asks."""
+def set_drafts(
+    drafter: Drafter, requests: Sequence[Request], *, draws: bool, vocab_size: int
+) -> list[tuple[Request, Exception]]:
+    """Asks a drafter what may follow, and gives each request its drafts.
 
-    request: Request
-    ids: list[int]
-    logprobs: list[TokenLogprobs | None] | None
+    Args:
+        drafter: any; what a `ModelDrafter` raises is raised here, as any other failure of the model.
+        requests: all wait for their next token.
+        draws: whether drafts of sampled requests are to be drawn, by a `SamplingDrafter`.
+        vocab_size: drafts are below it.
 
-
-def rows_to_sample(step: ScheduledStep, ready: list[int]) -> np.ndarray:
-    """[num_rows] int64: the rows of the last known token and the drafts of each sequence in ``ready``."""
-    last = step.plan.cu_seqlens_q[1:][ready].astype(np.int64) - 1
-    if not any(step.num_drafts):
-        return last
-    return np.concatenate(
-        [np.arange(row - step.num_drafts[i], row + 1) for i, row in zip(ready, last, strict=True)]
-    )
-
-
-def tokens_after(
-    step: ScheduledStep, input_ids: np.ndarray, rows: np.ndarray, sampled: Sampled
-) -> np.ndarray:
-    """[num_tokens] int64: the token after each row's, as far as the row stays.
-
-    rows: [num_rows] int64, those whose tokens were sampled. A sequence's other rows are followed by what it has.
+    Returns:
+        The requests in which another drafter failed, and how.
     """
-    ids = np.empty(len(input_ids), dtype=np.int64)
-    ids[:-1] = input_ids[1:]
-    for request, row, end in zip(step.requests, step.plan.cu_seqlens_q[1:], step.plan.seq_lens, strict=True):  # fmt: skip
-        if end < request.num_tokens:
-            ids[row - 1] = request.tokens[end]
-    ids[rows] = np.maximum(sampled.ids, 0)  # also of a row that gives none, whose request ends
-    return ids
+    try:
+        _set_drafts(drafter, requests, draws, vocab_size)
+    except Exception:
+        if isinstance(drafter, ModelDrafter):
+            raise
+        failed = []
+        for request in requests:  # whose failure it was, each alone tells
+            try:
+                _set_drafts(drafter, [request], draws, vocab_size)
+            except Exception as error:
+                failed.append((request, error))
+        return failed
+    return []
 
 
-def verify(
-    step: ScheduledStep, ready: list[int], sampled: Sampled
-) -> tuple[list[NewTokens], np.ndarray | None]:
-    """New tokens of the sequences in ``ready``, and how many computed tokens of each sequence stay (None = all)."""
-    accepted = np.array(step.num_new_tokens) if any(step.num_drafts) else None
-    new, row = [], 0
-    for i in ready:
-        request, num_drafts, stay = step.requests[i], step.num_drafts[i], 0
-        if num_drafts:
-            ids = sampled.ids[row : row + num_drafts + 1]
-            stay = count_accepted(request.drafts[:num_drafts].tolist(), ids)
-            accepted[i] -= num_drafts - stay
-            request.num_drafts += num_drafts
-            request.num_accepted += stay
-        rows = slice(row, row + stay + 1)
-        logprobs = None if sampled.logprobs is None else sampled.logprobs[rows]
-        new.append(NewTokens(request, sampled.ids[rows], logprobs))
-        row += num_drafts + 1
-    return new, accepted
-
-
-def count_accepted(drafts: Sequence[int], ids: Sequence[int]) -> int:
-    """How many drafts stay: those before the first that is not what the model put there.
-
-    drafts: [k] token ids. ids: [k + 1], the model's own token at each row.
-    """
-    return next((i for i, draft in enumerate(drafts) if draft != ids[i]), len(drafts))
+def _set_drafts(
+    drafter: Drafter, requests: Sequence[Request], draws: bool, vocab_size: int
+) -> None:
+    if draws:
+        drafts = drafter.sample(requests)
+    else:
+        drafts = [(ids, None) for ids in drafter.propose(requests)]
+    for request, (ids, probs) in zip(requests, drafts, strict=True):
+        # A drafter that is a part of the model chooses among its logits.
+        from_model = isinstance(drafter, ModelDrafter)
+        if not from_model and len(ids) and not 0 <= min(ids) <= max(ids) < vocab_size:
+            raise ValueError(f"drafts: expected ids in 0..{vocab_size - 1}, got {shown(ids)}")
+        request.set_drafts(ids, probs)

@@ -113,7 +113,7 @@ def work(model, drafter, **settings):
 
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_outputs_do_not_depend_on_drafts(model, plain, name):
-    """Greedy, sampled and penalised requests beside each other."""
+    """Greedy, sampled and penalized requests beside each other."""
     drafter = DRAFTERS[name](model)
     drafter.outputs = plain
     run, ids = work(model, drafter)

@@ -270,7 +270,7 @@ def faulty_engine(monkeypatch, faults):
     def added(name, prompt, params):
         engine.add_request(prompt, params, request_id=name, stream=True)
         if name == "bad":
-            [request] = engine._requests[name]
+            [request] = engine.outputs.unfinished[name]
             request.text.is_bad = True
             bad["request"], bad["prompt"] = request, lambda: request.match.prompt
 
@@ -290,7 +290,7 @@ def run_faulty(monkeypatch, faults):
             for delta in report.deltas:
                 texts[delta.request_id] = (texts[delta.request_id] or "") + delta.text
             engine.kv.check_invariants()
-        assert engine.kv.stats()["pages_in_use"] == 0 and not engine._siblings
+        assert engine.kv.stats()["pages_in_use"] == 0 and not engine.outputs.siblings
         return outputs, texts, engine.totals.num_preempted
 
 
