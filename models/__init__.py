@@ -30,7 +30,6 @@ _HOME = {
     "get_config": "config.named",
     "load_model": "loading.weights",
     "random_model": "loading.weights",
-    "save_checkpoint": "loading.weights",
 }
 
 __all__ = [
@@ -57,7 +56,6 @@ __all__ = [
     "get_config",
     "load_model",
     "random_model",
-    "save_checkpoint",
 ]
 
 

@@ -1,4 +1,4 @@
-"""Reading and writing Hugging Face ``config.json`` files.
+"""Reading Hugging Face ``config.json`` files.
 
 A key that a file leaves out has the value that transformers 5.23 gives it, because that is what the file's author ran. This file
 has the Gemma families; `models.config.hf_llama` those whose layers all have the same shapes. Types, ranges and defaults of keys are
@@ -17,7 +17,7 @@ from ..deepseek_v4.hf import from_hf as deepseek_v4_from_hf
 from ..loading.checkpoint import read_generation_config, read_json
 from . import fields, hf_llama
 from .fields import checked, naming, only, read_fields, shown
-from .hf_common import LayeredKeys, read_rope, token_ids, write_common, write_rope
+from .hf_common import LayeredKeys, read_rope, token_ids
 from .named import FAMILIES, FULL, SLIDING, AttentionConfig, ModelConfig, MoEConfig, RopeConfig
 
 
@@ -228,56 +228,6 @@ def _gemma4_full_shapes(keys: Gemma4Keys, layer_types: Sequence[str]) -> dict[st
         head_dim = layer.head_dim or keys.head_dim
         kv_heads = layer.num_key_value_heads or keys.num_key_value_heads
     return {"head_dim": head_dim, "num_kv_heads": kv_heads, "k_eq_v": keys.attention_k_eq_v}
-
-
-def to_hf(config: ModelConfig) -> dict[str, Any]:
-    """The text-only ``config.json`` of a model, with every key that a reader could default wrongly.
-
-    Returns: dict that ``from_hf`` and transformers' ``AutoConfig`` read.
-    """
-    if config.family == "llama":
-        return hf_llama.llama_to_hf(config)
-    if config.family == "gpt_oss":
-        return hf_llama.gpt_oss_to_hf(config)
-    return _gemma_to_hf(config)
-
-
-def _gemma_to_hf(config: ModelConfig) -> dict[str, Any]:
-    assert config.sliding is not None
-    out = write_common(config) | {
-        "architectures": [
-            "Gemma3ForCausalLM" if config.family == "gemma3" else "Gemma4ForCausalLM"
-        ],
-        "model_type": f"{config.family}_text",
-        "num_key_value_heads": config.sliding.num_kv_heads,
-        "head_dim": config.sliding.head_dim,
-        "sliding_window": config.sliding.sliding_window,
-        "layer_types": list(config.layer_types),
-        "rope_parameters": {
-            SLIDING: write_rope(config.sliding.rope),
-            FULL: write_rope(config.full.rope),
-        },
-        "final_logit_softcapping": config.final_logit_softcapping,
-        "hidden_activation": "gelu_pytorch_tanh",
-    }
-    if config.family == "gemma3":
-        return out | {
-            "query_pre_attn_scalar": config.query_pre_attn_scalar,
-            "attn_logit_softcapping": None,
-        }
-    return out | {
-        "global_head_dim": config.full.head_dim,
-        "num_global_key_value_heads": config.full.num_kv_heads,
-        "attention_k_eq_v": config.full.k_eq_v,
-        "hidden_size_per_layer_input": config.per_layer_input_size,
-        "vocab_size_per_layer_input": config.vocab_size,
-        "num_kv_shared_layers": config.num_kv_shared_layers,
-        "use_double_wide_mlp": config.double_wide_mlp,
-        "enable_moe_block": config.moe is not None,
-        "num_experts": config.moe and config.moe.num_experts,
-        "top_k_experts": config.moe and config.moe.top_k,
-        "moe_intermediate_size": config.moe and config.moe.intermediate_size,
-    }
 
 
 def load_config(path: str | Path) -> ModelConfig:

@@ -10,7 +10,7 @@ from typing import Any
 from . import fields
 from .fields import only, read_fields
 from .model import LayerTypes
-from .named import FULL, SLIDING, ModelConfig, RopeConfig
+from .named import FULL, SLIDING, RopeConfig
 
 
 @dataclass(frozen=True)
@@ -165,41 +165,6 @@ def _yarn_amplitude(keys: RopeKeys, factor: float) -> float:
     return amplitude(over) / amplitude(under) if over and under else amplitude(1.0)
 
 
-def write_rope(rope: RopeConfig) -> dict[str, Any]:
-    """The ``rope_parameters`` entry of ``rope``."""
-    out: dict[str, Any] = {"rope_type": rope.kind, "rope_theta": rope.base}
-    if rope.kind == "proportional":
-        out["partial_rotary_factor"] = rope.partial_rotary_factor
-    if rope.factor != 1.0:
-        out["factor"] = rope.factor
-    if rope.kind == "llama3":
-        out |= {"low_freq_factor": rope.low, "high_freq_factor": rope.high}
-    if rope.kind == "yarn":
-        out |= {"beta_slow": rope.low, "beta_fast": rope.high, "truncate": rope.truncate}
-        out["attention_factor"] = rope.amplitude
-    if rope.original_max_positions is not None:
-        out["original_max_position_embeddings"] = rope.original_max_positions
-    return out
-
-
 def token_ids(value: int | tuple[int, ...] | None) -> tuple[int, ...]:
     """The ids of a key that may hold one, several or none."""
     return value if isinstance(value, tuple) else () if value is None else (value,)
-
-
-def write_common(config: ModelConfig) -> dict[str, Any]:
-    """Keys that every family writes alike."""
-    return {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.full.num_heads,
-        "max_position_embeddings": config.max_position_embeddings,
-        "rms_norm_eps": config.rms_norm_eps,
-        "attention_bias": config.attention_bias,
-        "tie_word_embeddings": config.tie_word_embeddings,
-        "eos_token_id": list(config.eos_token_ids),
-        "bos_token_id": config.bos_token_id,
-        "pad_token_id": 0,
-    }

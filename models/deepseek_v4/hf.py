@@ -1,4 +1,4 @@
-"""Reading and writing ``config.json`` files of DeepSeek-V4, with the keys of the released models or those of transformers."""
+"""Reading ``config.json`` files of DeepSeek-V4, with the keys of the released models or those of transformers."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from ..config import fields
 from ..config.fields import checked, only, read_fields, shown
 from ..config.hf_common import RopeKeys, token_ids
 from .config import (
-    CSA,
     HASH_MOE,
-    HCA,
     MODEL_TYPE,
     MOE,
     DeepseekV4Config,
@@ -129,48 +127,16 @@ def from_hf(config: Mapping[str, Any], *, name: str | None = None) -> DeepseekV4
         moe_intermediate_size=keys.moe_intermediate_size,
         eos_token_ids=token_ids(keys.eos_token_id),
         **_rope(keys),
-        **{key: getattr(keys, key) for key in _SAME_NAME},
+        **{key: getattr(keys, key) for key in SAME_NAME},
     )
 
 
-def to_hf(config: DeepseekV4Config) -> dict[str, Any]:
-    """The ``config.json`` of a model with transformers' keys.
-
-    Returns: dict that :func:`from_hf` and transformers' ``AutoConfig`` read.
-    """
-    partial = {"partial_rotary_factor": config.rope_dim / config.head_dim}
-    main = {"rope_type": "default", "rope_theta": config.rope_theta} | partial
-    compress = {"rope_type": "default", "rope_theta": config.compress_rope_theta} | partial
-    if config.yarn is not None:
-        compress |= {"rope_type": "yarn", "attention_factor": 1.0} | vars(config.yarn)
-    return {
-        "architectures": ["DeepseekV4ForCausalLM"],
-        "model_type": MODEL_TYPE,
-        "num_hidden_layers": config.num_layers,
-        "num_nextn_predict_layers": config.num_mtp_layers,
-        "layer_types": list(config.layer_types),
-        "mlp_layer_types": list(config.mlp_layer_types),
-        "compress_rates": {CSA: config.csa_ratio, HCA: config.hca_ratio},
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": 1,
-        "index_n_heads": config.index_num_heads,
-        "n_routed_experts": config.num_experts,
-        "n_shared_experts": 1,
-        "moe_intermediate_size": config.moe_intermediate_size,
-        "rope_theta": config.rope_theta,
-        "compress_rope_theta": config.compress_rope_theta,
-        "partial_rotary_factor": config.rope_dim / config.head_dim,
-        "rope_parameters": {"main": main, "compress": compress},
-        "eos_token_id": list(config.eos_token_ids),
-        "tie_word_embeddings": False,
-    } | {key: getattr(config, key) for key in _SAME_NAME}
-
-
-_SAME_NAME = (
+SAME_NAME = (
     "vocab_size", "hidden_size", "head_dim", "q_lora_rank", "o_groups", "o_lora_rank", "sliding_window",
     "index_head_dim", "index_topk", "num_experts_per_tok", "routed_scaling_factor", "swiglu_limit",
     "max_position_embeddings", "hc_mult", "hc_sinkhorn_iters", "hc_eps", "rms_norm_eps", "bos_token_id",
 )  # fmt: skip
+"""Keys that are fields of `DeepseekV4Config` under the same name."""
 
 
 def _layer_types(keys: DeepseekV4Keys) -> tuple[tuple[str, ...], int]:

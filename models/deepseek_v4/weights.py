@@ -1,10 +1,9 @@
 """Weights of DeepSeek-V4: read from a directory in any naming scheme (`models.deepseek_v4.names`), fp8 and fp4 weights dequantised
-or kept packed; drawn at random; or written for transformers.
+or kept packed; or drawn at random.
 """
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from torch import Tensor
 from ..config.hf import load_config
 from ..engine.memory import fits, free_memory
 from .config import DeepseekV4Config
-from .hf import to_hf
 from .load import check, fill, format_of_experts, read_headers
 from .model import DeepseekV4
 
@@ -107,22 +105,3 @@ def _distribution(name: str, weight: Tensor) -> tuple[float, float]:
     if leaf in known:
         return 0.0, known[leaf]
     return 0.0, 0.3 if name.endswith("mlp.gate.weight") else weight.shape[-1] ** -0.5
-
-
-def save_checkpoint(model: DeepseekV4, path: str | Path) -> None:
-    """Writes config.json and model.safetensors with the names of transformers, and the drafters, which it ignores.
-
-    path: directory, made if absent.
-    """
-    from safetensors.torch import save_file
-
-    path = Path(path)
-    path.mkdir(parents=True, exist_ok=True)
-    dtype = str(model.dtype).removeprefix("torch.")
-    (path / "config.json").write_text(json.dumps(to_hf(model.config) | {"dtype": dtype}, indent=2) + "\n")  # fmt: skip
-    plain = ("lm_head.", "mtp.")
-    tensors = {
-        name if name.startswith(plain) else f"model.{name}": weight.detach()
-        for name, weight in model.named_parameters()
-    }
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})

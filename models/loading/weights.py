@@ -1,12 +1,11 @@
-"""Weights of a model: read from a Hugging Face directory, drawn at random, or written as a checkpoint that transformers reads.
+"""Weights of a model: read from a Hugging Face directory or drawn at random.
 
-safetensors is imported where files are read or written, so that random weights need nothing but torch. DeepSeek-V4, whose config is
+safetensors is imported where files are read, so that random weights need nothing but torch. DeepSeek-V4, whose config is
 of another class and whose checkpoints have other forms, goes on to `models.deepseek_v4.weights`.
 """
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config.fields import naming, read_fields, shown
-from ..config.hf import load_config, to_hf
+from ..config.hf import load_config
 from ..config.hf_common import QuantizationKeys
 from ..config.named import ModelConfig
 from ..deepseek_v4 import weights as deepseek_v4
@@ -26,7 +25,7 @@ from ..families.gpt_oss import GptOss
 from ..families.llama import Llama
 from ..layers.basic import Linear, dequantize
 from ..layers.mxfp4 import dequantize_mxfp4
-from .checkpoint import INDEX_FILE, Source, catalogue, match, read_json
+from .checkpoint import Source, catalogue, match, read_json
 from .finite import expect_finite, expect_finite_packed
 
 _MODELS: dict[str, type[Decoder]] = {
@@ -124,44 +123,6 @@ def _draw(name: str, weight: Tensor, config: ModelConfig, generator: torch.Gener
     else:
         in_axis = 1 if config.family == "gpt_oss" and weight.ndim == 3 else -1
         weight.normal_(0.0, weight.shape[in_axis] ** -0.5, generator=generator)
-
-
-def save_checkpoint(model: Decoder, path: str | Path, *, max_shard_bytes: int = 5 * 2**30) -> None:
-    """Writes config.json and safetensors files that `load_model` and transformers' ``from_pretrained`` read.
-
-    path: directory, made if absent. max_shard_bytes: a file closes before it would grow past this.
-    """
-    from safetensors.torch import save_file
-
-    if not isinstance(model.config, ModelConfig):
-        return deepseek_v4.save_checkpoint(model, path)
-    path = Path(path)
-    path.mkdir(parents=True, exist_ok=True)
-    dtype = str(model.dtype).removeprefix("torch.")
-    (path / "config.json").write_text(
-        json.dumps(to_hf(model.config) | {"dtype": dtype}, indent=2) + "\n"
-    )
-    shards: list[dict[str, Tensor]] = [{}]
-    size = 0
-    for name, weight in model.named_parameters():
-        num_bytes = weight.numel() * weight.element_size()
-        if shards[-1] and size + num_bytes > max_shard_bytes:
-            shards.append({})
-            size = 0
-        stored = name if name == "lm_head.weight" else f"model.{name}"
-        shards[-1][stored] = weight.detach()
-        size += num_bytes
-    if len(shards) == 1:
-        save_file(shards[0], path / "model.safetensors", metadata={"format": "pt"})
-        return
-    weight_map = {}
-    for i, shard in enumerate(shards, start=1):
-        file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
-        save_file(shard, path / file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(shard, file)
-    (path / INDEX_FILE).write_text(
-        json.dumps({"metadata": {}, "weight_map": weight_map}, indent=2) + "\n"
-    )
 
 
 @dataclass(frozen=True)

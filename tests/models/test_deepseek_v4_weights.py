@@ -7,10 +7,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from quire.bench.common.hf_checkpoint import save_checkpoint, to_hf
 from quire.models.deepseek_v4.config import CONFIGS, CSA, HASH_MOE, HCA, MOE, SLIDING
-from quire.models.deepseek_v4.hf import to_hf
 from quire.models.deepseek_v4.layers import Experts
-from quire.models.deepseek_v4.weights import load_model, random_model, save_checkpoint
+from quire.models.deepseek_v4.weights import load_model, random_model
 from quire.models.layers.quantized import (
     PackedExperts,
     dequantize_fp4,

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from quire.bench.common.hf_checkpoint import save_checkpoint
 from quire.models import command as program
 from quire.models import generate
 from quire.models import llm as llm_module
@@ -25,7 +26,7 @@ from quire.models.config.named import get_config
 from quire.models.engine.engine import EngineConfig
 from quire.models.engine.request import OutputDelta, SamplingParams
 from quire.models.llm import LLM
-from quire.models.loading.weights import random_model, save_checkpoint
+from quire.models.loading.weights import random_model
 from quire.models.tokenizer import ByteTokenizer, FileTokenizer, TextStream
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 import torch
 
+from quire.bench.common.hf_checkpoint import save_checkpoint
 from quire.models.config.named import get_config
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.request import MAX_SAMPLES, RequestError, SamplingParams
 from quire.models.engine.speculative import NGramDrafter
 from quire.models.generate import main
 from quire.models.llm import LLM
-from quire.models.loading.weights import random_model, save_checkpoint
+from quire.models.loading.weights import random_model
 from quire.models.tokenizer import ByteTokenizer
 from tests.models.toy import VOCAB, ToyModel
 

@@ -9,11 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from quire.bench.common.hf_checkpoint import save_checkpoint
 from quire.models.config.named import get_config
 from quire.models.engine import memory
 from quire.models.layers.basic import Linear, dequantize
 from quire.models.layers.mxfp4 import dequantize_mxfp4
-from quire.models.loading.weights import load_model, random_model, save_checkpoint
+from quire.models.loading.weights import load_model, random_model
 
 FP8 = torch.float8_e4m3fn
 # Scales of a [out_size, in_size] weight: their shape.

@@ -51,9 +51,9 @@ def oracles() -> dict[str, Oracle]:
     """By name: "ours", "long" and "wide", written by save_checkpoint; "hybrid" and "pure", made and saved by transformers itself."""
     import pytest
 
+    from quire.bench.common.hf_checkpoint import save_checkpoint, to_hf
     from quire.models.deepseek_v4.config import CONFIGS
-    from quire.models.deepseek_v4.hf import to_hf
-    from quire.models.deepseek_v4.weights import random_model, save_checkpoint
+    from quire.models.deepseek_v4.weights import random_model
 
     if importlib.util.find_spec("transformers") is None:
         pytest.skip("transformers, the oracle of this test, is not installed")
