@@ -15,7 +15,8 @@ from quire.models.families.decoder import Decoder
 from quire.models.families.gpt_oss import Experts as GptOssExperts
 from quire.models.layers.basic import RMSNorm
 from quire.models.llm import expect_room
-from quire.models.loading.weights import load_model, random_model
+from quire.models.loading.random_weights import random_model
+from quire.models.loading.weights import load_model
 from quire.models.tokenizer import ByteTokenizer, Tokenizer, find_tokenizer
 
 from .common.hf_checkpoint import save_checkpoint

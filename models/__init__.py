@@ -29,7 +29,7 @@ _HOME = {
     "from_hf": "config.hf",
     "get_config": "config.named",
     "load_model": "loading.weights",
-    "random_model": "loading.weights",
+    "random_model": "loading.random_weights",
 }
 
 __all__ = [

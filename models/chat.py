@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .config.fields import checked, naming, read_fields, shown
-from .loading.checkpoint import read_json
+from .config.files import read_json
 
 # For models that have bytes for tokens and never saw a chat.
 PLAIN = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"

@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from .chat import PLAIN, ChatTemplate
 from .config.fields import shown
+from .config.files import read_generation_config
 from .config.hf import load_config
 from .config.named import named_configs
 from .deepseek_v4.draft import MTPDrafter
@@ -25,8 +26,8 @@ from .engine.interrupts import interrupts_wait
 from .engine.memory import free_memory, weight_bytes
 from .engine.request import OutputDelta, RequestError, RequestOutput, SamplingParams
 from .engine.speculative import Drafter, NGramDrafter
-from .loading.checkpoint import read_generation_config
-from .loading.weights import build_model, find_dtype, load_model, random_model
+from .loading.random_weights import random_model
+from .loading.weights import build_model, find_dtype, load_model
 from .tokenizer import ByteTokenizer, Tokenizer, find_tokenizer
 
 DRAFTERS: dict[str, Callable[[Any, int], Drafter]] = {

@@ -14,9 +14,9 @@ from typing import Any
 
 from ..deepseek_v4.config import MODEL_TYPE as DEEPSEEK_V4
 from ..deepseek_v4.hf import from_hf as deepseek_v4_from_hf
-from ..loading.checkpoint import read_generation_config, read_json
 from . import fields, hf_llama
 from .fields import checked, naming, only, read_fields, shown
+from .files import read_generation_config, read_json
 from .hf_common import LayeredKeys, read_rope, token_ids
 from .named import FAMILIES, FULL, SLIDING, AttentionConfig, ModelConfig, MoEConfig, RopeConfig
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..config.model import RopeConfig
 from ..layers.basic import Linear, empty_parameter, inverse_frequencies
 from ..layers.moe import run_experts
-from ..layers.quantized import PackedExperts
+from ..layers.packed_experts import PackedExperts
 from .config import HASH_MOE, DeepseekV4Config
 
 

@@ -13,7 +13,8 @@ Source: the released checkpoints; transformers 5.23 ``conversion_mapping``.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+
+from ..loading.match import GATE, UP, WHOLE, Target
 
 # Applied in this order; each leaves names alone that are right already.
 _RENAMES = [
@@ -50,22 +51,6 @@ _RENAMES = [
 _EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d{1,6})\.(w[123])\.(weight|scale)$")
 # Drafters may bring copies of what they share with the trunk.
 _IGNORED = re.compile(r"^mtp\.\d+\.(emb\.tok_emb|head)\.weight$")
-
-GATE, UP, WHOLE = "gate", "up", "whole"
-
-
-@dataclass(frozen=True)
-class Target:
-    """Where a stored tensor belongs.
-
-    parameter: the model's name of the weight. expert: which of the stacked experts, None = the whole stack or no stack.
-    part: GATE or UP, the first and second half of an expert's rows in gate_up_proj; else WHOLE. is_scale: scales, not values.
-    """
-
-    parameter: str
-    expert: int | None = None
-    part: str = WHOLE
-    is_scale: bool = False
 
 
 def target(stored: str) -> Target | None:

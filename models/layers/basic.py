@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config.named import RopeConfig
+from .dequantize import dequantize_fp8
 
 
 def empty_parameter(*shape: int, device: torch.device, dtype: torch.dtype) -> nn.Parameter:
@@ -152,40 +153,15 @@ class Linear(nn.Module):
         """The weight as it counts, [out_size, in_size] of ``dtype``."""
         if self.scale is None:
             return self.weight.to(dtype)
-        return dequantize(self.weight, self.scale, dtype)
+        return dequantize_fp8(self.weight, self.scale, dtype)
 
     def keep_fp8(self, weight: Tensor, scale: Tensor) -> None:
         """Holds the weight in fp8 and makes the full one anew in each forward pass: half the memory of bf16.
 
-        weight: [out_size, in_size] fp8. scale: as in :func:`dequantize`.
+        weight: [out_size, in_size] fp8. scale: as in `dequantize_fp8`.
         """
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.scale = scale
-
-
-def dequantize(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """fp8 weights times their scales, rounded once.
-
-    weight: [..., out_size, in_size] fp8. scale: one number; or with as many axes as the weight (the last ones may be left out: [out_size] is one of
-    each output channel), along each of them 1, all, or one of each block. Blocks are powers of two long, the last one of
-    an axis may be cut off.
-
-    Returns: [..., out_size, in_size] of ``dtype``.
-    Source: ``weight_scale_inv`` of transformers' fine-grained fp8; ``weight_scale`` of compressed-tensors.
-    """
-    scale = scale.float()
-    if scale.numel() > 1:
-        scale = scale.view(*scale.shape, *[1] * (weight.ndim - scale.ndim))
-        for axis, size in enumerate(weight.shape):
-            if 1 < scale.shape[axis] < size:
-                index = torch.arange(size, device=scale.device) // block_size(size, scale.shape[axis])  # fmt: skip
-                scale = scale.index_select(axis, index)
-    return (weight.float() * scale).to(dtype)
-
-
-def block_size(size: int, num_blocks: int) -> int:
-    """Length of the blocks that ``num_blocks`` scales along an axis of ``size`` are of: the least power of two that is enough."""
-    return 1 << (-(-size // num_blocks) - 1).bit_length()
 
 
 class Embedding(nn.Module):

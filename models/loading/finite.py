@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..layers.quantized import DEQUANTIZE, scale_values
+from ..layers.dequantize import DEQUANTIZE, scale_values
 from .checkpoint import Stored
 
 CHUNK = 2**20  # elements that are looked at together where a copy is needed
@@ -41,7 +41,7 @@ def expect_finite_packed(
 ) -> None:
     """Raises as `expect_finite` for weights that stay quantised: for their values, scales, and products in ``dtype``.
 
-    kind: "fp8" or "fp4", no code of which is NaN. values, scale: as `quire.models.layers.quantized` has them. of: where both come from.
+    kind: "fp8" or "fp4", no code of which is NaN. values, scale: as `quire.models.layers.packed_experts` has them. of: where both come from.
     """
     if kind == "fp8":
         expect_finite(values, of[0])

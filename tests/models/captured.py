@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from quire.kernels.common import launching
 from quire.models.deepseek_v4 import paged
 from quire.models.engine.graphs import WARM_UP_RUNS
-from quire.models.layers import attention, moe, quantized
+from quire.models.layers import attention, moe, packed_experts
 
 KERNELS = {
     attention: ("paged_attention", "sliding_window_attention", "write_kv"),
@@ -178,7 +178,7 @@ class Captures:
                     patch.setattr(owner, name, on_host(name, getattr(owner, name)))
             # Where there is no grouped product for the dtype, as on a GPU for fp32.
             patch.setattr(moe, "_has_grouped_mm", lambda *_: False)
-            for module in (moe, quantized):
+            for module in (moe, packed_experts):
                 patch.setattr(module, "is_capturing", lambda _: True)
             yield
 

@@ -16,7 +16,7 @@ import torch
 from quire.bench.common.hf_checkpoint import save_checkpoint, to_hf
 from quire.models.config.named import CONFIGS, ModelConfig, RopeConfig, get_config
 from quire.models.families.decoder import Decoder
-from quire.models.loading.weights import random_model
+from quire.models.loading.random_weights import random_model
 from tests.models import chats
 
 TINY = (

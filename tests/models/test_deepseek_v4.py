@@ -10,7 +10,7 @@ from quire.bench.bounds import UNIT
 from quire.models.deepseek_v4 import attention, block, layers
 from quire.models.deepseek_v4.config import CONFIGS
 from quire.models.deepseek_v4.layers import rope_frequencies, rope_table
-from quire.models.deepseek_v4.weights import load_model
+from quire.models.loading.weights import load_model
 from tests.models import v4_oracle
 from tests.models.breaks import weights
 from tests.models.tolerance import tolerance

@@ -14,7 +14,8 @@ from quire.models.deepseek_v4.memory import cost
 from quire.models.deepseek_v4.model import DeepseekV4
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.memory import model_cache
-from quire.models.loading.weights import load_model, random_model
+from quire.models.loading.random_weights import random_model
+from quire.models.loading.weights import load_model
 from tests.models import v4_oracle
 from tests.models.test_deepseek_v4_engine import V4Recorder
 from tests.models.test_engine import prompt

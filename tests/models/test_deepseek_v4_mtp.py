@@ -13,7 +13,7 @@ from quire.models.deepseek_v4.attention import dense_attend
 from quire.models.deepseek_v4.cache import CacheFormat, plan_cache
 from quire.models.deepseek_v4.config import CONFIGS
 from quire.models.deepseek_v4.draft import MTPDrafter
-from quire.models.deepseek_v4.weights import random_model
+from quire.models.loading.random_weights import random_model
 from tests.models.test_deepseek_v4_engine import V4Recorder
 from tests.models.test_engine import prompt
 

@@ -9,7 +9,8 @@ import torch
 from quire.models.deepseek_v4 import paged
 from quire.models.deepseek_v4.attention import dense_attend
 from quire.models.deepseek_v4.config import CSA, HCA, MOE
-from quire.models.deepseek_v4.weights import load_model, random_model
+from quire.models.loading.random_weights import random_model
+from quire.models.loading.weights import load_model
 from tests.models import v4_oracle
 from tests.models.tolerance import tolerance
 from tests.models.v4_engine import SmallEngine

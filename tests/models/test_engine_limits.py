@@ -14,7 +14,7 @@ from quire.models.engine.config import EngineConfig
 from quire.models.engine.engine import Engine
 from quire.models.engine.request import SamplingParams
 from quire.models.engine.scheduler import Scheduler, SchedulerPolicy
-from quire.models.loading.weights import random_model
+from quire.models.loading.random_weights import random_model
 from tests.models.toy import ToyModel
 
 PROMPTS = ([5, 6, 7] * 11, [8] * 70, [9, 10])

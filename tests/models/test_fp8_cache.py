@@ -11,7 +11,7 @@ from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.memory import model_cache
 from quire.models.layers.attention import DenseAttend, PagedAttend
 from quire.models.layers.kv_cache import PagePool, cache_groups, token_bytes
-from quire.models.loading.weights import random_model
+from quire.models.loading.random_weights import random_model
 from tests.models.test_engine import DEVICE, Recorder, build, prompt
 from tests.models.tolerance import tolerance
 

@@ -26,7 +26,7 @@ from quire.models.config.named import get_config
 from quire.models.engine.engine import EngineConfig
 from quire.models.engine.request import OutputDelta, SamplingParams
 from quire.models.llm import LLM
-from quire.models.loading.weights import random_model
+from quire.models.loading.random_weights import random_model
 from quire.models.tokenizer import ByteTokenizer, FileTokenizer, TextStream
 
 ROOT = Path(__file__).resolve().parents[2]

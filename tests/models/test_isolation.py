@@ -18,7 +18,7 @@ from quire.models.engine.request import MAX_SAMPLES, RequestError, SamplingParam
 from quire.models.engine.speculative import NGramDrafter
 from quire.models.generate import main
 from quire.models.llm import LLM
-from quire.models.loading.weights import random_model
+from quire.models.loading.random_weights import random_model
 from quire.models.tokenizer import ByteTokenizer
 from tests.models.toy import VOCAB, ToyModel
 

@@ -9,7 +9,8 @@ from quire.models.deepseek_v4.draft import MTPDrafter
 from quire.models.engine.engine import EngineConfig
 from quire.models.engine.request import SamplingParams
 from quire.models.llm import LLM
-from quire.models.loading.weights import load_model, random_model
+from quire.models.loading.random_weights import random_model
+from quire.models.loading.weights import load_model
 from quire.models.tokenizer import ByteTokenizer, FileTokenizer
 
 SETTINGS = EngineConfig(num_pages=200)

@@ -23,7 +23,7 @@ from quire.models.engine.memory import (
     plan_memory,
 )
 from quire.models.engine.request import SamplingParams
-from quire.models.loading.weights import random_model
+from quire.models.loading.random_weights import random_model
 from tests.models.test_engine import build
 from tests.models.toy import ToyModel
 

@@ -21,7 +21,7 @@ from quire.models.engine import sampler as sampling
 from quire.models.engine.distributions import DRAFT, draw, rejection_sample, uniform
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.request import SamplingParams
-from quire.models.loading.weights import random_model
+from quire.models.loading.random_weights import random_model
 from tests.models.test_sampling import plain_probabilities
 from tests.models.toy import ToyModel
 

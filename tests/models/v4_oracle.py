@@ -53,7 +53,7 @@ def oracles() -> dict[str, Oracle]:
 
     from quire.bench.common.hf_checkpoint import save_checkpoint, to_hf
     from quire.models.deepseek_v4.config import CONFIGS
-    from quire.models.deepseek_v4.weights import random_model
+    from quire.models.loading.random_weights import random_model
 
     if importlib.util.find_spec("transformers") is None:
         pytest.skip("transformers, the oracle of this test, is not installed")

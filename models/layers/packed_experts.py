@@ -1,12 +1,4 @@
-"""Block-scaled fp8 and fp4 weights: dequantised whole, or kept packed and dequantised some experts at a time.
-
-    fp8   e4m3 [out, in], one scale for each 128 x 128 block
-    fp4   two e2m1 values a byte [out, in / 2], the even column in the low four bits, one scale for 32 columns of a row
-
-Scales are fp32, or E8M0: a byte b that stands for 2^(b - 127). E8M0 is read as bytes: a numeric cast would round or destroy it.
-
-Source: DeepSeek-V4 checkpoints; OCP Microscaling Formats 1.0 (E2M1, E8M0).
-"""
+"""Matrices, and routed experts, that stay quantized: those that a step needs are dequantized, some experts at a time."""
 
 from __future__ import annotations
 
@@ -15,49 +7,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from .basic import dequantize, empty_parameter
+from .basic import empty_parameter
+from .dequantize import DEQUANTIZE, FP4_GROUP
 from .moe import is_capturing, run_experts, sum_of_experts
-from .mxfp4 import dequantize_mxfp4
 
 FP8_BLOCK = 128
-FP4_GROUP = 32
 EXPERTS_AT_ONCE = 16  # experts whose dequantised weights exist at one time
-
-
-def scale_values(scale: Tensor) -> Tensor:
-    """Scales as fp32: floating-point ones as they are, E8M0 ones (float8_e8m0fnu, or its bytes as uint8) as powers of two; 255 is NaN."""
-    if scale.dtype in (torch.float32, torch.bfloat16, torch.float16):
-        return scale.float()
-    exponent = scale.view(torch.uint8).int() - 127
-    values = torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent)
-    return values.masked_fill(exponent == 128, float("nan"))
-
-
-def dequantize_fp8(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """e4m3 values times the scale of their block.
-
-    weight: [..., out, in] float8_e4m3fn. scale: [..., ceil(out / 128), ceil(in / 128)] fp32 or E8M0.
-
-    Returns: [..., out, in] in ``dtype``; the product is fp32.
-    """
-    return dequantize(weight, scale_values(scale), dtype)
-
-
-def dequantize_fp4(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """e2m1 values times the scale of their group.
-
-    weight: [..., out, in / 2] int8 or uint8. scale: [..., out, in / 32] E8M0.
-
-    Returns: [..., out, in] in ``dtype``; bf16 holds every value exactly whose exponent it holds.
-    """
-    blocks = weight.view(torch.uint8).unflatten(-1, (-1, FP4_GROUP // 2))
-    return dequantize_mxfp4(blocks, scale.view(torch.uint8)).to(dtype)
-
-
-DEQUANTIZE: dict[str, Callable[[Tensor, Tensor, torch.dtype], Tensor]] = {
-    "fp8": dequantize_fp8,
-    "fp4": dequantize_fp4,
-}
 
 
 def packed_shapes(
