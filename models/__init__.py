@@ -16,7 +16,7 @@ _HOME = {
     "GptOss": "families.gpt_oss",
     "LLM": "llm",
     "Llama": "families.llama",
-    "MTPDrafter": "deepseek_v4.draft",
+    "MTPDrafter": "deepseek_v4.mtp_drafter",
     "MemoryPlan": "engine.memory",
     "ModelConfig": "config.named",
     "NGramDrafter": "engine.speculative",

@@ -1,4 +1,4 @@
-"""DeepSeek-V4: embedding, layers over residual streams (`models.deepseek_v4.block`), their collapse, and drafters (`models.deepseek_v4.mtp`).
+"""DeepSeek-V4: embedding, layers over residual streams (`models.deepseek_v4.layer`), their collapse, and drafters (`models.deepseek_v4.mtp`).
 
 Source: transformers ``modeling_deepseek_v4``; DeepSeek-V4 report 2.
 """
@@ -14,19 +14,20 @@ from quire.kernels.indexer.call import MAX_HEADS, MAX_TOPK
 
 from ..engine.batch import AttnMetadata
 from ..engine.memory import ModelCache
-from ..layers.attention import Stored
 from ..layers.basic import Embedding, Linear, RMSNorm
-from .attention import dense_attend
-from .block import Attend, DecoderLayer
+from ..layers.unpaged_attention import Stored
 from .cache import CacheFormat, V4PagePool, plan_cache, ring_bytes
 from .config import CSA, SLIDING, DeepseekV4Config
-from .layers import HyperHead, rope_frequencies, rope_table
+from .hyper_connections import HyperHead
+from .layer import Attend, DecoderLayer
 from .mtp import MTP
-from .paged import PagedStep
+from .paged_attention import PagedStep
+from .rope import rope_frequencies, rope_table
+from .unpaged_attention import unpaged_attend
 
 
 class DeepseekV4(nn.Module):
-    """A DeepSeek-V4 model with uninitialised weights; `models.deepseek_v4.weights` fills them.
+    """A DeepSeek-V4 model with uninitialised weights; `models.loading.weights` fills them.
 
     config: shapes. device: of all weights. dtype: of matrices and activations; what the model keeps in fp32 (hyper-connections,
     norms, sinks, position and correction biases) is fp32 in any case. max_positions: rows of the rotary tables, 8 bytes for each
@@ -166,12 +167,12 @@ class DeepseekV4(nn.Module):
         """One whole sequence without any cache and without `quire.kernels`: what a paged run must agree with.
 
         input_ids: [num_tokens] int64. logits_rows: [num_rows] int64, the rows to compute logits for; default: all.
-        stored: as in `dense_attend`.
+        stored: as in `unpaged_attend`.
 
         Returns: [num_rows, vocab_size] fp32 logits.
         """
         positions = torch.arange(len(input_ids), device=input_ids.device)
-        streams = self.streams(input_ids, positions, dense_attend(self.config, stored))
+        streams = self.streams(input_ids, positions, unpaged_attend(self.config, stored))
         return self.logits(streams if logits_rows is None else streams[logits_rows])
 
     def streams(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:

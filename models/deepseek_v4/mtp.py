@@ -6,7 +6,7 @@ From the trunk's residual streams at position t, before they are collapsed, and 
     streams = layer(streams)                      sliding attention, main RoPE, position t
     logits of the token at t + 2 = lm_head(norm(hc_head(streams)))
 
-Further layers read the streams of the layer before and the token after (`models.deepseek_v4.draft`). A layer's KV row of position t depends on
+Further layers read the streams of the layer before and the token after (`models.deepseek_v4.mtp_drafter`). A layer's KV row of position t depends on
 the token at t + 1: a cached
 prefix may be shared only by requests that agree on one token more (``lookahead=1`` of its cache group).
 
@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from ..layers.basic import Linear, RMSNorm
-from .block import Attend, DecoderLayer
 from .config import MOE, DeepseekV4Config
-from .layers import HyperHead
+from .hyper_connections import HyperHead
+from .layer import Attend, DecoderLayer
 
 
 class MTP(DecoderLayer):

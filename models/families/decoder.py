@@ -13,7 +13,7 @@ from quire.kernels.common.checks import HEAD_DIMS
 from ..config.named import FULL, SLIDING, ModelConfig
 from ..engine.batch import AttnMetadata
 from ..engine.memory import ModelCache
-from ..layers.attention import Attend, DenseAttend, PagedAttend, Stored
+from ..layers.attention import Attend, PagedAttend
 from ..layers.basic import (
     Embedding,
     Linear,
@@ -23,6 +23,7 @@ from ..layers.basic import (
     rotary_angles,
 )
 from ..layers.kv_cache import E4M3, PagePool, cache_groups, num_slots
+from ..layers.unpaged_attention import Stored, UnpagedAttend
 
 BASE_BLOCK_SIZE = 16
 Rotary = tuple[Tensor, Tensor]
@@ -170,13 +171,13 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """One whole sequence without any cache and without `quire.kernels`: what a paged run must agree with.
 
-        input_ids: [num_tokens] int64. logits_rows: as in `forward`. stored: as in `DenseAttend`.
+        input_ids: [num_tokens] int64. logits_rows: as in `forward`. stored: as in `UnpagedAttend`.
 
         Returns: [num_rows, vocab_size] fp32 logits.
         """
         positions = torch.arange(len(input_ids), device=input_ids.device)
         rows = logits_rows if self.config.num_kv_shared_layers > 0 else None
-        attend = DenseAttend(self.config, rows=rows, stored=stored)
+        attend = UnpagedAttend(self.config, rows=rows, stored=stored)
         return self._run(input_ids, positions, attend, logits_rows)
 
     @torch.inference_mode()

@@ -164,6 +164,18 @@ class Linear(nn.Module):
         self.scale = scale
 
 
+def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
+    """x W^T with an fp32 result, for what must not be rounded to the model's dtype: router and compressor projections.
+
+    x: [num_tokens, in_size]. weight: [out_size, in_size] in the dtype of x.
+
+    Returns: [num_tokens, out_size] fp32.
+    """
+    if x.is_cuda and x.dtype != torch.float32:
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+    return F.linear(x.float(), weight.float())
+
+
 class Embedding(nn.Module):
     """Token embedding, scaled where the family scales it; tied models use it, unscaled, as output projection too.
 

@@ -21,13 +21,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from quire.kernels.common import launching
-from quire.models.deepseek_v4 import paged
+from quire.models.deepseek_v4 import paged_attention
 from quire.models.engine.graphs import WARM_UP_RUNS
 from quire.models.layers import attention, moe, packed_experts
 
 KERNELS = {
     attention: ("paged_attention", "sliding_window_attention", "write_kv"),
-    paged: ("write_latent", "compress", "index_topk", "compressed_attention"),
+    paged_attention: ("write_latent", "compress", "index_topk", "compressed_attention"),
 }
 ON_HOST = ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")
 FROM_HOST = ("tensor", "as_tensor", "from_numpy")

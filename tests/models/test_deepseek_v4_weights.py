@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 from quire.bench.common.hf_checkpoint import save_checkpoint, to_hf
 from quire.models.deepseek_v4.config import CONFIGS, CSA, HASH_MOE, HCA, MOE, SLIDING
-from quire.models.deepseek_v4.layers import Experts
+from quire.models.deepseek_v4.moe import Experts
 from quire.models.layers.dequantize import (
     dequantize_fp4,
     dequantize_fp8,

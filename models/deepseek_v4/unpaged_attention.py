@@ -1,6 +1,6 @@
 """The attention operator of a DeepSeek-V4 layer over one whole sequence: plain torch, no cache, nothing of `quire.kernels`.
 
-`models.deepseek_v4.paged` has the one over pages; both are called as ``attend(attention, rows)`` of `models.deepseek_v4.block`.
+`models.deepseek_v4.paged_attention` has the one over pages; both are called as ``attend(attention, rows)`` of `models.deepseek_v4.layer`.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..layers.basic import rms_norm
-from .block import Attend, Attention, AttentionRows, GatedPooling, IndexRows
 from .config import DeepseekV4Config
-from .layers import apply_rope
+from .layer import Attend, Attention, AttentionRows, GatedPooling, IndexRows
+from .rope import apply_rope
 
 if TYPE_CHECKING:
-    from ..layers.attention import Stored
+    from ..layers.unpaged_attention import Stored
 
 QUERY_BLOCK = 128  # rows of the score matrix that dense attention holds at a time
 
 
-def dense_attend(config: DeepseekV4Config, stored: Stored | None = None) -> Attend:
+def unpaged_attend(config: DeepseekV4Config, stored: Stored | None = None) -> Attend:
     """Attention of one whole sequence in plain torch, fp32 scores and softmax, without `quire.kernels`.
 
     stored: what is seen of latents and entries [num_rows, head_dim] and of index keys [num_entries, index_head_dim], as a cache of another

@@ -7,8 +7,8 @@
 
 Attention has one KV head whose rows are key and value at once. Besides a window of raw rows, queries see compressed entries: in
 HCA layers all of them, in CSA layers those that the indexer picks. Where rows, entries and index keys live is not the model's
-business: a layer hands its fresh projections to ``attend``, which `models.deepseek_v4.paged` provides for caches, and
-`models.deepseek_v4.attention` for whole sequences without any.
+business: a layer hands its fresh projections to ``attend``, which `models.deepseek_v4.paged_attention` provides for caches, and
+`models.deepseek_v4.unpaged_attention` for whole sequences without any.
 
 Source: transformers ``modeling_deepseek_v4``; DeepSeek-V4 report 2.
 """
@@ -21,9 +21,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..layers.basic import Linear, RMSNorm, empty_parameter, rms_norm
+from ..layers.basic import Linear, RMSNorm, empty_parameter, linear_fp32, rms_norm
 from .config import CSA, SLIDING, DeepseekV4Config
-from .layers import HyperConnection, MoE, apply_rope, linear_fp32
+from .hyper_connections import HyperConnection
+from .moe import MoE
+from .rope import apply_rope
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from torch import Tensor
 from quire.kernels import compress, compressed_attention, index_topk, write_latent
 
 from ..engine.batch import AttnMetadata
-from .block import Attention, AttentionRows, Compressor, GatedPooling
 from .cache import COMPRESSED, OVERLAP, CompressorCache, LayerCache, V4PagePool
+from .layer import Attention, AttentionRows, Compressor, GatedPooling
 
 
 class PagedStep:
@@ -53,7 +53,7 @@ class PagedStep:
         return OverlapRows.of_step(self.attn, group, block_size, self.pool.config.csa_ratio)
 
     def __call__(self, attention: Attention, rows: AttentionRows) -> Tensor:
-        """Attention of one layer; see `models.deepseek_v4.block.Attend`."""
+        """Attention of one layer; see `models.deepseek_v4.layer.Attend`."""
         config, attn = self.pool.config, self.attn
         cache = self.pool.layers[attention.layer]
         kv = write_latent(

@@ -25,7 +25,7 @@ from ..engine.distributions import DRAFT, Filters, draw, probabilities, uniform
 from ..engine.request import Request
 from .cache import V4PagePool
 from .model import DeepseekV4
-from .paged import PagedStep
+from .paged_attention import PagedStep
 
 
 class MTPDrafter:
