@@ -1,6 +1,8 @@
-"""Models: Gemma-3, Gemma-4, Llama, gpt-oss and DeepSeek-V4 text models on paged attention, their weights, and a continuous-batching runner.
+"""Models: Gemma-3, Gemma-4, Llama, gpt-oss and DeepSeek-V4 text models on paged attention, their
+weights, and a continuous-batching runner.
 
-The only package where the integers of ``kvcore`` and the tensors of ``kernels`` meet. Public names load on first use.
+The only package where the integers of ``kvcore`` and the tensors of ``kernels`` meet. Public names
+load on first use.
 """
 
 from importlib import import_module

@@ -5,11 +5,13 @@
     echo "Once upon a time" | python -m models.generate --model DIR --stats
     python -m models.generate --model DIR --chat --system "Answer in one sentence."
 
-DIR is a Hugging Face directory; a NAME has random weights, which is good for trying things out. One prompt is answered as a stream;
-several (--prompt again) are generated together and printed in order. In a chat, Ctrl-C ends an answer, and at the prompt the chat. It waits for
-the step that runs; pressed again, it does not.
+DIR is a Hugging Face directory; a NAME has random weights, which is good for trying things out. One
+prompt is answered as a stream; several (--prompt again) are generated together and printed in
+order. In a chat, Ctrl-C ends an answer, and at the prompt the chat. It waits for the step that
+runs; pressed again, it does not.
 
-Exit status: 0; 2 for what cannot be done or an answer that failed, with the reason on stderr; 130 after Ctrl-C; 141 when nobody reads the output any more.
+Exit status: 0; 2 for what cannot be done or an answer that failed, with the reason on stderr; 130
+after Ctrl-C; 141 when nobody reads the output any more.
 """
 
 from __future__ import annotations

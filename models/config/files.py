@@ -14,7 +14,9 @@ NUM_NAMED = 20  # keys that an error names
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; raises ValueError naming the file when it is not one, has a key twice, or is too deep or too large to read."""
+    """A JSON object; raises ValueError naming the file when it is not one, has a key twice, or is
+    too deep or too large to read.
+    """
     try:
         value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_object)
     except (ValueError, OSError) as error:
@@ -39,7 +41,10 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class GenerationKeys:
-    """What is read of ``generation_config.json``. `quire.models.engine.request.SamplingParams` says which numbers it takes."""
+    """What is read of ``generation_config.json``.
+
+    `quire.models.engine.request.SamplingParams` says which numbers it takes.
+    """
 
     eos_token_id: fields.TokenIds = None
     do_sample: bool | None = None
@@ -51,9 +56,12 @@ class GenerationKeys:
 
 
 def read_generation_config(path: Path) -> dict[str, Any]:
-    """The declared keys of a directory's ``generation_config.json`` that are not null; empty where there is none.
+    """The declared keys of a directory's ``generation_config.json`` that are not null.
 
-    Raises: ValueError naming the file where it is no JSON, and the key where one has another type.
+    Empty where there is none.
+
+    Raises:
+        ValueError: naming the file where it is no JSON, and the key where one has another type.
     """
     file = path / "generation_config.json"
     if not file.is_file():

@@ -1,8 +1,9 @@
 """Reading Hugging Face ``config.json`` files.
 
-A key that a file leaves out has the value that transformers 5.23 gives it, because that is what the file's author ran. This file
-has the Gemma families; `models.config.hf_llama` those whose layers all have the same shapes. Types, ranges and defaults of keys are
-declared once each, as `models.config.fields` has it.
+A key that a file leaves out has the value that transformers 5.23 gives it, because that is what the
+file's author ran. This file has the Gemma families; `models.config.hf_llama` those whose layers all
+have the same shapes. Types, ranges and defaults of keys are declared once each, as
+`models.config.fields` has it.
 """
 
 from __future__ import annotations
@@ -24,11 +25,17 @@ from .named import FAMILIES, FULL, SLIDING, AttentionConfig, ModelConfig, MoECon
 def from_hf(config: Mapping[str, Any], *, name: str | None = None) -> ModelConfig:
     """Reads a Hugging Face ``config.json``, text-only or multimodal (``text_config``).
 
-    config: the parsed file. name: what to call the model; default: its ``model_type``.
+    Args:
+        config: the parsed file.
+        name: what to call the model; default: its ``model_type``.
 
-    Returns: ModelConfig.
-    Raises: NotImplementedError naming each feature of the file that is not supported; ValueError for keys of another type or range,
-        and for contradictions.
+    Returns:
+        ModelConfig.
+
+    Raises:
+        NotImplementedError: naming each feature of the file that is not supported.
+        ValueError: keys of another type or range, and for contradictions.
+
     Source: transformers ``configuration_*`` of each family.
     """
     model_type = checked(str, "model_type", config.get("model_type", ""))
@@ -76,7 +83,11 @@ class GemmaKeys(LayeredKeys):
     use_bidirectional_attention: only(None, False, "vision") = None
 
     def model_fields(self, sliding: RopeConfig, full: RopeConfig) -> dict[str, Any]:
-        """Fields of ModelConfig; full layers have the shapes of sliding ones. sliding, full: RoPE of both kinds."""
+        """Fields of ModelConfig; full layers have the shapes of sliding ones.
+
+        Args:
+            sliding, full: RoPE of both kinds.
+        """
         attention = AttentionConfig(
             num_heads=self.num_attention_heads,
             num_kv_heads=self.num_key_value_heads,
@@ -206,8 +217,8 @@ def _object(data: Mapping[str, Any], key: str) -> dict[str, Any]:
 def _gemma4_full_shapes(keys: Gemma4Keys, layer_types: Sequence[str]) -> dict[str, Any]:
     """head_dim, num_kv_heads and k_eq_v of the full layers.
 
-    Hub files say ``global_head_dim`` and ``num_global_key_value_heads``; files that transformers 5.23 saved say
-    ``per_layer_config`` = {layer: {key: value}} instead.
+    Hub files say ``global_head_dim`` and ``num_global_key_value_heads``; files that transformers
+    5.23 saved say ``per_layer_config`` = {layer: {key: value}} instead.
     """
     kv_heads, head_dim = keys.num_key_value_heads, keys.global_head_dim
     if keys.attention_k_eq_v:
@@ -233,8 +244,10 @@ def _gemma4_full_shapes(keys: Gemma4Keys, layer_types: Sequence[str]) -> dict[st
 def load_config(path: str | Path) -> ModelConfig:
     """Reads ``config.json``, and the stop ids of ``generation_config.json`` where there is one.
 
-    Raises: ValueError when there is no config.json, or naming file and key where one is no JSON or a key has another type or range;
-        NotImplementedError for unsupported models.
+    Raises:
+        ValueError: there is no config.json, or naming file and key where one is no JSON or a key
+            has another type or range.
+        NotImplementedError: unsupported models.
     """
     path = Path(path)
     if not (path / "config.json").is_file():

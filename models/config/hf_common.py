@@ -1,4 +1,7 @@
-"""What the readers and writers of ``config.json`` share: keys of every family, rotary embeddings, token ids."""
+"""What the readers and writers of ``config.json`` share.
+
+Keys of every family, rotary embeddings, token ids.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,8 @@ class GroupKeys:
 class QuantizationKeys:
     """The ``quantization_config`` of weights that `models.loading.weights` reads.
 
-    weight_block_size: rows and columns of a matrix that share a scale, where the file says so.
+    Attributes:
+        weight_block_size: rows and columns of a matrix that share a scale, where the file says so.
     """
 
     quant_method: only("fp8", "compressed-tensors", "mxfp4") = None
@@ -49,7 +53,10 @@ class QuantizationKeys:
 
 @dataclass(frozen=True, kw_only=True)
 class TextKeys:
-    """Keys of every family. Those without a default here have one in each family, that of transformers."""
+    """Keys of every family.
+
+    Those without a default here have one in each family, that of transformers.
+    """
 
     vocab_size: fields.VocabSize
     hidden_size: fields.Width
@@ -127,8 +134,10 @@ def read_rope(
 ) -> RopeConfig:
     """One entry of ``rope_parameters``.
 
-    params: its keys, or those of the older ``rope_scaling`` with ``rope_theta`` beside them.
-    base: rope_theta where the file has none. max_positions: ``max_position_embeddings``, what llama3 falls back to.
+    Args:
+        params: its keys, or those of the older ``rope_scaling`` with ``rope_theta`` beside them.
+        base: rope_theta where the file has none.
+        max_positions: ``max_position_embeddings``, what llama3 falls back to.
 
     Source: transformers ``modeling_rope_utils``.
     """

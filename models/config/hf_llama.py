@@ -116,6 +116,9 @@ def gpt_oss_from_hf(text: Mapping[str, Any], name: str) -> ModelConfig:
 
 
 def _rope_keys(keys: TextKeys) -> dict[str, Any]:
-    """``rope_parameters``, or the older ``rope_scaling`` and ``rope_theta``; empty where the file has neither."""
+    """``rope_parameters``, or the older ``rope_scaling`` and ``rope_theta``.
+
+    Empty where the file has neither.
+    """
     theta = {} if keys.rope_theta is None else {"rope_theta": keys.rope_theta}
     return theta | (keys.rope_parameters or keys.rope_scaling or {})

@@ -1,4 +1,6 @@
-"""Reading ``config.json`` files of DeepSeek-V4, with the keys of the released models or those of transformers."""
+"""Reading ``config.json`` files of DeepSeek-V4, with the keys of the released models or those of
+transformers.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ class RateKeys:
 class DeepseekV4Keys:
     """Keys of the file, with what transformers 5.23 assumes where it says nothing.
 
-    The layer schedule has no default: that of transformers is no released model's.
+    The types of layers have no default: that of transformers is no released model's.
     """
 
     model_type: only(MODEL_TYPE)
@@ -104,11 +106,17 @@ class DeepseekV4Keys:
 def from_hf(config: Mapping[str, Any], *, name: str | None = None) -> DeepseekV4Config:
     """Reads a ``config.json``, with the keys of the released models or with those of transformers.
 
-    config: the parsed file. name: what to call the model; default: its ``model_type``.
+    Args:
+        config: the parsed file.
+        name: what to call the model; default: its ``model_type``.
 
-    Returns: DeepseekV4Config.
-    Raises: NotImplementedError naming each feature that is not supported; ValueError for keys that are missing, of another type or
-        range, or contradict.
+    Returns:
+        DeepseekV4Config.
+
+    Raises:
+        NotImplementedError: naming each feature that is not supported.
+        ValueError: keys that are missing, of another type or range, or contradict.
+
     Source: transformers ``configuration_deepseek_v4``; the config.json of the released models.
     """
     keys = read_fields(DeepseekV4Keys, config)
@@ -172,7 +180,10 @@ def _first(name: str, entries: tuple[Any, ...], num_layers: int) -> tuple[Any, .
 
 
 def _rope(keys: DeepseekV4Keys) -> dict[str, Any]:
-    """The fields rope_dim, rope_theta, compress_rope_theta and yarn: from nested or flat parameters."""
+    """The fields rope_dim, rope_theta, compress_rope_theta and yarn.
+
+    From nested or flat parameters.
+    """
     name = "rope_parameters" if keys.rope_parameters else "rope_scaling"
     given = getattr(keys, name) or {}
     part = f"{name}.compress" if "main" in given else name

@@ -14,13 +14,17 @@ from .config import DeepseekV4Config
 
 
 def _mixes(streams: Tensor, fn: Tensor, eps: float) -> Tensor:
-    """Projection of all streams together, after one RMS norm without weight over all their channels: [num_tokens, rows] fp32."""
+    """Projection of all streams together, after one RMS norm without weight over all their
+    channels: [num_tokens, rows] fp32.
+    """
     flat = streams.flatten(1).float()
     return F.linear(F.rms_norm(flat, flat.shape[-1:], None, eps), fn)
 
 
 class HyperConnection(nn.Module):
-    """How one sub-block reads from and writes to the residual streams (mHC): three sets of weights, made from the streams.
+    """How one sub-block reads from and writes to the residual streams (mHC).
+
+    Three sets of weights, made from the streams.
 
     Source: DeepSeek-V4 report 2.2 (manifold-constrained hyper-connections).
     """
@@ -35,11 +39,15 @@ class HyperConnection(nn.Module):
         self.scale = empty_parameter(3, **fp32)
 
     def collapse(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What the sub-block reads, and the weights with which :meth:`expand` writes its result back.
+        """What the sub-block reads, and the weights with which :meth:`expand` writes its result
+        back.
 
-        streams: [num_tokens, hc_mult, hidden_size].
+        Args:
+            streams: [num_tokens, hc_mult, hidden_size].
 
-        Returns: (input [num_tokens, hidden_size], post [num_tokens, hc_mult] fp32, comb [num_tokens, hc_mult, hc_mult] fp32).
+        Returns:
+            (input [num_tokens, hidden_size], post [num_tokens, hc_mult] fp32, comb [num_tokens,
+            hc_mult, hc_mult] fp32).
         """
         config, n = self.config, self.config.hc_mult
         mixes = _mixes(streams, self.fn, config.rms_norm_eps)
@@ -55,20 +63,30 @@ class HyperConnection(nn.Module):
     def expand(streams: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
         """Streams after the sub-block: stream k is post[k] y + sum_j comb[j, k] streams[j].
 
-        streams: [num_tokens, hc_mult, hidden_size]. y: [num_tokens, hidden_size]. post, comb: of :meth:`collapse`.
+        Args:
+            streams: [num_tokens, hc_mult, hidden_size].
+            y: [num_tokens, hidden_size].
+            post, comb: of :meth:`collapse`.
         """
         post, comb = post.to(y.dtype), comb.to(y.dtype)
         return post[..., None] * y[:, None] + comb.transpose(1, 2) @ streams
 
 
 def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
-    """Matrices with rows and columns that sum to about 1: a softmax of the rows, then columns and rows normalised in turn.
+    """Matrices with rows and columns that sum to about 1.
 
-    Tokens are the last dimension while it works, as they are many and n is 4. One more row and column hold eps: a sum has it already.
+    A softmax of the rows, then columns and rows normalized in turn.
 
-    logits: [num_tokens, n, n] fp32. iterations: column normalisations; there is one row normalisation less, and columns come last.
+    Tokens are the last dimension while it works, as they are many and n is 4. One more row and
+    column hold eps: a sum has it already.
 
-    Returns: [num_tokens, n, n].
+    Args:
+        logits: [num_tokens, n, n] fp32.
+        iterations: column normalizations; there is one row normalization less, and columns come
+            last.
+
+    Returns:
+        [num_tokens, n, n].
     """
     num_tokens, n, _ = logits.shape
     padded = logits.new_full((n + 1, n + 1, num_tokens), eps)
@@ -82,7 +100,9 @@ def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
 
 
 class HyperHead(nn.Module):
-    """One row from the residual streams, weighted as in :class:`HyperConnection`, before the final norm."""
+    """One row from the residual streams, weighted as in :class:`HyperConnection`, before the final
+    norm.
+    """
 
     def __init__(self, config: DeepseekV4Config, device: torch.device) -> None:
         super().__init__()
@@ -94,7 +114,14 @@ class HyperHead(nn.Module):
         self.hc_scale = empty_parameter(1, **fp32)
 
     def forward(self, streams: Tensor) -> Tensor:
-        """streams: [num_tokens, hc_mult, hidden_size]. Returns [num_tokens, hidden_size]."""
+        """One row from the streams of each token.
+
+        Args:
+            streams: [num_tokens, hc_mult, hidden_size].
+
+        Returns:
+            [num_tokens, hidden_size].
+        """
         mixes = _mixes(streams, self.hc_fn, self.config.rms_norm_eps)
         pre = torch.sigmoid(mixes * self.hc_scale + self.hc_base) + self.config.hc_eps
         return (pre[..., None] * streams).sum(dim=1).to(streams.dtype)

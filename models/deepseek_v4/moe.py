@@ -18,14 +18,20 @@ from .config import HASH_MOE, DeepseekV4Config
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
-    """silu(min(gate, limit)) * clamp(up, -limit, limit): the gate is bounded only from above, and before silu."""
+    """silu(min(gate, limit)) * clamp(up, -limit, limit).
+
+    The gate is bounded only from above, and before silu.
+    """
     return F.silu(gate.clamp(max=limit)) * up.clamp(min=-limit, max=limit)
 
 
 class Router(nn.Module):
-    """Which experts a token goes to: those of the best scores, or of a table by token id (hash layers), and their weights.
+    """Which experts a token goes to.
 
-    score = sqrt(softplus(x W^T)). The correction bias takes part in the choice only, never in the weights.
+    Those of the best scores, or of a table by token id (hash layers), and their weights.
+
+    score = sqrt(softplus(x W^T)). The correction bias takes part in the choice only, never in the
+    weights.
     """
 
     def __init__(
@@ -49,9 +55,14 @@ class Router(nn.Module):
             )
 
     def forward(self, x: Tensor, input_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """x: [num_tokens, hidden_size]. input_ids: [num_tokens] int64.
+        """Chooses the experts of every row.
 
-        Returns: (expert ids [num_tokens, top_k] int64, weights [num_tokens, top_k] fp32).
+        Args:
+            x: [num_tokens, hidden_size].
+            input_ids: [num_tokens] int64.
+
+        Returns:
+            (expert ids [num_tokens, top_k] int64, weights [num_tokens, top_k] fp32).
         """
         scores = F.softplus(linear_fp32(x, self.weight)).sqrt()
         if self.tid2eid is not None:
@@ -63,7 +74,10 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """The routed experts, stacked: gate_up_proj [num_experts, 2 * width, hidden_size], rows of the gate first, and down_proj."""
+    """The routed experts, stacked.
+
+    Gate_up_proj [num_experts, 2 * width, hidden_size], rows of the gate first, and down_proj.
+    """
 
     def __init__(self, config: DeepseekV4Config, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
@@ -74,7 +88,15 @@ class Experts(nn.Module):
         self.down_proj = empty_parameter(experts, hidden, width, device=device, dtype=dtype)
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """x: [num_tokens, hidden_size]. ids, weights: of the router. Returns the shape of x."""
+        """The weighted sum of every row's experts.
+
+        Args:
+            x: [num_tokens, hidden_size].
+            ids, weights: of the router.
+
+        Returns:
+            The shape of x.
+        """
         return run_experts(x, ids, weights, self.gate_up_proj, self.down_proj, self.activation)
 
 
@@ -90,12 +112,23 @@ class SharedExpert(nn.Module):
         self.down_proj = Linear(width, hidden, device, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [num_tokens, hidden_size]. Returns the same shape."""
+        """The expert of every row.
+
+        Args:
+            x: [num_tokens, hidden_size].
+
+        Returns:
+            The same shape.
+        """
         return self.down_proj(clamped_swiglu(self.gate_proj(x), self.up_proj(x), self.limit))
 
 
 class MoE(nn.Module):
-    """Routed experts and the shared one, summed. expert_format: "fp8" or "fp4" for experts that stay packed, None for plain ones."""
+    """Routed experts and the shared one, summed.
+
+    Args:
+        expert_format: "fp8" or "fp4" for experts that stay packed, None for plain ones.
+    """
 
     def __init__(
         self, config: DeepseekV4Config, kind: str, device: torch.device, dtype: torch.dtype,
@@ -113,5 +146,13 @@ class MoE(nn.Module):
         self.shared_experts = SharedExpert(config, device, dtype)
 
     def forward(self, x: Tensor, input_ids: Tensor) -> Tensor:
-        """x: [num_tokens, hidden_size]. input_ids: [num_tokens] int64, for hash layers. Returns the shape of x."""
+        """The weighted sum of every row's experts.
+
+        Args:
+            x: [num_tokens, hidden_size].
+            input_ids: [num_tokens] int64, for hash layers.
+
+        Returns:
+            The shape of x.
+        """
         return self.experts(x, *self.gate(x, input_ids)) + self.shared_experts(x)

@@ -1,11 +1,14 @@
-"""Tensor names of DeepSeek-V4 checkpoints: from any of the three schemes to the model's own, and which part of which weight.
+"""Tensor names of DeepSeek-V4 checkpoints.
+
+From any of the three schemes to the model's own, and which part of which weight.
 
     release       layers.0.attn.wq_a.weight               layers.0.ffn.experts.3.w1.weight        layers.0.hc_attn_fn
     transformers  model.layers.0.self_attn.q_a_proj.weight    model.layers.0.mlp.experts.gate_up_proj   model.layers.0.attn_hc.fn
     hybrid        model.layers.0.attn.wq_a.weight         model.layers.0.ffn.experts.3.w1.weight  model.layers.0.hc_attn_fn
 
-The hybrid is what transformers' ``save_pretrained`` writes by default; there ``attn.norm`` is the release's ``attn.kv_norm``. The
-model's own names are those of transformers without ``model.``. A quantised matrix ``x.weight`` has its scales in ``x.scale``.
+The hybrid is what transformers' ``save_pretrained`` writes by default; there ``attn.norm`` is the
+release's ``attn.kv_norm``. The model's own names are those of transformers without ``model.``. A
+quantized matrix ``x.weight`` has its scales in ``x.scale``.
 
 Source: the released checkpoints; transformers 5.23 ``conversion_mapping``.
 """
@@ -54,7 +57,10 @@ _IGNORED = re.compile(r"^mtp\.\d+\.(emb\.tok_emb|head)\.weight$")
 
 
 def target(stored: str) -> Target | None:
-    """Where the tensor stored as ``stored`` belongs; None = nowhere. A name that no rule knows stays as it is."""
+    """Where the tensor stored as ``stored`` belongs; None = nowhere.
+
+    A name that no rule knows stays as it is.
+    """
     if _IGNORED.match(stored):
         return None
     name = stored

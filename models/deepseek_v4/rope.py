@@ -16,9 +16,12 @@ from .config import DeepseekV4Config
 def rope_frequencies(config: DeepseekV4Config, *, compressed: bool) -> Tensor:
     """Radians per position of each pair of adjacent rotated channels (2i, 2i + 1).
 
-    compressed: of CSA and HCA layers, whose frequencies YaRN interpolates, without its factor of cosine and sine.
+    Args:
+        compressed: of CSA and HCA layers, whose frequencies YaRN interpolates, without its factor
+            of cosine and sine.
 
-    Returns: [rope_dim // 2] fp32, CPU.
+    Returns:
+        [rope_dim // 2] fp32, CPU.
     """
     base, yarn = config.compress_rope_theta if compressed else config.rope_theta, config.yarn
     rope = RopeConfig("default", base)
@@ -35,7 +38,10 @@ def rope_frequencies(config: DeepseekV4Config, *, compressed: bool) -> Tensor:
 
 
 def rope_table(frequencies: Tensor, num_positions: int) -> Tensor:
-    """Cosines, then sines, of every position's angles: [num_positions, rope_dim] fp32, as `quire.kernels` reads them."""
+    """Cosines, then sines, of every position's angles.
+
+    [num_positions, rope_dim] fp32, as `quire.kernels` reads them.
+    """
     if frequencies.is_meta:  # the first sum there makes torch load its decompositions, seconds
         return frequencies.new_empty(num_positions, 2 * len(frequencies))
     angles = torch.arange(num_positions, device=frequencies.device)[:, None].float() * frequencies
@@ -43,16 +49,20 @@ def rope_table(frequencies: Tensor, num_positions: int) -> Tensor:
 
 
 def apply_rope(x: Tensor, cos_sin: Tensor, *, inverse: bool = False) -> Tensor:
-    """Turns the trailing channels of every row, in adjacent pairs, by its angles (back, where ``inverse``).
+    """Rotates the trailing channels of every row, in adjacent pairs, by its angles, or by the
+    inverse RoPE.
 
-    x: [num_tokens, ..., head_dim]. cos_sin: [num_tokens, rope_dim] fp32 rows of a :func:`rope_table`.
+    Args:
+        x: [num_tokens, ..., head_dim].
+        cos_sin: [num_tokens, rope_dim] fp32 rows of a :func:`rope_table`.
 
-    Returns: the shape and dtype of x; the arithmetic is fp32.
+    Returns:
+        The shape and dtype of x; the arithmetic is fp32.
     """
     num_tokens, rope_dim = cos_sin.shape
     cos, sin = cos_sin.view(num_tokens, *[1] * (x.ndim - 2), rope_dim).chunk(2, dim=-1)
     if inverse:
         sin = -sin
     even, odd = x[..., -rope_dim::2].float(), x[..., 1 - rope_dim :: 2].float()
-    turned = torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2)
-    return torch.cat((x[..., :-rope_dim], turned.to(x.dtype)), dim=-1)
+    rotated = torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2)
+    return torch.cat((x[..., :-rope_dim], rotated.to(x.dtype)), dim=-1)

@@ -1,7 +1,7 @@
 """How DeepSeek-V4 checkpoints store tensors; `models.deepseek_v4.names` has how they name them.
 
-Matrices are plain, fp8 in blocks of 128 x 128, or fp4 in groups of 32 columns; experts are stored one by one, or as the
-stacks that the model has.
+Matrices are plain, fp8 in blocks of 128 x 128, or fp4 in groups of 32 columns; experts are stored
+one by one, or as the stacks that the model has.
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
 """Distributions of rows of logits, draws from them, and the numbers that decide a draw.
 
-A token is drawn by inversion: the first one whose cumulative probability, in the order of ids, exceeds u. The uniform number u is a
-hash of the request's seed and the position, not the next number of a generator. So a request draws the same tokens whatever
-else runs beside it, after a preemption, and with "strict" speculation, whose drafts are simply compared with what is drawn.
-With "standard" speculation the numbers are as reproducible, but which of them decide depends on what was drafted.
+A token is drawn by inversion: the first one whose cumulative probability, in the order of ids,
+exceeds u. The uniform number u is a hash of the request's seed and the position, not the next
+number of a generator. So a request draws the same tokens whatever else runs beside it, after a
+preemption, and with "strict" speculation, whose drafts are simply compared with what is drawn. With
+"standard" speculation the numbers are as reproducible, but which of them decide depends on what was
+drafted.
 
-Source: transformers ``generation/logits_process`` for the filters and their order; SplitMix64 (Steele et al. 2014) for the hash; Leviathan
-et al. (arXiv 2211.17192) for rejection sampling.
+Source: transformers ``generation/logits_process`` for the filters and their order; SplitMix64
+    (Steele et al. 2014) for the hash; Leviathan et al. (arXiv 2211.17192) for rejection sampling.
 """
 
 from __future__ import annotations
@@ -22,14 +24,20 @@ from .batch import Staging
 from .request import SamplingParams
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-# Purposes of the numbers of one position (`uniform`): the next token, whether a draft stays, what replaces it, and the draft itself.
+# Purposes of the numbers of one position (`uniform`): the next token, whether a draft stays, what
+# replaces it, and the draft itself.
 TOKEN, ACCEPT, RESAMPLE, DRAFT = range(4)
 
 
 def penalize(logits: Tensor, seen: Tensor, penalty: Tensor) -> Tensor:
-    """Repetition penalty: logits of seen tokens are divided by it where positive, multiplied where negative.
+    """Repetition penalty.
 
-    logits: [num_rows, vocab_size]. seen: the same shape, bool. penalty: [num_rows].
+    Logits of seen tokens are divided by it where positive, multiplied where negative.
+
+    Args:
+        logits: [num_rows, vocab_size].
+        seen: the same shape, bool.
+        penalty: [num_rows].
 
     Source: CTRL (arXiv 1909.05858) 4.1, as in transformers.
     """
@@ -39,9 +47,13 @@ def penalize(logits: Tensor, seen: Tensor, penalty: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Filters:
-    """Temperature and filters of some rows; temperature, top_p, min_p [num_rows, 1] fp32, top_k [num_rows, 1] int64.
+    """Temperature and filters of some rows.
 
-    sorts, has_min_p: host bools, whether any row needs the likeliest tokens in order, and whether any has a min_p.
+    Temperature, top_p, min_p [num_rows, 1] fp32, top_k [num_rows, 1] int64.
+
+    Attributes:
+        sorts, has_min_p: host bools, whether any row needs the likeliest tokens in order, and
+            whether any has a min_p.
     """
 
     temperature: Tensor
@@ -74,9 +86,11 @@ class Filters:
 def probabilities(logits: Tensor, filters: Filters) -> Tensor:
     """What the rows are drawn from: temperature, then top_k, top_p and min_p.
 
-    logits: [num_rows, vocab_size] fp32.
+    Args:
+        logits: [num_rows, vocab_size] fp32.
 
-    Returns: [num_rows, vocab_size] fp32, rows that add up to 1.
+    Returns:
+        [num_rows, vocab_size] fp32, rows that add up to 1.
     """
     # Largest logit 0 first: then no temperature overflows.
     logits = (logits - logits.amax(dim=-1, keepdim=True)) / filters.temperature
@@ -87,7 +101,8 @@ def probabilities(logits: Tensor, filters: Filters) -> Tensor:
         ordered = ordered.masked_fill(behind, -torch.inf)
         mass = ordered.softmax(dim=-1)
         before = mass.cumsum(dim=-1) - mass
-        # The likeliest token always stays, and rounding of the sum must not cut a row that keeps all.
+        # The likeliest token always stays, and rounding of the sum must not cut a row that keeps
+        # all.
         behind = (before >= filters.top_p) & (rank > 0) & (filters.top_p < 1)
         ordered = ordered.masked_fill(behind, -torch.inf)
         # Back to the order of ids: a draw must not depend on whether some other row needed a sort.
@@ -102,9 +117,12 @@ def probabilities(logits: Tensor, filters: Filters) -> Tensor:
 def draw(mass: Tensor, u: Tensor) -> Tensor:
     """Draws one index a row by inversion.
 
-    mass: [num_rows, n] >= 0, each row with a positive sum (not necessarily 1). u: [num_rows] float64 in [0, 1).
+    Args:
+        mass: [num_rows, n] >= 0, each row with a positive sum (not necessarily 1).
+        u: [num_rows] float64 in [0, 1).
 
-    Returns: [num_rows] int64; never an index of mass 0. Of a row of NaN the last one.
+    Returns:
+        [num_rows] int64; never an index of mass 0. Of a row of NaN the last one.
     """
     total = mass.cumsum(dim=-1, dtype=torch.float64)
     last = total[:, -1:]
@@ -118,13 +136,19 @@ def rejection_sample(
 ) -> Tensor:
     """Accepts drafts, or replaces them, so that the target's distribution comes out.
 
-    Draft x of row i is accepted if u_accept < p(x) / q(x); else the row's token is drawn from max(p - q, 0), normalised.
+    Draft x of row i is accepted if u_accept < p(x) / q(x); else the row's token is drawn from max(p
+    - q, 0), normalized.
 
-    target: [num_rows, vocab_size] fp32, p of each row. drafts: [num_rows] int64.
-    probs: [num_rows, vocab_size] fp32, q that each draft was drawn from; None = they were not drawn: q is 1 at the draft.
-    u_accept, u_draw: [num_rows] float64 in [0, 1), independent.
+    Args:
+        target: [num_rows, vocab_size] fp32, p of each row.
+        drafts: [num_rows] int64.
+        probs: [num_rows, vocab_size] fp32, q that each draft was drawn from; None = they were not
+            drawn: q is 1 at the draft.
+        u_accept, u_draw: [num_rows] float64 in [0, 1), independent.
 
-    Returns: [num_rows] int64: the draft where it is accepted, else its replacement, which is another token.
+    Returns:
+        [num_rows] int64: the draft where it is accepted, else its replacement, which is another
+        token.
     """
     at = drafts[:, None]
     p = target.gather(1, at).squeeze(1).double()
@@ -133,17 +157,23 @@ def rejection_sample(
     else:
         accepted = u_accept * probs.gather(1, at).squeeze(1).double() < p
         rest = (target - probs).clamp_min(0)
-    # Where p = q nothing is left over, and nothing is rejected but by rounding: then p itself is right.
+    # Where p = q nothing is left over, and nothing is rejected but by rounding: then p itself is
+    # right.
     rest = torch.where(rest.sum(dim=-1, keepdim=True) > 0, rest, target)
     return torch.where(accepted, drafts, draw(rest, u_draw))
 
 
 def uniform(seeds: Sequence[int], positions: Sequence[int], purpose: int = TOKEN) -> np.ndarray:
-    """One number in [0, 1) for each (seed, position, purpose), a multiple of 2^-32: the same one every time.
+    """One number in [0, 1) for each (seed, position, purpose), a multiple of 2^-32.
 
-    seeds, positions: [n] ints. purpose: keeps independent draws at one position apart.
+    The same one every time.
 
-    Returns: [n] float64.
+    Args:
+        seeds, positions: [n] ints.
+        purpose: keeps independent draws at one position apart.
+
+    Returns:
+        [n] float64.
     """
     with np.errstate(over="ignore"):
         x = _mix(np.array([s % 2**64 for s in seeds], dtype=np.uint64))

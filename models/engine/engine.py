@@ -2,16 +2,17 @@
 
 One step, `Engine._step`::
 
-    drafts -> Scheduler.schedule    which requests, how many tokens, and `KVCache.plan` of their pages
-           -> BatchBuilder.build    the plan as tensors (or `DecodeGraphs`, in place of this and the next)
-           -> model                 reads the pages as they were before, and writes the rows that the plan kept
+    drafts -> Scheduler.schedule    requests, their new tokens, and `KVCache.plan` of their pages
+           -> BatchBuilder.build    the plan as tensors (or `DecodeGraphs` for this and the next)
+           -> model                 reads pages as they were, writes the rows that the plan kept
            -> Sampler, verify       logits to tokens; which drafts stay
            -> KVCache.commit        the plan becomes real
            -> OutputProcessor       tokens, text and ends to the requests
 
-A model is a module with ``config`` (vocab_size, max_position_embeddings, eos_token_ids, activation_size), ``dtype``
-and ``device``, called as ``model(input_ids, positions, attn, pool, logits_rows=, impl=)`` (and
-``return_hidden=True`` for a `ModelDrafter`); ``make_cache`` gives it its cache (`quire.models.engine.memory.model_cache`).
+A model has ``config`` (vocab_size, max_position_embeddings, eos_token_ids, activation_size),
+``dtype``, ``device`` and ``make_cache`` (`quire.models.engine.memory.model_cache`), and is called as
+``model(input_ids, positions, attn, pool, logits_rows=, impl=)``, with ``return_hidden=True`` too
+where a `ModelDrafter` reads its hidden states.
 """
 
 from __future__ import annotations
@@ -46,13 +47,14 @@ from .speculative import Drafter, ModelDrafter, SamplingDrafter, set_drafts
 class Engine:
     """Runs many requests at once. ``while engine.has_work: engine.step()``.
 
-    What fails in one request, such as its text that cannot be decoded, ends that request alone, with finish_reason
-    "error"; logits that give no token (NaN, +inf, or -inf alone) end it with "nan", and empty the prefix cache of all
-    that no running request needs, since nobody knows which of its rows are bad.
+    What fails in one request, such as its text that cannot be decoded, ends that request alone,
+    with finish_reason "error"; logits that give no token (NaN, +inf, or -inf alone) end it with
+    "nan", and empty the prefix cache of all that no running request needs, since nobody knows which
+    of its rows are bad.
 
-    Threads: any may call `add_request`, `check`, `abort`, `unfinished` and `has_work` at any time; they do not wait
-    for the model of a step that runs. One thread at a time steps, others wait for it. Everything else, ``kv`` above
-    all, belongs to the thread that steps.
+    Threads: any may call `add_request`, `check`, `abort`, `unfinished` and `has_work` at any time;
+    they do not wait for the model of a step that runs. One thread at a time steps, others wait for
+    it. Everything else, ``kv`` above all, belongs to the thread that steps.
 
     Args:
         model: see the docstring of the module.
@@ -68,11 +70,12 @@ class Engine:
         outputs: the unfinished requests.
         totals: sums over steps.
         clock: of the step that runs.
-        lock: held whenever requests change. Whoever holds it adds several requests, or notes their ids, before any of
-            them can end.
+        lock: held whenever requests change. Whoever holds it adds several requests, or notes their
+            ids, before any of them can end.
 
     Raises:
-        ValueError: settings out of range or of more than the memory, or a pool that does not hold one request.
+        ValueError: settings out of range or of more than the memory, or a pool that does not hold
+            one request.
         NotImplementedError: what the model or the kernels cannot, naming what they can.
     """
 
@@ -186,7 +189,8 @@ class Engine:
     ) -> str:
         """Queues a request.
 
-        With ``params.n`` samples, the others start when the prompt of the first is computed, and share its pages.
+        With ``params.n`` samples, the others start when the prompt of the first is computed, and
+        share its pages.
 
         Args:
             prompt_token_ids: at least one id, all below vocab_size, and fewer than max_model_len.
@@ -199,8 +203,7 @@ class Engine:
             The request id.
 
         Raises:
-            ValueError: a prompt or another argument that breaks these rules, stop strings without a tokenizer, or
-                samples that do not fit the memory.
+            ValueError: arguments that break these rules, or samples that do not fit the memory.
         """
         params = SamplingParams() if params is None else params
         prompt = self.check(prompt_token_ids, params)
@@ -272,8 +275,8 @@ class Engine:
         """Runs one step of the batch; None when there is nothing to do.
 
         Raises:
-            Exception: what the model or a drafter in it raises, such as that the device is out of memory; then
-                nothing is lost, and the next call tries again.
+            Exception: what the model or a drafter in it raises, such as that the device is out of
+                memory; then nothing is lost, and the next call tries again.
             RuntimeError: called from within a step.
         """
         # Launches, streams and captures are those of the current device.
@@ -313,16 +316,13 @@ class Engine:
                 self.scheduler.take_back(step)
             raise
         with self.lock:
-            num_generated = self._deliver(new)
+            generated = self._deliver(new)
             self.clock.switch(DELIVER)
-            drafted = any(step.num_drafts)
-            num_accepted = sum(len(tokens.ids) - 1 for tokens in new) if drafted else 0
-            return self._report(
-                num_generated=num_generated, num_accepted=num_accepted, **step.numbers()
-            )
+            accepted = sum(len(tokens.ids) - 1 for tokens in new) if any(step.num_drafts) else 0
+            return self._report(num_generated=generated, num_accepted=accepted, **step.numbers())
 
     def _report(self, **numbers: Any) -> StepReport:
-        """What ended and was streamed since the last report, and the step in numbers if there was one."""
+        """What ended and was streamed since the last report, and the step if there was one."""
         finished, deltas = self.outputs.take()
         report = StepReport.of(self.clock, finished, deltas, **numbers)
         self.totals.add(report)

@@ -40,7 +40,8 @@ class InputProcessor:
             The prompt as an array of its own, [num_tokens] int32.
 
         Raises:
-            ValueError: ids that are none, too many or none at all, or stop strings without a tokenizer.
+            ValueError: ids that are none, too many or none at all, or stop strings without a
+                tokenizer.
         """
         if not isinstance(params, SamplingParams):
             raise ValueError(f"params: expected SamplingParams, got {shown(params)}")

@@ -1,4 +1,7 @@
-"""What comes back of requests: new tokens delivered, requests ended, and outputs collected for the next report."""
+"""What comes back of requests.
+
+New tokens delivered, requests ended, and outputs collected for the next report.
+"""
 
 from __future__ import annotations
 
@@ -167,7 +170,11 @@ def _append(tokens: NewTokens, now: float) -> str | None:
 
 
 def _delta(request: Request, before: int, output: RequestOutput | None = None) -> OutputDelta:
-    """What came to a request since it had ``before`` tokens. output: where it has ended."""
+    """What came to a request since it had ``before`` tokens.
+
+    Args:
+        output: where it has ended.
+    """
     try:
         text = request.text.take() if request.text is not None else ""
     except Exception:

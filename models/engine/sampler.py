@@ -1,8 +1,10 @@
-"""From logits to the next tokens of every request, for the whole batch at once, and which drafts stay.
+"""From logits to the next tokens of every request, for the whole batch at once, and which drafts
+stay.
 
-Without drafts a request has one row of logits, that of its last token, and gets one token. With drafts d_1..d_k it has k + 1 rows;
-row i gives the token after d_1..d_i (`quire.models.engine.speculative`). What rows are drawn from, and with which
-numbers, is in `quire.models.engine.distributions`.
+Without drafts a request has one row of logits, that of its last token, and gets one token. With
+drafts d_1..d_k it has k + 1 rows; row i gives the token after d_1..d_i
+(`quire.models.engine.speculative`). What rows are drawn from, and with which numbers, is in
+`quire.models.engine.distributions`.
 """
 
 from __future__ import annotations
@@ -41,8 +43,10 @@ REJECTION_SAMPLE_METHODS = ("strict", "standard")  # `quire.models.engine.specul
 class Sampled:
     """Tokens of one step.
 
-    ids: one for each row of logits; `NO_TOKEN` for a row that gives none: one with NaN or +inf in it, or with -inf alone.
-    logprobs: likewise, None for rows whose request wants none; None where nobody wants any.
+    Attributes:
+        ids: one for each row of logits; `NO_TOKEN` for a row that gives none: one with NaN or +inf
+            in it, or with -inf alone.
+        logprobs: likewise, None for rows whose request wants none; None where nobody wants any.
     """
 
     ids: list[int]
@@ -52,10 +56,15 @@ class Sampled:
 class Sampler:
     """Draws the next tokens of a step. One device-to-host copy, of the ids and what goes with them.
 
-    vocab_size: columns of the logits. max_requests: slots of the allocator. device: of the logits.
-    rejection_sample_method: one of `REJECTION_SAMPLE_METHODS`, for the rows of sampled requests that drafts follow.
+    Args:
+        vocab_size: columns of the logits.
+        max_requests: slots of the allocator.
+        device: of the logits.
+        rejection_sample_method: one of `REJECTION_SAMPLE_METHODS`, for the rows of sampled requests
+            that drafts follow.
 
-    Raises: ValueError for another method.
+    Raises:
+        ValueError: another method.
     """
 
     def __init__(
@@ -83,10 +92,14 @@ class Sampler:
     ) -> Sampled:
         """Samples all rows.
 
-        logits: [sum(num_rows), vocab_size] fp32, the rows of one request one after another; -inf where a token is not to come.
-        requests, num_rows: the requests that get tokens, and for each 1 + its verified drafts.
+        Args:
+            logits: [sum(num_rows), vocab_size] fp32, the rows of one request one after another;
+                -inf where a token is not to come.
+            requests, num_rows: the requests that get tokens, and for each 1 + its verified drafts.
 
-        Returns: a row's token follows the drafts before it, and says by being the draft behind it that this one stays.
+        Returns:
+            A row's token follows the drafts before it, and says by being the draft behind it that
+            this one stays.
         """
         if all(request.params.is_plain for request in requests):
             largest, ids = logits.max(dim=-1)
@@ -151,7 +164,10 @@ class Sampler:
     ) -> Tensor:
         """``drawn`` with `rejection_sample` in the rows that a draft follows.
 
-        drawn: [num_drawn] int64. mass: [num_drawn, vocab_size]. rows: [num_drawn] int64, which rows of all these are.
+        Args:
+            drawn: [num_drawn] int64.
+            mass: [num_drawn, vocab_size].
+            rows: [num_drawn] int64, which rows of all these are.
         """
         numbers = [_draws(requests, num_rows, purpose) for purpose in (ACCEPT, RESAMPLE)]
         parts: dict[bool, list[tuple[np.ndarray, Request]]] = {False: [], True: []}
@@ -188,7 +204,10 @@ class Sampler:
 def _draws(
     requests: Sequence[Request], num_rows: Sequence[int], purpose: int = TOKEN
 ) -> np.ndarray:
-    """[sum(num_rows)] float64: a row's number depends on its request's seed and its place in the output."""
+    """[sum(num_rows)] float64.
+
+    A row's number depends on its request's seed and its place in the output.
+    """
     counts = np.asarray(num_rows)
     first = np.repeat([r.num_output for r in requests], counts)
     within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -201,8 +220,9 @@ def _to_host(
 ) -> tuple[list[int], list[TokenLogprobs | None] | None]:
     """Ids, and the log-probabilities that rows ask for, in one copy.
 
-    largest: [num_rows], each row's largest logit, which tells whether the row gives a token: it is NaN where any logit is, +inf where
-        any is, and -inf where all are.
+    Args:
+        largest: [num_rows], each row's largest logit, which tells whether the row gives a token: it
+            is NaN where any logit is, +inf where any is, and -inf where all are.
     """
     wanted = [p.logprobs for p in params]
     most = max((n for n in wanted if n is not None), default=None)
@@ -226,8 +246,13 @@ def _to_host(
 
 @dataclass(frozen=True)
 class NewTokens:
-    """What a step gave one request: accepted drafts and the token after them, which is `NO_TOKEN` where there
-    is none. logprobs: one for each id; None where nobody asks."""
+    """What a step gave one request.
+
+    Accepted drafts and the token after them, which is `NO_TOKEN` where there is none.
+
+    Attributes:
+        logprobs: one for each id; None where nobody asks.
+    """
 
     request: Request
     ids: list[int]
@@ -235,7 +260,10 @@ class NewTokens:
 
 
 def rows_to_sample(step: ScheduledStep, ready: list[int]) -> np.ndarray:
-    """[num_rows] int64: the rows of the last known token and the drafts of each sequence in ``ready``."""
+    """[num_rows] int64.
+
+    The rows of the last known token and the drafts of each sequence in ``ready``.
+    """
     last = step.plan.cu_seqlens_q[1:][ready].astype(np.int64) - 1
     if not any(step.num_drafts):
         return last
@@ -249,7 +277,9 @@ def tokens_after(
 ) -> np.ndarray:
     """[num_tokens] int64: the token after each row's, as far as the row stays.
 
-    rows: [num_rows] int64, those whose tokens were sampled. A sequence's other rows are followed by what it has.
+    Args:
+        rows: [num_rows] int64, those whose tokens were sampled. A sequence's other rows are
+            followed by what it has.
     """
     ids = np.empty(len(input_ids), dtype=np.int64)
     ids[:-1] = input_ids[1:]
@@ -263,7 +293,9 @@ def tokens_after(
 def verify(
     step: ScheduledStep, ready: list[int], sampled: Sampled
 ) -> tuple[list[NewTokens], np.ndarray | None]:
-    """New tokens of the sequences in ``ready``, and how many computed tokens of each sequence stay (None = all)."""
+    """New tokens of the sequences in ``ready``, and how many computed tokens of each sequence stay
+    (None = all).
+    """
     accepted = np.array(step.num_new_tokens) if any(step.num_drafts) else None
     new, row = [], 0
     for i in ready:
@@ -284,6 +316,8 @@ def verify(
 def count_accepted(drafts: Sequence[int], ids: Sequence[int]) -> int:
     """How many drafts stay: those before the first that is not what the model put there.
 
-    drafts: [k] token ids. ids: [k + 1], the model's own token at each row.
+    Args:
+        drafts: [k] token ids.
+        ids: [k + 1], the model's own token at each row.
     """
     return next((i for i, draft in enumerate(drafts) if draft != ids[i]), len(drafts))

@@ -1,19 +1,25 @@
 """Speculative decoding: a drafter guesses the next tokens, one step of the model verifies them all.
 
-A request with drafts d_1..d_k computes k + 1 rows. Row i says which token a_i comes after d_1..d_i. The drafts before the first
-a_i != d_(i+1) stay, a_i follows them, and `KVCache.commit(accepted=)` takes the other rows back. Greedy, a_i is the largest logit. Sampled,
-there are two ways to a_i (`quire.models.engine.sampler.REJECTION_SAMPLE_METHODS`); both give the target distribution p exactly, whatever is drafted:
+A request with drafts d_1..d_k computes k + 1 rows. Row i says which token a_i comes after d_1..d_i.
+The drafts before the first a_i != d_(i+1) stay, a_i follows them, and `KVCache.commit(accepted=)`
+takes the other rows back. Greedy, a_i is the largest logit. Sampled, there are two ways to a_i
+(`quire.models.engine.sampler.REJECTION_SAMPLE_METHODS`); both give the target distribution p
+exactly, whatever is drafted:
 
-- "strict": a_i is the draw that belongs to this request and position (`quire.models.engine.distributions.uniform`), drafts or not. So the output is,
-  token by token, what it would be without speculation. A draft x is accepted with probability p(x).
-- "standard": rejection sampling. A draft x that was drawn from q is accepted with probability min(1, p(x) / q(x)), else a_i is drawn from what
-  is left, max(p - q, 0). Drafts are accepted with probability sum_x min(p(x), q(x)), which is more than p of the likeliest token where p is
-  flat, but which tokens come out depends on the drafts. A draft that was not drawn has q(x) = 1, and stays as often as under "strict".
+- "strict": a_i is the draw that belongs to this request and position
+  (`quire.models.engine.distributions.uniform`), drafts or not. So the output is, token by token,
+  what it would be without speculation. A draft x is accepted with probability p(x).
+- "standard": rejection sampling. A draft x that was drawn from q is accepted with probability
+  min(1, p(x) / q(x)), else a_i is drawn from what is left, max(p - q, 0). Drafts are accepted with
+  probability sum_x min(p(x), q(x)), which is more than p of the likeliest token where p is flat,
+  but which tokens come out depends on the drafts. A draft that was not drawn has q(x) = 1, and
+  stays as often as under "strict".
 
-The default is "strict": a seed then means the same output with and without drafts, in any batch, after any preemption.
+The default is "strict": a seed then means the same output with and without drafts, in any batch,
+after any preemption.
 
-Source: Leviathan et al. (arXiv 2211.17192) for rejection sampling; prompt lookup decoding (Saxena 2023) for `NGramDrafter`; vLLM for
-the names of the methods.
+Source: Leviathan et al. (arXiv 2211.17192) for rejection sampling; prompt lookup decoding (Saxena
+    2023) for `NGramDrafter`; vLLM for the names of the methods.
 """
 
 from __future__ import annotations
@@ -34,7 +40,8 @@ if TYPE_CHECKING:
 class Drafter(Protocol):
     """Guesses what comes next.
 
-    max_draft_tokens: of one request in one step; sizes the allocator.
+    Attributes:
+        max_draft_tokens: of one request in one step; sizes the allocator.
     """
 
     max_draft_tokens: int
@@ -42,8 +49,9 @@ class Drafter(Protocol):
     def propose(self, requests: Sequence[Request]) -> list[np.ndarray]:
         """Drafts for each of ``requests``, which all wait for their next token.
 
-        Returns: for each request [0..max_draft_tokens] int32 token ids that may follow `Request.tokens`; more than it has room for
-            are ignored.
+        Returns:
+            For each request [0..max_draft_tokens] int32 token ids that may follow `Request.tokens`;
+            more than it has room for are ignored.
         """
 
 
@@ -54,40 +62,57 @@ class SamplingDrafter(Drafter, Protocol):
     def sample(self, requests: Sequence[Request]) -> list[tuple[np.ndarray, Tensor | None]]:
         """As :meth:`propose`, but drafts of sampled requests (temperature above 0) are drawn.
 
-        Returns: for each request token ids, and probs [num_drafts, vocab_size] fp32 on the model's device, from whose rows they were
-            drawn with numbers of `quire.models.engine.distributions.DRAFT`; None where they were not drawn.
+        Returns:
+            For each request token ids, and probs [num_drafts, vocab_size] fp32 on the model's
+            device, from whose rows they were drawn with numbers of
+            `quire.models.engine.distributions.DRAFT`; None where they were not drawn.
         """
 
 
 @runtime_checkable
 class ModelDrafter(Drafter, Protocol):
-    """A drafter that is a part of the model: it reads the model's hidden states and has layers, and so pages, of its own."""
+    """A drafter that is a part of the model.
+
+    It reads the model's hidden states and has layers, and so pages, of its own.
+    """
 
     def attach(
         self, pool: Any, builder: BatchBuilder, *, max_requests: int, impl: str | None
     ) -> None:
         """Called once, by the engine that it drafts for.
 
-        pool: pages of all layers. builder: whose tables are the allocator's. max_requests: slots. impl: of the kernels.
+        Args:
+            pool: pages of all layers.
+            builder: whose tables are the allocator's.
+            max_requests: slots.
+            impl: of the kernels.
         """
 
     def observe(
         self, batch: Batch, hidden: Tensor, next_ids: np.ndarray, last_rows: np.ndarray, slots: np.ndarray
     ) -> None:  # fmt: skip
-        """Called in each step when its tokens are sampled, before the commit: the time to write the rows of the layers.
+        """Called in each step when its tokens are sampled, before the commit.
 
-        batch: the step. hidden: of its rows, as the model returns them with ``return_hidden=True``.
-        next_ids: [num_tokens] int64, the token that follows each row's, wherever the row stays.
-        last_rows: [num_seqs] int64, each sequence's last row that stays. slots: [num_seqs] int64.
+        The time to write the rows of the layers.
+
+        Args:
+            batch: the step.
+            hidden: of its rows, as the model returns them with ``return_hidden=True``.
+            next_ids: [num_tokens] int64, the token that follows each row's, wherever the row stays.
+            last_rows: [num_seqs] int64, each sequence's last row that stays.
+            slots: [num_seqs] int64.
         """
 
 
 class NGramDrafter:
     """Prompt lookup: what followed the last time that the sequence's last tokens stood in it.
 
-    max_draft_tokens: drafts at most. max_ngram, min_ngram: tokens that have to agree; longer ones are tried first.
+    Args:
+        max_draft_tokens: drafts at most.
+        max_ngram, min_ngram: tokens that have to agree; longer ones are tried first.
 
-    Raises: ValueError unless 1 <= min_ngram <= max_ngram and max_draft_tokens >= 1.
+    Raises:
+        ValueError: unless 1 <= min_ngram <= max_ngram and max_draft_tokens >= 1.
     """
 
     def __init__(
@@ -107,9 +132,13 @@ class NGramDrafter:
         return [self._continuation(request.tokens) for request in requests]
 
     def _continuation(self, tokens: np.ndarray) -> np.ndarray:
-        """The tokens after the newest earlier place whose last tokens agree with the longest end of ``tokens``."""
+        """The tokens after the newest earlier position whose last tokens agree with the longest end
+        of ``tokens``.
+        """
         length = len(tokens)
-        ends = np.flatnonzero(tokens[:-1] == tokens[-1]) + 1  # places behind the last token's twins
+        ends = (
+            np.flatnonzero(tokens[:-1] == tokens[-1]) + 1
+        )  # positions behind the last token's twins
         found = ends[:0]
         for size in range(1, min(self.max_ngram, length - 1) + 1):
             if size > 1:
@@ -132,7 +161,8 @@ def set_drafts(
     """Asks a drafter what may follow, and gives each request its drafts.
 
     Args:
-        drafter: any; what a `ModelDrafter` raises is raised here, as any other failure of the model.
+        drafter: any; what a `ModelDrafter` raises is raised here, as any other failure of the
+            model.
         requests: all wait for their next token.
         draws: whether drafts of sampled requests are to be drawn, by a `SamplingDrafter`.
         vocab_size: drafts are below it.

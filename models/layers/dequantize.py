@@ -4,11 +4,12 @@
     fp4      two e2m1 values a byte [.., out, in / 2], the even column in the low four bits, an E8M0 scale for 32 columns
     mxfp4    the same values and scales, but stored in blocks: [.., num_blocks, 16] bytes and [.., num_blocks] scales
 
-Scales are floating-point numbers, or E8M0: a byte b that stands for 2^(b - 127). E8M0 is read as bytes: a numeric cast
-would round or destroy it.
+Scales are floating-point numbers, or E8M0: a byte b that stands for 2^(b - 127). E8M0 is read as
+bytes: a numeric cast would round or destroy it.
 
-Source: OCP Microscaling Formats 1.0 (E2M1, E8M0); ``weight_scale_inv`` of transformers' fine-grained fp8;
-``weight_scale`` of compressed-tensors; ``_blocks`` and ``_scales`` of gpt-oss checkpoints; DeepSeek-V4 checkpoints.
+Source: OCP Microscaling Formats 1.0 (E2M1, E8M0); ``weight_scale_inv`` of transformers'
+    fine-grained fp8; ``weight_scale`` of compressed-tensors; ``_blocks`` and ``_scales`` of gpt-oss
+    checkpoints; DeepSeek-V4 checkpoints.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ def scale_values(scale: Tensor) -> Tensor:
     """Scales as fp32.
 
     Args:
-        scale: floating-point numbers, which stay as they are, or E8M0 (float8_e8m0fnu, or its bytes as uint8), which
-            become powers of two; byte 255 is NaN.
+        scale: floating-point numbers, which stay as they are, or E8M0 (float8_e8m0fnu, or its bytes
+            as uint8), which become powers of two; byte 255 is NaN.
     """
     if scale.dtype in (torch.float32, torch.bfloat16, torch.float16):
         return scale.float()
@@ -41,9 +42,10 @@ def dequantize_fp8(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
     Args:
         weight: [..., out_size, in_size] fp8.
-        scale: floating point or E8M0. One number; or with as many axes as the weight (the last ones may be left out:
-            [out_size] is one of each output channel), along each of them 1, all, or one of each block. Blocks are
-            powers of two long, the last one of an axis may be cut off.
+        scale: floating point or E8M0. One number; or with as many axes as the weight (the last ones
+            may be left out: [out_size] is one of each output channel), along each of them 1, all,
+            or one of each block. Blocks are powers of two long, the last one of an axis may be cut
+            off.
         dtype: of the result; the product is fp32.
 
     Returns:
@@ -61,7 +63,10 @@ def dequantize_fp8(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def block_size(size: int, num_blocks: int) -> int:
-    """Length of the blocks that ``num_blocks`` scales along an axis of ``size`` are of: the least power of two that is enough."""
+    """Length of the blocks that ``num_blocks`` scales along an axis of ``size`` are of.
+
+    The least power of two that is enough.
+    """
     return 1 << (-(-size // num_blocks) - 1).bit_length()
 
 
@@ -90,8 +95,8 @@ def dequantize_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     Returns:
         [..., num_blocks * 32] fp32.
     """
-    # What each of 16 bit patterns stands for: one bit of sign, two of exponent, one of mantissa. Computed, as no
-    # CUDA graph can hold a copy from the host.
+    # What each of 16 bit patterns stands for: one bit of sign, two of exponent, one of mantissa.
+    # Computed, as no CUDA graph can hold a copy from the host.
     pattern = torch.arange(16, device=blocks.device)
     low = pattern & 7
     magnitude = torch.where(low < 2, low / 2, torch.ldexp(1 + (low & 1) / 2, (low >> 1) - 1))

@@ -1,4 +1,7 @@
-"""Matrices, and routed experts, that stay quantized: those that a step needs are dequantized, some experts at a time."""
+"""Matrices, and routed experts, that stay quantized.
+
+Those that a step needs are dequantized, some experts at a time.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from .dequantize import DEQUANTIZE, FP4_GROUP
 from .moe import is_capturing, run_experts, sum_of_experts
 
 FP8_BLOCK = 128
-EXPERTS_AT_ONCE = 16  # experts whose dequantised weights exist at one time
+EXPERTS_AT_ONCE = 16  # experts whose dequantized weights exist at one time
 
 
 def packed_shapes(
@@ -20,9 +23,11 @@ def packed_shapes(
 ) -> tuple[tuple[int, int], torch.dtype, tuple[int, int], torch.dtype]:
     """How a [rows, columns] matrix is stored: shape and dtype of its values, then of its scales.
 
-    kind: "fp8" (scales are kept as fp32) or "fp4" (as E8M0 bytes).
+    Args:
+        kind: "fp8" (scales are kept as fp32) or "fp4" (as E8M0 bytes).
 
-    Raises: ValueError where an fp4 row is no multiple of 32 columns.
+    Raises:
+        ValueError: an fp4 row is no multiple of 32 columns.
     """
     if kind == "fp8":
         blocks = (-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))
@@ -33,7 +38,7 @@ def packed_shapes(
 
 
 class PackedMatrices(nn.Module):
-    """A stack of quantised matrices [*lead, rows, columns]: values, and scales beside them."""
+    """A stack of quantized matrices [*lead, rows, columns]: values, and scales beside them."""
 
     def __init__(
         self, kind: str, lead: tuple[int, ...], rows: int, columns: int, device: torch.device
@@ -45,19 +50,26 @@ class PackedMatrices(nn.Module):
         self.scale = empty_parameter(*lead, *scale_shape, device=device, dtype=scale_dtype)
 
     def dequantize(self, which: Tensor, dtype: torch.dtype) -> Tensor:
-        """Matrices ``which`` [n] int64 of the first dimension: [n, *, rows, columns] in ``dtype``."""
+        """Matrices ``which`` [n] int64 of the first dimension.
+
+        [n, *, rows, columns] in ``dtype``.
+        """
         # Indexing knows no fp8 dtype: take bytes.
         weight = self.weight.view(torch.uint8)[which].view(self.weight.dtype)
         return DEQUANTIZE[self.kind](weight, self.scale[which], dtype)
 
 
 class PackedExperts(nn.Module):
-    """Routed experts that stay as small as they are stored; those that a step needs are dequantised, a few at a time.
+    """Routed experts that stay as small as they are stored.
 
-    The result is that of `run_experts` on all dequantised weights. The experts of a step are looked up on the host; while a CUDA graph
-    is captured, the expert of each row is dequantised by itself.
+    Those that a step needs are dequantized, a few at a time.
 
-    kind: "fp8" or "fp4". activation: (gate, up) -> product.
+    The result is that of `run_experts` on all dequantized weights. The experts of a step are looked
+    up on the host; while a CUDA graph is captured, the expert of each row is dequantized by itself.
+
+    Args:
+        kind: "fp8" or "fp4".
+        activation: (gate, up) -> product.
     """
 
     def __init__(
@@ -71,7 +83,15 @@ class PackedExperts(nn.Module):
         self.down_proj = PackedMatrices(kind, (num_experts,), hidden_size, width, device)
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """x: [num_tokens, hidden_size]. ids, weights: [num_tokens, k] of the router. Returns the shape of x."""
+        """The weighted sum of every row's experts.
+
+        Args:
+            x: [num_tokens, hidden_size].
+            ids, weights: [num_tokens, k] of the router.
+
+        Returns:
+            The shape of x.
+        """
         k, flat = ids.shape[1], ids.flatten()
         if is_capturing(x):
             return sum_of_experts(self.each_row(x, flat, k), weights)
@@ -86,7 +106,13 @@ class PackedExperts(nn.Module):
         return sum_of_experts(y, weights)
 
     def each_row(self, x: Tensor, ids: Tensor, k: int) -> Tensor:
-        """Rows [num_tokens * k, hidden_size] of a token's experts in turn: nothing that the host must know. ids: [num_tokens * k]."""
+        """Rows [num_tokens * k, hidden_size] of a token's experts in turn.
+
+        Nothing that the host must know.
+
+        Args:
+            ids: [num_tokens * k].
+        """
         tokens = torch.arange(len(ids), device=x.device) // k
         rows = []
         for some, token in zip(

@@ -1,4 +1,7 @@
-"""Attention of one whole sequence in plain torch, without any cache: what a paged run must agree with."""
+"""Attention of one whole sequence in plain torch, without any cache.
+
+What a paged run must agree with.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +13,22 @@ from torch import Tensor
 from ..config.model import ModelConfig
 
 Stored = Callable[[Tensor], Tensor]
-"""What reading a cache gives of rows that were written to it: a tensor of the same shape and dtype."""
+"""What reading a cache gives of rows that were written to it.
+
+A tensor of the same shape and dtype.
+"""
 
 QUERY_BLOCK = 256  # rows of the score matrix that are held at a time
 
 
 class UnpagedAttend:
-    """Causal and sliding-window attention of one whole sequence in plain torch, fp32 scores and softmax.
+    """Causal and sliding-window attention of one whole sequence in plain torch, fp32 scores and
+    softmax.
 
-    rows: as in `Attend`. stored: what attention sees of keys and of values [num_tokens, num_kv_heads, head_dim], as a cache of another
-    dtype would round them; None = as they are.
+    Args:
+        rows: as in `Attend`.
+        stored: what attention sees of keys and of values [num_tokens, num_kv_heads, head_dim], as a
+            cache of another dtype would round them; None = as they are.
     """
 
     def __init__(

@@ -1,4 +1,7 @@
-"""What the safetensors files of a Hugging Face directory hold, read from their headers: names, shapes, where each tensor is."""
+"""What the safetensors files of a Hugging Face directory hold, read from their headers.
+
+Names, shapes, where each tensor is.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,9 @@ class Stored:
 def read_headers(path: Path) -> list[Stored]:
     """Every tensor of a directory's files.
 
-    Raises: ValueError naming files that are missing, cut off or unreadable, and tensors that the index puts in files which lack them.
+    Raises:
+        ValueError: naming files that are missing, cut off or unreadable, and tensors that the index
+            puts in files which lack them.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -70,11 +75,16 @@ def read_headers(path: Path) -> list[Stored]:
 
 
 def weight_files(path: Path) -> dict[str, list[str]]:
-    """The names of the files in a directory, each with the tensors that the index puts there: of the index, or the only one.
+    """The names of the files in a directory, each with the tensors that the index puts there.
 
-    A file may be a link to another place, as in Hugging Face's cache; a name may not lead out of the directory.
+    Of the index, or the only one.
 
-    Raises: ValueError for an index that names no file or something else than a file of the directory, and naming files that do not exist.
+    A file may be a link to another place, as in Hugging Face's cache; a name may not lead out of
+    the directory.
+
+    Raises:
+        ValueError: an index that names no file or something else than a file of the directory, and
+            naming files that do not exist.
     """
     files: dict[str, list[str]] = {"model.safetensors": []}
     if (path / INDEX_FILE).is_file():
@@ -110,7 +120,9 @@ def _is_file(path: Path) -> bool:
 
 
 def refuse_misfits(path: Path, **misfits: Sequence[str]) -> None:
-    """Raises ValueError if tensors of a directory do not fit, naming by what is wrong with them the first ones, and how many more."""
+    """Raises ValueError if tensors of a directory do not fit, naming by what is wrong with them the
+    first ones, and how many more.
+    """
     problems = [f"{what} {_some(sorted(names))}" for what, names in misfits.items() if names]
     if problems:
         raise ValueError(

@@ -1,7 +1,8 @@
 """How Hugging Face checkpoints of all families but DeepSeek-V4 name and store tensors.
 
-Source: tensor names of transformers 5.23 and of the older multimodal repositories; ``weight_scale_inv`` (fine-grained
-fp8), ``weight_scale`` (compressed-tensors), ``_blocks`` and ``_scales`` (mxfp4 of gpt-oss).
+Source: tensor names of transformers 5.23 and of the older multimodal repositories;
+    ``weight_scale_inv`` (fine-grained fp8), ``weight_scale`` (compressed-tensors), ``_blocks`` and
+    ``_scales`` (mxfp4 of gpt-oss).
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from ..layers.dequantize import FP4_GROUP, block_size
 from .checkpoint import FLOATS, FP8, Stored, differs
 from .match import Form, Target
 
-# Text tensors have one of these prefixes, longest first; the rest of the name is the same in every repository.
+# Text tensors have one of these prefixes, longest first; the rest of the name is the same in every
+# repository.
 _TEXT_PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.")
 # Towers of multimodal checkpoints, tables that old checkpoints carry, scales of activations.
 _IGNORED = re.compile(
@@ -34,7 +36,8 @@ class HfStorage:
     Args:
         config: of the model.
         names: of its weights.
-        fp8_block: rows and columns of fp8 weights that share a scale; None = what the scales' shapes say.
+        fp8_block: rows and columns of fp8 weights that share a scale; None = what the scales'
+            shapes say.
     """
 
     forms: ClassVar[dict[str, Form]] = {
@@ -90,7 +93,10 @@ class HfStorage:
 
 
 def text_name(stored: str, config: ModelConfig) -> str | None:
-    """The model's name of a stored tensor; the stored name itself when no rule knows it; None = ignore."""
+    """The model's name of a stored tensor.
+
+    The stored name itself when no rule knows it; None = ignore.
+    """
     if _IGNORED.match(stored):
         return None
     if stored.endswith("lm_head.weight"):
@@ -103,7 +109,9 @@ def text_name(stored: str, config: ModelConfig) -> str | None:
 
 
 def scale_fits(scale: Sequence[int], weight: Sequence[int], block: Sequence[int] | None) -> bool:
-    """Whether fp8 scales of one shape are those of weights of another, as `dequantize_fp8` takes them."""
+    """Whether fp8 scales of one shape are those of weights of another, as `dequantize_fp8` takes
+    them.
+    """
     if block is not None and len(weight) > 1:
         blocks = (-(-size // b) for size, b in zip(weight[-2:], block, strict=True))
         return tuple(scale) == (*weight[:-2], *blocks)

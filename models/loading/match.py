@@ -1,6 +1,9 @@
-"""Which stored tensor fills which part of a model's weights: names, shapes and dtypes compared before anything is read.
+"""Which stored tensor fills which part of a model's weights.
 
-A family says how its checkpoints name and store tensors (`Storage`); everything else is the same for all::
+Names, shapes and dtypes compared before anything is read.
+
+A family says how its checkpoints name and store tensors (`Storage`); everything else is the same
+for all::
 
     stored tensor          target                              kind
     x.weight               Target("x.weight")                  plain, or fp8 by its dtype
@@ -67,7 +70,10 @@ class Storage(Protocol):
     forms: Mapping[str, Form]
 
     def target(self, stored: str) -> Target | None:
-        """Where the tensor of that name belongs; None = nowhere. A name that no rule knows stays as it is."""
+        """Where the tensor of that name belongs; None = nowhere.
+
+        A name that no rule knows stays as it is.
+        """
 
     def kind(self, stored: Stored, part: Tensor) -> str:
         """How the values for a part of a weight are stored."""
@@ -76,13 +82,19 @@ class Storage(Protocol):
         """The stored shape of values of a kind, for a part of a weight of ``shape``."""
 
     def scale_misfit(self, kind: str, scale: Stored, shape: Sequence[int]) -> list[str]:
-        """That scales have another shape than values for a part of ``shape`` need; nothing where they have it."""
+        """That scales have another shape than values for a part of ``shape`` need.
+
+        Nothing where they have it.
+        """
 
     def scale_name(self, stored: Stored) -> str | None:
         """The one name that the scales of these values may have; None = there are several."""
 
     def parts(self, name: str, weight: Tensor) -> list[Target]:
-        """The parts that a weight may be stored in, one by one; none where it is always stored whole."""
+        """The parts that a weight may be stored in, one by one.
+
+        None where it is always stored whole.
+        """
 
 
 @dataclass(frozen=True)
@@ -137,8 +149,8 @@ def match(
         storage: of the family.
 
     Raises:
-        ValueError: naming at once every tensor that is missing, unexpected, there twice, without its scales, or of
-            another shape or dtype.
+        ValueError: naming at once every tensor that is missing, unexpected, there twice, without
+            its scales, or of another shape or dtype.
     """
     values = {target: stored for target, stored in found.items() if not target.is_scale}
     scales = {replace(t, is_scale=False): stored for t, stored in found.items() if t.is_scale}

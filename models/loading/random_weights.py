@@ -21,10 +21,11 @@ def random_model(
 ) -> Decoder | DeepseekV4:
     """A model with random weights drawn on its device.
 
-    Matrices are N(0, 1 / in_size), norm weights 1 + 0.3 N(0, 1) in effect, sinks and biases N(0, 1). Of text models,
-    embeddings are 0.15 N(0, 1) and layer scalars uniform in 0.8 .. 1.2. Of DeepSeek-V4, the embedding and position
-    biases are N(0, 1), correction biases 0.2 N(0, 1), hyper-connection scales 1 + 0.3 N(0, 1), their bases 0.5 N(0, 1),
-    their projections 0.05 N(0, 1), router weights 0.3 N(0, 1), and hash tables name distinct experts.
+    Matrices are N(0, 1 / in_size), norm weights 1 + 0.3 N(0, 1) in effect, sinks and biases N(0,
+    1). Of text models, embeddings are 0.15 N(0, 1) and layer scalars uniform in 0.8 .. 1.2. Of
+    DeepSeek-V4, the embedding and position biases are N(0, 1), correction biases 0.2 N(0, 1),
+    hyper-connection scales 1 + 0.3 N(0, 1), their bases 0.5 N(0, 1), their projections 0.05 N(0,
+    1), router weights 0.3 N(0, 1), and hash tables name distinct experts.
 
     Args:
         config: shapes.

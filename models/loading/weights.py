@@ -1,7 +1,8 @@
 """Weights of a model, read from a Hugging Face directory.
 
-Headers first: every tensor's name, shape and dtype is compared with the model's (`match`) before any is read. Then
-tensor by tensor into its place, dequantized unless it stays quantized, and checked to be finite.
+Headers first: every tensor's name, shape and dtype is compared with the model's (`match`) before
+any is read. Then tensor by tensor into its place, dequantized unless it stays quantized, and
+checked to be finite.
 
 safetensors is imported where files are read, so that random weights need nothing but torch.
 """
@@ -49,7 +50,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 def build_model(
     config: ModelConfig | DeepseekV4Config, *, device: torch.device | str, dtype: torch.dtype
 ) -> Decoder | DeepseekV4:
-    """The model of ``config`` with uninitialised weights."""
+    """The model of ``config`` with uninitialized weights."""
     if isinstance(config, DeepseekV4Config):
         return DeepseekV4(config, device=device, dtype=dtype)
     return _MODELS[config.family](config, device=device, dtype=dtype)
@@ -65,20 +66,23 @@ def load_model(
     """Builds the model of a Hugging Face directory, one tensor at a time on its final device.
 
     Args:
-        path: directory with config.json and model.safetensors, or shards with their index. Drafters that the config of
-            a DeepSeek-V4 counts but the files do not hold are left out.
+        path: directory with config.json and model.safetensors, or shards with their index. Drafters
+            that the config of a DeepSeek-V4 counts but the files do not hold are left out.
         device: of the weights.
-        dtype: of the model; None = that of config.json, else bfloat16. Tensors of other dtypes are converted.
-        fp8: what becomes of matrices stored in fp8; of DeepSeek-V4, of the routed experts, in fp8 or fp4, while its
-            other quantized matrices are dequantized. "dequantize": once, here. "keep": held as they are stored, and
-            dequantized anew in every forward pass, layer by layer, or those experts that a step needs. "auto": kept
-            only if the dequantized model would fill more than 80 % of the free memory.
+        dtype: of the model; None = that of config.json, else bfloat16. Tensors of other dtypes are
+            converted.
+        fp8: what becomes of matrices stored in fp8; of DeepSeek-V4, of the routed experts, in fp8
+            or fp4, while its other quantized matrices are dequantized. "dequantize": once, here.
+            "keep": held as they are stored, and dequantized anew in every forward pass, layer by
+            layer, or those experts that a step needs. "auto": kept only if the dequantized model
+            would fill more than 80 % of the free memory.
 
     Raises:
-        ValueError: naming at once every tensor that is missing, unexpected, there twice, without its scales, or of
-            another shape or dtype, or each file that is missing or cut off, before any tensor is read; naming the
-            first tensor with a weight that is NaN or infinite, or becomes so in ``dtype``; experts of a DeepSeek-V4
-            that are to be kept and are not quantized.
+        ValueError: naming at once every tensor that is missing, unexpected, there twice, without
+            its scales, or of another shape or dtype, or each file that is missing or cut off,
+            before any tensor is read; naming the first tensor with a weight that is NaN or
+            infinite, or becomes so in ``dtype``; experts of a DeepSeek-V4 that are to be kept and
+            are not quantized.
         NotImplementedError: unsupported models.
     """
     if fp8 not in FP8_MODES:
@@ -140,7 +144,10 @@ class StorageKeys:
 
     @property
     def fp8_block(self) -> tuple[int, ...] | None:
-        """Rows and columns of fp8 weights that share a scale; None where only the shapes of the scales say so."""
+        """Rows and columns of fp8 weights that share a scale.
+
+        None where only the shapes of the scales say so.
+        """
         return self.quantization_config and self.quantization_config.weight_block_size
 
 
@@ -162,7 +169,10 @@ def find_dtype(dtype: torch.dtype | str) -> torch.dtype:
 def _kept_in_fp8(
     model: Decoder, sources: list[Source], fp8: str, device: torch.device
 ) -> dict[str, Linear]:
-    """The layers whose weights stay in fp8, by parameter name. Stacked experts are always converted."""
+    """The layers whose weights stay in fp8, by parameter name.
+
+    Stacked experts are always converted.
+    """
     if fp8 == "dequantize" or (fp8 == "auto" and fits(model, device)):
         return {}
     layers = {f"{name}.weight": m for name, m in model.named_modules() if isinstance(m, Linear)}
