@@ -17,7 +17,10 @@ from .config.fields import checked, naming, read_fields, shown
 from .config.files import read_json
 
 # For models that have bytes for tokens and never saw a chat.
-PLAIN = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+PLAIN = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
 
 
 MAX_SOURCE = 1_000_000
@@ -102,7 +105,8 @@ class ChatTemplate:
             raise ValueError(f"{file}: line {error.lineno}: {error.message}") from error
         except (RecursionError, MemoryError, SyntaxError) as error:  # of Python's own compiler
             raise ValueError(
-                f"{file}: expected a template that is not nested so deeply, got {type(error).__name__}: {error}"
+                f"{file}: expected a template that is not nested so deeply, got "
+                f"{type(error).__name__}: {error}"
             ) from error
 
     @classmethod
@@ -135,7 +139,8 @@ class ChatTemplate:
             source = {entry.name: entry.template for entry in source}.get("default")
         if source is None:
             raise ValueError(
-                f"chat: expected a chat_template.jinja, or a chat_template in tokenizer_config.json, in {str(path)!r}"
+                "chat: expected a chat_template.jinja, or a chat_template in "
+                f"tokenizer_config.json, in {str(path)!r}"
             )
         return cls(source, tokens, file=name)
 

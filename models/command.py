@@ -166,7 +166,11 @@ def output_file(text: str) -> Path:
             if new:
                 path.unlink()
         elif path.is_dir() or not os.access(path, os.W_OK):
-            raise IsADirectoryError(None, "Is a directory") if path.is_dir() else PermissionError(None, "Permission denied")  # fmt: skip
+            raise (
+                IsADirectoryError(None, "Is a directory")
+                if path.is_dir()
+                else PermissionError(None, "Permission denied")
+            )
     except (OSError, ValueError) as error:
         raise Refused(
             f"expected a file that can be written, got {text!r}: {_reason(error)}"

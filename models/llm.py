@@ -88,7 +88,8 @@ class LLM:
             config = load_config(self._directory)
         else:
             raise ValueError(
-                f"model: expected one of {sorted(configs)}, a directory or a module, got {str(model)!r}"
+                f"model: expected one of {sorted(configs)}, a directory or a module, got "
+                f"{str(model)!r}"
             )
         # What may be wrong with small files is said before weights are read.
         self.default_params = default_params(self._directory)
@@ -283,7 +284,8 @@ class LLM:
             return replace(output, text=self.tokenizer.decode(ids))
         except Exception as cause:  # the other outputs are good
             error = RequestError(
-                f"request {output.request_id!r}, sample {output.sample}: its text cannot be decoded: {type(cause).__name__}: {cause}"
+                f"request {output.request_id!r}, sample {output.sample}: its text cannot be "
+                f"decoded: {type(cause).__name__}: {cause}"
             )
             error.__cause__ = cause
             return replace(output, finish_reason="error", error=output.error or error)
@@ -314,5 +316,6 @@ def expect_room(config: Any, device: torch.device, dtype: torch.dtype) -> None:
     needed = weight_bytes(build_model(config, device="meta", dtype=dtype))
     if needed > (free := free_memory(device)):
         raise ValueError(
-            f"model: {config.name!r} takes {needed / 2**30:.4g} GiB of memory, and {free / 2**30:.4g} GiB are free"
+            f"model: {config.name!r} takes {needed / 2**30:.4g} GiB of memory, and "
+            f"{free / 2**30:.4g} GiB are free"
         )

@@ -130,7 +130,8 @@ class Budget:
         if self._left < 0 or thread_time() > self._until:
             most, seconds = self._limits
             raise TooMuch(
-                f"it takes more than {most} characters' work or {seconds} seconds of CPU: an endless loop?"
+                f"it takes more than {most} characters' work or {seconds} seconds of CPU: an "
+                "endless loop?"
             )
 
     def deep(self, value: Any) -> int:

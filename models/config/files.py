@@ -23,7 +23,8 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ValueError(f"path: expected JSON in {str(path)!r}, got {error}") from None
     except (RecursionError, MemoryError) as error:
         raise ValueError(
-            f"path: expected JSON of less depth and size in {str(path)!r}, got {type(error).__name__}"
+            f"path: expected JSON of less depth and size in {str(path)!r}, got "
+            f"{type(error).__name__}"
         ) from None
     if not isinstance(value, dict):
         raise ValueError(f"path: expected a JSON object in {str(path)!r}, got {shown(value)}")

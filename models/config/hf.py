@@ -45,7 +45,8 @@ def from_hf(config: Mapping[str, Any], *, name: str | None = None) -> ModelConfi
     kind = checked(str, "model_type", text.get("model_type", model_type)).removesuffix("_text")
     if kind not in (*FAMILIES, "gemma4_unified"):
         raise NotImplementedError(
-            f"model_type: supported are {FAMILIES} and their _text forms, and {DEEPSEEK_V4!r}; got {kind!r}"
+            f"model_type: supported are {FAMILIES} and their _text forms, and {DEEPSEEK_V4!r}; "
+            f"got {kind!r}"
         )
     # These may stand at the top of a multimodal file, outside of its text_config.
     for key in ("eos_token_id", "bos_token_id", "quantization_config"):
@@ -190,7 +191,8 @@ def _gemma4_from_hf(text: Mapping[str, Any], name: str, *, unified: bool) -> Mod
     width, moe = 0 if unified else keys.hidden_size_per_layer_input, None
     if width and keys.vocab_size_per_layer_input != keys.vocab_size:
         raise NotImplementedError(
-            f"vocab_size_per_layer_input: supported is vocab_size={keys.vocab_size}, got {keys.vocab_size_per_layer_input}"
+            f"vocab_size_per_layer_input: supported is vocab_size={keys.vocab_size}, got "
+            f"{keys.vocab_size_per_layer_input}"
         )
     if keys.enable_moe_block:
         wanted = ("num_experts", "top_k_experts", "moe_intermediate_size")
@@ -233,7 +235,8 @@ def _gemma4_full_shapes(keys: Gemma4Keys, layer_types: Sequence[str]) -> dict[st
             or set(entries[0]) - known
         ):
             raise NotImplementedError(
-                f"per_layer_config: supported are {sorted(known)}, the same in all layers that layer_types calls full; got {shown(per_layer)}"
+                f"per_layer_config: supported are {sorted(known)}, the same in all layers that "
+                f"layer_types calls full; got {shown(per_layer)}"
             )
         layer = read_fields(LayerKeys, entries[0], "per_layer_config")
         head_dim = layer.head_dim or keys.head_dim

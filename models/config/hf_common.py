@@ -74,7 +74,13 @@ class TextKeys:
 
     def common_fields(self) -> dict[str, Any]:
         """What every family calls alike, as fields of ModelConfig."""
-        same = ("vocab_size", "hidden_size", "max_position_embeddings", "rms_norm_eps", "bos_token_id")  # fmt: skip
+        same = (
+            "vocab_size",
+            "hidden_size",
+            "max_position_embeddings",
+            "rms_norm_eps",
+            "bos_token_id",
+        )
         return {name: getattr(self, name) for name in same} | {
             "eos_token_ids": token_ids(self.eos_token_id)
         }
@@ -93,7 +99,8 @@ class LayeredKeys(TextKeys):
             return tuple(FULL if i % pattern == pattern - 1 else SLIDING for i in range(num_layers))
         if len(self.layer_types) != num_layers:
             raise ValueError(
-                f"layer_types: expected num_hidden_layers={num_layers} entries, got {len(self.layer_types)}"
+                f"layer_types: expected num_hidden_layers={num_layers} entries, got "
+                f"{len(self.layer_types)}"
             )
         return self.layer_types
 

@@ -61,12 +61,14 @@ class RopeConfig:
             )
         if (self.kind in ("llama3", "yarn")) != (self.original_max_positions is not None):
             raise ValueError(
-                f"original_max_position_embeddings: expected a number with 'llama3' and 'yarn' only, got "
+                "original_max_position_embeddings: expected a number with 'llama3' and 'yarn' "
+                "only, got "
                 f"{self.original_max_positions} with {self.kind!r}"
             )
         if self.kind in ("llama3", "yarn") and self.low >= self.high:
             raise ValueError(
-                f"low_freq_factor, beta_slow: expected less than high_freq_factor or beta_fast, {self.high}, got {self.low}"
+                "low_freq_factor, beta_slow: expected less than high_freq_factor or beta_fast, "
+                f"{self.high}, got {self.low}"
             )
 
 
@@ -101,7 +103,8 @@ class AttentionConfig:
         check_fields(self)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
-                f"num_kv_heads: expected a divisor of num_heads={self.num_heads}, got {self.num_kv_heads}"
+                f"num_kv_heads: expected a divisor of num_heads={self.num_heads}, got "
+                f"{self.num_kv_heads}"
             )
 
 
@@ -178,7 +181,8 @@ class ModelConfig:
             raise ValueError("layer_types: expected a layer, got none")
         if (self.intermediate_size == 0) != (self.family == "gpt_oss"):
             raise ValueError(
-                f"intermediate_size: expected 0 for gpt_oss and more for other families, got {self.intermediate_size} for {self.family}"
+                "intermediate_size: expected 0 for gpt_oss and more for other families, got "
+                f"{self.intermediate_size} for {self.family}"
             )
         if (self.query_pre_attn_scalar is not None) != (self.family == "gemma3"):
             raise ValueError(
@@ -193,12 +197,14 @@ class ModelConfig:
             raise ValueError("sliding_window: expected a number in `sliding` and None in `full`")
         if not 0 <= self.num_kv_shared_layers < self.num_layers:
             raise ValueError(
-                f"num_kv_shared_layers: expected 0..{self.num_layers - 1}, got {self.num_kv_shared_layers}"
+                f"num_kv_shared_layers: expected 0..{self.num_layers - 1}, got "
+                f"{self.num_kv_shared_layers}"
             )
         owners = set(self.layer_types[: self.num_kv_owners])
         if missing := set(self.layer_types) - owners:
             raise ValueError(
-                f"num_kv_shared_layers: expected an earlier layer of kind {sorted(missing)} to share"
+                f"num_kv_shared_layers: expected an earlier layer of kind {sorted(missing)} to "
+                "share"
             )
 
     @property
@@ -302,4 +308,5 @@ class ModelConfig:
         return self.intermediate_size * (2 if wide else 1)
 
 
-BYTE_VOCAB = 259  # pad, eos, bos, then the 256 bytes: the vocabulary of the configurations that need no tokenizer file
+# pad, eos, bos, then the 256 bytes: the vocabulary of configurations without a tokenizer file
+BYTE_VOCAB = 259

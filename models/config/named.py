@@ -367,8 +367,7 @@ _CONFIGS = (
         bos=2,
         **_TINY,
     ),
-    # As in gemma-4-31b, a token costs a sliding layer twice the bytes of a full layer: blocks of 16
-    # and 32 tokens.
+    # As in gemma-4-31b, a sliding layer's token has twice a full one's bytes: blocks of 16 and 32.
     _gemma4(
         "gemma4-small",
         layers=_pattern(6, 3),
@@ -386,10 +385,7 @@ CONFIGS = {config.name: config for config in _CONFIGS}
 
 
 def named_configs() -> dict[str, Any]:
-    """All named configurations.
-
-    ``CONFIGS``, and those of DeepSeek-V4, which are of a class of their own.
-    """
+    """All named configurations: ``CONFIGS``, and those of DeepSeek-V4, of a class of their own."""
     return CONFIGS | V4_CONFIGS
 
 

@@ -6,8 +6,9 @@ A page is one row of bytes for all layers of its group, side by side. Groups sha
 pages::
 
     group        kind    tokens   a page holds
-    compressed   dense   256      entries of all CSA (64 rows) and HCA (2 rows) layers, and index keys of the CSA layers
-    window.0 ..  window  64       raw rows of a share of the layers; the last of them have the drafters'
+    compressed   dense   256      entries of all CSA (64 rows) and HCA (2 rows) layers, and index
+                                  keys of the CSA layers
+    window.0 ..  window  64       raw rows of a share of the layers; the last have the drafters'
     overlap      window  256      series a of the last 4 tokens, of all CSA compressors and indexers
 
 What a compressor has of a window that is still open lives in rings, one for each request, outside
@@ -76,7 +77,7 @@ class LayerPlacement:
 
 @dataclass(frozen=True)
 class CachePlan:
-    """Groups of a model, and where each layer is (the trunk's, then the drafters') in their pages."""
+    """Groups of a model, and where in their pages each layer is (the trunk's, then drafters')."""
 
     format: CacheFormat
     groups: tuple[GroupSpec, ...]
@@ -133,7 +134,8 @@ def plan_cache(
     """
     if fmt.fp8 and (config.head_dim, config.rope_dim) != FP8_DIMS:
         raise NotImplementedError(
-            f"kv_cache_dtype: 'fp8' is supported with (head_dim, rope_dim) = {FP8_DIMS}, {config.name!r} has {(config.head_dim, config.rope_dim)}"
+            f"kv_cache_dtype: 'fp8' is supported with (head_dim, rope_dim) = {FP8_DIMS}, "
+            f"{config.name!r} has {(config.head_dim, config.rope_dim)}"
         )
     unit = math.lcm(config.csa_ratio, config.hca_ratio, window_block_size or 1)
     if block_size is None:
@@ -141,7 +143,8 @@ def plan_cache(
     if block_size < 1 or block_size % unit:
         windows = f", window blocks of {window_block_size}" if window_block_size else ""
         raise ValueError(
-            f"block_size: expected a multiple of {unit} (ratios {config.csa_ratio} and {config.hca_ratio}{windows}), got {block_size}"
+            f"block_size: expected a multiple of {unit} (ratios {config.csa_ratio} and "
+            f"{config.hca_ratio}{windows}), got {block_size}"
         )
     if window_block_size is None:
         half = max(1, config.sliding_window // 2)

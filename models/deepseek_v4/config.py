@@ -52,7 +52,9 @@ class YarnConfig:
     def __post_init__(self) -> None:
         check_fields(self)
         if self.beta_slow >= self.beta_fast:
-            raise ValueError(f"beta_slow: expected less than beta_fast={self.beta_fast}, got {self.beta_slow}")  # fmt: skip
+            raise ValueError(
+                f"beta_slow: expected less than beta_fast={self.beta_fast}, got {self.beta_slow}"
+            )
 
 
 @dataclass(frozen=True)
@@ -122,15 +124,24 @@ class DeepseekV4Config:
         expect_tokens(self)
         if not self.layer_types or len(self.mlp_layer_types) != self.num_layers:
             raise ValueError(
-                f"mlp_layer_types: expected one for each of layer_types, got {len(self.mlp_layer_types)} for {self.num_layers}"
+                "mlp_layer_types: expected one for each of layer_types, got "
+                f"{len(self.mlp_layer_types)} for {self.num_layers}"
             )
         if self.num_heads % self.o_groups:
-            raise ValueError(f"o_groups: expected a divisor of num_heads={self.num_heads}, got {self.o_groups}")  # fmt: skip
+            raise ValueError(
+                f"o_groups: expected a divisor of num_heads={self.num_heads}, got {self.o_groups}"
+            )
         narrowest = min(self.head_dim, self.index_head_dim)
         if self.rope_dim > narrowest:
-            raise ValueError(f"rope_dim: expected at most {narrowest}, the narrower of head_dim and index_head_dim, got {self.rope_dim}")  # fmt: skip
+            raise ValueError(
+                f"rope_dim: expected at most {narrowest}, the narrower of head_dim and "
+                f"index_head_dim, got {self.rope_dim}"
+            )
         if self.num_experts_per_tok > self.num_experts:
-            raise ValueError(f"num_experts_per_tok: expected 1..{self.num_experts}, got {self.num_experts_per_tok}")  # fmt: skip
+            raise ValueError(
+                f"num_experts_per_tok: expected 1..{self.num_experts}, got "
+                f"{self.num_experts_per_tok}"
+            )
 
     @property
     def num_layers(self) -> int:
@@ -162,7 +173,9 @@ class DeepseekV4Config:
 
         None in sliding layers.
         """
-        return {SLIDING: None, CSA: self.csa_ratio, HCA: self.hca_ratio}[self.all_layer_types[layer]]  # fmt: skip
+        return {SLIDING: None, CSA: self.csa_ratio, HCA: self.hca_ratio}[
+            self.all_layer_types[layer]
+        ]
 
 
 def layer_types_of(compress_ratios: Sequence[int]) -> tuple[str, ...]:
@@ -261,6 +274,7 @@ _CONFIGS = (
 # Few layers, with the head sizes that the quantized cache layout is for.
 _SMALL = replace(
     _CONFIGS[-1], name="deepseek-v4-small", head_dim=512, rope_dim=64, num_heads=2, o_groups=1,
-    index_head_dim=128, index_num_heads=8, layer_types=(SLIDING, CSA, HCA), mlp_layer_types=(MOE,) * 3,
+    index_head_dim=128, index_num_heads=8, layer_types=(SLIDING, CSA, HCA),
+    mlp_layer_types=(MOE,) * 3,
 )  # fmt: skip
 CONFIGS = {config.name: config for config in (*_CONFIGS, _SMALL)}

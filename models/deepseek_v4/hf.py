@@ -140,9 +140,10 @@ def from_hf(config: Mapping[str, Any], *, name: str | None = None) -> DeepseekV4
 
 
 SAME_NAME = (
-    "vocab_size", "hidden_size", "head_dim", "q_lora_rank", "o_groups", "o_lora_rank", "sliding_window",
-    "index_head_dim", "index_topk", "num_experts_per_tok", "routed_scaling_factor", "swiglu_limit",
-    "max_position_embeddings", "hc_mult", "hc_sinkhorn_iters", "hc_eps", "rms_norm_eps", "bos_token_id",
+    "vocab_size", "hidden_size", "head_dim", "q_lora_rank", "o_groups", "o_lora_rank",
+    "sliding_window", "index_head_dim", "index_topk", "num_experts_per_tok", "routed_scaling_factor",
+    "swiglu_limit", "max_position_embeddings", "hc_mult", "hc_sinkhorn_iters", "hc_eps", "rms_norm_eps",
+    "bos_token_id",
 )  # fmt: skip
 """Keys that are fields of `DeepseekV4Config` under the same name."""
 
@@ -175,7 +176,9 @@ def _mlp_layer_types(keys: DeepseekV4Keys) -> tuple[str, ...]:
 def _first(name: str, entries: tuple[Any, ...], num_layers: int) -> tuple[Any, ...]:
     """The entries of the trunk's layers; what follows is the drafters'."""
     if len(entries) < num_layers:
-        raise ValueError(f"{name}: expected at least num_hidden_layers={num_layers} entries, got {len(entries)}")  # fmt: skip
+        raise ValueError(
+            f"{name}: expected at least num_hidden_layers={num_layers} entries, got {len(entries)}"
+        )
     return entries[:num_layers]
 
 
@@ -193,7 +196,9 @@ def _rope(keys: DeepseekV4Keys) -> dict[str, Any]:
     compress = given.get("compress", {}) if "main" in given else flat
     compress = _rope_keys(compress, part, keys.compress_rope_theta)
     if main.kind != "default":
-        raise NotImplementedError(f"{name}.main: supported is rope_type 'default', got {main.kind!r}")  # fmt: skip
+        raise NotImplementedError(
+            f"{name}.main: supported is rope_type 'default', got {main.kind!r}"
+        )
     if compress.kind not in ("default", "yarn") or compress.attention_factor not in (None, 1.0):
         raise NotImplementedError(
             f"{part}: supported are rope_type 'default', and 'yarn' with attention_factor 1.0, "
@@ -204,7 +209,9 @@ def _rope(keys: DeepseekV4Keys) -> dict[str, Any]:
         given = {key: value for key, value in vars(compress).items() if value is not None}
         yarn = read_fields(YarnConfig, given, part)
     partial = keys.partial_rotary_factor or main.partial_rotary_factor or 64 / 512
-    size = checked(fields.HeadSize, "partial_rotary_factor: head_dim times it", int(keys.head_dim * partial))  # fmt: skip
+    size = checked(
+        fields.HeadSize, "partial_rotary_factor: head_dim times it", int(keys.head_dim * partial)
+    )
     return {
         "rope_dim": keys.qk_rope_head_dim or size,
         "rope_theta": main.rope_theta,

@@ -115,7 +115,8 @@ def table() -> str:
         rows["vLLM, fp8"] = vllm_cost(config)
         for label, c in rows.items():
             lines.append(
-                f"{name:18} {label:12} {c.token:10.0f} {c.token * 2**20 / 2**30:9.2f} {c.request / 2**20:14.1f} "
+                f"{name:18} {label:12} {c.token:10.0f} {c.token * 2**20 / 2**30:9.2f} "
+                f"{c.request / 2**20:14.1f} "
                 f"{c.prefill / 2**20:14.1f} {c.resume_point / 2**20:19.1f} {c.resume_pages:6}"
             )
     return "\n".join(lines)

@@ -48,7 +48,10 @@ class DeepseekV4(nn.Module):
     """
 
     kv_cache_dtypes = ("auto", "fp8")
-    no_replay = ", whose compressors would pool replayed rows, which are inexact, into entries that are cached"
+    no_replay = (
+        ", whose compressors would pool replayed rows, which are inexact, into entries "
+        "that are cached"
+    )
 
     def __init__(
         self,
@@ -133,7 +136,8 @@ class DeepseekV4(nn.Module):
         for name, most in (("index_num_heads", MAX_HEADS), ("index_topk", MAX_TOPK)):
             if CSA in config.layer_types and getattr(config, name) > most:
                 raise NotImplementedError(
-                    f"{name}: supported are up to {most}, {config.name!r} has {getattr(config, name)}"
+                    f"{name}: supported are up to {most}, {config.name!r} has "
+                    f"{getattr(config, name)}"
                 )
         if config.rope_dim & (config.rope_dim - 1):
             raise NotImplementedError(
@@ -162,7 +166,8 @@ class DeepseekV4(nn.Module):
         """
         if kv_cache_dtype == "fp8" and self.dtype == torch.float16:
             raise NotImplementedError(
-                "kv_cache_dtype: 'fp8' is supported with models in bfloat16 and float32, this one is in float16"
+                "kv_cache_dtype: 'fp8' is supported with models in bfloat16 and float32, this "
+                "one is in float16"
             )
         fmt = CacheFormat(self.dtype, fp8=kv_cache_dtype == "fp8")
         plan = plan_cache(self.config, fmt, block_size=base_block_size, drafters=drafter_layers)

@@ -4,7 +4,7 @@ One more layer, which predicts the token after the next (MTP).
 
 From the trunk's residual streams at position t, before they are collapsed, and the token at t + 1::
 
-    streams[n] = h_proj(hnorm(streams[n])) + e_proj(enorm(embed(token at t + 1)))       n = 0 .. hc_mult - 1
+    streams[n] = h_proj(hnorm(streams[n])) + e_proj(enorm(embed(token at t + 1)))    n < hc_mult
     streams = layer(streams)                      sliding attention, main RoPE, position t
     logits of the token at t + 2 = lm_head(norm(hc_head(streams)))
 

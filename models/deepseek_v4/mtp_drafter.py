@@ -72,8 +72,13 @@ class MTPDrafter:
 
     @torch.inference_mode()
     def observe(
-        self, batch: Batch, hidden: Tensor, next_ids: np.ndarray, last_rows: np.ndarray, slots: np.ndarray
-    ) -> None:  # fmt: skip
+        self,
+        batch: Batch,
+        hidden: Tensor,
+        next_ids: np.ndarray,
+        last_rows: np.ndarray,
+        slots: np.ndarray,
+    ) -> None:
         """As `quire.models.engine.speculative.ModelDrafter.observe`."""
         step = PagedStep(batch.attn, self._pool, impl=self._impl)
         ids, rows, request_slots = self._staging.send([next_ids, last_rows, slots])

@@ -2,9 +2,15 @@
 
 From any of the three schemes to the model's own, and which part of which weight.
 
-    release       layers.0.attn.wq_a.weight               layers.0.ffn.experts.3.w1.weight        layers.0.hc_attn_fn
-    transformers  model.layers.0.self_attn.q_a_proj.weight    model.layers.0.mlp.experts.gate_up_proj   model.layers.0.attn_hc.fn
-    hybrid        model.layers.0.attn.wq_a.weight         model.layers.0.ffn.experts.3.w1.weight  model.layers.0.hc_attn_fn
+    release       layers.0.attn.wq_a.weight
+                  layers.0.ffn.experts.3.w1.weight
+                  layers.0.hc_attn_fn
+    transformers  model.layers.0.self_attn.q_a_proj.weight
+                  model.layers.0.mlp.experts.gate_up_proj
+                  model.layers.0.attn_hc.fn
+    hybrid        model.layers.0.attn.wq_a.weight
+                  model.layers.0.ffn.experts.3.w1.weight
+                  model.layers.0.hc_attn_fn
 
 The hybrid is what transformers' ``save_pretrained`` writes by default; there ``attn.norm`` is the
 release's ``attn.kv_norm``. The model's own names are those of transformers without ``model.``. A

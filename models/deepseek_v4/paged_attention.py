@@ -124,8 +124,13 @@ class PagedStep:
         return arguments
 
     def _pool_windows(
-        self, pooling: GatedPooling, kv: Tensor, gate: Tensor, cache: CompressorCache, cos_sin: Tensor
-    ) -> None:  # fmt: skip
+        self,
+        pooling: GatedPooling,
+        kv: Tensor,
+        gate: Tensor,
+        cache: CompressorCache,
+        cos_sin: Tensor,
+    ) -> None:
         if cache.overlap is not None:
             self._overlaps.load(cache.overlap, cache.ring)
         compress(

@@ -44,7 +44,9 @@ def unpaged_attend(config: DeepseekV4Config, stored: Stored | None = None) -> At
             entries = pool_windows(compressor, *rows.compressor, rows.cos_sin).to(raw.dtype)
         if rows.index is not None:
             assert compressor is not None
-            index_keys = pool_windows(compressor.indexer, rows.index.kv, rows.index.gate, rows.cos_sin)  # fmt: skip
+            index_keys = pool_windows(
+                compressor.indexer, rows.index.kv, rows.index.gate, rows.cos_sin
+            )
             index_keys = index_keys.to(raw.dtype)
         if stored is not None:
             raw, entries = stored(raw), stored(entries)
@@ -116,7 +118,9 @@ def with_window_before(rows: Tensor, absent: float) -> Tensor:
     return torch.cat([F.pad(a, (0, 0, 0, 0, 1, 0), value=absent)[:-1], b], dim=1)
 
 
-def selected(index: IndexRows, block: slice, index_keys: Tensor, visible: Tensor, topk: int) -> Tensor:  # fmt: skip
+def selected(
+    index: IndexRows, block: slice, index_keys: Tensor, visible: Tensor, topk: int
+) -> Tensor:
     """Which entries are among a query's ``topk`` best visible ones.
 
     Of equal scores the lowest entry goes first.

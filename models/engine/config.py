@@ -96,5 +96,6 @@ class EngineConfig:
             raise ValueError(f"policy: expected a SchedulerPolicy, got {self.policy!r}")
         if not 1 <= self.max_num_seqs <= self.max_num_batched_tokens:
             raise ValueError(
-                f"max_num_seqs: expected 1..max_num_batched_tokens={self.max_num_batched_tokens}, got {self.max_num_seqs}"
+                f"max_num_seqs: expected 1..max_num_batched_tokens={self.max_num_batched_tokens}, "
+                f"got {self.max_num_seqs}"
             )

@@ -10,7 +10,7 @@ One step, `Engine._step`::
            -> OutputProcessor       tokens, text and ends to the requests
 
 A model has ``config`` (vocab_size, max_position_embeddings, eos_token_ids, activation_size),
-``dtype``, ``device`` and ``make_cache`` (`quire.models.engine.memory.model_cache`), and is called as
+``dtype``, ``device``, ``make_cache`` (`quire.models.engine.memory.model_cache`), and is called as
 ``model(input_ids, positions, attn, pool, logits_rows=, impl=)``, with ``return_hidden=True`` too
 where a `ModelDrafter` reads its hidden states.
 """

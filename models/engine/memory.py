@@ -79,7 +79,8 @@ def model_cache(
     supported = getattr(model, "kv_cache_dtypes", ("auto",))
     if kv_cache_dtype not in supported:
         raise NotImplementedError(
-            f"kv_cache_dtype: {type(model).__name__} supports {list(supported)}, got {kv_cache_dtype!r}"
+            f"kv_cache_dtype: {type(model).__name__} supports {list(supported)}, got "
+            f"{kv_cache_dtype!r}"
         )
     return model.make_cache(
         base_block_size=base_block_size,
@@ -207,10 +208,14 @@ class MemoryPlan:
         besides = f", and {_size(self.fixed_bytes)} besides" if self.fixed_bytes else ""
         return "\n".join(
             [
-                f"pool      {_size(self.cache_bytes)}{of}: {self.num_pages} pages of {_size(self.page_bytes)}{besides}",
-                f"request   {_size(self.bytes_per_token)} a token + {_size(self.bytes_per_request)}, at most {self.max_model_len} tokens",
-                f"hits      multiples of {self.alignment} tokens, retention {self.retention!r}{kept}",
-                f"fits      requests of so many tokens at once: {fits} (at most {self.max_num_seqs})",
+                f"pool      {_size(self.cache_bytes)}{of}: {self.num_pages} pages of "
+                f"{_size(self.page_bytes)}{besides}",
+                f"request   {_size(self.bytes_per_token)} a token + "
+                f"{_size(self.bytes_per_request)}, at most {self.max_model_len} tokens",
+                f"hits      multiples of {self.alignment} tokens, retention "
+                f"{self.retention!r}{kept}",
+                f"fits      requests of so many tokens at once: {fits} (at most "
+                f"{self.max_num_seqs})",
             ]
         )
 
@@ -269,7 +274,8 @@ def plan_memory(
         needed_bytes = num_pages * cache.page_bytes + cache.fixed_bytes
         if needed_bytes > (left := free_memory(model.device)):
             raise ValueError(
-                f"num_pages: expected pages that fit the memory, got {num_pages} ({_size(needed_bytes)} with what requests take besides), "
+                f"num_pages: expected pages that fit the memory, got {num_pages} "
+                f"({_size(needed_bytes)} with what requests take besides), "
                 f"and {_size(left)} are free"
             )
     fits = longest_request(cache.groups, num_pages, max_model_len, max_draft_tokens)
@@ -277,7 +283,8 @@ def plan_memory(
     if fits < needed:
         pages = 1 + pages_of_request(cache.groups, needed, max_draft_tokens)
         raise ValueError(
-            f"num_pages: expected at least {pages} ({_size(pages * cache.page_bytes)}) for one request of {needed} tokens, "
+            f"num_pages: expected at least {pages} ({_size(pages * cache.page_bytes)}) for one "
+            f"request of {needed} tokens, "
             f"got {num_pages}"
         )
     return MemoryPlan(
@@ -303,7 +310,8 @@ def make_allocator(model: nn.Module, memory: MemoryPlan, config: EngineConfig) -
     if config.replay:
         if not hasattr(model.config, "replay_tokens"):
             raise ValueError(
-                f"replay: expected False for {type(model).__name__}{getattr(model, 'no_replay', '')}; "
+                "replay: expected False for "
+                f"{type(model).__name__}{getattr(model, 'no_replay', '')}; "
                 "supported with models of full and sliding attention"
             )
         replay_tokens = model.config.replay_tokens

@@ -77,7 +77,8 @@ class Sampler:
     ) -> None:
         if rejection_sample_method not in REJECTION_SAMPLE_METHODS:
             raise ValueError(
-                f"rejection_sample_method: expected one of {list(REJECTION_SAMPLE_METHODS)}, got {rejection_sample_method!r}"
+                f"rejection_sample_method: expected one of {list(REJECTION_SAMPLE_METHODS)}, got "
+                f"{rejection_sample_method!r}"
             )
         self._rejects = rejection_sample_method == "standard"
         self._device = torch.device(device)
@@ -283,7 +284,9 @@ def tokens_after(
     """
     ids = np.empty(len(input_ids), dtype=np.int64)
     ids[:-1] = input_ids[1:]
-    for request, row, end in zip(step.requests, step.plan.cu_seqlens_q[1:], step.plan.seq_lens, strict=True):  # fmt: skip
+    for request, row, end in zip(
+        step.requests, step.plan.cu_seqlens_q[1:], step.plan.seq_lens, strict=True
+    ):
         if end < request.num_tokens:
             ids[row - 1] = request.tokens[end]
     ids[rows] = np.maximum(sampled.ids, 0)  # also of a row that gives none, whose request ends

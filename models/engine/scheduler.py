@@ -239,7 +239,7 @@ class Scheduler:
         return ScheduledStep(requests, counts, drafts, plan, num_preempted)
 
     def _choose(self) -> tuple[dict[Request, int], set[Request]]:
-        """New tokens of each request in the next step, and which requests were admitted just now."""
+        """New tokens of each request in the next step, and the requests admitted just now."""
         budget = self.max_num_batched_tokens
         pending = dict(zip(self.running, self.pending(), strict=True)) if self.running else {}
         decodes = [r for r, count in pending.items() if count == 1]

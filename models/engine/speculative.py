@@ -89,8 +89,13 @@ class ModelDrafter(Drafter, Protocol):
         """
 
     def observe(
-        self, batch: Batch, hidden: Tensor, next_ids: np.ndarray, last_rows: np.ndarray, slots: np.ndarray
-    ) -> None:  # fmt: skip
+        self,
+        batch: Batch,
+        hidden: Tensor,
+        next_ids: np.ndarray,
+        last_rows: np.ndarray,
+        slots: np.ndarray,
+    ) -> None:
         """Called in each step when its tokens are sampled, before the commit.
 
         The time to write the rows of the layers.
@@ -122,7 +127,8 @@ class NGramDrafter:
             raise ValueError(f"max_draft_tokens: expected >= 1, got {max_draft_tokens}")
         if not 1 <= min_ngram <= max_ngram:
             raise ValueError(
-                f"min_ngram, max_ngram: expected 1 <= min_ngram <= max_ngram, got {min_ngram} and {max_ngram}"
+                f"min_ngram, max_ngram: expected 1 <= min_ngram <= max_ngram, got {min_ngram} and "
+                f"{max_ngram}"
             )
         self.max_draft_tokens = max_draft_tokens
         self.max_ngram, self.min_ngram = max_ngram, min_ngram

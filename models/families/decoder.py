@@ -104,7 +104,7 @@ class Decoder(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Data type of weights and activations, and of the cache unless it is said to have another."""
+        """Data type of weights and activations, and of the cache unless that has another."""
         return self.embed_tokens.weight.dtype
 
     def expect_impl(self, impl: str) -> None:
@@ -117,7 +117,8 @@ class Decoder(nn.Module):
             head_dim = self.config.attention(self.config.layer_types.index(kind)).head_dim
             if impl == "triton" and head_dim not in HEAD_DIMS:
                 raise NotImplementedError(
-                    f"impl: 'triton' is supported with a head_dim in {list(HEAD_DIMS)}, {self.config.name!r} has {head_dim} in layers of "
+                    f"impl: 'triton' is supported with a head_dim in {list(HEAD_DIMS)}, "
+                    f"{self.config.name!r} has {head_dim} in layers of "
                     f"{kind}; 'torch' takes any"
                 )
 

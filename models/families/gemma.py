@@ -9,9 +9,10 @@ One layer, with the norms of both families (a norm follows each branch, before i
     x = x + post_per_layer_input_norm(per_layer_branch(x))                  # Gemma-4 E
     x = x * layer_scalar                                                    # Gemma-4
 
-    feedforward(x) = mlp(pre_feedforward_layernorm(x))                      # dense, or with experts:
+    feedforward(x) = mlp(pre_feedforward_layernorm(x))        # or with experts:
     feedforward(x) = post_feedforward_layernorm_1(mlp(pre_feedforward_layernorm(x)))
-                   + post_feedforward_layernorm_2(experts(pre_feedforward_layernorm_2(x), router(x)))
+                   + post_feedforward_layernorm_2(
+                         experts(pre_feedforward_layernorm_2(x), router(x)))
 
 Where the keys and values of earlier tokens live is not the model's business: a layer hands its new
 K/V rows to ``attend``, which `models.layers.attention` provides for paged caches and, without any

@@ -187,7 +187,7 @@ class PagedAttend:
         return sliding_window_attention(*tensors, sliding_window=window, **arguments)
 
     def _with_cached(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """The rows of a full layer, with those that are computed once more as its pages have them."""
+        """The rows of a full layer, those that are computed once more as its pages have them."""
         rows, cache = self._attn.replay_rows, self._pool.layers[layer]
         if rows is None or self._config.attention(layer).sliding_window is not None:
             return k, v
@@ -298,7 +298,7 @@ class PagedAttend:
 def _rows(
     pages: Tensor, scale: Tensor | float | None, page: Tensor, row: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """Rows [..., num_kv_heads, head_dim] of pages by page id and row in it, in the model's dtype."""
+    """Rows [..., num_kv_heads, head_dim] of pages by page id and row, in the model's dtype."""
     if scale is None:
         return pages[page, row]
     values = pages.view(torch.uint8)[page, row].view(pages.dtype)

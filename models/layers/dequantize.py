@@ -1,8 +1,9 @@
 """Dequantization of stored weights: values of 8 or 4 bits times the scales of their blocks.
 
-    fp8      e4m3 [.., out, in], a scale for all, for each row, or for each block of rows and columns
-    fp4      two e2m1 values a byte [.., out, in / 2], the even column in the low four bits, an E8M0 scale for 32 columns
-    mxfp4    the same values and scales, but stored in blocks: [.., num_blocks, 16] bytes and [.., num_blocks] scales
+    fp8      e4m3 [.., out, in]; a scale for all, for each row, or for each block of the matrix
+    fp4      two e2m1 values a byte [.., out, in / 2], the even column in the low four bits;
+             an E8M0 scale for 32 columns
+    mxfp4    the same in blocks: [.., num_blocks, 16] bytes and [.., num_blocks] scales
 
 Scales are floating-point numbers, or E8M0: a byte b that stands for 2^(b - 127). E8M0 is read as
 bytes: a numeric cast would round or destroy it.

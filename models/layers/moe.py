@@ -5,7 +5,8 @@ Every token through its experts, as two matrix multiplications over sorted rows.
 Rows (a token once for each of its experts) are sorted by expert, so that an expert's rows are
 adjacent and one grouped matrix multiplication serves all experts::
 
-    token, expert   (0, 5) (0, 2) (1, 2) (1, 7)   ->   sorted by expert   (0, 2) (1, 2) | (0, 5) | (1, 7)
+    token, expert       (0, 5) (0, 2) (1, 2) (1, 7)
+    sorted by expert    (0, 2) (1, 2) | (0, 5) | (1, 7)
 
 Shapes depend on the number of tokens alone: there are always tokens * k rows, whoever they go to.
 No loop over tokens, no host synchronization where torch's grouped matrix multiplication has a

@@ -57,7 +57,7 @@ class HostEmbedding(nn.Module):
 
 
 class _CudaArray:
-    """A host tensor under the protocol by which torch takes device memory that it did not allocate."""
+    """A host tensor as device memory that torch did not allocate, which it takes by a protocol."""
 
     def __init__(self, host: Tensor) -> None:
         self.host = host

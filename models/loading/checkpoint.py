@@ -69,7 +69,8 @@ def read_headers(path: Path) -> list[Stored]:
     for name, tensors in listed.items():
         if absent := sorted(tensor for tensor in tensors if (name, tensor) not in held):
             raise ValueError(
-                f"path: expected in {str(path / name)!r} what {INDEX_FILE} says is there, got none of {_some(absent)}"
+                f"path: expected in {str(path / name)!r} what {INDEX_FILE} says is there, got "
+                f"none of {_some(absent)}"
             )
     return stored
 
@@ -94,7 +95,9 @@ def weight_files(path: Path) -> dict[str, list[str]]:
             files = {name: [] for name in sorted(set(weight_map.values()))}
             for name in files:
                 if not re.fullmatch(r"[^/\\\0]{1,255}", name) or name in (".", ".."):
-                    raise ValueError(f"weight_map: expected names of files in the directory, got {shown(name)}")  # fmt: skip
+                    raise ValueError(
+                        f"weight_map: expected names of files in the directory, got {shown(name)}"
+                    )
             if not files:
                 raise ValueError("weight_map: expected a file, got none")
         for tensor, name in weight_map.items():

@@ -37,7 +37,8 @@ def expect_finite(weight: Tensor, stored: Stored) -> None:
         index.insert(0, at)
     value = weight[tuple(index)].float().item()
     raise ValueError(
-        f"path: expected finite weights, got {int(flat.sum())} in {weight.dtype} that are not, of {stored.name!r} "
+        f"path: expected finite weights, got {int(flat.sum())} in {weight.dtype} that are not, of "
+        f"{stored.name!r} "
         f"({stored.dtype}) in {str(stored.file)!r}; the first is {value} at {index}"
     )
 
@@ -72,7 +73,8 @@ def expect_ids(table: Tensor, num_ids: int, stored: Stored) -> None:
         outside = (table < 0) | (table >= num_ids)
         index = outside.nonzero()[0].tolist()
         raise ValueError(
-            f"path: expected indices in 0..{num_ids - 1}, got {int(outside.sum())} outside, of {stored.name!r} in {str(stored.file)!r}; "
+            f"path: expected indices in 0..{num_ids - 1}, got {int(outside.sum())} outside, of "
+            f"{stored.name!r} in {str(stored.file)!r}; "
             f"the first is {table[tuple(index)].item()} at {index}"
         )
 

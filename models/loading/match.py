@@ -8,7 +8,7 @@ for all::
     stored tensor          target                              kind
     x.weight               Target("x.weight")                  plain, or fp8 by its dtype
     x.weight_scale_inv     Target("x.weight", is_scale)
-    ...experts.3.w3.weight Target("...gate_up_proj", 3, UP)    one expert of a stack, and half of its rows
+    ...experts.3.w3.weight Target("...gate_up_proj", 3, UP)    an expert of a stack, half its rows
 """
 
 from __future__ import annotations
