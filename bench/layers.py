@@ -35,7 +35,8 @@ from quire.models.device import find_device
 from quire.models.engine.engine import Engine, EngineConfig, StepReport
 from quire.models.engine.request import SamplingParams
 from quire.models.families.decoder import Decoder
-from quire.models.loading.weights import build_model, random_model
+from quire.models.loading.random_weights import random_model
+from quire.models.loading.weights import build_model
 
 from .common.floors import Rates, decode_bytes, measure_rates, prefill_flops
 from .common.machine import describe_machine

@@ -1,6 +1,8 @@
-"""Models: Gemma-3, Gemma-4, Llama, gpt-oss and DeepSeek-V4 text models on paged attention, their weights, and a continuous-batching runner.
+"""Models: Gemma-3, Gemma-4, Llama, gpt-oss and DeepSeek-V4 text models on paged attention, their
+weights, and a continuous-batching runner.
 
-The only package where the integers of ``kvcore`` and the tensors of ``kernels`` meet. Public names load on first use.
+The only package where the integers of ``kvcore`` and the tensors of ``kernels`` meet. Public names
+load on first use.
 """
 
 from importlib import import_module
@@ -16,7 +18,7 @@ _HOME = {
     "GptOss": "families.gpt_oss",
     "LLM": "llm",
     "Llama": "families.llama",
-    "MTPDrafter": "deepseek_v4.draft",
+    "MTPDrafter": "deepseek_v4.mtp_drafter",
     "MemoryPlan": "engine.memory",
     "ModelConfig": "config.named",
     "NGramDrafter": "engine.speculative",
@@ -29,8 +31,7 @@ _HOME = {
     "from_hf": "config.hf",
     "get_config": "config.named",
     "load_model": "loading.weights",
-    "random_model": "loading.weights",
-    "save_checkpoint": "loading.weights",
+    "random_model": "loading.random_weights",
 }
 
 __all__ = [
@@ -57,7 +58,6 @@ __all__ = [
     "get_config",
     "load_model",
     "random_model",
-    "save_checkpoint",
 ]
 
 

@@ -1,6 +1,7 @@
 """Chat templates: messages to the text that a model was trained on, through jinja2 (extra "hf").
 
-Source: transformers ``utils/chat_template_utils``, whose sandbox, globals and filters the templates of checkpoints rely on.
+Source: transformers ``utils/chat_template_utils``, whose sandbox, globals and filters the templates
+    of checkpoints rely on.
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from .config.fields import checked, naming, read_fields, shown
-from .loading.checkpoint import read_json
+from .config.files import read_json
 
 # For models that have bytes for tokens and never saw a chat.
-PLAIN = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+PLAIN = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
 
 
 MAX_SOURCE = 1_000_000
@@ -42,12 +46,17 @@ class TokenizerKeys:
 class ChatTemplate:
     """A compiled template.
 
-    source: jinja, at most 1,000,000 characters. special_tokens: their texts by name, such as ``bos_token``. file: where it is from, for
-        messages.
+    A rendering may take 20 seconds of CPU, and work on 100 million characters and 256 times those
+    of the messages (`quire.models.template_sandbox`).
 
-    A rendering may take 20 seconds of CPU, and work on 100 million characters and 256 times those of the messages (`quire.models.template_sandbox`).
+    Args:
+        source: jinja, at most 1,000,000 characters.
+        special_tokens: their texts by name, such as ``bos_token``.
+        file: where it is from, for messages.
 
-    Raises: ImportError without jinja2; ValueError for a source that is no template.
+    Raises:
+        ImportError: without jinja2.
+        ValueError: a source that is no template.
     """
 
     def __init__(
@@ -96,15 +105,19 @@ class ChatTemplate:
             raise ValueError(f"{file}: line {error.lineno}: {error.message}") from error
         except (RecursionError, MemoryError, SyntaxError) as error:  # of Python's own compiler
             raise ValueError(
-                f"{file}: expected a template that is not nested so deeply, got {type(error).__name__}: {error}"
+                f"{file}: expected a template that is not nested so deeply, got "
+                f"{type(error).__name__}: {error}"
             ) from error
 
     @classmethod
     def of_directory(cls, path: Path) -> ChatTemplate:
-        """The template of a checkpoint: ``chat_template.jinja``, or the (default) one in ``tokenizer_config.json``.
+        """The template of a checkpoint.
 
-        Raises: ValueError when the directory has neither, or naming a file that is no UTF-8, no JSON, or has a key of another type; what the
-            constructor raises.
+        ``chat_template.jinja``, or the (default) one in ``tokenizer_config.json``.
+
+        Raises:
+            ValueError: the directory has neither, or naming a file that is no UTF-8, no JSON, or
+                has a key of another type; what the constructor raises.
         """
         config_file, file = path / "tokenizer_config.json", path / "chat_template.jinja"
         config = read_json(config_file) if config_file.is_file() else {}
@@ -126,7 +139,8 @@ class ChatTemplate:
             source = {entry.name: entry.template for entry in source}.get("default")
         if source is None:
             raise ValueError(
-                f"chat: expected a chat_template.jinja, or a chat_template in tokenizer_config.json, in {str(path)!r}"
+                "chat: expected a chat_template.jinja, or a chat_template in "
+                f"tokenizer_config.json, in {str(path)!r}"
             )
         return cls(source, tokens, file=name)
 
@@ -139,12 +153,15 @@ class ChatTemplate:
     ) -> str:
         """Text of a chat, special tokens spelled out.
 
-        messages: ``{"role": "system" | "user" | "assistant", "content": text}``, first one first, and whatever else the template
-            reads; a key whose value is None counts as absent.
-        tools: JSON schemas of functions that the model may call.
-        add_generation_prompt: end with what introduces the model's answer.
+        Args:
+            messages: ``{"role": "system" | "user" | "assistant", "content": text}``, first one
+                first, and whatever else the template reads; a key whose value is None counts as
+                absent.
+            tools: JSON schemas of functions that the model may call.
+            add_generation_prompt: end with what introduces the model's answer.
 
-        Raises: ValueError when the template refuses the messages, or does not come to an end.
+        Raises:
+            ValueError: the template refuses the messages, or does not come to an end.
         """
         try:
             given = [{k: v for k, v in m.items() if v is not None} for m in messages]

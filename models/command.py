@@ -1,13 +1,17 @@
-"""What all programs here share: Ctrl-C at any moment, errors in one line, and options that are checked before any work starts.
+"""What all programs here share.
 
-A module with a ``main`` is run through `run`, from a place above the imports that take long, so that these are guarded too::
+Ctrl-C at any moment, errors in one line, and options that are checked before any work starts.
+
+A module with a ``main`` is run through `run`, from a place above the imports that take long, so
+that these are guarded too::
 
     if __name__ == "__main__":
         from quire.models.command import run
 
         run("quire.bench.overhead")
 
-Exit status: 2 for what cannot be done, with the reason on stderr; 130 after Ctrl-C; 141 when nobody reads the output any more.
+Exit status: 2 for what cannot be done, with the reason on stderr; 130 after Ctrl-C; 141 when nobody
+reads the output any more.
 """
 
 from __future__ import annotations
@@ -35,8 +39,9 @@ Main = Callable[[Sequence[str] | None], int]
 def run(module: str) -> NoReturn:
     """Imports ``module`` and ends the process with the exit status of its ``main``.
 
-    While modules are imported, and while Python ends, Ctrl-C ends the process at once: there is nothing to tidy up, and an exception
-    raised there may be lost in somebody's callback. Where SIGINT is ignored, as under ``nohup``, it stays so.
+    While modules are imported, and while Python ends, Ctrl-C ends the process at once: there is
+    nothing to tidy up, and an exception raised there may be lost in somebody's callback. Where
+    SIGINT is ignored, as under ``nohup``, it stays so.
     """
     guarded = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     try:
@@ -58,7 +63,9 @@ def run(module: str) -> NoReturn:
 
 
 def program(main: Main) -> Main:
-    """Gives a ``main`` the exit statuses of this file for what it raises, and what it prints is written when it returns."""
+    """Gives a ``main`` the exit statuses of this file for what it raises, and what it prints is
+    written when it returns.
+    """
 
     @functools.wraps(main)
     def guarded(argv: Sequence[str] | None = None) -> int:
@@ -85,7 +92,10 @@ def program(main: Main) -> Main:
 
 
 class Parser(argparse.ArgumentParser):
-    """Of the command line of ``python -m name``; what it refuses is a ValueError, so that `program` says it in one line."""
+    """Of the command line of ``python -m name``.
+
+    What it refuses is a ValueError, so that `program` says it in one line.
+    """
 
     def __init__(self, name: str, description: str | None, **options: object) -> None:
         super().__init__(
@@ -119,7 +129,10 @@ def integer(least: int = 1, most: int = MAX_INTEGER) -> Callable[[str], int]:
 
 
 def threads(text: str) -> int:
-    """The type of an option: CPU threads, at most as many as there are processors, or as torch takes unasked."""
+    """The type of an option.
+
+    CPU threads, at most as many as there are processors, or as torch takes unasked.
+    """
     import torch
 
     return integer(1, max(os.cpu_count() or 1, torch.get_num_threads()))(text)
@@ -141,7 +154,10 @@ def number(least: float = 0.0, *, above: bool = False) -> Callable[[str], float]
 
 
 def output_file(text: str) -> Path:
-    """The type of an option: a file that can be written. One that is not there is not left behind."""
+    """The type of an option: a file that can be written.
+
+    One that is not there is not left behind.
+    """
     path = Path(text)
     try:
         if path.is_file() or not path.exists():
@@ -150,7 +166,11 @@ def output_file(text: str) -> Path:
             if new:
                 path.unlink()
         elif path.is_dir() or not os.access(path, os.W_OK):
-            raise IsADirectoryError(None, "Is a directory") if path.is_dir() else PermissionError(None, "Permission denied")  # fmt: skip
+            raise (
+                IsADirectoryError(None, "Is a directory")
+                if path.is_dir()
+                else PermissionError(None, "Permission denied")
+            )
     except (OSError, ValueError) as error:
         raise Refused(
             f"expected a file that can be written, got {text!r}: {_reason(error)}"
@@ -176,13 +196,19 @@ def _reason(error: Exception) -> str:
 
 
 def _refusals() -> tuple[type[BaseException], ...]:
-    """What says that something cannot be done; anything else is a defect, which keeps its traceback."""
+    """What says that something cannot be done.
+
+    Anything else is a defect, which keeps its traceback.
+    """
     memory = getattr(sys.modules.get("torch"), "OutOfMemoryError", MemoryError)
     return (ValueError, NotImplementedError, ImportError, OSError, MemoryError, memory)
 
 
 def _drop_output() -> None:
-    """Forgets what cannot be written; else Python complains once more when it closes stdout at exit."""
+    """Forgets what cannot be written.
+
+    Else Python complains once more when it closes stdout at exit.
+    """
     try:
         if sys.stdout:
             sys.stdout.flush()

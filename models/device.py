@@ -6,7 +6,10 @@ import torch
 
 
 def find_device(device: torch.device | str | None = None) -> torch.device:
-    """The device of that name; None = the GPU if there is one, else the CPU. Raises ValueError for one that cannot be used here."""
+    """The device of that name; None = the GPU if there is one, else the CPU.
+
+    Raises ValueError for one that cannot be used here.
+    """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:

@@ -1,15 +1,17 @@
 """Generates text from the command line.
 
     python -m models.generate --model gemma4-tiny --prompt "Once upon a time"
-    python -m models.generate --model DIR --file prompt.txt --max-tokens 200 --temperature 0.8 --top-p 0.95 --seed 1
+    python -m models.generate --model DIR --file prompt.txt --temperature 0.8 --top-p 0.95 --seed 1
     echo "Once upon a time" | python -m models.generate --model DIR --stats
     python -m models.generate --model DIR --chat --system "Answer in one sentence."
 
-DIR is a Hugging Face directory; a NAME has random weights, which is good for trying things out. One prompt is answered as a stream;
-several (--prompt again) are generated together and printed in order. In a chat, Ctrl-C ends an answer, and at the prompt the chat. It waits for
-the step that runs; pressed again, it does not.
+DIR is a Hugging Face directory; a NAME has random weights, which is good for trying things out. One
+prompt is answered as a stream; several (--prompt again) are generated together and printed in
+order. In a chat, Ctrl-C ends an answer, and at the prompt the chat. It waits for the step that
+runs; pressed again, it does not.
 
-Exit status: 0; 2 for what cannot be done or an answer that failed, with the reason on stderr; 130 after Ctrl-C; 141 when nobody reads the output any more.
+Exit status: 0; 2 for what cannot be done or an answer that failed, with the reason on stderr; 130
+after Ctrl-C; 141 when nobody reads the output any more.
 """
 
 from __future__ import annotations
@@ -87,11 +89,14 @@ def stats(llm: LLM) -> str:
     totals, cache = llm.engine.totals, llm.engine.kv.stats()
     seconds = max(totals.total, 1e-9)
     lines = [
-        f"tokens    {totals.num_generated_tokens} generated, {totals.num_tokens} computed in {totals.num_steps} steps, "
+        f"tokens    {totals.num_generated_tokens} generated, {totals.num_tokens} computed in "
+        f"{totals.num_steps} steps, "
         f"{totals.num_generated_tokens / seconds:.4g} generated/s",
-        f"time      {totals.total:.3f} s: model and sampling {totals.model / seconds:.1%}, allocator {totals.allocator / seconds:.1%}, "
+        f"time      {totals.total:.3f} s: model and sampling {totals.model / seconds:.1%}, "
+        f"allocator {totals.allocator / seconds:.1%}, "
         f"rest {totals.rest / seconds:.1%}; hashing of prompts {totals.hashing * 1e3:.2f} ms",
-        f"cache     {cache['hit_tokens']} of {cache['prompt_tokens']} prompt tokens were cached; {totals.num_preempted} preemptions",
+        f"cache     {cache['hit_tokens']} of {cache['prompt_tokens']} prompt tokens were cached; "
+        f"{totals.num_preempted} preemptions",
     ]
     if llm.engine.drafter is not None:
         lines.append(f"drafts    {totals.num_accepted} of {totals.num_drafts} accepted")
@@ -237,13 +242,26 @@ def _settings(args: argparse.Namespace) -> EngineConfig:
 def _parser() -> Parser:
     parser = Parser("models.generate", __doc__)
     add = parser.add_argument
-    add("--model", required=True, metavar="DIR|NAME", help="Hugging Face directory, or a named configuration with random weights")  # fmt: skip
+    add(
+        "--model",
+        required=True,
+        metavar="DIR|NAME",
+        help="Hugging Face directory, or a named configuration with random weights",
+    )
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--prompt", action="append", metavar="TEXT", help="may be repeated; default: stdin")  # fmt: skip
+    what.add_argument(
+        "--prompt", action="append", metavar="TEXT", help="may be repeated; default: stdin"
+    )
     what.add_argument("--file", metavar="FILE", help="a prompt from a file")
     what.add_argument("--chat", action="store_true", help="a conversation, one line a message")
     add("--system", metavar="TEXT", help="of a chat: its system message")
-    add("--max-tokens", type=integer(), default=256, metavar="N", help="tokens to generate at most; default: 256")  # fmt: skip
+    add(
+        "--max-tokens",
+        type=integer(),
+        default=256,
+        metavar="N",
+        help="tokens to generate at most; default: 256",
+    )
     own = "default: of DIR's generation_config.json, else"
     add("--temperature", type=number(), metavar="T", help=f"{own} 0, greedy")
     add("--top-k", type=integer(0), metavar="K", help=f"only the K likeliest tokens; {own} 0, all")
@@ -253,7 +271,12 @@ def _parser() -> Parser:
         metavar="P",
         help=f"only the likeliest tokens of this mass; {own} 1",
     )
-    add("--min-p", type=number(), metavar="P", help=f"only tokens with this share of the likeliest one's; {own} 0")  # fmt: skip
+    add(
+        "--min-p",
+        type=number(),
+        metavar="P",
+        help=f"only tokens with this share of the likeliest one's; {own} 0",
+    )
     add("--repetition-penalty", type=number(above=True), metavar="F", help=f"{own} 1, none")
     add(
         "--seed",
@@ -261,7 +284,13 @@ def _parser() -> Parser:
         metavar="N",
         help="of the draws; default: the same every time",
     )
-    add("--stop", action="append", default=[], metavar="TEXT", help="ends the answer; may be repeated")  # fmt: skip
+    add(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="ends the answer; may be repeated",
+    )
     add("--ignore-eos", action="store_true", help="the model's own stop ids do not end the answer")
     add(
         "--n",
@@ -270,12 +299,34 @@ def _parser() -> Parser:
         metavar="N",
         help="samples of each prompt; default: 1",
     )
-    add("--speculate", type=integer(0, MAX_DRAFTS), default=0, metavar="K", help="K draft tokens a step; default: 0, none")  # fmt: skip
-    add("--drafter", choices=sorted(DRAFTERS), help="what drafts: ngram (default) = earlier text, mtp = the model's own drafter layers")  # fmt: skip
-    add("--stats", action="store_true", help="memory plan, speed and where the time went, on stderr")  # fmt: skip
-    add("--memory-fraction", type=number(above=True), metavar="F", help="of the free memory for pages; default: 0.9 on a GPU, 256 MiB on a CPU")  # fmt: skip
+    add(
+        "--speculate",
+        type=integer(0, MAX_DRAFTS),
+        default=0,
+        metavar="K",
+        help="K draft tokens a step; default: 0, none",
+    )
+    add(
+        "--drafter",
+        choices=sorted(DRAFTERS),
+        help="what drafts: ngram (default) = earlier text, mtp = the model's own drafter layers",
+    )
+    add(
+        "--stats", action="store_true", help="memory plan, speed and where the time went, on stderr"
+    )
+    add(
+        "--memory-fraction",
+        type=number(above=True),
+        metavar="F",
+        help="of the free memory for pages; default: 0.9 on a GPU, 256 MiB on a CPU",
+    )
     add("--num-pages", type=integer(most=MAX_PAGES), metavar="N", help="pages of the pool, instead")
-    add("--max-model-len", type=integer(), metavar="N", help="longest sequence; default: what model and pool allow")  # fmt: skip
+    add(
+        "--max-model-len",
+        type=integer(),
+        metavar="N",
+        help="longest sequence; default: what model and pool allow",
+    )
     add(
         "--max-num-seqs",
         type=integer(),
@@ -284,12 +335,29 @@ def _parser() -> Parser:
         help="requests at once; default: 16",
     )
     add("--device", help="torch device; default: cuda where there is one, else cpu")
-    add("--dtype", choices=tuple(DTYPES), help="default: the checkpoint's; random: bfloat16 on a GPU, float32 on a CPU")  # fmt: skip
-    add("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto",
-        help="what pages hold: auto (default) = the model's dtype; fp8 = e4m3 with a scale for each row; fp8_per_tensor = with one for each layer's keys and one for its values")  # fmt: skip
+    add(
+        "--dtype",
+        choices=tuple(DTYPES),
+        help="default: the checkpoint's; random: bfloat16 on a GPU, float32 on a CPU",
+    )
+    add(
+        "--kv-cache-dtype",
+        choices=KV_CACHE_DTYPES,
+        default="auto",
+        help=(
+            "what pages hold: auto (default) = the model's dtype; fp8 = e4m3 with a scale for "
+            "each row; fp8_per_tensor = with one for each layer's keys and one for its values"
+        ),
+    )
     add("--impl", choices=("triton", "torch"), help="kernels; default: triton on a GPU, else torch")
     add(
         "--model-seed", type=integer(0, 2**63 - 1), default=0, metavar="N", help="of random weights"
     )
-    add("--threads", type=threads, default=torch.get_num_threads(), metavar="N", help="CPU threads of torch; default: torch's own")  # fmt: skip
+    add(
+        "--threads",
+        type=threads,
+        default=torch.get_num_threads(),
+        metavar="N",
+        help="CPU threads of torch; default: torch's own",
+    )
     return parser

@@ -16,17 +16,18 @@ from tqdm import tqdm
 
 from .chat import PLAIN, ChatTemplate
 from .config.fields import shown
+from .config.files import read_generation_config
 from .config.hf import load_config
 from .config.named import named_configs
-from .deepseek_v4.draft import MTPDrafter
+from .deepseek_v4.mtp_drafter import MTPDrafter
 from .device import find_device
 from .engine.engine import Engine, EngineConfig
 from .engine.interrupts import interrupts_wait
 from .engine.memory import free_memory, weight_bytes
 from .engine.request import OutputDelta, RequestError, RequestOutput, SamplingParams
 from .engine.speculative import Drafter, NGramDrafter
-from .loading.checkpoint import read_generation_config
-from .loading.weights import build_model, find_dtype, load_model, random_model
+from .loading.random_weights import random_model
+from .loading.weights import build_model, find_dtype, load_model
 from .tokenizer import ByteTokenizer, Tokenizer, find_tokenizer
 
 DRAFTERS: dict[str, Callable[[Any, int], Drafter]] = {
@@ -39,22 +40,27 @@ DRAFTERS: dict[str, Callable[[Any, int], Drafter]] = {
 class LLM:
     """A model with an engine and, where there is one, a tokenizer.
 
-    model: a named configuration (random weights), a Hugging Face directory, or a built model.
-    engine: settings; default `EngineConfig()`. drafter: speculates (`quire.models.engine.speculative`), or a function that makes it from the
-        model; None = no speculation.
-    device: default: the GPU if there is one. dtype: one of torch, or its name; default: that of the checkpoint; for random weights
-        bfloat16 on a GPU and float32 on a CPU. Both are the model's own where it is already built.
-    seed: of random weights.
+    Ctrl-C ends `generate` and `stream` between two steps: their requests are aborted, and all else
+    goes on. Several threads may call them at once; their prompts then run together.
+
+    Args:
+        model: a named configuration (random weights), a Hugging Face directory, or a built model.
+        engine: settings; default `EngineConfig()`.
+        drafter: speculates (`quire.models.engine.speculative`), or a function that makes it from
+            the model; None = no speculation.
+        device: default: the GPU if there is one.
+        dtype: one of torch, or its name; default: that of the checkpoint; for random weights
+            bfloat16 on a GPU and float32 on a CPU. Both are the model's own where it is already
+            built.
+        seed: of random weights.
 
     Attributes:
         model, engine, tokenizer (None where prompts must be token ids).
         default_params: SamplingParams of prompts that are given none (`default_params`).
 
-    Ctrl-C ends `generate` and `stream` between two steps: their requests are aborted, and all else goes on. Several threads may call
-    them at once; their prompts then run together.
-
-    Raises: ValueError for a model that is neither a name, a directory nor a module, for one that does not fit the memory, and what
-        `find_device`, `load_model` and `Engine` raise.
+    Raises:
+        ValueError: a model that is neither a name, a directory nor a module, for one that does not
+            fit the memory, and what `find_device`, `load_model` and `Engine` raise.
     """
 
     def __init__(
@@ -82,7 +88,8 @@ class LLM:
             config = load_config(self._directory)
         else:
             raise ValueError(
-                f"model: expected one of {sorted(configs)}, a directory or a module, got {str(model)!r}"
+                f"model: expected one of {sorted(configs)}, a directory or a module, got "
+                f"{str(model)!r}"
             )
         # What may be wrong with small files is said before weights are read.
         self.default_params = default_params(self._directory)
@@ -111,13 +118,20 @@ class LLM:
     ) -> list[RequestOutput]:
         """Generates for all prompts at once.
 
-        prompts: texts (where the model has a tokenizer) or lists of token ids; one text stands for a list of one.
-        params: for all prompts, or one for each; default: ``default_params``. progress: show a bar with tokens per second on stderr.
+        Args:
+            prompts: texts (where the model has a tokenizer) or lists of token ids; one text stands
+                for a list of one.
+            params: for all prompts, or one for each; default: ``default_params``.
+            progress: show a bar with tokens per second on stderr.
 
-        Returns: outputs in the order of the prompts; the n samples of a prompt (`SamplingParams.n`) one after another. One with
-            finish_reason "nan" or "error" failed alone: its ``error`` says how.
-        Raises: ValueError for prompts that the engine refuses (none is then queued), for texts without a tokenizer, or for
-            params of another count.
+        Returns:
+            Outputs in the order of the prompts; the n samples of a prompt (`SamplingParams.n`) one
+            after another. One with finish_reason "nan" or "error" failed alone: its ``error`` says
+            how.
+
+        Raises:
+            ValueError: prompts that the engine refuses (none is then queued), for texts without a
+                tokenizer, or for params of another count.
         """
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)
         if params is None or isinstance(params, SamplingParams):
@@ -150,12 +164,16 @@ class LLM:
     def stream(
         self, prompt: str | Sequence[int], params: SamplingParams | None = None
     ) -> Iterator[OutputDelta]:
-        """Generates for one prompt, and yields what each step adds. Ending the iteration early aborts the request.
+        """Generates for one prompt, and yields what each step adds.
 
-        prompt: text or token ids. params: as in `generate`; with n samples, deltas say which one they belong to.
+        Ending the iteration early aborts the request.
 
-        Yields: OutputDelta; their texts together are the text of the output. The last one has the error of a request that failed.
-        Raises: ValueError, at once, for a prompt that the engine refuses.
+        Args:
+            prompt: text or token ids.
+            params: as in `generate`; with n samples, deltas say which one they belong to.
+
+        Raises:
+            ValueError: at once, for a prompt that the engine refuses.
         """
         ids, params = self._encode(prompt), params or self.default_params
         self.engine.check(ids, params)
@@ -167,9 +185,13 @@ class LLM:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[int]:
-        """Token ids of a chat whose next message is the model's. Arguments as in `ChatTemplate.render`.
+        """Token ids of a chat whose next message is the model's.
 
-        Raises: ValueError without tokenizer or template, or for messages that the template refuses; ImportError without jinja2.
+        Arguments as in `ChatTemplate.render`.
+
+        Raises:
+            ValueError: without tokenizer or template, or for messages that the template refuses.
+            ImportError: without jinja2.
         """
         if self.tokenizer is None:
             raise ValueError("chat: expected a model with a tokenizer.json, this one has none")
@@ -211,7 +233,11 @@ class LLM:
                 self.engine.abort(request_id)
 
     def _step(self) -> int:
-        """One step of the engine; its tokens. What belongs to open streams and to other calls is kept for them, whoever asked for the step."""
+        """One step of the engine; its tokens.
+
+        What belongs to open streams and to other calls is kept for them, whoever asked for the
+        step.
+        """
         with interrupts_wait():
             report = self.engine.step()
             if report is None:
@@ -258,16 +284,20 @@ class LLM:
             return replace(output, text=self.tokenizer.decode(ids))
         except Exception as cause:  # the other outputs are good
             error = RequestError(
-                f"request {output.request_id!r}, sample {output.sample}: its text cannot be decoded: {type(cause).__name__}: {cause}"
+                f"request {output.request_id!r}, sample {output.sample}: its text cannot be "
+                f"decoded: {type(cause).__name__}: {cause}"
             )
             error.__cause__ = cause
             return replace(output, finish_reason="error", error=output.error or error)
 
 
 def default_params(directory: Path | None) -> SamplingParams:
-    """How a checkpoint wants to be sampled: greedily, unless its ``generation_config.json`` says ``do_sample``.
+    """How a checkpoint wants to be sampled.
 
-    Raises: ValueError for a file that is no JSON, or has a value out of range.
+    Greedily, unless its ``generation_config.json`` says ``do_sample``.
+
+    Raises:
+        ValueError: a file that is no JSON, or has a value out of range.
     """
     given = {} if directory is None else read_generation_config(directory)
     names = ["repetition_penalty"]
@@ -278,11 +308,14 @@ def default_params(directory: Path | None) -> SamplingParams:
 
 
 def expect_room(config: Any, device: torch.device, dtype: torch.dtype) -> None:
-    """Raises ValueError where random weights would fill more than the free memory of a CPU, which else kills the process."""
+    """Raises ValueError where random weights would fill more than the free memory of a CPU, which
+    else kills the process.
+    """
     if device.type != "cpu" or sys.platform != "linux":
         return
     needed = weight_bytes(build_model(config, device="meta", dtype=dtype))
     if needed > (free := free_memory(device)):
         raise ValueError(
-            f"model: {config.name!r} takes {needed / 2**30:.4g} GiB of memory, and {free / 2**30:.4g} GiB are free"
+            f"model: {config.name!r} takes {needed / 2**30:.4g} GiB of memory, and "
+            f"{free / 2**30:.4g} GiB are free"
         )

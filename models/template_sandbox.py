@@ -1,9 +1,13 @@
-"""A jinja sandbox whose templates end: each operation is paid for before it is done, out of a budget of characters, and within a time.
+"""A jinja sandbox whose templates end.
 
-A template is a program of whoever made the checkpoint. What it can repeat is the body of a loop and a call of a macro; what it can make large is the
-result of an operator, a method or a filter. Each of these is charged by the size of its arguments, in proportion to what it can make of
-them: known ones as much as they take, all others the product of all sizes (numbers count as themselves), which no result exceeds but by a
-constant (`urlencode` makes up to 12 characters of one). A list that holds one long text a thousand times is as large as its text.
+Each operation is paid for before it is done, out of a budget of characters, and within a time.
+
+A template is a program of whoever made the checkpoint. What it can repeat is the body of a loop and
+a call of a macro; what it can make large is the result of an operator, a method or a filter. Each
+of these is charged by the size of its arguments, in proportion to what it can make of them: known
+ones as much as they take, all others the product of all sizes (numbers count as themselves), which
+no result exceeds but by a constant (`urlencode` makes up to 12 characters of one). A list that
+holds one long text a thousand times is as large as its text.
 """
 
 from __future__ import annotations
@@ -109,7 +113,12 @@ class TooMuch(Exception):
 
 
 class Budget:
-    """characters: to spend. seconds: of CPU to spend them in, by the thread that makes it."""
+    """What a rendering may spend.
+
+    Args:
+        characters: to spend.
+        seconds: of CPU to spend them in, by the thread that makes it.
+    """
 
     def __init__(self, characters: int, seconds: float) -> None:
         self._limits = characters, seconds
@@ -121,7 +130,8 @@ class Budget:
         if self._left < 0 or thread_time() > self._until:
             most, seconds = self._limits
             raise TooMuch(
-                f"it takes more than {most} characters' work or {seconds} seconds of CPU: an endless loop?"
+                f"it takes more than {most} characters' work or {seconds} seconds of CPU: an "
+                "endless loop?"
             )
 
     def deep(self, value: Any) -> int:
@@ -158,7 +168,10 @@ class Budget:
 
 
 class BoundedSandbox(ImmutableSandboxedEnvironment):
-    """Compiles templates with `compile_bounded`, and renders them within `budget`. Threads may share it."""
+    """Compiles templates with `compile_bounded`, and renders them within `budget`.
+
+    Threads may share it.
+    """
 
     intercepted_binops = frozenset(["+", "-", "*", "/", "//", "%", "**"])
 
@@ -258,7 +271,11 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
         return super().call(__context, __obj, *args, **more)
 
     def _format_cost(self, form: Any, values: tuple[Any, ...], nested: bool) -> int:
-        """Of a format: its widths, and each value as often as the format may name it. nested: whether values may be widths."""
+        """Of a format: its widths, and each value as often as the format may name it.
+
+        Args:
+            nested: whether values may be widths.
+        """
         texts = [str(form)]
         sizes = [1 + self.spent.deep(value) for value in values]
         if nested:
@@ -286,7 +303,10 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
 
 
 class _Counted(NodeTransformer):
-    """Counts the items of loops, and the sizes of what has no hook of its own: operands of ``~``, and slices."""
+    """Counts the items of loops, and the sizes of what has no hook of its own.
+
+    Operands of ``~``, and slices.
+    """
 
     def visit_For(self, node: nodes.For) -> nodes.For:
         self.generic_visit(node)

@@ -1,4 +1,7 @@
-"""Text to token ids and back: a ``tokenizer.json`` through the tokenizers library, or plain bytes for the small configurations."""
+"""Text to token ids and back.
+
+A ``tokenizer.json`` through the tokenizers library, or plain bytes for the small configurations.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,10 @@ class Tokenizer(Protocol):
     """What `quire.models.llm.LLM` needs of a tokenizer."""
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Token ids of a prompt, with the special tokens around it; special=False: of text that spells its special tokens itself."""
+        """Token ids of a prompt, with the special tokens around it.
+
+        Special=False: of text that spells its special tokens itself.
+        """
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of generated ids, without special tokens."""
@@ -27,10 +33,13 @@ class Tokenizer(Protocol):
 class TextStream:
     """Text that grows token by token, and stop strings in it.
 
-    A character may take several tokens, and a stop string several steps: what could still turn out to be part of one is not
-    released before that is decided.
+    A character may take several tokens, and a stop string several steps: what could still turn out
+    to be part of one is not released before that is decided.
 
-    tokenizer: for its ``decode``. stop: strings that end the text. stop_ids: ids that have no text.
+    Args:
+        tokenizer: for its ``decode``.
+        stop: strings that end the text.
+        stop_ids: ids that have no text.
 
     Source: the two offsets of text-generation-inference's ``decode_token``.
     """
@@ -44,13 +53,17 @@ class TextStream:
         self._stop_ids = stop_ids
         self._longest = max(map(len, self._stop), default=0)
         self._ids: list[int] = []
-        # Ids from _start on are decoded together with the next ones, for their spaces; the text of those before _read is out.
+        # Ids from _start on are decoded together with the next ones, for their spaces; the text of
+        # those before _read is out.
         self._start = self._read = 0
         self._num_taken = 0
         self._finished = False
 
     def append(self, token: int) -> str | None:
-        """Adds a token; returns the stop string that the text now contains, if any. The text then ends before it."""
+        """Adds a token; returns the stop string that the text now contains, if any.
+
+        The text then ends before it.
+        """
         if token in self._stop_ids:
             return None
         self._ids.append(token)
@@ -119,7 +132,9 @@ class ByteTokenizer:
 class FileTokenizer:
     """A ``tokenizer.json``, read by the tokenizers library (extra "hf").
 
-    Raises: ImportError without tokenizers; ValueError for a file that it cannot read.
+    Raises:
+        ImportError: without tokenizers.
+        ValueError: a file that it cannot read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -140,7 +155,10 @@ class FileTokenizer:
         self._backend.no_padding()
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Ids with the special tokens that the file itself adds, as in transformers; with special=False only those in the text."""
+        """Ids with the special tokens that the file itself adds, as in transformers.
+
+        With special=False only those in the text.
+        """
         return self._backend.encode(text, add_special_tokens=special).ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -149,7 +167,10 @@ class FileTokenizer:
 
 
 def find_tokenizer(config: ModelConfig, path: Path | None) -> Tokenizer | None:
-    """The tokenizer of a model: ``tokenizer.json`` in its directory, bytes for a vocabulary of 259, else None."""
+    """The tokenizer of a model.
+
+    ``tokenizer.json`` in its directory, bytes for a vocabulary of 259, else None.
+    """
     if path is not None and (path / "tokenizer.json").is_file():
         return FileTokenizer(path / "tokenizer.json")
     return ByteTokenizer() if config.vocab_size == BYTE_VOCAB else None

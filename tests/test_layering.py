@@ -20,7 +20,7 @@ ALLOWED = {
     },
     "models/integrations": {"msgspec", "prometheus_client", "zmq", "quire.kvcore"},
     "bench": {
-        "matplotlib", "numpy", "torch", "tqdm", "triton",
+        "matplotlib", "numpy", "safetensors", "torch", "tqdm", "triton",
         "quire.bench", "quire.kernels", "quire.kvcore", "quire.models",
     },
 }  # fmt: skip

@@ -16,8 +16,13 @@ from typing import Any
 
 import torch
 
-from tests.kernels import test_attention, test_fp8, test_write_and_merge
-from tests.kernels.mla import test_compress, test_compressed, test_dense, test_indexer, test_latent
+from tests.kernels.attention import test_attention, test_fp8
+from tests.kernels.cache_write import test_write_and_merge
+from tests.kernels.compressed import test_compressed
+from tests.kernels.compressor import test_compressor
+from tests.kernels.indexer import test_indexer
+from tests.kernels.latent_write import test_latent_write
+from tests.kernels.mla import test_mla
 
 PATH = Path(__file__).resolve().parent.parent / "bench" / "results" / "tested.json"
 Size = tuple[str, int, torch.dtype, tuple[int, ...]]
@@ -36,7 +41,7 @@ def sizes() -> Iterator[Size]:
         yield "write_kv", case.head_dim, torch.float8_e4m3fn, (case.block_size,)
     for case in test_write_and_merge.MERGES.values():
         yield "merge_partials", case.get("head_dim", 16), case.get("dtype", torch.float32), ()
-    for case in test_dense.CASES:
+    for case in test_mla.CASES:
         yield "mla_attention", case.head_dim_v, case.dtype, (case.block_size,)
     for case in test_compressed.CASES:
         rows = (case.rows,) if case.ratio is None else (case.rows, case.entry_rows)
@@ -44,10 +49,10 @@ def sizes() -> Iterator[Size]:
     for case in test_indexer.CASES:
         pages = torch.uint8 if case.fp8 else case.dtype
         yield "index_topk", case.index_dim, pages, (case.rows,)
-    for case in test_latent.CASES.values():
+    for case in test_latent_write.CASES.values():
         if case.pages is not None:
             yield "write_latent", case.head_dim, case.pages, (case.block_size,)
-    for case in test_compress.CASES.values():
+    for case in test_compressor.CASES.values():
         yield "compress", case.dim, case.pages, (case.block_size,)
 
 

@@ -15,8 +15,11 @@ from quire.models.families.decoder import Decoder
 from quire.models.families.gpt_oss import Experts as GptOssExperts
 from quire.models.layers.basic import RMSNorm
 from quire.models.llm import expect_room
-from quire.models.loading.weights import load_model, random_model, save_checkpoint
+from quire.models.loading.random_weights import random_model
+from quire.models.loading.weights import load_model
 from quire.models.tokenizer import ByteTokenizer, Tokenizer, find_tokenizer
+
+from ..common.hf_checkpoint import save_checkpoint
 
 CHECKPOINT_BYTES = 2**28  # random models up to this size take the way over a checkpoint on disk
 EMBEDDING_SHRINK = 1 / 32

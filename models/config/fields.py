@@ -6,8 +6,8 @@ A dataclass declares them by its annotations, checked nowhere else::
     head_dim: HeadSize | None = None     # null too
     mlp_bias: only(False) = False        # anything else is a feature that is not supported
 
-`read_fields` makes one of a JSON object; `check_fields` holds one that a caller made against its annotations. Errors name the
-field, what was expected and what was got.
+`read_fields` makes one of a JSON object; `check_fields` holds one that a caller made against its
+annotations. Errors name the field, what was expected and what was got.
 """
 
 from __future__ import annotations
@@ -50,14 +50,17 @@ class _Only:
 
 
 def only(*known: Any) -> Any:
-    """The annotation of a field of which only these values are supported; another is a NotImplementedError."""
+    """The annotation of a field of which only these values are supported.
+
+    Another is a NotImplementedError.
+    """
     return Annotated[Any, _Only(known)]
 
 
 MAX_INT32 = 2**31 - 1
 Width = Annotated[int, Range(1, 2**20)]  # channels
 WidthOrNone = Annotated[int, Range(0, 2**20)]  # 0 = the model has no such thing
-HeadSize = Annotated[int, Range(2, 2**14, multiple=2)]  # rotary embeddings turn pairs
+HeadSize = Annotated[int, Range(2, 2**14, multiple=2)]  # rotary embeddings rotate pairs
 NumHeads = Annotated[int, Range(1, 2**14)]
 NumLayers = Annotated[int, Range(1, 1024)]
 NumShared = Annotated[int, Range(0, 1024)]  # layers that are of a kind, or none
@@ -76,12 +79,16 @@ NotNegative = Annotated[float, Range(0, 1e6)]
 
 
 def read_fields(cls: type[T], data: Any, name: str = "") -> T:
-    """An instance of a dataclass from a JSON object: keys that it does not declare are left out, absent ones have its defaults.
+    """An instance of a dataclass from a JSON object.
 
-    name: of the object in its file; "" = it is the file.
+    Keys that it does not declare are left out, absent ones have its defaults.
 
-    Raises: ValueError naming the first key that is missing or of another type or range; NotImplementedError naming every key
-        whose value is not supported.
+    Args:
+        name: of the object in its file; "" = it is the file.
+
+    Raises:
+        ValueError: naming the first key that is missing or of another type or range.
+        NotImplementedError: naming every key whose value is not supported.
     """
     if not isinstance(data, Mapping):
         raise ValueError(f"{name}: expected an object, got {shown(data)}")
@@ -100,15 +107,21 @@ def read_fields(cls: type[T], data: Any, name: str = "") -> T:
 
 
 def check_fields(config: Any) -> None:
-    """Holds a dataclass against its annotations, in its ``__post_init__``; lists become tuples. Raises as `read_fields`."""
+    """Holds a dataclass against its annotations, in its ``__post_init__``; lists become tuples.
+
+    Raises as `read_fields`.
+    """
     for field, (hint, _) in _declared(type(config)).items():
         object.__setattr__(config, field, checked(hint, field, getattr(config, field)))
 
 
 def checked(hint: Any, name: str, value: Any, whole: Any = None) -> Any:
-    """``value`` as the annotation ``hint`` has it: lists become tuples, and objects dataclasses. Raises as `read_fields`.
+    """``value`` as the annotation ``hint`` has it: lists become tuples, and objects dataclasses.
 
-    whole: the annotation that errors name, if that is not ``hint``.
+    Raises as `read_fields`.
+
+    Args:
+        whole: the annotation that errors name, if that is not ``hint``.
     """
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):

@@ -1,8 +1,9 @@
-"""Reading and writing Hugging Face ``config.json`` files.
+"""Reading Hugging Face ``config.json`` files.
 
-A key that a file leaves out has the value that transformers 5.23 gives it, because that is what the file's author ran. This file
-has the Gemma families; `models.config.hf_llama` those whose layers all have the same shapes. Types, ranges and defaults of keys are
-declared once each, as `models.config.fields` has it.
+A key that a file leaves out has the value that transformers 5.23 gives it, because that is what the
+file's author ran. This file has the Gemma families; `models.config.hf_llama` those whose layers all
+have the same shapes. Types, ranges and defaults of keys are declared once each, as
+`models.config.fields` has it.
 """
 
 from __future__ import annotations
@@ -14,21 +15,27 @@ from typing import Any
 
 from ..deepseek_v4.config import MODEL_TYPE as DEEPSEEK_V4
 from ..deepseek_v4.hf import from_hf as deepseek_v4_from_hf
-from ..loading.checkpoint import read_generation_config, read_json
 from . import fields, hf_llama
 from .fields import checked, naming, only, read_fields, shown
-from .hf_common import LayeredKeys, read_rope, token_ids, write_common, write_rope
+from .files import read_generation_config, read_json
+from .hf_common import LayeredKeys, read_rope, token_ids
 from .named import FAMILIES, FULL, SLIDING, AttentionConfig, ModelConfig, MoEConfig, RopeConfig
 
 
 def from_hf(config: Mapping[str, Any], *, name: str | None = None) -> ModelConfig:
     """Reads a Hugging Face ``config.json``, text-only or multimodal (``text_config``).
 
-    config: the parsed file. name: what to call the model; default: its ``model_type``.
+    Args:
+        config: the parsed file.
+        name: what to call the model; default: its ``model_type``.
 
-    Returns: ModelConfig.
-    Raises: NotImplementedError naming each feature of the file that is not supported; ValueError for keys of another type or range,
-        and for contradictions.
+    Returns:
+        ModelConfig.
+
+    Raises:
+        NotImplementedError: naming each feature of the file that is not supported.
+        ValueError: keys of another type or range, and for contradictions.
+
     Source: transformers ``configuration_*`` of each family.
     """
     model_type = checked(str, "model_type", config.get("model_type", ""))
@@ -38,7 +45,8 @@ def from_hf(config: Mapping[str, Any], *, name: str | None = None) -> ModelConfi
     kind = checked(str, "model_type", text.get("model_type", model_type)).removesuffix("_text")
     if kind not in (*FAMILIES, "gemma4_unified"):
         raise NotImplementedError(
-            f"model_type: supported are {FAMILIES} and their _text forms, and {DEEPSEEK_V4!r}; got {kind!r}"
+            f"model_type: supported are {FAMILIES} and their _text forms, and {DEEPSEEK_V4!r}; "
+            f"got {kind!r}"
         )
     # These may stand at the top of a multimodal file, outside of its text_config.
     for key in ("eos_token_id", "bos_token_id", "quantization_config"):
@@ -76,7 +84,11 @@ class GemmaKeys(LayeredKeys):
     use_bidirectional_attention: only(None, False, "vision") = None
 
     def model_fields(self, sliding: RopeConfig, full: RopeConfig) -> dict[str, Any]:
-        """Fields of ModelConfig; full layers have the shapes of sliding ones. sliding, full: RoPE of both kinds."""
+        """Fields of ModelConfig; full layers have the shapes of sliding ones.
+
+        Args:
+            sliding, full: RoPE of both kinds.
+        """
         attention = AttentionConfig(
             num_heads=self.num_attention_heads,
             num_kv_heads=self.num_key_value_heads,
@@ -179,7 +191,8 @@ def _gemma4_from_hf(text: Mapping[str, Any], name: str, *, unified: bool) -> Mod
     width, moe = 0 if unified else keys.hidden_size_per_layer_input, None
     if width and keys.vocab_size_per_layer_input != keys.vocab_size:
         raise NotImplementedError(
-            f"vocab_size_per_layer_input: supported is vocab_size={keys.vocab_size}, got {keys.vocab_size_per_layer_input}"
+            f"vocab_size_per_layer_input: supported is vocab_size={keys.vocab_size}, got "
+            f"{keys.vocab_size_per_layer_input}"
         )
     if keys.enable_moe_block:
         wanted = ("num_experts", "top_k_experts", "moe_intermediate_size")
@@ -206,8 +219,8 @@ def _object(data: Mapping[str, Any], key: str) -> dict[str, Any]:
 def _gemma4_full_shapes(keys: Gemma4Keys, layer_types: Sequence[str]) -> dict[str, Any]:
     """head_dim, num_kv_heads and k_eq_v of the full layers.
 
-    Hub files say ``global_head_dim`` and ``num_global_key_value_heads``; files that transformers 5.23 saved say
-    ``per_layer_config`` = {layer: {key: value}} instead.
+    Hub files say ``global_head_dim`` and ``num_global_key_value_heads``; files that transformers
+    5.23 saved say ``per_layer_config`` = {layer: {key: value}} instead.
     """
     kv_heads, head_dim = keys.num_key_value_heads, keys.global_head_dim
     if keys.attention_k_eq_v:
@@ -222,7 +235,8 @@ def _gemma4_full_shapes(keys: Gemma4Keys, layer_types: Sequence[str]) -> dict[st
             or set(entries[0]) - known
         ):
             raise NotImplementedError(
-                f"per_layer_config: supported are {sorted(known)}, the same in all layers that layer_types calls full; got {shown(per_layer)}"
+                f"per_layer_config: supported are {sorted(known)}, the same in all layers that "
+                f"layer_types calls full; got {shown(per_layer)}"
             )
         layer = read_fields(LayerKeys, entries[0], "per_layer_config")
         head_dim = layer.head_dim or keys.head_dim
@@ -230,61 +244,13 @@ def _gemma4_full_shapes(keys: Gemma4Keys, layer_types: Sequence[str]) -> dict[st
     return {"head_dim": head_dim, "num_kv_heads": kv_heads, "k_eq_v": keys.attention_k_eq_v}
 
 
-def to_hf(config: ModelConfig) -> dict[str, Any]:
-    """The text-only ``config.json`` of a model, with every key that a reader could default wrongly.
-
-    Returns: dict that ``from_hf`` and transformers' ``AutoConfig`` read.
-    """
-    if config.family == "llama":
-        return hf_llama.llama_to_hf(config)
-    if config.family == "gpt_oss":
-        return hf_llama.gpt_oss_to_hf(config)
-    return _gemma_to_hf(config)
-
-
-def _gemma_to_hf(config: ModelConfig) -> dict[str, Any]:
-    assert config.sliding is not None
-    out = write_common(config) | {
-        "architectures": [
-            "Gemma3ForCausalLM" if config.family == "gemma3" else "Gemma4ForCausalLM"
-        ],
-        "model_type": f"{config.family}_text",
-        "num_key_value_heads": config.sliding.num_kv_heads,
-        "head_dim": config.sliding.head_dim,
-        "sliding_window": config.sliding.sliding_window,
-        "layer_types": list(config.layer_types),
-        "rope_parameters": {
-            SLIDING: write_rope(config.sliding.rope),
-            FULL: write_rope(config.full.rope),
-        },
-        "final_logit_softcapping": config.final_logit_softcapping,
-        "hidden_activation": "gelu_pytorch_tanh",
-    }
-    if config.family == "gemma3":
-        return out | {
-            "query_pre_attn_scalar": config.query_pre_attn_scalar,
-            "attn_logit_softcapping": None,
-        }
-    return out | {
-        "global_head_dim": config.full.head_dim,
-        "num_global_key_value_heads": config.full.num_kv_heads,
-        "attention_k_eq_v": config.full.k_eq_v,
-        "hidden_size_per_layer_input": config.per_layer_input_size,
-        "vocab_size_per_layer_input": config.vocab_size,
-        "num_kv_shared_layers": config.num_kv_shared_layers,
-        "use_double_wide_mlp": config.double_wide_mlp,
-        "enable_moe_block": config.moe is not None,
-        "num_experts": config.moe and config.moe.num_experts,
-        "top_k_experts": config.moe and config.moe.top_k,
-        "moe_intermediate_size": config.moe and config.moe.intermediate_size,
-    }
-
-
 def load_config(path: str | Path) -> ModelConfig:
     """Reads ``config.json``, and the stop ids of ``generation_config.json`` where there is one.
 
-    Raises: ValueError when there is no config.json, or naming file and key where one is no JSON or a key has another type or range;
-        NotImplementedError for unsupported models.
+    Raises:
+        ValueError: there is no config.json, or naming file and key where one is no JSON or a key
+            has another type or range.
+        NotImplementedError: unsupported models.
     """
     path = Path(path)
     if not (path / "config.json").is_file():

@@ -1,4 +1,7 @@
-"""What the readers and writers of ``config.json`` share: keys of every family, rotary embeddings, token ids."""
+"""What the readers and writers of ``config.json`` share.
+
+Keys of every family, rotary embeddings, token ids.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from typing import Any
 from . import fields
 from .fields import only, read_fields
 from .model import LayerTypes
-from .named import FULL, SLIDING, ModelConfig, RopeConfig
+from .named import FULL, SLIDING, RopeConfig
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,8 @@ class GroupKeys:
 class QuantizationKeys:
     """The ``quantization_config`` of weights that `models.loading.weights` reads.
 
-    weight_block_size: rows and columns of a matrix that share a scale, where the file says so.
+    Attributes:
+        weight_block_size: rows and columns of a matrix that share a scale, where the file says so.
     """
 
     quant_method: only("fp8", "compressed-tensors", "mxfp4") = None
@@ -49,7 +53,10 @@ class QuantizationKeys:
 
 @dataclass(frozen=True, kw_only=True)
 class TextKeys:
-    """Keys of every family. Those without a default here have one in each family, that of transformers."""
+    """Keys of every family.
+
+    Those without a default here have one in each family, that of transformers.
+    """
 
     vocab_size: fields.VocabSize
     hidden_size: fields.Width
@@ -67,7 +74,13 @@ class TextKeys:
 
     def common_fields(self) -> dict[str, Any]:
         """What every family calls alike, as fields of ModelConfig."""
-        same = ("vocab_size", "hidden_size", "max_position_embeddings", "rms_norm_eps", "bos_token_id")  # fmt: skip
+        same = (
+            "vocab_size",
+            "hidden_size",
+            "max_position_embeddings",
+            "rms_norm_eps",
+            "bos_token_id",
+        )
         return {name: getattr(self, name) for name in same} | {
             "eos_token_ids": token_ids(self.eos_token_id)
         }
@@ -86,7 +99,8 @@ class LayeredKeys(TextKeys):
             return tuple(FULL if i % pattern == pattern - 1 else SLIDING for i in range(num_layers))
         if len(self.layer_types) != num_layers:
             raise ValueError(
-                f"layer_types: expected num_hidden_layers={num_layers} entries, got {len(self.layer_types)}"
+                f"layer_types: expected num_hidden_layers={num_layers} entries, got "
+                f"{len(self.layer_types)}"
             )
         return self.layer_types
 
@@ -127,8 +141,10 @@ def read_rope(
 ) -> RopeConfig:
     """One entry of ``rope_parameters``.
 
-    params: its keys, or those of the older ``rope_scaling`` with ``rope_theta`` beside them.
-    base: rope_theta where the file has none. max_positions: ``max_position_embeddings``, what llama3 falls back to.
+    Args:
+        params: its keys, or those of the older ``rope_scaling`` with ``rope_theta`` beside them.
+        base: rope_theta where the file has none.
+        max_positions: ``max_position_embeddings``, what llama3 falls back to.
 
     Source: transformers ``modeling_rope_utils``.
     """
@@ -165,41 +181,6 @@ def _yarn_amplitude(keys: RopeKeys, factor: float) -> float:
     return amplitude(over) / amplitude(under) if over and under else amplitude(1.0)
 
 
-def write_rope(rope: RopeConfig) -> dict[str, Any]:
-    """The ``rope_parameters`` entry of ``rope``."""
-    out: dict[str, Any] = {"rope_type": rope.kind, "rope_theta": rope.base}
-    if rope.kind == "proportional":
-        out["partial_rotary_factor"] = rope.partial_rotary_factor
-    if rope.factor != 1.0:
-        out["factor"] = rope.factor
-    if rope.kind == "llama3":
-        out |= {"low_freq_factor": rope.low, "high_freq_factor": rope.high}
-    if rope.kind == "yarn":
-        out |= {"beta_slow": rope.low, "beta_fast": rope.high, "truncate": rope.truncate}
-        out["attention_factor"] = rope.amplitude
-    if rope.original_max_positions is not None:
-        out["original_max_position_embeddings"] = rope.original_max_positions
-    return out
-
-
 def token_ids(value: int | tuple[int, ...] | None) -> tuple[int, ...]:
     """The ids of a key that may hold one, several or none."""
     return value if isinstance(value, tuple) else () if value is None else (value,)
-
-
-def write_common(config: ModelConfig) -> dict[str, Any]:
-    """Keys that every family writes alike."""
-    return {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.full.num_heads,
-        "max_position_embeddings": config.max_position_embeddings,
-        "rms_norm_eps": config.rms_norm_eps,
-        "attention_bias": config.attention_bias,
-        "tie_word_embeddings": config.tie_word_embeddings,
-        "eos_token_id": list(config.eos_token_ids),
-        "bos_token_id": config.bos_token_id,
-        "pad_token_id": 0,
-    }

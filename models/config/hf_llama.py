@@ -8,7 +8,7 @@ from typing import Any
 
 from . import fields
 from .fields import only, read_fields
-from .hf_common import LayeredKeys, TextKeys, read_rope, write_common, write_rope
+from .hf_common import LayeredKeys, TextKeys, read_rope
 from .named import FULL, AttentionConfig, ModelConfig, MoEConfig
 
 
@@ -52,19 +52,6 @@ def llama_from_hf(text: Mapping[str, Any], name: str) -> ModelConfig:
         attention_bias=keys.attention_bias,
         tie_word_embeddings=keys.tie_word_embeddings,
     )
-
-
-def llama_to_hf(config: ModelConfig) -> dict[str, Any]:
-    """The file of a llama model."""
-    return write_common(config) | {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "num_key_value_heads": config.full.num_kv_heads,
-        "head_dim": config.full.head_dim,
-        "hidden_act": "silu",
-        "mlp_bias": False,
-        "rope_parameters": write_rope(config.full.rope),
-    }
 
 
 SWIGLU = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}
@@ -128,29 +115,10 @@ def gpt_oss_from_hf(text: Mapping[str, Any], name: str) -> ModelConfig:
     )
 
 
-def gpt_oss_to_hf(config: ModelConfig) -> dict[str, Any]:
-    """The file of a gpt-oss model."""
-    assert config.sliding is not None and config.moe is not None
-    return (
-        write_common(config)
-        | {
-            "architectures": ["GptOssForCausalLM"],
-            "model_type": "gpt_oss",
-            "intermediate_size": config.moe.intermediate_size,
-            "num_key_value_heads": config.full.num_kv_heads,
-            "head_dim": config.full.head_dim,
-            "hidden_act": "silu",
-            "sliding_window": config.sliding.sliding_window,
-            "layer_types": list(config.layer_types),
-            "rope_parameters": write_rope(config.full.rope),
-            "num_local_experts": config.moe.num_experts,
-            "num_experts_per_tok": config.moe.top_k,
-        }
-        | SWIGLU
-    )
-
-
 def _rope_keys(keys: TextKeys) -> dict[str, Any]:
-    """``rope_parameters``, or the older ``rope_scaling`` and ``rope_theta``; empty where the file has neither."""
+    """``rope_parameters``, or the older ``rope_scaling`` and ``rope_theta``.
+
+    Empty where the file has neither.
+    """
     theta = {} if keys.rope_theta is None else {"rope_theta": keys.rope_theta}
     return theta | (keys.rope_parameters or keys.rope_scaling or {})

@@ -1,4 +1,7 @@
-"""What a text model is: the shapes and rules that its layers, its cache and its weights are made from."""
+"""What a text model is.
+
+The shapes and rules that its layers, its cache and its weights are made from.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +23,19 @@ ROPE_KINDS = ("default", "linear", "proportional", "llama3", "yarn")
 class RopeConfig:
     """Rotary embedding of one kind of layer.
 
-    kind: "default"; "linear", which divides every frequency by ``factor``; "proportional", which rotates only the first
-        ``partial_rotary_factor`` of the frequencies of the whole head and leaves the others at zero; "llama3" and "yarn", which
-        divide the low frequencies by ``factor``, leave the high ones and blend those between.
-    base: float, the RoPE theta.
-    original_max_positions: tokens that the model was trained on before the frequencies were scaled (llama3, yarn).
-    low, high: where the blend lies. llama3: turns within original_max_positions below which a frequency counts as low, and above
-        which as high (``low_freq_factor``, ``high_freq_factor``). yarn: the same as ``beta_slow`` and ``beta_fast``.
-    truncate: yarn only, round the ends of the blend to whole channel pairs.
-    amplitude: factor of cosine and sine (``attention_factor`` of yarn), else 1.
+    Attributes:
+        kind: "default"; "linear", which divides every frequency by ``factor``; "proportional",
+            which rotates only the first ``partial_rotary_factor`` of the frequencies of the whole
+            head and leaves the others at zero; "llama3" and "yarn", which divide the low
+            frequencies by ``factor``, leave the high ones and blend those between.
+        base: float, the RoPE theta.
+        original_max_positions: tokens that the model was trained on before the frequencies were
+            scaled (llama3, yarn).
+        low, high: where the blend lies. llama3: turns within original_max_positions below which a
+            frequency counts as low, and above which as high (``low_freq_factor``,
+            ``high_freq_factor``). yarn: the same as ``beta_slow`` and ``beta_fast``.
+        truncate: yarn only, round the ends of the blend to whole channel pairs.
+        amplitude: factor of cosine and sine (``attention_factor`` of yarn), else 1.
 
     Source: transformers ``modeling_rope_utils``.
     """
@@ -54,12 +61,14 @@ class RopeConfig:
             )
         if (self.kind in ("llama3", "yarn")) != (self.original_max_positions is not None):
             raise ValueError(
-                f"original_max_position_embeddings: expected a number with 'llama3' and 'yarn' only, got "
+                "original_max_position_embeddings: expected a number with 'llama3' and 'yarn' "
+                "only, got "
                 f"{self.original_max_positions} with {self.kind!r}"
             )
         if self.kind in ("llama3", "yarn") and self.low >= self.high:
             raise ValueError(
-                f"low_freq_factor, beta_slow: expected less than high_freq_factor or beta_fast, {self.high}, got {self.low}"
+                "low_freq_factor, beta_slow: expected less than high_freq_factor or beta_fast, "
+                f"{self.high}, got {self.low}"
             )
 
 
@@ -77,9 +86,10 @@ def expect_tokens(config: Any) -> None:
 class AttentionConfig:
     """Attention shapes shared by all layers of one kind.
 
-    num_heads, num_kv_heads, head_dim: query heads, KV heads, channels of a head.
-    sliding_window: tokens that a query sees including itself; None = all earlier tokens.
-    k_eq_v: True where V is made from the K projection (Gemma-4 ``attention_k_eq_v``).
+    Attributes:
+        num_heads, num_kv_heads, head_dim: query heads, KV heads, channels of a head.
+        sliding_window: tokens that a query sees including itself; None = all earlier tokens.
+        k_eq_v: True where V is made from the K projection (Gemma-4 ``attention_k_eq_v``).
     """
 
     num_heads: fields.NumHeads
@@ -93,7 +103,8 @@ class AttentionConfig:
         check_fields(self)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
-                f"num_kv_heads: expected a divisor of num_heads={self.num_heads}, got {self.num_kv_heads}"
+                f"num_kv_heads: expected a divisor of num_heads={self.num_heads}, got "
+                f"{self.num_kv_heads}"
             )
 
 
@@ -101,7 +112,9 @@ class AttentionConfig:
 class MoEConfig:
     """Mixture of experts of every layer.
 
-    num_experts, top_k: experts in all, and chosen for a token. intermediate_size: width of one expert.
+    Attributes:
+        num_experts, top_k: experts in all, and chosen for a token.
+        intermediate_size: width of one expert.
     """
 
     num_experts: fields.NumExperts
@@ -118,20 +131,26 @@ class MoEConfig:
 class ModelConfig:
     """A text model.
 
-    family: one of `FAMILIES`; decides the norm form, the norms of q, k and v, the softmax scale and the layer's order.
-    intermediate_size: width of the dense MLP; 0 where there is none (gpt_oss).
-    layer_types: one of ``SLIDING`` and ``FULL`` for every layer.
-    sliding, full: attention shapes of the two kinds of layers; sliding may be None where no layer slides.
-    query_pre_attn_scalar: Gemma-3 only, the softmax scale is its inverse square root.
-    final_logit_softcapping: cap c of ``c * tanh(logits / c)``; None = no cap.
-    max_position_embeddings: longest sequence in tokens.
-    moe: experts beside (gemma4) or instead of (gpt_oss) the MLP.
-    per_layer_input_size: channels that every layer gets of each token's own embedding row; 0 = none (Gemma-4 E).
-    num_kv_shared_layers: last layers without keys and values, which read those of the last earlier layer of their kind.
-    double_wide_mlp: whether those have MLPs of twice the width.
-    attention_bias: whether the projections of attention have biases.
+    Attributes:
+        family: one of `FAMILIES`; decides the norm form, the norms of q, k and v, the softmax scale
+            and the layer's order.
+        intermediate_size: width of the dense MLP; 0 where there is none (gpt_oss).
+        layer_types: one of ``SLIDING`` and ``FULL`` for every layer.
+        sliding, full: attention shapes of the two kinds of layers; sliding may be None where no
+            layer slides.
+        query_pre_attn_scalar: Gemma-3 only, the softmax scale is its inverse square root.
+        final_logit_softcapping: cap c of ``c * tanh(logits / c)``; None = no cap.
+        max_position_embeddings: longest sequence in tokens.
+        moe: experts beside (gemma4) or instead of (gpt_oss) the MLP.
+        per_layer_input_size: channels that every layer gets of each token's own embedding row; 0 =
+            none (Gemma-4 E).
+        num_kv_shared_layers: last layers without keys and values, which read those of the last
+            earlier layer of their kind.
+        double_wide_mlp: whether those have MLPs of twice the width.
+        attention_bias: whether the projections of attention have biases.
 
-    Source: transformers ``configuration_gemma3``, ``configuration_gemma4``, ``configuration_llama``, ``configuration_gpt_oss``.
+    Source: transformers ``configuration_gemma3``, ``configuration_gemma4``,
+        ``configuration_llama``, ``configuration_gpt_oss``.
     """
 
     name: str
@@ -162,7 +181,8 @@ class ModelConfig:
             raise ValueError("layer_types: expected a layer, got none")
         if (self.intermediate_size == 0) != (self.family == "gpt_oss"):
             raise ValueError(
-                f"intermediate_size: expected 0 for gpt_oss and more for other families, got {self.intermediate_size} for {self.family}"
+                "intermediate_size: expected 0 for gpt_oss and more for other families, got "
+                f"{self.intermediate_size} for {self.family}"
             )
         if (self.query_pre_attn_scalar is not None) != (self.family == "gemma3"):
             raise ValueError(
@@ -177,12 +197,14 @@ class ModelConfig:
             raise ValueError("sliding_window: expected a number in `sliding` and None in `full`")
         if not 0 <= self.num_kv_shared_layers < self.num_layers:
             raise ValueError(
-                f"num_kv_shared_layers: expected 0..{self.num_layers - 1}, got {self.num_kv_shared_layers}"
+                f"num_kv_shared_layers: expected 0..{self.num_layers - 1}, got "
+                f"{self.num_kv_shared_layers}"
             )
         owners = set(self.layer_types[: self.num_kv_owners])
         if missing := set(self.layer_types) - owners:
             raise ValueError(
-                f"num_kv_shared_layers: expected an earlier layer of kind {sorted(missing)} to share"
+                f"num_kv_shared_layers: expected an earlier layer of kind {sorted(missing)} to "
+                "share"
             )
 
     @property
@@ -197,7 +219,10 @@ class ModelConfig:
 
     @property
     def softmax_scale(self) -> float:
-        """Factor of q.k before the softmax: 1 in Gemma-4, where the q and k norms carry the scale."""
+        """Factor of q.k before the softmax.
+
+        1 in Gemma-4, where the q and k norms carry the scale.
+        """
         if self.query_pre_attn_scalar is not None:
             return self.query_pre_attn_scalar**-0.5
         return 1.0 if self.family == "gemma4" else self.full.head_dim**-0.5
@@ -219,10 +244,12 @@ class ModelConfig:
 
     @property
     def activation_size(self) -> int:
-        """Elements that a step holds of each token at most, of the model's dtype where that has two bytes; an estimate from above.
+        """Elements that a step holds of each token at most, of the model's dtype where that has two
+        bytes; an estimate from above.
 
-        Six hidden states, and beside them the widest of a layer's branches: the MLP with its three intermediates, queries while they are
-        normed and turned in fp32, or the rows of a token's experts.
+        Six hidden states, and beside them the widest of a layer's branches: the MLP with its three
+        intermediates, queries while they are normed and rotated in fp32, or the rows of a token's
+        experts.
         """
         hidden, width = self.hidden_size, self.per_layer_input_size * self.num_layers
         shapes = [shape for shape in (self.sliding, self.full) if shape is not None]
@@ -243,7 +270,10 @@ class ModelConfig:
         return self.sliding
 
     def kv_donor(self, layer: int) -> int:
-        """The layer whose keys and values layer ``layer`` attends to: itself, or for a shared layer the last owner of its kind."""
+        """The layer whose keys and values layer ``layer`` attends to.
+
+        Itself, or for a shared layer the last owner of its kind.
+        """
         return self._donor_of[layer]
 
     @cached_property
@@ -253,10 +283,13 @@ class ModelConfig:
 
     @property
     def replay_tokens(self) -> int | None:
-        """Tokens to compute before a boundary until the windows of all layers are right there; None without sliding layers.
+        """Tokens to compute before a boundary until the windows of all layers are right there.
 
-        Every sliding layer needs W - 1 rows that are right, and each makes right all but its first W - 1. Layers without keys
-        and values of their own read their donors' rows, and only rows after the boundary are wanted of them.
+        None without sliding layers.
+
+        Every sliding layer needs W - 1 rows that are right, and each makes right all but its first
+        W - 1. Layers without keys and values of their own read their donors' rows, and only rows
+        after the boundary are wanted of them.
         """
         if self.sliding is None or self.sliding.sliding_window is None:
             return None
@@ -275,4 +308,5 @@ class ModelConfig:
         return self.intermediate_size * (2 if wide else 1)
 
 
-BYTE_VOCAB = 259  # pad, eos, bos, then the 256 bytes: the vocabulary of the configurations that need no tokenizer file
+# pad, eos, bos, then the 256 bytes: the vocabulary of configurations without a tokenizer file
+BYTE_VOCAB = 259

@@ -1,4 +1,7 @@
-"""Named configurations: real ones, tiny ones for tests, and a small one for CPU runs. What their fields mean: `models.config.model`."""
+"""Named configurations: real ones, tiny ones for tests, and a small one for CPU runs.
+
+What their fields mean: `models.config.model`.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,7 @@ def _gemma3(
     max_positions: int = 131072,
     vocab: int = 262208,
 ) -> ModelConfig:
-    """heads: (num_heads, num_kv_heads, head_dim), the same in both kinds of layers."""
+    """A Gemma-3. heads: (num_heads, num_kv_heads, head_dim) of both kinds of layers."""
     sliding = AttentionConfig(*heads, rope=RopeConfig("default", 1e4), sliding_window=window)
     kind = "default" if rope_factor == 1.0 else "linear"
     full = replace(sliding, rope=RopeConfig(kind, 1e6, factor=rope_factor), sliding_window=None)
@@ -84,7 +87,7 @@ def _gemma4(
     k_eq_v: bool = True,
     **more: Any,
 ) -> ModelConfig:
-    """sliding, full: (num_kv_heads, head_dim) of the two kinds of layers. more: fields of the E and MoE models."""
+    """A Gemma-4. sliding, full: (num_kv_heads, head_dim). more: fields of E and MoE models."""
     proportional = RopeConfig("proportional", 1e6, partial_rotary_factor=0.25)
     return ModelConfig(
         name=name,
@@ -117,7 +120,7 @@ def _llama(
     eos: tuple[int, ...] = (128001, 128008, 128009),
     bos: int = 128000,
 ) -> ModelConfig:
-    """heads: (num_heads, num_kv_heads, head_dim)."""
+    """A Llama. heads: (num_heads, num_kv_heads, head_dim)."""
     return ModelConfig(
         name=name,
         family="llama",
@@ -149,7 +152,7 @@ def _gpt_oss(
     eos: tuple[int, ...] = (200002,),
     bos: int | None = 199998,
 ) -> ModelConfig:
-    """heads: (num_heads, num_kv_heads, head_dim), the same in both kinds of layers, which take turns."""
+    """A gpt-oss. heads: (num_heads, num_kv_heads, head_dim) of both kinds, which take turns."""
     rope = RopeConfig(
         "yarn",
         150000.0,
@@ -306,7 +309,8 @@ _CONFIGS = (
         moe=MoEConfig(num_experts=128, top_k=4, intermediate_size=2880),
         window=128,
     ),
-    # Every branch differs in the tiny ones: scale not from head_dim, odd layer tail, other KV heads in full layers.
+    # Every branch differs in the tiny ones: scale not from head_dim, odd layer tail, other KV heads
+    # in full layers.
     _gemma3(
         "gemma3-tiny",
         layers=_pattern(7, 3),
@@ -322,7 +326,8 @@ _CONFIGS = (
         sliding=(2, 16),
         **_TINY_GEMMA4,
     ),
-    # Two full layers own keys and values, and four sliding ones: the last of each kind are the ones that are shared.
+    # Two full layers own keys and values, and four sliding ones: the last of each kind are the ones
+    # that are shared.
     _gemma4(
         "gemma4-e-tiny",
         layers=_pattern(9, 3),
@@ -362,7 +367,7 @@ _CONFIGS = (
         bos=2,
         **_TINY,
     ),
-    # As in gemma-4-31b, a token costs a sliding layer twice the bytes of a full layer: blocks of 16 and 32 tokens.
+    # As in gemma-4-31b, a sliding layer's token has twice a full one's bytes: blocks of 16 and 32.
     _gemma4(
         "gemma4-small",
         layers=_pattern(6, 3),
@@ -380,7 +385,7 @@ CONFIGS = {config.name: config for config in _CONFIGS}
 
 
 def named_configs() -> dict[str, Any]:
-    """All named configurations: ``CONFIGS``, and those of DeepSeek-V4, which are of a class of their own."""
+    """All named configurations: ``CONFIGS``, and those of DeepSeek-V4, of a class of their own."""
     return CONFIGS | V4_CONFIGS
 
 

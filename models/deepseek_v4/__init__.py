@@ -1,5 +1,16 @@
-"""DeepSeek-V4: residual streams, compressed and sliding attention, experts and drafters, over pages and rings of their own.
+"""DeepSeek-V4: residual streams, compressed and sliding attention, experts and drafters.
 
-`config` shapes; `model` the whole of it, from `block`, `layers`, `mtp`; attention of `attention` (one sequence, no cache) or of `paged` over the
-`cache`; `draft` speculates; `weights` reads, draws and writes checkpoints with `load`, `names`, `hf`; `memory` counts bytes.
+In the order in which they are best read:
+
+    config              shapes of a model, and the named ones; hf reads config.json
+    model               the whole: embedding, layers, collapse of the streams, drafters
+    layer               one layer: attention with its compressor and indexer, experts
+    hyper_connections   how a layer reads from and writes to the residual streams
+    rope, moe           rotary embedding; router, routed experts and the shared one
+    cache               pages and rings: which bytes of a page are whose
+    paged_attention     attention over these, through `quire.kernels`
+    unpaged_attention   the same in plain torch for one whole sequence, without any cache
+    mtp, mtp_drafter    the layer that predicts the token after the next, and its drafts
+    names, storage      how checkpoints name and store weights; `models.loading` reads them
+    memory              what the caches cost: ``python -m models.deepseek_v4.memory``
 """

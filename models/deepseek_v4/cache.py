@@ -1,19 +1,25 @@
-"""Where DeepSeek-V4 keeps what it has seen: bytes of pages for each layer, dealt into cache groups, and rings beside the pages.
+"""Where DeepSeek-V4 keeps what it has seen.
 
-A page is one row of bytes for all layers of its group, side by side. Groups share one pool of equal pages::
+Bytes of pages for each layer, dealt into cache groups, and rings beside the pages.
+
+A page is one row of bytes for all layers of its group, side by side. Groups share one pool of equal
+pages::
 
     group        kind    tokens   a page holds
-    compressed   dense   256      entries of all CSA (64 rows) and HCA (2 rows) layers, and index keys of the CSA layers
-    window.0 ..  window  64       raw rows of a share of the layers; the last of them have the drafters'
+    compressed   dense   256      entries of all CSA (64 rows) and HCA (2 rows) layers, and index
+                                  keys of the CSA layers
+    window.0 ..  window  64       raw rows of a share of the layers; the last have the drafters'
     overlap      window  256      series a of the last 4 tokens, of all CSA compressors and indexers
 
-What a compressor has of a window that is still open lives in rings, one place a request, outside of the pages: there a token's row
-is overwritten in place, and pages of a few tokens each would cost a whole page. Only what a resumed request needs at a boundary
-becomes a page. A boundary is a multiple of both ratios, so that windows end there: HCA then needs nothing, and CSA, whose next entry
-overlaps the window before, its series a (4 rows). To the allocator that is a sliding window of the 4 tokens before a query; of a
-block's rows none but its last 4 are ever stored.
+What a compressor has of a window that is still open lives in rings, one for each request, outside
+of the pages: there a token's row is overwritten in place, and pages of a few tokens each would cost
+a whole page. Only what a resumed request needs at a boundary becomes a page. A boundary is a
+multiple of both ratios, so that windows end there: HCA then needs nothing, and CSA, whose next
+entry overlaps the window before, its series a (4 rows). To the allocator that is a sliding window
+of the 4 tokens before a query; of a block's rows none but its last 4 are ever stored.
 
-Source: DeepSeek-V4 report 3; vLLM 0.33 ``v1/core/kv_cache_planning`` (pages of bytes), which keeps compressor state in token pages.
+Source: DeepSeek-V4 report 3; vLLM 0.33 ``v1/core/kv_cache_planning`` (pages of bytes), which keeps
+    compressor state in token pages.
 """
 
 from __future__ import annotations
@@ -29,13 +35,18 @@ from quire.kvcore import GroupSpec
 
 from .config import CSA, HCA, DeepseekV4Config
 
-FP8_DIMS = (512, 64)  # of a latent row in the quantised layout
+FP8_DIMS = (512, 64)  # of a latent row in the quantized layout
 COMPRESSED, WINDOW, OVERLAP = "compressed", "window", "overlap"
 
 
 @dataclass(frozen=True)
 class CacheFormat:
-    """How rows are stored. dtype: of plain rows. fp8: latent rows and index keys quantised (584 and 132 bytes a row)."""
+    """How rows are stored.
+
+    Attributes:
+        dtype: of plain rows.
+        fp8: latent rows and index keys quantized (584 and 132 bytes a row).
+    """
 
     dtype: torch.dtype
     fp8: bool = False
@@ -52,7 +63,11 @@ class CacheFormat:
 
 @dataclass(frozen=True)
 class LayerPlacement:
-    """Where in a page a layer's rows begin, in bytes; None for what the layer has not. window_group: index of its group."""
+    """Where in a page a layer's rows begin, in bytes; None for what the layer has not.
+
+    Attributes:
+        window_group: index of its group.
+    """
 
     window_group: int
     window: int
@@ -62,7 +77,7 @@ class LayerPlacement:
 
 @dataclass(frozen=True)
 class CachePlan:
-    """Groups of a model, and the place of each layer (the trunk's, then the drafters') in their pages."""
+    """Groups of a model, and where in their pages each layer is (the trunk's, then drafters')."""
 
     format: CacheFormat
     groups: tuple[GroupSpec, ...]
@@ -75,7 +90,10 @@ class CachePlan:
 
 
 def overlap_sizes(config: DeepseekV4Config) -> tuple[int, int]:
-    """Elements (fp32) of a CSA layer in a page of overlap rows: of the compressor, and of the indexer; kv and gate of one window."""
+    """Elements (fp32) of a CSA layer in a page of overlap rows.
+
+    Of the compressor, and of the indexer; kv and gate of one window.
+    """
     return 2 * config.csa_ratio * config.head_dim, 2 * config.csa_ratio * config.index_head_dim
 
 
@@ -97,19 +115,27 @@ def plan_cache(
 ) -> CachePlan:
     """Chooses groups and the bytes of their pages.
 
-    The page that entries need is everybody's. Layers' windows are dealt into as few groups as fit such pages.
+    The page that entries need is everybody's. Layers' windows are dealt into as few groups as fit
+    such pages.
 
-    block_size: tokens of a page of entries, a multiple of both ratios; default: the first such that holds two HCA windows.
-    window_block_size: a divisor of block_size; default: the largest that is at most half a sliding window.
-    drafters: whether the drafter layers take part.
+    Args:
+        block_size: tokens of a page of entries, a multiple of both ratios; default: the first such
+            that holds two HCA windows.
+        window_block_size: a divisor of block_size; default: the largest that is at most half a
+            sliding window.
+        drafters: whether the drafter layers take part.
 
-    Returns: CachePlan.
-    Raises: ValueError where block_size is no multiple of both ratios and of window_block_size; NotImplementedError for quantised rows
-        of other sizes than the released ones.
+    Returns:
+        CachePlan.
+
+    Raises:
+        ValueError: block_size is no multiple of both ratios and of window_block_size.
+        NotImplementedError: quantized rows of other sizes than the released ones.
     """
     if fmt.fp8 and (config.head_dim, config.rope_dim) != FP8_DIMS:
         raise NotImplementedError(
-            f"kv_cache_dtype: 'fp8' is supported with (head_dim, rope_dim) = {FP8_DIMS}, {config.name!r} has {(config.head_dim, config.rope_dim)}"
+            f"kv_cache_dtype: 'fp8' is supported with (head_dim, rope_dim) = {FP8_DIMS}, "
+            f"{config.name!r} has {(config.head_dim, config.rope_dim)}"
         )
     unit = math.lcm(config.csa_ratio, config.hca_ratio, window_block_size or 1)
     if block_size is None:
@@ -117,7 +143,8 @@ def plan_cache(
     if block_size < 1 or block_size % unit:
         windows = f", window blocks of {window_block_size}" if window_block_size else ""
         raise ValueError(
-            f"block_size: expected a multiple of {unit} (ratios {config.csa_ratio} and {config.hca_ratio}{windows}), got {block_size}"
+            f"block_size: expected a multiple of {unit} (ratios {config.csa_ratio} and "
+            f"{config.hca_ratio}{windows}), got {block_size}"
         )
     if window_block_size is None:
         half = max(1, config.sliding_window // 2)
@@ -169,9 +196,12 @@ def plan_cache(
 class CompressorCache:
     """What a compressor or an indexer keeps.
 
-    pages: its entries or keys. ring: [max_requests + 1, ring, 2, channels] fp32, its newest rows of each request by position modulo
-    ring, kv and gate; the last place is nobody's. overlap: [num_pages, csa_ratio, 2, width] fp32, series a of the last rows before a
-    boundary; None in HCA layers.
+    Attributes:
+        pages: its entries or keys.
+        ring: [max_requests + 1, ring, 2, channels] fp32, its newest rows of each request by
+            position modulo ring, kv and gate; the last ring is no request's.
+        overlap: [num_pages, csa_ratio, 2, width] fp32, series a of the last rows before a boundary;
+            None in HCA layers.
     """
 
     pages: LatentPages | IndexPages
@@ -183,7 +213,9 @@ class CompressorCache:
 class LayerCache:
     """Pages and rings of one layer.
 
-    window: raw rows; group window_group of the plan. entries, index: of the layer's compressor and indexer.
+    Attributes:
+        window: raw rows; group window_group of the plan.
+        entries, index: of the layer's compressor and indexer.
     """
 
     window: LatentPages
@@ -195,13 +227,17 @@ class LayerCache:
 class V4PagePool:
     """Page tensor and rings of a model.
 
-    num_pages: page ids, including the null page 0. max_requests: slots of the allocator. max_draft_tokens: rows of a step that
-    may be taken back; rings are longer by as many.
+    Args:
+        num_pages: page ids, including the null page 0.
+        max_requests: slots of the allocator.
+        max_draft_tokens: rows of a step that may be taken back; rings are longer by as many.
 
     Attributes:
-        data: [num_pages, page_bytes] uint8, zeros at first. layers: LayerCache of each layer.
+        data: [num_pages, page_bytes] uint8, zeros at first.
+        layers: LayerCache of each layer.
 
-    Raises: ValueError when num_pages is below 2.
+    Raises:
+        ValueError: num_pages is below 2.
     """
 
     def __init__(
@@ -248,12 +284,14 @@ class V4PagePool:
         return LayerCache(window, place.window_group, entries, index)
 
     def _ring(self, rows: int, channels: int) -> Tensor:
-        places, drafts = self._ring_shape
-        shape = (places, rows + drafts, 2, channels)
+        num_rings, drafts = self._ring_shape
+        shape = (num_rings, rows + drafts, 2, channels)
         return torch.zeros(shape, dtype=torch.float32, device=self.data.device)
 
     def _overlap(self, layer: int, part: int) -> Tensor:
-        """Where pages of the group "overlap" have rows of a CSA layer's compressor (part 0) or indexer (part 1)."""
+        """Where pages of the group "overlap" have rows of a CSA layer's compressor (part 0) or
+        indexer (part 1).
+        """
         config, sizes = self.config, overlap_sizes(self.config)
         nth = config.layer_types[:layer].count(CSA)
         offset = 4 * (nth * sum(sizes) + part * sizes[0])

@@ -1,7 +1,10 @@
-"""What a DeepSeek-V4 model is, and named configurations: Flash, Pro, and a tiny one for tests and CPU runs.
+"""What a DeepSeek-V4 model is, and named configurations.
 
-Layers differ in what they see besides a window of raw tokens: nothing (``SLIDING``), the indexer's picks among entries that
-compress 4 tokens each (``CSA``), or all entries that compress 128 tokens each (``HCA``).
+Flash, Pro, and a tiny one for tests and CPU runs.
+
+Layers differ in what they see besides a window of raw tokens: nothing (``SLIDING``), those that the
+indexer selects of the entries that compress 4 tokens each (``CSA``), or all entries that compress
+128 tokens each (``HCA``).
 """
 
 from __future__ import annotations
@@ -30,10 +33,15 @@ Ratio = Annotated[int, fields.Range(2, 2**16)]
 
 @dataclass(frozen=True)
 class YarnConfig:
-    """YaRN scaling of the RoPE of compressed layers; cosines and sines are not scaled (no ``mscale``).
+    """YaRN scaling of the RoPE of compressed layers.
 
-    factor: by which slow frequencies are divided. original_max_position_embeddings: tokens that the frequencies were trained for.
-    beta_fast, beta_slow: turns within these tokens, above which a frequency stays and below which it is divided.
+    Cosines and sines are not scaled (no ``mscale``).
+
+    Attributes:
+        factor: by which slow frequencies are divided.
+        original_max_position_embeddings: tokens that the frequencies were trained for.
+        beta_fast, beta_slow: turns within these tokens, above which a frequency stays and below
+            which it is divided.
     """
 
     factor: fields.Factor
@@ -44,25 +52,36 @@ class YarnConfig:
     def __post_init__(self) -> None:
         check_fields(self)
         if self.beta_slow >= self.beta_fast:
-            raise ValueError(f"beta_slow: expected less than beta_fast={self.beta_fast}, got {self.beta_slow}")  # fmt: skip
+            raise ValueError(
+                f"beta_slow: expected less than beta_fast={self.beta_fast}, got {self.beta_slow}"
+            )
 
 
 @dataclass(frozen=True)
 class DeepseekV4Config:
     """A DeepSeek-V4 text model.
 
-    layer_types: one of ``SLIDING``, ``CSA`` and ``HCA`` for every layer. mlp_layer_types: ``HASH_MOE`` or ``MOE`` for each.
-    num_mtp_layers: drafter layers stored after the trunk.
-    head_dim, rope_dim: channels of a head, and how many of them, the last, are rotated. There is one KV head.
-    sliding_window: raw tokens that a query sees, itself included.
-    csa_ratio, hca_ratio: tokens of one compressed entry.
-    index_topk: entries that a CSA query sees at most.
-    o_groups, o_lora_rank: groups of heads in the output projection and channels that each is brought down to.
-    hc_mult: residual streams. hc_sinkhorn_iters: normalisations of their mixing matrix, the softmax counted as the first.
-    swiglu_limit: clamp of gate (above) and up (both sides). routed_scaling_factor: of the routed experts' weights.
-    rope_theta, compress_rope_theta: RoPE base of sliding layers, and of all others, which yarn scales.
+    Attributes:
+        layer_types: one of ``SLIDING``, ``CSA`` and ``HCA`` for every layer.
+        mlp_layer_types: ``HASH_MOE`` or ``MOE`` for each.
+        num_mtp_layers: drafter layers stored after the trunk.
+        head_dim, rope_dim: channels of a head, and how many of them, the last, are rotated. There
+            is one KV head.
+        sliding_window: raw tokens that a query sees, itself included.
+        csa_ratio, hca_ratio: tokens of one compressed entry.
+        index_topk: entries that a CSA query sees at most.
+        o_groups, o_lora_rank: groups of heads in the output projection and channels that each is
+            brought down to.
+        hc_mult: residual streams.
+        hc_sinkhorn_iters: normalizations of their mixing matrix, the softmax counted as the first.
+        swiglu_limit: clamp of gate (above) and up (both sides).
+        routed_scaling_factor: of the routed experts' weights.
+        rope_theta, compress_rope_theta: RoPE base of sliding layers, and of all others, which yarn
+            scales.
 
-    Raises: ValueError for fields that contradict each other.
+    Raises:
+        ValueError: fields that contradict each other.
+
     Source: transformers ``configuration_deepseek_v4``.
     """
 
@@ -105,15 +124,24 @@ class DeepseekV4Config:
         expect_tokens(self)
         if not self.layer_types or len(self.mlp_layer_types) != self.num_layers:
             raise ValueError(
-                f"mlp_layer_types: expected one for each of layer_types, got {len(self.mlp_layer_types)} for {self.num_layers}"
+                "mlp_layer_types: expected one for each of layer_types, got "
+                f"{len(self.mlp_layer_types)} for {self.num_layers}"
             )
         if self.num_heads % self.o_groups:
-            raise ValueError(f"o_groups: expected a divisor of num_heads={self.num_heads}, got {self.o_groups}")  # fmt: skip
+            raise ValueError(
+                f"o_groups: expected a divisor of num_heads={self.num_heads}, got {self.o_groups}"
+            )
         narrowest = min(self.head_dim, self.index_head_dim)
         if self.rope_dim > narrowest:
-            raise ValueError(f"rope_dim: expected at most {narrowest}, the narrower of head_dim and index_head_dim, got {self.rope_dim}")  # fmt: skip
+            raise ValueError(
+                f"rope_dim: expected at most {narrowest}, the narrower of head_dim and "
+                f"index_head_dim, got {self.rope_dim}"
+            )
         if self.num_experts_per_tok > self.num_experts:
-            raise ValueError(f"num_experts_per_tok: expected 1..{self.num_experts}, got {self.num_experts_per_tok}")  # fmt: skip
+            raise ValueError(
+                f"num_experts_per_tok: expected 1..{self.num_experts}, got "
+                f"{self.num_experts_per_tok}"
+            )
 
     @property
     def num_layers(self) -> int:
@@ -122,7 +150,10 @@ class DeepseekV4Config:
 
     @property
     def activation_size(self) -> int:
-        """Elements that a step holds of each token at most, of the model's dtype; an estimate, as in `quire.models.config.model.ModelConfig`."""
+        """Elements that a step holds of each token at most, of the model's dtype.
+
+        An estimate, as in `quire.models.config.model.ModelConfig`.
+        """
         queries = 8 * self.num_heads * self.head_dim
         experts = self.num_experts_per_tok * (3 * self.hidden_size + 4 * self.moe_intermediate_size)
         return 6 * self.hidden_size * self.hc_mult + max(queries, experts)
@@ -138,14 +169,20 @@ class DeepseekV4Config:
         return self.head_dim**-0.5
 
     def compress_ratio(self, layer: int) -> int | None:
-        """Tokens of one compressed entry of layer ``layer`` (drafter layers follow the trunk's); None in sliding layers."""
-        return {SLIDING: None, CSA: self.csa_ratio, HCA: self.hca_ratio}[self.all_layer_types[layer]]  # fmt: skip
+        """Tokens of one compressed entry of layer ``layer`` (drafter layers follow the trunk's).
+
+        None in sliding layers.
+        """
+        return {SLIDING: None, CSA: self.csa_ratio, HCA: self.hca_ratio}[
+            self.all_layer_types[layer]
+        ]
 
 
 def layer_types_of(compress_ratios: Sequence[int]) -> tuple[str, ...]:
     """Layer types of a released ``compress_ratios`` list: 0 slides, 4 is CSA, 128 is HCA.
 
-    Raises: NotImplementedError for other ratios.
+    Raises:
+        NotImplementedError: other ratios.
     """
     known = {0: SLIDING, 4: CSA, 128: HCA}
     if unknown := sorted(set(compress_ratios) - set(known)):
@@ -203,8 +240,9 @@ _CONFIGS = (
         moe_intermediate_size=3072,
         routed_scaling_factor=2.5,
     ),
-    # Small enough for every rule to matter: the clamp fires, top-k selects, both compressed kinds come twice. With fewer than
-    # 8 index heads, exact zeros tie often enough to make the selection depend on the order of operations.
+    # Small enough for every rule to matter: the clamp fires, top-k selects, both compressed kinds
+    # come twice. With fewer than 8 index heads, exact zeros tie often enough to make the selection
+    # depend on the order of operations.
     DeepseekV4Config(
         name="deepseek-v4-tiny",
         vocab_size=BYTE_VOCAB,
@@ -233,9 +271,10 @@ _CONFIGS = (
         max_position_embeddings=4096,
     ),
 )
-# Few layers, with the head sizes that the quantised cache layout is for.
+# Few layers, with the head sizes that the quantized cache layout is for.
 _SMALL = replace(
     _CONFIGS[-1], name="deepseek-v4-small", head_dim=512, rope_dim=64, num_heads=2, o_groups=1,
-    index_head_dim=128, index_num_heads=8, layer_types=(SLIDING, CSA, HCA), mlp_layer_types=(MOE,) * 3,
+    index_head_dim=128, index_num_heads=8, layer_types=(SLIDING, CSA, HCA),
+    mlp_layer_types=(MOE,) * 3,
 )  # fmt: skip
 CONFIGS = {config.name: config for config in (*_CONFIGS, _SMALL)}

@@ -1,4 +1,6 @@
-"""Reading and writing ``config.json`` files of DeepSeek-V4, with the keys of the released models or those of transformers."""
+"""Reading ``config.json`` files of DeepSeek-V4, with the keys of the released models or those of
+transformers.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,7 @@ from ..config import fields
 from ..config.fields import checked, only, read_fields, shown
 from ..config.hf_common import RopeKeys, token_ids
 from .config import (
-    CSA,
     HASH_MOE,
-    HCA,
     MODEL_TYPE,
     MOE,
     DeepseekV4Config,
@@ -47,7 +47,7 @@ class RateKeys:
 class DeepseekV4Keys:
     """Keys of the file, with what transformers 5.23 assumes where it says nothing.
 
-    The layer schedule has no default: that of transformers is no released model's.
+    The types of layers have no default: that of transformers is no released model's.
     """
 
     model_type: only(MODEL_TYPE)
@@ -106,11 +106,17 @@ class DeepseekV4Keys:
 def from_hf(config: Mapping[str, Any], *, name: str | None = None) -> DeepseekV4Config:
     """Reads a ``config.json``, with the keys of the released models or with those of transformers.
 
-    config: the parsed file. name: what to call the model; default: its ``model_type``.
+    Args:
+        config: the parsed file.
+        name: what to call the model; default: its ``model_type``.
 
-    Returns: DeepseekV4Config.
-    Raises: NotImplementedError naming each feature that is not supported; ValueError for keys that are missing, of another type or
-        range, or contradict.
+    Returns:
+        DeepseekV4Config.
+
+    Raises:
+        NotImplementedError: naming each feature that is not supported.
+        ValueError: keys that are missing, of another type or range, or contradict.
+
     Source: transformers ``configuration_deepseek_v4``; the config.json of the released models.
     """
     keys = read_fields(DeepseekV4Keys, config)
@@ -129,48 +135,17 @@ def from_hf(config: Mapping[str, Any], *, name: str | None = None) -> DeepseekV4
         moe_intermediate_size=keys.moe_intermediate_size,
         eos_token_ids=token_ids(keys.eos_token_id),
         **_rope(keys),
-        **{key: getattr(keys, key) for key in _SAME_NAME},
+        **{key: getattr(keys, key) for key in SAME_NAME},
     )
 
 
-def to_hf(config: DeepseekV4Config) -> dict[str, Any]:
-    """The ``config.json`` of a model with transformers' keys.
-
-    Returns: dict that :func:`from_hf` and transformers' ``AutoConfig`` read.
-    """
-    partial = {"partial_rotary_factor": config.rope_dim / config.head_dim}
-    main = {"rope_type": "default", "rope_theta": config.rope_theta} | partial
-    compress = {"rope_type": "default", "rope_theta": config.compress_rope_theta} | partial
-    if config.yarn is not None:
-        compress |= {"rope_type": "yarn", "attention_factor": 1.0} | vars(config.yarn)
-    return {
-        "architectures": ["DeepseekV4ForCausalLM"],
-        "model_type": MODEL_TYPE,
-        "num_hidden_layers": config.num_layers,
-        "num_nextn_predict_layers": config.num_mtp_layers,
-        "layer_types": list(config.layer_types),
-        "mlp_layer_types": list(config.mlp_layer_types),
-        "compress_rates": {CSA: config.csa_ratio, HCA: config.hca_ratio},
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": 1,
-        "index_n_heads": config.index_num_heads,
-        "n_routed_experts": config.num_experts,
-        "n_shared_experts": 1,
-        "moe_intermediate_size": config.moe_intermediate_size,
-        "rope_theta": config.rope_theta,
-        "compress_rope_theta": config.compress_rope_theta,
-        "partial_rotary_factor": config.rope_dim / config.head_dim,
-        "rope_parameters": {"main": main, "compress": compress},
-        "eos_token_id": list(config.eos_token_ids),
-        "tie_word_embeddings": False,
-    } | {key: getattr(config, key) for key in _SAME_NAME}
-
-
-_SAME_NAME = (
-    "vocab_size", "hidden_size", "head_dim", "q_lora_rank", "o_groups", "o_lora_rank", "sliding_window",
-    "index_head_dim", "index_topk", "num_experts_per_tok", "routed_scaling_factor", "swiglu_limit",
-    "max_position_embeddings", "hc_mult", "hc_sinkhorn_iters", "hc_eps", "rms_norm_eps", "bos_token_id",
+SAME_NAME = (
+    "vocab_size", "hidden_size", "head_dim", "q_lora_rank", "o_groups", "o_lora_rank",
+    "sliding_window", "index_head_dim", "index_topk", "num_experts_per_tok", "routed_scaling_factor",
+    "swiglu_limit", "max_position_embeddings", "hc_mult", "hc_sinkhorn_iters", "hc_eps", "rms_norm_eps",
+    "bos_token_id",
 )  # fmt: skip
+"""Keys that are fields of `DeepseekV4Config` under the same name."""
 
 
 def _layer_types(keys: DeepseekV4Keys) -> tuple[tuple[str, ...], int]:
@@ -201,12 +176,17 @@ def _mlp_layer_types(keys: DeepseekV4Keys) -> tuple[str, ...]:
 def _first(name: str, entries: tuple[Any, ...], num_layers: int) -> tuple[Any, ...]:
     """The entries of the trunk's layers; what follows is the drafters'."""
     if len(entries) < num_layers:
-        raise ValueError(f"{name}: expected at least num_hidden_layers={num_layers} entries, got {len(entries)}")  # fmt: skip
+        raise ValueError(
+            f"{name}: expected at least num_hidden_layers={num_layers} entries, got {len(entries)}"
+        )
     return entries[:num_layers]
 
 
 def _rope(keys: DeepseekV4Keys) -> dict[str, Any]:
-    """The fields rope_dim, rope_theta, compress_rope_theta and yarn: from nested or flat parameters."""
+    """The fields rope_dim, rope_theta, compress_rope_theta and yarn.
+
+    From nested or flat parameters.
+    """
     name = "rope_parameters" if keys.rope_parameters else "rope_scaling"
     given = getattr(keys, name) or {}
     part = f"{name}.compress" if "main" in given else name
@@ -216,7 +196,9 @@ def _rope(keys: DeepseekV4Keys) -> dict[str, Any]:
     compress = given.get("compress", {}) if "main" in given else flat
     compress = _rope_keys(compress, part, keys.compress_rope_theta)
     if main.kind != "default":
-        raise NotImplementedError(f"{name}.main: supported is rope_type 'default', got {main.kind!r}")  # fmt: skip
+        raise NotImplementedError(
+            f"{name}.main: supported is rope_type 'default', got {main.kind!r}"
+        )
     if compress.kind not in ("default", "yarn") or compress.attention_factor not in (None, 1.0):
         raise NotImplementedError(
             f"{part}: supported are rope_type 'default', and 'yarn' with attention_factor 1.0, "
@@ -227,7 +209,9 @@ def _rope(keys: DeepseekV4Keys) -> dict[str, Any]:
         given = {key: value for key, value in vars(compress).items() if value is not None}
         yarn = read_fields(YarnConfig, given, part)
     partial = keys.partial_rotary_factor or main.partial_rotary_factor or 64 / 512
-    size = checked(fields.HeadSize, "partial_rotary_factor: head_dim times it", int(keys.head_dim * partial))  # fmt: skip
+    size = checked(
+        fields.HeadSize, "partial_rotary_factor: head_dim times it", int(keys.head_dim * partial)
+    )
     return {
         "rope_dim": keys.qk_rope_head_dim or size,
         "rope_theta": main.rope_theta,

@@ -1,8 +1,11 @@
-"""What DeepSeek-V4's caches cost: bytes of a token, of a request and of a resume point, beside those of vLLM 0.33's groups.
+"""What DeepSeek-V4's caches cost.
+
+Bytes of a token, of a request and of a resume point, beside those of vLLM 0.33's groups.
 
     python -m models.deepseek_v4.memory
 
-Source: `models.deepseek_v4.cache` for ours; vLLM 0.33 ``models/deepseek_v4`` and ``v1/core`` for its groups and block sizes.
+Source: `models.deepseek_v4.cache` for ours; vLLM 0.33 ``models/deepseek_v4`` and ``v1/core`` for
+    its groups and block sizes.
 """
 
 from __future__ import annotations
@@ -29,9 +32,13 @@ CHUNK = 8192  # tokens of a prefill chunk in the tables
 class CacheCost:
     """Bytes of one model's cache.
 
-    token: of context, for ever: pages of entries and index keys. request: besides, while one decodes: windows, compressor rows,
-    and the resume point of the last boundary. prefill: the same while one computes a chunk of `CHUNK` tokens.
-    resume_point: what stays for a prefix to be resumed at, besides its entries. resume_pages: in pages.
+    Attributes:
+        token: of context, for ever: pages of entries and index keys.
+        request: besides, while one decodes: windows, compressor rows, and the resume point of the
+            last boundary.
+        prefill: the same while one computes a chunk of `CHUNK` tokens.
+        resume_point: what stays for a prefix to be resumed at, besides its entries.
+        resume_pages: in pages.
     """
 
     token: float
@@ -48,8 +55,8 @@ def cost(config: DeepseekV4Config, plan: CachePlan, max_draft_tokens: int = 1) -
     windows = [group for group in plan.groups if group.kind == "window"]
     tail = sum(group.tail_blocks for group in windows)
     lookahead = max(group.lookahead for group in windows)
-    # Blocks of the last rows, wherever the first of them lies in its block, and the block that is open; while the tokens that a
-    # drafter's rows look ahead to are not known, one block more.
+    # Blocks of the last rows, wherever the first of them lies in its block, and the block that is
+    # open; while the tokens that a drafter's rows look ahead to are not known, one block more.
     live = sum(-(-(g.sliding_window - 1 + max_draft_tokens) // g.block_size) + 1 for g in windows)
     waiting = sum(-(-lookahead // g.block_size) for g in windows)
     held = live + tail + waiting
@@ -59,7 +66,8 @@ def cost(config: DeepseekV4Config, plan: CachePlan, max_draft_tokens: int = 1) -
     return CacheCost(
         token=page / plan.groups[dense].block_size if dense is not None else 0.0,
         request=(held + starting) * page + rings,
-        # A chunk writes only the rows that outlive it: new live blocks, and the tails of the two boundaries that a prompt keeps.
+        # A chunk writes only the rows that outlive it: new live blocks, and the tails of the two
+        # boundaries that a prompt keeps.
         prefill=(held + live + 2 * tail) * page + rings,
         resume_point=tail * page,
         resume_pages=tail,
@@ -67,9 +75,12 @@ def cost(config: DeepseekV4Config, plan: CachePlan, max_draft_tokens: int = 1) -
 
 
 def vllm_cost(config: DeepseekV4Config) -> CacheCost:
-    """Bytes of vLLM 0.33's groups in the fp8 layout: compressor state in pages of 4 and 8 tokens, each a whole block.
+    """Bytes of vLLM 0.33's groups in the fp8 layout.
 
-    Released ratios only (4 and 128). A block is as large as the largest group's, windows are two groups.
+    Compressor state in pages of 4 and 8 tokens, each a whole block.
+
+    Released ratios only (4 and 128). A block is as large as the largest group's, windows are two
+    groups.
     """
     page = plan_cache(config, CacheFormat(torch.bfloat16, fp8=True)).groups[0].page_bytes
     window, csa, hca = config.sliding_window, 2 * config.csa_ratio, config.hca_ratio
@@ -104,7 +115,8 @@ def table() -> str:
         rows["vLLM, fp8"] = vllm_cost(config)
         for label, c in rows.items():
             lines.append(
-                f"{name:18} {label:12} {c.token:10.0f} {c.token * 2**20 / 2**30:9.2f} {c.request / 2**20:14.1f} "
+                f"{name:18} {label:12} {c.token:10.0f} {c.token * 2**20 / 2**30:9.2f} "
+                f"{c.request / 2**20:14.1f} "
                 f"{c.prefill / 2**20:14.1f} {c.resume_point / 2**20:19.1f} {c.resume_pages:6}"
             )
     return "\n".join(lines)

@@ -1,4 +1,5 @@
-"""DeepSeek-V4: embedding, layers over residual streams (`models.deepseek_v4.block`), their collapse, and drafters (`models.deepseek_v4.mtp`).
+"""DeepSeek-V4: embedding, layers over residual streams (`models.deepseek_v4.layer`), their
+collapse, and drafters (`models.deepseek_v4.mtp`).
 
 Source: transformers ``modeling_deepseek_v4``; DeepSeek-V4 report 2.
 """
@@ -14,33 +15,43 @@ from quire.kernels.indexer.call import MAX_HEADS, MAX_TOPK
 
 from ..engine.batch import AttnMetadata
 from ..engine.memory import ModelCache
-from ..layers.attention import Stored
 from ..layers.basic import Embedding, Linear, RMSNorm
-from .attention import dense_attend
-from .block import Attend, DecoderLayer
+from ..layers.unpaged_attention import Stored
 from .cache import CacheFormat, V4PagePool, plan_cache, ring_bytes
 from .config import CSA, SLIDING, DeepseekV4Config
-from .layers import HyperHead, rope_frequencies, rope_table
+from .hyper_connections import HyperHead
+from .layer import Attend, DecoderLayer
 from .mtp import MTP
-from .paged import PagedStep
+from .paged_attention import PagedStep
+from .rope import rope_frequencies, rope_table
+from .unpaged_attention import unpaged_attend
 
 
 class DeepseekV4(nn.Module):
-    """A DeepSeek-V4 model with uninitialised weights; `models.deepseek_v4.weights` fills them.
+    """A DeepSeek-V4 model with uninitialized weights; `models.loading.weights` fills them.
 
-    config: shapes. device: of all weights. dtype: of matrices and activations; what the model keeps in fp32 (hyper-connections,
-    norms, sinks, position and correction biases) is fp32 in any case. max_positions: rows of the rotary tables, 8 bytes for each
-    rotated channel; default: all that the config allows. expert_format: "fp8" or "fp4" for routed experts that stay packed.
+    Args:
+        config: shapes.
+        device: of all weights.
+        dtype: of matrices and activations; what the model keeps in fp32 (hyper-connections, norms,
+            sinks, position and correction biases) is fp32 in any case.
+        max_positions: rows of the rotary tables, 8 bytes for each rotated channel; default: all
+            that the config allows.
+        expert_format: "fp8" or "fp4" for routed experts that stay packed.
 
     Attributes:
-        kv_cache_dtypes: values of `EngineConfig.kv_cache_dtype` that `make_cache` takes: "fp8" = latent rows of 584 bytes and
-            quantised index keys, of the released head sizes.
-        no_replay: why `EngineConfig.replay` is refused. The first rows of a replay lack a part of their windows, and do so for one window
-            more in each layer. What compressors pool from such rows must not replace the entries and index keys that are cached.
+        kv_cache_dtypes: values of `EngineConfig.kv_cache_dtype` that `make_cache` takes: "fp8" =
+            latent rows of 584 bytes and quantized index keys, of the released head sizes.
+        no_replay: why `EngineConfig.replay` is refused. The first rows of a replay lack a part of
+            their windows, and do so for one window more in each layer. What compressors pool from
+            such rows must not replace the entries and index keys that are cached.
     """
 
     kv_cache_dtypes = ("auto", "fp8")
-    no_replay = ", whose compressors would pool replayed rows, which are inexact, into entries that are cached"
+    no_replay = (
+        ", whose compressors would pool replayed rows, which are inexact, into entries "
+        "that are cached"
+    )
 
     def __init__(
         self,
@@ -97,27 +108,36 @@ class DeepseekV4(nn.Module):
         return_hidden: bool = False,
         impl: str | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """One step of a ragged batch: reads the context from ``pool``, writes the rows that somebody will read again.
+        """One step of a ragged batch.
 
-        input_ids, positions: [num_tokens] int64.
-        attn: tables, lengths and slots of this step. pool: pages and rings of all layers, updated in place.
-        logits_rows: [num_rows] int64, the rows to compute logits for; default: all.
-        return_hidden: return the residual streams of all rows too, which drafters read.
-        impl: "triton" or "torch" for the kernels; default: by device.
+        Reads the context from ``pool``, writes the rows that somebody will read again.
 
-        Returns: [num_rows, vocab_size] fp32 logits; with return_hidden (logits, [num_tokens, hc_mult, hidden_size]).
+        Args:
+            input_ids, positions: [num_tokens] int64.
+            attn: tables, lengths and slots of this step.
+            pool: pages and rings of all layers, updated in place.
+            logits_rows: [num_rows] int64, the rows to compute logits for; default: all.
+            return_hidden: return the residual streams of all rows too, which drafters read.
+            impl: "triton" or "torch" for the kernels; default: by device.
+
+        Returns:
+            [num_rows, vocab_size] fp32 logits; with return_hidden (logits, [num_tokens, hc_mult,
+            hidden_size]).
         """
         streams = self.streams(input_ids, positions, PagedStep(attn, pool, impl=impl))
         logits = self.logits(streams if logits_rows is None else streams[logits_rows])
         return (logits, streams) if return_hidden else logits
 
     def expect_impl(self, impl: str) -> None:
-        """Raises NotImplementedError for sizes that the kernels are not made for, but those that pages refuse when they are made."""
+        """Raises NotImplementedError for sizes that the kernels are not made for, but those that
+        pages refuse when they are made.
+        """
         config = self.config
         for name, most in (("index_num_heads", MAX_HEADS), ("index_topk", MAX_TOPK)):
             if CSA in config.layer_types and getattr(config, name) > most:
                 raise NotImplementedError(
-                    f"{name}: supported are up to {most}, {config.name!r} has {getattr(config, name)}"
+                    f"{name}: supported are up to {most}, {config.name!r} has "
+                    f"{getattr(config, name)}"
                 )
         if config.rope_dim & (config.rope_dim - 1):
             raise NotImplementedError(
@@ -134,13 +154,20 @@ class DeepseekV4(nn.Module):
         drafter_layers: bool,
         **_: Any,
     ) -> ModelCache:
-        """Pages and rings; arguments as in `quire.models.engine.memory.model_cache`. base_block_size: tokens of a page of entries.
+        """Pages and rings; arguments as in `quire.models.engine.memory.model_cache`.
 
-        Raises: ValueError for a base_block_size that the ratios do not divide; NotImplementedError for "fp8" with other head sizes than the released ones, or a model in fp16.
+        Args:
+            base_block_size: tokens of a page of entries.
+
+        Raises:
+            ValueError: a base_block_size that the ratios do not divide.
+            NotImplementedError: "fp8" with other head sizes than the released ones, or a model in
+                fp16.
         """
         if kv_cache_dtype == "fp8" and self.dtype == torch.float16:
             raise NotImplementedError(
-                "kv_cache_dtype: 'fp8' is supported with models in bfloat16 and float32, this one is in float16"
+                "kv_cache_dtype: 'fp8' is supported with models in bfloat16 and float32, this "
+                "one is in float16"
             )
         fmt = CacheFormat(self.dtype, fp8=kv_cache_dtype == "fp8")
         plan = plan_cache(self.config, fmt, block_size=base_block_size, drafters=drafter_layers)
@@ -155,7 +182,7 @@ class DeepseekV4(nn.Module):
                 device=self.device,
             )
 
-        # One place more than requests: nobody's.
+        # One ring more than requests, which no request owns.
         fixed_bytes = (max_requests + 1) * ring_bytes(self.config, max_draft_tokens)
         return ModelCache(plan.groups, plan.groups[0].page_bytes, allocate, fixed_bytes)
 
@@ -163,21 +190,30 @@ class DeepseekV4(nn.Module):
     def full_forward(
         self, input_ids: Tensor, *, logits_rows: Tensor | None = None, stored: Stored | None = None
     ) -> Tensor:
-        """One whole sequence without any cache and without `quire.kernels`: what a paged run must agree with.
+        """One whole sequence without any cache and without `quire.kernels`.
 
-        input_ids: [num_tokens] int64. logits_rows: [num_rows] int64, the rows to compute logits for; default: all.
-        stored: as in `dense_attend`.
+        What a paged run must agree with.
 
-        Returns: [num_rows, vocab_size] fp32 logits.
+        Args:
+            input_ids: [num_tokens] int64.
+            logits_rows: [num_rows] int64, the rows to compute logits for; default: all.
+            stored: as in `unpaged_attend`.
+
+        Returns:
+            [num_rows, vocab_size] fp32 logits.
         """
         positions = torch.arange(len(input_ids), device=input_ids.device)
-        streams = self.streams(input_ids, positions, dense_attend(self.config, stored))
+        streams = self.streams(input_ids, positions, unpaged_attend(self.config, stored))
         return self.logits(streams if logits_rows is None else streams[logits_rows])
 
     def streams(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Residual streams after the last layer, not collapsed yet: [num_tokens, hc_mult, hidden_size].
+        """Residual streams after the last layer, not collapsed yet.
 
-        input_ids, positions: [num_tokens] int64. attend: the attention operator of all layers.
+        [num_tokens, hc_mult, hidden_size].
+
+        Args:
+            input_ids, positions: [num_tokens] int64.
+            attend: the attention operator of all layers.
         """
         x = self.embed_tokens(input_ids)[:, None].expand(-1, self.config.hc_mult, -1)
         for layer in self.layers:
@@ -186,16 +222,29 @@ class DeepseekV4(nn.Module):
         return x
 
     def logits(self, streams: Tensor) -> Tensor:
-        """streams: [num_rows, hc_mult, hidden_size]. Returns [num_rows, vocab_size] fp32."""
+        """Logits of residual streams.
+
+        Args:
+            streams: [num_rows, hc_mult, hidden_size].
+
+        Returns:
+            [num_rows, vocab_size] fp32.
+        """
         return self.lm_head(self.norm(self.hc_head(streams))).float()
 
     def draft_streams(
         self, index: int, streams: Tensor, next_ids: Tensor, positions: Tensor, attend: Attend
     ) -> Tensor:
-        """Streams of drafter ``index``: [num_tokens, hc_mult, hidden_size]; arguments of `MTP.draft`."""
+        """Streams of drafter ``index``: [num_tokens, hc_mult, hidden_size].
+
+        Arguments of `MTP.draft`.
+        """
         embeds = self.embed_tokens(next_ids)
         return self.mtp[index].draft(streams, next_ids, embeds, positions, self.rope[False], attend)
 
     def draft_logits(self, index: int, streams: Tensor) -> Tensor:
-        """Logits of the token after the next from :meth:`draft_streams`: [num_rows, vocab_size] fp32."""
+        """Logits of the token after the next from :meth:`draft_streams`.
+
+        [num_rows, vocab_size] fp32.
+        """
         return self.lm_head(self.mtp[index].hidden(streams)).float()

@@ -1,14 +1,17 @@
-"""The drafter that DeepSeek-V4 checkpoints bring along: one more layer, which predicts the token after the next (MTP).
+"""The drafter that DeepSeek-V4 checkpoints bring along.
+
+One more layer, which predicts the token after the next (MTP).
 
 From the trunk's residual streams at position t, before they are collapsed, and the token at t + 1::
 
-    streams[n] = h_proj(hnorm(streams[n])) + e_proj(enorm(embed(token at t + 1)))       n = 0 .. hc_mult - 1
+    streams[n] = h_proj(hnorm(streams[n])) + e_proj(enorm(embed(token at t + 1)))    n < hc_mult
     streams = layer(streams)                      sliding attention, main RoPE, position t
     logits of the token at t + 2 = lm_head(norm(hc_head(streams)))
 
-Further layers read the streams of the layer before and the token after (`models.deepseek_v4.draft`). A layer's KV row of position t depends on
-the token at t + 1: a cached
-prefix may be shared only by requests that agree on one token more (``lookahead=1`` of its cache group).
+Further layers read the streams of the layer before and the token after
+(`models.deepseek_v4.mtp_drafter`). A layer's KV row of position t depends on the token at t + 1: a
+cached prefix may be shared only by requests that agree on one token more (``lookahead=1`` of its
+cache group).
 
 Source: DeepSeek-V4 checkpoints (``mtp.*``); vLLM 0.33 ``models/deepseek_v4``.
 """
@@ -19,9 +22,9 @@ import torch
 from torch import Tensor
 
 from ..layers.basic import Linear, RMSNorm
-from .block import Attend, DecoderLayer
 from .config import MOE, DeepseekV4Config
-from .layers import HyperHead
+from .hyper_connections import HyperHead
+from .layer import Attend, DecoderLayer
 
 
 class MTP(DecoderLayer):
@@ -46,11 +49,15 @@ class MTP(DecoderLayer):
     ) -> Tensor:  # fmt: skip
         """Streams of the drafter.
 
-        streams: [num_tokens, hc_mult, hidden_size] of the trunk, or of an earlier draft. next_ids, next_embeds: [num_tokens] and
-        [num_tokens, hidden_size], the token after each row's. positions: [num_tokens] int64, of the rows, not of next_ids.
-        cos_sin: [max_positions, rope_dim], the table of sliding layers.
+        Args:
+            streams: [num_tokens, hc_mult, hidden_size] of the trunk, or of an earlier draft.
+            next_ids, next_embeds: [num_tokens] and [num_tokens, hidden_size], the token after each
+                row's.
+            positions: [num_tokens] int64, of the rows, not of next_ids.
+            cos_sin: [max_positions, rope_dim], the table of sliding layers.
 
-        Returns: [num_tokens, hc_mult, hidden_size].
+        Returns:
+            [num_tokens, hc_mult, hidden_size].
         """
         # As trained: a sequence's first row is given no token.
         embeds = next_embeds.masked_fill((positions == 0)[:, None], 0.0)
@@ -59,5 +66,8 @@ class MTP(DecoderLayer):
         return self(streams, next_ids, positions, cos_sin, attend)
 
     def hidden(self, streams: Tensor) -> Tensor:
-        """What the output projection reads: [num_tokens, hidden_size] from the streams of :meth:`draft`."""
+        """What the output projection reads.
+
+        [num_tokens, hidden_size] from the streams of :meth:`draft`.
+        """
         return self.norm(self.hc_head(streams))

@@ -1,11 +1,20 @@
-"""Tensor names of DeepSeek-V4 checkpoints: from any of the three schemes to the model's own, and which part of which weight.
+"""Tensor names of DeepSeek-V4 checkpoints.
 
-    release       layers.0.attn.wq_a.weight               layers.0.ffn.experts.3.w1.weight        layers.0.hc_attn_fn
-    transformers  model.layers.0.self_attn.q_a_proj.weight    model.layers.0.mlp.experts.gate_up_proj   model.layers.0.attn_hc.fn
-    hybrid        model.layers.0.attn.wq_a.weight         model.layers.0.ffn.experts.3.w1.weight  model.layers.0.hc_attn_fn
+From any of the three schemes to the model's own, and which part of which weight.
 
-The hybrid is what transformers' ``save_pretrained`` writes by default; there ``attn.norm`` is the release's ``attn.kv_norm``. The
-model's own names are those of transformers without ``model.``. A quantised matrix ``x.weight`` has its scales in ``x.scale``.
+    release       layers.0.attn.wq_a.weight
+                  layers.0.ffn.experts.3.w1.weight
+                  layers.0.hc_attn_fn
+    transformers  model.layers.0.self_attn.q_a_proj.weight
+                  model.layers.0.mlp.experts.gate_up_proj
+                  model.layers.0.attn_hc.fn
+    hybrid        model.layers.0.attn.wq_a.weight
+                  model.layers.0.ffn.experts.3.w1.weight
+                  model.layers.0.hc_attn_fn
+
+The hybrid is what transformers' ``save_pretrained`` writes by default; there ``attn.norm`` is the
+release's ``attn.kv_norm``. The model's own names are those of transformers without ``model.``. A
+quantized matrix ``x.weight`` has its scales in ``x.scale``.
 
 Source: the released checkpoints; transformers 5.23 ``conversion_mapping``.
 """
@@ -13,7 +22,8 @@ Source: the released checkpoints; transformers 5.23 ``conversion_mapping``.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+
+from ..loading.match import GATE, UP, WHOLE, Target
 
 # Applied in this order; each leaves names alone that are right already.
 _RENAMES = [
@@ -51,25 +61,12 @@ _EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d{1,6})\.(w[123])\.(weight|scale)$"
 # Drafters may bring copies of what they share with the trunk.
 _IGNORED = re.compile(r"^mtp\.\d+\.(emb\.tok_emb|head)\.weight$")
 
-GATE, UP, WHOLE = "gate", "up", "whole"
-
-
-@dataclass(frozen=True)
-class Target:
-    """Where a stored tensor belongs.
-
-    parameter: the model's name of the weight. expert: which of the stacked experts, None = the whole stack or no stack.
-    part: GATE or UP, the first and second half of an expert's rows in gate_up_proj; else WHOLE. is_scale: scales, not values.
-    """
-
-    parameter: str
-    expert: int | None = None
-    part: str = WHOLE
-    is_scale: bool = False
-
 
 def target(stored: str) -> Target | None:
-    """Where the tensor stored as ``stored`` belongs; None = nowhere. A name that no rule knows stays as it is."""
+    """Where the tensor stored as ``stored`` belongs; None = nowhere.
+
+    A name that no rule knows stays as it is.
+    """
     if _IGNORED.match(stored):
         return None
     name = stored

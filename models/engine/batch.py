@@ -26,15 +26,19 @@ _TORCH = {
 class AttnMetadata:
     """What attention must know about one ragged step; sequences with one new token come first.
 
-    cu_seqlens_q: [num_seqs + 1] int32, prefix sums of new tokens.
-    seq_lens: [num_seqs] int32, KV tokens including this step's.
-    block_tables: per group [num_seqs, width] int32, page ids of the context before this step.
-    slot_mappings: per group [num_tokens] int64, where a row is written; -1 = nowhere.
-    max_seqlen_q, max_seq_len: host ints, longest q_len and an upper bound of seq_lens.
-    num_decodes: host int, leading sequences with one new token.
-    request_slots: [num_seqs] int32, the allocator's slots of the requests: where models keep what is not in pages.
-    replay_rows: [num_replayed] int64, rows of the step that are computed once more although full attention has their keys and
-        values; replay_slots: per group [num_replayed] int64, where these are (-1 in other groups). None where there are none.
+    Attributes:
+        cu_seqlens_q: [num_seqs + 1] int32, prefix sums of new tokens.
+        seq_lens: [num_seqs] int32, KV tokens including this step's.
+        block_tables: per group [num_seqs, width] int32, page ids of the context before this step.
+        slot_mappings: per group [num_tokens] int64, where a row is written; -1 = nowhere.
+        max_seqlen_q, max_seq_len: host ints, longest q_len and an upper bound of seq_lens.
+        num_decodes: host int, leading sequences with one new token.
+        request_slots: [num_seqs] int32, the allocator's slots of the requests: where models keep
+            what is not in pages.
+        replay_rows: [num_replayed] int64, rows of the step that are computed once more although
+            full attention has their keys and values.
+        replay_slots: per group [num_replayed] int64, where these are (-1 in other groups). None
+            where there are none.
     """
 
     cu_seqlens_q: Tensor
@@ -53,7 +57,9 @@ class AttnMetadata:
 class Batch:
     """Everything that one forward pass reads.
 
-    input_ids, positions: [num_tokens] int64. logits_rows: [num_rows] int64, rows whose logits are wanted.
+    Attributes:
+        input_ids, positions: [num_tokens] int64.
+        logits_rows: [num_rows] int64, rows whose logits are wanted.
     """
 
     input_ids: Tensor
@@ -63,9 +69,13 @@ class Batch:
 
 
 class Staging:
-    """Moves small host arrays to the device: all of a call in one copy that the host does not wait for.
+    """Moves small host arrays to the device.
 
-    device: where to. packed: False = no copy at all, which is right for a CPU and the default there.
+    All of a call in one copy that the host does not wait for.
+
+    Args:
+        device: where to.
+        packed: False = no copy at all, which is right for a CPU and the default there.
     """
 
     def __init__(self, device: torch.device | str, *, packed: bool | None = None) -> None:
@@ -73,7 +83,10 @@ class Staging:
         self._packed = self._device.type != "cpu" if packed is None else packed
 
     def send(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
-        """Tensors of the same shapes and dtypes as the arrays. On a CPU they may share the arrays' memory."""
+        """Tensors of the same shapes and dtypes as the arrays.
+
+        On a CPU they may share the arrays' memory.
+        """
         arrays = [np.ascontiguousarray(array) for array in arrays]
         if not self._packed:
             return [torch.from_numpy(array) for array in arrays]
@@ -91,11 +104,13 @@ class Staging:
 
 
 class BatchBuilder:
-    """Keeps a copy of the block tables on the device, and makes the tensors of a step from its plan.
+    """Keeps a copy of the block tables on the device, and makes the tensors of a step from its
+    plan.
 
     Only table entries that changed since the last step travel to the device.
 
-    kv: an allocator made with ``track_deltas=True``; nobody else may take its deltas.
+    Args:
+        kv: an allocator made with ``track_deltas=True``; nobody else may take its deltas.
 
     Attributes:
         tables: [max_requests, columns] int32 on the device, all block tables side by side.
@@ -116,8 +131,10 @@ class BatchBuilder:
     def build(self, plan: StepPlan, input_ids: np.ndarray, logits_rows: np.ndarray) -> Batch:
         """Tensors of one step, to be called between the plan and its commit.
 
-        plan: sequences with one new token first.
-        input_ids: [num_tokens] int32, the new tokens of all sequences. logits_rows: [num_rows] int64.
+        Args:
+            plan: sequences with one new token first.
+            input_ids: [num_tokens] int32, the new tokens of all sequences.
+            logits_rows: [num_rows] int64.
         """
         changes, replays = self._changes(), [plan.replay_rows, plan.replay_slots]
         arrays = [
@@ -155,7 +172,11 @@ class BatchBuilder:
         return Batch(*inputs, attn)
 
     def block_tables(self, rows: Tensor) -> tuple[Tensor, ...]:
-        """Per group [num_seqs, width] int32, between steps: what is committed. rows: [num_seqs] int64, slots."""
+        """Per group [num_seqs, width] int32, between steps: what is committed.
+
+        Args:
+            rows: [num_seqs] int64, slots.
+        """
         self.update_tables()
         return tuple(
             self.tables[:, first : first + width].index_select(0, rows)
@@ -171,7 +192,8 @@ class BatchBuilder:
     def _columns_up_to(self, max_seq_len: int) -> list[Tensor]:
         """Of each group the columns of `tables` that sequences of this length have.
 
-        Columns past the last block are never read: a ring that has not come round is still a linear table.
+        Columns past the last block are never read: a ring that has not come round is still a linear
+        table.
         """
         for i, (spec, (first, width)) in enumerate(zip(self._groups, self.columns, strict=True)):
             width = min(width, -(-max_seq_len // spec.block_size))
@@ -184,7 +206,8 @@ class BatchBuilder:
         if len(self._stale):
             index = np.concatenate((self._stale, index))
         self._stale = index
-        # An entry may have changed twice; its present value for both makes their order irrelevant on the device.
+        # An entry may have changed twice; its present value for both makes their order irrelevant
+        # on the device.
         return index, self._kv.tables.reshape(-1)[index]
 
     def _apply(self, index: Tensor, value: Tensor) -> None:

@@ -9,33 +9,49 @@ from quire.kvcore.spec import as_int
 
 from .scheduler import SchedulerPolicy
 
+MEMORY_SETTINGS = (
+    "max_num_seqs", "max_num_batched_tokens", "max_model_len", "num_pages", "cache_bytes",
+)  # fmt: skip
+"""Settings that memory depends on."""
+
 
 @dataclass(frozen=True)
 class EngineConfig:
     """Settings of an engine.
 
-    max_num_seqs: requests running at once. max_num_batched_tokens: new tokens in a step.
-    max_model_len: longest sequence in tokens; None = the model's, or what the pool holds if that is less.
-    num_pages: page ids including the null page. cache_bytes: bytes of all page tensors. memory_fraction: share of the free memory
-        that they take. One of the three at most; default: 256 MiB on a CPU, a fraction of 0.9 on a GPU.
-    base_block_size: tokens in a page of the heaviest kind of layer; of DeepSeek-V4, of a page of compressed entries, which is a multiple of
-        both ratios. None = 16, and with DeepSeek-V4 two windows of its heavily compressed layers.
-    kv_cache_dtype: what pages hold: "auto" = the model's dtype; "fp8" = e4m3 with a scale for each row, where the model can;
-        "fp8_per_tensor" = e4m3 with one scale for a layer's keys and one for its values, the model's ``kv_scales`` (1.0 unless set).
-    retention, enable_caching, hash_seed: as in `quire.kvcore.KVCache`.
-    replay: where full attention has cached far more of a prompt than any resume point reaches, compute just the tokens that
-        restore the windows of sliding layers, instead of all tokens from the resume point on. Not with DeepSeek-V4, whose
-        replayed tokens would have to be kept from pooling into the entries that are cached.
-    policy: how a step is divided between prefill and decode.
-    seed: requests without a seed of their own get one from it, in the order they come.
-    impl: "triton" or "torch" for the kernels; None = by device.
-    rejection_sample_method: how drafts of sampled requests are verified; greedy ones do not depend on it. "strict" = the output is that
-        of the same seed without drafts. "standard" = drafters that can, draw, and where outputs are diverse more of their drafts
-        stay; the same distribution, but other tokens. See `quire.models.engine.speculative`.
-    decode_graphs: decode through buffers of fixed sizes (`quire.models.engine.graphs`); None = on a GPU, where the model allows it.
+    Attributes:
+        max_num_seqs: requests running at once.
+        max_num_batched_tokens: new tokens in a step.
+        max_model_len: longest sequence in tokens; None = the model's, or what the pool holds if
+            that is less.
+        num_pages: page ids including the null page.
+        cache_bytes: bytes of all page tensors.
+        memory_fraction: share of the free memory that they take. One of the three at most; default:
+            256 MiB on a CPU, a fraction of 0.9 on a GPU.
+        base_block_size: tokens in a page of the heaviest kind of layer; of DeepSeek-V4, of a page
+            of compressed entries, which is a multiple of both ratios. None = 16, and with
+            DeepSeek-V4 two windows of its heavily compressed layers.
+        kv_cache_dtype: what pages hold: "auto" = the model's dtype; "fp8" = e4m3 with a scale for
+            each row, where the model can; "fp8_per_tensor" = e4m3 with one scale for a layer's keys
+            and one for its values, the model's ``kv_scales`` (1.0 unless set).
+        retention, enable_caching, hash_seed: as in `quire.kvcore.KVCache`.
+        replay: where full attention has cached far more of a prompt than any resume point reaches,
+            compute just the tokens that restore the windows of sliding layers, instead of all
+            tokens from the resume point on. Not with DeepSeek-V4, whose replayed tokens would have
+            to be kept from pooling into the entries that are cached.
+        policy: how a step is divided between prefill and decode.
+        seed: requests without a seed of their own get one from it, in the order they come.
+        impl: "triton" or "torch" for the kernels; None = by device.
+        rejection_sample_method: how drafts of sampled requests are verified; greedy ones do not
+            depend on it. "strict" = the output is that of the same seed without drafts. "standard"
+            = drafters that can, draw, and where outputs are diverse more of their drafts stay; the
+            same distribution, but other tokens. See `quire.models.engine.speculative`.
+        decode_graphs: decode through buffers of fixed sizes (`quire.models.engine.graphs`); None =
+            on a GPU, where the model allows it.
 
-    Raises: ValueError for a value of another type, or unless 1 <= max_num_seqs <= max_num_batched_tokens, which lets every running
-        request go on.
+    Raises:
+        ValueError: a value of another type, or unless 1 <= max_num_seqs <= max_num_batched_tokens,
+            which lets every running request go on.
     """
 
     max_num_seqs: int = 64
@@ -80,5 +96,6 @@ class EngineConfig:
             raise ValueError(f"policy: expected a SchedulerPolicy, got {self.policy!r}")
         if not 1 <= self.max_num_seqs <= self.max_num_batched_tokens:
             raise ValueError(
-                f"max_num_seqs: expected 1..max_num_batched_tokens={self.max_num_batched_tokens}, got {self.max_num_seqs}"
+                f"max_num_seqs: expected 1..max_num_batched_tokens={self.max_num_batched_tokens}, "
+                f"got {self.max_num_seqs}"
             )

@@ -1,8 +1,8 @@
 """Decode steps of a few batch sizes, captured once as CUDA graphs and replayed.
 
-A step writes its integers into the buffers that the graph reads: one copy from pinned memory, and the table entries that
-changed. The gathering of block tables is part of the graph. A batch is padded to the next size; a padding row has length 0 and slot -1:
-it sees nothing and writes nothing.
+A step writes its integers into the buffers that the graph reads: one copy from pinned memory, and
+the table entries that changed. The gathering of block tables is part of the graph. A batch is
+padded to the next size; a padding row has length 0 and slot -1: it sees nothing and writes nothing.
 """
 
 from __future__ import annotations
@@ -32,9 +32,13 @@ WARM_UP_RUNS = 2
 
 @dataclass(frozen=True)
 class _Graph:
-    """rows: [4 + num_tables, size] int64: input ids, positions, lengths, allocator slots, and slot mappings.
+    """A captured decode step of one batch size.
 
-    work: what was captured. A replay knows the tensors that it reads by address only: this keeps them.
+    Attributes:
+        rows: [4 + num_tables, size] int64: input ids, positions, lengths, allocator slots, and slot
+            mappings.
+        work: what was captured. A replay knows the tensors that it reads by address only: this
+            keeps them.
     """
 
     rows: Tensor
@@ -46,9 +50,12 @@ class _Graph:
 class DecodeGraphs:
     """Runs steps in which every sequence has one new token.
 
-    forward: the model. builder: whose tables the graphs read. sizes: batches to capture, ascending (`sizes_to_capture`). max_seq_len: the
-        longest sequence.
-    capture: default: CUDA graphs on a GPU, and on a CPU the same work called again.
+    Args:
+        forward: the model.
+        builder: whose tables the graphs read.
+        sizes: batches to capture, ascending (`sizes_to_capture`).
+        max_seq_len: the longest sequence.
+        capture: default: CUDA graphs on a GPU, and on a CPU the same work called again.
     """
 
     def __init__(
@@ -73,9 +80,12 @@ class DecodeGraphs:
     def __call__(self, plan: StepPlan, input_ids: np.ndarray) -> Tensor:
         """Logits of one decode step, to be called between the plan and its commit.
 
-        plan: with one new token for each sequence. input_ids: [num_seqs] int32.
+        Args:
+            plan: with one new token for each sequence.
+            input_ids: [num_seqs] int32.
 
-        Returns: [num_seqs, vocab_size] fp32, valid until the next call.
+        Returns:
+            [num_seqs, vocab_size] fp32, valid until the next call.
         """
         n = len(plan.slots)
         size = next(s for s in self.sizes if s >= n)
@@ -128,9 +138,11 @@ def sizes_to_capture(
 ) -> list[int]:
     """Batch sizes that an engine decodes through graphs; none where it does not.
 
-    drafter_in_model: whether a drafter reads the model's hidden states, which no graph returns.
+    Args:
+        drafter_in_model: whether a drafter reads the model's hidden states, which no graph returns.
 
-    Raises: NotImplementedError where ``config.decode_graphs`` asks for what cannot be.
+    Raises:
+        NotImplementedError: ``config.decode_graphs`` asks for what cannot be.
     """
     on_gpu = device.type == "cuda"
     possible = not drafter_in_model and not (on_gpu and config.impl == "torch")
@@ -143,25 +155,32 @@ def sizes_to_capture(
 
 
 def batch_sizes(largest: int) -> list[int]:
-    """Sizes to capture: 1, 2, 4, 8, then multiples of 8 up to 64 and of 32 beyond, and the largest itself."""
+    """Sizes to capture.
+
+    1, 2, 4, 8, then multiples of 8 up to 64 and of 32 beyond, and the largest itself.
+    """
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, largest + 1, 32)]
     return [s for s in sizes if s < largest] + [largest]
 
 
 class CudaCapture:
-    """Captures work as CUDA graphs that share one pool of memory, as only one of them runs at a time, and one stream.
+    """Captures work as CUDA graphs that share one pool of memory, as only one of them runs at a
+    time, and one stream.
 
-    device: of the work, and the current one of every call.
+    Args:
+        device: of the work, and the current one of every call.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._pool = torch.cuda.graph_pool_handle()
-        # Not torch's own: that is on whichever device captured first. And on a stream of their own, warm-up runs would leave cuBLAS
-        # another workspace for each size (32 MiB on Hopper).
+        # Not torch's own: that is on whichever device captured first. And on a stream of their own,
+        # warm-up runs would leave cuBLAS another workspace for each size (32 MiB on Hopper).
         self._stream = torch.cuda.Stream(device)
 
     def __call__(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Runs ``work`` a few times, so that kernels are compiled and libraries have their workspaces, then captures it."""
+        """Runs ``work`` a few times, so that kernels are compiled and libraries have their
+        workspaces, then captures it.
+        """
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -175,5 +194,8 @@ class CudaCapture:
 
 
 def call_again(work: Callable[[], None]) -> Callable[[], None]:
-    """Stands in for a capture where there is no GPU: a replay does the work anew, on the same buffers."""
+    """Stands in for a capture where there is no GPU.
+
+    A replay does the work anew, on the same buffers.
+    """
     return work

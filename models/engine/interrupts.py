@@ -1,4 +1,6 @@
-"""Ctrl-C between the steps of an engine instead of within one, where it would leave pages that nobody owns."""
+"""Ctrl-C between the steps of an engine instead of within one, where it would leave pages that
+nobody owns.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,12 @@ from types import FrameType
 
 @contextmanager
 def interrupts_wait() -> Iterator[None]:
-    """Holds back SIGINT until the block has ended; a second one is not held back, for a block that hangs.
+    """Holds back SIGINT until the block has ended.
 
-    Only in the main thread and where a Python function handles the signal, such as the one that raises KeyboardInterrupt; else nothing
-    is changed.
+    A second one is not held back, for a block that hangs.
+
+    Only in the main thread and where a Python function handles the signal, such as the one that
+    raises KeyboardInterrupt; else nothing is changed.
     """
     handler = signal.getsignal(signal.SIGINT)
     if not callable(handler) or threading.current_thread() is not threading.main_thread():

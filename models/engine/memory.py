@@ -2,8 +2,8 @@
 
     bytes of pages = (free memory - activations of the largest step) * memory_fraction
 
-with the weights already loaded. A request of n tokens needs, of each group, its blocks of n tokens; of a window group at most its ring
-and one block more, however long the request is.
+with the weights already loaded. A request of n tokens needs, of each group, its blocks of n tokens;
+of a window group at most its ring and one block more, however long the request is.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from quire.kvcore import GroupSpec
+from quire.kvcore import GroupSpec, KVCache
 from quire.kvcore.policies.retention import parse_retention
 from quire.kvcore.spec import GroupClass, Layout
 
@@ -36,8 +36,11 @@ KV_CACHE_DTYPES = ("auto", "fp8", "fp8_per_tensor")
 class ModelCache:
     """What an engine knows of a model's cache.
 
-    groups: as `quire.kvcore.KVCache` takes them. page_bytes: bytes behind one page id, of all its layers.
-    allocate: makes the page tensors for a number of pages. fixed_bytes: what it allocates besides, for all requests.
+    Attributes:
+        groups: as `quire.kvcore.KVCache` takes them.
+        page_bytes: bytes behind one page id, of all its layers.
+        allocate: makes the page tensors for a number of pages.
+        fixed_bytes: what it allocates besides, for all requests.
     """
 
     groups: Sequence[GroupSpec]
@@ -57,11 +60,17 @@ def model_cache(
 ) -> ModelCache:
     """Cache of a model, from its ``make_cache``, which takes the same arguments.
 
-    base_block_size: tokens in a page of the heaviest kind of layer; None = the model's own choice.
-    kv_cache_dtype: one of `KV_CACHE_DTYPES`; "auto" = the model's own. A model says in ``kv_cache_dtypes`` which ones it can.
-    max_requests: running at once. max_draft_tokens: of a step. drafter_layers: whether layers that only draft run too.
+    Args:
+        base_block_size: tokens in a page of the heaviest kind of layer; None = the model's own
+            choice.
+        kv_cache_dtype: one of `KV_CACHE_DTYPES`; "auto" = the model's own. A model says in
+            ``kv_cache_dtypes`` which ones it can.
+        max_requests: running at once.
+        max_draft_tokens: of a step.
+        drafter_layers: whether layers that only draft run too.
 
-    Raises: ValueError for another kv_cache_dtype, NotImplementedError for one that the model cannot.
+    Raises:
+        ValueError: another kv_cache_dtype, NotImplementedError for one that the model cannot.
     """
     if kv_cache_dtype not in KV_CACHE_DTYPES:
         raise ValueError(
@@ -70,7 +79,8 @@ def model_cache(
     supported = getattr(model, "kv_cache_dtypes", ("auto",))
     if kv_cache_dtype not in supported:
         raise NotImplementedError(
-            f"kv_cache_dtype: {type(model).__name__} supports {list(supported)}, got {kv_cache_dtype!r}"
+            f"kv_cache_dtype: {type(model).__name__} supports {list(supported)}, got "
+            f"{kv_cache_dtype!r}"
         )
     return model.make_cache(
         base_block_size=base_block_size,
@@ -84,7 +94,9 @@ def model_cache(
 def pages_of_request(
     groups: Sequence[GroupSpec], num_tokens: int, max_draft_tokens: int = 0
 ) -> int:
-    """Pages that are enough for one request of ``num_tokens`` tokens while it decodes, whatever is cached besides."""
+    """Pages that are enough for one request of ``num_tokens`` tokens while it decodes, whatever is
+    cached besides.
+    """
     total = 0
     for spec in Layout(groups, num_tokens, max_draft_tokens).classes:
         pages = spec.num_tables * -(-num_tokens // spec.block_size)
@@ -95,15 +107,19 @@ def pages_of_request(
 
 
 def _fixed_pages(spec: GroupClass) -> int:
-    """Pages of a ring and the block that is planned before its oldest one goes; of a state, the live one, the newest snapshot and
-    the next."""
+    """Pages of a ring and the block that is planned before its oldest one goes.
+
+    Of a state, the live one, the newest snapshot and the next.
+    """
     return spec.num_tables * (spec.width + 1)
 
 
 def longest_request(
     groups: Sequence[GroupSpec], num_pages: int, limit: int, max_draft_tokens: int = 0
 ) -> int:
-    """Tokens of the longest request, at most ``limit``, that a pool of ``num_pages`` (page 0 included) holds alone; 0 = none."""
+    """Tokens of the longest request, at most ``limit``, that a pool of ``num_pages`` (page 0
+    included) holds alone; 0 = none.
+    """
     return bisect_left(
         range(1, limit + 1), num_pages, key=lambda n: pages_of_request(groups, n, max_draft_tokens)
     )
@@ -113,10 +129,14 @@ def longest_request(
 class MemoryPlan:
     """A pool, and what fits it.
 
-    num_pages: pages, page 0 (never owned) included. page_bytes: bytes behind one page id. max_model_len: longest sequence in tokens.
-    max_num_seqs: requests at once. retention: as in `quire.kvcore.KVCache`.
-    free_bytes: memory that was free for it; None where the caller named the size of the pool.
-    fixed_bytes: memory of requests that is not in pages.
+    Attributes:
+        num_pages: pages, page 0 (never owned) included.
+        page_bytes: bytes behind one page id.
+        max_model_len: longest sequence in tokens.
+        max_num_seqs: requests at once.
+        retention: as in `quire.kvcore.KVCache`.
+        free_bytes: memory that was free for it; None where the caller named the size of the pool.
+        fixed_bytes: memory of requests that is not in pages.
     """
 
     groups: tuple[GroupSpec, ...]
@@ -165,12 +185,20 @@ class MemoryPlan:
         return self.page_bytes * pages_of_request(self.groups, num_tokens, self.max_draft_tokens)
 
     def num_fitting(self, num_tokens: int) -> int:
-        """Requests of ``num_tokens`` tokens that hold their pages at once, if they share nothing; at most max_num_seqs."""
+        """Requests of ``num_tokens`` tokens that hold their pages at once, if they share nothing.
+
+        At most max_num_seqs.
+        """
         pages = pages_of_request(self.groups, num_tokens, self.max_draft_tokens)
         return min(self.max_num_seqs, (self.num_pages - 1) // pages)
 
     def describe(self, lengths: Sequence[int] = ()) -> str:
-        """The plan in words. lengths: in tokens, to say how many such requests fit; default: powers of 4 up to max_model_len."""
+        """The plan in words.
+
+        Args:
+            lengths: in tokens, to say how many such requests fit; default: powers of 4 up to
+                max_model_len.
+        """
         lengths = lengths or sorted(
             {*(4**i for i in range(5, 12) if 4**i < self.max_model_len), self.max_model_len}
         )
@@ -180,10 +208,14 @@ class MemoryPlan:
         besides = f", and {_size(self.fixed_bytes)} besides" if self.fixed_bytes else ""
         return "\n".join(
             [
-                f"pool      {_size(self.cache_bytes)}{of}: {self.num_pages} pages of {_size(self.page_bytes)}{besides}",
-                f"request   {_size(self.bytes_per_token)} a token + {_size(self.bytes_per_request)}, at most {self.max_model_len} tokens",
-                f"hits      multiples of {self.alignment} tokens, retention {self.retention!r}{kept}",
-                f"fits      requests of so many tokens at once: {fits} (at most {self.max_num_seqs})",
+                f"pool      {_size(self.cache_bytes)}{of}: {self.num_pages} pages of "
+                f"{_size(self.page_bytes)}{besides}",
+                f"request   {_size(self.bytes_per_token)} a token + "
+                f"{_size(self.bytes_per_request)}, at most {self.max_model_len} tokens",
+                f"hits      multiples of {self.alignment} tokens, retention "
+                f"{self.retention!r}{kept}",
+                f"fits      requests of so many tokens at once: {fits} (at most "
+                f"{self.max_num_seqs})",
             ]
         )
 
@@ -196,13 +228,20 @@ def plan_memory(
     max_draft_tokens: int = 0,
     num_graph_rows: int = 0,
 ) -> MemoryPlan:
-    """Sizes the pool, and refuses one that is too small for a single request. Where ``config.max_model_len`` is None, it is what the
-    model allows, or the pool holds if that is less.
+    """Sizes the pool, and refuses one that is too small for a single request.
 
-    cache: of the model. max_draft_tokens: of a step. num_graph_rows: as in `activation_bytes`.
+    Where ``config.max_model_len`` is None, it is what the model allows, or the pool holds if that
+    is less.
 
-    Raises: ValueError, naming the pages needed, for a pool that does not hold one request of max_model_len (or, where that was not
-        given, of two tokens), for more than one size, for a fraction outside (0, 1], or for more pages than a CPU's memory holds.
+    Args:
+        cache: of the model.
+        max_draft_tokens: of a step.
+        num_graph_rows: as in `activation_bytes`.
+
+    Raises:
+        ValueError: naming the pages needed, for a pool that does not hold one request of
+            max_model_len (or, where that was not given, of two tokens), for more than one size, for
+            a fraction outside (0, 1], or for more pages than a CPU's memory holds.
     """
     longest = model.config.max_position_embeddings
     max_model_len = longest if config.max_model_len is None else config.max_model_len
@@ -235,7 +274,8 @@ def plan_memory(
         needed_bytes = num_pages * cache.page_bytes + cache.fixed_bytes
         if needed_bytes > (left := free_memory(model.device)):
             raise ValueError(
-                f"num_pages: expected pages that fit the memory, got {num_pages} ({_size(needed_bytes)} with what requests take besides), "
+                f"num_pages: expected pages that fit the memory, got {num_pages} "
+                f"({_size(needed_bytes)} with what requests take besides), "
                 f"and {_size(left)} are free"
             )
     fits = longest_request(cache.groups, num_pages, max_model_len, max_draft_tokens)
@@ -243,7 +283,8 @@ def plan_memory(
     if fits < needed:
         pages = 1 + pages_of_request(cache.groups, needed, max_draft_tokens)
         raise ValueError(
-            f"num_pages: expected at least {pages} ({_size(pages * cache.page_bytes)}) for one request of {needed} tokens, "
+            f"num_pages: expected at least {pages} ({_size(pages * cache.page_bytes)}) for one "
+            f"request of {needed} tokens, "
             f"got {num_pages}"
         )
     return MemoryPlan(
@@ -259,13 +300,47 @@ def plan_memory(
     )
 
 
+def make_allocator(model: nn.Module, memory: MemoryPlan, config: EngineConfig) -> KVCache:
+    """The allocator of a planned pool.
+
+    Raises:
+        ValueError: replay of a model that cannot, or settings that the allocator refuses.
+    """
+    replay_tokens = None
+    if config.replay:
+        if not hasattr(model.config, "replay_tokens"):
+            raise ValueError(
+                "replay: expected False for "
+                f"{type(model).__name__}{getattr(model, 'no_replay', '')}; "
+                "supported with models of full and sliding attention"
+            )
+        replay_tokens = model.config.replay_tokens
+    return KVCache(
+        memory.groups,
+        num_pages=memory.num_pages,
+        max_requests=config.max_num_seqs,
+        max_model_len=memory.max_model_len,
+        retention=config.retention,
+        hash_seed=config.hash_seed,
+        enable_caching=config.enable_caching,
+        max_draft_tokens=memory.max_draft_tokens,
+        replay_tokens=replay_tokens,
+        track_deltas=True,
+    )
+
+
 def activation_bytes(
     model: nn.Module, *, max_num_batched_tokens: int, max_num_rows: int, num_graph_rows: int = 0
 ) -> int:
-    """Bytes that the largest step holds besides weights and pages, estimated: what the model says of each token, the logits of the
-    sampled rows with what sampling makes of them, and the logits that graphs keep.
+    """Bytes that the largest step holds besides weights and pages, estimated.
 
-    max_num_rows: sampled in a step. num_graph_rows: sum of the batch sizes that are captured, as each graph has logits of its own.
+    What the model says of each token, the logits of the sampled rows with what sampling makes of
+    them, and the logits that graphs keep.
+
+    Args:
+        max_num_rows: sampled in a step.
+        num_graph_rows: sum of the batch sizes that are captured, as each graph has logits of its
+            own.
     """
     logits = 4 * model.config.vocab_size * (LOGITS_COPIES * max_num_rows + num_graph_rows)
     return max_num_batched_tokens * model.config.activation_size * model.dtype.itemsize + logits
@@ -303,5 +378,7 @@ WORKING_SHARE = 0.8  # of the free memory may be weights before "auto" keeps fp8
 
 
 def fits(model: nn.Module, device: torch.device) -> bool:
-    """Whether the weights of a model, which may be on the meta device, leave room on a device to work in."""
+    """Whether the weights of a model, which may be on the meta device, leave room on a device to
+    work in.
+    """
     return weight_bytes(model) <= WORKING_SHARE * free_memory(device)

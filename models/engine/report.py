@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from time import perf_counter, thread_time
+from typing import Any
 
 import numpy as np
 
@@ -25,10 +26,13 @@ MODEL_MATH = (MODEL, SAMPLE)
 
 
 class StepClock:
-    """Splits the time of a step into `PARTS`. One of them runs at any time, so they add up to the whole step.
+    """Splits the time of a step into `PARTS`.
+
+    One of them runs at any time, so they add up to the whole step.
 
     Attributes:
-        wall, cpu: [len(PARTS)] seconds since `start`; cpu: of the calling thread alone, which waiting for others does not add to.
+        wall, cpu: [len(PARTS)] seconds since `start`; cpu: of the calling thread alone, which
+            waiting for others does not add to.
     """
 
     def __init__(self) -> None:
@@ -50,7 +54,14 @@ class StepClock:
 
 
 def outside_model(seconds: np.ndarray) -> np.ndarray:
-    """Share of time in parts that are not the model's arithmetic. seconds: [..., len(PARTS)]. Returns [...]."""
+    """Share of time in parts that are not the model's arithmetic.
+
+    Args:
+        seconds: [..., len(PARTS)].
+
+    Returns:
+        [...].
+    """
     total = seconds.sum(axis=-1)
     return 1.0 - seconds[..., MODEL_MATH].sum(axis=-1) / np.maximum(total, 1e-12)
 
@@ -85,11 +96,17 @@ class _Split:
 class StepReport(_Split):
     """One step in numbers.
 
-    q_lens, seq_lens: per sequence [num_seqs], its new tokens and its KV tokens including them (and drafts that were rejected).
-    num_tokens: new tokens computed. num_decodes, num_prefills: sequences with one new token, and with more.
-    num_generated, num_drafts, num_accepted: tokens of output; drafts verified, and those of them that stayed.
-    wall, cpu: [len(PARTS)] seconds of each of `PARTS`, and seconds of CPU of the engine's thread.
-    finished: requests that ended in it. deltas: what it added to requests that are streamed.
+    Attributes:
+        q_lens, seq_lens: per sequence [num_seqs], its new tokens and its KV tokens including them
+            (and drafts that were rejected).
+        num_tokens: new tokens computed.
+        num_decodes, num_prefills: sequences with one new token, and with more.
+        num_generated, num_drafts, num_accepted: tokens of output; drafts verified, and those of
+            them that stayed.
+        wall, cpu: [len(PARTS)] seconds of each of `PARTS`, and seconds of CPU of the engine's
+            thread.
+        finished: requests that ended in it.
+        deltas: what it added to requests that are streamed.
     """
 
     q_lens: np.ndarray
@@ -106,13 +123,42 @@ class StepReport(_Split):
     finished: list[RequestOutput]
     deltas: list[OutputDelta]
 
+    @classmethod
+    def of(
+        cls,
+        clock: StepClock,
+        finished: list[RequestOutput],
+        deltas: list[OutputDelta],
+        **numbers: Any,
+    ) -> StepReport:
+        """A report of what a clock has measured.
+
+        Args:
+            clock: of the step.
+            finished, deltas: as in the report.
+            numbers: the other fields; those not given are 0, or empty.
+        """
+        nothing = np.zeros(0, dtype=np.int64)
+        return cls(
+            **{"q_lens": nothing, "seq_lens": nothing, **dict.fromkeys(_COUNTS, 0), **numbers},
+            wall=np.array(clock.wall),
+            cpu=np.array(clock.cpu),
+            finished=finished,
+            deltas=deltas,
+        )
+
+
+_COUNTS = tuple(one.name for one in fields(StepReport) if one.name.startswith("num_"))
+
 
 @dataclass
 class EngineTotals(_Split):
     """Sums over all steps since the start or since somebody replaced the object; times in seconds.
 
-    wall, cpu: as in `StepReport`.
-    hashing: time in which `Engine.add_request` hashed prompts and looked them up, outside of steps.
+    Attributes:
+        wall, cpu: as in `StepReport`.
+        hashing: time in which `Engine.add_request` hashed prompts and looked them up, outside of
+            steps.
     """
 
     num_steps: int = 0

@@ -1,4 +1,7 @@
-"""A request on its way through the engine: what was asked, what is known so far, and what comes back."""
+"""A request on its way through the engine.
+
+What was asked, what is known so far, and what comes back.
+"""
 
 from __future__ import annotations
 
@@ -32,25 +35,32 @@ LARGEST, SMALLEST = 1e30, 1e-30  # factors of logits: fp32 still holds what they
 class SamplingParams:
     """How to generate. The defaults decode greedily.
 
-    Numbers may be of any kind, numpy's, fractions and decimals included; they become ints and floats.
-
-    max_tokens: tokens to generate at most.
-    stop_token_ids: ids that end the output besides the model's own; the stopping id is its last token.
-    ignore_eos: True = the model's own stop ids do not end the output.
-    stop: strings that end the output; the text ends before the first of them. They need a tokenizer. At most 4,096 characters in all.
-    temperature: divides the logits, at most 1e30; 0 = greedy, and then top_k, top_p and min_p change nothing.
-    top_k: only the k likeliest tokens, of equal ones those with the lowest ids; 0 = all.
-    top_p: only the likeliest tokens whose probabilities first add up to it.
-    min_p: only tokens with at least this share of the likeliest one's probability.
-    repetition_penalty: positive logits of tokens in prompt or output are divided by it, negative ones multiplied; in 1e-30..1e30.
-    seed: of the draws, taken modulo 2**64. They depend on seed, sample and position alone, never on what else the engine runs; None =
-        one of the engine's own.
-    n: samples of the prompt, at most 16,384; they share its pages.
-    logprobs: None, or how many of the likeliest tokens to report at each position.
+    Numbers may be of any kind, numpy's, fractions and decimals included; they become ints and
+    floats.
 
     The order is that of transformers: penalty, temperature, top_k, top_p, min_p.
 
-    Raises: ValueError for a value out of range.
+    Attributes:
+        max_tokens: tokens to generate at most.
+        stop_token_ids: ids that end the output besides the model's own; the stopping id is its last
+            token.
+        ignore_eos: True = the model's own stop ids do not end the output.
+        stop: strings that end the output; the text ends before the first of them. They need a
+            tokenizer. At most 4,096 characters in all.
+        temperature: divides the logits, at most 1e30; 0 = greedy, and then top_k, top_p and min_p
+            change nothing.
+        top_k: only the k likeliest tokens, of equal ones those with the lowest ids; 0 = all.
+        top_p: only the likeliest tokens whose probabilities first add up to it.
+        min_p: only tokens with at least this share of the likeliest one's probability.
+        repetition_penalty: positive logits of tokens in prompt or output are divided by it,
+            negative ones multiplied; in 1e-30..1e30.
+        seed: of the draws, taken modulo 2**64. They depend on seed, sample and position alone,
+            never on what else the engine runs; None = one of the engine's own.
+        n: samples of the prompt, at most 16,384; they share its pages.
+        logprobs: None, or how many of the likeliest tokens to report at each position.
+
+    Raises:
+        ValueError: a value out of range.
     """
 
     max_tokens: int = 16
@@ -106,9 +116,12 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Natural-log probabilities of one position under the model itself, before penalties, temperature and filters.
+    """Natural-log probabilities of one position under the model itself, before penalties,
+    temperature and filters.
 
-    logprob: of the generated token. top: (token id, logprob) of the likeliest tokens, best first.
+    Attributes:
+        logprob: of the generated token.
+        top: (token id, logprob) of the likeliest tokens, best first.
     """
 
     logprob: float
@@ -116,24 +129,34 @@ class TokenLogprobs:
 
 
 class RequestError(RuntimeError):
-    """What ended one request early, while the others go on: which request, where, and why. ``__cause__`` is the exception behind it."""
+    """What ended one request early, while the others go on: which request, where, and why.
+
+    ``__cause__`` is the exception behind it.
+    """
 
 
 @dataclass(frozen=True)
 class RequestOutput:
     """A finished request, or one of its samples.
 
-    sample: 0 unless `SamplingParams.n` is above 1.
-    token_ids: generated tokens. text: their text without the stopping id or string, or None without a tokenizer.
-    finish_reason: "stop" (stop_reason says by which id or string), "length" (max_tokens or the longest sequence was reached) or
-        "abort"; "nan" = the model's logits give no token, "error" = something else failed in this request (error says what).
-    num_cached_tokens: prompt tokens that the prefix cache gave when the request was first admitted.
-    limited_by: why they were not more (`quire.kvcore.Match.limited_by`); "" when it never was admitted.
-    num_preemptions: times that the request lost its pages and was resumed.
-    num_drafts, num_accepted: speculated tokens that were computed, and those that became output.
-    arrival, token_times: seconds on `time.perf_counter`'s clock.
-    logprobs: one for each of token_ids where they were asked for.
-    error: what ended it early; None unless finish_reason is "nan" or "error". The tokens, and the text so far, are good.
+    Attributes:
+        sample: 0 unless `SamplingParams.n` is above 1.
+        token_ids: generated tokens.
+        text: their text without the stopping id or string, or None without a tokenizer.
+        finish_reason: "stop" (stop_reason says by which id or string), "length" (max_tokens or the
+            longest sequence was reached) or "abort"; "nan" = the model's logits give no token,
+            "error" = something else failed in this request (error says what).
+        num_cached_tokens: prompt tokens that the prefix cache gave when the request was first
+            admitted.
+        limited_by: why they were not more (`quire.kvcore.Match.limited_by`); "" when it never was
+            admitted.
+        num_preemptions: times that the request lost its pages and was resumed.
+        num_drafts, num_accepted: speculated tokens that were computed, and those that became
+            output.
+        arrival, token_times: seconds on `time.perf_counter`'s clock.
+        logprobs: one for each of token_ids where they were asked for.
+        error: what ended it early; None unless finish_reason is "nan" or "error". The tokens, and
+            the text so far, are good.
     """
 
     request_id: str
@@ -166,9 +189,12 @@ class RequestOutput:
 
 @dataclass(frozen=True)
 class OutputDelta:
-    """What one step added to a request that is streamed: ids, and the text that no later token can take back.
+    """What one step added to a request that is streamed.
 
-    finish_reason, error: as in `RequestOutput`, None before the end.
+    Ids, and the text that no later token can take back.
+
+    Attributes:
+        finish_reason, error: as in `RequestOutput`, None before the end.
     """
 
     request_id: str
@@ -183,15 +209,19 @@ class OutputDelta:
 class Request:
     """Mutable state of one unfinished sample of a request; the scheduler owns it.
 
-    prompt_token_ids: [prompt_len] int32, never changed. capacity: longest that prompt and output may get together. stop_ids: ids that end the output.
-    salt: keeps its cached prefixes from other salts' requests. match: the hashed tokens, for admission.
-    seed: of this request's draws. text: where its text grows; None where nobody asks for it before the end.
-    stream: whether its new tokens are reported after each step.
-
     Attributes:
+        prompt_token_ids: [prompt_len] int32, never changed.
+        capacity: longest that prompt and output may get together.
+        stop_ids: ids that end the output.
+        salt: keeps its cached prefixes from other salts' requests.
+        match: the hashed tokens, for admission.
+        seed: of this request's draws.
+        text: where its text grows; None where nobody asks for it before the end.
+        stream: whether its new tokens are reported after each step.
         slot: kvcore slot while running, else -1.
         drafts: tokens that may come next, [num_drafts] int32; the next step verifies them.
-        draft_probs: [>= num_drafts, vocab_size] fp32 on the model's device, what they were drawn from; None = they were not drawn.
+        draft_probs: [>= num_drafts, vocab_size] fp32 on the model's device, what they were drawn
+            from; None = they were not drawn.
     """
 
     request_id: str
@@ -223,7 +253,10 @@ class Request:
         self.draft_probs: Tensor | None = None
 
     def make_room(self) -> None:
-        """Takes the memory that tokens and drafts go to; before that, samples share the prompt's."""
+        """Takes the memory that tokens and drafts go to.
+
+        Before that, samples share the prompt's.
+        """
         if len(self._tokens) < self.capacity:
             tokens = np.empty(self.capacity, dtype=np.int32)
             tokens[: self.num_tokens] = self.tokens
@@ -249,7 +282,11 @@ class Request:
         return self.num_tokens - self.prompt_len
 
     def set_drafts(self, token_ids: np.ndarray, probs: Tensor | None = None) -> None:
-        """Remembers what may come next, as much of it as leaves room for the token after it. probs: of `draft_probs`."""
+        """Remembers what may come next, as much of it as leaves room for the token after it.
+
+        Args:
+            probs: of `draft_probs`.
+        """
         count = max(0, min(len(token_ids), self.capacity - self.num_tokens - 1))
         # Behind the known tokens, so that a step's input is one slice.
         self.drafts = self._tokens[self.num_tokens : self.num_tokens + count]
@@ -276,7 +313,10 @@ class Request:
         return "length" if self.num_tokens == self.capacity else None
 
     def output(self, finish_reason: str, error: RequestError | None = None) -> RequestOutput:
-        """What the caller gets. Where the rest of the text cannot be decoded, finish_reason becomes "error"."""
+        """What the caller gets.
+
+        Where the rest of the text cannot be decoded, finish_reason becomes "error".
+        """
         text = None
         if self.text is not None:
             try:

@@ -1,14 +1,20 @@
-"""Which requests run in a step, and with how many tokens. Integers only: no torch, no model, and the same choices every time.
+"""Which requests run in a step, and with how many tokens.
 
-Running requests are kept in order of admission. A step takes prefill chunks of running requests, admits waiting ones, and takes one
-token (and its drafts) of every decoding request, all within a budget of tokens that `SchedulerPolicy` divides. When pages run
-out, the request admitted last gives its pages back and waits at the head of the queue; nobody is admitted until some request has ended.
+Integers only: no torch, no model, and the same choices every time.
+
+Running requests are kept in order of admission. A step takes prefill chunks of running requests,
+admits waiting ones, and takes one token (and its drafts) of every decoding request, all within a
+budget of tokens that `SchedulerPolicy` divides. When pages run out, the request admitted last gives
+its pages back and waits at the head of the queue; nobody is admitted until some request has ended.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from quire.kvcore import KVCache, StepPlan
 from quire.kvcore.spec import as_int
@@ -19,13 +25,19 @@ from .request import Request
 
 @dataclass(frozen=True)
 class SchedulerPolicy:
-    """Divides the token budget of a step between prefill and decode. For another policy, override `prefill_tokens`.
+    """Divides the token budget of a step between prefill and decode.
 
-    prefill_first: prompts take what they can, and decoding requests what is left; by default decoding requests go first.
-    max_prefill_tokens: at most so many prompt tokens in a step that somebody's next token waits for; None = no bound. It
-        bounds the time between tokens, as a step of its own size would.
+    For another policy, override `prefill_tokens`.
 
-    Raises: ValueError for max_prefill_tokens below 1.
+    Attributes:
+        prefill_first: prompts take what they can, and decoding requests what is left; by default
+            decoding requests go first.
+        max_prefill_tokens: at most so many prompt tokens in a step that somebody's next token waits
+            for; None = no bound. It bounds the time between tokens, as a step of its own size
+            would.
+
+    Raises:
+        ValueError: max_prefill_tokens below 1.
     """
 
     prefill_first: bool = False
@@ -38,7 +50,9 @@ class SchedulerPolicy:
     def prefill_tokens(self, budget: int, num_decodes: int) -> int:
         """Prompt tokens that the next step may hold.
 
-        budget: tokens of the step. num_decodes: running requests that wait for their next token, at most budget.
+        Args:
+            budget: tokens of the step.
+            num_decodes: running requests that wait for their next token, at most budget.
         """
         if num_decodes == 0:
             return budget
@@ -48,9 +62,13 @@ class SchedulerPolicy:
 
 @dataclass(frozen=True)
 class ScheduledStep:
-    """A step that fits: requests in batch order (those with one new token first), their new tokens, and the plan.
+    """A step that fits.
 
-    num_drafts: how many of a request's new tokens are drafts. num_preempted: running requests that gave up their pages for it.
+    Requests in batch order (those with one new token first), their new tokens, and the plan.
+
+    Attributes:
+        num_drafts: how many of a request's new tokens are drafts.
+        num_preempted: running requests that gave up their pages for it.
     """
 
     requests: list[Request]
@@ -58,6 +76,34 @@ class ScheduledStep:
     num_drafts: list[int]
     plan: StepPlan
     num_preempted: int
+
+    def inputs(self) -> tuple[np.ndarray, list[int]]:
+        """What the model is given.
+
+        Returns:
+            (input ids [num_tokens] int32, indices of the requests whose next token the step gives).
+        """
+        ids, ready = [], []
+        for i, (request, end) in enumerate(
+            zip(self.requests, self.plan.seq_lens.tolist(), strict=True)
+        ):
+            ids.append(request.inputs(end - self.num_new_tokens[i], end))
+            if end >= request.num_tokens:
+                ready.append(i)
+        return np.concatenate(ids), ready
+
+    def numbers(self) -> dict[str, Any]:
+        """What `quire.models.engine.report.StepReport` says of it before anything is computed."""
+        num_decodes = self.num_new_tokens.count(1)
+        return {
+            "q_lens": self.plan.num_new_tokens,
+            "seq_lens": self.plan.seq_lens,
+            "num_tokens": sum(self.num_new_tokens),
+            "num_decodes": num_decodes,
+            "num_prefills": len(self.requests) - num_decodes,
+            "num_preempted": self.num_preempted,
+            "num_drafts": sum(self.num_drafts),
+        }
 
 
 class _Allocating:
@@ -76,12 +122,16 @@ class _Allocating:
 class Scheduler:
     """Continuous batching over one `KVCache`.
 
-    clock: is told when kv works. max_num_batched_tokens: new tokens in a step. max_num_seqs: requests running at once, at most as many.
-    policy: who goes first.
+    Args:
+        clock: is told when kv works.
+        max_num_batched_tokens: new tokens in a step.
+        max_num_seqs: requests running at once, at most as many.
+        policy: who goes first.
 
     Attributes:
         waiting, running: requests, first come first.
-        failed: requests taken out because something failed in them alone, and what; for whoever reports it.
+        failed: requests taken out because something failed in them alone, and what; for whoever
+            reports it.
         allocating: a context in which time counts as the allocator's.
     """
 
@@ -105,14 +155,24 @@ class Scheduler:
         self._starved = False  # pages ran out and no request has ended since
 
     def pending(self) -> list[int]:
-        """Known tokens of each running request that are not computed yet: 1 for those that decode."""
+        """Known tokens of each running request that are not computed yet.
+
+        1 for those that decode.
+        """
         computed = self.kv.num_computed[[r.slot for r in self.running]].tolist()
         return [r.num_tokens - c for r, c in zip(self.running, computed, strict=True)]
 
-    def schedule(self) -> ScheduledStep | None:
-        """Chooses and plans the next step; admits and preempts as needed. None when there is nothing to do.
+    def decoding(self) -> list[Request]:
+        """The running requests that wait for their next token."""
+        return [r for r, count in zip(self.running, self.pending(), strict=True) if count == 1]
 
-        A request that cannot be admitted, or of which one token does not fit though it runs alone, is added to ``failed``.
+    def schedule(self) -> ScheduledStep | None:
+        """Chooses and plans the next step; admits and preempts as needed.
+
+        None when there is nothing to do.
+
+        A request that cannot be admitted, or of which one token does not fit though it runs alone,
+        is added to ``failed``.
         """
         chosen, admitted = self._choose()
         num_preempted = 0
@@ -124,11 +184,8 @@ class Scheduler:
             victim = self.running[-1]
             if len(self.running) == 1:
                 if chosen[victim] == 1:
-                    self.finish(victim)
-                    error = RuntimeError(
-                        f"does not fit even alone: {step}; the pool has {self.kv.num_pages - 1} pages (num_pages)"
-                    )
-                    self.failed.append((victim, error))
+                    has = f"the pool has {self.kv.num_pages - 1} pages (num_pages)"
+                    self.fail(victim, RuntimeError(f"does not fit even alone: {step}; {has}"))
                     chosen, admitted = self._choose()
                     continue
                 chosen[victim] //= 2  # a long chunk keeps more boundaries than a short one
@@ -143,15 +200,26 @@ class Scheduler:
         return None
 
     def finish(self, request: Request) -> None:
-        """Takes a request out, running or waiting; its pages stay findable until they are needed."""
+        """Takes a request out, running or waiting.
+
+        Its pages stay findable until they are needed.
+        """
         if request.slot < 0:
             self.waiting.remove(request)
             return
         self._release(request)
         self._starved = False
 
+    def fail(self, request: Request, error: Exception) -> None:
+        """Takes a request out because something failed in it alone."""
+        self.finish(request)
+        self.failed.append((request, error))
+
     def take_back(self, step: ScheduledStep) -> None:
-        """Requests of a step that failed give their pages back and wait again, in their order: what it wrote is unknown."""
+        """Requests of a step that failed give their pages back and wait again, in their order.
+
+        What it wrote is unknown.
+        """
         failed = set(step.requests)
         for request in [r for r in reversed(self.running) if r in failed]:
             request.num_preemptions += 1
@@ -171,7 +239,7 @@ class Scheduler:
         return ScheduledStep(requests, counts, drafts, plan, num_preempted)
 
     def _choose(self) -> tuple[dict[Request, int], set[Request]]:
-        """New tokens of each request in the next step, and which requests were admitted just now."""
+        """New tokens of each request in the next step, and the requests admitted just now."""
         budget = self.max_num_batched_tokens
         pending = dict(zip(self.running, self.pending(), strict=True)) if self.running else {}
         decodes = [r for r, count in pending.items() if count == 1]
@@ -227,7 +295,8 @@ class Scheduler:
         self._release(request)
         try:
             with self.allocating:
-                # Prompt and output so far are the new prompt: what was cached of them is found again.
+                # Prompt and output so far are the new prompt: what was cached of them is found
+                # again.
                 request.match = self.kv.match(request.tokens, salt=request.salt)
         except Exception as error:
             self.failed.append((request, error))

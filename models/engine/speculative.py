@@ -1,42 +1,47 @@
 """Speculative decoding: a drafter guesses the next tokens, one step of the model verifies them all.
 
-A request with drafts d_1..d_k computes k + 1 rows. Row i says which token a_i comes after d_1..d_i. The drafts before the first
-a_i != d_(i+1) stay, a_i follows them, and `KVCache.commit(accepted=)` takes the other rows back. Greedy, a_i is the largest logit. Sampled,
-there are two ways to a_i (`quire.models.engine.sampler.REJECTION_SAMPLE_METHODS`); both give the target distribution p exactly, whatever is drafted:
+A request with drafts d_1..d_k computes k + 1 rows. Row i says which token a_i comes after d_1..d_i.
+The drafts before the first a_i != d_(i+1) stay, a_i follows them, and `KVCache.commit(accepted=)`
+takes the other rows back. Greedy, a_i is the largest logit. Sampled, there are two ways to a_i
+(`quire.models.engine.sampler.REJECTION_SAMPLE_METHODS`); both give the target distribution p
+exactly, whatever is drafted:
 
-- "strict": a_i is the draw that belongs to this request and position (`quire.models.engine.sampler.uniform`), drafts or not. So the output is,
-  token by token, what it would be without speculation. A draft x is accepted with probability p(x).
-- "standard": rejection sampling. A draft x that was drawn from q is accepted with probability min(1, p(x) / q(x)), else a_i is drawn from what
-  is left, max(p - q, 0). Drafts are accepted with probability sum_x min(p(x), q(x)), which is more than p of the likeliest token where p is
-  flat, but which tokens come out depends on the drafts. A draft that was not drawn has q(x) = 1, and stays as often as under "strict".
+- "strict": a_i is the draw that belongs to this request and position
+  (`quire.models.engine.distributions.uniform`), drafts or not. So the output is, token by token,
+  what it would be without speculation. A draft x is accepted with probability p(x).
+- "standard": rejection sampling. A draft x that was drawn from q is accepted with probability
+  min(1, p(x) / q(x)), else a_i is drawn from what is left, max(p - q, 0). Drafts are accepted with
+  probability sum_x min(p(x), q(x)), which is more than p of the likeliest token where p is flat,
+  but which tokens come out depends on the drafts. A draft that was not drawn has q(x) = 1, and
+  stays as often as under "strict".
 
-The default is "strict": a seed then means the same output with and without drafts, in any batch, after any preemption.
+The default is "strict": a seed then means the same output with and without drafts, in any batch,
+after any preemption.
 
-Source: Leviathan et al. (arXiv 2211.17192) for rejection sampling; prompt lookup decoding (Saxena 2023) for `NGramDrafter`; vLLM for
-the names of the methods.
+Source: Leviathan et al. (arXiv 2211.17192) for rejection sampling; prompt lookup decoding (Saxena
+    2023) for `NGramDrafter`; vLLM for the names of the methods.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 from torch import Tensor
 
-from .request import Request, TokenLogprobs
+from ..config.fields import shown
+from .request import Request
 
 if TYPE_CHECKING:
     from .batch import Batch, BatchBuilder
-    from .sampler import Sampled
-    from .scheduler import ScheduledStep
 
 
 class Drafter(Protocol):
     """Guesses what comes next.
 
-    max_draft_tokens: of one request in one step; sizes the allocator.
+    Attributes:
+        max_draft_tokens: of one request in one step; sizes the allocator.
     """
 
     max_draft_tokens: int
@@ -44,8 +49,9 @@ class Drafter(Protocol):
     def propose(self, requests: Sequence[Request]) -> list[np.ndarray]:
         """Drafts for each of ``requests``, which all wait for their next token.
 
-        Returns: for each request [0..max_draft_tokens] int32 token ids that may follow `Request.tokens`; more than it has room for
-            are ignored.
+        Returns:
+            For each request [0..max_draft_tokens] int32 token ids that may follow `Request.tokens`;
+            more than it has room for are ignored.
         """
 
 
@@ -56,40 +62,62 @@ class SamplingDrafter(Drafter, Protocol):
     def sample(self, requests: Sequence[Request]) -> list[tuple[np.ndarray, Tensor | None]]:
         """As :meth:`propose`, but drafts of sampled requests (temperature above 0) are drawn.
 
-        Returns: for each request token ids, and probs [num_drafts, vocab_size] fp32 on the model's device, from whose rows they were
-            drawn with numbers of `quire.models.engine.sampler.DRAFT`; None where they were not drawn.
+        Returns:
+            For each request token ids, and probs [num_drafts, vocab_size] fp32 on the model's
+            device, from whose rows they were drawn with numbers of
+            `quire.models.engine.distributions.DRAFT`; None where they were not drawn.
         """
 
 
 @runtime_checkable
 class ModelDrafter(Drafter, Protocol):
-    """A drafter that is a part of the model: it reads the model's hidden states and has layers, and so pages, of its own."""
+    """A drafter that is a part of the model.
+
+    It reads the model's hidden states and has layers, and so pages, of its own.
+    """
 
     def attach(
         self, pool: Any, builder: BatchBuilder, *, max_requests: int, impl: str | None
     ) -> None:
         """Called once, by the engine that it drafts for.
 
-        pool: pages of all layers. builder: whose tables are the allocator's. max_requests: slots. impl: of the kernels.
+        Args:
+            pool: pages of all layers.
+            builder: whose tables are the allocator's.
+            max_requests: slots.
+            impl: of the kernels.
         """
 
     def observe(
-        self, batch: Batch, hidden: Tensor, next_ids: np.ndarray, last_rows: np.ndarray, slots: np.ndarray
-    ) -> None:  # fmt: skip
-        """Called in each step when its tokens are sampled, before the commit: the time to write the rows of the layers.
+        self,
+        batch: Batch,
+        hidden: Tensor,
+        next_ids: np.ndarray,
+        last_rows: np.ndarray,
+        slots: np.ndarray,
+    ) -> None:
+        """Called in each step when its tokens are sampled, before the commit.
 
-        batch: the step. hidden: of its rows, as the model returns them with ``return_hidden=True``.
-        next_ids: [num_tokens] int64, the token that follows each row's, wherever the row stays.
-        last_rows: [num_seqs] int64, each sequence's last row that stays. slots: [num_seqs] int64.
+        The time to write the rows of the layers.
+
+        Args:
+            batch: the step.
+            hidden: of its rows, as the model returns them with ``return_hidden=True``.
+            next_ids: [num_tokens] int64, the token that follows each row's, wherever the row stays.
+            last_rows: [num_seqs] int64, each sequence's last row that stays.
+            slots: [num_seqs] int64.
         """
 
 
 class NGramDrafter:
     """Prompt lookup: what followed the last time that the sequence's last tokens stood in it.
 
-    max_draft_tokens: drafts at most. max_ngram, min_ngram: tokens that have to agree; longer ones are tried first.
+    Args:
+        max_draft_tokens: drafts at most.
+        max_ngram, min_ngram: tokens that have to agree; longer ones are tried first.
 
-    Raises: ValueError unless 1 <= min_ngram <= max_ngram and max_draft_tokens >= 1.
+    Raises:
+        ValueError: unless 1 <= min_ngram <= max_ngram and max_draft_tokens >= 1.
     """
 
     def __init__(
@@ -99,7 +127,8 @@ class NGramDrafter:
             raise ValueError(f"max_draft_tokens: expected >= 1, got {max_draft_tokens}")
         if not 1 <= min_ngram <= max_ngram:
             raise ValueError(
-                f"min_ngram, max_ngram: expected 1 <= min_ngram <= max_ngram, got {min_ngram} and {max_ngram}"
+                f"min_ngram, max_ngram: expected 1 <= min_ngram <= max_ngram, got {min_ngram} and "
+                f"{max_ngram}"
             )
         self.max_draft_tokens = max_draft_tokens
         self.max_ngram, self.min_ngram = max_ngram, min_ngram
@@ -109,9 +138,13 @@ class NGramDrafter:
         return [self._continuation(request.tokens) for request in requests]
 
     def _continuation(self, tokens: np.ndarray) -> np.ndarray:
-        """The tokens after the newest earlier place whose last tokens agree with the longest end of ``tokens``."""
+        """The tokens after the newest earlier position whose last tokens agree with the longest end
+        of ``tokens``.
+        """
         length = len(tokens)
-        ends = np.flatnonzero(tokens[:-1] == tokens[-1]) + 1  # places behind the last token's twins
+        ends = (
+            np.flatnonzero(tokens[:-1] == tokens[-1]) + 1
+        )  # positions behind the last token's twins
         found = ends[:0]
         for size in range(1, min(self.max_ngram, length - 1) + 1):
             if size > 1:
@@ -128,66 +161,46 @@ class NGramDrafter:
         return tokens[start : start + self.max_draft_tokens].copy()
 
 
-@dataclass(frozen=True)
-class NewTokens:
-    """What a step gave one request: accepted drafts and the token after them, which is `quire.models.engine.sampler.NO_TOKEN` where there
-    is none. logprobs: one for each id; None where nobody asks."""
+def set_drafts(
+    drafter: Drafter, requests: Sequence[Request], *, draws: bool, vocab_size: int
+) -> list[tuple[Request, Exception]]:
+    """Asks a drafter what may follow, and gives each request its drafts.
 
-    request: Request
-    ids: list[int]
-    logprobs: list[TokenLogprobs | None] | None
+    Args:
+        drafter: any; what a `ModelDrafter` raises is raised here, as any other failure of the
+            model.
+        requests: all wait for their next token.
+        draws: whether drafts of sampled requests are to be drawn, by a `SamplingDrafter`.
+        vocab_size: drafts are below it.
 
-
-def rows_to_sample(step: ScheduledStep, ready: list[int]) -> np.ndarray:
-    """[num_rows] int64: the rows of the last known token and the drafts of each sequence in ``ready``."""
-    last = step.plan.cu_seqlens_q[1:][ready].astype(np.int64) - 1
-    if not any(step.num_drafts):
-        return last
-    return np.concatenate(
-        [np.arange(row - step.num_drafts[i], row + 1) for i, row in zip(ready, last, strict=True)]
-    )
-
-
-def tokens_after(
-    step: ScheduledStep, input_ids: np.ndarray, rows: np.ndarray, sampled: Sampled
-) -> np.ndarray:
-    """[num_tokens] int64: the token after each row's, as far as the row stays.
-
-    rows: [num_rows] int64, those whose tokens were sampled. A sequence's other rows are followed by what it has.
+    Returns:
+        The requests in which another drafter failed, and how.
     """
-    ids = np.empty(len(input_ids), dtype=np.int64)
-    ids[:-1] = input_ids[1:]
-    for request, row, end in zip(step.requests, step.plan.cu_seqlens_q[1:], step.plan.seq_lens, strict=True):  # fmt: skip
-        if end < request.num_tokens:
-            ids[row - 1] = request.tokens[end]
-    ids[rows] = np.maximum(sampled.ids, 0)  # also of a row that gives none, whose request ends
-    return ids
+    try:
+        _set_drafts(drafter, requests, draws, vocab_size)
+    except Exception:
+        if isinstance(drafter, ModelDrafter):
+            raise
+        failed = []
+        for request in requests:  # whose failure it was, each alone tells
+            try:
+                _set_drafts(drafter, [request], draws, vocab_size)
+            except Exception as error:
+                failed.append((request, error))
+        return failed
+    return []
 
 
-def verify(
-    step: ScheduledStep, ready: list[int], sampled: Sampled
-) -> tuple[list[NewTokens], np.ndarray | None]:
-    """New tokens of the sequences in ``ready``, and how many computed tokens of each sequence stay (None = all)."""
-    accepted = np.array(step.num_new_tokens) if any(step.num_drafts) else None
-    new, row = [], 0
-    for i in ready:
-        request, num_drafts, stay = step.requests[i], step.num_drafts[i], 0
-        if num_drafts:
-            ids = sampled.ids[row : row + num_drafts + 1]
-            stay = count_accepted(request.drafts[:num_drafts].tolist(), ids)
-            accepted[i] -= num_drafts - stay
-            request.num_drafts += num_drafts
-            request.num_accepted += stay
-        rows = slice(row, row + stay + 1)
-        logprobs = None if sampled.logprobs is None else sampled.logprobs[rows]
-        new.append(NewTokens(request, sampled.ids[rows], logprobs))
-        row += num_drafts + 1
-    return new, accepted
-
-
-def count_accepted(drafts: Sequence[int], ids: Sequence[int]) -> int:
-    """How many drafts stay: those before the first that is not what the model put there.
-
-    drafts: [k] token ids. ids: [k + 1], the model's own token at each row.
-    """
-    return next((i for i, draft in enumerate(drafts) if draft != ids[i]), len(drafts))
+def _set_drafts(
+    drafter: Drafter, requests: Sequence[Request], draws: bool, vocab_size: int
+) -> None:
+    if draws:
+        drafts = drafter.sample(requests)
+    else:
+        drafts = [(ids, None) for ids in drafter.propose(requests)]
+    for request, (ids, probs) in zip(requests, drafts, strict=True):
+        # A drafter that is a part of the model chooses among its logits.
+        from_model = isinstance(drafter, ModelDrafter)
+        if not from_model and len(ids) and not 0 <= min(ids) <= max(ids) < vocab_size:
+            raise ValueError(f"drafts: expected ids in 0..{vocab_size - 1}, got {shown(ids)}")
+        request.set_drafts(ids, probs)

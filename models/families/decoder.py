@@ -1,4 +1,7 @@
-"""What all text models share: embed, run the layers, norm, project; the layers and what else they need is each family's."""
+"""What all text models share: embed, run the layers, norm, project.
+
+The layers and what else they need is each family's.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from quire.kernels.common.checks import HEAD_DIMS
 from ..config.named import FULL, SLIDING, ModelConfig
 from ..engine.batch import AttnMetadata
 from ..engine.memory import ModelCache
-from ..layers.attention import Attend, DenseAttend, PagedAttend, Stored
+from ..layers.attention import Attend, PagedAttend
 from ..layers.basic import (
     Embedding,
     Linear,
@@ -23,19 +26,26 @@ from ..layers.basic import (
     rotary_angles,
 )
 from ..layers.kv_cache import E4M3, PagePool, cache_groups, num_slots
+from ..layers.unpaged_attention import Stored, UnpagedAttend
 
 BASE_BLOCK_SIZE = 16
 Rotary = tuple[Tensor, Tensor]
 
 
 class Decoder(nn.Module):
-    """A text model with uninitialised weights; `models.loading.weights` fills them. Families derive from it and set ``layers``.
+    """A text model with uninitialized weights; `models.loading.weights` fills them.
 
-    config: shapes. device, dtype: of all weights but those that stay on the host; activations have the same dtype.
+    Families derive from it and set ``layers``.
+
+    Args:
+        config: shapes.
+        device, dtype: of all weights but those that stay on the host; activations have the same
+            dtype.
 
     Attributes:
         kv_cache_dtypes: values of `EngineConfig.kv_cache_dtype` that its cache can have.
-        kv_scales: [num_layers] scale of all keys and that of all values of a layer, for "fp8_per_tensor"; an engine takes them when it is made.
+        kv_scales: [num_layers] scale of all keys and that of all values of a layer, for
+            "fp8_per_tensor"; an engine takes them when it is made.
     """
 
     kv_cache_dtypes = ("auto", "fp8", "fp8_per_tensor")
@@ -64,7 +74,9 @@ class Decoder(nn.Module):
             self.lm_head = Linear(size, config.vocab_size, device, dtype)
 
     def allocate(self, device: torch.device, *, except_for: Container[str] = ()) -> None:
-        """Gives a model that was built on the meta device uninitialised weights on ``device``, but for the named ones."""
+        """Gives a model that was built on the meta device uninitialized weights on ``device``, but
+        for the named ones.
+        """
         for prefix, module in self.named_modules():
             for name, weight in module.named_parameters(prefix, recurse=False):
                 if name not in except_for:
@@ -74,7 +86,10 @@ class Decoder(nn.Module):
         self.frequencies = self._frequencies(device)
 
     def _frequencies(self, device: torch.device) -> dict[str, Tensor]:
-        """RoPE of each kind of layer. Never one table for both kinds: base, scaling and head_dim all may differ."""
+        """RoPE of each kind of layer.
+
+        Never one table for both kinds: base, scaling and head_dim all may differ.
+        """
         shapes = ((SLIDING, self.config.sliding), (FULL, self.config.full))
         return {
             kind: inverse_frequencies(shape.rope, shape.head_dim).to(device)
@@ -89,23 +104,31 @@ class Decoder(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Data type of weights and activations, and of the cache unless it is said to have another."""
+        """Data type of weights and activations, and of the cache unless that has another."""
         return self.embed_tokens.weight.dtype
 
     def expect_impl(self, impl: str) -> None:
-        """Raises NotImplementedError where the kernels are not made for a head size of this model. impl: "triton" or "torch"."""
+        """Raises NotImplementedError where the kernels are not made for a head size of this model.
+
+        Args:
+            impl: "triton" or "torch".
+        """
         for kind in sorted(set(self.config.layer_types)):
             head_dim = self.config.attention(self.config.layer_types.index(kind)).head_dim
             if impl == "triton" and head_dim not in HEAD_DIMS:
                 raise NotImplementedError(
-                    f"impl: 'triton' is supported with a head_dim in {list(HEAD_DIMS)}, {self.config.name!r} has {head_dim} in layers of "
+                    f"impl: 'triton' is supported with a head_dim in {list(HEAD_DIMS)}, "
+                    f"{self.config.name!r} has {head_dim} in layers of "
                     f"{kind}; 'torch' takes any"
                 )
 
     def make_cache(
         self, *, base_block_size: int | None, kv_cache_dtype: str, **_: Any
     ) -> ModelCache:
-        """Pages for keys and values of the attention layers; arguments as in `quire.models.engine.memory.model_cache`."""
+        """Pages for keys and values of the attention layers.
+
+        Arguments as in `quire.models.engine.memory.model_cache`.
+        """
         dtype = self.dtype if kv_cache_dtype == "auto" else E4M3
         kv_scales = None
         if kv_cache_dtype == "fp8_per_tensor":
@@ -144,14 +167,19 @@ class Decoder(nn.Module):
         logits_rows: Tensor | None = None,
         impl: str | None = None,
     ) -> Tensor:
-        """One step of a ragged batch: reads the context from ``pool``, writes the rows that somebody will read again.
+        """One step of a ragged batch.
 
-        input_ids, positions: [num_tokens] int64.
-        attn: tables, lengths and slots of this step. pool: the pages of all layers, updated in place.
-        logits_rows: [num_rows] int64, the rows to compute logits for; default: all.
-        impl: "triton" or "torch" for the kernels; default: by device.
+        Reads the context from ``pool``, writes the rows that somebody will read again.
 
-        Returns: [num_rows, vocab_size] fp32 logits.
+        Args:
+            input_ids, positions: [num_tokens] int64.
+            attn: tables, lengths and slots of this step.
+            pool: the pages of all layers, updated in place.
+            logits_rows: [num_rows] int64, the rows to compute logits for; default: all.
+            impl: "triton" or "torch" for the kernels; default: by device.
+
+        Returns:
+            [num_rows, vocab_size] fp32 logits.
         """
         # Where each sequence has one token, choosing rows saves nothing.
         skips = self.config.num_kv_shared_layers > 0 and attn.max_seqlen_q > 1
@@ -168,15 +196,21 @@ class Decoder(nn.Module):
     def full_forward(
         self, input_ids: Tensor, *, logits_rows: Tensor | None = None, stored: Stored | None = None
     ) -> Tensor:
-        """One whole sequence without any cache and without `quire.kernels`: what a paged run must agree with.
+        """One whole sequence without any cache and without `quire.kernels`.
 
-        input_ids: [num_tokens] int64. logits_rows: as in `forward`. stored: as in `DenseAttend`.
+        What a paged run must agree with.
 
-        Returns: [num_rows, vocab_size] fp32 logits.
+        Args:
+            input_ids: [num_tokens] int64.
+            logits_rows: as in `forward`.
+            stored: as in `UnpagedAttend`.
+
+        Returns:
+            [num_rows, vocab_size] fp32 logits.
         """
         positions = torch.arange(len(input_ids), device=input_ids.device)
         rows = logits_rows if self.config.num_kv_shared_layers > 0 else None
-        attend = DenseAttend(self.config, rows=rows, stored=stored)
+        attend = UnpagedAttend(self.config, rows=rows, stored=stored)
         return self._run(input_ids, positions, attend, logits_rows)
 
     @torch.inference_mode()
@@ -200,16 +234,26 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """All layers in turn.
 
-        x: [num_tokens, hidden_size], embedded tokens. rotary: angles of each kind of layer.
+        Args:
+            x: [num_tokens, hidden_size], embedded tokens.
+            rotary: angles of each kind of layer.
 
-        Returns: [num_tokens, hidden_size], or ``attend.rows`` of it.
+        Returns:
+            [num_tokens, hidden_size], or ``attend.rows`` of it.
         """
         for layer in self.layers:
             x = layer(x, rotary[layer.kind], attend)
         return x
 
     def logits(self, x: Tensor) -> Tensor:
-        """x: [num_rows, hidden_size], normed. Returns [num_rows, vocab_size] fp32."""
+        """The output projection, and its cap.
+
+        Args:
+            x: [num_rows, hidden_size], normed.
+
+        Returns:
+            [num_rows, vocab_size] fp32.
+        """
         logits = self.embed_tokens.logits(x) if self.lm_head is None else self.lm_head(x).float()
         cap = self.config.final_logit_softcapping
         return logits if cap is None else cap * torch.tanh(logits / cap)

@@ -1,4 +1,6 @@
-"""Gemma-3 and Gemma-4 text models: dense, E (shared keys and values, per-layer embeddings) and mixture of experts.
+"""Gemma-3 and Gemma-4 text models.
+
+Dense, E (shared keys and values, per-layer embeddings) and mixture of experts.
 
 One layer, with the norms of both families (a norm follows each branch, before its residual sum)::
 
@@ -7,12 +9,14 @@ One layer, with the norms of both families (a norm follows each branch, before i
     x = x + post_per_layer_input_norm(per_layer_branch(x))                  # Gemma-4 E
     x = x * layer_scalar                                                    # Gemma-4
 
-    feedforward(x) = mlp(pre_feedforward_layernorm(x))                      # dense, or with experts:
+    feedforward(x) = mlp(pre_feedforward_layernorm(x))        # or with experts:
     feedforward(x) = post_feedforward_layernorm_1(mlp(pre_feedforward_layernorm(x)))
-                   + post_feedforward_layernorm_2(experts(pre_feedforward_layernorm_2(x), router(x)))
+                   + post_feedforward_layernorm_2(
+                         experts(pre_feedforward_layernorm_2(x), router(x)))
 
-Where the keys and values of earlier tokens live is not the model's business: a layer hands its fresh rows to ``attend``, which
-`models.layers.attention` provides for paged caches and, without any cache, for whole sequences.
+Where the keys and values of earlier tokens live is not the model's business: a layer hands its new
+K/V rows to ``attend``, which `models.layers.attention` provides for paged caches and, without any
+cache, for whole sequences.
 
 Source: transformers ``modeling_gemma3``, ``modeling_gemma4``.
 """
@@ -56,15 +60,25 @@ class Attention(nn.Module):
     def values(self, x: Tensor, k_raw: Tensor) -> Tensor:
         """V rows. Without v_proj they are the K projection before K's norm weight and before RoPE.
 
-        x: [num_tokens, hidden_size]. k_raw: [num_tokens, num_kv_heads, head_dim], the output of k_proj.
+        Args:
+            x: [num_tokens, hidden_size].
+            k_raw: [num_tokens, num_kv_heads, head_dim], the output of k_proj.
 
-        Returns: [num_tokens, num_kv_heads, head_dim].
+        Returns:
+            [num_tokens, num_kv_heads, head_dim].
         """
         v = k_raw if self.v_proj is None else self.v_proj(x).view_as(k_raw)
         return rms_norm(v, None, self.eps) if self.has_v_norm else v
 
     def forward(self, x: Tensor, rotary: Rotary, attend: Attend) -> Tensor:
-        """x: [num_tokens, hidden_size]. Returns the same shape."""
+        """Attention of every row, projections included.
+
+        Args:
+            x: [num_tokens, hidden_size].
+
+        Returns:
+            The same shape.
+        """
         num_tokens = x.shape[0]
         q = self.q_proj(x).view(num_tokens, -1, self.head_dim)
         q = apply_rotary(self.q_norm(q), rotary)
@@ -109,7 +123,8 @@ class DecoderLayer(nn.Module):
             self.per_layer_projection = Linear(width, size, device, dtype)
             self.post_per_layer_input_norm = norm()
         if config.has_layer_scalar:
-            # A parameter here, though a buffer in checkpoints: a loader of parameters cannot miss it.
+            # A parameter here, though a buffer in checkpoints: a loader of parameters cannot miss
+            # it.
             self.layer_scalar = empty_parameter(1, device=device, dtype=dtype)
         else:
             self.layer_scalar = None
@@ -117,7 +132,15 @@ class DecoderLayer(nn.Module):
     def forward(
         self, x: Tensor, rotary: Rotary, attend: Attend, per_layer_input: Tensor | None = None
     ) -> Tensor:
-        """x: [num_tokens, hidden_size]. per_layer_input: [num_tokens, per_layer_input_size]. Returns x's shape."""
+        """The layer.
+
+        Args:
+            x: [num_tokens, hidden_size].
+            per_layer_input: [num_tokens, per_layer_input_size].
+
+        Returns:
+            X's shape.
+        """
         x = x + self.post_attention_layernorm(
             self.self_attn(self.input_layernorm(x), rotary, attend)
         )
@@ -128,7 +151,11 @@ class DecoderLayer(nn.Module):
         return x if self.layer_scalar is None else x * self.layer_scalar
 
     def feedforward(self, x: Tensor) -> Tensor:
-        """The MLP, and beside it the experts, which with their router read x as it is. x: [num_tokens, hidden_size]."""
+        """The MLP, and beside it the experts, which with their router read x as it is.
+
+        Args:
+            x: [num_tokens, hidden_size].
+        """
         out = self.mlp(self.pre_feedforward_layernorm(x))
         if not self.has_experts:
             return out
@@ -137,10 +164,14 @@ class DecoderLayer(nn.Module):
 
 
 class Gemma(Decoder):
-    """A Gemma-3 or Gemma-4 text model with uninitialised weights; `models.loading.weights` fills them.
+    """A Gemma-3 or Gemma-4 text model with uninitialized weights.
 
-    config: shapes. device, dtype: of all weights, except that the table of per-layer embeddings stays on the host; activations
-    have the same dtype.
+    `models.loading.weights` fills them.
+
+    Args:
+        config: shapes.
+        device, dtype: of all weights, except that the table of per-layer embeddings stays on the
+            host; activations have the same dtype.
     """
 
     def __init__(
@@ -165,7 +196,10 @@ class Gemma(Decoder):
     def run_layers(
         self, input_ids: Tensor, x: Tensor, rotary: dict[str, Rotary], attend: Attend
     ) -> Tensor:
-        """See `Decoder.run_layers`. From the first shared layer on, only ``attend.rows`` go further."""
+        """See `Decoder.run_layers`.
+
+        From the first shared layer on, only ``attend.rows`` go further.
+        """
         inputs = self.per_layer_inputs(input_ids, x)
         for i, layer in enumerate(self.layers):
             if i == self.config.num_kv_owners and (rows := attend.rows) is not None:
@@ -178,11 +212,16 @@ class Gemma(Decoder):
         return x
 
     def per_layer_inputs(self, input_ids: Tensor, x: Tensor) -> Tensor | None:
-        """What each layer gets of each token: the mean, up to sqrt(2), of a projection of x and of the token's own row.
+        """What each layer gets of each token.
 
-        input_ids: [num_tokens] int64. x: [num_tokens, hidden_size], embedded and scaled.
+        The mean, up to sqrt(2), of a projection of x and of the token's own row.
 
-        Returns: [num_tokens, num_layers, per_layer_input_size]; None where the model has none.
+        Args:
+            input_ids: [num_tokens] int64.
+            x: [num_tokens, hidden_size], embedded and scaled.
+
+        Returns:
+            [num_tokens, num_layers, per_layer_input_size]; None where the model has none.
         """
         width = self.config.per_layer_input_size
         if not width:

@@ -12,7 +12,8 @@ from ..layers.moe import run_experts
 
 
 class Router(nn.Module):
-    """Chooses experts by softmax over all of them, and scales each after the weights were made to sum to one.
+    """Chooses experts by softmax over all of them, and scales each after the weights were made to
+    sum to one.
 
     All of it in fp32: in bf16, near ties would choose other experts.
 
@@ -29,7 +30,14 @@ class Router(nn.Module):
         self.per_expert_scale = empty_parameter(config.moe.num_experts, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x: [num_tokens, hidden_size]. Returns (expert_ids int64, weights fp32), both [num_tokens, top_k]."""
+        """Chooses the experts of every row.
+
+        Args:
+            x: [num_tokens, hidden_size].
+
+        Returns:
+            (expert_ids int64, weights fp32), both [num_tokens, top_k].
+        """
         scale = self.scale.float() * x.shape[-1] ** -0.5
         z = rms_norm(x.float(), scale, self.eps)
         probabilities = F.linear(z, self.proj.matrix(torch.float32)).softmax(dim=-1)
@@ -39,7 +47,10 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """Gated MLPs of all experts. gate_up_proj: [num_experts, 2 * width, hidden_size]. down_proj: [num_experts, hidden_size, width]."""
+    """Gated MLPs of all experts. gate_up_proj.
+
+    [num_experts, 2 * width, hidden_size]. down_proj: [num_experts, hidden_size, width].
+    """
 
     def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
@@ -52,7 +63,15 @@ class Experts(nn.Module):
         self.down_proj = empty_parameter(num_experts, size, width, device=device, dtype=dtype)
 
     def forward(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
-        """x: [num_tokens, hidden_size]. expert_ids, weights: of the router. Returns x's shape."""
+        """The weighted sum of every row's experts.
+
+        Args:
+            x: [num_tokens, hidden_size].
+            expert_ids, weights: of the router.
+
+        Returns:
+            X's shape.
+        """
         return run_experts(x, expert_ids, weights, self.gate_up_proj, self.down_proj, _gated_gelu)
 
 

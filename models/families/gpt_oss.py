@@ -1,4 +1,7 @@
-"""gpt-oss text models: layers of Llama's order with attention sinks, sliding windows in every other layer, and experts as MLP.
+"""gpt-oss text models.
+
+Layers of Llama's order with attention sinks, sliding windows in every other layer, and experts as
+MLP.
 
 Source: transformers ``modeling_gpt_oss``.
 """
@@ -39,7 +42,15 @@ class Experts(nn.Module):
         self.down_proj_bias = empty(size)
 
     def forward(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
-        """x: [num_tokens, hidden_size]. expert_ids, weights: [num_tokens, top_k]. Returns x's shape."""
+        """The weighted sum of every row's experts.
+
+        Args:
+            x: [num_tokens, hidden_size].
+            expert_ids, weights: [num_tokens, top_k].
+
+        Returns:
+            X's shape.
+        """
         return run_experts(
             x,
             expert_ids,
@@ -54,7 +65,9 @@ class Experts(nn.Module):
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """(up + 1) gate sigmoid(alpha gate), with gate at most the limit and up within plus or minus it."""
+    """(up + 1) gate sigmoid(alpha gate), with gate at most the limit and up within plus or minus
+    it.
+    """
     limit = SWIGLU["swiglu_limit"]
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return (up + 1) * gate * torch.sigmoid(SWIGLU["swiglu_alpha"] * gate)
@@ -72,7 +85,14 @@ class MoE(nn.Module):
         self.experts = Experts(config, device, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [num_tokens, hidden_size]. Returns the same shape."""
+        """The weighted sum of every row's experts.
+
+        Args:
+            x: [num_tokens, hidden_size].
+
+        Returns:
+            The same shape.
+        """
         assert self.router.bias is not None
         logits = F.linear(x.float(), self.router.matrix(torch.float32), self.router.bias.float())
         top, ids = logits.topk(self.top_k, dim=-1)
@@ -80,7 +100,10 @@ class MoE(nn.Module):
 
 
 class GptOss(Decoder):
-    """A gpt-oss model with uninitialised weights; `models.loading.weights` fills them. Arguments as in `Decoder`."""
+    """A gpt-oss model with uninitialized weights; `models.loading.weights` fills them.
+
+    Arguments as in `Decoder`.
+    """
 
     def __init__(
         self, config: ModelConfig, *, device: torch.device | str, dtype: torch.dtype

@@ -1,4 +1,6 @@
-"""Llama text models: grouped-query attention and a SiLU MLP, each after its norm and before its residual sum.
+"""Llama text models.
+
+Grouped-query attention and a SiLU MLP, each after its norm and before its residual sum.
 
 Source: transformers ``modeling_llama``.
 """
@@ -18,7 +20,8 @@ from .decoder import Decoder, Rotary
 class Attention(nn.Module):
     """Projections and RoPE around the attention operator of one layer.
 
-    has_sinks: give every head a logit that joins the denominator of its softmax only (gpt-oss).
+    Args:
+        has_sinks: give every head a logit that joins the denominator of its softmax only (gpt-oss).
     """
 
     def __init__(
@@ -48,7 +51,14 @@ class Attention(nn.Module):
             self.sinks = empty_parameter(shape.num_heads, device=device, dtype=dtype)
 
     def forward(self, x: Tensor, rotary: Rotary, attend: Attend) -> Tensor:
-        """x: [num_tokens, hidden_size]. Returns the same shape."""
+        """Attention of every row, projections included.
+
+        Args:
+            x: [num_tokens, hidden_size].
+
+        Returns:
+            The same shape.
+        """
         q, k, v = (
             projection(x).view(len(x), -1, self.head_dim)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
@@ -81,13 +91,23 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(size, eps, config.norm_offset, device, dtype)
 
     def forward(self, x: Tensor, rotary: Rotary, attend: Attend) -> Tensor:
-        """x: [num_tokens, hidden_size]. Returns the same shape."""
+        """The layer.
+
+        Args:
+            x: [num_tokens, hidden_size].
+
+        Returns:
+            The same shape.
+        """
         x = x + self.self_attn(self.input_layernorm(x), rotary, attend)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class Llama(Decoder):
-    """A Llama model with uninitialised weights; `models.loading.weights` fills them. Arguments as in `Decoder`."""
+    """A Llama model with uninitialized weights; `models.loading.weights` fills them.
+
+    Arguments as in `Decoder`.
+    """
 
     def __init__(
         self, config: ModelConfig, *, device: torch.device | str, dtype: torch.dtype

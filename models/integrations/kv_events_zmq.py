@@ -1,12 +1,15 @@
-"""KV-cache events on the wire, in the schema that vLLM publishes, so that existing routers can read them.
+"""KV-cache events on the wire, in the schema that vLLM publishes, so that existing routers can read
+them.
 
-A batch is ``[ts, [event, ...], data_parallel_rank]`` in MessagePack, the rank left out when None; an event is a map
-with its name under ``"type"``. Readers must skip fields they do not know. Live batches are sent by a PUB socket as
-``[topic, number, batch]``, number 8 bytes big-endian. A replay request to the ROUTER socket is ``[empty, first number]``
-from a DEALER (which must read all answers), answered by ``[empty, topic, number, batch]`` for each batch still kept,
-then ``[empty, empty, -1, empty]``.
+A batch is ``[ts, [event, ...], data_parallel_rank]`` in MessagePack, the rank left out when None;
+an event is a map with its name under ``"type"``. Readers must skip fields they do not know. Live
+batches are sent by a PUB socket as ``[topic, number, batch]``, number 8 bytes big-endian. A replay
+request to the ROUTER socket is ``[empty, first number]`` from a DEALER (which must read all
+answers), answered by ``[empty, topic, number, batch]`` for each batch still kept, then ``[empty,
+empty, -1, empty]``.
 
-Source: vLLM `distributed/kv_events.py`, with map-encoded events (vLLM PR 42892) and the topic in replies (PR 45177).
+Source: vLLM `distributed/kv_events.py`, with map-encoded events (vLLM PR 42892) and the topic in
+    replies (PR 45177).
 """
 
 from __future__ import annotations
@@ -51,8 +54,8 @@ def encode_batch(
         events: from `EventLog.take`.
         ts: seconds since 1970.
         data_parallel_rank: of the engine, if it has several.
-        int_hashes: send the last 8 bytes of each hash as an unsigned integer, which older readers expect, instead of
-            all 32 bytes.
+        int_hashes: send the last 8 bytes of each hash as an unsigned integer, which older readers
+            expect, instead of all 32 bytes.
 
     Returns:
         The payload of a message.
@@ -99,17 +102,22 @@ def _hash(value: bytes, as_int: bool) -> bytes | int:
 
 
 class Publisher:
-    """Publishes an `EventLog`; a thread of its own answers replay requests. `publish` and `close` are for one thread.
+    """Publishes an `EventLog`; a thread of its own answers replay requests.
 
-    Sends never wait: a reader that is too slow misses batches, sees a gap in their numbers, and asks for a replay.
-    Events that the log itself dropped leave a gap too, which no replay can fill: the reader must start over.
+    `publish` and `close` are for one thread.
 
-    A replay comes as fast as its reader reads. `MAX_READERS` are answered in turns, each its requests in order; of one
-    reader's requests that wait, all past `MAX_WAITING` are ignored, and a new reader takes the place of the one that
-    has not read for longest. So no reader costs `publish` anything, nor much memory, whatever it asks for.
+    Sends never wait: a reader that is too slow misses batches, sees a gap in their numbers, and
+    asks for a replay. Events that the log itself dropped leave a gap too, which no replay can fill:
+    the reader must start over.
+
+    A replay comes as fast as its reader reads. `MAX_READERS` are answered in turns, each its
+    requests in order; of one reader's requests that wait, all past `MAX_WAITING` are ignored, and a
+    new reader takes the place of the one that has not read for longest. So no reader costs
+    `publish` anything, nor much memory, whatever it asks for.
 
     Args:
-        endpoint: where to bind the PUB socket, e.g. ``"tcp://127.0.0.1:5557"``; port 0 or ``*`` picks a free one.
+        endpoint: where to bind the PUB socket, e.g. ``"tcp://127.0.0.1:5557"``; port 0 or ``*``
+            picks a free one.
         replay_endpoint: where to bind the ROUTER socket; None offers no replay.
         topic: first frame of each message.
         num_kept: batches kept for replay.
@@ -228,7 +236,8 @@ class _Replies:
     """Answers replay requests in turns of bounded work; `run` is the thread, which owns the socket.
 
     Attributes:
-        readers: of each reader its requests that wait, [next number, end], the first is in progress.
+        readers: of each reader its requests that wait, [next number, end], the first is in
+            progress.
         stalled: turns since a reader last took a batch.
     """
 
@@ -244,7 +253,8 @@ class _Replies:
             while True:
                 if not self.readers:
                     self._socket.poll()
-                # A pause after each turn: those who ask without end may not keep the interpreter from the engine.
+                # A pause after each turn: those who ask without end may not keep the interpreter
+                # from the engine.
                 sleep(TURN_PAUSE if moved or not self.readers else STALLED_PAUSE)
                 self.receive()
                 moved = self.turn()
@@ -270,7 +280,10 @@ class _Replies:
                 waiting.append([int.from_bytes(frames[2], "big"), self._kept.end])
 
     def turn(self) -> bool:
-        """Send at most `MAX_BATCHES` messages, one to each reader in turn; returns whether any was sent."""
+        """Send at most `MAX_BATCHES` messages, one to each reader in turn.
+
+        Returns whether any was sent.
+        """
         sent = False
         for _ in range(MAX_BATCHES // max(1, len(self.readers))):
             going = False

@@ -18,7 +18,8 @@ COUNTERS = {
     "group_tokens": ("group_tokens", "Tokens that each group could have served.", "group"),
     "tokens_without_resume_point": (
         "lost_tokens",
-        "Tokens computed again although their dense blocks were cached, for want of a resume point.",
+        "Tokens computed again although their dense blocks were cached, for want of a resume "
+        "point.",
         None,
     ),
     "resume_points_kept": ("resume_points_kept", "Resume points made.", None),
@@ -49,7 +50,8 @@ def _client() -> Any:
         import prometheus_client.core
     except ImportError as error:
         raise ImportError(
-            "metrics need the package prometheus-client: pip install prometheus-client (extra `events`)"
+            "metrics need the package prometheus-client: pip install prometheus-client (extra "
+            "`events`)"
         ) from error
     return prometheus_client
 

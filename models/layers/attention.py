@@ -1,27 +1,33 @@
-"""The attention operator of all layers of one step: over pages, or over one whole sequence without any cache.
+"""The attention operator of all layers of one step.
 
-A layer calls ``attend(layer, q, k, v)`` with the rows that it just computed. A layer without keys and values of its own (the last ones
-of Gemma-4 E models) passes None: it attends to what its donor, an earlier layer, has in its pages and among its fresh rows.
+Over pages, or over one whole sequence without any cache.
 
-Those last layers need not run for rows whose logits nobody wants: their keys and values are already there. ``attend.rows`` are the
-rows that they run for. Each becomes a sequence of one query; what it sees of a sliding donor is gathered once, for all layers that
-share it, and a full donor's pages serve as they are once the step's rows are in them.
+A layer calls ``attend(layer, q, k, v)`` with the rows that it just computed. A layer without keys
+and values of its own (the last ones of Gemma-4 E models) passes None: it attends to what its donor,
+an earlier layer, has in its pages and among its new rows, those of the step.
 
-A step may compute rows once more that full attention has in its pages already, to restore the windows of sliding layers
-(`quire.kvcore.Match.replay_from`). The first of them see windows with nothing before, so their keys and values are wrong in all
-layers after the first window; after (W - 1) tokens for each window they are right. Full attention takes the rows from its pages
-instead, for all queries, and does not write them.
+Those last layers need not run for rows whose logits nobody wants: their keys and values are already
+there. ``attend.rows`` are the rows that they run for. Each becomes a sequence of one query; what it
+sees of a sliding donor is gathered once, for all layers that share it, and a full donor's pages
+serve as they are once the step's rows are in them.
 
-Where pages are e4m3, what attention sees of a row depends on where it comes from: a step's own rows are as the layer computed them, what
-is in pages is quantised. So the logits of a prompt depend on where it was cut into steps, by the quantisation's error; with the same
-cuts they are equal bit for bit, whether the rows before were computed for this request or found cached. Two kinds of rows are read from
-pages and rounded to the model's dtype: those that a step computes once more, and those of windows that shared layers see. A shared
-layer that runs for few rows sees a full donor's rows of this step in its pages, quantised.
+A step may compute rows once more that full attention has in its pages already, to restore the
+windows of sliding layers (`quire.kvcore.Match.replay_from`). The first of them see windows with
+nothing before, so their keys and values are wrong in all layers after the first window; after (W -
+1) tokens for each window they are right. Full attention takes the rows from its pages instead, for
+all queries, and does not write them.
+
+Where pages are e4m3, what attention sees of a row depends on where it comes from: a step's own rows
+are as the layer computed them, what is in pages is quantized. So the logits of a prompt depend on
+where it was cut into steps, by the quantization's error; with the same cuts they are equal bit for
+bit, whether the rows before were computed for this request or found cached. Two kinds of rows are
+read from pages and rounded to the model's dtype: those that a step computes once more, and those of
+windows that shared layers see. A shared layer that runs for few rows sees a full donor's rows of
+this step in its pages, quantized.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -34,15 +40,15 @@ from ..config.named import ModelConfig
 from ..engine.batch import AttnMetadata
 from .kv_cache import LayerCache, PagePool
 
-Stored = Callable[[Tensor], Tensor]
-"""What reading a cache gives of rows that were written to it: a tensor of the same shape and dtype."""
-
-QUERY_BLOCK = 256  # rows of the score matrix that dense attention holds at a time
 GATHERED_BLOCK = 16  # rows of a page of gathered keys
 
 
 class Attend(Protocol):
-    """Attention of one step. rows: the rows that layers without own keys and values run for; None = all."""
+    """Attention of one step.
+
+    Attributes:
+        rows: the rows that layers without own keys and values run for; None = all.
+    """
 
     rows: Tensor | None
 
@@ -55,9 +61,15 @@ class Attend(Protocol):
         *,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """q: [num_tokens, num_heads, head_dim]. k, v: [num_tokens, num_kv_heads, head_dim] or None. sinks: [num_heads] fp32.
+        """Attention of one layer.
 
-        Returns: shaped like q.
+        Args:
+            q: [num_tokens, num_heads, head_dim].
+            k, v: [num_tokens, num_kv_heads, head_dim] or None.
+            sinks: [num_heads] fp32.
+
+        Returns:
+            Shaped like q.
         """
 
     def finish(self) -> None:
@@ -66,7 +78,10 @@ class Attend(Protocol):
 
 @dataclass(frozen=True)
 class _Gathered:
-    """Keys and values of chosen rows: of each, one sequence with one query that sees all of them."""
+    """Keys and values of chosen rows.
+
+    Of each, one sequence with one query that sees all of them.
+    """
 
     k_pages: Tensor
     v_pages: Tensor
@@ -78,11 +93,16 @@ class _Gathered:
 
 
 class PagedAttend:
-    """Attention of one ragged step through `quire.kernels`: context from pages, the step's own rows from k and v.
+    """Attention of one ragged step through `quire.kernels`.
 
-    attn: this step's tables, lengths and slots. pool: pages, read and then written; groups of full attention write every row.
-    positions: [num_tokens] int64. rows: [num_rows] int64, rows that shared layers run for; None = all.
-    impl: "triton" or "torch"; default: by device.
+    Context from pages, the step's own rows from k and v.
+
+    Args:
+        attn: this step's tables, lengths and slots.
+        pool: pages, read and then written; groups of full attention write every row.
+        positions: [num_tokens] int64.
+        rows: [num_rows] int64, rows that shared layers run for; None = all.
+        impl: "triton" or "torch"; default: by device.
     """
 
     def __init__(
@@ -99,7 +119,7 @@ class PagedAttend:
         self._config, self._attn, self._pool, self._impl = config, attn, pool, impl
         self._positions = positions
         self._donors = config.kv_donors
-        self._fresh: dict[int, tuple[Tensor, Tensor]] = {}
+        self._new: dict[int, tuple[Tensor, Tensor]] = {}
         self._gathered: dict[int, _Gathered] = {}
 
     def __call__(
@@ -116,14 +136,15 @@ class PagedAttend:
             donor = self._config.kv_donor(layer)
             if self.rows is not None:
                 return self._attend_gathered(self._gathered[donor], q)
-            return self._attend(donor, q, *self._fresh[donor], sinks)
+            return self._attend(donor, q, *self._new[donor], sinks)
         k, v = self._with_cached(layer, k, v)
         out = self._attend(layer, q, k, v, sinks)
-        # Rows are written only now: a table may give new rows of a window the places of rows that the first queries still see.
+        # Rows are written only now: a table may give new rows of a window the slots of rows that
+        # the first queries still see.
         if layer not in self._donors:
             self._write(layer, k, v)
         elif self.rows is None:
-            self._fresh[layer] = k, v  # written after the layers that share them
+            self._new[layer] = k, v  # written after the layers that share them
         elif self._config.attention(layer).sliding_window is None:
             self._write(layer, k, v)
             self._gathered[layer] = self._whole_context(self._pool.layers[layer])
@@ -134,9 +155,9 @@ class PagedAttend:
 
     def finish(self) -> None:
         """Writes the rows that shared layers had to see unwritten."""
-        for layer, (k, v) in self._fresh.items():
+        for layer, (k, v) in self._new.items():
             self._write(layer, k, v)
-        self._fresh.clear()
+        self._new.clear()
 
     def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         attn, cache = self._attn, self._pool.layers[layer]
@@ -166,7 +187,7 @@ class PagedAttend:
         return sliding_window_attention(*tensors, sliding_window=window, **arguments)
 
     def _with_cached(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """The rows of a full layer, with those that are computed once more as its pages have them."""
+        """The rows of a full layer, those that are computed once more as its pages have them."""
         rows, cache = self._attn.replay_rows, self._pool.layers[layer]
         if rows is None or self._config.attention(layer).sliding_window is not None:
             return k, v
@@ -223,8 +244,8 @@ class PagedAttend:
         slots, block_size = self._attn.slot_mappings[cache.group], cache.k_pages.shape[1]
         if self._attn.replay_rows is not None:
             assert self._attn.replay_slots is not None
-            there = self._attn.replay_slots[cache.group]
-            slots = slots.index_copy(0, self._attn.replay_rows, there)
+            replayed = self._attn.replay_slots[cache.group]
+            slots = slots.index_copy(0, self._attn.replay_rows, replayed)
         every = torch.arange(len(slots), device=slots.device)
         table[self._sequence_of(every), self._positions // block_size] = (slots // block_size).int()
         return _Gathered(
@@ -238,7 +259,9 @@ class PagedAttend:
         )
 
     def _gather_window(self, layer: int, k: Tensor, v: Tensor) -> _Gathered:
-        """Copies of the keys that each chosen row sees, some from pages, some from the fresh rows; called before these are written."""
+        """Copies of the keys that each chosen row sees, some from pages, some from the step's new
+        rows; called before these are written.
+        """
         assert self.rows is not None
         attn, cache = self._attn, self._pool.layers[layer]
         window = self._config.attention(layer).sliding_window
@@ -250,16 +273,16 @@ class PagedAttend:
         first = (last - window + 1).clamp(min=0)
         num_blocks = -(-window // GATHERED_BLOCK)
         position = first[:, None] + torch.arange(num_blocks * GATHERED_BLOCK, device=device)
-        is_fresh = position >= context[:, None]
-        fresh = (start[:, None] + position - context[:, None]).clamp(0, len(k) - 1)
+        is_new = position >= context[:, None]
+        new = (start[:, None] + position - context[:, None]).clamp(0, len(k) - 1)
         table, block_size = attn.block_tables[cache.group], cache.k_pages.shape[1]
         entry = position // block_size % table.shape[1]
-        page = torch.where(is_fresh, 0, table[sequence[:, None], entry].long())
+        page = torch.where(is_new, 0, table[sequence[:, None], entry].long())
         row = position % block_size
 
         def gather(pages: Tensor, scale: Tensor | float | None, rows: Tensor) -> Tensor:
             kept = _rows(pages, scale, page, row, rows.dtype)
-            both = torch.where(is_fresh[..., None, None], rows[fresh], kept)
+            both = torch.where(is_new[..., None, None], rows[new], kept)
             return both.view(-1, GATHERED_BLOCK, *rows.shape[1:])
 
         blocks = torch.arange(len(first) * num_blocks, dtype=torch.int32, device=device)
@@ -275,68 +298,9 @@ class PagedAttend:
 def _rows(
     pages: Tensor, scale: Tensor | float | None, page: Tensor, row: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """Rows [..., num_kv_heads, head_dim] of pages by page id and row in it, in the model's dtype."""
+    """Rows [..., num_kv_heads, head_dim] of pages by page id and row, in the model's dtype."""
     if scale is None:
         return pages[page, row]
-    codes = pages.view(torch.uint8)[page, row].view(pages.dtype)
+    values = pages.view(torch.uint8)[page, row].view(pages.dtype)
     factor = scale[page, row][..., None] if isinstance(scale, Tensor) else scale
-    return (codes.float() * factor).to(dtype)
-
-
-class DenseAttend:
-    """Causal and sliding-window attention of one whole sequence in plain torch, fp32 scores and softmax.
-
-    rows: as in `Attend`. stored: what attention sees of keys and of values [num_tokens, num_kv_heads, head_dim], as a cache of another
-    dtype would round them; None = as they are.
-    """
-
-    def __init__(
-        self, config: ModelConfig, *, rows: Tensor | None = None, stored: Stored | None = None
-    ) -> None:
-        self.rows = rows
-        self._config = config
-        self._stored = stored
-        self._kept: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def __call__(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor | None = None,
-        v: Tensor | None = None,
-        *,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """See `Attend`."""
-        shape, position = self._config.attention(layer), None
-        if k is None or v is None:
-            k, v = self._kept[self._config.kv_donor(layer)]
-            position = self.rows
-        else:
-            if self._stored is not None:
-                k, v = self._stored(k), self._stored(v)
-            if layer in self._config.kv_donors:
-                self._kept[layer] = k, v
-        every = torch.arange(len(k), device=q.device)
-        position = every if position is None else position
-        group = shape.num_heads // shape.num_kv_heads
-        keys = k.float().repeat_interleave(group, dim=1)  # [num_tokens, num_heads, head_dim]
-        values = v.float().repeat_interleave(group, dim=1)
-        out = torch.empty_like(q)
-        for start in range(0, len(q), QUERY_BLOCK):
-            rows = slice(start, start + QUERY_BLOCK)
-            distance = position[rows, None] - every[None, :]  # [rows, num_tokens]
-            visible = distance >= 0
-            if shape.sliding_window is not None:
-                visible &= distance < shape.sliding_window
-            scores = torch.einsum("qhd,khd->hqk", q[rows].float(), keys)
-            scores = (scores * self._config.softmax_scale).masked_fill(~visible, float("-inf"))
-            if sinks is not None:
-                column = sinks[:, None, None].expand(-1, scores.shape[1], 1)
-                scores = torch.cat((scores, column), dim=-1)
-            probabilities = scores.softmax(dim=-1)[..., : len(k)]
-            out[rows] = torch.einsum("hqk,khd->qhd", probabilities, values).to(q.dtype)
-        return out
-
-    def finish(self) -> None:
-        """Nothing is left to do."""
+    return (values.float() * factor).to(dtype)

@@ -1,4 +1,6 @@
-"""Building blocks of the text models. Weights keep the names and shapes of Hugging Face checkpoints; nothing is initialised here.
+"""Building blocks of the text models.
+
+Weights keep the names and shapes of Hugging Face checkpoints; nothing is initialized here.
 
 Rows are tokens of a ragged batch: [num_tokens, ...], no batch dimension.
 """
@@ -13,19 +15,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config.named import RopeConfig
+from .dequantize import dequantize_fp8
 
 
 def empty_parameter(*shape: int, device: torch.device, dtype: torch.dtype) -> nn.Parameter:
-    """An uninitialised, frozen parameter of ``shape``, allocated on its final device."""
+    """An uninitialized, frozen parameter of ``shape``, allocated on its final device."""
     return nn.Parameter(torch.empty(shape, device=device, dtype=dtype), requires_grad=False)
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in fp32.
 
-    x: [..., size]. weight: [size] fp32 or None for 1.
+    Args:
+        x: [..., size].
+        weight: [size] fp32 or None for 1.
 
-    Returns: [..., size] in the dtype of x.
+    Returns:
+        [..., size] in the dtype of x.
+
     Source: transformers ``modeling_gemma3``, ``modeling_gemma4``.
     """
     return F.rms_norm(x.float(), x.shape[-1:], weight, eps).to(x.dtype)
@@ -35,9 +42,12 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     """Radians per position of each channel pair (i, i + head_dim / 2).
 
     Proportional: the exponent's denominator is head_dim, not the rotated width, and pairs past
-    ``partial_rotary_factor`` do not turn at all (frequency 0). ``amplitude`` is not in it: see :func:`rotary_angles`.
+    ``partial_rotary_factor`` are not rotated (frequency 0). ``amplitude`` is not in it: see
+    :func:`rotary_angles`.
 
-    Returns: [head_dim // 2] fp32, CPU.
+    Returns:
+        [head_dim // 2] fp32, CPU.
+
     Source: transformers ``modeling_rope_utils``.
     """
     exponent = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
@@ -53,9 +63,12 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
 
 
 def _blend(rope: RopeConfig, frequencies: Tensor) -> Tensor:
-    """How far a frequency keeps its value: 1 for high ones, 0 for low ones, a ramp between. [head_dim // 2] fp32.
+    """How far a frequency keeps its value.
 
-    llama3's ramp is linear in the turns that a frequency makes within ``original_max_positions``, yarn's in the channel pair.
+    1 for high ones, 0 for low ones, a ramp between. [head_dim // 2] fp32.
+
+    llama3's ramp is linear in the turns that a frequency makes within ``original_max_positions``,
+    yarn's in the channel pair.
     """
     assert rope.original_max_positions is not None
     if rope.kind == "llama3":
@@ -70,7 +83,8 @@ def _blend(rope: RopeConfig, frequencies: Tensor) -> Tensor:
     first, last = pair_that_turns(rope.high), pair_that_turns(rope.low)
     if rope.truncate:
         first, last = math.floor(first), math.ceil(last)
-    # The upper limit is in channels, not pairs, as in the paper's code; it matters where no frequency is low.
+    # The upper limit is in channels, not pairs, as in the paper's code; it matters where no
+    # frequency is low.
     first, last = max(first, 0), min(last, 2 * num_pairs - 1)
     width = last - first or 0.001
     return 1 - ((torch.arange(num_pairs, dtype=torch.float32) - first) / width).clamp(0, 1)
@@ -81,9 +95,12 @@ def rotary_angles(
 ) -> tuple[Tensor, Tensor]:
     """Cosine and sine of every position's angles, times ``amplitude``.
 
-    positions: [num_tokens] int64. frequencies: [head_dim // 2] fp32.
+    Args:
+        positions: [num_tokens] int64.
+        frequencies: [head_dim // 2] fp32.
 
-    Returns: (cos, sin), each [num_tokens, 1, head_dim // 2] fp32; the 1 broadcasts over heads.
+    Returns:
+        (cos, sin), each [num_tokens, 1, head_dim // 2] fp32; the 1 broadcasts over heads.
     """
     angles = positions.float()[:, None, None] * frequencies
     if amplitude == 1.0:
@@ -92,11 +109,14 @@ def rotary_angles(
 
 
 def apply_rotary(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """Turns the channel pairs (i, i + head_dim / 2) of every head by its token's angles.
+    """Rotates the channel pairs (i, i + head_dim / 2) of every head by its token's angles.
 
-    x: [num_tokens, heads, head_dim]. rotary: (cos, sin) of :func:`rotary_angles`.
+    Args:
+        x: [num_tokens, heads, head_dim].
+        rotary: (cos, sin) of :func:`rotary_angles`.
 
-    Returns: [num_tokens, heads, head_dim] in the dtype of x; the arithmetic is fp32.
+    Returns:
+        [num_tokens, heads, head_dim] in the dtype of x; the arithmetic is fp32.
     """
     cos, sin = rotary
     first, second = x.float().chunk(2, dim=-1)
@@ -106,7 +126,9 @@ def apply_rotary(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
 class RMSNorm(nn.Module):
     """:func:`rms_norm` with a stored weight.
 
-    offset: added to the stored weight; 1.0 in Gemma-3 (weights stored around 0), 0.0 in Gemma-4.
+    Args:
+        offset: added to the stored weight; 1.0 in Gemma-3 (weights stored around 0), 0.0 in
+            Gemma-4.
     """
 
     def __init__(
@@ -118,7 +140,14 @@ class RMSNorm(nn.Module):
         self.offset = offset
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [..., size]. Returns the same shape and dtype."""
+        """The norm of every row.
+
+        Args:
+            x: [..., size].
+
+        Returns:
+            The same shape and dtype.
+        """
         # The sum is taken in fp32: 1 + w in bf16 would round away small weights.
         return rms_norm(x, self.weight.float() + self.offset, self.eps)
 
@@ -126,7 +155,8 @@ class RMSNorm(nn.Module):
 class Linear(nn.Module):
     """x W^T + b.
 
-    weight: [out_size, in_size] of the model's dtype, or fp8 after :meth:`keep_fp8`. bias: [out_size] or None.
+    weight: [out_size, in_size] of the model's dtype, or fp8 after :meth:`keep_fp8`. bias:
+    [out_size] or None.
     """
 
     def __init__(
@@ -144,7 +174,14 @@ class Linear(nn.Module):
         self.scale: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [num_tokens, in_size]. Returns [num_tokens, out_size]."""
+        """The product.
+
+        Args:
+            x: [num_tokens, in_size].
+
+        Returns:
+            [num_tokens, out_size].
+        """
         weight = self.weight if self.scale is None else self.matrix(x.dtype)
         return F.linear(x, weight, self.bias)
 
@@ -152,46 +189,45 @@ class Linear(nn.Module):
         """The weight as it counts, [out_size, in_size] of ``dtype``."""
         if self.scale is None:
             return self.weight.to(dtype)
-        return dequantize(self.weight, self.scale, dtype)
+        return dequantize_fp8(self.weight, self.scale, dtype)
 
     def keep_fp8(self, weight: Tensor, scale: Tensor) -> None:
-        """Holds the weight in fp8 and makes the full one anew in each forward pass: half the memory of bf16.
+        """Holds the weight in fp8 and makes the full one anew in each forward pass.
 
-        weight: [out_size, in_size] fp8. scale: as in :func:`dequantize`.
+        Half the memory of bf16.
+
+        Args:
+            weight: [out_size, in_size] fp8.
+            scale: as in `dequantize_fp8`.
         """
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.scale = scale
 
 
-def dequantize(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """fp8 weights times their scales, rounded once.
+def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
+    """x W^T with an fp32 result, for what must not be rounded to the model's dtype.
 
-    weight: [..., out_size, in_size] fp8. scale: one number; or with as many axes as the weight (the last ones may be left out: [out_size] is one of
-    each output channel), along each of them 1, all, or one of each block. Blocks are powers of two long, the last one of
-    an axis may be cut off.
+    Router and compressor projections.
 
-    Returns: [..., out_size, in_size] of ``dtype``.
-    Source: ``weight_scale_inv`` of transformers' fine-grained fp8; ``weight_scale`` of compressed-tensors.
+    Args:
+        x: [num_tokens, in_size].
+        weight: [out_size, in_size] in the dtype of x.
+
+    Returns:
+        [num_tokens, out_size] fp32.
     """
-    scale = scale.float()
-    if scale.numel() > 1:
-        scale = scale.view(*scale.shape, *[1] * (weight.ndim - scale.ndim))
-        for axis, size in enumerate(weight.shape):
-            if 1 < scale.shape[axis] < size:
-                index = torch.arange(size, device=scale.device) // block_size(size, scale.shape[axis])  # fmt: skip
-                scale = scale.index_select(axis, index)
-    return (weight.float() * scale).to(dtype)
-
-
-def block_size(size: int, num_blocks: int) -> int:
-    """Length of the blocks that ``num_blocks`` scales along an axis of ``size`` are of: the least power of two that is enough."""
-    return 1 << (-(-size // num_blocks) - 1).bit_length()
+    if x.is_cuda and x.dtype != torch.float32:
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+    return F.linear(x.float(), weight.float())
 
 
 class Embedding(nn.Module):
-    """Token embedding, scaled where the family scales it; tied models use it, unscaled, as output projection too.
+    """Token embedding, scaled where the family scales it.
 
-    weight: [vocab_size, hidden_size]. scale: factor of the rows, or None; the default is sqrt(hidden_size), as in Gemma.
+    Tied models use it, unscaled, as output projection too.
+
+    weight: [vocab_size, hidden_size]. scale: factor of the rows, or None; the default is
+    sqrt(hidden_size), as in Gemma.
     """
 
     def __init__(
@@ -209,12 +245,26 @@ class Embedding(nn.Module):
         self.scale = torch.tensor(hidden_size**0.5, dtype=dtype).item() if scaled else 1.0
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """input_ids: [num_tokens] int. Returns [num_tokens, hidden_size]."""
+        """Rows of the table, scaled.
+
+        Args:
+            input_ids: [num_tokens] int.
+
+        Returns:
+            [num_tokens, hidden_size].
+        """
         rows = F.embedding(input_ids, self.weight)
         return rows if self.scale == 1.0 else rows * self.scale
 
     def logits(self, x: Tensor) -> Tensor:
-        """x: [num_rows, hidden_size]. Returns [num_rows, vocab_size] fp32."""
+        """The table as output projection.
+
+        Args:
+            x: [num_rows, hidden_size].
+
+        Returns:
+            [num_rows, vocab_size] fp32.
+        """
         return F.linear(x, self.weight).float()
 
 
@@ -226,7 +276,8 @@ def gelu_tanh(x: Tensor) -> Tensor:
 class MLP(nn.Module):
     """down(activation(gate(x)) * up(x)).
 
-    activation: default GELU in its tanh form, as in Gemma.
+    Args:
+        activation: default GELU in its tanh form, as in Gemma.
     """
 
     def __init__(
@@ -245,5 +296,12 @@ class MLP(nn.Module):
         self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [num_tokens, hidden_size]. Returns the same shape."""
+        """The MLP of every row.
+
+        Args:
+            x: [num_tokens, hidden_size].
+
+        Returns:
+            The same shape.
+        """
         return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))

@@ -1,18 +1,22 @@
-"""Where the keys and values of every layer live: layers dealt into cache groups, and the page tensors.
+"""Where the keys and values of every layer live.
 
-Layers that share another layer's keys and values take no part: they have the place of their donor.
+Layers dealt into cache groups, and the page tensors.
 
-One page id stands for ``num_slots`` physical pages, one in each slot tensor. The j-th layer of every group uses slot j and sees
-it with its own shape, so layers with different heads, head sizes and block sizes share one pool::
+Layers that share another layer's keys and values take no part: they have the pages of their donor.
+
+One page id stands for ``num_slots`` physical pages, one in each slot tensor. The j-th layer of
+every group uses slot j and sees it with its own shape, so layers with different heads, head sizes
+and block sizes share one pool::
 
               slot 0        slot 1
     group 0   layer 2       layer 5        full attention
     group 1   layer 0       layer 3        sliding window
     group 2   layer 1       layer 4        sliding window
 
-Pages of e4m3 hold the scales of their rows too, unless a layer has one scale for all keys and one for all values: behind the codes of K
-and V, fp32 [2, num_kv_heads, block_size], a head's rows side by side, as a tile reads them. They take 4 bytes beside each head_dim of codes,
-travel with the page, and are shared with it.
+Pages of e4m3 hold the scales of their rows too, unless a layer has one scale for all keys and one
+for all values: behind the quantized values of K and V, fp32 [2, num_kv_heads, block_size], a head's
+rows side by side, as a tile reads them. They take 4 bytes beside each head_dim of values, travel
+with the page, and are shared with it.
 """
 
 from __future__ import annotations
@@ -44,9 +48,11 @@ class LayerPlacement:
 class LayerCache:
     """Pages of one layer.
 
-    k_pages, v_pages: [num_pages, block_size, num_kv_heads, head_dim] views of the layer's slot.
-    group: index of the cache group whose table and slots address them.
-    k_scale, v_scale: where pages are e4m3, fp32 [num_pages, block_size, num_kv_heads] views of it, or one number each; else None.
+    Attributes:
+        k_pages, v_pages: [num_pages, block_size, num_kv_heads, head_dim] views of the layer's slot.
+        group: index of the cache group whose table and slots address them.
+        k_scale, v_scale: where pages are e4m3, fp32 [num_pages, block_size, num_kv_heads] views of
+            it, or one number each; else None.
     """
 
     k_pages: Tensor
@@ -59,17 +65,25 @@ class LayerCache:
 def cache_groups(
     config: ModelConfig, dtype: torch.dtype, *, base_block_size: int = 16, row_scales: bool = True
 ) -> tuple[list[GroupSpec], list[LayerPlacement]]:
-    """Deals layers of one kind into groups of equal size, and chooses block sizes so that all pages have equal bytes.
+    """Deals layers of one kind into groups of equal size, and chooses block sizes so that all pages
+    have equal bytes.
 
-    A group has as many layers as the rarer kind (or the commoner one, when that has less than half as many again). The
-    largest page is everybody's page: lighter layers put more tokens in theirs when the sizes divide, else leave a rest unused. With
-    scales, sizes are compared without them: block sizes are the same in every dtype, and the rest is less than a scale's share.
+    A group has as many layers as the rarer kind (or the commoner one, when that has less than half
+    as many again). The largest page is everybody's page: lighter layers put more tokens in theirs
+    when the sizes divide, else leave a rest unused. With scales, sizes are compared without them:
+    block sizes are the same in every dtype, and the rest is less than a scale's share.
 
-    dtype: of K and V. base_block_size: tokens in a page of the heaviest kind of layer. row_scales: whether pages of e4m3 hold a scale for
-        each row.
+    Args:
+        dtype: of K and V.
+        base_block_size: tokens in a page of the heaviest kind of layer.
+        row_scales: whether pages of e4m3 hold a scale for each row.
 
-    Returns: (groups, placement of each layer). Full-attention groups come first.
-    Raises: ValueError for a base_block_size below 1.
+    Returns:
+        (groups, placement of each layer). Full-attention groups come first.
+
+    Raises:
+        ValueError: a base_block_size below 1.
+
     Source: vLLM 0.33 ``v1/core/kv_cache_utils`` (group sizes, page unification).
     """
     if base_block_size < 1:
@@ -118,7 +132,10 @@ def cache_groups(
 def token_bytes(
     config: ModelConfig, layer: int, dtype: torch.dtype, *, row_scales: bool = True
 ) -> int:
-    """Bytes of one token's K and V in one layer, scales included; arguments as in :func:`cache_groups`."""
+    """Bytes of one token's K and V in one layer, scales included.
+
+    Arguments as in :func:`cache_groups`.
+    """
     scales = 0
     if dtype == E4M3 and row_scales:
         scales = 2 * config.attention(layer).num_kv_heads * SCALE_BYTES
@@ -134,14 +151,18 @@ def _row_elements(config: ModelConfig, layer: int) -> int:
 class PagePool:
     """The page tensors of a model.
 
-    groups, placement: of :func:`cache_groups`, as is dtype. num_pages: page ids, including the null page 0.
-    kv_scales: [num_layers] of pages of e4m3 without scales of rows: the scale of all keys and that of all values.
+    Args:
+        groups, placement: of :func:`cache_groups`, as is dtype.
+        num_pages: page ids, including the null page 0.
+        kv_scales: [num_layers] of pages of e4m3 without scales of rows: the scale of all keys and
+            that of all values.
 
     Attributes:
         layers: LayerCache of each layer.
         slots: [num_slots] tensors of [num_pages, page_bytes] uint8, zeros at first.
 
-    Raises: ValueError when num_pages is below 2.
+    Raises:
+        ValueError: num_pages is below 2.
     """
 
     def __init__(

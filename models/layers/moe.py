@@ -1,13 +1,17 @@
-"""Mixture-of-experts feed-forward: every token through its experts, as two matrix multiplications over sorted rows.
+"""Mixture-of-experts feed-forward.
 
-Rows (a token once for each of its experts) are sorted by expert, so that an expert's rows are adjacent and one grouped matrix
-multiplication serves all experts::
+Every token through its experts, as two matrix multiplications over sorted rows.
 
-    token, expert   (0, 5) (0, 2) (1, 2) (1, 7)   ->   sorted by expert   (0, 2) (1, 2) | (0, 5) | (1, 7)
+Rows (a token once for each of its experts) are sorted by expert, so that an expert's rows are
+adjacent and one grouped matrix multiplication serves all experts::
 
-Shapes depend on the number of tokens alone: there are always tokens * k rows, whoever they go to. No loop over tokens, no host
-synchronisation where torch's grouped matrix multiplication has a device kernel or a CUDA graph is captured, and a token's result is
-summed over its experts in the router's order, in fp32, whatever else is in the batch.
+    token, expert       (0, 5) (0, 2) (1, 2) (1, 7)
+    sorted by expert    (0, 2) (1, 2) | (0, 5) | (1, 7)
+
+Shapes depend on the number of tokens alone: there are always tokens * k rows, whoever they go to.
+No loop over tokens, no host synchronization where torch's grouped matrix multiplication has a
+device kernel or a CUDA graph is captured, and a token's result is summed over its experts in the
+router's order, in fp32, whatever else is in the batch.
 """
 
 from __future__ import annotations
@@ -36,14 +40,19 @@ def run_experts(
 ) -> Tensor:
     """Sum over a token's experts e of weight * down[e](activation(gate[e] x, up[e] x)).
 
-    x: [num_tokens, hidden_size]. expert_ids: [num_tokens, k] int64 below num_experts.
-    expert_weights: [num_tokens, k], used in fp32.
-    gate_up: [num_experts, 2 * intermediate_size, hidden_size], rows of gate first, or with ``interleaved`` in turns with those of up.
-    down: [num_experts, hidden_size, intermediate_size].
-    activation: (gate, up), each [rows, intermediate_size] -> the same shape.
-    gate_up_bias, down_bias: [num_experts, 2 * intermediate_size] and [num_experts, hidden_size], or None.
+    Args:
+        x: [num_tokens, hidden_size].
+        expert_ids: [num_tokens, k] int64 below num_experts.
+        expert_weights: [num_tokens, k], used in fp32.
+        gate_up: [num_experts, 2 * intermediate_size, hidden_size], rows of gate first, or with
+            ``interleaved`` in turns with those of up.
+        down: [num_experts, hidden_size, intermediate_size].
+        activation: (gate, up), each [rows, intermediate_size] -> the same shape.
+        gate_up_bias, down_bias: [num_experts, 2 * intermediate_size] and [num_experts,
+            hidden_size], or None.
 
-    Returns: [num_tokens, hidden_size] in the dtype of x.
+    Returns:
+        [num_tokens, hidden_size] in the dtype of x.
     """
     k = expert_ids.shape[1]
     sorted_ids, order = expert_ids.flatten().sort(stable=True)
@@ -59,9 +68,12 @@ def run_experts(
 def sum_of_experts(rows: Tensor, weights: Tensor) -> Tensor:
     """Adds up, in fp32 and in their order, the rows of a token's experts times their weights.
 
-    rows: [num_tokens * k, hidden_size], those of a token one after another. weights: [num_tokens, k].
+    Args:
+        rows: [num_tokens * k, hidden_size], those of a token one after another.
+        weights: [num_tokens, k].
 
-    Returns: [num_tokens, hidden_size] in the dtype of rows.
+    Returns:
+        [num_tokens, hidden_size] in the dtype of rows.
     """
     y = rows.unflatten(0, weights.shape)
     out = y[:, 0].float() * weights[:, :1].float()
@@ -73,16 +85,22 @@ def sum_of_experts(rows: Tensor, weights: Tensor) -> Tensor:
 
 
 def grouped_matmul(x_sorted: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
-    """Multiplies consecutive groups of rows by a matrix each: ``y[start:end] = x_sorted[start:end] @ weights[group].T``.
+    """Multiplies consecutive groups of rows by a matrix each.
 
-    x_sorted: [num_rows, in_size], the rows of group 0 first. weights: [num_groups, out_size, in_size].
-    offsets: [num_groups] int32, ascending: where each group ends; the last is num_rows.
+    ``y[start:end] = x_sorted[start:end] @ weights[group].T``.
 
-    torch's ``grouped_mm`` where its layout rule (rows of whole 16 bytes) and dtypes allow, else a loop over the groups that have
-    rows; while a CUDA graph is captured, which cannot know these, a product for each row with the matrix of its group. On a CPU
-    ``grouped_mm`` is such a loop too, and the faster by half at tiny sizes.
+    torch's ``grouped_mm`` where its layout rule (rows of whole 16 bytes) and dtypes allow, else a
+    loop over the groups that have rows; while a CUDA graph is captured, which cannot know these, a
+    product for each row with the matrix of its group. On a CPU ``grouped_mm`` is such a loop too,
+    and the faster by half at tiny sizes.
 
-    Returns: [num_rows, out_size].
+    Args:
+        x_sorted: [num_rows, in_size], the rows of group 0 first.
+        weights: [num_groups, out_size, in_size].
+        offsets: [num_groups] int32, ascending: where each group ends; the last is num_rows.
+
+    Returns:
+        [num_rows, out_size].
     """
     if _has_grouped_mm(x_sorted, weights):
         return F.grouped_mm(x_sorted, weights.transpose(1, 2), offs=offsets)
@@ -98,7 +116,10 @@ def grouped_matmul(x_sorted: Tensor, weights: Tensor, offsets: Tensor) -> Tensor
 
 
 def row_matmul(x_sorted: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
-    """`grouped_matmul` row by row: a copy of a matrix for each row, but nothing that the host must know."""
+    """`grouped_matmul` row by row.
+
+    A copy of a matrix for each row, but nothing that the host must know.
+    """
     rows = torch.arange(len(x_sorted), dtype=offsets.dtype, device=x_sorted.device)
     groups = torch.searchsorted(offsets, rows, right=True)
     return torch.cat(

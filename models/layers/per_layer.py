@@ -1,4 +1,7 @@
-"""An embedding table that stays in host memory: 4.7 GB of gemma-4-e2b, of which a step needs a few rows."""
+"""An embedding table that stays in host memory.
+
+4.7 GB of gemma-4-e2b, of which a step needs a few rows.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,8 @@ from .basic import empty_parameter
 class HostEmbedding(nn.Module):
     """Scaled embedding whose table is on the host; its rows come out on the device of the ids.
 
-    On a GPU the table is page-locked when it is first used, and the lookup kernel reads the rows over the bus: no host
-    synchronisation, and it can be captured in a CUDA graph.
+    On a GPU the table is page-locked when it is first used, and the lookup kernel reads the rows
+    over the bus: no host synchronization, and it can be captured in a CUDA graph.
 
     weight: [vocab_size, size], CPU. scale: factor of the rows, rounded to the dtype first.
     """
@@ -35,7 +38,14 @@ class HostEmbedding(nn.Module):
         return device if device.type == "meta" else torch.device("cpu")
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """input_ids: [num_tokens] int64. Returns [num_tokens, size] on the same device."""
+        """Rows of the table, scaled.
+
+        Args:
+            input_ids: [num_tokens] int64.
+
+        Returns:
+            [num_tokens, size] on the same device.
+        """
         if not input_ids.is_cuda:
             return F.embedding(input_ids, self.weight) * self.scale
         if self._view is None:
@@ -47,7 +57,7 @@ class HostEmbedding(nn.Module):
 
 
 class _CudaArray:
-    """A host tensor under the protocol by which torch takes device memory that it did not allocate."""
+    """A host tensor as device memory that torch did not allocate, which it takes by a protocol."""
 
     def __init__(self, host: Tensor) -> None:
         self.host = host

@@ -1,33 +1,41 @@
-"""Weights of a model: read from a Hugging Face directory, drawn at random, or written as a checkpoint that transformers reads.
+"""Weights of a model, read from a Hugging Face directory.
 
-safetensors is imported where files are read or written, so that random weights need nothing but torch. DeepSeek-V4, whose config is
-of another class and whose checkpoints have other forms, goes on to `models.deepseek_v4.weights`.
+Headers first: every tensor's name, shape and dtype is compared with the model's (`match`) before
+any is read. Then tensor by tensor into its place, dequantized unless it stays quantized, and
+checked to be finite.
+
+safetensors is imported where files are read, so that random weights need nothing but torch.
 """
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from ..config.fields import naming, read_fields, shown
-from ..config.hf import load_config, to_hf
+from ..config.files import read_json
+from ..config.hf import load_config
 from ..config.hf_common import QuantizationKeys
-from ..config.named import ModelConfig
-from ..deepseek_v4 import weights as deepseek_v4
-from ..engine.memory import fits
+from ..config.model import ModelConfig
+from ..deepseek_v4.config import DeepseekV4Config
+from ..deepseek_v4.model import DeepseekV4
+from ..deepseek_v4.storage import V4Storage, format_of_experts
+from ..engine.memory import fits, free_memory
 from ..families.decoder import Decoder
 from ..families.gemma import Gemma
 from ..families.gpt_oss import GptOss
 from ..families.llama import Llama
-from ..layers.basic import Linear, dequantize
-from ..layers.mxfp4 import dequantize_mxfp4
-from .checkpoint import INDEX_FILE, Source, catalogue, match, read_json
-from .finite import expect_finite, expect_finite_packed
+from ..layers.basic import Linear
+from ..layers.dequantize import DEQUANTIZE, dequantize_mxfp4, scale_values
+from .checkpoint import Stored, read_headers
+from .finite import expect_finite, expect_finite_packed, expect_ids
+from .hf_storage import HfStorage
+from .match import UP, WHOLE, Source, match, part_of, unique
 
 _MODELS: dict[str, type[Decoder]] = {
     "gemma3": Gemma,
@@ -39,11 +47,11 @@ FP8_MODES = ("auto", "keep", "dequantize")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
-def build_model(config: ModelConfig, *, device: torch.device | str, dtype: torch.dtype) -> Decoder:
-    """The model of ``config`` with uninitialised weights."""
-    if not isinstance(config, ModelConfig):
-        from ..deepseek_v4.model import DeepseekV4
-
+def build_model(
+    config: ModelConfig | DeepseekV4Config, *, device: torch.device | str, dtype: torch.dtype
+) -> Decoder | DeepseekV4:
+    """The model of ``config`` with uninitialized weights."""
+    if isinstance(config, DeepseekV4Config):
         return DeepseekV4(config, device=device, dtype=dtype)
     return _MODELS[config.family](config, device=device, dtype=dtype)
 
@@ -54,20 +62,28 @@ def load_model(
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
     fp8: str = "auto",
-) -> Decoder:
+) -> Decoder | DeepseekV4:
     """Builds the model of a Hugging Face directory, one tensor at a time on its final device.
 
-    path: directory with config.json and model.safetensors or shards with their index.
-    dtype: of the model; default: that of config.json, else bfloat16. Tensors of other dtypes are converted.
-    fp8: what becomes of matrices stored in fp8. "dequantize": converted on load. "keep": held in fp8 and converted anew in every
-        forward pass, layer by layer. "auto": kept only if the converted model would fill more than 80 % of the free memory.
+    Args:
+        path: directory with config.json and model.safetensors, or shards with their index. Drafters
+            that the config of a DeepSeek-V4 counts but the files do not hold are left out.
+        device: of the weights.
+        dtype: of the model; None = that of config.json, else bfloat16. Tensors of other dtypes are
+            converted.
+        fp8: what becomes of matrices stored in fp8; of DeepSeek-V4, of the routed experts, in fp8
+            or fp4, while its other quantized matrices are dequantized. "dequantize": once, here.
+            "keep": held as they are stored, and dequantized anew in every forward pass, layer by
+            layer, or those experts that a step needs. "auto": kept only if the dequantized model
+            would fill more than 80 % of the free memory.
 
-        Of DeepSeek-V4 it is about the routed experts, in fp8 or fp4.
-
-    Returns: Decoder.
-    Raises: ValueError naming at once every tensor that is missing, unexpected, there twice, without its scales, or of another shape or
-        dtype, or each file that is missing or cut off, before any tensor is read; ValueError naming the first tensor with a weight
-        that is NaN or infinite, or becomes so in ``dtype``; NotImplementedError for unsupported models.
+    Raises:
+        ValueError: naming at once every tensor that is missing, unexpected, there twice, without
+            its scales, or of another shape or dtype, or each file that is missing or cut off,
+            before any tensor is read; naming the first tensor with a weight that is NaN or
+            infinite, or becomes so in ``dtype``; experts of a DeepSeek-V4 that are to be kept and
+            are not quantized.
+        NotImplementedError: unsupported models.
     """
     if fp8 not in FP8_MODES:
         raise ValueError(f"fp8: expected one of {FP8_MODES}, got {fp8!r}")
@@ -75,93 +91,43 @@ def load_model(
     config = load_config(path)
     keys = _storage_keys(path)
     dtype = dtype or keys.find_dtype()
-    if not isinstance(config, ModelConfig):
-        return deepseek_v4.load_model(path, device=device, dtype=dtype, experts=fp8)
-    found = catalogue(path, config)
+    if isinstance(config, DeepseekV4Config):
+        return _load_deepseek_v4(path, config, device, dtype, fp8)
     # Shapes are checked, and it is decided what stays in fp8, before anything is allocated.
     model = build_model(config, device="meta", dtype=dtype)
-    shapes = {name: weight.shape for name, weight in model.named_parameters()}
-    sources = match(path, found, shapes, keys.fp8_block)
+    parameters = dict(model.named_parameters())
+    storage = HfStorage(config, parameters.keys(), keys.fp8_block)
+    found = unique(path, storage, read_headers(path))
+    sources = match(path, found, parameters, storage)
     kept = _kept_in_fp8(model, sources, fp8, device)
     model.allocate(device, except_for=kept)
     _fill(model, sources, kept)
     return model
 
 
-def random_model(
-    config: ModelConfig,
-    *,
-    seed: int = 0,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
-) -> Decoder:
-    """A model with random weights drawn on its device: outputs of order one, and no weight at a value that hides it.
-
-    Matrices are N(0, 1 / in_size), the embeddings 0.15 N(0, 1), norm weights 1 + 0.3 N(0, 1) in effect, layer scalars uniform in
-    0.8 .. 1.2, biases and sinks N(0, 1). The same seed gives the same weights on the same kind of device.
-    """
-    if not isinstance(config, ModelConfig):
-        return deepseek_v4.random_model(config, seed=seed, device=device, dtype=dtype)
-    model = build_model(config, device=device, dtype=dtype)
-    generators: dict[torch.device, torch.Generator] = {}
-    for name, weight in model.named_parameters():
-        if weight.device not in generators:
-            generators[weight.device] = torch.Generator(device=weight.device).manual_seed(seed)
-        _draw(name, weight, config, generators[weight.device])
+def _load_deepseek_v4(
+    path: Path, config: DeepseekV4Config, device: torch.device, dtype: torch.dtype, fp8: str
+) -> DeepseekV4:
+    tables = 2 * 4 * config.rope_dim * config.max_position_embeddings
+    if tables > (free := free_memory(device)):
+        raise ValueError(
+            f"max_position_embeddings: expected rotary tables of at most the free {free} bytes, "
+            f"got {tables} bytes for {config.max_position_embeddings} tokens"
+        )
+    storage = V4Storage()
+    found = unique(path, storage, read_headers(path))
+    if not any(target.parameter.startswith("mtp.") for target in found):
+        config = replace(config, num_mtp_layers=0)
+    kept = format_of_experts(found)
+    if fp8 == "keep" and kept is None:
+        raise ValueError("fp8: expected 'auto' or 'dequantize', the experts here are not quantized")
+    whole = DeepseekV4(config, device="meta", dtype=dtype, max_positions=1)
+    sources = match(path, found, dict(whole.named_parameters()), storage)
+    if fp8 == "dequantize" or (fp8 == "auto" and fits(whole, device)):
+        kept = None
+    model = DeepseekV4(config, device=device, dtype=dtype, expert_format=kept)
+    _fill(model, sources, {})
     return model
-
-
-def _draw(name: str, weight: Tensor, config: ModelConfig, generator: torch.Generator) -> None:
-    if name.endswith("layer_scalar"):
-        weight.uniform_(0.8, 1.2, generator=generator)
-    elif name.startswith("embed_tokens"):
-        weight.normal_(0.0, 0.15, generator=generator)
-    elif name.endswith(("bias", "sinks")):
-        # Some gates of gpt-oss must pass the limit of their clamp.
-        weight.normal_(0.0, 4.0 if name.endswith("gate_up_proj_bias") else 1.0, generator=generator)
-    elif weight.ndim == 1:
-        weight.normal_(1.0 - config.norm_offset, 0.3, generator=generator)
-    else:
-        in_axis = 1 if config.family == "gpt_oss" and weight.ndim == 3 else -1
-        weight.normal_(0.0, weight.shape[in_axis] ** -0.5, generator=generator)
-
-
-def save_checkpoint(model: Decoder, path: str | Path, *, max_shard_bytes: int = 5 * 2**30) -> None:
-    """Writes config.json and safetensors files that `load_model` and transformers' ``from_pretrained`` read.
-
-    path: directory, made if absent. max_shard_bytes: a file closes before it would grow past this.
-    """
-    from safetensors.torch import save_file
-
-    if not isinstance(model.config, ModelConfig):
-        return deepseek_v4.save_checkpoint(model, path)
-    path = Path(path)
-    path.mkdir(parents=True, exist_ok=True)
-    dtype = str(model.dtype).removeprefix("torch.")
-    (path / "config.json").write_text(
-        json.dumps(to_hf(model.config) | {"dtype": dtype}, indent=2) + "\n"
-    )
-    shards: list[dict[str, Tensor]] = [{}]
-    size = 0
-    for name, weight in model.named_parameters():
-        num_bytes = weight.numel() * weight.element_size()
-        if shards[-1] and size + num_bytes > max_shard_bytes:
-            shards.append({})
-            size = 0
-        stored = name if name == "lm_head.weight" else f"model.{name}"
-        shards[-1][stored] = weight.detach()
-        size += num_bytes
-    if len(shards) == 1:
-        save_file(shards[0], path / "model.safetensors", metadata={"format": "pt"})
-        return
-    weight_map = {}
-    for i, shard in enumerate(shards, start=1):
-        file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
-        save_file(shard, path / file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(shard, file)
-    (path / INDEX_FILE).write_text(
-        json.dumps({"metadata": {}, "weight_map": weight_map}, indent=2) + "\n"
-    )
 
 
 @dataclass(frozen=True)
@@ -178,7 +144,10 @@ class StorageKeys:
 
     @property
     def fp8_block(self) -> tuple[int, ...] | None:
-        """Rows and columns of fp8 weights that share a scale; None where only the shapes of the scales say so."""
+        """Rows and columns of fp8 weights that share a scale.
+
+        None where only the shapes of the scales say so.
+        """
         return self.quantization_config and self.quantization_config.weight_block_size
 
 
@@ -198,45 +167,98 @@ def find_dtype(dtype: torch.dtype | str) -> torch.dtype:
 
 
 def _kept_in_fp8(
-    model: Decoder, sources: dict[str, Source], fp8: str, device: torch.device
+    model: Decoder, sources: list[Source], fp8: str, device: torch.device
 ) -> dict[str, Linear]:
-    """The layers whose weights stay in fp8, by parameter name. Stacked experts are always converted."""
+    """The layers whose weights stay in fp8, by parameter name.
+
+    Stacked experts are always converted.
+    """
     if fp8 == "dequantize" or (fp8 == "auto" and fits(model, device)):
         return {}
     layers = {f"{name}.weight": m for name, m in model.named_modules() if isinstance(m, Linear)}
-    return {n: m for n, m in layers.items() if sources[n].kind == "fp8"}
+    in_fp8 = {source.target.parameter for source in sources if source.kind == "fp8"}
+    return {name: layer for name, layer in layers.items() if name in in_fp8}
 
 
-def _fill(model: nn.Module, sources: dict[str, Source], kept: dict[str, Linear]) -> None:
-    """Reads tensors file by file, each into its place, and checks it. Of a file no more than one tensor is in use at a time."""
+def _fill(model: nn.Module, sources: list[Source], kept: Mapping[str, Linear]) -> None:
+    """Reads tensors file by file, each into its place, and checks it.
+
+    Of a file no more than one tensor, with its scales, is in use at a time.
+
+    Args:
+        model: with all its weights allocated, but for those of ``kept``.
+        sources: of `match`.
+        kept: the layers that hold their weights as they are stored, by parameter name.
+    """
     from safetensors import safe_open
 
-    by_file = defaultdict(list)
-    for name, source in sources.items():
-        by_file[source.value.file].append((name, source))
+    by_file: dict[Path, list[Source]] = defaultdict(list)
+    for source in sources:
+        by_file[source.value.file].append(source)
     parameters = dict(model.named_parameters())
     for file, members in by_file.items():
         with safe_open(file, framework="pt") as tensors:
-            for name, source in members:
-                value = tensors.get_tensor(source.value.name)
-                scale = None if source.scale is None else source.scale.read()
-                weight = parameters[name]
-                if name in kept:
-                    device = model.device
-                    value, scale = value.to(device, copy=True), scale.to(device, copy=True)
-                    expect_finite_packed(
-                        "fp8", value, scale, (source.value, source.scale), model.dtype
-                    )
-                    kept[name].keep_fp8(value, scale)
-                    continue
-                if source.kind == "fp8":
-                    value, scale = value.to(weight.device), scale.to(weight.device)
-                    weight.copy_(dequantize(value, scale, weight.dtype))
-                elif source.kind == "mxfp4":
-                    for i in range(len(weight)):  # expert by expert
-                        weight[i] = dequantize_mxfp4(
-                            value[i].to(weight.device), scale[i].to(weight.device)
-                        ).T
+            for source in members:
+                value, scale = tensors.get_tensor(source.value.name), None
+                if source.scale is not None:
+                    same = source.scale.file == file
+                    scale = tensors.get_tensor(source.scale.name) if same else source.scale.read()
+                if source.target.parameter in kept:
+                    _keep(kept[source.target.parameter], source, value, scale, model)
+                elif source.target.parameter in parameters:
+                    _dequantize(parameters, source, value, scale, model)
                 else:
-                    weight.copy_(value)
-                expect_finite(weight, source.value)
+                    _pack(parameters, source, value, scale, model)
+
+
+def _of(source: Source) -> tuple[Stored, Stored]:
+    assert source.scale is not None
+    return source.value, source.scale
+
+
+def _keep(
+    layer: Linear, source: Source, value: Tensor, scale: Tensor | None, model: nn.Module
+) -> None:
+    """Hands a layer its weight in fp8."""
+    assert scale is not None
+    value, scale = value.to(model.device, copy=True), scale.to(model.device, copy=True)
+    expect_finite_packed(source.kind, value, scale, _of(source), model.dtype)
+    layer.keep_fp8(value, scale)
+
+
+def _pack(
+    parameters: Mapping[str, Tensor], source: Source, value: Tensor, scale: Tensor | None,
+    model: nn.Module,
+) -> None:  # fmt: skip
+    """Copies an expert that stays quantized to its place in `PackedMatrices`."""
+    target, kind = source.target, source.kind
+    assert scale is not None and target.expert is not None
+    at = (target.expert,) if target.part == WHOLE else (target.expert, int(target.part == UP))
+    packed = parameters[f"{target.parameter}.weight"][at]
+    packed_scale = parameters[f"{target.parameter}.scale"][at]
+    packed.copy_(value.view(packed.dtype))
+    packed_scale.copy_(scale_values(scale) if kind == "fp8" else scale.view(torch.uint8))
+    expect_finite_packed(kind, packed, packed_scale, _of(source), model.dtype)
+
+
+def _dequantize(
+    parameters: Mapping[str, Tensor], source: Source, value: Tensor, scale: Tensor | None,
+    model: nn.Module,
+) -> None:  # fmt: skip
+    """Copies values to their place, in the dtype that the weight has."""
+    weight = part_of(parameters, source.target)
+    assert weight is not None
+    device = weight.device
+    if source.kind == "ids":
+        weight.copy_(value)
+        expect_ids(weight, model.config.num_experts, source.value)
+        return
+    if scale is None:
+        weight.copy_(value)
+    elif source.kind == "mxfp4":
+        for i in range(len(weight)):  # expert by expert
+            weight[i] = dequantize_mxfp4(value[i].to(device), scale[i].to(device)).T
+    else:
+        dequantize = DEQUANTIZE[source.kind]
+        weight.copy_(dequantize(value.to(device), scale.to(device), weight.dtype))
+    expect_finite(weight, source.value)

@@ -8,7 +8,7 @@ from quire.models.config.named import get_config
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.graphs import call_again
 from quire.models.engine.request import SamplingParams
-from quire.models.loading.weights import random_model
+from quire.models.loading.random_weights import random_model
 from tests.gpu.conftest import DRY_RUN
 from tests.models.engine.test_engine import Recorder, build, prompt
 from tests.support.helpers import DEVICE

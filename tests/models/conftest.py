@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire.models.config.hf import to_hf
+from quire.bench.common.hf_checkpoint import save_checkpoint, to_hf
 from quire.models.config.named import CONFIGS, ModelConfig, RopeConfig, get_config
 from quire.models.families.decoder import Decoder
-from quire.models.loading.weights import random_model, save_checkpoint
+from quire.models.loading.random_weights import random_model
 from tests.support.models import chats
 from tests.support.shared import once_a_run
 

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from quire.bench.common.hf_checkpoint import save_checkpoint
 from quire.models import command as program
 from quire.models import generate
 from quire.models import llm as llm_module
@@ -25,7 +26,7 @@ from quire.models.config.named import get_config
 from quire.models.engine.engine import EngineConfig
 from quire.models.engine.request import OutputDelta, SamplingParams
 from quire.models.llm import LLM
-from quire.models.loading.weights import random_model, save_checkpoint
+from quire.models.loading.random_weights import random_model
 from quire.models.tokenizer import ByteTokenizer, FileTokenizer, TextStream
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -213,7 +214,7 @@ def test_bad_streams_are_refused_at_once(llm):
     with pytest.raises(ValueError, match="prompt_token_ids: expected ints"):
         llm.stream([999])
     without = LLM(llm.model, engine=SETTINGS)
-    without.tokenizer = without.engine.tokenizer = None
+    without.tokenizer = without.engine.inputs.tokenizer = None
     with pytest.raises(
         ValueError, match="stop: expected no strings, as this engine has no tokenizer"
     ):

@@ -3,12 +3,14 @@
 import pytest
 import torch
 
+from quire.bench.common.hf_checkpoint import save_checkpoint
 from quire.models.config.named import get_config
-from quire.models.deepseek_v4.draft import MTPDrafter
+from quire.models.deepseek_v4.mtp_drafter import MTPDrafter
 from quire.models.engine.engine import EngineConfig
 from quire.models.engine.request import SamplingParams
 from quire.models.llm import LLM
-from quire.models.loading.weights import load_model, random_model, save_checkpoint
+from quire.models.loading.random_weights import random_model
+from quire.models.loading.weights import load_model
 from quire.models.tokenizer import ByteTokenizer, FileTokenizer
 
 SETTINGS = EngineConfig(num_pages=200)

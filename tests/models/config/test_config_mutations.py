@@ -7,14 +7,16 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
+from quire.bench.common.hf_checkpoint import save_checkpoint, to_hf
 from quire.models.chat import ChatTemplate
-from quire.models.config.hf import Gemma3Keys, Gemma4Keys, from_hf, load_config, to_hf
+from quire.models.config.files import read_generation_config
+from quire.models.config.hf import Gemma3Keys, Gemma4Keys, from_hf, load_config
 from quire.models.config.hf_llama import GptOssKeys, LlamaKeys
 from quire.models.config.named import get_config
 from quire.models.deepseek_v4.hf import DeepseekV4Keys
-from quire.models.deepseek_v4.hf import to_hf as deepseek_v4_to_hf
-from quire.models.loading.checkpoint import INDEX_FILE, read_generation_config
-from quire.models.loading.weights import build_model, load_model, random_model, save_checkpoint
+from quire.models.loading.checkpoint import INDEX_FILE
+from quire.models.loading.random_weights import random_model
+from quire.models.loading.weights import build_model, load_model
 
 DEEP = json.loads("[" * 500 + "]" * 500)
 VALUES = {
@@ -42,7 +44,7 @@ def older(config, keys, **more):
 def files():
     """By name: a config.json that says every key of its family, and those of older files."""
     gemma3, llama = to_hf(get_config("gemma3-tiny")), to_hf(get_config("llama-tiny"))
-    gemma4, v4 = to_hf(get_config("gemma4-tiny")), deepseek_v4_to_hf(get_config("deepseek-v4-tiny"))
+    gemma4, v4 = to_hf(get_config("gemma4-tiny")), to_hf(get_config("deepseek-v4-tiny"))
     off = {"use_bidirectional_attention": False}
     out = {
         "gemma3": gemma3 | off,
@@ -242,7 +244,7 @@ def test_errors_name_key_and_file(directory, name, key, keys):
 )  # fmt: skip
 def test_ranges_and_contradictions(name, change, message):
     config = get_config(name)
-    base = deepseek_v4_to_hf(config) if name.startswith("deepseek") else to_hf(config)
+    base = to_hf(config)
     with pytest.raises(
         (ValueError, NotImplementedError),
         match=message.translate({ord(c): f"\\{c}" for c in "()[]"}),
@@ -268,8 +270,8 @@ def test_rotary_tables_that_memory_does_not_hold(tmp_path, monkeypatch):
     """DeepSeek-V4 has them for all positions: the only memory that a config asks for and no tensor of the files does."""
     config = replace(get_config("deepseek-v4-tiny"), max_position_embeddings=2**31 - 1)
     save_checkpoint(random_model(replace(config, max_position_embeddings=64)), tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(deepseek_v4_to_hf(config)))
-    monkeypatch.setattr("quire.models.deepseek_v4.weights.free_memory", lambda device: 2**36)
+    (tmp_path / "config.json").write_text(json.dumps(to_hf(config)))
+    monkeypatch.setattr("quire.models.loading.weights.free_memory", lambda device: 2**36)
     with pytest.raises(
         ValueError, match="max_position_embeddings: expected rotary tables of at most the free"
     ):

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quire.models.config.hf import from_hf, to_hf
+from quire.bench.common.hf_checkpoint import to_hf
+from quire.models.config.hf import from_hf
 from quire.models.config.named import (
     CONFIGS,
     FULL,

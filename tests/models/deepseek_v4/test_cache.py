@@ -10,7 +10,7 @@ from quire.kvcore import KVCache
 from quire.models.deepseek_v4.cache import CacheFormat, V4PagePool, plan_cache, ring_bytes
 from quire.models.deepseek_v4.config import CONFIGS, CSA, HCA, MOE, SLIDING
 from quire.models.deepseek_v4.memory import CHUNK, cost, table, vllm_cost
-from quire.models.deepseek_v4.weights import random_model
+from quire.models.loading.random_weights import random_model
 from tests.support.models.v4_engine import SmallEngine
 
 FP8 = CacheFormat(torch.bfloat16, fp8=True)

@@ -5,8 +5,9 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
+from quire.bench.common.hf_checkpoint import to_hf
 from quire.models.deepseek_v4.config import CONFIGS, CSA, HCA, SLIDING, YarnConfig
-from quire.models.deepseek_v4.hf import from_hf, to_hf
+from quire.models.deepseek_v4.hf import from_hf
 from quire.models.deepseek_v4.model import DeepseekV4
 
 # The keys of the released Flash model that matter, and some that must not.

@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from quire.models.config.named import get_config
-from quire.models.deepseek_v4 import paged
-from quire.models.deepseek_v4.draft import MTPDrafter
+from quire.models.deepseek_v4 import paged_attention
+from quire.models.deepseek_v4.mtp_drafter import MTPDrafter
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.request import SamplingParams
 from quire.models.engine.speculative import NGramDrafter
 from quire.models.llm import LLM
-from quire.models.loading.weights import load_model, random_model
+from quire.models.loading.random_weights import random_model
+from quire.models.loading.weights import load_model
 from tests.models.engine.test_engine import Recorder, prompt
 from tests.support.models.tolerance import tolerance
 
@@ -112,7 +113,7 @@ def work(model, drafter, **settings):
 
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_outputs_do_not_depend_on_drafts(model, plain, name):
-    """Greedy, sampled and penalised requests beside each other."""
+    """Greedy, sampled and penalized requests beside each other."""
     drafter = DRAFTERS[name](model)
     drafter.outputs = plain
     run, ids = work(model, drafter)
@@ -213,7 +214,7 @@ def test_a_hit_without_its_overlap_rows_is_wrong(model, monkeypatch):
     def load(self, overlap, ring):
         ring[self.requests] = 0.0
 
-    monkeypatch.setattr(paged.OverlapRows, "load", load)
+    monkeypatch.setattr(paged_attention.OverlapRows, "load", load)
     run = V4Recorder(model)
     for expected_hit in (0, 32):
         request_id = run.add(prompt(40), 1)

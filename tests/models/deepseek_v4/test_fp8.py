@@ -7,14 +7,15 @@ import pytest
 import torch
 
 from quire.models.config.named import get_config
-from quire.models.deepseek_v4 import paged
+from quire.models.deepseek_v4 import paged_attention
 from quire.models.deepseek_v4.cache import CacheFormat, plan_cache
-from quire.models.deepseek_v4.draft import MTPDrafter
 from quire.models.deepseek_v4.memory import cost
 from quire.models.deepseek_v4.model import DeepseekV4
+from quire.models.deepseek_v4.mtp_drafter import MTPDrafter
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.memory import model_cache
-from quire.models.loading.weights import load_model, random_model
+from quire.models.loading.random_weights import random_model
+from quire.models.loading.weights import load_model
 from tests.models.deepseek_v4.test_engine import V4Recorder
 from tests.models.engine.test_engine import prompt
 from tests.support.models.tolerance import tolerance
@@ -58,7 +59,7 @@ class Seen(V4Recorder):
             for kind in ("entries", "index"):
                 if getattr(cache, kind) is not None:
                     names[id(getattr(cache, kind).pages)] = layer, kind
-        write_latent, compress = paged.write_latent, paged.compress
+        write_latent, compress = paged_attention.write_latent, paged_attention.compress
 
         def keep(pages, places, rows):
             blank = torch.full((256, rows.shape[1]), torch.nan)
@@ -82,8 +83,8 @@ class Seen(V4Recorder):
             closed = ((positions + 1) % ratio == 0) & (slot_mapping >= 0)
             keep(pages, positions[closed] // ratio, pages.read(slot_mapping[closed]))
 
-        monkeypatch.setattr(paged, "write_latent", writing)
-        monkeypatch.setattr(paged, "compress", compressing)
+        monkeypatch.setattr(paged_attention, "write_latent", writing)
+        monkeypatch.setattr(paged_attention, "compress", compressing)
 
     def forced_logits(self, tokens, length):
         """Logits of the known tokens after ``length`` of them, the prompt."""

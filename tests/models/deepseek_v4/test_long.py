@@ -8,11 +8,11 @@ import torch
 from quire.bench.common.bounds import UNIT, bounding
 from quire.kernels.compressor import reference as reference_compress
 from quire.kvcore import KVCache, StepPlan
-from quire.models.deepseek_v4.block import Attention
 from quire.models.deepseek_v4.cache import CacheFormat, V4PagePool, plan_cache
 from quire.models.deepseek_v4.config import CONFIGS, CSA, HCA, MOE, SLIDING
-from quire.models.deepseek_v4.layers import rope_frequencies, rope_table
-from quire.models.deepseek_v4.paged import PagedStep
+from quire.models.deepseek_v4.layer import Attention
+from quire.models.deepseek_v4.paged_attention import PagedStep
+from quire.models.deepseek_v4.rope import rope_frequencies, rope_table
 from quire.models.engine.batch import AttnMetadata
 from tests.support.helpers import assert_within_budget
 

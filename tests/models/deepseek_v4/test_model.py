@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from quire.bench.common.bounds import UNIT
-from quire.models.deepseek_v4 import attention, block, layers
+from quire.models.deepseek_v4 import hyper_connections, layer, moe, rope, unpaged_attention
 from quire.models.deepseek_v4.config import CONFIGS
-from quire.models.deepseek_v4.layers import rope_frequencies, rope_table
-from quire.models.deepseek_v4.weights import load_model
+from quire.models.deepseek_v4.rope import rope_frequencies, rope_table
+from quire.models.loading.weights import load_model
 from tests.support.models.breaks import weights
 from tests.support.models.tolerance import tolerance
 
@@ -95,7 +95,7 @@ def _patch(module, name, make):
 
     def apply(model, monkeypatch):
         original = getattr(module, name)
-        for other in (attention, block, layers):
+        for other in (unpaged_attention, layer, rope):
             if getattr(other, name, None) is original:
                 monkeypatch.setattr(other, name, make(original))
 
@@ -111,7 +111,7 @@ def _not_transposed(streams, y, post, comb):
 
 
 def _comb_not_transposed(model, monkeypatch):
-    monkeypatch.setattr(layers.HyperConnection, "expand", staticmethod(_not_transposed))
+    monkeypatch.setattr(hyper_connections.HyperConnection, "expand", staticmethod(_not_transposed))
 
 
 def _rope(compressed, **changes):
@@ -167,10 +167,10 @@ def _biased_weights(original):
 
 def _activation(make):
     def apply(model, monkeypatch):
-        changed = make(layers.clamped_swiglu)
-        monkeypatch.setattr(layers, "clamped_swiglu", changed)
-        for layer in model.layers:
-            layer.mlp.experts.activation = partial(changed, limit=model.config.swiglu_limit)
+        changed = make(moe.clamped_swiglu)
+        monkeypatch.setattr(moe, "clamped_swiglu", changed)
+        for one in model.layers:
+            one.mlp.experts.activation = partial(changed, limit=model.config.swiglu_limit)
 
     return apply
 
@@ -180,7 +180,7 @@ def _both_sides(original):
 
 
 def _no_head_norm(model, monkeypatch):
-    monkeypatch.setattr(block, "rms_norm", lambda x, weight, eps: x)
+    monkeypatch.setattr(layer, "rms_norm", lambda x, weight, eps: x)
 
 
 SENSITIVITIES = {
@@ -189,7 +189,7 @@ SENSITIVITIES = {
     "indexer position_bias = 0": weights("indexer.position_bias", 0.0),
     "tid2eid = 0": weights("tid2eid", 0),
     "correction bias = 0": weights("e_score_correction_bias", 0.0),
-    "correction bias in the weights": _method(layers.Router, "forward", _biased_weights),
+    "correction bias in the weights": _method(moe.Router, "forward", _biased_weights),
     "hc base = 0": weights("_hc.base", 0.0),
     "hc scale = 1": weights("_hc.scale", 1.0),
     "hc_head base = 0": weights("hc_base", 0.0),
@@ -202,7 +202,7 @@ SENSITIVITIES = {
     "comb not transposed": _comb_not_transposed,
     "3 Sinkhorn iterations": _config(hc_sinkhorn_iters=3),
     "routed scaling 1": lambda model, monkeypatch: [
-        setattr(layer.mlp.gate, "scale", 1.0) for layer in model.layers
+        setattr(one.mlp.gate, "scale", 1.0) for one in model.layers
     ],
     "no clamp": _activation(lambda original: lambda gate, up, limit: original(gate, up, 1e9)),
     "gate clamped below": _activation(_both_sides),
@@ -210,12 +210,12 @@ SENSITIVITIES = {
     "window one longer": _config(sliding_window=17),
     "one pick less": _config(index_topk=3),
     "one pick more": _config(index_topk=5),
-    "entries rotated by their end": _patch(attention, "pool_windows", _window_end),
+    "entries rotated by their end": _patch(unpaged_attention, "pool_windows", _window_end),
     "entries visible one token late": _patch(
-        attention, "num_visible", lambda f: lambda p, ratio: f(p - 1, ratio)
+        unpaged_attention, "num_visible", lambda f: lambda p, ratio: f(p - 1, ratio)
     ),
-    "output not rotated back": _patch(layers, "apply_rope", _no_inverse),
-    "RoPE pairs split in halves": _patch(layers, "apply_rope", _half_split_pairs),
+    "output not rotated back": _patch(rope, "apply_rope", _no_inverse),
+    "RoPE pairs split in halves": _patch(rope, "apply_rope", _half_split_pairs),
     "main RoPE in compressed layers": _rope(True, like=False),
     "compressed RoPE in sliding layers": _rope(False, like=True),
     "no YaRN": _rope(True, yarn=None),

@@ -6,10 +6,11 @@ from itertools import cycle
 import pytest
 import torch
 
-from quire.models.deepseek_v4 import paged
-from quire.models.deepseek_v4.attention import dense_attend
+from quire.models.deepseek_v4 import paged_attention
 from quire.models.deepseek_v4.config import CSA, HCA, MOE
-from quire.models.deepseek_v4.weights import load_model, random_model
+from quire.models.deepseek_v4.unpaged_attention import unpaged_attend
+from quire.models.loading.random_weights import random_model
+from quire.models.loading.weights import load_model
 from tests.support.models.tolerance import tolerance
 from tests.support.models.v4_engine import SmallEngine
 
@@ -178,7 +179,7 @@ def test_drafts_accepted_and_rejected(model, greedy):
 def draft_logits(model, tokens, logits):
     """The drafter on a whole sequence without a cache: [num_tokens, vocab_size]."""
     with torch.inference_mode():
-        positions, attend = torch.arange(len(tokens)), dense_attend(model.config)
+        positions, attend = torch.arange(len(tokens)), unpaged_attend(model.config)
         streams = model.streams(tokens, positions, attend)
         after = torch.cat([tokens[1:], logits[-1:].argmax(-1)])
         return model.draft_logits(0, model.draft_streams(0, streams, after, positions, attend))
@@ -225,7 +226,7 @@ def test_chained_drafts(model, greedy):
         engine.run(name, length - 1, 40)
     engine.step({"a": 1, "b": 1})
     got = engine.chain({"a": 0, "b": 0}, 4)
-    positions, attend = torch.arange(90), dense_attend(model.config)
+    positions, attend = torch.arange(90), unpaged_attend(model.config)
     for name, length in (("a", 71), ("b", 44)):
         with torch.inference_mode():
             rows = model.streams(tokens[:length], positions[:length], attend)
@@ -285,25 +286,25 @@ def test_kernels_in_the_interpreter(model):
 
 def _forgetful(monkeypatch):
     """A sensitivity: compressors have nothing of the windows before the step."""
-    original = paged.compress
+    original = paged_attention.compress
 
     def call(kv, gate, ape, state, *args, **kwargs):
         original(kv, gate, ape, torch.zeros_like(state), *args, **kwargs)
 
-    monkeypatch.setattr(paged, "compress", call)
+    monkeypatch.setattr(paged_attention, "compress", call)
 
 
 def _argument(function, **changed):
     """A sensitivity that changes arguments of a kernel."""
 
     def apply(monkeypatch):
-        original = getattr(paged, function)
+        original = getattr(paged_attention, function)
 
         def call(*args, **kwargs):
             known = {k: v(kwargs[k]) for k, v in changed.items() if kwargs.get(k) is not None}
             return original(*args, **kwargs | known)
 
-        monkeypatch.setattr(paged, function, call)
+        monkeypatch.setattr(paged_attention, function, call)
 
     return apply
 

@@ -7,16 +7,17 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from quire.bench.common.hf_checkpoint import save_checkpoint, to_hf
 from quire.models.deepseek_v4.config import CONFIGS, CSA, HASH_MOE, HCA, MOE, SLIDING
-from quire.models.deepseek_v4.hf import to_hf
-from quire.models.deepseek_v4.layers import Experts
-from quire.models.deepseek_v4.weights import load_model, random_model, save_checkpoint
-from quire.models.layers.quantized import (
-    PackedExperts,
+from quire.models.deepseek_v4.moe import Experts
+from quire.models.layers.dequantize import (
     dequantize_fp4,
     dequantize_fp8,
     scale_values,
 )
+from quire.models.layers.packed_experts import PackedExperts
+from quire.models.loading.random_weights import random_model
+from quire.models.loading.weights import load_model
 
 # Matrices of more than one block of 128, the last one cut short; every kind of layer once.
 CONFIG = replace(
@@ -172,7 +173,7 @@ def test_release_directory(tmp_path, model, experts, e8m0_scales):
     assert set(got) == set(exact)
     for name, weight in exact.items():
         assert torch.equal(got[name].double(), weight.double()), name
-    packed = load_model(tmp_path / "release", dtype=torch.float32, experts="keep")
+    packed = load_model(tmp_path / "release", dtype=torch.float32, fp8="keep")
     ids = torch.randint(3, 259, (50,), generator=torch.Generator().manual_seed(0))
     expected = loaded.full_forward(ids)
     assert (packed.full_forward(ids) - expected).abs().max() < 1e-5 < expected.std()
@@ -248,10 +249,10 @@ def test_unreadable_directories(tmp_path, model):
     with pytest.raises(ValueError, match=r"config\.json"):
         load_model(tmp_path)
     save_checkpoint(model, tmp_path)
-    with pytest.raises(ValueError, match="not quantised"):
-        load_model(tmp_path, experts="keep")
-    with pytest.raises(ValueError, match="experts: expected"):
-        load_model(tmp_path, experts="packed")
+    with pytest.raises(ValueError, match="not quantized"):
+        load_model(tmp_path, fp8="keep")
+    with pytest.raises(ValueError, match="fp8: expected one of"):
+        load_model(tmp_path, fp8="packed")
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     with pytest.raises(ValueError, match=r"complete safetensors file, got .*model\.safetensors"):

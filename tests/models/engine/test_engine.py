@@ -13,7 +13,8 @@ from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.request import SamplingParams
 from quire.models.engine.scheduler import SchedulerPolicy
 from quire.models.engine.speculative import NGramDrafter
-from quire.models.loading.weights import load_model, random_model
+from quire.models.loading.random_weights import random_model
+from quire.models.loading.weights import load_model
 from tests.support.models.tolerance import tolerance
 
 DEVICE = (

@@ -9,12 +9,12 @@ import torch
 from quire.kernels.common.checks import HEAD_DIMS
 from quire.models.config.named import FULL, get_config
 from quire.models.deepseek_v4.cache import CacheFormat, plan_cache
-from quire.models.engine import engine as runner
+from quire.models.engine import memory
 from quire.models.engine.config import EngineConfig
 from quire.models.engine.engine import Engine
 from quire.models.engine.request import SamplingParams
 from quire.models.engine.scheduler import Scheduler, SchedulerPolicy
-from quire.models.loading.weights import random_model
+from quire.models.loading.random_weights import random_model
 from tests.support.models.toy import ToyModel
 
 PROMPTS = ([5, 6, 7] * 11, [8] * 70, [9, 10])
@@ -130,7 +130,7 @@ def test_more_than_the_memory_is_refused_by_name(monkeypatch):
     def no_memory(*args, **options):
         raise MemoryError
 
-    monkeypatch.setattr(runner, "KVCache", no_memory)
+    monkeypatch.setattr(memory, "KVCache", no_memory)
     with pytest.raises(ValueError, match="config: expected an engine that fits the memory, got max_num_seqs=4, "):  # fmt: skip
         Engine(toy, EngineConfig(num_pages=100, max_num_seqs=4))
 
@@ -146,8 +146,8 @@ def test_a_request_that_finds_no_memory_is_refused_by_name_or_ends_alone(kind, m
         patch.setattr(engine.kv, "match", fails)
         with pytest.raises(ValueError, match=f"prompt_token_ids: expected what fits the memory, got 3 ids for n=2 samples: {kind.__name__}: no room"):  # fmt: skip
             engine.add_request([5, 6, 7], SamplingParams(n=2))
-        assert not engine.has_work and not engine._siblings
-        patch.setattr("quire.models.engine.engine.KVCache", fails)
+        assert not engine.has_work and not engine.outputs.siblings
+        patch.setattr("quire.models.engine.memory.KVCache", fails)
         with pytest.raises(
             ValueError, match=f"config: expected an engine .*: {kind.__name__}: no room"
         ):
@@ -163,7 +163,7 @@ def test_a_request_that_finds_no_memory_is_refused_by_name_or_ends_alone(kind, m
 def test_memory_of_many_samples_is_that_of_the_running_ones():
     engine = Engine(ToyModel(), EngineConfig(num_pages=100, max_num_seqs=2))
     engine.add_request([5] * 500, SamplingParams(1000, n=16_384))
-    waiting = [request for samples in engine._requests.values() for request in samples]
+    waiting = [request for samples in engine.outputs.unfinished.values() for request in samples]
     assert len(waiting) == 16_384 and {id(r._tokens) for r in waiting} == {id(waiting[0]._tokens)}
     engine.step()
     engine.step()
@@ -171,7 +171,7 @@ def test_memory_of_many_samples_is_that_of_the_running_ones():
     engine.abort("0")
     assert not engine.has_work and not engine.scheduler.waiting
     engine.abort(engine.add_request([5] * 500, SamplingParams(1000, n=3)))  # before its prompt
-    assert not engine.has_work and not engine.scheduler.waiting and not engine._siblings
+    assert not engine.has_work and not engine.scheduler.waiting and not engine.outputs.siblings
 
 
 WRONG = {int: ("4", 4.0, True, None, -1, [4]), bool: ("yes", 1, 0, None), "fraction": ("0.5", True, [0.5])}  # fmt: skip

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from quire.models.engine.batch import Staging
+from quire.models.engine.distributions import Filters, draw, probabilities, uniform
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.request import SamplingParams
-from quire.models.engine.sampler import Filters, draw, probabilities, uniform
 from quire.models.engine.scheduler import SchedulerPolicy
 from quire.models.engine.speculative import NGramDrafter
 from tests.models.engine.test_engine import Recorder, build, prompt

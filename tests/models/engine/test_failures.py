@@ -10,7 +10,7 @@ from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.request import SamplingParams
 from quire.models.engine.scheduler import SchedulerPolicy
 from quire.models.engine.speculative import NGramDrafter
-from quire.models.loading.weights import random_model
+from quire.models.loading.random_weights import random_model
 from tests.models.engine.test_engine_many import alone, workload
 from tests.support.models.toy import VOCAB, ToyModel
 

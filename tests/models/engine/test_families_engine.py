@@ -4,7 +4,7 @@ import pytest
 
 from quire.models.config.named import get_config
 from quire.models.engine.speculative import NGramDrafter
-from quire.models.loading.weights import random_model
+from quire.models.loading.random_weights import random_model
 from tests.models.engine.test_engine import DEVICE, Recorder, prompt
 
 NAMES = ("gemma4-e-tiny", "gemma4-moe-tiny", "llama-tiny", "gpt-oss-tiny")

@@ -15,9 +15,10 @@ from quire.models.engine import batch, graphs
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.request import SamplingParams
 from quire.models.families import decoder
-from quire.models.layers import attention, moe, quantized
-from quire.models.layers.quantized import PackedExperts, dequantize_fp8
-from quire.models.loading.weights import random_model
+from quire.models.layers import attention, moe, packed_experts
+from quire.models.layers.dequantize import dequantize_fp8
+from quire.models.layers.packed_experts import PackedExperts
+from quire.models.loading.random_weights import random_model
 from tests.models.engine.test_engine import prompt
 from tests.support.helpers import assert_within_budget, attention_reference
 from tests.support.models.captured import (
@@ -385,7 +386,7 @@ def test_packed_experts_row_by_row(monkeypatch):
             weights[:, j, None].double() * torch.stack([down[e] @ ((gate_up[e, 0] @ v) * (gate_up[e, 1] @ v)) for e, v in zip(ids[:, j], x.double(), strict=True)])
             for j in range(2)
         )  # fmt: skip
-    monkeypatch.setattr(quantized, "is_capturing", lambda x: True)
+    monkeypatch.setattr(packed_experts, "is_capturing", lambda x: True)
     with Graph():
         got = experts(x, ids, weights)
     assert_within_budget("row by row", got, plain)

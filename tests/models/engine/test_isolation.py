@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 import torch
 
+from quire.bench.common.hf_checkpoint import save_checkpoint
 from quire.models.config.named import get_config
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.request import MAX_SAMPLES, RequestError, SamplingParams
 from quire.models.engine.speculative import NGramDrafter
 from quire.models.generate import main
 from quire.models.llm import LLM
-from quire.models.loading.weights import random_model, save_checkpoint
+from quire.models.loading.random_weights import random_model
 from quire.models.tokenizer import ByteTokenizer
 from tests.support.models.toy import VOCAB, ToyModel
 
@@ -161,7 +162,7 @@ def test_a_nan_of_the_trunk_ends_a_request_whose_drafts_the_model_makes():
 
 
 def _mtp(model):
-    from quire.models.deepseek_v4.draft import MTPDrafter
+    from quire.models.deepseek_v4.mtp_drafter import MTPDrafter
 
     return MTPDrafter(model, 2)
 
@@ -270,7 +271,7 @@ def faulty_engine(monkeypatch, faults):
     def added(name, prompt, params):
         engine.add_request(prompt, params, request_id=name, stream=True)
         if name == "bad":
-            [request] = engine._requests[name]
+            [request] = engine.outputs.unfinished[name]
             request.text.is_bad = True
             bad["request"], bad["prompt"] = request, lambda: request.match.prompt
 
@@ -290,7 +291,7 @@ def run_faulty(monkeypatch, faults):
             for delta in report.deltas:
                 texts[delta.request_id] = (texts[delta.request_id] or "") + delta.text
             engine.kv.check_invariants()
-        assert engine.kv.stats()["pages_in_use"] == 0 and not engine._siblings
+        assert engine.kv.stats()["pages_in_use"] == 0 and not engine.outputs.siblings
         return outputs, texts, engine.totals.num_preempted
 
 

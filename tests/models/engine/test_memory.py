@@ -10,6 +10,7 @@ import torch
 from quire.kvcore import GroupSpec, KVCache
 from quire.models.config.named import CONFIGS, FULL, SLIDING, MoEConfig
 from quire.models.engine.batch import Staging
+from quire.models.engine.distributions import Filters, draw, probabilities
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.graphs import batch_sizes
 from quire.models.engine.memory import (
@@ -22,8 +23,7 @@ from quire.models.engine.memory import (
     plan_memory,
 )
 from quire.models.engine.request import SamplingParams
-from quire.models.engine.sampler import Filters, draw, probabilities
-from quire.models.loading.weights import random_model
+from quire.models.loading.random_weights import random_model
 from tests.models.engine.test_engine import build
 from tests.support.models.toy import ToyModel
 

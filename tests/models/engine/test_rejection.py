@@ -16,12 +16,12 @@ import torch
 
 from quire.models.config.named import get_config
 from quire.models.deepseek_v4.config import CSA, HCA, MOE, SLIDING
-from quire.models.deepseek_v4.draft import MTPDrafter
+from quire.models.deepseek_v4.mtp_drafter import MTPDrafter
 from quire.models.engine import sampler as sampling
+from quire.models.engine.distributions import DRAFT, draw, rejection_sample, uniform
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.request import SamplingParams
-from quire.models.engine.sampler import DRAFT, draw, rejection_sample, uniform
-from quire.models.loading.weights import random_model
+from quire.models.loading.random_weights import random_model
 from tests.models.engine.test_sampling import plain_probabilities
 from tests.support.models.toy import ToyModel
 

@@ -6,7 +6,7 @@ from quire.models.config.model import ModelConfig
 from quire.models.config.named import CONFIGS, get_config
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.layers.attention import PagedAttend
-from quire.models.loading.weights import random_model
+from quire.models.loading.random_weights import random_model
 from tests.models.engine.test_engine import DEVICE, Recorder, prompt
 from tests.support.models.toy import ToyModel
 

@@ -8,15 +8,15 @@ import torch
 
 from quire.bench.common.bounds import bounded, bounding
 from quire.models.engine.batch import Staging
-from quire.models.engine.request import SamplingParams
-from quire.models.engine.sampler import (
+from quire.models.engine.distributions import (
     Filters,
     derived_seed,
     draw,
-    penalise,
+    penalize,
     probabilities,
     uniform,
 )
+from quire.models.engine.request import SamplingParams
 from tests.models.engine.test_engine import Recorder, build, prompt
 from tests.support.helpers import assert_within_budget
 
@@ -142,7 +142,7 @@ def test_penalty_equals_a_plain_loop():
     logits = torch.randn(2, 50, generator=torch.Generator().manual_seed(2))
     seen = torch.rand(2, 50, generator=torch.Generator().manual_seed(3)) < 0.4
     penalty = torch.tensor([1.5, 0.5], dtype=torch.float64)
-    got = penalise(logits, seen, penalty)
+    got = penalize(logits, seen, penalty)
     for r in range(2):
         for i in range(50):
             x, f = logits[r, i].item(), penalty[r].item()

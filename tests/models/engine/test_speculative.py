@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 import torch
 
+from quire.models.engine.distributions import ACCEPT, RESAMPLE, rejection_sample, uniform
 from quire.models.engine.request import SamplingParams
-from quire.models.engine.sampler import ACCEPT, RESAMPLE, rejection_sample, uniform
-from quire.models.engine.speculative import NGramDrafter, count_accepted
+from quire.models.engine.sampler import count_accepted
+from quire.models.engine.speculative import NGramDrafter
 from tests.models.engine.test_engine import Recorder, build, prompt
 
 
@@ -106,7 +107,7 @@ WRONG = {
 
 @pytest.mark.parametrize("name", ["gemma3-tiny", "gemma4-tiny"])
 def test_outputs_do_not_depend_on_drafts(name):
-    """Greedy, sampled and penalised requests beside each other, some in chunks; all logits those of a run without cache."""
+    """Greedy, sampled and penalized requests beside each other, some in chunks; all logits those of a run without cache."""
     model = build(name)
     work = [
         (20, {}),
@@ -133,7 +134,7 @@ def test_outputs_do_not_depend_on_drafts(name):
         for mine, theirs in zip(got[2].logprobs, plain[2].logprobs, strict=True):
             assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-3)
         totals = run.engine.totals
-        assert got[3].num_drafts > 0, "drafts count as output where they are penalised"
+        assert got[3].num_drafts > 0, "drafts count as output where they are penalized"
         assert totals.num_drafts == sum(o.num_drafts for o in got) > 0
         assert totals.num_accepted == sum(o.num_accepted for o in got)
         assert totals.num_generated_tokens == len(work) * max_tokens

@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from quire.bench.common.bounds import UNIT
+from quire.bench.common.hf_checkpoint import save_checkpoint
 from quire.models.config.named import RopeConfig, get_config
 from quire.models.families import gemma
 from quire.models.layers import basic as layers
-from quire.models.loading.weights import load_model, random_model, save_checkpoint
+from quire.models.loading.random_weights import random_model
+from quire.models.loading.weights import load_model
 from tests.support.models.breaks import (
     PATHS,
     adjacent_pairs,

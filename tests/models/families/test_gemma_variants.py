@@ -11,7 +11,8 @@ from quire.models.families import gemma, gemma_moe
 from quire.models.families.gemma_moe import Router
 from quire.models.layers import basic as layers
 from quire.models.layers.per_layer import HostEmbedding
-from quire.models.loading.weights import load_model, random_model
+from quire.models.loading.random_weights import random_model
+from quire.models.loading.weights import load_model
 from tests.support.helpers import assert_within_budget
 from tests.support.models.breaks import PATHS, check_rule_matters, modules, patched, weights
 from tests.support.models.hand_paged import HandPaged, difference

@@ -9,9 +9,10 @@ from quire.kernels.common import e4m3
 from quire.models.config.named import CONFIGS, FULL, SLIDING, get_config
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.memory import model_cache
-from quire.models.layers.attention import DenseAttend, PagedAttend
+from quire.models.layers.attention import PagedAttend
 from quire.models.layers.kv_cache import PagePool, cache_groups, token_bytes
-from quire.models.loading.weights import random_model
+from quire.models.layers.unpaged_attention import UnpagedAttend
+from quire.models.loading.random_weights import random_model
 from tests.models.engine.test_engine import DEVICE, Recorder, build, prompt
 from tests.support.models.tolerance import tolerance
 
@@ -33,7 +34,7 @@ def as_bf16(rows):
     return rows.to(torch.bfloat16).to(rows.dtype)
 
 
-class SteppedAttend(DenseAttend):
+class SteppedAttend(UnpagedAttend):
     """Attention of a whole sequence where a query sees the rows of earlier steps rounded, and those of its own step as they are.
 
     rounded: of rows of keys or values; or a list of two such functions for each layer, one for the keys and one for the values.

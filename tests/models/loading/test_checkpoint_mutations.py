@@ -10,10 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from quire.bench.common.hf_checkpoint import save_checkpoint
 from quire.models.config.named import get_config
 from quire.models.deepseek_v4.names import target
 from quire.models.loading.checkpoint import INDEX_FILE
-from quire.models.loading.weights import load_model, random_model, save_checkpoint
+from quire.models.loading.random_weights import random_model
+from quire.models.loading.weights import load_model
 from tests.models.deepseek_v4 import test_weights as v4
 from tests.models.loading.test_weights_quantized import write_fp8
 

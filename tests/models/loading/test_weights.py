@@ -6,10 +6,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from quire.bench.common.hf_checkpoint import save_checkpoint
 from quire.models.config.hf import load_config
 from quire.models.config.named import CONFIGS, get_config
 from quire.models.loading.checkpoint import INDEX_FILE, NUM_NAMED
-from quire.models.loading.weights import build_model, load_model, random_model, save_checkpoint
+from quire.models.loading.random_weights import random_model
+from quire.models.loading.weights import build_model, load_model
 
 CONFIG = get_config("gemma4-tiny")
 

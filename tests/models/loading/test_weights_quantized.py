@@ -9,11 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from quire.bench.common.hf_checkpoint import save_checkpoint
 from quire.models.config.named import get_config
 from quire.models.engine import memory
-from quire.models.layers.basic import Linear, dequantize
-from quire.models.layers.mxfp4 import dequantize_mxfp4
-from quire.models.loading.weights import load_model, random_model, save_checkpoint
+from quire.models.layers.basic import Linear
+from quire.models.layers.dequantize import dequantize_fp8, dequantize_mxfp4
+from quire.models.loading.random_weights import random_model
+from quire.models.loading.weights import load_model
 
 FP8 = torch.float8_e4m3fn
 # Scales of a [out_size, in_size] weight: their shape.
@@ -48,7 +50,7 @@ def test_dequantize(layout, shape):
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(shape, generator=generator).to(FP8)
     scale = torch.rand(layout(*shape), generator=generator) + 0.5
-    got = dequantize(weight, scale, torch.float32)
+    got = dequantize_fp8(weight, scale, torch.float32)
     # One rounding to fp32.
     torch.testing.assert_close(got.double(), naive(weight, scale), rtol=2**-24, atol=0)
 
@@ -56,7 +58,7 @@ def test_dequantize(layout, shape):
 def test_dequantize_experts():
     weight = torch.randn(3, 64, 40, generator=torch.Generator().manual_seed(0)).to(FP8)
     scale = torch.rand(3, 2, 2) + 0.5
-    got = dequantize(weight, scale, torch.float32)
+    got = dequantize_fp8(weight, scale, torch.float32)
     for expert in range(3):
         want = naive(weight[expert], scale[expert])
         torch.testing.assert_close(got[expert].double(), want, rtol=2**-24, atol=0)

@@ -21,13 +21,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from quire.kernels.common import launching
-from quire.models.deepseek_v4 import paged
+from quire.models.deepseek_v4 import paged_attention
 from quire.models.engine.graphs import WARM_UP_RUNS
-from quire.models.layers import attention, moe, quantized
+from quire.models.layers import attention, moe, packed_experts
 
 KERNELS = {
     attention: ("paged_attention", "sliding_window_attention", "write_kv"),
-    paged: ("write_latent", "compress", "index_topk", "compressed_attention"),
+    paged_attention: ("write_latent", "compress", "index_topk", "compressed_attention"),
 }
 ON_HOST = ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")
 FROM_HOST = ("tensor", "as_tensor", "from_numpy")
@@ -178,7 +178,7 @@ class Captures:
                     patch.setattr(owner, name, on_host(name, getattr(owner, name)))
             # Where there is no grouped product for the dtype, as on a GPU for fp32.
             patch.setattr(moe, "_has_grouped_mm", lambda *_: False)
-            for module in (moe, quantized):
+            for module in (moe, packed_experts):
                 patch.setattr(module, "is_capturing", lambda _: True)
             yield
 

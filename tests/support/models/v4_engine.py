@@ -13,9 +13,9 @@ from torch import Tensor
 
 from quire.kvcore import KVCache, StepPlan
 from quire.models.deepseek_v4.cache import CacheFormat, V4PagePool, plan_cache
-from quire.models.deepseek_v4.draft import chain_drafts
 from quire.models.deepseek_v4.model import DeepseekV4
-from quire.models.deepseek_v4.paged import PagedStep
+from quire.models.deepseek_v4.mtp_drafter import chain_drafts
+from quire.models.deepseek_v4.paged_attention import PagedStep
 from quire.models.engine.batch import AttnMetadata
 
 NAN = 255  # as bytes: NaN in fp32, bf16 and e4m3

@@ -53,9 +53,9 @@ def prompts() -> dict[str, torch.Tensor]:
 def ask_transformers(root: Path) -> None:
     """Fills a directory with checkpoints and their logits: "ours", "long" and "wide", written by save_checkpoint; "hybrid" and "pure", made
     and saved by transformers itself."""
+    from quire.bench.common.hf_checkpoint import save_checkpoint, to_hf
     from quire.models.deepseek_v4.config import CONFIGS
-    from quire.models.deepseek_v4.hf import to_hf
-    from quire.models.deepseek_v4.weights import random_model, save_checkpoint
+    from quire.models.loading.random_weights import random_model
 
     tiny = CONFIGS["deepseek-v4-tiny"]
     save_checkpoint(random_model(tiny), root / "ours")

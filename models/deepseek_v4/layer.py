@@ -1,14 +1,16 @@
-"""One layer of DeepSeek-V4: attention and a mixture of experts, each between the same N residual streams (mHC)::
+"""One layer of DeepSeek-V4: attention and a mixture of experts, each between the same N residual
+streams (mHC)::
 
     u, post, comb = attn_hc.collapse(streams)
     streams = attn_hc.expand(streams, attention(input_layernorm(u)), post, comb)
     u, post, comb = ffn_hc.collapse(streams)
     streams = ffn_hc.expand(streams, moe(post_attention_layernorm(u)), post, comb)
 
-Attention has one KV head whose rows are key and value at once. Besides a window of raw rows, queries see compressed entries: in
-HCA layers all of them, in CSA layers those that the indexer picks. Where rows, entries and index keys live is not the model's
-business: a layer hands its fresh projections to ``attend``, which `models.deepseek_v4.paged` provides for caches, and
-`models.deepseek_v4.attention` for whole sequences without any.
+Attention has one KV head whose rows are key and value at once. Besides a window of raw rows,
+queries see compressed entries: in HCA layers all of them, in CSA layers those that the indexer
+selects. Where rows, entries and index keys live is not the model's business: a layer hands its
+projections of the step to ``attend``, which `models.deepseek_v4.paged_attention` provides for
+caches, and `models.deepseek_v4.unpaged_attention` for whole sequences without any.
 
 Source: transformers ``modeling_deepseek_v4``; DeepSeek-V4 report 2.
 """
@@ -21,17 +23,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..layers.basic import Linear, RMSNorm, empty_parameter, rms_norm
+from ..layers.basic import Linear, RMSNorm, empty_parameter, linear_fp32, rms_norm
 from .config import CSA, SLIDING, DeepseekV4Config
-from .layers import HyperConnection, MoE, apply_rope, linear_fp32
+from .hyper_connections import HyperConnection
+from .moe import MoE
+from .rope import apply_rope
 
 
 @dataclass(frozen=True)
 class IndexRows:
     """What the indexer of a CSA layer makes of a step.
 
-    q: [num_tokens, index_num_heads, index_head_dim], rotated. weights: [num_tokens, index_num_heads] fp32, every factor of the
-    score included. kv, gate: [num_tokens, 2 * index_head_dim] fp32, of its own compressor.
+    Attributes:
+        q: [num_tokens, index_num_heads, index_head_dim], rotated.
+        weights: [num_tokens, index_num_heads] fp32, every factor of the score included.
+        kv, gate: [num_tokens, 2 * index_head_dim] fp32, of its own compressor.
     """
 
     q: Tensor
@@ -44,10 +50,14 @@ class IndexRows:
 class AttentionRows:
     """What a layer's projections make of a step, before anything is cached.
 
-    positions: [num_tokens] int64. cos_sin: [max_positions, rope_dim] fp32, the layer's rotary table.
-    q: [num_tokens, num_heads, head_dim], normed and rotated. kv: [num_tokens, head_dim], neither normed nor rotated yet.
-    compressor: (kv, gate), each [num_tokens, head_dim] fp32, twice as wide in CSA layers; None in sliding layers.
-    index: of CSA layers.
+    Attributes:
+        positions: [num_tokens] int64.
+        cos_sin: [max_positions, rope_dim] fp32, the layer's rotary table.
+        q: [num_tokens, num_heads, head_dim], normed and rotated.
+        kv: [num_tokens, head_dim], neither normed nor rotated yet.
+        compressor: (kv, gate), each [num_tokens, head_dim] fp32, twice as wide in CSA layers; None
+            in sliding layers.
+        index: of CSA layers.
     """
 
     positions: Tensor
@@ -59,13 +69,19 @@ class AttentionRows:
 
 
 Attend = Callable[["Attention", AttentionRows], Tensor]
-"""(attention, its rows) -> [num_tokens, num_heads, head_dim], the trailing channels rotated back by the query's position."""
+"""(attention, its rows) -> [num_tokens, num_heads, head_dim], the trailing channels under the
+inverse RoPE of the query's position.
+"""
 
 
 class GatedPooling(nn.Module):
-    """Weights of a compressor: gated pooling of ``ratio`` tokens to one entry of ``width`` channels, channel by channel.
+    """Weights of a compressor.
 
-    overlap: 1 where an entry also takes in the window before its own, through channels of their own (series a, then b).
+    Gated pooling of ``ratio`` tokens to one entry of ``width`` channels, channel by channel.
+
+    Args:
+        overlap: 1 where an entry also takes in the window before its own, through channels of their
+            own (series a, then b).
     """
 
     def __init__(
@@ -81,7 +97,14 @@ class GatedPooling(nn.Module):
         self.kv_norm = RMSNorm(width, config.rms_norm_eps, 0.0, device, torch.float32)
 
     def rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x: [num_tokens, hidden_size]. Returns (kv, gate), each [num_tokens, width * (1 + overlap)] fp32."""
+        """What is pooled of every token, and by which gate.
+
+        Args:
+            x: [num_tokens, hidden_size].
+
+        Returns:
+            (kv, gate), each [num_tokens, width * (1 + overlap)] fp32.
+        """
         return linear_fp32(x, self.kv_proj.weight), linear_fp32(x, self.gate_proj.weight)
 
 
@@ -94,7 +117,10 @@ class Scorer(nn.Module):
 
 
 class Indexer(GatedPooling):
-    """Queries and keys of the score by which a CSA query picks its entries: sum_h weight_h relu(q_h . k)."""
+    """Queries and keys of the score by which a CSA query selects its entries.
+
+    Sum_h weight_h relu(q_h . k).
+    """
 
     def __init__(self, config: DeepseekV4Config, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(config, config.index_head_dim, config.csa_ratio, 1, device, dtype)
@@ -105,7 +131,13 @@ class Indexer(GatedPooling):
         self.scorer = Scorer(config, device, dtype)
 
     def index_rows(self, x: Tensor, q_latent: Tensor, cos_sin: Tensor) -> IndexRows:
-        """x: [num_tokens, hidden_size]. q_latent: [num_tokens, q_lora_rank]. cos_sin: [num_tokens, rope_dim]."""
+        """Queries, weights and keys of a step.
+
+        Args:
+            x: [num_tokens, hidden_size].
+            q_latent: [num_tokens, q_lora_rank].
+            cos_sin: [num_tokens, rope_dim].
+        """
         q = apply_rope(self.q_b_proj(q_latent).unflatten(-1, (-1, self.head_dim)), cos_sin)
         weights = linear_fp32(x, self.scorer.weights_proj.weight) * self.score_scale
         return IndexRows(q, weights, *self.rows(x))
@@ -124,7 +156,10 @@ class Compressor(GatedPooling):
 
 
 class Attention(nn.Module):
-    """Projections around the attention operator of one layer; queries and the output go through narrow matrices."""
+    """Projections around the attention operator of one layer.
+
+    Queries and the output go through narrow matrices.
+    """
 
     def __init__(
         self, config: DeepseekV4Config, layer: int, device: torch.device, dtype: torch.dtype
@@ -141,7 +176,8 @@ class Attention(nn.Module):
         self.kv_proj = Linear(config.hidden_size, config.head_dim, device, dtype)
         self.kv_norm = RMSNorm(config.head_dim, self.eps, 0.0, device, torch.float32)
         self.sinks = empty_parameter(heads, device=device, dtype=torch.float32)
-        # One matrix for each group of heads, stacked: [o_groups * o_lora_rank, heads of a group * head_dim].
+        # One matrix for each group of heads, stacked: [o_groups * o_lora_rank, heads of a group *
+        # head_dim].
         self.o_a_proj = Linear(heads * config.head_dim // groups, groups * rank, device, dtype)
         self.o_b_proj = Linear(groups * rank, config.hidden_size, device, dtype)
         self.num_groups = groups
@@ -149,7 +185,16 @@ class Attention(nn.Module):
         self.compressor = None if sliding else Compressor(config, self.kind, device, dtype)
 
     def forward(self, x: Tensor, positions: Tensor, cos_sin: Tensor, attend: Attend) -> Tensor:
-        """x: [num_tokens, hidden_size]. positions: [num_tokens] int64. cos_sin: [max_positions, rope_dim]. Returns the shape of x."""
+        """Attention of every row, projections included.
+
+        Args:
+            x: [num_tokens, hidden_size].
+            positions: [num_tokens] int64.
+            cos_sin: [max_positions, rope_dim].
+
+        Returns:
+            The shape of x.
+        """
         angles = cos_sin[positions]
         q_latent = self.q_a_norm(self.q_a_proj(x))
         q = rms_norm(self.q_b_proj(q_latent).unflatten(-1, (-1, self.head_dim)), None, self.eps)
@@ -170,7 +215,10 @@ class Attention(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and experts between the residual streams; the formula is in the file's docstring."""
+    """Attention and experts between the residual streams.
+
+    The formula is in the file's docstring.
+    """
 
     def __init__(
         self, config: DeepseekV4Config, layer: int, mlp_kind: str,
@@ -188,7 +236,14 @@ class DecoderLayer(nn.Module):
     def forward(
         self, streams: Tensor, input_ids: Tensor, positions: Tensor, cos_sin: Tensor, attend: Attend
     ) -> Tensor:
-        """streams: [num_tokens, hc_mult, hidden_size]. The others as in `Attention`. Returns the shape of streams."""
+        """The layer.
+
+        Args:
+            streams: [num_tokens, hc_mult, hidden_size]. The others as in `Attention`.
+
+        Returns:
+            The shape of streams.
+        """
         x, post, comb = self.attn_hc.collapse(streams)
         y = self.self_attn(self.input_layernorm(x), positions, cos_sin, attend)
         streams = self.attn_hc.expand(streams, y, post, comb)

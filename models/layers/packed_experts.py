@@ -1,11 +1,6 @@
-"""Block-scaled fp8 and fp4 weights: dequantised whole, or kept packed and dequantised some experts at a time.
+"""Matrices, and routed experts, that stay quantized.
 
-    fp8   e4m3 [out, in], one scale for each 128 x 128 block
-    fp4   two e2m1 values a byte [out, in / 2], the even column in the low four bits, one scale for 32 columns of a row
-
-Scales are fp32, or E8M0: a byte b that stands for 2^(b - 127). E8M0 is read as bytes: a numeric cast would round or destroy it.
-
-Source: DeepSeek-V4 checkpoints; OCP Microscaling Formats 1.0 (E2M1, E8M0).
+Those that a step needs are dequantized, some experts at a time.
 """
 
 from __future__ import annotations
@@ -15,49 +10,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from .basic import dequantize, empty_parameter
+from .basic import empty_parameter
+from .dequantize import DEQUANTIZE, FP4_GROUP
 from .moe import is_capturing, run_experts, sum_of_experts
-from .mxfp4 import dequantize_mxfp4
 
 FP8_BLOCK = 128
-FP4_GROUP = 32
-EXPERTS_AT_ONCE = 16  # experts whose dequantised weights exist at one time
-
-
-def scale_values(scale: Tensor) -> Tensor:
-    """Scales as fp32: floating-point ones as they are, E8M0 ones (float8_e8m0fnu, or its bytes as uint8) as powers of two; 255 is NaN."""
-    if scale.dtype in (torch.float32, torch.bfloat16, torch.float16):
-        return scale.float()
-    exponent = scale.view(torch.uint8).int() - 127
-    values = torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent)
-    return values.masked_fill(exponent == 128, float("nan"))
-
-
-def dequantize_fp8(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """e4m3 values times the scale of their block.
-
-    weight: [..., out, in] float8_e4m3fn. scale: [..., ceil(out / 128), ceil(in / 128)] fp32 or E8M0.
-
-    Returns: [..., out, in] in ``dtype``; the product is fp32.
-    """
-    return dequantize(weight, scale_values(scale), dtype)
-
-
-def dequantize_fp4(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """e2m1 values times the scale of their group.
-
-    weight: [..., out, in / 2] int8 or uint8. scale: [..., out, in / 32] E8M0.
-
-    Returns: [..., out, in] in ``dtype``; bf16 holds every value exactly whose exponent it holds.
-    """
-    blocks = weight.view(torch.uint8).unflatten(-1, (-1, FP4_GROUP // 2))
-    return dequantize_mxfp4(blocks, scale.view(torch.uint8)).to(dtype)
-
-
-DEQUANTIZE: dict[str, Callable[[Tensor, Tensor, torch.dtype], Tensor]] = {
-    "fp8": dequantize_fp8,
-    "fp4": dequantize_fp4,
-}
+EXPERTS_AT_ONCE = 16  # experts whose dequantized weights exist at one time
 
 
 def packed_shapes(
@@ -65,9 +23,11 @@ def packed_shapes(
 ) -> tuple[tuple[int, int], torch.dtype, tuple[int, int], torch.dtype]:
     """How a [rows, columns] matrix is stored: shape and dtype of its values, then of its scales.
 
-    kind: "fp8" (scales are kept as fp32) or "fp4" (as E8M0 bytes).
+    Args:
+        kind: "fp8" (scales are kept as fp32) or "fp4" (as E8M0 bytes).
 
-    Raises: ValueError where an fp4 row is no multiple of 32 columns.
+    Raises:
+        ValueError: an fp4 row is no multiple of 32 columns.
     """
     if kind == "fp8":
         blocks = (-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))
@@ -78,7 +38,7 @@ def packed_shapes(
 
 
 class PackedMatrices(nn.Module):
-    """A stack of quantised matrices [*lead, rows, columns]: values, and scales beside them."""
+    """A stack of quantized matrices [*lead, rows, columns]: values, and scales beside them."""
 
     def __init__(
         self, kind: str, lead: tuple[int, ...], rows: int, columns: int, device: torch.device
@@ -90,19 +50,26 @@ class PackedMatrices(nn.Module):
         self.scale = empty_parameter(*lead, *scale_shape, device=device, dtype=scale_dtype)
 
     def dequantize(self, which: Tensor, dtype: torch.dtype) -> Tensor:
-        """Matrices ``which`` [n] int64 of the first dimension: [n, *, rows, columns] in ``dtype``."""
+        """Matrices ``which`` [n] int64 of the first dimension.
+
+        [n, *, rows, columns] in ``dtype``.
+        """
         # Indexing knows no fp8 dtype: take bytes.
         weight = self.weight.view(torch.uint8)[which].view(self.weight.dtype)
         return DEQUANTIZE[self.kind](weight, self.scale[which], dtype)
 
 
 class PackedExperts(nn.Module):
-    """Routed experts that stay as small as they are stored; those that a step needs are dequantised, a few at a time.
+    """Routed experts that stay as small as they are stored.
 
-    The result is that of `run_experts` on all dequantised weights. The experts of a step are looked up on the host; while a CUDA graph
-    is captured, the expert of each row is dequantised by itself.
+    Those that a step needs are dequantized, a few at a time.
 
-    kind: "fp8" or "fp4". activation: (gate, up) -> product.
+    The result is that of `run_experts` on all dequantized weights. The experts of a step are looked
+    up on the host; while a CUDA graph is captured, the expert of each row is dequantized by itself.
+
+    Args:
+        kind: "fp8" or "fp4".
+        activation: (gate, up) -> product.
     """
 
     def __init__(
@@ -116,7 +83,15 @@ class PackedExperts(nn.Module):
         self.down_proj = PackedMatrices(kind, (num_experts,), hidden_size, width, device)
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """x: [num_tokens, hidden_size]. ids, weights: [num_tokens, k] of the router. Returns the shape of x."""
+        """The weighted sum of every row's experts.
+
+        Args:
+            x: [num_tokens, hidden_size].
+            ids, weights: [num_tokens, k] of the router.
+
+        Returns:
+            The shape of x.
+        """
         k, flat = ids.shape[1], ids.flatten()
         if is_capturing(x):
             return sum_of_experts(self.each_row(x, flat, k), weights)
@@ -131,7 +106,13 @@ class PackedExperts(nn.Module):
         return sum_of_experts(y, weights)
 
     def each_row(self, x: Tensor, ids: Tensor, k: int) -> Tensor:
-        """Rows [num_tokens * k, hidden_size] of a token's experts in turn: nothing that the host must know. ids: [num_tokens * k]."""
+        """Rows [num_tokens * k, hidden_size] of a token's experts in turn.
+
+        Nothing that the host must know.
+
+        Args:
+            ids: [num_tokens * k].
+        """
         tokens = torch.arange(len(ids), device=x.device) // k
         rows = []
         for some, token in zip(

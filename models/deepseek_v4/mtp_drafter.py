@@ -1,13 +1,18 @@
-"""Drafts from DeepSeek-V4's own drafter layers: `MTPDrafter` for the engine, and more drafts a step than there are layers.
+"""Drafts from DeepSeek-V4's own drafter layers.
 
-Draft i comes from layer i, the drafts past the last layer from that one again. The first draft of a sequence comes from the rows of the step itself,
-which also go to the layers' pages (`draft_rows`). Rows past them are guesses, so none is written: each further draft computes all guessed rows of
-its sequence as fresh rows of its layer, a few rows of one layer.
+`MTPDrafter` for the engine, and more drafts a step than there are layers.
 
-Layer i reads the streams of layer i - 1 at position t and the token at t + 1 + i. Its row is kept at position t + i, where that token is the
-next one: so the rows of all layers are made in the step that brings their position, and all of their pages need one lookahead token. RoPE
-turns a row only relative to others. A layer's rows before its first (positions below i), and the one right after a prefix hit, whose
-streams nobody kept, are made from streams of zeros; that touches drafts within a window of them, and never the output.
+Draft i comes from layer i, the drafts past the last layer from that one again. The first draft of a
+sequence comes from the rows of the step itself, which also go to the layers' pages (`draft_rows`).
+Rows past them are guesses, so none is written: each further draft computes all guessed rows of its
+sequence as new rows of its layer, a few rows of one layer.
+
+Layer i reads the streams of layer i - 1 at position t and the token at t + 1 + i. Its row is kept
+at position t + i, where that token is the next one: so the rows of all layers are made in the step
+that brings their position, and all of their pages need one lookahead token. RoPE rotates a row only
+relative to others. A layer's rows before its first (positions below i), and the one right after a
+prefix hit, whose streams nobody kept, are made from streams of zeros; that touches drafts within a
+window of them, and never the output.
 
 Source: DeepSeek-V3 report 2.2 for several layers (arXiv 2412.19437); vLLM 0.33 for chained drafts.
 """
@@ -21,19 +26,24 @@ import torch
 from torch import Tensor
 
 from ..engine.batch import AttnMetadata, Batch, BatchBuilder, Staging
+from ..engine.distributions import DRAFT, Filters, draw, probabilities, uniform
 from ..engine.request import Request
-from ..engine.sampler import DRAFT, Filters, draw, probabilities, uniform
 from .cache import V4PagePool
 from .model import DeepseekV4
-from .paged import PagedStep
+from .paged_attention import PagedStep
 
 
 class MTPDrafter:
-    """Drafts of the model's drafter layers, greedy or drawn; a `ModelDrafter` and `SamplingDrafter` of one engine.
+    """Drafts of the model's drafter layers, greedy or drawn.
 
-    model: the engine's model. max_draft_tokens: drafts of a request in a step.
+    A `ModelDrafter` and `SamplingDrafter` of one engine.
 
-    Raises: ValueError for a model without drafter layers, or max_draft_tokens below 1.
+    Args:
+        model: the engine's model.
+        max_draft_tokens: drafts of a request in a step.
+
+    Raises:
+        ValueError: a model without drafter layers, or max_draft_tokens below 1.
     """
 
     def __init__(self, model: DeepseekV4, max_draft_tokens: int = 1) -> None:
@@ -62,18 +72,23 @@ class MTPDrafter:
 
     @torch.inference_mode()
     def observe(
-        self, batch: Batch, hidden: Tensor, next_ids: np.ndarray, last_rows: np.ndarray, slots: np.ndarray
-    ) -> None:  # fmt: skip
+        self,
+        batch: Batch,
+        hidden: Tensor,
+        next_ids: np.ndarray,
+        last_rows: np.ndarray,
+        slots: np.ndarray,
+    ) -> None:
         """As `quire.models.engine.speculative.ModelDrafter.observe`."""
         step = PagedStep(batch.attn, self._pool, impl=self._impl)
-        ids, rows, places = self._staging.send([next_ids, last_rows, slots])
+        ids, rows, request_slots = self._staging.send([next_ids, last_rows, slots])
         firsts = batch.attn.cu_seqlens_q[:-1].long()
         starts = batch.positions[firsts]
-        known = (starts > 0) & (starts == self._ends[places])
-        before = torch.where(known[:, None, None, None], self._streams[places], 0)
+        known = (starts > 0) & (starts == self._ends[request_slots])
+        before = torch.where(known[:, None, None, None], self._streams[request_slots], 0)
         streams = draft_rows(self.model, hidden, ids, batch.positions, step, before)
-        self._streams[places] = streams[rows]
-        self._ends[places] = batch.positions[rows] + 1
+        self._streams[request_slots] = streams[rows]
+        self._ends[request_slots] = batch.positions[rows] + 1
 
     def propose(self, requests: Sequence[Request]) -> list[np.ndarray]:
         """As `quire.models.engine.speculative.Drafter.propose`."""
@@ -81,7 +96,10 @@ class MTPDrafter:
 
     @torch.inference_mode()
     def sample(self, requests: Sequence[Request]) -> list[tuple[np.ndarray, Tensor | None]]:
-        """As `quire.models.engine.speculative.SamplingDrafter.sample`: drawn under the temperature and filters of the request."""
+        """As `quire.models.engine.speculative.SamplingDrafter.sample`.
+
+        Drawn under the temperature and filters of the request.
+        """
         rows = [i for i, request in enumerate(requests) if request.params.temperature > 0]
         if not rows:
             return [(ids, None) for ids in self.propose(requests)]
@@ -109,13 +127,13 @@ class MTPDrafter:
         seq_lens = np.array([request.num_tokens - 1 for request in requests], dtype=np.int32)
         longest = int(seq_lens.max())
         room = self.model.config.max_position_embeddings - longest
-        places, lengths = self._staging.send([slots, seq_lens])
+        request_slots, lengths = self._staging.send([slots, seq_lens])
         return chain_drafts(
             self.model,
-            self._streams[places],
+            self._streams[request_slots],
             lengths,
-            self._builder.block_tables(places),
-            places.int(),
+            self._builder.block_tables(request_slots),
+            request_slots.int(),
             self._pool,
             num_drafts=max(1, min(self.max_draft_tokens, room)),
             max_seq_len=longest,
@@ -139,10 +157,15 @@ def draft_rows(
 ) -> Tensor:
     """Computes and writes the rows of a step in the first drafter layers.
 
-    streams: [num_tokens, hc_mult, hidden_size] of the trunk. next_ids, positions: [num_tokens] int64. step: of the trunk's forward pass.
-    before: [num_seqs, num_layers, hc_mult, hidden_size], streams of each layer at the row before a sequence's first.
+    Args:
+        streams: [num_tokens, hc_mult, hidden_size] of the trunk.
+        next_ids, positions: [num_tokens] int64.
+        step: of the trunk's forward pass.
+        before: [num_seqs, num_layers, hc_mult, hidden_size], streams of each layer at the row
+            before a sequence's first.
 
-    Returns: [num_tokens, num_layers, hc_mult, hidden_size].
+    Returns:
+        [num_tokens, num_layers, hc_mult, hidden_size].
     """
     firsts = step.attn.cu_seqlens_q[:-1].long()
     out = [model.draft_streams(0, streams, next_ids, positions, step)]
@@ -169,14 +192,22 @@ def chain_drafts(
 ) -> Tensor:
     """Drafts of every sequence.
 
-    streams: [num_seqs, num_layers, hc_mult, hidden_size] of drafters 0 .. num_layers - 1 at each sequence's last computed row.
-    seq_lens: [num_seqs] int32, computed tokens; block_tables: per group [num_seqs, width] int32, after the commit of that step.
-    request_slots: [num_seqs] int32. pool: pages, only read. num_drafts: tokens to draft, >= 1.
-    max_seq_len: host int, upper bound of seq_lens. choose: [num_seqs, vocab_size] fp32 logits -> ids [num_seqs] int64, called once for
-        each draft in turn. impl: as in `DeepseekV4.forward`.
+    Args:
+        streams: [num_seqs, num_layers, hc_mult, hidden_size] of drafters 0 .. num_layers - 1 at
+            each sequence's last computed row.
+        seq_lens: [num_seqs] int32, computed tokens.
+        block_tables: per group [num_seqs, width] int32, after the commit of that step.
+        request_slots: [num_seqs] int32.
+        pool: pages, only read.
+        num_drafts: tokens to draft, >= 1.
+        max_seq_len: host int, upper bound of seq_lens.
+        choose: [num_seqs, vocab_size] fp32 logits -> ids [num_seqs] int64, called once for each
+            draft in turn.
+        impl: as in `DeepseekV4.forward`.
 
-    Returns: [num_seqs, num_drafts] int64: guesses of the tokens at positions seq_lens + 1 and on; the token at seq_lens is not a
-        guess, it was sampled.
+    Returns:
+        [num_seqs, num_drafts] int64: guesses of the tokens at positions seq_lens + 1 and on; the
+        token at seq_lens is not a guess, it was sampled.
     """
     num_seqs, device = len(seq_lens), seq_lens.device
     last = streams.shape[1] - 1

@@ -12,18 +12,25 @@ from torch import Tensor
 from quire.kernels import compress, compressed_attention, index_topk, write_latent
 
 from ..engine.batch import AttnMetadata
-from .block import Attention, AttentionRows, Compressor, GatedPooling
 from .cache import COMPRESSED, OVERLAP, CompressorCache, LayerCache, V4PagePool
+from .layer import Attention, AttentionRows, Compressor, GatedPooling
 
 
 class PagedStep:
-    """Attention of one ragged step through `quire.kernels`: context from pages, the step's own raw rows from the projections.
+    """Attention of one ragged step through `quire.kernels`.
 
-    A layer writes its rows first, then the entries that the step closes, and attends last, for a token sees the entry that it
-    closes. Raw rows may be written before attention reads the context: the pages that `quire.kvcore` hands out in a step are pages that
-    no table names, and a place in a ring is taken over only from a block that has left the window (a ring is wider than its live blocks).
+    Context from pages, the step's own raw rows from the projections.
 
-    attn: this step's tables, lengths and slots. pool: pages and rings, read and written. impl: "triton" or "torch" for the kernels; default: by device.
+    A layer writes its rows first, then the entries that the step closes, and attends last, for a
+    token sees the entry that it closes. Raw rows may be written before attention reads the context:
+    the pages that `quire.kvcore` hands out in a step are pages that no table names, and a slot of a
+    ring is taken over only from a block that has left the window (a ring is wider than its live
+    blocks).
+
+    Args:
+        attn: this step's tables, lengths and slots.
+        pool: pages and rings, read and written.
+        impl: "triton" or "torch" for the kernels; default: by device.
     """
 
     def __init__(self, attn: AttnMetadata, pool: V4PagePool, *, impl: str | None = None) -> None:
@@ -53,7 +60,7 @@ class PagedStep:
         return OverlapRows.of_step(self.attn, group, block_size, self.pool.config.csa_ratio)
 
     def __call__(self, attention: Attention, rows: AttentionRows) -> Tensor:
-        """Attention of one layer; see `models.deepseek_v4.block.Attend`."""
+        """Attention of one layer; see `models.deepseek_v4.layer.Attend`."""
         config, attn = self.pool.config, self.attn
         cache = self.pool.layers[attention.layer]
         kv = write_latent(
@@ -88,7 +95,10 @@ class PagedStep:
     def _compress(
         self, pooling: Compressor, cache: LayerCache, rows: AttentionRows
     ) -> dict[str, Any]:
-        """Writes the entries that the step closes, and picks. Returns the arguments that attention needs of them."""
+        """Writes the entries that the step closes, and selects.
+
+        Returns the arguments that attention needs of them.
+        """
         assert rows.compressor is not None and cache.entries is not None
         self._pool_windows(pooling, *rows.compressor, cache.entries, rows.cos_sin)
         arguments = {
@@ -100,7 +110,7 @@ class PagedStep:
             index, indexer = rows.index, pooling.indexer
             assert indexer is not None and cache.index is not None
             self._pool_windows(indexer, index.kv, index.gate, cache.index, rows.cos_sin)
-            picks, lens = index_topk(
+            topk_indices, topk_lens = index_topk(
                 index.q,
                 index.weights,
                 cache.index.pages,
@@ -110,12 +120,17 @@ class PagedStep:
                 max_seq_len=self.attn.max_seq_len,
                 **self._rows,
             )
-            arguments |= {"topk_indices": picks, "topk_lens": lens}
+            arguments |= {"topk_indices": topk_indices, "topk_lens": topk_lens}
         return arguments
 
     def _pool_windows(
-        self, pooling: GatedPooling, kv: Tensor, gate: Tensor, cache: CompressorCache, cos_sin: Tensor
-    ) -> None:  # fmt: skip
+        self,
+        pooling: GatedPooling,
+        kv: Tensor,
+        gate: Tensor,
+        cache: CompressorCache,
+        cos_sin: Tensor,
+    ) -> None:
         if cache.overlap is not None:
             self._overlaps.load(cache.overlap, cache.ring)
         compress(
@@ -141,12 +156,17 @@ class PagedStep:
 class OverlapRows:
     """Which rows of a step go to pages of the group "overlap", and which come back from them.
 
-    The page of a block keeps its last ``ratio`` rows. A sequence that starts at a boundary reads those before it: it may have been
-    admitted there by a hit. If it came there by itself, its ring has them already, and nothing changes. What is not to be
-    kept goes to page 0, and what is not to be read to the last place of the rings: both are nobody's, and no step waits for the host.
+    The page of a block keeps its last ``ratio`` rows. A sequence that starts at a boundary reads
+    those before it: it may have been admitted there by a hit. If it came there by itself, its ring
+    has them already, and nothing changes. What is not to be kept goes to page 0, and what is not to
+    be read to the last row of the rings: no request owns these, and no step waits for the host.
 
-    tokens: [num_kept] int64, rows of the step that may be kept, ``ratio`` of a block one after the other. pages: [num_kept] int64.
-    from_pages, requests: [num_seqs] int64, pages to read and places in the rings. starts: [num_seqs] int64, tokens before the step.
+    Attributes:
+        tokens: [num_kept] int64, rows of the step that may be kept, ``ratio`` of a block one after
+            the other.
+        pages: [num_kept] int64.
+        from_pages, requests: [num_seqs] int64, pages to read, and rows of the rings.
+        starts: [num_seqs] int64, tokens before the step.
     """
 
     tokens: Tensor
@@ -158,7 +178,13 @@ class OverlapRows:
 
     @classmethod
     def of_step(cls, attn: AttnMetadata, group: int, block_size: int, ratio: int) -> OverlapRows:
-        """attn: the step. group: index of the group. block_size: tokens of its pages."""
+        """The rows of a step.
+
+        Args:
+            attn: the step.
+            group: index of the group.
+            block_size: tokens of its pages.
+        """
         slots, table = attn.slot_mappings[group], attn.block_tables[group]
         q_lens = attn.cu_seqlens_q.diff().long()
         ends = attn.seq_lens.long()
@@ -183,13 +209,17 @@ class OverlapRows:
         return cls(tokens, pages, from_pages, requests, starts, ratio)
 
     def load(self, overlap: Tensor, ring: Tensor) -> None:
-        """From pages [num_pages, ratio, 2, width] into a ring [places, rows, 2, 2 * width]."""
+        """From pages [num_pages, ratio, 2, width] into a ring [max_requests + 1, rows, 2, 2 *
+        width].
+        """
         back = torch.arange(-self.ratio, 0, device=ring.device)
         rows = (self.starts[:, None] + back) % ring.shape[1]
         ring[self.requests[:, None], rows, :, : overlap.shape[-1]] = overlap[self.from_pages]
 
     def save(self, kv: Tensor, gate: Tensor, ape: Tensor, overlap: Tensor) -> None:
-        """Series a of the step's kv and gate [num_tokens, 2 * width] into pages [num_pages, ratio, 2, width]."""
+        """Series a of the step's kv and gate [num_tokens, 2 * width] into pages [num_pages, ratio,
+        2, width].
+        """
         width = overlap.shape[-1]
         kv, gate = kv[self.tokens, :width], gate[self.tokens, :width].unflatten(0, (-1, self.ratio))
         # A block starts where a window does, so row r of the last ones is token r of its window.
@@ -199,11 +229,17 @@ class OverlapRows:
 
 
 def with_new_blocks(attn: AttnMetadata, table: Tensor, slots: Tensor, block_size: int) -> Tensor:
-    """The block table of a dense group with the blocks of this step: a query sees entries that its own step closes.
+    """The block table of a dense group with the blocks of this step.
 
-    table: [num_seqs, width] int32, the context before the step. slots: [num_tokens] int64, -1 = not written. block_size: tokens.
+    A query sees entries that its own step closes.
 
-    Returns: [num_seqs, width] int32, a copy.
+    Args:
+        table: [num_seqs, width] int32, the context before the step.
+        slots: [num_tokens] int64, -1 = not written.
+        block_size: tokens.
+
+    Returns:
+        [num_seqs, width] int32, a copy.
     """
     num_tokens = len(slots)
     q_lens = attn.cu_seqlens_q.diff().long()

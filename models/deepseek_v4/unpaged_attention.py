@@ -1,6 +1,9 @@
-"""The attention operator of a DeepSeek-V4 layer over one whole sequence: plain torch, no cache, nothing of `quire.kernels`.
+"""The attention operator of a DeepSeek-V4 layer over one whole sequence.
 
-`models.deepseek_v4.paged` has the one over pages; both are called as ``attend(attention, rows)`` of `models.deepseek_v4.block`.
+Plain torch, no cache, nothing of `quire.kernels`.
+
+`models.deepseek_v4.paged_attention` has the one over pages; both are called as ``attend(attention,
+rows)`` of `models.deepseek_v4.layer`.
 """
 
 from __future__ import annotations
@@ -12,21 +15,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..layers.basic import rms_norm
-from .block import Attend, Attention, AttentionRows, GatedPooling, IndexRows
 from .config import DeepseekV4Config
-from .layers import apply_rope
+from .layer import Attend, Attention, AttentionRows, GatedPooling, IndexRows
+from .rope import apply_rope
 
 if TYPE_CHECKING:
-    from ..layers.attention import Stored
+    from ..layers.unpaged_attention import Stored
 
-QUERY_BLOCK = 128  # rows of the score matrix that dense attention holds at a time
+QUERY_BLOCK = 128  # rows of the score matrix that are held at a time
 
 
-def dense_attend(config: DeepseekV4Config, stored: Stored | None = None) -> Attend:
-    """Attention of one whole sequence in plain torch, fp32 scores and softmax, without `quire.kernels`.
+def unpaged_attend(config: DeepseekV4Config, stored: Stored | None = None) -> Attend:
+    """Attention of one whole sequence in plain torch, fp32 scores and softmax, without
+    `quire.kernels`.
 
-    stored: what is seen of latents and entries [num_rows, head_dim] and of index keys [num_entries, index_head_dim], as a cache of another
-    dtype would round them; None = as they are.
+    Args:
+        stored: what is seen of latents and entries [num_rows, head_dim] and of index keys
+            [num_entries, index_head_dim], as a cache of another dtype would round them; None = as
+            they are.
     """
 
     def attend(attention: Attention, rows: AttentionRows) -> Tensor:
@@ -38,7 +44,9 @@ def dense_attend(config: DeepseekV4Config, stored: Stored | None = None) -> Atte
             entries = pool_windows(compressor, *rows.compressor, rows.cos_sin).to(raw.dtype)
         if rows.index is not None:
             assert compressor is not None
-            index_keys = pool_windows(compressor.indexer, rows.index.kv, rows.index.gate, rows.cos_sin)  # fmt: skip
+            index_keys = pool_windows(
+                compressor.indexer, rows.index.kv, rows.index.gate, rows.cos_sin
+            )
             index_keys = index_keys.to(raw.dtype)
         if stored is not None:
             raw, entries = stored(raw), stored(entries)
@@ -56,7 +64,7 @@ def dense_attend(config: DeepseekV4Config, stored: Stored | None = None) -> Atte
                 entry = torch.arange(len(entries), device=raw.device)
                 seen = entry < num_visible(positions, compressor.ratio)
                 if index_keys is not None:
-                    seen &= picked(rows.index, block, index_keys, seen, config.index_topk)
+                    seen &= selected(rows.index, block, index_keys, seen, config.index_topk)
                 visible = torch.cat([visible, seen], dim=1)
             keys = torch.cat([raw[near], entries])
             out[block] = softmax_with_sinks(rows.q[block], keys, visible, attention.sinks, config)
@@ -66,16 +74,23 @@ def dense_attend(config: DeepseekV4Config, stored: Stored | None = None) -> Atte
 
 
 def num_visible(positions: Tensor, ratio: int) -> Tensor:
-    """Entries that a query sees: those of windows that end at or before it, its own position included."""
+    """Entries that a query sees.
+
+    Those of windows that end at or before it, its own position included.
+    """
     return (positions + 1) // ratio
 
 
 def pool_windows(pooling: GatedPooling, kv: Tensor, gate: Tensor, cos_sin: Tensor) -> Tensor:
     """Compressed entries of all whole windows of a sequence.
 
-    kv, gate: [num_tokens, width * (1 + overlap)] fp32, from position 0 on. cos_sin: [max_positions, rope_dim].
+    Args:
+        kv, gate: [num_tokens, width * (1 + overlap)] fp32, from position 0 on.
+        cos_sin: [max_positions, rope_dim].
 
-    Returns: [num_tokens // ratio, width] fp32, normed, and rotated by the position at which each window starts.
+    Returns:
+        [num_tokens // ratio, width] fp32, normed, and rotated by the position at which each window
+        starts.
     """
     ratio, num_windows = pooling.ratio, len(kv) // pooling.ratio
     kv = kv[: num_windows * ratio].unflatten(0, (num_windows, ratio))
@@ -89,18 +104,32 @@ def pool_windows(pooling: GatedPooling, kv: Tensor, gate: Tensor, cos_sin: Tenso
 
 
 def with_window_before(rows: Tensor, absent: float) -> Tensor:
-    """Series a of the window before, then series b of the window itself; ``absent`` before window 0.
+    """Series a of the window before, then series b of the window itself.
 
-    rows: [num_windows, ratio, 2 * width], series a first. Returns [num_windows, 2 * ratio, width].
+    ``absent`` before window 0.
+
+    Args:
+        rows: [num_windows, ratio, 2 * width], series a first.
+
+    Returns:
+        [num_windows, 2 * ratio, width].
     """
     a, b = rows.chunk(2, dim=-1)
     return torch.cat([F.pad(a, (0, 0, 0, 0, 1, 0), value=absent)[:-1], b], dim=1)
 
 
-def picked(index: IndexRows, block: slice, index_keys: Tensor, visible: Tensor, topk: int) -> Tensor:  # fmt: skip
-    """Which entries are among a query's ``topk`` best visible ones; of equal scores the lowest entry goes first.
+def selected(
+    index: IndexRows, block: slice, index_keys: Tensor, visible: Tensor, topk: int
+) -> Tensor:
+    """Which entries are among a query's ``topk`` best visible ones.
 
-    visible: [rows, num_entries] bool, for the queries of ``block``. Returns the same shape.
+    Of equal scores the lowest entry goes first.
+
+    Args:
+        visible: [rows, num_entries] bool, for the queries of ``block``.
+
+    Returns:
+        The same shape.
     """
     dots = torch.einsum("qhd,kd->qhk", index.q[block].float(), index_keys.float()).relu()
     scores = torch.einsum("qh,qhk->qk", index.weights[block], dots)
@@ -114,7 +143,10 @@ def softmax_with_sinks(
 ) -> Tensor:
     """One softmax over raw rows and entries together; a head's sink joins the denominator only.
 
-    q: [rows, num_heads, head_dim]. keys: [num_keys, head_dim], also the values. visible: [rows, num_keys] bool.
+    Args:
+        q: [rows, num_heads, head_dim].
+        keys: [num_keys, head_dim], also the values.
+        visible: [rows, num_keys] bool.
     """
     keys = keys.float()
     scores = torch.einsum("qhd,kd->qhk", q.float(), keys) * config.softmax_scale

@@ -1,0 +1,158 @@
+"""Mixture of experts of DeepSeek-V4: router, routed experts and the shared one.
+
+Source: transformers ``modeling_deepseek_v4``; DeepSeek-V4 report 2.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..layers.basic import Linear, empty_parameter, linear_fp32
+from ..layers.moe import run_experts
+from ..layers.packed_experts import PackedExperts
+from .config import HASH_MOE, DeepseekV4Config
+
+
+def clamped_swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
+    """silu(min(gate, limit)) * clamp(up, -limit, limit).
+
+    The gate is bounded only from above, and before silu.
+    """
+    return F.silu(gate.clamp(max=limit)) * up.clamp(min=-limit, max=limit)
+
+
+class Router(nn.Module):
+    """Which experts a token goes to.
+
+    Those of the best scores, or of a table by token id (hash layers), and their weights.
+
+    score = sqrt(softplus(x W^T)). The correction bias takes part in the choice only, never in the
+    weights.
+    """
+
+    def __init__(
+        self, config: DeepseekV4Config, kind: str, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.top_k = config.num_experts_per_tok
+        self.scale = config.routed_scaling_factor
+        self.weight = empty_parameter(
+            config.num_experts, config.hidden_size, device=device, dtype=dtype
+        )
+        if kind == HASH_MOE:
+            self.tid2eid = empty_parameter(
+                config.vocab_size, self.top_k, device=device, dtype=torch.int64
+            )
+            self.e_score_correction_bias = None
+        else:
+            self.tid2eid = None
+            self.e_score_correction_bias = empty_parameter(
+                config.num_experts, device=device, dtype=torch.float32
+            )
+
+    def forward(self, x: Tensor, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Chooses the experts of every row.
+
+        Args:
+            x: [num_tokens, hidden_size].
+            input_ids: [num_tokens] int64.
+
+        Returns:
+            (expert ids [num_tokens, top_k] int64, weights [num_tokens, top_k] fp32).
+        """
+        scores = F.softplus(linear_fp32(x, self.weight)).sqrt()
+        if self.tid2eid is not None:
+            ids = self.tid2eid[input_ids]
+        else:
+            ids = (scores + self.e_score_correction_bias).topk(self.top_k, dim=-1).indices
+        weights = scores.gather(1, ids)
+        return ids, weights / (weights.sum(dim=-1, keepdim=True) + 1e-20) * self.scale
+
+
+class Experts(nn.Module):
+    """The routed experts, stacked.
+
+    Gate_up_proj [num_experts, 2 * width, hidden_size], rows of the gate first, and down_proj.
+    """
+
+    def __init__(self, config: DeepseekV4Config, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        experts, width = config.num_experts, config.moe_intermediate_size
+        hidden = config.hidden_size
+        self.activation = partial(clamped_swiglu, limit=config.swiglu_limit)
+        self.gate_up_proj = empty_parameter(experts, 2 * width, hidden, device=device, dtype=dtype)
+        self.down_proj = empty_parameter(experts, hidden, width, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """The weighted sum of every row's experts.
+
+        Args:
+            x: [num_tokens, hidden_size].
+            ids, weights: of the router.
+
+        Returns:
+            The shape of x.
+        """
+        return run_experts(x, ids, weights, self.gate_up_proj, self.down_proj, self.activation)
+
+
+class SharedExpert(nn.Module):
+    """The expert that every token goes to, with weight 1."""
+
+    def __init__(self, config: DeepseekV4Config, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        width, hidden = config.moe_intermediate_size, config.hidden_size
+        self.limit = config.swiglu_limit
+        self.gate_proj = Linear(hidden, width, device, dtype)
+        self.up_proj = Linear(hidden, width, device, dtype)
+        self.down_proj = Linear(width, hidden, device, dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The expert of every row.
+
+        Args:
+            x: [num_tokens, hidden_size].
+
+        Returns:
+            The same shape.
+        """
+        return self.down_proj(clamped_swiglu(self.gate_proj(x), self.up_proj(x), self.limit))
+
+
+class MoE(nn.Module):
+    """Routed experts and the shared one, summed.
+
+    Args:
+        expert_format: "fp8" or "fp4" for experts that stay packed, None for plain ones.
+    """
+
+    def __init__(
+        self, config: DeepseekV4Config, kind: str, device: torch.device, dtype: torch.dtype,
+        expert_format: str | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.gate = Router(config, kind, device, dtype)
+        if expert_format is None:
+            self.experts = Experts(config, device, dtype)
+        else:
+            self.experts = PackedExperts(
+                expert_format, config.num_experts, config.hidden_size, config.moe_intermediate_size,
+                partial(clamped_swiglu, limit=config.swiglu_limit), device,
+            )  # fmt: skip
+        self.shared_experts = SharedExpert(config, device, dtype)
+
+    def forward(self, x: Tensor, input_ids: Tensor) -> Tensor:
+        """The weighted sum of every row's experts.
+
+        Args:
+            x: [num_tokens, hidden_size].
+            input_ids: [num_tokens] int64, for hash layers.
+
+        Returns:
+            The shape of x.
+        """
+        return self.experts(x, *self.gate(x, input_ids)) + self.shared_experts(x)

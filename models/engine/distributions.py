@@ -1,0 +1,195 @@
+"""Distributions of rows of logits, draws from them, and the numbers that decide a draw.
+
+A token is drawn by inversion: the first one whose cumulative probability, in the order of ids,
+exceeds u. The uniform number u is a hash of the request's seed and the position, not the next
+number of a generator. So a request draws the same tokens whatever else runs beside it, after a
+preemption, and with "strict" speculation, whose drafts are simply compared with what is drawn. With
+"standard" speculation the numbers are as reproducible, but which of them decide depends on what was
+drafted.
+
+Source: transformers ``generation/logits_process`` for the filters and their order; SplitMix64
+    (Steele et al. 2014) for the hash; Leviathan et al. (arXiv 2211.17192) for rejection sampling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .batch import Staging
+from .request import SamplingParams
+
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+# Purposes of the numbers of one position (`uniform`): the next token, whether a draft stays, what
+# replaces it, and the draft itself.
+TOKEN, ACCEPT, RESAMPLE, DRAFT = range(4)
+
+
+def penalize(logits: Tensor, seen: Tensor, penalty: Tensor) -> Tensor:
+    """Repetition penalty.
+
+    Logits of seen tokens are divided by it where positive, multiplied where negative.
+
+    Args:
+        logits: [num_rows, vocab_size].
+        seen: the same shape, bool.
+        penalty: [num_rows].
+
+    Source: CTRL (arXiv 1909.05858) 4.1, as in transformers.
+    """
+    factor = penalty[:, None].to(logits.dtype)
+    return torch.where(seen, torch.where(logits > 0, logits / factor, logits * factor), logits)
+
+
+@dataclass(frozen=True)
+class Filters:
+    """Temperature and filters of some rows.
+
+    Temperature, top_p, min_p [num_rows, 1] fp32, top_k [num_rows, 1] int64.
+
+    Attributes:
+        sorts, has_min_p: host bools, whether any row needs the likeliest tokens in order, and
+            whether any has a min_p.
+    """
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    sorts: bool
+    has_min_p: bool
+
+    @classmethod
+    def of(cls, params: Sequence[SamplingParams], staging: Staging) -> Filters:
+        """Filters of rows that are drawn, all with a temperature above 0."""
+        columns = [
+            np.array([[getattr(p, name)] for p in params], dtype=dtype)
+            for name, dtype in (
+                ("temperature", "f4"),
+                ("top_k", "i8"),
+                ("top_p", "f4"),
+                ("min_p", "f4"),
+            )
+        ]
+        columns[0] = np.maximum(columns[0], np.float32(1e-30))  # what fp32 would round to 0
+        return cls(
+            *staging.send(columns),
+            sorts=any(p.top_k > 0 or p.top_p < 1 for p in params),
+            has_min_p=any(p.min_p > 0 for p in params),
+        )
+
+
+def probabilities(logits: Tensor, filters: Filters) -> Tensor:
+    """What the rows are drawn from: temperature, then top_k, top_p and min_p.
+
+    Args:
+        logits: [num_rows, vocab_size] fp32.
+
+    Returns:
+        [num_rows, vocab_size] fp32, rows that add up to 1.
+    """
+    # Largest logit 0 first: then no temperature overflows.
+    logits = (logits - logits.amax(dim=-1, keepdim=True)) / filters.temperature
+    if filters.sorts:
+        ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+        rank = torch.arange(logits.shape[1], device=logits.device)
+        behind = (filters.top_k > 0) & (rank >= filters.top_k)
+        ordered = ordered.masked_fill(behind, -torch.inf)
+        mass = ordered.softmax(dim=-1)
+        before = mass.cumsum(dim=-1) - mass
+        # The likeliest token always stays, and rounding of the sum must not cut a row that keeps
+        # all.
+        behind = (before >= filters.top_p) & (rank > 0) & (filters.top_p < 1)
+        ordered = ordered.masked_fill(behind, -torch.inf)
+        # Back to the order of ids: a draw must not depend on whether some other row needed a sort.
+        logits = torch.empty_like(ordered).scatter_(1, order, ordered)
+    kept = logits.softmax(dim=-1)
+    if filters.has_min_p:
+        kept = kept.masked_fill(kept < filters.min_p * kept.amax(dim=-1, keepdim=True), 0.0)
+        kept = kept / kept.sum(dim=-1, keepdim=True)
+    return kept
+
+
+def draw(mass: Tensor, u: Tensor) -> Tensor:
+    """Draws one index a row by inversion.
+
+    Args:
+        mass: [num_rows, n] >= 0, each row with a positive sum (not necessarily 1).
+        u: [num_rows] float64 in [0, 1).
+
+    Returns:
+        [num_rows] int64; never an index of mass 0. Of a row of NaN the last one.
+    """
+    total = mass.cumsum(dim=-1, dtype=torch.float64)
+    last = total[:, -1:]
+    # Rounding may make the product the whole sum, behind which there is nothing.
+    goal = torch.minimum(u[:, None] * last, torch.nextafter(last, torch.zeros_like(last)))
+    return torch.searchsorted(total, goal, right=True).squeeze(1).clamp_(max=mass.shape[1] - 1)
+
+
+def rejection_sample(
+    target: Tensor, drafts: Tensor, probs: Tensor | None, u_accept: Tensor, u_draw: Tensor
+) -> Tensor:
+    """Accepts drafts, or replaces them, so that the target's distribution comes out.
+
+    Draft x of row i is accepted if u_accept < p(x) / q(x); else the row's token is drawn from max(p
+    - q, 0), normalized.
+
+    Args:
+        target: [num_rows, vocab_size] fp32, p of each row.
+        drafts: [num_rows] int64.
+        probs: [num_rows, vocab_size] fp32, q that each draft was drawn from; None = they were not
+            drawn: q is 1 at the draft.
+        u_accept, u_draw: [num_rows] float64 in [0, 1), independent.
+
+    Returns:
+        [num_rows] int64: the draft where it is accepted, else its replacement, which is another
+        token.
+    """
+    at = drafts[:, None]
+    p = target.gather(1, at).squeeze(1).double()
+    if probs is None:
+        accepted, rest = u_accept < p, target.scatter(1, at, 0.0)
+    else:
+        accepted = u_accept * probs.gather(1, at).squeeze(1).double() < p
+        rest = (target - probs).clamp_min(0)
+    # Where p = q nothing is left over, and nothing is rejected but by rounding: then p itself is
+    # right.
+    rest = torch.where(rest.sum(dim=-1, keepdim=True) > 0, rest, target)
+    return torch.where(accepted, drafts, draw(rest, u_draw))
+
+
+def uniform(seeds: Sequence[int], positions: Sequence[int], purpose: int = TOKEN) -> np.ndarray:
+    """One number in [0, 1) for each (seed, position, purpose), a multiple of 2^-32.
+
+    The same one every time.
+
+    Args:
+        seeds, positions: [n] ints.
+        purpose: keeps independent draws at one position apart.
+
+    Returns:
+        [n] float64.
+    """
+    with np.errstate(over="ignore"):
+        x = _mix(np.array([s % 2**64 for s in seeds], dtype=np.uint64))
+        x = _mix(x + np.asarray(positions, dtype=np.uint64) * GOLDEN)
+        x = _mix(x ^ np.uint64(purpose))
+    return (x >> np.uint64(32)).astype(np.float64) * 2.0**-32
+
+
+def derived_seed(seed: int, sample: int) -> int:
+    """Seed of one sample of a request; sample 0 has the request's own."""
+    return seed if sample == 0 else (seed + sample * 0xD1B54A32D192ED03) % 2**64
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """The output function of SplitMix64."""
+    x = x + GOLDEN
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
