@@ -19,7 +19,7 @@ from .events import Announcer, EventLog
 from .pages import PagePool
 from .plan import OutOfPages, StepPlan
 from .policies.adaptive import Adaptive
-from .policies.eviction import EvictionPolicy
+from .policies.base import EvictionPolicy
 from .policies.retention import Retention, parse_retention
 from .prefix.index import PrefixIndex, Run
 from .prefix.keys import Prompt, as_token_ids, root_key

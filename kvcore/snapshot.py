@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 MAGIC, VERSION = b"quire-kv", 1
 _PREFIX = struct.Struct("<8sII")
 _DIGEST_BYTES = 32
-_MAX_COUNT = 1 << 48  # ticks and uses; what is further off than any of them is `eviction.LONG_AGO`
+_MAX_COUNT = 1 << 48  # ticks and uses: far more than any cache counts, and exact as a float
 _Array = npt.NDArray[Any]
 
 

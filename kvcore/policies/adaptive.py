@@ -8,7 +8,11 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from ..prefix.keys import KEY_BYTES
-from .eviction import RECALLED, Entry, Kind
+from .base import Entry
+
+DOUBT = 10.0  # imagined entries of a kind, of the mean share: it has to show that it differs
+# Segments from the end of a prompt in which an earlier entry is looked for: about a millisecond.
+RECALLED = 4096
 
 # New entries looked at for each prompt, about 0.3 ms, and for each eviction: more than one, so that those that wait become fewer.
 LOOKS, LOOKS_AGAIN = 64, 2
@@ -16,6 +20,31 @@ Filed = tuple[int, int, int, Entry]  # last use, -depth, a number of its own
 Queue = tuple[int, str, bool]  # segments saved per page, kind, in a conversation that went on
 # Of the two ends, the junction and the edited end of a prompt.
 KINDS = ("end", "end", "junction", "edited")
+
+
+class Kind:
+    """Of one kind of entries: how many were made, how many prompts returned to, and after how long; late ones count more."""
+
+    __slots__ = ("made", "returned", "waited")
+
+    def __init__(self) -> None:
+        self.made = self.returned = self.waited = 0.0
+
+    def count(self) -> None:
+        """One more was made."""
+        self.made += 1
+        if self.made > 1024:
+            self.made /= 2
+            self.returned /= 2
+            self.waited /= 2
+
+    def share(self, prior: float) -> float:
+        """How many were returned to; `prior` while there is little to tell."""
+        return (self.returned + DOUBT * prior) / (self.made + DOUBT)
+
+    def wait(self, prior: float) -> float:
+        """Mean time to a return; `prior` while there is little to tell."""
+        return (self.waited + DOUBT * prior) / (self.returned + DOUBT)
 
 
 class Visit:

@@ -23,7 +23,7 @@ import numpy as np
 
 from ..events import Announcer
 from ..pages import PagePool
-from ..policies.eviction import EvictionPolicy
+from ..policies.base import EvictionPolicy
 from ..spec import Int32
 from .keys import KEY_BYTES
 
