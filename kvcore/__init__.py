@@ -9,7 +9,7 @@ from .policies.cost_aware import CostAware
 from .policies.lru import LRU
 from .policies.s3fifo import S3FIFO
 from .prefix.keys import Prompt
-from .report import Match
+from .prefix.lookup import Match
 from .spec import NULL_BLOCK, GroupSpec
 from .tables.formats import PagedRows, linear_table, paged_rows
 

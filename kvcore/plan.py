@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from .spec import Int32, Int64
+from .arrays import Int32, Int64
 from .tables.groups import Step
 
 
@@ -33,10 +33,11 @@ class OutOfPages:
 
 @dataclass(slots=True, eq=False)  # freezing it would cost a decode step several microseconds
 class StepPlan:
-    """One step of a batch, as the kernels need it. Arrays are not to be written to: some serve several plans.
+    """One step of a batch, as the kernels need it. Arrays are not to be written to: some serve
+    several plans.
 
-    It holds until the cache changes: another plan, an admission, a commit, rollback, release or eviction voids it, pins and look-ups
-    do not. `KVCache.commit` refuses a void plan.
+    It holds until the cache changes: another plan, an admission, a commit, rollback, release or
+    eviction voids it, pins and look-ups do not. `KVCache.commit` refuses a void plan.
 
     Attributes:
         slots: [n] int64 request slots, in batch order.
@@ -44,16 +45,18 @@ class StepPlan:
         cu_seqlens_q: [n + 1] int32 prefix sums of num_new_tokens.
         seq_lens: [n] int32 tokens after the step.
         positions: [total] int64.
-        slot_mapping: [num_tables, total] int64, page * block_size + row; -1 = do not write. One row a group, or
-            one for each of a group's pages_per_block (`KVCache.table_index`); rows of state groups are all -1. Of a window
-            group only the tokens have a slot that queries after this step can see, or a kept boundary needs: attention must
-            take the step's own keys and values from the step (``k``, ``v``), not from the pages.
-        replay_rows, replay_slots: [m] int64 rows of the step that are computed once more, and [num_tables, m] int64 where
-            dense groups hold them already: their attention must take these rows from the pages, not from the step.
-        copies: [m, 2] int32 pages (source, destination) to copy before the step: state snapshots that requests
-            start from. Source 0 is the null page: the initial state.
-        state_pages: [num_tables, n] int32 live page of each request in the step, 0 in rows of other groups;
-            [0, n] without state groups.
+        slot_mapping: [num_tables, total] int64, page * block_size + row; -1 = do not write. One row
+            a group, or one for each of a group's pages_per_block (`KVCache.table_index`); rows of
+            state groups are all -1. Of a window group only the tokens have a slot that queries
+            after this step can see, or a kept boundary needs: attention must take the step's own
+            keys and values from the step (``k``, ``v``), not from the pages.
+        replay_rows, replay_slots: [m] int64 rows of the step that are computed once more, and
+            [num_tables, m] int64 where dense groups hold them already: their attention must take
+            these rows from the pages, not from the step.
+        copies: [m, 2] int32 pages (source, destination) to copy before the step: state snapshots
+            that requests start from. Source 0 is the null page: the initial state.
+        state_pages: [num_tables, n] int32 live page of each request in the step, 0 in rows of other
+            groups; [0, n] without state groups.
     """
 
     slots: Int64

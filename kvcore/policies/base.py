@@ -1,9 +1,9 @@
 """What an eviction policy sees and does: `Entry`, `EvictionPolicy`, and what policies are made of.
 
-An entry is what can serve a hit by itself: a resume point, or the end of a chain in models with only
-dense groups. Dense blocks that serve no entry go before any entry, pinned entries after all others;
-no policy is asked about either. A policy is a container with four methods. To write one, subclass
-`Ranked` and say how entries compare:
+An entry is what can serve a hit by itself: a resume point, or the end of a chain in models with
+only dense groups. Dense blocks that serve no entry go before any entry, pinned entries after all
+others; no policy is asked about either. A policy is a container with four methods. To write one,
+subclass `Ranked` and say how entries compare:
 
     class LFU(Ranked):
         def rank(self, entry):
@@ -25,7 +25,8 @@ class Entry(Protocol):
 
     @property
     def key(self) -> bytes:
-        """Key of the prefix that ends here; the same when the entry is made anew after an eviction."""
+        """Key of the prefix that ends here; the same when the entry is made anew after an
+        eviction."""
 
     @property
     def last_used(self) -> int:
@@ -45,11 +46,13 @@ class Entry(Protocol):
 
     @property
     def num_pages(self) -> int:
-        """Pages that are kept for this entry alone: its own, and those of the segments that it gains."""
+        """Pages that are kept for this entry alone: its own, and those of the segments that it
+        gains."""
 
     @property
     def freed(self) -> int:
-        """Pages that its eviction frees, or lets the next one free, now: longer entries may need the segments that it gains."""
+        """Pages that its eviction frees, or lets the next one free, now: longer entries may need
+        the segments that it gains."""
 
     @property
     def shorter(self) -> Entry | None:
@@ -59,9 +62,10 @@ class Entry(Protocol):
 class EvictionPolicy(Protocol):
     """The whole interface. A policy serves one cache.
 
-    What a method raises leaves the cache whole: `KVCache.admit` raises what `asked` does, and changes nothing; `plan` and `evict`
-    raise what `pop` does. `add` and `discard` are called in the middle of changes: where they raise, they are called again
-    before the next eviction, which then raises.
+    What a method raises leaves the cache whole: `KVCache.admit` raises what `asked` does, and
+    changes nothing; `plan` and `evict` raise what `pop` does. `add` and `discard` are called in the
+    middle of changes: where they raise, they are called again before the next eviction, which then
+    raises.
     """
 
     def add(self, entry: Entry) -> None:
@@ -74,14 +78,17 @@ class EvictionPolicy(Protocol):
         """Take out the entry to evict next; None when there is none."""
 
     def asked(self, keys: bytes, hit: int, kept: Sequence[int] = ()) -> None:
-        """A prompt was admitted: 32 bytes for each of its segments, how many of them were reused, and where it will leave entries.
+        """A prompt was admitted: 32 bytes for each of its segments, how many of them were reused,
+        and where it will leave entries.
 
-        kept: up to four depths: for a resend, its end, its end if edited, and a junction; 0 for none.
+        kept: up to four depths: for a resend, its end, its end if edited, and a junction; 0 for
+            none.
         """
 
 
 class Ranked:
-    """Base of policies that give each entry a number when it is filed: the lowest goes first, the deepest among equals.
+    """Base of policies that give each entry a number when it is filed: the lowest goes first, the
+    deepest among equals.
 
     A heap with lazy deletion: filing and popping cost O(log n).
     """

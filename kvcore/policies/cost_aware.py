@@ -8,12 +8,14 @@ from .base import Entry, Ghosts, Ranked
 class CostAware(Ranked):
     """Recency plus `weight` times the compute that an entry saves for the pages it keeps.
 
-    GreedyDual: an entry is filed at ``floor + value``, where floor is the rank of the last victim, so that value
-    buys time and no entry stays forever. The value mixes two parts, recency (the same for all) and segments
-    saved per page, scaled by their running mean. When an entry comes back that was evicted lately, the part that spoke
-    against it loses weight.
+    GreedyDual: an entry is filed at ``floor + value``, where floor is the rank of the last victim,
+        so that value
+    buys time and no entry stays forever. The value mixes two parts, recency (the same for all) and
+    segments saved per page, scaled by their running mean. When an entry comes back that was evicted
+    lately, the part that spoke against it loses weight.
 
-    Source: Marconi (arXiv 2411.19379) 4.2 for the mix; GreedyDual-Size for the aging; LeCaR for learning from ghosts.
+    Source: Marconi (arXiv 2411.19379) 4.2 for the mix; GreedyDual-Size for the aging; LeCaR for
+        learning from ghosts.
 
     Args:
         weight: initial weight of saved compute, 0 to 1.
@@ -37,7 +39,8 @@ class CostAware(Ranked):
         """Tick of the last use, plus the time that the entry's value buys."""
         regret = self._ghosts.pop(entry.key)
         if regret is not None:
-            # It was evicted as less valuable than the mean (trust value less), or as merely old (trust it more).
+            # It was evicted as less valuable than the mean (trust value less), or as merely old
+            # (trust it more).
             self.weight += self._step * (-self.weight if regret < 1 else 1 - self.weight)
         value = entry.gain / max(1, entry.num_pages)
         self._filed += 1

@@ -9,11 +9,12 @@ from .base import Entry, Ghosts
 
 
 class S3FIFO:
-    """Three queues: what is used once leaves quickly, so that a scan does not flush what is used again.
+    """Three queues: what is used once leaves quickly, so that a scan does not flush what is used
+    again.
 
-    New entries enter a small queue and move to the main one if they were used by the time they reach its
-    head; in the main queue a used entry goes round again. An entry that comes back soon after its
-    eviction enters the main queue at once.
+    New entries enter a small queue and move to the main one if they were used by the time they
+    reach its head; in the main queue a used entry goes round again. An entry that comes back soon
+    after its eviction enters the main queue at once.
 
     Source: Yang et al., "FIFO queues are all you need for cache eviction" (SOSP 2023).
 

@@ -1,1 +1,2 @@
-"""The block tables of all groups: of prefill chunks, decode steps, steps with drafts and states, and the forms that other kernels read."""
+"""The block tables of all groups: of prefill chunks, decode steps, steps with drafts and states,
+and the forms that other kernels read."""

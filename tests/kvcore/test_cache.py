@@ -386,7 +386,7 @@ def test_window_pages_shared_by_running_requests_are_freed_once():
         assert e.admit(rid, [*prompt[:97], 1]).num_tokens == 96
     for run in list(e.kv.index.runs()):
         for point in list(run.points.values()):
-            e.kv.index._drop_point(point)
+            e.kv.index.drop_point(point)
     e.check()
     for t in range(120):  # both rings let go of the same pages in the same step
         for rid in "ab":
@@ -403,7 +403,7 @@ def test_dense_past_the_last_resume_point_goes_first():
     index = e.kv.index
     run = next(r for r in index.runs() if r.points)
     for depth in list(run.depths):
-        index._drop_point(run.points[depth])
+        index.drop_point(run.points[depth])
     points = index.num_points
     index.evict(5)
     assert index.num_points == points and index.num_segments == 15

@@ -420,7 +420,7 @@ def test_adaptive_forgets_old_keys():
         policy.asked(key(i), 0)
         policy.add(Fake(key(i), last_used=i))
         policy.pop()
-    assert len(policy._records) <= 1100 and len(policy._places) <= 64 * 32
+    assert len(policy._records) <= 1100 and len(policy._left) <= 64 * 32
 
 
 @pytest.mark.parametrize(
