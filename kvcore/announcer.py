@@ -18,12 +18,12 @@ from .events import (
     split_keys,
     tail_hashes,
 )
-from .plan import StepPlan
 from .prefix.keys import KEY_BYTES, Prompt
 from .prefix.requests import Sequences
 from .spec import GroupClass, Layout
 
 if TYPE_CHECKING:
+    from .plan import StepPlan
     from .prefix.tree import Run
 
 _NO_TOKENS: Int32 = np.empty(0, dtype=np.int32)

@@ -1,7 +1,7 @@
 """`KVCache`: requests, their block tables, and what is cached of them.
 
 The life of a request is ``match -> admit -> (plan -> run the model -> commit)* -> release``. Every
-call treats the whole batch. Here are the calls; what they do is in `step` (plans and commits),
+call treats the whole batch. Here are the calls; what they do is in `plan` (plans and commits),
 `tables.groups` (pages), `prefix.requests` (tokens), `prefix.lookup` (hits), `prefix.index` (what is
 cached) and `prefix.tracker` (how what requests compute gets there).
 """
@@ -18,7 +18,7 @@ from .debug import Watch
 from .events import EventLog
 from .invariants import check_invariants
 from .pages import PagePool
-from .plan import OutOfPages, StepPlan
+from .plan import OutOfPages, StepPlan, Steps
 from .policies.adaptive import Adaptive
 from .policies.base import EvictionPolicy
 from .policies.retention import Retention, parse_retention
@@ -30,7 +30,6 @@ from .prefix.requests import Sequences
 from .prefix.tracker import Chains
 from .spec import MOST_TOKENS, GroupSpec, Layout, as_int, as_seconds
 from .stats import count_admission, describe, new_counters, stats
-from .step import Steps
 from .tables.groups import Tables
 from .view import CacheView
 

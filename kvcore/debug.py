@@ -1,5 +1,4 @@
-"""What `KVCache(debug=True)` checks besides: one call at a time, the tokens of prompts, and that no
-step writes page 0."""
+"""What `KVCache(debug=True)` checks in each call: its thread, prompt tokens, and page 0."""
 
 from __future__ import annotations
 

@@ -14,10 +14,9 @@ from .spec import NULL_BLOCK
 
 ONE_HOLD = 1 << 32
 # Numpy computes with an array of no dimensions in half the time that it takes with an int.
-UNSHARED: Int64 = np.array(
-    1
-)  # `PagePool.counts` of a page that one request reads and no resume point holds
 NULL: Int64 = np.array(NULL_BLOCK)
+# `PagePool.counts` of a page that one request reads and no resume point holds.
+UNSHARED: Int64 = np.array(1)
 MANY = 256  # pages of resume points that may be worth counting in one go
 
 

@@ -24,8 +24,12 @@ KINDS = ("end", "end", "junction", "edited")
 
 
 class Kind:
-    """Of one kind of entries: how many were made, how many prompts returned to, and after how long;
-    late ones count more."""
+    """How many entries of one kind were made and returned to; late ones count more.
+
+    Attributes:
+        made, returned: how many.
+        waited: prompts until these returns, in all.
+    """
 
     __slots__ = ("made", "returned", "waited")
 

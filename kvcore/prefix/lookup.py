@@ -97,6 +97,7 @@ class Lookup:
         keeps_tokens: bool,
     ) -> None:
         self._index, self._layout, self._seed = index, layout, hash_seed
+        self._alignment, self._lookahead = layout.alignment, layout.lookahead
         self._enabled, self._replay_tokens = enable_caching, replay_tokens
         self._max_model_len, self._keeps_tokens = max_model_len, keeps_tokens
 
@@ -107,7 +108,7 @@ class Lookup:
             ValueError: as `KVCache.match`.
         """
         if not isinstance(token_ids, Prompt):
-            a, k = self._layout.alignment, self._layout.lookahead
+            a, k = self._alignment, self._lookahead
             salt = b"" if salt is None else salt
             return Prompt(token_ids, a, k, self._seed, salt, self._keeps_tokens)
         if salt is not None and root_key(token_ids.seed, salt) != token_ids.root:
@@ -132,8 +133,15 @@ class Lookup:
         Raises:
             ValueError: the prompt is of a cache with other segments or another seed, or too long.
         """
-        a = self._layout.alignment
-        self._check(prompt)
+        a = self._alignment
+        if not (
+            prompt.alignment == a
+            and prompt.lookahead == self._lookahead
+            and prompt.seed == self._seed
+            and prompt.num_tokens <= self._max_model_len
+            and not (self._keeps_tokens and prompt.tokens is None)
+        ):
+            self._refuse(prompt)
         limit = prompt.num_segments if self._enabled else 0
         run, dense = self._index.find(prompt.keys, limit)
         usable = min((prompt.num_tokens - 1) // a, prompt.num_segments)
@@ -148,13 +156,12 @@ class Lookup:
                 match = replace(match, replay_from=found[0], replay_to=found[1])
         return match, run
 
-    def _check(self, prompt: Prompt) -> None:
-        mine = self._layout.alignment, self._layout.lookahead
-        if (prompt.alignment, prompt.lookahead) != mine:
+    def _refuse(self, prompt: Prompt) -> None:
+        if (prompt.alignment, prompt.lookahead) != (self._alignment, self._lookahead):
             raise ValueError(
-                f"token_ids: expected a prompt of this cache's segments (alignment {mine[0]}, "
-                f"lookahead {mine[1]}), got one of another's ({prompt.alignment}, "
-                f"{prompt.lookahead})"
+                f"token_ids: expected a prompt of this cache's segments (alignment "
+                f"{self._alignment}, lookahead {self._lookahead}), got one of another's "
+                f"({prompt.alignment}, {prompt.lookahead})"
             )
         if prompt.seed != self._seed:
             raise ValueError(
@@ -162,8 +169,7 @@ class Lookup:
             )
         if self._keeps_tokens and prompt.tokens is None:
             raise ValueError("token_ids: expected a prompt made by a cache with events or debug")
-        if prompt.num_tokens > self._max_model_len:
-            raise ValueError(
-                f"token_ids: expected at most max_model_len = {self._max_model_len} tokens, "
-                f"got {prompt.num_tokens}"
-            )
+        raise ValueError(
+            f"token_ids: expected at most max_model_len = {self._max_model_len} tokens, "
+            f"got {prompt.num_tokens}"
+        )

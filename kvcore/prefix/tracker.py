@@ -1,5 +1,4 @@
-"""What is cached of running requests: the chain of each, and the boundaries at which it leaves
-resume points.
+"""What is cached of running requests: their chains, and where they leave resume points.
 
 A request's dense blocks up to its last boundary always belong to the prefix index (a segment that
 was cached before keeps its old pages); the blocks after it are its own.

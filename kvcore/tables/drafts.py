@@ -1,11 +1,11 @@
-"""Steps with drafts: each request of a batch computes the same few tokens, of which some may be
-rejected.
+"""Steps with drafts: each request of a batch computes the same few tokens.
 
-There are no more tokens than rows in the smallest page, so that a request starts at most one block
-in each table and passes at most one boundary. What it needs is then two things: the slot of its
-last token, which the batch knows, and for the few requests that start a block a page and the token
-at which they do. All rows are written, of window groups too. A new block always takes a new page:
-what a ring still has in its column may be needed if the tokens of the block are rejected.
+Some of them may be rejected. There are no more tokens than rows in the smallest page, so that a
+request starts at most one block in each table and passes at most one boundary. What it needs is
+then two things: the slot of its last token, which the batch knows, and for the few requests that
+start a block a page and the token at which they do. All rows are written, of window groups too. A
+new block always takes a new page: what a ring still has in its column may be needed if the tokens
+of the block are rejected.
 
 A request with 6 tokens computes three (one and two drafts), blocks of 4, pages 1 and then 3:
 

@@ -1,12 +1,12 @@
-"""Block tables in the forms that other kernels read: compressed rows (FlashInfer) and linear rows
-(vLLM, FlashAttention).
+"""Table formats that other kernels read: compressed and linear rows of pages.
 
-Both describe the tokens that are computed, for two readers:
+FlashInfer takes compressed rows, vLLM and FlashAttention linear ones. Both describe the tokens that
+are computed, for two readers:
 
 * between a plan and its commit (or before the plan): the context of the step's queries, which take
   the step's own rows from elsewhere;
 * after the commit of a step of one token a request: the query of that token, which takes its own
-    row from the page too.
+  row from the page too.
 
 The queries of a chunk cannot read all of their rows from the pages of a window group: only those
 that later queries see were written.

@@ -287,7 +287,9 @@ class Tables(RowTables):
                         self._delta(block.indices(slots[rows], blocks), taken)
         batch = step.batch
         if batch is not None and step.decode is not None:
-            self._delta(*self.decodes.commit(step.decode, batch))
+            changed = self.decodes.commit(step.decode, batch)
+            if self._track_deltas:
+                self._delta(*changed)
         copies = NO_COPIES
         if self.states:
             copies = self._commit_states(step, end)

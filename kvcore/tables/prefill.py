@@ -1,5 +1,4 @@
-"""Tables of the dense or window groups of one spec, and vectorised planning and committing of their
-chunks.
+"""Prefill chunks: tables of the dense or window groups of one spec, for all requests at once.
 
 A *chunk* is what a request computes in a step if it is more than one token: a prefill chunk, or
 uneven speculative tokens (`decode` has the requests with one token, `drafts` those with the same

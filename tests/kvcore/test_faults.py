@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from quire.kvcore import LRU, S3FIFO, CostAware, GroupSpec, OutOfPages, StepPlan
-from quire.kvcore import step as manager_module
+from quire.kvcore import plan as manager_module
 
 from .engine import Engine, groups
 
