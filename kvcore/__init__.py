@@ -4,9 +4,12 @@ from .cache import KVCache
 from .events import AllBlocksCleared, BlockRemoved, BlockStored, EventLog, tail_hashes
 from .plan import OutOfPages, StepPlan
 from .policies.adaptive import Adaptive
-from .policies.eviction import LRU, S3FIFO, CostAware, Entry, EvictionPolicy, Ranked
+from .policies.base import Entry, EvictionPolicy, Ranked
+from .policies.cost_aware import CostAware
+from .policies.lru import LRU
+from .policies.s3fifo import S3FIFO
 from .prefix.keys import Prompt
-from .report import Match
+from .prefix.lookup import Match
 from .spec import NULL_BLOCK, GroupSpec
 from .tables.formats import PagedRows, linear_table, paged_rows
 

@@ -1,4 +1,4 @@
-"""What `KVCache(debug=True)` checks besides: one call at a time, the tokens of prompts, and that no step writes page 0."""
+"""What `KVCache(debug=True)` checks in each call: its thread, prompt tokens, and page 0."""
 
 from __future__ import annotations
 
@@ -9,19 +9,35 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .arrays import Int32
 from .plan import OutOfPages, StepPlan
 from .prefix.keys import as_token_ids
-from .report import Match
-from .spec import NULL_BLOCK, Int32
+from .prefix.lookup import Match
+from .spec import NULL_BLOCK
 
 if TYPE_CHECKING:
     from .cache import KVCache
 
 # All that reads or changes what a change may be in the middle of.
 CALLS = (
-    "match", "admit", "cut", "plan", "commit", "rollback", "lowest_rollback", "release", "pin", "pin_request", "unpin",
-    "expire_pins", "clear", "announce", "evict", "take_deltas", "check_invariants",
-)  # fmt: skip
+    "match",
+    "admit",
+    "cut",
+    "plan",
+    "commit",
+    "rollback",
+    "lowest_rollback",
+    "release",
+    "pin",
+    "pin_request",
+    "unpin",
+    "expire_pins",
+    "clear",
+    "announce",
+    "evict",
+    "take_deltas",
+    "check_invariants",
+)
 
 
 class Watch:
@@ -88,9 +104,12 @@ class Watch:
         return plan
 
     def commit(self, plan: StepPlan, input_ids: Any, accepted: Any = None) -> Int32:
-        """`KVCache.commit`; tokens of a prompt must be those that it was admitted with, as the keys say."""
+        """`KVCache.commit`; tokens of a prompt must be those that it was admitted with, as the keys
+        say."""
         ids = as_token_ids("input_ids", input_ids)
-        if plan is self._cache._planned and len(ids) == len(plan.positions):  # else it is refused
+        if plan is self._cache._steps.planned and len(ids) == len(
+            plan.positions
+        ):  # else it is refused
             cu = plan.cu_seqlens_q.tolist()
             for i, slot in enumerate(plan.slots.tolist()):
                 prompt = self._prompts.get(slot)
@@ -102,7 +121,8 @@ class Watch:
                 if wrong.size:
                     at = int(wrong[0])
                     raise ValueError(
-                        f"input_ids: expected {known[at]} at position {start + at} of slot {slot}, as in its prompt, got {ids[cu[i] + at]}"
+                        f"input_ids: expected {known[at]} at position {start + at} of slot {slot}, "
+                        f"as in its prompt, got {ids[cu[i] + at]}"
                     )
         copies = self._commit(plan, input_ids, accepted)
         assert np.all(copies[:, 1] != NULL_BLOCK), "a copy to page 0"

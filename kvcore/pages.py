@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from .spec import NULL_BLOCK, Int32, Int64
+from .arrays import Int32, Int64
+from .spec import NULL_BLOCK
 
 ONE_HOLD = 1 << 32
 # Numpy computes with an array of no dimensions in half the time that it takes with an int.
-UNSHARED: Int64 = np.array(
-    1
-)  # `PagePool.counts` of a page that one request reads and no resume point holds
 NULL: Int64 = np.array(NULL_BLOCK)
+# `PagePool.counts` of a page that one request reads and no resume point holds.
+UNSHARED: Int64 = np.array(1)
 MANY = 256  # pages of resume points that may be worth counting in one go
 
 
@@ -36,7 +36,8 @@ class PagePool:
         self.num_pages = num_pages
         self._stack: Int64 = np.arange(num_pages - 1, -1, -1)
         self.num_free = num_pages - 1
-        # The two counts of a page lie side by side, so that one look tells both: ``users + (holds << 32)``.
+        # The two counts of a page lie side by side, so that one look tells both: ``users + (holds
+        # << 32)``.
         self.counts: Int64 = np.zeros(num_pages, dtype="<i8")
         self.users: Int32
         self.holds: Int32
@@ -74,14 +75,16 @@ class PagePool:
         self.num_held_only -= int(np.count_nonzero(self.users[pages] == 0))
         self.users[pages] += 1
 
-    def use_fresh(self, pages: Int32) -> int:
-        """Requests start to read `pages` (distinct, taken just now; null pages allowed); returns how many these are."""
+    def use_new(self, pages: Int32) -> int:
+        """Requests start to read `pages` (distinct, taken just now; null pages allowed); returns
+        how many these are."""
         named = pages[pages != NULL]
         self.counts[named] = UNSHARED
         return len(named)
 
     def unuse(self, pages: Int32 | Int64) -> None:
-        """Requests stop reading `pages` (repeats and the null page allowed: requests may share pages)."""
+        """Requests stop reading `pages` (repeats and the null page allowed: requests may share
+        pages)."""
         if not len(pages):
             return
         pages = pages.astype(np.int64, copy=False)  # the quick index
@@ -121,13 +124,13 @@ class PagePool:
             low, high = int(pages.min()), int(pages.max()) + 1
             if high - low <= len(pages):  # of one chain: close together, named again and again
                 times = np.bincount(pages - low)
-                fresh = (self.counts[low:high] == 0) & (times > 0)
-                self.num_held_only += int(np.count_nonzero(fresh))
+                idle = (self.counts[low:high] == 0) & (times > 0)
+                self.num_held_only += int(np.count_nonzero(idle))
                 self.counts[low:high] += times * ONE_HOLD
                 return
         pages = pages.astype(np.int64, copy=False)
-        fresh = pages[self.counts[pages] == 0]
-        self.num_held_only += len(self._once(fresh))
+        idle = pages[self.counts[pages] == 0]
+        self.num_held_only += len(self._once(idle))
         np.add.at(self.counts, pages, ONE_HOLD)
 
     def unhold(self, pages: Int32) -> None:

@@ -1,11 +1,33 @@
-"""What planning a step returns: a `StepPlan`, or `OutOfPages`."""
+"""Plans: `StepPlan`, `OutOfPages`, and how steps are checked, planned, committed and taken back.
+
+One step of a batch in the order of its calls, with where to read on:
+
+    plan    which slots, how many tokens    checked here, or the batch of the last step again
+            what must outlive the step      `Chains.boundaries` (chunks, and states)
+            which pages, where rows go      `Tables.plan`, `Tables.fill`
+            too few free pages              `EvictableTree.evict`, if that is enough
+    commit  keys of the new tokens          `Sequences.feed_one` and its like
+            entries of the tables           `Chains.commit`, `Tables.commit`
+            segments that ended             `Chains.commit`, `PrefixIndex.append`
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-from .spec import Int32, Int64
-from .tables.groups import Step
+import numpy as np
+
+from .arrays import NO_ROWS, ONE, Int32, Int64, count_true
+from .prefix.keys import as_token_ids
+from .prefix.replays import cached_rows
+from .prefix.tracker import Chains
+from .spec import MOST_TOKENS, as_ints
+from .tables.batch import Ending
+from .tables.groups import Step, Tables
+
+if TYPE_CHECKING:
+    from .announcer import Announcer
 
 
 @dataclass(frozen=True)
@@ -33,10 +55,11 @@ class OutOfPages:
 
 @dataclass(slots=True, eq=False)  # freezing it would cost a decode step several microseconds
 class StepPlan:
-    """One step of a batch, as the kernels need it. Arrays are not to be written to: some serve several plans.
+    """One step of a batch, as the kernels need it. Arrays are not to be written to: some serve
+    several plans.
 
-    It holds until the cache changes: another plan, an admission, a commit, rollback, release or eviction voids it, pins and look-ups
-    do not. `KVCache.commit` refuses a void plan.
+    It holds until the cache changes: another plan, an admission, a commit, rollback, release or
+    eviction voids it, pins and look-ups do not. `KVCache.commit` refuses a void plan.
 
     Attributes:
         slots: [n] int64 request slots, in batch order.
@@ -44,16 +67,18 @@ class StepPlan:
         cu_seqlens_q: [n + 1] int32 prefix sums of num_new_tokens.
         seq_lens: [n] int32 tokens after the step.
         positions: [total] int64.
-        slot_mapping: [num_tables, total] int64, page * block_size + row; -1 = do not write. One row a group, or
-            one for each of a group's pages_per_block (`KVCache.table_index`); rows of state groups are all -1. Of a window
-            group only the tokens have a slot that queries after this step can see, or a kept boundary needs: attention must
-            take the step's own keys and values from the step (``k``, ``v``), not from the pages.
-        replay_rows, replay_slots: [m] int64 rows of the step that are computed once more, and [num_tables, m] int64 where
-            dense groups hold them already: their attention must take these rows from the pages, not from the step.
-        copies: [m, 2] int32 pages (source, destination) to copy before the step: state snapshots that requests
-            start from. Source 0 is the null page: the initial state.
-        state_pages: [num_tables, n] int32 live page of each request in the step, 0 in rows of other groups;
-            [0, n] without state groups.
+        slot_mapping: [num_tables, total] int64, page * block_size + row; -1 = do not write. One row
+            a group, or one for each of a group's pages_per_block (`KVCache.table_index`); rows of
+            state groups are all -1. Of a window group only the tokens have a slot that queries
+            after this step can see, or a kept boundary needs: attention must take the step's own
+            keys and values from the step (``k``, ``v``), not from the pages.
+        replay_rows, replay_slots: [m] int64 rows of the step that are computed once more, and
+            [num_tables, m] int64 where dense groups hold them already: their attention must take
+            these rows from the pages, not from the step.
+        copies: [m, 2] int32 pages (source, destination) to copy before the step: state snapshots
+            that requests start from. Source 0 is the null page: the initial state.
+        state_pages: [num_tables, n] int32 live page of each request in the step, 0 in rows of other
+            groups; [0, n] without state groups.
     """
 
     slots: Int64
@@ -67,3 +92,264 @@ class StepPlan:
     copies: Int32
     state_pages: Int32
     step: Step = field(repr=False)
+
+
+class Steps:
+    """Plans and commits of one cache.
+
+    Args:
+        chains: what requests add to the index, with its sequences and tables.
+        announcer: told of computed tokens; None if nobody listens.
+        max_model_len: longest sequence, tokens.
+        enable_caching, has_replays: whether anything is cached, and computed once more.
+
+    Attributes:
+        planned: the one plan that `commit` takes; None once something changed.
+        rollback_floor: [max_requests] int64 tokens below which no rollback may go.
+    """
+
+    def __init__(
+        self,
+        chains: Chains,
+        tables: Tables,
+        announcer: Announcer | None,
+        max_model_len: int,
+        enable_caching: bool,
+        has_replays: bool,
+    ) -> None:
+        self._chains, self._tables, self._announcer = chains, tables, announcer
+        self._sequences, self._index = chains.sequences, chains.index
+        self._pool, self._layout = tables.pool, tables.layout
+        self._max_model_len, self._enable_caching = max_model_len, enable_caching
+        self._has_replays = has_replays
+        self._max_drafts = tables.layout.drafts
+        self._drafts: Int64 = np.array(self._max_drafts)
+        self._ones_cu: Int32 = np.zeros(1, dtype=np.int32)
+        self._no_replays = NO_ROWS, np.empty((len(tables.layout.tables), 0), dtype=np.int64)
+        self.planned: StepPlan | None = None
+        self.rollback_floor: Int64 = np.zeros(chains.sequences.max_requests, dtype=np.int64)
+
+    def changed(self) -> None:
+        """Something changes: the newest plan is void, and what is used from here on is newer."""
+        self.planned = None
+        self._index.tick += 1
+
+    # Checks.
+
+    def checked(self, slots: Any, num_new_tokens: Any) -> tuple[Int64, Int64]:
+        """`slots` and `num_new_tokens` as arrays [n] of a step that requests can take.
+
+        Raises:
+            ValueError: as `KVCache.plan`, but for the lengths of sequences.
+        """
+        slots, counts = self._vectors(slots, num_new_tokens)
+        self._check(slots, counts)
+        return slots, counts
+
+    def _vectors(self, slots: Any, num_new_tokens: Any) -> tuple[Int64, Int64]:
+        slots, counts = as_ints("slots", slots), as_ints("num_new_tokens", num_new_tokens)
+        if slots.ndim != 1 or counts.shape != slots.shape or not len(slots):
+            raise ValueError(
+                f"slots, num_new_tokens: expected two vectors of one length > 0, "
+                f"got {list(slots.shape)} and {list(counts.shape)}"
+            )
+        return slots, counts
+
+    def _check(self, slots: Int64, counts: Int64) -> None:
+        # Those below 1 are large without a sign; sums with those past any length would overflow.
+        if np.count_nonzero((counts - ONE).view(np.uint64) >= MOST_TOKENS):
+            raise ValueError(
+                f"num_new_tokens: expected at least 1 and at most {MOST_TOKENS} each, "
+                f"got {counts.tolist()}"
+            )
+        self._sequences.check(slots)
+
+    def _checked_accepted(self, plan: StepPlan, accepted: Any) -> Int64:
+        taken = as_ints("accepted", accepted)
+        most = plan.num_new_tokens
+        step, batch = plan.step, plan.step.batch
+        if step.drafts is not None and batch is not None:
+            limit = batch.tokens
+        else:
+            limit = np.minimum(most, self._drafts + ONE)
+        # Fewer than none rejected are, without a sign, very many.
+        if taken.shape != most.shape or count_true(
+            (most - taken).view(np.uint64) >= limit.view(np.uint64)
+        ):
+            least = np.maximum(1, most - self._max_drafts)
+            raise ValueError(
+                f"accepted: expected between {least.tolist()} and {most.tolist()}, "
+                f"got {taken.tolist()}"
+            )
+        return taken
+
+    # Plan.
+
+    def plan(self, slots: Any, num_new_tokens: Any) -> StepPlan | OutOfPages:
+        """`KVCache.plan`."""
+        slots, counts = self._vectors(slots, num_new_tokens)
+        batch = self._tables.batches.again(slots, counts)
+        if batch is not None:
+            slots, counts = batch.slots, batch.counts
+            start, end, longest = batch.start, batch.end, batch.longest
+        else:
+            slots, counts = slots.copy(), counts.copy()  # the caller may use its buffers again
+            self._check(slots, counts)
+            start = self._sequences.num_computed[slots]
+            end = start + counts
+            longest = int(end[0] if len(slots) == 1 else np.maximum.reduce(end))
+        if longest > self._max_model_len:
+            i = int(end.argmax())
+            raise ValueError(
+                f"num_new_tokens: slot {slots[i]} would reach {end[i]} tokens, "
+                f"expected at most max_model_len = {self._max_model_len}"
+            )
+        written, chunks = start, NO_ROWS
+        if batch is None:
+            several = counts > ONE
+            if self._has_replays:
+                written = self._chains.replays.written_from(slots, start)
+                several |= written > start
+            chunks = several.nonzero()[0]
+            if len(chunks) == len(slots) and (written is start or not count_true(written > start)):
+                batch = self._tables.batches.with_drafts(slots, start, counts)
+                if batch is not None:
+                    chunks = NO_ROWS
+        kept, snapshot = (NO_ROWS, NO_ROWS), NO_ROWS
+        if self._enable_caching and (chunks.size or self._tables.states):
+            kept, snapshot = self._chains.boundaries(slots, start, end, chunks, batch)
+        step = self._tables.plan(slots, start, end, written, chunks, kept, snapshot, batch)
+        if step.needed > self._pool.num_free:
+            evictable = self._index.num_evictable
+            if step.needed > self._pool.num_free + evictable:
+                per_group = self._tables.per_group(step)
+                worst = max(per_group, key=lambda name: per_group[name])
+                return OutOfPages(step.needed, self._pool.num_free, evictable, worst, per_group)
+            # It names pages that lie deeper in the stack of free ones from here on.
+            self.planned = None
+            self._index.evict(step.needed - self._pool.num_free)
+        if step.chunk_rows.size:
+            cu = np.zeros(len(slots) + 1, dtype=np.int32)
+            cu[1:] = np.add.accumulate(counts)
+            if len(slots) == 1:
+                positions = np.arange(start[0], longest)
+            else:
+                positions = np.arange(int(cu[-1])) + (start - cu[:-1]).repeat(counts)
+        elif batch is not None and batch.size > 1:
+            cu, positions = batch.cu, start.take(batch.row_of) + batch.steps - ONE
+        else:
+            cu, positions = self._cu_of(len(slots)), start
+        pages = self._pool.peek(step.needed)
+        mapping = self._tables.fill(step, pages, cu, len(positions))
+        replays = self._no_replays
+        if step.replaying:
+            replays = cached_rows(step, cu, self._tables.dense, len(mapping))
+        seq_lens = end.astype(np.int32)
+        self.planned = plan = StepPlan(
+            slots, counts, cu, seq_lens, positions, mapping, *replays, step.copies,
+            step.state_pages, step,
+        )  # fmt: skip
+        return plan
+
+    def _cu_of(self, n: int) -> Int32:
+        """cu_seqlens_q of n requests with one token each."""
+        if len(self._ones_cu) != n + 1:
+            self._ones_cu = np.arange(n + 1, dtype=np.int32)
+        return self._ones_cu
+
+    # Commit.
+
+    def commit(self, plan: StepPlan, input_ids: Any, accepted: Any) -> Int32:
+        """`KVCache.commit`."""
+        if plan.__class__ is not StepPlan:
+            raise ValueError(f"plan: expected a StepPlan, got {plan!r}")
+        ids = as_token_ids("input_ids", input_ids)
+        step, slots = plan.step, plan.slots
+        if plan is not self.planned:
+            raise ValueError(
+                "plan: expected the newest plan of this cache, got another cache's, or one made "
+                "before another plan or change"
+            )
+        if len(ids) != len(plan.positions):
+            raise ValueError(
+                f"input_ids: expected {len(plan.positions)} tokens as planned, got {len(ids)}"
+            )
+        end = step.end
+        if accepted is not None:
+            end = step.start + self._checked_accepted(plan, accepted)
+        self.changed()
+        self._pool.take(step.needed)
+        if self._max_drafts:
+            floor = np.maximum(self.rollback_floor[slots], step.end - self._max_drafts)
+            self.rollback_floor[slots] = floor
+        made, closing = None, None
+        if self._enable_caching:
+            made, closing = self._feed(plan, ids, end)
+            if self._announcer is not None:
+                self._announcer.computed(plan, ids, end)
+        if not self._enable_caching or self._completes_nothing(step):
+            effects = self._tables.commit(step, end, (NO_ROWS, NO_ROWS))
+            self._tables.settle(step, effects)
+            copies = effects.copies
+        else:
+            copies = self._chains.commit(step, end, made, closing)
+        self._sequences.num_computed[slots] = end
+        return copies
+
+    def _completes_nothing(self, step: Step) -> bool:
+        """Whether it is plain that no segment ends in a step: most decode steps."""
+        if step.chunk_rows.size or step.decode is None or self._layout.lookahead:
+            return False
+        assert step.batch is not None
+        return not step.batch.ending.slot_list
+
+    def _feed(
+        self, plan: StepPlan, ids: Int32, end: Int64
+    ) -> tuple[list[bytes] | None, Ending | None]:
+        """Give the tokens of a step to the key chains.
+
+        Returns:
+            What `Chains.commit` need not find out of a decode batch: (keys of the segments that end
+            in the step, whose they are); None where it must.
+        """
+        step, batch = plan.step, plan.step.batch
+        if not step.chunk_rows.size:
+            assert batch is not None
+            if batch.size > 1:
+                return self._sequences.feed_drafts(batch, ids, end)
+            return self._sequences.feed_one(batch, ids), None
+        if batch is not None:
+            self._sequences.feed_one(batch, ids[plan.cu_seqlens_q[step.decode_rows]])
+        rows = step.chunk_rows
+        first = plan.cu_seqlens_q[rows]
+        self._sequences.feed_several(step.slots[rows], step.start[rows], end[rows], ids, first)
+        return None, None
+
+    # Taking back.
+
+    def rollback(self, slot: int, num_tokens: int) -> None:
+        """`KVCache.rollback` of a checked slot."""
+        old = int(self._sequences.num_computed[slot])
+        most = old - self.lowest_rollback(slot)
+        new = old - num_tokens
+        if num_tokens > most:
+            possible = f"1..{most}" if most else "none to be taken back"
+            raise ValueError(
+                f"num_tokens: expected {possible} (computed {old}, last boundary "
+                f"{self._chains.cached[slot]}, max_draft_tokens {self._max_drafts}), "
+                f"got {num_tokens}"
+            )
+        self.changed()
+        self._tables.shrink(slot, old, new)
+        self._sequences.num_computed[slot] = new
+
+    def lowest_rollback(self, slot: int) -> int:
+        """`KVCache.lowest_rollback` of a checked slot."""
+        old = int(self._sequences.num_computed[slot])
+        if not self._max_drafts or old < self._chains.replays.stop[slot]:
+            return old
+        known = int(self._chains.cached[slot])
+        if known and old > self._sequences.prompt_len[slot]:
+            # Tokens that the last key covers stay; those of the prompt come back as they were.
+            known = max(known, min(old, known + self._layout.lookahead))
+        return max(int(self.rollback_floor[slot]), known)

@@ -1,15 +1,18 @@
 """Snapshot and restore: the prefix index as bytes, or as a file.
 
-A snapshot holds keys, page ids, resume points and their order of use; not the pages. It is good only together with page
-contents that are the same as when it was taken: pages that stayed in place, or were saved and put back under their ids
-(`page_ids` names them). Take it between steps. Running requests are not part of it, but what is cached of them is;
-nor are pins and the memory of an eviction policy. A cache with events saves its tokens too, and announces what it restored.
+A snapshot holds keys, page ids, resume points and their order of use; not the pages. It is good
+only together with page contents that are the same as when it was taken: pages that stayed in place,
+or were saved and put back under their ids (`page_ids` names them). Take it between steps. Running
+requests are not part of it, but what is cached of them is; nor are pins and the memory of an
+eviction policy. A cache with events saves its tokens too, and announces what it restored.
 
-Layout, little-endian: magic, version, length of a JSON header, header, arrays in the order of the header, SHA-256 of
-all before; with a `key`, its HMAC-SHA-256. The header names the settings that must agree.
+Layout, little-endian: magic, version, length of a JSON header, header, arrays in the order of the
+header, SHA-256 of all before; with a `key`, its HMAC-SHA-256. The header names the settings that
+must agree.
 
-Without a key the check finds damage, not forgery: what is read must fit together, but whoever can write the file can
-make a prompt hit any page, another tenant's too. Give a key that only the engine knows, or keep others from the file.
+Without a key the check finds damage, not forgery: what is read must fit together, but whoever can
+write the file can make a prompt hit any page, another tenant's too. Give a key that only the engine
+knows, or keep others from the file.
 """
 
 from __future__ import annotations
@@ -30,10 +33,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from .arrays import Int32, Int64
 from .events import split_keys
-from .prefix.index import ResumePoint, Run
 from .prefix.keys import KEY_BYTES, root_key
-from .spec import Int32, Int64
+from .prefix.tree import ResumePoint, Run
 
 if TYPE_CHECKING:
     from .cache import KVCache
@@ -41,7 +44,7 @@ if TYPE_CHECKING:
 MAGIC, VERSION = b"quire-kv", 1
 _PREFIX = struct.Struct("<8sII")
 _DIGEST_BYTES = 32
-_MAX_COUNT = 1 << 48  # ticks and uses; what is further off than any of them is `eviction.LONG_AGO`
+_MAX_COUNT = 1 << 48  # ticks and uses: far more than any cache counts, and exact as a float
 _Array = npt.NDArray[Any]
 
 
@@ -85,11 +88,13 @@ def dumps(kv: KVCache, *, key: bytes | None = None) -> bytes:
 
 
 def loads(kv: KVCache, data: bytes, *, key: bytes | None = None) -> None:
-    """Restore into `kv`, which must be new, what `dumps` made of a cache with the same settings, and with the same `key`.
+    """Restore into `kv`, which must be new, what `dumps` made of a cache with the same settings,
+    and with the same `key`.
 
     Raises:
-        ValueError: `kv` is in use, or `data` is damaged, of another key, version, or settings, or its contents do not
-            fit together. `kv` stays empty and usable, as it does whatever else is raised.
+        ValueError: `kv` is in use, or `data` is damaged, of another key, version, or settings, or
+            its contents do not fit together. `kv` stays empty and usable, as it does whatever else
+            is raised.
     """
     if kv.sequences.active.any() or kv.index.num_segments:
         raise ValueError("kv: expected a cache without requests and cached segments")
@@ -109,7 +114,8 @@ def save(kv: KVCache, path: str | os.PathLike[str], *, key: bytes | None = None)
 
     Raises:
         OSError: the file cannot be written.
-        ValueError: at `path` is something else than a file, such as a device, a folder or a link; it stays as it is.
+        ValueError: at `path` is something else than a file, such as a device, a folder or a link;
+            it stays as it is.
     """
     path = Path(path)
     if os.path.lexists(path):
@@ -177,7 +183,8 @@ def _digest(data: bytes, key: bytes | None) -> bytes:
 
 
 def _columns(kv: KVCache) -> dict[str, tuple[str, list[int]]]:
-    """Dtype and columns of each array; rows follow from its contents. Tokens are there if the cache had events."""
+    """Dtype and columns of each array; rows follow from its contents. Tokens are there if the cache
+    had events."""
     return {
         "runs": ("int64", [4]),
         "keys": ("uint8", []),
@@ -227,7 +234,8 @@ def _parse(kv: KVCache, data: bytes, key: bytes | None) -> tuple[int, dict[str, 
     at = _PREFIX.size + length
     for name, found in described.items():
         dtype, row = columns[name]
-        # No array has more rows than there are bytes: each segment and point has a key, or a row of its own.
+        # No array has more rows than there are bytes: each segment and point has a key, or a row of
+        # its own.
         if not (
             isinstance(found, list)
             and len(found) == 2
@@ -292,7 +300,8 @@ def _check(kv: KVCache, tick: int, arrays: dict[str, _Array]) -> None:
 
 
 def _check_tails(kv: KVCache, boundaries: Int64, tails: _Array, dense: _Array) -> None:
-    """A resume point has a page for every block that its boundary needs, and a page is one block of one table.
+    """A resume point has a page for every block that its boundary needs, and a page is one block of
+    one table.
 
     Args:
         boundaries: [n] tokens. tails: [n, pages_per_point] its pages.
@@ -313,7 +322,8 @@ def _check_tails(kv: KVCache, boundaries: Int64, tails: _Array, dense: _Array) -
 
 
 def _within(field: str, values: _Array, low: int | _Array, high: int | _Array) -> None:
-    """Refuse values outside low..high, which are the same for all or [rows] or of the shape of `values`."""
+    """Refuse values outside low..high, which are the same for all or [rows] or of the shape of
+    `values`."""
     wrong = np.flatnonzero((values < low) | (values > high))
     if len(wrong):
         at = wrong[0]
@@ -329,7 +339,8 @@ def _equal(field: str, got: int, expected: int) -> None:
 
 
 def _build(kv: KVCache, tick: int, arrays: dict[str, _Array]) -> None:
-    """Make the index of what was checked. The policy, which may raise, hears of all entries before anything else changes."""
+    """Make the index of what was checked. The policy, which may raise, hears of all entries before
+    anything else changes."""
     index, pool = kv.index, kv.pool
     dense, tails = arrays["run_pages"], arrays["point_pages"]
     children = index.root.children
@@ -356,16 +367,15 @@ def _build(kv: KVCache, tick: int, arrays: dict[str, _Array]) -> None:
         for point in points:
             index.policy.add(point)  # in the order of use
         for run in sorted(runs, key=lambda r: r.last_used):
-            index._became_leaf(run)
-        index.file_owed()
+            index.became_leaf(run)
+        index.repeat_failed()
     except BaseException:
         index.root.children = children
         for point in points:
             index.policy.discard(point)
         for run in runs:
             index.policy.discard(run)
-        index._useless.clear()
-        index._owed.clear()
+        index.forget_offers()
         raise
     pool.claim(np.unique(np.concatenate([dense.ravel(), tails[tails != 0]])))
     for point in points:

@@ -1,6 +1,7 @@
 """Cache groups and the integer arithmetic of pages, blocks and boundaries: the only copy of it.
 
-A *group* is a set of layers that share block tables. Three kinds exist, by what they need to resume at position B:
+A *group* is a set of layers that share block tables. Three kinds exist, by what they need to resume
+at position B:
 
 * ``dense``: every block in [0, B) (full attention, latents, compressed entries);
 * ``window``: the last ``ceil((W - 1) / block_size)`` blocks before B (sliding layers);
@@ -18,15 +19,12 @@ from operator import index
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
+
+from .arrays import INT64, Int32, Int64, slice_of
 
 NULL_BLOCK = 0
 MOST_TOKENS = 2**31 - 1  # of a sequence, or a segment: lengths are int32
 MOST_PARTS = 1 << 16  # tables of one group
-
-Int32 = npt.NDArray[np.int32]
-Int64 = npt.NDArray[np.int64]
-INT32, INT64 = np.dtype(np.int32), np.dtype(np.int64)
 
 
 @dataclass(frozen=True)
@@ -40,9 +38,10 @@ class GroupSpec:
         page_bytes: bytes of one page (all groups of a pool must agree, see `Layout`).
         sliding_window: W tokens including the query itself; window groups only.
         pages_per_block: pages that a block (or a state) takes; each has a table of its own.
-        lookahead: rows of this group at position t depend on the tokens up to t + lookahead (a drafter's do). The engine
-            writes rows that wait for a step's tokens before it commits that step; a request that ends right at a boundary
-            never computes that boundary's lookahead, so the next hit is one boundary shorter.
+        lookahead: rows of this group at position t depend on the tokens up to t + lookahead (a
+            drafter's do). The engine writes rows that wait for a step's tokens before it commits
+            that step; a request that ends right at a boundary never computes that boundary's
+            lookahead, so the next hit is one boundary shorter.
 
     Raises:
         ValueError: a field is out of range, or `sliding_window` does not fit `kind`.
@@ -65,7 +64,8 @@ class GroupSpec:
             least["sliding_window"] = 1
         elif self.sliding_window is not None:
             raise ValueError(
-                f"sliding_window: expected None for a {self.kind} group, got {self.sliding_window!r}"
+                f"sliding_window: expected None for a {self.kind} group, "
+                f"got {self.sliding_window!r}"
             )
         for field, low in least.items():
             high = MOST_PARTS if field == "pages_per_block" else MOST_TOKENS
@@ -73,9 +73,11 @@ class GroupSpec:
                 high = 2**63 - 1
             object.__setattr__(self, field, as_int(field, getattr(self, field), low, high))
         if self.kind == "state" and self.lookahead:
-            # Its snapshot is copied when the boundary is reached, before the tokens are known that its last rows wait for.
+            # Its snapshot is copied when the boundary is reached, before the tokens are known that
+            # its last rows wait for.
             raise NotImplementedError(
-                f"lookahead: supported are dense and window groups, got {self.lookahead} for a state group"
+                f"lookahead: supported are dense and window groups, got {self.lookahead} for a "
+                f"state group"
             )
 
     @property
@@ -89,21 +91,40 @@ class GroupSpec:
 class GroupClass:
     """Tables of one spec (kind, block size, window): every step treats them in one operation.
 
+    The table of a window group is a *ring*: block b has column ``b % width``. A window of 33 tokens
+    in blocks of 16 (alignment 32) after 100 tokens:
+
+        tokens    32   48   64   80   96   112          width = live + per_segment + lag
+        block     | 2  | 3  | 4  | 5  | 6..|                  = 2 + 2 + 0 = 4
+        window                  [68 ....100)            a query at 100 sees blocks 4, 5 and 6
+        tail of 96          [ 4    5 ]                  what a resume point at 96 holds
+        column      2    3    0    1    2               block 6 has the column of block 2
+
+    The ring is wide enough for the open block, the window before it, and the tail of the last
+    boundary until the next one is reached.
+
     Attributes:
-        tables: [k] rows of these tables in a slot mapping. rows: the same as a slice, if they are neighbours.
+        tables: [k] rows of these tables in a slot mapping. rows: the same as a slice, if they are
+            neighbours.
         per_segment: blocks in one aligned segment.
         tail: blocks that a resume point holds.
         live: blocks behind the open one that a request may still read, drafts included.
         lag: blocks past a boundary before the segment that ends there gets its key.
-        width: columns of one table; window tables are rings of this many blocks, state tables have the
-            live page and the newest snapshot.
-        offset, tail_offset, segment_offset: first column in the fused table, in a resume point's pages, and
-            in a segment's pages.
+        width: columns of one table; window tables are rings of this many blocks, state tables have
+            the live page and the newest snapshot.
+        offset, tail_offset, segment_offset: first column in the fused table, in a resume point's
+            pages, and in a segment's pages.
     """
 
     def __init__(
-        self, spec: GroupSpec, tables: list[int], alignment: int, lookahead: int, drafts: int, max_len: int
-    ) -> None:  # fmt: skip
+        self,
+        spec: GroupSpec,
+        tables: list[int],
+        alignment: int,
+        lookahead: int,
+        drafts: int,
+        max_len: int,
+    ) -> None:
         self.spec = spec
         self.tables: Int64 = np.array(tables, dtype=np.int64)
         self.rows = slice_of(tables)
@@ -142,7 +163,8 @@ class Layout:
         max_draft_tokens: rows of a step that may be rejected or rolled back.
 
     Raises:
-        ValueError: no groups, duplicate names, pages of different size, or a lookahead past one segment.
+        ValueError: no groups, duplicate names, pages of different size, or a lookahead past one
+            segment.
     """
 
     def __init__(self, groups: Sequence[GroupSpec], max_model_len: int, max_draft_tokens: int):
@@ -165,13 +187,15 @@ class Layout:
         self.alignment = math.lcm(*(g.block_size for g in self.groups))
         if self.alignment > MOST_TOKENS:
             raise ValueError(
-                f"block_size: expected a least common multiple <= {MOST_TOKENS}, got {self.alignment:.6g}"
+                f"block_size: expected a least common multiple <= {MOST_TOKENS}, "
+                f"got {self.alignment:.6g}"
             )
         self.drafts = max_draft_tokens
         self.lookahead = max(g.lookahead for g in self.groups)
         if self.lookahead > self.alignment:
             raise ValueError(
-                f"lookahead: expected at most one segment of {self.alignment} tokens, got {self.lookahead}"
+                f"lookahead: expected at most one segment of {self.alignment} tokens, "
+                f"got {self.lookahead}"
             )
         # Table t serves part `part` of a block of group `group`.
         self.tables = [(i, j) for i, g in enumerate(self.groups) for j in range(g.pages_per_block)]
@@ -201,10 +225,12 @@ class Layout:
             self.pages_per_point += c.num_tables * c.tail
 
     def span(self, exact: bool) -> int:
-        """How far apart, in segments, two resume points of a chain may be so that they hold all tails in between; 0: no two do.
+        """How far apart, in segments, two resume points of a chain may be so that they hold all
+        tails in between; 0: no two do.
 
         Args:
-            exact: count only rows that a point's own boundary sees: others in the first block of its tail may be wrong.
+            exact: count only rows that a point's own boundary sees: others in the first block of
+                its tail may be wrong.
         """
         windows = [c for c in self.classes if c.tail]
         if any(c.spec.kind == "state" for c in windows):
@@ -217,10 +243,12 @@ class Layout:
     def tail_between(
         self, depth: int, first: int, before: Int32 | None, last: int, after: Int32
     ) -> Int32:
-        """Pages of the tail of boundary `depth` (in segments) between two others no further apart than `span`.
+        """Pages of the tail of boundary `depth` (in segments) between two others no further apart
+        than `span`.
 
         Args:
-            first, before: the boundary before it, and the pages [pages_per_point] of its tail; 0 and None for the start.
+            first, before: the boundary before it, and the pages [pages_per_point] of its tail; 0
+                and None for the start.
             last, after: the same of the boundary after it.
         """
         pages: Int32 = np.zeros(self.pages_per_point, dtype=np.int32)
@@ -284,7 +312,8 @@ def as_seconds(name: str, value: Any) -> float:
 
 
 def as_ints(name: str, values: Any) -> Int64:
-    """`values` as an array, perhaps the caller's own, which is not to be kept: the caller may use it for something else.
+    """`values` as an array, perhaps the caller's own, which is not to be kept: the caller may use
+    it for something else.
 
     Raises:
         ValueError: they are no ints.
@@ -298,35 +327,3 @@ def as_ints(name: str, values: Any) -> Int64:
             raise ValueError(f"{name}: expected ints, got {array.dtype}")
         array = array.astype(INT64)
     return array
-
-
-def count_true(flags: npt.NDArray[np.bool_]) -> int:
-    """How many of `flags` are True: `np.count_nonzero`, in a third of its time where they are few."""
-    return flags.tobytes().count(1)
-
-
-def slice_of(rows: list[int]) -> Int64 | slice:
-    """Ascending `rows` as an index: a slice, several times quicker, where they are neighbours."""
-    if not rows:
-        return slice(0)
-    if rows[-1] - rows[0] == len(rows) - 1:
-        return slice(rows[0], rows[-1] + 1)
-    return np.array(rows, dtype=np.int64)
-
-
-def ragged_arange(starts: Int64, lengths: Int64) -> tuple[Int64, Int64]:
-    """Concatenate ranges: row ids and values of ``starts[i] .. starts[i] + lengths[i] - 1``.
-
-    Args:
-        starts: [n] int64, first value of each range.
-        lengths: [n] int64, non-negative.
-
-    Returns:
-        (rows [total], values [total]) int64.
-    """
-    if len(lengths) == 1:
-        start, length = int(starts[0]), int(lengths[0])
-        return np.zeros(length, dtype=np.int64), np.arange(start, start + length)
-    rows = np.repeat(np.arange(len(lengths)), lengths)
-    before = np.cumsum(lengths) - lengths
-    return rows, np.arange(len(rows)) + (starts - before)[rows]

@@ -1,18 +1,24 @@
-"""Counters of a cache: a flat dict of ints, where "name/value" counts one value of a label."""
+"""What a cache reports: counters, a flat dict of ints, where "name/value" counts one value of a
+label,
+and what it can reuse, in words.
+"""
 
 from __future__ import annotations
 
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
-from .report import Match, Reason
+from .prefix.lookup import Match, Reason
 from .spec import Layout
+
+if TYPE_CHECKING:
+    from .cache import KVCache
 
 
 def new_counters(layout: Layout) -> dict[str, int]:
     """All counters, at zero.
 
-    ``misses/...`` counts requests without a hit, ``limited_by/...`` all requests, by `Match.limited_by`;
-    ``group_tokens/...`` sums `Match.per_group`.
+    ``misses/...`` counts requests without a hit, ``limited_by/...`` all requests, by
+    `Match.limited_by`; ``group_tokens/...`` sums `Match.per_group`.
     """
     names = [
         "requests", "hits", "prompt_tokens", "hit_tokens", "tokens_without_resume_point",
@@ -42,3 +48,63 @@ def count_admission(counters: dict[str, int], match: Match) -> None:
         counters[f"group_tokens/{name}"] += tokens
     if match.limited_by == "resume-point":
         counters["tokens_without_resume_point"] += match.dense_tokens - match.num_tokens
+
+
+def stats(cache: KVCache) -> dict[str, int]:
+    """Counters of `cache` since the start, and its pages by state now."""
+    index, useless = cache.index, cache.index.num_useless_evicted
+    return {
+        **cache.counters,
+        "resume_points": index.num_points,
+        "cached_segments": index.num_segments,
+        "evicted_resume_points": index.num_evicted_points,
+        "evicted_segments": index.num_evicted_segments,
+        "evicted_segments/useless": useless,
+        "evicted_segments/policy": index.num_evicted_segments - useless,
+        "pins": len(index.pins),
+        "pinned_pages": index.num_pinned_pages,
+        "demoted_pins": index.num_demoted_pins,
+        "free_pages": cache.num_free_pages,
+        "evictable_pages": cache.num_evictable_pages,
+        "pages_in_use": cache.num_pages - 1 - cache.num_free_pages - cache.num_evictable_pages,
+    }
+
+
+def describe(cache: KVCache) -> str:
+    """What `cache` can reuse: alignment, smallest prefix, retention, cost of a resume point."""
+    layout, a = cache.layout, cache.alignment
+    mib = layout.page_bytes / 2**20
+    retention = f"every {cache.interval} tokens" if cache.interval else "none besides"
+    lines = [
+        f"{cache.num_pages} pages of {mib:.3g} MiB "
+        f"({cache.num_pages * mib / 1024:.3g} GiB a layer slot), "
+        f"{cache.max_requests} requests of up to {cache.max_model_len} tokens",
+        f"hits are multiples of {a} tokens; smallest cacheable prefix {a} tokens "
+        f"(a prompt of at least {a + 1}), keys: SHA-256, one per {a} tokens",
+    ]
+    if not cache.enable_caching:
+        lines.append("prefix caching is off")
+    elif cache.hybrid:
+        lines.append(
+            f"resume points: both replay boundaries of a prompt, junctions, the end of a request; "
+            f"retention {cache.retention!r}: {retention}; "
+            f"{layout.pages_per_point} pages each ({layout.pages_per_point * mib:.3g} MiB)"
+        )
+        if cache.index.span > 1:
+            lines.append(
+                f"resume points at most {min(cache.index.span * a, cache.max_model_len)} tokens "
+                f"apart also hold what the boundaries between them need"
+            )
+    for g in layout.groups:
+        pages = f", {g.pages_per_block} pages a block" if g.pages_per_block > 1 else ""
+        ahead = f", keys cover {g.lookahead} tokens ahead" if g.lookahead else ""
+        if g.kind == "dense":
+            lines.append(f"  {g.name}: dense, {g.block_size} tokens a block{pages}{ahead}")
+        elif g.kind == "state":
+            lines.append(f"  {g.name}: state, snapshots at multiples of {g.block_size}{pages}")
+        else:
+            lines.append(
+                f"  {g.name}: window {g.sliding_window}, {g.block_size} tokens a block{pages}, "
+                f"{g.tail_blocks} blocks to resume{ahead}"
+            )
+    return "\n".join(lines)

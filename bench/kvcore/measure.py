@@ -52,7 +52,7 @@ def drop_resume_points(cache: KVCache) -> None:
     """Take every resume point away and leave the dense blocks, as eviction does first."""
     for run in cache.index.runs():
         for point in list(run.points.values()):
-            cache.index._drop_point(point)
+            cache.index.drop_point(point)
     assert cache.index.num_points == 0
 
 

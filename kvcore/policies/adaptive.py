@@ -8,14 +8,49 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from ..prefix.keys import KEY_BYTES
-from .eviction import RECALLED, Entry, Kind
+from .base import Entry
 
-# New entries looked at for each prompt, about 0.3 ms, and for each eviction: more than one, so that those that wait become fewer.
+DOUBT = 10.0  # imagined entries of a kind, of the mean share: it has to show that it differs
+# Segments from the end of a prompt in which an earlier entry is looked for: about a millisecond.
+RECALLED = 4096
+
+# New entries looked at for each prompt, about 0.3 ms, and for each eviction: more than one, so that
+# those that wait become fewer.
 LOOKS, LOOKS_AGAIN = 64, 2
 Filed = tuple[int, int, int, Entry]  # last use, -depth, a number of its own
 Queue = tuple[int, str, bool]  # segments saved per page, kind, in a conversation that went on
 # Of the two ends, the junction and the edited end of a prompt.
 KINDS = ("end", "end", "junction", "edited")
+
+
+class Kind:
+    """How many entries of one kind were made and returned to; late ones count more.
+
+    Attributes:
+        made, returned: how many.
+        waited: prompts until these returns, in all.
+    """
+
+    __slots__ = ("made", "returned", "waited")
+
+    def __init__(self) -> None:
+        self.made = self.returned = self.waited = 0.0
+
+    def count(self) -> None:
+        """One more was made."""
+        self.made += 1
+        if self.made > 1024:
+            self.made /= 2
+            self.returned /= 2
+            self.waited /= 2
+
+    def share(self, prior: float) -> float:
+        """How many were returned to; `prior` while there is little to tell."""
+        return (self.returned + DOUBT * prior) / (self.made + DOUBT)
+
+    def wait(self, prior: float) -> float:
+        """Mean time to a return; `prior` while there is little to tell."""
+        return (self.waited + DOUBT * prior) / (self.returned + DOUBT)
 
 
 class Visit:
@@ -54,8 +89,8 @@ class Record:
 def hazard(share: float, half: float, age: float) -> float:
     """Returns per prompt to an entry that none returned to so far.
 
-    A `share` of its kind is returned to at all, half of these within `half` prompts, with a long tail (log-logistic, shape 1): an old entry is
-    less and less likely to be one of them.
+    A `share` of its kind is returned to at all, half of these within `half` prompts, with a long
+    tail (log-logistic, shape 1): an old entry is less and less likely to be one of them.
     """
     left = share * half / (half + age)
     return left / ((half + age) * (1 - share + left))
@@ -64,25 +99,30 @@ def hazard(share: float, half: float, age: float) -> float:
 class Adaptive:
     """The entry goes first that is expected to save least per page and time, as this traffic shows.
 
-    Saved per page is what can be seen: the segments that a hit on the entry saves over the next shorter one, for the pages
-    that its eviction frees. How soon a hit comes is learned for each kind of entry, from the share of its kind that prompts return
-    to, the mean time that takes, and the time since the entry was made or used (see `hazard`). The kinds:
+    Saved per page is what can be seen: the segments that a hit on the entry saves over the next
+    shorter one, for the pages that its eviction frees. How soon a hit comes is learned for each
+    kind of entry, from the share of its kind that prompts return to, the mean time that takes, and
+    the time since the entry was made or used (see `hazard`). The kinds:
 
-    * why the prompt left the entry: its `end`, an `edited` end, a `junction`, the end of the `answer`, or else `inside`;
+    * why the prompt left the entry: its `end`, an `edited` end, a `junction`, the end of the
+        `answer`, or else `inside`;
     * `superseded`: a later prompt went on from here, and left entries of its own;
     * `passed`: a later prompt went on from another entry of the same prompt;
     * `shared`: a prompt that mostly differs starts with it;
 
-    each apart for prompts that begin a conversation and for those that go on with one. Keys are remembered longer than their
-    entries, so that a prompt shows what it would have returned to had all been kept. Where nothing differs, this is LRU.
+    each apart for prompts that begin a conversation and for those that go on with one. Keys are
+    remembered longer than their entries, so that a prompt shows what it would have returned to had
+    all been kept. Where nothing differs, this is LRU.
 
-    Who returns to an evicted entry is served by the next shorter one: that one stands in, and is as likely to be hit as the likeliest
-    that it stands in for.
+    Who returns to an evicted entry is served by the next shorter one: that one stands in, and is as
+    likely to be hit as the likeliest that it stands in for.
 
-    Entries of one kind and about the same savings wait in one queue; only the heads of the queues are compared, and entries are
-    looked at when the first eviction or prompt after them comes, so that filing one costs next to nothing.
+    Entries of one kind and about the same savings wait in one queue; only the heads of the queues
+    are compared, and entries are looked at when the first eviction or prompt after them comes, so
+    that filing one costs next to nothing.
 
-    Source: LHD (NSDI 2018) for hit density, hyperbolic caching (ATC 2017) for comparing queues; Marconi (arXiv 2411.19379) for the kinds
+    Source: LHD (NSDI 2018) for hit density, hyperbolic caching (ATC 2017) for comparing queues;
+        Marconi (arXiv 2411.19379) for the kinds
     of reuse; ARC for learning from what was evicted.
 
     Args:
@@ -101,7 +141,7 @@ class Adaptive:
         self._queues: dict[Queue, list[Filed]] = {}
         self._next = 0
         self._records: OrderedDict[bytes, Record] = OrderedDict()
-        self._places: OrderedDict[bytes, tuple[Visit, str]] = OrderedDict()
+        self._left: OrderedDict[bytes, tuple[Visit, str]] = OrderedDict()
         self._kinds: dict[tuple[str, bool], Kind] = {}
         self._sums: dict[str, Kind] = {}
         self._all = Kind()
@@ -146,7 +186,8 @@ class Adaptive:
         return None
 
     def _stand_in(self, shorter: Entry, record: Record) -> None:
-        """`shorter` now serves those who return to the evicted `record`; and it may be the last of its chain."""
+        """`shorter` now serves those who return to the evicted `record`; and it may be the last of
+        its chain."""
         if shorter in self._new and shorter not in self._filed:
             del self._new[shorter]
             self._file(shorter, self._record(shorter))
@@ -157,7 +198,8 @@ class Adaptive:
             self._new[shorter] = None
 
     def _chance(self, record: Record) -> float:
-        """How likely a hit at the next prompt is; the same until then for all of one kind and age."""
+        """How likely a hit at the next prompt is; the same until then for all of one kind and
+        age."""
         record = record.stand or record
         like = record.kind, record.later, record.since
         chance = self._chances.get(like)
@@ -210,7 +252,8 @@ class Adaptive:
     # What is learned.
 
     def asked(self, keys: bytes, hit: int, kept: Sequence[int] = ()) -> None:
-        """Find what the prompt returns to: the deepest entry that it could have hit had all been kept, and the one that it hit."""
+        """Find what the prompt returns to: the deepest entry that it could have hit had all been
+        kept, and the one that it hit."""
         self._look(LOOKS)
         self._now += 1
         self._rates.clear()
@@ -229,13 +272,14 @@ class Adaptive:
         for depth, name in zip((*kept[:2], *kept[:1:-1]), KINDS, strict=False):
             if hit < depth <= end:
                 key = keys[(depth - 1) * KEY_BYTES : depth * KEY_BYTES]
-                self._places[key] = self._visit, name
-                self._places.move_to_end(key)
-        while len(self._places) > 1024:
-            self._places.popitem(last=False)
+                self._left[key] = self._visit, name
+                self._left.move_to_end(key)
+        while len(self._left) > 1024:
+            self._left.popitem(last=False)
 
     def _return_to(self, record: Record, most: bool) -> bool:
-        """A prompt starts with the prefix of `record`, `most` of it is that; returns whether it goes on with another prompt."""
+        """A prompt starts with the prefix of `record`, `most` of it is that; returns whether it
+        goes on with another prompt."""
         self._credit(record)
         visit = record.visit if most else None
         if visit is not None and not visit.moved_on:
@@ -269,7 +313,8 @@ class Adaptive:
         )
 
     def _rate(self, kind: str, later: bool) -> tuple[float, float]:
-        """Share that is returned to, and mean wait; what is little known is taken from the kind as a whole, and from all."""
+        """Share that is returned to, and mean wait; what is little known is taken from the kind as
+        a whole, and from all."""
         rate = self._rates.get((kind, later))
         if rate is None:
             every = self._all
@@ -287,7 +332,7 @@ class Adaptive:
         """The record of `entry`, brought up to date."""
         key, records = entry.key, self._records
         record = records.get(key)
-        if (record is None or not record.kind) and key not in self._places:
+        if (record is None or not record.kind) and key not in self._left:
             self._look_before(entry)
         if record is None:
             if self._popped is not None and self._popped[0] is entry:
@@ -298,15 +343,15 @@ class Adaptive:
                 records.popitem(last=False)
         else:
             records.move_to_end(key)
-        place = self._places.pop(key, None)
-        if place is not None and place[0] is not record.visit:
+        left = self._left.pop(key, None)
+        if left is not None and left[0] is not record.visit:
             # The prompt that returned here makes it anew: what its return left was never cached.
-            if record.open and record.since == place[0].at:
+            if record.open and record.since == left[0].at:
                 for count in self._counts(record):
                     count.made -= 1
-            record.visit = place[0]
-            place[0].records.append(record)
-            self._become(record, place[1])
+            record.visit = left[0]
+            left[0].records.append(record)
+            self._become(record, left[1])
         elif not record.kind:
             record.visit = self._answered(entry)
             if record.visit is not None:
@@ -317,11 +362,12 @@ class Adaptive:
         return record
 
     def _look_before(self, entry: Entry) -> None:
-        """File the entries of the chain before `entry` that were not looked at yet: they tell whether it ends an answer."""
+        """File the entries of the chain before `entry` that were not looked at yet: they tell
+        whether it ends an answer."""
         waiting, node = list[Entry](), entry.shorter
         while node is not None and node in self._new and node.key not in self._records:
             waiting.append(node)
-            node = node.shorter if node.key not in self._places else None
+            node = node.shorter if node.key not in self._left else None
         for node in reversed(waiting):
             del self._new[node]
             self._file(node, self._record(node))

@@ -4,6 +4,18 @@ Whatever the setting, a prompt of P tokens keeps its two replay boundaries (a re
 prompt is capped at P - 1 tokens, a longer sibling can use floor(P / A) * A), a request keeps the
 junction where it left a cached chain that had no resume point there, and the last boundary
 that it reached when it ended.
+
+A *junction* is where a prompt leaves a chain whose dense blocks are cached but which has no resume
+point there. Alignment 32, ``retention="latest"``:
+
+    tokens     0    32   64   96   128  160  192
+    prompt 1   |=============================|---   200 tokens; resume point at 192
+    prompt 2   |===================|~~~~~~~~~~~~~   as prompt 1 up to token 130: dense blocks are
+                                   |                cached up to 128, but the hit is 0
+    prompt 3   |===================|.............   as both up to token 130: hits 128
+
+Prompt 2 computes all its tokens and keeps a resume point at 128, the junction: where two prompts
+part, others will.
 """
 
 from __future__ import annotations
@@ -13,7 +25,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from ..spec import MOST_TOKENS, Int64, Layout, ragged_arange
+from ..arrays import Int64, ragged_arange
+from ..spec import MOST_TOKENS, Layout
 
 # A prompt of at least this many tokens also keeps a point at the last multiple of them.
 EDITED_TOKENS = 512
@@ -26,18 +39,21 @@ Retention = str | int | Mapping[str, str | int]
 def parse_retention(retention: Retention, layout: Layout, span: int = 0) -> int:
     """Tokens between kept boundaries; 0 for none besides those that are always kept.
 
-    Resume points at most `span` segments apart hold all boundaries between them, so that shorter intervals than that
-    keep no more than the longest multiple of them within it does, in many more entries.
+    Resume points at most `span` segments apart hold all boundaries between them, so that shorter
+    intervals than that keep no more than the longest multiple of them within it does, in many more
+    entries.
 
     Args:
-        retention: ``"auto"`` (see `affordable_interval`), ``"dense"`` (every boundary), ``"latest"`` (none besides), or
-            an interval in tokens; or one of these for each of some groups. A boundary is resumable only where all
-            groups keep it, so the intervals of several groups give their least common multiple.
+        retention: ``"auto"`` (see `affordable_interval`), ``"dense"`` (every boundary),
+            ``"latest"`` (none besides), or an interval in tokens; or one of these for each of some
+            groups. A boundary is resumable only where all groups keep it, so the intervals of
+            several groups give their least common multiple.
         layout: of the cache.
         span: see `Layout.span`.
 
     Raises:
-        ValueError: unknown word or group, or an interval that is not a positive multiple of `alignment`.
+        ValueError: unknown word or group, or an interval that is not a positive multiple of
+            `alignment`.
     """
     interval = _interval(retention, layout)
     if interval and layout.pages_per_point:
@@ -73,7 +89,8 @@ def _interval(retention: Retention, layout: Layout) -> int:
 
 
 def affordable_interval(layout: Layout) -> int:
-    """Tokens between resume points that take an eighth to a quarter of the pages that the dense blocks between them take, or less.
+    """Tokens between resume points that take an eighth to a quarter of the pages that the dense
+    blocks between them take, or less.
 
     A power of two times the alignment; 0 where hits need no resume points, or nothing else is kept.
     """
@@ -86,8 +103,9 @@ def affordable_interval(layout: Layout) -> int:
 def replay_boundaries(num_tokens: int, alignment: int) -> tuple[int, int, int]:
     """Boundaries of a prompt that are kept whatever the setting; 0 = none.
 
-    A resend of the prompt is capped one token before its end, a longer sibling can use all whole segments, and a
-    prompt whose last lines are edited (or end in a template's suffix) parts from this one somewhat earlier.
+    A resend of the prompt is capped one token before its end, a longer sibling can use all whole
+    segments, and a prompt whose last lines are edited (or end in a template's suffix) parts from
+    this one somewhat earlier.
     """
     end = num_tokens // alignment * alignment
     edited = num_tokens // EDITED_TOKENS * EDITED_TOKENS // alignment * alignment

@@ -1,1 +1,1 @@
-"""What is cached: the radix tree of segments and resume points, its keys, and what running requests add to it."""
+"""What is cached: the tree of segments and resume points, and what running requests add to it."""

@@ -3,6 +3,15 @@
 ``key_i = H(key_{i-1} || token ids of segment i)``, so equal keys mean equal prefixes. ``key_{-1}``
 comes from an explicit seed and the caller's salt (tenant, adapter, image hashes), each with its
 length in front, so that no choice of salt can imitate another.
+
+A *segment* is `alignment` tokens from a multiple of it on. Eleven tokens, alignment 4:
+
+    tokens        0  1  2  3 | 4  5  6  7 | 8  9 10
+    segments           0     |      1     |  open: no key before token 11
+    keys          k0 = H(root, 0..3)       k1 = H(k0, 4..7)
+    lookahead 1:  k0 = H(root, 0..4)       k1 = H(k0, 5..8)
+
+With a lookahead of 1 the rows at token 3 depend on token 4 (a drafter's do), so the key covers it.
 """
 
 from __future__ import annotations
@@ -13,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from ..spec import INT32, Int32, count_true
+from ..arrays import INT32, Int32, count_true
 
 KEY_BYTES = 32
 ZERO: Int32 = np.array(0, dtype=np.int32)
@@ -59,9 +68,11 @@ def as_token_ids(name: str, tokens: Any) -> Int32:
 
 
 class Prompt:
-    """A tokenised prompt with its segment keys, hashed once and looked up any number of times. It never changes.
+    """A tokenised prompt with its segment keys, hashed once and looked up any number of times. It
+    never changes.
 
-    Segment i covers tokens [i * A, (i + 1) * A); with a lookahead of k its key covers the tokens up to (i + 1) * A + k.
+    Segment i covers tokens [i * A, (i + 1) * A); with a lookahead of k its key covers the tokens up
+    to (i + 1) * A + k.
 
     Attributes:
         alignment, lookahead, seed: of the cache that made it. num_tokens: prompt length.
@@ -74,12 +85,27 @@ class Prompt:
     """
 
     __slots__ = (
-        "alignment", "keys", "last_key", "lookahead", "num_segments", "num_tokens", "root", "seed", "tail", "tokens",
-    )  # fmt: skip
+        "alignment",
+        "keys",
+        "last_key",
+        "lookahead",
+        "num_segments",
+        "num_tokens",
+        "root",
+        "seed",
+        "tail",
+        "tokens",
+    )
 
     def __init__(
-        self, token_ids: Any, alignment: int, lookahead: int, seed: bytes, salt: bytes, keep_tokens: bool = False
-    ) -> None:  # fmt: skip
+        self,
+        token_ids: Any,
+        alignment: int,
+        lookahead: int,
+        seed: bytes,
+        salt: bytes,
+        keep_tokens: bool = False,
+    ) -> None:
         self.seed, self.root = seed, root_key(seed, salt)
         tokens = as_token_ids("token_ids", token_ids)
         if not tokens.size:

@@ -1,8 +1,9 @@
 """Running requests: which slot each has, how far it is, and its chain of segment keys.
 
-Tokens reach the chain when their rows are computed. With a drafter (lookahead k > 0) the key of a segment that ends at boundary B
-covers the tokens up to B + k, because the drafter's last rows depend on them: then equal keys mean equal
-rows in every group, and nothing need be dropped at a hit.
+Tokens reach the chain when their rows are computed. With a drafter (lookahead k > 0) the key of a
+segment that ends at boundary B covers the tokens up to B + k, because the drafter's last rows
+depend on them: then equal keys mean equal rows in every group, and nothing need be dropped at a
+hit.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from collections.abc import Hashable
 
 import numpy as np
 
-from ..spec import Int32, Int64, ragged_arange
-from ..tables.decode import NOBODY, ONE, DecodeBatch, Ending
+from ..arrays import ONE, Int32, Int64, ragged_arange
+from ..spec import as_int
+from ..tables.batch import NOBODY, DecodeBatch, Ending
 from .keys import KEY_BYTES, Prompt, next_key
 
 
@@ -21,7 +23,8 @@ class Sequences:
 
     Attributes:
         active: [max_requests] bool.
-        num_computed: [max_requests] int64 tokens whose rows are valid.
+        num_computed: [max_requests] int64 tokens whose rows are valid. lengths: the same,
+            read-only.
         prompt_len: [max_requests] int64.
     """
 
@@ -31,8 +34,11 @@ class Sequences:
         self.lookahead = lookahead
         self.active = np.zeros(max_requests, dtype=bool)
         self.num_computed: Int64 = np.zeros(max_requests, dtype=np.int64)
+        self.lengths: Int64 = self.num_computed.view()
+        self.lengths.flags.writeable = False
         self.prompt_len: Int64 = np.zeros(max_requests, dtype=np.int64)
-        # Tokens since the last whole segment; the first segment is longer by the lookahead. A step with drafts may write past it.
+        # Tokens since the last whole segment; the first segment is longer by the lookahead. A step
+        # with drafts may write past it.
         width = alignment + lookahead + drafts
         self._open: Int32 = np.zeros((max_requests, width), dtype=np.int32)
         self._width: Int64 = np.array(width)
@@ -43,10 +49,10 @@ class Sequences:
         self._last_key: list[bytes] = [b""] * max_requests
         self._slots: dict[Hashable, int] = {}
         self._free = list(range(max_requests - 1, -1, -1))
-        self._fed: Int64 | None = None  # slots of the batch that `_places` is about
+        self._fed: Int64 | None = None  # slots of the batch that `_indices` is about
         # Where the next tokens of its requests go, in all of `_open`.
-        self._places: Int64 = np.empty(0, dtype=np.int64)
-        self._stops: Int64 = self._places  # where their segments end
+        self._indices: Int64 = np.empty(0, dtype=np.int64)
+        self._stops: Int64 = self._indices  # where their segments end
         self._mark: Int64 = np.zeros(max_requests, dtype=np.int64)
         self._limit = np.array(max_requests, dtype=np.uint64)
         self._checked: bytes | None = None  # slots that `check` found valid and distinct
@@ -109,6 +115,17 @@ class Sequences:
             raise ValueError(f"slots: expected distinct slots, got {slots.tolist()}")
         self._checked = slots.tobytes()
 
+    def checked(self, slot: int) -> int:
+        """`slot` as an int.
+
+        Raises:
+            ValueError: it is not the slot of a running request.
+        """
+        slot = as_int("slot", slot, 0)
+        if not (slot < self.max_requests and self.active[slot]):
+            raise ValueError(f"slot: expected the slot of an admitted request, got {slot}")
+        return slot
+
     def num_keys(self, slot: int) -> int:
         """Segments of a request whose keys are known."""
         return (len(self._prompt_keys[slot]) + len(self._more_keys[slot])) // KEY_BYTES
@@ -135,15 +152,16 @@ class Sequences:
         """The next token of each request of a batch [n]; those of prompts are known.
 
         Returns:
-            Keys of the segments that end here; None where prompts or a lookahead make it less simple.
+            Keys of the segments that end here; None where prompts or a lookahead make it less
+            simple.
         """
         a, k = self.alignment, self.lookahead
         if batch.slots is not self._fed and not self._follow(batch):
             for i in range(len(tokens)):
                 self.feed(int(batch.slots[i]), int(batch.start[i]), tokens[i : i + 1])
             return None
-        self._flat[self._places] = tokens
-        self._places += ONE
+        self._flat[self._indices] = tokens
+        self._indices += ONE
         rows, slots, slot_list, _ = batch.ending
         if k:
             rows = ((batch.end >= a + k) & ((batch.end - k) % a == 0)).nonzero()[0]
@@ -151,7 +169,7 @@ class Sequences:
             slot_list = slots.tolist()
         if not slot_list:
             return None if k else []
-        self._places[rows] = first = slots * self._width
+        self._indices[rows] = first = slots * self._width
         if k:
             self._stops[rows] = first + a
         made = [self._close(slot) for slot in slot_list]
@@ -160,24 +178,27 @@ class Sequences:
     def feed_drafts(
         self, batch: DecodeBatch, tokens: Int32, end: Int64
     ) -> tuple[list[bytes] | None, Ending | None]:
-        """The tokens of a step with drafts, `batch.size` of each request [n * size], of which those before `end` [n] stay.
+        """The tokens of a step with drafts, `batch.size` of each request [n * size], of which those
+        before `end` [n] stay.
 
         Returns:
-            Keys of the segments that end here, and whose they are; None where prompts or a lookahead make it less simple.
+            Keys of the segments that end here, and whose they are; None where prompts or a
+            lookahead make it less simple.
         """
         if batch.slots is not self._fed and not self._follow(batch):
             self.feed_several(batch.slots, batch.start, end, tokens, batch.cu[:-1])
             return None, None
-        # Rejected ones are written over; those behind the end of a segment are the first of the next.
-        self._flat[self._places.take(batch.row_of) + batch.steps - ONE] = tokens
-        self._places += end - batch.start
-        rows = (self._places >= self._stops).nonzero()[0]
+        # Rejected ones are written over; those behind the end of a segment are the first of the
+        # next.
+        self._flat[self._indices.take(batch.row_of) + batch.steps - ONE] = tokens
+        self._indices += end - batch.start
+        rows = (self._indices >= self._stops).nonzero()[0]
         if not rows.size:
             return (None, None) if self.lookahead else ([], NOBODY)
         slots = batch.slots[rows]
         first, stops = slots * self._width, self._stops[rows]
-        rest = self._places[rows] - stops
-        self._places[rows], self._stops[rows] = first + rest, first + self.alignment
+        rest = self._indices[rows] - stops
+        self._indices[rows], self._stops[rows] = first + rest, first + self.alignment
         slot_list, made = slots.tolist(), []
         for slot, at, stop, n in zip(
             slot_list, first.tolist(), stops.tolist(), rest.tolist(), strict=True
@@ -196,7 +217,7 @@ class Sequences:
             return False
         is_first, first = start < a + k, batch.slots * self._width
         self._fed = batch.slots
-        self._places = first + np.where(is_first, start, (start - k) % a)
+        self._indices = first + np.where(is_first, start, (start - k) % a)
         self._stops = first + np.where(is_first, a + k, a)
         return True
 
@@ -214,23 +235,27 @@ class Sequences:
     def feed_several(
         self, slots: Int64, start: Int64, end: Int64, tokens: Int32, first: Int32
     ) -> None:
-        """Tokens [start, end) [n] of each request, which begin at index `first` [n] of `tokens`; those of prompts are known."""
+        """Tokens [start, end) [n] of each request, which begin at index `first` [n] of `tokens`;
+        those of prompts are known."""
         a, k = self.alignment, self.lookahead
         begin = np.maximum(start, self.prompt_len[slots])
         counts = np.maximum(end - begin, 0)
-        columns, stop = np.where(begin < a + k, (begin, np.full_like(begin, a + k)), ((begin - k) % a, np.full_like(begin, a)))  # fmt: skip
+        is_first = begin < a + k
+        columns = np.where(is_first, begin, (begin - k) % a)
+        stop = np.where(is_first, a + k, a)
         source = first + (begin - start)
         ending = columns + counts >= stop  # these make keys, one by one
         for i in ending.nonzero()[0].tolist():
             at = int(source[i])
             self.feed(int(slots[i]), int(begin[i]), tokens[at : at + int(counts[i])])
         counts[ending] = 0
-        places = slots * self._width + columns
-        rows, places_of = ragged_arange(places, counts)
-        self._flat[places_of] = tokens[places_of + (source - places)[rows]]
+        indices = slots * self._width + columns
+        rows, indices_of = ragged_arange(indices, counts)
+        self._flat[indices_of] = tokens[indices_of + (source - indices)[rows]]
 
     def feed(self, slot: int, start: int, tokens: Int32) -> None:
-        """Several tokens of one request, from position `start` on; those of its prompt are known."""
+        """Several tokens of one request, from position `start` on; those of its prompt are
+        known."""
         skip = max(0, int(self.prompt_len[slot]) - start)
         start, tokens = start + skip, tokens[skip:]
         a, k = self.alignment, self.lookahead

@@ -1,7 +1,7 @@
-"""What is cached of running requests: the chain of each, and the boundaries at which it leaves resume points.
+"""What is cached of running requests: their chains, and where they leave resume points.
 
-A request's dense blocks up to its last boundary always belong to the prefix index (a segment that was cached before
-keeps its old pages); the blocks after it are its own.
+A request's dense blocks up to its last boundary always belong to the prefix index (a segment that
+was cached before keeps its old pages); the blocks after it are its own.
 """
 
 from __future__ import annotations
@@ -10,15 +10,16 @@ from functools import partial
 
 import numpy as np
 
-from ..events import Announcer
+from ..announcer import Announcer
+from ..arrays import NO_ROWS, ONE, Int32, Int64
 from ..policies.retention import kept_boundaries, kept_of_one, replay_boundaries
-from ..report import Match
-from ..spec import Int32, Int64, Layout
-from ..tables.decode import NOBODY, ONE, DecodeBatch, Ending
+from ..tables.batch import NOBODY, DecodeBatch, Ending
 from ..tables.groups import Step, Tables
-from ..tables.prefill import NO_ROWS
-from .index import PrefixIndex, Run, Source
+from .index import PrefixIndex
+from .lookup import Match
+from .replays import Replays
 from .requests import Sequences
+from .tree import Run, Source
 
 FOREVER = 1 << 62  # steps
 
@@ -27,7 +28,7 @@ class Chains:
     """Caches segments and resume points as steps complete them.
 
     Args:
-        layout, interval, max_draft_tokens: of the cache.
+        interval: tokens between kept boundaries, from `policies.retention`.
         sequences, tables, index: what the requests are, where their pages are, what is cached.
         announcer: told of what becomes findable; None if nobody listens.
         counters: of resume points kept and used, counted up here.
@@ -35,56 +36,57 @@ class Chains:
     Attributes:
         cached: [max_requests] int64 tokens of each request that are in the index.
         runs: where each request's cached prefix ends.
-        replay_from, replay_to: [max_requests] int64 tokens that requests compute again; 0 for those that do not.
+        replays: which tokens the requests compute again.
     """
 
     def __init__(
         self,
-        layout: Layout,
         interval: int,
-        max_draft_tokens: int,
         sequences: Sequences,
         tables: Tables,
         index: PrefixIndex,
         announcer: Announcer | None,
         counters: dict[str, int],
     ) -> None:
-        self.layout, self.alignment, self.interval = layout, layout.alignment, interval
-        self._drafts = max_draft_tokens
+        self.layout = layout = tables.layout
+        self.alignment, self.interval = layout.alignment, interval
+        self._drafts = layout.drafts
         self._segment: Int64 = np.array(layout.alignment)
-        self._sequences, self._tables, self._index = sequences, tables, index
+        self.sequences, self._tables, self.index = sequences, tables, index
         self._announcer, self._counters = announcer, counters
         n = sequences.max_requests
         self.runs: list[Run] = [index.root] * n
         self._sources: list[Source] = [partial(tables.segment_pages, slot) for slot in range(n)]
         self.cached: Int64 = np.zeros(n, dtype=np.int64)
-        self.replay_from: Int64 = np.zeros(n, dtype=np.int64)
-        self.replay_to: Int64 = np.zeros(n, dtype=np.int64)
+        self.replays = Replays(n)
         self._keep: Int64 = np.zeros((n, 4), dtype=np.int64)  # replay boundaries, junction; 0: none
         self._keep_end: Int64 = np.zeros(n, dtype=np.int64)  # the last of these
-        # The ends that a chunk may have: with and without its drafts, with and without the key of its last segment.
+        # The ends that a chunk may have: with and without its drafts, with and without the key of
+        # its last segment.
         late = {0, layout.lookahead}
-        self._late = sorted(late | {k + max_draft_tokens for k in late})
+        self._late = sorted(late | {k + layout.drafts for k in late})
         self._uncertain = np.array(self._late)
 
     # A request.
 
     def ask(self, match: Match) -> tuple[int, ...]:
-        """Tell the policy of a prompt before anything changes, as it may raise; returns the boundaries that its request keeps."""
+        """Tell the policy of a prompt before anything changes, as it may raise; returns the
+        boundaries that its request keeps."""
         hit, a = match.replay_to or match.num_tokens, self.alignment
         keep: tuple[int, ...] = ()
         if self.layout.hybrid:
             keep = (*replay_boundaries(match.prompt.num_tokens, a), match.dense_tokens)
-        self._index.policy.asked(match.prompt.keys, hit // a, [k // a for k in keep])
+        self.index.policy.asked(match.prompt.keys, hit // a, [k // a for k in keep])
         return keep
 
     def start(self, slot: int, match: Match, run: Run, keep: tuple[int, ...]) -> None:
-        """A request starts behind the hit of `match`, on the path to `run`; `keep` is from `ask`."""
+        """A request starts behind the hit of `match`, on the path to `run`; `keep` is from
+        `ask`."""
         hit, a = match.replay_to or match.num_tokens, self.alignment
         self.cached[slot] = hit
-        self.replay_from[slot], self.replay_to[slot] = match.replay_from or 0, match.replay_to or 0
+        self.replays.begin(slot, match.replay_from, match.replay_to)
         self._keep[slot], self._keep_end[slot] = keep or 0, max(keep, default=0)
-        index = self._index
+        index = self.index
         self.runs[slot] = run = index.end_at(run, hit // a) if hit else index.root
         index.lock(run)
         if hit:
@@ -105,16 +107,17 @@ class Chains:
         cached, run = int(self.cached[slot]), self.runs[slot]
         if self.layout.hybrid and 0 < cached <= computed:
             self._add_points([slot], [cached], [self._tables.tail(slot, cached)])
-        run = self._index.unlock(run)
+        run = self.index.unlock(run)
         self._tables.release(slot, cached, computed)
-        self.runs[slot] = self._index.root
+        self.runs[slot] = self.index.root
         self.cached[slot] = 0
         return run, cached // self.alignment
 
     # Before a step.
 
     def stops(self, slots: Int64, start: Int64, end: Int64) -> Int64:
-        """Where chunks from `start` to at most `end` [n] should end so that the states there can be kept."""
+        """Where chunks from `start` to at most `end` [n] should end so that the states there can be
+        kept."""
         stops = [self._keep[slots], (end // self.alignment * self.alignment)[:, None]]
         if self.interval:
             stops.append(((start // self.interval + 1) * self.interval)[:, None])
@@ -134,7 +137,8 @@ class Chains:
             batch: of the other rows, if there are no chunks.
 
         Returns:
-            ((index in chunks, boundary) of tails that must survive the step, rows that may need a snapshot of their state).
+            ((index in chunks, boundary) of tails that must survive the step, rows that may need a
+            snapshot of their state).
         """
         none = (NO_ROWS, NO_ROWS)
         if not self.layout.hybrid:
@@ -156,7 +160,7 @@ class Chains:
             return kept, snapshot
         slots, start, end = slots[chunks], start[chunks], end[chunks]
         # The windows are not exact before the end of a replay.
-        start = np.minimum(end, np.maximum(start, self.replay_to[slots] - 1))
+        start = self.replays.exact_after(slots, start, end)
         if self._tables.states:  # no state is kept but where a step may end
             start = np.maximum(start, end - (self._drafts + 1))
         # The last boundary, and the last that has its key, stay in the ring, whatever is accepted.
@@ -167,7 +171,7 @@ class Chains:
     def _boundaries_of_one(self, slot: int, start: int, end: int) -> tuple[Int64, Int64]:
         """The tails of `boundaries` for one chunk."""
         a = self.alignment
-        start = min(end, max(start, int(self.replay_to[slot]) - 1))
+        start = min(end, max(start, int(self.replays.stop[slot]) - 1))
         if self._tables.states:
             start = max(start, end - (self._drafts + 1))
         ends = [(end - known) // a * a for known in self._late]
@@ -181,7 +185,8 @@ class Chains:
         """Make a step real up to `end` [n], and cache what it completed.
 
         Args:
-            made: keys of the segments that end here, if the step is a decode batch whose keys need no lookahead.
+            made: keys of the segments that end here, if the step is a decode batch whose keys need
+                no lookahead.
             closing: who completes these, if it has drafts.
 
         Returns:
@@ -193,7 +198,7 @@ class Chains:
         if closing.slot_list and self.layout.hybrid:
             rows, kept = self._kept(step, end, closing)
         if step.replaying:
-            rows, kept = self._with_replayed(step, end, rows, kept)
+            rows, kept = self.replays.finished(step, end, rows, kept)
         in_chunk = (NO_ROWS, NO_ROWS)
         if rows.size:
             several = (step.end - step.start)[rows] > 1
@@ -225,7 +230,7 @@ class Chains:
         slots, to = step.slots[rows], end[rows]
         to = to - to % self._segment
         if self.layout.lookahead:
-            known = np.array([*map(self._sequences.num_keys, slots.tolist())]) * self._segment
+            known = np.array([*map(self.sequences.num_keys, slots.tolist())]) * self._segment
             ready = known > self.cached[slots]
             rows, slots, to = rows[ready], slots[ready], np.minimum(to, known)[ready]
         return Ending(rows, slots, slots.tolist(), to)
@@ -257,16 +262,6 @@ class Chains:
         tokens = cached // self.interval * self.interval + self.interval - batch.start
         return (int(tokens.min()) - 1) // batch.size
 
-    def _with_replayed(
-        self, step: Step, end: Int64, rows: Int64, kept: Int64
-    ) -> tuple[Int64, Int64]:
-        """`rows`, `kept` and the boundaries up to which requests have now computed their windows again."""
-        to = self.replay_to[step.slots]
-        done = ((step.start < to) & (to <= end)).nonzero()[0]
-        rows, kept = np.concatenate([rows, done]), np.concatenate([kept, to[done]])
-        order = np.lexsort((kept, rows))
-        return rows[order], kept[order]
-
     def _close(self, closing: Ending, chunks: bool, made: list[bytes] | None) -> None:
         """Cache the segments that end; one each unless there are `chunks`."""
         slots, to = closing.slots, closing.end
@@ -282,8 +277,8 @@ class Chains:
             self._close_one(slots[one].tolist(), to[one])
         for i in several.tolist():
             slot, begin, end = int(slots[i]), int(first[i]), int(whole[i])
-            keys = self._sequences.keys(slot, begin, end)
-            found = self._index.insert(self.runs[slot], keys, self._sources[slot])
+            keys = self.sequences.keys(slot, begin, end)
+            found = self.index.insert(self.runs[slot], keys, self._sources[slot])
             self.runs[slot], known = found
             if known:
                 self._adopt(slot, begin, known)
@@ -293,10 +288,10 @@ class Chains:
     def _close_one(self, where: list[int], to: Int64, keys: list[bytes] | None = None) -> None:
         """Cache the segment of each of the slots `where` that ends at token `to` [n]."""
         if keys is None:
-            newest = self._sequences.newest_key
+            newest = self.sequences.newest_key
             ends = (to // self.alignment).tolist()
             keys = [newest(slot, end - 1) for slot, end in zip(where, ends, strict=True)]
-        known = self._index.append(self.runs, where, keys, self._sources)
+        known = self.index.append(self.runs, where, keys, self._sources)
         for i in known:
             self._adopt(where[i], int(to[i]) // self.alignment - 1, 1)
         if self._announcer is not None:
@@ -306,8 +301,8 @@ class Chains:
 
     def _adopt(self, slot: int, first: int, n: int) -> None:
         """The `n` segments from `first` on were cached by someone else: keep one copy, theirs."""
-        self._index.pool.put(self._sources[slot](first, first + n).ravel())
-        theirs = self._index.pages_between(self.runs[slot], first, first + n)
+        self.index.pool.put(self._sources[slot](first, first + n).ravel())
+        theirs = self.index.pages_between(self.runs[slot], first, first + n)
         self._tables.fill_dense(slot, first, theirs)
 
     def _add_points(self, slots: list[int], boundaries: list[int], tails: list[Int32]) -> None:
@@ -316,10 +311,10 @@ class Chains:
         for slot, boundary, pages in zip(slots, boundaries, tails, strict=True):
             if states and self._tables.snapshot_at[slot] != boundary:
                 continue
-            if self._index.add_point(self.runs[slot], boundary // a, pages):
+            if self.index.add_point(self.runs[slot], boundary // a, pages):
                 made.append(pages)
                 if self._announcer is not None:
                     self._announcer.point(self.runs[slot], boundary // a)
         if made:
             self._counters["resume_points_kept"] += len(made)
-            self._index.pool.hold(np.concatenate(made))
+            self.index.pool.hold(np.concatenate(made))

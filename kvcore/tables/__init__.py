@@ -1,1 +1,1 @@
-"""The block tables of all groups: of prefill chunks, decode steps, steps with drafts and states, and the forms that other kernels read."""
+"""The block tables of all groups, what steps do to them, and the forms that kernels read."""

@@ -1,41 +1,59 @@
-"""Decode steps: one token for each request of a batch, planned and committed for all tables at once.
+"""The decode fast path: one token for each request of a batch, for all tables at once.
 
-Such a step changes a table entry only where a request starts a block or, in a state table, completes a segment, of which a
-snapshot is due. Each request does so every so many steps. A batch that stays the same gets a calendar of the entries that
-change in each of the next `alignment` steps, over and over; a step is then a few operations on slices of it, however many
-groups there are.
+Such a step changes a table entry only where a request starts a block or, in a state table,
+completes a segment, of which a snapshot is due. All else is one addition: the slot of a token is
+the one after the slot of the token before it (`DecodeBatch.last_slots`).
+
+Each request changes the same entries every `alignment` steps, so that a batch that lasts gets a
+*decode calendar* of them. Alignment 8; a dense table in blocks of 4 tokens, a window table in
+blocks of 2, a state table; request a has 5 tokens, request b 6, as the batch starts:
+
+    step                0    1    2    3    4    5    6    7
+    position of a       5    6    7    8    9    10   11   12
+    position of b       6    7    8    9    10   11   12   13
+    dense  (p % 4 = 0)  .    .    b    a    .    .    b    a
+    window (p % 2 = 0)  b    a    b    a    b    a    b    a
+    state  (p % 8 = 7)  .    b    a    .    .    .    .    .
+
+The calendar has one list of entries, sorted by step: [b | a b | b b a | a a | b | a | b b | a a].
+Step 2 takes the third slice (dense b, window b, state a), as do steps 10, 18 and so on, in the
+columns of later blocks:
+
+    plan     new pages   dense b takes one in any case; window b and the snapshot of a are written
+                         over, unless a resume point or another request has the page
+    fill     slots       a: last slot + 1; b: page * block_size, the first row of its new block
+    commit   entries     the pages are put at the flat indices of the slice, the old ones let go,
+                         and the last slots become those of this step
+
+Without a calendar (a batch is new, or would need a large one) `_due_now` finds the same entries
+from the positions.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from numpy.lib.stride_tricks import sliding_window_view
 
+from ..arrays import INT32, INT64, NO_FLAGS, NO_ROWS, NO_VALUES, ONE, Int32, Int64, count_true
 from ..pages import NULL, UNSHARED, PagePool
-from ..spec import INT32, INT64, Int32, Int64, count_true
-from .prefill import NO_ROWS, ZERO, BlockTables
+from .batch import DecodeBatch
+from .prefill import BlockTables
 from .state import LIVE, SNAPSHOT, StateTables
 
-ONE: Int64 = np.array(1)
-NO_VALUES: Int32 = np.empty(0, dtype=np.int32)
-SETTLED = (
-    16  # steps after which a batch gets a calendar: about those in which that saves what it costs
-)
+# Steps after which a batch gets a calendar: about those in which that saves what it costs.
+SETTLED = 16
 MOST_ENTRIES = 1 << 18  # of a calendar; each takes 48 bytes
-
-
-NO_FLAGS: npt.NDArray[np.bool_] = np.empty(0, dtype=np.bool_)
 
 
 class Part:
     """Entries of one class of tables that change in decode steps.
 
     Attributes:
-        tables: [k] rows of its tables in a slot mapping. first: [k] first columns of their entries in the fused table.
+        tables: [k] rows of its tables in a slot mapping. first: [k] first columns of their entries
+            in the fused table.
         width: entries of a table, which are used in turns.
         period, at: a request at position p changes an entry where ``p % period == at``.
         block_size: rows of a page.
@@ -53,48 +71,34 @@ class Decode:
     """Plan of a decode step: the entries that change, part by part, and their pages.
 
     Attributes:
-        places: [m] flat indices in the fused table.
+        indices: [m] flat indices in the fused table.
         outputs: [m] flat indices in a slot mapping [num_tables, n]: of the table and the request.
         block_sizes: [m] rows of a page.
-        num_dense, num_fresh, num_blocks: entries of dense tables, those that take a new page in any case, and those of blocks.
-        pages: [m] pages in the entries; once new ones are given, those. is_new: which entries from `num_fresh` on take new ones.
-        num_new: pages needed. fresh: these, once they are given.
+        num_dense, num_always_new, num_blocks: entries of dense tables, those that take a new page
+            in any case, and those of blocks.
+        pages: [m] pages in the entries; once new ones are given, those. is_new: which entries from
+            `num_always_new` on take new ones.
+        num_new: pages needed. new_pages: these, once they are given.
     """
 
-    places: Int64
+    indices: Int64
     outputs: Int64
     block_sizes: Int64
     num_dense: int
-    num_fresh: int
+    num_always_new: int
     num_blocks: int
     pages: Int64
     is_new: npt.NDArray[np.bool_]
     num_new: int
-    fresh: Int64
-
-
-class Ending(NamedTuple):
-    """Requests of a batch that complete a segment in a step.
-
-    Attributes:
-        rows, slots: [m] where they are in the batch, and their slots. slot_list: these as ints.
-        end: [m] tokens after the step.
-    """
-
-    rows: Int64
-    slots: Int64
-    slot_list: list[int]
-    end: Int64
-
-
-NOBODY = Ending(NO_ROWS, NO_ROWS, [], NO_ROWS)
+    new_pages: Int64
 
 
 class Calendar:
     """Entries that change in each step of a batch.
 
     Args:
-        parts: which entries there are. cuts: how many of them are those of `Decode.num_dense`, `num_fresh`, `num_blocks`.
+        parts: which entries there are. cuts: how many of them are those of `Decode.num_dense`,
+            `num_always_new`, `num_blocks`.
         origin: [n] positions of the batch's first step.
         columns_of: [n] flat indices of the first entries of the requests' rows in the fused table.
         alignment: steps in which every part comes round.
@@ -138,134 +142,37 @@ class Calendar:
         bounds = np.stack([ends - until[:, -1], ends, *until[:, cuts].T], axis=1)
         self._steps: list[list[int]] = bounds.tolist()
         self._alignment = alignment
-        self._number, self._places = -1, self._columns
+        self._number, self._indices = -1, self._columns
 
     def due(self, age: int, snapshots: bool) -> Decode:
         """What changes `age` steps after the batch's first."""
         number, step = divmod(age, self._alignment)
         if number != self._number:
             self._number = number
-            self._places = self._columns + (self._blocks + number * self._turns) % self._widths
-        low, high, dense, fresh, blocks = self._steps[step]
+            self._indices = self._columns + (self._blocks + number * self._turns) % self._widths
+        low, high, dense, always_new, blocks = self._steps[step]
         if not snapshots:
             high = low + blocks
         return Decode(
-            self._places[low:high], self._outputs[low:high], self._sizes[low:high], dense, fresh, blocks,
-            NO_ROWS, NO_FLAGS, fresh, NO_ROWS,
-        )  # fmt: skip
-
-
-class DecodeBatch:
-    """Requests that compute one token each, or as many as the others, and go on doing so from step to step.
-
-    Args:
-        slots, start: [n] requests, and their tokens before the step.
-        size: tokens that each computes in a step: one, or several, of which some may be rejected (see `drafts`).
-        last_slots: [num_tables, n] slots of the tokens before these; anything in rows of states.
-        state_pages: [num_tables, n] live pages of states, 0 where there are none yet; 0 in other rows.
-        is_steady: whether all states have live pages.
-        columns: [n] flat indices of the first entries of the requests' rows in the fused table.
-        alignment: tokens of a segment.
-
-    Attributes:
-        counts: [n] `size` each. end: [n] tokens after the step, if none is rejected. longest: the largest.
-        age: steps since the batch was made.
-        tokens: `size`.
-        row_of, steps: [n * size] of each token of a step, if there are several: which request's it is, and its number there, from 1 on.
-        firsts, cu: [n] int64 and [n + 1] int32, where each request's tokens start.
-        behind: [size, size] ones where a token (column) is not before another (row), else zeros.
-        calendar: what changes in each step, once the batch has lasted a while.
-        is_whole: False once a request has left, or gone back.
-        quiet_until: age before which no request keeps a boundary.
-    """
-
-    def __init__(
-        self, slots: Int64, start: Int64, size: int, last_slots: Int64, state_pages: Int32, is_steady: bool,
-        columns: Int64, alignment: int,
-    ) -> None:  # fmt: skip
-        self.slots, self.size = slots, size
-        self._key = slots.tobytes()
-        self.counts: Int64 = np.full(len(slots), size, dtype=np.int64)
-        self._same = self.counts.tobytes()
-        self.tokens: Int64 = np.array(size)
-        if size > 1:
-            self.row_of: Int64 = np.arange(len(slots)).repeat(size)
-            self.cu: Int32 = np.arange(0, len(self.row_of) + 1, size, dtype=np.int32)
-            self.firsts: Int64 = self.cu[:-1].astype(np.int64)
-            self.steps: Int64 = np.arange(1, len(self.row_of) + 1) - self.row_of * size
-            self.behind: Int64 = np.tri(size, dtype=np.int64).T.copy()
-        self.start, self.end = start, start + self.tokens
-        self.longest = int(np.maximum.reduce(self.end))
-        self.age = 0
-        self.last_slots, self.state_pages, self.is_steady = last_slots, state_pages, is_steady
-        self.is_whole = True
-        self.columns = columns
-        self.calendar: Calendar | None = None
-        self.quiet_until = 0
-        self._alignment = alignment
-        self._segment: Int64 = np.array(alignment)
-        self._closing: tuple[Int64, Int64, list[int], list[int]] | None = None
-        self._ending: Ending | None = None
-
-    def is_of(self, slots: Int64) -> bool:
-        """Whether these are the batch's requests, in its order."""
-        return self.is_whole and slots.tobytes() == self._key
-
-    def is_again(self, slots: Int64, counts: Int64) -> bool:
-        """Whether a step asks for the next tokens of the batch's requests, and nothing else."""
-        return self.is_of(slots) and counts.tobytes() == self._same
-
-    def take(self, end: Int64, last_slots: Int64) -> None:
-        """Go to the step after one with drafts, which left each request `end` [n] tokens."""
-        self.start, self.end, self.last_slots = end, end + self.tokens, last_slots
-        self.longest = int(np.maximum.reduce(self.end))
-        self.age += 1
-        self._ending = None
-
-    def advance(self, last_slots: Int64) -> None:
-        """Go to the step after one of a token each."""
-        self.start, self.end, self.last_slots = self.end, self.end + ONE, last_slots
-        self.longest += 1
-        self.age += 1
-        self._ending = None
-
-    @property
-    def reaching(self) -> Int64:
-        """Rows that may complete a segment in this step, which depends on the drafts that are rejected."""
-        return (self.end % self._segment < self.tokens).nonzero()[0]
-
-    @property
-    def ending(self) -> Ending:
-        """Who completes a segment in this step, if each request computes one token."""
-        if self._ending is not None:
-            return self._ending
-        a = self._alignment
-        if not self.age:
-            rows = (self.end % a == ZERO).nonzero()[0]
-            slots = self.slots[rows]
-            self._ending = Ending(rows, slots, slots.tolist(), self.end[rows])
-            return self._ending
-        if self._closing is None:  # requests by when they do, and how many do before each step
-            wait = (self.age - self.end) % a
-            order = wait.argsort(kind="stable")
-            bounds = np.bincount(wait, minlength=a).cumsum().tolist()
-            slots = self.slots[order]
-            self._closing = order, slots, slots.tolist(), [0, *bounds]
-        order, slots, slot_list, bounds = self._closing
-        step = self.age % a
-        low, high = bounds[step], bounds[step + 1]
-        self._ending = NOBODY
-        if low < high:
-            rows = order[low:high]
-            self._ending = Ending(rows, slots[low:high], slot_list[low:high], self.end[rows])
-        return self._ending
+            self._indices[low:high],
+            self._outputs[low:high],
+            self._sizes[low:high],
+            dense,
+            always_new,
+            blocks,
+            NO_ROWS,
+            NO_FLAGS,
+            always_new,
+            NO_ROWS,
+        )
 
 
 class DecodeTables:
     """Decode steps of all tables.
 
-    A dense table, and a window's ring so long that it gives pages back, take a new page for each block. Other rings keep all
-    their pages, and snapshots theirs: they are written over, unless a resume point or another request has the page.
+    A dense table, and a window's ring so long that it gives pages back, take a new page for each
+    block. Other rings keep all their pages, and snapshots theirs: they are written over, unless a
+    resume point or another request has the page.
 
     Args:
         array: [max_requests, num_columns] int32, the fused table.
@@ -273,8 +180,13 @@ class DecodeTables:
     """
 
     def __init__(
-        self, array: Int32, blocks: list[BlockTables], states: list[StateTables], alignment: int, pool: PagePool
-    ) -> None:  # fmt: skip
+        self,
+        array: Int32,
+        blocks: list[BlockTables],
+        states: list[StateTables],
+        alignment: int,
+        pool: PagePool,
+    ) -> None:
         self.pool = pool
         self._flat = array.reshape(-1)
         # A live page and its snapshot are neighbours.
@@ -305,9 +217,9 @@ class DecodeTables:
     def plan(self, batch: DecodeBatch, snapshots: bool) -> Decode:
         """What the requests of `batch` need; of states only the snapshots, if these are wanted."""
         plan = self._due(batch, snapshots)
-        fixed = plan.num_fresh
-        if len(plan.places) > fixed:
-            plan.pages = self._flat[plan.places].astype(INT64)
+        fixed = plan.num_always_new
+        if len(plan.indices) > fixed:
+            plan.pages = self._flat[plan.indices].astype(INT64)
             plan.is_new = self.pool.counts[plan.pages[fixed:]] != UNSHARED
             plan.num_new += count_true(plan.is_new)
         return plan
@@ -329,55 +241,65 @@ class DecodeTables:
             due += [rows] * len(part.tables)
             counts += [len(rows)] * len(part.tables)
             ends.append(ends[-1] + len(rows) * len(part.tables))
-        dense, fresh, blocks = (ends[i] for i in self._cuts)
+        dense, always_new, blocks = (ends[i] for i in self._cuts)
         rows, table = np.concatenate(due), self._every[: len(counts)].repeat(counts)
         first, tables, widths, periods, sizes = self._each.take(table, axis=1)
-        places = batch.columns[rows] + first + batch.start[rows] // periods % widths
+        indices = batch.columns[rows] + first + batch.start[rows] // periods % widths
         return Decode(
-            places, tables * len(batch.slots) + rows, sizes, dense, fresh, blocks, NO_ROWS, NO_FLAGS, fresh,
+            indices,
+            tables * len(batch.slots) + rows,
+            sizes,
+            dense,
+            always_new,
+            blocks,
             NO_ROWS,
-        )  # fmt: skip
+            NO_FLAGS,
+            always_new,
+            NO_ROWS,
+        )
 
-    def fill(self, plan: Decode, fresh: Int64, slots: Int64) -> None:
-        """Give `fresh` pages [num_new] to the plan, and write the slots of the blocks' first rows into `slots` [num_tables, n]."""
-        fixed, n = plan.num_fresh, plan.num_blocks
-        plan.fresh = fresh
-        if plan.num_new == len(plan.places):
-            plan.pages = fresh
+    def fill(self, plan: Decode, new_pages: Int64, slots: Int64) -> None:
+        """Give `new_pages` [num_new] to the plan, and write the slots of the blocks' first rows
+        into `slots` [num_tables, n]."""
+        fixed, n = plan.num_always_new, plan.num_blocks
+        plan.new_pages = new_pages
+        if plan.num_new == len(plan.indices):
+            plan.pages = new_pages
         else:
-            plan.pages[:fixed] = fresh[:fixed]
+            plan.pages[:fixed] = new_pages[:fixed]
             if plan.num_new > fixed:
-                plan.pages[fixed:][plan.is_new] = fresh[fixed:]
+                plan.pages[fixed:][plan.is_new] = new_pages[fixed:]
         if n:
             slots.ravel()[plan.outputs[:n]] = plan.pages[:n] * plan.block_sizes[:n]
 
     def commit(self, plan: Decode, batch: DecodeBatch) -> tuple[Int64, Int32]:
         """Make the plan real; returns the entries that changed and their pages."""
-        fixed = plan.num_fresh
-        places, pages = plan.places[:fixed], plan.fresh
+        fixed = plan.num_always_new
+        indices, pages = plan.indices[:fixed], plan.new_pages
         if not plan.num_new:
-            return places, NO_VALUES
+            return indices, NO_VALUES
         for block in self._windows:
             rows = (batch.start % block.spec.block_size == 0).nonzero()[0]
             block.drop_behind(batch.slots[rows], batch.start[rows] // block.spec.block_size)
         if plan.num_new > fixed:
-            replaced = self._flat[plan.places[fixed:][plan.is_new]]
+            replaced = self._flat[plan.indices[fixed:][plan.is_new]]
             self.pool.unuse(replaced[replaced != NULL])
-            places, pages = plan.places, plan.pages
+            indices, pages = plan.indices, plan.pages
         if plan.num_new > plan.num_dense:
-            self.pool.counts[plan.fresh[plan.num_dense :]] = UNSHARED
+            self.pool.counts[plan.new_pages[plan.num_dense :]] = UNSHARED
         values = pages.astype(INT32)
-        self._flat[places] = values
-        return places, values
+        self._flat[indices] = values
+        return indices, values
 
     def snapshots(self, plan: Decode) -> Int32:
-        """Pages to copy after a committed step [m, 2]: from live states to the snapshots that are due."""
-        copies: Int32 = self._pairs[plan.places[plan.num_blocks :] - ONE]
+        """Pages to copy after a committed step [m, 2]: from live states to the snapshots that are
+        due."""
+        copies: Int32 = self._pairs[plan.indices[plan.num_blocks :] - ONE]
         return copies
 
     def demand(self, plan: Decode, num_tables: int, num_requests: int) -> list[int]:
         """Pages that each table needs."""
-        fixed = plan.num_fresh
+        fixed = plan.num_always_new
         outputs = np.concatenate([plan.outputs[:fixed], plan.outputs[fixed:][plan.is_new]])
         found: list[int] = np.bincount(outputs // num_requests, minlength=num_tables).tolist()
         return found

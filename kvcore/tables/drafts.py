@@ -1,9 +1,21 @@
-"""Steps with drafts: each request of a batch computes the same few tokens, of which some may be rejected.
+"""Steps with drafts: each request of a batch computes the same few tokens.
 
-There are no more tokens than rows in the smallest page, so that a request starts at most one block in each table and passes
-at most one boundary. What it needs is then two things: the slot of its last token, which the batch knows, and for the few requests
-that start a block a page and the token at which they do. All rows are written, of window groups too. A new block always
-takes a new page: what a ring still has in its column may be needed if the tokens of the block are rejected.
+Some of them may be rejected. There are no more tokens than rows in the smallest page, so that a
+request starts at most one block in each table and passes at most one boundary. What it needs is
+then two things: the slot of its last token, which the batch knows, and for the few requests that
+start a block a page and the token at which they do. All rows are written, of window groups too. A
+new block always takes a new page: what a ring still has in its column may be needed if the tokens
+of the block are rejected.
+
+A request with 6 tokens computes three (one and two drafts), blocks of 4, pages 1 and then 3:
+
+    token             4    5  | 6    7  | 8  | 9   10
+    block             |  1              |  2
+    slot              4    5  | 6    7  | 12 |             page 1 * 4 + row, page 3 * 4 + row
+    step 1            computed| x    x    x  |             block 2 starts `after` 2 of its tokens
+      one accepted            | 6  |                       page 3 goes back; the request has 7
+    step 2                         | x    x    x  |        slots 7, 12, 13; `after` 1
+      all accepted                 | 7    8    9  |        page 3 stays in the table
 """
 
 from __future__ import annotations
@@ -14,36 +26,40 @@ import numpy as np
 import numpy.typing as npt
 from numpy.lib.stride_tricks import sliding_window_view
 
+from ..arrays import INT32, NO_FLAGS, NO_ROWS, NO_VALUES, ONE, ZERO, Int32, Int64, count_true
 from ..pages import UNSHARED, PagePool
-from ..spec import INT32, Int32, Int64, count_true
-from .decode import NO_FLAGS, NO_VALUES, ONE, DecodeBatch
-from .prefill import NO_ROWS, ZERO, BlockTables
-from .state import LIVE, NO_PLACES, SNAPSHOT, StateTables
+from .batch import DecodeBatch
+from .prefill import BlockTables
+from .state import LIVE, NO_INDICES, SNAPSHOT, StateTables
 
 
 @dataclass(slots=True, eq=False)
 class Drafts:
-    """Plan of a step with drafts: the blocks that start in it, and the snapshots that may be due after it.
+    """Plan of a step with drafts: the blocks that start in it, and the snapshots that may be due
+    after it.
 
     Attributes:
-        at: [m] new blocks, by their columns in `DraftTables.columns_of`. lines: [m] the same in a slot mapping [num_tables * n, size].
-        rows, places: [m] their requests, and their flat indices in the fused table.
+        at: [m] new blocks, by their columns in `DraftTables.columns_of`. lines: [m] the same in a
+            slot mapping [num_tables * n, size].
+        rows, indices: [m] their requests, and their flat indices in the fused table.
         after: [m] tokens of the request before the block's first. sizes: [m] rows of a page.
         num_dense: blocks of dense tables, which come first.
-        snapshot_rows, snapshot_places: [s] requests that may end at a boundary, and [s, state tables] flat indices of their snapshots.
-        is_new: [s, state tables] which of these need new pages, because others hold the old ones too.
+        snapshot_rows, snapshot_indices: [s] requests that may end at a boundary, and [s, state
+            tables] flat indices of their snapshots.
+        is_new: [s, state tables] which of these need new pages, because others hold the old ones
+            too.
         num_new: pages needed. pages: [num_new] these, once they are given; first those of blocks.
     """
 
     at: Int64
     lines: Int64
     rows: Int64
-    places: Int64
+    indices: Int64
     after: Int64
     sizes: Int64
     num_dense: int
     snapshot_rows: Int64
-    snapshot_places: Int64
+    snapshot_indices: Int64
     is_new: npt.NDArray[np.bool_]
     num_new: int
     pages: Int64
@@ -54,17 +70,22 @@ class DraftTables:
 
     Args:
         array: [max_requests, num_columns] int32, the fused table.
-        blocks, states: the classes of tables. alignment: tokens of a segment. drafts: most tokens that a step may reject. pool: the
-            pages.
+        blocks, states: the classes of tables. alignment: tokens of a segment. drafts: most tokens
+            that a step may reject. pool: the pages.
 
     Attributes:
         most: tokens of a request in a step, at most; steps with more are chunks.
     """
 
     def __init__(
-        self, array: Int32, blocks: list[BlockTables], states: list[StateTables], alignment: int, drafts: int,
+        self,
+        array: Int32,
+        blocks: list[BlockTables],
+        states: list[StateTables],
+        alignment: int,
+        drafts: int,
         pool: PagePool,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.pool = pool
         self._flat = array.reshape(-1)
         # A live page and its snapshot are neighbours.
@@ -75,7 +96,8 @@ class DraftTables:
         sizes = sorted({b.spec.block_size for b in blocks})
         self.most = min([drafts + 1, alignment, *sizes])
         self._sizes: Int64 = np.array(sizes, dtype=np.int64)[:, None]
-        # Of each table: which size it has, its row in a slot mapping, its first column, its width and its block size.
+        # Of each table: which size it has, its row in a slot mapping, its first column, its width
+        # and its block size.
         each = [
             (sizes.index(b.spec.block_size), table, first, b.spec.width, b.spec.block_size)
             for b in ordered
@@ -91,15 +113,16 @@ class DraftTables:
                 if not b.recycles:
                     self._windows.append((b, at))
                 at += b.spec.num_tables
-        places = [s.first + SNAPSHOT for s in states]
-        self._snapshots: Int64 = np.concatenate(places) if places else np.empty(0, dtype=np.int64)
+        indices = [s.first + SNAPSHOT for s in states]
+        self._snapshots: Int64 = np.concatenate(indices) if indices else np.empty(0, dtype=np.int64)
         tables = [s.spec.tables for s in states]
         self._state_tables: Int64 = np.concatenate(tables) if tables else self._snapshots
         self._batch: DecodeBatch | None = None
         self._columns: Int64 = np.empty((5, 0), dtype=np.int64)  # of the batch, see `columns_of`
 
     def columns_of(self, batch: DecodeBatch) -> Int64:
-        """What blocks may start in, [5, tables of blocks * n]: request, line in a slot mapping, first column, width, block size."""
+        """What blocks may start in, [5, tables of blocks * n]: request, line in a slot mapping,
+        first column, width, block size."""
         if batch is not self._batch:
             shape = 5, len(self._table_of), len(batch.slots)
             columns: Int64 = np.empty(shape, dtype=np.int64)
@@ -111,47 +134,60 @@ class DraftTables:
         return self._columns
 
     def plan(self, batch: DecodeBatch, snapshot: Int64) -> Drafts:
-        """What the requests of `batch` need; `snapshot`: those that may end at a boundary whose state is to be kept."""
+        """What the requests of `batch` need; `snapshot`: those that may end at a boundary whose
+        state is to be kept."""
         starts = (-batch.start % self._sizes < batch.tokens).take(self._size_of, axis=0)
         at = starts.ravel().nonzero()[0]
         rows, lines, first, widths, sizes = self.columns_of(batch).take(at, axis=1)
         number, inside = np.divmod(batch.end[rows] - ONE, sizes)  # of the step's last token
-        after, places = batch.tokens - ONE - inside, first + number % widths
+        after, indices = batch.tokens - ONE - inside, first + number % widths
         num_dense = int(at.searchsorted(self._num_dense * len(batch.slots)))
         plan = Drafts(
-            at, lines, rows, places, after, sizes, num_dense, snapshot, NO_PLACES, NO_FLAGS, len(at),
+            at,
+            lines,
+            rows,
+            indices,
+            after,
+            sizes,
+            num_dense,
+            snapshot,
+            NO_INDICES,
+            NO_FLAGS,
+            len(at),
             NO_ROWS,
-        )  # fmt: skip
+        )
         if snapshot.size:
-            plan.snapshot_places = batch.columns[snapshot][:, None] + self._snapshots
-            plan.is_new = self.pool.counts[self._flat[plan.snapshot_places]] != UNSHARED
+            plan.snapshot_indices = batch.columns[snapshot][:, None] + self._snapshots
+            plan.is_new = self.pool.counts[self._flat[plan.snapshot_indices]] != UNSHARED
             plan.num_new += count_true(plan.is_new)
         return plan
 
-    def fill(self, plan: Drafts, batch: DecodeBatch, fresh: Int64, slots: Int64) -> None:
-        """Give `fresh` pages [num_new] to the plan, and write the slots of the new blocks into `slots` [num_tables, n * size]."""
-        plan.pages = fresh
+    def fill(self, plan: Drafts, batch: DecodeBatch, new_pages: Int64, slots: Int64) -> None:
+        """Give `new_pages` [num_new] to the plan, and write the slots of the new blocks into
+        `slots` [num_tables, n * size]."""
+        plan.pages = new_pages
         lines, first = (
             slots.reshape(-1, batch.size),
-            fresh[: len(plan.at)] * plan.sizes - plan.after,
+            new_pages[: len(plan.at)] * plan.sizes - plan.after,
         )
         shift = first - ONE - batch.last_slots.ravel()[plan.lines]
         lines[plan.lines] += batch.behind.take(plan.after, axis=0) * shift[:, None]
 
     def commit(self, plan: Drafts, batch: DecodeBatch, taken: Int64) -> tuple[Int64, Int32]:
-        """Make the plan real, of which each request keeps `taken` [n] tokens; returns the entries that changed and their pages.
+        """Make the plan real, of which each request keeps `taken` [n] tokens; returns the entries
+        that changed and their pages.
 
-        A ring's column has a block that was last seen `width` blocks ago: no query after the step, and no tail of a last boundary,
-        reaches so far back.
+        A ring's column has a block that was last seen `width` blocks ago: no query after the step,
+        and no tail of a last boundary, reaches so far back.
         """
-        places, pages, cut = plan.places, plan.pages[: len(plan.at)], plan.num_dense
+        indices, pages, cut = plan.indices, plan.pages[: len(plan.at)], plan.num_dense
         stays = plan.after < taken[plan.rows]
         kept = stays.nonzero()[0]
-        if len(kept) < len(places):
+        if len(kept) < len(indices):
             self.pool.put(pages[~stays])
-            places, pages, cut = places[kept], pages[kept], int(kept.searchsorted(cut))
+            indices, pages, cut = indices[kept], pages[kept], int(kept.searchsorted(cut))
         if not len(kept):
-            return places, NO_VALUES
+            return indices, NO_VALUES
         for block, first in self._windows:
             n, at = len(batch.slots), plan.at[kept]
             low, high = at.searchsorted((first * n, (first + 1) * n)).tolist()
@@ -159,29 +195,30 @@ class DraftTables:
                 rows, size = plan.rows[kept[low:high]], block.spec.block_size
                 block.drop_behind(batch.slots[rows], (batch.end[rows] - ONE) // size)
         if cut < len(kept):
-            self.pool.unuse(self._flat[places[cut:]])
+            self.pool.unuse(self._flat[indices[cut:]])
             self.pool.counts[pages[cut:]] = UNSHARED
         values = pages.astype(INT32)
-        self._flat[places] = values
-        return places, values
+        self._flat[indices] = values
+        return indices, values
 
     def snapshots(self, plan: Drafts, end: Int64) -> tuple[Int64, Int32]:
         """Make those snapshots real that are due at `end` [n], and free the others' pages.
 
         Returns:
-            (requests whose snapshots are due, copies of pages after the step [m, 2], from live states to snapshots).
+            (requests whose snapshots are due, copies of pages after the step [m, 2], from live
+            states to snapshots).
         """
         due = end[plan.snapshot_rows] % self._segment == ZERO
-        places = plan.snapshot_places[due]
-        fresh = plan.pages[len(plan.at) :]
-        if len(fresh):
+        indices = plan.snapshot_indices[due]
+        new_pages = plan.pages[len(plan.at) :]
+        if len(new_pages):
             is_due = due.repeat(len(self._snapshots))[plan.is_new.ravel()]
-            self.pool.put(fresh[~is_due])
-            fresh, replaced = fresh[is_due], places[plan.is_new[due]]
+            self.pool.put(new_pages[~is_due])
+            new_pages, replaced = new_pages[is_due], indices[plan.is_new[due]]
             self.pool.unuse(self._flat[replaced])
-            self._flat[replaced] = fresh
-            self.pool.counts[fresh] = UNSHARED
-        copies: Int32 = self._pairs[places.ravel() - ONE]
+            self._flat[replaced] = new_pages
+            self.pool.counts[new_pages] = UNSHARED
+        copies: Int32 = self._pairs[indices.ravel() - ONE]
         return plan.snapshot_rows[due], copies
 
     def demand(self, plan: Drafts, num_tables: int, num_requests: int) -> list[int]:

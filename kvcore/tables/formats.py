@@ -1,11 +1,15 @@
-"""Block tables in the forms that other kernels read: compressed rows (FlashInfer) and linear rows (vLLM, FlashAttention).
+"""Table formats that other kernels read: compressed and linear rows of pages.
 
-Both describe the tokens that are computed, for two readers:
+FlashInfer takes compressed rows, vLLM and FlashAttention linear ones. Both describe the tokens that
+are computed, for two readers:
 
-* between a plan and its commit (or before the plan): the context of the step's queries, which take the step's own rows from elsewhere;
-* after the commit of a step of one token a request: the query of that token, which takes its own row from the page too.
+* between a plan and its commit (or before the plan): the context of the step's queries, which take
+  the step's own rows from elsewhere;
+* after the commit of a step of one token a request: the query of that token, which takes its own
+  row from the page too.
 
-The queries of a chunk cannot read all of their rows from the pages of a window group: only those that later queries see were written.
+The queries of a chunk cannot read all of their rows from the pages of a window group: only those
+that later queries see were written.
 """
 
 from __future__ import annotations
@@ -15,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..spec import NULL_BLOCK, Int32, Int64, as_ints, ragged_arange
+from ..arrays import Int32, Int64, ragged_arange
+from ..spec import NULL_BLOCK, as_ints
 
 if TYPE_CHECKING:
     from ..cache import KVCache
@@ -28,8 +33,10 @@ class PagedRows:
     Attributes:
         indptr: [n + 1] int32, where each request's pages start in `indices`.
         indices: [m] int32 page ids in token order.
-        last_page_len: [n] int32 tokens in the last page, 1..block_size; 0 for a request without pages.
-        first_tokens: [n] int64 position of the first row of the first page: of a window group the blocks before are gone.
+        last_page_len: [n] int32 tokens in the last page, 1..block_size; 0 for a request without
+            pages.
+        first_tokens: [n] int64 position of the first row of the first page: of a window group the
+            blocks before are gone.
     """
 
     indptr: Int32
@@ -39,9 +46,11 @@ class PagedRows:
 
 
 def paged_rows(cache: KVCache, group: int, slots: Any, part: int = 0) -> PagedRows:
-    """Pages that a query at the newest token of each request, or at the next, may read, in compressed rows.
+    """Pages that a query at the newest token of each request, or at the next, may read, in
+    compressed rows.
 
-    Of a window group the first page may hold nothing that the reader sees: a kernel masks by position all the same.
+    Of a window group the first page may hold nothing that the reader sees: a kernel masks by
+    position all the same.
 
     Args:
         cache: the allocator.
@@ -86,7 +95,8 @@ def linear_table(cache: KVCache, group: int, slots: Any, part: int = 0) -> Int32
 def _visible(
     cache: KVCache, group: int, slots: Any, part: int
 ) -> tuple[Int64, Int64, Int64, Int32, int]:
-    """Checked slots, their computed tokens, the first block that the newest token or the next sees, the table and its block size."""
+    """Checked slots, their computed tokens, the first block that the newest token or the next sees,
+    the table and its block size."""
     table = cache.table(group, part)
     spec = cache.layout.groups[group]
     if spec.kind == "state":
@@ -99,7 +109,7 @@ def _visible(
     if spec.sliding_window is not None:
         first = np.maximum(0, lengths - spec.sliding_window) // spec.block_size
         # A replay has no rows before its start.
-        first = np.maximum(first, cache._chains.replay_from[slots] // spec.block_size)
+        first = np.maximum(first, cache._chains.replays.start[slots] // spec.block_size)
         # The next query sees one row less: a chunk and a hit leave no page for that row alone.
         # A replay that has not begun has no row at all.
         inside = first * spec.block_size < lengths

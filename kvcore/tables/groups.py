@@ -1,8 +1,9 @@
 """The block tables of all groups, and what a step does to them.
 
-Tables know pages, blocks and positions; they know nothing of prompts, keys or what is cached. `plan` counts
-the pages that a step needs, `fill` hands them out, `commit` makes the step real, and `settle` frees what nobody
-took. All tables are columns of one array, so that a device copy needs one list of changes.
+Tables know pages, blocks and positions; they know nothing of prompts, keys or what is cached.
+`plan` counts the pages that a step needs, `fill` hands them out, `commit` makes the step real, and
+`settle` frees what nobody took. All tables are columns of one array, so that a device copy needs
+one list of changes.
 """
 
 from __future__ import annotations
@@ -11,12 +12,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..arrays import NO_ROWS, ONE, Int32, Int64, slice_of
 from ..pages import PagePool
-from ..spec import Int32, Int64, Layout, count_true, ragged_arange, slice_of
-from .decode import ONE, Decode, DecodeBatch, DecodeTables
-from .drafts import Drafts, DraftTables
-from .prefill import NO_ROWS, ZERO, BlockTables, Chunk
-from .state import LIVE, SNAPSHOT, StateStep, StateTables
+from ..spec import Layout
+from .batch import DecodeBatch
+from .decode import Decode, DecodeTables
+from .drafts import Drafts
+from .prefill import Chunk
+from .rows import RowTables
+from .state import SNAPSHOT, StateStep
 
 NOWHERE: Int64 = np.array(-1)  # in a slot mapping: not written
 NO_COPIES: Int32 = np.empty((0, 2), dtype=np.int32)
@@ -35,7 +39,8 @@ class Step:
         needed: pages, in all. decode_slots: [tables, decode rows] slots of their tokens.
         copies: [m, 2] pages to copy before the step (source, destination).
         state_pages: [tables, n] live pages of state tables; [0, n] where there are none.
-        written: [n] position from which dense groups write. replaying: whether it is past `start` anywhere.
+        written: [n] position from which dense groups write. replaying: whether it is past `start`
+            anywhere.
         snapshot: rows that may end the step at a boundary whose state is to be kept.
         steady: one token for each of a batch of requests whose states have live pages.
     """
@@ -79,64 +84,23 @@ class Effects:
     copies: Int32
 
 
-class Tables:
-    """Block tables of every group.
+class Tables(RowTables):
+    """Steps of all tables: each class plans its part, of chunks and of states; `decode` all of
+    them.
 
     Args:
-        layout: the groups.
-        max_requests: rows.
-        pool: the pages.
-        track_deltas: collect changes for `take_deltas`.
-
-    Attributes:
-        array: [max_requests, num_columns] int32, all tables side by side.
-        snapshot_at: [max_requests] int64 boundary of each request's newest state snapshot, 0 for none.
+        layout, max_requests, pool, track_deltas: as of `RowTables`.
     """
 
     def __init__(
         self, layout: Layout, max_requests: int, pool: PagePool, track_deltas: bool
     ) -> None:
-        self.layout = layout
-        self.pool = pool
-        self.array: Int32 = np.zeros((max_requests, layout.num_columns), dtype=np.int32)
-        self.snapshot_at: Int64 = np.zeros(max_requests, dtype=np.int64)
-        block_classes = [c for c in layout.classes if c.spec.kind != "state"]
+        super().__init__(layout, max_requests, pool, track_deltas)
         # Rows of a slot mapping where not every token has a slot.
         rows = [t for t, (g, _) in enumerate(layout.tables) if layout.groups[g].kind != "dense"]
         self._sparse_rows = slice_of(rows)
-        rows = [t for t, (g, _) in enumerate(layout.tables) if layout.groups[g].kind == "state"]
-        self._state_rows = slice_of(rows)
-        self.blocks = [
-            BlockTables(c, self.array, layout.alignment, layout.lookahead, pool)
-            for c in block_classes
-        ]
-        # The decode rows of the last step, and where in it each slot's request is; -1 for those that were not.
-        self._batch: DecodeBatch | None = None
-        self._row_of: Int64 = np.full(max_requests, -1, dtype=np.int64)
-        self.dense = [b for b in self.blocks if not b.is_window]
-        self.windows = [b for b in self.blocks if b.is_window]
-        self.states = [
-            StateTables(c, self.array, layout.alignment, pool)
-            for c in layout.classes
-            if c.spec.kind == "state"
-        ]
+        self._state_rows = self.batches.state_rows
         self.decodes = DecodeTables(self.array, self.blocks, self.states, layout.alignment, pool)
-        self.drafts = DraftTables(
-            self.array, self.blocks, self.states, layout.alignment, layout.drafts, pool
-        )
-        # First column, width and block size of each table: [num_tables, 1] all, ones for states.
-        each: Int64 = np.ones((3, len(layout.tables), 1), dtype=np.int64)
-        for b in self.blocks:
-            each[0, b.spec.tables, 0] = b.first
-            each[1, b.spec.tables], each[2, b.spec.tables] = (
-                b.spec.width,
-                b.spec.block_size,
-            )
-        self._each = tuple(each)  # which is quicker to take apart
-        self._flat = self.array.reshape(-1)
-        self._no_replays = NO_ROWS, np.empty((len(layout.tables), 0), dtype=np.int64)
-        self._track_deltas = track_deltas
-        self._deltas: list[tuple[Int64, Int32]] = []
 
     # A step.
 
@@ -155,23 +119,24 @@ class Tables:
 
         Args:
             slots, start, end: [n] requests and their tokens before and after the step.
-            written: [n] position from which dense groups write; past `start` where a request computes cached tokens again.
+            written: [n] position from which dense groups write; past `start` where a request
+                computes cached tokens again.
             chunk_rows: requests that compute several tokens, or cached ones again.
             kept: (index in chunk_rows, boundary) of each tail that must outlive the step, sorted.
             snapshot: rows that may end the step at a boundary whose state is to be kept.
-            batch: from `batch_again`, if the step is nothing else.
+            batch: from `Batches.again`, if the step is nothing else.
         """
         steady = False
         decode_rows = NO_ROWS  # which stands for all
         if not len(chunk_rows):
-            batch = batch or self._batch_of(slots, start)
+            batch = batch or self.batches.of(slots, start)
             steady = batch is not None and batch.is_steady
         else:
             if len(chunk_rows) < len(slots):
                 alone = np.ones(len(slots), dtype=np.bool_)
                 alone[chunk_rows] = False
                 decode_rows = alone.nonzero()[0]
-            batch = self._batch_of(slots[decode_rows], start[decode_rows])
+            batch = self.batches.of(slots[decode_rows], start[decode_rows])
         decode: Decode | None = None
         drafts: Drafts | None = None
         chunks: list[Chunk] = []
@@ -193,83 +158,24 @@ class Tables:
             for p, s in zip(states, self.states, strict=True):
                 needed += p.num_blocks * s.spec.num_tables
         return Step(
-            slots, start, end, written, snapshot, decode_rows, chunk_rows, batch, decode, drafts, chunks, states, needed,
-            NO_ROWS, NO_COPIES, NO_PAGES, steady,
-        )  # fmt: skip
-
-    def batch_again(self, slots: Int64, counts: Int64) -> DecodeBatch | None:
-        """The decode batch of the last step, moved on, if `slots`, `counts` [n] ask for just that."""
-        batch = self._batch
-        return batch if batch is not None and batch.is_again(slots, counts) else None
-
-    def batch_with_drafts(self, slots: Int64, start: Int64, counts: Int64) -> DecodeBatch | None:
-        """The requests of a step as a batch, if each computes as many tokens as the others, and few enough (see `drafts`)."""
-        size = int(counts[0])
-        if size > self.drafts.most or count_true(counts == size) < len(counts):
-            return None
-        batch = self._batch_of(slots, start, size)
-        return batch if batch is not None and batch.is_steady else None
-
-    def _batch_of(self, slots: Int64, start: Int64, size: int = 1) -> DecodeBatch | None:
-        if not len(slots):
-            return None
-        old = self._batch
-        if old is None:
-            shape = len(self.layout.tables), len(slots)
-            slots = slots.copy()
-            last, live = np.empty(shape, dtype=np.int64), np.zeros(shape, dtype=np.int32)
-            rows = np.arange(len(slots))
-        elif old.is_of(slots):
-            if old.size == size:
-                return old
-            slots, last, live, rows = old.slots, old.last_slots, old.state_pages, NO_ROWS
-        else:
-            slots = slots.copy()
-            known = self._row_of[slots]
-            last = old.last_slots.take(known, axis=1)
-            live = old.state_pages.take(known, axis=1)
-            rows = (known < ZERO).nonzero()[0]
-        if rows.size:
-            last[:, rows] = self._last_slots(slots[rows], start[rows])
-            for state in self.states:
-                live[state.spec.tables[:, None], rows] = state.table[slots[rows], :, LIVE].T
-        states = live[self._state_rows]
-        is_steady = np.count_nonzero(states) == states.size
-        columns = slots * self.layout.num_columns
-        return DecodeBatch(
-            slots, start, size, last, live, is_steady, columns, self.layout.alignment
+            slots,
+            start,
+            end,
+            written,
+            snapshot,
+            decode_rows,
+            chunk_rows,
+            batch,
+            decode,
+            drafts,
+            chunks,
+            states,
+            needed,
+            NO_ROWS,
+            NO_COPIES,
+            NO_PAGES,
+            steady,
         )
-
-    def _last_slots(self, slots: Int64, computed: Int64) -> Int64:
-        """Slots of the tokens before positions `computed` [m]: [num_tables, m], one below the next slot in an open block.
-
-        What it has in rows of states, and where a block starts, means nothing.
-        """
-        first, width, size = self._each
-        pages = self._flat[slots * self.layout.num_columns + first + computed // size % width]
-        last: Int64 = pages * size + (computed % size - ONE)
-        return last
-
-    def check_batch(self, num_computed: Int64) -> None:
-        """Compare what the batch knows of its requests, of which slots have `num_computed` tokens, with the tables.
-
-        Raises:
-            AssertionError: they differ.
-        """
-        rows = (self._row_of >= 0).nonzero()[0]
-        if self._batch is None:
-            assert not rows.size, "rows of no batch"
-            return
-        batch, known = self._batch, self._row_of[rows]
-        assert (batch.slots[known] == rows).all() and (
-            batch.start[known] == num_computed[rows]
-        ).all()
-        assert len(rows) == len(batch.slots) or not batch.is_whole, "a request left unseen"
-        is_open = batch.start[known] % self._each[2] > 0
-        same = batch.last_slots[:, known] == self._last_slots(rows, batch.start[known])
-        assert same[is_open].all(), "slots of the last tokens"
-        for s in self.states:
-            assert (batch.state_pages[s.spec.tables][:, known] == s.table[rows, :, LIVE].T).all()
 
     def per_group(self, step: Step) -> dict[str, int]:
         """Pages that each group needs."""
@@ -349,20 +255,6 @@ class Tables:
             step.copies = np.concatenate(copies) if copies else NO_COPIES
         return mapping
 
-    def replays(self, step: Step, cu: Int32) -> tuple[Int64, Int64]:
-        """Rows of the step that dense groups hold already, and their slots [num_tables, m]; -1 in other groups."""
-        if not step.replaying:
-            return self._no_replays
-        counts = np.maximum(0, np.minimum(step.written, step.end) - step.start)
-        which, positions = ragged_arange(step.start, counts)
-        rows = cu[which] + positions - step.start[which]
-        where = np.full((len(self.layout.tables), len(rows)), -1, dtype=np.int64)
-        for block in self.dense:
-            size = block.spec.block_size
-            pages = block.pages(step.slots[which], positions // size).T
-            where[block.spec.tables] = pages * np.int64(size) + positions % size
-        return rows, where
-
     def commit(self, step: Step, end: Int64, kept: tuple[Int64, Int64]) -> Effects:
         """Make a step real.
 
@@ -383,27 +275,29 @@ class Tables:
                 if block.is_window:
                     strip, base = block.strip(chunk, slots, stop, kept[1])
                     if len(tails):
-                        self._place(tails, block, block.tails(strip, base, *kept))
-                    places, pages, left = block.commit_window(
+                        self._put_tail(tails, block, block.tails(strip, base, *kept))
+                    indices, pages, left = block.commit_window(
                         chunk, strip, base, slots, stop, reached
                     )
                     gone.append(left)
-                    self._delta(places, pages)
+                    self._delta(indices, pages)
                 else:
                     rows, blocks, taken = block.commit_dense(chunk, slots, stop, reached)
                     if self._track_deltas:
-                        self._delta(block.places(slots[rows], blocks), taken)
+                        self._delta(block.indices(slots[rows], blocks), taken)
         batch = step.batch
         if batch is not None and step.decode is not None:
-            self._delta(*self.decodes.commit(step.decode, batch))
+            changed = self.decodes.commit(step.decode, batch)
+            if self._track_deltas:
+                self._delta(*changed)
         copies = NO_COPIES
         if self.states:
             copies = self._commit_states(step, end)
             if len(tails):
                 where = step.slots[step.chunk_rows[kept[0]]]
                 for state in self.states:
-                    self._place(tails, state, state.table[where, :, SNAPSHOT, None])
-        self._keep_batch(batch)
+                    self._put_tail(tails, state, state.table[where, :, SNAPSHOT, None])
+        self.batches.keep(batch)
         if batch is not None:
             batch.advance(step.decode_slots)
         return Effects(tails, gone, copies)
@@ -417,28 +311,9 @@ class Tables:
         if plan.snapshot_rows.size:
             rows, copies = self.drafts.snapshots(plan, end)
             self.snapshot_at[batch.slots[rows]] = end[rows]
-        self._keep_batch(batch)
+        self.batches.keep(batch)
         batch.take(end, step.decode_slots.take(batch.firsts + (taken - ONE), axis=1))
         return Effects(NO_PAGES, [], copies)
-
-    def _keep_batch(self, batch: DecodeBatch | None) -> None:
-        """Remember the batch of the last step."""
-        if batch is not self._batch:
-            self._forget_batch()
-            if batch is not None:
-                self._row_of[batch.slots] = np.arange(len(batch.slots))
-            self._batch = batch
-
-    def _forget_batch(self) -> None:
-        if self._batch is not None:
-            self._row_of[self._batch.slots] = -1
-            self._batch = None
-
-    def _leave_batch(self, slot: int) -> None:
-        """The request of `slot` is not where the batch left it."""
-        if self._batch is not None and self._row_of[slot] >= 0:
-            self._row_of[slot] = -1
-            self._batch.is_whole = False
 
     def _commit_states(self, step: Step, end: Int64) -> Int32:
         if step.steady:
@@ -460,19 +335,14 @@ class Tables:
         self.snapshot_at[step.slots[ends]] = end[ends]
         copies = []
         for plan, state in zip(step.states, self.states, strict=True):
-            more, places, pages = state.commit(plan, step.slots, end, ends)
+            more, indices, pages = state.commit(plan, step.slots, end, ends)
             copies.append(more)
-            self._delta(places, pages)
+            self._delta(indices, pages)
         return copies[0] if len(copies) == 1 else np.concatenate(copies)
 
-    def _place(self, tails: Int32, part: BlockTables | StateTables, pages: Int32) -> None:
-        """Put the tail pages [m, k, tail] of one class into their columns of `tails`."""
-        c = part.spec
-        size = c.num_tables * c.tail
-        tails[:, c.tail_offset : c.tail_offset + size] = pages.reshape(len(tails), size)
-
     def settle(self, step: Step, effects: Effects) -> None:
-        """Free what the step left and nobody holds: pages out of windows, and blocks that nobody took."""
+        """Free what the step left and nobody holds: pages out of windows, and blocks that nobody
+        took."""
         for pages in effects.gone:
             self.pool.unuse(pages)
         if not step.chunks:
@@ -480,105 +350,5 @@ class Tables:
         for chunk, block in zip(step.chunks, self.blocks, strict=True):
             if block.is_window and chunk.num_left:
                 assert chunk.pages is not None
-                fresh = chunk.pages[chunk.is_new].ravel()
-                self.pool.put(fresh[self.pool.counts[fresh] == 0])
-
-    # One request.
-
-    def tail(self, slot: int, boundary: int) -> Int32:
-        """Pages of the tail of `boundary`, which the rings of `slot` still have: [pages_per_point]."""
-        tails = np.zeros((1, self.layout.pages_per_point), dtype=np.int32)
-        slots = np.array([slot])
-        for block in self.windows:
-            c = block.spec
-            blocks = boundary // c.block_size - np.arange(c.tail, 0, -1)
-            self._place(tails, block, block.read(slots, blocks[None, :]))
-        for state in self.states:
-            self._place(tails, state, state.table[slots, :, SNAPSHOT, None])
-        row: Int32 = tails[0]
-        return row
-
-    def segment_pages(self, slot: int, first: int, end: int) -> Int32:
-        """Dense pages of the segments [first, end) of a request: [end - first, pages_per_segment]."""
-        pages = np.empty((end - first, self.layout.pages_per_segment), dtype=np.int32)
-        for block in self.dense:
-            c = block.spec
-            part = block.table[slot, :, first * c.per_segment : end * c.per_segment]
-            part = part.reshape(c.num_tables, end - first, c.per_segment).transpose(1, 0, 2)
-            columns = slice(c.segment_offset, c.segment_offset + c.num_tables * c.per_segment)
-            pages[:, columns] = part.reshape(end - first, -1)
-        return pages
-
-    def fill_dense(self, slot: int, first: int, pages: Int32) -> None:
-        """Set the dense entries of segments from `first` on to `pages` [n, pages_per_segment]."""
-        for block in self.dense:
-            c = block.spec
-            part = pages[:, c.segment_offset : c.segment_offset + c.num_tables * c.per_segment]
-            part = part.reshape(len(pages), c.num_tables, c.per_segment).transpose(0, 2, 1)
-            part = part.reshape(-1, c.num_tables)
-            blocks = first * c.per_segment + np.arange(len(part))
-            where = np.full(len(part), slot)
-            self._delta(block.write(where, blocks, part), part)
-
-    def load(self, slot: int, boundary: int, pages: Int32) -> None:
-        """A hit: the request starts at `boundary` with the resume point's `pages` [pages_per_point]."""
-        self.pool.use(pages[pages != 0])
-        for block in self.windows:
-            c = block.spec
-            blocks = boundary // c.block_size - np.arange(c.tail, 0, -1)
-            valid = blocks >= 0
-            where = np.full(int(valid.sum()), slot)
-            part = pages[c.tail_offset : c.tail_offset + c.num_tables * c.tail]
-            part = part.reshape(c.num_tables, c.tail).T[valid]
-            self._delta(block.write(where, blocks[valid], part), part)
-        for state in self.states:
-            c = state.spec
-            state.table[slot, :, SNAPSHOT] = pages[c.tail_offset : c.tail_offset + c.num_tables]
-        self.snapshot_at[slot] = boundary
-
-    def shrink(self, slot: int, old: int, new: int) -> None:
-        """Forget the tokens [new, old) of a request; they are in no cached segment."""
-        slots = np.array([slot])
-        if self.snapshot_at[slot] > new:  # its page holds the state of tokens that are taken back
-            self.snapshot_at[slot] = 0
-        for block in self.blocks:
-            size = block.spec.block_size
-            blocks = np.arange(-(-new // size), -(-old // size))
-            if len(blocks):
-                pages = block.read(slots, blocks[None, :]).ravel()
-                if block.is_window:
-                    self.pool.unuse(pages)
-                else:
-                    self.pool.put(pages)
-                block.write(np.repeat(slots, len(blocks)), blocks, np.zeros(1, np.int32))
-        self._leave_batch(slot)
-
-    def release(self, slot: int, cached: int, computed: int) -> None:
-        """Empty the row of a request, whose tokens past `cached` are its own."""
-        for block in self.dense:
-            size = block.spec.block_size
-            own = block.table[slot, :, cached // size : -(-computed // size)]
-            self.pool.put(own.ravel())
-            block.table[slot, :, : -(-max(cached, computed) // size)] = 0
-        for table in [b.table for b in self.windows] + [s.table for s in self.states]:
-            self.pool.unuse(table[slot].ravel())
-            table[slot] = 0
-        self.snapshot_at[slot] = 0
-        self._leave_batch(slot)
-
-    # Device copies.
-
-    def take_deltas(self) -> tuple[Int64, Int32]:
-        """Entries that changed since the last call; see `KVCache.take_deltas`."""
-        if not self._track_deltas:
-            raise ValueError(
-                "track_deltas: expected True at construction to take deltas, got False"
-            )
-        deltas, self._deltas = self._deltas, []
-        if not deltas:
-            return np.empty(0, np.int64), np.empty(0, np.int32)
-        return np.concatenate([d[0] for d in deltas]), np.concatenate([d[1] for d in deltas])
-
-    def _delta(self, places: Int64, pages: Int32 | Int64 | None) -> None:
-        if self._track_deltas and pages is not None and pages.size:
-            self._deltas.append((places.ravel(), pages.ravel().astype(np.int32)))
+                new_pages = chunk.pages[chunk.is_new].ravel()
+                self.pool.put(new_pages[self.pool.counts[new_pages] == 0])

@@ -1,9 +1,22 @@
-"""Tables of the dense or window groups of one spec, and vectorised planning and committing of their chunks.
+"""Prefill chunks: tables of the dense or window groups of one spec, for all requests at once.
 
-A *chunk* is what a request computes in a step if it is more than one token: a prefill chunk, or uneven speculative tokens (`decode` has
-the requests with one token, `drafts` those with the same few). A dense group gets pages for all of its new blocks, a window group only for the blocks that
-outlive the chunk: those that the next query can still see, and the tails of boundaries that retention keeps. All other rows get slot
--1 and are never written.
+A *chunk* is what a request computes in a step if it is more than one token: a prefill chunk, or
+uneven speculative tokens (`decode` has the requests with one token, `drafts` those with the same
+few). A dense group gets pages for all of its new blocks, a window group only for the blocks that
+outlive the chunk: those that the next query can still see, and the tails of boundaries that
+retention keeps. All other rows get slot -1 and are never written.
+
+*Survivors-only pages*: a chunk [0, 160) of a window of 33 tokens in blocks of 16. A query at 160
+sees the 32 tokens before it, blocks 8 and 9. Retention keeps the boundaries 64, 128 and 160, whose
+tails are the two blocks before them:
+
+    tokens      0    16   32   48   64   80   96   112  128  144  160
+    block       | 0  | 1  | 2  | 3  | 4  | 5  | 6  | 7  | 8  | 9  |
+    kept for              [   64    ]         [   128   ][   160  ]
+    page          -    -   new  new   -    -   new  new  new  new
+
+Six pages instead of ten. What the ring does not need after the chunk (blocks 2, 3, 6 and 7), only
+resume points hold: it is evictable.
 """
 
 from __future__ import annotations
@@ -13,11 +26,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from ..arrays import ZERO, Int32, Int64, ragged_arange
 from ..pages import PagePool
-from ..spec import GroupClass, Int32, Int64, ragged_arange
+from ..spec import GroupClass
 
-NO_ROWS: Int64 = np.empty(0, dtype=np.int64)
-ZERO: Int64 = np.array(0)
 FEW = 8  # boundaries of a chunk that are planned one by one
 
 
@@ -69,32 +81,34 @@ class BlockTables:
         columns = tables[:, spec.offset : spec.offset + spec.num_columns]
         self.table = columns.reshape(len(tables), k, spec.width)
         assert np.shares_memory(self.table, tables)
-        # One flat index a place: several times quicker than three, and what a device copy is told.
+        # One flat index an entry: several times quicker than three, and what a device copy is told.
         self._flat = tables.reshape(-1)
         self._row = tables.shape[1]
         self.first = spec.offset + np.arange(k) * spec.width
         self._size: Int64 = np.array(spec.block_size)
         self._within = np.arange(spec.block_size)
-        # A ring of which the window takes a good part keeps all its pages, and writes over those out of reach: nothing
-        # to free and to take. One that is long only because boundaries are far apart gives pages back.
+        # A ring of which the window takes a good part keeps all its pages, and writes over those
+        # out of reach: nothing to free and to take. One that is long only because boundaries are
+        # far apart gives pages back.
         self.recycles = self.is_window and spec.per_segment <= 2 * (spec.live + 1)
 
     # Tables.
 
-    def places(self, slots: Int64, blocks: Int64) -> Int64:
+    def indices(self, slots: Int64, blocks: Int64) -> Int64:
         """Flat indices in the fused table of `blocks` [m] of `slots` [m]: [m, k]."""
-        places: Int64 = (slots * self._row + blocks % self.spec.width)[:, None] + self.first
-        return places
+        indices: Int64 = (slots * self._row + blocks % self.spec.width)[:, None] + self.first
+        return indices
 
     def write(self, slots: Int64, blocks: Int64, pages: Int32 | Int64) -> Int64:
-        """Set the table entries of `blocks` [m] of `slots` [m]; returns their flat indices [m, k]."""
-        places = self.places(slots, blocks)
-        self._flat[places] = pages
-        return places
+        """Set the table entries of `blocks` [m] of `slots` [m]; returns their flat indices [m,
+        k]."""
+        indices = self.indices(slots, blocks)
+        self._flat[indices] = pages
+        return indices
 
     def pages(self, slots: Int64, blocks: Int64) -> Int32:
         """Pages of `blocks` [m] of `slots` [m]: [m, k]."""
-        return self._flat[self.places(slots, blocks)]
+        return self._flat[self.indices(slots, blocks)]
 
     def read(self, slots: Int64, blocks: Int64) -> Int32:
         """Pages of `blocks` [m, j] of `slots` [m]: [m, k, j]; 0 for blocks before the sequence."""
@@ -105,7 +119,8 @@ class BlockTables:
         return pages
 
     def drop_behind(self, slots: Int64, blocks: Int64) -> None:
-        """Let go of what `blocks` [m] put out of reach of the next queries and of a resume point at the last boundary."""
+        """Let go of what `blocks` [m] put out of reach of the next queries and of a resume point at
+        the last boundary."""
         spec = self.spec
         inside = blocks % spec.per_segment  # blocks since the last boundary
         at = (inside == spec.lag % spec.per_segment).nonzero()[0]
@@ -113,15 +128,16 @@ class BlockTables:
             oldest = blocks[at] - spec.lag - spec.live - 1
             reach = np.arange(spec.per_segment)
             self._drop(slots[at].repeat(spec.per_segment), (oldest[:, None] - reach).ravel())
-        # Between boundaries, one block leaves the window; it stays while the last boundary needs it.
+        # Between boundaries, one block leaves the window; it stays while the last boundary needs
+        # it.
         at = (inside > spec.live).nonzero()[0]
         if at.size:
             self._drop(slots[at], blocks[at] - spec.live - 1)
 
     def _drop(self, slots: Int64, blocks: Int64) -> None:
-        places = self.places(slots, blocks)
-        self.pool.unuse(self._flat[places].ravel())
-        self._flat[places] = 0
+        indices = self.indices(slots, blocks)
+        self.pool.unuse(self._flat[indices].ravel())
+        self._flat[indices] = 0
 
     # Chunk steps.
 
@@ -130,7 +146,8 @@ class BlockTables:
 
         Args:
             start, end: [n] tokens that were written before, and after the step.
-            kept_rows, kept: requests and boundaries in (start, end] whose tails must survive, sorted.
+            kept_rows, kept: requests and boundaries in (start, end] whose tails must survive,
+                sorted.
         """
         if len(start) == 1 and len(kept) <= FEW:
             return self._plan_one(int(start[0]), int(end[0]), kept.tolist())
@@ -185,9 +202,9 @@ class BlockTables:
         return Chunk(np.array([first]), stop - first, rows, blocks, is_new, num_new)
 
     def fill_chunk(
-        self, plan: Chunk, slots: Int64, start: Int64, offset: Int64, end: Int64, fresh: Int64
+        self, plan: Chunk, slots: Int64, start: Int64, offset: Int64, end: Int64, new_pages: Int64
     ) -> tuple[Int64 | slice, Int64]:
-        """Give `fresh` pages to the plan.
+        """Give `new_pages` to the plan.
 
         Args:
             offset: [n] index of each request's first token among the step's tokens.
@@ -196,13 +213,13 @@ class BlockTables:
             (indices of the tokens whose rows are written, their slots [k, t]).
         """
         size, rows = self.spec.block_size, plan.rows
-        plan.num_left = len(fresh)
-        fresh = fresh.reshape(-1, self.spec.num_tables)
+        plan.num_left = len(new_pages)
+        new_pages = new_pages.reshape(-1, self.spec.num_tables)
         if plan.num_new == len(plan.blocks):
-            plan.pages = fresh
+            plan.pages = new_pages
         else:
             plan.pages = self.pages(slots[rows], plan.blocks)
-            plan.pages[plan.is_new] = fresh
+            plan.pages[plan.is_new] = new_pages
         if len(start) == 1 and plan.is_one:
             begin, first, stop = int(start[0]), int(plan.blocks[0]) * size, int(end[0])
             skipped = max(0, begin - first)
@@ -222,7 +239,8 @@ class BlockTables:
     def commit_dense(
         self, plan: Chunk, slots: Int64, end: Int64, planned: Int64
     ) -> tuple[Int64, Int64, Int32 | Int64]:
-        """Make the plan's blocks up to `end` [n], of `planned` [n] tokens, the request's own; free the others.
+        """Make the plan's blocks up to `end` [n], of `planned` [n] tokens, the request's own; free
+        the others.
 
         Returns:
             (requests' rows [m], blocks [m], pages [m, k]) of the table changes.
@@ -241,7 +259,8 @@ class BlockTables:
         return rows, blocks, pages
 
     def strip(self, plan: Chunk, slots: Int64, end: Int64, kept: Int64) -> tuple[Int32, Int64]:
-        """Pages of a window's blocks before and in the chunk: those of the rings at `end` [n], and tails of boundaries `kept` [m].
+        """Pages of a window's blocks before and in the chunk: those of the rings at `end` [n], and
+        tails of boundaries `kept` [m].
 
         To be asked before `commit_window`: the blocks before the chunk are those in the ring.
 
@@ -277,7 +296,8 @@ class BlockTables:
         return strip, np.array([base])
 
     def tails(self, strip: Int32, base: Int64, rows: Int64, boundaries: Int64) -> Int32:
-        """Pages of the tails of `boundaries` [m] of the requests `rows` [m] of a strip: [m, k, tail]."""
+        """Pages of the tails of `boundaries` [m] of the requests `rows` [m] of a strip: [m, k,
+        tail]."""
         lows = boundaries // self.spec.block_size - self.spec.tail - base[rows]
         return _windows(strip, rows, lows, self.spec.tail)
 
@@ -290,8 +310,8 @@ class BlockTables:
             strip, base: from `strip`.
 
         Returns:
-            (flat indices, pages) of the table changes, and the pages that left the rings: the caller
-            calls `pool.unuse` on them once resume points hold what they need.
+            (flat indices, pages) of the table changes, and the pages that left the rings: the
+            caller calls `pool.unuse` on them once resume points hold what they need.
         """
         if len(slots) == 1:
             return self._turn_one(
@@ -310,18 +330,19 @@ class BlockTables:
         pages = _windows(strip, every, oldest - base, width)
         pages *= live[:, None, :]
         columns = (slots * self._row)[:, None] + blocks % width
-        places = columns[:, None, :] + self.first[:, None]
-        old = self._flat[places]
+        indices = columns[:, None, :] + self.first[:, None]
+        old = self._flat[indices]
         changed = old != pages
-        places, new, gone = places[changed], pages[changed], old[changed]
-        plan.num_left -= self.pool.use_fresh(new)
-        self._flat[places] = new
-        return places, new, gone[gone != 0]
+        indices, new, gone = indices[changed], pages[changed], old[changed]
+        plan.num_left -= self.pool.use_new(new)
+        self._flat[indices] = new
+        return indices, new, gone[gone != 0]
 
     def _turn_one(
         self, plan: Chunk, strip: Int32, base: int, slot: int, end: int, planned: int
     ) -> tuple[Int64, Int32, Int32]:
-        """`commit_window` of one request; of its `strip` [k, j], from block `base` on, it overwrites what it lets go."""
+        """`commit_window` of one request; of its `strip` [k, j], from block `base` on, it
+        overwrites what it lets go."""
         spec, size, width = self.spec, self.spec.block_size, self.spec.width
         oldest = (end - 1) // size - (width - 1)
         pages = strip[:, oldest - base : oldest - base + width]
@@ -339,14 +360,15 @@ class BlockTables:
         old, cut = ring.copy(), oldest % width
         turned = ring.reshape(-1, width)
         turned[:, cut:], turned[:, :cut] = pages[:, : width - cut], pages[:, width - cut :]
-        places = (ring != old).nonzero()[0]
-        new, gone = ring[places], old[places]
-        plan.num_left -= self.pool.use_fresh(new)
-        return places + start, new, gone[gone != 0]
+        indices = (ring != old).nonzero()[0]
+        new, gone = ring[indices], old[indices]
+        plan.num_left -= self.pool.use_new(new)
+        return indices + start, new, gone[gone != 0]
 
 
 def _windows(strip: Int32, rows: Int64, columns: Int64, size: int) -> Int32:
-    """``strip[rows[i], :, columns[i] : columns[i] + size]`` for each i, as one array [m, k, size]."""
+    """``strip[rows[i], :, columns[i] : columns[i] + size]`` for each i, as one array [m, k,
+    size]."""
     if len(rows) == 1:
         first = int(columns[0])
         return strip[rows, :, first : first + size]

@@ -353,7 +353,7 @@ def test_pages_of_many_points_are_counted_like_those_of_few():
     pages = pages[pages != 77]
     together, alone = PagePool(400), PagePool(400)
     for pool in (together, alone):
-        pool.use_fresh(pages[:20])  # pages that a request reads are not held only
+        pool.use_new(pages[:20])  # pages that a request reads are not held only
     together.hold(pages)
     for some in np.split(pages, np.arange(10, len(pages), 10)):
         alone.hold(some)
@@ -385,7 +385,7 @@ def test_window_pages_shared_by_running_requests_are_freed_once():
         assert e.admit(rid, [*prompt[:97], 1]).num_tokens == 96
     for run in list(e.kv.index.runs()):
         for point in list(run.points.values()):
-            e.kv.index._drop_point(point)
+            e.kv.index.drop_point(point)
     e.check()
     for t in range(120):  # both rings let go of the same pages in the same step
         for rid in "ab":
@@ -402,7 +402,7 @@ def test_dense_past_the_last_resume_point_goes_first():
     index = e.kv.index
     run = next(r for r in index.runs() if r.points)
     for depth in list(run.depths):
-        index._drop_point(run.points[depth])
+        index.drop_point(run.points[depth])
     points = index.num_points
     index.evict(5)
     assert index.num_points == points and index.num_segments == 15

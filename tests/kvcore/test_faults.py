@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from quire.kvcore import LRU, S3FIFO, CostAware, GroupSpec, OutOfPages, StepPlan
-from quire.kvcore import cache as manager_module
+from quire.kvcore import plan as manager_module
 from tests.support.kvcore.engine import Engine, groups
 
 STATE = GroupSpec("state", "state", 4, 4096)
@@ -49,7 +49,7 @@ def picture(e: Engine) -> tuple:
         kv._chains.cached.tolist(),
         [kv.sequences.num_keys(slot) for slot in range(kv.max_requests)],
         [kv._chains.runs[s].depth for s in slots],
-        id(kv._tables._batch),
+        id(kv._tables.batches.newest),
         kv._tables.snapshot_at.tolist(),
         kv.counters.copy(),
         kv.pool.users.tolist(),

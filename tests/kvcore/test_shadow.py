@@ -6,9 +6,8 @@ from collections import Counter
 
 import pytest
 
-from quire.kvcore import cache as manager
 from quire.kvcore import pages
-from quire.kvcore.prefix import index
+from quire.kvcore.prefix import index, lookup
 from quire.kvcore.prefix import requests as sequences
 from quire.kvcore.prefix import tracker as chains
 from quire.kvcore.tables import drafts
@@ -127,7 +126,7 @@ PLANTED = {
     "a page has two owners": (pages.PagePool, "take", same_pages),
     "a tail of the wrong blocks": (chunks.BlockTables, "tails", off_by_one),
     "a snapshot is not copied": (tables.Tables, "commit", no_result),
-    "tenants share keys": (manager, "root_key", forgets_salt),
+    "tenants share keys": (lookup, "root_key", forgets_salt),
     "a page leaks": (pages.PagePool, "unhold", forgets_to_free),
     "a hit without its window": (index.PrefixIndex, "resumable", too_far),
     "a change of the tables is not told": (tables.Tables, "_delta", nothing),

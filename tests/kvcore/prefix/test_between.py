@@ -116,7 +116,7 @@ def test_a_hit_between_two_points_outlives_them():
     for run in list(e.kv.index.runs()):
         for depth in run.depths[:]:
             if depth > 1:
-                e.kv.index._drop_point(run.points[depth])
+                e.kv.index.drop_point(run.points[depth])
     assert e.admit("b", branch).num_tokens == 8
     e.finish_prompt("b")
     e.check()

@@ -71,7 +71,7 @@ def test_a_chain_that_requests_left_everywhere_is_one_run_again(specs):
     for run in branches:
         if run.start % 3 == 0 and run.length < 10:
             for point in list(run.points.values()):
-                kv.index._drop_point(point)
+                kv.index.drop_point(point)
             kv.index.policy.discard(run)
             kv.index._trim(run, run.length)
     kv.check_invariants()
@@ -95,7 +95,7 @@ def test_a_run_is_two_as_long_as_a_branch_or_a_pin_needs_it():
     assert runs() == [(0, 5), (5, 5), (5, 5)]
     branch, _ = kv.index.find(kv.match(other).prompt.keys, 10)
     for point in list(branch.points.values()):
-        kv.index._drop_point(point)
+        kv.index.drop_point(point)
     kv.evict(5)  # what serves no hit goes first
     assert runs() == [(0, 10)]
     match = kv.match([*chain[:40], 1])

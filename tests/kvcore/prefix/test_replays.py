@@ -23,7 +23,7 @@ def without_points(replay_tokens: int | None, num_tokens: int = 200, **options) 
     index = e.kv.index
     for run in list(index.runs()):
         for point in list(run.points.values()):
-            index._drop_point(point)
+            index.drop_point(point)
     assert e.kv.match(tokens(num_tokens)).dense_tokens == 192
     return e
 

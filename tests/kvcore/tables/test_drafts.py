@@ -61,7 +61,7 @@ def test_they_end_like_chunks(mix, caching):
     texts, rng = texts_of(), np.random.default_rng(1)
     pair = [cache(mix, enable_caching=caching) for _ in range(2)]
     quick, slow = pair
-    slow._tables.drafts.most = 0
+    slow._tables.batches.most_drafts = 0
     slots = [started(kv, texts) for kv in pair]
     for i in range(120):
         size = int(rng.choice([1, 2, 4, 4, 4]))

@@ -232,7 +232,7 @@ def test_a_batch_that_lasts_gets_a_calendar_unless_it_would_be_large(most, monke
             e.tokens[rid].append(t)
         e.step({"a": 1, "b": 1})
         e.check()
-        calendar = e.kv._tables._batch.calendar
+        calendar = e.kv._tables.batches.newest.calendar
         assert (calendar is not None) == (t >= decode.SETTLED and most == 22)
 
 
@@ -257,7 +257,7 @@ def test_chunks_of_one_step_end_like_chunks_of_steps_of_their_own(specs, retenti
     )  # fmt: skip
     texts = [np.array(tokens(640, seed), dtype=np.int32) for seed in range(2)]
     for cache in (together, alone):
-        cache._tables.drafts.most = 0  # all are chunks
+        cache._tables.batches.most_drafts = 0  # all are chunks
     for i, text in enumerate(texts):
         for cache in (together, alone):
             assert cache.admit(i, cache.match(text[:90])) == i

@@ -32,7 +32,7 @@ def without_points(model, **settings):
     index = run.engine.kv.index
     for cached in list(index.runs()):
         for point in list(cached.points.values()):
-            index._drop_point(point)
+            index.drop_point(point)
     run.engine.kv.check_invariants()
     return run
 

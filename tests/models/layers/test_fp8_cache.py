@@ -287,7 +287,7 @@ def test_tokens_computed_once_more_take_cached_rows():
     index = run.engine.kv.index
     for cached in list(index.runs()):
         for point in list(cached.points.values()):
-            index._drop_point(point)
+            index.drop_point(point)
     again = run.add(tokens, 1)
     run.run()
     assert run.engine.kv.stats()["replays"] == 1

@@ -1,0 +1,251 @@
+"""What writes the events of one cache: it turns changes of the index into records."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .arrays import Int32, Int64
+from .events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    Event,
+    EventLog,
+    split_keys,
+    tail_hashes,
+)
+from .prefix.keys import KEY_BYTES, Prompt
+from .prefix.requests import Sequences
+from .spec import GroupClass, Layout
+
+if TYPE_CHECKING:
+    from .plan import StepPlan
+    from .prefix.tree import Run
+
+_NO_TOKENS: Int32 = np.empty(0, dtype=np.int32)
+
+
+class Announcer:
+    """Writes the events of one cache; keeps the tokens of running requests and cached segments,
+    which events must name.
+
+    Args:
+        log: where events go.
+        layout: the groups.
+        sequences: the running requests and their keys.
+
+    Attributes:
+        tokens: [alignment] int32 tokens of each cached segment, by its key.
+    """
+
+    def __init__(self, log: EventLog, layout: Layout, sequences: Sequences) -> None:
+        self.log = log
+        self.alignment = layout.alignment
+        self.tokens: dict[bytes, Int32] = {}
+        # How often besides a key is cached: in several places only after a snapshot that somebody
+        # forged.
+        self.copies: Counter[bytes] = Counter()
+        self._sequences = sequences
+        self._prompts: list[Int32] = [np.empty(0, np.int32)] * sequences.max_requests
+        # The newest tokens after the prompt, a ring a request: those that no cached segment has
+        # yet, and room for a step.
+        self._kept = 2 * layout.alignment + layout.lookahead
+        self._answers: Int32 = np.empty((sequences.max_requests, 2 * self._kept), dtype=np.int32)
+        dense = [i for i, g in enumerate(layout.groups) if g.kind == "dense"]
+        self._dense = tuple(dense)
+        self._dense_names = tuple(layout.groups[i].name for i in dense)
+        self._tails: list[tuple[GroupClass, tuple[int, ...], tuple[str, ...]]] = []
+        for c in layout.classes:
+            if c.spec.kind != "dense":
+                groups = tuple(dict.fromkeys(layout.tables[t][0] for t in c.tables.tolist()))
+                self._tails.append((c, groups, tuple(layout.groups[i].name for i in groups)))
+        # Segments that the longest tail reaches into.
+        self._reach = max([1, *(-(-c.tail // c.per_segment) for c, _, _ in self._tails)])
+
+    def _tell(self, event: Event) -> None:
+        """Write an event. A log's code may be anybody's, and this is in the middle of a change:
+        where it raises, the event is dropped."""
+        number = self.log.next_number
+        try:
+            self.log.append(event)
+        except Exception:
+            if self.log.next_number == number:
+                self.log.next_number += 1
+                self.log.num_dropped += 1
+
+    # Tokens of running requests.
+
+    def admitted(self, slot: int, prompt: Prompt) -> None:
+        """A request starts."""
+        assert prompt.tokens is not None
+        self._prompts[slot] = prompt.tokens
+
+    def computed(self, plan: StepPlan, ids: Int32, end: Int64) -> None:
+        """Tokens `ids` of a step were computed, those of each request up to position `end` [n] to
+        stay."""
+        slots, positions = plan.slots, plan.positions
+        if len(positions) > len(slots):
+            slots = np.repeat(slots, plan.num_new_tokens)
+            end = np.repeat(end, plan.num_new_tokens)
+        columns = positions - self._sequences.prompt_len[slots]  # tokens of prompts are known
+        new = (columns >= 0) & (positions < end)
+        if np.count_nonzero(new) < len(new):
+            slots, columns, ids = slots[new], columns[new], ids[new]
+        if not len(ids):
+            return
+        longest = int(plan.num_new_tokens.max()) if len(positions) > len(plan.slots) else 1
+        needed, width = self._kept + longest, self._answers.shape[1]
+        if needed > width or 4 * needed < width > 2 * self._kept:
+            self._resize(max(needed, 2 * self._kept))
+        self._answers[slots, columns % self._answers.shape[1]] = ids
+
+    def _resize(self, width: int) -> None:
+        """Make the rings `width` tokens long; a step that is much longer than the others leaves
+        nothing behind."""
+        done = self._sequences.num_computed - self._sequences.prompt_len
+        columns = done[:, None] - np.arange(1, self._kept + 1)
+        rows = np.arange(len(done))[:, None]
+        rings = np.empty((len(done), width), dtype=np.int32)
+        rings[rows, columns % width] = self._answers[rows, columns % self._answers.shape[1]]
+        self._answers = rings
+
+    def released(self, slot: int) -> None:
+        """A request ended."""
+        self._prompts[slot] = np.empty(0, np.int32)
+
+    # What the index did.
+
+    def segments(self, slot: int, first: int, last: int) -> None:
+        """Segments [first, last) of a request are cached now."""
+        keys = split_keys(self._sequences.keys(slot, first, last))
+        a, prompt = self.alignment, self._prompts[slot]
+        n = len(prompt)
+        columns = np.arange(max(0, first * a - n), max(0, last * a - n))
+        answer = self._answers[slot, columns % self._answers.shape[1]]
+        parts = np.concatenate([prompt[first * a : last * a], answer]).reshape(-1, a)
+        for key, tokens in zip(keys, parts, strict=True):
+            if key in self.tokens:
+                self.copies[key] += 1
+            self.tokens[key] = tokens.copy()
+        parent = self._sequences.keys(slot, first - 1, first) if first else None
+        if self._dense:
+            self._tell(self._segments(keys, list(parts), parent, first))
+
+    def point(self, run: Run, depth: int) -> None:
+        """There is a resume point at segment `depth` on the path to `run` now."""
+        keys = split_keys(self._before(run, depth))
+        for event in self._point(keys, [self.tokens[key] for key in keys], depth):
+            self._tell(event)
+
+    def _before(self, run: Run | None, depth: int) -> bytes:
+        """Keys of the segments before segment `depth` on the path to `run`, as far as tails reach
+        and one more."""
+        keys, first = b"", max(0, depth - self._reach - 1)
+        while run is not None and run.length and len(keys) < (depth - first) * KEY_BYTES:
+            low, high = max(0, first - run.start), max(0, depth - run.start)
+            keys = bytes(run.keys[low * KEY_BYTES : high * KEY_BYTES]) + keys
+            run = run.parent
+        return keys
+
+    def everything(self, runs: Iterable[Run]) -> None:
+        """All that `runs` (parents first) hold is cached, and nothing else: for readers that know
+        nothing, or lost track.
+
+        What is held now is noted; the events are made of it when they are taken.
+        """
+        noted: list[tuple[int, bytes, list[Int32], int, list[int]]] = []
+        number = 1
+        for run in runs:
+            keys = self._before(run.parent, run.start) + bytes(run.keys)
+            tokens = [self.tokens[key] for key in split_keys(keys)]
+            noted.append((run.start, keys, tokens, run.length, run.depths[:]))
+            number += bool(self._dense) + len(run.depths) * len(self._tails)
+        self.log.announce(self._noted_events(noted), number)
+
+    def _noted_events(
+        self, noted: list[tuple[int, bytes, list[Int32], int, list[int]]]
+    ) -> Iterator[Event]:
+        """Events of runs: (first segment, keys of the run and before it, their tokens, segments,
+        boundaries of resume points)."""
+        yield AllBlocksCleared()
+        for start, packed, tokens, length, depths in noted:
+            keys = split_keys(packed)
+            above = len(keys) - length
+            if self._dense:
+                yield self._segments(
+                    keys[above:], tokens[above:], keys[above - 1] if above else None, start
+                )
+            for depth in depths:
+                end = above + depth - start
+                part = slice(max(0, end - self._reach - 1), end)
+                yield from self._point(keys[part], tokens[part], depth)
+
+    def _segments(
+        self, keys: tuple[bytes, ...], tokens: list[Int32], parent: bytes | None, first: int
+    ) -> Event:
+        """The event of segments with these keys and tokens, from segment `first` on, after
+        `parent`."""
+        a, ids = self.alignment, tuple(np.concatenate(tokens).tolist())
+        return BlockStored(
+            "dense",
+            self._dense,
+            self._dense_names,
+            keys,
+            parent,
+            first * a,
+            ids,
+            a,
+            None,
+            self.log.medium,
+        )
+
+    def _point(self, keys: tuple[bytes, ...], tokens: list[Int32], depth: int) -> Iterator[Event]:
+        """Events of the resume point at segment `depth`; keys and tokens of the segments before it,
+        as far as tails reach and one more."""
+        boundary, first = depth * self.alignment, depth - len(keys)
+        for c, groups, names in self._tails:
+            num_blocks = min(c.tail, boundary // c.block_size)
+            start = boundary - num_blocks * c.block_size
+            within, skipped = divmod(start - first * self.alignment, self.alignment)
+            ids = np.concatenate([_NO_TOKENS, *tokens[within:]])[skipped:]
+            parent = keys[within - 1] if within else None
+            yield BlockStored(
+                c.spec.kind,
+                groups,
+                names,
+                tail_hashes(keys[-1], num_blocks),
+                parent,
+                start,
+                tuple(ids.tolist()),
+                c.block_size,
+                c.spec.sliding_window,
+                self.log.medium,
+            )
+
+    def segments_removed(self, keys: bytes) -> None:
+        """Segments with these keys are not cached any more."""
+        hashes = split_keys(keys)
+        for key in hashes:
+            if self.copies[key]:
+                self.copies[key] -= 1
+            else:
+                del self.tokens[key]
+        if self._dense:
+            names = self._dense_names
+            self._tell(BlockRemoved("dense", self._dense, names, hashes, self.log.medium))
+
+    def point_removed(self, key: bytes, depth: int) -> None:
+        """The resume point at segment `depth`, after the segment of `key`, is gone."""
+        for c, groups, names in self._tails:
+            hashes = tail_hashes(key, min(c.tail, depth * self.alignment // c.block_size))
+            self._tell(BlockRemoved(c.spec.kind, groups, names, hashes, self.log.medium))
+
+    def cleared(self) -> None:
+        """Nothing is cached any more."""
+        self.tokens.clear()
+        self.copies.clear()
+        self._tell(AllBlocksCleared())

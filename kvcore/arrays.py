@@ -1,0 +1,50 @@
+"""Arrays of ints: their types, constants that cost little, and operations that numpy lacks."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+INT32, INT64 = np.dtype(np.int32), np.dtype(np.int64)
+
+# Numpy computes with an array of no dimensions in half the time that it takes with an int.
+ZERO: Int64 = np.array(0)
+ONE: Int64 = np.array(1)
+NO_ROWS: Int64 = np.empty(0, dtype=np.int64)
+NO_VALUES: Int32 = np.empty(0, dtype=np.int32)
+NO_FLAGS: npt.NDArray[np.bool_] = np.empty(0, dtype=np.bool_)
+
+
+def count_true(flags: npt.NDArray[np.bool_]) -> int:
+    """How many of `flags` are True: `np.count_nonzero`, in a third of its time where they are
+    few."""
+    return flags.tobytes().count(1)
+
+
+def slice_of(rows: list[int]) -> Int64 | slice:
+    """Ascending `rows` as an index: a slice, several times quicker, where they are neighbours."""
+    if not rows:
+        return slice(0)
+    if rows[-1] - rows[0] == len(rows) - 1:
+        return slice(rows[0], rows[-1] + 1)
+    return np.array(rows, dtype=np.int64)
+
+
+def ragged_arange(starts: Int64, lengths: Int64) -> tuple[Int64, Int64]:
+    """Concatenate ranges: row ids and values of ``starts[i] .. starts[i] + lengths[i] - 1``.
+
+    Args:
+        starts: [n] int64, first value of each range.
+        lengths: [n] int64, non-negative.
+
+    Returns:
+        (rows [total], values [total]) int64.
+    """
+    if len(lengths) == 1:
+        start, length = int(starts[0]), int(lengths[0])
+        return np.zeros(length, dtype=np.int64), np.arange(start, start + length)
+    rows = np.repeat(np.arange(len(lengths)), lengths)
+    before = np.cumsum(lengths) - lengths
+    return rows, np.arange(len(rows)) + (starts - before)[rows]

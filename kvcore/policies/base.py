@@ -1,0 +1,166 @@
+"""What an eviction policy sees and does: `Entry`, `EvictionPolicy`, and what policies are made of.
+
+An entry is what can serve a hit by itself: a resume point, or the end of a chain in models with
+only dense groups. Dense blocks that serve no entry go before any entry, pinned entries after all
+others; no policy is asked about either. A policy is a container with four methods. To write one,
+subclass `Ranked` and say how entries compare:
+
+    class LFU(Ranked):
+        def rank(self, entry):
+            return entry.num_uses
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Protocol
+
+from ..spec import as_int
+
+
+class Entry(Protocol):
+    """What a policy may look at. Entries are compared and hashed by identity."""
+
+    @property
+    def key(self) -> bytes:
+        """Key of the prefix that ends here; the same when the entry is made anew after an
+        eviction."""
+
+    @property
+    def last_used(self) -> int:
+        """Tick of the last use; ticks count admissions, commits and releases."""
+
+    @property
+    def num_uses(self) -> int:
+        """Hits served so far."""
+
+    @property
+    def depth(self) -> int:
+        """Segments from the start of the sequence."""
+
+    @property
+    def gain(self) -> int:
+        """Segments that a hit here saves over the next shorter entry of the chain."""
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that are kept for this entry alone: its own, and those of the segments that it
+        gains."""
+
+    @property
+    def freed(self) -> int:
+        """Pages that its eviction frees, or lets the next one free, now: longer entries may need
+        the segments that it gains."""
+
+    @property
+    def shorter(self) -> Entry | None:
+        """The next shorter entry of the chain."""
+
+
+class EvictionPolicy(Protocol):
+    """The whole interface. A policy serves one cache.
+
+    What a method raises leaves the cache whole: `KVCache.admit` raises what `asked` does, and
+    changes nothing; `plan` and `evict` raise what `pop` does. `add` and `discard` are called in the
+    middle of changes: where they raise, they are called again before the next eviction, which then
+    raises.
+    """
+
+    def add(self, entry: Entry) -> None:
+        """`entry` was made, or was used again: file it (anew)."""
+
+    def discard(self, entry: Entry) -> None:
+        """`entry` is gone or may not be evicted any more; it may not have been filed."""
+
+    def pop(self) -> Entry | None:
+        """Take out the entry to evict next; None when there is none."""
+
+    def asked(self, keys: bytes, hit: int, kept: Sequence[int] = ()) -> None:
+        """A prompt was admitted: 32 bytes for each of its segments, how many of them were reused,
+        and where it will leave entries.
+
+        kept: up to four depths: for a resend, its end, its end if edited, and a junction; 0 for
+            none.
+        """
+
+
+class Ranked:
+    """Base of policies that give each entry a number when it is filed: the lowest goes first, the
+    deepest among equals.
+
+    A heap with lazy deletion: filing and popping cost O(log n).
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, int, Entry]] = []
+        self._tickets: dict[Entry, int] = {}
+        self._next = 0
+
+    def rank(self, entry: Entry) -> float:
+        """Place in the order of eviction."""
+        raise NotImplementedError
+
+    def add(self, entry: Entry) -> None:
+        """File `entry` by its rank now."""
+        self._next += 1
+        self._tickets[entry] = self._next
+        rank = self.rank(entry)
+        if rank != rank:  # it compares with nothing: the heap would be no heap
+            raise ValueError(f"rank: expected a number, got {rank!r}")
+        heapq.heappush(self._heap, (rank, -entry.depth, self._next, entry))
+        if len(self._heap) > 4 * len(self._tickets) + 1024:
+            self._heap = [r for r in self._heap if self._tickets.get(r[3]) == r[2]]
+            heapq.heapify(self._heap)
+
+    def discard(self, entry: Entry) -> None:
+        """Forget `entry`."""
+        self._tickets.pop(entry, None)
+
+    def peek(self) -> Entry | None:
+        """The entry of lowest rank; it stays."""
+        while self._heap:
+            _, _, ticket, entry = self._heap[0]
+            if self._tickets.get(entry) == ticket:
+                return entry
+            heapq.heappop(self._heap)
+        return None
+
+    def pop(self) -> Entry | None:
+        """Take out the entry of lowest rank."""
+        entry = self.peek()
+        if entry is not None:
+            self.evicted(entry, self._heap[0][0])  # which may raise: then it stays
+            heapq.heappop(self._heap)
+            del self._tickets[entry]
+        return entry
+
+    def asked(self, keys: bytes, hit: int, kept: Sequence[int] = ()) -> None:
+        """Called with each admitted prompt; does nothing here."""
+
+    def evicted(self, entry: Entry, rank: float) -> None:
+        """Called with each popped entry; does nothing here."""
+
+
+class Ghosts:
+    """Keys of the entries evicted last, each with a note; a bounded memory of what was regretted.
+
+    Args:
+        capacity: keys remembered.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = as_int("num_ghosts", capacity, 0)
+        self._notes: OrderedDict[bytes, float] = OrderedDict()
+
+    def add(self, key: bytes, note: float) -> None:
+        """Remember an eviction."""
+        self._notes[key] = note
+        self._notes.move_to_end(key)
+        if len(self._notes) > self._capacity:
+            self._notes.popitem(last=False)
+
+    def pop(self, key: bytes) -> float | None:
+        """The note of an entry that comes back, once."""
+        return self._notes.pop(key, None)

@@ -1,0 +1,175 @@
+"""Looking up prompts: what a `Match` says, why it is not longer, and how it is found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from ..spec import Layout
+from .index import PrefixIndex
+from .keys import Prompt, root_key
+from .replays import replay_range
+from .tree import Run
+
+Reason = Literal[
+    "caching-disabled", "prompt-too-short", "prompt-end", "not-cached", "diverged", "resume-point"
+]
+
+_EXPLANATIONS: dict[Reason, str] = {
+    "caching-disabled": "caching is disabled",
+    "prompt-too-short": "the prompt has no whole segment before its last token",
+    "prompt-end": "every segment before the last token was found",
+    "not-cached": "nothing of this prompt is cached",
+    "diverged": "the cached chain ends, or differs from the prompt, there",
+    "resume-point": "dense blocks reach {dense}, but no resume point does",
+}
+
+
+@dataclass(frozen=True)
+class Match:
+    """Result of a look-up.
+
+    Attributes:
+        num_tokens: tokens that need not be computed, a multiple of the alignment.
+        dense_tokens: tokens whose dense blocks are cached.
+        limited_by: why the hit is not longer (see `explain`).
+        per_group: tokens that each group could serve.
+        prompt: the hashed prompt, to look up again.
+        replay_from, replay_to: where no resume point is near, the tokens from `replay_from` on may
+            be computed once more to restore the windows at `replay_to`, all of whose dense blocks
+            are cached; None where that saves nothing.
+    """
+
+    num_tokens: int
+    dense_tokens: int
+    limited_by: Reason
+    per_group: dict[str, int]
+    prompt: Prompt
+    replay_from: int | None = None
+    replay_to: int | None = None
+
+    @property
+    def num_saved_tokens(self) -> int:
+        """Tokens that an admitted request does not compute."""
+        return self.num_tokens if self.replay_from is None else self.replay_from
+
+    def explain(self) -> str:
+        """One sentence: hit length and what limited it."""
+        why = _EXPLANATIONS[self.limited_by].format(dense=self.dense_tokens)
+        text = f"{self.num_tokens} of {self.prompt.num_tokens} tokens: {why}"
+        if self.replay_from is not None:
+            text += f"; replayed from {self.replay_from}"
+        return text
+
+
+def limited_by(enabled: bool, usable: int, dense: int, hit: int) -> Reason:
+    """Why a hit of `hit` segments is not longer; all in segments (see `Lookup.find`)."""
+    if not enabled:
+        return "caching-disabled"
+    if usable == 0:
+        return "prompt-too-short"
+    if hit == usable:
+        return "prompt-end"
+    if dense > hit:
+        return "resume-point"
+    return "diverged" if dense else "not-cached"
+
+
+class Lookup:
+    """Look-ups in the index of one cache; none of them changes anything.
+
+    Args:
+        index: what is cached.
+        layout: the groups.
+        hash_seed, enable_caching, replay_tokens: as of `KVCache`.
+        max_model_len: longest prompt, tokens.
+        keeps_tokens: prompts must have their tokens (for events and debug).
+    """
+
+    def __init__(
+        self,
+        index: PrefixIndex,
+        layout: Layout,
+        hash_seed: bytes,
+        enable_caching: bool,
+        replay_tokens: int | None,
+        max_model_len: int,
+        keeps_tokens: bool,
+    ) -> None:
+        self._index, self._layout, self._seed = index, layout, hash_seed
+        self._alignment, self._lookahead = layout.alignment, layout.lookahead
+        self._enabled, self._replay_tokens = enable_caching, replay_tokens
+        self._max_model_len, self._keeps_tokens = max_model_len, keeps_tokens
+
+    def prompt(self, token_ids: Any, salt: bytes | None) -> Prompt:
+        """The prompt of `KVCache.match`'s arguments.
+
+        Raises:
+            ValueError: as `KVCache.match`.
+        """
+        if not isinstance(token_ids, Prompt):
+            a, k = self._alignment, self._lookahead
+            salt = b"" if salt is None else salt
+            return Prompt(token_ids, a, k, self._seed, salt, self._keeps_tokens)
+        if salt is not None and root_key(token_ids.seed, salt) != token_ids.root:
+            raise ValueError(
+                "salt: expected that of the prompt, which its keys were made with, got another"
+            )
+        return token_ids
+
+    def again(self, match: Match) -> tuple[Match, Run]:
+        """`find` the prompt of an earlier match.
+
+        Raises:
+            ValueError: `match` is none, or of another cache.
+        """
+        if not isinstance(match, Match):
+            raise ValueError(f"match: expected what `match` returned, got {match!r}")
+        return self.find(match.prompt)
+
+    def find(self, prompt: Prompt) -> tuple[Match, Run]:
+        """What is cached of `prompt`, and the run in which that ends.
+
+        Raises:
+            ValueError: the prompt is of a cache with other segments or another seed, or too long.
+        """
+        a = self._alignment
+        if not (
+            prompt.alignment == a
+            and prompt.lookahead == self._lookahead
+            and prompt.seed == self._seed
+            and prompt.num_tokens <= self._max_model_len
+            and not (self._keeps_tokens and prompt.tokens is None)
+        ):
+            self._refuse(prompt)
+        limit = prompt.num_segments if self._enabled else 0
+        run, dense = self._index.find(prompt.keys, limit)
+        usable = min((prompt.num_tokens - 1) // a, prompt.num_segments)
+        hit = self._index.resumable(run, dense, usable)
+        reason = limited_by(self._enabled, usable, dense, hit)
+        groups = self._layout.groups
+        per_group = {g.name: (dense if g.kind == "dense" else hit) * a for g in groups}
+        match = Match(hit * a, dense * a, reason, per_group, prompt)
+        if self._replay_tokens is not None and self._layout.hybrid:
+            found = replay_range(min(dense, usable) * a, hit * a, self._replay_tokens, a)
+            if found is not None:
+                match = replace(match, replay_from=found[0], replay_to=found[1])
+        return match, run
+
+    def _refuse(self, prompt: Prompt) -> None:
+        if (prompt.alignment, prompt.lookahead) != (self._alignment, self._lookahead):
+            raise ValueError(
+                f"token_ids: expected a prompt of this cache's segments (alignment "
+                f"{self._alignment}, lookahead {self._lookahead}), got one of another's "
+                f"({prompt.alignment}, {prompt.lookahead})"
+            )
+        if prompt.seed != self._seed:
+            raise ValueError(
+                "token_ids: expected a prompt of this cache's hash_seed, got one of another's"
+            )
+        if self._keeps_tokens and prompt.tokens is None:
+            raise ValueError("token_ids: expected a prompt made by a cache with events or debug")
+        raise ValueError(
+            f"token_ids: expected at most max_model_len = {self._max_model_len} tokens, "
+            f"got {prompt.num_tokens}"
+        )

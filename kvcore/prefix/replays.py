@@ -1,0 +1,120 @@
+"""Replays: computing cached tokens once more, to restore the windows that no resume point kept.
+
+Attention over all keys needs the dense blocks of every token before; window layers need the last
+rows only. Where the dense blocks reach much further than any resume point, a request computes the
+last `replay_tokens` tokens of them again and writes only the rows of its windows:
+
+    alignment 32, replay_tokens 48, prompt of 200 tokens
+
+    tokens          0    32   64   96   128  160  192  200
+    dense blocks    |=========================|              cached up to 160: `dense_tokens`
+    resume point         |                                   at 32: `num_tokens`, the hit without it
+    replay                          |.........|              [96, 160): `replay_from`, `replay_to`
+    new tokens                                |--------|     [160, 200)
+
+`replay_from` is (160 - 48) rounded down to a boundary. The request starts there, with 96 tokens
+saved instead of 32. Its first steps compute [96, 160) once more:
+
+* window groups write the rows that they will need, as for any other token. Their first rows saw
+  windows with nothing before 96, so they are wrong, but after `replay_tokens` tokens, the sum of
+  (sliding_window - 1) over the layers, no query depends on such a row: those at 160 are exact;
+* dense groups write nothing (slot -1), as their rows are cached: `StepPlan.replay_rows` are these
+  rows of the step, and `replay_slots` says where the cached ones are. Attention over all keys must
+  read those, as the step's own rows come from the inexact windows;
+* no resume point is made before 160, and one is made there.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..arrays import Int32, Int64, ragged_arange
+from ..tables.groups import Step
+from ..tables.prefill import BlockTables
+
+
+def replay_range(
+    dense: int, hit: int, replay_tokens: int, alignment: int
+) -> tuple[int, int] | None:
+    """Tokens to compute again; None where that saves nothing over the hit.
+
+    Args:
+        dense: tokens whose dense blocks are cached, a multiple of `alignment`.
+        hit: tokens before the last resume point.
+        replay_tokens: tokens after which windows are exact.
+        alignment: tokens of a segment.
+
+    Returns:
+        (first token, token after the last); from the drawing: ``replay_range(160, 32, 48, 32)`` is
+        ``(96, 160)``.
+    """
+    start = max(0, dense - replay_tokens) // alignment * alignment
+    return (start, dense) if start > hit else None
+
+
+class Replays:
+    """Which tokens the running requests compute again.
+
+    Attributes:
+        start, stop: [max_requests] int64 `replay_from` and `replay_to`; 0 where there is no replay.
+    """
+
+    def __init__(self, max_requests: int) -> None:
+        self.start: Int64 = np.zeros(max_requests, dtype=np.int64)
+        self.stop: Int64 = np.zeros(max_requests, dtype=np.int64)
+
+    def begin(self, slot: int, start: int | None, stop: int | None) -> None:
+        """A request starts, with a replay or (None) without one."""
+        self.start[slot], self.stop[slot] = start or 0, stop or 0
+
+    def written_from(self, slots: Int64, start: Int64) -> Int64:
+        """Positions [n] from which a step from `start` [n] on writes the rows of dense groups."""
+        written: Int64 = np.maximum(start, self.stop[slots])
+        return written
+
+    def exact_after(self, slots: Int64, start: Int64, end: Int64) -> Int64:
+        """Positions [n] in [start, end] after which boundaries of a step have exact windows."""
+        exact: Int64 = np.minimum(end, np.maximum(start, self.stop[slots] - 1))
+        return exact
+
+    def finished(self, step: Step, end: Int64, rows: Int64, kept: Int64) -> tuple[Int64, Int64]:
+        """Add the boundaries at which a step to `end` [n] finished replays.
+
+        Args:
+            step: of which some tokens are computed again.
+            end: [n] tokens after the step.
+            rows, kept: [m] rows of the step and boundaries of resume points, sorted.
+
+        Returns:
+            (rows, kept) with them, sorted.
+        """
+        stop = self.stop[step.slots]
+        done = ((step.start < stop) & (stop <= end)).nonzero()[0]
+        rows, kept = np.concatenate([rows, done]), np.concatenate([kept, stop[done]])
+        order = np.lexsort((kept, rows))
+        return rows[order], kept[order]
+
+
+def cached_rows(
+    step: Step, cu: Int32, dense: list[BlockTables], num_tables: int
+) -> tuple[Int64, Int64]:
+    """Rows of a step that dense groups hold already, and where.
+
+    Args:
+        step: of which some tokens are computed again.
+        cu: [n + 1] its cu_seqlens_q.
+        dense: tables of the dense groups.
+        num_tables: tables of all groups.
+
+    Returns:
+        (rows of the step [m] int64, their slots [num_tables, m] int64, -1 in other groups).
+    """
+    counts = np.maximum(0, np.minimum(step.written, step.end) - step.start)
+    which, positions = ragged_arange(step.start, counts)
+    rows = cu[which] + positions - step.start[which]
+    where = np.full((num_tables, len(rows)), -1, dtype=np.int64)
+    for block in dense:
+        size = block.spec.block_size
+        pages = block.pages(step.slots[which], positions // size).T
+        where[block.spec.tables] = pages * np.int64(size) + positions % size
+    return rows, where
