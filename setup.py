@@ -60,7 +60,7 @@ setup(
     python_requires=">=3.10,<3.14",
     packages=list(FOLDERS),
     package_dir=FOLDERS,
-    package_data={"quire": ["py.typed"]},
+    package_data={"quire": ["py.typed"], "": ["tiles.json"]},
     keywords=["attention", "DeepSeek-V4", "KV cache", "LLM inference", "Triton"],
     classifiers=[
         "Development Status :: 3 - Alpha",

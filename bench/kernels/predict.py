@@ -21,7 +21,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quire.kernels.attention.configs import MIN_SPLIT_TOKENS, Config, plan_decode, select_config
+from quire.kernels.attention.configs import Config, plan_decode, select_config
+from quire.kernels.common.decode_plans import MIN_SPLIT_KEYS
 from quire.kernels.common.tile_shapes import MAX_REGISTERS, SHARED_MEMORY, tile_heads
 
 from ..cases.shapes import Case, Shape
@@ -166,7 +167,7 @@ def _add_decode(case: Case, device: Device, work: _Work) -> None:
     config = _config(case, "decode", device, plan.block_m)
     _, _, head_tiles = tile_heads(shape.num_heads // shape.num_kv_heads, config.block_m)
     keys = [n if window is None else min(n, window) for n in case.seq_lens[: case.num_decodes]]
-    piece = max(MIN_SPLIT_TOKENS, -(-sum(keys) // plan.target_items))
+    piece = max(MIN_SPLIT_KEYS, -(-sum(keys) // plan.target_items))
     pieces = [-(-n // piece) if plan.workspace_numel else 1 for n in keys]
     cut = sum(count for count in pieces if count > 1)
     programs = sum(pieces) * shape.num_kv_heads * head_tiles

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quire.kernels.attention import configs
 from quire.kernels.common import tile_shapes
+from quire.kernels.common.decode_plans import MIN_SPLIT_KEYS, SPLIT_COST
 from quire.kernels.compressed import configs as compressed_configs
 from quire.kernels.indexer import plan as indexer_plan
+from quire.kernels.mla import configs as mla_configs
 
 from ..cases.latent_shapes import LatentCase
 from .predict import (
@@ -167,7 +168,7 @@ def _add_compressed(case: LatentCase, device: Device, work: _Work) -> None:
     """compressed_attention: "window", "csa" and "hca"."""
     shape, q_len = case.shape, case.q_lens[0]
     picked, decode = shape.op == "csa", case.phase == "decode"
-    rows = compressed_configs.tile_rows(shape.num_heads, 1 if picked or decode else 64)
+    rows = tile_shapes.tile_rows(shape.num_heads, 1 if picked or decode else 64)
     config = compressed_configs.select_config(
         shape.head_dim, ITEM_BYTES, case.fp8, device.arch, rows=rows
     )
@@ -207,16 +208,16 @@ def _add_compressed(case: LatentCase, device: Device, work: _Work) -> None:
     count = case.batch
     if plan.programs:
         left = 1 if 2 * count <= plan.programs else 2
-        least = compressed_configs.MIN_PIECE_KEYS
-        cost = left * compressed_configs.PIECE_COST * config.block_m
+        least = compressed_configs.MIN_SPLIT_KEYS
+        cost = left * SPLIT_COST * config.block_m
         cut = _add_line(work, device, tile, count, int(keys[0]), plan.programs, head_tiles, least, cost)  # fmt: skip
     else:
         # Whole waves of programs, and one of pieces.
-        cut = (count - plan.num_whole) * plan.pieces if plan.pieces > 1 else 0
-        _add_tiles(work, device, tile, np.full(count - plan.num_whole if cut else count, keys[0]), plan.pieces, head_tiles)  # fmt: skip
-        if cut and plan.num_whole:
-            share, filled, memory = plan.num_whole / count, work.filled, work.memory_share
-            _add_tiles(work, device, tile, np.full(plan.num_whole, keys[0]), 1, head_tiles)
+        cut = (count - plan.num_unsplit) * plan.num_splits if plan.num_splits > 1 else 0
+        _add_tiles(work, device, tile, np.full(count - plan.num_unsplit if cut else count, keys[0]), plan.num_splits, head_tiles)  # fmt: skip
+        if cut and plan.num_unsplit:
+            share, filled, memory = plan.num_unsplit / count, work.filled, work.memory_share
+            _add_tiles(work, device, tile, np.full(plan.num_unsplit, keys[0]), 1, head_tiles)
             work.filled = 1 / (share / work.filled + (1 - share) / filled)
             work.memory_share = 1 / (share / work.memory_share + (1 - share) / memory)
     work.bytes += 2 * 4 * cut * shape.num_heads * (shape.head_dim + 1)
@@ -224,20 +225,12 @@ def _add_compressed(case: LatentCase, device: Device, work: _Work) -> None:
 
 def _add_mla(case: LatentCase, device: Device, work: _Work) -> None:
     """mla_attention."""
-    # Its table of tile shapes is beside the kernels; only a prediction needs Triton for it.
-    from quire.kernels.mla import triton_impl as dense_triton
-
     shape, decode = case.shape, case.phase == "decode"
-    plan = dense_triton.plan_decode(
-        num_heads=shape.num_heads,
-        max_seqlen_q=1,
-        num_sms=device.num_sms,
-        arch=device.arch,
-        max_seq_len=case.context,
-    )
-    rows = plan.rows if decode else dense_triton.PREFILL_ROWS[ITEM_BYTES]
-    rows = dense_triton.tile_rows(rows, device.arch)
-    config = dense_triton.select_config(ITEM_BYTES, rows, device.arch)
+    rows = mla_configs.PREFILL_ROWS
+    if decode:
+        rows = mla_configs.decode_rows(num_heads=shape.num_heads, max_seqlen_q=1, arch=device.arch)
+    config = mla_configs.select_config(ITEM_BYTES, rows, device.arch)
+    rows = config.block_m
     block_q, _, head_tiles = tile_shapes.tile_heads(shape.num_heads, rows)
     tile = _Tile(
         rows=rows,
@@ -256,11 +249,18 @@ def _add_mla(case: LatentCase, device: Device, work: _Work) -> None:
         _add_tiles(work, device, tile, keys, 1, head_tiles)
         work.kernels += 1
         return
-    least = configs.MIN_SPLIT_TOKENS if plan.cut else case.context
-    cost = 2 * compressed_configs.PIECE_COST * rows
+    plan = mla_configs.plan_decode(
+        config=config,
+        num_heads=shape.num_heads,
+        head_dim_v=shape.head_dim_v,
+        num_sms=device.num_sms,
+        max_seq_len=case.context,
+    )
+    least = MIN_SPLIT_KEYS if plan.workspace_numel else case.context
+    cost = 2 * SPLIT_COST * rows
     cut = _add_line(work, device, tile, case.batch, case.context, plan.programs, head_tiles, least, cost)  # fmt: skip
     work.bytes += 2 * 4 * cut * shape.num_heads * (shape.head_dim_v + 1)
-    work.kernels += 2 if plan.cut else 1
+    work.kernels += 2 if plan.workspace_numel else 1
 
 
 def _add_line(

@@ -1,22 +1,27 @@
 """Measure tile shapes on this GPU, and write the tables that the ``select_config`` functions read.
 
-    python -m bench.tune                                   # every entry that a named shape uses, the most valuable first
+    python -m bench.tune              # every entry that a named shape uses, the most valuable first
     python -m bench.tune --only "decode 512" --seconds 300 --json tune.json
-    python -m bench.tune --seconds 540 --json OUT/tune.json --write OUT    # unattended: copies of the tables in OUT, after each entry
-    python -m bench.tune --write                           # the tables in place
-    python -m bench.tune --dry-run                         # on a CPU: two tile shapes of some entries of each table, small cases
+    python -m bench.tune --seconds 540 --json OUT/tune.json --write OUT    # unattended
+    python -m bench.tune --write      # the tables of the installed package
+    python -m bench.tune --dry-run    # on a CPU: two tile shapes of some entries, small cases
 
-Tables (`bench.tune.entries`) are those of attention over two-byte pages and over e4m3 pages, of ``mla_attention`` and of
-``compressed_attention``. A cell is an entry of one. Its candidates are first compiled offline for this GPU's
-architecture, on all cores: what spills, does not fit, or breaks another rule of ``bench.static`` is not run. The others are timed on the
-cases of the named shapes that use the cell, each checked against the float64 result first, and ranked by the geometric mean of their
-times over those of the table's own entry, which is timed in the same run. Another entry is taken where it is at least 2 % faster. Then the
-fastest shape of a prefill is tried with the other ways of launching it: fresh rows by tensor descriptors, and programs that take tiles in turns.
+The tables (`bench.tune.entries`) are the files ``tiles.json`` of attention, of ``mla_attention`` and
+of ``compressed_attention``; ``--write OUT`` writes ``OUT/<operator>/tiles.json`` after each entry.
+The candidates of an entry are first compiled offline for this GPU's architecture, on all cores: what
+spills, does not fit, or breaks another rule of ``bench.static`` is not run. The others are timed on
+the cases of the named shapes that use the entry, each checked against the float64 result first, and
+ranked by the geometric mean of their times over those of the table's own shape, which is timed in
+the same run. Another shape is taken where it is at least 2 % faster. Then the fastest shape of a
+prefill is tried with the other ways of launching it: new K/V by tensor descriptors, and programs
+that take tiles in turns.
 
-After ``--seconds`` no cell is begun; of the cell in hand, what is not compiled is not tried, and no further case is timed.
+After ``--seconds`` no entry is begun; of the entry in hand, what is not compiled is not tried, and
+no further case is timed.
 
-A table holds one entry for all architectures of a class (`tile_class`); ``--write`` changes those of this GPU's class alone. Run
-``python -m bench.static --all`` afterwards: an entry has to hold on the other architectures of its class too.
+A table holds one entry for all architectures of a class (``gpu_class``); ``--write`` changes those
+of this GPU's class alone. Run ``python -m bench.static --all`` afterwards: an entry has to hold on
+the other architectures of its class too.
 """
 
 from __future__ import annotations
@@ -47,18 +52,18 @@ from ..common.table import aligned
 from ..common.timing import time_calls
 from ..common.workers import Workers
 from ..kernels.families import family_of
-from .entries import Case, Cell, cells, rewritten, tiny_cases, tuned_cases
+from .entries import Case, TableEntry, rewritten, table_entries, tiny_cases, tuned_cases
 
-# A new entry has to be faster than the old one by this much.
+# A new shape has to be faster than the table's own by this much.
 GAIN = 0.02
 
 
-def compiled(cell: Cell, config: Any, arch: int) -> str | None:
+def compiled(entry: TableEntry, config: Any, arch: int) -> str | None:
     """Why a tile shape may not be used, by what it compiles to; None if it may."""
     from ..static import compiling, rules
 
-    for case in cell.static_cases(arch):
-        with cell.using(config):
+    for case in entry.static_cases(arch):
+        with entry.using(config):
             row = compiling.attempt(case, arch, 0)
         if isinstance(row, str):
             return row
@@ -68,17 +73,25 @@ def compiled(cell: Cell, config: Any, arch: int) -> str | None:
 
 
 def compile_all(
-    cell: Cell,
+    entry: TableEntry,
     candidates: Sequence[Any],
     arch: int,
     pool: concurrent.futures.Executor,
     deadline: float = math.inf,
 ) -> list[str | None]:
-    """`compiled` of each, on several cores. deadline: on the clock of ``perf_counter``."""
-    # The interpreter stands in for the compiler in this process on a CPU; the processes that start here must compile.
+    """`compiled` of each candidate, on several cores, as far as the time lasts.
+
+    Args:
+        entry: that they may replace.
+        candidates: launch choices, the table's own first.
+        arch: to compile for, as major * 10 + minor.
+        pool: of processes.
+        deadline: on the clock of ``perf_counter``.
+    """
+    # On a CPU this process interprets kernels; the processes that start here must compile them.
     interpret = os.environ.pop("TRITON_INTERPRET", None)
     try:
-        waiting = [pool.submit(compiled, cell, config, arch) for config in candidates]
+        waiting = [pool.submit(compiled, entry, config, arch) for config in candidates]
         # The table's own is what the others are compared with: it is waited for.
         first = [waiting[0].result()]
         left = None if deadline == math.inf else max(0.0, deadline - perf_counter())
@@ -92,16 +105,25 @@ def compile_all(
 
 
 def measure(
-    cell: Cell,
+    entry: TableEntry,
     cases: Sequence[Case],
     candidates: Sequence[Any],
     device: torch.device,
     seconds: float,
     deadline: float = math.inf,
 ) -> list[dict[str, Any]]:
-    """One row for each candidate: its milliseconds on each case, or what was wrong; the first is the table's own."""
+    """One row for each candidate: its milliseconds on each case, or what was wrong.
+
+    Args:
+        entry: that they may replace.
+        cases: that use it; the first is timed even after the deadline.
+        candidates: launch choices, the table's own first.
+        device: to run on.
+        seconds: timing of one candidate on one case.
+        deadline: on the clock of ``perf_counter``.
+    """
     rows: list[dict[str, Any]] = [
-        {"cell": cell.name, "config": list(cell.values(c)), "ms": {}, "wrong": None}
+        {"entry": entry.name, "config": list(entry.values(c)), "ms": {}, "wrong": None}
         for c in candidates
     ]
     for i, case in enumerate(cases):
@@ -111,11 +133,11 @@ def measure(
         problem = family.make(case, device, 2 if device.type == "cpu" else None)
         expected = family.expect(problem)
         impl = "triton" if os.environ.get("TRITON_INTERPRET") == "1" else None
-        calls = cell.calls(problem, impl)
+        calls = entry.calls(problem, impl)
         for row, config in zip(rows, candidates, strict=True):
             if row["wrong"]:
                 continue
-            with cell.using(config):
+            with entry.using(config):
                 try:
                     row["wrong"] = expected.wrong(*calls[0]())
                     if row["wrong"] is None:
@@ -140,57 +162,57 @@ def best(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return fastest if timed and fastest["ratio"] < 1 - GAIN else rows[0]
 
 
-def write(chosen: dict[Cell, Any], arch: int, folder: Path | None) -> None:
-    """Write the tables with other entries: in place, or copies into a folder, each in one named as its operator."""
-    for path, source in rewritten(chosen, arch).items():
+def write(chosen: dict[TableEntry, Any], arch: int, folder: Path | None) -> None:
+    """Write the tables with other shapes: in place, or as folder/<operator>/tiles.json."""
+    for path, text in rewritten(chosen, arch).items():
         to = path if folder is None else folder / path.parent.name / path.name
         to.parent.mkdir(parents=True, exist_ok=True)
-        to.write_text(source, encoding="utf-8")
+        to.write_text(text, encoding="utf-8")
         print(f"wrote {to}")
 
 
 def run(args: argparse.Namespace, pool: concurrent.futures.Executor) -> int:
-    """Tunes cell by cell; the exit status. pool: for `compile_all`."""
+    """Tunes entry by entry; the exit status. pool: for `compile_all`."""
     device = torch.device("cpu" if args.dry_run else "cuda")
     arch = launching.INTERPRETER_ARCH
     if not args.dry_run:
         major, minor = torch.cuda.get_device_capability(device)
         arch = 10 * major + minor
-    work = cells(tiny_cases() if args.dry_run else tuned_cases(), arch)
-    work = {cell: cases for cell, cases in work.items() if args.only in cell.name}
+    work = table_entries(tiny_cases() if args.dry_run else tuned_cases(), arch)
+    work = {entry: cases for entry, cases in work.items() if args.only in entry.name}
     if not work:
-        raise ValueError(f"only: expected part of a cell's name, got {args.only!r}")
+        raise ValueError(f"only: expected part of an entry's name, got {args.only!r}")
     result: dict[str, Any] = {"machine": describe_machine(device), "rows": [], "refused": [], "not_run": []}  # fmt: skip
-    chosen: dict[Cell, Any] = {}
+    chosen: dict[TableEntry, Any] = {}
     start = perf_counter()
     deadline = math.inf if args.seconds is None else start + args.seconds
-    for cell, cases in work.items():
+    for entry, cases in work.items():
         if perf_counter() > deadline:
-            result["not_run"].append(cell.name)
+            result["not_run"].append(entry.name)
             continue
-        candidates = cell.candidates(arch)
+        candidates = entry.candidates(arch)
         if args.dry_run:
             narrower = 16 if candidates[0].block_n == 32 else 32
             candidates = [candidates[0], replace(candidates[0], block_n=narrower)]
         while candidates:
-            reasons = compile_all(cell, candidates, arch, pool, deadline)
+            reasons = compile_all(entry, candidates, arch, pool, deadline)
             result["refused"] += [
-                {"cell": cell.name, "config": list(cell.values(c)), "why": why}
+                {"entry": entry.name, "config": list(entry.values(c)), "why": why}
                 for c, why in zip(candidates, reasons, strict=True)
                 if why
             ]
-            # The table's own entry is what the others are compared with, whatever the rules say of it.
+            # The table's own shape is what the others are compared with, whatever the rules say.
             fit = [c for i, c in enumerate(candidates) if i == 0 or not reasons[i]]
-            rows = measure(cell, cases, fit, device, args.per_call, deadline)
+            rows = measure(entry, cases, fit, device, args.per_call, deadline)
             result["rows"] += rows
             taken = best(rows)
-            print(f"{perf_counter() - start:6.1f} s\n{table(cell, rows, taken)}", flush=True)
+            print(f"{perf_counter() - start:6.1f} s\n{table(entry, rows, taken)}", flush=True)
             # Once more, with the other ways of launching the shape; after those there are no others.
-            others = [] if cell in chosen else cell.variants(fit[rows.index(taken)], arch)
-            chosen[cell] = fit[rows.index(taken)]
+            others = [] if entry in chosen else entry.variants(fit[rows.index(taken)], arch)
+            chosen[entry] = fit[rows.index(taken)]
             if args.dry_run:
                 others = others[-1:]
-            candidates = list(dict.fromkeys([fit[0], chosen[cell], *others])) if others else []
+            candidates = list(dict.fromkeys([fit[0], chosen[entry], *others])) if others else []
         if args.json:
             Path(args.json).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         if args.write is not None:
@@ -200,17 +222,17 @@ def run(args: argparse.Namespace, pool: concurrent.futures.Executor) -> int:
     return 1 if any(row["wrong"] for row in result["rows"]) else 0
 
 
-def table(cell: Cell, rows: list[dict[str, Any]], taken: dict[str, Any]) -> str:
-    """Candidates of a cell, fastest first."""
+def table(entry: TableEntry, rows: list[dict[str, Any]], taken: dict[str, Any]) -> str:
+    """Candidates of an entry, fastest first."""
     cases = list(rows[0]["ms"])
     lines = [
-        (cell.name, *cell.columns, *cases, "of the table's"),
+        (entry.name, *entry.columns, *cases, "of the table's"),
     ]
     for row in sorted(rows, key=lambda r: r["ratio"] or math.inf):
         marks = ("table " if row is rows[0] else "") + ("taken" if row is taken else "")
         times = [f"{row['ms'][c]:.4g}" if c in row["ms"] else "-" for c in cases]
         ratio = row["wrong"] or ("-" if row["ratio"] is None else f"{row['ratio']:.3f}")
-        config = [str(int(value)) for value in (*row["config"], 0, 0)[: len(cell.columns)]]
+        config = [str(int(value)) for value in (*row["config"], 0, 0)[: len(entry.columns)]]
         lines.append((marks, *config, *times, ratio))
     return "\n".join(aligned(lines))
 
@@ -230,11 +252,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> Parser:
     parser = Parser("bench.tune", __doc__)
     add = parser.add_argument
-    add("--only", default="", metavar="TEXT", help="cells whose name contains this")
+    add("--only", default="", metavar="TEXT", help="entries whose name contains this")
     add("--seconds", type=number(), metavar="S", help="time to end in, about")
     add("--per-call", type=number(), default=0.1, metavar="S", help="timing of one tile shape on one case")  # fmt: skip
     add("--jobs", type=integer(most=1024), default=os.cpu_count(), help="processes that compile")
-    add("--json", type=output_file, metavar="FILE", help="write all numbers, after each cell")
-    add("--write", nargs="?", const="", metavar="DIR", help="write the tables: in place, or copies into DIR")  # fmt: skip
+    add("--json", type=output_file, metavar="FILE", help="write all numbers, after each entry")
+    add("--write", nargs="?", const="", metavar="DIR", help="write DIR/<operator>/tiles.json; without DIR, in place")  # fmt: skip
     add("--dry-run", action="store_true", help="on a CPU: that everything runs; times mean nothing")
     return parser

@@ -15,10 +15,11 @@ import triton
 import triton.language as tl
 
 from ..common import launch_cache, split_kv
+from ..common.decode_plans import MIN_SPLIT_KEYS
 from ..common.launching import Launch
 from ..common.merging import block_parts, load_sink, merge_rows
 from .call import AttentionCall, check_merge
-from .configs import MIN_SPLIT_TOKENS, DecodePlan
+from .configs import DecodePlan
 
 
 @triton.jit(do_not_specialize=["num_parts"])
@@ -202,7 +203,7 @@ def prepare_pieces(
             "lse_stride_head": 0 if call.lse is None else call.lse.stride(0),
             "FRESH": call.k is not None,
             "BLOCK_Q": block_q,
-            "MIN_TOKENS": MIN_SPLIT_TOKENS,
+            "MIN_TOKENS": MIN_SPLIT_KEYS,
             "HEAD_DIM": head_dim,
             "BLOCK_PARTS": block_parts(plan.max_items, head_dim),
             "num_warps": 4,

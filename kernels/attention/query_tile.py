@@ -1,7 +1,7 @@
 """What one query tile of paged attention does: walk the tiles of its keys, in the pages and among the fresh rows.
 
 Quantised pages hold e4m3 codes. As fp16 a code is exact, and one instruction widens two of them; it takes three more to make them what
-queries in bf16 are. So with HALF (`configs.halves_codes`) the products over pages are fp16's: the queries are scaled to fit, row by row and by
+queries in bf16 are. So with HALF (`configs.uses_fp16_values`) the products over pages are fp16's: the queries are scaled to fit, row by row and by
 powers of two. That is all that is done to each element: the scale of a key's row multiplies its column of the scores, and that of a
 value's row its column of the weights, M x N products a tile in place of N x HEAD_DIM. Both are fp32.
 

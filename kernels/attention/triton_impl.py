@@ -27,6 +27,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..common import launch_cache, split_kv
 from ..common.checks import expect_head_dim
+from ..common.decode_plans import MIN_SPLIT_KEYS
 from ..common.launching import Launch, arch_and_sms, partials
 from ..common.query_tiles import (
     LOG2E,
@@ -39,7 +40,7 @@ from ..common.query_tiles import (
 from ..common.tile_shapes import MAX_REGISTERS, tile_heads
 from . import merge
 from .call import AttentionCall, check_attention
-from .configs import MIN_SPLIT_TOKENS, Config, halves_codes, plan_decode, select_config
+from .configs import Config, plan_decode, select_config, uses_fp16_values
 from .query_tile import Scales, Source, Tiles, attend_query_tile
 
 # The first architecture with an instruction that widens e4m3.
@@ -362,7 +363,7 @@ def _shape_arguments(call: AttentionCall, phase: str, config: Config, arch: int)
         "EQUAL_STRIDES": _equal_strides(call),
         "SCALES": call.scales,
         "HARDWARE_E4M3": quantised and arch >= E4M3_ARCH,
-        "HALF": half and halves_codes(head_dim, phase, arch, config.block_m, call.scales == "rows"),
+        "HALF": half and uses_fp16_values(config, call.scales == "rows"),
         # The interpreter, which runs what is on a CPU, knows none.
         "PTX": quantised and not call.q.is_cpu,
         "DIVIDE": call.q.element_size() == 2 and not quantised and _divides(config, arch),
@@ -452,7 +453,7 @@ def _fresh_tiles(
     Rows [num_tokens, num_kv_heads, head_dim] are described as [num_tokens, columns], a head being some columns: a tile is a rectangle.
     """
     made = []
-    wanted = config.fresh_tma and not config.mask_all
+    wanted = config.new_kv_tma and not config.mask_all
     # Descriptors need tensors at multiples of 16 bytes; the strides are another matter.
     if (
         wanted
@@ -509,7 +510,7 @@ def _prepare_decode(call: AttentionCall, arch: int, num_sms: int) -> list[Launch
             "first_lse": first_lse,
             "num_decodes": call.num_decodes,
             "target_items": plan.target_items,
-            "MIN_TOKENS": MIN_SPLIT_TOKENS,
+            "MIN_TOKENS": MIN_SPLIT_KEYS,
             **shared,
             **constants,
         },

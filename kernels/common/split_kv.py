@@ -1,7 +1,7 @@
 """How work is divided on the device: helpers that the attention kernels and the merge of decode's pieces share.
 
 Decode: every program derives the same division from the lengths of the batch, so the host needs no lengths and a captured graph stays right.
-The paged keys of all decode sequences, divided by ``target_items``, give the keys of one piece (never fewer than MIN_SPLIT_TOKENS); a
+The paged keys of all decode sequences, divided by ``target_items``, give the keys of one piece (never fewer than MIN_SPLIT_KEYS); a
 sequence is cut into as many equal pieces as that gives, and the pieces of all sequences are numbered one after another.
 
 Source: FlashDecoding (split-KV); FlashMLA's tile scheduler divides the batch's keys in the same way.

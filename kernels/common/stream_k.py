@@ -127,8 +127,3 @@ def programs_of(first, units, size, least):
     at = program * size
     end = program - ((at > first) & (border(at, first, units, least) == stop)).to(tl.int32)
     return begin, end - begin + 1
-
-
-# Keys that a program could attend to instead of leaving the partial results of a row of its query tile, or instead of merging them; and in the
-# time that launching the merge takes. Own estimates.
-PIECE_COST, LAUNCH_COST = 2, 64

@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 
 from ..common import launch_cache, stream_k
+from ..common.decode_plans import SPLIT_COST
 from ..common.launching import Launch, arch_and_sms, partials
 from ..common.merging import block_parts, compressed_merge_kernel
 from ..common.query_tiles import (
@@ -33,11 +34,10 @@ from ..common.query_tiles import (
     row_pointers,
     rows_of_tile,
 )
-from ..common.stream_k import PIECE_COST
-from ..common.tile_shapes import MAX_REGISTERS, tile_heads
+from ..common.tile_shapes import MAX_REGISTERS, tile_heads, tile_rows
 from ..common.tiles import hoists
 from .call import CompressedCall, check
-from .configs import MIN_PIECE_KEYS, CompressedConfig, plan_decode, select_config, tile_rows
+from .configs import MIN_SPLIT_KEYS, CompressedConfig, plan_decode, select_config
 from .query_tile import Order, Pages, attend_keys
 
 # The first architecture with an instruction that widens e4m3.
@@ -505,20 +505,20 @@ def _prepare_decode(
     split = {
         "window_lens": call.window_lens,
         "tokens_per_len": call.tokens_per_len,
-        "num_whole": plan.num_whole,
+        "num_whole": plan.num_unsplit,
         "num_decodes": call.num_decodes,
         "decode_tokens": decode_tokens,
-        "pieces": plan.pieces,
+        "pieces": plan.num_splits,
         "programs": plan.programs,
         "SLOTS": call.slots,
         "LINE": plan.programs > 0,
-        "LEAST": MIN_PIECE_KEYS // block_n,
-        "COST": pieces_left * PIECE_COST * shared["BLOCK_M"] // block_n,
+        "LEAST": MIN_SPLIT_KEYS // block_n,
+        "COST": pieces_left * SPLIT_COST * shared["BLOCK_M"] // block_n,
         "partial_out": partial_out,
         "first_lse": first_lse,
     }
-    cut = call.num_decodes - plan.num_whole
-    items = plan.programs or (plan.num_whole + cut * plan.pieces) * seq_tiles
+    cut = call.num_decodes - plan.num_unsplit
+    items = plan.programs or (plan.num_unsplit + cut * plan.num_splits) * seq_tiles
     attention = Launch(
         _compressed_decode_kernel, (items * shared["HEAD_TILES"],), {**shared, **split}
     )
@@ -527,7 +527,7 @@ def _prepare_decode(
     merge_names = set(compressed_merge_kernel.arg_names)
     arguments = {**shared, **split, "num_heads": num_heads}
     arguments = {name: value for name, value in arguments.items() if name in merge_names}
-    most = block_parts(plan.programs or plan.pieces, head_dim)
+    most = block_parts(plan.programs or plan.num_splits, head_dim)
     merge = Launch(
         compressed_merge_kernel,
         (cut * num_heads,),

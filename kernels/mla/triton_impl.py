@@ -15,15 +15,14 @@ strides. Decode: programs divide the keys of all query tiles evenly (``common.st
 Source: DeepSeek-V2 (arXiv 2405.04434) 2.1; FlashAttention-2 (arXiv 2307.08691); Stream-K (arXiv 2301.03598).
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from ..attention.configs import MIN_SPLIT_TOKENS
 from ..common import launch_cache, stream_k
+from ..common.decode_plans import MIN_SPLIT_KEYS, SPLIT_COST
 from ..common.launching import Launch, arch_and_sms, partials
 from ..common.merging import block_parts, compressed_merge_kernel
 from ..common.query_tiles import (
@@ -35,57 +34,13 @@ from ..common.query_tiles import (
     row_pointers,
     rows_of_tile,
 )
-from ..common.stream_k import PIECE_COST
-from ..common.tile_shapes import MAX_REGISTERS, next_power_of_2, tile_class, tile_heads
+from ..common.tile_shapes import MAX_REGISTERS, tile_heads
 from ..common.tiles import hoists, update
 from .call import MlaCall, check
+from .configs import PREFILL_ROWS, MlaConfig, decode_rows, plan_decode, select_config
 
-
-@dataclass(frozen=True)
-class MlaConfig:
-    """One launch: keys of a tile, warps, stages.
-
-    swap: keys take the rows of the matrix instructions. divide: as in ``_tiles.update``. per_sm: programs that share an SM and its registers.
-    """
-
-    block_n: int
-    num_warps: int
-    num_stages: int
-    swap: bool
-    divide: bool = False
-    per_sm: int = 1
-
-
-# Two-byte dtypes: rows of the query tile -> config, at 512 + 64 channels; narrower latents fit as well. Ampere does not pipeline tiles of
-# swapped products. Tensor memory's instructions take more shared memory. With 99 KiB, 64 rows would leave room for tiles of 16 keys: too few
-# for copies of 16 bytes by every thread, and half as many bytes under way.
-CONFIGS = {
-    "hopper": {
-        16: MlaConfig(32, 8, 3, True, divide=True, per_sm=2),
-        32: MlaConfig(32, 8, 3, True, divide=True),
-        64: MlaConfig(32, 8, 3, False, divide=True),
-    },
-    "blackwell": {
-        16: MlaConfig(32, 8, 3, True, divide=True, per_sm=2),
-        32: MlaConfig(32, 8, 3, True, divide=True),
-        64: MlaConfig(32, 8, 2, False),
-    },
-    "medium": {
-        16: MlaConfig(32, 8, 3, False),
-        32: MlaConfig(32, 8, 3, False, divide=True),
-        64: MlaConfig(32, 8, 2, False, divide=True),
-    },
-    "small": {
-        16: MlaConfig(32, 8, 2, False),
-        32: MlaConfig(32, 8, 2, False, divide=True),
-    },
-}
-# fp32 runs without tensor cores, for checks more than for speed.
-FP32_CONFIG = MlaConfig(16, 8, 1, False)
-# Tiles of a piece where nothing may be cut: more than any sequence has.
+# Tiles of a KV split where nothing may be split: more than any sequence has.
 NEVER = 1 << 28
-# Rows of a query tile in prefill, by bytes of an element.
-PREFILL_ROWS = {2: 64, 4: 16}
 
 
 @triton.jit
@@ -293,30 +248,10 @@ def prepare(call: MlaCall, arch: int, num_sms: int) -> list[Launch]:
     return launches
 
 
-def select_config(dtype_bytes: int, rows: int, arch: int) -> MlaConfig:
-    """Tile shape of the attention kernels.
-
-    Args:
-        dtype_bytes: 2 (bf16, fp16) or 4 (fp32).
-        rows: rows of the query tile, of ``tile_rows``.
-        arch: compute capability as major * 10 + minor.
-
-    Returns:
-        MlaConfig.
-    """
-    return FP32_CONFIG if dtype_bytes == 4 else CONFIGS[tile_class(arch)][rows]
-
-
-def tile_rows(rows: int, arch: int) -> int:
-    """Rows of the query tile where ``rows`` are wanted, 16, 32 or 64: at most 32 with 99 KiB of shared memory."""
-    return min(rows, max(CONFIGS[tile_class(arch)]))
-
-
-def _shared_arguments(call: MlaCall, rows: int, arch: int) -> dict[str, Any]:
-    """Arguments, constants and options that both attention kernels take. rows: of the query tile."""
+def _shared_arguments(call: MlaCall, config: MlaConfig, arch: int) -> dict[str, Any]:
+    """Arguments, constants and options that both attention kernels take."""
     num_heads, head_dim = call.q.shape[1:]
-    block_q, heads, head_tiles = tile_heads(num_heads, rows)
-    config = select_config(call.q.element_size(), rows, arch)
+    block_q, heads, head_tiles = tile_heads(num_heads, config.block_m)
     return {
         "q": call.q,
         "pages": call.pages,
@@ -345,7 +280,7 @@ def _shared_arguments(call: MlaCall, rows: int, arch: int) -> dict[str, Any]:
         "HEAD_DIM_V": call.head_dim_v,
         "ROPE_DIM": head_dim - call.head_dim_v,
         "BLOCK_SIZE": call.pages.shape[1],
-        "BLOCK_M": rows,
+        "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "SWAP": config.swap,
         "DIVIDE": config.divide,
@@ -359,7 +294,8 @@ def _shared_arguments(call: MlaCall, rows: int, arch: int) -> dict[str, Any]:
 
 def _prepare_prefill(call: MlaCall, arch: int, decode_tokens: int) -> Launch:
     """The launch for all sequences but the first ``num_decodes`` of up to ``decode_tokens`` new tokens."""
-    shared = _shared_arguments(call, tile_rows(PREFILL_ROWS[call.q.element_size()], arch), arch)
+    config = select_config(call.q.element_size(), PREFILL_ROWS, arch)
+    shared = _shared_arguments(call, config, arch)
     # Without the lengths on the host: each sequence adds at most one tile that is not full.
     num_tiles = call.q.shape[0] // shared["BLOCK_Q"] + call.num_seqs
     return Launch(
@@ -374,84 +310,36 @@ def _prepare_prefill(call: MlaCall, arch: int, decode_tokens: int) -> Launch:
     )
 
 
-@dataclass(frozen=True)
-class DecodePlan:
-    """How the decode part of a batch is divided.
-
-    rows: of a query tile. programs: those that share the keys of all of them. cut: whether a query tile may have several.
-    """
-
-    rows: int
-    programs: int
-    cut: bool
-
-
-def plan_decode(
-    *,
-    num_heads: int,
-    max_seqlen_q: int,
-    num_sms: int,
-    arch: int,
-    block_size: int = 64,
-    dtype_bytes: int = 2,
-    max_seq_len: int | None = None,
-) -> DecodePlan:
-    """Plan decode from host integers only, so that a captured graph stays right at any sequence length.
-
-    Args:
-        num_heads: of the layer.
-        max_seqlen_q: new tokens of the longest sequence on the decode path.
-        num_sms: streaming multiprocessors of the device.
-        arch: compute capability as major * 10 + minor.
-        block_size: tokens of a page.
-        dtype_bytes: 2 or 4; fp32 tiles have 16 rows only.
-        max_seq_len: upper bound of the sequence lengths; None if unknown.
-
-    Returns:
-        DecodePlan: all programs are at work at once, and the device divides what keys there are evenly among them (``common.stream_k``).
-    """
-    wanted = next_power_of_2(num_heads * max(1, max_seqlen_q))
-    # The loop over query tiles leaves no registers for 64 rows beside tensor memory's copy of them or, on Ampere, several page ids a tile.
-    tiles = tile_class(arch)
-    full = tiles == "blackwell" or (tiles == "medium" and block_size % 32 > 0)
-    most = 16 if dtype_bytes == 4 else 32 if full else 64
-    rows = tile_rows(min(most, max(16, wanted)), arch)
-    config = select_config(dtype_bytes, rows, arch)
-    programs = max(1, config.per_sm * num_sms // tile_heads(num_heads, rows)[2])
-    short = max_seq_len is not None and max_seq_len < 2 * MIN_SPLIT_TOKENS
-    return DecodePlan(rows, programs, programs > 1 and not short)
-
-
 def _prepare_decode(call: MlaCall, arch: int, num_sms: int) -> list[Launch]:
     """The launches for the first ``num_decodes`` sequences of few new tokens: attention, and the merge where one may be cut."""
     max_seqlen_q = call.max_seqlen_q if call.num_decodes == call.num_seqs else 1
     num_heads, dim = call.q.shape[1], call.head_dim_v
+    rows = decode_rows(
+        num_heads=num_heads, max_seqlen_q=max_seqlen_q, arch=arch, block_size=call.pages.shape[1]
+    )
+    config = select_config(call.q.element_size(), rows, arch)
     plan = plan_decode(
+        config=config,
         num_heads=num_heads,
-        max_seqlen_q=max_seqlen_q,
+        head_dim_v=dim,
         num_sms=num_sms,
-        arch=arch,
-        block_size=call.pages.shape[1],
-        dtype_bytes=call.q.element_size(),
         max_seq_len=call.max_seq_len,
     )
-    shared = _shared_arguments(call, plan.rows, arch)
+    shared = _shared_arguments(call, config, arch)
     block_q, block_n = shared["BLOCK_Q"], shared["BLOCK_N"]
-    # Of each program the end of one query tile and the beginning of another.
-    numel = 2 * plan.programs * block_q * num_heads * (dim + 1) if plan.cut else 0
-    partial_out, first_lse = partials(numel, dim, call.workspace, call.q.device)
+    partial_out, first_lse = partials(plan.workspace_numel, dim, call.workspace, call.q.device)
     split = {
         "partial_out": partial_out,
         "first_lse": first_lse,
         "decode_tokens": max(max_seqlen_q, block_q),
         "programs": plan.programs,
-        "LEAST": MIN_SPLIT_TOKENS // block_n if plan.cut else NEVER,
-        "COST": 2 * PIECE_COST * plan.rows // block_n,
+        "LEAST": MIN_SPLIT_KEYS // block_n if plan.workspace_numel else NEVER,
+        "COST": 2 * SPLIT_COST * config.block_m // block_n,
     }
     attention = Launch(
         _mla_decode_kernel, (plan.programs * shared["HEAD_TILES"],), {**shared, **split}
     )
-    if not plan.cut:
+    if partial_out is None:
         return [attention]
     more = {
         **dict.fromkeys(("sinks", "cos_sin", "sliding_window", "ratio")),

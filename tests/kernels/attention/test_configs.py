@@ -13,6 +13,7 @@ import triton.language as tl
 from quire.kernels import workspace_numel
 from quire.kernels.attention import configs
 from quire.kernels.common import split_kv, tile_shapes
+from quire.kernels.common.decode_plans import MIN_SPLIT_KEYS
 from tests.support.helpers import DEVICE
 
 
@@ -29,7 +30,8 @@ def test_tile_heads_covers_the_group(group, block_m):
 @pytest.mark.parametrize("head_dim", [16, 32, 64, 128, 256, 512])
 @pytest.mark.parametrize("dtype_bytes, page_bytes", [(2, 2), (4, 4), (2, 1), (4, 1)])
 def test_every_config_fits_shared_memory(arch, head_dim, dtype_bytes, page_bytes):
-    limit = {"large": 227, "medium": 163, "small": 99}[tile_shapes.shared_memory_class(arch)] << 10
+    kib = {"hopper": 227, "blackwell": 227, "medium": 163, "small": 99}
+    limit = kib[tile_shapes.gpu_class(arch)] << 10
 
     def select(phase, **more):
         return configs.select_config(
@@ -133,7 +135,7 @@ def test_every_piece_is_found_once(num_decodes, window):
         n - q if window is None else min(n - q, window - 1)
         for n, q in zip(lengths, q_lens, strict=True)
     ]
-    per_piece = max(configs.MIN_SPLIT_TOKENS, -(-sum(keys) // target))
+    per_piece = max(MIN_SPLIT_KEYS, -(-sum(keys) // target))
     expected = [
         0 if q == 0 or q > block_q else max(1, -(-n // per_piece))
         for q, n in zip(q_lens, keys, strict=True)
@@ -155,7 +157,7 @@ def test_every_piece_is_found_once(num_decodes, window):
     found, first, pieces = (device([-7] * n) for n in (len(items), len(items), 2 * len(seqs)))
     _division_kernel[(1,)](
         device(lengths), device([0, *q_lens]).cumsum(0).int(), device(items), device(seqs), found, first, pieces,
-        num_decodes, target, window, len(items), len(seqs), True, block_q, configs.MIN_SPLIT_TOKENS,
+        num_decodes, target, window, len(items), len(seqs), True, block_q, MIN_SPLIT_KEYS,
     )  # fmt: skip
     assert pieces.view(-1, 2).tolist() == [[starts[s], expected[s]] for s in seqs]
     pairs = list(zip(found.tolist(), first.tolist(), strict=True))
@@ -165,7 +167,7 @@ def test_every_piece_is_found_once(num_decodes, window):
 
 def pieces_of(lengths, target_items):
     """Keys of each piece of decode sequences with so many paged keys, as the device divides them: whole tiles but for the last."""
-    per_piece = max(configs.MIN_SPLIT_TOKENS, -(-sum(lengths) // target_items))
+    per_piece = max(MIN_SPLIT_KEYS, -(-sum(lengths) // target_items))
     found = []
     for n in lengths:
         tiles, count = -(-n // BLOCK_N), max(1, -(-n // per_piece))

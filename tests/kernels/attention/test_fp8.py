@@ -8,6 +8,7 @@ import torch
 
 from quire.kernels import paged_attention, sliding_window_attention, write_kv
 from quire.kernels.attention import triton_impl as paged
+from quire.kernels.attention.configs import select_config
 from quire.kernels.cache_write import reference as reference_write
 from quire.kernels.common import e4m3, launch_cache
 from tests.kernels.attention.test_attention import attend
@@ -157,10 +158,12 @@ def test_tall_tiles_with_codes_in_either_form(phase, seq_lens, q_lens, halves, k
     launch_cache.forget()
     monkeypatch.setattr(paged, "arch_and_sms", lambda _: (arch, 2))
     asked = []
-    monkeypatch.setattr(paged, "halves_codes", lambda *args: asked.append(args) or halves)
+    monkeypatch.setattr(paged, "uses_fp16_values", lambda *args: asked.append(args) or halves)
     batch, exact = tall_batch(phase, tuple(seq_lens), tuple(q_lens), kind)
     assert_exact(batch, BF16, ["triton"], exact)
-    assert asked == [(64, phase, arch, 64 if phase == "decode" else 128, kind == "rows")]
+    rows = 64 if phase == "decode" else 128
+    config = select_config(64, 2, phase, 0, arch, rows=rows, page_bytes=1)
+    assert asked == [(config, kind == "rows")] and config.block_m == rows
     launch_cache.forget()
 
 

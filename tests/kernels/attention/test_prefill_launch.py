@@ -24,9 +24,9 @@ from tests.support.helpers import (
 
 BF16, FP16 = torch.bfloat16, torch.float16
 PLAIN = Config(32, 16, 4, 2)
-TMA = dataclasses.replace(PLAIN, fresh_tma=True)
+TMA = dataclasses.replace(PLAIN, new_kv_tma=True)
 TURNS = dataclasses.replace(PLAIN, programs_per_sm=2)
-BOTH = Config(32, 16, 4, 2, fresh_tma=True, programs_per_sm=1)
+BOTH = Config(32, 16, 4, 2, new_kv_tma=True, programs_per_sm=1)
 ONE = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 32, "dtype": BF16}
 CASES = {
     "chunks-tma": (TMA, AttentionCase("", [46, 0, 37], [36, 0, 37], **ONE)),
@@ -71,11 +71,11 @@ def prefill(batch, arch=90):
 def test_the_result_is_the_same_to_the_bit(name, launched):
     config, case = CASES[name]
     batch = make_batch(case)
-    launched(dataclasses.replace(config, fresh_tma=False, programs_per_sm=0))
+    launched(dataclasses.replace(config, new_kv_tma=False, programs_per_sm=0))
     plain, items = attend(batch, "triton"), prefill(batch)[1]
     launched(config)
     arguments, programs = prefill(batch)
-    described = config.fresh_tma and case.fresh
+    described = config.new_kv_tma and case.fresh
     assert [isinstance(arguments[name], TensorDescriptor) for name in ("k_tiles", "v_tiles")] == [described] * 2  # fmt: skip
     assert programs == (min(items, config.programs_per_sm * launching.INTERPRETER_SMS) or items)
     for _ in range(2):  # the second is a remembered call

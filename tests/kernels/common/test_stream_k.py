@@ -8,10 +8,10 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.kernels.attention.configs import MIN_SPLIT_TOKENS
 from quire.kernels.common import stream_k
+from quire.kernels.common.decode_plans import LAUNCH_COST, MIN_SPLIT_KEYS, SPLIT_COST
 from quire.kernels.compressed import configs as compressed_configs
-from quire.kernels.mla import triton_impl as dense_triton
+from quire.kernels.mla import configs as mla_configs
 from tests.support.helpers import DEVICE
 
 BLOCK_Q, BLOCK_N = 2, 64
@@ -132,19 +132,21 @@ def test_no_batch_size_of_bounded_keys_falls_off_a_cliff(num_heads, max_keys):
             num_decodes=batch, seq_tiles=1, block_q=1, block_m=rows, num_heads=num_heads, head_tiles=head_tiles,
             head_dim=512, num_sms=132, max_keys=max_keys, bounded=True,
         )  # fmt: skip
-        assert plan.programs == 0 and (plan.pieces == 1 or plan.num_whole % places == 0)
-        cut = batch - plan.num_whole
-        leave = compressed_configs.PIECE_COST * rows if plan.pieces > 1 else 0
-        piece = max_keys / plan.pieces + leave
-        assert plan.pieces == 1 or max_keys // plan.pieces >= compressed_configs.MIN_PIECE_KEYS
-        items = [max_keys] * plan.num_whole + [piece] * cut * plan.pieces
-        merge = compressed_configs.LAUNCH_COST + leave * cut * plan.pieces / places if leave else 0
+        assert plan.programs == 0 and (plan.num_splits == 1 or plan.num_unsplit % places == 0)
+        cut = batch - plan.num_unsplit
+        leave = SPLIT_COST * rows if plan.num_splits > 1 else 0
+        piece = max_keys / plan.num_splits + leave
+        assert (
+            plan.num_splits == 1 or max_keys // plan.num_splits >= compressed_configs.MIN_SPLIT_KEYS
+        )
+        items = [max_keys] * plan.num_unsplit + [piece] * cut * plan.num_splits
+        merge = LAUNCH_COST + leave * cut * plan.num_splits / places if leave else 0
         needed = makespan(items, places) + merge
         assert needed <= -(-batch // places) * max_keys
         # A tile more costs a piece of the least keys at most, and what its partial results and the merge do.
-        least = compressed_configs.MIN_PIECE_KEYS + compressed_configs.PIECE_COST * rows
+        least = compressed_configs.MIN_SPLIT_KEYS + SPLIT_COST * rows
         if batch > 1:
-            assert needed - before <= 1.1 * (least + compressed_configs.LAUNCH_COST), batch
+            assert needed - before <= 1.1 * (least + LAUNCH_COST), batch
         before = needed
 
 
@@ -193,10 +195,12 @@ def fair_share(count, units, programs, least, cost):
 def test_no_batch_size_of_latents_falls_off_a_cliff(num_heads, keys):
     """All programs begin at once, and end nearly so, at any batch size. What the device makes of one is looked at where waves of whole or equal
     pieces would be almost empty."""
-    plan = dense_triton.plan_decode(num_heads=num_heads, max_seqlen_q=1, num_sms=132, arch=90)
-    programs, block_n = plan.programs, dense_triton.select_config(2, plan.rows, 90).block_n
+    rows = mla_configs.decode_rows(num_heads=num_heads, max_seqlen_q=1, arch=90)
+    config = mla_configs.select_config(2, rows, 90)
+    plan = mla_configs.plan_decode(config=config, num_heads=num_heads, head_dim_v=512, num_sms=132)
+    programs, block_n = plan.programs, config.block_n
     assert programs == {16: 264, 32: 132, 64: 132, 128: 66}[num_heads]
-    least, leave = MIN_SPLIT_TOKENS // block_n, compressed_configs.PIECE_COST * plan.rows // block_n
+    least, leave = MIN_SPLIT_KEYS // block_n, SPLIT_COST * config.block_m // block_n
     edges = [programs // 3, programs // 2, 2 * programs // 3, programs, 3 * programs // 2]
     batches = [1, 7, *(edge + more for edge in edges for more in (-1, 0, 1, 2))]
 

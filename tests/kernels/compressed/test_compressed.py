@@ -14,7 +14,7 @@ from quire.kernels import (
     page_bytes,
 )
 from quire.kernels.common import launching
-from quire.kernels.common.tile_shapes import tile_heads
+from quire.kernels.common.tile_shapes import tile_heads, tile_rows
 from quire.kernels.compressed import call as compressed_call
 from quire.kernels.compressed import configs, flash_mla
 from quire.kernels.compressed import reference as reference_compressed
@@ -262,7 +262,7 @@ def test_the_stated_workspace_suffices(num_heads):
         for decode_tokens, num_decodes, num_sms in itertools.product(
             (1, 3, 9), (1, 300), (1, 7, 132)
         ):
-            rows = configs.tile_rows(num_heads, 1 if picked else decode_tokens)
+            rows = tile_rows(num_heads, 1 if picked else decode_tokens)
             config = configs.select_config(512, 2, fp8, arch, rows=rows)
             assert config.block_m <= rows
             block_q, _, head_tiles = tile_heads(num_heads, config.block_m)

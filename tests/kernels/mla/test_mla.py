@@ -9,6 +9,7 @@ import torch
 from quire.kernels import mla_attention, paged_attention, workspace_numel
 from quire.kernels.common.tile_shapes import SHARED_MEMORY
 from quire.kernels.mla import triton_impl as dense_triton
+from quire.kernels.mla.configs import MlaConfig, select_config
 from tests.support.helpers import DEVICE, NAN, assert_within_budget
 from tests.support.kernels.mla_cases import MlaCase, make_mla_batch, mla_reference
 
@@ -76,10 +77,9 @@ def test_every_shape_of_tile(rows, dtype, monkeypatch):
     exact, _ = mla_reference(batch)
     tiles = [(80, 64, False, False), (80, 16, False, True), (90, 64, False, True), (90, 16, True, True), (90, 64, True, False)]  # fmt: skip
     for arch, block_n, swap, divide in tiles:
-        config = dense_triton.MlaConfig(block_n, 4, 2, swap, divide)
+        config = MlaConfig(rows, block_n, 4, 2, swap, divide)
         monkeypatch.setattr(dense_triton, "arch_and_sms", lambda _, arch=arch: (arch, 2))
         monkeypatch.setattr(dense_triton, "select_config", lambda *_, c=config: c)
-        monkeypatch.setattr(dense_triton, "PREFILL_ROWS", {2: rows, 4: rows})
         assert_within_budget(f"{config}", attend(batch).cpu(), exact)
 
 
@@ -165,11 +165,11 @@ def test_no_sequences(impl):
 def test_every_architecture_has_a_config_of_every_tile(arch):
     """That each fits is checked by compiling it: see ``bench.static``."""
     for wanted in (16, 32, 64):
-        rows = dense_triton.tile_rows(wanted, arch)
+        config = select_config(2, wanted, arch)
+        rows = config.block_m
         assert rows == (wanted if SHARED_MEMORY[arch] > 99 << 10 else min(wanted, 32))
-        config = dense_triton.select_config(2, rows, arch)
         assert config.block_n == 32 and config.swap == (rows < 64 and 90 <= arch < 120)
-    assert dense_triton.select_config(4, 16, arch) == dense_triton.FP32_CONFIG
+        assert select_config(4, wanted, arch) == MlaConfig(16, 16, 8, 1, False)
 
 
 def zeros(*shape, dtype=torch.float32):
