@@ -33,7 +33,7 @@ TENSORS = (Tensor, *PAGES)
 HOST_VALUES = frozenset((int, float, bool))
 # Launch arguments that have another name in the call.
 NAMES = {
-    "k_fresh": "k", "v_fresh": "v", "k_tiles": "k", "v_tiles": "v", "partial_out": "workspace",
+    "k_new": "k", "v_new": "v", "k_tiles": "k", "v_tiles": "v", "partial_out": "workspace",
     "window_list": "window_table", "picks": "topk_indices", "pick_lens": "topk_lens",
     "keys": "pages", "scores": "workspace",
 }  # fmt: skip
@@ -85,9 +85,9 @@ class CachedLaunch:
         found = self.constants.copy()
         for name, source in self.tensors:
             found[name] = tensors[source]
-        for name, empty, places in self.tuples:
+        for name, empty, held in self.tuples:
             fields = list(empty)
-            for index, source in places:
+            for index, source in held:
                 fields[index] = tensors[source]
             found[name] = empty._make(fields)
         return found
@@ -251,14 +251,14 @@ def _cached_launch(
         if _is_tensor(value):
             passed.append((name, _source(name, value, tensors, views)))
             continue
-        places = []
-        for index, field in enumerate(launching.fields(name, value)):
-            if _is_tensor(field[1]):
-                places.append((index, _source(*field, tensors, views)))
-        if places:
-            held = {index for index, _ in places}
-            empty = value._make(None if i in held else v for i, v in enumerate(value))
-            tuples.append((name, empty, tuple(places)))
+        held = tuple(
+            (index, _source(*field, tensors, views))
+            for index, field in enumerate(launching.fields(name, value))
+            if _is_tensor(field[1])
+        )
+        if held:
+            empty = value._make(None if _is_tensor(field) else field for field in value)
+            tuples.append((name, empty, held))
         else:
             constants[name] = value
     return CachedLaunch(launch.kernel, launch.grid, constants, tuple(passed), tuple(tuples))

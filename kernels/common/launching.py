@@ -63,7 +63,8 @@ def launch(kernel: JITFunction, grid: tuple[int, ...], arguments: dict[str, Any]
 
 
 def on_device(index: int) -> AbstractContextManager[Any]:
-    """Makes a CUDA device the current one, where Triton launches whatever the tensors are on. -1, a CPU's index, changes nothing."""
+    """Makes a CUDA device the current one, where Triton launches whatever the tensors are on. -1, a
+    CPU's index, changes nothing."""
     if index < 0 or index == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(index)
@@ -72,10 +73,19 @@ def on_device(index: int) -> AbstractContextManager[Any]:
 def partials(
     numel: int, dim: int, workspace: torch.Tensor | None, device: torch.device
 ) -> tuple[torch.Tensor | None, int]:
-    """Where pieces of split work leave their rows of ``dim`` values, fp32 in a workspace or in new memory, and its element where the lse
-    of each row follow.
+    """Where KV splits leave their partial results: rows of ``dim`` values, then the lse of each.
 
-    numel: elements of both together; 0: nothing is cut, and there is no memory. Raises: ValueError, the workspace is smaller.
+    Args:
+        numel: elements of both together; 0: nothing is split, and there is no memory.
+        dim: values of a row.
+        workspace: fp32 memory for them; None: new memory is made.
+        device: of new memory.
+
+    Returns:
+        (the memory, its element where the lse begin).
+
+    Raises:
+        ValueError: the workspace is smaller.
     """
     if numel == 0:
         return None, 0

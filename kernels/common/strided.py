@@ -1,4 +1,5 @@
-"""Kernel arguments: a tensor and its strides as one named tuple, so that neither goes without the other.
+"""Kernel arguments: a tensor and its strides as one named tuple, so that neither goes without the
+other.
 
 Triton specialises each field as it does a loose argument: a stride that is a multiple of 16 keeps
 that hint, a stride of 1 and None are constants. An argument that is None as a whole is one, too.

@@ -66,7 +66,7 @@ def quantised(batch, kind):
     for name in "k", "v":
         rows = batch[f"{name}_pages"]
         factor = {"k": 0.02, "v": 0.013}[name]
-        codes, scales = e4m3.quantise(rows, None if kind == "rows" else factor)
+        codes, scales = e4m3.quantize(rows, None if kind == "rows" else factor)
         pages = strided_like(rows, E4M3)
         pages.view(torch.uint8).copy_(codes.view(torch.uint8))
         changed[f"{name}_pages"] = pages
@@ -222,7 +222,7 @@ def test_the_kinds_of_scales_agree(impl):
     batch = make_batch(case)
     for name, factor in ("k", 2.0**-6), ("v", 2.0**-5):
         pages = batch[f"{name}_pages"]
-        batch[f"{name}_pages"] = e4m3.quantise(pages, factor)[0]
+        batch[f"{name}_pages"] = e4m3.quantize(pages, factor)[0]
         batch[f"{name}_scale"] = factor
     number = attend(batch, impl)
     one = {name: torch.tensor([batch[name]], device=DEVICE) for name in ("k_scale", "v_scale")}
@@ -308,7 +308,7 @@ def test_rows_with_scales_of_their_own(impl, name):
     written = slots >= 0
     page, row = slots[written] // case.block_size, slots[written] % case.block_size
     codes = pages[0].view(torch.uint8)[page, row].view(E4M3)
-    back, x = e4m3.dequantise(codes, scales[0][page, row]).double(), k[written].double()
+    back, x = e4m3.dequantize(codes, scales[0][page, row]).double(), k[written].double()
     largest = x.abs().amax(-1, keepdim=True) if num_rows else x
     # Half a step of 3 bits; below the smallest normal code, half of that one's step.
     bound = torch.maximum(x.abs() * (2.0**-4 + 2.0**-22), largest / 448 * 2.0**-10 * (1 + 2.0**-22))
@@ -333,7 +333,7 @@ def test_rows_that_are_not_ordinary(impl):
     reference_write.write_kv(x, -x, *expected, slots, *expected_scales)
     for got, want in zip(scales, expected_scales, strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
-    back = e4m3.dequantise(pages[0][0, :9], scales[0][0, :9])[:, 0]
+    back = e4m3.dequantize(pages[0][0, :9], scales[0][0, :9])[:, 0]
     for got, want in zip(pages, expected, strict=True):
         torch.testing.assert_close(got.float(), want.float(), rtol=0, atol=0, equal_nan=True)
     assert back[[0, 7]].eq(0).all()

@@ -135,7 +135,9 @@ def test_another_table_of_tile_shapes_is_another_call(monkeypatch):
     attend(batch)
     launched = []
     monkeypatch.setattr(
-        launching, "launch", lambda kernel, grid, arguments: launched.append(arguments["BLOCK_N"])
+        launching,
+        "launch",
+        lambda kernel, grid, arguments: launched.append(arguments["CONFIG"].BLOCK_N),
     )
     monkeypatch.setattr(paged, "select_config", lambda *a, **k: Config(16, 16, 4, 2))
     attend(batch)

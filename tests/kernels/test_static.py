@@ -23,7 +23,7 @@ GOOD = {
     "stack_bytes": 0, "shared_bytes": 71680, "shared_limit": 232448, "ctas_per_sm": 2, "mma": "mma.sync", "kv_copy_bytes": 16,
     "min_copy_bytes": 16, "bytes_in_flight_per_sm": 36864, "sass_per_tile": 647, "triton": "3.7.1",
 }  # fmt: skip
-MERGE = GOOD | {"kernel": "merge_pieces_kernel", "kv_copy_bytes": 0, "bytes_in_flight_per_sm": 0}
+MERGE = GOOD | {"kernel": "merge_splits_kernel", "kv_copy_bytes": 0, "bytes_in_flight_per_sm": 0}
 REQUIRED = {
     "kernel", "config", "arch", "registers", "spill_bytes", "shared_bytes", "shared_limit", "mma", "kv_copy_bytes",
     "bytes_in_flight_per_sm",
@@ -87,8 +87,10 @@ rows["40 registers"] = measure("decode-d64-p128-q1", 16, 64, 4, 2)
 paged.MAX_REGISTERS, prepare = registers, paged.prepare
 def odd(*arguments):
     launches = prepare(*arguments)
-    for name in ("k_stride_row", "k_stride_page"):
-        launches[0].arguments[name] += 1
+    pages = launches[0].arguments["k_pages"]
+    launches[0].arguments["k_pages"] = pages._replace(
+        stride_page=pages.stride_page + 1, stride_row=pages.stride_row + 1
+    )
     return launches
 paged.prepare = odd
 rows["odd strides"] = measure("decode-d64-p128-q1", 16, 64, 4, 2)
