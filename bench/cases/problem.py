@@ -106,7 +106,7 @@ class Problem:
         if not scales:
             return k_pages[page, row], v_pages[page, row]
         k, v = (
-            e4m3.dequantise(pages.view(torch.uint8)[page, row].view(pages.dtype), scale[page, row])
+            e4m3.dequantize(pages.view(torch.uint8)[page, row].view(pages.dtype), scale[page, row])
             for pages, scale in zip((k_pages, v_pages), scales.values(), strict=True)
         )
         return k, v
@@ -160,7 +160,7 @@ def make_problem(
         for copy in range(copies):
             for first in range(0, num_pages, QUANTISED_PAGES):
                 part = slice(first, min(num_pages, first + QUANTISED_PAGES))
-                quantized, found = e4m3.quantise(normal(part.stop - first, *page_shape))
+                quantized, found = e4m3.quantize(normal(part.stop - first, *page_shape))
                 pages[copy, part] = quantized
                 # Powers of two: rows are then numbers of the model's dtype too, and in-step K/V
                 # are what pages hold.

@@ -1,17 +1,21 @@
 """The public functions: check once, choose the implementation by name, never fall back to another.
 
-Torch is imported here and Triton only by the functions that launch a kernel, so that ``impl="torch"`` works where Triton is missing.
+Torch is imported here and Triton only by the functions that launch a kernel, so that
+``impl="torch"`` works where Triton is missing.
 
-Terms. A *page* holds ``block_size`` token rows of one layer. ``block_table[s, b % width]`` is the page of block b of sequence s:
-a linear table has b < width, so the modulo changes nothing; a ring table (window layers) reuses its entries. Without a window all blocks
-are read, so the table is linear: no entry past its last is looked up; where ``seq_lens`` reach further, the last stands for all blocks behind it.
-A sequence has fewer than 2**30 tokens.
+Terms. A *page* holds ``block_size`` token rows of one layer. ``block_table[s, b % width]`` is the
+page of block b of sequence s: a linear table has b < width, so the modulo changes nothing; a ring
+table (window layers) reuses its entries. Without a window all blocks are read, so the table is
+linear: no entry past its last is looked up; where ``seq_lens`` reach further, the last stands for
+all blocks behind it. A sequence has fewer than 2**30 tokens.
 
-Values in device memory are not looked at: a wrong page id reads what lies there. ``impl="torch"`` refuses it. Triton's own interpreter
-(TRITON_INTERPRET=1, impl="triton" on a CPU) multiplies bf16 as bit patterns (seen in 3.7 to 3.9): give it fp32 or fp16.
+Values in device memory are not looked at: a wrong page id reads what lies there. ``impl="torch"``
+refuses it. Triton's own interpreter (TRITON_INTERPRET=1, impl="triton" on a CPU) multiplies bf16 as
+bit patterns (seen in 3.7 to 3.9): give it fp32 or fp16.
 
-What a call writes (``out``, ``lse``, ``workspace``, pages) may share memory with nothing else that it is given. Nothing is differentiated: results have
-no gradient, whatever the arguments require. Kernels run on the device of the tensors, whichever is the current one, and on its current stream.
+What a call writes (``out``, ``lse``, ``workspace``, pages) may share memory with nothing else that
+it is given. Nothing is differentiated: results have no gradient, whatever the arguments require.
+Kernels run on the device of the tensors, whichever is the current one, and on its current stream.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ import torch
 from ..common import checks
 from ..common.impls import implementation
 from . import configs
-from .call import check_attention, check_merge
+from .call import AttentionCall, check_attention, check_merge
 
 
 def paged_attention(
@@ -49,47 +53,63 @@ def paged_attention(
     workspace: torch.Tensor | None = None,
     impl: str | None = None,
 ) -> torch.Tensor:
-    """Causal attention of a ragged batch over paged keys and values, optionally with the step's own rows beside the pages.
+    """Causal attention of a ragged batch over paged keys and values, optionally with the step's own
+    rows beside the pages.
 
-    Query i of sequence s stands at position p = seq_lens[s] - q_len + i and sees the keys j <= p. With ``k`` and ``v`` the pages hold
-    keys [0, seq_len - q_len) and the fresh rows are the last q_len keys; without them all keys are in the pages. Page rows and table
-    entries of keys that no query sees are never read, and may hold anything.
+    Query i of sequence s stands at position p = seq_lens[s] - q_len + i and sees the keys j <= p.
+    With ``k`` and ``v`` the pages hold keys [0, seq_len - q_len) and the new rows are the last
+    q_len keys; without them all keys are in the pages. Page rows and table entries of keys that no
+    query sees are never read, and may hold anything.
 
     Args:
-        q: [num_tokens, num_heads, head_dim] bf16, fp16 or fp32, last stride 1; the sequences one after another.
-        k_pages, v_pages: [num_pages, block_size, num_kv_heads, head_dim] q's dtype or torch.float8_e4m3fn, any strides with last stride 1
-            (two views of one pool, head-major pages). num_heads is a multiple of num_kv_heads.
-        block_table: [num_seqs, width] int32, physical page ids; any row stride. Of a table shorter than seq_lens the last entry is looked up again.
-        seq_lens: [num_seqs] int32, keys of each sequence including this step's; 0 for a padding row.
+        q: [num_tokens, num_heads, head_dim] bf16, fp16 or fp32, last stride 1; the sequences one
+            after another.
+        k_pages, v_pages: [num_pages, block_size, num_kv_heads, head_dim] q's dtype or
+            torch.float8_e4m3fn, any strides with last stride 1 (two views of one pool, head-major
+            pages). num_heads is a multiple of num_kv_heads.
+        block_table: [num_seqs, width] int32, physical page ids; any row stride. Of a table shorter
+            than seq_lens the last entry is looked up again.
+        seq_lens: [num_seqs] int32, keys of each sequence including this step's; 0 for a padding
+            row.
         cu_seqlens_q: [num_seqs + 1] int32, prefix sums of the new tokens.
-        max_seqlen_q: host int, at least the new tokens of the longest sequence. It sizes tiles. Where all sequences take the decode path,
-            the call trusts it that none is too long for them: too small a value leaves rows of longer sequences unwritten. (Device values
-            are not read; that the sequences cannot hold all of q's rows is refused.) Elsewhere the result does not depend on it.
-        k, v: [num_tokens, num_kv_heads, head_dim] q's dtype, the fresh rows, ragged like q; both or neither. They are never quantised.
-            Without them the pages must hold every row that a query sees: those of a kvcore window group do so only for one new token.
-        k_scale, v_scale: of e4m3 pages, both of one kind; None with other pages. A key is its codes times its scale. A number in 2**-30 ..
-            2**30, or fp32 [] (or [1]): of all rows. fp32 [num_pages, block_size, num_kv_heads], any strides: of each row, as ``write_kv`` leaves them.
-        max_seq_len: host int, upper bound of seq_lens; lets short batches skip the split of decode work.
-        num_decodes: host int, how many sequences at the front take the split-KV path made for few new tokens; the others take the
-            prefill path. Default: all if max_seqlen_q <= 1, else none. Any choice gives the right result.
+        max_seqlen_q: host int, at least the new tokens of the longest sequence. It sizes tiles.
+            Where all sequences take the decode path, the call trusts it that none is too long for
+            them: too small a value leaves rows of longer sequences unwritten. (Device values are
+            not read; that the sequences cannot hold all of q's rows is refused.) Elsewhere the
+            result does not depend on it.
+        k, v: [num_tokens, num_kv_heads, head_dim] q's dtype, the step's new rows, ragged like q; both or
+            neither. They are never quantized. Without them the pages must hold every row that a
+            query sees: those of a kvcore window group do so only for one new token.
+        k_scale, v_scale: of e4m3 pages, both of one kind; None with other pages. A key is its
+            quantized values times its scale. A number in 2**-30 .. 2**30, or fp32 [] (or [1]): of all rows. fp32
+            [num_pages, block_size, num_kv_heads], any strides: of each row, as ``write_kv`` leaves
+            them.
+        max_seq_len: host int, upper bound of seq_lens; lets short batches skip the split of decode
+            work.
+        num_decodes: host int, how many sequences at the front take the split-KV path made for few
+            new tokens; the others take the prefill path. Default: all if max_seqlen_q <= 1, else
+            none. Any choice gives the right result.
         softmax_scale: factor of q . k, in 2**-30 .. 2**16; default head_dim ** -0.5.
         softcap: logits become softcap * tanh(logit / softcap), in 2**-30 .. 2**30; None = no cap.
-        sinks: [num_heads] fp32 logits that join the denominator only; +inf gives 0, -inf changes nothing.
+        sinks: [num_heads] fp32 logits that join the denominator only; +inf gives 0, -inf changes
+            nothing.
         out: [num_tokens, num_heads, head_dim] q's dtype, filled in place; None allocates.
-        lse: [num_heads, num_tokens] fp32, filled in place with the natural-log sum of exp of the logits, without the sink.
-        workspace: [n] fp32, n >= ``workspace_numel(...)``, scratch of the split; None allocates. Calls that may run at the same time
-            need different ones.
+        lse: [num_heads, num_tokens] fp32, filled in place with the natural-log sum of exp of the
+            logits, without the sink.
+        workspace: [n] fp32, n >= ``workspace_numel(...)``, scratch of the split; None allocates.
+            Calls that may run at the same time need different ones.
         impl: "triton" (default for CUDA tensors), "torch" (default for CPU tensors).
 
     Returns:
         ``out``. A query that sees no key gets out 0 and lse -inf.
 
     Raises:
-        ValueError: a shape, dtype, stride, device or host value is not as above, or num_seqs * max_seqlen_q < num_tokens on the
-            decode path.
+        ValueError: a shape, dtype, stride, device or host value is not as above, or num_seqs *
+            max_seqlen_q < num_tokens on the decode path.
         NotImplementedError: with Triton, head_dim is not a power of two in 16..512.
 
-    Source: PagedAttention (arXiv 2309.06180); FlashAttention-2 (arXiv 2307.08691) for the online softmax; gpt-oss for sinks.
+    Source: PagedAttention (arXiv 2309.06180); FlashAttention-2 (arXiv 2307.08691) for the online
+        softmax; gpt-oss for sinks.
     """
     return _attention({**locals(), "sliding_window": None})
 
@@ -118,14 +138,18 @@ def sliding_window_attention(
     workspace: torch.Tensor | None = None,
     impl: str | None = None,
 ) -> torch.Tensor:
-    """``paged_attention`` where query i sees only the last ``sliding_window`` keys: 0 <= p - j < sliding_window.
+    """``paged_attention`` where query i sees only the last ``sliding_window`` keys: 0 <= p - j <
+    sliding_window.
 
-    Only tiles with a visible key are visited, so the cost does not grow with the context. The table may be a ring whose width * block_size
-    covers the window and, without fresh rows, the step's own keys; a linear table serves as well.
+    Only tiles with a visible key are visited, so the cost does not grow with the context. The table
+    may be a ring whose width * block_size covers the window and, without new rows, the step's own
+    keys; a linear table serves as well.
 
     Args:
-        sliding_window: tokens that a query sees, its own included; >= 1, and from 2**30 on all that there are.
-        q, k_pages, v_pages, block_table, seq_lens, cu_seqlens_q, max_seqlen_q, k, v, k_scale, v_scale, max_seq_len, num_decodes,
+        sliding_window: tokens that a query sees, its own included; >= 1, and from 2**30 on all that
+            there are.
+        q, k_pages, v_pages, block_table, seq_lens, cu_seqlens_q, max_seqlen_q, k, v, k_scale,
+            v_scale, max_seq_len, num_decodes,
             softmax_scale, softcap, sinks, out, lse, workspace, impl: as in ``paged_attention``.
 
     Returns:
@@ -149,16 +173,22 @@ def merge_partials(
     lse: torch.Tensor | None = None,
     impl: str | None = None,
 ) -> torch.Tensor:
-    """Merge attention results over disjoint sets of keys into the result over their union; fold the sink in once.
+    """Merge attention results over disjoint sets of keys into the result over their union; fold the
+    sink in once.
 
-    out = sum_p exp(lse_p - z) out_p with z = log(sum_p exp(lse_p) + exp(sink)). A part with lse -inf counts nothing, whatever its rows hold.
+    out = sum_p exp(lse_p - z) out_p with z = log(sum_p exp(lse_p) + exp(sink)). A part with lse
+    -inf counts nothing, whatever its rows hold.
 
     Args:
-        partial_out: [num_parts, num_tokens, num_heads, head_dim] bf16, fp16 or fp32, each part normalised, without sinks.
+        partial_out: [num_parts, num_tokens, num_heads, head_dim] bf16, fp16 or fp32, each part
+            normalised, without sinks.
         partial_lse: [num_parts, num_heads, num_tokens] fp32, natural log.
-        sinks: [num_heads] fp32 logits that join the denominator only; +inf gives 0, -inf changes nothing.
-        out: [num_tokens, num_heads, head_dim] bf16, fp16 or fp32; None allocates in partial_out's dtype.
-        lse: [num_heads, num_tokens] fp32, filled in place with the merged natural-log lse, without the sink.
+        sinks: [num_heads] fp32 logits that join the denominator only; +inf gives 0, -inf changes
+            nothing.
+        out: [num_tokens, num_heads, head_dim] bf16, fp16 or fp32; None allocates in partial_out's
+            dtype.
+        lse: [num_heads, num_tokens] fp32, filled in place with the merged natural-log lse, without
+            the sink.
         impl: "triton" (default for CUDA tensors), "torch" (default for CPU tensors).
 
     Returns:
@@ -189,13 +219,16 @@ def workspace_numel(
     head_dim: int,
     num_sms: int,
 ) -> int:
-    """How many fp32 elements ``workspace`` needs for any batch of up to ``num_decodes`` sequences on the decode path.
+    """How many fp32 elements ``workspace`` needs for any batch of up to ``num_decodes`` sequences
+    on the decode path.
 
     Args:
         num_decodes: sequences on the decode path, at most.
-        max_seqlen_q: as passed to the attention call; 1 for batches that also hold prefill sequences.
+        max_seqlen_q: as passed to the attention call; 1 for batches that also hold prefill
+            sequences.
         num_heads, num_kv_heads, head_dim: of the layer.
-        num_sms: streaming multiprocessors, ``torch.cuda.get_device_properties(device).multi_processor_count``.
+        num_sms: streaming multiprocessors,
+            ``torch.cuda.get_device_properties(device).multi_processor_count``.
 
     Returns:
         Elements, independent of the sequence lengths.
@@ -203,7 +236,8 @@ def workspace_numel(
     Raises:
         ValueError: a value is not a positive int, or num_heads is not a multiple of num_kv_heads.
 
-    Source: ``configs.plan_decode``: one partial row of head_dim + 1 values for each piece, token and head.
+    Source: ``configs.plan_decode``: one partial row of head_dim + 1 values for each KV split,
+        token and head.
     """
     for name, value in (
         ("num_decodes", num_decodes),
@@ -235,4 +269,4 @@ def _attention(arguments: dict[str, Any]) -> torch.Tensor:
         return paged.attention(arguments)
     from . import torch_impl
 
-    return torch_impl.attention(check_attention(**arguments))
+    return torch_impl.attention(check_attention(AttentionCall(**arguments)))

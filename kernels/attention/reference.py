@@ -1,23 +1,39 @@
-"""Oracles of the public functions: plain torch, one token and one key at a time, every index visible to a reviewer.
+"""Oracles of the public functions: plain torch, one token and one key at a time.
 
-    out_i = sum_j softmax_j(cap(softmax_scale * q_i . k_j)) v_j   over the keys j that query i may see,
+    out_i = sum_j softmax_j(cap(softmax_scale * q_i . k_j)) v_j   over the keys j that query i sees,
 
-where cap(x) = softcap * tanh(x / softcap), and a sink is one more logit of the denominator. Nothing is shared with the
-implementations, so no index error can hide in both. ``dtype`` chooses the arithmetic: float64 for the truth, the model's dtype for
-what a plain low-precision program would give (the error budget of the tests compares the two).
+where cap(x) = softcap * tanh(x / softcap), and a sink is one more logit of the denominator. Every
+index is visible to a reviewer, and nothing is shared with the implementations but the list of
+arguments, so no index error can hide in both. ``dtype`` chooses the arithmetic: float64 for the
+truth, the model's dtype for what a plain low-precision program would give (the error budget of the
+tests compares the two).
 
-Source: Attention Is All You Need 3.2.1; PagedAttention (arXiv 2309.06180) 4.1 for the pages; gpt-oss model card for sinks.
+Source: Attention Is All You Need 3.2.1; PagedAttention (arXiv 2309.06180) 4.1 for the pages;
+gpt-oss model card for sinks.
 """
 
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 
+if TYPE_CHECKING:
+    from .call import AttentionCall
 
-def _kept(pages: torch.Tensor, scale: float | torch.Tensor | None, page: int, row: int, dtype: torch.dtype) -> torch.Tensor:  # fmt: skip
-    """One row of a page [num_kv_heads, head_dim]: as it is, or codes times scale, multiplied in float64 for float64 and else in fp32."""
+
+def _kept(
+    pages: torch.Tensor,
+    scale: float | torch.Tensor | None,
+    page: int,
+    row: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """One row of a page [num_kv_heads, head_dim], as it is or as quantized values times scale.
+
+    They are multiplied in float64 for float64 and else in fp32.
+    """
     if scale is None:
         return pages[page, row]
     wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -27,52 +43,31 @@ def _kept(pages: torch.Tensor, scale: float | torch.Tensor | None, page: int, ro
     return (pages[page, row].float().to(wide) * factor.to(wide)).to(dtype)
 
 
-def paged_attention(
-    q: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    *,
-    max_seqlen_q: int | None = None,
-    k: torch.Tensor | None = None,
-    v: torch.Tensor | None = None,
-    k_scale: float | torch.Tensor | None = None,
-    v_scale: float | torch.Tensor | None = None,
-    max_seq_len: int | None = None,
-    num_decodes: int | None = None,
-    softmax_scale: float | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-    lse: torch.Tensor | None = None,
-    workspace: torch.Tensor | None = None,
-    sliding_window: int | None = None,
-    dtype: torch.dtype | None = None,
-) -> torch.Tensor:
-    """Attend token by token; shapes as in ``quire.kernels.paged_attention``.
+def attention(call: AttentionCall, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Attend token by token, to the last ``sliding_window`` keys if the call has a window.
 
     Args:
-        dtype: arithmetic and result dtype; None takes q's. ``lse`` may be of any floating dtype here.
-        max_seqlen_q, max_seq_len, num_decodes, workspace: launch hints of the kernels; they do not change the result.
+        call: as given, unchecked; ``lse`` may be of any floating dtype here. The launch hints of
+            the kernels do not count: max_seqlen_q, max_seq_len, num_decodes, workspace.
+        dtype: arithmetic and result dtype; None takes q's.
 
     Returns:
         [num_tokens, num_heads, head_dim] in ``dtype`` (``out`` if given).
     """
-    dtype = q.dtype if dtype is None else dtype
-    num_heads, head_dim = q.shape[1:]
-    group = num_heads // k_pages.shape[2]
-    block_size, width = k_pages.shape[1], block_table.shape[1]
-    scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
+    dtype = call.q.dtype if dtype is None else dtype
+    num_heads, head_dim = call.q.shape[1:]
+    group = num_heads // call.k_pages.shape[2]
+    block_size, width = call.k_pages.shape[1], call.block_table.shape[1]
+    scale = head_dim**-0.5 if call.softmax_scale is None else call.softmax_scale
+    out, lse, k, v = call.out, call.lse, call.k, call.v
     if out is None:
-        out = torch.empty(q.shape, dtype=dtype, device=q.device)
-    for s, seq_len in enumerate(seq_lens.tolist()):
-        first, last = cu_seqlens_q[s].item(), cu_seqlens_q[s + 1].item()
+        out = torch.empty(call.q.shape, dtype=dtype, device=call.q.device)
+    for s, seq_len in enumerate(call.seq_lens.tolist()):
+        first, last = call.cu_seqlens_q[s].item(), call.cu_seqlens_q[s + 1].item()
         context = seq_len - (last - first)
 
         def lowest(position: int) -> int:
-            return 0 if sliding_window is None else max(0, position - sliding_window + 1)
+            return 0 if call.sliding_window is None else max(0, position - call.sliding_window + 1)
 
         oldest, keys, values = lowest(context), [], []
         for j in range(oldest, seq_len if last > first else oldest):
@@ -81,10 +76,14 @@ def paged_attention(
                 values.append(v[first + j - context].to(dtype))
             else:
                 block = j // block_size
-                entry = min(block, width - 1) if sliding_window is None else block % width
-                page = block_table[s, entry].item()
-                keys.append(_kept(k_pages, k_scale, page, j % block_size, dtype).to(dtype))
-                values.append(_kept(v_pages, v_scale, page, j % block_size, dtype).to(dtype))
+                entry = min(block, width - 1) if call.sliding_window is None else block % width
+                page = call.block_table[s, entry].item()
+                keys.append(
+                    _kept(call.k_pages, call.k_scale, page, j % block_size, dtype).to(dtype)
+                )
+                values.append(
+                    _kept(call.v_pages, call.v_scale, page, j % block_size, dtype).to(dtype)
+                )
         all_keys = torch.stack(keys) if keys else None
         all_values = torch.stack(values) if keys else None
         for token in range(first, last):
@@ -97,65 +96,19 @@ def paged_attention(
                         lse[h, token] = -math.inf
                     continue
                 key_rows, value_rows = all_keys[seen, h // group], all_values[seen, h // group]
-                logits = key_rows @ q[token, h].to(dtype) * scale
-                if softcap is not None:
-                    logits = softcap * torch.tanh(logits / softcap)
+                logits = key_rows @ call.q[token, h].to(dtype) * scale
+                if call.softcap is not None:
+                    logits = call.softcap * torch.tanh(logits / call.softcap)
                 if lse is not None:
                     lse[h, token] = torch.logsumexp(logits, 0)
-                if sinks is not None and sinks[h] == math.inf:
+                if call.sinks is not None and call.sinks[h] == math.inf:
                     out[token, h] = 0
                     continue
-                if sinks is not None:
-                    logits = torch.cat([logits, sinks[h : h + 1].to(dtype)])
+                if call.sinks is not None:
+                    logits = torch.cat([logits, call.sinks[h : h + 1].to(dtype)])
                 weights = torch.softmax(logits, 0)[: len(key_rows)]
                 out[token, h] = weights @ value_rows
     return out
-
-
-def sliding_window_attention(
-    q: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    *,
-    sliding_window: int,
-    max_seqlen_q: int | None = None,
-    k: torch.Tensor | None = None,
-    v: torch.Tensor | None = None,
-    k_scale: float | torch.Tensor | None = None,
-    v_scale: float | torch.Tensor | None = None,
-    max_seq_len: int | None = None,
-    num_decodes: int | None = None,
-    softmax_scale: float | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-    lse: torch.Tensor | None = None,
-    workspace: torch.Tensor | None = None,
-    dtype: torch.dtype | None = None,
-) -> torch.Tensor:
-    """Attend to the last ``sliding_window`` keys, the query's own included; otherwise ``paged_attention`` of this module."""
-    return paged_attention(
-        q,
-        k_pages,
-        v_pages,
-        block_table,
-        seq_lens,
-        cu_seqlens_q,
-        k=k,
-        v=v,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        softmax_scale=softmax_scale,
-        softcap=softcap,
-        sinks=sinks,
-        out=out,
-        lse=lse,
-        sliding_window=sliding_window,
-        dtype=dtype,
-    )
 
 
 def merge_partials(
@@ -167,7 +120,11 @@ def merge_partials(
     lse: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Merge token by token; shapes as in ``quire.kernels.merge_partials``, ``dtype`` as in ``paged_attention`` of this module."""
+    """Merge token by token.
+
+    Shapes as in ``quire.kernels.merge_partials``, ``dtype`` as in ``attention`` of this
+    module.
+    """
     dtype = partial_out.dtype if dtype is None else dtype
     num_parts, num_tokens, num_heads, _ = partial_out.shape
     if out is None:

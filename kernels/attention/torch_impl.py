@@ -1,9 +1,11 @@
 """The implementation for CPU tensors: plain torch, vectorised, fp32 arithmetic.
 
-Sequences with one new token are one padded batch; every other sequence is a batch of its own, so that the numbers of a prefill chunk
-depend on that chunk alone and not on what else the step holds. Keys are gathered from the lowest visible one on: a window layer
-costs the same at any context length. Reads lengths on the host, so under a GPU it synchronises; there it is asked for by name only.
-So it can refuse what the kernels cannot see: prefix sums that are none, and ids of pages that there are not.
+Sequences with one new token are one padded batch; every other sequence is a batch of its own, so
+that the numbers of a prefill chunk depend on that chunk alone and not on what else the step holds.
+Keys are gathered from the lowest visible one on: a window layer costs the same at any context
+length. Reads lengths on the host, so under a GPU it synchronises; there it is asked for by name
+only. So it can refuse what the kernels cannot see: prefix sums that are none, and ids of pages that
+there are not.
 
 Source: as ``reference.py``.
 """
@@ -19,7 +21,8 @@ from ..common import e4m3
 from ..common.checks import expect_ids, expect_offsets
 from .call import AttentionCall
 
-# Keys gathered at once for the batch of one-token sequences, so that a long batch does not copy the whole pool.
+# Keys gathered at once for the batch of one-token sequences, so that a long batch does not copy the
+# whole pool.
 MAX_GATHERED_KEYS = 1 << 17
 
 
@@ -56,7 +59,8 @@ def merge_partials(
     # Over the last dimension: torch's result over the first is off by twice as much.
     weight = torch.softmax(logits.transpose(0, 2).contiguous(), 2).transpose(0, 2)
     weight = weight[: partial_lse.shape[0]]
-    # An empty part has lse -inf; its rows may hold anything, so both factors are replaced, not multiplied by zero.
+    # An empty part has lse -inf; its rows may hold anything, so both factors are replaced, not
+    # multiplied by zero.
     empty = torch.isneginf(partial_lse)
     if sinks is not None:  # an infinite sink takes all
         weight = weight.masked_fill(torch.isposinf(sinks)[:, None], 0.0)
@@ -68,17 +72,21 @@ def merge_partials(
 def _rows(
     pages: torch.Tensor, scale: float | torch.Tensor | None, page: torch.Tensor, row: torch.Tensor
 ) -> torch.Tensor:
-    """Rows [..., num_kv_heads, head_dim] of pages by page id and row in it; those of e4m3 pages as fp32."""
+    """Rows [..., num_kv_heads, head_dim] of pages by page id and row in it.
+
+    Those of e4m3 pages as fp32.
+    """
     if scale is None:
         return pages[page, row]
-    codes = pages.view(torch.uint8)[page, row].view(pages.dtype)
+    values = pages.view(torch.uint8)[page, row].view(pages.dtype)
     if isinstance(scale, torch.Tensor) and scale.dim() == 3:
         scale = scale[page, row]
-    return e4m3.dequantise(codes, scale)
+    return e4m3.dequantize(values, scale)
 
 
 def _attend(call: AttentionCall, batch: Sequence[int], seq_lens: Sequence[int], q_len: int) -> None:
-    """Attend for some sequences of equal q_len: shapes below are [B = sequences, L = q_len, S = gathered keys, ...]."""
+    """Attend for some sequences of equal q_len: shapes below are [B = sequences, L = q_len, S =
+    gathered keys, ...]."""
     num_heads, head_dim = call.q.shape[1:]
     num_kv_heads = call.k_pages.shape[2]
     device = call.q.device
@@ -98,9 +106,11 @@ def _attend(call: AttentionCall, batch: Sequence[int], seq_lens: Sequence[int], 
     live = key_position < paged_end[:, None]
     block_size, width = call.k_pages.shape[1], call.block_table.shape[1]
     block = key_position // block_size
-    # A linear table that is too short: its last entry stands for all blocks from there on, as in the kernels.
+    # A linear table that is too short: its last entry stands for all blocks from there on, as in
+    # the kernels.
     entry = block.clamp(max=width - 1) if call.sliding_window is None else block % width
-    # Entries that no query sees may hold anything, so page 0 stands in for them; its rows are blanked below.
+    # Entries that no query sees may hold anything, so page 0 stands in for them; its rows are
+    # blanked below.
     page = torch.where(live, call.block_table[sequence[:, None], entry].long(), 0)
     expect_ids("block_table", page, call.k_pages.shape[0])
     row = key_position % block_size
@@ -139,7 +149,8 @@ def _attend(call: AttentionCall, batch: Sequence[int], seq_lens: Sequence[int], 
         sinks = call.sinks.view(1, num_kv_heads, call.group, 1, 1)
         joint = torch.cat([logits, sinks.expand(*grouped, 1)], -1)
     weights = torch.softmax(joint, -1)[..., : logits.shape[-1]]
-    # A row that sees nothing is NaN after the softmax, and so is one with an infinite sink; their weights are 0.
+    # A row that sees nothing is NaN after the softmax, and so is one with an infinite sink; their
+    # weights are 0.
     weights = torch.where(torch.isneginf(logits), 0.0, weights)
     if call.sinks is not None:
         weights = weights.masked_fill(torch.isposinf(sinks), 0.0)

@@ -19,15 +19,18 @@ def write_kv(
     v_scale: float | torch.Tensor | None = None,
     impl: str | None = None,
 ) -> None:
-    """Write rows of keys and values to their slots in the pages, in place; to e4m3 pages quantised, as ``common.e4m3`` says.
+    """Write rows of keys and values to their slots in the pages, in place; to e4m3 pages quantized,
+    as ``common.e4m3`` says.
 
     Args:
         k, v: [num_rows, num_kv_heads, head_dim] bf16, fp16 or fp32, last stride 1.
-        k_pages, v_pages: [num_pages, block_size, num_kv_heads, head_dim] same dtype or torch.float8_e4m3fn, any strides with last stride 1
-            (two views of one pool, head-major pages). No two of the slots written may share memory.
+        k_pages, v_pages: [num_pages, block_size, num_kv_heads, head_dim] same dtype or
+            torch.float8_e4m3fn, any strides with last stride 1 (two views of one pool, head-major
+            pages). No two of the slots written may share memory.
         slot_mapping: [num_rows] int64, page * block_size + row; -1 = do not write this row.
-        k_scale, v_scale: for e4m3 pages, both of one kind; None for others. A number > 0 or fp32 [] (or [1]): the scale of all rows, read.
-            fp32 [num_pages, block_size, num_kv_heads], any strides: the scales of the rows, written beside them. (Host numbers in 2**-30 .. 2**30.)
+        k_scale, v_scale: for e4m3 pages, both of one kind; None for others. A number > 0 or fp32 []
+            (or [1]): the scale of all rows, read. fp32 [num_pages, block_size, num_kv_heads], any
+            strides: the scales of the rows, written beside them. (Host numbers in 2**-30 .. 2**30.)
         impl: "triton" (default for CUDA tensors), "torch" (default for CPU tensors).
 
     Raises:

@@ -16,7 +16,8 @@ def check_write(
     k_scale: float | torch.Tensor | None,
     v_scale: float | torch.Tensor | None,
 ) -> None:
-    """Check the arguments of ``quire.kernels.write_kv``, which says what they are and what is raised."""
+    """Check the arguments of ``quire.kernels.write_kv``, which says what they are and what is
+    raised."""
     expect_tensor("k", k, (None, None, None), MODEL_DTYPES)
     expect_tensor("v", v, tuple(k.shape), k.dtype, device=k.device)
     check_pages(k_pages, v_pages, k.dtype, k.device)

@@ -28,10 +28,10 @@ def write_kv(
         if scale is None:
             pages[page, row] = new
         elif isinstance(scale, torch.Tensor) and scale.dim() == 3:
-            codes, row_scales = e4m3.quantise(new)
+            values, row_scales = e4m3.quantize(new)
             # Torch does not index e4m3 tensors everywhere; their bytes it does.
-            pages.view(torch.uint8)[page, row] = codes.view(torch.uint8)
+            pages.view(torch.uint8)[page, row] = values.view(torch.uint8)
             scale[page, row] = row_scales
         else:
-            codes, _ = e4m3.quantise(new, scale)
-            pages.view(torch.uint8)[page, row] = codes.view(torch.uint8)
+            values, _ = e4m3.quantize(new, scale)
+            pages.view(torch.uint8)[page, row] = values.view(torch.uint8)

@@ -1,10 +1,14 @@
-"""Write rows of keys and values to their slots: one program moves or quantises some heads of one row, a row with slot -1 moves nothing.
+"""Write rows of keys and values to their slots.
 
-Layout: k, v [num_rows, num_kv_heads, head_dim] -> pages [num_pages, block_size, num_kv_heads, head_dim] of any strides, slot =
-page * block_size + row; row scales [num_pages, block_size, num_kv_heads] of any strides. Bound by memory: each row is read once and written once.
+One program moves or quantizes some heads of one row; a row with slot -1 moves nothing.
 
-What e4m3 pages get is what ``common.e4m3`` says, bit for bit (but for the sign of a NaN): the division is IEEE's, and the rounding to e4m3 is
-integer arithmetic, which is exact also where there is no such instruction (sm_80) and in Triton's interpreter, whose own cast is not.
+Layout: k, v [num_rows, num_kv_heads, head_dim] -> pages [num_pages, block_size, num_kv_heads,
+head_dim] of any strides, slot = page * block_size + row; row scales [num_pages, block_size,
+num_kv_heads] of any strides. Bound by memory: each row is read once and written once.
+
+What e4m3 pages get is what ``common.e4m3`` says, bit for bit (but for the sign of a NaN): the
+division is IEEE's, and the rounding to e4m3 is integer arithmetic, which is exact also where there
+is no such instruction (sm_80) and in Triton's interpreter, whose own cast is not.
 
 Source: ``common.e4m3``; PagedAttention (arXiv 2309.06180) 4.3.
 """
@@ -15,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common import e4m3, launch_cache
+from ..common import e4m3, launch_cache, strided
 from ..common.checks import expect_head_dim, scale_kind
 from ..common.launching import Launch
 from ..common.tile_shapes import next_power_of_2
@@ -32,26 +36,9 @@ MIN_SCALE = tl.constexpr(e4m3.MIN_SCALE)
 
 @triton.jit
 def _write_kv_kernel(
-    k,
-    v,
-    k_pages,
-    v_pages,
-    slot_mapping,
-    num_kv_heads,
-    k_stride_row,
-    k_stride_head,
-    v_stride_row,
-    v_stride_head,
-    k_pages_stride_page,
-    k_pages_stride_row,
-    k_pages_stride_head,
-    v_pages_stride_page,
-    v_pages_stride_row,
-    v_pages_stride_head,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr,
-):
+    k, v, k_pages, v_pages, slot_mapping, num_kv_heads,
+    BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_HEADS: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + row)
     if slot < 0:
@@ -62,12 +49,14 @@ def _write_kv_kernel(
     dim = tl.arange(0, HEAD_DIM)[None, :]
     live = (head < num_kv_heads)[:, None]
     head = head[:, None]
-    k_row = tl.load(k + row * k_stride_row + head * k_stride_head + dim, mask=live, other=0.0)
-    v_row = tl.load(v + row * v_stride_row + head * v_stride_head + dim, mask=live, other=0.0)
-    k_slot = k_pages + page * k_pages_stride_page + page_row * k_pages_stride_row
-    v_slot = v_pages + page * v_pages_stride_page + page_row * v_pages_stride_row
-    tl.store(k_slot + head * k_pages_stride_head + dim, k_row, mask=live)
-    tl.store(v_slot + head * v_pages_stride_head + dim, v_row, mask=live)
+    k_cells = k.data + row * k.stride_token + head * k.stride_head + dim
+    v_cells = v.data + row * v.stride_token + head * v.stride_head + dim
+    k_row = tl.load(k_cells, mask=live, other=0.0)
+    v_row = tl.load(v_cells, mask=live, other=0.0)
+    k_slot = k_pages.data + page * k_pages.stride_page + page_row * k_pages.stride_row
+    v_slot = v_pages.data + page * v_pages.stride_page + page_row * v_pages.stride_row
+    tl.store(k_slot + head * k_pages.stride_head + dim, k_row, mask=live)
+    tl.store(v_slot + head * v_pages.stride_head + dim, v_row, mask=live)
 
 
 @triton.jit
@@ -82,7 +71,10 @@ def _row_scales(rows):
 
 @triton.jit
 def _write_rows(rows, scale, cells, scale_cells, live, SCALES: tl.constexpr):
-    """Quantise rows [HEADS, HEAD_DIM] and store their codes, and scales of their own. SCALES: as in ``attention.query_tile``."""
+    """Quantize and store rows [HEADS, HEAD_DIM], and scales of their own.
+
+    SCALES: as in ``attention.arguments.TileConfig``.
+    """
     rows = rows.to(tl.float32)
     if SCALES == "rows":
         scales = _row_scales(rows)
@@ -92,19 +84,15 @@ def _write_rows(rows, scale, cells, scale_cells, live, SCALES: tl.constexpr):
         divisor = tl.full(rows.shape, 0.0, tl.float32) + tl.load(scale)
     else:
         divisor = tl.full(rows.shape, 0.0, tl.float32) + scale
-    _, codes = rounded_to_e4m3(tl.math.div_rn(rows, divisor))
-    tl.store(cells, codes.to(tl.uint8), mask=live[:, None])
+    _, values = rounded_to_e4m3(tl.math.div_rn(rows, divisor))
+    tl.store(cells, values.to(tl.uint8), mask=live[:, None])
 
 
 @triton.jit
 def _write_kv_e4m3_kernel(
     k, v, k_pages, v_pages, k_scale, v_scale, slot_mapping, num_kv_heads,
-    k_stride_row, k_stride_head, v_stride_row, v_stride_head,
-    k_pages_stride_page, k_pages_stride_row, k_pages_stride_head,
-    v_pages_stride_page, v_pages_stride_row, v_pages_stride_head,
-    k_scale_stride_page, k_scale_stride_row, k_scale_stride_head,
-    v_scale_stride_page, v_scale_stride_row, v_scale_stride_head,
-    BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_HEADS: tl.constexpr, SCALES: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_HEADS: tl.constexpr,
+    SCALES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + row)
@@ -113,29 +101,26 @@ def _write_kv_e4m3_kernel(
     page = slot // BLOCK_SIZE
     page_row = slot % BLOCK_SIZE
     head = (tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)).to(tl.int64)
+    heads = head[:, None]
     dim = tl.arange(0, HEAD_DIM)[None, :]
     live = head < num_kv_heads
-    k_row = tl.load(
-        k + row * k_stride_row + head[:, None] * k_stride_head + dim, mask=live[:, None], other=0.0
-    )
-    v_row = tl.load(
-        v + row * v_stride_row + head[:, None] * v_stride_head + dim, mask=live[:, None], other=0.0
-    )
-    k_cells = k_pages + page * k_pages_stride_page + page_row * k_pages_stride_row
-    v_cells = v_pages + page * v_pages_stride_page + page_row * v_pages_stride_row
+    k_rows = k.data + row * k.stride_token + heads * k.stride_head + dim
+    v_rows = v.data + row * v.stride_token + heads * v.stride_head + dim
+    k_row = tl.load(k_rows, mask=live[:, None], other=0.0)
+    v_row = tl.load(v_rows, mask=live[:, None], other=0.0)
+    k_cells = k_pages.data + page * k_pages.stride_page + page_row * k_pages.stride_row
+    v_cells = v_pages.data + page * v_pages.stride_page + page_row * v_pages.stride_row
     k_scale_cells = None
     v_scale_cells = None
     if SCALES == "rows":
-        k_scale_cells = k_scale + page * k_scale_stride_page + page_row * k_scale_stride_row
-        k_scale_cells += head * k_scale_stride_head
-        v_scale_cells = v_scale + page * v_scale_stride_page + page_row * v_scale_stride_row
-        v_scale_cells += head * v_scale_stride_head
-    _write_rows(
-        k_row, k_scale, k_cells + head[:, None] * k_pages_stride_head + dim, k_scale_cells, live, SCALES
-    )  # fmt: skip
-    _write_rows(
-        v_row, v_scale, v_cells + head[:, None] * v_pages_stride_head + dim, v_scale_cells, live, SCALES
-    )  # fmt: skip
+        k_scale_cells = k_scale.data + page * k_scale.stride_page + page_row * k_scale.stride_row
+        k_scale_cells += head * k_scale.stride_head
+        v_scale_cells = v_scale.data + page * v_scale.stride_page + page_row * v_scale.stride_row
+        v_scale_cells += head * v_scale.stride_head
+    k_cells = k_cells + heads * k_pages.stride_head + dim
+    v_cells = v_cells + heads * v_pages.stride_head + dim
+    _write_rows(k_row, k_scale, k_cells, k_scale_cells, live, SCALES)
+    _write_rows(v_row, v_scale, v_cells, v_scale_cells, live, SCALES)
 
 
 def block_heads(num_kv_heads: int, head_dim: int) -> int:
@@ -172,22 +157,12 @@ def prepare(
         _write_kv_kernel,
         (num_rows, triton.cdiv(num_kv_heads, heads)),
         {
-            "k": k,
-            "v": v,
-            "k_pages": k_pages,
-            "v_pages": v_pages,
+            "k": strided.rows(k),
+            "v": strided.rows(v),
+            "k_pages": strided.pages(k_pages),
+            "v_pages": strided.pages(v_pages),
             "slot_mapping": slot_mapping,
             "num_kv_heads": num_kv_heads,
-            "k_stride_row": k.stride(0),
-            "k_stride_head": k.stride(1),
-            "v_stride_row": v.stride(0),
-            "v_stride_head": v.stride(1),
-            "k_pages_stride_page": k_pages.stride(0),
-            "k_pages_stride_row": k_pages.stride(1),
-            "k_pages_stride_head": k_pages.stride(2),
-            "v_pages_stride_page": v_pages.stride(0),
-            "v_pages_stride_row": v_pages.stride(1),
-            "v_pages_stride_head": v_pages.stride(2),
             "BLOCK_SIZE": k_pages.shape[1],
             "HEAD_DIM": head_dim,
             "BLOCK_HEADS": heads,
@@ -210,8 +185,7 @@ def prepare_e4m3(
     kind = scale_kind(k_scale)
     arguments = plain.arguments | {"SCALES": kind}
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-        arguments[name] = scale if isinstance(scale, torch.Tensor) else float(scale)
-        strides = scale.stride() if kind == "rows" else (None, None, None)
-        for axis, stride in zip(("page", "row", "head"), strides, strict=True):
-            arguments[f"{name}_stride_{axis}"] = stride
+        if kind == "number":
+            scale = float(scale)
+        arguments[name] = strided.pages(scale) if kind == "rows" else scale
     return Launch(_write_kv_e4m3_kernel, plain.grid, arguments)

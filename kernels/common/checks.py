@@ -1,7 +1,8 @@
-"""Argument checks of the public functions: one error format, shapes and dtypes only, no device synchronisation.
+"""Argument checks of the public functions: one error format, shapes and dtypes only, no device
+synchronisation.
 
-A message reads ``block_table: expected int32 [4, *], got int64 [4, 9]``. What an operator checks of a call, and the call with every default
-filled in, are in ``call`` of its folder.
+A message reads ``block_table: expected int32 [4, *], got int64 [4, 9]``. What an operator checks of
+a call, and the call with every default filled in, are in ``call`` of its folder.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ import torch
 MODEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HEAD_DIMS = (16, 32, 64, 128, 256, 512)
 E4M3 = torch.float8_e4m3fn
-# What a sequence has fewer tokens than: within 32 bits two positions add up, or a position and a window.
+# What a sequence has fewer tokens than: within 32 bits two positions add up, or a position and a
+# window.
 MAX_TOKENS = 2**30
-# Rows of a tile, at most. The kernels address those of a tile of fresh rows with 32 bits.
+# Rows of a tile, at most. The kernels address those of a tile of new rows with 32 bits.
 MAX_TILE = 128
 
 
@@ -28,7 +30,8 @@ def expect_tensor(
     *,
     device: torch.device | None = None,
 ) -> None:
-    """Require a tensor of a shape (None: any size), of one of some dtypes, whose last dimension has stride 1.
+    """Require a tensor of a shape (None: any size), of one of some dtypes, whose last dimension has
+    stride 1.
 
     Args:
         name: the argument's name, which starts the message.
@@ -69,7 +72,8 @@ def expect_int(name: str, value: Any, low: int, high: int | None = None) -> None
 
 
 def expect_positive(name: str, value: Any, *, least: int = -30, most: int = 30) -> None:
-    """Require a host number in [2**least, 2**most], of which the kernels' products are normal fp32 numbers; ValueError otherwise."""
+    """Require a host number in [2**least, 2**most], of which the kernels' products are normal fp32
+    numbers; ValueError otherwise."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or not 0 < value < float("inf"):
         raise ValueError(f"{name}: expected a finite number > 0, got {value!r}")
@@ -93,7 +97,8 @@ def window_tokens(sliding_window: Any) -> int:
 
 
 def expect_apart(name: str, tensor: torch.Tensor) -> None:
-    """Require a tensor that is written to to have no two elements in one place (expanded tensors have); ValueError otherwise."""
+    """Require a tensor that is written to to have no two elements in one place (expanded tensors
+    have); ValueError otherwise."""
     end = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and tensor.numel():
@@ -115,7 +120,10 @@ def expect_ids(name: str, ids: torch.Tensor, count: int, what: str = "ids") -> N
 
 
 def expect_offsets(name: str, offsets: Sequence[int], total: int) -> None:
-    """Require prefix sums: from 0 on, never falling, up to ``total`` at most; ValueError otherwise."""
+    """Require prefix sums: from 0 on, never falling, up to ``total`` at most.
+
+    ValueError otherwise.
+    """
     if offsets[0] != 0 or list(offsets) != sorted(offsets) or offsets[-1] > total:
         raise ValueError(
             f"{name}: expected prefix sums from 0 to at most {total}, got {list(offsets)}"
@@ -123,7 +131,10 @@ def expect_offsets(name: str, offsets: Sequence[int], total: int) -> None:
 
 
 def expect_head_dim(name: str, head_dim: int) -> None:
-    """Require a head dimension that the Triton kernels are built for; NotImplementedError otherwise."""
+    """Require a head dimension that the Triton kernels are built for.
+
+    NotImplementedError otherwise.
+    """
     if head_dim not in HEAD_DIMS:
         raise NotImplementedError(f"{name}: head_dim {head_dim} is not one of {list(HEAD_DIMS)}")
 
@@ -131,8 +142,8 @@ def expect_head_dim(name: str, head_dim: int) -> None:
 def check_pages(
     k_pages: torch.Tensor, v_pages: torch.Tensor, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Require a K and a V page tensor ``[num_pages, block_size, num_kv_heads, head_dim]`` of equal shape, both of ``dtype`` or both
-    e4m3; ValueError otherwise."""
+    """Require a K and a V page tensor ``[num_pages, block_size, num_kv_heads, head_dim]`` of equal
+    shape, both of ``dtype`` or both e4m3; ValueError otherwise."""
     expect_tensor("k_pages", k_pages, (None,) * 4, (dtype, E4M3), device=device)
     expect_tensor("v_pages", v_pages, tuple(k_pages.shape), k_pages.dtype, device=device)
     for axis, what in ((0, "num_pages"), (1, "block_size"), (2, "num_kv_heads")):
@@ -157,7 +168,10 @@ def check_scales(
     v_scale: float | torch.Tensor | None,
     k_pages: torch.Tensor,
 ) -> None:
-    """Require scales of one kind for e4m3 pages, and none for others; shapes as in ``quire.kernels.write_kv``, ValueError otherwise."""
+    """Require scales of one kind for e4m3 pages, and none for others.
+
+    Shapes as in ``quire.kernels.write_kv``, ValueError otherwise.
+    """
     named = (("k_scale", k_scale), ("v_scale", v_scale))
     rows = tuple(k_pages.shape[:3])
     for name, scale in named:

@@ -1,23 +1,26 @@
-"""How rows of keys and values are quantised to e4m3, and read back, in plain torch.
+"""How rows of keys and values are quantized to e4m3, and read back, in plain torch.
 
-    code = e4m3(clamp(x / scale, -448, 448)),   x' = code * scale
+    value = e4m3(clamp(x / scale, -448, 448)),   x' = value * scale
 
-e4m3 has 3 bits of mantissa and no infinity; 448 is its largest value. Division and the scale are fp32, and the cast rounds to nearest, ties to
-even, subnormals included (multiples of 2^-9). Either one scale serves a whole tensor, or each row (of one token and head) has
+e4m3 has 3 bits of mantissa and no infinity; 448 is its largest value. Division and the scale are
+fp32, and the cast rounds to nearest, ties to even, subnormals included (multiples of 2^-9). Either
+one scale serves a whole tensor, or each row (of one token and head) has
 
     scale = max(amax / 448, 2^-126)
 
 with amax the row's largest magnitude. Whatever the row, nothing but a NaN becomes a NaN:
 
-    zeros               codes 0, scale 2^-126
-    infinities          count as the largest fp32 number, so codes +-448 (the row's other values vanish beside them)
-    beyond 448 scales   codes +-448 (scales of a tensor only; a row's own scale is large enough)
-    NaN                 with one scale, a NaN code; a row with a NaN has scale NaN, and is NaN all over
+    zeros               0, scale 2^-126
+    infinities          count as the largest fp32 number, so +-448 (the row's other values vanish
+                        beside them)
+    beyond 448 scales   +-448 (scales of a tensor only; a row's own scale is large enough)
+    NaN                 with one scale, a NaN; a row with a NaN has scale NaN, and is NaN all over
 
-Reading a NaN code needs the instruction of sm_89 and later: below, the kernels read 480 scales.
+Reading an e4m3 NaN needs the instruction of sm_89 and later: below, the kernels read 480 scales.
 
-Error: |x' - x| <= max(2^-4 |x|, 2^-10 scale) and a rounding of the fp32 division and product (2^-23 |x|) where nothing saturates; with a scale
-of the row's own, 2^-10 scale is 2^-18.8 of its largest magnitude.
+Error: |x' - x| <= max(2^-4 |x|, 2^-10 scale) and a rounding of the fp32 division and product
+(2^-23 |x|) where nothing saturates; with a scale of the row's own, 2^-10 scale is 2^-18.8 of its
+largest magnitude.
 
 Source: OCP 8-bit floating point specification; vLLM's and FlashInfer's ``k_scale`` and ``v_scale``.
 """
@@ -27,20 +30,22 @@ from __future__ import annotations
 import torch
 
 E4M3_MAX = 448.0
+# The first architecture with an instruction that widens e4m3.
+E4M3_ARCH = 89
 MIN_SCALE = 2.0**-126
 
 
-def quantise(
+def quantize(
     rows: torch.Tensor, scale: float | torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes of rows.
+    """Quantize rows.
 
     Args:
         rows: [..., head_dim] bf16, fp16 or fp32.
         scale: of all rows, a number or fp32 [] or [1]; None gives each row its own.
 
     Returns:
-        (codes [..., head_dim] float8_e4m3fn, scales fp32 [...], or [] if one was given).
+        (values [..., head_dim] float8_e4m3fn, scales fp32 [...], or [] if one was given).
 
     Source: the file's docstring.
     """
@@ -56,11 +61,11 @@ def quantise(
     return (x / divisor).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), scales
 
 
-def dequantise(codes: torch.Tensor, scale: float | torch.Tensor) -> torch.Tensor:
-    """Rows that codes stand for.
+def dequantize(values: torch.Tensor, scale: float | torch.Tensor) -> torch.Tensor:
+    """Rows that quantized values stand for.
 
     Args:
-        codes: [..., head_dim] float8_e4m3fn.
+        values: [..., head_dim] float8_e4m3fn.
         scale: [...] fp32, or of all rows a number or fp32 [] or [1].
 
     Returns:
@@ -68,6 +73,6 @@ def dequantise(codes: torch.Tensor, scale: float | torch.Tensor) -> torch.Tensor
 
     Source: the file's docstring.
     """
-    if isinstance(scale, torch.Tensor) and scale.dim() == codes.dim() - 1:
+    if isinstance(scale, torch.Tensor) and scale.dim() == values.dim() - 1:
         scale = scale.unsqueeze(-1)
-    return codes.float() * scale
+    return values.float() * scale

@@ -30,7 +30,10 @@ def expect_impl(impl: str | None, device_type: str) -> None:
 
 
 def implementation(impl: str | None, tensor: torch.Tensor) -> str:
-    """What computes a call whose first tensor this is; "torch" for what is no tensor, which the checks refuse."""
+    """What computes a call whose first tensor this is.
+
+    "torch" for what is no tensor, which the checks refuse.
+    """
     if not isinstance(tensor, torch.Tensor):
         expect_impl(impl, "")
         return "torch"

@@ -9,7 +9,8 @@ from .query_tiles import LOG2E
 
 @triton.jit
 def _exp(x):
-    # Differences of logarithms come in: scaled to base 2 only here, large ones lose nothing to the factor's rounding.
+    # Differences of logarithms come in: scaled to base 2 only here, large ones lose nothing to the
+    # factor's rounding.
     return tl.exp2(x * LOG2E)
 
 
@@ -25,8 +26,10 @@ def merge_rows(
     BLOCK_PARTS: tl.constexpr,
     EVERY_OTHER: tl.constexpr = False,
 ):
-    """Merge one row of every part; returns the row [HEAD_DIM] fp32 and its natural-log lse. EVERY_OTHER: of those behind the second every other
-    one is a part."""
+    """Merge one row of every part; returns the row [HEAD_DIM] fp32 and its natural-log lse.
+
+    EVERY_OTHER: of those behind the second every other one is a part.
+    """
     part = tl.arange(0, BLOCK_PARTS)
     dim = tl.arange(0, HEAD_DIM)
     row_max = tl.full([], float("-inf"), tl.float32)
@@ -80,7 +83,8 @@ def compressed_merge_kernel(
     BLOCK_Q: tl.constexpr, SLOTS: tl.constexpr, HEAD_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, BLOCK_N: tl.constexpr,
     LINE: tl.constexpr, LEAST: tl.constexpr, COST: tl.constexpr, BLOCK_PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Merge the pieces of one head of one decode sequence, as the attention kernel left them, and turn the result back."""
+    """Merge the pieces of one head of one decode sequence, as the attention kernel left them, and
+    turn the result back."""
     seq = num_whole + tl.program_id(0) // num_heads
     head = (tl.program_id(0) % num_heads).to(tl.int64)
     first_token = seq
@@ -120,7 +124,8 @@ def compressed_merge_kernel(
                 even, odd = tl.split(tl.reshape(merged, [HEAD_DIM // 2, 2]))
                 pair = tl.arange(0, HEAD_DIM // 2) - (HEAD_DIM - ROPE_DIM) // 2
                 angle = cos_sin + (context + t).to(tl.int64) * cos_sin_stride + pair
-                # The rows of padding have no position. (Triton 3.9's interpreter takes no mask made of a vector & a scalar.)
+                # The rows of padding have no position. (Triton 3.9's interpreter takes no mask made
+                # of a vector & a scalar.)
                 known = pair >= tl.where(context + t >= 0, 0, HEAD_DIM)
                 cos = tl.load(angle, mask=known, other=1.0)
                 sin = tl.load(angle + ROPE_DIM // 2, mask=known, other=0.0)

@@ -1,4 +1,5 @@
-"""Triton helpers of a query tile: which tokens and heads its rows are, where they lie, and how a softmax ends."""
+"""Triton helpers of a query tile: which tokens and heads its rows are, where they lie, and how a
+softmax ends."""
 
 import triton
 import triton.language as tl
@@ -10,9 +11,11 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def rows_of_tile(head_tile, num_tokens, GROUP: tl.constexpr, BLOCK_Q: tl.constexpr, HEADS: tl.constexpr, BLOCK_M: tl.constexpr, zero=0):  # fmt: skip
-    """Token within the tile, head within the group and liveness of each row of a query tile that has ``num_tokens`` tokens.
+    """Token within the tile, head within the group and liveness of each row of a query tile that
+    has ``num_tokens`` tokens.
 
-    zero: of a value that the compiler does not know, the rows are worked out where they are asked for, not ahead of a loop around it.
+    zero: of a value that the compiler does not know, the rows are worked out where they are asked
+        for, not ahead of a loop around it.
     """
     row = tl.arange(0, BLOCK_M) + zero
     token = row // HEADS
@@ -30,7 +33,10 @@ def row_pointers(base, first_token, first_head, token, head, stride_token, strid
 
 @triton.jit
 def fold_sink(row_max, row_sum, sink):
-    """Factor that turns the unnormalised sum over keys into the output, the sink counted; all in log2 units, 0 for an empty row."""
+    """Factor that turns the unnormalised sum over keys into the output, the sink counted.
+
+    All in log2 units, 0 for an empty row.
+    """
     joint = tl.maximum(row_max, sink)
     base = tl.where(joint == float("-inf"), 0.0, joint)
     total = row_sum * tl.exp2(row_max - base) + tl.exp2(sink - base)
@@ -45,7 +51,10 @@ def natural_lse(row_max, row_sum):
 
 @triton.jit
 def find_query_tile(cu_seqlens_q, tile, num_seqs, BLOCK_Q: tl.constexpr):
-    """Sequence of a query tile and the tile's first token. Sequence s starts at tile cu[s] // BLOCK_Q + s, so none is cut short."""
+    """Sequence of a query tile and the tile's first token.
+
+    Sequence s starts at tile cu[s] // BLOCK_Q + s, so none is cut short.
+    """
     low = tile * 0
     high = low + num_seqs
     while high - low > 1:
@@ -58,9 +67,11 @@ def find_query_tile(cu_seqlens_q, tile, num_seqs, BLOCK_Q: tl.constexpr):
 
 @triton.jit
 def place_in_pages(key, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(block, row in it) of the keys of the tile that starts with ``key``, a multiple of BLOCK_N; the block is one number where all have it.
+    """(block, row in it) of the keys of the tile that starts with ``key``, a multiple of BLOCK_N;
+    the block is one number where all have it.
 
-    Where pages and tiles divide each other nothing is divided for each row: that takes registers, without which wgmma waits.
+    Where pages and tiles divide each other nothing is divided for each row: that takes registers,
+        without which wgmma waits.
     """
     offs_n = tl.arange(0, BLOCK_N)
     if BLOCK_SIZE % BLOCK_N == 0:
@@ -79,10 +90,12 @@ def place_in_pages(key, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
 def load_page(
     table, width, tile, more, WRAP: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """Page id of a tile, or of each of its rows where a page is no multiple of a tile, if there is ``more`` to read, else 0.
+    """Page id of a tile, or of each of its rows where a page is no multiple of a tile, if there is
+    ``more`` to read, else 0.
 
-    No entry outside the table is read; what rows past the last key get is somebody else's, and those that no ring has kept, too.
-    WRAP: how often block b, entry b % width, goes round the table within a tile: "never", "once" or "often".
+    No entry outside the table is read; what rows past the last key get is somebody else's, and
+    those that no ring has kept, too. WRAP: how often block b, entry b % width, goes round the table
+    within a tile: "never", "once" or "often".
     """
     block, _ = place_in_pages(tile * BLOCK_N, BLOCK_SIZE, BLOCK_N)
     if WRAP == "once":

@@ -1,28 +1,44 @@
-"""How decode work that grows with the context is divided on the device; the attention kernels and the merge of their pieces share it.
+"""How decode work that grows with the context is divided on the device by stream-K, for attention
+and the merge of its KV splits.
 
-Work is counted in *units*: tiles of BLOCK_N keys of one query tile, which has one unit at least. The units of all query tiles, one after
-another, are a line, and each program takes an equal stretch of it, wherever that begins and ends (stream-K): all end together, whatever
-the batch. A query tile that a border divides leaves partial results, of 64 heads as large as 128 keys are. So borders near the edge of a
-query tile move there, by less than half of what a stretch has at least, since it is longer by that; and if cutting would gain less than it costs,
-every border moves to the nearest edge.
+Work is counted in *units*: tiles of BLOCK_N keys of one query tile, which has one unit at least.
+The units of all query tiles are numbered one after another, and each program takes an equal range
+of them, wherever that begins and ends: all end together, whatever the batch. A query tile that a
+border divides leaves partial results, of 64 heads as large as 128 keys are. So borders near the
+edge of a query tile move there, by less than half of what a range has at least (``least``), since
+it is longer by that; and if splitting would gain less than it costs, every border moves to the
+nearest edge. With three query tiles, three programs and least = 2:
 
-Every program derives this from the lengths of the batch, so that the host needs none of them and a captured graph stays right. ``batch`` is
-the tuple (seq_lens, cu_seqlens_q, num_decodes, decode_tokens, sliding_window, ratio) of kernel arguments, the last two None where queries see
-all rows of the context.
+    query tile    0                   1     2
+    units         9                   2     4            15 in all, 5 for a program
+                  |-----------------| |---| |-------|
+    unit          0         5         9 10  11      15
+    borders                 5           10               10 moves to 11: tile 1 is shorter than
+    programs      |---------|---------------|-------|    2 * least, so that no border divides it
+                  0         1               2
 
-Source: Stream-K (arXiv 2301.03598); FlashMLA's tile scheduler divides the batch's keys in a similar way.
+Program 0 has units [0, 5), 1 has [5, 11), 2 has [11, 15). Query tile 0 has two splits, which the
+merge combines; 1 and 2 have one each.
+
+Every program derives this from the lengths of the batch, so that the host needs none of them and a
+captured graph stays right. ``batch`` is the tuple (seq_lens, cu_seqlens_q, num_decodes,
+decode_tokens, sliding_window, ratio) of kernel arguments, the last two None where queries see all
+rows of the context.
+
+Source: Stream-K (arXiv 2301.03598); FlashMLA's tile scheduler divides the batch's keys in a similar
+way.
 """
 
 import triton
 import triton.language as tl
 
-# Sequences whose lengths a program looks at together.
-CHUNK = tl.constexpr(128)
+from .tiles import CHUNK
 
 
 @triton.jit
 def work(seq, batch, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Query tiles of each sequence that are decode's to compute, and a bound of the units of each of them, at least 1."""
+    """Query tiles of each sequence that are decode's to compute, and a bound of the units of each
+    of them, at least 1."""
     seq_lens, cu_seqlens_q, num_decodes, decode_tokens, sliding_window, ratio = batch
     live = seq < num_decodes
     first = tl.load(cu_seqlens_q + seq, mask=live, other=0)
@@ -37,9 +53,17 @@ def work(seq, batch, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def share(batch, programs, least, cost, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(units of one program's stretch, units that it has at least, units of the line).
+    """How many units each program gets.
 
-    least: as it is where cutting pays; a piece has half of that at least. cost: units that a program could do instead of leaving partial results.
+    Args:
+        batch: as in this file's docstring.
+        programs: that divide the work.
+        least: units of a program at least where splitting pays; a split has half of that at least.
+        cost: units that a program could do instead of leaving partial results.
+
+    Returns:
+        (units of one program, ``least`` or, where splitting does not pay, a number that makes every
+        border move to an edge, units in all).
     """
     total = tl.zeros([], tl.int32)
     count = tl.zeros([], tl.int32)
@@ -50,18 +74,20 @@ def share(batch, programs, least, cost, BLOCK_Q: tl.constexpr, BLOCK_N: tl.const
         count += tl.sum(tiles, 0)
         longest = tl.maximum(longest, tl.max(tl.where(tiles > 0, units, 0), 0))
     even = tl.maximum(tl.cdiv(total, programs), 1)
-    # What the last program to end has to do if no query tile is cut.
-    uncut = tl.minimum(tl.cdiv(count, programs) * longest, even + longest)
-    cut = tl.maximum(even, least)
-    pays = cut + cost < uncut
-    return tl.where(pays, cut, even), tl.where(pays, least, 1 << 29), total
+    # What the last program to end has to do if no query tile is split.
+    unsplit = tl.minimum(tl.cdiv(count, programs) * longest, even + longest)
+    split = tl.maximum(even, least)
+    pays = split + cost < unsplit
+    return tl.where(pays, split, even), tl.where(pays, least, 1 << 29), total
 
 
 @triton.jit
 def locate(position, batch, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr):
-    """What lies at a unit of the line: (sequence, query tile of the sequence, query tile of the line, its first unit, its units).
+    """What lies at a unit.
 
-    Past the end the sequence is num_decodes.
+    Returns:
+        (sequence, query tile of the sequence, query tile among all, its first unit, its units);
+        past the end the sequence is num_decodes.
     """
     seq = tl.zeros([], tl.int32)
     tiles_before = tl.zeros([], tl.int32)
@@ -83,7 +109,7 @@ def locate(position, batch, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def first_unit(target, batch, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Where the query tiles of sequence ``target`` begin on the line."""
+    """The first unit of the query tiles of sequence ``target``."""
     before = tl.zeros([], tl.int32)
     for start in range(0, target, CHUNK):
         seq = start + tl.arange(0, CHUNK)
@@ -94,7 +120,8 @@ def first_unit(target, batch, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def border(position, first, units, least):
-    """Where the border of two stretches lies that would divide the query tile [first, first + units) at ``position``."""
+    """Where the border of two programs lies that would divide the query tile [first, first + units)
+    at ``position``."""
     inside = position - first
     stop = first + units
     near = tl.where(2 * inside < units, first, stop)
@@ -105,7 +132,8 @@ def border(position, first, units, least):
 
 @triton.jit
 def stretch(program, size, least, total, batch, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The units [low, high) of a program, and how many query tiles lie in them, whole or in part."""
+    """The units [low, high) of a program, and how many query tiles lie in them, whole or in
+    part."""
     low = tl.minimum(program * size, total)
     high = tl.minimum(low + size, total)
     _, _, low_tile, first, units = locate(low, batch, BLOCK_Q, BLOCK_N)
@@ -119,7 +147,8 @@ def stretch(program, size, least, total, batch, BLOCK_Q: tl.constexpr, BLOCK_N: 
 
 @triton.jit
 def programs_of(first, units, size, least):
-    """The first program that has a part of the query tile [first, first + units), and how many have one, where cutting pays."""
+    """The first program that has a part of the query tile [first, first + units), and how many have
+    one, where splitting pays."""
     stop = first + units
     program = first // size
     begin = program + (border((program + 1) * size, first, units, least) == first).to(tl.int32)

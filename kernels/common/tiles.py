@@ -1,4 +1,5 @@
-"""Triton helpers of tiles of keys: e4m3 widened and rounded, the step of a softmax over latents, the sequence of a token.
+"""Triton helpers of tiles of keys: e4m3 widened and rounded, the step of a softmax over latents,
+the sequence of a token.
 
 Source: OCP 8-bit floating point specification for e4m3.
 """
@@ -15,33 +16,39 @@ CHUNK = tl.constexpr(128)
 
 
 def hoists(swap: bool, divide: bool, arch: int) -> bool:
-    """Whether loop-invariant code should leave the loop over keys: elsewhere it costs more registers than it saves work.
+    """Whether loop-invariant code should leave the loop over keys: elsewhere it costs more
+    registers than it saves work.
 
-    swap, divide: as in ``update``. arch: compute capability as major * 10 + minor; that of wgmma is 90.
+    swap, divide: as in ``update``. arch: compute capability as major * 10 + minor; that of wgmma is
+        90.
     """
     return swap or (divide and arch // 10 != 9)
 
 
 @triton.jit
-def halve_e4m3(codes, HARDWARE: tl.constexpr):
+def halve_e4m3(quantized, HARDWARE: tl.constexpr):
     """e4m3fn bytes as fp16 numbers, exactly; without HARDWARE a factor of 2^8 is missing.
 
-    HARDWARE: convert by the instruction that sm_89 and later have. Without it the bits are moved into an fp16 whose exponent has a bias of
-    15 instead of 7, subnormals included. (The two NaN codes become 480; no key has them.)
+    HARDWARE: convert by the instruction that sm_89 and later have. Without it the bits are moved
+    into an fp16 whose exponent has a bias of 15 instead of 7, subnormals included. (The two NaN
+    become 480; no key has them.)
     """
     if HARDWARE:
-        values = codes.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+        values = quantized.to(tl.float8e4nv, bitcast=True).to(tl.float16)
     else:
-        bits = codes.to(tl.uint16)
+        bits = quantized.to(tl.uint16)
         half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
         values = half.to(tl.float16, bitcast=True)
     return values
 
 
 @triton.jit
-def widen_e4m3(codes, dtype: tl.constexpr, HARDWARE: tl.constexpr):
-    """e4m3fn bytes as numbers of ``dtype`` (bf16, fp16 or fp32), exactly. HARDWARE: as in ``halve_e4m3``."""
-    values = halve_e4m3(codes, HARDWARE).to(tl.float32)
+def widen_e4m3(quantized, dtype: tl.constexpr, HARDWARE: tl.constexpr):
+    """e4m3fn bytes as numbers of ``dtype`` (bf16, fp16 or fp32), exactly.
+
+    HARDWARE: as in ``halve_e4m3``.
+    """
+    values = halve_e4m3(quantized, HARDWARE).to(tl.float32)
     if not HARDWARE:
         values *= 256.0
     return values.to(dtype)
@@ -68,7 +75,8 @@ def _score(q, tile, q_rope, ropes, zeros, SWAP: tl.constexpr):
 
 @triton.jit
 def _weigh(row_max, row_sum, scores, visible, scale, dtype: tl.constexpr, SWAP: tl.constexpr):
-    """Weights of a tile's keys against the new maxima, the factor of what has been summed up so far, the new maxima and sums."""
+    """Weights of a tile's keys against the new maxima, the factor of what has been summed up so
+    far, the new maxima and sums."""
     scores = tl.where(visible, scores, float("-inf"))
     new_max = tl.maximum(row_max, tl.max(scores, 0 if SWAP else 1) * scale)
     # A row that has seen nothing yet: subtracting its -inf would give NaN.
@@ -84,17 +92,22 @@ def update(
     acc, row_max, row_sum, q, tile, q_rope, ropes, visible, scale, always,
     SWAP: tl.constexpr, DIVIDE: tl.constexpr, HOIST: tl.constexpr,
 ):  # fmt: skip
-    """One step of the online softmax with a tile of rows [BLOCK_N, channels] that are keys and values at once.
+    """One step of the online softmax with a tile of rows [BLOCK_N, channels] that are keys and
+    values at once.
 
-    q: [ROWS, channels]; q_rope, ropes: more channels of both, which only count in the scores; None: there are none. visible: shaped as the
-    scores are, [ROWS, BLOCK_N]. SWAP: the products are swapped; scores are [BLOCK_N, ROWS], acc is [channels, ROWS].
+    q: [ROWS, channels]; q_rope, ropes: more channels of both, which only count in the scores; None:
+    there are none. visible: shaped as the scores are, [ROWS, BLOCK_N]. SWAP: the products are
+    swapped; scores are [BLOCK_N, ROWS], acc is [channels, ROWS].
 
-    DIVIDE: hide from the compiler that one product uses another, behind the condition ``always``, which is true but must not be known to be.
-    Of a product that another one uses it gives whole rows to each warp; where these are fewer than 16 a warp, warps compute the same scores
-    and weights. So they divide the columns, and exchange the weights through shared memory.
+    DIVIDE: hide from the compiler that one product uses another, behind the condition ``always``,
+    which is true but must not be known to be. Of a product that another one uses it gives whole
+    rows to each warp; where these are fewer than 16 a warp, warps compute the same scores and
+    weights. So they divide the columns, and exchange the weights through shared memory.
 
-    HOIST: loop-invariant code leaves the loop. Then the products of queries and keys stay in front of the condition, since from behind it the
-    compiler does not hoist what writes the queries to shared memory: Triton 3.9 would keep them in registers, and write them for every tile.
+    HOIST: loop-invariant code leaves the loop. Then the products of queries and keys stay in front
+        of the condition, since from behind it the
+    compiler does not hoist what writes the queries to shared memory: Triton 3.9 would keep them in
+        registers, and write them for every tile.
     """
     if SWAP:
         zeros = tl.zeros([tile.shape[0], q.shape[0]], tl.float32)
@@ -125,7 +138,10 @@ def update(
 
 @triton.jit
 def find_sequence(token, cu_seqlens_q, num_seqs):
-    """The sequence of a token: how many sequences end at it or before; ``num_seqs`` for a token behind the last."""
+    """The sequence of a token: how many sequences end at it or before.
+
+    ``num_seqs`` for a token behind the last.
+    """
     found = tl.zeros([], tl.int32)
     for start in range(0, num_seqs, CHUNK):
         seq = start + tl.arange(0, CHUNK)
@@ -136,18 +152,22 @@ def find_sequence(token, cu_seqlens_q, num_seqs):
 
 @triton.jit
 def rounded_to_e4m3(x):
-    """(value fp32, code int32) of the e4m3 value nearest to x fp32, ties to even, infinities to +-448, NaN to NaN."""
+    """(value fp32, its byte int32) of the e4m3 value nearest to x fp32, ties to even.
+
+    Infinities give +-448, NaN gives NaN.
+    """
     bits = x.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     is_nan = magnitude > INF_BITS
     magnitude = tl.minimum(magnitude, E4M3_MAX_BITS)
     # Three mantissa bits stay; a carry out of them runs into the exponent, as it should.
     normal = (magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) & 0x7FF00000
-    # Below 2^-6 the values are multiples of 2^-9, the spacing of fp32 at 2^14: an addition rounds to them.
+    # Below 2^-6 the values are multiples of 2^-9, the spacing of fp32 at 2^14: an addition rounds
+    # to them.
     step = magnitude.to(tl.float32, bitcast=True) + 16384.0
     steps = step.to(tl.int32, bitcast=True) - 0x46800000
     is_normal = magnitude >= E4M3_NORMAL_BITS
     value = tl.where(is_normal, normal.to(tl.float32, bitcast=True), step - 16384.0)
-    code = tl.where(is_normal, (normal >> 20) - ((127 - 7) << 3), steps)
+    byte = tl.where(is_normal, (normal >> 20) - ((127 - 7) << 3), steps)
     value = tl.where(is_nan, float("nan"), tl.where(bits < 0, -value, value))
-    return value, tl.where(is_nan, 0x7F, code) | tl.where(bits < 0, 0x80, 0)
+    return value, tl.where(is_nan, 0x7F, byte) | tl.where(bits < 0, 0x80, 0)

@@ -12,7 +12,10 @@ from ..common.latent_pages import DIMS, LatentPages
 
 @dataclass(frozen=True)
 class LatentCall:
-    """The arguments of one call, checked when it is made; named and shaped as in ``write_latent``, which says what is raised."""
+    """The arguments of one call, checked when it is made.
+
+    Named and shaped as in ``write_latent``, which says what is raised.
+    """
 
     x: torch.Tensor
     pages: LatentPages | None
@@ -67,7 +70,10 @@ class LatentCall:
 def check_cos_sin(
     cos_sin: torch.Tensor, dim: int, rope_dim: int | None, device: torch.device
 ) -> None:
-    """Require a table [*, rope_dim] fp32 of an even rope_dim <= dim (None: any); ValueError otherwise."""
+    """Require a table [*, rope_dim] fp32 of an even rope_dim <= dim (None: any).
+
+    ValueError otherwise.
+    """
     checks.expect_tensor("cos_sin", cos_sin, (None, rope_dim), torch.float32, device=device)
     if cos_sin.shape[1] % 2 or not 0 < cos_sin.shape[1] <= dim:
         raise ValueError(

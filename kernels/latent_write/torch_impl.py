@@ -1,4 +1,7 @@
-"""Norm, RoPE and the write of latent rows for CPU tensors: plain torch, fp32 arithmetic. Source: as ``triton_impl``."""
+"""Norm, RoPE and the write of latent rows for CPU tensors: plain torch, fp32 arithmetic.
+
+Source: as ``triton_impl``.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,8 @@ def norm_and_rotate(
     norm_weight: torch.Tensor | None,
     eps: float,
 ) -> torch.Tensor:
-    """RMS norm, then interleaved RoPE on the trailing channels (not of positions below 0), each if given: [num_rows, dim] fp32."""
+    """RMS norm, then interleaved RoPE on the trailing channels (not of positions below 0), each if
+    given: [num_rows, dim] fp32."""
     rows = x.float()
     if norm_weight is not None:
         scale = torch.rsqrt(rows.square().mean(-1, keepdim=True) + eps)

@@ -1,15 +1,18 @@
-"""Norm, RoPE, quantisation and the write of latent rows in one pass; ``compress`` ends with the same helpers.
+"""Norm, RoPE, quantization and the write of latent rows in one pass; ``compress`` ends with the
+same helpers.
 
     y = x * rsqrt(mean(x^2) + eps) * weight                                   (optional)
     y'[2i] = y[2i] cos_i - y[2i+1] sin_i,  y'[2i+1] = y[2i+1] cos_i + y[2i] sin_i    on the trailing channels (optional)
 
-in fp32, rounded once to what the page holds; quantised rows round to bf16 and then to e4m3, as ``common.latent_pages`` says. The rounding to e4m3 is
-integer arithmetic on the bits: exact where there is no such instruction (sm_80) and in Triton's interpreter, whose own cast is not.
+in fp32, rounded once to what the page holds; quantized rows round to bf16 and then to e4m3, as
+``common.latent_pages`` says. The rounding to e4m3 is integer arithmetic on the bits: exact where
+there is no such instruction (sm_80) and in Triton's interpreter, whose own cast is not.
 
-Layout: x [num_rows, dim], one program takes BLOCK_ROWS rows; pages as in ``common.latent_pages``. Bound by memory: a row is read once and written once
-(twice with ``out``).
+Layout: x [num_rows, dim], one program takes BLOCK_ROWS rows; pages as in ``common.latent_pages``.
+Bound by memory: a row is read once and written once (twice with ``out``).
 
-Source: DeepSeek-V4, kv_norm and rotary embedding of the latent; FlashMLA's tests/quant.py for the quantised rows.
+Source: DeepSeek-V4, kv_norm and rotary embedding of the latent; FlashMLA's tests/quant.py for the
+    quantized rows.
 """
 
 from typing import Any
@@ -51,7 +54,8 @@ def rotated(
     DIM: tl.constexpr,
     ROPE_DIM: tl.constexpr,
 ):
-    """Turn the pairs (2i, 2i + 1) of the trailing ROPE_DIM channels of rows [ROWS, DIM] by the angles of position [ROWS] int64."""
+    """Turn the pairs (2i, 2i + 1) of the trailing ROPE_DIM channels of rows [ROWS, DIM] by the
+    angles of position [ROWS] int64."""
     if cos_sin is not None:
         even, odd = tl.split(tl.reshape(rows, [ROWS, DIM // 2, 2]))
         pair = tl.arange(0, DIM // 2)[None, :] - (DIM - ROPE_DIM) // 2
@@ -71,8 +75,13 @@ def _power_of_two(exponent):
 
 
 @triton.jit
-def quantised(rows, ROWS: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr):
-    """(values [ROWS, DIM] fp32 as read back, codes [ROWS, DIM] uint8, exponents [ROWS, DIM // GROUP] int32) of rows fp32."""
+def quantize(rows, ROWS: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr):
+    """Quantize rows fp32 to e4m3 with one power-of-two scale for each GROUP channels.
+
+    Returns:
+        (values [ROWS, DIM] fp32 as read back, e4m3_bytes [ROWS, DIM] uint8, exponents [ROWS, DIM //
+        GROUP] int32).
+    """
     x = tl.reshape(rows.to(tl.bfloat16).to(tl.float32), [ROWS, DIM // GROUP, GROUP])
     magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     # Bits of positive floats are ordered as the floats are.
@@ -80,10 +89,10 @@ def quantised(rows, ROWS: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr):
     largest = tl.maximum(largest, MIN_AMAX_BITS)
     # 448 = 1.75 * 2^8: the ceiling of log2(largest / 448), without the rounding of a logarithm.
     exponent = (largest >> 23) - (127 + 8) + tl.where((largest & 0x7FFFFF) > 0x600000, 1, 0)
-    value, code = rounded_to_e4m3(x * _power_of_two(-exponent)[:, :, None])
+    value, byte = rounded_to_e4m3(x * _power_of_two(-exponent)[:, :, None])
     value = value * _power_of_two(exponent)[:, :, None]
-    codes = tl.reshape(code, [ROWS, DIM]).to(tl.uint8)
-    return tl.reshape(value, [ROWS, DIM]), codes, exponent
+    e4m3_bytes = tl.reshape(byte, [ROWS, DIM]).to(tl.uint8)
+    return tl.reshape(value, [ROWS, DIM]), e4m3_bytes, exponent
 
 
 @triton.jit
@@ -99,9 +108,11 @@ def stored(
     ROWS: tl.constexpr,
     DIM: tl.constexpr,
 ):
-    """Write rows [ROWS, DIM] fp32 to their slots [ROWS] int64 where ``live``; returns them as a reader of the page sees them.
+    """Write rows [ROWS, DIM] fp32 to their slots [ROWS] int64 where ``live``; returns them as a
+    reader of the page sees them.
 
-    Pages of bytes are quantised, ``LATENTS`` or index keys; the strides are those of their e4m3 values.
+    Pages of bytes are quantized, ``LATENTS`` or index keys; the strides are those of their e4m3
+    values.
     """
     page = (slot // BLOCK_SIZE)[:, None]
     row = (slot % BLOCK_SIZE)[:, None]
@@ -114,15 +125,15 @@ def stored(
         tl.store(cell, kept, mask=write)
         rows = kept.to(tl.float32)
     elif not LATENTS:
-        rows, codes, exponent = quantised(rows, ROWS, DIM, DIM)
-        tl.store(cell, codes, mask=write)
+        rows, e4m3_bytes, exponent = quantize(rows, ROWS, DIM, DIM)
+        tl.store(cell, e4m3_bytes, mask=write)
         scales = scales.to(tl.pointer_type(tl.float32))
         tl.store(scales + page * (page_stride // 4) + row, _power_of_two(exponent), mask=write)
     else:
         roped = rows.to(tl.bfloat16)
-        values, codes, exponent = quantised(rows, ROWS, DIM, QUANT_GROUP)
+        values, e4m3_bytes, exponent = quantize(rows, ROWS, DIM, QUANT_GROUP)
         is_rope = dim >= NOPE_DIM
-        tl.store(cell, codes, mask=write & (dim < NOPE_DIM))
+        tl.store(cell, e4m3_bytes, mask=write & (dim < NOPE_DIM))
         rope = pages.to(tl.pointer_type(tl.bfloat16)) + NOPE_DIM // 2
         rope_cell = rope + page * (page_stride // 2) + row * (row_stride // 2) + dim - NOPE_DIM
         tl.store(rope_cell, roped, mask=write & is_rope)
@@ -205,7 +216,10 @@ def page_arguments(pages: LatentPages | IndexPages | None) -> dict[str, Any]:
 
 
 def write(arguments: dict[str, Any]) -> None:
-    """Check and launch ``write_latent(**arguments)``. Calls that look alike are checked once (``common.launch_cache``)."""
+    """Check and launch ``write_latent(**arguments)``.
+
+    Calls that look alike are checked once (``common.launch_cache``).
+    """
     launch_cache.run(prepare, arguments, _checked)
 
 

@@ -112,7 +112,7 @@ def test_fp8_pages(name, dtype, tmp_path, capsys):
 
 def test_rounding_of_the_check_is_that_of_pages():
     rows = 5 * torch.randn(64, 2, 32, generator=torch.Generator().manual_seed(0))
-    expected = e4m3.dequantise(*e4m3.quantise(rows))
+    expected = e4m3.dequantize(*e4m3.quantize(rows))
     assert verify.e4m3_rows(rows).equal(expected)
     assert (expected - rows).abs().max() > 0.05
     latents, keys = rows.view(-1, 512), rows.view(-1, 128)

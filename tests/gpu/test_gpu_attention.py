@@ -11,6 +11,7 @@ from quire.bench.common.bounds import bounding
 from quire.bench.peers.attention import quire_calls
 from quire.kernels import write_kv
 from quire.kernels.attention import reference
+from quire.kernels.attention.call import AttentionCall
 from quire.kernels.common import e4m3
 from tests.gpu.conftest import DRY_RUN
 from tests.kernels.attention.test_attention import FULL, WINDOW, attend
@@ -44,7 +45,7 @@ def exactly(batch):
     host = {key: x.cpu() if isinstance(x, torch.Tensor) else x for key, x in batch.items()}
     with bounding(weights=batch["q"].dtype):
         lse = torch.full((batch["q"].shape[1], batch["q"].shape[0]), NAN, dtype=torch.float64)
-        return reference.paged_attention(**host, lse=lse, dtype=torch.float64), lse
+        return reference.attention(AttentionCall(**host, lse=lse), torch.float64), lse
 
 
 @pytest.mark.parametrize("case", tables())
@@ -143,7 +144,7 @@ def test_fp8_codes_are_those_of_the_cast_on_a_host(scale):
     if scale is None:
         more = torch.randn(20 if DRY_RUN else 500, 1, 16, device=DEVICE)
         x = torch.cat([x[x.isfinite().all(-1).squeeze(1)], more])
-    codes, scales = e4m3.quantise(x.cpu(), scale)
+    codes, scales = e4m3.quantize(x.cpu(), scale)
     case = dataclasses.replace(CASES[0], num_kv_heads=1, block_size=16)
     pages, row_scales = blank(case, -(-len(x) // 16))
     given = dict(zip(("k_scale", "v_scale"), row_scales if scale is None else (scale,) * 2, strict=True))  # fmt: skip

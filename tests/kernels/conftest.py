@@ -21,4 +21,4 @@ def poisoned_empty(monkeypatch):
 @pytest.fixture(autouse=True)
 def nothing_remembered():
     """A test may replace what launches are made from."""
-    launch_cache.forget()
+    launch_cache.clear()

@@ -15,6 +15,7 @@ import torch
 
 from quire.bench.common.bounds import UNIT, Bounded, allowed, bounding
 from quire.kernels.attention import reference
+from quire.kernels.attention.call import AttentionCall
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NAN = float("nan")
@@ -132,7 +133,7 @@ def attention_reference(batch: dict[str, Any]) -> tuple[Bounded, Bounded]:
     num_tokens, num_heads = batch["q"].shape[:2]
     with bounding(weights=batch["q"].dtype):
         lse = torch.full((num_heads, num_tokens), NAN, dtype=torch.float64, device=DEVICE)
-        return reference.paged_attention(**batch, lse=lse, dtype=torch.float64), lse
+        return reference.attention(AttentionCall(**batch, lse=lse), torch.float64), lse
 
 
 def assert_within_budget(name: str, actual: torch.Tensor, exact: Bounded) -> None:

@@ -181,7 +181,7 @@ def launches(shape: Shape, arch: int) -> list[Any]:
         out = empty(num_tokens, num_heads, shape.head_dim)
         return [merge.prepare(parts, part_lse, sinks, out, lse)]
     k, v = rows if shape.fresh else (None, None)
-    call = attention_call.check_attention(
+    call = attention_call.AttentionCall(
         empty(num_tokens, num_heads, shape.head_dim),
         k_pages,
         v_pages,
@@ -191,19 +191,15 @@ def launches(shape: Shape, arch: int) -> list[Any]:
         max_seqlen_q=q_len,
         k=k,
         v=v,
-        max_seq_len=None,
         num_decodes=num_seqs if shape.phase == "decode" else 0,
-        softmax_scale=None,
         softcap=shape.softcap,
         sinks=sinks,
-        out=None,
         lse=lse,
-        workspace=None,
         sliding_window=shape.sliding_window,
         k_scale=k_scale,
         v_scale=v_scale,
     )
-    return paged.prepare(call, arch, NUM_SMS[arch])
+    return paged.prepare(attention_call.check_attention(call), arch, NUM_SMS[arch])
 
 
 def _scales(shape: Shape) -> tuple[Any, Any]:

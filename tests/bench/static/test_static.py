@@ -7,9 +7,11 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from quire.bench.static import __main__ as static
 from quire.bench.static import compiling, report, rules, sass
@@ -22,7 +24,7 @@ GOOD = {
     "stack_bytes": 0, "shared_bytes": 71680, "shared_limit": 232448, "ctas_per_sm": 2, "mma": "mma.sync", "kv_copy_bytes": 16,
     "min_copy_bytes": 16, "bytes_in_flight_per_sm": 36864, "sass_per_tile": 647, "triton": "3.7.1",
 }  # fmt: skip
-MERGE = GOOD | {"kernel": "merge_pieces_kernel", "kv_copy_bytes": 0, "bytes_in_flight_per_sm": 0}
+MERGE = GOOD | {"kernel": "merge_splits_kernel", "kv_copy_bytes": 0, "bytes_in_flight_per_sm": 0}
 REQUIRED = {
     "kernel", "config", "arch", "registers", "spill_bytes", "shared_bytes", "shared_limit", "mma", "kv_copy_bytes",
     "bytes_in_flight_per_sm",
@@ -87,8 +89,10 @@ rows["40 registers"] = measure("decode-d64-p128-q1", 16, 64, 4, 2)
 paged.MAX_REGISTERS, prepare = registers, paged.prepare
 def odd(*arguments):
     launches = prepare(*arguments)
-    for name in ("k_stride_row", "k_stride_page"):
-        launches[0].arguments[name] += 1
+    pages = launches[0].arguments["k_pages"]
+    launches[0].arguments["k_pages"] = pages._replace(
+        stride_page=pages.stride_page + 1, stride_row=pages.stride_row + 1
+    )
     return launches
 paged.prepare = odd
 rows["odd strides"] = measure("decode-d64-p128-q1", 16, 64, 4, 2)
@@ -213,11 +217,17 @@ def test_differences():
     ]
 
 
+class Matrix(NamedTuple):
+    data: Any
+    stride: Any
+    other: Any
+
+
 def test_arguments_are_specialised_as_the_launcher_does():
     rows = torch.empty(100, dtype=torch.bfloat16, device="meta")
     arguments = {
         "even": rows[8:], "odd": rows[1:], "none": None, "one": 1, "n": 32, "m": 33, "plain": 32, "plain_one": 1, "far": 2**31,
-        "scale": 0.5, "SIZE": 64,
+        "scale": 0.5, "SIZE": 64, "matrix": Matrix(rows, 32, 1), "plain_pair": Matrix(None, 1, 16), "CONFIG": Matrix(1, 2, 3),
     }  # fmt: skip
     params = [
         SimpleNamespace(
@@ -231,13 +241,28 @@ def test_arguments_are_specialised_as_the_launcher_does():
     launch = SimpleNamespace(kernel=kernel, arguments=arguments | {"num_warps": 8})
     signature, constants, attributes, options = compiling.specialise(launch)
     assert list(signature.values()) == [
-        "*bf16", "*bf16", "constexpr", "constexpr", "i32", "i32", "i32", "i32", "i64", "fp32", "constexpr"
+        "*bf16", "*bf16", "constexpr", "constexpr", "i32", "i32", "i32", "i32", "i64", "fp32", "constexpr",
+        ("*bf16", "i32", "constexpr"), ("constexpr", "constexpr", "i32"), "constexpr",
     ]  # fmt: skip
-    assert constants == {(2,): None, (3,): 1, (10,): 64}
+    # The launcher's types are named as the tuple's fields are; kernels know them by these names.
+    assert signature["matrix"].stride == "i32"
+    assert constants == {
+        (2,): None, (3,): 1, (10,): 64, (11, 2): 1, (12, 0): None, (12, 1): 1, (13,): (1, 2, 3)
+    }  # fmt: skip
     names = list(arguments)
-    assert [names[i] for (i,) in attributes] == ["even", "n", "far"]
+    hinted = [names[path[0]] + ".".join(["", *map(str, path[1:])]) for path in attributes]
+    assert hinted == ["even", "n", "far", "matrix.0", "matrix.1", "plain_pair.2"]
     assert set(map(repr, attributes.values())) == {"[['tt.divisibility', 16]]"}
     assert options["num_warps"] == 8 and not set(options) & set(arguments)
+
+
+def test_no_descriptor_is_launched_within_a_tuple():
+    rows = TensorDescriptor(torch.empty(8, 16), [8, 16], [16, 1], [8, 16])
+    params = [SimpleNamespace(name="m", is_constexpr=False, do_not_specialize=False)]
+    kernel = SimpleNamespace(params=params, arg_names=["m"])
+    launch = SimpleNamespace(kernel=kernel, arguments={"m": Matrix(rows, 1, 1)})
+    with pytest.raises(NotImplementedError, match="descriptor within a tuple"):
+        static.specialise(launch)
 
 
 @pytest.mark.parametrize(
@@ -264,7 +289,7 @@ every = [key(launch) for name in cases if "-d64-" in name for launch in cases[na
 assert len(kept) == len(set(kept)) < len(every) and set(kept) == set(every)
 def shape(name, arch, index):
     launch = cases[name].launches(arch)[index]
-    values = launch.arguments
+    values = launch.values
     tile = [values.get(n) for n in ("HEAD_DIM", "VALUE_DIM", "BLOCK_M", "BLOCK_N", "num_warps", "num_stages")]
     return launch.kernel.__name__, cases[name].dtype, *tile
 shapes = [shape(*w) for w in compiling.distinct((), tiles=(90,))]

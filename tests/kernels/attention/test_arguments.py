@@ -35,7 +35,7 @@ REFUSED = [
     ({"block_table": zeros(2, 0, dtype=torch.int32)}, "block_table: width: expected an int >= 1, got 0"),
     ({"seq_lens": zeros(2, dtype=torch.int64)}, r"seq_lens: expected int32 \[\*\], got int64 \[2\]"),
     ({"cu_seqlens_q": zeros(2, dtype=torch.int32)}, r"cu_seqlens_q: expected int32 \[3\], got int32 \[2\]"),
-    ({"v": None}, "v: expected fresh rows of both k and v or of neither, got None"),
+    ({"v": None}, "v: expected new rows of both k and v or of neither, got None"),
     ({"k": zeros(5, 2, 16)}, r"k: expected float32 \[6, 2, 16\], got float32 \[5, 2, 16\]"),
     ({"max_seqlen_q": 5.0}, "max_seqlen_q: expected an int >= 0, got 5.0"),
     ({"max_seqlen_q": 1}, "max_seqlen_q: expected the longest of 2 sequences with 6 tokens, got 1"),

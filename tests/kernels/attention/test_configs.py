@@ -102,30 +102,28 @@ def test_workspace_numel_refuses():
 
 @triton.jit
 def _division_kernel(
-    seq_lens, cu, items, seqs, found, first, pieces, num_decodes, target_items, window, num_items, num_seqs,
-    FRESH: tl.constexpr, BLOCK_Q: tl.constexpr, MIN_TOKENS: tl.constexpr,
+    seq_lens, cu, items, seqs, found, first, splits, num_decodes, target_items, window, num_items, num_seqs,
+    NEW_KV: tl.constexpr, BLOCK_Q: tl.constexpr, MIN_TOKENS: tl.constexpr,
 ):  # fmt: skip
-    tokens = split_kv.piece_tokens(
-        seq_lens, cu, num_decodes, target_items, window, FRESH, MIN_TOKENS
-    )
+    batch = split_kv.Batch(seq_lens, cu, num_decodes, window)
+    tokens = split_kv.split_tokens(batch, target_items, NEW_KV, MIN_TOKENS)
     for i in range(num_items):
-        seq, start = split_kv.find_item(
-            tl.load(items + i), seq_lens, cu, num_decodes, tokens, window, FRESH, BLOCK_Q
-        )
+        seq, start = split_kv.find_item(tl.load(items + i), batch, tokens, NEW_KV, BLOCK_Q)
         tl.store(found + i, seq)
         tl.store(first + i, start)
     for i in range(num_seqs):
         seq = tl.load(seqs + i)
         q_len = tl.load(cu + seq + 1) - tl.load(cu + seq)
-        count = split_kv.num_pieces(tl.load(seq_lens + seq), q_len, tokens, window, FRESH, BLOCK_Q)
-        start = split_kv.first_item(seq, seq_lens, cu, num_decodes, tokens, window, FRESH, BLOCK_Q)
-        tl.store(pieces + 2 * i, start)
-        tl.store(pieces + 2 * i + 1, count)
+        seq_len = tl.load(seq_lens + seq)
+        count = split_kv.num_splits(seq_len, q_len, tokens, window, NEW_KV, BLOCK_Q)
+        start = split_kv.first_item(seq, batch, tokens, NEW_KV, BLOCK_Q)
+        tl.store(splits + 2 * i, start)
+        tl.store(splits + 2 * i + 1, count)
 
 
 @pytest.mark.parametrize("window", [None, 700])
 @pytest.mark.parametrize("num_decodes", [1, 2, 128, 300])
-def test_every_piece_is_found_once(num_decodes, window):
+def test_every_split_is_found_once(num_decodes, window):
     """Of many sequences those at the edges of the chunks that a program looks at together, and a few between."""
     rng = random.Random(num_decodes)
     q_lens = [rng.choice([0, 1, 1, 2, 5]) for _ in range(num_decodes)]
@@ -135,9 +133,9 @@ def test_every_piece_is_found_once(num_decodes, window):
         n - q if window is None else min(n - q, window - 1)
         for n, q in zip(lengths, q_lens, strict=True)
     ]
-    per_piece = max(MIN_SPLIT_KEYS, -(-sum(keys) // target))
+    per_split = max(MIN_SPLIT_KEYS, -(-sum(keys) // target))
     expected = [
-        0 if q == 0 or q > block_q else max(1, -(-n // per_piece))
+        0 if q == 0 or q > block_q else max(1, -(-n // per_split))
         for q, n in zip(q_lens, keys, strict=True)
     ]
     starts = [sum(expected[:s]) for s in range(num_decodes)]
@@ -154,30 +152,30 @@ def test_every_piece_is_found_once(num_decodes, window):
     def device(values):
         return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
-    found, first, pieces = (device([-7] * n) for n in (len(items), len(items), 2 * len(seqs)))
+    found, first, splits = (device([-7] * n) for n in (len(items), len(items), 2 * len(seqs)))
     _division_kernel[(1,)](
-        device(lengths), device([0, *q_lens]).cumsum(0).int(), device(items), device(seqs), found, first, pieces,
+        device(lengths), device([0, *q_lens]).cumsum(0).int(), device(items), device(seqs), found, first, splits,
         num_decodes, target, window, len(items), len(seqs), True, block_q, MIN_SPLIT_KEYS,
     )  # fmt: skip
-    assert pieces.view(-1, 2).tolist() == [[starts[s], expected[s]] for s in seqs]
+    assert splits.view(-1, 2).tolist() == [[starts[s], expected[s]] for s in seqs]
     pairs = list(zip(found.tolist(), first.tolist(), strict=True))
     assert pairs[: len(want)] == list(want.values())
     assert set(found[len(want) :].tolist()) == {num_decodes}
 
 
-def pieces_of(lengths, target_items):
-    """Keys of each piece of decode sequences with so many paged keys, as the device divides them: whole tiles but for the last."""
-    per_piece = max(MIN_SPLIT_KEYS, -(-sum(lengths) // target_items))
+def splits_of(lengths, target_items):
+    """Keys of each split of decode sequences with so many paged keys, as the device divides them: whole tiles but for the last."""
+    per_split = max(MIN_SPLIT_KEYS, -(-sum(lengths) // target_items))
     found = []
     for n in lengths:
-        tiles, count = -(-n // BLOCK_N), max(1, -(-n // per_piece))
+        tiles, count = -(-n // BLOCK_N), max(1, -(-n // per_split))
         cuts = [min(n, tiles * i // count * BLOCK_N) for i in range(count + 1)]
         found += [b - a for a, b in pairwise(cuts)]
     return found
 
 
-def seconds_over_floor(pieces, num_sms, saturating):
-    """How much longer reading the pieces takes than at full bandwidth, where ``saturating`` programs are enough to draw it.
+def seconds_over_floor(splits, num_sms, saturating):
+    """How much longer reading the splits takes than at full bandwidth, where ``saturating`` programs are enough to draw it.
 
     Programs start in order, two an SM at a time; those at work share the bandwidth, and none draws more than its part of it.
     """
@@ -187,16 +185,16 @@ def seconds_over_floor(pieces, num_sms, saturating):
         [],
         0.0,
     )  # keys that a program at work since the start would have read
-    for piece in [*pieces, *[math.inf] * slots]:
-        if len(finish) == slots or piece == math.inf:
+    for split in [*splits, *[math.inf] * slots]:
+        if len(finish) == slots or split == math.inf:
             if not finish:
                 break
             done = heapq.heappop(finish)
             elapsed += (done - reads) * max(len(finish) + 1, saturating)
             reads = done
-        if piece < math.inf:
-            heapq.heappush(finish, reads + piece)
-    return elapsed / sum(pieces)
+        if split < math.inf:
+            heapq.heappush(finish, reads + split)
+    return elapsed / sum(splits)
 
 
 BLOCK_N = 64
@@ -206,7 +204,7 @@ SATURATING = 132 * (36 << 10) // (2 * 2 * BLOCK_N * 128 * 2)
 
 @pytest.mark.parametrize(("num_kv_heads", "keys"), [(8, 4096), (4, 1024), (1, 32768)])
 def test_no_batch_size_falls_off_a_cliff(num_kv_heads, keys):
-    """At the end, fewer programs than draw the whole bandwidth are left for at most a piece: that bounds what a division can lose."""
+    """At the end, fewer programs than draw the whole bandwidth are left for at most a split: that bounds what a division can lose."""
     shape = dict(num_heads=4 * num_kv_heads, num_kv_heads=num_kv_heads, head_dim=128, num_sms=132)
     rng = random.Random(keys)
     # Later steps repeat the earlier ones, with more programs and so less to lose.
@@ -214,9 +212,9 @@ def test_no_batch_size_falls_off_a_cliff(num_kv_heads, keys):
         target = plan(num_decodes=batch, **shape).target_items
         ragged = [[rng.randint(1, 2 * keys) for _ in range(batch)]] if batch % 8 == 1 else []
         for lengths in ([keys] * batch, *ragged):
-            pieces = [piece for piece in pieces_of(lengths, target) for _ in range(num_kv_heads)]
-            total = sum(pieces)
-            ratio = seconds_over_floor(pieces, 132, SATURATING)
-            assert 1 <= ratio <= 1 + SATURATING * max(pieces) / total + 1e-9, batch
+            splits = [split for split in splits_of(lengths, target) for _ in range(num_kv_heads)]
+            total = sum(splits)
+            ratio = seconds_over_floor(splits, 132, SATURATING)
+            assert 1 <= ratio <= 1 + SATURATING * max(splits) / total + 1e-9, batch
             if total >= SATURATING * 8 * 256:
                 assert ratio <= 1.2, (batch, ratio)

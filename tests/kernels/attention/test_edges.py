@@ -12,6 +12,7 @@ from quire.kernels import (
     write_kv,
 )
 from quire.kernels.attention import reference
+from quire.kernels.attention.call import AttentionCall
 from quire.kernels.cache_write import reference as reference_write
 from tests.support.helpers import DEVICE, NAN, AttentionCase, make_batch
 from tests.support.kernels.edges import (
@@ -61,6 +62,11 @@ def largest(*tensors):
         t.float().abs().nan_to_num(0.0).max().item() for t in tensors if t is not None and t.numel()
     ]
     return max(sizes, default=0.0)
+
+
+def attention_oracle(dtype, **arguments):
+    """The oracle of attention by arguments, as the other oracles are called."""
+    return reference.attention(AttentionCall(**arguments), dtype)
 
 
 def expect_right_attention(function, oracle, arguments, impl):
@@ -175,9 +181,9 @@ SCALED = [
 ]  # fmt: skip
 
 CASES = [
-    ("full", paged_attention, reference.paged_attention, {}, FULL),
-    ("window", sliding_window_attention, reference.sliding_window_attention, {"window": 40}, WINDOW),
-    ("e4m3", paged_attention, reference.paged_attention, {"scale": 0.5}, SCALED),
+    ("full", paged_attention, attention_oracle, {}, FULL),
+    ("window", sliding_window_attention, attention_oracle, {"window": 40}, WINDOW),
+    ("e4m3", paged_attention, attention_oracle, {"scale": 0.5}, SCALED),
 ]  # fmt: skip
 
 

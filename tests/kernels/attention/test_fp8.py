@@ -68,7 +68,7 @@ def quantised(batch, kind):
     for name in "k", "v":
         rows = batch[f"{name}_pages"]
         factor = {"k": 0.02, "v": 0.013}[name]
-        codes, scales = e4m3.quantise(rows, None if kind == "rows" else factor)
+        codes, scales = e4m3.quantize(rows, None if kind == "rows" else factor)
         pages = strided_like(rows, E4M3)
         pages.view(torch.uint8).copy_(codes.view(torch.uint8))
         changed[f"{name}_pages"] = pages
@@ -106,7 +106,7 @@ def test_against_float64(case, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_that_do_not_lie_in_pairs(kind):
     """One byte further, or rows an odd number of bytes apart: read one by one, the values are the same."""
-    launch_cache.forget()
+    launch_cache.clear()
     case = AttentionCase("", [90, 30], [1, 1], head_dim=64, dtype=BF16, max_seq_len=90)
     batch = quantised(make_batch(case), kind)
     values = batch["v_pages"].view(torch.uint8)
@@ -120,7 +120,7 @@ def test_values_that_do_not_lie_in_pairs(kind):
         pages.copy_(values)
         outs.append(attend(batch | {"v_pages": pages.view(E4M3)}, "triton"))
     assert all(out.equal(outs[0]) for out in outs)
-    views = [recipe.views["v_pages'"][1].dtype for recipe in launch_cache._REMEMBERED.values()]
+    views = [cached.views["v_pages'"][1].dtype for cached in launch_cache._CACHE.values()]
     assert views == [torch.uint16, torch.uint8, torch.uint8]
 
 
@@ -128,7 +128,7 @@ def test_values_that_do_not_lie_in_pairs(kind):
 @pytest.mark.parametrize("dtype, q_lens", [(BF16, [1, 3, 12]), (FP16, [2, 1, 0])])
 def test_codes_widened_by_hand(dtype, q_lens, monkeypatch):
     """As on sm_80, which has no instruction for it; every code but NaN occurs among the keys."""
-    launch_cache.forget()
+    launch_cache.clear()
     monkeypatch.setattr(paged, "arch_and_sms", lambda _: (80, 2))
     case = AttentionCase("", [300, 40, 19], q_lens, num_decodes=2, dtype=dtype)
     batch = quantised(make_batch(case), "rows")
@@ -136,7 +136,7 @@ def test_codes_widened_by_hand(dtype, q_lens, monkeypatch):
     codes[NAN_CODE::128] = 0
     batch["k_pages"].view(torch.uint8)[batch["block_table"][0, 0], :8] = codes.view(8, 2, 16)
     assert_exact(batch, dtype, ["triton"])
-    launch_cache.forget()
+    launch_cache.clear()
 
 
 @functools.cache
@@ -155,7 +155,7 @@ def tall_batch(phase, seq_lens, q_lens, kind):
 @pytest.mark.parametrize("phase, seq_lens, q_lens", [("decode", [300, 40], [8, 5]), ("prefill", [190], [70])])  # fmt: skip
 def test_tall_tiles_with_codes_in_either_form(phase, seq_lens, q_lens, halves, kind, arch, monkeypatch):  # fmt: skip
     """Codes as fp16, and as what the queries are, and behind the pages fresh rows."""
-    launch_cache.forget()
+    launch_cache.clear()
     monkeypatch.setattr(paged, "arch_and_sms", lambda _: (arch, 2))
     asked = []
     monkeypatch.setattr(paged, "uses_fp16_values", lambda *args: asked.append(args) or halves)
@@ -164,20 +164,20 @@ def test_tall_tiles_with_codes_in_either_form(phase, seq_lens, q_lens, halves, k
     rows = 64 if phase == "decode" else 128
     config = select_config(64, 2, phase, 0, arch, rows=rows, page_bytes=1)
     assert asked == [(config, kind == "rows")] and config.block_m == rows
-    launch_cache.forget()
+    launch_cache.clear()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_heads, q_lens", [(8, [3, 8]), (40, [1, 1])])
 def test_where_shared_memory_is_small_tiles_have_fewer_rows(num_heads, q_lens, monkeypatch):
     """The plan asks for 64 rows, there are 32: 40 heads take two tiles, and 8 new tokens of 8 heads go to the prefill kernel."""
-    launch_cache.forget()
+    launch_cache.clear()
     monkeypatch.setattr(paged, "arch_and_sms", lambda _: (86, 2))
     case = AttentionCase("", [270, 20], q_lens, num_decodes=2, num_heads=num_heads, num_kv_heads=1, head_dim=512, dtype=BF16)  # fmt: skip
     batch = quantised(make_batch(case), "rows")
     exact, _ = attention_reference(batch)
     assert_within_budget("out", attend(batch, "triton"), exact)
-    launch_cache.forget()
+    launch_cache.clear()
 
 
 @pytest.mark.parametrize("size", [2.0**-8, 2.0**8])
@@ -236,7 +236,7 @@ def test_the_kinds_of_scales_agree(impl):
     batch = make_batch(case)
     for name, factor in ("k", 2.0**-6), ("v", 2.0**-5):
         pages = batch[f"{name}_pages"]
-        batch[f"{name}_pages"] = e4m3.quantise(pages, factor)[0]
+        batch[f"{name}_pages"] = e4m3.quantize(pages, factor)[0]
         batch[f"{name}_scale"] = factor
     number = attend(batch, impl)
     one = {name: torch.tensor([batch[name]], device=DEVICE) for name in ("k_scale", "v_scale")}
@@ -322,7 +322,7 @@ def test_rows_with_scales_of_their_own(impl, name):
     written = slots >= 0
     page, row = slots[written] // case.block_size, slots[written] % case.block_size
     codes = pages[0].view(torch.uint8)[page, row].view(E4M3)
-    back, x = e4m3.dequantise(codes, scales[0][page, row]).double(), k[written].double()
+    back, x = e4m3.dequantize(codes, scales[0][page, row]).double(), k[written].double()
     largest = x.abs().amax(-1, keepdim=True) if num_rows else x
     # Half a step of 3 bits; below the smallest normal code, half of that one's step.
     bound = torch.maximum(x.abs() * (2.0**-4 + 2.0**-22), largest / 448 * 2.0**-10 * (1 + 2.0**-22))
@@ -347,7 +347,7 @@ def test_rows_that_are_not_ordinary(impl):
     reference_write.write_kv(x, -x, *expected, slots, *expected_scales)
     for got, want in zip(scales, expected_scales, strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
-    back = e4m3.dequantise(pages[0][0, :9], scales[0][0, :9])[:, 0]
+    back = e4m3.dequantize(pages[0][0, :9], scales[0][0, :9])[:, 0]
     for got, want in zip(pages, expected, strict=True):
         torch.testing.assert_close(got.float(), want.float(), rtol=0, atol=0, equal_nan=True)
     assert back[[0, 7]].eq(0).all()

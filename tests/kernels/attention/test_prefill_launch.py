@@ -1,4 +1,4 @@
-"""How prefill may be launched: whole tiles of fresh rows by tensor descriptors, and programs that take query tiles in turns."""
+"""How prefill may be launched: whole tiles of new rows by tensor descriptors, and programs that take query tiles in turns."""
 
 import dataclasses
 
@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from quire.kernels.attention import call as attention_call
 from quire.kernels.attention import triton_impl as paged
+from quire.kernels.attention.call import AttentionCall, check_attention
 from quire.kernels.attention.configs import Config
 from quire.kernels.common import launch_cache, launching, split_kv
 from tests.kernels.attention.test_attention import attend
@@ -43,7 +43,7 @@ CASES = {
 @pytest.fixture
 def launched(monkeypatch):
     """A function that makes attention launch prefill with a tile shape; decode as ever."""
-    launch_cache.forget()
+    launch_cache.clear()
     select = paged.select_config
 
     def use(config):
@@ -59,12 +59,9 @@ def launched(monkeypatch):
 
 def prefill(batch, arch=90):
     """The arguments of the prefill launch of a batch, and its programs."""
-    arguments = dict.fromkeys(
-        ("k", "v", "max_seq_len", "num_decodes", "softmax_scale", "softcap", "sinks", "out", "lse", "workspace", "sliding_window")
-    )  # fmt: skip
-    call = attention_call.check_attention(**arguments | batch)
+    call = check_attention(AttentionCall(**batch))
     launch = paged.prepare(call, arch, launching.INTERPRETER_SMS)[-1]
-    return launch.arguments, launch.grid[0]
+    return launch.values, launch.grid[0]
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.kernels import IndexPages, LatentPages, page_bytes
-from quire.kernels.common.latent_pages import dequantise, quantise
+from quire.kernels.common.latent_pages import dequantize_groups, quantize_groups
 from quire.kernels.latent_write import reference
 from tests.support.helpers import DEVICE, NAN
 
@@ -74,7 +74,7 @@ def test_index_bytes(num_rows, dim):
             reference.write_index_bytes(expected, num_rows, slot, row)
     assert pool.equal(expected_pool)
     for got, row, slot in zip(pages.read(slots), rows, slots.tolist(), strict=True):
-        codes, exponent = reference.quantise(row.tolist())
+        codes, exponent = reference.quantize(row.tolist())
         want = [reference.e4m3_value(code) * 2.0**exponent for code in codes]
         assert got.tolist() == (want if slot >= 0 else [0.0] * dim)
 
@@ -104,8 +104,8 @@ def test_quantise_any_bits(bits, exponent):
     """Any bf16 numbers, infinities, NaN and subnormal ones too; half of them close to each other in size."""
     bits = bits[:8] + [b & 0x803F | (exponent << 7 & 0x7F80) for b in bits[8:]]
     row = torch.tensor(bits, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
-    codes, exponents = quantise(row[None], 16)
-    want_codes, want_exponent = reference.quantise(row.tolist())
+    codes, exponents = quantize_groups(row[None], 16)
+    want_codes, want_exponent = reference.quantize(row.tolist())
     # The sign of a NaN is nobody's.
     nan = row.isnan()
     assert exponents.tolist() == [[want_exponent]]
@@ -118,16 +118,16 @@ def test_quantise_at_the_edges_of_a_scale():
     at = torch.tensor([448.0 * 2.0**k for k in range(-20, 100)]).to(torch.bfloat16)
     for step, extra in ((0, 0), (1, 1), (-1, 0)):
         largest = (at.view(torch.int16) + step).view(torch.bfloat16)
-        _, exponents = quantise(torch.stack([largest, -largest / 3], 1), 2)
+        _, exponents = quantize_groups(torch.stack([largest, -largest / 3], 1), 2)
         assert exponents[:, 0].tolist() == [k + extra for k in range(-20, 100)]
-    _, exponents = quantise(torch.tensor([[0.0], [1e-30], [1e-4]]), 1)
+    _, exponents = quantize_groups(torch.tensor([[0.0], [1e-30], [1e-4]]), 1)
     assert exponents[:, 0].tolist() == [math.ceil(math.log2(1e-4 / 448))] * 3
 
 
 def test_dequantise_is_exact():
     codes = torch.arange(256, dtype=torch.uint8)
     for exponent in (-22, 0, 100):
-        rows = dequantise(codes[None], torch.tensor([[exponent]]))[0]
+        rows = dequantize_groups(codes[None], torch.tensor([[exponent]]))[0]
         want = torch.tensor([reference.e4m3_value(c) * 2.0**exponent for c in range(256)])
         torch.testing.assert_close(rows, want, rtol=0, atol=0, equal_nan=True)
         assert rows.to(torch.bfloat16).float().nan_to_num(0).equal(want.nan_to_num(0))

@@ -26,8 +26,8 @@ def model(request):
 
 
 def as_e4m3(rows):
-    codes, scales = e4m3.quantise(rows)
-    return e4m3.dequantise(codes, scales)
+    codes, scales = e4m3.quantize(rows)
+    return e4m3.dequantize(codes, scales)
 
 
 def as_bf16(rows):
