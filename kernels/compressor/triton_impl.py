@@ -1,18 +1,22 @@
 """Gated pooling of tokens into entries, with norm, RoPE and the paged write of ``latent_write`` at its end.
 
-    entry w = sum_j softmax_j(z_j) c_j   per channel, over the ratio tokens of window w;
-              with overlap over series a of the tokens of window w - 1 and series b of those of window w
+    entry w = sum_j softmax_j(z_j) c_j   per channel, over the ratio tokens of window w; with overlap
+              over series a of the tokens of window w - 1 and series b of those of window w
     z_j = gate_j + ape[position_j mod ratio],  c_j = kv_j,  RoPE at position w * ratio
 
-One program makes one entry: it runs an online softmax over tiles of BLOCK_TOKENS tokens, in fp32, counted from the start of the window and not
-from that of the chunk, so that an entry is the same bit for bit however its tokens were cut into steps. Rows of this step come from kv and
-gate, older ones from the ring. Before position 0 there is nothing: those slots weigh 0, and a tile of them alone leaves the sums as they are.
-One more program for each of the last ``ring`` rows of a sequence puts it into the ring.
+One program makes one entry: it runs an online softmax over tiles of BLOCK_TOKENS tokens, in fp32,
+counted from the start of the window and not from that of the chunk, so that an entry is the same bit
+for bit however its tokens were split into steps. Rows of this step come from kv and gate, older ones
+from the ring. Before position 0 there is nothing: those slots weigh 0, and a tile of them alone
+leaves the sums as they are. One more program for each of the last ``ring`` rows of a sequence puts
+it into the ring.
 
-Both kinds of program run in one launch where the ring is so large that no row written can be one that is still read, which is so in decode;
-otherwise the rows are written by a second launch of the same kernel.
+Both kinds of program run in one launch where the ring is so large that no row written can be one
+that is still read, which is so in decode; otherwise the rows are written by a second launch of the
+same kernel.
 
-Layout: kv, gate [num_tokens, channels], channels = dim, or 2 * dim with overlap (series a, then b); state [num_states, ring, 2, channels] fp32.
+Layout: kv, gate [num_tokens, channels], channels = dim, or 2 * dim with overlap (series a, then b);
+state [num_states, ring, 2, channels] fp32.
 
 Source: DeepSeek-V4, compressed attention: the compressors of the latents and of the indexer.
 """
@@ -39,7 +43,8 @@ BLOCK_SEQS = 256
 def _entry_of(item, cu_seqlens_q, num_seqs, RATIO: tl.constexpr, BLOCK_SEQS: tl.constexpr):
     """(sequence, how many windows behind its first one) of a program.
 
-    Sequence s gets the programs from cu_seqlens_q[s] // RATIO + s on: at least as many as windows can close in its tokens.
+    Sequence s gets the programs from cu_seqlens_q[s] // RATIO + s on: at least as many as windows
+    can close in its tokens.
     """
     before = tl.full([], 0, tl.int32)
     first = tl.full([], 0, tl.int32)
@@ -93,7 +98,8 @@ def _compress_kernel(
 ):
     program = tl.program_id(0) + first_program
     if program >= num_entries:
-        # Put a row of the step into the ring of its sequence: the row that is item % kept_rows before the last one.
+        # Put a row of the step into the ring of its sequence: the row that is item % kept_rows
+        # before the last one.
         item = program - num_entries
         seq = item // kept_rows
         position = tl.load(seq_lens + seq) - 1 - item % kept_rows
@@ -140,13 +146,13 @@ def _compress_kernel(
         if OVERLAP:
             column = tl.where(token < RATIO, 0, DIM) + dim
         # Rows from ``context`` on are the step's, older ones lie in the ring.
-        fresh = live & (position >= context)
+        new = live & (position >= context)
         old = live & (position < context)
         row = (first_token + position - context).to(tl.int64)
         cell = ring_rows + (position % RING).to(tl.int64) * state_stride_row + column
-        c = tl.load(kv + row * kv_stride + column, mask=fresh, other=0.0).to(tl.float32)
-        z = tl.load(gate + row * gate_stride + column, mask=fresh, other=0.0).to(tl.float32)
-        z += tl.load(ape + position % RATIO * ape_stride + column, mask=fresh, other=0.0)
+        c = tl.load(kv + row * kv_stride + column, mask=new, other=0.0).to(tl.float32)
+        z = tl.load(gate + row * gate_stride + column, mask=new, other=0.0).to(tl.float32)
+        z += tl.load(ape + position % RATIO * ape_stride + column, mask=new, other=0.0)
         c = tl.where(old, tl.load(cell, mask=old, other=0.0), c)
         z = tl.where(old, tl.load(cell + state_stride_part, mask=old, other=0.0), z)
         z = tl.where(live, z, float("-inf"))  # [BLOCK_TOKENS, DIM]
@@ -167,7 +173,10 @@ def _compress_kernel(
 
 
 def compress(arguments: dict[str, Any]) -> None:
-    """Check and launch ``compress(**arguments)``. Calls that look alike are checked once (``common.launch_cache``)."""
+    """Check and launch ``compress(**arguments)``.
+
+    Calls that look alike are checked once (``common.launch_cache``).
+    """
     launch_cache.run(prepare, arguments, _checked)
 
 
@@ -218,7 +227,8 @@ def prepare(call: CompressCall) -> list[Launch]:
         "num_warps": max(4, block_tokens * dim // ELEMENTS_PER_WARP),
     }
     kept = num_seqs * kept_rows
-    # The rows written replace those up to seq_len - 1 - ring, and the windows that close reach back to context - (slots - 1).
+    # The rows written replace those up to seq_len - 1 - ring, and the windows that close reach back to
+    # context - (slots - 1).
     if ring >= max_seqlen_q + slots - 1:
         launches = [(num_entries + kept, 0)]
     else:

@@ -1,19 +1,25 @@
 """The lightning indexer: scores over paged index keys, then an exact top-k of each row by bisection.
 
-    score(t, w) = sum_h weights[t, h] * relu(q[t, h] . key_w),   w < visible(t) = floor((p_t + 1) / compress_ratio)
+    score(t, w) = sum_h weights[t, h] * relu(q[t, h] . key_w)
+    over the entries w < visible(t) = floor((p_t + 1) / compress_ratio)
 
-*Scores.* A program multiplies tiles of keys with the heads of BLOCK_T tokens: keys on the rows of the matrix instruction, heads on its
-columns, so that few tokens waste nothing and the sum over heads stays within four lanes. Every score is the same chain of operations for
-any BLOCK_T, so decode and prefill agree to the bit. Page ids of the next tile are carried around the loop (see ``kernels.attention.triton_impl``). Quantised
-keys become fp16, the shortest way from e4m3 to a matrix instruction, and two-byte queries with them, each scaled by a power of two to fit.
+*Scores.* A program multiplies tiles of keys with the heads of BLOCK_T tokens: keys on the rows of
+the matrix instruction, heads on its columns, so that few tokens waste nothing and the sum over heads
+stays within four lanes. Every score is the same chain of operations for any BLOCK_T, so decode and
+prefill agree to the bit. Page ids of the next tile are carried around the loop (see
+``kernels.attention.triton_impl``). Quantised keys become fp16, the shortest way from e4m3 to a
+matrix instruction, and two-byte queries with them, each scaled by a power of two to fit.
 
-*Selection* (``plan``: pieces and levels). A program holds one piece in registers, as unsigned integers of the same order, and counts
-how many reach the middle of what may be the topk-th largest, until that is found or exactly topk reach a number. Exact, no atomics, the
-same on every run, and 32 counts at most. What is above that number is taken, of what equals it the first; a prefix sum places both in
-ascending order of id. A row of one piece is final; others leave their candidates, padded with the value 0, to the next level.
+*Selection* (``plan``: blocks and levels). A program holds one block of a row in registers, as
+unsigned integers of the same order, and counts how many reach the middle of what may be the topk-th
+largest, until that is found or exactly topk reach a number. Exact, no atomics, the same on every
+run, and 32 counts at most. What is above that number is taken, of what equals it the first; a prefix
+sum gives both their positions in ascending order of id. A row of one block is final; others leave
+their candidates, padded with the value 0, to the next level.
 
-Layout of the workspace: scores [chunk, row_numel] fp32, of which entries < visible(t) are written; then of each level but the last the
-candidates, scores as ordered bits and ids, both [chunk, pieces, topk] int32.
+Layout of the workspace: scores [chunk, row_numel] fp32, of which entries < visible(t) are written;
+then of each level but the last the candidates, scores as ordered bits and ids, both
+[chunk, blocks, topk] int32.
 
 Source: DeepSeek-V4, lightning indexer.
 """
@@ -29,9 +35,10 @@ from ..common import launch_cache
 from ..common.launching import Launch, arch_and_sms
 from ..common.tile_shapes import MAX_REGISTERS, PROGRAMS_PER_SM, next_power_of_2
 from ..common.tiles import find_sequence, halve_e4m3, widen_e4m3
-from .call import IndexCall, check
+from .call import IndexCall
 
-# Keys of a tile, warps and stages. Quantised tiles are half as large, and need one more under way. fp32 has no tensor cores.
+# Keys of a tile, warps and stages. Quantised tiles are half as large, and need one more under way.
+# fp32 has no tensor cores.
 PLAIN_CONFIG, FP8_CONFIG, FP32_CONFIG = (64, 4, 3), (64, 4, 4), (32, 8, 2)
 # Products of a key tile with heads that a program has at most on the columns.
 MAX_COLUMNS = {2: 128, 4: 64}
@@ -51,7 +58,10 @@ def _visible_entries(seq, token, seq_lens, cu_seqlens_q, num_seqs, num_entries, 
 
 @triton.jit
 def _load_page(table, entry, high, ROWS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Page id of the tile that begins at ``entry``, or of each of its keys where a page is no multiple of a tile; 0 for what is not read."""
+    """Page id of the tile that begins at ``entry``; 0 for what is not read.
+
+    Where a page is no multiple of a tile: the page id of each key of the tile.
+    """
     if ROWS % BLOCK_N != 0:
         entry = entry + tl.arange(0, BLOCK_N)
     return tl.load(table + entry // ROWS, mask=entry < high, other=0)
@@ -59,9 +69,10 @@ def _load_page(table, entry, high, ROWS: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _to_half(q):
-    """Columns of two-byte queries as fp16, their largest values moved to [2^14, 2^15) by powers of two, and the factors [1, columns] back.
+    """Columns of two-byte queries as fp16, and the factors [1, columns] that undo their scaling.
 
-    Exact for all values down to 2^-29 of the largest of a column.
+    Powers of two move the largest value of a column to [2^14, 2^15). Exact for all values down to
+    2^-29 of the largest of a column.
     """
     largest = tl.max(tl.abs(q.to(tl.float32)), 0).to(tl.int32, bitcast=True)
     # Of the exponent alone, within what leaves both factors normal numbers; 2^x has the bits (x + 127) << 23.
@@ -71,10 +82,19 @@ def _to_half(q):
     return (q.to(tl.float32) * up).to(tl.float16), down
 
 
-@triton.jit(do_not_specialize=["num_seqs", "first_row", "last_row", "num_entries", "piece", "topk"])
+@triton.jit(
+    do_not_specialize=[
+        "num_seqs",
+        "first_row",
+        "last_row",
+        "num_entries",
+        "entries_per_program",
+        "topk",
+    ]
+)
 def _index_scores_kernel(
     q, weights, keys, block_table, seq_lens, cu_seqlens_q, scores,
-    num_seqs, first_row, last_row, num_entries, piece, topk, compress_ratio,
+    num_seqs, first_row, last_row, num_entries, entries_per_program, topk, compress_ratio,
     q_stride_token, q_stride_head, weights_stride, table_stride, stride_page, stride_row, scores_stride,
     HEADS: tl.constexpr, BLOCK_HEADS: tl.constexpr, INDEX_DIM: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, HARDWARE_FP8: tl.constexpr,
@@ -102,7 +122,8 @@ def _index_scores_kernel(
     first_seq = find_sequence(first_token, cu_seqlens_q, num_seqs)
     stop_token = tl.minimum(first_token + BLOCK_T, last_row)
     last_seq = tl.minimum(find_sequence(stop_token - 1, cu_seqlens_q, num_seqs), num_seqs - 1)
-    # Tokens of several sequences share a tile at their borders only; each sequence is then a loop of its own.
+    # Tokens of several sequences share a tile at their borders only; each sequence is then a loop of
+    # its own.
     for seq in range(first_seq, last_seq + 1):
         begin = tl.load(cu_seqlens_q + seq)
         end = tl.load(cu_seqlens_q + seq + 1)
@@ -110,8 +131,8 @@ def _index_scores_kernel(
         # Who sees no more than topk takes all, and needs no scores.
         wanted = (token >= begin) & (token < end) & (token < last_row) & (visible > topk)
         visible = tl.where(wanted, visible, 0)
-        low = tl.program_id(1) * piece
-        high = tl.minimum(tl.max(visible, 0), low + piece)
+        low = tl.program_id(1) * entries_per_program
+        high = tl.minimum(tl.max(visible, 0), low + entries_per_program)
         table = block_table + (tl.zeros([], tl.int64) + seq) * table_stride
         page = _load_page(table, low, high, ROWS, BLOCK_N)
         for entry in tl.range(low, high, BLOCK_N, disable_licm=True):
@@ -124,7 +145,8 @@ def _index_scores_kernel(
             else:
                 row_ids = entries % ROWS
                 pointers = (keys + (page_id * stride_page + row_ids * stride_row))[:, None] + dim[None, :]  # fmt: skip
-            # Past the end these are other rows of real pages: their scores are not stored, so that they may hold anything.
+            # Past the end these are other rows of real pages: their scores are not stored, so they
+            # may hold anything.
             tile = tl.load(pointers)
             if QUANTISED:
                 # The scales of a page lie behind its keys.
@@ -158,10 +180,11 @@ def _ordered(score):
 
 @triton.jit
 def _threshold(values, k, GROUPS: tl.constexpr):
-    """A number that the k largest of a vector of uint32 reach, and no others but equals of it; 0 if fewer than k are not 0.
+    """A number that the k largest of a vector of uint32 reach, and no others but equals of it.
 
-    GROUPS: k or more, and divides the vector. So many groups have each a largest value; k values reach the least of these, where the search
-    begins. It halves what is left until exactly k values reach a number, or none but the k-th largest is left.
+    It is 0 if fewer than k are not 0. GROUPS: k or more, and divides the vector. So many groups have
+    each a largest value; k values reach the least of these, where the search begins. It halves what
+    is left until exactly k values reach a number, or none but the k-th largest is left.
     """
     low = tl.min(tl.max(tl.reshape(values, [values.numel // GROUPS, GROUPS]), 0), 0)
     high = tl.max(values, 0)
@@ -177,23 +200,28 @@ def _threshold(values, k, GROUPS: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["num_seqs", "num_rows", "first_row", "num_entries", "level", "pieces", "next_pieces"]
+    do_not_specialize=["num_seqs", "num_rows", "first_row", "num_entries", "level", "num_blocks", "next_blocks"]
 )  # fmt: skip
 def _index_select_kernel(
     workspace, candidates, next_candidates, out, lens, seq_lens, cu_seqlens_q,
-    num_seqs, num_rows, first_row, num_entries, level, pieces, next_pieces, topk, compress_ratio, scores_stride, out_stride,
+    num_seqs, num_rows, first_row, num_entries, level, num_blocks, next_blocks, topk, compress_ratio, scores_stride, out_stride,
     BLOCK: tl.constexpr, BLOCK_TOPK: tl.constexpr,
 ):  # fmt: skip
-    """Select from a piece of scores, or of the candidates that begin at an element of the workspace, ``num_rows`` rows of them."""
+    """Select from one block of a row: of scores, or of the candidates of the level before.
+
+    Args:
+        candidates, next_candidates: elements of the workspace where those that the level before
+            kept begin, ``num_rows`` rows of them, and where this level's go.
+    """
     row = tl.program_id(0).to(tl.int64)
-    piece = tl.program_id(1)
+    block = tl.program_id(1)
     token = first_row + tl.program_id(0)
     seq = find_sequence(token, cu_seqlens_q, num_seqs)
     visible = _visible_entries(seq, token, seq_lens, cu_seqlens_q, num_seqs, num_entries, compress_ratio)  # fmt: skip
     rank = tl.arange(0, BLOCK_TOPK)
     out_row = out + token.to(tl.int64) * out_stride
     if visible <= topk:
-        if (level == 0) & (piece == 0):
+        if (level == 0) & (block == 0):
             tl.store(out_row + rank, tl.where(rank < visible, rank, -1), mask=rank < topk)
             tl.store(lens + token, visible)
         return
@@ -201,23 +229,23 @@ def _index_select_kernel(
     if workspace is not None:
         size = visible
         for _ in range(0, level):
-            # A row of one piece was final at that level.
+            # A row of one block was final at that level.
             size = tl.where(size > BLOCK, (size + BLOCK - 1) // BLOCK * topk, 0)
-        if piece * BLOCK >= size:
+        if block * BLOCK >= size:
             return
 
-        entry = piece * BLOCK + tl.arange(0, BLOCK)
+        entry = block * BLOCK + tl.arange(0, BLOCK)
         live = entry < size
         if candidates is None:
             score = tl.load(workspace + row * scores_stride + entry, mask=live, other=0.0)
             value = tl.where(live, _ordered(score), 0)
         else:
-            cells = workspace + candidates + row * pieces * topk + entry
+            cells = workspace + candidates + row * num_blocks * topk + entry
             value = tl.load(cells, mask=live, other=0.0).to(tl.uint32, bitcast=True)
-            cells += num_rows.to(tl.int64) * pieces * topk
+            cells += num_rows.to(tl.int64) * num_blocks * topk
             entry = tl.load(cells, mask=live, other=0.0).to(tl.int32, bitcast=True)
         threshold = _threshold(value, topk, BLOCK_TOPK)
-        # 0 is no score: what is past the end, and what a piece of fewer than topk left unused.
+        # 0 is no score: what is past the end, and what a block of fewer than topk left unused.
         above = value > threshold
         equal = (value == threshold) & (value > 0)
         needed = topk - tl.sum(above.to(tl.int32), 0)
@@ -230,23 +258,26 @@ def _index_select_kernel(
             tl.store(out_row + position, entry, mask=taken)
             tl.store(lens + token, topk)
         elif next_candidates is not None:
-            kept = workspace + next_candidates + (row * next_pieces + piece) * topk
+            kept = workspace + next_candidates + (row * next_blocks + block) * topk
             tl.store(kept + position, value.to(tl.float32, bitcast=True), mask=taken)
-            # The last piece may have fewer than topk.
+            # The last block may have fewer than topk.
             unused = (rank >= tl.sum(taken.to(tl.int32), 0)) & (rank < topk)
             tl.store(kept + rank, 0.0, mask=unused)
-            kept += num_rows.to(tl.int64) * next_pieces * topk
+            kept += num_rows.to(tl.int64) * next_blocks * topk
             tl.store(kept + position, entry.to(tl.float32, bitcast=True), mask=taken)
 
 
 def topk(arguments: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Check and launch ``index_topk(**arguments)``; returns (out, lens). Calls that look alike are checked once (``common.launch_cache``)."""
+    """Check and launch ``index_topk(**arguments)``; returns (out, lens).
+
+    Calls that look alike are checked once (``common.launch_cache``).
+    """
     launch_cache.run(prepare, arguments, _prepared)
     return arguments["out"], arguments["lens"]
 
 
 def _prepared(arguments: dict[str, Any]) -> tuple[dict[str, Any], list[Launch]]:
-    call = check(**arguments)
+    call = IndexCall(**arguments)
     if call.workspace is None and call.plan.query_numel:
         numel = call.plan.workspace_numel
         workspace = torch.empty(numel, dtype=torch.float32, device=call.q.device)
@@ -289,19 +320,20 @@ def _prepare_scores(
     most = max(1, MAX_COLUMNS[element_size] // block_heads)
     block_t = min(most, next_power_of_2(max(1, call.max_seqlen_q)))
     tiles = triton.cdiv(last - first, block_t)
-    # More pieces than programs at once even out the lengths of a batch, each program keeping enough tiles to fill its pipeline.
-    piece = max(MIN_SCORED, plan.num_entries * tiles // (8 * PROGRAMS_PER_SM * num_sms))
-    piece = triton.cdiv(piece, block_n) * block_n
+    # More programs than run at once even out the lengths of a batch; each keeps enough tiles to fill
+    # its pipeline.
+    entries = max(MIN_SCORED, plan.num_entries * tiles // (8 * PROGRAMS_PER_SM * num_sms))
+    entries = triton.cdiv(entries, block_n) * block_n
     keys = pages.values if pages.fp8 else pages.data
     return Launch(
         _index_scores_kernel,
-        (tiles, triton.cdiv(plan.num_entries, piece)),
+        (tiles, triton.cdiv(plan.num_entries, entries)),
         {
             "q": call.q,
             "weights": call.weights,
             "keys": pages.data,  # where the keys begin, too
             "scores": scores,
-            "piece": piece,
+            "entries_per_program": entries,
             "last_row": last,
             "block_table": call.block_table,
             **_shared_arguments(call, first),
@@ -342,8 +374,8 @@ def _prepare_select(
             "lens": call.lens,
             "num_rows": plan.chunk,
             "level": level,
-            "pieces": plan.pieces[level - 1] if level else 0,
-            "next_pieces": plan.pieces[level],
+            "num_blocks": plan.pieces[level - 1] if level else 0,
+            "next_blocks": plan.pieces[level],
             **_shared_arguments(call, first),
             "out_stride": call.out.stride(0),
             "BLOCK": plan.block,
