@@ -181,7 +181,7 @@ def measure(rounds: int, repeats: int) -> list[dict[str, object]]:
     ):
         for _ in range(rounds):
             for name, call in timed.items():
-                launch_cache.forget()
+                launch_cache.clear()
                 first[name] = min(first[name], _seconds(call, 1))
                 again[name] = min(again[name], _seconds(call, repeats))
     return [

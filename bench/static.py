@@ -71,12 +71,33 @@ RESULTS = Path(__file__).parent / "results" / "static"
 
 def specialise(
     launch: Any,
-) -> tuple[dict[str, str], dict[tuple[int], Any], dict[tuple[int], Any], dict[str, int]]:
-    """Signature, constants, divisibility hints and options that Triton's launcher derives from these arguments."""
+) -> tuple[dict[str, Any], dict[tuple[int, ...], Any], dict[tuple[int, ...], Any], dict[str, Any]]:
+    """Signature, constants, divisibility hints and options that Triton's launcher derives from
+    these arguments; constants and hints by the index of an argument, and of a tuple's field."""
+    from quire.kernels.common.launching import OPTIONS
+
+    signature: dict[str, Any] = {}
+    constants: dict[tuple[int, ...], Any] = {}
+    attributes: dict[tuple[int, ...], Any] = {}
+    for index, parameter in enumerate(launch.kernel.params):
+        value = launch.arguments[parameter.name]
+        if parameter.is_constexpr:
+            signature[parameter.name] = "constexpr"
+            constants[(index,)] = value
+        else:
+            signature[parameter.name] = _specialise(
+                value, not parameter.do_not_specialize, (index,), constants, attributes
+            )
+    options = {k: v for k, v in launch.arguments.items() if k not in launch.kernel.arg_names}
+    return signature, constants, attributes, options | OPTIONS
+
+
+def _specialise(
+    value: Any, special: bool, path: tuple[int, ...], constants: Any, attributes: Any
+) -> Any:
+    """Type of one argument, or of a named tuple's fields, which are always specialised."""
     import torch
     from triton.tools.tensor_descriptor import TensorDescriptor
-
-    from quire.kernels.common.launching import OPTIONS
 
     pointer = {
         torch.bfloat16: "*bf16",
@@ -87,33 +108,30 @@ def specialise(
         torch.uint8: "*u8",
         torch.uint16: "*u16",
     }
-    signature, constants, attributes = {}, {}, {}
-    for index, parameter in enumerate(launch.kernel.params):
-        name, special = parameter.name, not parameter.do_not_specialize
-        value = launch.arguments[name]
-        divisible = False
-        if (
-            parameter.is_constexpr
-            or value is None
-            or (type(value) is int and value == 1 and special)
-        ):
-            signature[name] = "constexpr"
-            constants[(index,)] = value
-        elif isinstance(value, torch.Tensor):
-            signature[name] = pointer[value.dtype]
-            # The caching allocator aligns to 512 bytes; a view at an offset keeps what its offset has.
-            divisible = value.storage_offset() * value.element_size() % 16 == 0
-        elif isinstance(value, TensorDescriptor):
-            signature[name] = f"tensordesc<{pointer[value.base.dtype][1:]}{value.block_shape}>"
-        elif isinstance(value, int):
-            signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
-            divisible = special and value % 16 == 0
-        else:
-            signature[name] = "fp32"
-        if divisible:
-            attributes[(index,)] = [["tt.divisibility", 16]]
-    options = {k: v for k, v in launch.arguments.items() if k not in launch.kernel.arg_names}
-    return signature, constants, attributes, options | OPTIONS
+    if isinstance(value, tuple):
+        return value._make(
+            _specialise(field, True, (*path, i), constants, attributes)
+            for i, field in enumerate(value)
+        )
+    if value is None or (type(value) is int and value == 1 and special):
+        constants[path] = value
+        return "constexpr"
+    if isinstance(value, torch.Tensor):
+        kind = pointer[value.dtype]
+        # The caching allocator aligns to 512 bytes; a view at an offset keeps what its offset has.
+        divisible = value.storage_offset() * value.element_size() % 16 == 0
+    elif isinstance(value, TensorDescriptor):
+        if len(path) > 1:
+            raise NotImplementedError("Triton launches no tensor descriptor within a tuple")
+        kind, divisible = f"tensordesc<{pointer[value.base.dtype][1:]}{value.block_shape}>", False
+    elif isinstance(value, int):
+        kind = "i32" if -(2**31) <= value < 2**31 else "i64"
+        divisible = special and value % 16 == 0
+    else:
+        kind, divisible = "fp32", False
+    if divisible:
+        attributes[path] = [["tt.divisibility", 16]]
+    return kind
 
 
 def distinct(
@@ -132,7 +150,7 @@ def distinct(
             if only not in name or (arch in samples and not case.sample):
                 continue
             for index, launch in enumerate(case.launches(arch)):
-                kernel, head_dim = launch.kernel.__name__, launch.arguments.get("HEAD_DIM")
+                kernel, head_dim = launch.kernel.__name__, launch.values.get("HEAD_DIM")
                 keys = [(arch, kernel, repr(specialise(launch)))]
                 if arch in tiles:
                     keys.append((arch, kernel, case.dtype, head_dim, config(launch)))
@@ -147,7 +165,7 @@ def distinct(
 
 def config(launch: Any) -> str:
     """Tile shape, warps and stages of a launch, and v2 where two programs share a query tile."""
-    values, parts = launch.arguments, value_parts(launch)
+    values, parts = launch.values, value_parts(launch)
     tile = "x".join(str(values[name]) for name in ("BLOCK_M", "BLOCK_N") if name in values)
     # Triton's own defaults, where the launch does not say.
     text = f"{tile} w{values.get('num_warps', 4)} s{values.get('num_stages', 3)}"
@@ -156,7 +174,7 @@ def config(launch: Any) -> str:
 
 def value_parts(launch: Any) -> int:
     """Programs that share a query tile, each with a part of the values."""
-    values = launch.arguments
+    values = launch.values
     return values["HEAD_DIM"] // values["VALUE_DIM"] if "VALUE_DIM" in values else 1
 
 
@@ -184,7 +202,7 @@ def measure(name: str, arch: int, index: int) -> dict[str, Any]:
     resident = resident_programs(
         arch, code.registers, metadata.shared, threads, getattr(metadata, "tmem_size", None) or 0
     )
-    values = launch.arguments
+    values = launch.values
     copy, in_flight, instructions = 0, 0, None
     parts = value_parts(launch)
     if kernel.endswith(PIPELINED):

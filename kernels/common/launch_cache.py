@@ -1,11 +1,13 @@
-"""What calls that look alike have in common: that their arguments pass the checks, and what is launched for them.
+"""The launches of calls that look alike, prepared once: checked arguments and launch arguments.
 
-A model makes the same call for each of its layers, over other tensors. Checks and launch arguments depend on sizes, strides, dtypes, devices and
-host values alone, so they are worked out for the first such call and remembered, without any tensor. Values in device memory are never
-looked at, here or there. Pages of latents or of index keys count as their tensor and what else they are made of.
+A model makes the same call for each of its layers, over other tensors. Checks and launch arguments
+depend on sizes, strides, dtypes, devices and host values alone, so they are worked out for the
+first such call and cached without any tensor. Values in device memory are never looked at, neither
+then nor later. Pages of latents or of index keys count as their tensor and what else they are made
+of.
 
-A host value that changes makes another call: a bound of the lengths that follows them at each step has the first layer of a step prepare its
-call anew, and the other layers find it.
+A host value that changes makes another call: if a bound of the lengths changes at each step, the
+first layer of a step prepares its call anew, and the other layers find it in the cache.
 """
 
 from __future__ import annotations
@@ -23,13 +25,13 @@ from . import launching
 from .latent_pages import IndexPages, LatentPages
 from .launching import Launch
 
-# Remembered calls; all are forgotten when there are more.
+# Cached calls; all are dropped when there are more.
 LIMIT = 4096
 # Arguments that hold a tensor and are described by it and by their ``format``.
 PAGES = (LatentPages, IndexPages)
 TENSORS = (Tensor, *PAGES)
 HOST_VALUES = frozenset((int, float, bool))
-# Launch arguments that go by another name in the call.
+# Launch arguments that have another name in the call.
 NAMES = {
     "k_fresh": "k", "v_fresh": "v", "k_tiles": "k", "v_tiles": "v", "partial_out": "workspace",
     "window_list": "window_table", "picks": "topk_indices", "pick_lens": "topk_lens",
@@ -39,9 +41,11 @@ NAMES = {
 
 @dataclass(frozen=True)
 class View:
-    """How a launch sees a tensor of the call, which to a launch is a dtype and an address: strides come beside it.
+    """How a launch sees a tensor of the call, of which a launch takes the dtype and the address.
 
-    dtype: as another one. descriptor: what a tensor descriptor over it has beside the tensor, in its own dtype.
+    Attributes:
+        dtype: seen as this dtype.
+        descriptor: what a tensor descriptor over it has beside the tensor, in its own dtype.
     """
 
     dtype: torch.dtype | None = None
@@ -58,32 +62,59 @@ class View:
 
 
 @dataclass(frozen=True)
-class Step:
-    """One launch without its tensors: those are (launch argument, name of the call's argument or of a view)."""
+class CachedLaunch:
+    """One launch without its tensors, which are named by the call's argument or a view.
+
+    Attributes:
+        kernel: what is launched.
+        grid: its programs.
+        constants: launch arguments and options that hold no tensor, by name.
+        tensors: (launch argument, its tensor's name).
+        tuples: launch arguments that are named tuples with tensors: (launch argument, the tuple
+            with None in their places, ((index of a field, its tensor's name), ...)).
+    """
 
     kernel: JITFunction
     grid: tuple[int, ...]
     constants: dict[str, Any]
     tensors: tuple[tuple[str, str], ...]
+    tuples: tuple[tuple[str, Any, tuple[tuple[int, str], ...]], ...]
+
+    def arguments(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """The launch arguments and options over ``tensors``, by name."""
+        found = self.constants.copy()
+        for name, source in self.tensors:
+            found[name] = tensors[source]
+        for name, empty, places in self.tuples:
+            fields = list(empty)
+            for index, source in places:
+                fields[index] = tensors[source]
+            found[name] = empty._make(fields)
+        return found
 
 
 @dataclass(frozen=True)
-class Recipe:
+class CachedCall:
     """The launches of a call without its tensors.
 
-    views: name -> (the call's argument, how it is seen); the name is that of the launch argument, primed where that is taken. made: "out",
-    "lens", "lse" and "workspace" where the call has them, as (shape, strides, dtype, device). pages: arguments that are pages, of which
-    launches take the tensor. device: index of the device of all tensors, -1 for a CPU.
+    Attributes:
+        device: index of the device of all tensors, -1 for a CPU.
+        launches: in the order in which they run.
+        views: name -> (the call's argument, how it is seen); the name is that of the launch
+            argument, primed where that is taken.
+        made: "out", "lens", "lse" and "workspace" where the call has them, as (shape, strides,
+            dtype, device).
+        pages: arguments that are pages, of which launches take the tensor.
     """
 
     device: int
-    steps: tuple[Step, ...]
+    launches: tuple[CachedLaunch, ...]
     views: dict[str, tuple[str, View]]
     made: dict[str, tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]]
     pages: tuple[str, ...]
 
     def run(self, tensors: dict[str, Any]) -> None:
-        """Launch over the tensors of a call, by name; what it does not give is made, and views are added."""
+        """Launch over a call's tensors, by name; those not given are made, and views added."""
         for name in self.pages:
             tensors[name] = tensors[name].data
         for name, (shape, strides, dtype, device) in self.made.items():
@@ -92,22 +123,22 @@ class Recipe:
         for name, (source, view) in self.views.items():
             tensors[name] = view.of(tensors[source])
         with launching.on_device(self.device):
-            for step in self.steps:
-                arguments = step.constants.copy()
-                for name, source in step.tensors:
-                    arguments[name] = tensors[source]
-                launching.launch(step.kernel, step.grid, arguments)
+            for cached in self.launches:
+                launching.launch(cached.kernel, cached.grid, cached.arguments(tensors))
 
 
-_REMEMBERED: dict[Hashable, Recipe] = {}
+_CACHE: dict[Hashable, CachedCall] = {}
 
 
 def key(what: Hashable, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
     """What decides of a call: all of its arguments but the addresses of tensors.
 
-    what: which function this is, and what else its launches depend on.
+    Args:
+        what: which function this is, and what else its launches depend on.
+        arguments: of the call, by name.
     """
-    # The most of what a remembered call costs: one flat tuple, made and hashed once; what most arguments are is told by their class.
+    # The most of what a cached call costs: one flat tuple, made and hashed once. What most
+    # arguments are is told by their class.
     parts: list[Any] = [what]
     add = parts.append
     for value in arguments.values():
@@ -136,41 +167,47 @@ def run(
     arguments: dict[str, Any],
     prepare: Callable[[dict[str, Any]], tuple[dict[str, Any], list[Launch]]],
 ) -> Any:
-    """Check and launch a call, or launch what was launched for one like it; its ``out``, None if it has none.
+    """Check and launch a call, or launch what was launched for one like it.
 
     Args:
         what: as in ``key``.
         arguments: of the call, by name; changed: what was made is there after the call.
-        prepare: checks arguments; returns them with ``out``, ``lens`` and ``lse`` made where the call wants them and gives none, and the
-            launches.
+        prepare: checks arguments; returns them, with ``out``, ``lens`` and ``lse`` made where the
+            call wants them and gives none, and the launches.
+
+    Returns:
+        The call's ``out``; None if it has none.
 
     Source: this file's docstring.
     """
     found = key(what, arguments)
     try:
-        recipe = _REMEMBERED.get(found)
+        cached = _CACHE.get(found)
     except TypeError:  # an argument that has no hash: the checks refuse it
-        recipe = None
-    if recipe is not None:
-        recipe.run(arguments)
+        cached = None
+    if cached is not None:
+        cached.run(arguments)
         return arguments.get("out")
     tensors, launches = prepare(arguments)
     if "workspace" in tensors and tensors["workspace"] is None:
         # What launches share then is made for them.
-        shared = (launch.arguments.get("partial_out") for launch in launches)
+        shared = (launch.values.get("partial_out") for launch in launches)
         tensors["workspace"] = next((tensor for tensor in shared if tensor is not None), None)
-    if len(_REMEMBERED) >= LIMIT:
-        _REMEMBERED.clear()
-    recipe = _REMEMBERED[found] = _recipe(launches, tensors)
-    arguments.update((name, tensors[name]) for name in recipe.made if arguments[name] is None)
-    with launching.on_device(recipe.device):
+    if len(_CACHE) >= LIMIT:
+        _CACHE.clear()
+    cached = _CACHE[found] = _cached_call(launches, tensors)
+    arguments.update((name, tensors[name]) for name in cached.made if arguments[name] is None)
+    with launching.on_device(cached.device):
         for launch in launches:
             launch.run()
     return arguments.get("out")
 
 
 def at_16_bytes(*values: Any) -> bool:
-    """Whether the tensors among ``values``, pages too, start at multiples of 16 bytes. A call goes by it as much as by its strides."""
+    """Whether the tensors among ``values``, pages too, start at multiples of 16 bytes.
+
+    A call goes by it as much as by its strides.
+    """
     addresses = 0
     for value in values:
         if value is not None:
@@ -181,47 +218,69 @@ def at_16_bytes(*values: Any) -> bool:
 
 
 def rows_at_16_bytes(*values: Any) -> bool:
-    """Whether also all of their rows do, those of quantised pages at their fixed sizes."""
+    """Whether also all of their rows do, those of quantized pages at their fixed sizes."""
     tensors = [value.data if isinstance(value, PAGES) else value for value in values]
     strides = [stride * t.itemsize for t in tensors if t is not None for stride in t.stride()[:-1]]
     return at_16_bytes(*values) and all(stride % 16 == 0 for stride in strides)
 
 
-def forget() -> None:
-    """Forget all calls."""
-    _REMEMBERED.clear()
+def clear() -> None:
+    """Drop all cached calls."""
+    _CACHE.clear()
 
 
-def _recipe(launches: Sequence[Launch], arguments: Mapping[str, Any]) -> Recipe:
+def _cached_call(launches: Sequence[Launch], arguments: Mapping[str, Any]) -> CachedCall:
     pages = {name: value.data for name, value in arguments.items() if isinstance(value, PAGES)}
     tensors = {**arguments, **pages}
     views: dict[str, tuple[str, View]] = {}
-    steps = tuple(_step(launch, tensors, views) for launch in launches)
+    cached = tuple(_cached_launch(launch, tensors, views) for launch in launches)
     made = {
         name: (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
         for name in ("out", "lens", "lse", "workspace")
         if (tensor := tensors.get(name)) is not None
     }
     device = next(t.get_device() for t in tensors.values() if isinstance(t, Tensor))
-    return Recipe(device, steps, views, made, tuple(pages))
+    return CachedCall(device, cached, views, made, tuple(pages))
 
 
-def _step(launch: Launch, tensors: Mapping[str, Any], views: dict[str, tuple[str, View]]) -> Step:
-    constants, passed = {}, []
+def _cached_launch(
+    launch: Launch, tensors: Mapping[str, Any], views: dict[str, tuple[str, View]]
+) -> CachedLaunch:
+    constants, passed, tuples = {}, [], []
     for name, value in launch.arguments.items():
-        if not isinstance(value, (torch.Tensor, TensorDescriptor)):
-            constants[name] = value
+        if _is_tensor(value):
+            passed.append((name, _source(name, value, tensors, views)))
             continue
-        source = name if name in tensors else NAMES[name]
-        view = _view(value, tensors[source])
-        if view is not None:
-            seen = next((known for known, same in views.items() if same == (source, view)), name)
-            # Primed where that names an argument, or what another launch sees by it.
-            while seen in tensors or views.setdefault(seen, (source, view)) != (source, view):
-                seen += "'"
-            source = seen
-        passed.append((name, source))
-    return Step(launch.kernel, launch.grid, constants, tuple(passed))
+        places = []
+        for index, field in enumerate(launching.fields(name, value)):
+            if _is_tensor(field[1]):
+                places.append((index, _source(*field, tensors, views)))
+        if places:
+            held = {index for index, _ in places}
+            empty = value._make(None if i in held else v for i, v in enumerate(value))
+            tuples.append((name, empty, tuple(places)))
+        else:
+            constants[name] = value
+    return CachedLaunch(launch.kernel, launch.grid, constants, tuple(passed), tuple(tuples))
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, (torch.Tensor, TensorDescriptor))
+
+
+def _source(
+    name: str, value: Any, tensors: Mapping[str, Any], views: dict[str, tuple[str, View]]
+) -> str:
+    """The name of the call's argument that ``value`` is, or of the view that it is of one."""
+    source = name if name in tensors else NAMES[name]
+    view = _view(value, tensors[source])
+    if view is None:
+        return source
+    seen = next((known for known, same in views.items() if same == (source, view)), name)
+    # Primed where that names an argument, or what another launch sees by it.
+    while seen in tensors or views.setdefault(seen, (source, view)) != (source, view):
+        seen += "'"
+    return seen
 
 
 def _view(value: torch.Tensor | TensorDescriptor, source: torch.Tensor) -> View | None:

@@ -1,8 +1,16 @@
 """A kernel launch as a value: what to run over which grid with which arguments.
 
-Wrappers build it and run it; ``bench.static`` builds the same one over tensors without storage and compiles it for another machine.
+Wrappers build it and run it; ``bench.static`` builds the same one over tensors without storage and
+compiles it for another machine.
+
+What belongs together is one argument, a named tuple. Triton specialises each field of it by its
+value, whatever ``do_not_specialize`` says of the argument: an integer that changes from step to
+step stays an argument of its own, or each new value would compile a new kernel. Triton looks for
+tensor descriptors among the arguments only, not among fields. A named tuple of compile-time
+constants is one ``tl.constexpr`` argument.
 """
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -22,9 +30,30 @@ class Launch:
     grid: tuple[int, ...]
     arguments: dict[str, Any]
 
+    @property
+    def values(self) -> dict[str, Any]:
+        """The arguments and options by name, named tuples as what their fields hold."""
+        return dict(
+            field for name, value in self.arguments.items() for field in fields(name, value)
+        )
+
     def run(self) -> None:
-        """Launch the kernel on the current device and stream, which have to be those of the tensors; an empty grid runs nothing."""
+        """Launch on the current device and stream, which have to be those of the tensors.
+
+        An empty grid runs nothing.
+        """
         launch(self.kernel, self.grid, self.arguments)
+
+
+def fields(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """(name, value) of each field of a named tuple; of another argument, itself.
+
+    A field has its own name, but that called ``data`` has the argument's.
+    """
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        names = (name if field == "data" else field for field in value._fields)
+        return zip(names, value, strict=True)
+    return iter([(name, value)])
 
 
 def launch(kernel: JITFunction, grid: tuple[int, ...], arguments: dict[str, Any]) -> None:

@@ -48,7 +48,7 @@ class Operators(TorchDispatchMode):
 def wrappers(monkeypatch):
     """The calls on tensors of a device, with nothing remembered and nothing launched."""
     monkeypatch.setattr(overhead.launching, "launch", lambda *launch: None)
-    launch_cache.forget()
+    launch_cache.clear()
     return overhead.calls
 
 

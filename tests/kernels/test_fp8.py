@@ -104,7 +104,7 @@ def test_against_float64(case, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_that_do_not_lie_in_pairs(kind):
     """One byte further, or rows an odd number of bytes apart: read one by one, the values are the same."""
-    launch_cache.forget()
+    launch_cache.clear()
     case = AttentionCase("", [90, 30], [1, 1], head_dim=64, dtype=BF16, max_seq_len=90)
     batch = quantised(make_batch(case), kind)
     values = batch["v_pages"].view(torch.uint8)
@@ -118,14 +118,14 @@ def test_values_that_do_not_lie_in_pairs(kind):
         pages.copy_(values)
         outs.append(attend(batch | {"v_pages": pages.view(E4M3)}, "triton"))
     assert all(out.equal(outs[0]) for out in outs)
-    views = [recipe.views["v_pages'"][1].dtype for recipe in launch_cache._REMEMBERED.values()]
+    views = [cached.views["v_pages'"][1].dtype for cached in launch_cache._CACHE.values()]
     assert views == [torch.uint16, torch.uint8, torch.uint8]
 
 
 @pytest.mark.parametrize("dtype, q_lens", [(BF16, [1, 3, 12]), (FP16, [2, 1, 0])])
 def test_codes_widened_by_hand(dtype, q_lens, monkeypatch):
     """As on sm_80, which has no instruction for it; every code but NaN occurs among the keys."""
-    launch_cache.forget()
+    launch_cache.clear()
     monkeypatch.setattr(paged, "arch_and_sms", lambda _: (80, 2))
     case = AttentionCase("", [300, 40, 19], q_lens, num_decodes=2, dtype=dtype)
     batch = quantised(make_batch(case), "rows")
@@ -133,7 +133,7 @@ def test_codes_widened_by_hand(dtype, q_lens, monkeypatch):
     codes[NAN_CODE::128] = 0
     batch["k_pages"].view(torch.uint8)[batch["block_table"][0, 0], :8] = codes.view(8, 2, 16)
     assert_exact(batch, dtype, ["triton"])
-    launch_cache.forget()
+    launch_cache.clear()
 
 
 @pytest.mark.parametrize("arch", [80, 90])
@@ -142,7 +142,7 @@ def test_codes_widened_by_hand(dtype, q_lens, monkeypatch):
 @pytest.mark.parametrize("phase, seq_lens, q_lens", [("decode", [300, 40], [8, 5]), ("prefill", [190], [70])])  # fmt: skip
 def test_tall_tiles_with_codes_in_either_form(phase, seq_lens, q_lens, halves, kind, arch, monkeypatch):  # fmt: skip
     """Codes as fp16, and as what the queries are, and behind the pages fresh rows."""
-    launch_cache.forget()
+    launch_cache.clear()
     monkeypatch.setattr(paged, "arch_and_sms", lambda _: (arch, 2))
     asked = []
     monkeypatch.setattr(paged, "halves_codes", lambda *args: asked.append(args) or halves)
@@ -151,19 +151,19 @@ def test_tall_tiles_with_codes_in_either_form(phase, seq_lens, q_lens, halves, k
     batch = quantised(make_batch(case), kind)
     assert_exact(batch, BF16, ["triton"])
     assert asked == [(64, phase, arch, 64 if phase == "decode" else 128, kind == "rows")]
-    launch_cache.forget()
+    launch_cache.clear()
 
 
 @pytest.mark.parametrize("num_heads, q_lens", [(8, [3, 8]), (40, [1, 1])])
 def test_where_shared_memory_is_small_tiles_have_fewer_rows(num_heads, q_lens, monkeypatch):
     """The plan asks for 64 rows, there are 32: 40 heads take two tiles, and 8 new tokens of 8 heads go to the prefill kernel."""
-    launch_cache.forget()
+    launch_cache.clear()
     monkeypatch.setattr(paged, "arch_and_sms", lambda _: (86, 2))
     case = AttentionCase("", [270, 20], q_lens, num_decodes=2, num_heads=num_heads, num_kv_heads=1, head_dim=512, dtype=BF16)  # fmt: skip
     batch = quantised(make_batch(case), "rows")
     exact, _ = attention_reference(batch)
     assert_within_budget("out", attend(batch, "triton"), exact)
-    launch_cache.forget()
+    launch_cache.clear()
 
 
 @pytest.mark.parametrize("size", [2.0**-8, 2.0**8])

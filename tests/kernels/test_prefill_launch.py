@@ -43,7 +43,7 @@ CASES = {
 @pytest.fixture
 def launched(monkeypatch):
     """A function that makes attention launch prefill with a tile shape; decode as ever."""
-    launch_cache.forget()
+    launch_cache.clear()
     select = paged.select_config
 
     def use(config):

@@ -7,9 +7,11 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from bench import sass, static
 
@@ -210,11 +212,17 @@ def test_differences():
     ]
 
 
+class Matrix(NamedTuple):
+    data: Any
+    stride: Any
+    other: Any
+
+
 def test_arguments_are_specialised_as_the_launcher_does():
     rows = torch.empty(100, dtype=torch.bfloat16, device="meta")
     arguments = {
         "even": rows[8:], "odd": rows[1:], "none": None, "one": 1, "n": 32, "m": 33, "plain": 32, "plain_one": 1, "far": 2**31,
-        "scale": 0.5, "SIZE": 64,
+        "scale": 0.5, "SIZE": 64, "matrix": Matrix(rows, 32, 1), "plain_pair": Matrix(None, 1, 16), "CONFIG": Matrix(1, 2, 3),
     }  # fmt: skip
     params = [
         SimpleNamespace(
@@ -228,13 +236,28 @@ def test_arguments_are_specialised_as_the_launcher_does():
     launch = SimpleNamespace(kernel=kernel, arguments=arguments | {"num_warps": 8})
     signature, constants, attributes, options = static.specialise(launch)
     assert list(signature.values()) == [
-        "*bf16", "*bf16", "constexpr", "constexpr", "i32", "i32", "i32", "i32", "i64", "fp32", "constexpr"
+        "*bf16", "*bf16", "constexpr", "constexpr", "i32", "i32", "i32", "i32", "i64", "fp32", "constexpr",
+        ("*bf16", "i32", "constexpr"), ("constexpr", "constexpr", "i32"), "constexpr",
     ]  # fmt: skip
-    assert constants == {(2,): None, (3,): 1, (10,): 64}
+    # The launcher's types are named as the tuple's fields are; kernels know them by these names.
+    assert signature["matrix"].stride == "i32"
+    assert constants == {
+        (2,): None, (3,): 1, (10,): 64, (11, 2): 1, (12, 0): None, (12, 1): 1, (13,): (1, 2, 3)
+    }  # fmt: skip
     names = list(arguments)
-    assert [names[i] for (i,) in attributes] == ["even", "n", "far"]
+    hinted = [names[path[0]] + ".".join(["", *map(str, path[1:])]) for path in attributes]
+    assert hinted == ["even", "n", "far", "matrix.0", "matrix.1", "plain_pair.2"]
     assert set(map(repr, attributes.values())) == {"[['tt.divisibility', 16]]"}
     assert options["num_warps"] == 8 and not set(options) & set(arguments)
+
+
+def test_no_descriptor_is_launched_within_a_tuple():
+    rows = TensorDescriptor(torch.empty(8, 16), [8, 16], [16, 1], [8, 16])
+    params = [SimpleNamespace(name="m", is_constexpr=False, do_not_specialize=False)]
+    kernel = SimpleNamespace(params=params, arg_names=["m"])
+    launch = SimpleNamespace(kernel=kernel, arguments={"m": Matrix(rows, 1, 1)})
+    with pytest.raises(NotImplementedError, match="descriptor within a tuple"):
+        static.specialise(launch)
 
 
 @pytest.mark.parametrize(
@@ -261,7 +284,7 @@ every = [key(launch) for name in cases if "-d64-" in name for launch in cases[na
 assert len(kept) == len(set(kept)) < len(every) and set(kept) == set(every)
 def shape(name, arch, index):
     launch = cases[name].launches(arch)[index]
-    values = launch.arguments
+    values = launch.values
     tile = [values.get(n) for n in ("HEAD_DIM", "VALUE_DIM", "BLOCK_M", "BLOCK_N", "num_warps", "num_stages")]
     return launch.kernel.__name__, cases[name].dtype, *tile
 shapes = [shape(*w) for w in static.distinct((), tiles=(90,))]

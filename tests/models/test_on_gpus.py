@@ -283,9 +283,9 @@ def capture_without_storage(model, monkeypatch, capability=(9, 0), **settings):
     decode = DecodeGraphs(
         forward, builder, sizes=[4], max_seq_len=256, device=META, capture=capture
     )
-    launch_cache.forget()  # all are of other addresses
+    launch_cache.clear()  # all are of other addresses
     decode._make(4, 4 + len(layout.groups))
-    launch_cache.forget()
+    launch_cache.clear()
     return runs
 
 

@@ -7,4 +7,4 @@ from quire.kernels.common import launch_cache
 
 @pytest.fixture(autouse=True)
 def nothing_remembered():
-    launch_cache.forget()
+    launch_cache.clear()

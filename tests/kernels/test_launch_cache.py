@@ -3,6 +3,7 @@
 import dataclasses
 import gc
 import weakref
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -51,8 +52,8 @@ SHORT = AttentionCase("short", [20, 5], [1, 1], num_heads=4, num_kv_heads=2, dty
 
 
 @pytest.fixture(autouse=True)
-def nothing_remembered():
-    launch_cache.forget()
+def nothing_cached():
+    launch_cache.clear()
 
 
 def attend(batch, **more):
@@ -60,8 +61,8 @@ def attend(batch, **more):
     return function(**batch, impl="triton", **more)
 
 
-def remembered() -> int:
-    return len(launch_cache._REMEMBERED)
+def num_cached() -> int:
+    return len(launch_cache._CACHE)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
@@ -79,8 +80,8 @@ def test_a_second_call_computes_with_its_own_tensors(case, given, monkeypatch):
         exact, _ = attention_reference(batch)
         out = attend(batch, **more)
         assert_within_budget(f"call {seed}", out, exact)
-        (recipe,) = launch_cache._REMEMBERED.values()
-        assert recipe.views.keys() <= {"k_tiles", "v_tiles"}
+        (cached,) = launch_cache._CACHE.values()
+        assert cached.views.keys() <= {"k_tiles", "v_tiles"}
         if given:
             assert out is more["out"]
         monkeypatch.setattr(paged, "check_attention", None)  # the first call's check serves all
@@ -98,7 +99,7 @@ def test_one_tensor_for_two_arguments_is_not_taken_for_both_later():
     attend(dict(batch, v=batch["k"]))
     exact, _ = attention_reference(batch)
     assert_within_budget("out", attend(batch), exact)
-    assert remembered() == 1
+    assert num_cached() == 1
 
 
 @pytest.mark.parametrize(
@@ -125,7 +126,7 @@ def test_what_was_right_once_excuses_nothing(change, message, monkeypatch):
     for _ in range(2):
         with pytest.raises(ValueError, match=message):
             attend(batch | change)
-    assert remembered() == 1
+    assert num_cached() == 1
     attend(batch)
 
 
@@ -141,7 +142,7 @@ def test_another_table_of_tile_shapes_is_another_call(monkeypatch):
     assert launched == [16]
 
 
-def test_writes_are_remembered_too():
+def test_writes_are_cached_too():
     for seed in (1, 2):
         generator = torch.Generator().manual_seed(seed)
         k, v = torch.randn(2, 3, 2, 16, generator=generator)
@@ -151,12 +152,12 @@ def test_writes_are_remembered_too():
         rows = pages.reshape(32, 2, 2, 16)
         assert rows[9, 0].equal(k[0]) and rows[30 - seed, 1].equal(v[2])
         assert (rows != 0).sum() == 4 * 32
-    assert remembered() == 1
+    assert num_cached() == 1
     with pytest.raises(ValueError, match="slot_mapping: expected int64"):
         write_kv(k, v, pages[:, :, 0], pages[:, :, 1], slots.int(), impl="triton")
 
 
-def test_quantised_writes_and_reads_are_remembered():
+def test_quantised_writes_and_reads_are_cached():
     outs = []
     for seed in (1, 2):
         generator = torch.Generator().manual_seed(seed)
@@ -180,11 +181,11 @@ def test_quantised_writes_and_reads_are_remembered():
         exact, _ = attention_reference(batch)
         outs.append(paged_attention(**batch, impl="triton"))
         assert_within_budget(f"call {seed}", outs[-1], exact)
-    assert remembered() == 2 and not outs[0].equal(outs[1])
+    assert num_cached() == 2 and not outs[0].equal(outs[1])
 
 
 @pytest.mark.parametrize("given", [False, True])
-def test_merges_are_remembered(given, monkeypatch):
+def test_merges_are_cached(given, monkeypatch):
     for seed in (1, 2):
         generator = torch.Generator().manual_seed(seed)
         parts = torch.randn(3, 5, 2, 32, generator=generator)
@@ -196,7 +197,7 @@ def test_merges_are_remembered(given, monkeypatch):
             exact = reference.merge_partials(parts, lses, dtype=torch.float64)
         assert_within_budget(f"call {seed}", merged, exact)
         monkeypatch.setattr(merge, "check_merge", None)
-    assert remembered() == 1
+    assert num_cached() == 1
 
 
 def run_and_compare(attend, reference, batch, seed, given):
@@ -213,12 +214,12 @@ def run_and_compare(attend, reference, batch, seed, given):
 
 
 @pytest.mark.parametrize("given", [False, True])
-def test_mla_calls_are_remembered(given, monkeypatch):
+def test_mla_calls_are_cached(given, monkeypatch):
     case = MlaCase("", [700, 33], [1, 20], num_decodes=1, num_heads=2, dtype=BF16)
     for seed in (1, 2):
         run_and_compare(mla_attention, mla_reference, make_mla_batch(case, seed), seed, given)
         monkeypatch.setattr(mla_triton, "MlaCall", None)
-    assert remembered() == 1
+    assert num_cached() == 1
 
 
 COMPRESSED = [
@@ -230,12 +231,12 @@ COMPRESSED = [
 
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("case", COMPRESSED, ids=lambda c: c.name)
-def test_compressed_calls_are_remembered(case, given, monkeypatch):
+def test_compressed_calls_are_cached(case, given, monkeypatch):
     for seed in (1, 2):
         batch = compressed_cases.make_batch(case, seed)
         run_and_compare(compressed_attention, compressed_cases.exactly, batch, seed, given)
         monkeypatch.setattr(compressed_triton, "CompressedCall", None)
-    assert remembered() == 1
+    assert num_cached() == 1
 
 
 # In blocks of 128, whose best are chosen from at a second level.
@@ -248,7 +249,7 @@ INDEXED = {
 
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("name", INDEXED)
-def test_index_calls_are_remembered(name, given, monkeypatch):
+def test_index_calls_are_cached(name, given, monkeypatch):
     monkeypatch.setattr(indexer_plan, "MIN_BLOCK", 128)
     monkeypatch.setattr(indexer_plan, "MAX_BLOCK", 128)
     for seed in (1, 2):
@@ -266,11 +267,11 @@ def test_index_calls_are_remembered(name, given, monkeypatch):
         assert out.equal(expected) and lens.equal(expected_lens)
         assert not given or (out is more["out"] and lens is more["lens"])
         monkeypatch.setattr(indexer_triton, "IndexCall", None)
-    assert remembered() == 1
+    assert num_cached() == 1
 
 
 @pytest.mark.parametrize("fp8", [False, True])
-def test_latent_writes_are_remembered(fp8, monkeypatch):
+def test_latent_writes_are_cached(fp8, monkeypatch):
     for seed in (1, 2):
         generator = torch.Generator().manual_seed(seed)
         x = torch.randn(3, 512, generator=generator).to(BF16)
@@ -289,11 +290,11 @@ def test_latent_writes_are_remembered(fp8, monkeypatch):
         assert pages.read(everywhere).equal(expected.read(everywhere))
         assert out.float().equal(pages.seen(x))
         monkeypatch.setattr(latent_triton, "LatentCall", None)
-    assert remembered() == 1
+    assert num_cached() == 1
 
 
 @pytest.mark.parametrize("ring", [8, 7])
-def test_compressions_are_remembered(ring, monkeypatch):
+def test_compressions_are_cached(ring, monkeypatch):
     """In one launch, and in two where the ring is full; the second step reads the rows that the first one kept."""
     state = torch.zeros(3, ring, 2, 32)
     generator = torch.Generator().manual_seed(ring)
@@ -319,15 +320,13 @@ def test_compressions_are_remembered(ring, monkeypatch):
             kept = rows[position].float() + torch.tensor([[0.0], [1.0]])
             assert state[1, position % ring].equal(kept)
         monkeypatch.setattr(compress_triton, "CompressCall", None)
-    assert remembered() == 1
+    assert num_cached() == 1
 
 
 @pytest.mark.parametrize("q_len", [1, 2])
 @pytest.mark.parametrize("given", [False, True])
-def test_flash_mla_calls_are_remembered(q_len, given, monkeypatch):
-    monkeypatch.setattr(
-        compressed_triton, "arch_and_sms", lambda tensor: (90, 8)
-    )  # several KV splits
+def test_flash_mla_calls_are_cached(q_len, given, monkeypatch):
+    monkeypatch.setattr(compressed_triton, "arch_and_sms", lambda tensor: (90, 8))  # KV splits
     for seed in (1, 2):
         generator = torch.Generator().manual_seed(seed)
         # Of a larger tensor: tokens of a sequence lie evenly, sequences do not.
@@ -353,16 +352,46 @@ def test_flash_mla_calls_are_remembered(q_len, given, monkeypatch):
         # A query without keys has lse -inf in the oracle, and FlashMLA's +inf.
         assert (lse[1] == torch.inf).all()
         assert_within_budget(f"lse {seed}", lse[0], exact_lse[:, :q_len])
-    assert remembered() == 1
+    assert num_cached() == 1
 
 
-def test_a_copy_of_an_argument_is_not_remembered():
+def test_a_copy_of_an_argument_is_not_cached():
     """Of later calls the launches would see the tensor of the first one; nor is a part, which has another address."""
     q = torch.zeros(2, 3)
     for other in (q.clone(), q[1:]):
         with pytest.raises(AssertionError):
             launch_cache._view(other, q)
     assert launch_cache._view(q[:], q) is None
+
+
+class Scaled(NamedTuple):
+    data: Any
+    factor: Any
+    bias: Any
+
+
+def test_tensors_within_named_tuples_are_those_of_each_call(monkeypatch):
+    """The field ``data`` is the argument's tensor, any other the tensor of its own name."""
+    launched = []
+    monkeypatch.setattr(
+        launching, "launch", lambda kernel, grid, arguments: launched.append(arguments)
+    )
+
+    def prepare(arguments):
+        x, bias = arguments["x"], arguments["bias"]
+        tuples = {"x": Scaled(x.view(torch.int32), 2.0, bias), "none": Scaled(1, 2, None)}
+        return arguments, [launching.Launch(None, (1,), {**tuples, "bias": bias})]
+
+    for step in range(3):
+        x, bias = torch.full((3,), float(step)), torch.full((2,), float(step))
+        launch_cache.run("tuples", {"x": x, "bias": bias}, prepare)
+        found = launched[-1]
+        assert isinstance(found["x"], Scaled) and found["none"] == Scaled(1, 2, None)
+        assert found["x"].data.dtype == torch.int32 and found["x"].data.data_ptr() == x.data_ptr()
+        assert found["x"].factor == 2.0 and found["x"].bias is bias and found["bias"] is bias
+    assert num_cached() == 1
+    (cached,) = launch_cache._CACHE.values()
+    assert cached.launches[0].tuples[0][1] == Scaled(None, 2.0, None)
 
 
 def test_pages_of_another_format_are_another_call():
@@ -379,7 +408,7 @@ def test_pages_of_another_format_are_another_call():
         }  # fmt: skip
         exact, _ = compressed_cases.exactly(call)
         assert_within_budget("out", compressed_attention(**call, impl="triton"), exact)
-    assert remembered() == 2
+    assert num_cached() == 2
 
 
 def test_another_device_is_another_call():
@@ -416,7 +445,7 @@ def test_the_memory_is_bounded(monkeypatch):
     monkeypatch.setattr(launching, "launch", lambda *_: None)
     for q_len in (1, 2, 3, 4):
         attend(make_batch(AttentionCase("", [5], [q_len], dtype=BF16)))
-        assert remembered() <= 2
+        assert num_cached() <= 2
 
 
 def one_further(tensor):
@@ -432,7 +461,7 @@ def one_further(tensor):
     "name", ["pages", "kv", "window_pages", "compressed_pages", "compressed kv"]
 )
 def test_rows_at_16_bytes_are_told_from_others(name, monkeypatch):
-    """Kernels are told what alignment they can count on; nothing remembered of an aligned call serves one that is not."""
+    """Kernels are told what alignment they can count on; nothing cached of an aligned call serves one that is not."""
     of_mla = name in ("pages", "kv")
     launched = []
     original = launching.launch
@@ -521,7 +550,7 @@ def test_a_call_runs_on_the_device_of_its_tensors(monkeypatch):
     assert seen[-1] == ((2,), 0)
 
 
-def test_a_remembered_call_is_no_call_of_tensors_without_storage():
+def test_a_cached_call_is_no_call_of_tensors_without_storage():
     pages, rows = torch.zeros(2, 4, 1, 16), torch.zeros(1, 1, 16)
     slots = torch.zeros(1, dtype=torch.int64)
     write_kv(rows, rows, pages, pages.clone(), slots, impl="triton")

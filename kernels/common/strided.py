@@ -1,0 +1,75 @@
+"""Kernel arguments: a tensor and its strides as one named tuple, so that neither goes without the other.
+
+Triton specialises each field as it does a loose argument: a stride that is a multiple of 16 keeps
+that hint, a stride of 1 and None are constants. An argument that is None as a whole is one, too.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Rows(NamedTuple):
+    """Rows of tokens and heads, [num_tokens, num_heads, channels].
+
+    Attributes:
+        data: the tensor; a pointer in a kernel.
+        stride_token: elements from one token to the next.
+        stride_head: elements from one head to the next.
+    """
+
+    data: Any
+    stride_token: Any
+    stride_head: Any
+
+
+class Pages(NamedTuple):
+    """Rows in pages, [num_pages, block_size, num_kv_heads, channels] or without channels.
+
+    Attributes:
+        data: the tensor; a pointer in a kernel.
+        stride_page: elements from one page to the next.
+        stride_row: elements from one row of a page to the next.
+        stride_head: elements from one head to the next.
+    """
+
+    data: Any
+    stride_page: Any
+    stride_row: Any
+    stride_head: Any
+
+
+class Table(NamedTuple):
+    """The block table, [num_seqs, width] int32.
+
+    Attributes:
+        data: the tensor; a pointer in a kernel.
+        stride_seq: elements from one sequence to the next.
+        width: entries of a sequence.
+    """
+
+    data: Any
+    stride_seq: Any
+    width: Any
+
+
+def rows(tensor: torch.Tensor | None) -> Rows | None:
+    """A tensor [num_tokens, num_heads, channels] with its strides; None for None."""
+    return None if tensor is None else Rows(tensor, *tensor.stride()[:2])
+
+
+def lse_rows(tensor: torch.Tensor | None) -> Rows | None:
+    """The lse [num_heads, num_tokens], whose tokens lie side by side; None for None."""
+    return None if tensor is None else Rows(tensor, 1, tensor.stride(0))
+
+
+def pages(tensor: torch.Tensor) -> Pages:
+    """A tensor [num_pages, block_size, num_kv_heads, ...] with its strides."""
+    return Pages(tensor, *tensor.stride()[:3])
+
+
+def table(tensor: torch.Tensor) -> Table:
+    """A block table [num_seqs, width] with its strides."""
+    return Table(tensor, tensor.stride(0), tensor.shape[1])
