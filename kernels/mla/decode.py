@@ -12,7 +12,7 @@ import triton.language as tl
 
 from ..common import stream_k
 from ..common.query_tiles import row_pointers, rows_of_tile
-from .query_tile import attend_query_tile, store_rows
+from .query_tile import attend_query_tile, store_output, store_rows
 
 
 # Not specialised on what changes from step to step, the number of programs included, which follows
@@ -20,11 +20,12 @@ from .query_tile import attend_query_tile, store_rows
 @triton.jit(do_not_specialize=["num_decodes", "decode_tokens", "programs"])
 def mla_decode_kernel(
     q, pages, kv, block_table, seq_lens, cu_seqlens_q, out, lse, partial_out, first_lse,
-    num_decodes, decode_tokens, programs, width, scale,
-    q_stride_token, q_stride_head, out_stride_token, out_stride_head, lse_stride_head, table_stride, stride_page, stride_row, kv_stride,
+    num_decodes, decode_tokens, programs, scale,
     NUM_HEADS: tl.constexpr, BLOCK_Q: tl.constexpr, HEADS: tl.constexpr, HEAD_TILES: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr, ROPE_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SWAP: tl.constexpr, DIVIDE: tl.constexpr, HOIST: tl.constexpr, ALIGNED: tl.constexpr, LEAST: tl.constexpr, COST: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr, ROPE_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWAP: tl.constexpr, DIVIDE: tl.constexpr,
+    HOIST: tl.constexpr, ALIGNED: tl.constexpr,
+    LEAST: tl.constexpr, COST: tl.constexpr,
 ):  # fmt: skip
     """Attend for the query tiles that lie in this program's stretch, whole or in part."""
     head_tile = tl.program_id(0) % HEAD_TILES
@@ -51,16 +52,20 @@ def mla_decode_kernel(
             head_tile, q_len - q_first, NUM_HEADS, BLOCK_Q, HEADS, BLOCK_M, zero
         )
         q_rows = row_pointers(
-            q, first_token + q_first, first_head, token, head, q_stride_token, q_stride_head
+            q.data, first_token + q_first, first_head, token, head, q.stride_token, q.stride_head
         )
-        new_kv = kv
+        new_kv = None
+        new_stride = 0
         if kv is not None:
-            new_kv += first_token.to(tl.int64) * kv_stride
+            new_kv = kv.data + first_token.to(tl.int64) * kv.stride_row
+            new_stride = kv.stride_row
         high = tl.minimum(high, context + tl.minimum(q_first + BLOCK_Q, q_len))
         acc, row_max, row_sum = attend_query_tile(
-            q_rows, live, context + q_first + token, pages, new_kv, block_table + seq.to(tl.int64) * table_stride, width,
-            stride_page, stride_row, kv_stride, low, high, context, scale,
-            HEAD_DIM_V, ROPE_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, SWAP, DIVIDE, HOIST, ALIGNED, BLOCK_Q == 1,
+            q_rows, live, context + q_first + token, pages, new_kv, new_stride,
+            block_table.data + seq.to(tl.int64) * block_table.stride_seq, block_table.width,
+            low, high, context, scale,
+            HEAD_DIM_V, ROPE_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, SWAP, DIVIDE, HOIST, ALIGNED,
+            BLOCK_Q == 1,
         )  # fmt: skip
         first_token = tl.load(cu_seqlens_q + seq, volatile=True)
         q_len = tl.load(cu_seqlens_q + seq + 1, volatile=True) - first_token
@@ -69,16 +74,17 @@ def mla_decode_kernel(
             head_tile, q_len - q_first, NUM_HEADS, BLOCK_Q, HEADS, BLOCK_M, zero
         )
         if holds == 3:
-            out_rows = row_pointers(out, first_token + q_first, first_head, token, head, out_stride_token, out_stride_head)  # fmt: skip
-            lse_rows = None
-            if lse is not None:
-                lse_rows = row_pointers(lse, first_token + q_first, first_head, token, head, 1, lse_stride_head)  # fmt: skip
-            store_rows(acc, row_max, row_sum, out_rows, lse_rows, live, HEAD_DIM_V, SWAP)
+            store_output(
+                acc, row_max, row_sum, out, lse, first_token + q_first, token, head, live,
+                HEAD_DIM_V, SWAP,
+            )  # fmt: skip
         elif partial_out is not None:
-            # A program leaves two parts at most: of a query tile that others began, and of one that
-            # others end.
+            # A program leaves two parts at most: of a query tile that others began, and of one
+            # that others end.
             part = 2 * program + holds % 2
             part_row = (part.to(tl.int64) * BLOCK_Q + token) * NUM_HEADS + head
             store_rows(
-                acc, row_max, row_sum, partial_out + part_row * HEAD_DIM_V, partial_out + first_lse + part_row, live, HEAD_DIM_V, SWAP
+                acc, row_max, row_sum,
+                partial_out + part_row * HEAD_DIM_V, partial_out + first_lse + part_row, live,
+                HEAD_DIM_V, SWAP,
             )  # fmt: skip

@@ -15,21 +15,25 @@ Source: DeepSeek-V2 (arXiv 2405.04434) 2.1; FlashAttention-2 (arXiv 2307.08691).
 import triton
 import triton.language as tl
 
-from ..common.query_tiles import fold_sink, load_page, natural_lse
+from ..common.query_tiles import fold_sink, load_page, natural_lse, row_pointers
 from ..common.tiles import update
 
 
 @triton.jit
 def attend_query_tile(
-    q_rows, live, position, pages, kv, table, width, stride_page, stride_row, kv_stride, low, high, context, scale,
-    HEAD_DIM_V: tl.constexpr, ROPE_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SWAP: tl.constexpr, DIVIDE: tl.constexpr, HOIST: tl.constexpr, ALIGNED: tl.constexpr, ONE_TOKEN: tl.constexpr,
+    q_rows, live, position, pages, new_kv, new_stride, table, table_width, low, high, context, scale,
+    HEAD_DIM_V: tl.constexpr, ROPE_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWAP: tl.constexpr, DIVIDE: tl.constexpr,
+    HOIST: tl.constexpr, ALIGNED: tl.constexpr, ONE_TOKEN: tl.constexpr,
 ):  # fmt: skip
-    """Attend for one query tile to the keys [low, high); those from ``context`` on are rows of ``kv``.
+    """Attend for one query tile to the keys [low, high); those from ``context`` on are new rows.
 
     Args:
         q_rows, live, position: [BLOCK_M] pointer, liveness and int32 position of each row.
-        kv: pointer to the step's rows of the sequence; None: all keys are in the pages.
+        pages: ``PagedRows``.
+        new_kv: pointer to the step's rows of the sequence, ``new_stride`` elements apart; None: all
+            keys are in the pages.
+        table, table_width: pointer to the sequence's block table, and its entries.
         low: first key, a multiple of BLOCK_N.
         ALIGNED: pages and new rows start at multiples of 16 bytes, which Triton 3.9 forgets of a
             pointer that is chosen from two.
@@ -47,9 +51,11 @@ def attend_query_tile(
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     paged_high = high
-    if kv is not None:
+    if new_kv is not None:
         paged_high = tl.minimum(high, context)
-    page = load_page(table, width, low // BLOCK_N, low < paged_high, "never", BLOCK_SIZE, BLOCK_N)
+    page = load_page(
+        table, table_width, low // BLOCK_N, low < paged_high, "never", BLOCK_SIZE, BLOCK_N
+    )
     for start in tl.range(low, high, BLOCK_N, disable_licm=not HOIST):
         key = start + offs_n
         if HOIST and BLOCK_SIZE < BLOCK_N:
@@ -59,9 +65,10 @@ def attend_query_tile(
         else:
             # Unsigned, so that dividing by a power of two is a mask.
             row = (key.to(tl.uint32) % BLOCK_SIZE).to(tl.int32)
-        rows = pages + (page.to(tl.int64) * stride_page + row * stride_row)
-        if kv is not None:
-            rows = tl.where(key < context, rows, kv + (key - context).to(tl.int64) * kv_stride)
+        rows = pages.data + (page.to(tl.int64) * pages.stride_page + row * pages.stride_row)
+        if new_kv is not None:
+            new_rows = new_kv + (key - context).to(tl.int64) * new_stride
+            rows = tl.where(key < context, rows, new_rows)
             if ALIGNED:
                 rows = tl.multiple_of(rows, 16)
         # What lies in rows that are not live may be NaN: 0 * NaN would reach the output.
@@ -75,22 +82,47 @@ def attend_query_tile(
         else:
             visible = (key < high)[None, :] & (key[None, :] <= position[:, None])
         acc, row_max, row_sum = update(
-            acc, row_max, row_sum, q, latents, q_rope, ropes, visible, scale, start < high, SWAP, DIVIDE, HOIST
+            acc, row_max, row_sum, q, latents, q_rope, ropes, visible, scale, start < high,
+            SWAP, DIVIDE, HOIST,
         )  # fmt: skip
         more = start + BLOCK_N < paged_high
-        page = load_page(table, width, start // BLOCK_N + 1, more, "never", BLOCK_SIZE, BLOCK_N)
+        page = load_page(
+            table, table_width, start // BLOCK_N + 1, more, "never", BLOCK_SIZE, BLOCK_N
+        )
     return acc, row_max, row_sum
 
 
 @triton.jit
-def store_rows(acc, row_max, row_sum, out_rows, lse_rows, live, HEAD_DIM_V: tl.constexpr, SWAP: tl.constexpr):  # fmt: skip
+def store_output(
+    acc, row_max, row_sum, out, lse, first_token, token, head, live,
+    HEAD_DIM_V: tl.constexpr, SWAP: tl.constexpr,
+):  # fmt: skip
+    """Store the rows of a query tile, which starts with ``first_token``, as the call's result."""
+    first_head = first_token * 0
+    out_rows = row_pointers(
+        out.data, first_token, first_head, token, head, out.stride_token, out.stride_head
+    )
+    lse_rows = None
+    if lse is not None:
+        lse_rows = row_pointers(
+            lse.data, first_token, first_head, token, head, lse.stride_token, lse.stride_head
+        )
+    store_rows(acc, row_max, row_sum, out_rows, lse_rows, live, HEAD_DIM_V, SWAP)
+
+
+@triton.jit
+def store_rows(
+    acc, row_max, row_sum, out_rows, lse_rows, live, HEAD_DIM_V: tl.constexpr, SWAP: tl.constexpr
+):
     """Normalise and store the rows of a query tile and their lse."""
     factor = fold_sink(row_max, row_sum, float("-inf"))
     dim = tl.arange(0, HEAD_DIM_V)
     dtype = out_rows.dtype.element_ty
     if SWAP:
-        tl.store(out_rows[None, :] + dim[:, None], (acc * factor[None, :]).to(dtype), mask=live[None, :])  # fmt: skip
+        values = (acc * factor[None, :]).to(dtype)
+        tl.store(out_rows[None, :] + dim[:, None], values, mask=live[None, :])
     else:
-        tl.store(out_rows[:, None] + dim[None, :], (acc * factor[:, None]).to(dtype), mask=live[:, None])  # fmt: skip
+        values = (acc * factor[:, None]).to(dtype)
+        tl.store(out_rows[:, None] + dim[None, :], values, mask=live[:, None])
     if lse_rows is not None:
         tl.store(lse_rows, natural_lse(row_max, row_sum), mask=live)

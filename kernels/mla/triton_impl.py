@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ..attention.configs import MIN_SPLIT_TOKENS
-from ..common import launch_cache
+from ..common import launch_cache, strided
 from ..common.launching import Launch, arch_and_sms, partials
 from ..common.merging import block_parts, compressed_merge_kernel
 from ..common.query_tiles import LOG2E
@@ -136,26 +136,16 @@ def _shared_arguments(call: MlaCall, rows: int, arch: int) -> dict[str, Any]:
     block_q, heads, head_tiles = tile_heads(num_heads, rows)
     config = select_config(call.q.element_size(), rows, arch)
     return {
-        "q": call.q,
-        "pages": call.pages,
-        "kv": call.kv,
-        "block_table": call.block_table,
+        "q": strided.rows(call.q),
+        "pages": strided.PagedRows(call.pages, *call.pages.stride()[:2]),
+        "kv": strided.matrix(call.kv),
+        "block_table": strided.table(call.block_table),
         "seq_lens": call.seq_lens,
         "cu_seqlens_q": call.cu_seqlens_q,
-        "out": call.out,
-        "lse": call.lse,
+        "out": strided.rows(call.out),
+        "lse": strided.lse_rows(call.lse),
         "num_decodes": call.num_decodes,
-        "width": call.block_table.shape[1],
         "scale": call.softmax_scale * LOG2E.value,
-        "q_stride_token": call.q.stride(0),
-        "q_stride_head": call.q.stride(1),
-        "out_stride_token": call.out.stride(0),
-        "out_stride_head": call.out.stride(1),
-        "lse_stride_head": 0 if call.lse is None else call.lse.stride(0),
-        "table_stride": call.block_table.stride(0),
-        "stride_page": call.pages.stride(0),
-        "stride_row": call.pages.stride(1),
-        "kv_stride": 0 if call.kv is None else call.kv.stride(0),
         "NUM_HEADS": num_heads,
         "BLOCK_Q": block_q,
         "HEADS": heads,
@@ -275,6 +265,11 @@ def _prepare_decode(call: MlaCall, arch: int, num_sms: int) -> list[Launch]:
         **dict.fromkeys(("sinks", "cos_sin", "sliding_window", "ratio")),
         **dict.fromkeys(("num_whole", "pieces", "cos_sin_stride"), 0),
         "num_heads": num_heads,
+        "out": call.out,
+        "lse": call.lse,
+        "out_stride_token": call.out.stride(0),
+        "out_stride_head": call.out.stride(1),
+        "lse_stride_head": 0 if call.lse is None else call.lse.stride(0),
         "SLOTS": False,
         "LINE": True,
         "HEAD_DIM": dim,
