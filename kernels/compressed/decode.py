@@ -17,26 +17,32 @@ from .key_tiles import Pages
 from .query_tile import attend_query_tile, store_output, store_rows
 
 
-# Not specialised on what changes from step to step: a new batch size must not compile a new kernel.
-@triton.jit(do_not_specialize=["num_whole", "num_decodes", "decode_tokens", "num_splits", "programs", "window_room", "entry_room"])  # fmt: skip
+# Not specialised on what changes from step to step: a new batch size must not compile a kernel.
+@triton.jit(
+    do_not_specialize=[
+        "num_whole", "num_decodes", "decode_tokens", "num_splits", "programs",
+        "window_room", "entry_room",
+    ]
+)  # fmt: skip
 def compressed_decode_kernel(
-    q, window_pages, kv, compressed_pages, window_table, compressed_table, topk_indices, window_lens, topk_lens, seq_lens, cu_seqlens_q, sinks, cos_sin, out, lse,
-    partial_out, first_lse,
-    num_whole, num_decodes, decode_tokens, num_splits, programs, tokens_per_len, window_width, window_room, entry_room, topk, sliding_window, ratio, scale,
-    q_stride_token, q_stride_head, out_stride_token, out_stride_head, lse_stride_head, cos_sin_stride, kv_stride,
-    window_table_stride, compressed_table_stride, topk_stride,
-    window_stride_page, window_stride_row, compressed_stride_page, compressed_stride_row,
-    NUM_HEADS: tl.constexpr, BLOCK_Q: tl.constexpr, HEADS: tl.constexpr, HEAD_TILES: tl.constexpr,
-    WINDOW_ROWS: tl.constexpr, ENTRY_ROWS: tl.constexpr, SLOTS: tl.constexpr, HARDWARE_E4M3: tl.constexpr,
-    HEAD_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWAP: tl.constexpr, DIVIDE: tl.constexpr, HOIST: tl.constexpr,
-    ALIGNED: tl.constexpr, STREAM_K: tl.constexpr, LEAST: tl.constexpr, COST: tl.constexpr,
+    q, window_pages, kv, compressed_pages, window_table, compressed_table, topk_indices, lists,
+    seq_lens, cu_seqlens_q, sinks, cos_sin, out, lse, partial_out, first_lse,
+    num_whole, num_decodes, decode_tokens, num_splits, programs, window_room, entry_room,
+    mask, scale,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    STREAM_K: tl.constexpr, LEAST: tl.constexpr, COST: tl.constexpr,
 ):  # fmt: skip
     """Attend for decode sequences: for a query tile, a split of one, or a stretch of several."""
-    head_tile = tl.program_id(0) % HEAD_TILES
-    item = tl.program_id(0) // HEAD_TILES
+    BLOCK_M: tl.constexpr = QUERIES.BLOCK_M
+    BLOCK_Q: tl.constexpr = QUERIES.BLOCK_Q
+    BLOCK_N: tl.constexpr = KEYS.BLOCK_N
+    head_tile = tl.program_id(0) % QUERIES.HEAD_TILES
+    item = tl.program_id(0) // QUERIES.HEAD_TILES
     seq_tiles = tl.cdiv(decode_tokens, BLOCK_Q)
     if STREAM_K:
-        batch = (seq_lens, cu_seqlens_q, num_decodes, decode_tokens, sliding_window, ratio)
+        batch = (
+            seq_lens, cu_seqlens_q, num_decodes, decode_tokens, mask.sliding_window, mask.ratio
+        )  # fmt: skip
         size, least, total = stream_k.share(batch, programs, LEAST, COST, BLOCK_Q, BLOCK_N)
         position, high, turns = stream_k.stretch(item, size, least, total, batch, BLOCK_Q, BLOCK_N)
     else:
@@ -59,47 +65,52 @@ def compressed_decode_kernel(
         first_token = seq
         q_len = 1
         context = 0
-        if not SLOTS:
+        if not KEYS.SLOTS:
             first_token = tl.load(cu_seqlens_q + seq)
             q_len = tl.load(cu_seqlens_q + seq + 1) - first_token
             context = tl.load(seq_lens + seq) - q_len
         if (q_first < q_len) & (q_len <= decode_tokens):
             tile_token = first_token + q_first
             token, head, live = rows_of_tile(
-                head_tile, q_len - q_first, NUM_HEADS, BLOCK_Q, HEADS, BLOCK_M
+                head_tile, q_len - q_first, QUERIES.NUM_HEADS, BLOCK_Q, QUERIES.HEADS, BLOCK_M
             )
-            first_head = head_tile * 0
-            q_rows = row_pointers(q, tile_token, first_head, token, head, q_stride_token, q_stride_head)  # fmt: skip
-            q_tile = tl.load(
-                q_rows[:, None] + tl.arange(0, HEAD_DIM)[None, :], mask=live[:, None], other=0.0
+            q_rows = row_pointers(
+                q.data, tile_token, head_tile * 0, token, head, q.stride_token, q.stride_head
             )
-            window_len = window_width
-            if window_lens is not None:
-                window_len = tl.load(window_lens + tile_token // tokens_per_len)
-                window_len = tl.minimum(tl.maximum(window_len, 0), window_width)
-            num_topk = topk
-            token_topk = topk_indices
+            dim = tl.arange(0, KEYS.HEAD_DIM)
+            q_tile = tl.load(q_rows[:, None] + dim[None, :], mask=live[:, None], other=0.0)
+            window_len = window_table.width
+            if lists.window_lens is not None:
+                window_len = tl.load(lists.window_lens + tile_token // lists.tokens_per_len)
+                window_len = tl.minimum(tl.maximum(window_len, 0), window_table.width)
+            token_topk = None
+            num_topk = 0
             if topk_indices is not None:
-                token_topk += tile_token.to(tl.int64) * topk_stride
-                if topk_lens is not None:
-                    num_topk = tl.load(topk_lens + tile_token // tokens_per_len)
-                    num_topk = tl.minimum(tl.maximum(num_topk, 0), topk)
-            new_kv = kv
+                token_topk = topk_indices.data + tile_token.to(tl.int64) * topk_indices.stride_seq
+                num_topk = topk_indices.width
+                if lists.topk_lens is not None:
+                    num_topk = tl.load(lists.topk_lens + tile_token // lists.tokens_per_len)
+                    num_topk = tl.minimum(tl.maximum(num_topk, 0), topk_indices.width)
             oldest = context + q_len - window_room
+            new_kv = None
+            new_stride = 0
             if kv is not None:
                 oldest = context - window_room
-                new_kv += first_token.to(tl.int64) * kv_stride
-            table = compressed_table
+                new_kv = kv.data + first_token.to(tl.int64) * kv.stride_row
+                new_stride = kv.stride_row
+            entry_table = None
             if compressed_table is not None:
-                table += seq.to(tl.int64) * compressed_table_stride
+                entry_table = compressed_table.data + seq.to(tl.int64) * compressed_table.stride_seq
             pages = Pages(
-                window_pages, window_table + seq.to(tl.int64) * window_table_stride, window_width, window_stride_page, window_stride_row,
-                compressed_pages, table, compressed_stride_page, compressed_stride_row, token_topk,
+                window_pages,
+                window_table.data + seq.to(tl.int64) * window_table.stride_seq, window_table.width,
+                compressed_pages, entry_table, token_topk,
             )  # fmt: skip
             acc, row_max, row_sum = attend_query_tile(
-                q_tile, q_first + token, q_first, tl.minimum(q_first + BLOCK_Q, q_len) - 1, context, oldest, split, split_stop, units,
-                pages, new_kv, kv_stride, window_len, num_topk, entry_room, sliding_window, ratio, scale,
-                WINDOW_ROWS, ENTRY_ROWS, SLOTS, HARDWARE_E4M3, HEAD_DIM, BLOCK_M, BLOCK_N, SWAP, BLOCK_Q == 1, DIVIDE, HOIST, ALIGNED,
+                q_tile, q_first + token, q_first, tl.minimum(q_first + BLOCK_Q, q_len) - 1,
+                context, oldest, split, split_stop, units,
+                pages, new_kv, new_stride, window_len, num_topk, entry_room, mask, scale,
+                BLOCK_M, KEYS, BLOCK_Q == 1,
             )  # fmt: skip
             if STREAM_K:
                 # Computed again: kept through the loop over keys, it would spill below Hopper.
@@ -108,22 +119,23 @@ def compressed_decode_kernel(
                 context = tl.load(seq_lens + seq, volatile=True) - q_len
                 tile_token = first_token + q_first
                 token, head, live = rows_of_tile(
-                    head_tile, q_len - q_first, NUM_HEADS, BLOCK_Q, HEADS, BLOCK_M
+                    head_tile, q_len - q_first, QUERIES.NUM_HEADS, BLOCK_Q, QUERIES.HEADS, BLOCK_M
                 )
             if split_stop - split == units:
                 store_output(
-                    acc, row_max, row_sum, out, lse, sinks, cos_sin, tile_token, token, head, context + q_first + token, live,
-                    out_stride_token, out_stride_head, lse_stride_head, cos_sin_stride, HEAD_DIM, ROPE_DIM, BLOCK_M, SWAP, SLOTS,
+                    acc, row_max, row_sum, out, lse, sinks, cos_sin, tile_token, token, head,
+                    context + q_first + token, live, BLOCK_M, KEYS,
                 )  # fmt: skip
             elif partial_out is not None:
                 if STREAM_K:
-                    # A program leaves two parts at most: of a query tile that others began, and of one that
-                    # others end.
+                    # A program leaves two parts at most: of a query tile that others began, and of
+                    # one that others end.
                     part = 2 * item + (split == 0).to(tl.int32)
                 else:
                     part = item - num_whole * seq_tiles
-                row = (part.to(tl.int64) * BLOCK_Q + token) * NUM_HEADS + head
+                row = (part.to(tl.int64) * BLOCK_Q + token) * QUERIES.NUM_HEADS + head
                 store_rows(
-                    acc, row_max, row_sum, float("-inf"), partial_out + row * HEAD_DIM, partial_out + first_lse + row, token, live, None, 0,
-                    HEAD_DIM, ROPE_DIM, BLOCK_M, SWAP, False,
+                    acc, row_max, row_sum, float("-inf"),
+                    partial_out + row * KEYS.HEAD_DIM, partial_out + first_lse + row, token, live,
+                    None, BLOCK_M, KEYS, float("-inf"),
                 )  # fmt: skip

@@ -35,12 +35,50 @@ GROUP = tl.constexpr(latent_pages.QUANT_GROUP)
 FOREVER = tl.constexpr(2**31 - 1)
 
 
-class Pages(NamedTuple):
-    """Where the cached rows of one sequence lie, and its compressed entries; None for what there is not.
+class KeyTile(NamedTuple):
+    """What a tile of keys is, all known at compile time.
 
     Attributes:
-        window, entries: pointers to the first page; *_stride_page, *_stride_row: elements between
-            two pages and between two rows of a page.
+        HEAD_DIM, ROPE_DIM: channels of a row, and the trailing ones that are roped.
+        BLOCK_N: keys of a tile.
+        WINDOW_ROWS, ENTRY_ROWS: rows of a page of the window, and of entries.
+        SLOTS: the keys come as lists of flat indices; whatever they name is visible.
+        HARDWARE_E4M3: convert e4m3 by an instruction.
+        SWAP, DIVIDE, HOIST: as in ``common.tiles.update``.
+        ALIGNED: pages and new rows start at multiples of 16 bytes, which Triton 3.9 forgets of a
+            pointer that is chosen from two.
+    """
+
+    HEAD_DIM: Any
+    ROPE_DIM: Any
+    BLOCK_N: Any
+    WINDOW_ROWS: Any
+    ENTRY_ROWS: Any
+    SLOTS: Any
+    HARDWARE_E4M3: Any
+    SWAP: Any
+    DIVIDE: Any
+    HOIST: Any
+    ALIGNED: Any
+
+
+class Mask(NamedTuple):
+    """Which keys a query sees.
+
+    Attributes:
+        sliding_window: raw rows up to its own.
+        ratio: raw tokens of an entry; None without entries.
+    """
+
+    sliding_window: Any
+    ratio: Any
+
+
+class Pages(NamedTuple):
+    """Where the cached rows of one sequence lie, and its compressed entries; None for what is not.
+
+    Attributes:
+        window, entries: ``PagedRows``.
         window_table, entry_table: the sequence's block tables; with SLOTS flat indices of a token.
         window_width: entries of the window's table.
         topk_indices: the entries that a token attends to, None = all in order; with SLOTS flat
@@ -50,12 +88,8 @@ class Pages(NamedTuple):
     window: Any
     window_table: Any
     window_width: Any
-    window_stride_page: Any
-    window_stride_row: Any
     entries: Any
     entry_table: Any
-    entry_stride_page: Any
-    entry_stride_row: Any
     topk_indices: Any
 
 
@@ -76,55 +110,61 @@ class Order(NamedTuple):
 
 
 @triton.jit
-def _load_quantised(rows, scales, live, HARDWARE_E4M3: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, DTYPE: tl.constexpr):  # fmt: skip
-    """Rows of the 584-byte layout as numbers [BLOCK_N, HEAD_DIM]; rows and scales: [BLOCK_N] pointers to bytes."""
+def _load_quantized(rows, scales, live, DTYPE: tl.constexpr, KEYS: tl.constexpr):
+    """Rows of the 584-byte layout as numbers [BLOCK_N, HEAD_DIM].
+
+    Args:
+        rows, scales: [BLOCK_N] pointers to the bytes of values and of scales.
+    """
+    HEAD_DIM: tl.constexpr = KEYS.HEAD_DIM
+    BLOCK_N: tl.constexpr = KEYS.BLOCK_N
     GROUPS: tl.constexpr = HEAD_DIM // GROUP
     dim = tl.arange(0, HEAD_DIM)
-    quantised = tl.load(
+    quantized = tl.load(
         rows[:, None] + dim[None, :], mask=live[:, None] & (dim < NOPE_DIM)[None, :], other=0
     )
     rope = (rows + NOPE_DIM).to(tl.pointer_type(tl.bfloat16))
     rope = tl.load(rope[:, None] + tl.arange(0, GROUP)[None, :], mask=live[:, None], other=0.0)
-    # The eight bytes of a row's scales at once; 2^(byte - 127) is the fp32 number with that exponent and no mantissa.
+    # The eight bytes of a row's scales at once; 2^(byte - 127) is the fp32 number with that
+    # exponent and no mantissa.
     packed = tl.load(scales.to(tl.pointer_type(tl.int64)), mask=live, other=0)
     group = tl.arange(0, GROUPS)
     exponents = ((packed[:, None] >> (8 * group)[None, :]) & 0xFF).to(tl.int32)
     factors = (exponents << 23).to(tl.float32, bitcast=True)[:, :, None]
-    values = tl.reshape(widen_e4m3(quantised, tl.float32, HARDWARE_E4M3), [BLOCK_N, GROUPS, GROUP])
-    values = (values * factors).to(DTYPE)
+    values = widen_e4m3(quantized, tl.float32, KEYS.HARDWARE_E4M3)
+    values = (tl.reshape(values, [BLOCK_N, GROUPS, GROUP]) * factors).to(DTYPE)
     values = tl.where((group == GROUPS - 1)[None, :, None], rope.to(DTYPE)[:, None, :], values)
     return tl.reshape(values, [BLOCK_N, HEAD_DIM])
 
 
 @triton.jit
 def attend_keys(
-    acc, row_max, row_sum, q, position, pages, new_kv, new_stride, order, first, stop, sliding_window, ratio, scale,
-    WINDOW_ROWS: tl.constexpr, ENTRY_ROWS: tl.constexpr, SLOTS: tl.constexpr, HARDWARE_E4M3: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, SWAP: tl.constexpr, ONE_TOKEN: tl.constexpr, DIVIDE: tl.constexpr, HOIST: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    acc, row_max, row_sum, q, position, pages, new_kv, new_stride, order, first, stop, mask, scale,
+    KEYS: tl.constexpr, ONE_TOKEN: tl.constexpr,
 ):  # fmt: skip
     """Run the online softmax over the keys [first, stop) of a query tile.
 
     Args:
         q: [ROWS, HEAD_DIM].
         position: [ROWS] int32, of each row.
+        pages, order, mask: ``Pages``, ``Order``, ``Mask``.
         new_kv: pointer to the step's rows of the sequence, ``new_stride`` elements apart, or None.
-        SLOTS: the keys come as lists of flat indices; whatever they name is visible.
-        ALIGNED: pages and new rows start at multiples of 16 bytes, which Triton 3.9 forgets of a
-            pointer that is chosen from two.
+        KEYS: ``KeyTile``.
+        ONE_TOKEN: all rows are of one token, which sees all keys.
     """
+    BLOCK_N: tl.constexpr = KEYS.BLOCK_N
+    WINDOW_ROWS: tl.constexpr = KEYS.WINDOW_ROWS
+    ENTRY_ROWS: tl.constexpr = KEYS.ENTRY_ROWS
     offs_n = tl.arange(0, BLOCK_N)
-    dim = tl.arange(0, HEAD_DIM)
-    FP8: tl.constexpr = pages.window is not None and pages.window.dtype.element_ty == tl.uint8
-    LISTED: tl.constexpr = SLOTS or pages.topk_indices is not None
+    dim = tl.arange(0, KEYS.HEAD_DIM)
+    FP8: tl.constexpr = pages.window is not None and pages.window.data.dtype.element_ty == tl.uint8
+    LISTED: tl.constexpr = KEYS.SLOTS or pages.topk_indices is not None
     first_cell = order.low // WINDOW_ROWS // pages.window_width * pages.window_width
     x = first + offs_n
-    entry = _load_entry(x, stop, order.num_raw, pages.topk_indices, SLOTS)
-    flat_index = _load_flat_index(
-        x, stop, entry, pages, new_kv, order, first_cell, WINDOW_ROWS, ENTRY_ROWS, SLOTS
-    )
-    entry = _load_entry(x + BLOCK_N, stop, order.num_raw, pages.topk_indices, SLOTS)
-    for start in tl.range(first, stop, BLOCK_N, disable_licm=not HOIST):
+    entry = _load_entry(x, stop, order.num_raw, pages.topk_indices, KEYS.SLOTS)
+    flat_index = _load_flat_index(x, stop, entry, pages, new_kv, order, first_cell, KEYS)
+    entry = _load_entry(x + BLOCK_N, stop, order.num_raw, pages.topk_indices, KEYS.SLOTS)
+    for start in tl.range(first, stop, BLOCK_N, disable_licm=not KEYS.HOIST):
         x = start + offs_n
         raw = x < order.num_raw
         key_position = order.low + x
@@ -135,24 +175,20 @@ def attend_keys(
         flat_index = flat_index.to(tl.uint32)
         if pages.window is not None:
             row = (flat_index % WINDOW_ROWS).to(tl.int32)
-            offset = row * (ROW_BYTES if FP8 else pages.window_stride_row)
+            offset = row * (ROW_BYTES if FP8 else pages.window.stride_row)
             first_scale = tl.full([], WINDOW_ROWS * ROW_BYTES, tl.int32)
-            page = (
-                pages.window + (flat_index // WINDOW_ROWS).to(tl.int64) * pages.window_stride_page
-            )
+            page_id = (flat_index // WINDOW_ROWS).to(tl.int64)
+            page = pages.window.data + page_id * pages.window.stride_page
             if pages.entries is not None:
                 entry_row = (flat_index % ENTRY_ROWS).to(tl.int32)
                 row = tl.where(raw, row, entry_row)
-                offset = tl.where(
-                    raw, offset, entry_row * (ROW_BYTES if FP8 else pages.entry_stride_row)
-                )
+                entry_offset = entry_row * (ROW_BYTES if FP8 else pages.entries.stride_row)
+                offset = tl.where(raw, offset, entry_offset)
                 first_scale = tl.where(raw, first_scale, ENTRY_ROWS * ROW_BYTES)
-                entry_page = (
-                    pages.entries
-                    + (flat_index // ENTRY_ROWS).to(tl.int64) * pages.entry_stride_page
-                )
+                entry_page_id = (flat_index // ENTRY_ROWS).to(tl.int64)
+                entry_page = pages.entries.data + entry_page_id * pages.entries.stride_page
                 page = tl.where(raw, page, entry_page)
-                if ALIGNED:
+                if KEYS.ALIGNED:
                     page = tl.multiple_of(page, 16)
                     offset = tl.multiple_of(offset, 128 // page.dtype.element_ty.primitive_bitwidth)
                     first_scale = tl.multiple_of(first_scale, 16)
@@ -162,34 +198,37 @@ def attend_keys(
             new_rows = new_kv + (key_position - order.context).to(tl.int64) * new_stride
             if pages.window is not None:
                 rows = tl.where(raw & (key_position >= order.context), new_rows, rows)
-                if ALIGNED:
+                if KEYS.ALIGNED:
                     rows = tl.multiple_of(rows, 16)
             else:
                 rows = new_rows
         if FP8:
-            tile = _load_quantised(rows, scales, live, HARDWARE_E4M3, HEAD_DIM, BLOCK_N, q.dtype)
+            tile = _load_quantized(rows, scales, live, q.dtype, KEYS)
         else:
             # What lies in rows that are not live may be NaN: 0 * NaN would reach the output.
             tile = tl.load(rows[:, None] + dim[None, :], mask=live[:, None], other=0.0)
         if ONE_TOKEN:
-            visible = live[:, None] if SWAP else live[None, :]
+            visible = live[:, None] if KEYS.SWAP else live[None, :]
         else:
             # ``topk_indices`` belong to one token, so the entries are those in order here.
             birth = key_position
-            death = key_position + (sliding_window - 1)
+            death = key_position + (mask.sliding_window - 1)
             if pages.entries is not None:
-                birth = tl.where(raw, birth, (x - order.num_raw + 1) * ratio - 1)
+                birth = tl.where(raw, birth, (x - order.num_raw + 1) * mask.ratio - 1)
                 death = tl.where(raw, death, FOREVER)
-            if SWAP:
-                visible = live[:, None] & (birth[:, None] <= position[None, :]) & (death[:, None] >= position[None, :])  # fmt: skip
+            if KEYS.SWAP:
+                visible = live[:, None] & (birth[:, None] <= position[None, :])
+                visible &= death[:, None] >= position[None, :]
             else:
-                visible = live[None, :] & (birth[None, :] <= position[:, None]) & (death[None, :] >= position[:, None])  # fmt: skip
-        acc, row_max, row_sum = update(acc, row_max, row_sum, q, tile, None, None, visible, scale, start < stop, SWAP, DIVIDE, HOIST)  # fmt: skip
+                visible = live[None, :] & (birth[None, :] <= position[:, None])
+                visible &= death[None, :] >= position[:, None]
+        acc, row_max, row_sum = update(
+            acc, row_max, row_sum, q, tile, None, None, visible, scale, start < stop,
+            KEYS.SWAP, KEYS.DIVIDE, KEYS.HOIST,
+        )  # fmt: skip
         x += BLOCK_N
-        flat_index = _load_flat_index(
-            x, stop, entry, pages, new_kv, order, first_cell, WINDOW_ROWS, ENTRY_ROWS, SLOTS
-        )
-        entry = _load_entry(x + BLOCK_N, stop, order.num_raw, pages.topk_indices, SLOTS)
+        flat_index = _load_flat_index(x, stop, entry, pages, new_kv, order, first_cell, KEYS)
+        entry = _load_entry(x + BLOCK_N, stop, order.num_raw, pages.topk_indices, KEYS.SLOTS)
     return acc, row_max, row_sum
 
 
@@ -204,15 +243,15 @@ def _load_entry(x, stop, num_raw, topk_indices, SLOTS: tl.constexpr):
 
 
 @triton.jit
-def _load_flat_index(
-    x, stop, entry, pages, new_kv, order, first_cell, WINDOW_ROWS: tl.constexpr, ENTRY_ROWS: tl.constexpr, SLOTS: tl.constexpr
-):  # fmt: skip
+def _load_flat_index(x, stop, entry, pages, new_kv, order, first_cell, KEYS: tl.constexpr):
     """Flat index of each key, page * rows of a page + row; -1 for list entries that name no row.
 
     That of a new row is never used and may be anything.
     """
+    WINDOW_ROWS: tl.constexpr = KEYS.WINDOW_ROWS
+    ENTRY_ROWS: tl.constexpr = KEYS.ENTRY_ROWS
     raw = x < order.num_raw
-    if SLOTS:
+    if KEYS.SLOTS:
         cells = pages.window_table + x
         if pages.topk_indices is not None:
             cells = tl.where(raw, cells, pages.topk_indices + (x - order.num_raw))

@@ -12,6 +12,8 @@ once; a kernel of its own would read and write those 128 bytes of a row again an
 Source: DeepSeek-V4 report 2.3; FlashAttention-2 (arXiv 2307.08691).
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -19,11 +21,43 @@ from ..common.query_tiles import LOG2E, fold_sink, natural_lse, row_pointers
 from .key_tiles import Order, Pages, attend_keys
 
 
+class QueryTile(NamedTuple):
+    """What the rows of a query tile are, all known at compile time.
+
+    Attributes:
+        NUM_HEADS: query heads of the layer.
+        BLOCK_M: rows of a tile.
+        BLOCK_Q, HEADS: tokens and heads of a tile.
+        HEAD_TILES: tiles that cover the heads.
+    """
+
+    NUM_HEADS: Any
+    BLOCK_M: Any
+    BLOCK_Q: Any
+    HEADS: Any
+    HEAD_TILES: Any
+
+
+class Lists(NamedTuple):
+    """How many entries of a token's lists count; None = all.
+
+    Attributes:
+        window_lens: [num_lens] pointer, of the window's flat indices (with SLOTS).
+        topk_lens: [num_lens] pointer, of ``topk_indices``.
+        tokens_per_len: tokens that share an element of these.
+    """
+
+    window_lens: Any
+    topk_lens: Any
+    tokens_per_len: Any
+
+
 @triton.jit
-def _inverse_rope(rope, position, live, cos_sin, cos_sin_stride, ROWS: tl.constexpr, ROPE_DIM: tl.constexpr):  # fmt: skip
-    """Rotate pairs (2i, 2i + 1) of rope [ROWS, ROPE_DIM] fp32 by minus the angles of each position."""
+def _inverse_rope(rope, position, live, cos_sin, ROWS: tl.constexpr, ROPE_DIM: tl.constexpr):
+    """Rotate pairs (2i, 2i + 1) of rope [ROWS, ROPE_DIM] fp32 by minus the angles of positions."""
     even, odd = tl.split(tl.reshape(rope, [ROWS, ROPE_DIM // 2, 2]))
-    angle = cos_sin + position.to(tl.int64)[:, None] * cos_sin_stride + tl.arange(0, ROPE_DIM // 2)[None, :]  # fmt: skip
+    angle = cos_sin.data + position.to(tl.int64)[:, None] * cos_sin.stride_row
+    angle += tl.arange(0, ROPE_DIM // 2)[None, :]
     # A padding row (fewer keys than new tokens) has no position; what it sees is nothing.
     known = (live & (position >= 0))[:, None]
     cos = tl.load(angle, mask=known, other=1.0)
@@ -34,105 +68,115 @@ def _inverse_rope(rope, position, live, cos_sin, cos_sin_stride, ROWS: tl.conste
 
 @triton.jit
 def store_rows(
-    acc, row_max, row_sum, sink, out_rows, lse_rows, position, live, cos_sin, cos_sin_stride,
-    HEAD_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, ROWS: tl.constexpr, SWAP: tl.constexpr, SLOTS: tl.constexpr,
+    acc, row_max, row_sum, sink, out_rows, lse_rows, position, live, cos_sin,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, EMPTY_LSE: tl.constexpr,
 ):  # fmt: skip
     """Normalise, fold the sink in, apply the inverse RoPE, and store rows and lse.
 
-    cos_sin None: no inverse RoPE. The lse of a row without keys is -inf, with SLOTS +inf.
+    Args:
+        cos_sin: ``Matrix``; None: no inverse RoPE.
+        EMPTY_LSE: the lse of a row without keys.
     """
+    HEAD_DIM: tl.constexpr = KEYS.HEAD_DIM
+    ROPE_DIM: tl.constexpr = KEYS.ROPE_DIM
     GROUPS: tl.constexpr = HEAD_DIM // ROPE_DIM
     dtype = out_rows.dtype.element_ty
     factor = fold_sink(row_max, row_sum, sink)
     dim = tl.arange(0, HEAD_DIM)
     stored = dim < HEAD_DIM
-    acc = acc * (factor[None, :] if SWAP else factor[:, None])
+    acc = acc * (factor[None, :] if KEYS.SWAP else factor[:, None])
     if cos_sin is not None:
         is_rope = tl.arange(0, GROUPS) == GROUPS - 1
-        if SWAP:
+        if KEYS.SWAP:
             groups = tl.reshape(acc, [GROUPS, ROPE_DIM, ROWS])
             rope = tl.trans(tl.sum(tl.where(is_rope[:, None, None], groups, 0.0), 0))
         else:
             groups = tl.reshape(acc, [ROWS, GROUPS, ROPE_DIM])
             rope = tl.sum(tl.where(is_rope[None, :, None], groups, 0.0), 1)
-        rope = _inverse_rope(rope, position, live, cos_sin, cos_sin_stride, ROWS, ROPE_DIM)
+        rope = _inverse_rope(rope, position, live, cos_sin, ROWS, ROPE_DIM)
         channel = HEAD_DIM - ROPE_DIM + tl.arange(0, ROPE_DIM)
         tl.store(out_rows[:, None] + channel[None, :], rope.to(dtype), mask=live[:, None])
         stored = dim < HEAD_DIM - ROPE_DIM
-    if SWAP:
-        tl.store(out_rows[None, :] + dim[:, None], acc.to(dtype), mask=live[None, :] & stored[:, None])  # fmt: skip
+    if KEYS.SWAP:
+        pointers = out_rows[None, :] + dim[:, None]
+        tl.store(pointers, acc.to(dtype), mask=live[None, :] & stored[:, None])
     else:
-        tl.store(out_rows[:, None] + dim[None, :], acc.to(dtype), mask=live[:, None] & stored[None, :])  # fmt: skip
+        pointers = out_rows[:, None] + dim[None, :]
+        tl.store(pointers, acc.to(dtype), mask=live[:, None] & stored[None, :])
     if lse_rows is not None:
         row_lse = natural_lse(row_max, row_sum)
-        if SLOTS:
-            row_lse = tl.where(row_sum > 0.0, row_lse, float("inf"))
+        if EMPTY_LSE > 0:
+            row_lse = tl.where(row_sum > 0.0, row_lse, EMPTY_LSE)
         tl.store(lse_rows, row_lse, mask=live)
 
 
 @triton.jit
 def store_output(
     acc, row_max, row_sum, out, lse, sinks, cos_sin, first_token, token, head, position, live,
-    out_stride_token, out_stride_head, lse_stride_head, cos_sin_stride,
-    HEAD_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, ROWS: tl.constexpr, SWAP: tl.constexpr, SLOTS: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Store the rows of a query tile, which starts with ``first_token``, as the call's result."""
+    EMPTY_LSE: tl.constexpr = float("inf") if KEYS.SLOTS else float("-inf")
     first_head = first_token * 0
-    out_rows = row_pointers(out, first_token, first_head, token, head, out_stride_token, out_stride_head)  # fmt: skip
+    out_rows = row_pointers(
+        out.data, first_token, first_head, token, head, out.stride_token, out.stride_head
+    )
     lse_rows = None
     if lse is not None:
-        lse_rows = row_pointers(lse, first_token, first_head, token, head, 1, lse_stride_head)
+        lse_rows = row_pointers(
+            lse.data, first_token, first_head, token, head, lse.stride_token, lse.stride_head
+        )
     sink = float("-inf")
     if sinks is not None:
         sink = tl.load(sinks + head, mask=live, other=float("-inf")) * LOG2E
     store_rows(
-        acc, row_max, row_sum, sink, out_rows, lse_rows, position, live, cos_sin, cos_sin_stride, HEAD_DIM, ROPE_DIM, ROWS, SWAP, SLOTS
+        acc, row_max, row_sum, sink, out_rows, lse_rows, position, live, cos_sin,
+        ROWS, KEYS, EMPTY_LSE,
     )  # fmt: skip
 
 
 @triton.jit
 def attend_query_tile(
-    q, token, q_first, q_last, context, oldest, split, split_stop, num_splits, pages, new_kv, new_stride, window_len, num_topk, entry_room,
-    sliding_window, ratio, scale,
-    WINDOW_ROWS: tl.constexpr, ENTRY_ROWS: tl.constexpr, SLOTS: tl.constexpr, HARDWARE_E4M3: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWAP: tl.constexpr, ONE_TOKEN: tl.constexpr,
-    DIVIDE: tl.constexpr, HOIST: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    q, token, q_first, q_last, context, oldest, split, split_stop, num_splits,
+    pages, new_kv, new_stride, window_len, num_topk, entry_room, mask, scale,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, ONE_TOKEN: tl.constexpr,
 ):  # fmt: skip
     """Attend for one query tile to the KV splits [split, split_stop) of ``num_splits``.
 
     Args:
-        q: [BLOCK_M, HEAD_DIM].
-        token: [BLOCK_M] token of each row in its sequence's step; q_first, q_last: the tile's
-            first and last.
+        q: [ROWS, HEAD_DIM].
+        token: [ROWS] token of each row in its sequence's step; q_first, q_last: the tile's first
+            and last.
         oldest: position of the first raw row that no later one has overwritten.
         window_len, num_topk: keys that come as lists.
         entry_room: entries that the table has room for.
-        pages, new_kv, new_stride, SLOTS, ALIGNED: as in ``attend_keys``.
+        pages, new_kv, new_stride, mask, KEYS, ONE_TOKEN: as in ``attend_keys``.
     """
-    # One tile cannot hold quantised rows and plain ones: the new rows take a loop of their own.
-    SEPARATE: tl.constexpr = new_kv is not None and pages.window.dtype.element_ty == tl.uint8
-    if SWAP:
-        acc = tl.zeros([HEAD_DIM, BLOCK_M], tl.float32)
+    # One tile cannot hold quantized rows and plain ones: the new rows take a loop of their own.
+    SEPARATE: tl.constexpr = new_kv is not None and pages.window.data.dtype.element_ty == tl.uint8
+    BLOCK_N: tl.constexpr = KEYS.BLOCK_N
+    HEAD_DIM: tl.constexpr = KEYS.HEAD_DIM
+    if KEYS.SWAP:
+        acc = tl.zeros([HEAD_DIM, ROWS], tl.float32)
     else:
-        acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
-    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([ROWS, HEAD_DIM], tl.float32)
+    row_max = tl.full([ROWS], float("-inf"), tl.float32)
+    row_sum = tl.zeros([ROWS], tl.float32)
     position = context + token
     low = 0
     num_entries = 0
-    if SLOTS:
+    if KEYS.SLOTS:
         num_raw = window_len
         num_keys = window_len
     else:
-        low = tl.maximum(tl.maximum(context + q_first - sliding_window + 1, oldest), 0)
+        low = tl.maximum(tl.maximum(context + q_first - mask.sliding_window + 1, oldest), 0)
         raw_stop = context + q_last + 1
         if SEPARATE:
             raw_stop = tl.minimum(raw_stop, context)
         num_raw = tl.maximum(raw_stop - low, 0)
         num_keys = num_raw
         if pages.entries is not None:
-            num_entries = tl.minimum(tl.maximum(context + q_last + 1, 0) // ratio, entry_room)
+            num_entries = tl.minimum(tl.maximum(context + q_last + 1, 0) // mask.ratio, entry_room)
             num_keys += num_entries
     if pages.topk_indices is not None:
         num_keys = num_raw + num_topk
@@ -141,15 +185,16 @@ def attend_query_tile(
     stop = tl.minimum((num_tiles * split_stop // num_splits).to(tl.int32) * BLOCK_N, num_keys)
     order = Order(low, context, num_raw, num_entries)
     acc, row_max, row_sum = attend_keys(
-        acc, row_max, row_sum, q, position, pages, None if SEPARATE else new_kv, new_stride, order, first, stop, sliding_window, ratio, scale,
-        WINDOW_ROWS, ENTRY_ROWS, SLOTS, HARDWARE_E4M3, HEAD_DIM, BLOCK_N, SWAP, ONE_TOKEN, DIVIDE, HOIST, ALIGNED,
+        acc, row_max, row_sum, q, position, pages, None if SEPARATE else new_kv, new_stride, order,
+        first, stop, mask, scale, KEYS, ONE_TOKEN,
     )  # fmt: skip
     if SEPARATE:
         low = tl.maximum(low, context)
         num_raw = tl.where(split_stop == num_splits, tl.maximum(context + q_last + 1 - low, 0), 0)
-        nowhere = Pages(None, None, 1, 0, 0, None, None, 0, 0, None)
+        nowhere = Pages(None, None, 1, None, None, None)
+        order = Order(low, context, num_raw, 0)
         acc, row_max, row_sum = attend_keys(
-            acc, row_max, row_sum, q, position, nowhere, new_kv, new_stride, Order(low, context, num_raw, 0), 0, num_raw, sliding_window, 1, scale,
-            1, 1, False, HARDWARE_E4M3, HEAD_DIM, BLOCK_N, SWAP, ONE_TOKEN, DIVIDE, HOIST, ALIGNED,
+            acc, row_max, row_sum, q, position, nowhere, new_kv, new_stride, order,
+            0, num_raw, mask, scale, KEYS, ONE_TOKEN,
         )  # fmt: skip
     return acc, row_max, row_sum

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from ..common import launch_cache
+from ..common import launch_cache, strided
+from ..common.latent_pages import LatentPages
 from ..common.launching import Launch, arch_and_sms, partials
 from ..common.merging import block_parts, compressed_merge_kernel
 from ..common.query_tiles import LOG2E
@@ -26,7 +27,9 @@ from ..common.tiles import hoists
 from .call import CompressedCall
 from .configs import MIN_PIECE_KEYS, CompressedConfig, plan_decode, select_config, tile_rows
 from .decode import compressed_decode_kernel
+from .key_tiles import KeyTile, Mask
 from .prefill import compressed_prefill_kernel
+from .query_tile import Lists, QueryTile
 
 # The first architecture with an instruction that widens e4m3.
 E4M3_ARCH = 89
@@ -92,68 +95,63 @@ def _shared_arguments(call: CompressedCall, config: CompressedConfig, arch: int)
     """Arguments, constants and options that both attention kernels take."""
     num_heads, head_dim = call.q.shape[1:]
     block_q, heads, head_tiles = tile_heads(num_heads, config.block_m)
-    if call.has_topk:
-        block_q = 1
     window, entries = call.window_pages, call.compressed_pages
-    table, topk_indices = call.compressed_table, call.topk_indices
-    entry_strides = (0, 0) if entries is None else entries.data.stride()
+    queries = QueryTile(
+        NUM_HEADS=num_heads,
+        BLOCK_M=config.block_m,
+        BLOCK_Q=1 if call.has_topk else block_q,
+        HEADS=heads,
+        HEAD_TILES=head_tiles,
+    )
+    keys = KeyTile(
+        HEAD_DIM=head_dim,
+        ROPE_DIM=window.rope_dim,
+        BLOCK_N=config.block_n,
+        WINDOW_ROWS=window.storage_block_size,
+        ENTRY_ROWS=1 if entries is None else entries.storage_block_size,
+        SLOTS=call.slots,
+        HARDWARE_E4M3=arch >= E4M3_ARCH,
+        SWAP=config.swap,
+        DIVIDE=config.divide,
+        HOIST=hoists(config.swap, config.divide, arch),
+        ALIGNED=launch_cache.rows_at_16_bytes(window, call.kv, entries),
+    )
     return {
-        "q": call.q,
-        "window_pages": window.data,
-        "kv": call.kv,
-        "compressed_pages": None if entries is None else entries.data,
-        "window_table": call.window_table,
-        "compressed_table": table,
-        "topk_indices": topk_indices,
-        "topk_lens": call.topk_lens,
+        "q": strided.rows(call.q),
+        "window_pages": _paged_rows(window),
+        "kv": strided.matrix(call.kv),
+        "compressed_pages": None if entries is None else _paged_rows(entries),
+        "window_table": strided.table(call.window_table),
+        "compressed_table": _table(call.compressed_table),
+        "topk_indices": _table(call.topk_indices),
+        "lists": Lists(call.window_lens, call.topk_lens, call.tokens_per_len),
         "seq_lens": call.seq_lens,
         "cu_seqlens_q": call.cu_seqlens_q,
         "sinks": call.sinks,
-        "cos_sin": call.cos_sin,
-        "out": call.out,
-        "lse": call.lse,
+        "cos_sin": strided.matrix(call.cos_sin),
+        "out": strided.rows(call.out),
+        "lse": strided.lse_rows(call.lse),
         "decode_tokens": 0,
-        "window_width": call.window_table.shape[1],
         "window_room": call.window_room,
         "entry_room": call.entry_room,
-        "topk": None if topk_indices is None else topk_indices.shape[1],
-        "sliding_window": call.sliding_window,
-        "ratio": call.compress_ratio,
+        "mask": Mask(call.sliding_window, call.compress_ratio),
         "scale": call.softmax_scale * LOG2E.value,
-        "q_stride_token": call.q.stride(0),
-        "q_stride_head": call.q.stride(1),
-        "out_stride_token": call.out.stride(0),
-        "out_stride_head": call.out.stride(1),
-        "lse_stride_head": 0 if call.lse is None else call.lse.stride(0),
-        "cos_sin_stride": 0 if call.cos_sin is None else call.cos_sin.stride(0),
-        "kv_stride": 0 if call.kv is None else call.kv.stride(0),
-        "window_table_stride": call.window_table.stride(0),
-        "compressed_table_stride": 0 if table is None else table.stride(0),
-        "topk_stride": 0 if topk_indices is None else topk_indices.stride(0),
-        "window_stride_page": window.data.stride(0),
-        "window_stride_row": 0 if window.fp8 else window.data.stride(1),
-        "compressed_stride_page": entry_strides[0],
-        "compressed_stride_row": entry_strides[1],
-        "NUM_HEADS": num_heads,
-        "BLOCK_Q": block_q,
-        "HEADS": heads,
-        "HEAD_TILES": head_tiles,
-        "WINDOW_ROWS": window.storage_block_size,
-        "ENTRY_ROWS": 1 if entries is None else entries.storage_block_size,
-        "HARDWARE_E4M3": arch >= E4M3_ARCH,
-        "HEAD_DIM": head_dim,
-        "ROPE_DIM": window.rope_dim,
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "SWAP": config.swap,
-        "DIVIDE": config.divide,
-        "HOIST": hoists(config.swap, config.divide, arch),
-        "ALIGNED": launch_cache.rows_at_16_bytes(window, call.kv, entries),
+        "QUERIES": queries,
+        "KEYS": keys,
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
         # 16 warps have to share the 65536 registers of a multiprocessor.
         "maxnreg": min(MAX_REGISTERS, 2048 // config.num_warps),
     }
+
+
+def _paged_rows(pages: LatentPages) -> strided.PagedRows:
+    stride_row = 0 if pages.fp8 else pages.data.stride(1)
+    return strided.PagedRows(pages.data, pages.data.stride(0), stride_row)
+
+
+def _table(tensor: torch.Tensor | None) -> strided.Table | None:
+    return None if tensor is None else strided.table(tensor)
 
 
 def _config(call: CompressedCall, arch: int, tokens: int) -> CompressedConfig:
@@ -166,10 +164,11 @@ def _prepare_prefill(call: CompressedCall, arch: int, decode_tokens: int) -> Lau
     """The launch for all sequences but the first ``num_decodes`` of up to ``decode_tokens`` new tokens."""
     shared = _shared_arguments(call, _config(call, arch, 64), arch)
     # Without the lengths on the host: each sequence adds at most one tile that is not full.
-    num_tiles = call.q.shape[0] // shared["BLOCK_Q"] + call.num_seqs
+    queries = shared["QUERIES"]
+    num_tiles = call.q.shape[0] // queries.BLOCK_Q + call.num_seqs
     return Launch(
         compressed_prefill_kernel,
-        (num_tiles * shared["HEAD_TILES"],),
+        (num_tiles * queries.HEAD_TILES,),
         {
             **shared,
             "num_seqs": call.num_seqs,
@@ -186,15 +185,16 @@ def _prepare_decode(
     """The launches for the first ``num_decodes`` sequences: attention, and the merge of KV splits."""
     shared = _shared_arguments(call, _config(call, arch, decode_tokens), arch)
     num_heads, head_dim = call.q.shape[1:]
-    block_q, block_n = shared["BLOCK_Q"], shared["BLOCK_N"]
+    queries, block_n = shared["QUERIES"], shared["KEYS"].BLOCK_N
+    block_q = queries.BLOCK_Q
     seq_tiles = -(-decode_tokens // block_q)
     plan = plan_decode(
         num_decodes=call.num_decodes,
         seq_tiles=seq_tiles,
         block_q=block_q,
-        block_m=shared["BLOCK_M"],
+        block_m=queries.BLOCK_M,
         num_heads=num_heads,
-        head_tiles=shared["HEAD_TILES"],
+        head_tiles=queries.HEAD_TILES,
         head_dim=head_dim,
         num_sms=num_sms,
         max_keys=call.max_keys(block_q),
@@ -204,35 +204,55 @@ def _prepare_decode(
     # With few query tiles a program leaves partial results of about one, with many of two.
     splits_left = 1 if 2 * call.num_decodes * seq_tiles <= plan.programs else 2
     decode = {
-        "window_lens": call.window_lens,
-        "tokens_per_len": call.tokens_per_len,
         "num_whole": plan.num_whole,
         "num_decodes": call.num_decodes,
         "decode_tokens": decode_tokens,
         "num_splits": plan.pieces,
         "programs": plan.programs,
-        "SLOTS": call.slots,
         "STREAM_K": plan.programs > 0,
         "LEAST": MIN_PIECE_KEYS // block_n,
-        "COST": splits_left * PIECE_COST * shared["BLOCK_M"] // block_n,
+        "COST": splits_left * PIECE_COST * queries.BLOCK_M // block_n,
         "partial_out": partial_out,
         "first_lse": first_lse,
     }
     num_split = call.num_decodes - plan.num_whole
     items = plan.programs or (plan.num_whole + num_split * plan.pieces) * seq_tiles
     attention = Launch(
-        compressed_decode_kernel, (items * shared["HEAD_TILES"],), {**shared, **decode}
+        compressed_decode_kernel, (items * queries.HEAD_TILES,), {**shared, **decode}
     )
     if partial_out is None:
         return [attention]
-    merge_names = set(compressed_merge_kernel.arg_names)
-    arguments = {**shared, **decode, "num_heads": num_heads}
-    arguments |= {"pieces": plan.pieces, "LINE": decode["STREAM_K"]}
-    arguments = {name: value for name, value in arguments.items() if name in merge_names}
-    most = block_parts(plan.programs or plan.pieces, head_dim)
-    merge = Launch(
-        compressed_merge_kernel,
-        (num_split * num_heads,),
-        {**arguments, "BLOCK_PARTS": most, "num_warps": 4},
-    )
+    arguments = {
+        "partial_out": partial_out,
+        "first_lse": first_lse,
+        "seq_lens": call.seq_lens,
+        "cu_seqlens_q": call.cu_seqlens_q,
+        "sinks": call.sinks,
+        "cos_sin": call.cos_sin,
+        "out": call.out,
+        "lse": call.lse,
+        "num_whole": plan.num_whole,
+        "num_decodes": call.num_decodes,
+        "decode_tokens": decode_tokens,
+        "pieces": plan.pieces,
+        "programs": plan.programs,
+        "sliding_window": call.sliding_window,
+        "ratio": call.compress_ratio,
+        "num_heads": num_heads,
+        "out_stride_token": call.out.stride(0),
+        "out_stride_head": call.out.stride(1),
+        "lse_stride_head": 0 if call.lse is None else call.lse.stride(0),
+        "cos_sin_stride": 0 if call.cos_sin is None else call.cos_sin.stride(0),
+        "BLOCK_Q": block_q,
+        "SLOTS": call.slots,
+        "HEAD_DIM": head_dim,
+        "ROPE_DIM": call.window_pages.rope_dim,
+        "BLOCK_N": block_n,
+        "LINE": decode["STREAM_K"],
+        "LEAST": decode["LEAST"],
+        "COST": decode["COST"],
+        "BLOCK_PARTS": block_parts(plan.programs or plan.pieces, head_dim),
+        "num_warps": 4,
+    }
+    merge = Launch(compressed_merge_kernel, (num_split * num_heads,), arguments)
     return [attention, merge]

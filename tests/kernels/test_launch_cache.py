@@ -467,7 +467,8 @@ def test_rows_at_16_bytes_are_told_from_others(name, monkeypatch):
     original = launching.launch
 
     def launch(kernel, grid, arguments):
-        launched.append(arguments.get("ALIGNED"))
+        values = launching.Launch(kernel, grid, arguments).values
+        launched.append(values.get("ALIGNED"))
         original(kernel, grid, arguments)
 
     monkeypatch.setattr(launching, "launch", launch)
@@ -496,9 +497,11 @@ def test_rows_at_16_bytes_are_told_from_others(name, monkeypatch):
 @pytest.mark.parametrize("name", ["k_cache", "extra_k_cache"])
 def test_flash_mla_tells_rows_at_16_bytes_from_others(name, monkeypatch):
     launched = []
-    monkeypatch.setattr(
-        launching, "launch", lambda kernel, grid, arguments: launched.append(arguments["ALIGNED"])
-    )
+
+    def launch(kernel, grid, arguments):
+        launched.append(launching.Launch(kernel, grid, arguments).values["ALIGNED"])
+
+    monkeypatch.setattr(launching, "launch", launch)
     cache, rows = torch.zeros(2, 64, 1, 512, dtype=BF16), torch.zeros(1, 1, 4, dtype=torch.int32)
     call = {
         "q": torch.zeros(1, 1, 4, 512, dtype=BF16), "k_cache": cache, "block_table": None, "cache_seqlens": None, "head_dim_v": 512,
