@@ -1,4 +1,4 @@
-"""``index_topk``: scores and every level of the selection, 64 heads of 128, top-k of 512 and 1024, plain and quantised keys."""
+"""``index_topk``: scores and every level of the selection, 64 heads of 128, top-k of 512 and 1024, plain and quantized keys."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def compressed_attention(
     Args:
         q: [num_tokens, num_heads, head_dim] bf16, fp16 or fp32, last stride 1, roped; the sequences
             one after another. Any number of heads.
-        window_pages: raw rows, roped; q's dtype, or quantised (q bf16 or fp32).
+        window_pages: raw rows, roped; q's dtype, or quantized (q bf16 or fp32).
         window_table: [num_seqs, width] int32, page of block b at entry b % width: a ring, or a
             linear table. Only the last width * storage_block_size positions in the pages are seen:
             a later row overwrites the one so many positions before.
@@ -63,7 +63,7 @@ def compressed_attention(
             take the decode path, the call trusts it: rows of longer sequences stay unwritten.
             Elsewhere the result does not depend on it.
         kv: [num_tokens, head_dim] q's dtype, the step's own raw rows: then the pages hold only
-            those before the step. Where the pages are quantised these should be what a reader of
+            those before the step. Where the pages are quantized these should be what a reader of
             them would see (``write_latent`` returns it). None: the pages hold all.
         compressed_pages: entries of all closed windows, those that this step closed included; the
             same format as ``window_pages``.
@@ -96,7 +96,7 @@ def compressed_attention(
     Raises:
         ValueError: a shape, dtype, stride, device or host value is not as above, or
             num_seqs * max_seqlen_q < num_tokens on the decode path.
-        NotImplementedError: quantised beside plain pages, quantised pages with fp16 queries, a
+        NotImplementedError: quantized beside plain pages, quantized pages with fp16 queries, a
             rope_dim that is no power of two, or a pool of 2**31 rows or more.
 
     Source: DeepSeek-V4 report 2.3; transformers models/deepseek_v4.

@@ -1,4 +1,4 @@
-"""The checked arguments of one call of ``compressed_attention`` or of ``flash_mla_with_kvcache``."""
+"""Checked arguments of a call of ``compressed_attention`` or ``flash_mla_with_kvcache``."""
 
 from __future__ import annotations
 
@@ -206,11 +206,11 @@ def check_rows(
             )
         if pages.fp8 != window_pages.fp8:
             raise NotImplementedError(
-                f"{name}: quantised and plain pages in one call are not supported"
+                f"{name}: quantized and plain pages in one call are not supported"
             )
         if pages.fp8 and q.dtype == torch.float16:
             raise NotImplementedError(
-                "q: float16 with quantised pages; supported are bfloat16, float32"
+                "q: float16 with quantized pages; supported are bfloat16, float32"
             )
         if not pages.fp8 and pages.data.dtype != q.dtype:
             raise ValueError(f"{name}: expected {q.dtype} pages, got {pages.data.dtype}")

@@ -1,9 +1,9 @@
 """The decode kernel of ``compressed_attention``: the keys of a query tile may be split (split-KV).
 
-Where keys are bounded, the host decides how many programs share a query tile (``num_splits``); where
-they grow with the context, programs divide the keys of all query tiles evenly (``common.stream_k``).
-A split leaves its rows and their lse in ``partial_out``: [parts, BLOCK_Q, num_heads, head_dim] fp32,
-then the lse; ``compressed_merge_kernel`` merges them.
+Where keys are bounded, the host decides how many programs share a query tile (``num_splits``);
+where they grow with the context, programs divide the keys of all query tiles evenly
+(``common.stream_k``). A split leaves its rows and their lse in ``partial_out``: [parts, BLOCK_Q,
+num_heads, head_dim] fp32, then the lse; ``compressed_merge_kernel`` merges them.
 
 Source: FlashDecoding (split-KV); Stream-K (arXiv 2301.03598).
 """

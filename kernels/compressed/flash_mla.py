@@ -1,7 +1,7 @@
 """FlashMLA's calling convention for DeepSeek-V4 over the kernels of ``compressed_attention``.
 
 An engine that calls ``flash_mla_with_kvcache`` with a window cache and an extra cache can call this
-instead: any number of heads (FlashMLA takes 64 and 128), plain bf16 caches besides the quantised
+instead: any number of heads (FlashMLA takes 64 and 128), plain bf16 caches besides the quantized
 ones, and every architecture that Triton compiles for.
 
 Source: FlashMLA, flash_mla_interface (signature, index convention, meaning of the sink and of the
@@ -63,7 +63,7 @@ def flash_mla_with_kvcache(
         num_splits: None.
         softmax_scale: factor of q . k, in 2**-30 .. 2**16; default 512 ** -0.5.
         causal: False.
-        is_fp8_kvcache: whether the caches are quantised.
+        is_fp8_kvcache: whether the caches are quantized.
         indices: [batch, seq_len_q, topk] int32 physical rows of k_cache,
             block * block_size + offset; -1 = none.
         attn_sink: [num_heads] fp32 logits that join the denominator only.
@@ -99,8 +99,9 @@ def flash_mla_with_kvcache(
         raise NotImplementedError(f"head_dim_v: {head_dim_v} is not {HEAD_DIM}")
     arguments: dict[str, Any] = {
         "q": q, "window_pages": k_cache, "window_table": indices, "window_lens": topk_length,
-        "compressed_pages": extra_k_cache, "topk_indices": extra_indices_in_kvcache, "topk_lens": extra_topk_length,
-        "sinks": attn_sink, "softmax_scale": softmax_scale, "fp8": is_fp8_kvcache, "out": out, "lse": lse, "workspace": workspace,
+        "compressed_pages": extra_k_cache, "topk_indices": extra_indices_in_kvcache,
+        "topk_lens": extra_topk_length, "sinks": attn_sink, "softmax_scale": softmax_scale,
+        "fp8": is_fp8_kvcache, "out": out, "lse": lse, "workspace": workspace,
     }  # fmt: skip
     if isinstance(q, torch.Tensor) and q.dim() == 4 and q.shape[1] != 1:
         arguments |= _even_rows(arguments)
@@ -143,7 +144,7 @@ def _even_rows(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _checked(arguments: dict[str, Any]) -> CompressedCall:
-    """Check the arguments of ``flash_mla_with_kvcache``, named as in ``CompressedCall``, and ``fp8``.
+    """Check the arguments of ``flash_mla_with_kvcache``, named as in ``CompressedCall``.
 
     Makes ``out`` and ``lse`` where they are None.
     """

@@ -1,4 +1,4 @@
-"""One query tile of ``compressed_attention``: which keys it attends to, and how its rows are stored.
+"""One query tile of ``compressed_attention``: which keys it sees, how its rows are stored.
 
 A query tile packs tokens of a sequence with query heads (row = token * heads + head), so a tile of
 keys is read once for all of them: 64 rows, or 16 or 32 where there are fewer. With ``topk_indices``

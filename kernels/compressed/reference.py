@@ -5,11 +5,12 @@
 over the raw rows p - sliding_window + 1 .. p and the entries w < floor((p + 1) / compress_ratio),
 with one sink in the denominator.
 
-Nothing but the list of arguments is shared with the implementations, which read quantised pages in
+Nothing but the list of arguments is shared with the implementations, which read quantized pages in
 their own way too. ``dtype`` chooses the arithmetic: float64 for the truth, the model's dtype for
 what a plain low-precision program would give.
 
-Source: DeepSeek-V4 report 2.3; transformers models/deepseek_v4; FlashMLA tests/quant.py for the bytes.
+Source: DeepSeek-V4 report 2.3; transformers models/deepseek_v4; FlashMLA tests/quant.py for the
+bytes.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ def read_row(pages: Any, page: int, row: int) -> torch.Tensor:
     if pages.data.dtype != torch.uint8:
         return pages.data[page, row].double()
     n, data = pages.storage_block_size, pages.data[page]
-    quantised = data[row * 576 : row * 576 + 448].tolist()
+    quantized = data[row * 576 : row * 576 + 448].tolist()
     scales = data[n * 576 + row * 8 : n * 576 + row * 8 + 7].tolist()
-    values = [_e4m3(byte) * 2.0 ** (scales[i // 64] - 127) for i, byte in enumerate(quantised)]
+    values = [_e4m3(byte) * 2.0 ** (scales[i // 64] - 127) for i, byte in enumerate(quantized)]
     rope = data[row * 576 + 448 : row * 576 + 576].clone().view(torch.bfloat16).double()
     return torch.cat([torch.tensor(values, dtype=torch.float64), rope.cpu()]).to(data.device)
 
 
 def _e4m3(byte: int) -> float:
-    """Value of a byte: sign, four bits of exponent (bias 7), three of mantissa; exponent 0 is subnormal."""
+    """Value of a byte: sign, four bits of exponent (bias 7), three of mantissa; 0 is subnormal."""
     sign = -1.0 if byte & 0x80 else 1.0
     exponent, mantissa = (byte >> 3) & 15, byte & 7
     if exponent == 15 and mantissa == 7:
@@ -130,7 +131,7 @@ def _attend_row(
 
 
 def _inverse_rope(heads: torch.Tensor, cos_sin: torch.Tensor) -> None:
-    """Rotate the trailing pairs of heads [num_heads, head_dim] by minus the angles of a position."""
+    """Rotate the trailing pairs of heads [num_heads, head_dim] by minus a position's angles."""
     num_pairs = cos_sin.shape[0] // 2
     start = heads.shape[1] - 2 * num_pairs
     for i in range(num_pairs):

@@ -1,7 +1,7 @@
-"""``compressed_attention`` for CPU tensors: plain torch over the tokens and heads of a sequence, fp32.
+"""``compressed_attention`` for CPU tensors: plain torch over tokens and heads, fp32.
 
-Reads lengths on the host, so under a GPU it synchronises; there it is asked for by name only. Raises
-ValueError for ids of pages that there are not.
+Reads lengths on the host, so under a GPU it synchronises; there it is asked for by name only.
+Raises ValueError for ids of pages that there are not.
 
 Source: as ``reference``.
 """
@@ -40,7 +40,9 @@ def attention(call: CompressedCall) -> torch.Tensor:
     return call.out
 
 
-def _attend_tokens(call: CompressedCall, s: int, first: int, last: int, start: int, context: int) -> None:  # fmt: skip
+def _attend_tokens(
+    call: CompressedCall, s: int, first: int, last: int, start: int, context: int
+) -> None:
     """Attend for the tokens [first, last) of sequence s.
 
     The first new token of the sequence is ``start``, at position ``context``.
@@ -64,7 +66,9 @@ def _attend_tokens(call: CompressedCall, s: int, first: int, last: int, start: i
     call.out[first:last] = out.to(call.out.dtype)
 
 
-def _raw_rows(call: CompressedCall, s: int, key: torch.Tensor, start: int, context: int) -> torch.Tensor:  # fmt: skip
+def _raw_rows(
+    call: CompressedCall, s: int, key: torch.Tensor, start: int, context: int
+) -> torch.Tensor:
     """Raw rows of the positions ``key`` [S]: [S, head_dim] fp32."""
     size, width = call.window_pages.storage_block_size, call.window_table.shape[1]
     paged = key if call.kv is None else key[key < context]
@@ -134,21 +138,23 @@ def _attend_slots(call: CompressedCall) -> None:
 
 
 def _softmax(
-    call: CompressedCall, first: int, last: int, keys: list[torch.Tensor], visible: list[torch.Tensor]
-) -> torch.Tensor:  # fmt: skip
+    call: CompressedCall,
+    first: int,
+    last: int,
+    keys: list[torch.Tensor],
+    visible: list[torch.Tensor],
+) -> torch.Tensor:
     """Attend for the tokens [first, last): fp32 rows [L, H, head_dim].
 
     Args:
         keys: [S, head_dim] or [L, S, head_dim] each; visible: [L, S] which of them are seen.
     """
     q = call.q[first:last].float()  # [L, H, head_dim]
-    logits = torch.cat(
-        [
-            (q @ rows.transpose(-1, -2) * call.softmax_scale).masked_fill(~sees[:, None], -torch.inf)
-            for rows, sees in zip(keys, visible, strict=True)
-        ],
-        -1,
-    )  # fmt: skip
+    scores = [
+        (q @ rows.mT * call.softmax_scale).masked_fill(~sees[:, None], -torch.inf)
+        for rows, sees in zip(keys, visible, strict=True)
+    ]
+    logits = torch.cat(scores, -1)
     if call.lse is not None:
         call.lse[:, first:last] = torch.logsumexp(logits, -1).T  # [L, H]
     joint = logits

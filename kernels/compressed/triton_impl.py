@@ -1,9 +1,9 @@
 """Launches of ``compressed_attention``: attention over window, in-step rows and compressed entries.
 
-    out_i = R(-p_i) sum_j softmax_j(softmax_scale * q_i . c_j) c_j   over the keys j that query i sees
+    out_i = R(-p_i) sum_j softmax_j(softmax_scale * q_i . c_j) c_j
 
-with one sink a head. ``prefill`` and ``decode`` hold the kernels, ``query_tile`` their common body,
-and ``key_tiles`` the loop over keys.
+over the keys j that query i sees, with one sink a head. ``prefill`` and ``decode`` hold the
+kernels, ``query_tile`` their common body, and ``key_tiles`` the loop over keys.
 
 Layout: q, out [num_tokens, num_heads, head_dim]; pages as in ``common.latent_pages``; cos_sin
 [max_position, rope_dim] fp32, cosines then sines.
@@ -161,7 +161,7 @@ def _config(call: CompressedCall, arch: int, tokens: int) -> CompressedConfig:
 
 
 def _prepare_prefill(call: CompressedCall, arch: int, decode_tokens: int) -> Launch:
-    """The launch for all sequences but the first ``num_decodes`` of up to ``decode_tokens`` new tokens."""
+    """The launch for all sequences but the first ``num_decodes`` of few new tokens."""
     shared = _shared_arguments(call, _config(call, arch, 64), arch)
     # Without the lengths on the host: each sequence adds at most one tile that is not full.
     queries = shared["QUERIES"]
@@ -182,7 +182,7 @@ def _prepare_prefill(call: CompressedCall, arch: int, decode_tokens: int) -> Lau
 def _prepare_decode(
     call: CompressedCall, arch: int, num_sms: int, decode_tokens: int
 ) -> list[Launch]:
-    """The launches for the first ``num_decodes`` sequences: attention, and the merge of KV splits."""
+    """The launches for the first ``num_decodes`` sequences: attention and the merge of splits."""
     shared = _shared_arguments(call, _config(call, arch, decode_tokens), arch)
     num_heads, head_dim = call.q.shape[1:]
     queries, block_n = shared["QUERIES"], shared["KEYS"].BLOCK_N

@@ -43,7 +43,7 @@ def compress(call: CompressCall) -> None:
     series = pooled_slot // ratio if overlap else torch.zeros_like(pooled_slot)
 
     def pooled(step_rows: torch.Tensor, part: int) -> torch.Tensor:
-        """The rows that each entry pools: [entries, pooled slots, dim], anything where nothing is seen."""
+        """The rows that each entry pools: [entries, pooled slots, dim]; anything where unseen."""
         step = step_rows.unflatten(1, (num_series, dim))
         step = step[torch.where(new, closing - back, 0), series]
         old = state[:, :, part].unflatten(2, (num_series, dim))

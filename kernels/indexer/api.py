@@ -48,7 +48,7 @@ def index_topk(
         q: [num_tokens, index_heads, index_dim] bf16, fp16 or fp32, roped, last stride 1; the
             sequences one after another.
         weights: [num_tokens, index_heads] fp32 head weights, which hold every factor; any sign.
-        pages: IndexPages of q's dtype, or quantised.
+        pages: IndexPages of q's dtype, or quantized.
         block_table: [num_seqs, width] int32, the page of entries [b * storage_block_size, ...) of
             sequence s at [s, b]; any row stride. Table entries of what no query sees are never
             read, and rows of it may hold anything. Entries behind its end are not there: none of
@@ -58,7 +58,8 @@ def index_topk(
         cu_seqlens_q: [num_seqs + 1] int32, prefix sums of the new tokens.
         topk: entries to select, 1..4096.
         compress_ratio: raw tokens of an entry, 1..2**30.
-        max_seqlen_q: host int, at least the new tokens of the longest sequence. It sizes tiles only.
+        max_seqlen_q: host int, at least the new tokens of the longest sequence. It sizes tiles
+            only.
         max_seq_len: host int, upper bound of seq_lens. Entries from max_seq_len // compress_ratio
             on are not looked at.
         out: [num_tokens, topk] int32, filled in place; None allocates.

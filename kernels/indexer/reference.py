@@ -1,6 +1,7 @@
-"""Oracle of ``index_topk``: plain torch, one query and one entry at a time, bytes addressed by hand.
+"""Oracle of ``index_topk``: plain torch, one query, one entry and one byte at a time.
 
-    score(t, w) = sum_h weights[t, h] * relu(q[t, h] . key_w),  w < floor((p_t + 1) / compress_ratio)
+    score(t, w) = sum_h weights[t, h] * relu(q[t, h] . key_w),
+    w < floor((p_t + 1) / compress_ratio)
 
 The ``topk`` highest are kept, among equals those of the lowest ids.
 
@@ -73,7 +74,7 @@ def index_scores(
 
 
 def select(scores: list[torch.Tensor], topk: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lens) from the scores of each query, shaped and ordered as ``index_topk`` returns them."""
+    """(out, lens) as ``index_topk`` returns them, from the scores of each query."""
     out = torch.full((len(scores), topk), -1, dtype=torch.int32)
     for t, row in enumerate(scores):
         best = sorted(range(len(row)), key=lambda w: (-row[w].item(), w))[:topk]

@@ -1,4 +1,6 @@
-"""``index_topk`` for CPU tensors: vectorised torch, a bounded number of scores at a time. Reads lengths on the host.
+"""``index_topk`` for CPU tensors: vectorised torch, a bounded number of scores at a time.
+
+Reads lengths on the host.
 
 Source: as ``reference``.
 """

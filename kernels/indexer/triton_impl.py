@@ -1,21 +1,21 @@
-"""The lightning indexer: scores over paged index keys, then an exact top-k of each row by bisection.
+"""The lightning indexer: scores over paged keys, then an exact top-k of each row by bisection.
 
     score(t, w) = sum_h weights[t, h] * relu(q[t, h] . key_w)
     over the entries w < visible(t) = floor((p_t + 1) / compress_ratio)
 
 *Scores.* A program multiplies tiles of keys with the heads of BLOCK_T tokens: keys on the rows of
-the matrix instruction, heads on its columns, so that few tokens waste nothing and the sum over heads
-stays within four lanes. Every score is the same chain of operations for any BLOCK_T, so decode and
-prefill agree to the bit. Page ids of the next tile are carried around the loop (see
-``kernels.attention.triton_impl``). Quantised keys become fp16, the shortest way from e4m3 to a
+the matrix instruction, heads on its columns, so that few tokens waste nothing and the sum over
+heads stays within four lanes. Every score is the same chain of operations for any BLOCK_T, so
+decode and prefill agree to the bit. Page ids of the next tile are carried around the loop (see
+``kernels.attention.triton_impl``). Quantized keys become fp16, the shortest way from e4m3 to a
 matrix instruction, and two-byte queries with them, each scaled by a power of two to fit.
 
 *Selection* (``plan``: blocks and levels). A program holds one block of a row in registers, as
 unsigned integers of the same order, and counts how many reach the middle of what may be the topk-th
 largest, until that is found or exactly topk reach a number. Exact, no atomics, the same on every
-run, and 32 counts at most. What is above that number is taken, of what equals it the first; a prefix
-sum gives both their positions in ascending order of id. A row of one block is final; others leave
-their candidates, padded with the value 0, to the next level.
+run, and 32 counts at most. What is above that number is taken, of what equals it the first; a
+prefix sum gives both their positions in ascending order of id. A row of one block is final; others
+leave their candidates, padded with the value 0, to the next level.
 
 Layout of the workspace: scores [chunk, row_numel] fp32, of which entries < visible(t) are written;
 then of each level but the last the candidates, scores as ordered bits and ids, both
@@ -37,7 +37,7 @@ from ..common.tile_shapes import MAX_REGISTERS, PROGRAMS_PER_SM, next_power_of_2
 from ..common.tiles import find_sequence, halve_e4m3, widen_e4m3
 from .call import IndexCall
 
-# Keys of a tile, warps and stages. Quantised tiles are half as large, and need one more under way.
+# Keys of a tile, warps and stages. Quantized tiles are half as large, and need one more under way.
 # fp32 has no tensor cores.
 PLAIN_CONFIG, FP8_CONFIG, FP32_CONFIG = (64, 4, 3), (64, 4, 4), (32, 8, 2)
 # Products of a key tile with heads that a program has at most on the columns.
@@ -75,7 +75,8 @@ def _to_half(q):
     2^-29 of the largest of a column.
     """
     largest = tl.max(tl.abs(q.to(tl.float32)), 0).to(tl.int32, bitcast=True)
-    # Of the exponent alone, within what leaves both factors normal numbers; 2^x has the bits (x + 127) << 23.
+    # Of the exponent alone, within what leaves both factors normal numbers; the bits of 2^x are
+    # (x + 127) << 23.
     exponent = tl.maximum(largest >> 23, 15)
     up = ((268 - exponent) << 23).to(tl.float32, bitcast=True)[None, :]
     down = ((exponent - 14) << 23).to(tl.float32, bitcast=True)[None, :]
@@ -95,7 +96,8 @@ def _to_half(q):
 def _index_scores_kernel(
     q, weights, keys, block_table, seq_lens, cu_seqlens_q, scores,
     num_seqs, first_row, last_row, num_entries, entries_per_program, topk, compress_ratio,
-    q_stride_token, q_stride_head, weights_stride, table_stride, stride_page, stride_row, scores_stride,
+    q_stride_token, q_stride_head, weights_stride, table_stride, stride_page, stride_row,
+    scores_stride,
     HEADS: tl.constexpr, BLOCK_HEADS: tl.constexpr, INDEX_DIM: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, HARDWARE_FP8: tl.constexpr,
 ):  # fmt: skip
@@ -110,8 +112,8 @@ def _index_scores_kernel(
     q_tile = tl.load(q_rows[None, :] + dim[:, None], mask=live[None, :], other=0.0)
     weight_rows = weights + column_token.to(tl.int64) * weights_stride + head
     weight = tl.load(weight_rows, mask=live, other=0.0)[None, :]
-    QUANTISED: tl.constexpr = keys.dtype.element_ty == tl.uint8
-    HALF: tl.constexpr = QUANTISED and q.dtype.element_ty != tl.float32
+    QUANTIZED: tl.constexpr = keys.dtype.element_ty == tl.uint8
+    HALF: tl.constexpr = QUANTIZED and q.dtype.element_ty != tl.float32
     if HALF:
         q_tile, factor = _to_half(q_tile)
         weight *= factor if HARDWARE_FP8 else factor * 256.0
@@ -122,12 +124,14 @@ def _index_scores_kernel(
     first_seq = find_sequence(first_token, cu_seqlens_q, num_seqs)
     stop_token = tl.minimum(first_token + BLOCK_T, last_row)
     last_seq = tl.minimum(find_sequence(stop_token - 1, cu_seqlens_q, num_seqs), num_seqs - 1)
-    # Tokens of several sequences share a tile at their borders only; each sequence is then a loop of
-    # its own.
+    # Tokens of several sequences share a tile at their borders only; each sequence is then a loop
+    # of its own.
     for seq in range(first_seq, last_seq + 1):
         begin = tl.load(cu_seqlens_q + seq)
         end = tl.load(cu_seqlens_q + seq + 1)
-        visible = _visible_entries(seq, token, seq_lens, cu_seqlens_q, num_seqs, num_entries, compress_ratio)  # fmt: skip
+        visible = _visible_entries(
+            seq, token, seq_lens, cu_seqlens_q, num_seqs, num_entries, compress_ratio
+        )
         # Who sees no more than topk takes all, and needs no scores.
         wanted = (token >= begin) & (token < end) & (token < last_row) & (visible > topk)
         visible = tl.where(wanted, visible, 0)
@@ -144,11 +148,12 @@ def _index_scores_kernel(
                 row_ids = row + offs_n
             else:
                 row_ids = entries % ROWS
-                pointers = (keys + (page_id * stride_page + row_ids * stride_row))[:, None] + dim[None, :]  # fmt: skip
+                rows = keys + (page_id * stride_page + row_ids * stride_row)
+                pointers = rows[:, None] + dim[None, :]
             # Past the end these are other rows of real pages: their scores are not stored, so they
             # may hold anything.
             tile = tl.load(pointers)
-            if QUANTISED:
+            if QUANTIZED:
                 # The scales of a page lie behind its keys.
                 scales = (keys + ROWS * stride_row).to(tl.pointer_type(tl.float32))
                 scale = tl.load(scales + page_id * (stride_page // 4) + row_ids)
@@ -161,7 +166,7 @@ def _index_scores_kernel(
             )  # [BLOCK_N, BLOCK_T * BLOCK_HEADS]
             products = tl.maximum(products, 0.0) * weight
             score = tl.sum(tl.reshape(products, [BLOCK_N, BLOCK_T, BLOCK_HEADS]), 2)
-            if QUANTISED:
+            if QUANTIZED:
                 score *= scale[:, None]
             tl.store(
                 scores + row_of_token[None, :] + entries[:, None],
@@ -182,9 +187,9 @@ def _ordered(score):
 def _threshold(values, k, GROUPS: tl.constexpr):
     """A number that the k largest of a vector of uint32 reach, and no others but equals of it.
 
-    It is 0 if fewer than k are not 0. GROUPS: k or more, and divides the vector. So many groups have
-    each a largest value; k values reach the least of these, where the search begins. It halves what
-    is left until exactly k values reach a number, or none but the k-th largest is left.
+    It is 0 if fewer than k are not 0. GROUPS: k or more, and divides the vector. So many groups
+    have each a largest value; k values reach the least of these, where the search begins. It halves
+    what is left until exactly k values reach a number, or none but the k-th largest is left.
     """
     low = tl.min(tl.max(tl.reshape(values, [values.numel // GROUPS, GROUPS]), 0), 0)
     high = tl.max(values, 0)
@@ -200,11 +205,14 @@ def _threshold(values, k, GROUPS: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["num_seqs", "num_rows", "first_row", "num_entries", "level", "num_blocks", "next_blocks"]
+    do_not_specialize=[
+        "num_seqs", "num_rows", "first_row", "num_entries", "level", "num_blocks", "next_blocks"
+    ]
 )  # fmt: skip
 def _index_select_kernel(
     workspace, candidates, next_candidates, out, lens, seq_lens, cu_seqlens_q,
-    num_seqs, num_rows, first_row, num_entries, level, num_blocks, next_blocks, topk, compress_ratio, scores_stride, out_stride,
+    num_seqs, num_rows, first_row, num_entries, level, num_blocks, next_blocks, topk,
+    compress_ratio, scores_stride, out_stride,
     BLOCK: tl.constexpr, BLOCK_TOPK: tl.constexpr,
 ):  # fmt: skip
     """Select from one block of a row: of scores, or of the candidates of the level before.
@@ -217,7 +225,9 @@ def _index_select_kernel(
     block = tl.program_id(1)
     token = first_row + tl.program_id(0)
     seq = find_sequence(token, cu_seqlens_q, num_seqs)
-    visible = _visible_entries(seq, token, seq_lens, cu_seqlens_q, num_seqs, num_entries, compress_ratio)  # fmt: skip
+    visible = _visible_entries(
+        seq, token, seq_lens, cu_seqlens_q, num_seqs, num_entries, compress_ratio
+    )
     rank = tl.arange(0, BLOCK_TOPK)
     out_row = out + token.to(tl.int64) * out_stride
     if visible <= topk:
@@ -286,7 +296,7 @@ def _prepared(arguments: dict[str, Any]) -> tuple[dict[str, Any], list[Launch]]:
 
 
 def prepare(call: IndexCall, arch: int, num_sms: int) -> list[Launch]:
-    """The launches of a checked call: for each chunk of queries the scores and every level of the selection.
+    """The launches of a checked call: of each chunk of queries the scores and all levels.
 
     Args:
         call: the checked call.
@@ -320,8 +330,8 @@ def _prepare_scores(
     most = max(1, MAX_COLUMNS[element_size] // block_heads)
     block_t = min(most, next_power_of_2(max(1, call.max_seqlen_q)))
     tiles = triton.cdiv(last - first, block_t)
-    # More programs than run at once even out the lengths of a batch; each keeps enough tiles to fill
-    # its pipeline.
+    # More programs than run at once even out the lengths of a batch; each keeps enough tiles to
+    # fill its pipeline.
     entries = max(MIN_SCORED, plan.num_entries * tiles // (8 * PROGRAMS_PER_SM * num_sms))
     entries = triton.cdiv(entries, block_n) * block_n
     keys = pages.values if pages.fp8 else pages.data

@@ -31,13 +31,13 @@ def mla_attention(
 ) -> torch.Tensor:
     """Causal attention of many query heads over one paged latent row a token.
 
-        out_i = sum_j softmax_j(softmax_scale * q_i . row_j) row_j[:head_dim_v]   over the keys j <= p_i
+        out_i = sum_j softmax_j(softmax_scale * q_i . row_j) row_j[:head_dim_v],   j <= p_i
 
     Queries are in latent form: q = (q_nope absorbed through the key up-projection, q_rope), and the
     value up-projection follows. Query i of sequence s stands at position
-    p = seq_lens[s] - q_len + i. With ``kv`` the pages hold keys [0, seq_len - q_len), and ``kv`` the
-    last q_len keys; without it all keys are in the pages. Rows and table entries of keys that no
-    query sees are never read.
+    p = seq_lens[s] - q_len + i. With ``kv`` the pages hold keys [0, seq_len - q_len), and ``kv``
+    the last q_len keys; without it all keys are in the pages. Rows and table entries of keys that
+    no query sees are never read.
 
     Args:
         q: [num_tokens, num_heads, head_dim] bf16, fp16 or fp32, last stride 1; any number of heads,

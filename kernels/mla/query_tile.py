@@ -21,7 +21,8 @@ from ..common.tiles import update
 
 @triton.jit
 def attend_query_tile(
-    q_rows, live, position, pages, new_kv, new_stride, table, table_width, low, high, context, scale,
+    q_rows, live, position, pages, new_kv, new_stride, table, table_width,
+    low, high, context, scale,
     HEAD_DIM_V: tl.constexpr, ROPE_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWAP: tl.constexpr, DIVIDE: tl.constexpr,
     HOIST: tl.constexpr, ALIGNED: tl.constexpr, ONE_TOKEN: tl.constexpr,

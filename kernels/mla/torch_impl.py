@@ -1,6 +1,7 @@
 """``mla_attention`` for CPU tensors: latent rows as one KV head, keys and values alike.
 
-``kernels.attention.torch_impl`` does the work. The values that come out are as wide as the keys; their leading channels are the result.
+``kernels.attention.torch_impl`` does the work. The values that come out are as wide as the keys;
+their leading channels are the result.
 
 Source: as ``reference``.
 """

@@ -70,12 +70,12 @@ class Pool:
             x = torch.randn(self.case.head_dim, generator=self.generator)
             self.pages.data[page, row] = x.to(self.case.dtype)
             return
-        quantised = torch.randint(0, 127, (448,), generator=self.generator)
-        quantised += 128 * torch.randint(0, 2, (448,), generator=self.generator)
+        quantized = torch.randint(0, 127, (448,), generator=self.generator)
+        quantized += 128 * torch.randint(0, 2, (448,), generator=self.generator)
         rope = torch.randn(64, generator=self.generator).bfloat16()
         scales = torch.randint(113, 123, (7,), generator=self.generator)
         n, data = self.pages.storage_block_size, self.pages.data[page]
-        data[row * 576 : row * 576 + 448] = quantised.to(torch.uint8)
+        data[row * 576 : row * 576 + 448] = quantized.to(torch.uint8)
         data[row * 576 + 448 : row * 576 + 576] = rope.view(torch.uint8)
         data[n * 576 + row * 8 : n * 576 + row * 8 + 7] = scales.to(torch.uint8)
         data[n * 576 + row * 8 + 7] = 0

@@ -223,15 +223,15 @@ def test_in_step_rows_are_cached_rows(impl):
 
 
 @pytest.mark.parametrize("arch", [80, 90])
-def test_quantised_rows_are_read_exactly(arch):
-    """A query that sees one key gets its row: every quantised value with every scale that a finite bf16 number can have."""
-    quantised = torch.arange(256, dtype=torch.uint8)
-    quantised = torch.where(quantised % 128 == 127, 0, quantised)  # without NaN
+def test_quantized_rows_are_read_exactly(arch):
+    """A query that sees one key gets its row: every quantized value with every scale that a finite bf16 number can have."""
+    quantized = torch.arange(256, dtype=torch.uint8)
+    quantized = torch.where(quantized % 128 == 127, 0, quantized)  # without NaN
     exponents = torch.tensor([10, 60, 105, 127, 134, 200, 246], dtype=torch.uint8)
     rows = 16
     data = torch.full((2, page_bytes(rows)), 255, dtype=torch.uint8)
     for row in range(rows):
-        data[1, row * 576 : row * 576 + 448] = quantised.roll(37 * row).repeat(2)[:448]
+        data[1, row * 576 : row * 576 + 448] = quantized.roll(37 * row).repeat(2)[:448]
         data[1, row * 576 + 448 : row * 576 + 576] = torch.randn(64).bfloat16().view(torch.uint8)
         data[1, rows * 576 + row * 8 :][:7] = exponents.roll(row)
     pages = LatentPages(data.to(DEVICE), rows)
@@ -312,9 +312,9 @@ def test_a_wrong_argument_is_named(name):
 def test_what_is_not_supported_says_so():
     batch = make_batch(Case("", [4], [1], ratio=4, in_step=False, rows=2, **FP8))
     plain = make_batch(Case("", [4], [1], ratio=4, in_step=False, **REAL))
-    with pytest.raises(NotImplementedError, match="quantised and plain pages in one call"):
+    with pytest.raises(NotImplementedError, match="quantized and plain pages in one call"):
         compressed_attention(**(batch | {"compressed_pages": plain["compressed_pages"]}))
-    with pytest.raises(NotImplementedError, match="float16 with quantised pages"):
+    with pytest.raises(NotImplementedError, match="float16 with quantized pages"):
         compressed_attention(**(batch | {"q": batch["q"].half()}))
     odd = make_batch(Case("", [4], [1], rope_dim=6))
     with pytest.raises(NotImplementedError, match="rope_dim 6 is not a power of two"):

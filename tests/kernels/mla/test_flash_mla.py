@@ -22,8 +22,8 @@ def fp8_cache(num_blocks, block_size, rows, generator):
     data = pool[:, 64:]
     for slot in rows:
         block, row = slot // block_size, slot % block_size
-        quantised = torch.randint(0, 127, (448,), generator=generator, dtype=torch.uint8)
-        data[block, row * 576 : row * 576 + 448] = quantised
+        quantized = torch.randint(0, 127, (448,), generator=generator, dtype=torch.uint8)
+        data[block, row * 576 : row * 576 + 448] = quantized
         rope = torch.randn(64, generator=generator).bfloat16()
         data[block, row * 576 + 448 : row * 576 + 576] = rope.view(torch.uint8)
         scales = torch.randint(113, 121, (8,), generator=generator, dtype=torch.uint8)
