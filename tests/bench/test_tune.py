@@ -187,7 +187,7 @@ def test_candidates_start_with_the_table_and_fit(arch):
         launched = []
         for name in cell.static_cases(arch):
             # It is the cell's entry that this case compiles.
-            launch = static_cases.all_cases()[name].launches(arch)[0].arguments
+            launch = static_cases.all_cases()[name].launches(arch)[0].values
             launched.append((launch["BLOCK_M"], launch["BLOCK_N"], launch["num_warps"], launch["num_stages"]))  # fmt: skip
         rows = getattr(found[0], "block_m", getattr(cell, "rows", 0))
         now = (rows, found[0].block_n, found[0].num_warps, found[0].num_stages)
