@@ -155,11 +155,11 @@ def last_value_twice(batch):
     return batch | {name: rows}
 
 
-def newest_entry_not_picked(batch):
-    """Entries are picked in any order, the newest first."""
-    picks = batch["topk_indices"].clone()
-    picks[:, 0] = -1
-    return batch | {"topk_indices": picks}
+def newest_entry_not_selected(batch):
+    """Entries are selected in any order, the newest first."""
+    topk_indices = batch["topk_indices"].clone()
+    topk_indices[:, 0] = -1
+    return batch | {"topk_indices": topk_indices}
 
 
 def sink_twice(batch):
@@ -180,7 +180,7 @@ LONG_MLA = MlaCase("long-mla", [900], [2])
 BREAKS = [
     (PAGED, scaled), (PAGED, last_value_twice), (PAGED, sink_twice), (PAGED, changed(sinks=None)), (PAGED, changed(softcap=5.0)),
     (LOCAL, scaled), (LOCAL, window(-1)), (LOCAL, sink_twice), (LONG, scaled),
-    (CSA, scaled), (CSA, window(-1)), (CSA, sink_twice), (CSA, changed(cos_sin=None)), (CSA, newest_entry_not_picked), (CSA, last_value_twice),
+    (CSA, scaled), (CSA, window(-1)), (CSA, sink_twice), (CSA, changed(cos_sin=None)), (CSA, newest_entry_not_selected), (CSA, last_value_twice),
     (HCA, scaled), (HCA, window(-1)), (HCA, changed(compress_ratio=5)),
     (MLA, scaled), (MLA, last_value_twice), (LONG_MLA, scaled),
 ]  # fmt: skip

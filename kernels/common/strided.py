@@ -74,3 +74,35 @@ def pages(tensor: torch.Tensor) -> Pages:
 def table(tensor: torch.Tensor) -> Table:
     """A block table [num_seqs, width] with its strides."""
     return Table(tensor, tensor.stride(0), tensor.shape[1])
+
+
+class Matrix(NamedTuple):
+    """Rows of channels, [num_rows, channels].
+
+    Attributes:
+        data: the tensor; a pointer in a kernel.
+        stride_row: elements from one row to the next.
+    """
+
+    data: Any
+    stride_row: Any
+
+
+class PagedRows(NamedTuple):
+    """Rows of channels in pages, [num_pages, block_size, channels].
+
+    Attributes:
+        data: the tensor; a pointer in a kernel.
+        stride_page: elements from one page to the next.
+        stride_row: elements from one row of a page to the next; 0 for quantized pages, whose
+            layout fixes it.
+    """
+
+    data: Any
+    stride_page: Any
+    stride_row: Any
+
+
+def matrix(tensor: torch.Tensor | None) -> Matrix | None:
+    """A tensor [num_rows, channels] with its stride; None for None."""
+    return None if tensor is None else Matrix(tensor, tensor.stride(0))

@@ -1,1 +1,1 @@
-"""DeepSeek-V4 attention: a window of raw rows, in-step rows and compressed entries under one softmax."""
+"""DeepSeek-V4 attention: window, in-step rows and compressed entries under one softmax."""

@@ -1,8 +1,9 @@
-"""The checked arguments of one call of ``compressed_attention`` or of ``flash_mla_with_kvcache``."""
+"""Checked arguments of a call of ``compressed_attention`` or ``flash_mla_with_kvcache``."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -13,11 +14,18 @@ from ..common.tile_shapes import MAX_ROWS
 
 @dataclass(frozen=True, eq=False)
 class CompressedCall:
-    """Checked arguments with the defaults filled in; named and shaped as in ``compressed.compressed_attention``.
+    """The arguments of one call, checked when it is made, with the defaults filled in.
 
-    With ``slots`` every token is a sequence, seq_lens and cu_seqlens_q are None, and keys come as lists of physical rows: window_table
-    [num_tokens, width] and topk_indices, of which the first ``window_lens`` and ``topk_lens`` count (-1 = none), each for
-    ``tokens_per_len`` tokens.
+    With ``slots`` every token is a sequence, and keys come as lists of flat indices
+    (page * rows of a page + row): ``window_table`` and ``topk_indices``.
+
+    Args:
+        q ... workspace: named and shaped as in ``compressed_attention``, which says what is raised.
+            With ``slots`` window_table is [num_tokens, width], and seq_lens, cu_seqlens_q and the
+            compressed table are None.
+        slots: whether this is a call of ``flash_mla_with_kvcache``.
+        window_lens, topk_lens: with ``slots`` how many entries of a list count (-1 = none), each
+            for ``tokens_per_len`` tokens.
     """
 
     q: torch.Tensor
@@ -27,23 +35,103 @@ class CompressedCall:
     cu_seqlens_q: torch.Tensor | None
     sliding_window: int
     max_seqlen_q: int
-    kv: torch.Tensor | None
-    compressed_pages: LatentPages | None
-    compressed_table: torch.Tensor | None
-    compress_ratio: int | None
-    topk_indices: torch.Tensor | None
-    topk_lens: torch.Tensor | None
-    sinks: torch.Tensor | None
-    softmax_scale: float
-    cos_sin: torch.Tensor | None
-    max_seq_len: int | None
-    num_decodes: int
-    out: torch.Tensor
-    lse: torch.Tensor | None
-    workspace: torch.Tensor | None
+    kv: torch.Tensor | None = None
+    compressed_pages: LatentPages | None = None
+    compressed_table: torch.Tensor | None = None
+    compress_ratio: int | None = None
+    topk_indices: torch.Tensor | None = None
+    topk_lens: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+    softmax_scale: float | None = None
+    cos_sin: torch.Tensor | None = None
+    max_seq_len: int | None = None
+    num_decodes: int | None = None
+    out: torch.Tensor | None = None
+    lse: torch.Tensor | None = None
+    workspace: torch.Tensor | None = None
     slots: bool = False
     window_lens: torch.Tensor | None = None
     tokens_per_len: int = 1
+
+    def __post_init__(self) -> None:
+        check_rows(self.q, self.window_pages, self.compressed_pages, self.sinks, self.out)
+        filled: dict[str, Any] = {}
+        if not self.slots:
+            filled = self._check_sequences()
+        if self.workspace is not None:
+            checks.expect_tensor(
+                "workspace", self.workspace, (None,), torch.float32, device=self.q.device
+            )
+        filled["softmax_scale"] = checks.softmax_factor(self.softmax_scale, self.q.shape[2])
+        if self.out is None:
+            filled["out"] = torch.empty_like(self.q, memory_format=torch.contiguous_format)
+        for name, value in filled.items():
+            object.__setattr__(self, name, value)
+
+    def _check_sequences(self) -> dict[str, Any]:
+        """Check what only calls without ``slots`` have; returns the host values to fill in."""
+        num_tokens, num_heads, head_dim = self.q.shape
+        device = self.q.device
+
+        def expect(name: str, shape: tuple[int | None, ...], dtype: torch.dtype) -> None:
+            checks.expect_tensor(name, getattr(self, name), shape, dtype, device=device)
+
+        expect("seq_lens", (None,), torch.int32)
+        assert self.seq_lens is not None
+        num_seqs = self.seq_lens.shape[0]
+        expect("cu_seqlens_q", (num_seqs + 1,), torch.int32)
+        expect("window_table", (num_seqs, None), torch.int32)
+        checks.expect_int("window_table: width", self.window_table.shape[1], 1)
+        sliding_window = checks.window_tokens(self.sliding_window)
+        checks.expect_int("max_seqlen_q", self.max_seqlen_q, 0)
+        if self.kv is not None:
+            expect("kv", (num_tokens, head_dim), self.q.dtype)
+        given = tuple(
+            x is not None
+            for x in (self.compressed_pages, self.compressed_table, self.compress_ratio)
+        )
+        if any(given) and not all(given):
+            raise ValueError(
+                "compressed_pages: expected compressed_pages, compressed_table and "
+                f"compress_ratio together or none, got {given}"
+            )
+        if self.compressed_table is not None:
+            expect("compressed_table", (num_seqs, None), torch.int32)
+            checks.expect_int("compressed_table: width", self.compressed_table.shape[1], 1)
+            checks.expect_int("compress_ratio", self.compress_ratio, 1, checks.MAX_TOKENS)
+        if self.topk_indices is not None:
+            if self.compressed_pages is None:
+                raise ValueError(
+                    "topk_indices: expected None without compressed_pages, got a tensor"
+                )
+            expect("topk_indices", (num_tokens, None), torch.int32)
+        if self.topk_lens is not None:
+            if self.topk_indices is None:
+                raise ValueError("topk_lens: expected None without topk_indices, got a tensor")
+            expect("topk_lens", (num_tokens,), torch.int32)
+        if self.cos_sin is not None:
+            expect("cos_sin", (None, self.window_pages.rope_dim), torch.float32)
+        if self.lse is not None:
+            expect("lse", (num_heads, num_tokens), torch.float32)
+            checks.expect_apart("lse", self.lse)
+        if self.max_seq_len is not None:
+            checks.expect_int("max_seq_len", self.max_seq_len, 0)
+        num_decodes = self.num_decodes
+        if num_decodes is None:
+            num_decodes = num_seqs if self.max_seqlen_q <= 1 else 0
+        checks.expect_int("num_decodes", num_decodes, 0, num_seqs)
+        if num_decodes == num_seqs and num_seqs * self.max_seqlen_q < num_tokens:
+            # No prefill kernel is launched for sequences longer than that.
+            raise ValueError(
+                f"max_seqlen_q: expected the longest of {num_seqs} sequences with {num_tokens} "
+                f"tokens, got {self.max_seqlen_q}"
+            )
+        return {
+            "sliding_window": sliding_window,
+            # Grids are sized by it. A tile never holds more tokens than rows, so its shape stays.
+            "max_seqlen_q": min(self.max_seqlen_q, max(num_tokens, MAX_ROWS)),
+            "num_decodes": num_decodes,
+        }
 
     @property
     def num_seqs(self) -> int:
@@ -51,7 +139,7 @@ class CompressedCall:
         return self.q.shape[0] if self.seq_lens is None else self.seq_lens.shape[0]
 
     @property
-    def picked(self) -> bool:
+    def has_topk(self) -> bool:
         """Whether every token has keys of its own, so that a query tile holds one token."""
         return self.slots or self.topk_indices is not None
 
@@ -62,13 +150,13 @@ class CompressedCall:
 
     @property
     def window_room(self) -> int:
-        """Raw rows that the pages of a sequence hold: a later one overwrites the one so many positions before."""
+        """Raw rows that the pages of a sequence hold; a later one overwrites the oldest."""
         room = self.window_table.shape[1] * self.window_pages.storage_block_size
         return min(room, checks.MAX_TOKENS)
 
     @property
     def entry_room(self) -> int:
-        """Entries that the pages of a sequence hold: those behind the end of the table are not there."""
+        """Entries that the pages of a sequence hold; behind the end of the table there are none."""
         if self.compressed_table is None or self.compressed_pages is None:
             return 0
         room = self.compressed_table.shape[1] * self.compressed_pages.storage_block_size
@@ -86,107 +174,6 @@ class CompressedCall:
         return raw + self.max_seq_len // self.compress_ratio
 
 
-def check(
-    q: torch.Tensor,
-    window_pages: LatentPages,
-    window_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    *,
-    sliding_window: int,
-    max_seqlen_q: int,
-    kv: torch.Tensor | None,
-    compressed_pages: LatentPages | None,
-    compressed_table: torch.Tensor | None,
-    compress_ratio: int | None,
-    topk_indices: torch.Tensor | None,
-    topk_lens: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    softmax_scale: float | None,
-    cos_sin: torch.Tensor | None,
-    max_seq_len: int | None,
-    num_decodes: int | None,
-    out: torch.Tensor | None,
-    lse: torch.Tensor | None,
-    workspace: torch.Tensor | None,
-) -> CompressedCall:
-    """Check the arguments of ``compressed_attention`` and fill in the defaults; see there for shapes and errors."""
-    check_rows(q, window_pages, compressed_pages, sinks, out)
-    num_tokens, num_heads, head_dim = q.shape
-    device = q.device
-    checks.expect_tensor("seq_lens", seq_lens, (None,), torch.int32, device=device)
-    num_seqs = seq_lens.shape[0]
-    checks.expect_tensor("cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,), torch.int32, device=device)
-    checks.expect_tensor("window_table", window_table, (num_seqs, None), torch.int32, device=device)
-    checks.expect_int("window_table: width", window_table.shape[1], 1)
-    sliding_window = checks.window_tokens(sliding_window)
-    checks.expect_int("max_seqlen_q", max_seqlen_q, 0)
-    if kv is not None:
-        checks.expect_tensor("kv", kv, (num_tokens, head_dim), q.dtype, device=device)
-    given = (compressed_pages is not None, compressed_table is not None, compress_ratio is not None)
-    if any(given) and not all(given):
-        raise ValueError(
-            f"compressed_pages: expected compressed_pages, compressed_table and compress_ratio together or none, got {given}"
-        )
-    if compressed_table is not None:
-        checks.expect_tensor(
-            "compressed_table", compressed_table, (num_seqs, None), torch.int32, device=device
-        )
-        checks.expect_int("compressed_table: width", compressed_table.shape[1], 1)
-        checks.expect_int("compress_ratio", compress_ratio, 1, checks.MAX_TOKENS)
-    if topk_indices is not None:
-        if compressed_pages is None:
-            raise ValueError("topk_indices: expected None without compressed_pages, got a tensor")
-        shape = (num_tokens, None)
-        checks.expect_tensor("topk_indices", topk_indices, shape, torch.int32, device=device)
-    if topk_lens is not None:
-        if topk_indices is None:
-            raise ValueError("topk_lens: expected None without topk_indices, got a tensor")
-        checks.expect_tensor("topk_lens", topk_lens, (num_tokens,), torch.int32, device=device)
-    if cos_sin is not None:
-        shape = (None, window_pages.rope_dim)
-        checks.expect_tensor("cos_sin", cos_sin, shape, torch.float32, device=device)
-    if lse is not None:
-        checks.expect_tensor("lse", lse, (num_heads, num_tokens), torch.float32, device=device)
-        checks.expect_apart("lse", lse)
-    if workspace is not None:
-        checks.expect_tensor("workspace", workspace, (None,), torch.float32, device=device)
-    if max_seq_len is not None:
-        checks.expect_int("max_seq_len", max_seq_len, 0)
-    if num_decodes is None:
-        num_decodes = num_seqs if max_seqlen_q <= 1 else 0
-    checks.expect_int("num_decodes", num_decodes, 0, num_seqs)
-    if num_decodes == num_seqs and num_seqs * max_seqlen_q < num_tokens:
-        # No prefill kernel is launched for sequences longer than that.
-        raise ValueError(
-            f"max_seqlen_q: expected the longest of {num_seqs} sequences with {num_tokens} tokens, got {max_seqlen_q}"
-        )
-    return CompressedCall(
-        q=q,
-        window_pages=window_pages,
-        window_table=window_table,
-        seq_lens=seq_lens,
-        cu_seqlens_q=cu_seqlens_q,
-        sliding_window=sliding_window,
-        # Grids are sized by it. A tile never holds more tokens than rows, so its shape stays what it is.
-        max_seqlen_q=min(max_seqlen_q, max(num_tokens, MAX_ROWS)),
-        kv=kv,
-        compressed_pages=compressed_pages,
-        compressed_table=compressed_table,
-        compress_ratio=compress_ratio,
-        topk_indices=topk_indices,
-        topk_lens=topk_lens,
-        sinks=sinks,
-        softmax_scale=checks.softmax_factor(softmax_scale, head_dim),
-        cos_sin=cos_sin,
-        max_seq_len=max_seq_len,
-        num_decodes=num_decodes,
-        out=torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out,
-        lse=lse,
-        workspace=workspace,
-    )
-
-
 def check_rows(
     q: torch.Tensor,
     window_pages: LatentPages,
@@ -195,9 +182,14 @@ def check_rows(
     out: torch.Tensor | None,
     names: tuple[str, str, str] = ("window_pages", "compressed_pages", "sinks"),
 ) -> None:
-    """Require queries and pages that go together; ValueError and NotImplementedError as in ``compressed_attention``.
+    """Require queries and pages that go together.
 
-    names: what the caller calls window_pages, compressed_pages and sinks.
+    Args:
+        q, window_pages, compressed_pages, sinks, out: as in ``compressed_attention``.
+        names: what the caller calls window_pages, compressed_pages and sinks.
+
+    Raises:
+        ValueError, NotImplementedError: as in ``compressed_attention``.
     """
     checks.expect_tensor("q", q, (None, None, None), checks.MODEL_DTYPES)
     num_heads, head_dim = q.shape[1:]
@@ -214,11 +206,11 @@ def check_rows(
             )
         if pages.fp8 != window_pages.fp8:
             raise NotImplementedError(
-                f"{name}: quantised and plain pages in one call are not supported"
+                f"{name}: quantized and plain pages in one call are not supported"
             )
         if pages.fp8 and q.dtype == torch.float16:
             raise NotImplementedError(
-                "q: float16 with quantised pages; supported are bfloat16, float32"
+                "q: float16 with quantized pages; supported are bfloat16, float32"
             )
         if not pages.fp8 and pages.data.dtype != q.dtype:
             raise ValueError(f"{name}: expected {q.dtype} pages, got {pages.data.dtype}")
@@ -226,9 +218,10 @@ def check_rows(
             raise ValueError(f"{name}: expected a tensor on {q.device}, got {pages.data.device}")
         checks.expect_int(f"{name}: num_pages", pages.data.shape[0], 1)
         if pages.data.shape[0] * pages.storage_block_size >= 2**31:
-            # A row of the pool is one int32 (``query_tile``).
+            # A flat index is one int32 (``key_tiles``).
             raise NotImplementedError(
-                f"{name}: {pages.data.shape[0] * pages.storage_block_size} rows in one pool; supported are < 2**31"
+                f"{name}: {pages.data.shape[0] * pages.storage_block_size} rows in one pool; "
+                "supported are < 2**31"
             )
     rope_dim = window_pages.rope_dim
     if rope_dim < 2 or rope_dim & (rope_dim - 1):

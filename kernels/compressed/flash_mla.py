@@ -1,9 +1,11 @@
 """FlashMLA's calling convention for DeepSeek-V4 over the kernels of ``compressed_attention``.
 
-An engine that calls ``flash_mla_with_kvcache`` with a window cache and an extra cache can call this instead: any number of heads (FlashMLA
-takes 64 and 128), plain bf16 caches besides the quantised ones, and every architecture that Triton compiles for.
+An engine that calls ``flash_mla_with_kvcache`` with a window cache and an extra cache can call this
+instead: any number of heads (FlashMLA takes 64 and 128), plain bf16 caches besides the quantized
+ones, and every architecture that Triton compiles for.
 
-Source: FlashMLA, flash_mla_interface (signature, index convention, meaning of the sink and of the lengths); its tests for empty rows.
+Source: FlashMLA, flash_mla_interface (signature, index convention, meaning of the sink and of the
+lengths); its tests for empty rows.
 """
 
 from __future__ import annotations
@@ -44,44 +46,52 @@ def flash_mla_with_kvcache(
     workspace: torch.Tensor | None = None,
     impl: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sparse decode attention over lists of physical cache rows: a window cache, and optionally an extra (compressed) one.
+    """Sparse decode attention over lists of physical rows of a window cache and of an extra cache.
 
-    Differences from FlashMLA's: work is divided on the device, so ``tile_scheduler_metadata`` is ignored; rows are never dereferenced past
-    the lengths. Dense attention (``block_table``, ``cache_seqlens``, ``causal``) is ``mla_attention``.
+    Differences from FlashMLA's: work is divided on the device, so ``tile_scheduler_metadata`` is
+    ignored; rows are never dereferenced past the lengths. Attention over all keys of a sequence
+    (``block_table``, ``cache_seqlens``, ``causal``) is ``mla_attention``.
 
     Args:
         q: [batch, seq_len_q, num_heads, 512] bf16, fp16 or fp32, last stride 1.
-        k_cache: [num_blocks, block_size, 1, 584] one-byte values in V4's page layout (any block stride of a multiple of 16 bytes, the page's
-            own padding included), or [num_blocks, block_size, 1, 512] of q's dtype.
+        k_cache: [num_blocks, block_size, 1, 584] one-byte values in V4's page layout (any block
+            stride of a multiple of 16 bytes, the page's own padding included), or
+            [num_blocks, block_size, 1, 512] of q's dtype.
         block_table, cache_seqlens: None.
         head_dim_v: 512.
         tile_scheduler_metadata: ignored.
         num_splits: None.
         softmax_scale: factor of q . k, in 2**-30 .. 2**16; default 512 ** -0.5.
         causal: False.
-        is_fp8_kvcache: whether the caches are quantised.
-        indices: [batch, seq_len_q, topk] int32 physical rows of k_cache, block * block_size + offset; -1 = none.
+        is_fp8_kvcache: whether the caches are quantized.
+        indices: [batch, seq_len_q, topk] int32 physical rows of k_cache,
+            block * block_size + offset; -1 = none.
         attn_sink: [num_heads] fp32 logits that join the denominator only.
         extra_k_cache, extra_indices_in_kvcache: the same for the second cache; both or neither.
-        topk_length, extra_topk_length: [batch] int32, how many of the leftmost indices count: below 0 none, above topk all; None = all.
-        out: [batch, seq_len_q, num_heads, 512] q's dtype, contiguous, filled in place; None allocates.
+        topk_length, extra_topk_length: [batch] int32, how many of the leftmost indices count: below
+            0 none, above topk all; None = all.
+        out: [batch, seq_len_q, num_heads, 512] q's dtype, contiguous, filled in place; None
+            allocates.
         lse: [num_heads, batch * seq_len_q] fp32, filled in place; None allocates.
         workspace: as in ``compressed_attention``.
         impl: "triton" (default for CUDA tensors), "torch" (default for CPU tensors).
 
     Returns:
-        (out, lse [batch, num_heads, seq_len_q] fp32, natural log, without the sink, a view of the given one). A query without keys gets 0
-        and, as in FlashMLA, lse +inf.
+        (out, lse [batch, num_heads, seq_len_q] fp32, natural log, without the sink, a view of the
+        given one). A query without keys gets 0 and, as in FlashMLA, lse +inf.
 
     Raises:
-        ValueError: a shape, dtype, stride, device or host value is not as above, or one of two arguments that go together is missing.
-        NotImplementedError: dense attention, another head_dim_v or cache layout, or a cache of 2**31 rows or more.
+        ValueError: a shape, dtype, stride, device or host value is not as above, or one of two
+            arguments that go together is missing.
+        NotImplementedError: attention over all keys, another head_dim_v or cache layout, or a cache
+            of 2**31 rows or more.
 
     Source: FlashMLA, flash_mla_interface.
     """
     if block_table is not None or cache_seqlens is not None or causal or indices is None:
         raise NotImplementedError(
-            "indices: dense attention is not supported here; supported are indices without block_table, cache_seqlens, causal"
+            "indices: attention over all keys is not supported here; supported are indices "
+            "without block_table, cache_seqlens, causal"
         )
     if num_splits is not None:
         raise ValueError(f"num_splits: expected None, got {type(num_splits).__name__}")
@@ -89,8 +99,9 @@ def flash_mla_with_kvcache(
         raise NotImplementedError(f"head_dim_v: {head_dim_v} is not {HEAD_DIM}")
     arguments: dict[str, Any] = {
         "q": q, "window_pages": k_cache, "window_table": indices, "window_lens": topk_length,
-        "compressed_pages": extra_k_cache, "topk_indices": extra_indices_in_kvcache, "topk_lens": extra_topk_length,
-        "sinks": attn_sink, "softmax_scale": softmax_scale, "fp8": is_fp8_kvcache, "out": out, "lse": lse, "workspace": workspace,
+        "compressed_pages": extra_k_cache, "topk_indices": extra_indices_in_kvcache,
+        "topk_lens": extra_topk_length, "sinks": attn_sink, "softmax_scale": softmax_scale,
+        "fp8": is_fp8_kvcache, "out": out, "lse": lse, "workspace": workspace,
     }  # fmt: skip
     if isinstance(q, torch.Tensor) and q.dim() == 4 and q.shape[1] != 1:
         arguments |= _even_rows(arguments)
@@ -101,7 +112,7 @@ def flash_mla_with_kvcache(
     else:
         from . import torch_impl as compressed_torch
 
-        call = _checked(**arguments)
+        call = _checked(arguments)
         compressed_torch.attention(call)
         arguments |= _returned(call, q)
     return arguments["out"], arguments["lse"] if lse is None else _by_sequence(lse, q)
@@ -121,7 +132,7 @@ def _by_sequence(lse: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 
 
 def _even_rows(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Copies of the arguments with several tokens a sequence whose rows do not lie evenly: those of one sequence apart from the next."""
+    """Contiguous copies of the arguments whose rows are not evenly strided over all tokens."""
     found = {}
     for name in ("q", "window_table", "topk_indices"):
         rows = arguments[name]
@@ -132,37 +143,38 @@ def _even_rows(arguments: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _checked(
-    q: torch.Tensor,
-    window_pages: torch.Tensor,
-    window_table: torch.Tensor,
-    window_lens: torch.Tensor | None,
-    compressed_pages: torch.Tensor | None,
-    topk_indices: torch.Tensor | None,
-    topk_lens: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    softmax_scale: float | None,
-    fp8: bool,
-    out: torch.Tensor | None,
-    lse: torch.Tensor | None,
-    workspace: torch.Tensor | None,
-) -> CompressedCall:
-    """Check the arguments of ``flash_mla_with_kvcache``, named as in ``CompressedCall``; make what it returns."""
+def _checked(arguments: dict[str, Any]) -> CompressedCall:
+    """Check the arguments of ``flash_mla_with_kvcache``, named as in ``CompressedCall``.
+
+    Makes ``out`` and ``lse`` where they are None.
+    """
+    q, fp8, out, lse = (arguments[name] for name in ("q", "fp8", "out", "lse"))
+    extra_cache, extra_indices, extra_lens = (
+        arguments[name] for name in ("compressed_pages", "topk_indices", "topk_lens")
+    )
     checks.expect_tensor("q", q, (None, None, None, HEAD_DIM), checks.MODEL_DTYPES)
     batch, seq_len_q, num_heads = q.shape[:3]
-    given = (compressed_pages is not None, topk_indices is not None)
-    if given[0] != given[1] or (topk_lens is not None and not given[0]):
+    given = (extra_cache is not None, extra_indices is not None)
+    if given[0] != given[1] or (extra_lens is not None and not given[0]):
         raise ValueError(
-            "extra_k_cache: expected extra_k_cache and extra_indices_in_kvcache (with extra_topk_length or without) or none"
+            "extra_k_cache: expected extra_k_cache and extra_indices_in_kvcache "
+            "(with extra_topk_length or without) or none"
         )
     if not isinstance(fp8, bool):
         raise ValueError(f"is_fp8_kvcache: expected a bool, got {fp8!r}")
     names = ("k_cache", "indices", "topk_length")
-    window = _keys(names, q, window_pages, window_table, window_lens, fp8)
+    window = _keys(
+        names,
+        q,
+        arguments["window_pages"],
+        arguments["window_table"],
+        arguments["window_lens"],
+        fp8,
+    )
     extra = None
-    if compressed_pages is not None:
+    if extra_cache is not None:
         names = ("extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length")
-        extra = _keys(names, q, compressed_pages, topk_indices, topk_lens, fp8)
+        extra = _keys(names, q, extra_cache, extra_indices, extra_lens, fp8)
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
     else:
@@ -179,11 +191,11 @@ def _checked(
         q.flatten(0, 1),
         window,
         extra,
-        sinks=sinks,
-        softmax_scale=softmax_scale,
+        sinks=arguments["sinks"],
+        softmax_scale=arguments["softmax_scale"],
         out=out.flatten(0, 1),
         lse=lse,
-        workspace=workspace,
+        workspace=arguments["workspace"],
         tokens_per_len=seq_len_q,
     )
 
@@ -200,40 +212,33 @@ def slots_call(
     workspace: torch.Tensor | None,
     tokens_per_len: int = 1,
 ) -> CompressedCall:
-    """The call of queries [num_tokens, num_heads, head_dim] over lists of physical rows; errors as in ``flash_mla_with_kvcache``.
+    """The call of queries [num_tokens, num_heads, head_dim] over lists of physical rows.
 
-    A row without keys gets lse +inf.
+    A row without keys gets lse +inf. Errors are those of ``flash_mla_with_kvcache``.
     """
-    pages, slots, lens = window
-    extra_pages, extra_slots, extra_lens = extra or (None, None, None)
+    pages, indices, lens = window
+    extra_pages, extra_indices, extra_lens = extra or (None, None, None)
     check_rows(q, pages, extra_pages, sinks, out, ("k_cache", "extra_k_cache", "attn_sink"))
-    if workspace is not None:
-        checks.expect_tensor("workspace", workspace, (None,), torch.float32, device=q.device)
     return CompressedCall(
         q=q,
         window_pages=pages,
-        window_table=slots,
-        window_lens=lens,
-        tokens_per_len=tokens_per_len,
+        window_table=indices,
         seq_lens=None,
         cu_seqlens_q=None,
-        sliding_window=slots.shape[1],
+        sliding_window=indices.shape[1],
         max_seqlen_q=1,
-        kv=None,
         compressed_pages=extra_pages,
-        compressed_table=None,
-        compress_ratio=None,
-        topk_indices=extra_slots,
+        topk_indices=extra_indices,
         topk_lens=extra_lens,
         sinks=sinks,
-        softmax_scale=checks.softmax_factor(softmax_scale, q.shape[2]),
-        cos_sin=None,
-        max_seq_len=None,
+        softmax_scale=softmax_scale,
         num_decodes=q.shape[0],
-        out=torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out,
+        out=out,
         lse=lse,
         workspace=workspace,
         slots=True,
+        window_lens=lens,
+        tokens_per_len=tokens_per_len,
     )
 
 
@@ -245,7 +250,11 @@ def _keys(
     lens: torch.Tensor | None,
     fp8: bool,
 ) -> Keys:
-    """One cache with its list, a row a token, and the lengths, one a sequence. names: of these arguments."""
+    """One cache with its list, a row a token, and the lengths, one a sequence.
+
+    Args:
+        names: of the three arguments in the call, for error texts.
+    """
     batch, seq_len_q = q.shape[:2]
     shape = (batch, seq_len_q, None)
     checks.expect_tensor(names[1], indices, shape, torch.int32, device=q.device)
@@ -270,7 +279,7 @@ def _pages(name: str, cache: torch.Tensor, fp8: bool) -> LatentPages:
     num_blocks, block_size = cache.shape[:2]
     if block_size > 1 and cache.stride(1) != width:
         raise ValueError(f"{name}: expected rows {width} bytes apart, got {cache.stride(1)}")
-    # The rows of 584 are a fiction of the shape: a page is its bytes, values first and scales last.
+    # Rows of 584 bytes are in the shape only: a page holds all values first and all scales last.
     data = cache.view(torch.uint8).as_strided(
         (num_blocks, block_size * width), (cache.stride(0), 1), cache.storage_offset()
     )

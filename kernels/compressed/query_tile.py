@@ -1,18 +1,15 @@
-"""The loop of ``compressed_attention`` over its keys: gather a tile of latent rows once, use it as K and as V.
+"""One query tile of ``compressed_attention``: which keys it sees, how its rows are stored.
 
-The keys of a query tile are numbered x = 0, 1, ...: first the raw positions low, low + 1, ... (rows of the window's pages, then the step's
-fresh rows), then the compressed entries (all of them, or the picks of the indexer). A tile takes BLOCK_N of them, wherever they lie, so
-that 127 cached rows, one fresh row and 512 picks are ten tiles of 64, not twelve. Key x is visible to a query at position p if it is born
-and not yet dead: a raw position j lives from j to j + sliding_window - 1, entry w from (w + 1) * ratio - 1 for ever.
+A query tile packs tokens of a sequence with query heads (row = token * heads + head), so a tile of
+keys is read once for all of them: 64 rows, or 16 or 32 where there are fewer. With ``topk_indices``
+every token has keys of its own, and a tile holds heads of one token.
 
-What finds the rows of the next tile is carried around the loop (the keys' physical rows, and the picks of the tile after it), since copies
-of K/V that wait for a load of the same iteration are not pipelined. One int32 a key says it all, which a pool of 2^31 rows (1 TiB) would
-overflow: each more is a vector in registers, and an exchange through shared memory when the loop takes it up.
+The inverse RoPE is fused into the store: it needs the 64 roped channels of the accumulator as a
+tile of their own (a sum over the groups of 64 channels of which all but one are zeroed; 16
+registers a thread beside an accumulator of 128). In return the output is rounded once and written
+once; a kernel of its own would read and write those 128 bytes of a row again and round them twice.
 
-With few rows the products are swapped, S^T = KV Q^T and O^T = KV^T P^T: keys and channels fill the tensor cores' tiles of 64, and the rows
-need not be padded to 64. Then accumulators are [HEAD_DIM, ROWS] and scores [BLOCK_N, ROWS].
-
-Source: FlashAttention-2 (arXiv 2307.08691) for the online softmax; DeepSeek-V4 for what is visible.
+Source: DeepSeek-V4 report 2.3; FlashAttention-2 (arXiv 2307.08691).
 """
 
 from typing import Any, NamedTuple
@@ -20,198 +17,184 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..common import latent_pages
-from ..common.tiles import update, widen_e4m3
-
-ROW_BYTES = tl.constexpr(latent_pages.ROW_BYTES)
-SCALE_BYTES = tl.constexpr(latent_pages.SCALE_BYTES)
-NOPE_DIM = tl.constexpr(latent_pages.NOPE_DIM)
-GROUP = tl.constexpr(latent_pages.QUANT_GROUP)
-FOREVER = tl.constexpr(2**31 - 1)
+from ..common.query_tiles import LOG2E, fold_sink, natural_lse, row_pointers
+from .key_tiles import Order, Pages, attend_keys
 
 
-class Pages(NamedTuple):
-    """Where the cached rows of one sequence lie, and its compressed entries; what there is none of is None.
+class QueryTile(NamedTuple):
+    """What the rows of a query tile are, all known at compile time.
 
-    window, entries: pointers to the first page, and how far apart pages and rows lie. window_list, entry_table: the sequence's block tables,
-    or with slots the physical rows of a token. picks: entry of each key from the first on that is no raw position, None = the entries in order;
-    with slots physical rows too.
+    Attributes:
+        NUM_HEADS: query heads of the layer.
+        BLOCK_M: rows of a tile.
+        BLOCK_Q, HEADS: tokens and heads of a tile.
+        HEAD_TILES: tiles that cover the heads.
     """
 
-    window: Any
-    window_list: Any
-    window_width: Any
-    window_stride_page: Any
-    window_stride_row: Any
-    entries: Any
-    entry_table: Any
-    entry_stride_page: Any
-    entry_stride_row: Any
-    picks: Any
+    NUM_HEADS: Any
+    BLOCK_M: Any
+    BLOCK_Q: Any
+    HEADS: Any
+    HEAD_TILES: Any
 
 
-class Order(NamedTuple):
-    """How the keys of a query tile are numbered. low: position of key 0; context: that of fresh row 0; num_raw: keys that are raw positions;
-    num_entries: entries that the last row of the tile sees."""
+class Lists(NamedTuple):
+    """How many entries of a token's lists count; None = all.
 
-    low: Any
-    context: Any
-    num_raw: Any
-    num_entries: Any
+    Attributes:
+        window_lens: [num_lens] pointer, of the window's flat indices (with SLOTS).
+        topk_lens: [num_lens] pointer, of ``topk_indices``.
+        tokens_per_len: tokens that share an element of these.
+    """
 
-
-@triton.jit
-def _load_quantised(rows, scales, live, HARDWARE_E4M3: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, DTYPE: tl.constexpr):  # fmt: skip
-    """Rows of the 584-byte layout as numbers [BLOCK_N, HEAD_DIM]; rows and scales: [BLOCK_N] pointers to bytes."""
-    GROUPS: tl.constexpr = HEAD_DIM // GROUP
-    dim = tl.arange(0, HEAD_DIM)
-    codes = tl.load(
-        rows[:, None] + dim[None, :], mask=live[:, None] & (dim < NOPE_DIM)[None, :], other=0
-    )
-    rope = (rows + NOPE_DIM).to(tl.pointer_type(tl.bfloat16))
-    rope = tl.load(rope[:, None] + tl.arange(0, GROUP)[None, :], mask=live[:, None], other=0.0)
-    # The eight bytes of a row's scales at once; 2^(byte - 127) is the fp32 number with that exponent and no mantissa.
-    packed = tl.load(scales.to(tl.pointer_type(tl.int64)), mask=live, other=0)
-    group = tl.arange(0, GROUPS)
-    exponents = ((packed[:, None] >> (8 * group)[None, :]) & 0xFF).to(tl.int32)
-    factors = (exponents << 23).to(tl.float32, bitcast=True)[:, :, None]
-    values = tl.reshape(widen_e4m3(codes, tl.float32, HARDWARE_E4M3), [BLOCK_N, GROUPS, GROUP])
-    values = (values * factors).to(DTYPE)
-    values = tl.where((group == GROUPS - 1)[None, :, None], rope.to(DTYPE)[:, None, :], values)
-    return tl.reshape(values, [BLOCK_N, HEAD_DIM])
+    window_lens: Any
+    topk_lens: Any
+    tokens_per_len: Any
 
 
 @triton.jit
-def attend_keys(
-    acc, row_max, row_sum, q, position, pages, fresh, fresh_stride, order, first, stop, sliding_window, ratio, scale,
-    WINDOW_ROWS: tl.constexpr, ENTRY_ROWS: tl.constexpr, SLOTS: tl.constexpr, HARDWARE_E4M3: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, SWAP: tl.constexpr, ONE_TOKEN: tl.constexpr, DIVIDE: tl.constexpr, HOIST: tl.constexpr,
-    ALIGNED: tl.constexpr,
+def _inverse_rope(rope, position, live, cos_sin, ROWS: tl.constexpr, ROPE_DIM: tl.constexpr):
+    """Rotate pairs (2i, 2i + 1) of rope [ROWS, ROPE_DIM] fp32 by minus the angles of positions."""
+    even, odd = tl.split(tl.reshape(rope, [ROWS, ROPE_DIM // 2, 2]))
+    angle = cos_sin.data + position.to(tl.int64)[:, None] * cos_sin.stride_row
+    angle += tl.arange(0, ROPE_DIM // 2)[None, :]
+    # A padding row (fewer keys than new tokens) has no position; what it sees is nothing.
+    known = (live & (position >= 0))[:, None]
+    cos = tl.load(angle, mask=known, other=1.0)
+    sin = tl.load(angle + ROPE_DIM // 2, mask=known, other=0.0)
+    rotated = tl.join(even * cos + odd * sin, odd * cos - even * sin)
+    return tl.reshape(rotated, [ROWS, ROPE_DIM])
+
+
+@triton.jit
+def store_rows(
+    acc, row_max, row_sum, sink, out_rows, lse_rows, position, live, cos_sin,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, EMPTY_LSE: tl.constexpr,
 ):  # fmt: skip
-    """Run the online softmax over the keys [first, stop) of a query tile.
+    """Normalise, fold the sink in, apply the inverse RoPE, and store rows and lse.
 
-    q: [ROWS, HEAD_DIM]; position: [ROWS] int32, of each row. fresh: pointer to the fresh rows of the sequence, ``fresh_stride`` apart, or None.
-
-    SLOTS: the keys come as lists of physical rows; whatever they name is visible. ALIGNED: pages and fresh rows start at multiples of 16 bytes,
-    which Triton 3.9 forgets of one that is chosen from two.
+    Args:
+        cos_sin: ``Matrix``; None: no inverse RoPE.
+        EMPTY_LSE: the lse of a row without keys.
     """
-    offs_n = tl.arange(0, BLOCK_N)
+    HEAD_DIM: tl.constexpr = KEYS.HEAD_DIM
+    ROPE_DIM: tl.constexpr = KEYS.ROPE_DIM
+    GROUPS: tl.constexpr = HEAD_DIM // ROPE_DIM
+    dtype = out_rows.dtype.element_ty
+    factor = fold_sink(row_max, row_sum, sink)
     dim = tl.arange(0, HEAD_DIM)
-    FP8: tl.constexpr = pages.window is not None and pages.window.dtype.element_ty == tl.uint8
-    LISTED: tl.constexpr = SLOTS or pages.picks is not None
-    first_cell = order.low // WINDOW_ROWS // pages.window_width * pages.window_width
-    x = first + offs_n
-    entry = _load_entry(x, stop, order.num_raw, pages.picks, SLOTS)
-    place = _load_place(
-        x, stop, entry, pages, fresh, order, first_cell, WINDOW_ROWS, ENTRY_ROWS, SLOTS
+    stored = dim < HEAD_DIM
+    acc = acc * (factor[None, :] if KEYS.SWAP else factor[:, None])
+    if cos_sin is not None:
+        is_rope = tl.arange(0, GROUPS) == GROUPS - 1
+        if KEYS.SWAP:
+            groups = tl.reshape(acc, [GROUPS, ROPE_DIM, ROWS])
+            rope = tl.trans(tl.sum(tl.where(is_rope[:, None, None], groups, 0.0), 0))
+        else:
+            groups = tl.reshape(acc, [ROWS, GROUPS, ROPE_DIM])
+            rope = tl.sum(tl.where(is_rope[None, :, None], groups, 0.0), 1)
+        rope = _inverse_rope(rope, position, live, cos_sin, ROWS, ROPE_DIM)
+        channel = HEAD_DIM - ROPE_DIM + tl.arange(0, ROPE_DIM)
+        tl.store(out_rows[:, None] + channel[None, :], rope.to(dtype), mask=live[:, None])
+        stored = dim < HEAD_DIM - ROPE_DIM
+    if KEYS.SWAP:
+        pointers = out_rows[None, :] + dim[:, None]
+        tl.store(pointers, acc.to(dtype), mask=live[None, :] & stored[:, None])
+    else:
+        pointers = out_rows[:, None] + dim[None, :]
+        tl.store(pointers, acc.to(dtype), mask=live[:, None] & stored[None, :])
+    if lse_rows is not None:
+        row_lse = natural_lse(row_max, row_sum)
+        if EMPTY_LSE > 0:
+            row_lse = tl.where(row_sum > 0.0, row_lse, EMPTY_LSE)
+        tl.store(lse_rows, row_lse, mask=live)
+
+
+@triton.jit
+def store_output(
+    acc, row_max, row_sum, out, lse, sinks, cos_sin, first_token, token, head, position, live,
+    ROWS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """Store the rows of a query tile, which starts with ``first_token``, as the call's result."""
+    EMPTY_LSE: tl.constexpr = float("inf") if KEYS.SLOTS else float("-inf")
+    first_head = first_token * 0
+    out_rows = row_pointers(
+        out.data, first_token, first_head, token, head, out.stride_token, out.stride_head
     )
-    entry = _load_entry(x + BLOCK_N, stop, order.num_raw, pages.picks, SLOTS)
-    for start in tl.range(first, stop, BLOCK_N, disable_licm=not HOIST):
-        x = start + offs_n
-        raw = x < order.num_raw
-        key_position = order.low + x
-        place = tl.gather(place, offs_n, 0)
-        # Without lists every key is somewhere.
-        live = place >= 0 if LISTED else x < stop
-        # Unsigned, so that dividing by a power of two is a shift.
-        place = place.to(tl.uint32)
-        if pages.window is not None:
-            row = (place % WINDOW_ROWS).to(tl.int32)
-            offset = row * (ROW_BYTES if FP8 else pages.window_stride_row)
-            first_scale = tl.full([], WINDOW_ROWS * ROW_BYTES, tl.int32)
-            page = pages.window + (place // WINDOW_ROWS).to(tl.int64) * pages.window_stride_page
-            if pages.entries is not None:
-                entry_row = (place % ENTRY_ROWS).to(tl.int32)
-                row = tl.where(raw, row, entry_row)
-                offset = tl.where(
-                    raw, offset, entry_row * (ROW_BYTES if FP8 else pages.entry_stride_row)
-                )
-                first_scale = tl.where(raw, first_scale, ENTRY_ROWS * ROW_BYTES)
-                entry_page = (
-                    pages.entries + (place // ENTRY_ROWS).to(tl.int64) * pages.entry_stride_page
-                )
-                page = tl.where(raw, page, entry_page)
-                if ALIGNED:
-                    page = tl.multiple_of(page, 16)
-                    offset = tl.multiple_of(offset, 128 // page.dtype.element_ty.primitive_bitwidth)
-                    first_scale = tl.multiple_of(first_scale, 16)
-            rows = page + offset
-            scales = page + (first_scale + row * SCALE_BYTES)
-        if fresh is not None:
-            fresh_rows = fresh + (key_position - order.context).to(tl.int64) * fresh_stride
-            if pages.window is not None:
-                rows = tl.where(raw & (key_position >= order.context), fresh_rows, rows)
-                if ALIGNED:
-                    rows = tl.multiple_of(rows, 16)
-            else:
-                rows = fresh_rows
-        if FP8:
-            tile = _load_quantised(rows, scales, live, HARDWARE_E4M3, HEAD_DIM, BLOCK_N, q.dtype)
-        else:
-            # What lies in rows that are not live may be NaN: 0 * NaN would reach the output.
-            tile = tl.load(rows[:, None] + dim[None, :], mask=live[:, None], other=0.0)
-        if ONE_TOKEN:
-            visible = live[:, None] if SWAP else live[None, :]
-        else:
-            # Picks come for one token alone, so the entries are those in order here.
-            birth = key_position
-            death = key_position + (sliding_window - 1)
-            if pages.entries is not None:
-                birth = tl.where(raw, birth, (x - order.num_raw + 1) * ratio - 1)
-                death = tl.where(raw, death, FOREVER)
-            if SWAP:
-                visible = live[:, None] & (birth[:, None] <= position[None, :]) & (death[:, None] >= position[None, :])  # fmt: skip
-            else:
-                visible = live[None, :] & (birth[None, :] <= position[:, None]) & (death[None, :] >= position[:, None])  # fmt: skip
-        acc, row_max, row_sum = update(acc, row_max, row_sum, q, tile, None, None, visible, scale, start < stop, SWAP, DIVIDE, HOIST)  # fmt: skip
-        x += BLOCK_N
-        place = _load_place(
-            x, stop, entry, pages, fresh, order, first_cell, WINDOW_ROWS, ENTRY_ROWS, SLOTS
+    lse_rows = None
+    if lse is not None:
+        lse_rows = row_pointers(
+            lse.data, first_token, first_head, token, head, lse.stride_token, lse.stride_head
         )
-        entry = _load_entry(x + BLOCK_N, stop, order.num_raw, pages.picks, SLOTS)
-    return acc, row_max, row_sum
+    sink = float("-inf")
+    if sinks is not None:
+        sink = tl.load(sinks + head, mask=live, other=float("-inf")) * LOG2E
+    store_rows(
+        acc, row_max, row_sum, sink, out_rows, lse_rows, position, live, cos_sin,
+        ROWS, KEYS, EMPTY_LSE,
+    )  # fmt: skip
 
 
 @triton.jit
-def _load_entry(x, stop, num_raw, picks, SLOTS: tl.constexpr):
-    """The entry that each key is, -1 or less for raw positions and past the end."""
-    if picks is None or SLOTS:
-        entry = x - num_raw
-    else:
-        entry = tl.load(picks + (x - num_raw), mask=(x >= num_raw) & (x < stop), other=-1)
-    return entry
-
-
-@triton.jit
-def _load_place(
-    x, stop, entry, pages, fresh, order, first_cell, WINDOW_ROWS: tl.constexpr, ENTRY_ROWS: tl.constexpr, SLOTS: tl.constexpr
+def attend_query_tile(
+    q, token, q_first, q_last, context, oldest, split, split_stop, num_splits,
+    pages, new_kv, new_stride, window_len, num_topk, entry_room, mask, scale,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, ONE_TOKEN: tl.constexpr,
 ):  # fmt: skip
-    """Where each key lies: its physical row, page * rows of a page + row; anything for fresh rows. -1 for picks and slots of nothing."""
-    raw = x < order.num_raw
-    if SLOTS:
-        cells = pages.window_list + x
-        if pages.picks is not None:
-            cells = tl.where(raw, cells, pages.picks + (x - order.num_raw))
-        place = tl.load(cells, mask=x < stop, other=-1)
-    elif pages.window_list is not None:
-        position = order.low + x
-        live = x < stop
-        if pages.picks is not None:
-            live &= raw | ((entry >= 0) & (entry < order.num_entries))
-        paged = live
-        if fresh is not None:
-            paged = live & (~raw | (position < order.context))
-        cell = position // WINDOW_ROWS - first_cell
-        cell = tl.where(cell < pages.window_width, cell, cell - pages.window_width)
-        cells = pages.window_list + cell
-        if pages.entry_table is not None:
-            cells = tl.where(raw, cells, pages.entry_table + entry // ENTRY_ROWS)
-        page = tl.load(cells, mask=paged, other=0)
-        place = page * WINDOW_ROWS + position % WINDOW_ROWS
-        if pages.entry_table is not None:
-            place = tl.where(raw, place, page * ENTRY_ROWS + entry % ENTRY_ROWS)
-        if pages.picks is not None:
-            place = tl.where(live, place, -1)
+    """Attend for one query tile to the KV splits [split, split_stop) of ``num_splits``.
+
+    Args:
+        q: [ROWS, HEAD_DIM].
+        token: [ROWS] token of each row in its sequence's step; q_first, q_last: the tile's first
+            and last.
+        oldest: position of the first raw row that no later one has overwritten.
+        window_len, num_topk: keys that come as lists.
+        entry_room: entries that the table has room for.
+        pages, new_kv, new_stride, mask, KEYS, ONE_TOKEN: as in ``attend_keys``.
+    """
+    # One tile cannot hold quantized rows and plain ones: the new rows take a loop of their own.
+    SEPARATE: tl.constexpr = new_kv is not None and pages.window.data.dtype.element_ty == tl.uint8
+    BLOCK_N: tl.constexpr = KEYS.BLOCK_N
+    HEAD_DIM: tl.constexpr = KEYS.HEAD_DIM
+    if KEYS.SWAP:
+        acc = tl.zeros([HEAD_DIM, ROWS], tl.float32)
     else:
-        place = x * 0
-    return place
+        acc = tl.zeros([ROWS, HEAD_DIM], tl.float32)
+    row_max = tl.full([ROWS], float("-inf"), tl.float32)
+    row_sum = tl.zeros([ROWS], tl.float32)
+    position = context + token
+    low = 0
+    num_entries = 0
+    if KEYS.SLOTS:
+        num_raw = window_len
+        num_keys = window_len
+    else:
+        low = tl.maximum(tl.maximum(context + q_first - mask.sliding_window + 1, oldest), 0)
+        raw_stop = context + q_last + 1
+        if SEPARATE:
+            raw_stop = tl.minimum(raw_stop, context)
+        num_raw = tl.maximum(raw_stop - low, 0)
+        num_keys = num_raw
+        if pages.entries is not None:
+            num_entries = tl.minimum(tl.maximum(context + q_last + 1, 0) // mask.ratio, entry_room)
+            num_keys += num_entries
+    if pages.topk_indices is not None:
+        num_keys = num_raw + num_topk
+    num_tiles = ((num_keys + BLOCK_N - 1) // BLOCK_N).to(tl.int64)
+    first = (num_tiles * split // num_splits).to(tl.int32) * BLOCK_N
+    stop = tl.minimum((num_tiles * split_stop // num_splits).to(tl.int32) * BLOCK_N, num_keys)
+    order = Order(low, context, num_raw, num_entries)
+    acc, row_max, row_sum = attend_keys(
+        acc, row_max, row_sum, q, position, pages, None if SEPARATE else new_kv, new_stride, order,
+        first, stop, mask, scale, KEYS, ONE_TOKEN,
+    )  # fmt: skip
+    if SEPARATE:
+        low = tl.maximum(low, context)
+        num_raw = tl.where(split_stop == num_splits, tl.maximum(context + q_last + 1 - low, 0), 0)
+        nowhere = Pages(None, None, 1, None, None, None)
+        order = Order(low, context, num_raw, 0)
+        acc, row_max, row_sum = attend_keys(
+            acc, row_max, row_sum, q, position, nowhere, new_kv, new_stride, order,
+            0, num_raw, mask, scale, KEYS, ONE_TOKEN,
+        )  # fmt: skip
+    return acc, row_max, row_sum

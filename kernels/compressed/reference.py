@@ -1,12 +1,16 @@
-"""Oracle of ``compressed_attention``: plain torch, one token, one key and one byte at a time, every index visible to a reviewer.
+"""Oracle of ``compressed_attention``: plain torch, one token, one key and one byte at a time.
 
-    out_i = R(-p) sum_j softmax_j(softmax_scale * q_i . c_j) c_j   over the raw rows p - sliding_window + 1 .. p and the entries
-    w < floor((p + 1) / compress_ratio), with one sink in the denominator
+    out_i = R(-p) sum_j softmax_j(softmax_scale * q_i . c_j) c_j
 
-Nothing is shared with the implementations, the reading of quantised pages included. ``dtype`` chooses the arithmetic: float64 for the
-truth, the model's dtype for what a plain low-precision program would give.
+over the raw rows p - sliding_window + 1 .. p and the entries w < floor((p + 1) / compress_ratio),
+with one sink in the denominator.
 
-Source: DeepSeek-V4 report 2.3; transformers models/deepseek_v4; FlashMLA tests/quant.py for the bytes.
+Nothing but the list of arguments is shared with the implementations, which read quantized pages in
+their own way too. ``dtype`` chooses the arithmetic: float64 for the truth, the model's dtype for
+what a plain low-precision program would give.
+
+Source: DeepSeek-V4 report 2.3; transformers models/deepseek_v4; FlashMLA tests/quant.py for the
+bytes.
 """
 
 from __future__ import annotations
@@ -17,23 +21,25 @@ from typing import Any
 
 import torch
 
+from .call import CompressedCall
+
 
 def read_row(pages: Any, page: int, row: int) -> torch.Tensor:
     """One row of ``LatentPages``: [head_dim] float64."""
     if pages.data.dtype != torch.uint8:
         return pages.data[page, row].double()
     n, data = pages.storage_block_size, pages.data[page]
-    codes = data[row * 576 : row * 576 + 448].tolist()
+    quantized = data[row * 576 : row * 576 + 448].tolist()
     scales = data[n * 576 + row * 8 : n * 576 + row * 8 + 7].tolist()
-    values = [_e4m3(code) * 2.0 ** (scales[i // 64] - 127) for i, code in enumerate(codes)]
+    values = [_e4m3(byte) * 2.0 ** (scales[i // 64] - 127) for i, byte in enumerate(quantized)]
     rope = data[row * 576 + 448 : row * 576 + 576].clone().view(torch.bfloat16).double()
     return torch.cat([torch.tensor(values, dtype=torch.float64), rope.cpu()]).to(data.device)
 
 
-def _e4m3(code: int) -> float:
-    """Value of a byte: sign, four bits of exponent (bias 7), three of mantissa; exponent 0 is subnormal."""
-    sign = -1.0 if code & 0x80 else 1.0
-    exponent, mantissa = (code >> 3) & 15, code & 7
+def _e4m3(byte: int) -> float:
+    """Value of a byte: sign, four bits of exponent (bias 7), three of mantissa; 0 is subnormal."""
+    sign = -1.0 if byte & 0x80 else 1.0
+    exponent, mantissa = (byte >> 3) & 15, byte & 7
     if exponent == 15 and mantissa == 7:
         return math.nan
     if exponent == 0:
@@ -42,82 +48,57 @@ def _e4m3(code: int) -> float:
 
 
 def compressed_attention(
-    q: torch.Tensor,
-    window_pages: Any,
-    window_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    *,
-    sliding_window: int,
-    max_seqlen_q: int | None = None,
-    kv: torch.Tensor | None = None,
-    compressed_pages: Any = None,
-    compressed_table: torch.Tensor | None = None,
-    compress_ratio: int | None = None,
-    topk_indices: torch.Tensor | None = None,
-    topk_lens: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    softmax_scale: float | None = None,
-    cos_sin: torch.Tensor | None = None,
-    max_seq_len: int | None = None,
-    num_decodes: int | None = None,
-    out: torch.Tensor | None = None,
-    lse: torch.Tensor | None = None,
-    workspace: torch.Tensor | None = None,
-    dtype: torch.dtype | None = None,
+    call: CompressedCall, *, lse: torch.Tensor | None = None, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Attend token by token; shapes as in ``quire.kernels.compressed_attention``.
+    """Attend token by token.
 
     Args:
-        dtype: arithmetic and result dtype; None takes q's. ``lse`` may be of any floating dtype here.
-        max_seqlen_q, max_seq_len, num_decodes, workspace: launch hints of the kernels; they do not change the result.
+        call: the arguments; its ``out``, ``lse`` and launch hints are not looked at.
+        lse: [num_heads, num_tokens] of any floating dtype, filled in place.
+        dtype: arithmetic and result dtype; None takes q's.
 
     Returns:
-        [num_tokens, num_heads, head_dim] in ``dtype`` (``out`` if given).
+        [num_tokens, num_heads, head_dim] in ``dtype``.
     """
+    q, kv, window_pages, entries = call.q, call.kv, call.window_pages, call.compressed_pages
     dtype = q.dtype if dtype is None else dtype
-    scale = q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale
-    if out is None:
-        out = torch.empty(q.shape, dtype=dtype, device=q.device)
+    out = torch.empty(q.shape, dtype=dtype, device=q.device)
+    window_size, window_width = window_pages.storage_block_size, call.window_table.shape[1]
 
     @functools.cache
     def entry_or_raw(is_entry: bool, page: int, row: int) -> torch.Tensor:
-        return read_row(compressed_pages if is_entry else window_pages, page, row)
+        return read_row(entries if is_entry else window_pages, page, row)
 
-    for s, seq_len in enumerate(seq_lens.tolist()):
-        first, last = cu_seqlens_q[s].item(), cu_seqlens_q[s + 1].item()
+    for s, seq_len in enumerate(call.seq_lens.tolist()):
+        first, last = call.cu_seqlens_q[s].item(), call.cu_seqlens_q[s + 1].item()
         context = seq_len - (last - first)
-        # What the pages of the window hold: row j lies where row j + room comes to lie.
-        room = window_table.shape[1] * window_pages.storage_block_size
-        oldest = (seq_len if kv is None else context) - room
+        # What the pages of the window hold: row j lies where row j + width * size comes to lie.
+        oldest = (seq_len if kv is None else context) - window_width * window_size
         for token in range(first, last):
             position = context + token - first
             rows = []
-            for j in range(max(0, oldest, position - sliding_window + 1), position + 1):
+            for j in range(max(0, oldest, position - call.sliding_window + 1), position + 1):
                 if kv is not None and j >= context:
                     rows.append(kv[first + j - context].double())
                 else:
-                    size, width = window_pages.storage_block_size, window_table.shape[1]
-                    page = window_table[s, j // size % width].item()
-                    rows.append(entry_or_raw(False, page, j % size))
-            if compressed_pages is not None:
-                visible = max(0, (position + 1) // compress_ratio)
-                visible = min(
-                    visible, compressed_table.shape[1] * compressed_pages.storage_block_size
-                )
-                picks = list(range(visible))
-                if topk_indices is not None:
-                    picks = topk_indices[token].tolist()
-                    if topk_lens is not None:
-                        picks = picks[: max(0, topk_lens[token].item())]
-                for w in picks:
+                    page = call.window_table[s, j // window_size % window_width].item()
+                    rows.append(entry_or_raw(False, page, j % window_size))
+            if entries is not None:
+                size = entries.storage_block_size
+                visible = max(0, (position + 1) // call.compress_ratio)
+                visible = min(visible, call.compressed_table.shape[1] * size)
+                named = list(range(visible))
+                if call.topk_indices is not None:
+                    named = call.topk_indices[token].tolist()
+                    if call.topk_lens is not None:
+                        named = named[: max(0, call.topk_lens[token].item())]
+                for w in named:
                     if 0 <= w < visible:
-                        size = compressed_pages.storage_block_size
-                        page = compressed_table[s, w // size].item()
+                        page = call.compressed_table[s, w // size].item()
                         rows.append(entry_or_raw(True, page, w % size))
-            _attend_row(token, q, rows, scale, sinks, out, lse, dtype)
-            if cos_sin is not None and rows:
-                _turn_back(out[token], cos_sin[position].to(dtype))
+            _attend_row(token, q, rows, call.softmax_scale, call.sinks, out, lse, dtype)
+            if call.cos_sin is not None and rows:
+                _inverse_rope(out[token], call.cos_sin[position].to(dtype))
     return out
 
 
@@ -149,8 +130,8 @@ def _attend_row(
         out[token, h] = torch.softmax(logits, 0)[: len(rows)] @ keys
 
 
-def _turn_back(heads: torch.Tensor, cos_sin: torch.Tensor) -> None:
-    """Turn the trailing pairs of heads [num_heads, head_dim] by minus the angles of a position, in place."""
+def _inverse_rope(heads: torch.Tensor, cos_sin: torch.Tensor) -> None:
+    """Rotate the trailing pairs of heads [num_heads, head_dim] by minus a position's angles."""
     num_pairs = cos_sin.shape[0] // 2
     start = heads.shape[1] - 2 * num_pairs
     for i in range(num_pairs):
@@ -172,11 +153,13 @@ def slots_attention(
 
     Args:
         q: [num_tokens, num_heads, head_dim].
-        lists: (pages, [num_tokens, n] int32 physical rows with -1 = none, [num_tokens] how many of them count or None) each.
+        lists: (pages, [num_tokens, n] int32 physical rows with -1 = none, [num_tokens] how many of
+            them count or None) each.
         softmax_scale, sinks, dtype: as in ``compressed_attention`` of this module.
 
     Returns:
-        (out [num_tokens, num_heads, head_dim], lse [num_heads, num_tokens]), both in ``dtype``; an empty row has lse -inf.
+        (out [num_tokens, num_heads, head_dim], lse [num_heads, num_tokens]), both in ``dtype``; an
+        empty row has lse -inf.
     """
     out = torch.empty(q.shape, dtype=dtype)
     lse = torch.empty(q.shape[1], q.shape[0], dtype=dtype)

@@ -1,6 +1,7 @@
-"""``compressed_attention`` for CPU tensors: plain torch, vectorised over the tokens and heads of a sequence, fp32 arithmetic.
+"""``compressed_attention`` for CPU tensors: plain torch over tokens and heads, fp32.
 
-Reads lengths on the host, so under a GPU it synchronises; there it is asked for by name only. Refuses ids of pages that there are not.
+Reads lengths on the host, so under a GPU it synchronises; there it is asked for by name only.
+Raises ValueError for ids of pages that there are not.
 
 Source: as ``reference``.
 """
@@ -12,7 +13,7 @@ import torch
 from ..common.checks import expect_ids
 from .call import CompressedCall
 
-# Picked rows that are gathered at once.
+# Rows named by ``topk_indices`` that are gathered at once.
 MAX_GATHERED = 1 << 14
 # Tokens at once, or a window of them: each scores all raw rows that any of them sees.
 QUERY_BLOCK = 128
@@ -39,8 +40,13 @@ def attention(call: CompressedCall) -> torch.Tensor:
     return call.out
 
 
-def _attend_tokens(call: CompressedCall, s: int, first: int, last: int, start: int, context: int) -> None:  # fmt: skip
-    """Attend for the tokens [first, last) of sequence s, whose first new token is ``start`` at position ``context``."""
+def _attend_tokens(
+    call: CompressedCall, s: int, first: int, last: int, start: int, context: int
+) -> None:
+    """Attend for the tokens [first, last) of sequence s.
+
+    The first new token of the sequence is ``start``, at position ``context``.
+    """
     device = call.q.device
     position = torch.arange(first, last, device=device) - start + context  # [L]
     assert call.cu_seqlens_q is not None
@@ -56,11 +62,13 @@ def _attend_tokens(call: CompressedCall, s: int, first: int, last: int, start: i
         visible.append(sees)
     out = _softmax(call, first, last, keys, visible)
     if call.cos_sin is not None:
-        out = _turned_back(out, call.cos_sin, position)
+        out = _inverse_rope(out, call.cos_sin, position)
     call.out[first:last] = out.to(call.out.dtype)
 
 
-def _raw_rows(call: CompressedCall, s: int, key: torch.Tensor, start: int, context: int) -> torch.Tensor:  # fmt: skip
+def _raw_rows(
+    call: CompressedCall, s: int, key: torch.Tensor, start: int, context: int
+) -> torch.Tensor:
     """Raw rows of the positions ``key`` [S]: [S, head_dim] fp32."""
     size, width = call.window_pages.storage_block_size, call.window_table.shape[1]
     paged = key if call.kv is None else key[key < context]
@@ -68,15 +76,19 @@ def _raw_rows(call: CompressedCall, s: int, key: torch.Tensor, start: int, conte
     expect_ids("window_table", page, call.window_pages.data.shape[0])
     rows = call.window_pages.read(page * size + paged % size)
     if call.kv is not None:
-        fresh = key[key >= context]
-        rows = torch.cat([rows, call.kv[start + fresh - context].float()])
+        new = key[key >= context]
+        rows = torch.cat([rows, call.kv[start + new - context].float()])
     return rows
 
 
 def _entry_rows(
     call: CompressedCall, s: int, first: int, last: int, position: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Entries of some tokens and who sees them: [E, head_dim], or [L, topk, head_dim] with picks, and [L, E or topk] bool."""
+    """Entries of some tokens, and who sees them.
+
+    Returns:
+        ([E, head_dim] rows, [L, E] bool); with top-k indices [L, topk, head_dim] and [L, topk].
+    """
     assert call.compressed_pages is not None and call.compressed_table is not None
     assert call.compress_ratio is not None
     size = call.compressed_pages.storage_block_size
@@ -107,14 +119,14 @@ def _attend_slots(call: CompressedCall) -> None:
     chunk = max(1, MAX_GATHERED // sum(slots.shape[1] for _, slots, _ in lists))
     for first in range(0, call.q.shape[0], chunk):
         last = min(first + chunk, call.q.shape[0])
-        place = torch.arange(first, last, device=call.q.device) // call.tokens_per_len
+        seq = torch.arange(first, last, device=call.q.device) // call.tokens_per_len
         keys, visible = [], []
         for pages, slots, lens in lists:
             slot = slots[first:last].long()
             live = slot >= 0
             if lens is not None:
                 rank = torch.arange(slot.shape[1], device=slot.device)
-                live = live & (rank < lens[place, None])
+                live = live & (rank < lens[seq, None])
             room = pages.data.shape[0] * pages.storage_block_size
             expect_ids("indices", torch.where(live, slot, 0), room, "rows")
             keys.append(pages.read(torch.where(live, slot, -1)))
@@ -126,27 +138,34 @@ def _attend_slots(call: CompressedCall) -> None:
 
 
 def _softmax(
-    call: CompressedCall, first: int, last: int, keys: list[torch.Tensor], visible: list[torch.Tensor]
-) -> torch.Tensor:  # fmt: skip
-    """Attend for the tokens [first, last) to keys [S, head_dim] or [L, S, head_dim], of which ``visible`` [L, S] are seen: fp32 rows."""
+    call: CompressedCall,
+    first: int,
+    last: int,
+    keys: list[torch.Tensor],
+    visible: list[torch.Tensor],
+) -> torch.Tensor:
+    """Attend for the tokens [first, last): fp32 rows [L, H, head_dim].
+
+    Args:
+        keys: [S, head_dim] or [L, S, head_dim] each; visible: [L, S] which of them are seen.
+    """
     q = call.q[first:last].float()  # [L, H, head_dim]
-    logits = torch.cat(
-        [
-            (q @ rows.transpose(-1, -2) * call.softmax_scale).masked_fill(~sees[:, None], -torch.inf)
-            for rows, sees in zip(keys, visible, strict=True)
-        ],
-        -1,
-    )  # fmt: skip
+    scores = [
+        (q @ rows.mT * call.softmax_scale).masked_fill(~sees[:, None], -torch.inf)
+        for rows, sees in zip(keys, visible, strict=True)
+    ]
+    logits = torch.cat(scores, -1)
     if call.lse is not None:
         call.lse[:, first:last] = torch.logsumexp(logits, -1).T  # [L, H]
     joint = logits
     if call.sinks is not None:
         joint = torch.cat([logits, call.sinks[None, :, None].expand(*logits.shape[:2], 1)], -1)
-    # Not the exponential of a difference from the lse, whose own rounding would be in all weights; nor torch.softmax, which adds a long
-    # row up term by term.
+    # Not the exponential of a difference from the lse, whose own rounding would be in all weights;
+    # nor torch.softmax, which adds a long row up term by term.
     weights = torch.exp(joint - joint.amax(-1, keepdim=True))
     weights = (weights / weights.sum(-1, keepdim=True))[..., : logits.shape[-1]]
-    # A row that sees nothing is NaN after the softmax, and so is one with an infinite sink; their weights are 0.
+    # A row that sees nothing is NaN after the softmax, and so is one with an infinite sink; their
+    # weights are 0.
     weights = torch.where(logits.isneginf(), 0.0, weights)
     if call.sinks is not None:
         weights = weights.masked_fill(call.sinks.isposinf()[:, None], 0.0)
@@ -154,8 +173,9 @@ def _softmax(
     return sum((part @ rows for part, rows in zip(parts, keys, strict=True)), torch.zeros_like(q))
 
 
-def _turned_back(out: torch.Tensor, cos_sin: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-    """Rows [L, H, head_dim] fp32 whose trailing pairs (2i, 2i + 1) are turned by minus the angles of ``position`` [L]."""
+def _inverse_rope(out: torch.Tensor, cos_sin: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    """Rotate the trailing pairs (2i, 2i + 1) of rows [L, H, head_dim] fp32 by minus the angles of
+    ``position`` [L]."""
     rope_dim = cos_sin.shape[1]
     # A padding row (fewer keys than new tokens) has no position; what it sees is nothing.
     known = (position >= 0)[:, None, None]
@@ -165,5 +185,5 @@ def _turned_back(out: torch.Tensor, cos_sin: torch.Tensor, position: torch.Tenso
     cos, sin = torch.where(known, cos, 1.0), torch.where(known, sin, 0.0)
     rope = out[..., -rope_dim:]
     even, odd = rope[..., 0::2], rope[..., 1::2]
-    turned = torch.stack([even * cos + odd * sin, odd * cos - even * sin], -1).flatten(-2)
-    return torch.cat([out[..., :-rope_dim], turned], -1)
+    rotated = torch.stack([even * cos + odd * sin, odd * cos - even * sin], -1).flatten(-2)
+    return torch.cat([out[..., :-rope_dim], rotated], -1)

@@ -13,7 +13,10 @@ from ..latent_write.call import check_cos_sin, check_device, check_norm
 
 @dataclass(frozen=True)
 class CompressCall:
-    """The arguments of one call, checked when it is made; named and shaped as in ``compress``, which says what is raised."""
+    """The arguments of one call, checked when it is made.
+
+    Named and shaped as in ``compress``, which says what is raised.
+    """
 
     kv: torch.Tensor
     gate: torch.Tensor
@@ -71,5 +74,6 @@ class CompressCall:
         checks.expect_int("max_seqlen_q", self.max_seqlen_q, 0)
         if num_seqs * self.max_seqlen_q < num_tokens:
             raise ValueError(
-                f"max_seqlen_q: expected the longest of {num_seqs} sequences with {num_tokens} tokens, got {self.max_seqlen_q}"
+                f"max_seqlen_q: expected the longest of {num_seqs} sequences with {num_tokens} "
+                f"tokens, got {self.max_seqlen_q}"
             )

@@ -1,6 +1,7 @@
-"""Oracle of ``compress``: one whole sequence at once, one window after another, no steps and no state.
+"""Oracle of ``compress``: a whole sequence at once, one window after another, without state.
 
-An entry is looked up by what it is made of and not by how it was made: a chunked, batched or rolled-back run has to end with these entries.
+An entry is looked up by what it is made of and not by how it was made: a chunked, batched or
+rolled-back run has to end with these entries.
 
 Source: DeepSeek-V4, compressed attention: the compressors of the latents and of the indexer.
 """
@@ -28,7 +29,7 @@ def compress(
     """The entries of a sequence.
 
     Args:
-        kv, gate: [num_tokens, channels] rows of the tokens at the positions ``first``, ``first`` + 1, ...
+        kv, gate: [num_tokens, channels] rows of the tokens from position ``first`` on.
         ape, ratio, overlap, norm_weight, eps, cos_sin: as in ``quire.kernels.compress``.
         first: position of the first row; windows that need an earlier token are left out.
         dtype: arithmetic and result dtype; None takes kv's.
@@ -42,7 +43,8 @@ def compress(
     for w in range(first // ratio, (first + kv.shape[0]) // ratio):
         parts = [(t, 0) for t in range(w * ratio, (w + 1) * ratio)]
         if overlap:
-            # Series b of the window's own tokens, series a of those before; window 0 has none before.
+            # Series b of the window's own tokens, series a of those before; window 0 has none
+            # before.
             parts = [(t, dim) for t, _ in parts]
             parts = [(t, 0) for t in range(max(0, (w - 1) * ratio), w * ratio)] + parts
         if parts[0][0] < first:

@@ -1,4 +1,7 @@
-"""Gated pooling for CPU tensors: plain torch over all entries of a step at once, fp32 arithmetic. Source: as ``triton_impl``."""
+"""Gated pooling for CPU tensors: plain torch over all entries of a step at once, fp32 arithmetic.
+
+Source: as ``triton_impl``.
+"""
 
 from __future__ import annotations
 
@@ -35,17 +38,17 @@ def compress(call: CompressCall) -> None:
     pooled_slot = torch.arange(ratio * num_series, device=device)
     back = ratio * num_series - 1 - pooled_slot
     at = position[closing] - back  # [entries, pooled slots]
-    fresh = at >= context[seq[closing]].clamp(min=0)
+    new = at >= context[seq[closing]].clamp(min=0)
     seen = at >= 0
     series = pooled_slot // ratio if overlap else torch.zeros_like(pooled_slot)
 
     def pooled(step_rows: torch.Tensor, part: int) -> torch.Tensor:
-        """The rows that each entry pools: [entries, pooled slots, dim], anything where nothing is seen."""
-        new = step_rows.unflatten(1, (num_series, dim))
-        new = new[torch.where(fresh, closing - back, 0), series]
+        """The rows that each entry pools: [entries, pooled slots, dim]; anything where unseen."""
+        step = step_rows.unflatten(1, (num_series, dim))
+        step = step[torch.where(new, closing - back, 0), series]
         old = state[:, :, part].unflatten(2, (num_series, dim))
         old = old[torch.where(seen, index[closing], 0), torch.where(seen, at, 0) % ring, series]
-        return torch.where(fresh[..., None], new, old)
+        return torch.where(new[..., None], step, old)
 
     gates = pooled(step_gate, 1).masked_fill(~seen[..., None], -torch.inf)
     values = pooled(step_kv, 0).masked_fill(~seen[..., None], 0)

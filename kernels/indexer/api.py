@@ -1,4 +1,4 @@
-"""``index_topk``: which compressed entries each query attends to, by the scores of the lightning indexer."""
+"""``index_topk``: which compressed entries each query attends to, by the lightning indexer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from ..common import checks
 from ..common.impls import implementation
 from ..common.latent_pages import IndexPages
-from .call import check, expect_sizes
+from .call import IndexCall, expect_sizes
 from .plan import plan
 
 
@@ -28,39 +28,50 @@ def index_topk(
     workspace: torch.Tensor | None = None,
     impl: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pick the ``topk`` visible entries of the highest index score for each query; exact, among equal scores the lowest ids.
+    """Select the ``topk`` visible entries of the highest index score for each query.
 
-        score(t, w) = sum_h weights[t, h] * relu(q[t, h] . key_w)    in fp32, over the entries w < floor((p_t + 1) / compress_ratio)
+    The selection is exact; among equal scores the lowest ids are taken.
 
-    p_t = seq_len - q_len + i is the position of query i of its sequence. A query that sees at most ``topk`` entries gets them all, and its
-    scores are not computed. The order in which scores are summed does not depend on the batch, on chunks or on whether a sequence decodes
-    or prefills, so neither does the choice.
+        score(t, w) = sum_h weights[t, h] * relu(q[t, h] . key_w)    in fp32
 
-    Workspace: scores of a chunk of queries at a time, and what the levels of the selection keep of them: 4 bytes an entry and query, and
-    8 * topk bytes for each 8192 entries. At most 64 MiB are allocated, or one query's need where that is more (1.3 MB at 262,144 entries
-    and topk 1024): a longer step runs chunk by chunk.
+    over the entries w < floor((p_t + 1) / compress_ratio), where p_t = seq_len - q_len + i is the
+    position of query i of its sequence. A query that sees at most ``topk`` entries gets them all,
+    and its scores are not computed. The order in which scores are summed does not depend on the
+    batch, on chunks or on whether a sequence decodes or prefills, so neither does the choice.
+
+    Workspace: scores of a chunk of queries at a time, and what the levels of the selection keep of
+    them: 4 bytes an entry and query, and 8 * topk bytes for each 8192 entries. At most 64 MiB are
+    allocated, or one query's need where that is more (1.3 MB at 262,144 entries and topk 1024): a
+    longer step runs chunk by chunk.
 
     Args:
-        q: [num_tokens, index_heads, index_dim] bf16, fp16 or fp32, roped, last stride 1; the sequences one after another.
+        q: [num_tokens, index_heads, index_dim] bf16, fp16 or fp32, roped, last stride 1; the
+            sequences one after another.
         weights: [num_tokens, index_heads] fp32 head weights, which hold every factor; any sign.
-        pages: IndexPages of q's dtype, or quantised.
-        block_table: [num_seqs, width] int32, the page of entries [b * storage_block_size, ...) of sequence s at [s, b]; any row stride.
-            Table entries of what no query sees are never read, and rows of it may hold anything. Entries behind its end are not there: none
-            of them is picked.
-        seq_lens: [num_seqs] int32, raw tokens of each sequence including this step's; 0 for a padding row.
+        pages: IndexPages of q's dtype, or quantized.
+        block_table: [num_seqs, width] int32, the page of entries [b * storage_block_size, ...) of
+            sequence s at [s, b]; any row stride. Table entries of what no query sees are never
+            read, and rows of it may hold anything. Entries behind its end are not there: none of
+            them is selected.
+        seq_lens: [num_seqs] int32, raw tokens of each sequence including this step's; 0 for a
+            padding row.
         cu_seqlens_q: [num_seqs + 1] int32, prefix sums of the new tokens.
-        topk: entries to pick, 1..4096.
+        topk: entries to select, 1..4096.
         compress_ratio: raw tokens of an entry, 1..2**30.
-        max_seqlen_q: host int, at least the new tokens of the longest sequence. It sizes tiles only.
-        max_seq_len: host int, upper bound of seq_lens. Entries from max_seq_len // compress_ratio on are not looked at.
+        max_seqlen_q: host int, at least the new tokens of the longest sequence. It sizes tiles
+            only.
+        max_seq_len: host int, upper bound of seq_lens. Entries from max_seq_len // compress_ratio
+            on are not looked at.
         out: [num_tokens, topk] int32, filled in place; None allocates.
         lens: [num_tokens] int32, filled in place; None allocates.
-        workspace: [n] fp32 scratch, n >= ``index_topk_workspace_numel(num_tokens=1, ...)``; the more queries it holds the fewer launches.
-            None allocates. Calls that may run at the same time need different ones.
+        workspace: [n] fp32 scratch, n >= ``index_topk_workspace_numel(num_tokens=1, ...)``; the
+            more queries it holds the fewer launches. None allocates. Calls that may run at the same
+            time need different ones.
         impl: "triton" (default for CUDA tensors), "torch" (default for CPU tensors).
 
     Returns:
-        (out, lens): the ids of the picked entries within their sequence, ascending, then -1; and how many they are.
+        (out, lens): the ids of the selected entries within their sequence, ascending, then -1; and
+        how many they are.
 
     Raises:
         ValueError: a shape, dtype, stride, device or host value is not as above.
@@ -75,7 +86,7 @@ def index_topk(
         return indexer_triton.topk(arguments)
     from . import torch_impl as indexer_torch
 
-    call = check(**arguments)
+    call = IndexCall(**arguments)
     indexer_torch.index_topk(call)
     return call.out, call.lens
 
@@ -83,7 +94,9 @@ def index_topk(
 def index_topk_workspace_numel(
     *, num_tokens: int, topk: int, compress_ratio: int = 4, max_seq_len: int
 ) -> int:
-    """How many fp32 elements of ``workspace`` a call of ``num_tokens`` queries makes use of: at most 2**24, or what one query needs.
+    """How many fp32 elements of ``workspace`` a call of ``num_tokens`` queries makes use of.
+
+    At most 2**24, or what one query needs.
 
     Args:
         num_tokens: queries of the step, at most; 1 gives the least that a workspace may have.

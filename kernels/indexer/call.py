@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -14,9 +15,15 @@ MAX_TOPK = 4096
 MAX_HEADS = 128
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class IndexCall:
-    """The checked arguments of one call; fields are named and shaped as in ``index_topk``."""
+    """The arguments of one call, checked when it is made, with the defaults filled in.
+
+    Named and shaped as in ``index_topk``, which says what is raised.
+
+    Attributes:
+        plan: how the call is divided.
+    """
 
     q: torch.Tensor
     weights: torch.Tensor
@@ -24,95 +31,77 @@ class IndexCall:
     block_table: torch.Tensor
     seq_lens: torch.Tensor
     cu_seqlens_q: torch.Tensor
-    out: torch.Tensor
-    lens: torch.Tensor
-    workspace: torch.Tensor | None
-    plan: IndexPlan
-    compress_ratio: int
+    topk: int
     max_seqlen_q: int
+    max_seq_len: int
+    compress_ratio: int = 4
+    out: torch.Tensor | None = None
+    lens: torch.Tensor | None = None
+    workspace: torch.Tensor | None = None
+    plan: IndexPlan = field(init=False)
 
+    def __post_init__(self) -> None:
+        pages = self.pages
+        if not isinstance(pages, IndexPages):
+            raise ValueError(f"pages: expected IndexPages, got {type(pages).__name__}")
+        dtypes = checks.MODEL_DTYPES if pages.fp8 else pages.data.dtype
+        checks.expect_tensor("q", self.q, (None, None, pages.index_dim), dtypes)
+        num_tokens, num_heads, _ = self.q.shape
+        device = self.q.device
 
-def check(
-    q: torch.Tensor,
-    weights: torch.Tensor,
-    pages: IndexPages,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    *,
-    topk: int,
-    compress_ratio: int,
-    max_seqlen_q: int,
-    max_seq_len: int,
-    out: torch.Tensor | None,
-    lens: torch.Tensor | None,
-    workspace: torch.Tensor | None,
-) -> IndexCall:
-    """Check the arguments of a call and fill in the defaults."""
-    if not isinstance(pages, IndexPages):
-        raise ValueError(f"pages: expected IndexPages, got {type(pages).__name__}")
-    dtypes = checks.MODEL_DTYPES if pages.fp8 else pages.data.dtype
-    checks.expect_tensor("q", q, (None, None, pages.index_dim), dtypes)
-    num_tokens, num_heads, _ = q.shape
-    device = q.device
-    if pages.data.device != device:
-        raise ValueError(f"pages: expected data on {device}, got data on {pages.data.device}")
-    checks.expect_int("q: index_heads", num_heads, 1)
-    if num_heads > MAX_HEADS:
-        raise NotImplementedError(f"q: {num_heads} index heads, supported are up to {MAX_HEADS}")
-    checks.expect_tensor("weights", weights, (num_tokens, num_heads), torch.float32, device=device)
-    checks.expect_tensor("seq_lens", seq_lens, (None,), torch.int32, device=device)
-    num_seqs = seq_lens.shape[0]
-    cu_shape = (num_seqs + 1,)
-    checks.expect_tensor("cu_seqlens_q", cu_seqlens_q, cu_shape, torch.int32, device=device)
-    checks.expect_tensor("block_table", block_table, (num_seqs, None), torch.int32, device=device)
-    expect_sizes(topk, compress_ratio, max_seq_len)
-    checks.expect_int("max_seqlen_q", max_seqlen_q, 0)
-    if num_seqs * max_seqlen_q < num_tokens:
-        raise ValueError(
-            f"max_seqlen_q: expected the longest of {num_seqs} sequences with {num_tokens} tokens, got {max_seqlen_q}"
+        def expect(name: str, shape: tuple[int | None, ...], dtype: torch.dtype) -> None:
+            checks.expect_tensor(name, getattr(self, name), shape, dtype, device=device)
+
+        if pages.data.device != device:
+            raise ValueError(f"pages: expected data on {device}, got data on {pages.data.device}")
+        checks.expect_int("q: index_heads", num_heads, 1)
+        if num_heads > MAX_HEADS:
+            raise NotImplementedError(
+                f"q: {num_heads} index heads, supported are up to {MAX_HEADS}"
+            )
+        expect("weights", (num_tokens, num_heads), torch.float32)
+        expect("seq_lens", (None,), torch.int32)
+        num_seqs = self.seq_lens.shape[0]
+        expect("cu_seqlens_q", (num_seqs + 1,), torch.int32)
+        expect("block_table", (num_seqs, None), torch.int32)
+        expect_sizes(self.topk, self.compress_ratio, self.max_seq_len)
+        checks.expect_int("max_seqlen_q", self.max_seqlen_q, 0)
+        if num_seqs * self.max_seqlen_q < num_tokens:
+            raise ValueError(
+                f"max_seqlen_q: expected the longest of {num_seqs} sequences with {num_tokens} "
+                f"tokens, got {self.max_seqlen_q}"
+            )
+        if (num_heads - 1) * self.q.stride(1) >= 2**31:
+            # The kernel addresses the heads of a token with 32 bits.
+            raise ValueError(f"q: expected heads within 2**31 elements, got {self.q.stride()}")
+        if self.out is not None:
+            expect("out", (num_tokens, self.topk), torch.int32)
+            checks.expect_apart("out", self.out)
+        if self.lens is not None:
+            expect("lens", (num_tokens,), torch.int32)
+        if self.workspace is not None:
+            expect("workspace", (None,), torch.float32)
+        # Entries behind the end of the table are not there.
+        room = self.block_table.shape[1] * pages.storage_block_size
+        divided = plan(
+            num_tokens=num_tokens,
+            topk=self.topk,
+            compress_ratio=self.compress_ratio,
+            max_seq_len=min(self.max_seq_len, room * self.compress_ratio),
+            available=None if self.workspace is None else self.workspace.numel(),
         )
-    if (num_heads - 1) * q.stride(1) >= 2**31:
-        # The kernel addresses the heads of a token with 32 bits.
-        raise ValueError(f"q: expected heads within 2**31 elements, got {q.stride()}")
-    if out is not None:
-        checks.expect_tensor("out", out, (num_tokens, topk), torch.int32, device=device)
-        checks.expect_apart("out", out)
-    if lens is not None:
-        checks.expect_tensor("lens", lens, (num_tokens,), torch.int32, device=device)
-    if workspace is not None:
-        checks.expect_tensor("workspace", workspace, (None,), torch.float32, device=device)
-    # Entries behind the end of the table are not there.
-    room = block_table.shape[1] * pages.storage_block_size
-    cut = plan(
-        num_tokens=num_tokens,
-        topk=topk,
-        compress_ratio=compress_ratio,
-        max_seq_len=min(max_seq_len, room * compress_ratio),
-        available=None if workspace is None else workspace.numel(),
-    )
-    if workspace is not None and num_tokens and not cut.chunk:
-        raise ValueError(
-            f"workspace: expected float32 [>= {cut.query_numel}], got float32 [{workspace.numel()}]"
-        )
-    if out is None:
-        out = torch.empty(num_tokens, topk, dtype=torch.int32, device=device)
-    if lens is None:
-        lens = torch.empty(num_tokens, dtype=torch.int32, device=device)
-    return IndexCall(
-        q=q,
-        weights=weights,
-        pages=pages,
-        block_table=block_table,
-        seq_lens=seq_lens,
-        cu_seqlens_q=cu_seqlens_q,
-        out=out,
-        lens=lens,
-        workspace=workspace,
-        plan=cut,
-        compress_ratio=compress_ratio,
-        max_seqlen_q=max_seqlen_q,
-    )
+        if self.workspace is not None and num_tokens and not divided.chunk:
+            raise ValueError(
+                f"workspace: expected float32 [>= {divided.query_numel}], "
+                f"got float32 [{self.workspace.numel()}]"
+            )
+        filled: dict[str, Any] = {"plan": divided}
+        if self.out is None:
+            filled["out"] = torch.empty(num_tokens, self.topk, dtype=torch.int32, device=device)
+        if self.lens is None:
+            filled["lens"] = torch.empty(num_tokens, dtype=torch.int32, device=device)
+        for name, value in filled.items():
+            object.__setattr__(self, name, value)
 
 
 def expect_sizes(topk: int, compress_ratio: int, max_seq_len: int) -> None:

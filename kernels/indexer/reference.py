@@ -1,6 +1,7 @@
-"""Oracle of ``index_topk``: plain torch, one query and one entry at a time, every byte of a page addressed by hand.
+"""Oracle of ``index_topk``: plain torch, one query, one entry and one byte at a time.
 
-    score(t, w) = sum_h weights[t, h] * relu(q[t, h] . key_w),  w < floor((p_t + 1) / compress_ratio)
+    score(t, w) = sum_h weights[t, h] * relu(q[t, h] . key_w),
+    w < floor((p_t + 1) / compress_ratio)
 
 The ``topk`` highest are kept, among equals those of the lowest ids.
 
@@ -25,7 +26,8 @@ def index_key(data: torch.Tensor, page: int, row: int, num_rows: int, dim: int) 
     """One index key in float64.
 
     Args:
-        data: [num_pages, num_rows, dim] rows, or [num_pages, *] uint8 of num_rows * dim e4m3 bytes, then num_rows fp32 scales.
+        data: [num_pages, num_rows, dim] rows, or [num_pages, *] uint8 of num_rows * dim e4m3 bytes,
+            then num_rows fp32 scales.
         page, row: where the key is.
         num_rows, dim: keys of a page, channels of a key.
     """
@@ -48,7 +50,11 @@ def index_scores(
     *,
     compress_ratio: int = 4,
 ) -> list[torch.Tensor]:
-    """The scores of each query's visible entries, float64; arguments as in ``index_topk``, pages as in ``index_key``."""
+    """The scores of each query's visible entries, float64.
+
+    Args:
+        data, storage_block_size: the pages, as in ``index_key``; the rest as in ``index_topk``.
+    """
     scores = []
     for s, seq_len in enumerate(seq_lens.tolist()):
         first, last = cu_seqlens_q[s].item(), cu_seqlens_q[s + 1].item()
@@ -68,7 +74,7 @@ def index_scores(
 
 
 def select(scores: list[torch.Tensor], topk: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The picks and their number from the scores of each query; shapes and order as ``index_topk`` returns them."""
+    """(out, lens) as ``index_topk`` returns them, from the scores of each query."""
     out = torch.full((len(scores), topk), -1, dtype=torch.int32)
     for t, row in enumerate(scores):
         best = sorted(range(len(row)), key=lambda w: (-row[w].item(), w))[:topk]

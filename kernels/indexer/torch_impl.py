@@ -1,4 +1,6 @@
-"""``index_topk`` for CPU tensors: vectorised torch, a bounded number of scores at a time. Reads lengths on the host.
+"""``index_topk`` for CPU tensors: vectorised torch, a bounded number of scores at a time.
+
+Reads lengths on the host.
 
 Source: as ``reference``.
 """
@@ -34,7 +36,7 @@ def index_topk(call: IndexCall) -> None:
         step = max(1, MAX_PRODUCTS // (num_entries * call.q.shape[1]))
         for start in range(first, last, step):
             tokens = slice(start, min(start + step, last))
-            _pick(call, keys, tokens, visible[tokens.start - first : tokens.stop - first])
+            _select(call, keys, tokens, visible[tokens.start - first : tokens.stop - first])
 
 
 def _keys(call: IndexCall, seq: int, num_entries: int) -> torch.Tensor:
@@ -46,8 +48,15 @@ def _keys(call: IndexCall, seq: int, num_entries: int) -> torch.Tensor:
     return call.pages.read(page * rows + entry % rows)
 
 
-def _pick(call: IndexCall, keys: torch.Tensor | None, tokens: slice, visible: torch.Tensor) -> None:
-    """Pick for some queries of one sequence; ``visible`` [queries] entries each, ``keys`` None if none sees more than topk."""
+def _select(
+    call: IndexCall, keys: torch.Tensor | None, tokens: slice, visible: torch.Tensor
+) -> None:
+    """Select for some queries of one sequence.
+
+    Args:
+        keys: [entries, index_dim] fp32; None if no query sees more than topk.
+        visible: [queries] entries that each query sees.
+    """
     topk, device = call.plan.topk, call.q.device
     call.lens[tokens] = visible.clamp(max=topk).int()
     rank = torch.arange(topk, device=device)
@@ -59,12 +68,12 @@ def _pick(call: IndexCall, keys: torch.Tensor | None, tokens: slice, visible: to
     # One order of summation for any number of queries, which a matrix product does not promise.
     scores = products.mul_(call.weights[tokens][many][..., None]).sum(1)
     entry = torch.arange(len(keys), device=device)
-    # A score of NaN counts as the largest: it is picked, so that the query's output tells of it.
+    # A score of NaN counts as the largest: it is selected, so that the query's output tells of it.
     scores = scores.nan_to_num(torch.inf, torch.inf, -torch.inf)
     scores = scores.masked_fill(entry >= visible[many][:, None], -torch.inf)
     last = torch.topk(scores, topk).values[:, -1:]
     above, equal = scores > last, scores == last
     needed = topk - above.sum(1, keepdim=True)
     taken = above | (equal & (equal.cumsum(1) <= needed))
-    picks = taken.nonzero()[:, 1].view(-1, topk)
-    call.out[tokens.start + many.nonzero().squeeze(1)] = picks.int()
+    selected = taken.nonzero()[:, 1].view(-1, topk)
+    call.out[tokens.start + many.nonzero().squeeze(1)] = selected.int()

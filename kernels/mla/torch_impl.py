@@ -1,6 +1,7 @@
-"""``mla_attention`` for CPU tensors: latent rows as one KV head, keys and values alike, through ``kernels.attention.torch_impl``.
+"""``mla_attention`` for CPU tensors: latent rows as one KV head, keys and values alike.
 
-The values that come out are as wide as the keys; their leading channels are the result.
+``kernels.attention.torch_impl`` does the work. The values that come out are as wide as the keys;
+their leading channels are the result.
 
 Source: as ``reference``.
 """
@@ -18,7 +19,7 @@ from .call import MlaCall
 def attention(call: MlaCall) -> torch.Tensor:
     """Compute one checked call; returns ``call.out``."""
     rows = call.pages.unsqueeze(2)
-    fresh = None if call.kv is None else call.kv.unsqueeze(1)
+    new = None if call.kv is None else call.kv.unsqueeze(1)
     wide = torch_impl.attention(
         AttentionCall(
             q=call.q,
@@ -27,8 +28,8 @@ def attention(call: MlaCall) -> torch.Tensor:
             block_table=call.block_table,
             seq_lens=call.seq_lens,
             cu_seqlens_q=call.cu_seqlens_q,
-            k=fresh,
-            v=fresh,
+            k=new,
+            v=new,
             sinks=None,
             out=torch.empty_like(call.q, memory_format=torch.contiguous_format),
             lse=call.lse,

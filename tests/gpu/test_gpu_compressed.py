@@ -26,7 +26,15 @@ def v4_cases():
     if DRY_RUN:
         return [
             Case(
-                "dry", [40, 9], [1, 1], ratio=4, topk=6, num_heads=8, fp8=True, fresh=False, **REAL
+                "dry",
+                [40, 9],
+                [1, 1],
+                ratio=4,
+                topk=6,
+                num_heads=8,
+                fp8=True,
+                in_step=False,
+                **REAL,
             )
         ]
     cases = []
@@ -37,9 +45,9 @@ def v4_cases():
             csa = shared | {"ratio": 4, "topk": topk, "entry_rows": 64}
             hca = shared | {"ratio": 128, "entry_rows": 2}
             cases += [
-                Case(f"csa-decode-{name}", [5001, 127, 1, 700], [1] * 4, fresh=not fp8, **csa),
+                Case(f"csa-decode-{name}", [5001, 127, 1, 700], [1] * 4, in_step=not fp8, **csa),
                 Case(f"csa-mixed-{name}", [4099, 900], [1, 9], num_decodes=1, **csa),
-                Case(f"hca-decode-{name}", [70001, 128, 0, 900], [1] * 4, fresh=not fp8, **hca),
+                Case(f"hca-decode-{name}", [70001, 128, 0, 900], [1] * 4, in_step=not fp8, **hca),
                 Case(f"hca-speculative-{name}", [33000, 301], [2, 2], num_decodes=2, **hca),
                 Case(f"hca-prefill-{name}", [1300, 77], [21, 17], **hca),
                 Case(f"window-prefill-{name}", [400], [19], **shared),
@@ -119,8 +127,8 @@ def test_a_captured_decode_serves_other_lengths(cuda):
         ratio=128,
         num_heads=16,
         entry_rows=2,
-        fresh=False,
-        turned=False,
+        in_step=False,
+        inverse_rope=False,
         ring=False,
         **V4,
     )

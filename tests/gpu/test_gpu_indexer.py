@@ -1,4 +1,4 @@
-"""The indexer on a device: real sizes pick by pick, scores to the bit between decode and prefill, CUDA graphs; and the CPU's tests once more."""
+"""The indexer on a device: real sizes entry by entry, scores to the bit between decode and prefill, CUDA graphs; and the CPU's tests once more."""
 
 import pytest
 import torch
@@ -12,10 +12,10 @@ if not DRY_RUN:
     # The same tests as on a CPU, collected here a second time to run with the others of this folder.
     from tests.kernels.indexer.test_indexer import (  # noqa: F401
         test_a_million_tokens,
-        test_a_query_picks_the_same_alone_and_in_a_chunk,
+        test_a_query_selects_the_same_alone_and_in_a_chunk,
         test_chunks_change_nothing_and_stay_within_the_workspace,
         test_every_e4m3_number,
-        test_exact_scores_give_exactly_the_oracle_s_picks,
+        test_exact_scores_give_exactly_the_oracle_s_selection,
         test_levels_change_nothing,
         test_rounding_can_only_swap_what_is_as_good,
         test_rows_behind_the_last_sequence_pick_nothing,
@@ -66,7 +66,7 @@ def make_call(seq_lens, q_lens, *, fp8=False, integers=True, seed=0):
 @pytest.mark.parametrize(
     "q_lens", [(1, 1, 1), (5, 2, 0), (1, 1, 9)], ids=["decode", "prefill", "mixed"]
 )
-def test_real_sizes_pick_by_pick(q_lens, fp8):
+def test_real_sizes_entry_by_entry(q_lens, fp8):
     call = make_call((LONG, LONG // 7, 4 * TOPK + 9), q_lens, fp8=fp8)
     want = index_topk(**call, impl="torch")
     for _ in range(2 if DRY_RUN else 20):
@@ -78,19 +78,19 @@ def test_real_sizes_pick_by_pick(q_lens, fp8):
 def test_a_score_has_the_same_bits_in_decode_and_in_any_prefill_tile(fp8, cuda):
     """On a device only: the interpreter multiplies matrices with NumPy, whose sums depend on their shapes."""
     together = make_call((20_001,), (5,), fp8=fp8, integers=False)
-    cut = plan(num_tokens=5, topk=TOPK, compress_ratio=4, max_seq_len=20_001)
-    workspace = torch.full((cut.workspace_numel,), NAN, device=DEVICE)
-    picks = index_topk(**together, workspace=workspace)
-    rows = workspace[: 5 * cut.row_numel].view(torch.int32).view(5, -1).clone()
+    divided = plan(num_tokens=5, topk=TOPK, compress_ratio=4, max_seq_len=20_001)
+    workspace = torch.full((divided.workspace_numel,), NAN, device=DEVICE)
+    selected = index_topk(**together, workspace=workspace)
+    rows = workspace[: 5 * divided.row_numel].view(torch.int32).view(5, -1).clone()
     for token in range(5):
         alone = together | {name: together[name][token : token + 1] for name in ("q", "weights")}
         alone |= {"cu_seqlens_q": together["cu_seqlens_q"].clamp(max=1), "max_seqlen_q": 1}
         alone["seq_lens"] = together["seq_lens"] - 4 + token
         got = index_topk(**alone, workspace=workspace)
         visible = (20_001 - 4 + token) // 4
-        row = workspace[: cut.row_numel].view(torch.int32)
+        row = workspace[: divided.row_numel].view(torch.int32)
         assert row[:visible].equal(rows[token, :visible])
-        assert all(a[0].equal(b[token]) for a, b in zip(got, picks, strict=True))
+        assert all(a[0].equal(b[token]) for a, b in zip(got, selected, strict=True))
 
 
 def given(call):

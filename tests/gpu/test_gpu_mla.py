@@ -38,7 +38,7 @@ def test_tables(case):
     assert_within_budget("lse", lse.cpu(), exact_lse)
 
 
-def make_call(seq_lens, q_lens, num_heads, fresh, block_size=64):
+def make_call(seq_lens, q_lens, num_heads, in_step, block_size=64):
     """Arguments of ``mla_attention`` over random pages, NaN behind the last key of each sequence and in page 0."""
     generator = torch.Generator(DEVICE).manual_seed(0)
 
@@ -53,7 +53,7 @@ def make_call(seq_lens, q_lens, num_heads, fresh, block_size=64):
     pages[0] = NAN
     for s, (seq_len, q_len) in enumerate(zip(seq_lens, q_lens, strict=True)):
         slots = torch.arange(
-            seq_len - q_len if fresh else seq_len, width * block_size, device=DEVICE
+            seq_len - q_len if in_step else seq_len, width * block_size, device=DEVICE
         )
         pages[table[s, slots // block_size].long(), slots % block_size] = NAN
     return {
@@ -62,7 +62,7 @@ def make_call(seq_lens, q_lens, num_heads, fresh, block_size=64):
         "block_table": table,
         "seq_lens": torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE),
         "cu_seqlens_q": torch.tensor([0, *q_lens], device=DEVICE).cumsum(0).int(),
-        "kv": normal(num_tokens, WIDTH) if fresh else None,
+        "kv": normal(num_tokens, WIDTH) if in_step else None,
         "softmax_scale": SCALE,
         "head_dim_v": LATENT,
         "max_seqlen_q": max(q_lens),
@@ -86,13 +86,13 @@ def in_double(call):
     return out
 
 
-@pytest.mark.parametrize("fresh", [False, True], ids=["pages", "fresh"])
+@pytest.mark.parametrize("in_step", [False, True], ids=["pages", "in-step"])
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
 @pytest.mark.parametrize("num_heads", [4] if DRY_RUN else [8, 16, 32, 40, 64, 128])
-def test_v3_sizes(num_heads, phase, fresh):
+def test_v3_sizes(num_heads, phase, in_step):
     seq_lens = (50, 3, 17) if DRY_RUN else (9001, 64, 65, 4097, 300)
     q_lens = (1,) * len(seq_lens) if phase == "decode" else [min(n, 60) for n in seq_lens]
-    call = make_call(seq_lens, q_lens, num_heads, fresh)
+    call = make_call(seq_lens, q_lens, num_heads, in_step)
     with bounding(weights=BF16):
         exact = in_double(call)
     out = mla_attention(**call, impl="triton")

@@ -75,10 +75,10 @@ def size_of(x):
     return x.float().abs().nan_to_num(0.0).max().item() if x is not None and x.numel() else 0.0
 
 
-# Dense latents.
+# MLA.
 
 
-def dense_arguments():
+def mla_arguments():
     case = dense_cases.MlaCase("", [40, 3], [1, 2], num_heads=2, max_seq_len=40)
     batch = dense_cases.make_mla_batch(case)
     for name in ("q", "pages", "kv"):
@@ -87,7 +87,7 @@ def dense_arguments():
     return batch | {"num_decodes": 1, "workspace": zeros(1 << 16)}
 
 
-DENSE = [
+MLA = [
     *no_tensors("q", torch.float64, first=True),
     *refused("q", lambda a: zeros(3, 0, 32), blamed="q: num_heads"),
     *refused("q", lambda a: zeros(3, 2, 24), error=NotImplementedError),
@@ -125,9 +125,9 @@ DENSE = [
 ]  # fmt: skip
 
 
-@cases("mla", DENSE)
-def test_dense(row, impl):
-    arguments = dense_arguments()
+@cases("mla", MLA)
+def test_mla(row, impl):
+    arguments = mla_arguments()
     if row.outcome is not RIGHT:
         expect_refusal(mla_attention, row, arguments, impl)
         return
@@ -242,7 +242,7 @@ def test_compressed(row, impl):
     scale = given["softmax_scale"] or 0.25
     logit = size_of(given["q"]) * rows * 16 * scale
     bound = attention_bound(0.0 if scale >= 2**8 else logit, 30, 16, rows)
-    # The turn back is two products and a sum more.
+    # The inverse RoPE is two products and a sum more.
     assert_near("out", out, exact, 2 * bound)
     assert_near("lse", given["lse"], exact_lse, bound + 64 * 2.0**-24 * logit)
 
@@ -250,9 +250,9 @@ def test_compressed(row, impl):
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("width", [1, 2, 5])
 @pytest.mark.parametrize("num_decodes", [0, 2])
-def test_a_ring_too_small_for_the_window_without_fresh_rows(impl, width, num_decodes):
+def test_a_ring_too_small_for_the_window_without_in_step_rows(impl, width, num_decodes):
     """The oldest rows are overwritten: the last width * 4 positions are seen, whichever query asks."""
-    batch = compressed_arguments(None, fresh=False) | {"num_decodes": num_decodes}
+    batch = compressed_arguments(None, in_step=False) | {"num_decodes": num_decodes}
     batch |= {n: fill(batch[n]) for n in ("window_pages", "compressed_pages")}
     batch["window_table"] = batch["window_table"][:, :width]
     del batch["out"], batch["workspace"]
@@ -625,7 +625,7 @@ def test_every_argument_has_a_row():
     tables = {
         "IndexPages": INDEX_PAGES, "LatentPages": LATENT_PAGES, "compress": COMPRESS, "compressed_attention": COMPRESSED,
         "compressed_attention_workspace_numel": WORKSPACE, "flash_mla_with_kvcache": FLASH, "index_topk": INDEX,
-        "index_topk_workspace_numel": INDEX_WORKSPACE, "mla_attention": DENSE, "page_bytes": PAGE_BYTES, "write_latent": LATENT,
+        "index_topk_workspace_numel": INDEX_WORKSPACE, "mla_attention": MLA, "page_bytes": PAGE_BYTES, "write_latent": LATENT,
     }  # fmt: skip
     home = quire.kernels._HOME
     assert set(tables) == {

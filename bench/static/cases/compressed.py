@@ -19,9 +19,9 @@ SAMPLE = (
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """One call: kind "csa" (picks, pages of 64 entries), "hca" (all entries, pages of 2), "window", or "slots" (FlashMLA's lists).
+    """One call: kind "csa" (top-k entries, pages of 64), "hca" (all entries, pages of 2), "window", or "slots" (FlashMLA's lists).
 
-    q_len: new tokens of a decode sequence. fresh: whether the step's own rows come beside the pages.
+    q_len: new tokens of a decode sequence. in_step: whether the step's own rows come beside the pages.
     """
 
     phase: str
@@ -30,7 +30,7 @@ class Shape:
     dtype: str = "bfloat16"
     topk: int = 512
     q_len: int = 1
-    fresh: bool = True
+    in_step: bool = True
 
     @property
     def name(self) -> str:
@@ -39,7 +39,7 @@ class Shape:
         parts += [f"k{self.topk}"] if self.kind in ("csa", "slots") else []
         parts += {"bfloat16": [], "uint8": ["fp8"], "float32": ["fp32"]}[self.dtype]
         parts += [f"q{self.q_len}"] if self.q_len > 1 else []
-        return "-".join(parts + ([] if self.fresh else ["pages"]))
+        return "-".join(parts + ([] if self.in_step else ["pages"]))
 
 
 def shapes() -> list[Shape]:
@@ -50,17 +50,17 @@ def shapes() -> list[Shape]:
         Shape("decode", "csa", 16),
         Shape("decode", "csa", 64),
         Shape("decode", "csa", 128, topk=1024),
-        Shape("decode", "csa", 16, fp8, fresh=False),
-        Shape("decode", "csa", 64, fp8, fresh=False),
-        Shape("decode", "csa", 128, fp8, topk=1024, fresh=False),
+        Shape("decode", "csa", 16, fp8, in_step=False),
+        Shape("decode", "csa", 64, fp8, in_step=False),
+        Shape("decode", "csa", 128, fp8, topk=1024, in_step=False),
         Shape("decode", "hca", 8, fp8, q_len=2),
         Shape("decode", "hca", 16, q_len=2),
         Shape("decode", "hca", 16, fp8, q_len=2),
         Shape("decode", "hca", 64),
-        Shape("decode", "hca", 64, fp8, fresh=False),
-        Shape("decode", "window", 64, fp8, fresh=False),
-        Shape("decode", "slots", 16, fresh=False),
-        Shape("decode", "slots", 64, fp8, fresh=False),
+        Shape("decode", "hca", 64, fp8, in_step=False),
+        Shape("decode", "window", 64, fp8, in_step=False),
+        Shape("decode", "slots", 16, in_step=False),
+        Shape("decode", "slots", 64, fp8, in_step=False),
         Shape("decode", "csa", 16, "float32"),
         Shape("prefill", "csa", 16),
         Shape("prefill", "csa", 16, fp8),
@@ -100,8 +100,8 @@ def launches(shape: Shape, arch: int) -> list[Any]:
     """The kernels that a shape launches, as ``Launch`` values over tensors without storage."""
     from quire.kernels import LatentPages
     from quire.kernels.common.latent_pages import page_bytes
-    from quire.kernels.compressed import call as compressed_call
     from quire.kernels.compressed import triton_impl as compressed_triton
+    from quire.kernels.compressed.call import CompressedCall
 
     num_seqs, q_len = 16, 1024 if shape.phase == "prefill" else shape.q_len
     num_tokens = num_seqs * q_len
@@ -146,10 +146,7 @@ def launches(shape: Shape, arch: int) -> list[Any]:
             "topk_indices": meta(num_tokens, shape.topk, dtype="int32"),
             "topk_lens": meta(num_tokens, dtype="int32"),
         }
-    none = dict.fromkeys(
-        ("compressed_pages", "compressed_table", "compress_ratio", "topk_indices", "topk_lens")
-    )
-    call = compressed_call.check(
+    call = CompressedCall(
         q,
         pages(64),
         meta(num_seqs, 4, dtype="int32"),
@@ -157,15 +154,11 @@ def launches(shape: Shape, arch: int) -> list[Any]:
         meta(num_seqs + 1, dtype="int32"),
         sliding_window=SLIDING_WINDOW,
         max_seqlen_q=q_len,
-        kv=meta(num_tokens, HEAD_DIM, dtype=model_dtype) if shape.fresh else None,
-        **{**none, **entries},
+        kv=meta(num_tokens, HEAD_DIM, dtype=model_dtype) if shape.in_step else None,
+        **entries,
         sinks=sinks,
-        softmax_scale=None,
         cos_sin=meta(1 << 20, ROPE_DIM, dtype="float32"),
-        max_seq_len=None,
         num_decodes=num_seqs if shape.phase == "decode" else 0,
-        out=None,
         lse=lse,
-        workspace=None,
     )
     return compressed_triton.prepare(call, arch, NUM_SMS[arch])

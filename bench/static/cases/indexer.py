@@ -1,4 +1,4 @@
-"""``index_topk``: scores and every level of the selection, 64 heads of 128, picks of 512 and 1024, plain and quantised keys."""
+"""``index_topk``: scores and every level of the selection, 64 heads of 128, top-k of 512 and 1024, plain and quantized keys."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Shape:
 
 
 def cases() -> list[StaticCase]:
-    """The shapes of V4-Flash (512 picks) and V4-Pro (1024), at one million tokens and at few."""
+    """The shapes of V4-Flash (top-k 512) and V4-Pro (1024), at one million tokens and at few."""
     return [
         StaticCase(
             shape.name,
@@ -72,8 +72,8 @@ def shapes() -> list[Shape]:
 def launches(shape: Shape, arch: int) -> list[Any]:
     """The kernels that a shape launches for its first chunk of queries."""
     from quire.kernels.common.latent_pages import IndexPages, page_bytes
-    from quire.kernels.indexer import call as index_call
     from quire.kernels.indexer import triton_impl as indexer_triton
+    from quire.kernels.indexer.call import IndexCall
 
     num_seqs, q_len = 16, 1024 if shape.phase == "prefill" else 1
     num_tokens = num_seqs * q_len
@@ -81,7 +81,7 @@ def launches(shape: Shape, arch: int) -> list[Any]:
         data = meta(4096, page_bytes(shape.rows, shape.index_dim + 4), dtype="uint8")
     else:
         data = meta(4096, shape.rows, shape.index_dim, dtype=shape.dtype)
-    call = index_call.check(
+    call = IndexCall(
         meta(num_tokens, shape.num_heads, shape.index_dim, dtype=shape.dtype),
         meta(num_tokens, shape.num_heads, dtype="float32"),
         IndexPages(data, shape.rows, shape.index_dim),
@@ -92,9 +92,6 @@ def launches(shape: Shape, arch: int) -> list[Any]:
         compress_ratio=4,
         max_seqlen_q=q_len,
         max_seq_len=shape.max_seq_len,
-        out=None,
-        lens=None,
-        workspace=None,
     )
     made = indexer_triton.prepare(call, arch, NUM_SMS[arch])
     return made[: 1 + len(call.plan.pieces)]

@@ -19,7 +19,7 @@ class Shape:
     phase: str
     num_heads: int
     block_size: int = 64
-    fresh: bool = True
+    in_step: bool = True
     dtype: str = "bfloat16"
     q_len: int = 1
     head_dim_v: int = 512
@@ -27,7 +27,7 @@ class Shape:
 
 
 def cases() -> list[StaticCase]:
-    """Every tile of query rows, both ways of addressing pages, with and without fresh rows."""
+    """Every tile of query rows, both ways of addressing pages, with and without in-step rows."""
     return [
         StaticCase(
             shape.name,
@@ -51,31 +51,33 @@ def shapes() -> list[Shape]:
     for num_heads in (8, 16, 32, 64, 128):
         table += [
             Shape(f"mla-decode-h{num_heads}", "decode", num_heads),
-            Shape(f"mla-decode-h{num_heads}-p16-pages-only", "decode", num_heads, 16, fresh=False),
+            Shape(
+                f"mla-decode-h{num_heads}-p16-pages-only", "decode", num_heads, 16, in_step=False
+            ),
             Shape(f"mla-prefill-h{num_heads}", "prefill", num_heads),
         ]
     return [
         *table,
         Shape("mla-decode-h16-q2", "decode", 16, q_len=2),
         Shape("mla-decode-h40", "decode", 40),
-        Shape("mla-decode-h16-pages-only", "decode", 16, fresh=False),
+        Shape("mla-decode-h16-pages-only", "decode", 16, in_step=False),
         Shape("mla-decode-h128-fp16", "decode", 128, dtype="float16"),
         Shape("mla-decode-h16-narrow", "decode", 16, head_dim_v=256),
         Shape("mla-decode-h16-fp32", "decode", 16, dtype="float32"),
-        Shape("mla-prefill-h16-p16-pages-only", "prefill", 16, 16, fresh=False),
+        Shape("mla-prefill-h16-p16-pages-only", "prefill", 16, 16, in_step=False),
         Shape("mla-prefill-h16-fp32", "prefill", 16, dtype="float32"),
     ]
 
 
 def launches(shape: Shape, arch: int) -> list[Any]:
     """The kernels that a shape launches, as ``Launch`` values over tensors without storage."""
-    from quire.kernels.mla import call as mla_call
-    from quire.kernels.mla import triton_impl as dense_triton
+    from quire.kernels.mla import triton_impl as mla_triton
+    from quire.kernels.mla.call import MlaCall
 
     num_seqs, q_len = 16, 1024 if shape.phase == "prefill" else shape.q_len
     num_tokens, head_dim = num_seqs * q_len, shape.head_dim_v + shape.rope_dim
     empty = functools.partial(meta, dtype=shape.dtype)
-    call = mla_call.check(
+    call = MlaCall(
         empty(num_tokens, shape.num_heads, head_dim),
         empty(512, shape.block_size, head_dim),
         meta(num_seqs, 256, dtype="int32"),
@@ -84,11 +86,8 @@ def launches(shape: Shape, arch: int) -> list[Any]:
         max_seqlen_q=q_len,
         softmax_scale=0.1,
         head_dim_v=shape.head_dim_v,
-        kv=empty(num_tokens, head_dim) if shape.fresh else None,
-        max_seq_len=None,
+        kv=empty(num_tokens, head_dim) if shape.in_step else None,
         num_decodes=num_seqs if shape.phase == "decode" else 0,
-        out=None,
         lse=meta(shape.num_heads, num_tokens, dtype="float32"),
-        workspace=None,
     )
-    return dense_triton.prepare(call, arch, NUM_SMS[arch])
+    return mla_triton.prepare(call, arch, NUM_SMS[arch])

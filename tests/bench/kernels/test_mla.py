@@ -28,10 +28,12 @@ from quire.bench.peers.latent import attention_calls, find_latent_peers, quire_l
 from quire.bench.peers.peer import Peer, Unsupported
 from quire.kernels import flash_mla_with_kvcache, mla_attention
 from quire.kernels.compressed import reference as reference_compressed
+from quire.kernels.compressed.call import CompressedCall
 from quire.kernels.compressor import reference as reference_compress
 from quire.kernels.indexer import reference as reference_indexer
 from quire.kernels.latent_write import reference as reference_latent
-from quire.kernels.mla import reference as reference_dense
+from quire.kernels.mla import reference as reference_mla
+from quire.kernels.mla.call import MlaCall
 from quire.models.deepseek_v4.config import CONFIGS
 from tests.support.helpers import assert_equal_in_float64
 
@@ -81,12 +83,13 @@ def test_cases_are_unique_and_the_headline_comes_first():
 def test_the_attention_oracle_is_the_one_with_loops(case):
     problem, shape = make(case), case.shape
     lse = torch.empty(shape.num_heads, case.num_tokens, dtype=torch.float64)
-    options = {"softmax_scale": shape.softmax_scale, "lse": lse, "dtype": torch.float64}
+    options = {"softmax_scale": shape.softmax_scale, "max_seqlen_q": max(case.q_lens)}
     lengths = (problem.seq_lens, problem.cu_seqlens_q)
     if shape.op == "mla":
-        exact = reference_dense.mla_attention(
+        call = MlaCall(
             problem.q[0], problem.entries[0], problem.entry_table, *lengths, head_dim_v=shape.head_dim_v, **options
         )  # fmt: skip
+        exact = reference_mla.mla_attention(call, lse=lse, dtype=torch.float64)
     else:
         if problem.entries is not None:
             options |= {
@@ -96,7 +99,7 @@ def test_the_attention_oracle_is_the_one_with_loops(case):
             }
         if problem.topk_indices is not None:
             options |= {"topk_indices": problem.topk_indices[0], "topk_lens": problem.topk_lens}
-        exact = reference_compressed.compressed_attention(
+        call = CompressedCall(
             problem.q[0],
             problem.window[0],
             problem.window_table,
@@ -105,6 +108,7 @@ def test_the_attention_oracle_is_the_one_with_loops(case):
             sinks=problem.sinks,
             **options,
         )
+        exact = reference_compressed.compressed_attention(call, lse=lse, dtype=torch.float64)
     q_len = case.q_lens[0]
     for token in range(0, case.num_tokens, 1 if case.phase == "decode" else 13):
         keys = visible_rows(problem, token // q_len, token % q_len)

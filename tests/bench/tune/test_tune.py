@@ -197,8 +197,8 @@ def test_candidates_start_with_the_table_and_fit(arch):
             assert tiles <= tile_shapes.SHARED_MEMORY[arch]
         launched = []
         for name in entry.static_cases(arch):
-            # It is the entry's entry that this case compiles.
-            launch = static_cases.all_cases()[name].launches(arch)[0].arguments
+            # It is the entry that this case compiles.
+            launch = static_cases.all_cases()[name].launches(arch)[0].values
             launched.append((launch["BLOCK_M"], launch["BLOCK_N"], launch["num_warps"], launch["num_stages"]))  # fmt: skip
         rows = getattr(found[0], "block_m", getattr(entry, "rows", 0))
         now = (rows, found[0].block_n, found[0].num_warps, found[0].num_stages)

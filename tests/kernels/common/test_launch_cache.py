@@ -35,7 +35,7 @@ from quire.kernels.compressor import triton_impl as compress_triton
 from quire.kernels.indexer import plan as indexer_plan
 from quire.kernels.indexer import triton_impl as indexer_triton
 from quire.kernels.latent_write import triton_impl as latent_triton
-from quire.kernels.mla import triton_impl as dense_triton
+from quire.kernels.mla import triton_impl as mla_triton
 from tests.support.helpers import (
     AttentionCase,
     assert_within_budget,
@@ -225,7 +225,7 @@ def test_mla_calls_are_cached(given, monkeypatch):
     case = MlaCase("", [700, 33], [1, 20], num_decodes=1, num_heads=2, dtype=BF16)
     for seed in (1, 2):
         run_and_compare(mla_attention, mla_reference, make_mla_batch(case, seed), seed, given)
-        monkeypatch.setattr(dense_triton, "check", None)
+        monkeypatch.setattr(mla_triton, "MlaCall", None)
     assert num_cached() == 1
 
 
@@ -242,7 +242,7 @@ def test_compressed_calls_are_cached(case, given, monkeypatch):
     for seed in (1, 2):
         batch = compressed_cases.make_batch(case, seed)
         run_and_compare(compressed_attention, compressed_cases.exactly, batch, seed, given)
-        monkeypatch.setattr(compressed_triton, "check", None)
+        monkeypatch.setattr(compressed_triton, "CompressedCall", None)
     assert num_cached() == 1
 
 
@@ -250,7 +250,7 @@ def test_compressed_calls_are_cached(case, given, monkeypatch):
 INDEXED = {
     "levels": indexer_cases.IndexCase("", [300, 40], [1, 1], compress_ratio=1, rows=64, topk=40),
     "fp8": indexer_cases.IndexCase("", [300, 51], [2, 1], fp8=True, dtype=BF16),
-    "all are picked": indexer_cases.IndexCase("", [20, 32], [1, 1]),
+    "all are selected": indexer_cases.IndexCase("", [20, 32], [1, 1]),
 }  # fmt: skip
 
 
@@ -273,7 +273,7 @@ def test_index_calls_are_cached(name, given, monkeypatch):
         out, lens = index_topk(**batch, **more, impl="triton")
         assert out.equal(expected) and lens.equal(expected_lens)
         assert not given or (out is more["out"] and lens is more["lens"])
-        monkeypatch.setattr(indexer_triton, "check", None)
+        monkeypatch.setattr(indexer_triton, "IndexCall", None)
     assert num_cached() == 1
 
 
@@ -333,7 +333,7 @@ def test_compressions_are_cached(ring, monkeypatch):
 @pytest.mark.parametrize("q_len", [1, 2])
 @pytest.mark.parametrize("given", [False, True])
 def test_flash_mla_calls_are_cached(q_len, given, monkeypatch):
-    monkeypatch.setattr(compressed_triton, "arch_and_sms", lambda tensor: (90, 8))  # several pieces
+    monkeypatch.setattr(compressed_triton, "arch_and_sms", lambda tensor: (90, 8))  # KV splits
     for seed in (1, 2):
         generator = torch.Generator().manual_seed(seed)
         # Of a larger tensor: tokens of a sequence lie evenly, sequences do not.
@@ -344,7 +344,7 @@ def test_flash_mla_calls_are_cached(q_len, given, monkeypatch):
             "indices": torch.randint(0, 400, (2, q_len, 300), generator=generator, dtype=torch.int32),
             "topk_length": torch.tensor([300 - seed, 300], dtype=torch.int32),
         }  # fmt: skip
-        call["indices"][1] = -1  # several pieces without keys
+        call["indices"][1] = -1  # several KV splits without keys
         with bounding(weights=BF16):
             exact, exact_lse = reference_compressed.slots_attention(
                 q.flatten(0, 1),
@@ -469,17 +469,18 @@ def one_further(tensor):
 )
 def test_rows_at_16_bytes_are_told_from_others(name, monkeypatch):
     """Kernels are told what alignment they can count on; nothing cached of an aligned call serves one that is not."""
-    dense = name in ("pages", "kv")
+    of_mla = name in ("pages", "kv")
     launched = []
     original = launching.launch
 
     def launch(kernel, grid, arguments):
-        launched.append(arguments.get("ALIGNED"))
+        values = launching.Launch(kernel, grid, arguments).values
+        launched.append(values.get("ALIGNED"))
         original(kernel, grid, arguments)
 
     monkeypatch.setattr(launching, "launch", launch)
     for odd in (False, True, False):
-        if dense:
+        if of_mla:
             batch = make_mla_batch(MlaCase("a", [40], [2], dtype=BF16))
         else:
             batch = compressed_cases.make_batch(
@@ -491,7 +492,7 @@ def test_rows_at_16_bytes_are_told_from_others(name, monkeypatch):
             moved = one_further(value.data if pages else value)
             batch[name.split()[-1]] = dataclasses.replace(value, data=moved) if pages else moved
         launched.clear()
-        if dense:
+        if of_mla:
             out, exact = mla_attention(**batch, impl="triton"), mla_reference(batch)[0]
         else:
             out = compressed_attention(**batch, impl="triton")
@@ -503,9 +504,11 @@ def test_rows_at_16_bytes_are_told_from_others(name, monkeypatch):
 @pytest.mark.parametrize("name", ["k_cache", "extra_k_cache"])
 def test_flash_mla_tells_rows_at_16_bytes_from_others(name, monkeypatch):
     launched = []
-    monkeypatch.setattr(
-        launching, "launch", lambda kernel, grid, arguments: launched.append(arguments["ALIGNED"])
-    )
+
+    def launch(kernel, grid, arguments):
+        launched.append(launching.Launch(kernel, grid, arguments).values["ALIGNED"])
+
+    monkeypatch.setattr(launching, "launch", launch)
     cache, rows = torch.zeros(2, 64, 1, 512, dtype=BF16), torch.zeros(1, 1, 4, dtype=torch.int32)
     call = {
         "q": torch.zeros(1, 1, 4, 512, dtype=BF16), "k_cache": cache, "block_table": None, "cache_seqlens": None, "head_dim_v": 512,

@@ -15,10 +15,10 @@ from quire.kernels import (
 )
 from quire.kernels.common import launching
 from quire.kernels.common.tile_shapes import tile_heads, tile_rows
-from quire.kernels.compressed import call as compressed_call
 from quire.kernels.compressed import configs, flash_mla
 from quire.kernels.compressed import reference as reference_compressed
 from quire.kernels.compressed import triton_impl as compressed_triton
+from quire.kernels.compressed.call import CompressedCall
 from tests.support.helpers import DEVICE, NAN, NO_PAGE, assert_within_budget
 from tests.support.kernels.compressed_cases import Case, W, exactly, make_batch
 
@@ -30,32 +30,32 @@ FP8 = REAL | {"fp8": True}
 
 CASES = [
     Case("window-decode-around-w", AROUND_W, [1] * 5),
-    Case("window-decode-pages-only", AROUND_W, [1] * 5, fresh=False),
-    Case("window-decode-linear-table", [30, 7], [1, 1], ring=False, turned=False, sinks=False),
+    Case("window-decode-pages-only", AROUND_W, [1] * 5, in_step=False),
+    Case("window-decode-linear-table", [30, 7], [1, 1], ring=False, inverse_rope=False, sinks=False),
     Case("window-decode-ring-wrapped", [18, 19, 90], [1, 1, 2], num_decodes=3),
     Case("window-1", [1, 9, 2], [1, 5, 2], sliding_window=1),
     Case("window-prefill-around-w", AROUND_W, AROUND_W),
     Case("window-prefill-chunk-ring", [30, 9, 61, 20], [11, 9, 5, 3]),
-    Case("window-prefill-chunk-pages-only", [30, 61], [11, 5], fresh=False),
+    Case("window-prefill-chunk-pages-only", [30, 61], [11, 5], in_step=False),
     Case("window-prefill-several-token-tiles", [45], [40], num_heads=3, rows=16),
     Case("window-padding", [2, 20], [5, 3]),
     Case("empty-sequences", [0, 20, 0, 5], [1, 1, 0, 1], ratio=4),
-    Case("empty-sequences-pages-only", [0, 0], [1, 1], ratio=4, topk=4, fresh=False),
+    Case("empty-sequences-pages-only", [0, 0], [1, 1], ratio=4, topk=4, in_step=False),
     Case("hca-decode-around-a-closing-entry", [3, 4, 5, 7, 8, 9, 31, 32, 33], [1] * 9, ratio=4),
-    Case("hca-decode-pages-of-2", [40, 17], [1, 1], ratio=4, entry_rows=2, fresh=False),
+    Case("hca-decode-pages-of-2", [40, 17], [1, 1], ratio=4, entry_rows=2, in_step=False),
     Case("hca-decode-speculative", [40, 9, 21], [3, 3, 3], ratio=4, num_decodes=3),
     Case("hca-prefill-first", [3, 4, 8, 33], [3, 4, 8, 33], ratio=4),
     Case("hca-prefill-chunk", [41, 20, 9], [17, 20, 1], ratio=8, entry_rows=2, num_heads=3),
-    Case("hca-prefill-pages-only", [41, 20], [17, 20], ratio=4, fresh=False),
+    Case("hca-prefill-pages-only", [41, 20], [17, 20], ratio=4, in_step=False),
     Case("hca-prefill-ratio-128", [300], [4], ratio=128, entry_rows=2),
     Case("hca-padding", [2, 20], [5, 3], ratio=1),
     Case("hca-scale", [40], [2], ratio=4, softmax_scale=1.0),
     Case("csa-decode", [60, 9, 3, 4], [1] * 4, ratio=4, topk=6),
-    Case("csa-decode-no-lens", [60, 9, 3, 4], [1] * 4, ratio=4, topk=6, lens=False, fresh=False),
+    Case("csa-decode-no-lens", [60, 9, 3, 4], [1] * 4, ratio=4, topk=6, lens=False, in_step=False),
     Case("csa-decode-all-visible", [25, 27], [1, 1], ratio=4, topk=16, scattered=False),
     Case("csa-decode-speculative", [60, 9], [3, 3], ratio=4, topk=20, num_decodes=2),
     Case("csa-prefill-chunk", [41, 5, 1], [3, 5, 1], ratio=4, topk=6),
-    Case("csa-prefill-pages-of-2", [41], [6], ratio=4, topk=5, entry_rows=2, fresh=False),
+    Case("csa-prefill-pages-of-2", [41], [6], ratio=4, topk=5, entry_rows=2, in_step=False),
     Case("csa-topk-1", [41, 3], [2, 3], ratio=4, topk=1, scattered=False),
     Case("mixed-hca", [40, 9, 50, 9], [1, 1, 10, 9], ratio=4, num_decodes=2),
     Case("mixed-csa", [40, 9, 30], [1, 1, 6], ratio=4, topk=6, num_decodes=2),
@@ -63,11 +63,11 @@ CASES = [
     Case("split-hca", [1100], [1], ratio=4, entry_rows=64, num_sms=9),
     Case("split-hca-ragged", [3, 1100, 0, 1600, 9], [1, 2, 1, 1, 1], ratio=4, entry_rows=64, num_decodes=5, num_sms=9),
     Case("split-hca-across-sequences", [1100] * 3, [1] * 3, ratio=4, entry_rows=64, num_decodes=3, num_sms=2),
-    Case("split-hca-two-head-tiles", [600], [1], ratio=2, num_heads=18, fresh=False, num_sms=7),
+    Case("split-hca-two-head-tiles", [600], [1], ratio=2, num_heads=18, in_step=False, num_sms=7),
     Case("split-csa", [1300], [1], ratio=4, topk=270, entry_rows=64, num_sms=3),
     Case("split-csa-speculative", [1300, 9], [2, 2], ratio=4, topk=270, num_decodes=2, entry_rows=64, num_sms=9),
     Case("split-window", [300], [1], sliding_window=270, rows=16, num_sms=5),
-    Case("split-fp8-fresh", [600], [2], ratio=2, num_decodes=1, entry_rows=2, num_sms=4, **FP8),
+    Case("split-fp8-in-step", [600], [2], ratio=2, num_decodes=1, entry_rows=2, num_sms=4, **FP8),
     Case("split-bf16", [1400], [1], ratio=2, num_heads=33, dtype=BF16, num_sms=3),
     Case("whole-max-seq-len", [900], [1], ratio=4, max_seq_len=900),
     Case("million-hca", [2**20, 2**20 - 1], [2, 1], ratio=2**17, num_decodes=1),
@@ -83,10 +83,10 @@ CASES = [
     Case("real-decode", [200, 140], [1, 1], ratio=4, topk=16, rows=64, entry_rows=64, sliding_window=128, num_heads=8, **REAL),
     Case("real-prefill-hca", [270], [3], ratio=128, rows=64, entry_rows=2, sliding_window=128, num_heads=32, **REAL),
     Case("real-fp32", [40], [2], ratio=4, topk=6, head_dim=512, rope_dim=64, num_heads=3),
-    Case("fp8-window-decode", [200, 3], [1, 1], rows=64, sliding_window=128, fresh=False, **FP8),
-    Case("fp8-hca-decode", [300], [1], ratio=128, rows=64, entry_rows=2, sliding_window=128, num_heads=16, fresh=False, **FP8),
-    Case("fp8-hca-decode-fresh", [80, 1], [1, 1], ratio=8, rows=64, entry_rows=2, num_heads=8, **FP8),
-    Case("fp8-csa-decode", [200], [1], ratio=4, topk=20, rows=64, entry_rows=64, num_heads=20, fresh=False, **FP8),
+    Case("fp8-window-decode", [200, 3], [1, 1], rows=64, sliding_window=128, in_step=False, **FP8),
+    Case("fp8-hca-decode", [300], [1], ratio=128, rows=64, entry_rows=2, sliding_window=128, num_heads=16, in_step=False, **FP8),
+    Case("fp8-hca-decode-in-step", [80, 1], [1, 1], ratio=8, rows=64, entry_rows=2, num_heads=8, **FP8),
+    Case("fp8-csa-decode", [200], [1], ratio=4, topk=20, rows=64, entry_rows=64, num_heads=20, in_step=False, **FP8),
     Case("fp8-csa-decode-64", [90], [1], ratio=4, topk=9, rows=64, entry_rows=64, num_heads=64, **FP8),
     Case("fp8-prefill-chunk", [70, 9], [20, 9], ratio=8, rows=64, entry_rows=2, **FP8),
     Case("fp8-csa-prefill-fp32-queries", [40], [3], ratio=4, topk=5, **(FP8 | {"dtype": torch.float32})),
@@ -98,11 +98,11 @@ def attend(batch, impl, **more):
 
 
 def attend_split(batch, num_sms, lse):
-    """The kernels as they are launched for ``num_sms`` multiprocessors; work must have been cut."""
+    """The kernels as they are launched for ``num_sms`` multiprocessors; work must have been split."""
     head_dim = batch["q"].shape[2]
     numel = compressed_attention_workspace_numel(head_dim=head_dim, num_sms=num_sms)
     workspace = torch.full((numel,), NAN, device=DEVICE)
-    call = compressed_call.check(**batch, out=None, lse=lse, workspace=workspace)
+    call = CompressedCall(**batch, lse=lse, workspace=workspace)
     attention, merge = compressed_triton.prepare(call, launching.arch_and_sms(call.q)[0], num_sms)
     attention.run()
     parts = workspace[attention.arguments["first_lse"] :].isfinite().sum().item()
@@ -177,7 +177,7 @@ def test_given_memory_is_filled_and_nothing_else(impl):
     (Case("max-seq-len", [400], [1], ratio=2, max_seq_len=400), None),
 ], ids=lambda x: getattr(x, "name", ""))  # fmt: skip
 def test_work_is_cut_only_where_it_pays(case, split):
-    """None: the host knows already that nothing is cut, and launches no merge. The workspace suffices in any case."""
+    """None: the host knows already that there are no KV splits, and launches no merge. The workspace suffices in any case."""
     batch = make_batch(case)
     sms = torch.cuda.get_device_properties(0).multi_processor_count if DEVICE == "cuda" else 2
     numel = compressed_attention_workspace_numel(head_dim=16, num_sms=sms)
@@ -203,7 +203,7 @@ def test_the_result_does_not_depend_on_who_counts_as_decode(impl, topk):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_fresh_rows_are_cached_rows(impl):
+def test_in_step_rows_are_cached_rows(impl):
     """Bit for bit the same, whether the step's rows come beside the pages or were written to them before."""
     case = Case("", [40, 9], [6, 1], ratio=4, rows=4, ring=False, dtype=BF16)
     batch = make_batch(case)
@@ -223,15 +223,15 @@ def test_fresh_rows_are_cached_rows(impl):
 
 
 @pytest.mark.parametrize("arch", [80, 90])
-def test_quantised_rows_are_read_exactly(arch):
-    """A query that sees one key gets its row: every code with every scale that a finite bf16 number can have."""
-    codes = torch.arange(256, dtype=torch.uint8)
-    codes = torch.where(codes % 128 == 127, 0, codes)  # without NaN
+def test_quantized_rows_are_read_exactly(arch):
+    """A query that sees one key gets its row: every quantized value with every scale that a finite bf16 number can have."""
+    quantized = torch.arange(256, dtype=torch.uint8)
+    quantized = torch.where(quantized % 128 == 127, 0, quantized)  # without NaN
     exponents = torch.tensor([10, 60, 105, 127, 134, 200, 246], dtype=torch.uint8)
     rows = 16
     data = torch.full((2, page_bytes(rows)), 255, dtype=torch.uint8)
     for row in range(rows):
-        data[1, row * 576 : row * 576 + 448] = codes.roll(37 * row).repeat(2)[:448]
+        data[1, row * 576 : row * 576 + 448] = quantized.roll(37 * row).repeat(2)[:448]
         data[1, row * 576 + 448 : row * 576 + 576] = torch.randn(64).bfloat16().view(torch.uint8)
         data[1, rows * 576 + row * 8 :][:7] = exponents.roll(row)
     pages = LatentPages(data.to(DEVICE), rows)
@@ -256,22 +256,24 @@ def test_quantised_rows_are_read_exactly(arch):
 @pytest.mark.parametrize("num_heads", [1, 5, 8, 16, 24, 64, 65, 80, 128])
 def test_the_stated_workspace_suffices(num_heads):
     """Whatever the batch, the format, the architecture and the lengths are."""
-    for arch, fp8, picked in itertools.product(
+    for arch, fp8, has_topk in itertools.product(
         (80, 86, 90, 100, 120), (False, True), (False, True)
     ):
         for decode_tokens, num_decodes, num_sms in itertools.product(
             (1, 3, 9), (1, 300), (1, 7, 132)
         ):
-            rows = tile_rows(num_heads, 1 if picked else decode_tokens)
+            rows = tile_rows(num_heads, 1 if has_topk else decode_tokens)
             config = configs.select_config(512, 2, fp8, arch, rows=rows)
             assert config.block_m <= rows
             block_q, _, head_tiles = tile_heads(num_heads, config.block_m)
-            block_q = 1 if picked else block_q
+            block_q = 1 if has_topk else block_q
             sizes = {
                 "num_decodes": num_decodes, "seq_tiles": -(-decode_tokens // block_q), "block_q": block_q, "block_m": config.block_m,
                 "num_heads": num_heads, "head_tiles": head_tiles, "head_dim": 512, "num_sms": num_sms,
             }  # fmt: skip
-            plan = configs.plan_decode(**sizes, max_keys=640 if picked else None, bounded=picked)
+            plan = configs.plan_decode(
+                **sizes, max_keys=640 if has_topk else None, bounded=has_topk
+            )
             assert plan.workspace_numel <= compressed_attention_workspace_numel(
                 head_dim=512, num_sms=num_sms
             )
@@ -308,11 +310,11 @@ def test_a_wrong_argument_is_named(name):
 
 
 def test_what_is_not_supported_says_so():
-    batch = make_batch(Case("", [4], [1], ratio=4, fresh=False, rows=2, **FP8))
-    plain = make_batch(Case("", [4], [1], ratio=4, fresh=False, **REAL))
-    with pytest.raises(NotImplementedError, match="quantised and plain pages in one call"):
+    batch = make_batch(Case("", [4], [1], ratio=4, in_step=False, rows=2, **FP8))
+    plain = make_batch(Case("", [4], [1], ratio=4, in_step=False, **REAL))
+    with pytest.raises(NotImplementedError, match="quantized and plain pages in one call"):
         compressed_attention(**(batch | {"compressed_pages": plain["compressed_pages"]}))
-    with pytest.raises(NotImplementedError, match="float16 with quantised pages"):
+    with pytest.raises(NotImplementedError, match="float16 with quantized pages"):
         compressed_attention(**(batch | {"q": batch["q"].half()}))
     odd = make_batch(Case("", [4], [1], rope_dim=6))
     with pytest.raises(NotImplementedError, match="rope_dim 6 is not a power of two"):

@@ -22,8 +22,8 @@ def fp8_cache(num_blocks, block_size, rows, generator):
     data = pool[:, 64:]
     for slot in rows:
         block, row = slot // block_size, slot % block_size
-        codes = torch.randint(0, 127, (448,), generator=generator, dtype=torch.uint8)
-        data[block, row * 576 : row * 576 + 448] = codes
+        quantized = torch.randint(0, 127, (448,), generator=generator, dtype=torch.uint8)
+        data[block, row * 576 : row * 576 + 448] = quantized
         rope = torch.randn(64, generator=generator).bfloat16()
         data[block, row * 576 + 448 : row * 576 + 576] = rope.view(torch.uint8)
         scales = torch.randint(113, 121, (8,), generator=generator, dtype=torch.uint8)
@@ -138,11 +138,11 @@ def test_a_query_without_keys(impl):
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_the_same_as_compressed_attention(impl):
-    """Window and picks of a decode step, resolved to physical rows as an engine does it."""
+    """Window and top-k entries of a decode step, resolved to physical rows as an engine does it."""
     generator = torch.Generator().manual_seed(3)
     window, entries = torch.randn(2, 6, 8, 512, generator=generator).bfloat16().to(DEVICE)
     table = torch.tensor([[4, 1, 0], [2, 5, 3]], dtype=torch.int32, device=DEVICE)
-    picks = torch.tensor([[4, 0, -1, 2], [3, -1, 1, -1]], dtype=torch.int32, device=DEVICE)
+    topk_indices = torch.tensor([[4, 0, -1, 2], [3, -1, 1, -1]], dtype=torch.int32, device=DEVICE)
     seq_lens = torch.tensor([21, 17], dtype=torch.int32, device=DEVICE)
     q = torch.randn(2, 1, 4, 512, generator=generator).bfloat16().to(DEVICE)
     sinks = torch.randn(4, generator=generator).to(DEVICE)
@@ -150,11 +150,15 @@ def test_the_same_as_compressed_attention(impl):
     expected = compressed_attention(
         q[:, 0], LatentPages(window, 8), table, seq_lens, torch.tensor([0, 1, 2], dtype=torch.int32, device=DEVICE),
         sliding_window=8, max_seqlen_q=1, compressed_pages=LatentPages(entries, 8), compressed_table=table, compress_ratio=4,
-        topk_indices=picks, sinks=sinks, lse=lse, impl=impl,
+        topk_indices=topk_indices, sinks=sinks, lse=lse, impl=impl,
     )  # fmt: skip
     position = seq_lens[:, None] - 8 + torch.arange(8, device=DEVICE)
     slots = table.gather(1, position // 8) * 8 + position % 8
-    extra = torch.where(picks >= 0, table.gather(1, picks.long().clamp(0) // 8) * 8 + picks % 8, -1)
+    extra = torch.where(
+        topk_indices >= 0,
+        table.gather(1, topk_indices.long().clamp(0) // 8) * 8 + topk_indices % 8,
+        -1,
+    )
     given = torch.full((4, 3), NAN, device=DEVICE)
     out, other = flash_mla_with_kvcache(
         q, window.unsqueeze(2), None, None, 512, indices=slots.int()[:, None], attn_sink=sinks,
@@ -165,8 +169,8 @@ def test_the_same_as_compressed_attention(impl):
 
 
 @pytest.mark.parametrize("change, error, text", [
-    ({"indices": None}, NotImplementedError, "dense attention is not supported here"),
-    ({"causal": True}, NotImplementedError, "dense attention is not supported here"),
+    ({"indices": None}, NotImplementedError, "attention over all keys is not supported here"),
+    ({"causal": True}, NotImplementedError, "attention over all keys is not supported here"),
     ({"head_dim_v": 448}, NotImplementedError, "head_dim_v: 448 is not 512"),
     ({"num_splits": torch.zeros(1)}, ValueError, "num_splits: expected None, got Tensor"),
     ({"extra_k_cache": None}, ValueError, "extra_k_cache: expected extra_k_cache and extra_indices_in_kvcache"),

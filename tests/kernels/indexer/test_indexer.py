@@ -15,6 +15,7 @@ from quire.kernels import IndexPages, index_topk, index_topk_workspace_numel
 from quire.kernels.common.tiles import widen_e4m3
 from quire.kernels.indexer import plan as indexer_plan
 from quire.kernels.indexer import reference as reference_indexer
+from quire.kernels.indexer import selection
 from quire.kernels.indexer import triton_impl as indexer_triton
 from quire.kernels.indexer.plan import plan
 from tests.support.helpers import DEVICE, NAN
@@ -63,11 +64,11 @@ NORMAL = [
 ]
 
 
-def pick(batch, impl="triton", **more):
+def select(batch, impl="triton", **more):
     return index_topk(**batch, impl=impl, **more)
 
 
-def assert_picks(got, want):
+def assert_selected(got, want):
     for have, expected in zip(got, want, strict=True):
         assert have.dtype == torch.int32
         assert have.cpu().equal(expected)
@@ -75,10 +76,10 @@ def assert_picks(got, want):
 
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_exact_scores_give_exactly_the_oracle_s_picks(case, impl):
+def test_exact_scores_give_exactly_the_oracle_s_selection(case, impl):
     batch = make_index_batch(case)
     want = reference_indexer.select(exact_scores(batch), case.topk)
-    assert_picks(pick(batch, impl), want)
+    assert_selected(select(batch, impl), want)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -86,30 +87,30 @@ def test_exact_scores_give_exactly_the_oracle_s_picks(case, impl):
 def test_rounding_can_only_swap_what_is_as_good(case, impl):
     case = dataclasses.replace(case, values="normal")
     batch = make_index_batch(case)
-    assert_as_good(pick(batch, impl), batch)
+    assert_as_good(select(batch, impl), batch)
 
 
 def assert_as_good(got, batch):
-    """Picks of scores that a right program may have: where others are in their place, rounding can have swapped them."""
+    """Selections that a right program may have: where others are in their place, rounding can have swapped them."""
     (out, lens), topk = got, batch["topk"]
     with bounding():
         scores = exact_scores(batch)
     for t, exact in enumerate(scores):
-        picks = out[t, : lens[t]].long().cpu()
+        selected = out[t, : lens[t]].long().cpu()
         assert lens[t] == min(topk, len(exact)) and (out[t, lens[t] :] == -1).all()
-        assert (picks.diff() > 0).all()
+        assert (selected.diff() > 0).all()
         if len(exact) <= topk:
             continue
-        others = ~torch.isin(torch.arange(len(exact)), picks)
+        others = ~torch.isin(torch.arange(len(exact)), selected)
         highest, lowest = exact + exact.error, exact - exact.error
-        assert highest[picks].min() >= lowest[others].max()
+        assert highest[selected].min() >= lowest[others].max()
         assert exact.error.max() < exact.std() / 100
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 @pytest.mark.parametrize("values", ["normal", "integers", "zeros"])
-def test_a_query_picks_the_same_alone_and_in_a_chunk(dtype, values):
-    """A decode step and a chunk of a prompt, whose tiles hold other tokens and borders of sequences: picks, and scores to the bit.
+def test_a_query_selects_the_same_alone_and_in_a_chunk(dtype, values):
+    """A decode step and a chunk of a prompt, whose tiles hold other tokens and borders of sequences: selections, and scores to the bit.
 
     Scores of integers are exact, and many are equal. Those of other numbers are rounded by NumPy here, in an order that depends on the size
     of its product; that a device rounds both alike is in ``tests/gpu/test_gpu_indexer.py``.
@@ -117,17 +118,17 @@ def test_a_query_picks_the_same_alone_and_in_a_chunk(dtype, values):
     case = IndexCase("", [203, 120], [5, 2], dtype=dtype, values=values, rows=64)
     batch = make_index_batch(case)
     sizes = {name: batch[name] for name in ("topk", "compress_ratio", "max_seq_len")}
-    cut = plan(num_tokens=7, **sizes)
-    workspace = torch.full((cut.workspace_numel,), NAN, device=DEVICE)
-    together = pick(batch, workspace=workspace)
-    scores = workspace[: 7 * cut.row_numel].view(torch.int32).view(7, -1).clone()
+    divided = plan(num_tokens=7, **sizes)
+    workspace = torch.full((divided.workspace_numel,), NAN, device=DEVICE)
+    together = select(batch, workspace=workspace)
+    scores = workspace[: 7 * divided.row_numel].view(torch.int32).view(7, -1).clone()
     alone = batch | {name: batch[name][:1] for name in ("block_table", "seq_lens")}
     alone |= {"cu_seqlens_q": batch["cu_seqlens_q"][:2].clamp(max=1), "max_seqlen_q": 1}
     for token in (0, 2, 4):
         alone |= {name: batch[name][token : token + 1] for name in ("q", "weights")}
         alone["seq_lens"] = batch["seq_lens"][:1] - 4 + token
-        got = pick(alone, workspace=workspace)
-        assert_picks(got, [x[token : token + 1].cpu() for x in together])
+        got = select(alone, workspace=workspace)
+        assert_selected(got, [x[token : token + 1].cpu() for x in together])
         if values != "normal":
             visible = (203 - 4 + token) // case.compress_ratio
             row = workspace[:visible].view(torch.int32)
@@ -137,15 +138,15 @@ def test_a_query_picks_the_same_alone_and_in_a_chunk(dtype, values):
 
 @pytest.mark.parametrize("values", ["integers", "zeros", "negative", "normal"])
 def test_levels_change_nothing(values, monkeypatch):
-    """Pieces of 16 values and 8 picks: four levels, with last pieces that hold fewer than 8."""
+    """Blocks of 16 values and top-k 8: four levels, with last blocks that hold fewer than 8."""
     batch = make_index_batch(IndexCase("", [400, 64, 68], [1, 1, 1], values=values))
     monkeypatch.setattr(indexer_plan, "MIN_BLOCK", 16)
     monkeypatch.setattr(indexer_plan, "MAX_BLOCK", 16)
     assert plan(num_tokens=1, topk=8, compress_ratio=4, max_seq_len=400).pieces == (7, 4, 2, 1)
     if values == "normal":
-        assert_as_good(pick(batch), batch)
+        assert_as_good(select(batch), batch)
     else:
-        assert_picks(pick(batch), reference_indexer.select(exact_scores(batch), 8))
+        assert_selected(select(batch), reference_indexer.select(exact_scores(batch), 8))
 
 
 @pytest.mark.parametrize("queries", [1, 3, 100])
@@ -155,7 +156,7 @@ def test_chunks_change_nothing_and_stay_within_the_workspace(queries):
     sizes = {"topk": 8, "compress_ratio": 4, "max_seq_len": 120}
     numel = queries * index_topk_workspace_numel(num_tokens=1, **sizes)
     guarded = torch.full((numel + 50,), NAN, device=DEVICE)
-    assert_picks(pick(batch, workspace=guarded[:numel]), want)
+    assert_selected(select(batch, workspace=guarded[:numel]), want)
     assert guarded[numel:].isnan().all() and not guarded[:numel].isnan().all()
 
 
@@ -164,17 +165,17 @@ def test_a_workspace_without_room_for_a_query_is_refused():
     with pytest.raises(
         ValueError, match=r"^workspace: expected float32 \[>= 64\], got float32 \[63\]"
     ):
-        pick(batch, workspace=torch.zeros(63, device=DEVICE))
+        select(batch, workspace=torch.zeros(63, device=DEVICE))
     assert index_topk_workspace_numel(num_tokens=1, topk=8, max_seq_len=120) == 64
 
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_given_memory_is_filled_and_nothing_else(impl):
     batch = make_index_batch(IndexCase("", [120, 9, 0], [2, 1, 1]))
-    want = pick(batch, impl)
+    want = select(batch, impl)
     wide = torch.full((4, 11), -7, dtype=torch.int32, device=DEVICE)
     lens = torch.full((4,), -7, dtype=torch.int32, device=DEVICE)
-    out, counts = pick(batch, impl, out=wide[:, 1:9], lens=lens)
+    out, counts = select(batch, impl, out=wide[:, 1:9], lens=lens)
     assert out.data_ptr() == wide[:, 1:9].data_ptr() and counts is lens
     assert out.equal(want[0]) and lens.equal(want[1])
     assert (wide[:, [0, 9, 10]] == -7).all()
@@ -184,11 +185,11 @@ def test_given_memory_is_filled_and_nothing_else(impl):
 def test_rows_behind_the_last_sequence_pick_nothing(impl):
     """A captured graph has more rows than tokens; their contents are whatever they were."""
     batch = make_index_batch(IndexCase("", [120, 90], [1, 1]))
-    want = pick(batch, impl)
+    want = select(batch, impl)
     batch["q"] = torch.cat([batch["q"], torch.full_like(batch["q"], NAN)])
     batch["weights"] = torch.cat([batch["weights"], torch.full_like(batch["weights"], NAN)])
     batch["max_seqlen_q"] = 2
-    out, lens = pick(batch, impl)
+    out, lens = select(batch, impl)
     assert out[:2].equal(want[0]) and lens[:2].equal(want[1])
     assert (out[2:] == -1).all() and not lens[2:].any()
 
@@ -198,16 +199,16 @@ def test_no_tokens_and_no_sequences(impl):
     batch = make_index_batch(IndexCase("", [120], [1]))
     none = batch | {name: batch[name][:0] for name in ("q", "weights", "block_table", "seq_lens")}
     none["cu_seqlens_q"] = batch["cu_seqlens_q"][:1]
-    out, lens = pick(none, impl)
+    out, lens = select(none, impl)
     assert out.shape == (0, 8) and lens.shape == (0,)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_entries_past_max_seq_len_are_not_looked_at(impl):
     batch = make_index_batch(IndexCase("", [200, 90], [1, 3]))
-    got = pick(batch | {"max_seq_len": 83}, impl)
+    got = select(batch | {"max_seq_len": 83}, impl)
     want = reference_indexer.select([row[:20] for row in exact_scores(batch)], 8)
-    assert_picks(got, want)
+    assert_selected(got, want)
 
 
 @pytest.mark.parametrize("page", [-1, 9999])
@@ -215,7 +216,7 @@ def test_the_torch_implementation_refuses_pages_that_there_are_not(page):
     batch = make_index_batch(IndexCase("", [200], [1]))
     batch["block_table"] = torch.full_like(batch["block_table"], page)
     with pytest.raises(ValueError, match=rf"^block_table: expected ids in \[0, \d+\), got {page}$"):
-        pick(batch, "torch")
+        select(batch, "torch")
 
 
 @pytest.mark.parametrize("seq_len", [2**20 - 1, 2**20])
@@ -248,7 +249,7 @@ def test_a_million_tokens(seq_len, monkeypatch):
     }
     assert len(best) == (189 if seq_len == 2**20 else 188)
     for impl in ("torch",) if interpreted and seq_len == 2**20 else IMPLS:
-        out, lens = pick(batch, impl)
+        out, lens = select(batch, impl)
         assert out[0].tolist() == [*range(topk - len(best)), *best] and lens.tolist() == [topk]
 
 
@@ -265,25 +266,27 @@ def test_the_workspace_is_bounded():
 @pytest.mark.parametrize("topk", [1, 8, 512, 1000, 1024, 2048, 4096])
 def test_levels_end(topk):
     for max_seq_len in (0, 4 * topk, 4 * topk + 4, 2**16, 2**20, 2**24):
-        cut = plan(num_tokens=5, topk=topk, compress_ratio=4, max_seq_len=max_seq_len)
-        assert cut.pieces[-1] == 1 and cut.block >= 2 * topk
-        sizes = [cut.num_entries, *(n * topk for n in cut.pieces[:-1])]
-        assert [-(-max(1, size) // cut.block) for size in sizes] == list(cut.pieces)
+        divided = plan(num_tokens=5, topk=topk, compress_ratio=4, max_seq_len=max_seq_len)
+        assert divided.pieces[-1] == 1 and divided.block >= 2 * topk
+        sizes = [divided.num_entries, *(n * topk for n in divided.pieces[:-1])]
+        assert [-(-max(1, size) // divided.block) for size in sizes] == list(divided.pieces)
 
 
 @triton.jit
-def _widen_kernel(codes, out, HARDWARE: tl.constexpr):
+def _widen_kernel(quantised, out, HARDWARE: tl.constexpr):
     offsets = tl.arange(0, 256)
-    tl.store(out + offsets, widen_e4m3(tl.load(codes + offsets), out.dtype.element_ty, HARDWARE))
+    tl.store(
+        out + offsets, widen_e4m3(tl.load(quantised + offsets), out.dtype.element_ty, HARDWARE)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, FP16, BF16])
 @pytest.mark.parametrize("hardware", [False, True])
 def test_every_e4m3_number(hardware, dtype):
-    codes = torch.arange(256, dtype=torch.int32).to(torch.uint8)
+    quantised = torch.arange(256, dtype=torch.int32).to(torch.uint8)
     out = torch.full((256,), NAN, dtype=dtype, device=DEVICE)
-    _widen_kernel[(1,)](codes.to(DEVICE), out, hardware)
-    want = torch.tensor([reference_indexer.e4m3(code) for code in range(256)])
+    _widen_kernel[(1,)](quantised.to(DEVICE), out, hardware)
+    want = torch.tensor([reference_indexer.e4m3(byte) for byte in range(256)])
     number = ~want.isnan()
     assert number.sum() == 254
     assert out.cpu().float()[number].equal(want[number])
@@ -292,7 +295,7 @@ def test_every_e4m3_number(hardware, dtype):
 @triton.jit
 def _ordered_kernel(scores, out):
     offsets = tl.arange(0, 16)
-    ordered = indexer_triton._ordered(tl.load(scores + offsets))
+    ordered = selection._ordered(tl.load(scores + offsets))
     tl.store(out + offsets, ordered.to(tl.int32, bitcast=True))
 
 
@@ -312,7 +315,7 @@ def test_quantised_keys_are_widened_on_every_architecture(arch, monkeypatch):
     monkeypatch.setattr(indexer_triton, "arch_and_sms", lambda tensor: (arch, 2))
     case = IndexCase("", [300, 51], [1, 1], fp8=True, dtype=BF16)
     batch = make_index_batch(case)
-    assert_picks(pick(batch), reference_indexer.select(exact_scores(batch), case.topk))
+    assert_selected(select(batch), reference_indexer.select(exact_scores(batch), case.topk))
 
 
 @pytest.mark.parametrize("arch", [80, 90])
@@ -325,7 +328,7 @@ def test_queries_beyond_fp16_meet_quantised_keys(power, arch, monkeypatch):
     want = reference_indexer.select(exact_scores(batch), case.topk)
     batch["q"][:, ::2] *= 2.0**power
     batch["weights"][:, ::2] *= 2.0**-power
-    assert_picks(pick(batch), want)
+    assert_selected(select(batch), want)
 
 
 def zeros(*shape, dtype=torch.float32):

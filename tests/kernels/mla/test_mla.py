@@ -8,7 +8,7 @@ import torch
 
 from quire.kernels import mla_attention, paged_attention, workspace_numel
 from quire.kernels.common.tile_shapes import SHARED_MEMORY
-from quire.kernels.mla import triton_impl as dense_triton
+from quire.kernels.mla import triton_impl as mla_triton
 from quire.kernels.mla.configs import MlaConfig, select_config
 from tests.support.helpers import DEVICE, NAN, assert_within_budget
 from tests.support.kernels.mla_cases import MlaCase, make_mla_batch, mla_reference
@@ -19,15 +19,15 @@ REAL = {"head_dim_v": 512, "rope_dim": 64, "dtype": BF16}
 
 CASES = [
     MlaCase("decode-around-block", [1, 15, 16, 17, 33], [1] * 5),
-    MlaCase("decode-pages-only", [1, 15, 16, 17, 33], [1] * 5, fresh=False),
+    MlaCase("decode-pages-only", [1, 15, 16, 17, 33], [1] * 5, in_step=False),
     MlaCase("decode-empty-sequences", [0, 50, 0, 30], [1, 1, 0, 1]),
-    MlaCase("decode-empty-pages-only", [0, 50, 0, 30], [1, 1, 0, 1], fresh=False),
-    MlaCase("decode-all-empty", [0, 0], [1, 1], fresh=False),
+    MlaCase("decode-empty-pages-only", [0, 50, 0, 30], [1, 1, 0, 1], in_step=False),
+    MlaCase("decode-all-empty", [0, 0], [1, 1], in_step=False),
     MlaCase("decode-speculative", [9, 21, 3], [3, 3, 3], num_decodes=3),
     MlaCase("decode-long-q-in-front", [40, 21], [20, 1], num_decodes=2),
     MlaCase("decode-8-heads-of-v3", [40], [1], num_heads=8, block_size=64, **REAL),
     MlaCase("decode-16-heads-of-v3", [90, 7], [1, 1], num_heads=16, **REAL),
-    MlaCase("decode-32-heads-of-v3", [70], [1], num_heads=32, fresh=False, **REAL),
+    MlaCase("decode-32-heads-of-v3", [70], [1], num_heads=32, in_step=False, **REAL),
     MlaCase("decode-64-heads-of-v3", [70], [1], num_heads=64, block_size=64, **REAL),
     MlaCase("decode-128-heads", [40], [1], num_heads=128, head_dim_v=64, dtype=BF16),
     MlaCase("decode-40-heads-fp16", [50], [1], num_heads=40, dtype=FP16),
@@ -36,12 +36,12 @@ CASES = [
     MlaCase("split", [700, 3, 0, 300], [1] * 4, block_size=64, num_heads=2),
     MlaCase("split-speculative-bf16", [620, 9], [3, 1], num_decodes=2, num_heads=2, dtype=BF16),
     MlaCase("split-several-tiles", [1400, 30, 520], [7, 2, 1], num_decodes=3, num_heads=6),
-    MlaCase("split-128-heads-speculative", [900], [3], num_decodes=1, num_heads=128, fresh=False, dtype=BF16),
-    MlaCase("split-pages-only", [600], [2], num_decodes=1, fresh=False, num_heads=2),
+    MlaCase("split-128-heads-speculative", [900], [3], num_decodes=1, num_heads=128, in_step=False, dtype=BF16),
+    MlaCase("split-pages-only", [600], [2], num_decodes=1, in_step=False, num_heads=2),
     MlaCase("whole-max-seq-len-256", [256], [1], max_seq_len=256, num_heads=2),
     MlaCase("prefill-first", [1, 15, 17, 33], [1, 15, 17, 33], dtype=BF16),
     MlaCase("prefill-chunk", [40, 90, 33], [7, 9, 1], num_decodes=0),
-    MlaCase("prefill-pages-only", [40, 17, 1], [7, 17, 1], fresh=False, dtype=FP16),
+    MlaCase("prefill-pages-only", [40, 17, 1], [7, 17, 1], in_step=False, dtype=FP16),
     MlaCase("prefill-empty-q", [9, 60, 5], [0, 12, 0]),
     MlaCase("prefill-padding", [0, 20], [3, 5]),
     MlaCase("prefill-24-heads-tail", [60], [5], num_heads=24, tail=8, dtype=BF16),
@@ -78,14 +78,14 @@ def test_every_shape_of_tile(rows, dtype, monkeypatch):
     tiles = [(80, 64, False, False), (80, 16, False, True), (90, 64, False, True), (90, 16, True, True), (90, 64, True, False)]  # fmt: skip
     for arch, block_n, swap, divide in tiles:
         config = MlaConfig(rows, block_n, 4, 2, swap, divide)
-        monkeypatch.setattr(dense_triton, "arch_and_sms", lambda _, arch=arch: (arch, 2))
-        monkeypatch.setattr(dense_triton, "select_config", lambda *_, c=config: c)
+        monkeypatch.setattr(mla_triton, "arch_and_sms", lambda _, arch=arch: (arch, 2))
+        monkeypatch.setattr(mla_triton, "select_config", lambda *_, c=config: c)
         assert_within_budget(f"{config}", attend(batch).cpu(), exact)
 
 
 def test_where_shared_memory_is_small_tiles_have_fewer_rows(monkeypatch):
     """64 rows would be wanted, for 4 tokens of 16 heads or for 40 heads; there are 32."""
-    monkeypatch.setattr(dense_triton, "arch_and_sms", lambda _: (86, 2))
+    monkeypatch.setattr(mla_triton, "arch_and_sms", lambda _: (86, 2))
     for num_heads, seq_lens, q_lens in (16, [300, 40], [2, 4]), (40, [50], [1]):
         count = len(seq_lens)
         batch = make_mla_batch(
@@ -97,7 +97,7 @@ def test_where_shared_memory_is_small_tiles_have_fewer_rows(monkeypatch):
 
 def test_a_latent_is_a_head_whose_value_is_the_front_of_its_key():
     """The same numbers through ``paged_attention``, with values padded to the width of the keys."""
-    batch = make_mla_batch(MlaCase("", [40, 9], [5, 2], fresh=False))
+    batch = make_mla_batch(MlaCase("", [40, 9], [5, 2], in_step=False))
     rows = batch["pages"].unsqueeze(2)
     names = ("q", "block_table", "seq_lens", "cu_seqlens_q", "max_seqlen_q", "softmax_scale")
     out = paged_attention(**{name: batch[name] for name in names}, k_pages=rows, v_pages=rows)

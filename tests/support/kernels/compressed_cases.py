@@ -9,6 +9,7 @@ import torch
 from quire.bench.common.bounds import Bounded, bounding
 from quire.kernels.common.latent_pages import LatentPages, page_bytes
 from quire.kernels.compressed import reference as reference_compressed
+from quire.kernels.compressed.call import CompressedCall
 from tests.support.helpers import DEVICE, NAN, NO_PAGE
 
 W = 8
@@ -19,7 +20,8 @@ class Case:
     """One ragged batch.
 
     ratio None: sliding only; topk None: every entry (HCA). rows, entry_rows: of a page of raw rows and of entries. ring: the window's table
-    is a ring of just enough pages; else linear. num_sms: multiprocessors that decode work is divided for, None: the device's; scattered: the picks of a token are shuffled, with -1 and entries of the future between.
+    is a ring of just enough pages; else linear. num_sms: multiprocessors that decode work is divided for, None: the device's; scattered: the top-k
+    indices of a token are shuffled, with -1 and entries of the future between.
     """
 
     name: str
@@ -32,7 +34,7 @@ class Case:
     rope_dim: int = 4
     dtype: torch.dtype = torch.float32
     fp8: bool = False
-    fresh: bool = True
+    in_step: bool = True
     rows: int = 4
     entry_rows: int = 4
     sliding_window: int = W
@@ -40,7 +42,7 @@ class Case:
     scattered: bool = True
     lens: bool = True
     sinks: bool = True
-    turned: bool = True
+    inverse_rope: bool = True
     num_decodes: int | None = None
     max_seq_len: int | None = None
     softmax_scale: float | None = None
@@ -68,12 +70,12 @@ class Pool:
             x = torch.randn(self.case.head_dim, generator=self.generator)
             self.pages.data[page, row] = x.to(self.case.dtype)
             return
-        codes = torch.randint(0, 127, (448,), generator=self.generator)
-        codes += 128 * torch.randint(0, 2, (448,), generator=self.generator)
+        quantized = torch.randint(0, 127, (448,), generator=self.generator)
+        quantized += 128 * torch.randint(0, 2, (448,), generator=self.generator)
         rope = torch.randn(64, generator=self.generator).bfloat16()
         scales = torch.randint(113, 123, (7,), generator=self.generator)
         n, data = self.pages.storage_block_size, self.pages.data[page]
-        data[row * 576 : row * 576 + 448] = codes.to(torch.uint8)
+        data[row * 576 : row * 576 + 448] = quantized.to(torch.uint8)
         data[row * 576 + 448 : row * 576 + 576] = rope.view(torch.uint8)
         data[n * 576 + row * 8 : n * 576 + row * 8 + 7] = scales.to(torch.uint8)
         data[n * 576 + row * 8 + 7] = 0
@@ -92,18 +94,18 @@ def make_batch(case: Case, seed: int = 42) -> dict:
     cu = [0, *accumulate(case.q_lens)]
     width = max(1, *(-(-n // case.rows) for n in case.seq_lens))
     if case.ring:
-        own = 0 if case.fresh else max(case.q_lens)
+        own = 0 if case.in_step else max(case.q_lens)
         width = -(-(case.sliding_window - 1 + own) // case.rows) + 1
     window_table = _table(num_seqs, width)
     window = Pool(case, num_seqs * min(width, 999) + 1, case.rows, generator)
     kv = torch.randn(num_tokens, case.head_dim, generator=generator).to(case.dtype)
-    picks = lens = entries = entry_table = None
+    topk_indices = lens = entries = entry_table = None
     if case.ratio is not None:
         blocks = [-(-(n // case.ratio) // case.entry_rows) for n in case.seq_lens]
         entry_table = _table(num_seqs, max(1, *blocks))
         pool_size = sum(blocks)
         if case.topk is not None:
-            picks, lens, named = _picks(case, cu, generator)
+            topk_indices, lens, named = _topk_indices(case, cu, generator)
             pool_size = len({(s, w // case.entry_rows) for s, w in named})
         else:
             named = [(s, w) for s, n in enumerate(case.seq_lens) for w in range(n // case.ratio)]
@@ -113,11 +115,11 @@ def make_batch(case: Case, seed: int = 42) -> dict:
     for s, (seq_len, q_len) in enumerate(zip(case.seq_lens, case.q_lens, strict=True)):
         context = seq_len - q_len
         for j in range(
-            max(0, context - case.sliding_window + 1), context if case.fresh else seq_len
+            max(0, context - case.sliding_window + 1), context if case.in_step else seq_len
         ):
             if q_len:
                 window.cell(window_table, s, j // case.rows % width, j % case.rows)
-        # A padding row has more new tokens than keys: its first fresh rows are keys of nobody.
+        # A padding row has more new tokens than keys: its first in-step rows are keys of nobody.
         kv[cu[s] : cu[s] + max(0, -context)] = NAN
     q = torch.randn(num_tokens, case.num_heads, case.head_dim, generator=generator).to(case.dtype)
     batch = {
@@ -125,12 +127,12 @@ def make_batch(case: Case, seed: int = 42) -> dict:
         "window_table": window_table,
         "seq_lens": torch.tensor(case.seq_lens, dtype=torch.int32),
         "cu_seqlens_q": torch.tensor(cu, dtype=torch.int32),
-        "kv": kv if case.fresh else None,
+        "kv": kv if case.in_step else None,
         "compressed_table": entry_table,
-        "topk_indices": picks,
+        "topk_indices": topk_indices,
         "topk_lens": lens,
         "sinks": torch.randn(case.num_heads, generator=generator) if case.sinks else None,
-        "cos_sin": _angles(case) if case.turned else None,
+        "cos_sin": _angles(case) if case.inverse_rope else None,
     }
     batch = {name: x if x is None else x.to(DEVICE) for name, x in batch.items()}
     for name, pool, rows in (
@@ -166,9 +168,9 @@ def _angles(case: Case) -> torch.Tensor:
     return table
 
 
-def _picks(case: Case, cu: list[int], generator: torch.Generator) -> tuple:
-    """Picks of every token, their lengths, and the (sequence, entry) pairs that are named and visible."""
-    picks = torch.full((cu[-1], case.topk), NO_PAGE, dtype=torch.int32)
+def _topk_indices(case: Case, cu: list[int], generator: torch.Generator) -> tuple:
+    """Top-k indices of every token, their lengths, and the (sequence, entry) pairs that are named and visible."""
+    topk_indices = torch.full((cu[-1], case.topk), NO_PAGE, dtype=torch.int32)
     lens, named = torch.zeros(cu[-1], dtype=torch.int32), set()
     for s, seq_len in enumerate(case.seq_lens):
         for token in range(cu[s], cu[s + 1]):
@@ -183,9 +185,9 @@ def _picks(case: Case, cu: list[int], generator: torch.Generator) -> tuple:
                 chosen = [visible, *chosen[:1], -1, *chosen[1:]][: case.topk]
             if not case.lens:
                 chosen += [-1] * (case.topk - len(chosen))
-            picks[token, : len(chosen)] = torch.tensor(chosen, dtype=torch.int32)
+            topk_indices[token, : len(chosen)] = torch.tensor(chosen, dtype=torch.int32)
             lens[token] = len(chosen)
-    return picks, lens if case.lens else None, sorted(named)
+    return topk_indices, lens if case.lens else None, sorted(named)
 
 
 def exactly(batch: dict) -> tuple[Bounded, Bounded]:
@@ -195,7 +197,8 @@ def exactly(batch: dict) -> tuple[Bounded, Bounded]:
         pages = batch[name]
         if pages is not None:
             host[name] = dataclasses.replace(pages, data=pages.data.cpu())
+    call = CompressedCall(**host)
     with bounding(weights=batch["q"].dtype):
         lse = torch.full((batch["q"].shape[1], batch["q"].shape[0]), NAN, dtype=torch.float64)
-        out = reference_compressed.compressed_attention(**host, lse=lse, dtype=torch.float64)
+        out = reference_compressed.compressed_attention(call, lse=lse, dtype=torch.float64)
     return out, lse

@@ -1,6 +1,6 @@
 """Batches of ``index_topk`` with poison wherever nothing may be read.
 
-Values are small integers by default, so that every score is exact in fp32, many are equal, and picks are compared one by one.
+Values are small integers by default, so that every score is exact in fp32, many are equal, and selected entries are compared one by one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from quire.kernels.indexer import reference as reference_indexer
 from tests.support.helpers import DEVICE, NAN, NO_PAGE
 
 # An e4m3 byte that is NaN.
-NAN_CODE = 0x7F
+NAN_BYTE = 0x7F
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +115,7 @@ def _poisoned_pages(case: IndexCase, num_pages: int) -> IndexPages:
     # Pages within larger ones, 16 bytes more than they need.
     content = case.rows * (case.index_dim + 4)
     size = -(-content // 16) * 16 + 16
-    data = torch.full((num_pages, size), NAN_CODE, dtype=torch.uint8)
+    data = torch.full((num_pages, size), NAN_BYTE, dtype=torch.uint8)
     pages = IndexPages(data, case.rows, case.index_dim)
     pages.scales.fill_(NAN)
     return pages

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 
 from quire.bench.common.bounds import Bounded, bounding
-from quire.kernels.mla import reference as reference_dense
+from quire.kernels.mla import reference as reference_mla
+from quire.kernels.mla.call import MlaCall
 from tests.support.helpers import DEVICE, NAN, NO_PAGE
-
-HINTS = ("max_seqlen_q", "num_decodes", "max_seq_len")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +30,7 @@ class MlaCase:
     rope_dim: int = 16
     block_size: int = 16
     dtype: torch.dtype = torch.float32
-    fresh: bool = True
+    in_step: bool = True
     tail: int = 0
     num_decodes: int | None = None
     max_seq_len: int | None = None
@@ -57,11 +56,11 @@ def make_mla_batch(case: MlaCase, seed: int = 42) -> dict[str, Any]:
     cu = [0, *accumulate(case.q_lens)]
     for s, (seq_len, q_len) in enumerate(zip(case.seq_lens, case.q_lens, strict=True)):
         context = seq_len - q_len
-        for j in range((context if case.fresh else seq_len) if q_len else 0):
+        for j in range((context if case.in_step else seq_len) if q_len else 0):
             if j % block_size == 0:
                 table[s, j // block_size] = order.pop()
             pages[table[s, j // block_size].item(), j % block_size] = normal(head_dim)
-        # A padding row has more new tokens than keys: its first fresh rows are keys of nobody.
+        # A padding row has more new tokens than keys: its first in-step rows are keys of nobody.
         kv[cu[s] : cu[s] + max(0, -context)] = NAN
     return {
         "q": normal(num_tokens, case.num_heads, head_dim).to(DEVICE),
@@ -69,7 +68,7 @@ def make_mla_batch(case: MlaCase, seed: int = 42) -> dict[str, Any]:
         "block_table": _on_device(table),
         "seq_lens": torch.tensor(case.seq_lens, dtype=torch.int32, device=DEVICE),
         "cu_seqlens_q": torch.tensor(cu, dtype=torch.int32, device=DEVICE),
-        "kv": kv.to(DEVICE) if case.fresh else None,
+        "kv": kv.to(DEVICE) if case.in_step else None,
         "softmax_scale": 1.25 * head_dim**-0.5,
         "head_dim_v": case.head_dim_v,
         "max_seqlen_q": max(case.q_lens, default=0),
@@ -80,14 +79,11 @@ def make_mla_batch(case: MlaCase, seed: int = 42) -> dict[str, Any]:
 
 def mla_reference(batch: dict[str, Any]) -> tuple[Bounded, Bounded]:
     """Output and lse of the oracle with bounds, computed on the host."""
-    host = {
-        name: x.cpu() if isinstance(x, torch.Tensor) else x
-        for name, x in batch.items()
-        if name not in HINTS
-    }
+    host = {name: x.cpu() if isinstance(x, torch.Tensor) else x for name, x in batch.items()}
+    call = MlaCall(**host)
     with bounding(weights=batch["q"].dtype):
         lse = torch.full((batch["q"].shape[1], batch["q"].shape[0]), NAN, dtype=torch.float64)
-        return reference_dense.mla_attention(**host, lse=lse, dtype=torch.float64), lse
+        return reference_mla.mla_attention(call, lse=lse, dtype=torch.float64), lse
 
 
 def _on_device(view: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,116 @@
+"""An exact top-k of each row of scores, by bisection (``plan``: blocks and levels).
+
+A program holds one block of a row in registers, as unsigned integers of the same order, and counts
+how many reach the middle of what may be the topk-th largest, until that is found or exactly topk
+reach a number. Exact, no atomics, the same on every run, and 32 counts at most. What is above that
+number is taken, of what equals it the first; a prefix sum gives both their positions in ascending
+order of id. A row of one block is final; others leave their candidates, padded with the value 0, to
+the next level.
+"""
+
+import triton
+import triton.language as tl
+
+from ..common.tiles import find_sequence
+from .scores import visible_entries
+
+
+@triton.jit
+def _ordered(score):
+    """fp32 as uint32 in the same order, all above 0; both zeros are one value."""
+    bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, ~bits, bits ^ -2147483648).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _threshold(values, k, GROUPS: tl.constexpr):
+    """A number that the k largest of a vector of uint32 reach, and no others but equals of it.
+
+    It is 0 if fewer than k are not 0. GROUPS: k or more, and divides the vector. So many groups
+    have each a largest value; k values reach the least of these, where the search begins. It halves
+    what is left until exactly k values reach a number, or none but the k-th largest is left.
+    """
+    low = tl.min(tl.max(tl.reshape(values, [values.numel // GROUPS, GROUPS]), 0), 0)
+    high = tl.max(values, 0)
+    count = tl.zeros([], tl.int32)
+    while (low < high) & (count != k):
+        middle = high - (high - low) // 2
+        reached = tl.sum((values >= middle).to(tl.int32), 0)
+        enough = reached >= k
+        count = tl.where(enough, reached, count)
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, high, middle - 1)
+    return low
+
+
+@triton.jit(
+    do_not_specialize=[
+        "num_seqs", "num_rows", "first_row", "num_entries", "level", "num_blocks", "next_blocks"
+    ]
+)  # fmt: skip
+def index_select_kernel(
+    workspace, candidates, next_candidates, out, lens, seq_lens, cu_seqlens_q,
+    num_seqs, num_rows, first_row, num_entries, level, num_blocks, next_blocks, topk,
+    compress_ratio, scores_stride, out_stride,
+    BLOCK: tl.constexpr, BLOCK_TOPK: tl.constexpr,
+):  # fmt: skip
+    """Select from one block of a row: of scores, or of the candidates of the level before.
+
+    Args:
+        candidates, next_candidates: elements of the workspace where those that the level before
+            kept begin, ``num_rows`` rows of them, and where this level's go.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    token = first_row + tl.program_id(0)
+    seq = find_sequence(token, cu_seqlens_q, num_seqs)
+    visible = visible_entries(
+        seq, token, seq_lens, cu_seqlens_q, num_seqs, num_entries, compress_ratio
+    )
+    rank = tl.arange(0, BLOCK_TOPK)
+    out_row = out + token.to(tl.int64) * out_stride
+    if visible <= topk:
+        if (level == 0) & (block == 0):
+            tl.store(out_row + rank, tl.where(rank < visible, rank, -1), mask=rank < topk)
+            tl.store(lens + token, visible)
+        return
+    # Without a workspace no query sees more than topk.
+    if workspace is not None:
+        size = visible
+        for _ in range(0, level):
+            # A row of one block was final at that level.
+            size = tl.where(size > BLOCK, (size + BLOCK - 1) // BLOCK * topk, 0)
+        if block * BLOCK >= size:
+            return
+
+        entry = block * BLOCK + tl.arange(0, BLOCK)
+        live = entry < size
+        if candidates is None:
+            score = tl.load(workspace + row * scores_stride + entry, mask=live, other=0.0)
+            value = tl.where(live, _ordered(score), 0)
+        else:
+            cells = workspace + candidates + row * num_blocks * topk + entry
+            value = tl.load(cells, mask=live, other=0.0).to(tl.uint32, bitcast=True)
+            cells += num_rows.to(tl.int64) * num_blocks * topk
+            entry = tl.load(cells, mask=live, other=0.0).to(tl.int32, bitcast=True)
+        threshold = _threshold(value, topk, BLOCK_TOPK)
+        # 0 is no score: what is past the end, and what a block of fewer than topk left unused.
+        above = value > threshold
+        equal = (value == threshold) & (value > 0)
+        needed = topk - tl.sum(above.to(tl.int32), 0)
+        # One scan for two counts: those above in the high half, the equal ones in the low half.
+        counts = tl.cumsum((above.to(tl.int32) << 16) + equal.to(tl.int32), 0)
+        num_equal = counts & 0xFFFF
+        position = (counts >> 16) + tl.minimum(num_equal, needed) - 1
+        taken = above | (equal & (num_equal <= needed))
+        if size <= BLOCK:
+            tl.store(out_row + position, entry, mask=taken)
+            tl.store(lens + token, topk)
+        elif next_candidates is not None:
+            kept = workspace + next_candidates + (row * next_blocks + block) * topk
+            tl.store(kept + position, value.to(tl.float32, bitcast=True), mask=taken)
+            # The last block may have fewer than topk.
+            unused = (rank >= tl.sum(taken.to(tl.int32), 0)) & (rank < topk)
+            tl.store(kept + rank, 0.0, mask=unused)
+            kept += num_rows.to(tl.int64) * next_blocks * topk
+            tl.store(kept + position, entry.to(tl.float32, bitcast=True), mask=taken)
