@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
-README = (ROOT / "README.md").read_text()
+PAGE = (ROOT / "docs" / "results.md").read_text()
 UNITS = {"%": 1e-2, "us": 1e-6, "ms": 1e-3, "s": 1.0, "MiB": 2.0**20}
 
 
@@ -19,8 +19,8 @@ def rows(name: str) -> list[dict]:
 
 
 def table(header: str) -> list[list[str]]:
-    """Cells of the README's table whose header starts with `header`, header first."""
-    lines = README[README.index(f"| {header} |") :].split("\n\n")[0].splitlines()
+    """Cells of the page's table whose header starts with `header`, header first."""
+    lines = PAGE[PAGE.index(f"| {header} |") :].split("\n\n")[0].splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     return [cells[0], *cells[2:]]
 
@@ -95,6 +95,6 @@ def test_rows_say_how_they_were_made(name):
 
 def test_requests_that_were_not_looked_at():
     found = hits("replay_conversation_8001.json")
-    (text,) = re.findall(r"`Adaptive` hits ([\d. /]+) %", README)
+    (text,) = re.findall(r"`Adaptive` hits ([\d. /]+) %", PAGE)
     for shown, pool in zip(text.split(" / "), ("5%", "10%", "20%", "40%"), strict=True):
         assert same(f"{shown} %", found["v4-flash", "adaptive", pool]), pool
