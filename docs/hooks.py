@@ -39,7 +39,7 @@ def api(package: str) -> str:
     """Entries of mkdocstrings for all public names of a package."""
     return "\n".join(
         f"::: {path}\n    options:\n      heading: quire.{package}.{name}\n      toc_label: {name}\n"
-        for name, path in public_names(package).items()
+        for name, path in sorted(public_names(package).items(), key=lambda entry: entry[0].lower())
     )
 
 
