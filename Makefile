@@ -39,7 +39,7 @@ gpu: $(STAMP)  ## the tests that need a GPU
 	$(PY) -m pytest -m gpu $(ARGS)
 
 docs: $(DOCS_STAMP)  ## build the pages of docs/ into site/; fails on warnings
-	PATH=$(VENV)/bin:$$PATH NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict -q $(ARGS)
+	PATH=$(VENV)/bin:$$PATH NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict $(ARGS)
 
 $(STAMP): setup.py constraints.txt
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)

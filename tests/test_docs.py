@@ -181,6 +181,6 @@ def test_the_reference_has_the_public_names(hooks, package):
 def test_all_pages_build_without_warnings(tmp_path):
     pytest.importorskip("mkdocs", reason="the extra docs is not installed")
     subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-d", tmp_path], cwd=ROOT, check=True
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", tmp_path], cwd=ROOT, check=True
     )  # fmt: skip
     assert (tmp_path / "api" / "kvcore" / "index.html").exists()
