@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
+DOCS_STAMP := $(VENV)/.installed-docs
 
-.PHONY: bench test test-portable check format static gpu clean
+.PHONY: bench test test-portable check format static gpu docs clean
 
 bench: $(STAMP)  ## generate with a small model through allocator and kernels, and check the output
 	$(PY) -m bench.prefill_decode $(ARGS)
@@ -42,6 +43,9 @@ static: $(STAMP)  ## compile each tile shape for sm_90 and a sample for sm_80 an
 gpu: $(STAMP)  ## the tests that need a GPU
 	$(PY) -m pytest -m gpu $(ARGS)
 
+docs: $(DOCS_STAMP)  ## build the pages of docs/ into site/; fails on warnings
+	PATH=$(VENV)/bin:$$PATH NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict $(ARGS)
+
 $(STAMP): setup.py constraints.txt
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install -q --upgrade pip setuptools wheel -c constraints.txt
@@ -49,5 +53,9 @@ $(STAMP): setup.py constraints.txt
 	$(PY) -m pip install -q -c constraints.txt --no-build-isolation -e ".[hf,plot,test,events]"
 	touch $@
 
+$(DOCS_STAMP): $(STAMP)
+	$(PY) -m pip install -q -c constraints.txt --no-build-isolation -e ".[docs]"
+	touch $@
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -76,7 +76,7 @@ setup(
     install_requires=[
         "numpy>=1.26",
         "torch>=2.11",
-        # The newest that bench/results/static has a table of: later ones spill (README, "other versions of Triton").
+        # The newest that bench/results/static has a table of: later ones spill (docs/support-matrix.md).
         "triton>=3.6,<3.8; platform_system == 'Linux'",
         "safetensors>=0.5",
         "tqdm>=4.60",
@@ -91,6 +91,7 @@ setup(
         ],
         "plot": ["matplotlib>=3.8"],
         "test": ["pytest>=8", "pytest-xdist>=3.5", "hypothesis>=6.100", "ruff>=0.9", "mypy>=1.14"],
+        "docs": ["mkdocs-material>=9.7,<10", "mkdocstrings[python]>=1.0,<2"],
         "events": ["msgspec>=0.18", "pyzmq>=26", "prometheus-client>=0.20"],
     },
 )

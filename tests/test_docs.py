@@ -1,47 +1,186 @@
-"""What the documents show runs, and the files they name exist."""
+"""What the documents show runs, and the files, commands and options that they name exist.
+
+A block marked ``python`` runs; blocks of a page share their names. A block marked ``text`` right below is what it prints. A title
+``needs a GPU`` or ``needs a checkpoint`` says that a block is only compiled.
+"""
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-README = (ROOT / "README.md").read_text()
+DOCUMENTS = {
+    str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
+    for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
+}
+NOTEBOOKS = sorted(ROOT.glob("docs/notebooks/*.ipynb"))
+FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+NOT_RUN = {'python title="needs a GPU"', 'python title="needs a checkpoint"'}
+INFOS = {"python", "text", "sh", *NOT_RUN}
+WITH_CODE = [
+    name for name, text in DOCUMENTS.items() if "```python\n" in text and name != "README.md"
+]
+
+DRIVER = """
+import contextlib, io, json, sys
+names, printed = {"__name__": "__main__"}, []
+for code in json.load(sys.stdin):
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        exec(compile(code, "block %d" % (len(printed) + 1), "exec"), names)
+    printed.append(out.getvalue())
+print(json.dumps(printed))
+"""
 
 
-EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-
-
-def run(code: str, cwd: Path) -> str:
-    done = subprocess.run([sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True)
+def printed_by(blocks: list[str], cwd: Path) -> list[str]:
+    """What each block prints, run one after another in one process outside of the checkout."""
+    done = subprocess.run(
+        [sys.executable, "-c", DRIVER],
+        input=json.dumps(blocks), cwd=cwd, capture_output=True, text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_the_embedding_example_runs_and_says_what_the_text_says(tmp_path):
-    assert run(EXAMPLES[0], tmp_path).splitlines() == [
-        "cold: computed 320 of 320 tokens",
-        "warm: computed 16 of 320 tokens",
-    ]
+def blocks_of(text: str) -> list[tuple[str, str, bool]]:
+    """Info string and text of each fenced block, and whether only blank lines part it from the one before."""
+    found, end = [], -1
+    for block in FENCE.finditer(text):
+        found.append((block[1], block[2], end >= 0 and not text[end : block.start()].strip()))
+        end = block.end()
+    return found
 
 
-def test_the_kvcore_example_prints_what_stands_below_it(tmp_path):
-    (expected,) = re.findall(r"```text\n(.*?)```", README, re.DOTALL)
-    assert run(EXAMPLES[1], tmp_path) == expected
+@pytest.mark.parametrize("name", WITH_CODE)
+def test_code_of_a_page_runs_and_prints_what_stands_below_it(name, tmp_path):
+    blocks = blocks_of(DOCUMENTS[name])
+    printed = printed_by([text for info, text, _ in blocks if info == "python"], tmp_path)
+    ran = iter(printed)
+    last = None
+    for info, text, follows in blocks:
+        if info == "text" and follows and last is not None:
+            assert last == text
+        last = next(ran) if info == "python" else None
 
 
-@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])
-def test_named_files_modules_and_targets_exist(document):
-    text = (ROOT / document).read_text()
-    for name in re.findall(r"`((?:kernels|kvcore|models|bench|tests)/[\w/.]*)`", text):
-        assert (ROOT / name).exists(), name
-    for module in re.findall(r"python -m ((?:bench|models)(?:\.\w+)+)", text):
-        path = ROOT / module.replace(".", "/")
-        assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_blocks_say_what_they_are(name):
+    text = DOCUMENTS[name]
+    assert text.count("\n```") + text.startswith("```") == 2 * len(blocks_of(text))
+    for info, code, _ in blocks_of(text):
+        assert info in INFOS, info
+        if info in NOT_RUN:
+            compile(code, name, "exec")
+
+
+def test_the_readme_says_what_its_example_prints(tmp_path):
+    readme = DOCUMENTS["README.md"]
+    (code,) = [text for info, text, _ in blocks_of(readme) if info == "python"]
+    (printed,) = printed_by([code], tmp_path)
+    assert len(printed.splitlines()) == 2
+    assert all(f"`{line}`" in readme for line in printed.splitlines())
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def test_a_notebook_prints_what_it_holds(path, tmp_path):
+    cells = [c for c in json.loads(path.read_text())["cells"] if c["cell_type"] == "code"]
+    assert cells
+    held = ["".join("".join(o["text"]) for o in cell["outputs"]) for cell in cells]
+    assert printed_by(["".join(cell["source"]) for cell in cells], tmp_path) == held
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_named_files_and_targets_exist(name):
+    text = DOCUMENTS[name]
+    for file in re.findall(r"`((?:kernels|kvcore|models|bench|tests|docs)/[\w/.-]*)`", text):
+        assert (ROOT / file).exists(), file
     makefile = (ROOT / "Makefile").read_text()
-    for target in re.findall(r"^make (\w+)|`make (\w+)", text, re.MULTILINE):
+    for target in re.findall(r"^make ([\w-]+)|`make ([\w-]+)", text, re.MULTILINE):
         assert re.search(rf"^{''.join(target)}:", makefile, re.MULTILINE), target
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_links_lead_somewhere(name):
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", DOCUMENTS[name]):
+        assert (ROOT / name).parent.joinpath(target).exists(), target
+
+
+COMMAND = re.compile(r"python -m ([\w.]+)((?:[^\n`]|\\\n)*)")
+
+
+def commands() -> dict[str, set[str]]:
+    """Options that documents give to each module that they run."""
+    found: dict[str, set[str]] = {}
+    for text in DOCUMENTS.values():
+        for module, rest in COMMAND.findall(text):
+            options = re.findall(r"(?<![\w-])(--[a-z][\w-]*)", rest.partition("#")[0])
+            found.setdefault(module, set()).update(options)
+    return found
+
+
+HELP = """
+import contextlib, io, json, runpy, sys
+said = {}
+for module in json.load(sys.stdin):
+    out = io.StringIO()
+    sys.argv = [module, "--help"]
+    with contextlib.redirect_stdout(out):
+        try:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        except SystemExit as end:
+            assert not end.code, (module, end.code)
+    said[module] = out.getvalue()
+print(json.dumps(said))
+"""
+
+
+def test_commands_exist_and_take_the_options():
+    """All in one process: each would load torch for itself."""
+    found = commands()
+    assert {"bench.prefill_decode", "models.generate"} <= found.keys()
+    done = subprocess.run(
+        [sys.executable, "-c", HELP], input=json.dumps(sorted(found)), cwd=ROOT, capture_output=True, text=True
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout.splitlines()[-1])
+    for module, options in found.items():
+        for option in options:
+            assert re.search(rf"{option}(?![\w-])", said[module]), f"{module} {option}"
+
+
+@pytest.fixture(scope="module")
+def hooks() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("hooks", ROOT / "docs" / "hooks.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("package", ["kvcore", "kernels", "models"])
+def test_the_reference_has_the_public_names(hooks, package):
+    quire = importlib.import_module(f"quire.{package}")
+    names = hooks.public_names(package)
+    assert list(names) == quire.__all__
+    for name, path in names.items():
+        module, _, attribute = f"quire.{path}".rpartition(".")
+        assert getattr(importlib.import_module(module), attribute) is getattr(quire, name)
+    assert f"<!-- api: {package} -->" in DOCUMENTS[f"docs/api/{package}.md"]
+
+
+def test_all_pages_build_without_warnings(tmp_path):
+    pytest.importorskip("mkdocs", reason="the extra docs is not installed")
+    subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", tmp_path], cwd=ROOT, check=True
+    )  # fmt: skip
+    assert (tmp_path / "api" / "kvcore" / "index.html").exists()
