@@ -16,7 +16,7 @@ contiguous keys: the notes say which.
 
 Columns: ms p50 (p20, p80); GB/s of the bytes that must move and TFLOP/s of the visible pairs; each
 as a share of the copy and the matmul rate measured in this run; predicted ms
-(`bench.kernels.predict`) and the error of the prediction; time over the best peer's. --json is
+(`bench.kernels.prediction`) and the error of the prediction; time over the best peer's. --json is
 written after each case. --predict prints predictions for an H200 beside the floors, and needs no
 GPU.
 """
@@ -42,27 +42,26 @@ import torch
 from quire.models.command import Parser, number, output_file, program
 from quire.models.device import find_device
 
-from ..cases import latent_shapes as mla_shapes
-from ..cases import shapes
+from ..cases import latent_shapes, shapes
 from ..common.floors import device_rates
 from ..common.machine import describe_machine
 from ..common.table import aligned
 from ..common.timing import time_calls
 from ..peers.peer import Peer, Unsupported
 from .families import FAMILIES, family_of
-from .predict import H200, Device
+from .prediction import H200, Device
 
 SCHEMA = 1
-Case = shapes.Case | mla_shapes.LatentCase
+Case = shapes.Case | latent_shapes.LatentCase
 SETS: dict[str, Callable[[], list[Case]]] = {
-    "headline": lambda: [*shapes.headline(), *mla_shapes.headline()],
+    "headline": lambda: [*shapes.headline(), *latent_shapes.headline()],
     "attention": shapes.headline,
-    "latents": mla_shapes.headline,
-    "all": lambda: [*shapes.all_cases(), *mla_shapes.all_cases()],
-    "all-latents": mla_shapes.all_cases,
+    "latents": latent_shapes.headline,
+    "all": lambda: [*shapes.all_cases(), *latent_shapes.all_cases()],
+    "all-latents": latent_shapes.all_cases,
     "fp8": shapes.fp8_cases,
-    "tiny": lambda: [*shapes.tiny_cases(), *mla_shapes.tiny_cases()],
-    "tiny-latents": mla_shapes.tiny_cases,
+    "tiny": lambda: [*shapes.tiny_cases(), *latent_shapes.tiny_cases()],
+    "tiny-latents": latent_shapes.tiny_cases,
 }
 
 

@@ -22,8 +22,7 @@ from ..cases.shapes import Case
 from ..peers.attention import find_peers
 from ..peers.latent import find_latent_peers
 from ..peers.peer import Peer
-from . import predict as model
-from . import predict_latent as mla_model
+from . import prediction, prediction_latent
 
 
 @dataclass(frozen=True)
@@ -45,14 +44,14 @@ class Family:
     expect: Callable[[Any], Any]
     case_bytes: Callable[[Any], float]
     case_flops: Callable[[Any], float]
-    predict: Callable[[Any, model.Device], model.Prediction]
+    predict: Callable[[Any, prediction.Device], prediction.Prediction]
     find_peers: Callable[[Path | None], tuple[list[Peer], dict[str, str]]]
 
 
 def _make_latents(case: LatentCase, device: torch.device, copies: int | None) -> Any:
     makers = {"index": make_index, "compress": make_rows, "write": make_rows}
     make = makers.get(case.shape.op, make_attention)
-    return make(case, device, case_bytes=mla_model.case_bytes(case), copies=copies)
+    return make(case, device, case_bytes=prediction_latent.case_bytes(case), copies=copies)
 
 
 def _expect_latents(problem: Any) -> Any:
@@ -64,17 +63,17 @@ FAMILIES = {
     Case: Family(
         lambda case, device, copies: make_problem(case, device, torch.bfloat16, copies=copies),
         expect,
-        model.case_bytes,
-        model.case_flops,
-        model.predict,
+        prediction.case_bytes,
+        prediction.case_flops,
+        prediction.predict,
         find_peers,
     ),
     LatentCase: Family(
         _make_latents,
         _expect_latents,
-        mla_model.case_bytes,
-        mla_model.case_flops,
-        mla_model.predict,
+        prediction_latent.case_bytes,
+        prediction_latent.case_flops,
+        prediction_latent.predict,
         find_latent_peers,
     ),
 }

@@ -166,7 +166,7 @@ class _AttentionEntry(TableEntry):
         return [f"{name}-p{block_size}{queries}" for block_size in sizes]
 
     def calls(self, problem: Any, impl: str | None) -> list[Any]:
-        return quire_calls(problem, fresh=self.phase == "prefill", impl=impl)
+        return quire_calls(problem, in_step=self.phase == "prefill", impl=impl)
 
     def values(self, config: configs.Config) -> tuple[Any, ...]:
         """The last two as far as they are not the defaults."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire.bench.cases import latent_shapes as mla_shapes
+from quire.bench.cases import latent_shapes
 from quire.bench.cases.latent_problem import AttentionProblem
 from quire.bench.cases.problem import expect, make_problem
 from quire.bench.cases.shapes import SHAPES, TINY_SHAPES, Case
@@ -60,11 +60,13 @@ def test_a_peer_gives_the_same(name, case, peers):
 def latent_cases():
     """What peers can do; in a dry run everything tiny, with few tokens in prefill, where each of them is a program of its own."""
     if DRY_RUN:
-        small = [case for case in mla_shapes.tiny_cases() if case.fp8 or case.shape.head_dim < 512]
+        small = [
+            case for case in latent_shapes.tiny_cases() if case.fp8 or case.shape.head_dim < 512
+        ]
         return [dataclasses.replace(c, context=8) if c.phase == "prefill" else c for c in small]
     names = ("v4-flash/csa", "v4-pro/csa", "v4-flash/csa/tp8", "v4-flash/hca", "v4-flash/sliding", "v3/mla")  # fmt: skip
-    cases = [mla_shapes.case_of(name, "decode", 3, 6144) for name in names]
-    return [*cases, mla_shapes.case_of("v4-flash/csa", "prefill", 1, 2048)]
+    cases = [latent_shapes.case_of(name, "decode", 3, 6144) for name in names]
+    return [*cases, latent_shapes.case_of("v4-flash/csa", "prefill", 1, 2048)]
 
 
 LATENT_CASES = latent_cases()
@@ -94,7 +96,7 @@ def test_the_latent_kernels_are_right_at_the_shapes_that_are_measured(case):
 @pytest.mark.parametrize("name", ["flashmla", "flashinfer-mla"])
 @pytest.mark.parametrize(
     "case",
-    [case for case in LATENT_CASES if case.shape.op in mla_shapes.ATTENTION],
+    [case for case in LATENT_CASES if case.shape.op in latent_shapes.ATTENTION],
     ids=lambda case: case.name.replace(" ", "-"),
 )
 def test_a_peer_gives_the_same_for_latents(name, case, latent_peers):

@@ -17,7 +17,7 @@ from quire.bench.common.bounds import bounding
 from quire.bench.common.floors import Rates
 from quire.bench.common.timing import time_calls
 from quire.bench.kernels import __main__ as kernels
-from quire.bench.kernels import predict as model
+from quire.bench.kernels import prediction
 from quire.bench.peers.attention import find_peers
 from quire.bench.peers.folder import unpack
 from quire.bench.peers.peer import Peer, Unsupported
@@ -170,7 +170,7 @@ def test_rows_have_shares_and_the_ratio_to_the_best_peer():
         assert row["copy_share"] == pytest.approx(row["gb_per_s"] * 1e9 / 1e9)
     assert set(missing) >= {"flashinfer", "fa3", "vllm-triton"} - {peer.name for peer in found}
     bytes_moved = 2 * 37 * 4 * 2 * 32 + 2 * 2 * 2 * 4 * 32  # K and V once; q and out
-    assert model.case_bytes(CASES[3]) == bytes_moved
+    assert prediction.case_bytes(CASES[3]) == bytes_moved
 
 
 def test_the_command_writes_json_and_says_what_it_did_not_run(tmp_path, capsys, monkeypatch):
@@ -199,23 +199,26 @@ def test_a_wrong_result_of_ours_is_exit_status_1(monkeypatch):
 
 @pytest.mark.parametrize("case", all_cases(), ids=lambda case: case.name.replace(" ", "-"))
 def test_no_prediction_is_below_its_floor(case):
-    found = model.predict(case, model.H200)
+    found = prediction.predict(case, prediction.H200)
     assert found.seconds >= found.floor * 0.999
     assert found.seconds == max(found.terms.values()) == found.terms[found.bound]
 
 
 def test_predictions_follow_what_they_are_made_of():
     decode = Case(SHAPES["llama-3-70b"], "decode", 16, 32768, 16)
-    slow = dataclasses.replace(model.H200, copy_bytes_per_s=1e12)
-    assert model.predict(decode, slow).memory > 4 * model.predict(decode, model.H200).memory
+    slow = dataclasses.replace(prediction.H200, copy_bytes_per_s=1e12)
+    assert (
+        prediction.predict(decode, slow).memory
+        > 4 * prediction.predict(decode, prediction.H200).memory
+    )
     # One program on the whole device cannot keep it busy.
-    config = model.Config(16, 64, 4, 3)
-    assert model.memory_share(config, 128, 1, model.H200) < 0.02
-    assert model.memory_share(config, 128, 10**6, model.H200) == 1.0
+    config = prediction.Config(16, 64, 4, 3)
+    assert prediction.memory_share(config, 128, 1, prediction.H200) < 0.02
+    assert prediction.memory_share(config, 128, 10**6, prediction.H200) == 1.0
     # At twice the chunk, prefill over the same context costs twice the products, less the causal corner.
     prefill = Case(SHAPES["llama-3-70b"], "prefill", 1, 4096, 16)
     longer = Case(SHAPES["llama-3-70b"], "prefill", 1, 8192, 16)
-    ratio = model.predict(longer, model.H200).tensor_cores / model.predict(prefill, model.H200).tensor_cores  # fmt: skip
+    ratio = prediction.predict(longer, prediction.H200).tensor_cores / prediction.predict(prefill, prediction.H200).tensor_cores  # fmt: skip
     assert 3.9 < ratio < 4.0
 
 
@@ -226,7 +229,7 @@ def test_predictions_follow_what_they_are_made_of():
 def test_every_kernel_of_a_case_is_launched_once(phase, context, kernels):
     """Attention of each phase, and a merge where decode may be cut into pieces."""
     case = Case(SHAPES["llama-3-70b"], phase, 2, context, 16)
-    assert model.predict(case, model.H200).launch == kernels * model.H200.launch
+    assert prediction.predict(case, prediction.H200).launch == kernels * prediction.H200.launch
 
 
 def test_predictions_over_e4m3_pages(monkeypatch):
@@ -235,39 +238,43 @@ def test_predictions_over_e4m3_pages(monkeypatch):
     fp8 = FP8_SHAPES["gemma-4-31b/global/fp8"]
     share = (512 + 4) / (2 * 512)
     plain, wide = (
-        model.predict(Case(s, "decode", 128, 32768, 32), model.H200) for s in (shape, fp8)
+        prediction.predict(Case(s, "decode", 128, 32768, 32), prediction.H200) for s in (shape, fp8)
     )
     assert wide.memory / plain.memory == pytest.approx(share, rel=0.01)
     assert wide.l2 / plain.l2 == pytest.approx(share)
     # All that the loop over 16 keys of the tile issues, by four warps side by side.
     keys = 128 * 32768 * shape.num_kv_heads
-    cycles = keys / 16 * model.E4M3_INSTRUCTIONS[512, 16]
-    assert wide.issue == pytest.approx(cycles / (model.H200.num_sms * model.H200.clock_hz))
+    cycles = keys / 16 * prediction.E4M3_INSTRUCTIONS[512, 16]
+    assert wide.issue == pytest.approx(
+        cycles / (prediction.H200.num_sms * prediction.H200.clock_hz)
+    )
     # So in prefill: programs of 128 rows, two of them sharing the value channels, walk tiles of 32 keys for the last 8192 tokens.
     tokens = 128 * shape.num_kv_heads // shape.num_heads
     tiles = sum(-(-(24576 + last) // 32) for last in range(tokens, 8192 + 1, tokens))
-    cycles = tiles * shape.num_kv_heads * 2 * model.E4M3_INSTRUCTIONS[512, 128] * 8 / 4
-    prefill = model.predict(Case(fp8, "prefill", 1, 32768, 32), model.H200)
-    assert prefill.issue == pytest.approx(cycles / (model.H200.num_sms * model.H200.clock_hz))
+    cycles = tiles * shape.num_kv_heads * 2 * prediction.E4M3_INSTRUCTIONS[512, 128] * 8 / 4
+    prefill = prediction.predict(Case(fp8, "prefill", 1, 32768, 32), prediction.H200)
+    assert prefill.issue == pytest.approx(
+        cycles / (prediction.H200.num_sms * prediction.H200.clock_hz)
+    )
     # Of as many keys under way there are half the bytes: where these limit, keys take as long, but for their scales.
-    far = dataclasses.replace(model.H200, latency=1e-5)
-    plain, wide = (model.predict(Case(s, "decode", 128, 32768, 32), far) for s in (shape, fp8))
+    far = dataclasses.replace(prediction.H200, latency=1e-5)
+    plain, wide = (prediction.predict(Case(s, "decode", 128, 32768, 32), far) for s in (shape, fp8))
     assert wide.memory / plain.memory == pytest.approx(2 * share, rel=0.01)
     # Tiles are looked up in the table of e4m3 pages.
     asked = []
-    monkeypatch.setattr(model, "select_config", lambda *a, **k: asked.append(k["page_bytes"]) or select_config(*a, **k))  # fmt: skip
+    monkeypatch.setattr(prediction, "select_config", lambda *a, **k: asked.append(k["page_bytes"]) or select_config(*a, **k))  # fmt: skip
     for each in shape, fp8:
-        model.predict(Case(each, "mixed", 2, 32768, 32), far)
+        prediction.predict(Case(each, "mixed", 2, 32768, 32), far)
     assert asked == [2, 2, 1, 1]
     # The widened tile has to fit as well, where wgmma reads it: one program an SM in place of two.
     in_flight = 64 * 2 * 256 * 132
-    found = model.memory_share(model.Config(64, 64, 4, 2), 256, 264, far, 1)
+    found = prediction.memory_share(prediction.Config(64, 64, 4, 2), 256, 264, far, 1)
     assert found == pytest.approx(in_flight / far.latency / far.copy_bytes_per_s)
 
 
 def test_instructions_of_the_model_are_those_of_the_static_table():
     rows = {(row["case"], row["kernel"]): row for row in report.read(report.RESULTS / "3.7.1.json") if row["arch"] == 90}  # fmt: skip
-    for (head_dim, height), instructions in model.E4M3_INSTRUCTIONS.items():
+    for (head_dim, height), instructions in prediction.E4M3_INSTRUCTIONS.items():
         case = f"prefill-fp8-d{head_dim}-p128", "prefill_kernel"
         if height <= 64:
             queries = {16: 1, 32: 8, 64: 16}[height]

@@ -20,10 +20,9 @@ from quire.bench.cases.latent_shapes import (
 from quire.bench.common.bounds import bounding
 from quire.bench.common.floors import Rates
 from quire.bench.kernels import __main__ as kernels
-from quire.bench.kernels import predict as model
-from quire.bench.kernels import predict_latent as mla_model
+from quire.bench.kernels import prediction, prediction_latent
 from quire.bench.kernels.families import family_of
-from quire.bench.peers import flashmla as peers_flashmla
+from quire.bench.peers import flashmla
 from quire.bench.peers.latent import attention_calls, find_latent_peers, quire_latent_calls
 from quire.bench.peers.peer import Peer, Unsupported
 from quire.kernels import flash_mla_with_kvcache, mla_attention
@@ -258,7 +257,7 @@ def fake_flashmla():
 @pytest.mark.parametrize("name", ["tiny-wide/csa", "tiny-wide/hca"])
 def test_flashmla_is_given_what_it_takes(name, phase):
     problem = make(tiny(name, phase, fp8=True, context=12 if phase == "prefill" else 40), copies=2)
-    calls = peers_flashmla.sparse_calls(fake_flashmla(), problem)
+    calls = flashmla.sparse_calls(fake_flashmla(), problem)
     expected = expect_attention(problem)
     assert len(calls) == 2
     assert expected.wrong(*calls[0]()) is None
@@ -268,14 +267,14 @@ def test_flashmla_is_given_what_it_takes(name, phase):
 def test_flashmla_takes_dense_decodes_of_its_pages_only(monkeypatch):
     problem = make(tiny("tiny/mla"))
     with pytest.raises(Unsupported, match="pages of 4 rows"):
-        peers_flashmla.dense_calls(fake_flashmla(), problem)
-    monkeypatch.setattr(peers_flashmla, "DENSE_ROWS", 4)
-    [call] = peers_flashmla.dense_calls(fake_flashmla(), problem)
+        flashmla.dense_calls(fake_flashmla(), problem)
+    monkeypatch.setattr(flashmla, "DENSE_ROWS", 4)
+    [call] = flashmla.dense_calls(fake_flashmla(), problem)
     assert expect_attention(problem).wrong(*call()) is None
     with pytest.raises(Unsupported, match="prefill"):
-        peers_flashmla.dense_calls(fake_flashmla(), make(tiny("tiny/mla", "prefill")))
+        flashmla.dense_calls(fake_flashmla(), make(tiny("tiny/mla", "prefill")))
     with pytest.raises(Unsupported, match="plain rows"):
-        peers_flashmla.sparse_calls(fake_flashmla(), make(tiny("tiny/csa")))
+        flashmla.sparse_calls(fake_flashmla(), make(tiny("tiny/csa")))
 
 
 def test_missing_peers_are_listed():
@@ -308,31 +307,36 @@ def test_a_wrong_result_is_not_timed():
 
 def test_no_prediction_is_below_its_floor():
     for case in all_cases():
-        found = mla_model.predict(case, model.H200)
+        found = prediction_latent.predict(case, prediction.H200)
         assert found.seconds >= found.floor * 0.999, case.name
-        assert mla_model.case_bytes(case) > 0, case.name
+        assert prediction_latent.case_bytes(case) > 0, case.name
 
 
 def test_bytes_and_operations_of_a_case():
     # 128 raw rows and 512 picks of 584 bytes; q and out; the picks' ids. Two products over 640 keys.
     case = LatentCase(SHAPES["v4-flash/csa"], "decode", 16, 32768, True)
-    assert mla_model.case_bytes(case) == 16 * (640 * 584 + 2 * 64 * 512 * 2 + 4 * 512)
-    assert mla_model.case_flops(case) == 16 * 640 * 4 * 64 * 512
+    assert prediction_latent.case_bytes(case) == 16 * (640 * 584 + 2 * 64 * 512 * 2 + 4 * 512)
+    assert prediction_latent.case_flops(case) == 16 * 640 * 4 * 64 * 512
     case = LatentCase(SHAPES["v4-flash/index"], "decode", 1, 32768, True)
-    assert mla_model.case_flops(case) == 2 * 8192 * 64 * 128
+    assert prediction_latent.case_flops(case) == 2 * 8192 * 64 * 128
     case = LatentCase(SHAPES["v3/mla"], "decode", 1, 4096, False)
-    assert mla_model.case_bytes(case) == 4096 * 1152 + 128 * (576 + 512) * 2
+    assert prediction_latent.case_bytes(case) == 4096 * 1152 + 128 * (576 + 512) * 2
     # A chunk at the start: query p sees p + 1 rows.
     case = LatentCase(SHAPES["v3/mla"], "prefill", 1, 4096, False)
-    assert mla_model.case_flops(case) == 2 * 128 * (576 + 512) * 4096 * 4097 // 2
+    assert prediction_latent.case_flops(case) == 2 * 128 * (576 + 512) * 4096 * 4097 // 2
 
 
 def test_predictions_follow_what_they_are_made_of():
     case = LatentCase(SHAPES["v4-flash/hca"], "decode", 128, 131072, False)
-    slow = dataclasses.replace(model.H200, copy_bytes_per_s=1e12)
-    assert mla_model.predict(case, slow).memory > 4 * mla_model.predict(case, model.H200).memory
+    slow = dataclasses.replace(prediction.H200, copy_bytes_per_s=1e12)
+    assert (
+        prediction_latent.predict(case, slow).memory
+        > 4 * prediction_latent.predict(case, prediction.H200).memory
+    )
     # Plain rows are not widened, and twice as many heads as a tile holds widen quantised ones twice.
     wide = LatentCase(SHAPES["v4-pro/hca"], "decode", 128, 131072, True)
     half = LatentCase(SHAPES["v4-flash/hca"], "decode", 128, 131072, True)
-    plain, one, two = (mla_model.predict(c, model.H200).issue for c in (case, half, wide))
+    plain, one, two = (
+        prediction_latent.predict(c, prediction.H200).issue for c in (case, half, wide)
+    )
     assert plain < one / 4 and two > 1.9 * one

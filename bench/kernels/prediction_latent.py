@@ -1,4 +1,4 @@
-"""Bytes, operations and predicted times of the latent kernels: `bench.kernels.predict` for rows that are key and value at once.
+"""Bytes, operations and predicted times of the latent kernels: `bench.kernels.prediction` for rows that are key and value at once.
 
 What differs from there: programs are few and large, so all rates but the launch are those of the share of the device that has a program;
 products with swapped operands read both of them from shared memory, which is what bounds them at few heads; quantised rows are widened on
@@ -18,7 +18,7 @@ from quire.kernels.indexer import plan as indexer_plan
 from quire.kernels.mla import configs as mla_configs
 
 from ..cases.latent_shapes import LatentCase
-from .predict import (
+from .prediction import (
     EXP_PER_CLOCK,
     FP32_OPS,
     FP32_PER_CLOCK,
