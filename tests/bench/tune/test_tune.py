@@ -143,21 +143,26 @@ def test_a_wrong_result_is_the_exit_status(wrong, monkeypatch):
     assert tune.main(["--dry-run", "--only", "prefill 32 e4m3"]) == (wrong is not None)
 
 
+@pytest.fixture(scope="module")
+def pool():
+    """One process that compiles; it takes longer to start than most kernels to compile."""
+    with tune.Workers(1) as started:
+        yield started
+
+
 @pytest.mark.slow
-def test_what_breaks_a_static_rule_is_refused():
+def test_what_breaks_a_static_rule_is_refused(pool):
     entry = AttentionEntry("decode", 512, 64)
     fits, spills = entry.current(90), Config(64, 64, 4, 2, mask_all=True)
-    with tune.Workers(1) as pool:
-        reasons = tune.compile_all(entry, [fits, spills], 90, pool)
+    reasons = tune.compile_all(entry, [fits, spills], 90, pool)
     assert reasons[0] is None and "spills" in reasons[1]
 
 
 @pytest.mark.slow
-def test_what_is_not_compiled_in_time_is_not_tried():
+def test_what_is_not_compiled_in_time_is_not_tried(pool):
     entry = AttentionEntry("decode", 32, 16)
     fits = entry.current(90)
-    with tune.Workers(1) as pool:
-        reasons = tune.compile_all(entry, [fits] * 3, 90, pool, deadline=perf_counter())
+    reasons = tune.compile_all(entry, [fits] * 3, 90, pool, deadline=perf_counter())
     assert reasons[0] is None and reasons[-1] == "out of time"
 
 
