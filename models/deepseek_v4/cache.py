@@ -33,6 +33,7 @@ from torch import Tensor
 from quire.kernels import IndexPages, LatentPages, page_bytes
 from quire.kvcore import GroupSpec
 
+from ..layers.kv_cache import empty_pages
 from .config import CSA, HCA, DeepseekV4Config
 
 FP8_DIMS = (512, 64)  # of a latent row in the quantized layout
@@ -250,11 +251,8 @@ class V4PagePool:
         max_draft_tokens: int = 0,
         device: torch.device | str = "cpu",
     ) -> None:
-        if num_pages < 2:
-            raise ValueError(f"num_pages: expected >= 2 (page 0 is never owned), got {num_pages}")
         self.config, self.plan = config, plan
-        page_bytes = plan.groups[0].page_bytes
-        self.data = torch.zeros(num_pages, page_bytes, dtype=torch.uint8, device=device)
+        self.data = empty_pages(num_pages, plan.groups[0].page_bytes, device)
         self._ring_shape = (max_requests + 1, max_draft_tokens)
         self.layers = [self._layer(layer) for layer in range(len(plan.layers))]
 

@@ -70,7 +70,8 @@ def model_cache(
         drafter_layers: whether layers that only draft run too.
 
     Raises:
-        ValueError: another kv_cache_dtype, NotImplementedError for one that the model cannot.
+        ValueError: another kv_cache_dtype.
+        NotImplementedError: one that the model cannot.
     """
     if kv_cache_dtype not in KV_CACHE_DTYPES:
         raise ValueError(

@@ -176,10 +176,8 @@ class PagePool:
         device: torch.device | str,
         kv_scales: Sequence[tuple[float, float]] | None = None,
     ) -> None:
-        if num_pages < 2:
-            raise ValueError(f"num_pages: expected >= 2 (page 0 is never owned), got {num_pages}")
         self.slots = [
-            torch.zeros(num_pages, groups[0].page_bytes, dtype=torch.uint8, device=device)
+            empty_pages(num_pages, groups[0].page_bytes, device)
             for _ in range(num_slots(placement))
         ]
         self.layers = []
@@ -198,6 +196,17 @@ class PagePool:
                 each = behind.unflatten(1, (2, shape.num_kv_heads, block_size)).transpose(2, 3)
                 scales = each[:, 0], each[:, 1]
             self.layers.append(LayerCache(pages[:, 0], pages[:, 1], place.group, *scales))
+
+
+def empty_pages(num_pages: int, page_bytes: int, device: torch.device | str) -> Tensor:
+    """Pages as rows of bytes: [num_pages, page_bytes] uint8, zeros.
+
+    Raises:
+        ValueError: fewer than two pages.
+    """
+    if num_pages < 2:
+        raise ValueError(f"num_pages: expected >= 2 (page 0 is never owned), got {num_pages}")
+    return torch.zeros(num_pages, page_bytes, dtype=torch.uint8, device=device)
 
 
 def num_slots(placement: list[LayerPlacement]) -> int:
