@@ -287,8 +287,11 @@ class V4PagePool:
         return torch.zeros(shape, dtype=torch.float32, device=self.data.device)
 
     def _overlap(self, layer: int, part: int) -> Tensor:
-        """Where pages of the group "overlap" have rows of a CSA layer's compressor (part 0) or
-        indexer (part 1).
+        """Rows of a CSA layer in pages of the group "overlap".
+
+        Args:
+            layer: of the trunk.
+            part: 0 = of the compressor, 1 = of the indexer.
         """
         config, sizes = self.config, overlap_sizes(self.config)
         nth = config.layer_types[:layer].count(CSA)

@@ -1,6 +1,4 @@
-"""Reading ``config.json`` files of DeepSeek-V4, with the keys of the released models or those of
-transformers.
-"""
+"""Reads ``config.json`` files of DeepSeek-V4, with the released keys or those of transformers."""
 
 from __future__ import annotations
 

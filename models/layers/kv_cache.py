@@ -65,8 +65,7 @@ class LayerCache:
 def cache_groups(
     config: ModelConfig, dtype: torch.dtype, *, base_block_size: int = 16, row_scales: bool = True
 ) -> tuple[list[GroupSpec], list[LayerPlacement]]:
-    """Deals layers of one kind into groups of equal size, and chooses block sizes so that all pages
-    have equal bytes.
+    """Deals layers of one kind into groups of equal size, with pages of equal bytes.
 
     A group has as many layers as the rarer kind (or the commoner one, when that has less than half
     as many again). The largest page is everybody's page: lighter layers put more tokens in theirs
@@ -134,7 +133,7 @@ def token_bytes(
 ) -> int:
     """Bytes of one token's K and V in one layer, scales included.
 
-    Arguments as in :func:`cache_groups`.
+    Arguments as in `cache_groups`.
     """
     scales = 0
     if dtype == E4M3 and row_scales:
@@ -152,7 +151,7 @@ class PagePool:
     """The page tensors of a model.
 
     Args:
-        groups, placement: of :func:`cache_groups`, as is dtype.
+        groups, placement: of `cache_groups`, as is dtype.
         num_pages: page ids, including the null page 0.
         kv_scales: [num_layers] of pages of e4m3 without scales of rows: the scale of all keys and
             that of all values.
