@@ -1,5 +1,6 @@
-"""Models: Gemma-3, Gemma-4, Llama, gpt-oss and DeepSeek-V4 text models on paged attention, their
-weights, and a continuous-batching runner.
+"""Text models on paged attention, their weights, and a continuous-batching runner.
+
+Gemma-3, Gemma-4, Llama, gpt-oss and DeepSeek-V4.
 
 The only package where the integers of ``kvcore`` and the tensors of ``kernels`` meet. Public names
 load on first use.

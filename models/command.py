@@ -63,8 +63,9 @@ def run(module: str) -> NoReturn:
 
 
 def program(main: Main) -> Main:
-    """Gives a ``main`` the exit statuses of this file for what it raises, and what it prints is
-    written when it returns.
+    """Gives a ``main`` the exit statuses of this file for what it raises.
+
+    What it prints is written when it returns.
     """
 
     @functools.wraps(main)

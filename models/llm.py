@@ -308,8 +308,12 @@ def default_params(directory: Path | None) -> SamplingParams:
 
 
 def expect_room(config: Any, device: torch.device, dtype: torch.dtype) -> None:
-    """Raises ValueError where random weights would fill more than the free memory of a CPU, which
-    else kills the process.
+    """Refuses random weights that would fill more than the free memory of a CPU.
+
+    Else the system kills the process.
+
+    Raises:
+        ValueError: naming what is needed and what is free.
     """
     if device.type != "cpu" or sys.platform != "linux":
         return

@@ -14,8 +14,11 @@ NUM_NAMED = 20  # keys that an error names
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; raises ValueError naming the file when it is not one, has a key twice, or is
-    too deep or too large to read.
+    """Reads a JSON object.
+
+    Raises:
+        ValueError: naming the file when it is not one, has a key twice, or is too deep or too
+            large to read.
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_object)

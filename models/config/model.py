@@ -244,8 +244,9 @@ class ModelConfig:
 
     @property
     def activation_size(self) -> int:
-        """Elements that a step holds of each token at most, of the model's dtype where that has two
-        bytes; an estimate from above.
+        """Elements that a step holds of each token at most: an estimate from above.
+
+        They are of the model's dtype where that has two bytes.
 
         Six hidden states, and beside them the widest of a layer's branches: the MLP with its three
         intermediates, queries while they are normed and rotated in fp32, or the rows of a token's

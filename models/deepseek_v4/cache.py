@@ -33,6 +33,7 @@ from torch import Tensor
 from quire.kernels import IndexPages, LatentPages, page_bytes
 from quire.kvcore import GroupSpec
 
+from ..layers.kv_cache import empty_pages
 from .config import CSA, HCA, DeepseekV4Config
 
 FP8_DIMS = (512, 64)  # of a latent row in the quantized layout
@@ -250,11 +251,8 @@ class V4PagePool:
         max_draft_tokens: int = 0,
         device: torch.device | str = "cpu",
     ) -> None:
-        if num_pages < 2:
-            raise ValueError(f"num_pages: expected >= 2 (page 0 is never owned), got {num_pages}")
         self.config, self.plan = config, plan
-        page_bytes = plan.groups[0].page_bytes
-        self.data = torch.zeros(num_pages, page_bytes, dtype=torch.uint8, device=device)
+        self.data = empty_pages(num_pages, plan.groups[0].page_bytes, device)
         self._ring_shape = (max_requests + 1, max_draft_tokens)
         self.layers = [self._layer(layer) for layer in range(len(plan.layers))]
 
@@ -289,8 +287,11 @@ class V4PagePool:
         return torch.zeros(shape, dtype=torch.float32, device=self.data.device)
 
     def _overlap(self, layer: int, part: int) -> Tensor:
-        """Where pages of the group "overlap" have rows of a CSA layer's compressor (part 0) or
-        indexer (part 1).
+        """Rows of a CSA layer in pages of the group "overlap".
+
+        Args:
+            layer: of the trunk.
+            part: 0 = of the compressor, 1 = of the indexer.
         """
         config, sizes = self.config, overlap_sizes(self.config)
         nth = config.layer_types[:layer].count(CSA)

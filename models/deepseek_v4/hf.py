@@ -1,6 +1,4 @@
-"""Reading ``config.json`` files of DeepSeek-V4, with the keys of the released models or those of
-transformers.
-"""
+"""Reads ``config.json`` files of DeepSeek-V4, with the released keys or those of transformers."""
 
 from __future__ import annotations
 
@@ -141,9 +139,9 @@ def from_hf(config: Mapping[str, Any], *, name: str | None = None) -> DeepseekV4
 
 SAME_NAME = (
     "vocab_size", "hidden_size", "head_dim", "q_lora_rank", "o_groups", "o_lora_rank",
-    "sliding_window", "index_head_dim", "index_topk", "num_experts_per_tok", "routed_scaling_factor",
-    "swiglu_limit", "max_position_embeddings", "hc_mult", "hc_sinkhorn_iters", "hc_eps", "rms_norm_eps",
-    "bos_token_id",
+    "sliding_window", "index_head_dim", "index_topk", "num_experts_per_tok",
+    "routed_scaling_factor", "swiglu_limit", "max_position_embeddings", "hc_mult",
+    "hc_sinkhorn_iters", "hc_eps", "rms_norm_eps", "bos_token_id",
 )  # fmt: skip
 """Keys that are fields of `DeepseekV4Config` under the same name."""
 

@@ -14,8 +14,9 @@ from .config import DeepseekV4Config
 
 
 def _mixes(streams: Tensor, fn: Tensor, eps: float) -> Tensor:
-    """Projection of all streams together, after one RMS norm without weight over all their
-    channels: [num_tokens, rows] fp32.
+    """Projection of all streams together: [num_tokens, rows] fp32.
+
+    Before it, one RMS norm without weight over all their channels.
     """
     flat = streams.flatten(1).float()
     return F.linear(F.rms_norm(flat, flat.shape[-1:], None, eps), fn)
@@ -39,8 +40,7 @@ class HyperConnection(nn.Module):
         self.scale = empty_parameter(3, **fp32)
 
     def collapse(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What the sub-block reads, and the weights with which :meth:`expand` writes its result
-        back.
+        """What the sub-block reads, and the weights with which `expand` writes its result back.
 
         Args:
             streams: [num_tokens, hc_mult, hidden_size].
@@ -66,7 +66,7 @@ class HyperConnection(nn.Module):
         Args:
             streams: [num_tokens, hc_mult, hidden_size].
             y: [num_tokens, hidden_size].
-            post, comb: of :meth:`collapse`.
+            post, comb: of `collapse`.
         """
         post, comb = post.to(y.dtype), comb.to(y.dtype)
         return post[..., None] * y[:, None] + comb.transpose(1, 2) @ streams
@@ -100,9 +100,7 @@ def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
 
 
 class HyperHead(nn.Module):
-    """One row from the residual streams, weighted as in :class:`HyperConnection`, before the final
-    norm.
-    """
+    """One row from the residual streams, weighted as in `HyperConnection`, for the final norm."""
 
     def __init__(self, config: DeepseekV4Config, device: torch.device) -> None:
         super().__init__()

@@ -119,7 +119,7 @@ class Scorer(nn.Module):
 class Indexer(GatedPooling):
     """Queries and keys of the score by which a CSA query selects its entries.
 
-    Sum_h weight_h relu(q_h . k).
+    score = sum_h weight_h relu(q_h . k)
     """
 
     def __init__(self, config: DeepseekV4Config, device: torch.device, dtype: torch.dtype) -> None:
@@ -191,6 +191,7 @@ class Attention(nn.Module):
             x: [num_tokens, hidden_size].
             positions: [num_tokens] int64.
             cos_sin: [max_positions, rope_dim].
+            attend: the attention operator, over pages or over one sequence.
 
         Returns:
             The shape of x.
@@ -236,10 +237,12 @@ class DecoderLayer(nn.Module):
     def forward(
         self, streams: Tensor, input_ids: Tensor, positions: Tensor, cos_sin: Tensor, attend: Attend
     ) -> Tensor:
-        """The layer.
+        """Attention, then experts, each read from and written to the streams.
 
         Args:
-            streams: [num_tokens, hc_mult, hidden_size]. The others as in `Attention`.
+            streams: [num_tokens, hc_mult, hidden_size].
+            input_ids: [num_tokens] int64, for hash layers.
+            positions, cos_sin, attend: as in `Attention.forward`.
 
         Returns:
             The shape of streams.

@@ -1,5 +1,6 @@
-"""DeepSeek-V4: embedding, layers over residual streams (`models.deepseek_v4.layer`), their
-collapse, and drafters (`models.deepseek_v4.mtp`).
+"""DeepSeek-V4: embedding, layers over residual streams, their collapse, and drafters.
+
+`models.deepseek_v4.layer` has the layer, `models.deepseek_v4.mtp` the drafters.
 
 Source: transformers ``modeling_deepseek_v4``; DeepSeek-V4 report 2.
 """
@@ -129,8 +130,10 @@ class DeepseekV4(nn.Module):
         return (logits, streams) if return_hidden else logits
 
     def expect_impl(self, impl: str) -> None:
-        """Raises NotImplementedError for sizes that the kernels are not made for, but those that
-        pages refuse when they are made.
+        """Refuses sizes that the kernels are not made for, but those that pages refuse when made.
+
+        Raises:
+            NotImplementedError: naming the size.
         """
         config = self.config
         for name, most in (("index_num_heads", MAX_HEADS), ("index_topk", MAX_TOPK)):
@@ -243,7 +246,7 @@ class DeepseekV4(nn.Module):
         return self.mtp[index].draft(streams, next_ids, embeds, positions, self.rope[False], attend)
 
     def draft_logits(self, index: int, streams: Tensor) -> Tensor:
-        """Logits of the token after the next from :meth:`draft_streams`.
+        """Logits of the token after the next from `draft_streams`.
 
         [num_rows, vocab_size] fp32.
         """

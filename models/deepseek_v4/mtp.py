@@ -68,6 +68,6 @@ class MTP(DecoderLayer):
     def hidden(self, streams: Tensor) -> Tensor:
         """What the output projection reads.
 
-        [num_tokens, hidden_size] from the streams of :meth:`draft`.
+        [num_tokens, hidden_size] from the streams of `draft`.
         """
         return self.norm(self.hc_head(streams))

@@ -95,9 +95,10 @@ class PagedStep:
     def _compress(
         self, pooling: Compressor, cache: LayerCache, rows: AttentionRows
     ) -> dict[str, Any]:
-        """Writes the entries that the step closes, and selects.
+        """Writes the entries that the step closes, and selects those that attention sees.
 
-        Returns the arguments that attention needs of them.
+        Returns:
+            The arguments of attention that say so.
         """
         assert rows.compressor is not None and cache.entries is not None
         self._pool_windows(pooling, *rows.compressor, cache.entries, rows.cos_sin)
@@ -209,16 +210,23 @@ class OverlapRows:
         return cls(tokens, pages, from_pages, requests, starts, ratio)
 
     def load(self, overlap: Tensor, ring: Tensor) -> None:
-        """From pages [num_pages, ratio, 2, width] into a ring [max_requests + 1, rows, 2, 2 *
-        width].
+        """Copies rows from pages into a ring.
+
+        Args:
+            overlap: pages [num_pages, ratio, 2, width].
+            ring: [max_requests + 1, rows, 2, 2 * width].
         """
         back = torch.arange(-self.ratio, 0, device=ring.device)
         rows = (self.starts[:, None] + back) % ring.shape[1]
         ring[self.requests[:, None], rows, :, : overlap.shape[-1]] = overlap[self.from_pages]
 
     def save(self, kv: Tensor, gate: Tensor, ape: Tensor, overlap: Tensor) -> None:
-        """Series a of the step's kv and gate [num_tokens, 2 * width] into pages [num_pages, ratio,
-        2, width].
+        """Copies series a of the step into pages.
+
+        Args:
+            kv, gate: [num_tokens, 2 * width] of the step.
+            ape: [ratio, 2 * width], added to the gate.
+            overlap: pages [num_pages, ratio, 2, width].
         """
         width = overlap.shape[-1]
         kv, gate = kv[self.tokens, :width], gate[self.tokens, :width].unflatten(0, (-1, self.ratio))

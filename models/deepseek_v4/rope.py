@@ -49,12 +49,12 @@ def rope_table(frequencies: Tensor, num_positions: int) -> Tensor:
 
 
 def apply_rope(x: Tensor, cos_sin: Tensor, *, inverse: bool = False) -> Tensor:
-    """Rotates the trailing channels of every row, in adjacent pairs, by its angles, or by the
-    inverse RoPE.
+    """Rotates the trailing channels of every row, in adjacent pairs, by its angles.
 
     Args:
         x: [num_tokens, ..., head_dim].
-        cos_sin: [num_tokens, rope_dim] fp32 rows of a :func:`rope_table`.
+        cos_sin: [num_tokens, rope_dim] fp32 rows of a `rope_table`.
+        inverse: rotate by the negative angles: the inverse RoPE.
 
     Returns:
         The shape and dtype of x; the arithmetic is fp32.

@@ -26,8 +26,7 @@ QUERY_BLOCK = 128  # rows of the score matrix that are held at a time
 
 
 def unpaged_attend(config: DeepseekV4Config, stored: Stored | None = None) -> Attend:
-    """Attention of one whole sequence in plain torch, fp32 scores and softmax, without
-    `quire.kernels`.
+    """Attention of one whole sequence in plain torch, with fp32 scores and softmax.
 
     Args:
         stored: what is seen of latents and entries [num_rows, head_dim] and of index keys

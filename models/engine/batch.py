@@ -104,8 +104,7 @@ class Staging:
 
 
 class BatchBuilder:
-    """Keeps a copy of the block tables on the device, and makes the tensors of a step from its
-    plan.
+    """Makes the tensors of a step from its plan, and keeps the block tables on the device.
 
     Only table entries that changed since the last step travel to the device.
 

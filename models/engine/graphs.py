@@ -164,8 +164,9 @@ def batch_sizes(largest: int) -> list[int]:
 
 
 class CudaCapture:
-    """Captures work as CUDA graphs that share one pool of memory, as only one of them runs at a
-    time, and one stream.
+    """Captures work as CUDA graphs that share one pool of memory and one stream.
+
+    Only one of them runs at a time.
 
     Args:
         device: of the work, and the current one of every call.
@@ -178,8 +179,9 @@ class CudaCapture:
         self._stream = torch.cuda.Stream(device)
 
     def __call__(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Runs ``work`` a few times, so that kernels are compiled and libraries have their
-        workspaces, then captures it.
+        """Runs ``work`` a few times, then captures it.
+
+        So kernels are compiled and libraries have their workspaces before.
         """
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)

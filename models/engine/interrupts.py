@@ -1,5 +1,6 @@
-"""Ctrl-C between the steps of an engine instead of within one, where it would leave pages that
-nobody owns.
+"""Ctrl-C between the steps of an engine instead of within one.
+
+There it would leave pages that no request owns.
 """
 
 from __future__ import annotations

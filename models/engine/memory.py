@@ -70,7 +70,8 @@ def model_cache(
         drafter_layers: whether layers that only draft run too.
 
     Raises:
-        ValueError: another kv_cache_dtype, NotImplementedError for one that the model cannot.
+        ValueError: another kv_cache_dtype.
+        NotImplementedError: one that the model cannot.
     """
     if kv_cache_dtype not in KV_CACHE_DTYPES:
         raise ValueError(
@@ -94,8 +95,9 @@ def model_cache(
 def pages_of_request(
     groups: Sequence[GroupSpec], num_tokens: int, max_draft_tokens: int = 0
 ) -> int:
-    """Pages that are enough for one request of ``num_tokens`` tokens while it decodes, whatever is
-    cached besides.
+    """Pages that are enough for one request of ``num_tokens`` tokens while it decodes.
+
+    Whatever is cached besides.
     """
     total = 0
     for spec in Layout(groups, num_tokens, max_draft_tokens).classes:
@@ -117,8 +119,13 @@ def _fixed_pages(spec: GroupClass) -> int:
 def longest_request(
     groups: Sequence[GroupSpec], num_pages: int, limit: int, max_draft_tokens: int = 0
 ) -> int:
-    """Tokens of the longest request, at most ``limit``, that a pool of ``num_pages`` (page 0
-    included) holds alone; 0 = none.
+    """Tokens of the longest request that a pool holds alone; 0 = none.
+
+    Args:
+        groups: of the cache.
+        num_pages: of the pool, page 0 included.
+        limit: tokens, the most to return.
+        max_draft_tokens: of a step.
     """
     return bisect_left(
         range(1, limit + 1), num_pages, key=lambda n: pages_of_request(groups, n, max_draft_tokens)
@@ -378,7 +385,8 @@ WORKING_SHARE = 0.8  # of the free memory may be weights before "auto" keeps fp8
 
 
 def fits(model: nn.Module, device: torch.device) -> bool:
-    """Whether the weights of a model, which may be on the meta device, leave room on a device to
-    work in.
+    """Whether the weights of a model leave room on a device to work in.
+
+    The model may be on the meta device.
     """
     return weight_bytes(model) <= WORKING_SHARE * free_memory(device)

@@ -116,8 +116,9 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Natural-log probabilities of one position under the model itself, before penalties,
-    temperature and filters.
+    """Natural-log probabilities of one position under the model itself.
+
+    Before penalties, temperature and filters.
 
     Attributes:
         logprob: of the generated token.

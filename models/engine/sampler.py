@@ -1,5 +1,4 @@
-"""From logits to the next tokens of every request, for the whole batch at once, and which drafts
-stay.
+"""From logits to the next tokens of every request, and which drafts stay.
 
 Without drafts a request has one row of logits, that of its last token, and gets one token. With
 drafts d_1..d_k it has k + 1 rows; row i gives the token after d_1..d_i
@@ -296,8 +295,10 @@ def tokens_after(
 def verify(
     step: ScheduledStep, ready: list[int], sampled: Sampled
 ) -> tuple[list[NewTokens], np.ndarray | None]:
-    """New tokens of the sequences in ``ready``, and how many computed tokens of each sequence stay
-    (None = all).
+    """New tokens of the sequences in ``ready``, and how many computed tokens of each stay.
+
+    Returns:
+        (new tokens, [num_seqs] computed tokens that stay; None = all).
     """
     accepted = np.array(step.num_new_tokens) if any(step.num_drafts) else None
     new, row = [], 0

@@ -60,7 +60,7 @@ class SamplingDrafter(Drafter, Protocol):
     """A drafter that can draw, for "standard" rejection sampling."""
 
     def sample(self, requests: Sequence[Request]) -> list[tuple[np.ndarray, Tensor | None]]:
-        """As :meth:`propose`, but drafts of sampled requests (temperature above 0) are drawn.
+        """As `propose`, but drafts of sampled requests (temperature above 0) are drawn.
 
         Returns:
             For each request token ids, and probs [num_drafts, vocab_size] fp32 on the model's
@@ -138,9 +138,7 @@ class NGramDrafter:
         return [self._continuation(request.tokens) for request in requests]
 
     def _continuation(self, tokens: np.ndarray) -> np.ndarray:
-        """The tokens after the newest earlier position whose last tokens agree with the longest end
-        of ``tokens``.
-        """
+        """What followed the newest earlier match of the longest end of ``tokens``."""
         length = len(tokens)
         ends = (
             np.flatnonzero(tokens[:-1] == tokens[-1]) + 1

@@ -74,8 +74,11 @@ class Decoder(nn.Module):
             self.lm_head = Linear(size, config.vocab_size, device, dtype)
 
     def allocate(self, device: torch.device, *, except_for: Container[str] = ()) -> None:
-        """Gives a model that was built on the meta device uninitialized weights on ``device``, but
-        for the named ones.
+        """Gives a model that was built on the meta device uninitialized weights on ``device``.
+
+        Args:
+            device: of the weights.
+            except_for: names of the weights that stay where they are.
         """
         for prefix, module in self.named_modules():
             for name, weight in module.named_parameters(prefix, recurse=False):

@@ -12,8 +12,9 @@ from ..layers.moe import run_experts
 
 
 class Router(nn.Module):
-    """Chooses experts by softmax over all of them, and scales each after the weights were made to
-    sum to one.
+    """Chooses experts by softmax over all of them, then scales each.
+
+    The weights of the chosen ones are made to sum to one before.
 
     All of it in fp32: in bf16, near ties would choose other experts.
 

@@ -65,8 +65,9 @@ class Experts(nn.Module):
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """(up + 1) gate sigmoid(alpha gate), with gate at most the limit and up within plus or minus
-    it.
+    """(up + 1) gate sigmoid(alpha gate), with gate and up clamped.
+
+    The gate is at most the limit, up within plus or minus it.
     """
     limit = SWIGLU["swiglu_limit"]
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)

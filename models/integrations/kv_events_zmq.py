@@ -1,5 +1,6 @@
-"""KV-cache events on the wire, in the schema that vLLM publishes, so that existing routers can read
-them.
+"""KV-cache events on the wire, in the schema that vLLM publishes.
+
+So existing routers can read them.
 
 A batch is ``[ts, [event, ...], data_parallel_rank]`` in MessagePack, the rank left out when None;
 an event is a map with its name under ``"type"``. Readers must skip fields they do not know. Live

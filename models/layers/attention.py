@@ -259,8 +259,9 @@ class PagedAttend:
         )
 
     def _gather_window(self, layer: int, k: Tensor, v: Tensor) -> _Gathered:
-        """Copies of the keys that each chosen row sees, some from pages, some from the step's new
-        rows; called before these are written.
+        """Copies of the keys that each chosen row sees.
+
+        Some are in pages, some are the step's new rows; called before these are written.
         """
         assert self.rows is not None
         attn, cache = self._attn, self._pool.layers[layer]

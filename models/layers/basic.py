@@ -43,7 +43,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
 
     Proportional: the exponent's denominator is head_dim, not the rotated width, and pairs past
     ``partial_rotary_factor`` are not rotated (frequency 0). ``amplitude`` is not in it: see
-    :func:`rotary_angles`.
+    `rotary_angles`.
 
     Returns:
         [head_dim // 2] fp32, CPU.
@@ -113,7 +113,7 @@ def apply_rotary(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
 
     Args:
         x: [num_tokens, heads, head_dim].
-        rotary: (cos, sin) of :func:`rotary_angles`.
+        rotary: (cos, sin) of `rotary_angles`.
 
     Returns:
         [num_tokens, heads, head_dim] in the dtype of x; the arithmetic is fp32.
@@ -124,7 +124,7 @@ def apply_rotary(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class RMSNorm(nn.Module):
-    """:func:`rms_norm` with a stored weight.
+    """`rms_norm` with a stored weight.
 
     Args:
         offset: added to the stored weight; 1.0 in Gemma-3 (weights stored around 0), 0.0 in
@@ -155,7 +155,7 @@ class RMSNorm(nn.Module):
 class Linear(nn.Module):
     """x W^T + b.
 
-    weight: [out_size, in_size] of the model's dtype, or fp8 after :meth:`keep_fp8`. bias:
+    weight: [out_size, in_size] of the model's dtype, or fp8 after `keep_fp8`. bias:
     [out_size] or None.
     """
 

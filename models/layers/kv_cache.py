@@ -65,8 +65,7 @@ class LayerCache:
 def cache_groups(
     config: ModelConfig, dtype: torch.dtype, *, base_block_size: int = 16, row_scales: bool = True
 ) -> tuple[list[GroupSpec], list[LayerPlacement]]:
-    """Deals layers of one kind into groups of equal size, and chooses block sizes so that all pages
-    have equal bytes.
+    """Deals layers of one kind into groups of equal size, with pages of equal bytes.
 
     A group has as many layers as the rarer kind (or the commoner one, when that has less than half
     as many again). The largest page is everybody's page: lighter layers put more tokens in theirs
@@ -134,7 +133,7 @@ def token_bytes(
 ) -> int:
     """Bytes of one token's K and V in one layer, scales included.
 
-    Arguments as in :func:`cache_groups`.
+    Arguments as in `cache_groups`.
     """
     scales = 0
     if dtype == E4M3 and row_scales:
@@ -152,7 +151,7 @@ class PagePool:
     """The page tensors of a model.
 
     Args:
-        groups, placement: of :func:`cache_groups`, as is dtype.
+        groups, placement: of `cache_groups`, as is dtype.
         num_pages: page ids, including the null page 0.
         kv_scales: [num_layers] of pages of e4m3 without scales of rows: the scale of all keys and
             that of all values.
@@ -176,10 +175,8 @@ class PagePool:
         device: torch.device | str,
         kv_scales: Sequence[tuple[float, float]] | None = None,
     ) -> None:
-        if num_pages < 2:
-            raise ValueError(f"num_pages: expected >= 2 (page 0 is never owned), got {num_pages}")
         self.slots = [
-            torch.zeros(num_pages, groups[0].page_bytes, dtype=torch.uint8, device=device)
+            empty_pages(num_pages, groups[0].page_bytes, device)
             for _ in range(num_slots(placement))
         ]
         self.layers = []
@@ -198,6 +195,17 @@ class PagePool:
                 each = behind.unflatten(1, (2, shape.num_kv_heads, block_size)).transpose(2, 3)
                 scales = each[:, 0], each[:, 1]
             self.layers.append(LayerCache(pages[:, 0], pages[:, 1], place.group, *scales))
+
+
+def empty_pages(num_pages: int, page_bytes: int, device: torch.device | str) -> Tensor:
+    """Pages as rows of bytes: [num_pages, page_bytes] uint8, zeros.
+
+    Raises:
+        ValueError: fewer than two pages.
+    """
+    if num_pages < 2:
+        raise ValueError(f"num_pages: expected >= 2 (page 0 is never owned), got {num_pages}")
+    return torch.zeros(num_pages, page_bytes, dtype=torch.uint8, device=device)
 
 
 def num_slots(placement: list[LayerPlacement]) -> int:

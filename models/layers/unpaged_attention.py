@@ -22,8 +22,9 @@ QUERY_BLOCK = 256  # rows of the score matrix that are held at a time
 
 
 class UnpagedAttend:
-    """Causal and sliding-window attention of one whole sequence in plain torch, fp32 scores and
-    softmax.
+    """Causal and sliding-window attention of one whole sequence in plain torch.
+
+    Scores and softmax are fp32.
 
     Args:
         rows: as in `Attend`.

@@ -123,8 +123,10 @@ def _is_file(path: Path) -> bool:
 
 
 def refuse_misfits(path: Path, **misfits: Sequence[str]) -> None:
-    """Raises ValueError if tensors of a directory do not fit, naming by what is wrong with them the
-    first ones, and how many more.
+    """Refuses tensors of a directory that do not fit.
+
+    Raises:
+        ValueError: naming by what is wrong with them the first ones, and how many more.
     """
     problems = [f"{what} {_some(sorted(names))}" for what, names in misfits.items() if names]
     if problems:

@@ -19,8 +19,9 @@ _LARGEST = {"fp8": 448.0, "fp4": 6.0}
 
 
 def expect_finite(weight: Tensor, stored: Stored) -> None:
-    """Raises ValueError naming file and tensor, how many elements are NaN or infinite, and the
-    first one.
+    """Refuses weights that are NaN or infinite.
+
+    The error names file and tensor, how many elements are so, and the first one.
 
     Args:
         weight: what was made of the tensor, of any floating-point dtype; what is finite in the file
@@ -65,8 +66,10 @@ def expect_finite_packed(
 
 
 def expect_ids(table: Tensor, num_ids: int, stored: Stored) -> None:
-    """Raises ValueError naming file and tensor, and the first element of a table of indices that is
-    not in 0..num_ids - 1.
+    """Refuses a table of indices that are not in 0..num_ids - 1.
+
+    Raises:
+        ValueError: naming file and tensor, and the first such element.
     """
     low, high = (bound.item() for bound in table.detach().aminmax())
     if low < 0 or high >= num_ids:

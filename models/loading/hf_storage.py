@@ -109,8 +109,9 @@ def text_name(stored: str, config: ModelConfig) -> str | None:
 
 
 def scale_fits(scale: Sequence[int], weight: Sequence[int], block: Sequence[int] | None) -> bool:
-    """Whether fp8 scales of one shape are those of weights of another, as `dequantize_fp8` takes
-    them.
+    """Whether fp8 scales of one shape are those of weights of another.
+
+    As `quire.models.layers.dequantize.dequantize_fp8` takes them.
     """
     if block is not None and len(weight) > 1:
         blocks = (-(-size // b) for size, b in zip(weight[-2:], block, strict=True))
