@@ -93,4 +93,4 @@ def launches(shape: Shape, arch: int) -> list[Any]:
         workspace=None,
     )
     made = indexer_triton.prepare(call, arch, NUM_SMS[arch])
-    return made[: 1 + len(call.plan.pieces)]
+    return made[: 1 + len(call.plan.num_blocks)]
