@@ -334,9 +334,9 @@ def _add_index(case: LatentCase, device: Device, work: _Work) -> None:
     widened = 64 * shape.head_dim * INDEX_WIDEN_CYCLES if case.fp8 else 0.0
     tiles = products / (64 * 64 * per_tile)
     work.issue += tiles * max(INDEX_INSTRUCTIONS[case.fp8][per_tile], widened)
-    kept = sum(plan.pieces[:-1]) * shape.topk * tokens
+    kept = sum(plan.num_blocks[:-1]) * shape.topk * tokens
     work.issue += (pairs + kept) * SELECT_CYCLES
-    work.kernels += -(-tokens // max(1, plan.chunk)) * (1 + len(plan.pieces))
+    work.kernels += -(-tokens // max(1, plan.chunk)) * (1 + len(plan.num_blocks))
 
 
 def _add_compress(case: LatentCase, device: Device, work: _Work) -> None:

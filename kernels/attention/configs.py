@@ -1,8 +1,8 @@
-"""Launch choices of ``paged_attention`` as pure functions of host integers: tile shapes and KV splits.
+"""Launch choices of ``paged_attention`` as pure functions of host integers.
 
-Nothing is autotuned on the call path. ``tiles.json`` holds what compiles without spills and fits the
-shared memory of each architecture (``python -m bench.static`` shows it); ``common.tile_tables`` says
-how to tune it.
+Tile shapes, and how decode is split. Nothing is autotuned on the call path. ``tiles.json`` holds
+what compiles without spills and fits the shared memory of each architecture
+(``python -m bench.static`` shows it); ``common.tile_tables`` says how to tune it.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class Config:
         value_parts: programs that share a query tile in prefill; each computes all scores, and its
             part of the value channels: a taller tile for the same registers, at the price of scores
             computed several times.
-        new_kv_tma: in prefill, whether whole tiles of new K/V are copied by tensor descriptors (TMA,
-            sm_90 and later) where the rows can be described: 16-byte strides and addresses. The host
-            encodes two descriptors a launch.
+        new_kv_tma: in prefill, whether whole tiles of new K/V are copied by tensor descriptors
+            (TMA, sm_90 and later) where the rows can be described: 16-byte strides and addresses.
+            The host encodes two descriptors a launch.
         programs_per_sm: in prefill, so many programs for each SM take query tiles in turns, longest
             and shortest paired; 0: a program for each.
-        mask_all: one loop with masks for each source of keys, instead of one without for whole tiles
-            and one with for the edges.
+        mask_all: one loop with masks for each source of keys, instead of one without for whole
+            tiles and one with for the edges.
         fp16_values: of fp8 pages, see ``uses_fp16_values``.
     """
 
@@ -85,8 +85,8 @@ def plan_decode(
     """Plan split-KV decode from host integers only.
 
     The kernel itself divides the keys of the whole batch by ``target_items`` and splits every
-    sequence into KV splits of that many keys (at least MIN_SPLIT_KEYS); ``max_items`` bounds how many
-    splits that can give.
+    sequence into KV splits of that many keys (at least MIN_SPLIT_KEYS); ``max_items`` bounds how
+    many splits that can give.
 
     Args:
         num_decodes: sequences on the decode path.
@@ -148,7 +148,7 @@ def select_config(
         arch: compute capability as major * 10 + minor.
         rows: query rows of a decode tile, ``DecodePlan.block_m``: 16, 32 or 64; where no tile of as
             many fits, it has the most that do. Ignored for prefill.
-        page_bytes: of one element in the pages: 1 (e4m3), or ``dtype_bytes``, which None stands for.
+        page_bytes: of one element in the pages: 1 (e4m3) or ``dtype_bytes``, as None is.
 
     Returns:
         Config, the same for every architecture of one ``gpu_class``.

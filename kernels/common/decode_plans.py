@@ -32,12 +32,12 @@ class StreamKPlan:
 
 
 def programs_at_once(num_sms: int, per_sm: int, tiles: int) -> int:
-    """Programs that ``num_sms`` SMs run at once, for each of ``tiles`` tiles of heads; at least 1."""
+    """Programs that ``num_sms`` SMs run at once for each of ``tiles`` tiles of heads; 1 or more."""
     return max(1, per_sm * num_sms // tiles)
 
 
 def partial_numel(splits: int, block_q: int, num_heads: int, head_dim: int) -> int:
-    """fp32 elements of partial results: for each split, token and head an output row and its lse."""
+    """fp32 elements of partial results: for each split, token and head a row and its lse."""
     return splits * block_q * num_heads * (head_dim + 1)
 
 

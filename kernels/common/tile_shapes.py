@@ -42,7 +42,7 @@ def tile_heads(group: int, block_m: int) -> tuple[int, int, int]:
 
 
 def tile_rows(num_heads: int, tokens: int, most: int = MAX_ROWS) -> int:
-    """Rows of a query tile that holds up to ``tokens`` tokens of ``num_heads`` heads: 16 to ``most``."""
+    """Rows, 16 to ``most``, of a query tile of up to ``tokens`` tokens of ``num_heads`` heads."""
     return min(most, max(16, next_power_of_2(num_heads * max(1, tokens))))
 
 

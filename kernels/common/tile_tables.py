@@ -90,7 +90,7 @@ class TileTable(Generic[C]):
         return parse(self.path.read_text(encoding="utf-8"), self.config, str(self.path))
 
     def find(self, question: Key) -> Entry[C]:
-        """The entry of the smallest head_dim that is enough, and of the most rows up to those asked.
+        """The entry of the smallest head_dim that is enough and the most rows up to those asked.
 
         Raises:
             LookupError: no entry is for that.
@@ -238,7 +238,7 @@ def _choices(hint: Any) -> Sequence[str]:
 
 
 def _check(name: str, value: Any, hint: Any, default: Any) -> None:
-    """Require one of the choices, a bool, or an int of 1 at least, or of 0 if that is the default."""
+    """Require one of the choices, a bool, or an int: at least 1, or 0 if that is the default."""
     kind, least = _type(hint), 0 if default == 0 else 1
     if choices := _choices(hint):
         if value not in choices:

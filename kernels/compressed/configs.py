@@ -26,8 +26,8 @@ class CompressedConfig:
         block_n: keys of a tile.
         num_warps: warps of a program.
         num_stages: stages of the pipeline.
-        swap: whether the products are swapped, so that keys and channels lie along the tensor cores'
-            tiles of 64.
+        swap: whether the products are swapped, so that keys and channels lie along the tensor
+            cores' tiles of 64.
         divide: whether warps divide the scores of a tile between them (``common.tiles.update``).
     """
 
@@ -93,9 +93,9 @@ def plan_decode(
 ) -> DecodePlan:
     """Plan decode from host integers only, so that a captured graph stays right at any length.
 
-    Where keys are bounded, query tiles have about as many, and those of as many sequences as fill the
-    device a whole number of times stay unsplit; those left are split if that makes the last wave
-    shorter. Else lengths differ, and the device divides what there is (``common.stream_k``).
+    Where keys are bounded, query tiles have about as many, and those of as many sequences as fill
+    the device a whole number of times stay unsplit; those left are split if that makes the last
+    wave shorter. Else lengths differ, and the device divides what there is (``common.stream_k``).
 
     Args:
         num_decodes: sequences on the decode path.

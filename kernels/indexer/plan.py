@@ -1,10 +1,19 @@
-"""How the work of ``index_topk`` is cut, from host integers alone: queries in chunks, a row of scores in pieces, pieces in levels.
+"""How the work of ``index_topk`` is split, from host integers alone.
 
-Scores are kept for one chunk of queries at a time. A *level* cuts each row into pieces of ``block`` values and keeps the best ``topk`` of
-each; what is kept is the row of the next level, until one piece is left. The best of a row are among the best of its pieces, so the result
-is exact, and as every piece keeps its lowest ids among equals and lists them in ascending order, the rule for ties survives the levels.
+Queries are split in chunks, a row of scores in blocks, and blocks are selected from in levels.
+Scores are kept for one chunk of queries at a time. A *level* splits each row into blocks of
+``block`` values and keeps the best ``topk`` of each; what is kept is the row of the next level,
+until one block is left. The best of a row are among the best of its blocks, so the result is exact,
+and as every block keeps its lowest ids among equals and lists them in ascending order, the rule for
+ties survives the levels. With block = 4 and topk = 2::
 
-Workspace of a query, in elements of 4 bytes: the scores, then for every level but the last the scores and the ids that its pieces kept.
+    level 0   7 3 9 1 | 2 8 4 6 | 5 0      10 scores, 3 blocks
+    level 1   7 9 8 6 | 5 0                 6 candidates, 2 blocks
+    level 2   9 8 5 0                       4 candidates, 1 block
+              9 8                           the result
+
+Workspace of a query, in elements of 4 bytes: the scores, then for every level but the last the
+scores and the ids that its blocks kept.
 """
 
 from __future__ import annotations
@@ -13,9 +22,11 @@ from dataclasses import dataclass
 
 from ..common.tile_shapes import next_power_of_2
 
-# fp32 elements of the workspace that is allocated (64 MiB), unless a single query needs more: it stays in the L2 cache of a large GPU.
+# fp32 elements of the workspace that is allocated (64 MiB), unless a single query needs more: it
+# stays in the L2 cache of a large GPU.
 WORKSPACE_NUMEL = 1 << 24
-# Values that one program selects from; they live in registers. Two counters of a scan share 32 bits, so 32768 is the limit.
+# Values that one program selects from; they live in registers. Two counters of a scan share 32
+# bits, so 32768 is the limit.
 MIN_BLOCK, MAX_BLOCK = 1024, 8192
 # Scores of a query begin at multiples of this.
 ROW_ALIGNMENT = 64
@@ -23,17 +34,22 @@ ROW_ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class IndexPlan:
-    """How one call is cut.
+    """How one call is split.
 
-    num_entries: entries that a sequence can have. block: values of a piece. pieces: of a row at each level; the last is 1.
-    query_numel: elements of the workspace for one query; 0 if no query can see more than ``topk`` entries, so that nothing is scored.
-    chunk: queries at a time.
+    Attributes:
+        num_entries: entries that a sequence can have.
+        topk: entries that are kept.
+        block: values of a block.
+        num_blocks: of a row at each level; the last is 1.
+        query_numel: elements of the workspace for one query; 0 if no query can see more than
+            ``topk`` entries, so that nothing is scored.
+        chunk: queries at a time.
     """
 
     num_entries: int
     topk: int
     block: int
-    pieces: tuple[int, ...]
+    num_blocks: tuple[int, ...]
     query_numel: int
     chunk: int
 
@@ -48,8 +64,8 @@ class IndexPlan:
         return self.chunk * self.query_numel
 
     def candidates(self, level: int) -> int:
-        """Element of the workspace where begin the scores that a level kept; as many ids follow."""
-        return self.chunk * (self.row_numel + 2 * self.topk * sum(self.pieces[:level]))
+        """First element of the scores that a level kept, in the workspace; as many ids follow."""
+        return self.chunk * (self.row_numel + 2 * self.topk * sum(self.num_blocks[:level]))
 
 
 def plan(
@@ -72,16 +88,16 @@ def plan(
     """
     num_entries = max_seq_len // compress_ratio
     block = min(MAX_BLOCK, max(MIN_BLOCK, next_power_of_2(max(1, num_entries))))
-    # Pieces have to shrink.
+    # A level has to keep fewer values than it got.
     block = max(block, 2 * next_power_of_2(topk))
     if num_entries <= topk:
         return IndexPlan(num_entries, topk, block, (1,), 0, num_tokens)
-    pieces = [-(-num_entries // block)]
-    while pieces[-1] > 1:
-        pieces.append(-(-pieces[-1] * topk // block))
-    kept = 2 * topk * sum(pieces[:-1])
+    num_blocks = [-(-num_entries // block)]
+    while num_blocks[-1] > 1:
+        num_blocks.append(-(-num_blocks[-1] * topk // block))
+    kept = 2 * topk * sum(num_blocks[:-1])
     query_numel = -(-num_entries // ROW_ALIGNMENT) * ROW_ALIGNMENT + kept
     if available is None:
         available = max(WORKSPACE_NUMEL, query_numel)
     chunk = min(num_tokens, available // query_numel)
-    return IndexPlan(num_entries, topk, block, tuple(pieces), query_numel, chunk)
+    return IndexPlan(num_entries, topk, block, tuple(num_blocks), query_numel, chunk)

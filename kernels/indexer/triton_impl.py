@@ -68,7 +68,7 @@ def prepare(call: IndexCall, arch: int, num_sms: int) -> list[Launch]:
     for first in range(0, num_tokens, max(1, plan.chunk)):
         last = min(first + plan.chunk, num_tokens)
         launches.append(_prepare_scores(call, workspace, first, last, arch, num_sms))
-        for level in range(len(plan.pieces)):
+        for level in range(len(plan.num_blocks)):
             launches.append(_prepare_select(call, workspace, first, last, level))
     return launches
 
@@ -127,10 +127,10 @@ def _prepare_select(
 ) -> Launch:
     """The launch of one level of the selection for the queries [first, last)."""
     plan = call.plan
-    final = level == len(plan.pieces) - 1
+    final = level == len(plan.num_blocks) - 1
     return Launch(
         index_select_kernel,
-        (last - first, plan.pieces[level]),
+        (last - first, plan.num_blocks[level]),
         {
             "workspace": workspace,
             "candidates": plan.candidates(level - 1) if level else None,
@@ -139,8 +139,8 @@ def _prepare_select(
             "lens": call.lens,
             "num_rows": plan.chunk,
             "level": level,
-            "num_blocks": plan.pieces[level - 1] if level else 0,
-            "next_blocks": plan.pieces[level],
+            "num_blocks": plan.num_blocks[level - 1] if level else 0,
+            "next_blocks": plan.num_blocks[level],
             **_shared_arguments(call, first),
             "out_stride": call.out.stride(0),
             "BLOCK": plan.block,

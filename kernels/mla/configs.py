@@ -1,7 +1,7 @@
 """Launch choices of ``mla_attention`` as pure functions of host integers.
 
-Nothing is autotuned on the call path. ``tiles.json`` holds what compiles without spills and fits the
-shared memory of each architecture (``python -m bench.static --only mla`` shows it);
+Nothing is autotuned on the call path. ``tiles.json`` holds what compiles without spills and fits
+the shared memory of each architecture (``python -m bench.static --only mla`` shows it);
 ``common.tile_tables`` says how to tune it.
 """
 
@@ -49,7 +49,7 @@ def select_config(dtype_bytes: int, rows: int, arch: int) -> MlaConfig:
 
     Args:
         dtype_bytes: 2 (bf16, fp16) or 4 (fp32).
-        rows: of the query tile, 16, 32 or 64; where no tile of as many fits, it has the most that do.
+        rows: of the query tile, 16, 32 or 64; where no tile of as many fits, the most that do.
         arch: compute capability as major * 10 + minor.
     """
     return TILES.select(arch, dtype_bytes=dtype_bytes, head_dim=512, rows=rows)

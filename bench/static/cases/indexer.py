@@ -94,4 +94,4 @@ def launches(shape: Shape, arch: int) -> list[Any]:
         max_seq_len=shape.max_seq_len,
     )
     made = indexer_triton.prepare(call, arch, NUM_SMS[arch])
-    return made[: 1 + len(call.plan.pieces)]
+    return made[: 1 + len(call.plan.num_blocks)]

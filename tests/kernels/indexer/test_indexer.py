@@ -142,7 +142,7 @@ def test_levels_change_nothing(values, monkeypatch):
     batch = make_index_batch(IndexCase("", [400, 64, 68], [1, 1, 1], values=values))
     monkeypatch.setattr(indexer_plan, "MIN_BLOCK", 16)
     monkeypatch.setattr(indexer_plan, "MAX_BLOCK", 16)
-    assert plan(num_tokens=1, topk=8, compress_ratio=4, max_seq_len=400).pieces == (7, 4, 2, 1)
+    assert plan(num_tokens=1, topk=8, compress_ratio=4, max_seq_len=400).num_blocks == (7, 4, 2, 1)
     if values == "normal":
         assert_as_good(select(batch), batch)
     else:
@@ -267,9 +267,9 @@ def test_the_workspace_is_bounded():
 def test_levels_end(topk):
     for max_seq_len in (0, 4 * topk, 4 * topk + 4, 2**16, 2**20, 2**24):
         divided = plan(num_tokens=5, topk=topk, compress_ratio=4, max_seq_len=max_seq_len)
-        assert divided.pieces[-1] == 1 and divided.block >= 2 * topk
-        sizes = [divided.num_entries, *(n * topk for n in divided.pieces[:-1])]
-        assert [-(-max(1, size) // divided.block) for size in sizes] == list(divided.pieces)
+        assert divided.num_blocks[-1] == 1 and divided.block >= 2 * topk
+        sizes = [divided.num_entries, *(n * topk for n in divided.num_blocks[:-1])]
+        assert [-(-max(1, size) // divided.block) for size in sizes] == list(divided.num_blocks)
 
 
 @triton.jit
