@@ -3,7 +3,7 @@
     out_i = sum_j softmax_j(softmax_scale * (q_i . c_j + q'_i . r_j)) c_j   over the keys j <= p_i,
     row_j = (c_j, r_j)
 
-``prefill`` and ``decode`` hold the kernels and ``query_tile`` their common body.
+``prefill_kernel`` and ``decode_kernel`` hold the kernels and ``query_tile`` their common body.
 
 Layout: q [num_tokens, num_heads, HEAD_DIM_V + ROPE_DIM], out [num_tokens, num_heads, HEAD_DIM_V];
 pages [num_pages, block_size, *] of any strides.
@@ -25,8 +25,8 @@ from ..common.stream_k import PIECE_COST
 from ..common.tile_shapes import MAX_REGISTERS, next_power_of_2, tile_class, tile_heads
 from ..common.tiles import hoists
 from .call import MlaCall
-from .decode import mla_decode_kernel
-from .prefill import mla_prefill_kernel
+from .decode_kernel import mla_decode_kernel
+from .prefill_kernel import mla_prefill_kernel
 
 
 @dataclass(frozen=True)
