@@ -2,8 +2,8 @@
 
     out_i = R(-p_i) sum_j softmax_j(softmax_scale * q_i . c_j) c_j
 
-over the keys j that query i sees, with one sink a head. ``prefill`` and ``decode`` hold the
-kernels, ``query_tile`` their common body, and ``key_tiles`` the loop over keys.
+over the keys j that query i sees, with one sink a head. ``prefill_kernel`` and ``decode_kernel``
+hold the kernels, ``query_tile`` their common body, and ``key_tiles`` the loop over keys.
 
 Layout: q, out [num_tokens, num_heads, head_dim]; pages as in ``common.latent_pages``; cos_sin
 [max_position, rope_dim] fp32, cosines then sines.
@@ -26,9 +26,9 @@ from ..common.tile_shapes import MAX_REGISTERS, tile_heads, tile_rows
 from ..common.tiles import hoists
 from .call import CompressedCall
 from .configs import MIN_SPLIT_KEYS, CompressedConfig, plan_decode, select_config
-from .decode import compressed_decode_kernel
+from .decode_kernel import compressed_decode_kernel
 from .key_tiles import KeyTile, Mask
-from .prefill import compressed_prefill_kernel
+from .prefill_kernel import compressed_prefill_kernel
 from .query_tile import Lists, QueryTile
 
 # The first architecture with an instruction that widens e4m3.

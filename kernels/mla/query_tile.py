@@ -68,8 +68,8 @@ def attend_query_tile(
             row = (key.to(tl.uint32) % BLOCK_SIZE).to(tl.int32)
         rows = pages.data + (page.to(tl.int64) * pages.stride_page + row * pages.stride_row)
         if new_kv is not None:
-            new_rows = new_kv + (key - context).to(tl.int64) * new_stride
-            rows = tl.where(key < context, rows, new_rows)
+            in_pages = key < context
+            rows = tl.where(in_pages, rows, new_kv + (key - context).to(tl.int64) * new_stride)
             if ALIGNED:
                 rows = tl.multiple_of(rows, 16)
         # What lies in rows that are not live may be NaN: 0 * NaN would reach the output.

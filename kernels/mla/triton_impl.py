@@ -3,7 +3,7 @@
     out_i = sum_j softmax_j(softmax_scale * (q_i . c_j + q'_i . r_j)) c_j   over the keys j <= p_i,
     row_j = (c_j, r_j)
 
-``prefill`` and ``decode`` hold the kernels and ``query_tile`` their common body.
+``prefill_kernel`` and ``decode_kernel`` hold the kernels and ``query_tile`` their common body.
 
 Layout: q [num_tokens, num_heads, HEAD_DIM_V + ROPE_DIM], out [num_tokens, num_heads, HEAD_DIM_V];
 pages [num_pages, block_size, *] of any strides.
@@ -24,8 +24,8 @@ from ..common.tile_shapes import MAX_REGISTERS, tile_heads
 from ..common.tiles import hoists
 from .call import MlaCall
 from .configs import PREFILL_ROWS, MlaConfig, decode_rows, plan_decode, select_config
-from .decode import mla_decode_kernel
-from .prefill import mla_prefill_kernel
+from .decode_kernel import mla_decode_kernel
+from .prefill_kernel import mla_prefill_kernel
 
 # Tiles of a KV split where nothing may be split: more than any sequence has.
 NEVER = 1 << 28
