@@ -328,7 +328,8 @@ def test_compressions_are_cached(ring, monkeypatch):
 @pytest.mark.parametrize("q_len", [1, 2])
 @pytest.mark.parametrize("given", [False, True])
 def test_flash_mla_calls_are_cached(q_len, given, monkeypatch):
-    monkeypatch.setattr(compressed_triton, "arch_and_sms", lambda tensor: (90, 8))  # several KV splits
+    # Several KV splits.
+    monkeypatch.setattr(compressed_triton, "arch_and_sms", lambda tensor: (90, 8))
     for seed in (1, 2):
         generator = torch.Generator().manual_seed(seed)
         # Of a larger tensor: tokens of a sequence lie evenly, sequences do not.
