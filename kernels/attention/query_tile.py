@@ -93,6 +93,7 @@ def _attend_tiles(
     BLOCK_SIZE: tl.constexpr = CONFIG.BLOCK_SIZE
     BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
     DIVIDE: tl.constexpr = CONFIG.DIVIDE
+    WRAP: tl.constexpr = CONFIG.WRAP
     HARDWARE_E4M3: tl.constexpr = CONFIG.HARDWARE_E4M3
     PTX: tl.constexpr = CONFIG.PTX
     offs_n = tl.arange(0, BLOCK_N)
@@ -113,7 +114,7 @@ def _attend_tiles(
     if source.table is not None:
         tile = walk.first + tl.where(walk.head_count > 0, 0, walk.gap)
         page = load_page(
-            source.table, source.width, tile, walk.count > 0, CONFIG.WRAP, BLOCK_SIZE, BLOCK_N
+            source.table, source.width, tile, walk.count > 0, WRAP, BLOCK_SIZE, BLOCK_N
         )
     # Left to LICM, addresses of every later loop would be kept in registers through this one. Where
     # half of the values leave room for them, so may the queries be copied into shared memory once:
@@ -199,9 +200,7 @@ def _attend_tiles(
         if source.table is not None:
             tile = walk.first + i + 1 + tl.where(i + 1 < walk.head_count, 0, walk.gap)
             more = i + 1 < walk.count
-            page = load_page(
-                source.table, source.width, tile, more, CONFIG.WRAP, BLOCK_SIZE, BLOCK_N
-            )
+            page = load_page(source.table, source.width, tile, more, WRAP, BLOCK_SIZE, BLOCK_N)
     if PAIRS:
         acc = tl.reshape(tl.join(acc, acc_odd), [acc.shape[0], VALUE_DIM])
     return acc, row_max, row_sum

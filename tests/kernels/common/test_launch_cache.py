@@ -79,7 +79,7 @@ def test_a_second_call_computes_with_its_own_tensors(case, given, monkeypatch):
         if given:
             more = {
                 "out": torch.empty_like(batch["q"]),
-                # At an offset: pieces lie where they lay in the first call's.
+                # At an offset: KV splits lie where they lay in the first call's.
                 "workspace": torch.empty(10**6)[8 * seed :][: 10**6 - 100],
             }
         exact, _ = attention_reference(batch)
@@ -333,7 +333,8 @@ def test_compressions_are_cached(ring, monkeypatch):
 @pytest.mark.parametrize("q_len", [1, 2])
 @pytest.mark.parametrize("given", [False, True])
 def test_flash_mla_calls_are_cached(q_len, given, monkeypatch):
-    monkeypatch.setattr(compressed_triton, "arch_and_sms", lambda tensor: (90, 8))  # KV splits
+    # Several KV splits.
+    monkeypatch.setattr(compressed_triton, "arch_and_sms", lambda tensor: (90, 8))
     for seed in (1, 2):
         generator = torch.Generator().manual_seed(seed)
         # Of a larger tensor: tokens of a sequence lie evenly, sequences do not.
