@@ -75,17 +75,19 @@ def block_parts(num_parts: int, head_dim: int) -> int:
     return min(triton.next_power_of_2(num_parts), max(8, 4096 // head_dim))
 
 
-@triton.jit(do_not_specialize=["num_whole", "num_decodes", "decode_tokens", "pieces", "programs"])
+@triton.jit(
+    do_not_specialize=["num_unsplit", "num_decodes", "decode_tokens", "num_splits", "programs"]
+)
 def compressed_merge_kernel(
     partial_out, first_lse, seq_lens, cu_seqlens_q, sinks, cos_sin, out, lse,
-    num_whole, num_decodes, decode_tokens, pieces, programs, sliding_window, ratio, num_heads,
+    num_unsplit, num_decodes, decode_tokens, num_splits, programs, sliding_window, ratio, num_heads,
     out_stride_token, out_stride_head, lse_stride_head, cos_sin_stride,
     BLOCK_Q: tl.constexpr, SLOTS: tl.constexpr, HEAD_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, BLOCK_N: tl.constexpr,
-    LINE: tl.constexpr, LEAST: tl.constexpr, COST: tl.constexpr, BLOCK_PARTS: tl.constexpr,
+    STREAM_K: tl.constexpr, LEAST: tl.constexpr, COST: tl.constexpr, BLOCK_PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Merge the pieces of one head of one decode sequence, as the attention kernel left them, and
-    turn the result back."""
-    seq = num_whole + tl.program_id(0) // num_heads
+    """Merge the KV splits of one head of a decode sequence, as the attention kernel left them, and
+    apply inverse RoPE to the result."""
+    seq = num_unsplit + tl.program_id(0) // num_heads
     head = (tl.program_id(0) % num_heads).to(tl.int64)
     first_token = seq
     q_len = 1
@@ -96,7 +98,7 @@ def compressed_merge_kernel(
         context = tl.load(seq_lens + seq) - q_len
     if q_len > decode_tokens:
         return
-    if LINE:
+    if STREAM_K:
         batch = (seq_lens, cu_seqlens_q, num_decodes, decode_tokens, sliding_window, ratio)
         # Short query tiles are never cut, whatever the batch holds.
         _, units = stream_k.work(seq, batch, BLOCK_Q, BLOCK_N)
@@ -109,16 +111,20 @@ def compressed_merge_kernel(
     sink = load_sink(sinks, head)
     dim = tl.arange(0, HEAD_DIM)
     for t in range(0, q_len):
-        if LINE:
-            program, pieces = stream_k.programs_of(first + t // BLOCK_Q * units, units, size, least)
+        if STREAM_K:
+            program, num_splits = stream_k.programs_of(
+                first + t // BLOCK_Q * units, units, size, least
+            )
             part = 2 * program + 1
         else:
-            part = ((seq - num_whole) * tl.cdiv(decode_tokens, BLOCK_Q) + t // BLOCK_Q) * pieces
-        if pieces > 1:
+            part = (
+                (seq - num_unsplit) * tl.cdiv(decode_tokens, BLOCK_Q) + t // BLOCK_Q
+            ) * num_splits
+        if num_splits > 1:
             row = (part.to(tl.int64) * BLOCK_Q + t % BLOCK_Q) * num_heads + head
             merged, merged_lse = merge_rows(
-                partial_out + row * HEAD_DIM, partial_out + first_lse + row, pieces,
-                BLOCK_Q * num_heads * HEAD_DIM, BLOCK_Q * num_heads, sink, HEAD_DIM, BLOCK_PARTS, LINE,
+                partial_out + row * HEAD_DIM, partial_out + first_lse + row, num_splits,
+                BLOCK_Q * num_heads * HEAD_DIM, BLOCK_Q * num_heads, sink, HEAD_DIM, BLOCK_PARTS, STREAM_K,
             )  # fmt: skip
             if cos_sin is not None:
                 even, odd = tl.split(tl.reshape(merged, [HEAD_DIM // 2, 2]))

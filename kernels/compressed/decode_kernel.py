@@ -20,14 +20,14 @@ from .query_tile import attend_query_tile, store_output, store_rows
 # Not specialised on what changes from step to step: a new batch size must not compile a kernel.
 @triton.jit(
     do_not_specialize=[
-        "num_whole", "num_decodes", "decode_tokens", "num_splits", "programs",
+        "num_unsplit", "num_decodes", "decode_tokens", "num_splits", "programs",
         "window_room", "entry_room",
     ]
 )  # fmt: skip
 def compressed_decode_kernel(
     q, window_pages, kv, compressed_pages, window_table, compressed_table, topk_indices, lists,
     seq_lens, cu_seqlens_q, sinks, cos_sin, out, lse, partial_out, first_lse,
-    num_whole, num_decodes, decode_tokens, num_splits, programs, window_room, entry_room,
+    num_unsplit, num_decodes, decode_tokens, num_splits, programs, window_room, entry_room,
     mask, scale,
     QUERIES: tl.constexpr, KEYS: tl.constexpr,
     STREAM_K: tl.constexpr, LEAST: tl.constexpr, COST: tl.constexpr,
@@ -54,11 +54,11 @@ def compressed_decode_kernel(
             split_stop = tl.minimum(high - begin, units)
             position = begin + units
         else:
-            beyond = tl.maximum(item - num_whole * seq_tiles, 0)
+            beyond = tl.maximum(item - num_unsplit * seq_tiles, 0)
             tile = item - beyond + beyond // num_splits
             seq = tile // seq_tiles
             tile = tile % seq_tiles
-            units = tl.where(seq < num_whole, 1, num_splits)
+            units = tl.where(seq < num_unsplit, 1, num_splits)
             split = beyond % num_splits
             split_stop = split + 1
         q_first = tile * BLOCK_Q
@@ -132,7 +132,7 @@ def compressed_decode_kernel(
                     # one that others end.
                     part = 2 * item + (split == 0).to(tl.int32)
                 else:
-                    part = item - num_whole * seq_tiles
+                    part = item - num_unsplit * seq_tiles
                 row = (part.to(tl.int64) * BLOCK_Q + token) * QUERIES.NUM_HEADS + head
                 store_rows(
                     acc, row_max, row_sum, float("-inf"),

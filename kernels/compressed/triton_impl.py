@@ -204,7 +204,7 @@ def _prepare_decode(
     # With few query tiles a program leaves partial results of about one, with many of two.
     splits_left = 1 if 2 * call.num_decodes * seq_tiles <= plan.programs else 2
     decode = {
-        "num_whole": plan.num_unsplit,
+        "num_unsplit": plan.num_unsplit,
         "num_decodes": call.num_decodes,
         "decode_tokens": decode_tokens,
         "num_splits": plan.num_splits,
@@ -231,10 +231,10 @@ def _prepare_decode(
         "cos_sin": call.cos_sin,
         "out": call.out,
         "lse": call.lse,
-        "num_whole": plan.num_unsplit,
+        "num_unsplit": plan.num_unsplit,
         "num_decodes": call.num_decodes,
         "decode_tokens": decode_tokens,
-        "pieces": plan.num_splits,
+        "num_splits": plan.num_splits,
         "programs": plan.programs,
         "sliding_window": call.sliding_window,
         "ratio": call.compress_ratio,
@@ -248,7 +248,7 @@ def _prepare_decode(
         "HEAD_DIM": head_dim,
         "ROPE_DIM": call.window_pages.rope_dim,
         "BLOCK_N": block_n,
-        "LINE": decode["STREAM_K"],
+        "STREAM_K": decode["STREAM_K"],
         "LEAST": decode["LEAST"],
         "COST": decode["COST"],
         "BLOCK_PARTS": block_parts(plan.programs or plan.num_splits, head_dim),

@@ -151,7 +151,7 @@ def _prepare_decode(call: MlaCall, arch: int, num_sms: int) -> list[Launch]:
         return [attention]
     more = {
         **dict.fromkeys(("sinks", "cos_sin", "sliding_window", "ratio")),
-        **dict.fromkeys(("num_whole", "pieces", "cos_sin_stride"), 0),
+        **dict.fromkeys(("num_unsplit", "num_splits", "cos_sin_stride"), 0),
         "num_heads": num_heads,
         "out": call.out,
         "lse": call.lse,
@@ -159,7 +159,7 @@ def _prepare_decode(call: MlaCall, arch: int, num_sms: int) -> list[Launch]:
         "out_stride_head": call.out.stride(1),
         "lse_stride_head": 0 if call.lse is None else call.lse.stride(0),
         "SLOTS": False,
-        "LINE": True,
+        "STREAM_K": True,
         "HEAD_DIM": dim,
         "BLOCK_PARTS": block_parts(plan.programs, dim),
     }

@@ -90,11 +90,11 @@ def poisoned_problem(case, dtype):
     return problem
 
 
-@pytest.mark.parametrize("fresh", [False, True], ids=["pages", "fresh"])
+@pytest.mark.parametrize("in_step", [False, True], ids=["pages", "in-step"])
 @pytest.mark.parametrize("case", named_cases(), ids=lambda case: case.name.replace(" ", "-"))
-def test_named_shapes(case, fresh):
+def test_named_shapes(case, in_step):
     problem = poisoned_problem(case, BF16)
-    [call] = quire_calls(problem, in_step=fresh, impl="triton")
+    [call] = quire_calls(problem, in_step=in_step, impl="triton")
     out, lse = call()
     assert expect(problem).wrong(out, lse) is None
     # The same work again, with the caches in another state: a race shows as another result.

@@ -31,11 +31,11 @@ def problem_of(shape, phase, copies=1):
     return make_problem(case, torch.device(DEVICE), torch.bfloat16, copies=copies)
 
 
-@pytest.mark.parametrize("fresh", [False, True], ids=["pages", "fresh"])
+@pytest.mark.parametrize("in_step", [False, True], ids=["pages", "in-step"])
 @pytest.mark.parametrize("shape", [SHAPE, WINDOW], ids=["full", "window"])
 @pytest.mark.parametrize("phase", PHASES)
-def test_calls_neither_synchronise_nor_allocate(cuda, phase, shape, fresh):
-    [call] = quire_calls(problem_of(shape, phase), in_step=fresh)
+def test_calls_neither_synchronise_nor_allocate(cuda, phase, shape, in_step):
+    [call] = quire_calls(problem_of(shape, phase), in_step=in_step)
     call()  # compiles
     torch.cuda.synchronize()
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
@@ -118,12 +118,12 @@ def test_two_streams_do_not_disturb_each_other(cuda):
             assert got.equal(want)
 
 
-@pytest.mark.parametrize("fresh", [False, True], ids=["pages", "fresh"])
-def test_calls_share_their_output_and_differ_by_copy(fresh):
+@pytest.mark.parametrize("in_step", [False, True], ids=["pages", "in-step"])
+def test_calls_share_their_output_and_differ_by_copy(in_step):
     """What the rotation of a benchmark relies on: each call reads its own copy, and fills one output."""
     case = Case(TINY_SHAPES["tiny/global"], "decode", 2, 20, 16)
     problem = make_problem(case, torch.device(DEVICE), torch.float32, copies=2)
-    first, second = quire_calls(problem, in_step=fresh)
+    first, second = quire_calls(problem, in_step=in_step)
     one = first()[0].clone()
     two = second()[0].clone()
     assert not one.equal(two) and first()[0].equal(one)

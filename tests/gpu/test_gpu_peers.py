@@ -49,8 +49,8 @@ def test_a_peer_gives_the_same(name, case, peers):
         pytest.skip(f"{name}: {reason}")
     expected = expect(problem)
     assert expected.wrong(other) is None, f"{name} itself is wrong"
-    for fresh in (False, True):
-        [ours] = quire_calls(problem, in_step=fresh, impl="triton")
+    for in_step in (False, True):
+        [ours] = quire_calls(problem, in_step=in_step, impl="triton")
         out, lse = ours()
         assert expected.wrong(out, lse) is None
         # Each may be off by the budget, on either side of the truth.

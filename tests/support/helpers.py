@@ -39,7 +39,7 @@ class AttentionCase:
     head_dim: int = 16
     block_size: int = 16
     dtype: torch.dtype = torch.float32
-    fresh: bool = True
+    in_step: bool = True
     sliding_window: int | None = None
     ring: bool = False
     layout: str = "nhd"
@@ -78,7 +78,7 @@ def make_batch(case: AttentionCase, seed: int = 42) -> dict[str, Any]:
     window, block_size = case.sliding_window, case.block_size
     if case.ring:
         assert window is not None
-        own = 0 if case.fresh else max(case.q_lens)
+        own = 0 if case.in_step else max(case.q_lens)
         width = -(-(window - 1 + own) // block_size) + 1
     else:
         width = max([1, *(-(-n // block_size) for n in case.seq_lens)])
@@ -95,14 +95,14 @@ def make_batch(case: AttentionCase, seed: int = 42) -> dict[str, Any]:
         if q_len == 0:
             continue
         lowest = 0 if window is None else max(0, context - window + 1)
-        for j in range(lowest, context if case.fresh else seq_len):
+        for j in range(lowest, context if case.in_step else seq_len):
             entry = j // block_size % width
             if table[s, entry] == NO_PAGE:
                 table[s, entry] = order.pop()
             page = table[s, entry].item()
             k_pages[page, j % block_size] = normal(case.num_kv_heads, case.head_dim)
             v_pages[page, j % block_size] = normal(case.num_kv_heads, case.head_dim)
-        # A padding row has more new tokens than keys: its first fresh rows are keys of nobody.
+        # A padding row has more new tokens than keys: its first new K/V are keys of nobody.
         k[cu[s] : cu[s] + max(0, -context)] = NAN
         v[cu[s] : cu[s] + max(0, -context)] = NAN
     batch = {
@@ -113,8 +113,8 @@ def make_batch(case: AttentionCase, seed: int = 42) -> dict[str, Any]:
         "seq_lens": torch.tensor(case.seq_lens, dtype=torch.int32, device=DEVICE),
         "cu_seqlens_q": torch.tensor(cu, dtype=torch.int32, device=DEVICE),
         "max_seqlen_q": max(case.q_lens, default=0),
-        "k": k if case.fresh else None,
-        "v": v if case.fresh else None,
+        "k": k if case.in_step else None,
+        "v": v if case.in_step else None,
         "softcap": case.softcap,
         "softmax_scale": case.softmax_scale,
         "num_decodes": case.num_decodes,

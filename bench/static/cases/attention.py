@@ -39,7 +39,7 @@ class Shape:
     num_kv_heads: int = 4
     table_width: int = 256
     q_len: int = 1
-    fresh: bool = True
+    in_step: bool = True
     sliding_window: int | None = None
     softcap: float | None = None
     sinks: bool = False
@@ -106,8 +106,8 @@ def shapes() -> list[Shape]:
         table.append(Shape(f"write-d{head_dim}", head_dim, 64, "write"))
     for phase in ("decode", "prefill"):
         table += [
-            Shape(f"{phase}-pages-only", 128, 64, phase, fresh=False),
-            Shape(f"{phase}-pages-only-window", 128, 64, phase, fresh=False, sliding_window=512),
+            Shape(f"{phase}-pages-only", 128, 64, phase, in_step=False),
+            Shape(f"{phase}-pages-only-window", 128, 64, phase, in_step=False, sliding_window=512),
             *(Shape(f"{phase}-d{d}-apart", d, 64, phase, sliding_window=512, apart=True) for d in (64, 128, 256, 512)),
             Shape(f"{phase}-window-ring", 256, 64, phase, sliding_window=512),
             *(Shape(f"{phase}-d{d}-p16-window", d, 16, phase, sliding_window=1024) for d in (64, 128, 256)),
@@ -135,7 +135,7 @@ def fp8_shapes() -> list[Shape]:
         table += [
             Shape(f"{phase}-fp8-d32", 32, 64, phase, scales="rows"),
             Shape(f"{phase}-fp8-window", 256, 64, phase, sliding_window=512, scales="rows"),
-            Shape(f"{phase}-fp8-pages-only", 128, 64, phase, fresh=False, scales="rows"),
+            Shape(f"{phase}-fp8-pages-only", 128, 64, phase, in_step=False, scales="rows"),
             Shape(f"{phase}-fp8-softcap-sinks", 64, 64, phase, softcap=50.0, sinks=True, sliding_window=128, scales="tensor"),
             Shape(f"{phase}-fp8-number", 128, 64, phase, scales="number"),
             *(Shape(f"{phase}-fp8-number-d{d}", d, 64, phase, q_len=16, scales="number") for d in (64, 256, 512)),
@@ -180,7 +180,7 @@ def launches(shape: Shape, arch: int) -> list[Any]:
         part_lse = meta(4, num_heads, num_tokens, dtype="float32")
         out = empty(num_tokens, num_heads, shape.head_dim)
         return [merge.prepare(parts, part_lse, sinks, out, lse)]
-    k, v = rows if shape.fresh else (None, None)
+    k, v = rows if shape.in_step else (None, None)
     call = attention_call.AttentionCall(
         empty(num_tokens, num_heads, shape.head_dim),
         k_pages,

@@ -40,8 +40,8 @@ def test_the_oracle_is_the_one_with_loops(phase):
 def test_wrong_scales_are_found_and_peers_are_not_compared():
     problem = make_problem(Case(SHAPE, "decode", 2, 37, 16), CPU, torch.bfloat16)
     expected = expect(problem)
-    for fresh in (False, True):
-        [call] = quire_calls(problem, in_step=fresh)
+    for in_step in (False, True):
+        [call] = quire_calls(problem, in_step=in_step)
         assert expected.wrong(*call()) is None
     swapped = dataclasses.replace(problem, scales=problem.scales.flip(2))
     [call] = quire_calls(swapped, in_step=False)

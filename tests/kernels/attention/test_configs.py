@@ -44,7 +44,7 @@ def test_every_config_fits_shared_memory(arch, head_dim, dtype_bytes, page_bytes
         small = page_bytes == 1 and head_dim == 512 and limit == 99 << 10
         assert chosen[-1].block_m == (min(rows, 32) if small else rows)
     for config in chosen:
-        # Triton keeps num_stages - 1 tiles of K and V, and one more and the query where wgmma reads them from there. Tiles of fresh rows
+        # Triton keeps num_stages - 1 tiles of K and V, and one more and the query where wgmma reads them from there. Tiles of new K/V
         # are of the query's dtype, whatever pages hold.
         tiles = 2 * config.block_n * max(1, config.num_stages - 1)
         assert (tiles + config.block_m) * head_dim * dtype_bytes <= limit

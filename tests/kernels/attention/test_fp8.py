@@ -29,7 +29,7 @@ W = 20
 
 CASES = [
     AttentionCase("decode-around-block", [1, 15, 16, 17, 33], [1] * 5),
-    AttentionCase("decode-pages-only-bf16", [1, 15, 16, 17, 70], [1] * 5, fresh=False, dtype=BF16),
+    AttentionCase("decode-pages-only-bf16", [1, 15, 16, 17, 70], [1] * 5, in_step=False, dtype=BF16),
     AttentionCase("decode-empty-sequences", [0, 50, 0, 30], [1, 1, 0, 1], sinks=True),
     AttentionCase("decode-speculative-hnd", [9, 21, 3], [3, 3, 3], num_decodes=3, layout="hnd"),
     AttentionCase("decode-d64-gqa-8-bf16", [90], [1], num_heads=8, num_kv_heads=1, head_dim=64, dtype=BF16),
@@ -41,14 +41,14 @@ CASES = [
     AttentionCase("split-bf16-sinks", [620, 9], [3, 1], num_decodes=2, num_heads=2, num_kv_heads=1, sinks=True, dtype=BF16),
     AttentionCase("prefill-first", [1, 15, 17, 33], [1, 15, 17, 33]),
     AttentionCase("prefill-chunk", [40, 90, 33], [7, 20, 1], num_decodes=0),
-    AttentionCase("prefill-pages-only-interleaved", [40, 17, 1], [7, 17, 1], fresh=False, layout="interleaved"),
+    AttentionCase("prefill-pages-only-interleaved", [40, 17, 1], [7, 17, 1], in_step=False, layout="interleaved"),
     AttentionCase("prefill-group-3-page-8-bf16", [150], [50], num_heads=6, block_size=8, dtype=BF16),
     AttentionCase("prefill-long-context-bf16", [300], [40], num_heads=2, num_kv_heads=1, dtype=BF16, block_size=128),
     AttentionCase("prefill-d512-fp16", [40], [20], head_dim=512, dtype=FP16, num_heads=2, num_kv_heads=1),
     AttentionCase("prefill-softcap-sinks", [40, 3], [20, 3], softcap=3.0, sinks=True, softmax_scale=1.0),
     AttentionCase("mixed-interleaved-bf16", [30, 40], [1, 9], num_decodes=1, layout="interleaved", dtype=BF16),
     AttentionCase("window-decode-ring", [45, 90, 7], [1] * 3, sliding_window=W, ring=True),
-    AttentionCase("window-decode-pages-only", [1, W - 1, W, W + 1, 2 * W], [1] * 5, sliding_window=W, fresh=False),
+    AttentionCase("window-decode-pages-only", [1, W - 1, W, W + 1, 2 * W], [1] * 5, sliding_window=W, in_step=False),
     AttentionCase("window-split-ring-sinks", [900], [2], num_decodes=1, sliding_window=600, ring=True, sinks=True, num_heads=2, num_kv_heads=1),
     AttentionCase("window-prefill-chunk-ring", [90, 33, 300], [30, 33, 8], sliding_window=W, ring=True),
     AttentionCase("window-prefill-wide-bf16", [400], [60], sliding_window=200, dtype=BF16, num_heads=1, num_kv_heads=1, block_size=128),
@@ -154,7 +154,7 @@ def tall_batch(phase, seq_lens, q_lens, kind):
 @pytest.mark.parametrize("halves", [False, True])
 @pytest.mark.parametrize("phase, seq_lens, q_lens", [("decode", [300, 40], [8, 5]), ("prefill", [190], [70])])  # fmt: skip
 def test_tall_tiles_with_codes_in_either_form(phase, seq_lens, q_lens, halves, kind, arch, monkeypatch):  # fmt: skip
-    """Codes as fp16, and as what the queries are, and behind the pages fresh rows."""
+    """Codes as fp16, and as what the queries are, and behind the pages new K/V."""
     launch_cache.clear()
     monkeypatch.setattr(paged, "arch_and_sms", lambda _: (arch, 2))
     asked = []
@@ -184,7 +184,7 @@ def test_where_shared_memory_is_small_tiles_have_fewer_rows(num_heads, q_lens, m
 def test_fp16_weights_neither_vanish_nor_overflow(size):
     """A scale of 2^-8 / 448 is near the smallest fp16 numbers, and a weight times it below them."""
     case = AttentionCase(
-        "", [300, 200], [1, 9], num_decodes=1, dtype=FP16, head_dim=64, fresh=False
+        "", [300, 200], [1, 9], num_decodes=1, dtype=FP16, head_dim=64, in_step=False
     )
     batch = make_batch(case)
     batch["v_pages"] = batch["v_pages"] * size
@@ -196,7 +196,7 @@ def test_fp16_weights_neither_vanish_nor_overflow(size):
 @pytest.mark.parametrize("spread", [12, 60])
 def test_scales_of_values_may_differ_by_any_power(spread):
     """Each head's result is near the size of its largest values, whatever those of other rows are; the lse has nothing to do with them."""
-    case = AttentionCase("", [300, 40], [1, 1], dtype=BF16, head_dim=64, fresh=False)
+    case = AttentionCase("", [300, 40], [1, 1], dtype=BF16, head_dim=64, in_step=False)
     batch = make_batch(case)
     sizes = torch.randint(-spread, spread + 1, batch["v_pages"].shape[:3], generator=torch.Generator().manual_seed(3))  # fmt: skip
     batch["v_pages"] = (batch["v_pages"].float() * sizes.to(DEVICE).float().exp2()[..., None]).to(BF16)  # fmt: skip
@@ -212,7 +212,7 @@ def test_scales_of_values_may_differ_by_any_power(spread):
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_of_zero(kind, impl):
     """All of them give zeros; where nearly all attention rests on one, as models have it, the small sum of all others is as it is."""
-    case = AttentionCase("", [300, 40], [1, 1], num_heads=1, num_kv_heads=1, head_dim=64, fresh=False, dtype=BF16)  # fmt: skip
+    case = AttentionCase("", [300, 40], [1, 1], num_heads=1, num_kv_heads=1, head_dim=64, in_step=False, dtype=BF16)  # fmt: skip
     batch = make_batch(case)
     first = batch["block_table"][0, 0]
     query = batch["q"][0, 0].float()
@@ -363,7 +363,7 @@ def test_rows_that_are_not_ordinary(impl):
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_written_keys_are_what_attention_reads(impl, kind):
-    """The runner's order: attention over the context and fresh rows, then the write; the next step reads codes in their place."""
+    """The runner's order: attention over the context and new K/V, then the write; the next step reads codes in their place."""
     case = AttentionCase("", [37, 24], [12, 5], dtype=BF16)
     batch = quantised(make_batch(case), kind)
     slots = []

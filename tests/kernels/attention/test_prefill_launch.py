@@ -36,7 +36,7 @@ CASES = {
     "group-3-softcap": (BOTH, AttentionCase("", [40], [40], softcap=5.0, **ONE | {"num_heads": 3})),
     "padding": (BOTH, AttentionCase("", [9, 40], [12, 40], **ONE)),
     "mixed": (BOTH, AttentionCase("", [40, 50], [1, 45], num_decodes=1, **ONE)),
-    "pages-only": (BOTH, AttentionCase("", [50], [45], fresh=False, **ONE)),
+    "pages-only": (BOTH, AttentionCase("", [50], [45], in_step=False, **ONE)),
 }  # fmt: skip
 
 
@@ -72,7 +72,7 @@ def test_the_result_is_the_same_to_the_bit(name, launched):
     plain, items = attend(batch, "triton"), prefill(batch)[1]
     launched(config)
     arguments, programs = prefill(batch)
-    described = config.new_kv_tma and case.fresh
+    described = config.new_kv_tma and case.in_step
     assert [isinstance(arguments[name], TensorDescriptor) for name in ("k_tiles", "v_tiles")] == [described] * 2  # fmt: skip
     assert programs == (min(items, config.programs_per_sm * launching.INTERPRETER_SMS) or items)
     for _ in range(2):  # the second is a remembered call

@@ -51,8 +51,8 @@ def test_write_kv(impl, name):
 
 @IMPLS
 def test_written_keys_are_what_attention_reads(impl):
-    """The runner's order: attention over the context and fresh rows, then the write; the next step reads them from the pages."""
-    batch = make_batch(AttentionCase("", [37], [12], fresh=False))
+    """The runner's order: attention over the context and new K/V, then the write; the next step reads them from the pages."""
+    batch = make_batch(AttentionCase("", [37], [12], in_step=False))
     exact, _ = attention_reference(batch)
     paged = paged_attention(**batch, impl=impl)
     assert_within_budget("paged", paged, exact)
@@ -61,8 +61,8 @@ def test_written_keys_are_what_attention_reads(impl):
     k, v = batch["k_pages"][page, row], batch["v_pages"][page, row]
     batch["k_pages"][page, row] = NAN
     batch["v_pages"][page, row] = NAN
-    fresh = paged_attention(**batch | {"k": k, "v": v}, impl=impl)
-    assert_within_budget("fresh", fresh, exact)
+    in_step = paged_attention(**batch | {"k": k, "v": v}, impl=impl)
+    assert_within_budget("in-step", in_step, exact)
     write_kv(k, v, batch["k_pages"], batch["v_pages"], page * 16 + row, impl=impl)
     assert paged_attention(**batch, impl=impl).equal(paged)
 
@@ -121,7 +121,7 @@ def test_infinite_sinks(impl):
 @IMPLS
 def test_merging_two_halves_gives_the_whole(impl):
     """Attention over the keys of two disjoint page ranges, merged, is attention over all of them."""
-    case = AttentionCase("", [64], [1], num_heads=6, fresh=False, sinks=True)
+    case = AttentionCase("", [64], [1], num_heads=6, in_step=False, sinks=True)
     batch = make_batch(case)
     sinks = batch["sinks"]
     exact, _ = attention_reference(batch)

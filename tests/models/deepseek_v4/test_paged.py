@@ -314,7 +314,7 @@ BROKEN = {
     "window one longer": _argument("compressed_attention", sliding_window=lambda w: w + 1),
     "no sinks": _argument("compressed_attention", sinks=lambda s: s * 0),
     "output not rotated back": _argument("compressed_attention", cos_sin=lambda c: None),
-    "fresh rows not given": _argument("compressed_attention", kv=lambda kv: kv * 0),
+    "new K/V not given": _argument("compressed_attention", kv=lambda kv: kv * 0),
     "one pick less": _argument("index_topk", topk=lambda k: k - 1),
     "picks not used": _argument("compressed_attention", topk_indices=lambda t: None, topk_lens=lambda n: None),
     "raw rows without norm": _argument("write_latent", norm_weight=lambda w: None),
