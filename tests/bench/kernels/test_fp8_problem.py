@@ -12,6 +12,7 @@ from quire.bench.kernels import __main__ as kernels
 from quire.bench.peers.attention import quire_calls
 from quire.bench.peers.peer import Peer
 from quire.kernels.attention import reference
+from quire.kernels.attention.call import AttentionCall
 from tests.support.helpers import assert_equal_in_float64
 
 CPU = torch.device("cpu")
@@ -22,11 +23,12 @@ SHAPE = TINY_SHAPES["tiny/local/fp8"]
 def test_the_oracle_is_the_one_with_loops(phase):
     problem = make_problem(Case(SHAPE, phase, 2, 37, 16), CPU, torch.float32)
     lse = torch.empty(SHAPE.num_heads, problem.q.shape[1], dtype=torch.float64)
-    exact = reference.paged_attention(
+    call = AttentionCall(
         problem.q[0], problem.k_pages(0), problem.v_pages(0), problem.block_table, problem.seq_lens, problem.cu_seqlens_q,
-        softmax_scale=problem.softmax_scale, sinks=problem.sinks, sliding_window=SHAPE.sliding_window,
-        lse=lse, dtype=torch.float64, **problem.row_scales(0),
+        max_seqlen_q=max(problem.case.q_lens), softmax_scale=problem.softmax_scale, sinks=problem.sinks, sliding_window=SHAPE.sliding_window,
+        lse=lse, **problem.row_scales(0),
     )  # fmt: skip
+    exact = reference.attention(call, torch.float64)
     start = 0
     for seq, q_len in enumerate(problem.case.q_lens):
         with bounding():

@@ -23,6 +23,7 @@ from quire.bench.peers.folder import unpack
 from quire.bench.peers.peer import Peer, Unsupported
 from quire.bench.static import report
 from quire.kernels.attention import reference
+from quire.kernels.attention.call import AttentionCall
 from quire.kernels.attention.configs import select_config
 from quire.models.config.named import get_config
 from tests.support.helpers import assert_equal_in_float64
@@ -72,19 +73,20 @@ def test_cases_are_unique_and_the_headline_comes_first():
 def test_the_vectorised_oracle_is_the_one_with_loops(case):
     problem = make_problem(case, CPU, torch.float32)
     lse = torch.empty(case.shape.num_heads, problem.q.shape[1], dtype=torch.float64)
-    exact = reference.paged_attention(
+    call = AttentionCall(
         problem.q[0],
         problem.k_pages(0),
         problem.v_pages(0),
         problem.block_table,
         problem.seq_lens,
         problem.cu_seqlens_q,
+        max_seqlen_q=max(case.q_lens),
         softmax_scale=problem.softmax_scale,
         sinks=problem.sinks,
         sliding_window=case.shape.sliding_window,
         lse=lse,
-        dtype=torch.float64,
     )
+    exact = reference.attention(call, torch.float64)
     start = 0
     for seq, q_len in enumerate(case.q_lens):
         with bounding():

@@ -262,7 +262,7 @@ def test_no_descriptor_is_launched_within_a_tuple():
     kernel = SimpleNamespace(params=params, arg_names=["m"])
     launch = SimpleNamespace(kernel=kernel, arguments={"m": Matrix(rows, 1, 1)})
     with pytest.raises(NotImplementedError, match="descriptor within a tuple"):
-        static.specialise(launch)
+        compiling.specialise(launch)
 
 
 @pytest.mark.parametrize(

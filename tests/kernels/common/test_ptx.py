@@ -9,7 +9,7 @@ import re
 import pytest
 import torch
 
-from quire.kernels.attention import query_tile as paged_tiles
+from quire.kernels.attention import quantized_tile
 
 E4M3, FP16 = torch.float8_e4m3fn, torch.float16
 ALL = torch.arange(1 << 16)
@@ -17,8 +17,8 @@ WORD = 0xFFFFFFFF
 
 
 def programs():
-    """Instructions of each inline assembly of ``_halve_pairs``, in order: with the instruction of sm_89, and without."""
-    texts = re.findall(r'"""\{(.*?)\}"""', inspect.getsource(paged_tiles._halve_pairs.fn), re.S)
+    """Instructions of each inline assembly of ``halve_pairs``, in order: with the instruction of sm_89, and without."""
+    texts = re.findall(r'"""\{(.*?)\}"""', inspect.getsource(quantized_tile.halve_pairs.fn), re.S)
     return [[line.strip() for line in text.split(";") if line.strip()] for text in texts]
 
 
@@ -74,7 +74,7 @@ def run(program, word):
 
 
 @pytest.mark.parametrize("hardware", [True, False])
-def test_pairs_of_codes_come_apart(hardware):
+def test_pairs_of_quantized_values_come_apart(hardware):
     """For all pairs, beside another one above and below: even channels and odd ones of two rows, as fp16, without hardware over 2^8."""
     with_instruction, by_hand = programs()
     pairs = ALL, ALL.roll(12345)
