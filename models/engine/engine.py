@@ -158,7 +158,7 @@ class Engine:
             )
         self.outputs = OutputProcessor(self.scheduler)
         self.inputs = InputProcessor(
-            model.config, self.max_model_len, tokenizer=tokenizer, seed=config.seed
+            model, self.max_model_len, tokenizer=tokenizer, seed=config.seed
         )
         self._num_added = 0
         # Held whenever requests or the allocator change, but not while the model runs. `_one_step`

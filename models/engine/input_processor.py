@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, nn
 
 from quire.kvcore import Match
 
@@ -20,16 +20,16 @@ class InputProcessor:
     """Makes requests of prompts.
 
     Args:
-        config: of the model: vocab_size, and eos_token_ids, its own stop ids.
+        model: whose ``config`` has vocab_size, and eos_token_ids, its own stop ids.
         max_model_len: tokens of the longest sequence.
         tokenizer: for stop strings and streamed text; None = neither.
         seed: of the seeds of requests that have none.
     """
 
     def __init__(
-        self, config: Any, max_model_len: int, *, tokenizer: Tokenizer | None, seed: int
+        self, model: nn.Module, max_model_len: int, *, tokenizer: Tokenizer | None, seed: int
     ) -> None:
-        self.config, self.max_model_len = config, max_model_len
+        self.model, self.max_model_len = model, max_model_len
         self.tokenizer = tokenizer
         self._seeds = np.random.default_rng(seed)
 
@@ -45,7 +45,7 @@ class InputProcessor:
         """
         if not isinstance(params, SamplingParams):
             raise ValueError(f"params: expected SamplingParams, got {shown(params)}")
-        vocab_size = self.config.vocab_size
+        vocab_size = self.model.config.vocab_size
         prompt = _as_array(prompt_token_ids, self.max_model_len)
         if prompt.ndim != 1:
             raise ValueError(
@@ -83,7 +83,7 @@ class InputProcessor:
             arrival: seconds on the clock of `time.perf_counter`.
         """
         seed = int(self._seeds.integers(2**63)) if params.seed is None else params.seed
-        eos = () if params.ignore_eos else self.config.eos_token_ids
+        eos = () if params.ignore_eos else self.model.config.eos_token_ids
         stop_ids = frozenset(params.stop_token_ids) | frozenset(eos)
         has_text = self.tokenizer is not None and (stream or params.stop)
         return [

@@ -173,7 +173,7 @@ def test_unsupported():
         LatentPages(zeros(3, 4, 24), 4, 24, 8)
     with pytest.raises(NotImplementedError, match=r"^index_dim: 1024 is not one of"):
         IndexPages(zeros(3, 4, 1024), 4, 1024)
-    with pytest.raises(NotImplementedError, match=r"quantised latents have head_dim 512 and rope"):
+    with pytest.raises(NotImplementedError, match=r"quantized latents have head_dim 512 and rope"):
         LatentPages(raw(3, 1728), 2, 32, 8)
 
 

@@ -293,9 +293,10 @@ def compiled_for(launch):
     """What Triton compiles a kernel for, and its grid: all but where tensors are."""
     kernel, grid, arguments = launch
     seen = {
-        name: (value.dtype, value.shape, value.stride()) if isinstance(value, torch.Tensor) else value
-        for name, value in arguments.items()
-    }  # fmt: skip
+        (argument, name): (of.dtype, of.shape, of.stride()) if isinstance(of, torch.Tensor) else of
+        for argument, value in arguments.items()
+        for name, of in launching.fields(argument, value)
+    }
     return kernel, grid, seen
 
 
