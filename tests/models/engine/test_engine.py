@@ -28,7 +28,7 @@ class Recorder:
     recounts its pages, and pages that nobody owns become NaN."""
 
     def __init__(self, model, *, drafter=None, tokenizer=None, **settings):
-        settings = {"max_num_seqs": 4, "max_num_batched_tokens": 48, "num_pages": 2000} | settings
+        settings = {"max_num_seqs": 4, "max_num_batched_tokens": 48, "num_pages": 600} | settings
         # Replayed graphs do not call the model's hooks.
         settings.setdefault("decode_graphs", False)
         config = EngineConfig(**settings)
