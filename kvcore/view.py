@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-from .arrays import Int32, Int64
+import numpy as np
+
+from .arrays import NO_ROWS, NO_VALUES, Int32, Int64
 from .pages import PagePool
 from .prefix.index import PrefixIndex
 from .prefix.requests import Sequences
@@ -97,4 +99,13 @@ class CacheView:
         Raises:
             ValueError: the cache was made without track_deltas.
         """
-        return self._tables.take_deltas()
+        deltas = self._tables.deltas
+        if deltas is None:
+            raise ValueError(
+                "track_deltas: expected True at construction to take deltas, got False"
+            )
+        if not deltas:
+            return NO_ROWS, NO_VALUES
+        indices, pages = zip(*deltas, strict=True)
+        deltas.clear()
+        return np.concatenate(indices), np.concatenate(pages)
