@@ -318,17 +318,15 @@ class Steps:
             self.rollback_floor[slots] = floor
         if isinstance(step, Decode):
             copies = self._commit_decode(plan, step, ids)
+        elif self._enable_caching:
+            made, closing = self._feed(plan, step, ids, end)
+            if self._announcer is not None:
+                self._announcer.computed(plan, ids, end)
+            copies = self._chains.commit(step, end, made, closing)
         else:
-            made, closing = None, None
-            if self._enable_caching:
-                made, closing = self._feed(plan, step, ids, end)
-                if self._announcer is not None:
-                    self._announcer.computed(plan, ids, end)
-                copies = self._chains.commit(step, end, made, closing)
-            else:
-                effects = self._tables.commit(step, end, (NO_ROWS, NO_ROWS))
-                self._tables.settle(step, effects)
-                copies = effects.copies
+            effects = self._tables.commit(step, end, (NO_ROWS, NO_ROWS))
+            self._tables.settle(step, effects)
+            copies = effects.copies
         self._sequences.num_computed[slots] = end
         return copies
 
