@@ -1,6 +1,9 @@
-"""Arrays of ints: their types, constants that cost little, and operations that numpy lacks."""
+"""Arrays of ints: their types, constants that cost little, operations that numpy lacks, and what
+callers give as ints or tokens."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +15,7 @@ INT32, INT64 = np.dtype(np.int32), np.dtype(np.int64)
 # Numpy computes with an array of no dimensions in half the time that it takes with an int.
 ZERO: Int64 = np.array(0)
 ONE: Int64 = np.array(1)
+ZERO32: Int32 = np.array(0, dtype=np.int32)
 NO_ROWS: Int64 = np.empty(0, dtype=np.int64)
 NO_VALUES: Int32 = np.empty(0, dtype=np.int32)
 NO_FLAGS: npt.NDArray[np.bool_] = np.empty(0, dtype=np.bool_)
@@ -48,3 +52,43 @@ def ragged_arange(starts: Int64, lengths: Int64) -> tuple[Int64, Int64]:
     rows = np.repeat(np.arange(len(lengths)), lengths)
     before = np.cumsum(lengths) - lengths
     return rows, np.arange(len(rows)) + (starts - before)[rows]
+
+
+def as_ints(name: str, values: Any) -> Int64:
+    """`values` as an array, perhaps the caller's own, which is not to be kept: the caller may use
+    it for something else.
+
+    Raises:
+        ValueError: they are no ints.
+    """
+    try:
+        array = np.asarray(values)
+    except (ValueError, TypeError) as error:  # rows of several lengths, say
+        raise ValueError(f"{name}: expected ints, got {values!r}") from error
+    if array.dtype != INT64:
+        if array.size and array.dtype.kind not in "iu":
+            raise ValueError(f"{name}: expected ints, got {array.dtype}")
+        array = array.astype(INT64)
+    return array
+
+
+def as_token_ids(name: str, tokens: Any) -> Int32:
+    """`tokens` as a contiguous int32 vector.
+
+    Raises:
+        ValueError: not one-dimensional, not integers, or an id outside [0, 2**31).
+    """
+    array = np.asarray(tokens)
+    quick = array.dtype == INT32 and array.ndim == 1 and array.flags.c_contiguous
+    if quick and not count_true(array < ZERO32):
+        return array
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise ValueError(
+            f"{name}: expected a 1-D sequence of ints, got {array.dtype} {list(array.shape)}"
+        )
+    if array.size:
+        low, high = int(array.min()), int(array.max())
+        if low < 0 or high >= 2**31:
+            bad = low if low < 0 else high
+            raise ValueError(f"{name}: expected ids in [0, 2**31), got {bad}")
+    return np.ascontiguousarray(array, dtype=np.int32)

@@ -2,8 +2,9 @@
 
 The life of a request is ``match -> admit -> (plan -> run the model -> commit)* -> release``. Every
 call treats the whole batch. Here are the calls; what they do is in `plan` (plans and commits),
-`tables.groups` (pages), `prefix.requests` (tokens), `prefix.lookup` (hits), `prefix.index` (what is
-cached) and `prefix.tracker` (how what requests compute gets there).
+`tables.decode` and `tables.groups` (pages), `prefix.requests` (tokens), `prefix.lookup` (hits),
+`prefix.index` (what is cached), `prefix.tracker` (how what requests compute gets there) and
+`contents` (pins, eviction, announcements).
 """
 
 from __future__ import annotations
@@ -11,9 +12,12 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from .announcer import Announcer
-from .arrays import Int32, Int64
+from .arrays import NO_ROWS, NO_VALUES, Int32, Int64
 from .attachments import attach, check_log, check_policy
+from .contents import CacheContents
 from .debug import Watch
 from .events import EventLog
 from .invariants import check_invariants
@@ -25,16 +29,15 @@ from .policies.retention import Retention, parse_retention
 from .prefix.index import PrefixIndex
 from .prefix.keys import root_key
 from .prefix.lookup import Lookup, Match
-from .prefix.pins import Pins, expiry_of
+from .prefix.pins import Pins
 from .prefix.requests import Sequences
 from .prefix.tracker import Chains
-from .spec import MOST_TOKENS, GroupSpec, Layout, as_int, as_seconds
+from .spec import MOST_TOKENS, GroupSpec, Layout, as_int
 from .stats import count_admission, describe, new_counters, stats
 from .tables.groups import Tables
-from .view import CacheView
 
 
-class KVCache(CacheView):
+class KVCache(CacheContents):
     """Retention-aware allocator of one page pool for all cache groups of a model.
 
     Args:
@@ -62,6 +65,12 @@ class KVCache(CacheView):
         debug: check each call (see `debug`): two threads at once raise RuntimeError with both
             names, `commit` refuses input_ids that differ from the prompt's, and a step that would
             write page 0 raises AssertionError. Costs time, and the tokens of prompts.
+
+    Attributes:
+        layout: the groups, and what follows from them.
+        alignment: tokens of a segment: hits are multiples of it.
+        pool, index, sequences: the pages, what is cached, and the running requests.
+        counters: since the start, see `stats`.
 
     One call at a time, from any thread: a cache has no lock, and `match` reads what others change.
     `stats`, `describe`, `num_*` and `counters` are numbers that any thread may read at any time;
@@ -288,89 +297,83 @@ class KVCache(CacheView):
         if self._announcer is not None:
             self._announcer.released(slot)
 
-    # What is cached.
+    # What can be read.
 
-    def pin(self, match: Match, *, now: float, ttl: float) -> int:
-        """Keep a cached prefix until everything unpinned is gone, or `ttl` seconds have passed.
+    @property
+    def num_pages(self) -> int:
+        """Pages of the pool, the null page included."""
+        return self.pool.num_pages
 
-        Pins never block an admission: under pressure the oldest are demoted and evicted. When the
-        budget max_pinned_pages is exceeded, the oldest pins are demoted at once.
+    @property
+    def num_free_pages(self) -> int:
+        """Pages that hold nothing."""
+        return self.pool.num_free
 
-        Args:
-            match: from `match`; its hit is looked up again.
-            now: seconds on the caller's clock.
-            ttl: seconds from now; inf for ever.
+    @property
+    def num_evictable_pages(self) -> int:
+        """Pages that hold only cached content no running request needs."""
+        return self.index.num_evictable
+
+    @property
+    def num_free_slots(self) -> int:
+        """Requests that can still be admitted."""
+        return self.sequences.num_free
+
+    @property
+    def num_computed(self) -> Int64:
+        """[max_requests] int64 tokens of each slot's request whose rows are valid; read-only."""
+        return self.sequences.lengths
+
+    @property
+    def tables(self) -> Int32:
+        """[max_requests, columns] int32: all block tables side by side; not to be written to."""
+        return self._tables.array
+
+    def table(self, group: int, part: int = 0) -> Int32:
+        """Block table of `group`: [max_requests, width] int32 view; column = block % width.
+
+        A group with pages_per_block > 1 has a table for each part of its blocks. A state group's
+        table names the live page of each request in column 0.
+
+        Between `plan` and `commit` it describes the context before the step. Entries at or past a
+        request's length, and of a window group those behind its window, are not to be read. A view,
+        not to be written to.
+        """
+        offset, width = self.layout.columns(group, part)
+        return self.tables[:, offset : offset + width]
+
+    def table_index(self, group: int, part: int = 0) -> int:
+        """Row of `StepPlan.slot_mapping` that belongs to `table(group, part)`."""
+        return self.layout.table(group, part)
+
+    def slot_of(self, request_id: Hashable) -> int:
+        """Slot of an admitted request.
+
+        Raises:
+            ValueError: the id is unknown.
+        """
+        return self.sequences.slot_of(request_id)
+
+    def take_deltas(self) -> tuple[Int64, Int32]:
+        """Table entries that changed since the last call, for a copy of `tables` on a device.
 
         Returns:
-            Tokens of the pinned prefix; 0 if nothing is cached or it alone exceeds the budget.
+            (flat indices into `tables` [m] int64, values [m] int32), later changes of an entry
+            last.
 
         Raises:
-            ValueError: `ttl` is not positive, or `now` not a finite number.
+            ValueError: the cache was made without track_deltas.
         """
-        expiry = expiry_of(now, ttl)
-        match, run = self._lookup.again(match)
-        self.index.tick += 1
-        depth = match.num_tokens // self.alignment
-        return self._pins.pin(run, depth, expiry) * self.alignment
-
-    def pin_request(self, request_id: Hashable, *, now: float, ttl: float) -> None:
-        """Pin what is cached of a running request when it is released.
-
-        Raises:
-            ValueError: the id is unknown, `ttl` is not positive, or `now` not a finite number.
-        """
-        self._pins.at_release[self.slot_of(request_id)] = expiry_of(now, ttl)
-
-    def unpin(self, match: Match) -> bool:
-        """End the pin of the prefix that `match` finds; False if it is not pinned."""
-        match, run = self._lookup.again(match)
-        if not match.num_tokens:
-            return False
-        self.index.tick += 1
-        return self._pins.unpin(run, match.num_tokens // self.alignment)
-
-    def expire_pins(self, now: float) -> int:
-        """End the pins whose time has passed; returns how many.
-
-        Raises:
-            ValueError: `now` is not a finite number.
-        """
-        return self._pins.expire(as_seconds("now", now))
-
-    def clear(self) -> None:
-        """Forget everything cached that no running request needs, pinned or not."""
-        self._steps.changed()
-        self.index.clear()
-
-    def evict(self, num_pages: int) -> int:
-        """Free cached pages now, as pressure would.
-
-        Args:
-            num_pages: pages wanted.
-
-        Returns:
-            Pages freed: at least `num_pages`, or all that running requests do not need.
-        """
-        num_pages = as_int("num_pages", num_pages, 0)
-        before = self.num_free_pages
-        self._steps.planned = None
-        self.index.evict(min(num_pages, self.num_evictable_pages))
-        return self.num_free_pages - before
-
-    def announce(self) -> None:
-        """Write events that tell everything cached now to a reader that is late or lost track.
-
-        They replace those that nobody took yet, and may be more than the log holds: each is made
-        when it is taken (`EventLog.take(most=)` takes some).
-
-        Raises:
-            ValueError: the cache was made without events.
-        """
-        if self._announcer is None:
+        deltas = self._tables.deltas
+        if deltas is None:
             raise ValueError(
-                "events: expected an EventLog at construction to announce to, got None"
+                "track_deltas: expected True at construction to take deltas, got False"
             )
-        self._announcer.everything(self.index.runs())
+        if not deltas:
+            return NO_ROWS, NO_VALUES
+        indices, pages = zip(*deltas, strict=True)
+        deltas.clear()
+        return np.concatenate(indices), np.concatenate(pages)
 
     # Reports.
 

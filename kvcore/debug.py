@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .arrays import Int32
+from .arrays import Int32, as_token_ids
 from .plan import OutOfPages, StepPlan
-from .prefix.keys import as_token_ids
 from .prefix.lookup import Match
 from .spec import NULL_BLOCK
 

@@ -1,14 +1,17 @@
 """Plans: `StepPlan`, `OutOfPages`, and how steps are checked, planned, committed and taken back.
 
-One step of a batch in the order of its calls, with where to read on:
+Two kinds of steps, in the order of their calls, with where to read on. Most steps are *decode
+steps*, one token for each request: `tables.decode` has them, and `prefix.requests` their tokens.
 
-    plan    which slots, how many tokens    checked here, or the batch of the last step again
-            what must outlive the step      `Chains.boundaries` (chunks, and states)
-            which pages, where rows go      `Tables.plan`, `Tables.fill`
-            too few free pages              `EvictableTree.evict`, if that is enough
-    commit  keys of the new tokens          `Sequences.feed_one` and its like
-            entries of the tables           `Chains.commit`, `Tables.commit`
-            segments that ended             `Chains.commit`, `PrefixIndex.append`
+                                        decode step              any other
+    plan    which slots, how many       the batch of the last step again, or checked here
+            what must outlive the step                           `Chains.boundaries`
+            which pages, where rows go  `DecodeTables.plan`,     `Tables.plan`, `Tables.fill`
+                                        `DecodeTables.fill`
+            too few free pages          `EvictableTree.evict`, if that is enough
+    commit  keys of the new tokens      `Sequences.feed_one`     its like for several tokens
+            entries of the tables       `DecodeTables.commit`    `Tables.commit`
+            segments that ended         `Chains.commit_decode`   `Chains.commit`
 """
 
 from __future__ import annotations
@@ -18,13 +21,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .arrays import NO_ROWS, ONE, Int32, Int64, count_true
-from .prefix.keys import as_token_ids
+from .arrays import NO_ROWS, ONE, Int32, Int64, as_ints, as_token_ids, count_true
 from .prefix.replays import cached_rows
 from .prefix.tracker import Chains
-from .spec import MOST_TOKENS, as_ints
-from .tables.batch import Ending
+from .spec import MOST_TOKENS
+from .tables.decode import Decode, DecodeBatch, Ending
+from .tables.drafts import DraftBatch
 from .tables.groups import Step, Tables
+from .tables.state import NO_COPIES
 
 if TYPE_CHECKING:
     from .announcer import Announcer
@@ -91,7 +95,7 @@ class StepPlan:
     replay_slots: Int64
     copies: Int32
     state_pages: Int32
-    step: Step = field(repr=False)
+    step: Step | Decode = field(repr=False)
 
 
 class Steps:
@@ -119,6 +123,7 @@ class Steps:
     ) -> None:
         self._chains, self._tables, self._announcer = chains, tables, announcer
         self._sequences, self._index = chains.sequences, chains.index
+        self._batches, self._decodes = tables.batches, tables.decodes
         self._pool, self._layout = tables.pool, tables.layout
         self._max_model_len, self._enable_caching = max_model_len, enable_caching
         self._has_replays = has_replays
@@ -166,9 +171,8 @@ class Steps:
 
     def _checked_accepted(self, plan: StepPlan, accepted: Any) -> Int64:
         taken = as_ints("accepted", accepted)
-        most = plan.num_new_tokens
-        step, batch = plan.step, plan.step.batch
-        if step.drafts is not None and batch is not None:
+        most, batch = plan.num_new_tokens, plan.step.batch
+        if isinstance(batch, DraftBatch):
             limit = batch.tokens
         else:
             limit = np.minimum(most, self._drafts + ONE)
@@ -188,11 +192,12 @@ class Steps:
     def plan(self, slots: Any, num_new_tokens: Any) -> StepPlan | OutOfPages:
         """`KVCache.plan`."""
         slots, counts = self._vectors(slots, num_new_tokens)
-        batch = self._tables.batches.again(slots, counts)
-        if batch is not None:
+        batch = self._batches.newest
+        if batch is not None and batch.is_again(slots, counts):
             slots, counts = batch.slots, batch.counts
             start, end, longest = batch.start, batch.end, batch.longest
         else:
+            batch = None
             slots, counts = slots.copy(), counts.copy()  # the caller may use its buffers again
             self._check(slots, counts)
             start = self._sequences.num_computed[slots]
@@ -211,23 +216,23 @@ class Steps:
                 written = self._chains.replays.written_from(slots, start)
                 several |= written > start
             chunks = several.nonzero()[0]
-            if len(chunks) == len(slots) and (written is start or not count_true(written > start)):
-                batch = self._tables.batches.with_drafts(slots, start, counts)
+            if not len(chunks):
+                batch = self._batches.of(slots, start)
+            elif len(chunks) == len(slots) and (
+                written is start or not count_true(written > start)
+            ):
+                batch = self._batches.with_drafts(slots, start, counts)
                 if batch is not None:
                     chunks = NO_ROWS
+        if batch is not None and batch.size == 1 and batch.is_steady:
+            return self._plan_decode(batch)
         kept, snapshot = (NO_ROWS, NO_ROWS), NO_ROWS
         if self._enable_caching and (chunks.size or self._tables.states):
             kept, snapshot = self._chains.boundaries(slots, start, end, chunks, batch)
         step = self._tables.plan(slots, start, end, written, chunks, kept, snapshot, batch)
-        if step.needed > self._pool.num_free:
-            evictable = self._index.num_evictable
-            if step.needed > self._pool.num_free + evictable:
-                per_group = self._tables.per_group(step)
-                worst = max(per_group, key=lambda name: per_group[name])
-                return OutOfPages(step.needed, self._pool.num_free, evictable, worst, per_group)
-            # It names pages that lie deeper in the stack of free ones from here on.
-            self.planned = None
-            self._index.evict(step.needed - self._pool.num_free)
+        short = self._make_room(step)
+        if short is not None:
+            return short
         if step.chunk_rows.size:
             cu = np.zeros(len(slots) + 1, dtype=np.int32)
             cu[1:] = np.add.accumulate(counts)
@@ -235,11 +240,11 @@ class Steps:
                 positions = np.arange(start[0], longest)
             else:
                 positions = np.arange(int(cu[-1])) + (start - cu[:-1]).repeat(counts)
-        elif batch is not None and batch.size > 1:
+        elif isinstance(batch, DraftBatch):
             cu, positions = batch.cu, start.take(batch.row_of) + batch.steps - ONE
         else:
             cu, positions = self._cu_of(len(slots)), start
-        pages = self._pool.peek(step.needed)
+        pages = self._pool.peek(step.num_new)
         mapping = self._tables.fill(step, pages, cu, len(positions))
         replays = self._no_replays
         if step.replaying:
@@ -250,6 +255,35 @@ class Steps:
             step.state_pages, step,
         )  # fmt: skip
         return plan
+
+    def _plan_decode(self, batch: DecodeBatch) -> StepPlan | OutOfPages:
+        """One token for each request of a batch, whose states all have live pages."""
+        decode = self._decodes.plan(batch, self._enable_caching)
+        short = self._make_room(decode)
+        if short is not None:
+            return short
+        mapping = self._decodes.fill(decode, self._pool.peek(decode.num_new))
+        self.planned = plan = StepPlan(
+            batch.slots, batch.counts, self._cu_of(len(batch.slots)), batch.end.astype(np.int32),
+            batch.start, mapping, *self._no_replays, NO_COPIES, batch.state_pages, decode,
+        )  # fmt: skip
+        return plan
+
+    def _make_room(self, step: Step | Decode) -> OutOfPages | None:
+        """Evict what a step needs to fit, if that is enough; else nothing, and say what it
+        lacks."""
+        free = self._pool.num_free
+        if step.num_new <= free:
+            return None
+        evictable = self._index.num_evictable
+        if step.num_new > free + evictable:
+            per_group = self._tables.per_group(step)
+            worst = max(per_group, key=lambda name: per_group[name])
+            return OutOfPages(step.num_new, free, evictable, worst, per_group)
+        # The newest plan names pages that lie deeper in the stack of free ones from here on.
+        self.planned = None
+        self._index.evict(step.num_new - free)
+        return None
 
     def _cu_of(self, n: int) -> Int32:
         """cu_seqlens_q of n requests with one token each."""
@@ -278,51 +312,55 @@ class Steps:
         if accepted is not None:
             end = step.start + self._checked_accepted(plan, accepted)
         self.changed()
-        self._pool.take(step.needed)
+        self._pool.take(step.num_new)
         if self._max_drafts:
             floor = np.maximum(self.rollback_floor[slots], step.end - self._max_drafts)
             self.rollback_floor[slots] = floor
-        made, closing = None, None
-        if self._enable_caching:
-            made, closing = self._feed(plan, ids, end)
+        if isinstance(step, Decode):
+            copies = self._commit_decode(plan, step, ids)
+        elif self._enable_caching:
+            made, closing = self._feed(plan, step, ids, end)
             if self._announcer is not None:
                 self._announcer.computed(plan, ids, end)
-        if not self._enable_caching or self._completes_nothing(step):
+            copies = self._chains.commit(step, end, made, closing)
+        else:
             effects = self._tables.commit(step, end, (NO_ROWS, NO_ROWS))
             self._tables.settle(step, effects)
             copies = effects.copies
-        else:
-            copies = self._chains.commit(step, end, made, closing)
         self._sequences.num_computed[slots] = end
         return copies
 
-    def _completes_nothing(self, step: Step) -> bool:
-        """Whether it is plain that no segment ends in a step: most decode steps."""
-        if step.chunk_rows.size or step.decode is None or self._layout.lookahead:
-            return False
-        assert step.batch is not None
-        return not step.batch.ending.slot_list
+    def _commit_decode(self, plan: StepPlan, decode: Decode, ids: Int32) -> Int32:
+        """`commit` of a plan from `_plan_decode`."""
+        batch = decode.batch
+        if not batch.age:  # its first step
+            self._batches.keep(batch)
+        if self._enable_caching:
+            made = self._sequences.feed_one(batch, ids)
+            if self._announcer is not None:
+                self._announcer.computed(plan, ids, decode.end)
+            if self._layout.lookahead or batch.ending.slot_list:
+                return self._chains.commit_decode(decode, made)
+        return self._decodes.commit(decode)
 
     def _feed(
-        self, plan: StepPlan, ids: Int32, end: Int64
+        self, plan: StepPlan, step: Step, ids: Int32, end: Int64
     ) -> tuple[list[bytes] | None, Ending | None]:
         """Give the tokens of a step to the key chains.
 
         Returns:
-            What `Chains.commit` need not find out of a decode batch: (keys of the segments that end
-            in the step, whose they are); None where it must.
+            What `Chains.commit` need not find out of a step with drafts: (keys of the segments that
+            end in it, whose they are); None where it must.
         """
-        step, batch = plan.step, plan.step.batch
-        if not step.chunk_rows.size:
-            assert batch is not None
-            if batch.size > 1:
-                return self._sequences.feed_drafts(batch, ids, end)
-            return self._sequences.feed_one(batch, ids), None
+        batch, rows = step.batch, step.chunk_rows
+        if isinstance(batch, DraftBatch):
+            return self._sequences.feed_drafts(batch, ids, end)
         if batch is not None:
-            self._sequences.feed_one(batch, ids[plan.cu_seqlens_q[step.decode_rows]])
-        rows = step.chunk_rows
-        first = plan.cu_seqlens_q[rows]
-        self._sequences.feed_several(step.slots[rows], step.start[rows], end[rows], ids, first)
+            ones = ids[plan.cu_seqlens_q[step.decode_rows]] if rows.size else ids
+            self._sequences.feed_one(batch, ones)
+        if rows.size:
+            slots, first = step.slots[rows], plan.cu_seqlens_q[rows]
+            self._sequences.feed_several(slots, step.start[rows], end[rows], ids, first)
         return None, None
 
     # Taking back.

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from .arrays import INT64, Int32, Int64, slice_of
+from .arrays import Int32, Int64, slice_of
 
 NULL_BLOCK = 0
 MOST_TOKENS = 2**31 - 1  # of a sequence, or a segment: lengths are int32
@@ -309,21 +309,3 @@ def as_seconds(name: str, value: Any) -> float:
     except OverflowError:  # an int past all floats
         pass
     raise ValueError(f"{name}: expected a finite number of seconds, got {value!r}")
-
-
-def as_ints(name: str, values: Any) -> Int64:
-    """`values` as an array, perhaps the caller's own, which is not to be kept: the caller may use
-    it for something else.
-
-    Raises:
-        ValueError: they are no ints.
-    """
-    try:
-        array = np.asarray(values)
-    except (ValueError, TypeError) as error:  # rows of several lengths, say
-        raise ValueError(f"{name}: expected ints, got {values!r}") from error
-    if array.dtype != INT64:
-        if array.size and array.dtype.kind not in "iu":
-            raise ValueError(f"{name}: expected ints, got {array.dtype}")
-        array = array.astype(INT64)
-    return array

@@ -1,5 +1,7 @@
 """The public functions: check once, choose the implementation by name, never fall back to another.
 
+Next: `call`, the checks; then `triton_impl`, or `torch_impl` on a CPU.
+
 Torch is imported here and Triton only by the functions that launch a kernel, so that
 ``impl="torch"`` works where Triton is missing.
 

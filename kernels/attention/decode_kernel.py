@@ -1,7 +1,7 @@
 """The decode kernel of paged attention: a program computes one KV split of one sequence.
 
-Decode sequences have few new tokens, which fit one query tile. `common.split_kv` says which keys
-are whose; `merge` merges the splits of a sequence.
+Decode sequences have few new tokens, which fit one query tile: next, `query_tile` walks its keys.
+`common.split_kv` says which keys are whose; `merge` merges the splits of a sequence.
 """
 
 import triton

@@ -2,7 +2,7 @@
 
 A sequence has as many query tiles as its new tokens fill. In prefill a `Config` may ask for tensor
 descriptors, which copy whole tiles of new rows, and for few programs that take query tiles in
-turns. Neither changes a bit of the result.
+turns. Neither changes a bit of the result. Next: `query_tile`, which walks the keys.
 """
 
 import triton

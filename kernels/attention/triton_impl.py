@@ -11,7 +11,8 @@ of the next tile is loaded one tile ahead and carried around the loop: loaded in
 keeps one K/V tile in flight instead of ``num_stages``. If block_size is a multiple of BLOCK_N a
 tile has one page id, else each of its rows has one.
 
-`prefill_kernel` and `decode_kernel` share that, `query_tile`; `merge` has the merge of KV splits.
+Next: `prefill_kernel` and `decode_kernel`, which share all that, in `query_tile`; `merge` has the
+merge of KV splits.
 
 Layout: q, out [num_tokens, num_heads, head_dim]; pages [num_pages, block_size, num_kv_heads,
 head_dim] of any strides; block_table [num_seqs, width] where block b is entry b % width. Decode

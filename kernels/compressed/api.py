@@ -1,5 +1,6 @@
 """Attention of DeepSeek-V4: window, in-step rows and compressed entries under one softmax.
 
+Next: `call`, the checks; then `triton_impl`, or `torch_impl` on a CPU.
 Torch is imported here and Triton only by the functions that launch a kernel.
 """
 

@@ -5,6 +5,8 @@ where they grow with the context, programs divide the keys of all query tiles ev
 (``common.stream_k``). A split leaves its rows and their lse in ``partial_out``: [parts, BLOCK_Q,
 num_heads, head_dim] fp32, then the lse; ``compressed_merge_kernel`` merges them.
 
+Next: `query_tile`, then the loop in `key_tiles`.
+
 Source: FlashDecoding (split-KV); Stream-K (arXiv 2301.03598).
 """
 

@@ -1,4 +1,7 @@
-"""The prefill kernel of ``compressed_attention``: one program a query tile and tile of heads."""
+"""The prefill kernel of ``compressed_attention``: one program a query tile and tile of heads.
+
+Next: `query_tile`, then the loop in `key_tiles`.
+"""
 
 import triton
 import triton.language as tl

@@ -2,7 +2,7 @@
 
 A query tile packs tokens of a sequence with query heads (row = token * heads + head), so a tile of
 keys is read once for all of them: 64 rows, or 16 or 32 where there are fewer. With ``topk_indices``
-every token has keys of its own, and a tile holds heads of one token.
+every token has keys of its own, and a tile holds heads of one token. `key_tiles` has the loop.
 
 The inverse RoPE is fused into the store: it needs the 64 roped channels of the accumulator as a
 tile of their own (a sum over the groups of 64 channels of which all but one are zeroed; 16

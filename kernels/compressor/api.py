@@ -1,5 +1,7 @@
 """``compress``: check once, choose the implementation by name.
 
+Next: `call`, the checks; then `triton_impl`, or `torch_impl` on a CPU.
+
 The state is the rows themselves, the last ``ring`` tokens of a sequence by position, also at ratio
 128, where running sums (a maximum, a sum and a weighted sum for each channel) would be 85 times
 smaller. Rows, because

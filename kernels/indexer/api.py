@@ -1,4 +1,8 @@
-"""``index_topk``: which compressed entries each query attends to, by the lightning indexer."""
+"""``index_topk``: which compressed entries each query attends to, by the lightning indexer.
+
+Next: `call`, the checks, with `plan`, how the work is split; then `triton_impl`, or `torch_impl` on
+a CPU.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """Launches of ``index_topk``: the scores of the lightning indexer, then all levels of a top-k.
 
+Next: `scores`, then `selection`.
+
     score(t, w) = sum_h weights[t, h] * relu(q[t, h] . key_w)
     over the entries w < visible(t) = floor((p_t + 1) / compress_ratio)
 

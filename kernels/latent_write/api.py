@@ -1,4 +1,7 @@
-"""``write_latent``: check once, choose the implementation by name."""
+"""``write_latent``: check once, choose the implementation by name.
+
+Next: `call`, the checks; then `triton_impl`, or `torch_impl` on a CPU.
+"""
 
 from __future__ import annotations
 

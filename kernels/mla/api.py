@@ -1,6 +1,8 @@
 """``mla_attention``: DeepSeek-V2/V3 attention in its latent form.
 
 One key of 576 channels a token, whose first 512 are the value.
+
+Next: `call`, the checks; then `triton_impl`, or `torch_impl` on a CPU.
 """
 
 from __future__ import annotations

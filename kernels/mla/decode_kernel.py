@@ -2,7 +2,7 @@
 
 A program that has only a part of a query tile's keys leaves its rows and their lse in
 ``partial_out``: [2 * programs, BLOCK_Q, num_heads, head_dim_v] fp32, then the lse;
-``compressed_merge_kernel`` merges them.
+``compressed_merge_kernel`` merges them. Next: `query_tile`, the loop over the keys.
 
 Source: Stream-K (arXiv 2301.03598); ``common.stream_k``.
 """

@@ -1,4 +1,7 @@
-"""The prefill kernel of ``mla_attention``: one program a query tile and tile of heads."""
+"""The prefill kernel of ``mla_attention``: one program a query tile and tile of heads.
+
+Next: `query_tile`, the loop over the keys.
+"""
 
 import triton
 import triton.language as tl

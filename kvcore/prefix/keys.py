@@ -20,12 +20,9 @@ import struct
 from hashlib import sha256
 from typing import Any
 
-import numpy as np
-
-from ..arrays import INT32, Int32, count_true
+from ..arrays import Int32, as_token_ids
 
 KEY_BYTES = 32
-ZERO: Int32 = np.array(0, dtype=np.int32)
 
 
 def root_key(seed: bytes, salt: bytes) -> bytes:
@@ -43,28 +40,6 @@ def root_key(seed: bytes, salt: bytes) -> bytes:
 def next_key(previous: bytes, tokens: bytes | memoryview) -> bytes:
     """Key of the segment whose int32 token ids are `tokens`, after `previous`."""
     return sha256(b"".join((previous, tokens))).digest()
-
-
-def as_token_ids(name: str, tokens: Any) -> Int32:
-    """`tokens` as a contiguous int32 vector.
-
-    Raises:
-        ValueError: not one-dimensional, not integers, or an id outside [0, 2**31).
-    """
-    array = np.asarray(tokens)
-    quick = array.dtype == INT32 and array.ndim == 1 and array.flags.c_contiguous
-    if quick and not count_true(array < ZERO):
-        return array
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise ValueError(
-            f"{name}: expected a 1-D sequence of ints, got {array.dtype} {list(array.shape)}"
-        )
-    if array.size:
-        low, high = int(array.min()), int(array.max())
-        if low < 0 or high >= 2**31:
-            bad = low if low < 0 else high
-            raise ValueError(f"{name}: expected ids in [0, 2**31), got {bad}")
-    return np.ascontiguousarray(array, dtype=np.int32)
 
 
 class Prompt:

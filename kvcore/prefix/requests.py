@@ -14,7 +14,8 @@ import numpy as np
 
 from ..arrays import ONE, Int32, Int64, ragged_arange
 from ..spec import as_int
-from ..tables.batch import NOBODY, DecodeBatch, Ending
+from ..tables.decode import NOBODY, DecodeBatch, Ending
+from ..tables.drafts import DraftBatch
 from .keys import KEY_BYTES, Prompt, next_key
 
 
@@ -176,7 +177,7 @@ class Sequences:
         return None if k else made
 
     def feed_drafts(
-        self, batch: DecodeBatch, tokens: Int32, end: Int64
+        self, batch: DraftBatch, tokens: Int32, end: Int64
     ) -> tuple[list[bytes] | None, Ending | None]:
         """The tokens of a step with drafts, `batch.size` of each request [n * size], of which those
         before `end` [n] stay.

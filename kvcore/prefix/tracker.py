@@ -13,7 +13,8 @@ import numpy as np
 from ..announcer import Announcer
 from ..arrays import NO_ROWS, ONE, Int32, Int64
 from ..policies.retention import kept_boundaries, kept_of_one, replay_boundaries
-from ..tables.batch import NOBODY, DecodeBatch, Ending
+from ..tables.decode import NOBODY, Decode, DecodeBatch, Ending
+from ..tables.drafts import DraftBatch
 from ..tables.groups import Step, Tables
 from .index import PrefixIndex
 from .lookup import Match
@@ -147,7 +148,7 @@ class Chains:
         snapshot = NO_ROWS
         if self._tables.states:
             if batch is not None:
-                snapshot = batch.ending.rows if batch.size == 1 else batch.reaching
+                snapshot = batch.reaching if isinstance(batch, DraftBatch) else batch.ending.rows
             else:
                 within = end % self._segment
                 most = np.minimum(end - start, self._drafts + 1) if self._drafts else ONE
@@ -185,18 +186,17 @@ class Chains:
         """Make a step real up to `end` [n], and cache what it completed.
 
         Args:
-            made: keys of the segments that end here, if the step is a decode batch whose keys need
-                no lookahead.
-            closing: who completes these, if it has drafts.
+            made, closing: keys of the segments that end here and who completes them, if a step
+                with drafts knows.
 
         Returns:
             [m, 2] pages to copy after the step.
         """
         slots = step.slots
-        closing = closing or self._closing(step, end)
+        closing = closing or self._closing(slots, end)
         rows = kept = NO_ROWS
         if closing.slot_list and self.layout.hybrid:
-            rows, kept = self._kept(step, end, closing)
+            rows, kept = self._kept(None if step.chunk_rows.size else step.batch, end, closing)
         if step.replaying:
             rows, kept = self.replays.finished(step, end, rows, kept)
         in_chunk = (NO_ROWS, NO_ROWS)
@@ -219,15 +219,27 @@ class Chains:
         self._tables.settle(step, effects)
         return effects.copies
 
-    def _closing(self, step: Step, end: Int64) -> Ending:
-        """Requests of a step with segments to cache, and up to which token."""
-        if not self.layout.lookahead and step.decode is not None and not step.chunk_rows.size:
-            assert step.batch is not None
-            return step.batch.ending
-        rows = (end - self.cached[step.slots] >= self._segment).nonzero()[0]
+    def commit_decode(self, decode: Decode, made: list[bytes] | None) -> Int32:
+        """The same of a decode step in which segments end, of whose keys `made` are known."""
+        batch, end = decode.batch, decode.end
+        closing = self._closing(batch.slots, end) if self.layout.lookahead else batch.ending
+        rows = kept = NO_ROWS
+        if closing.slot_list and self.layout.hybrid:
+            rows, kept = self._kept(batch, end, closing)
+        copies = self._tables.decodes.commit(decode)
+        if closing.slot_list:
+            self._close(closing, False, made)
+        if rows.size:
+            where, boundaries = batch.slots[rows].tolist(), kept.tolist()
+            self._add_points(where, boundaries, [*map(self._tables.tail, where, boundaries)])
+        return copies
+
+    def _closing(self, slots: Int64, end: Int64) -> Ending:
+        """Which of the requests `slots` have segments to cache, and up to which token."""
+        rows = (end - self.cached[slots] >= self._segment).nonzero()[0]
         if not rows.size:
             return NOBODY
-        slots, to = step.slots[rows], end[rows]
+        slots, to = slots[rows], end[rows]
         to = to - to % self._segment
         if self.layout.lookahead:
             known = np.array([*map(self.sequences.num_keys, slots.tolist())]) * self._segment
@@ -235,10 +247,11 @@ class Chains:
             rows, slots, to = rows[ready], slots[ready], np.minimum(to, known)[ready]
         return Ending(rows, slots, slots.tolist(), to)
 
-    def _kept(self, step: Step, end: Int64, closing: Ending) -> tuple[Int64, Int64]:
-        """Rows of those `closing` segments that keep a resume point, and at which boundaries."""
-        batch, slots = step.batch, closing.slots
-        if batch is not None and not step.chunk_rows.size:
+    def _kept(self, batch: DecodeBatch | None, end: Int64, closing: Ending) -> tuple[Int64, Int64]:
+        """Rows of those `closing` segments that keep a resume point, and at which boundaries;
+        `batch`: of all rows, if there are no chunks."""
+        slots = closing.slots
+        if batch is not None:
             if batch.age >= batch.quiet_until:
                 batch.quiet_until = batch.age + self._quiet_steps(batch)
             if batch.age < batch.quiet_until:

@@ -1,6 +1,8 @@
 """The decode fast path: one token for each request of a batch, for all tables at once.
 
-Such a step changes a table entry only where a request starts a block or, in a state table,
+A step that asks for the next token of the same requests in the same order (`DecodeBatch`) costs a
+few operations on arrays of the whole batch: what it needs to know of them is carried on from the
+step before. It changes a table entry only where a request starts a block or, in a state table,
 completes a segment, of which a snapshot is due. All else is one addition: the slot of a token is
 the one after the slot of the token before it (`DecodeBatch.last_slots`).
 
@@ -31,24 +33,130 @@ from the positions.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from numpy.lib.stride_tricks import sliding_window_view
 
-from ..arrays import INT32, INT64, NO_FLAGS, NO_ROWS, NO_VALUES, ONE, Int32, Int64, count_true
+from ..arrays import INT32, INT64, NO_FLAGS, NO_ROWS, ONE, ZERO, Int32, Int64, count_true
 from ..pages import NULL, UNSHARED, PagePool
-from .batch import DecodeBatch
 from .prefill import BlockTables
-from .state import LIVE, SNAPSHOT, StateTables
+from .state import LIVE, NO_COPIES, SNAPSHOT, StateTables, rows_of
 
 # Steps after which a batch gets a calendar: about those in which that saves what it costs.
 SETTLED = 16
 MOST_ENTRIES = 1 << 18  # of a calendar; each takes 48 bytes
+NOWHERE: Int64 = np.array(-1)  # in a slot mapping: not written
 
 
-class Part:
+class Ending(NamedTuple):
+    """Requests of a batch that complete a segment in a step.
+
+    Attributes:
+        rows, slots: [m] where they are in the batch, and their slots. slot_list: these as ints.
+        end: [m] tokens after the step.
+    """
+
+    rows: Int64
+    slots: Int64
+    slot_list: list[int]
+    end: Int64
+
+
+NOBODY = Ending(NO_ROWS, NO_ROWS, [], NO_ROWS)
+
+
+class DecodeBatch:
+    """Requests that compute one token each, and go on doing so from step to step.
+
+    Args:
+        slots, start: [n] requests, and their tokens before the step.
+        last_slots: [num_tables, n] slots of the tokens before these; anything in rows of states.
+        state_pages: [num_tables, n] live pages of states, 0 where there are none yet; 0 in other
+            rows.
+        is_steady: whether all states have live pages.
+        columns: [n] flat indices of the first entries of the requests' rows in the fused table.
+        alignment: tokens of a segment.
+        size: tokens that each computes in a step: one, or several in `drafts.DraftBatch`.
+
+    Attributes:
+        counts: [n] `size` each. end: [n] tokens after the step. longest: the largest.
+        age: steps since the batch was made.
+        calendar: what changes in each step, once the batch has lasted a while.
+        is_whole: False once a request has left, or gone back.
+        quiet_until: age before which no request keeps a boundary.
+    """
+
+    def __init__(
+        self,
+        slots: Int64,
+        start: Int64,
+        last_slots: Int64,
+        state_pages: Int32,
+        is_steady: bool,
+        columns: Int64,
+        alignment: int,
+        size: int = 1,
+    ) -> None:
+        self.slots, self.size = slots, size
+        self._key = slots.tobytes()
+        self.counts: Int64 = np.full(len(slots), size, dtype=np.int64)
+        self._same = self.counts.tobytes()
+        self.start, self.end = start, start + self.counts
+        self.longest = int(np.maximum.reduce(self.end))
+        self.age = 0
+        self.last_slots, self.state_pages, self.is_steady = last_slots, state_pages, is_steady
+        self.is_whole = True
+        self.columns = columns
+        self.calendar: Calendar | None = None
+        self.quiet_until = 0
+        self.alignment = alignment
+        self._closing: tuple[Int64, Int64, list[int], list[int]] | None = None
+        self._ending: Ending | None = None
+
+    def is_of(self, slots: Int64) -> bool:
+        """Whether these are the batch's requests, in its order."""
+        return self.is_whole and slots.tobytes() == self._key
+
+    def is_again(self, slots: Int64, counts: Int64) -> bool:
+        """Whether a step asks for the next tokens of the batch's requests, and nothing else."""
+        return self.is_of(slots) and counts.tobytes() == self._same
+
+    def advance(self, last_slots: Int64) -> None:
+        """Go to the next step."""
+        self.start, self.end, self.last_slots = self.end, self.end + ONE, last_slots
+        self.longest += 1
+        self.age += 1
+        self._ending = None
+
+    @property
+    def ending(self) -> Ending:
+        """Who completes a segment in this step."""
+        if self._ending is not None:
+            return self._ending
+        a = self.alignment
+        if not self.age:
+            rows = (self.end % a == ZERO).nonzero()[0]
+            slots = self.slots[rows]
+            self._ending = Ending(rows, slots, slots.tolist(), self.end[rows])
+            return self._ending
+        if self._closing is None:  # requests by when they do, and how many do before each step
+            wait = (self.age - self.end) % a
+            order = wait.argsort(kind="stable")
+            bounds = np.bincount(wait, minlength=a).cumsum().tolist()
+            slots = self.slots[order]
+            self._closing = order, slots, slots.tolist(), [0, *bounds]
+        order, slots, slot_list, bounds = self._closing
+        step = self.age % a
+        low, high = bounds[step], bounds[step + 1]
+        self._ending = NOBODY
+        if low < high:
+            rows = order[low:high]
+            self._ending = Ending(rows, slots[low:high], slot_list[low:high], self.end[rows])
+        return self._ending
+
+
+class Part(NamedTuple):
     """Entries of one class of tables that change in decode steps.
 
     Attributes:
@@ -59,55 +167,59 @@ class Part:
         block_size: rows of a page.
     """
 
-    def __init__(
-        self, tables: Int64, first: Int64, width: int, period: int, at: int, block_size: int
-    ) -> None:
-        self.tables, self.first, self.width = tables, first, width
-        self.period, self.at, self.block_size = period, at, block_size
+    tables: Int64
+    first: Int64
+    width: int
+    period: int
+    at: int
+    block_size: int
 
 
-@dataclass(slots=True, eq=False)
 class Decode:
     """Plan of a decode step: the entries that change, part by part, and their pages.
 
-    Attributes:
-        indices: [m] flat indices in the fused table.
-        outputs: [m] flat indices in a slot mapping [num_tables, n]: of the table and the request.
-        block_sizes: [m] rows of a page.
+    Args:
+        batch: whose step it is.
+        entries: three vectors [m]: indices, in the fused table; outputs, indices in a slot mapping
+            [num_tables, n] of the table and the request; block_sizes, rows of a page.
         num_dense, num_always_new, num_blocks: entries of dense tables, those that take a new page
             in any case, and those of blocks.
+
+    Attributes:
+        start, end: [n] tokens before and after the step. num_new: pages needed.
         pages: [m] pages in the entries; once new ones are given, those. is_new: which entries from
             `num_always_new` on take new ones.
-        num_new: pages needed. new_pages: these, once they are given.
+        new_pages, slot_mapping: once they are given, the new pages and [num_tables, n] the slots
+            of the tokens.
     """
 
-    indices: Int64
-    outputs: Int64
-    block_sizes: Int64
-    num_dense: int
-    num_always_new: int
-    num_blocks: int
-    pages: Int64
-    is_new: npt.NDArray[np.bool_]
-    num_new: int
-    new_pages: Int64
+    def __init__(
+        self,
+        batch: DecodeBatch,
+        entries: tuple[Int64, Int64, Int64],
+        num_dense: int,
+        num_always_new: int,
+        num_blocks: int,
+    ) -> None:
+        self.batch, self.start, self.end = batch, batch.start, batch.end
+        self.indices, self.outputs, self.block_sizes = entries
+        self.num_dense, self.num_always_new = num_dense, num_always_new
+        self.num_blocks, self.num_new = num_blocks, num_always_new
+        self.pages = self.new_pages = self.slot_mapping = NO_ROWS
+        self.is_new = NO_FLAGS
 
 
 class Calendar:
-    """Entries that change in each step of a batch.
+    """Entries that change in each step of a batch; every `alignment` steps all come round.
 
     Args:
         parts: which entries there are. cuts: how many of them are those of `Decode.num_dense`,
             `num_always_new`, `num_blocks`.
-        origin: [n] positions of the batch's first step.
-        columns_of: [n] flat indices of the first entries of the requests' rows in the fused table.
-        alignment: steps in which every part comes round.
     """
 
-    def __init__(
-        self, parts: list[Part], cuts: list[int], origin: Int64, columns_of: Int64, alignment: int
-    ) -> None:
-        n, num_parts = len(origin), len(parts)
+    def __init__(self, parts: list[Part], cuts: list[int], batch: DecodeBatch) -> None:
+        origin, alignment = batch.start - batch.age, batch.alignment
+        n, num_parts, rows = len(origin), len(parts), np.arange(len(origin))[:, None]
         turns = [alignment // p.period for p in parts]  # of each part, in `alignment` steps
         sizes = [n * t * len(p.tables) for t, p in zip(turns, parts, strict=True)]
         total = sum(sizes)
@@ -125,11 +237,10 @@ class Calendar:
             turn = np.arange(turns[i])
             steps = wait[:, None] + turn * part.period
             first = (origin + wait) // part.period
-            rows = np.arange(n)
             keys[start:stop].reshape(shape)[:] = (steps * num_parts + i)[:, :, None]
             blocks[start:stop].reshape(shape)[:] = (first[:, None] + turn)[:, :, None]
-            columns[start:stop].reshape(shape)[:] = (columns_of[:, None] + part.first)[:, None]
-            outputs[start:stop].reshape(shape)[:] = (rows[:, None] + part.tables * n)[:, None]
+            columns[start:stop].reshape(shape)[:] = (batch.columns[:, None] + part.first)[:, None]
+            outputs[start:stop].reshape(shape)[:] = (rows + part.tables * n)[:, None]
         order = keys.argsort(kind="stable")
         self._blocks, self._columns, self._outputs = blocks[order], columns[order], outputs[order]
         part_of = np.tile(np.arange(num_parts), alignment).repeat(counts.ravel())
@@ -141,30 +252,19 @@ class Calendar:
         ends = until[:, -1].cumsum()
         bounds = np.stack([ends - until[:, -1], ends, *until[:, cuts].T], axis=1)
         self._steps: list[list[int]] = bounds.tolist()
-        self._alignment = alignment
-        self._number, self._indices = -1, self._columns
+        self._alignment, self._number, self._indices = alignment, -1, self._columns
 
-    def due(self, age: int, snapshots: bool) -> Decode:
-        """What changes `age` steps after the batch's first."""
-        number, step = divmod(age, self._alignment)
+    def due(self, batch: DecodeBatch, snapshots: bool) -> Decode:
+        """What changes in the step that `batch` is at."""
+        number, step = divmod(batch.age, self._alignment)
         if number != self._number:
             self._number = number
             self._indices = self._columns + (self._blocks + number * self._turns) % self._widths
-        low, high, dense, always_new, blocks = self._steps[step]
+        low, high, *cuts = self._steps[step]
         if not snapshots:
-            high = low + blocks
-        return Decode(
-            self._indices[low:high],
-            self._outputs[low:high],
-            self._sizes[low:high],
-            dense,
-            always_new,
-            blocks,
-            NO_ROWS,
-            NO_FLAGS,
-            always_new,
-            NO_ROWS,
-        )
+            high = low + cuts[-1]
+        due = slice(low, high)
+        return Decode(batch, (self._indices[due], self._outputs[due], self._sizes[due]), *cuts)
 
 
 class DecodeTables:
@@ -177,6 +277,8 @@ class DecodeTables:
     Args:
         array: [max_requests, num_columns] int32, the fused table.
         blocks, states: the classes of tables. alignment: tokens of a segment. pool: the pages.
+        snapshot_at: [max_requests] boundary of each request's newest snapshot.
+        deltas: where changes of the fused table go (see `rows`); None if nobody takes them.
     """
 
     def __init__(
@@ -186,13 +288,13 @@ class DecodeTables:
         states: list[StateTables],
         alignment: int,
         pool: PagePool,
+        snapshot_at: Int64,
+        deltas: list[tuple[Int64, Int32]] | None,
     ) -> None:
-        self.pool = pool
+        self.pool, self._snapshot_at, self._deltas = pool, snapshot_at, deltas
         self._flat = array.reshape(-1)
-        # A live page and its snapshot are neighbours.
-        assert SNAPSHOT == LIVE + 1
+        assert SNAPSHOT == LIVE + 1  # a live page and its snapshot are neighbours
         self._pairs = sliding_window_view(self._flat, 2)
-        self._alignment = alignment
         dense = [b for b in blocks if not b.is_window]
         self._windows = [b for b in blocks if b.is_window and not b.recycles]
         rings = [b for b in blocks if b.recycles]
@@ -205,17 +307,21 @@ class DecodeTables:
         ]
         # The same of each table, part by part.
         each = [
-            (p.first[j], p.tables[j], p.width, p.period, p.block_size)
+            (first, table, p.width, p.period, p.block_size)
             for p in self._parts
-            for j in range(len(p.tables))
+            for first, table in zip(p.first, p.tables, strict=True)
         ]
         self._each: Int64 = np.array(each, dtype=np.int64).T.copy()
         self._every = np.arange(len(each))
+        self._state_rows = rows_of(states)
         self._cuts = [len(dense), len(dense) + len(self._windows), len(blocks)]
         self._per_request = sum(len(p.tables) * (alignment // p.period) for p in self._parts)
 
     def plan(self, batch: DecodeBatch, snapshots: bool) -> Decode:
-        """What the requests of `batch` need; of states only the snapshots, if these are wanted."""
+        """What the requests of `batch` need; of states only the snapshots, if these are wanted.
+
+        Nothing changes but the batch, which may get its calendar.
+        """
         plan = self._due(batch, snapshots)
         fixed = plan.num_always_new
         if len(plan.indices) > fixed:
@@ -228,11 +334,8 @@ class DecodeTables:
         if batch.calendar is None:
             if batch.age < SETTLED or len(batch.slots) * self._per_request > MOST_ENTRIES:
                 return self._due_now(batch, snapshots)
-            origin = batch.start - batch.age
-            batch.calendar = Calendar(
-                self._parts, self._cuts, origin, batch.columns, self._alignment
-            )
-        return batch.calendar.due(batch.age, snapshots)
+            batch.calendar = Calendar(self._parts, self._cuts, batch)
+        return batch.calendar.due(batch, snapshots)
 
     def _due_now(self, batch: DecodeBatch, snapshots: bool) -> Decode:
         due, counts, ends = [NO_ROWS], [], [0]
@@ -241,28 +344,19 @@ class DecodeTables:
             due += [rows] * len(part.tables)
             counts += [len(rows)] * len(part.tables)
             ends.append(ends[-1] + len(rows) * len(part.tables))
-        dense, always_new, blocks = (ends[i] for i in self._cuts)
         rows, table = np.concatenate(due), self._every[: len(counts)].repeat(counts)
         first, tables, widths, periods, sizes = self._each.take(table, axis=1)
         indices = batch.columns[rows] + first + batch.start[rows] // periods % widths
-        return Decode(
-            indices,
-            tables * len(batch.slots) + rows,
-            sizes,
-            dense,
-            always_new,
-            blocks,
-            NO_ROWS,
-            NO_FLAGS,
-            always_new,
-            NO_ROWS,
-        )
+        dense, always_new, blocks = (ends[i] for i in self._cuts)
+        entries = indices, tables * len(batch.slots) + rows, sizes
+        return Decode(batch, entries, dense, always_new, blocks)
 
-    def fill(self, plan: Decode, new_pages: Int64, slots: Int64) -> None:
-        """Give `new_pages` [num_new] to the plan, and write the slots of the blocks' first rows
-        into `slots` [num_tables, n]."""
+    def fill(self, plan: Decode, new_pages: Int64) -> Int64:
+        """Give `new_pages` [num_new] to the plan; returns the slot mapping [num_tables, n]."""
+        slots: Int64 = plan.batch.last_slots + ONE
+        slots[self._state_rows] = NOWHERE
         fixed, n = plan.num_always_new, plan.num_blocks
-        plan.new_pages = new_pages
+        plan.new_pages, plan.slot_mapping = new_pages, slots
         if plan.num_new == len(plan.indices):
             plan.pages = new_pages
         else:
@@ -271,13 +365,27 @@ class DecodeTables:
                 plan.pages[fixed:][plan.is_new] = new_pages[fixed:]
         if n:
             slots.ravel()[plan.outputs[:n]] = plan.pages[:n] * plan.block_sizes[:n]
+        return slots
 
-    def commit(self, plan: Decode, batch: DecodeBatch) -> tuple[Int64, Int32]:
-        """Make the plan real; returns the entries that changed and their pages."""
-        fixed = plan.num_always_new
+    def commit(self, plan: Decode) -> Int32:
+        """Make the plan real, and move its batch on.
+
+        Returns:
+            [m, 2] pages to copy after the step: from live states to the snapshots that are due.
+        """
+        batch, copies = plan.batch, NO_COPIES
+        if plan.num_new:
+            self._put_pages(plan)
+        if len(plan.indices) > plan.num_blocks:
+            self._snapshot_at[batch.ending.slots] = batch.ending.end
+            copies = self._pairs[plan.indices[plan.num_blocks :] - ONE]
+        batch.advance(plan.slot_mapping)
+        return copies
+
+    def _put_pages(self, plan: Decode) -> None:
+        """Put the new pages into their entries, and let the old ones go."""
+        batch, fixed = plan.batch, plan.num_always_new
         indices, pages = plan.indices[:fixed], plan.new_pages
-        if not plan.num_new:
-            return indices, NO_VALUES
         for block in self._windows:
             rows = (batch.start % block.spec.block_size == 0).nonzero()[0]
             block.drop_behind(batch.slots[rows], batch.start[rows] // block.spec.block_size)
@@ -287,19 +395,6 @@ class DecodeTables:
             indices, pages = plan.indices, plan.pages
         if plan.num_new > plan.num_dense:
             self.pool.counts[plan.new_pages[plan.num_dense :]] = UNSHARED
-        values = pages.astype(INT32)
-        self._flat[indices] = values
-        return indices, values
-
-    def snapshots(self, plan: Decode) -> Int32:
-        """Pages to copy after a committed step [m, 2]: from live states to the snapshots that are
-        due."""
-        copies: Int32 = self._pairs[plan.indices[plan.num_blocks :] - ONE]
-        return copies
-
-    def demand(self, plan: Decode, num_tables: int, num_requests: int) -> list[int]:
-        """Pages that each table needs."""
-        fixed = plan.num_always_new
-        outputs = np.concatenate([plan.outputs[:fixed], plan.outputs[fixed:][plan.is_new]])
-        found: list[int] = np.bincount(outputs // num_requests, minlength=num_tables).tolist()
-        return found
+        self._flat[indices] = values = pages.astype(INT32)
+        if self._deltas is not None:
+            self._deltas.append((indices, values))

@@ -28,9 +28,57 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from ..arrays import INT32, NO_FLAGS, NO_ROWS, NO_VALUES, ONE, ZERO, Int32, Int64, count_true
 from ..pages import UNSHARED, PagePool
-from .batch import DecodeBatch
+from .decode import NOWHERE, DecodeBatch
 from .prefill import BlockTables
-from .state import LIVE, NO_INDICES, SNAPSHOT, StateTables
+from .state import LIVE, NO_INDICES, SNAPSHOT, StateTables, rows_of
+
+
+class DraftBatch(DecodeBatch):
+    """Requests that compute as many tokens as the others, of which some may be rejected.
+
+    Args:
+        size: tokens that each computes in a step, more than one. The others: as of `DecodeBatch`.
+
+    Attributes:
+        end: [n] tokens after the step, if none is rejected.
+        tokens: `size`.
+        row_of, steps: [n * size] of each token of a step: which request's it is, and its number
+            there, from 1 on.
+        firsts, cu: [n] int64 and [n + 1] int32, where each request's tokens start.
+        behind: [size, size] ones where a token (column) is not before another (row), else zeros.
+    """
+
+    def __init__(
+        self,
+        slots: Int64,
+        start: Int64,
+        last_slots: Int64,
+        state_pages: Int32,
+        is_steady: bool,
+        columns: Int64,
+        alignment: int,
+        size: int,
+    ) -> None:
+        super().__init__(slots, start, last_slots, state_pages, is_steady, columns, alignment, size)
+        self.tokens: Int64 = np.array(size)
+        self.row_of: Int64 = np.arange(len(slots)).repeat(size)
+        self.cu: Int32 = np.arange(0, len(self.row_of) + 1, size, dtype=np.int32)
+        self.firsts: Int64 = self.cu[:-1].astype(np.int64)
+        self.steps: Int64 = np.arange(1, len(self.row_of) + 1) - self.row_of * size
+        self.behind: Int64 = np.tri(size, dtype=np.int64).T.copy()
+        self._segment: Int64 = np.array(alignment)
+
+    def take(self, end: Int64, last_slots: Int64) -> None:
+        """Go to the next step; this one left each request `end` [n] tokens."""
+        self.start, self.end, self.last_slots = end, end + self.tokens, last_slots
+        self.longest = int(np.maximum.reduce(self.end))
+        self.age += 1
+
+    @property
+    def reaching(self) -> Int64:
+        """Rows that may complete a segment in this step, which depends on the drafts that are
+        rejected."""
+        return (self.end % self._segment < self.tokens).nonzero()[0]
 
 
 @dataclass(slots=True, eq=False)
@@ -39,6 +87,7 @@ class Drafts:
     after it.
 
     Attributes:
+        batch: whose step it is.
         at: [m] new blocks, by their columns in `DraftTables.columns_of`. lines: [m] the same in a
             slot mapping [num_tables * n, size].
         rows, indices: [m] their requests, and their flat indices in the fused table.
@@ -49,8 +98,10 @@ class Drafts:
         is_new: [s, state tables] which of these need new pages, because others hold the old ones
             too.
         num_new: pages needed. pages: [num_new] these, once they are given; first those of blocks.
+        slot_mapping: [num_tables, n * size] slots of the tokens, once pages are given.
     """
 
+    batch: DraftBatch
     at: Int64
     lines: Int64
     rows: Int64
@@ -63,6 +114,7 @@ class Drafts:
     is_new: npt.NDArray[np.bool_]
     num_new: int
     pages: Int64
+    slot_mapping: Int64
 
 
 class DraftTables:
@@ -92,6 +144,7 @@ class DraftTables:
         assert SNAPSHOT == LIVE + 1
         self._pairs = sliding_window_view(self._flat, 2)
         self._segment: Int64 = np.array(alignment)
+        self._state_rows = rows_of(states)
         ordered = sorted(blocks, key=lambda b: b.is_window)
         sizes = sorted({b.spec.block_size for b in blocks})
         self.most = min([drafts + 1, alignment, *sizes])
@@ -117,10 +170,10 @@ class DraftTables:
         self._snapshots: Int64 = np.concatenate(indices) if indices else np.empty(0, dtype=np.int64)
         tables = [s.spec.tables for s in states]
         self._state_tables: Int64 = np.concatenate(tables) if tables else self._snapshots
-        self._batch: DecodeBatch | None = None
+        self._batch: DraftBatch | None = None
         self._columns: Int64 = np.empty((5, 0), dtype=np.int64)  # of the batch, see `columns_of`
 
-    def columns_of(self, batch: DecodeBatch) -> Int64:
+    def columns_of(self, batch: DraftBatch) -> Int64:
         """What blocks may start in, [5, tables of blocks * n]: request, line in a slot mapping,
         first column, width, block size."""
         if batch is not self._batch:
@@ -133,7 +186,7 @@ class DraftTables:
             self._batch, self._columns = batch, columns.reshape(5, -1)
         return self._columns
 
-    def plan(self, batch: DecodeBatch, snapshot: Int64) -> Drafts:
+    def plan(self, batch: DraftBatch, snapshot: Int64) -> Drafts:
         """What the requests of `batch` need; `snapshot`: those that may end at a boundary whose
         state is to be kept."""
         starts = (-batch.start % self._sizes < batch.tokens).take(self._size_of, axis=0)
@@ -143,6 +196,7 @@ class DraftTables:
         after, indices = batch.tokens - ONE - inside, first + number % widths
         num_dense = int(at.searchsorted(self._num_dense * len(batch.slots)))
         plan = Drafts(
+            batch,
             at,
             lines,
             rows,
@@ -155,6 +209,7 @@ class DraftTables:
             NO_FLAGS,
             len(at),
             NO_ROWS,
+            NO_ROWS,
         )
         if snapshot.size:
             plan.snapshot_indices = batch.columns[snapshot][:, None] + self._snapshots
@@ -162,25 +217,31 @@ class DraftTables:
             plan.num_new += count_true(plan.is_new)
         return plan
 
-    def fill(self, plan: Drafts, batch: DecodeBatch, new_pages: Int64, slots: Int64) -> None:
-        """Give `new_pages` [num_new] to the plan, and write the slots of the new blocks into
-        `slots` [num_tables, n * size]."""
-        plan.pages = new_pages
+    def fill(self, plan: Drafts, new_pages: Int64) -> Int64:
+        """Give `new_pages` [num_new] to the plan; returns the slot mapping [num_tables, n *
+        size]."""
+        batch = plan.batch
+        slots: Int64 = batch.last_slots.take(batch.row_of, axis=1)
+        slots += batch.steps
+        slots[self._state_rows] = NOWHERE
+        plan.pages, plan.slot_mapping = new_pages, slots
         lines, first = (
             slots.reshape(-1, batch.size),
             new_pages[: len(plan.at)] * plan.sizes - plan.after,
         )
         shift = first - ONE - batch.last_slots.ravel()[plan.lines]
         lines[plan.lines] += batch.behind.take(plan.after, axis=0) * shift[:, None]
+        return slots
 
-    def commit(self, plan: Drafts, batch: DecodeBatch, taken: Int64) -> tuple[Int64, Int32]:
+    def commit(self, plan: Drafts, taken: Int64) -> tuple[Int64, Int32]:
         """Make the plan real, of which each request keeps `taken` [n] tokens; returns the entries
         that changed and their pages.
 
         A ring's column has a block that was last seen `width` blocks ago: no query after the step,
         and no tail of a last boundary, reaches so far back.
         """
-        indices, pages, cut = plan.indices, plan.pages[: len(plan.at)], plan.num_dense
+        batch, cut = plan.batch, plan.num_dense
+        indices, pages = plan.indices, plan.pages[: len(plan.at)]
         stays = plan.after < taken[plan.rows]
         kept = stays.nonzero()[0]
         if len(kept) < len(indices):

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..arrays import Int32, Int64, ragged_arange
-from ..spec import NULL_BLOCK, as_ints
+from ..arrays import Int32, Int64, as_ints, ragged_arange
+from ..spec import NULL_BLOCK
 
 if TYPE_CHECKING:
     from ..cache import KVCache

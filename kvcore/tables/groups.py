@@ -1,6 +1,7 @@
-"""The block tables of all groups, and what a step does to them.
+"""The block tables of all groups, and what a step with chunks, drafts or new states does to them.
 
-Tables know pages, blocks and positions; they know nothing of prompts, keys or what is cached.
+Of one token for each of a batch of requests `decode` has all, and `plan` asks it itself. Tables
+know pages, blocks and positions; they know nothing of prompts, keys or what is cached.
 `plan` counts the pages that a step needs, `fill` hands them out, `commit` makes the step real, and
 `settle` frees what nobody took. All tables are columns of one array, so that a device copy needs
 one list of changes.
@@ -15,15 +16,12 @@ import numpy as np
 from ..arrays import NO_ROWS, ONE, Int32, Int64, slice_of
 from ..pages import PagePool
 from ..spec import Layout
-from .batch import DecodeBatch
-from .decode import Decode, DecodeTables
-from .drafts import Drafts
+from .decode import NOWHERE, Decode, DecodeBatch, DecodeTables
+from .drafts import DraftBatch, Drafts
 from .prefill import Chunk
 from .rows import RowTables
-from .state import SNAPSHOT, StateStep
+from .state import NO_COPIES, SNAPSHOT, StateStep
 
-NOWHERE: Int64 = np.array(-1)  # in a slot mapping: not written
-NO_COPIES: Int32 = np.empty((0, 2), dtype=np.int32)
 NO_PAGES: Int32 = np.empty((0, 0), dtype=np.int32)
 
 
@@ -35,14 +33,13 @@ class Step:
         decode_rows, chunk_rows: requests that compute one token (unless all do), and the others.
         batch, decode: the requests of the decode rows and their plan, None if there are none.
         drafts: the plan instead, if each request of the batch computes several tokens.
-        states: plans of state tables; none in a `steady` step, of which `decode` has all.
-        needed: pages, in all. decode_slots: [tables, decode rows] slots of their tokens.
+        chunks, states: plans of the classes of tables.
+        num_new: pages needed, in all.
         copies: [m, 2] pages to copy before the step (source, destination).
         state_pages: [tables, n] live pages of state tables; [0, n] where there are none.
         written: [n] position from which dense groups write. replaying: whether it is past `start`
             anywhere.
         snapshot: rows that may end the step at a boundary whose state is to be kept.
-        steady: one token for each of a batch of requests whose states have live pages.
     """
 
     slots: Int64
@@ -57,11 +54,9 @@ class Step:
     drafts: Drafts | None
     chunks: list[Chunk]
     states: list[StateStep]
-    needed: int
-    decode_slots: Int64
+    num_new: int
     copies: Int32
     state_pages: Int32
-    steady: bool
 
     @property
     def replaying(self) -> bool:
@@ -99,8 +94,10 @@ class Tables(RowTables):
         # Rows of a slot mapping where not every token has a slot.
         rows = [t for t, (g, _) in enumerate(layout.tables) if layout.groups[g].kind != "dense"]
         self._sparse_rows = slice_of(rows)
-        self._state_rows = self.batches.state_rows
-        self.decodes = DecodeTables(self.array, self.blocks, self.states, layout.alignment, pool)
+        self.decodes = DecodeTables(
+            self.array, self.blocks, self.states, layout.alignment, pool, self.snapshot_at,
+            self.deltas,
+        )  # fmt: skip
 
     # A step.
 
@@ -124,39 +121,34 @@ class Tables(RowTables):
             chunk_rows: requests that compute several tokens, or cached ones again.
             kept: (index in chunk_rows, boundary) of each tail that must outlive the step, sorted.
             snapshot: rows that may end the step at a boundary whose state is to be kept.
-            batch: from `Batches.again`, if the step is nothing else.
+            batch: of all requests, if there are no chunk_rows.
         """
-        steady = False
         decode_rows = NO_ROWS  # which stands for all
-        if not len(chunk_rows):
-            batch = batch or self.batches.of(slots, start)
-            steady = batch is not None and batch.is_steady
-        else:
-            if len(chunk_rows) < len(slots):
-                alone = np.ones(len(slots), dtype=np.bool_)
-                alone[chunk_rows] = False
-                decode_rows = alone.nonzero()[0]
+        if 0 < len(chunk_rows) < len(slots):
+            alone = np.ones(len(slots), dtype=np.bool_)
+            alone[chunk_rows] = False
+            decode_rows = alone.nonzero()[0]
             batch = self.batches.of(slots[decode_rows], start[decode_rows])
         decode: Decode | None = None
         drafts: Drafts | None = None
         chunks: list[Chunk] = []
         states: list[StateStep] = []
-        needed = 0
-        if batch is not None and batch.size > 1:
+        num_new = 0
+        if isinstance(batch, DraftBatch):
             drafts = self.drafts.plan(batch, snapshot)
-            needed = drafts.num_new
+            num_new = drafts.num_new
         elif batch is not None:
-            decode = self.decodes.plan(batch, steady and len(snapshot) > 0)
-            needed = decode.num_new
+            decode = self.decodes.plan(batch, False)
+            num_new = decode.num_new
         if len(chunk_rows):
             begin, stop, low = start[chunk_rows], end[chunk_rows], written[chunk_rows]
             chunks = [b.plan_chunk(begin if b.is_window else low, stop, *kept) for b in self.blocks]
             for c, b in zip(chunks, self.blocks, strict=True):
-                needed += c.num_new * b.spec.num_tables
-        if not steady:
+                num_new += c.num_new * b.spec.num_tables
+        if drafts is None:
             states = [s.plan(slots, snapshot) for s in self.states]
             for p, s in zip(states, self.states, strict=True):
-                needed += p.num_blocks * s.spec.num_tables
+                num_new += p.num_blocks * s.spec.num_tables
         return Step(
             slots,
             start,
@@ -170,52 +162,48 @@ class Tables(RowTables):
             drafts,
             chunks,
             states,
-            needed,
-            NO_ROWS,
+            num_new,
             NO_COPIES,
             NO_PAGES,
-            steady,
         )
 
-    def per_group(self, step: Step) -> dict[str, int]:
+    def per_group(self, step: Step | Decode) -> dict[str, int]:
         """Pages that each group needs."""
         tables = self.layout.tables
         demand = [0] * len(tables)
-        if step.batch is not None and step.decode is not None:
-            demand = self.decodes.demand(step.decode, len(tables), len(step.batch.slots))
-        if step.drafts is not None:
-            demand = self.drafts.demand(step.drafts, len(tables), len(step.slots))
-        chunks = zip((b.spec for b in self.blocks), (c.num_new for c in step.chunks), strict=False)
-        states = zip(
-            (s.spec for s in self.states), (p.num_blocks for p in step.states), strict=False
-        )
-        for spec, num_new in (*chunks, *states):
-            for t in spec.tables.tolist():
-                demand[t] += num_new
+        decode = step if isinstance(step, Decode) else step.decode
+        if decode is not None:
+            fixed = decode.num_always_new
+            outputs = [decode.outputs[:fixed], decode.outputs[fixed:][decode.is_new]]
+            of_table = np.concatenate(outputs) // len(decode.batch.slots)
+            demand = np.bincount(of_table, minlength=len(tables)).tolist()
+        if isinstance(step, Step):
+            if step.drafts is not None:
+                demand = self.drafts.demand(step.drafts, len(tables), len(step.slots))
+            parts = [
+                *((b.spec, c.num_new) for b, c in zip(self.blocks, step.chunks, strict=False)),
+                *((s.spec, p.num_blocks) for s, p in zip(self.states, step.states, strict=False)),
+            ]
+            for spec, num_new in parts:
+                for t in spec.tables.tolist():
+                    demand[t] += num_new
         needed = {g.name: 0 for g in self.layout.groups}
         for (group, _), n in zip(tables, demand, strict=True):
             needed[self.layout.groups[group].name] += n
         return needed
 
     def fill(self, step: Step, pages: Int64, cu: Int32, total: int) -> Int64:
-        """Give `pages` [needed] to the step; returns the slot mapping [num_tables, total]."""
+        """Give `pages` [num_new] to the step; returns the slot mapping [num_tables, total]."""
         if step.drafts is not None:
-            batch = step.batch
-            assert batch is not None
-            step.decode_slots = batch.last_slots.take(batch.row_of, axis=1)
-            step.decode_slots += batch.steps
-            step.decode_slots[self._state_rows] = NOWHERE
-            self.drafts.fill(step.drafts, batch, pages, step.decode_slots)
-            step.state_pages = batch.state_pages
-            return step.decode_slots
-        if step.batch is not None and step.decode is not None:
+            step.state_pages = step.drafts.batch.state_pages
+            return self.drafts.fill(step.drafts, pages)
+        decoded = None
+        if step.decode is not None:
             n = step.decode.num_new
-            step.decode_slots = step.batch.last_slots + ONE
-            step.decode_slots[self._state_rows] = NOWHERE
-            self.decodes.fill(step.decode, pages[:n], step.decode_slots)
+            decoded = self.decodes.fill(step.decode, pages[:n])
             pages = pages[n:]
-        if step.batch is not None and not step.chunk_rows.size:
-            mapping = step.decode_slots
+        if decoded is not None and not step.chunk_rows.size:
+            mapping = decoded
         else:
             mapping = np.empty((len(self.layout.tables), total), np.int64)
             mapping[self._sparse_rows] = NOWHERE
@@ -239,12 +227,9 @@ class Tables(RowTables):
                 else:
                     mapping[block.spec.tables[:, None], tokens] = where
                 pages = pages[size:]
-        if step.batch is not None and mapping is not step.decode_slots:
-            mapping[:, cu[step.decode_rows]] = step.decode_slots
-        if step.steady:
-            assert step.batch is not None
-            step.state_pages = step.batch.state_pages
-        elif self.states:
+        if decoded is not None and mapping is not decoded:
+            mapping[:, cu[step.decode_rows]] = decoded
+        if self.states:
             step.state_pages = np.zeros((len(self.layout.tables), len(step.slots)), np.int32)
             for plan, state in zip(step.states, self.states, strict=True):
                 size = plan.num_blocks * state.spec.num_tables
@@ -283,13 +268,10 @@ class Tables(RowTables):
                     self._delta(indices, pages)
                 else:
                     rows, blocks, taken = block.commit_dense(chunk, slots, stop, reached)
-                    if self._track_deltas:
+                    if self.deltas is not None:
                         self._delta(block.indices(slots[rows], blocks), taken)
-        batch = step.batch
-        if batch is not None and step.decode is not None:
-            changed = self.decodes.commit(step.decode, batch)
-            if self._track_deltas:
-                self._delta(*changed)
+        if step.decode is not None:
+            self.decodes.commit(step.decode)
         copies = NO_COPIES
         if self.states:
             copies = self._commit_states(step, end)
@@ -297,32 +279,22 @@ class Tables(RowTables):
                 where = step.slots[step.chunk_rows[kept[0]]]
                 for state in self.states:
                     self._put_tail(tails, state, state.table[where, :, SNAPSHOT, None])
-        self.batches.keep(batch)
-        if batch is not None:
-            batch.advance(step.decode_slots)
+        self.batches.keep(step.batch)
         return Effects(tails, gone, copies)
 
     def _commit_drafts(self, step: Step, plan: Drafts, end: Int64) -> Effects:
-        batch = step.batch
-        assert batch is not None
+        batch = plan.batch
         taken = end - batch.start
-        self._delta(*self.drafts.commit(plan, batch, taken))
+        self._delta(*self.drafts.commit(plan, taken))
         copies = NO_COPIES
         if plan.snapshot_rows.size:
             rows, copies = self.drafts.snapshots(plan, end)
             self.snapshot_at[batch.slots[rows]] = end[rows]
         self.batches.keep(batch)
-        batch.take(end, step.decode_slots.take(batch.firsts + (taken - ONE), axis=1))
+        batch.take(end, plan.slot_mapping.take(batch.firsts + (taken - ONE), axis=1))
         return Effects(NO_PAGES, [], copies)
 
     def _commit_states(self, step: Step, end: Int64) -> Int32:
-        if step.steady:
-            assert step.batch is not None and step.decode is not None
-            if not step.snapshot.size:
-                return NO_COPIES
-            ending = step.batch.ending
-            self.snapshot_at[ending.slots] = ending.end
-            return self.decodes.snapshots(step.decode)
         if step.batch is not None and not step.batch.is_steady:
             pages = step.state_pages
             step.batch.state_pages = pages[:, step.decode_rows] if step.chunk_rows.size else pages

@@ -20,7 +20,7 @@ class RowTables:
         layout: the groups.
         max_requests: rows.
         pool: the pages.
-        track_deltas: collect changes for `take_deltas`.
+        track_deltas: collect changes.
 
     Attributes:
         array: [max_requests, num_columns] int32, all tables side by side.
@@ -30,6 +30,8 @@ class RowTables:
         states: tables of state groups.
         drafts: steps with drafts of all of them.
         batches: the decode batch of the last step.
+        deltas: (flat indices, pages) of entries that changed since `KVCache.take_deltas`; None if
+            they are not tracked.
     """
 
     def __init__(
@@ -55,8 +57,7 @@ class RowTables:
             self.array, self.blocks, self.states, layout.alignment, layout.drafts, pool
         )
         self.batches = Batches(layout, self.array, self.blocks, self.states, self.drafts.most)
-        self._track_deltas = track_deltas
-        self._deltas: list[tuple[Int64, Int32]] = []
+        self.deltas: list[tuple[Int64, Int32]] | None = [] if track_deltas else None
 
     def load(self, slot: int, boundary: int, pages: Int32) -> None:
         """A hit: the request starts at `boundary` with the resume point's `pages`
@@ -148,19 +149,6 @@ class RowTables:
         self.snapshot_at[slot] = 0
         self.batches.leave(slot)
 
-    # Device copies.
-
-    def take_deltas(self) -> tuple[Int64, Int32]:
-        """Entries that changed since the last call; see `KVCache.take_deltas`."""
-        if not self._track_deltas:
-            raise ValueError(
-                "track_deltas: expected True at construction to take deltas, got False"
-            )
-        deltas, self._deltas = self._deltas, []
-        if not deltas:
-            return np.empty(0, np.int64), np.empty(0, np.int32)
-        return np.concatenate([d[0] for d in deltas]), np.concatenate([d[1] for d in deltas])
-
     def _delta(self, indices: Int64, pages: Int32 | Int64 | None) -> None:
-        if self._track_deltas and pages is not None and pages.size:
-            self._deltas.append((indices.ravel(), pages.ravel().astype(np.int32)))
+        if self.deltas is not None and pages is not None and pages.size:
+            self.deltas.append((indices.ravel(), pages.ravel().astype(np.int32)))

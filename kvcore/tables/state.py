@@ -12,12 +12,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..arrays import NO_ROWS, Int32, Int64
+from ..arrays import NO_ROWS, Int32, Int64, slice_of
 from ..pages import NULL, UNSHARED, PagePool
 from ..spec import GroupClass
 
 NO_INDICES: Int64 = np.empty((0, 0), dtype=np.int64)
 NO_LIVE: Int32 = np.empty((0, 0), dtype=np.int32)
+NO_COPIES: Int32 = np.empty((0, 2), dtype=np.int32)
 LIVE, SNAPSHOT = 0, 1  # columns of a state table
 
 
@@ -119,3 +120,8 @@ class StateTables:
         copies[:, 0] = plan.pages[ends].ravel()
         copies[:, 1] = self.table[slots[ends], :, SNAPSHOT].ravel()
         return copies, indices, live
+
+
+def rows_of(states: list[StateTables]) -> Int64 | slice:
+    """Rows of state tables in a slot mapping, as an index."""
+    return slice_of(sorted(t for s in states for t in s.spec.tables.tolist()))

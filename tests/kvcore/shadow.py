@@ -33,6 +33,7 @@ from quire.kvcore import (
     Ranked,
     snapshot,
 )
+from quire.kvcore.tables.drafts import DraftBatch
 from tests.support.kvcore.device import POISON, Device, Request, Text
 from tests.support.kvcore.digest import digest
 from tests.support.kvcore.misuse import Misuse
@@ -340,7 +341,7 @@ class Life(Misuse):
             self.call("match", self.new_text().tokens)
             self.call("cut", [r.slot for r in self.requests], [1] * len(self.requests))
             self.call("stats")
-        self.calls["with drafts"] += plan.step.drafts is not None
+        self.calls["with drafts"] += isinstance(plan.step.batch, DraftBatch)
         arrays = self._arrays(plan)
         ids = self._run(plan, counts, accepted or counts)
         held = kv.pool.holds > 0

@@ -53,7 +53,7 @@ def picture(e: Engine) -> tuple:
         kv._tables.snapshot_at.tolist(),
         kv.counters.copy(),
         kv.pool.users.tolist(),
-        [[part.tolist() for part in delta] for delta in kv._tables._deltas],
+        [[part.tolist() for part in delta] for delta in kv._tables.deltas or []],
     )
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from quire.kvcore import GroupSpec, KVCache
+from quire.kvcore.tables.drafts import DraftBatch
 from quire.kvcore.tables.prefill import BlockTables
 
 DRAFTS = 3
@@ -82,9 +83,9 @@ def test_they_end_like_chunks(mix, caching):
         done = [step(kv, own, texts, size, accepted) for kv, own in zip(pair, slots, strict=True)]
         (new, copies), (old, as_many) = done
         assert copies == as_many
-        assert (new.step.drafts is not None) == (
+        assert isinstance(new.step.batch, DraftBatch) == (
             1 < size <= longest(mix)
-        ) and old.step.drafts is None
+        ) and not isinstance(old.step.batch, DraftBatch)
         for name in ("positions", "cu_seqlens_q", "seq_lens", "num_new_tokens"):
             assert (getattr(new, name) == getattr(old, name)).all(), name
         assert ((new.slot_mapping >= 0) | (old.slot_mapping < 0)).all(), "a row that chunks write"

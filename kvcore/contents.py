@@ -1,0 +1,116 @@
+"""What is cached, for those who manage it: pins, eviction and announcements."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+from .announcer import Announcer
+from .pages import PagePool
+from .plan import Steps
+from .prefix.index import PrefixIndex
+from .prefix.lookup import Lookup, Match
+from .prefix.pins import Pins, expiry_of
+from .prefix.requests import Sequences
+from .spec import as_int, as_seconds
+
+
+class CacheContents:
+    """The part of `KVCache` that no step needs.
+
+    Attributes:
+        alignment: tokens of a segment: hits are multiples of it.
+        pool: the pages.
+        index: what is cached.
+        sequences: the running requests.
+    """
+
+    alignment: int
+    pool: PagePool
+    index: PrefixIndex
+    sequences: Sequences
+    _steps: Steps
+    _lookup: Lookup
+    _pins: Pins
+    _announcer: Announcer | None
+
+    def pin(self, match: Match, *, now: float, ttl: float) -> int:
+        """Keep a cached prefix until everything unpinned is gone, or `ttl` seconds have passed.
+
+        Pins never block an admission: under pressure the oldest are demoted and evicted. When the
+        budget max_pinned_pages is exceeded, the oldest pins are demoted at once.
+
+        Args:
+            match: from `match`; its hit is looked up again.
+            now: seconds on the caller's clock.
+            ttl: seconds from now; inf for ever.
+
+        Returns:
+            Tokens of the pinned prefix; 0 if nothing is cached or it alone exceeds the budget.
+
+        Raises:
+            ValueError: `ttl` is not positive, or `now` not a finite number.
+        """
+        expiry = expiry_of(now, ttl)
+        match, run = self._lookup.again(match)
+        self.index.tick += 1
+        depth = match.num_tokens // self.alignment
+        return self._pins.pin(run, depth, expiry) * self.alignment
+
+    def pin_request(self, request_id: Hashable, *, now: float, ttl: float) -> None:
+        """Pin what is cached of a running request when it is released.
+
+        Raises:
+            ValueError: the id is unknown, `ttl` is not positive, or `now` not a finite number.
+        """
+        self._pins.at_release[self.sequences.slot_of(request_id)] = expiry_of(now, ttl)
+
+    def unpin(self, match: Match) -> bool:
+        """End the pin of the prefix that `match` finds; False if it is not pinned."""
+        match, run = self._lookup.again(match)
+        if not match.num_tokens:
+            return False
+        self.index.tick += 1
+        return self._pins.unpin(run, match.num_tokens // self.alignment)
+
+    def expire_pins(self, now: float) -> int:
+        """End the pins whose time has passed; returns how many.
+
+        Raises:
+            ValueError: `now` is not a finite number.
+        """
+        return self._pins.expire(as_seconds("now", now))
+
+    def clear(self) -> None:
+        """Forget everything cached that no running request needs, pinned or not."""
+        self._steps.changed()
+        self.index.clear()
+
+    def evict(self, num_pages: int) -> int:
+        """Free cached pages now, as pressure would.
+
+        Args:
+            num_pages: pages wanted.
+
+        Returns:
+            Pages freed: at least `num_pages`, or all that running requests do not need.
+        """
+        num_pages = as_int("num_pages", num_pages, 0)
+        before = self.pool.num_free
+        self._steps.planned = None
+        self.index.evict(min(num_pages, self.index.num_evictable))
+        return self.pool.num_free - before
+
+    def announce(self) -> None:
+        """Write events that tell everything cached now to a reader that is late or lost track.
+
+        They replace those that nobody took yet, and may be more than the log holds: each is made
+        when it is taken (`EventLog.take(most=)` takes some).
+
+        Raises:
+            ValueError: the cache was made without events.
+        """
+        if self._announcer is None:
+            raise ValueError(
+                "events: expected an EventLog at construction to announce to, got None"
+            )
+        self._announcer.everything(self.index.runs())
