@@ -167,12 +167,12 @@ def _add_decode(case: Case, device: Device, work: _Work) -> None:
     config = _config(case, "decode", device, plan.block_m)
     _, _, head_tiles = tile_heads(shape.num_heads // shape.num_kv_heads, config.block_m)
     keys = [n if window is None else min(n, window) for n in case.seq_lens[: case.num_decodes]]
-    piece = max(MIN_SPLIT_KEYS, -(-sum(keys) // plan.target_items))
-    pieces = [-(-n // piece) if plan.workspace_numel else 1 for n in keys]
-    cut = sum(count for count in pieces if count > 1)
-    programs = sum(pieces) * shape.num_kv_heads * head_tiles
+    split_keys = max(MIN_SPLIT_KEYS, -(-sum(keys) // plan.target_items))
+    splits = [-(-n // split_keys) if plan.workspace_numel else 1 for n in keys]
+    partials = sum(count for count in splits if count > 1)
+    programs = sum(splits) * shape.num_kv_heads * head_tiles
     # fp32 partial rows are written, and read by the merge.
-    work.partial_bytes += 2 * 4 * cut * shape.num_heads * (shape.head_dim + 1)
+    work.partial_bytes += 2 * 4 * partials * shape.num_heads * (shape.head_dim + 1)
     tile_rows = config.block_m * shape.num_kv_heads * head_tiles * sum(keys)
     _add_tiles(work, config, tile_rows, shape)
     work.kernels += 2 if plan.workspace_numel else 1
@@ -252,8 +252,8 @@ def memory_share(
     shared = config.num_stages * stage + config.block_m * head_dim * ITEM_BYTES
     if page_bytes < ITEM_BYTES and config.block_m >= 64:
         shared += elements * ITEM_BYTES  # wgmma reads the widened tile from there
-    places = resident_programs(shared, config.num_warps, device) * device.num_sms
-    in_flight = stage * (config.num_stages - 1) * places * filled_share(programs, places)
+    resident = resident_programs(shared, config.num_warps, device) * device.num_sms
+    in_flight = stage * (config.num_stages - 1) * resident * filled_share(programs, resident)
     return min(1.0, in_flight / device.latency / device.copy_bytes_per_s)
 
 
@@ -263,7 +263,10 @@ def resident_programs(shared: int, num_warps: int, device: Device) -> int:
     return max(1, min(most // shared, REGISTERS // (MAX_REGISTERS * 32 * num_warps)))
 
 
-def filled_share(programs: int, places: int) -> float:
-    """How full the device is: fewer programs than places leave places empty; more come in waves, of which the last may be thin."""
-    waves = -(-programs // places)
-    return programs / (waves * places)
+def filled_share(programs: int, resident: int) -> float:
+    """How full the device is, which holds ``resident`` programs at once.
+
+    More come in waves, of which the last may be thin.
+    """
+    waves = -(-programs // resident)
+    return programs / (waves * resident)

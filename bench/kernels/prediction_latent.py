@@ -210,17 +210,17 @@ def _add_compressed(case: LatentCase, device: Device, work: _Work) -> None:
         left = 1 if 2 * count <= plan.programs else 2
         least = compressed_configs.MIN_SPLIT_KEYS
         cost = left * SPLIT_COST * config.block_m
-        cut = _add_line(work, device, tile, count, int(keys[0]), plan.programs, head_tiles, least, cost)  # fmt: skip
+        partials = _add_stream_k(work, device, tile, count, int(keys[0]), plan.programs, head_tiles, least, cost)  # fmt: skip
     else:
-        # Whole waves of programs, and one of pieces.
-        cut = (count - plan.num_unsplit) * plan.num_splits if plan.num_splits > 1 else 0
-        _add_tiles(work, device, tile, np.full(count - plan.num_unsplit if cut else count, keys[0]), plan.num_splits, head_tiles)  # fmt: skip
-        if cut and plan.num_unsplit:
+        # Whole waves of programs, and one of KV splits.
+        partials = (count - plan.num_unsplit) * plan.num_splits if plan.num_splits > 1 else 0
+        _add_tiles(work, device, tile, np.full(count - plan.num_unsplit if partials else count, keys[0]), plan.num_splits, head_tiles)  # fmt: skip
+        if partials and plan.num_unsplit:
             share, filled, memory = plan.num_unsplit / count, work.filled, work.memory_share
             _add_tiles(work, device, tile, np.full(plan.num_unsplit, keys[0]), 1, head_tiles)
             work.filled = 1 / (share / work.filled + (1 - share) / filled)
             work.memory_share = 1 / (share / work.memory_share + (1 - share) / memory)
-    work.bytes += 2 * 4 * cut * shape.num_heads * (shape.head_dim + 1)
+    work.bytes += 2 * 4 * partials * shape.num_heads * (shape.head_dim + 1)
 
 
 def _add_mla(case: LatentCase, device: Device, work: _Work) -> None:
@@ -258,12 +258,12 @@ def _add_mla(case: LatentCase, device: Device, work: _Work) -> None:
     )
     least = MIN_SPLIT_KEYS if plan.workspace_numel else case.context
     cost = 2 * SPLIT_COST * rows
-    cut = _add_line(work, device, tile, case.batch, case.context, plan.programs, head_tiles, least, cost)  # fmt: skip
-    work.bytes += 2 * 4 * cut * shape.num_heads * (shape.head_dim_v + 1)
+    partials = _add_stream_k(work, device, tile, case.batch, case.context, plan.programs, head_tiles, least, cost)  # fmt: skip
+    work.bytes += 2 * 4 * partials * shape.num_heads * (shape.head_dim_v + 1)
     work.kernels += 2 if plan.workspace_numel else 1
 
 
-def _add_line(
+def _add_stream_k(
     work: _Work,
     device: Device,
     tile: _Tile,
@@ -274,7 +274,11 @@ def _add_line(
     least: int,
     cost: int,
 ) -> int:
-    """Decode whose keys lie on a line (``line.share``): ``count`` query tiles of ``keys`` each. Returns how many pieces leave partial results."""
+    """Stream-K decode (``stream_k.share``) of ``count`` query tiles of ``keys`` each.
+
+    Returns:
+        How many query tiles, or parts of one, leave partial results.
+    """
     size = max(least, count * keys / programs)
     if size + cost >= min(-(-count // programs) * keys, count * keys / programs + keys):
         _add_tiles(work, device, tile, np.full(count, keys), 1, head_tiles)
@@ -286,11 +290,11 @@ def _add_line(
 
 
 def _add_tiles(
-    work: _Work, device: Device, tile: _Tile, keys: np.ndarray, pieces: int, head_tiles: int
+    work: _Work, device: Device, tile: _Tile, keys: np.ndarray, splits: int, head_tiles: int
 ) -> None:
-    """keys: [n] of each tile of tokens, which ``pieces`` programs share, for each of ``head_tiles`` tiles of heads."""
-    programs = len(keys) * pieces * head_tiles
-    whole = -(-keys // (pieces * tile.keys)) * pieces * tile.keys
+    """Work of tiles of ``keys`` [n], each of which ``splits`` programs share, times ``head_tiles``."""
+    programs = len(keys) * splits * head_tiles
+    whole = -(-keys // (splits * tile.keys)) * splits * tile.keys
     loaded = float(whole.sum()) * head_tiles
     work.loaded_bytes += float(keys.sum()) * head_tiles * tile.key_bytes
     work.flops += 2.0 * loaded * tile.channels * _matrix_rows(tile)
@@ -298,9 +302,9 @@ def _add_tiles(
     work.issue += loaded * tile.widened * WIDEN_CYCLES
     stage = tile.keys * tile.key_bytes
     shared = tile.num_stages * stage + tile.query_bytes
-    places = resident_programs(shared, tile.num_warps, device) * device.num_sms
-    work.filled = filled_share(programs, places)
-    in_flight = stage * (tile.num_stages - 1) * places * work.filled
+    resident = resident_programs(shared, tile.num_warps, device) * device.num_sms
+    work.filled = filled_share(programs, resident)
+    in_flight = stage * (tile.num_stages - 1) * resident * work.filled
     work.memory_share = min(1.0, in_flight / device.latency / device.copy_bytes_per_s)
 
 
