@@ -18,6 +18,7 @@ def tolerance(model: nn.Module) -> float:
     A product of a matrix [out, in] and a vector that is computed in fp32, in any order, is the exact product of a matrix that differs by
     gamma(in) relatively, at most (Higham, Accuracy and Stability of Numerical Algorithms, 3.5). So the answer of the logits to weights that are moved by
     all of gamma(in), to random sides, tells what rounding can do in this model; it is linear in the step, and is allowed for each of the two programs.
+    The sides are drawn once: an estimate of the worst case, which is far above what rounding does, as errors of in terms grow with about sqrt(in).
     What is not a product with weights (norms, softmax, 150 keys' values) has fewer terms or weights that add up to one.
     """
     if model not in _known:
