@@ -23,7 +23,6 @@ EVICTIONS: dict[str, Callable[[], EvictionPolicy]] = {
     "s3fifo": S3FIFO,
     "adaptive": Adaptive,
 }
-BOUNDS = ("infinite", "clairvoyant")
 Row = dict[str, Any]
 
 

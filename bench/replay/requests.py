@@ -11,7 +11,6 @@ import numpy as np
 from ..common.traces import MAX_LENGTH
 
 ANSWER_TOKENS = 1 << 30  # token ids from here on are answers that no later prompt repeats
-MAX_TOKEN = 1 << 31
 
 
 @dataclass(frozen=True, eq=False)

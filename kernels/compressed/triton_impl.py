@@ -18,6 +18,7 @@ import torch
 
 from ..common import launch_cache, strided
 from ..common.decode_plans import SPLIT_COST
+from ..common.e4m3 import E4M3_ARCH
 from ..common.latent_pages import LatentPages
 from ..common.launching import Launch, arch_and_sms, partials
 from ..common.merging import block_parts, compressed_merge_kernel
@@ -30,9 +31,6 @@ from .decode_kernel import compressed_decode_kernel
 from .key_tiles import KeyTile, Mask
 from .prefill_kernel import compressed_prefill_kernel
 from .query_tile import Lists, QueryTile
-
-# The first architecture with an instruction that widens e4m3.
-E4M3_ARCH = 89
 
 
 def attention(arguments: dict[str, Any]) -> torch.Tensor:

@@ -19,6 +19,7 @@ import torch
 import triton
 
 from ..common import launch_cache
+from ..common.e4m3 import E4M3_ARCH
 from ..common.launching import Launch, arch_and_sms
 from ..common.tile_shapes import MAX_REGISTERS, PROGRAMS_PER_SM, next_power_of_2
 from .call import IndexCall
@@ -116,7 +117,7 @@ def _prepare_scores(
             "ROWS": pages.storage_block_size,
             "BLOCK_T": block_t,
             "BLOCK_N": block_n,
-            "HARDWARE_FP8": arch >= 89,
+            "HARDWARE_FP8": arch >= E4M3_ARCH,
             "num_warps": num_warps,
             "num_stages": num_stages,
             "maxnreg": MAX_REGISTERS,
