@@ -28,8 +28,9 @@ from torch import Tensor, nn
 
 from ..config.named import ModelConfig
 from ..layers.attention import Attend
-from ..layers.basic import MLP, Linear, RMSNorm, apply_rotary, empty_parameter, gelu_tanh, rms_norm
+from ..layers.basic import MLP, Linear, RMSNorm, empty_parameter, gelu_tanh, rms_norm
 from ..layers.per_layer import HostEmbedding
+from ..layers.rotary import apply_rotary
 from .decoder import Decoder, Rotary
 from .gemma_moe import Experts, Router
 

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from ..config.named import ModelConfig
 from ..layers.attention import Attend
-from ..layers.basic import MLP, Linear, RMSNorm, apply_rotary, empty_parameter
+from ..layers.basic import MLP, Linear, RMSNorm, empty_parameter
+from ..layers.rotary import apply_rotary
 from .decoder import Decoder, Rotary
 
 
