@@ -94,7 +94,7 @@ class GatedPooling(nn.Module):
         self.kv_proj = Linear(config.hidden_size, channels, device, dtype)
         self.gate_proj = Linear(config.hidden_size, channels, device, dtype)
         self.position_bias = empty_parameter(ratio, channels, device=device, dtype=torch.float32)
-        self.kv_norm = RMSNorm(width, config.rms_norm_eps, 0.0, device, torch.float32)
+        self.kv_norm = RMSNorm(width, config.rms_norm_eps, device, torch.float32)
 
     def rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """What is pooled of every token, and by which gate.
@@ -171,10 +171,10 @@ class Attention(nn.Module):
         self.head_dim = config.head_dim
         heads, groups, rank = config.num_heads, config.o_groups, config.o_lora_rank
         self.q_a_proj = Linear(config.hidden_size, config.q_lora_rank, device, dtype)
-        self.q_a_norm = RMSNorm(config.q_lora_rank, self.eps, 0.0, device, torch.float32)
+        self.q_a_norm = RMSNorm(config.q_lora_rank, self.eps, device, torch.float32)
         self.q_b_proj = Linear(config.q_lora_rank, heads * config.head_dim, device, dtype)
         self.kv_proj = Linear(config.hidden_size, config.head_dim, device, dtype)
-        self.kv_norm = RMSNorm(config.head_dim, self.eps, 0.0, device, torch.float32)
+        self.kv_norm = RMSNorm(config.head_dim, self.eps, device, torch.float32)
         self.sinks = empty_parameter(heads, device=device, dtype=torch.float32)
         # One matrix for each group of heads, stacked: [o_groups * o_lora_rank, heads of a group *
         # head_dim].
@@ -231,8 +231,8 @@ class DecoderLayer(nn.Module):
         self.mlp = MoE(config, mlp_kind, device, dtype, expert_format)
         self.attn_hc = HyperConnection(config, device)
         self.ffn_hc = HyperConnection(config, device)
-        self.input_layernorm = RMSNorm(hidden, eps, 0.0, device, torch.float32)
-        self.post_attention_layernorm = RMSNorm(hidden, eps, 0.0, device, torch.float32)
+        self.input_layernorm = RMSNorm(hidden, eps, device, torch.float32)
+        self.post_attention_layernorm = RMSNorm(hidden, eps, device, torch.float32)
 
     def forward(
         self, streams: Tensor, input_ids: Tensor, positions: Tensor, cos_sin: Tensor, attend: Attend

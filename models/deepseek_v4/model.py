@@ -73,7 +73,7 @@ class DeepseekV4(nn.Module):
             for layer, kind in enumerate(config.mlp_layer_types)
         )
         self.hc_head = HyperHead(config, device)
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, 0.0, device, torch.float32)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, device, torch.float32)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, device, dtype)
         self.mtp = nn.ModuleList(
             MTP(config, index, device, dtype, expert_format)

@@ -61,7 +61,7 @@ class Decoder(nn.Module):
         self.embed_tokens = Embedding(
             config.vocab_size, size, device, dtype, scaled=scaled_embedding
         )
-        self.norm = RMSNorm(size, config.rms_norm_eps, config.norm_offset, device, dtype)
+        self.norm = RMSNorm(size, config.rms_norm_eps, device, dtype, offset=config.norm_offset)
         self.frequencies = self._frequencies(device)
         self.lm_head = None
         if not config.tie_word_embeddings:

@@ -88,8 +88,8 @@ class DecoderLayer(nn.Module):
         self.self_attn = Attention(config, layer, device, dtype, has_sinks=has_sinks)
         self.mlp = mlp
         size, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = RMSNorm(size, eps, config.norm_offset, device, dtype)
-        self.post_attention_layernorm = RMSNorm(size, eps, config.norm_offset, device, dtype)
+        self.input_layernorm = RMSNorm(size, eps, device, dtype, offset=config.norm_offset)
+        self.post_attention_layernorm = RMSNorm(size, eps, device, dtype, offset=config.norm_offset)
 
     def forward(self, x: Tensor, rotary: Rotary, attend: Attend) -> Tensor:
         """The layer.

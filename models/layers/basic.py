@@ -40,12 +40,17 @@ class RMSNorm(nn.Module):
     """`rms_norm` with a stored weight.
 
     Args:
-        offset: added to the stored weight; 1.0 in Gemma-3 (weights stored around 0), 0.0 in
-            Gemma-4.
+        offset: added to the stored weight; 1.0 in Gemma-3, whose weights are stored around 0.
     """
 
     def __init__(
-        self, size: int, eps: float, offset: float, device: torch.device, dtype: torch.dtype
+        self,
+        size: int,
+        eps: float,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        offset: float = 0.0,
     ) -> None:
         super().__init__()
         self.weight = empty_parameter(size, device=device, dtype=dtype)

@@ -7,15 +7,19 @@ import math
 import torch
 from torch import Tensor
 
-from ..config.named import RopeConfig
+from ..config.model import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """Radians per position of each channel pair (i, i + head_dim / 2).
+    """Radians per position of each channel pair.
 
-    Proportional: the exponent's denominator is head_dim, not the rotated width, and pairs past
-    ``partial_rotary_factor`` are not rotated (frequency 0). ``amplitude`` is not in it: see
-    `rotary_angles`.
+    Which channels make a pair is the caller's choice: (i, i + head_dim / 2) in `apply_rotary`,
+    (2i, 2i + 1) in `models.deepseek_v4.rope`. ``amplitude`` is not in it: see `rotary_angles`.
+
+    Args:
+        head_dim: channels that the pairs are of: the whole head, or DeepSeek-V4's rope_dim. The
+            exponents of all kinds are divided by it; of the kind "proportional", pairs past
+            ``partial_rotary_factor`` are not rotated (frequency 0).
 
     Returns:
         [head_dim // 2] fp32, CPU.
