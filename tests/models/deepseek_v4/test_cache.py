@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from quire.kvcore import KVCache
-from quire.models.deepseek_v4.cache import CacheFormat, V4PagePool, plan_cache, ring_bytes
+from quire.models.deepseek_v4.cache import V4PagePool
+from quire.models.deepseek_v4.cache_plan import CacheFormat, plan_cache, ring_bytes
 from quire.models.deepseek_v4.config import CONFIGS, CSA, HCA, MOE, SLIDING
 from quire.models.deepseek_v4.memory import CHUNK, cost, table, vllm_cost
 from quire.models.loading.random_weights import random_model
@@ -41,8 +42,8 @@ def test_groups_of_the_released_models(name, page_bytes):
     for layer, place in enumerate(plan.layers):
         if place.compressed is not None:
             starts.append((place.compressed, 37440 if config.compress_ratio(layer) == 4 else 1728))
-        if place.index is not None:
-            starts.append((place.index, 8640))
+        if place.index_keys is not None:
+            starts.append((place.index_keys, 8640))
     ends = 0
     for start, size in sorted(starts):
         assert start == ends
