@@ -111,7 +111,8 @@ class GatedPooling(nn.Module):
         Returns:
             (kv, gate), each [num_tokens, width * (1 + overlap)] fp32.
         """
-        return linear_fp32(x, self.kv_proj.weight), linear_fp32(x, self.gate_proj.weight)
+        kv = linear_fp32(x, self.kv_proj.matrix(x.dtype))
+        return kv, linear_fp32(x, self.gate_proj.matrix(x.dtype))
 
 
 class Scorer(nn.Module):
@@ -146,7 +147,7 @@ class Indexer(GatedPooling):
             cos_sin: [num_tokens, rope_dim], of the tokens' positions.
         """
         q = apply_rope(self.q_b_proj(q_latent).unflatten(-1, (-1, self.head_dim)), cos_sin)
-        weights = linear_fp32(x, self.scorer.weights_proj.weight) * self.score_scale
+        weights = linear_fp32(x, self.scorer.weights_proj.matrix(x.dtype)) * self.score_scale
         kv, gate = self.project(x)
         return IndexerInputs(q, weights, kv, gate)
 
@@ -221,7 +222,7 @@ class Attention(nn.Module):
             indexer=None if indexer is None else indexer.inputs(x, q_latent, angles),
         )
         out = attend(self, inputs).reshape(len(x), self.num_groups, -1)
-        weight = self.o_a_proj.weight.unflatten(0, (self.num_groups, -1))
+        weight = self.o_a_proj.matrix(x.dtype).unflatten(0, (self.num_groups, -1))
         narrow = torch.bmm(out.transpose(0, 1), weight.transpose(1, 2))
         return self.o_b_proj(narrow.transpose(0, 1).flatten(1))
 

@@ -104,7 +104,10 @@ class Linear(nn.Module):
         return F.linear(x, weight, self.bias)
 
     def matrix(self, dtype: torch.dtype) -> Tensor:
-        """The weight as it counts, [out_size, in_size] of ``dtype``."""
+        """The weight as it counts, [out_size, in_size] of ``dtype``, however it is held.
+
+        For products that `forward` does not make.
+        """
         if self.scale is None:
             return self.weight.to(dtype)
         return dequantize_fp8(self.weight, self.scale, dtype)

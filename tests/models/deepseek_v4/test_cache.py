@@ -160,6 +160,22 @@ def test_quantised_pages():
     assert rms(engine.run("b", 120) - expected[hit:]) < 0.05 * error
 
 
+def test_pages_of_layers_do_not_depend_on_the_order_of_groups():
+    plan = plan_cache(TINY, CacheFormat(torch.float32))
+    places = tuple(replace(p, window_group=p.window_group - 1) for p in plan.layers)
+    other = replace(plan, groups=(*plan.groups[1:], plan.groups[0]), layers=places)
+    assert other.groups[0].block_size != plan.groups[0].block_size
+    found = []
+    for one in (plan, other):
+        pool = V4PagePool(TINY, one, num_pages=3, max_requests=1)
+        found.append([
+            (pages.storage_block_size, pages.data.shape, pages.data.stride(), pages.data.storage_offset())
+            for cache in pool.layers
+            for pages in (cache.window, *(c.pages for c in (cache.compressed, cache.index_keys) if c is not None))
+        ])  # fmt: skip
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layers", range(1, 9))
 def test_windows_of_all_layers_lie_inside_their_pages(layers, dtype):
