@@ -61,6 +61,23 @@ class LayerCache:
     k_scale: Tensor | float | None = None
     v_scale: Tensor | float | None = None
 
+    def rows(self, page: Tensor, row: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Keys and values [..., num_kv_heads, head_dim] at rows [...] of pages, as `dtype`."""
+        return (
+            _rows(self.k_pages, self.k_scale, page, row, dtype),
+            _rows(self.v_pages, self.v_scale, page, row, dtype),
+        )
+
+
+def _rows(
+    pages: Tensor, scale: Tensor | float | None, page: Tensor, row: Tensor, dtype: torch.dtype
+) -> Tensor:
+    if scale is None:
+        return pages[page, row]
+    values = pages.view(torch.uint8)[page, row].view(pages.dtype)
+    factor = scale[page, row][..., None] if isinstance(scale, Tensor) else scale
+    return (values.float() * factor).to(dtype)
+
 
 def cache_groups(
     config: ModelConfig, dtype: torch.dtype, *, base_block_size: int = 16, row_scales: bool = True

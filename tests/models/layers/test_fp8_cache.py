@@ -113,13 +113,13 @@ class Written(Recorder):
 
         def recording(step):
             def keep(attend, layer, k, v):
-                bounds = attend._attn.cu_seqlens_q.tolist()
+                bounds, ends = attend._attn.cu_seqlens_q.tolist(), attend._attn.seq_lens.tolist()
                 for i, request in enumerate(step.requests):
                     own = slice(bounds[i], bounds[i + 1])
                     layers = self.rows.setdefault(request.request_id, {})
                     blank = [x.new_full((512, *x.shape[1:]), torch.nan) for x in (k, v)]
                     for rows, new in zip(layers.setdefault(layer, blank), (k, v), strict=True):
-                        rows[attend._positions[own]] = new[own]
+                        rows[ends[i] - own.stop + own.start : ends[i]] = new[own]
                 write(attend, layer, k, v)
 
             with pytest.MonkeyPatch.context() as patch:
