@@ -25,7 +25,7 @@ from ..layers.basic import (
     inverse_frequencies,
     rotary_angles,
 )
-from ..layers.kv_cache import E4M3, PagePool, cache_groups, num_slots
+from ..layers.kv_cache import E4M3, PagePool, cache_groups, num_tensors
 from ..layers.shared_layers import SharedAttend
 from ..layers.unpaged_attention import Stored, UnpagedAttend
 
@@ -159,7 +159,7 @@ class Decoder(nn.Module):
                 kv_scales=kv_scales,
             )
 
-        return ModelCache(groups, groups[0].page_bytes * num_slots(placement), allocate)
+        return ModelCache(groups, groups[0].page_bytes * num_tensors(placement), allocate)
 
     def forward(
         self,
