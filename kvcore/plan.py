@@ -339,11 +339,11 @@ class Steps:
         made = self._sequences.feed_one(batch, ids)
         if self._announcer is not None:
             self._announcer.computed(plan, ids, changes.end)
-        if not (batch.ending.slot_list or self._layout.lookahead):
+        if not (self._layout.lookahead or batch.ending.slot_list):
             return self._decodes.commit(changes)
         due = self._chains.due(batch)
         copies = self._decodes.commit(changes)
-        self._chains.cache(due, made)
+        self._chains.cache(batch, *due, made)
         return copies
 
     def _feed(

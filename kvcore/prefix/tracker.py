@@ -7,7 +7,6 @@ was cached before keeps its old pages); the blocks after it are its own.
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 
@@ -24,19 +23,6 @@ from .requests import Sequences
 from .tree import Run, Source
 
 FOREVER = 1 << 62  # steps
-
-
-class Due(NamedTuple):
-    """What a decode step adds to the index.
-
-    Attributes:
-        ending: whose segments end.
-        slots, boundaries: requests that keep a resume point, and at which token.
-    """
-
-    ending: Ending
-    slots: list[int]
-    boundaries: list[int]
 
 
 class Chains:
@@ -233,27 +219,35 @@ class Chains:
         self._tables.settle(step, effects)
         return effects.copies
 
-    def due(self, batch: DecodeBatch) -> Due:
-        """What a decode step completes; to be asked before its tables are committed."""
-        ending = self._ending(batch.slots, batch.end) if self.layout.lookahead else batch.ending
-        rows = kept = NO_ROWS
-        if ending.slot_list and self.layout.hybrid:
-            rows, kept = self._kept(batch, batch.end, ending)
-        if not rows.size:
-            return Due(ending, [], [])
-        return Due(ending, batch.slots[rows].tolist(), kept.tolist())
+    def due(self, batch: DecodeBatch) -> tuple[Ending, Int64, Int64]:
+        """What a decode step completes; to be asked before its tables are committed.
 
-    def cache(self, due: Due, made: list[bytes] | None) -> None:
-        """Cache what a decode step completed; to be called once its tables are committed.
+        Returns:
+            (whose segments end, rows that keep resume points, and at which boundaries).
+        """
+        ending = self._ending(batch.slots, batch.end) if self.layout.lookahead else batch.ending
+        if ending.slot_list and self.layout.hybrid:
+            return ending, *self._kept(batch, batch.end, ending)
+        return ending, NO_ROWS, NO_ROWS
+
+    def cache(
+        self,
+        batch: DecodeBatch,
+        ending: Ending,
+        rows: Int64,
+        kept: Int64,
+        made: list[bytes] | None,
+    ) -> None:
+        """Cache what a decode step completed, as `due` said, once its tables are committed.
 
         Args:
             made: keys of the segments that end, if they are known (`Sequences.feed_one`).
         """
-        if due.ending.slot_list:
-            self._cache_segments(due.ending, False, made)
-        if due.slots:
-            tails = [*map(self._tables.tail, due.slots, due.boundaries)]
-            self._add_points(due.slots, due.boundaries, tails)
+        if ending.slot_list:
+            self._cache_segments(ending, False, made)
+        if rows.size:
+            where, boundaries = batch.slots[rows].tolist(), kept.tolist()
+            self._add_points(where, boundaries, [*map(self._tables.tail, where, boundaries)])
 
     def _ending(self, slots: Int64, end: Int64) -> Ending:
         """Which of the requests `slots` have segments to cache, and up to which token."""

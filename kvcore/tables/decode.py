@@ -181,7 +181,7 @@ class DecodeChanges:
         batch: whose step it is.
         entries: three vectors [m]: indices, in the fused table; outputs, indices in a slot mapping
             [num_tables, n] of the table and the request; block_sizes, rows of a page.
-        num_dense, num_always_new, num_blocks: the cuts.
+        cuts: num_dense, num_always_new and num_blocks.
 
     Attributes:
         start, end: [n] tokens before and after the step. num_new: pages needed.
@@ -195,14 +195,12 @@ class DecodeChanges:
         self,
         batch: DecodeBatch,
         entries: tuple[Int64, Int64, Int64],
-        num_dense: int,
-        num_always_new: int,
-        num_blocks: int,
+        cuts: list[int],
     ) -> None:
         self.batch, self.start, self.end = batch, batch.start, batch.end
         self.indices, self.outputs, self.block_sizes = entries
-        self.num_dense, self.num_always_new = num_dense, num_always_new
-        self.num_blocks, self.num_new = num_blocks, num_always_new
+        self.num_dense, self.num_always_new, self.num_blocks = cuts
+        self.num_new = self.num_always_new
         self.pages = self.new_pages = self.slot_mapping = NO_ROWS
         self.is_new = NO_FLAGS
 
@@ -302,8 +300,7 @@ class DecodeTables:
             batch.calendar = Calendar(
                 self._parts, self._cuts, origin, batch.row_starts, batch.alignment
             )
-        entries, cuts = batch.calendar.due(batch.age, snapshots)
-        return DecodeChanges(batch, entries, *cuts)
+        return DecodeChanges(batch, *batch.calendar.due(batch.age, snapshots))
 
     def _due_now(self, batch: DecodeBatch, snapshots: bool) -> DecodeChanges:
         due, counts, ends = [NO_ROWS], [], [0]
@@ -315,9 +312,8 @@ class DecodeTables:
         rows, table = np.concatenate(due), self._every[: len(counts)].repeat(counts)
         first, tables, widths, periods, sizes = self._each.take(table, axis=1)
         indices = batch.row_starts[rows] + first + batch.start[rows] // periods % widths
-        dense, always_new, blocks = (ends[i] for i in self._cuts)
         entries = indices, tables * len(batch.slots) + rows, sizes
-        return DecodeChanges(batch, entries, dense, always_new, blocks)
+        return DecodeChanges(batch, entries, [ends[i] for i in self._cuts])
 
     def fill(self, changes: DecodeChanges, new_pages: Int64) -> Int64:
         """Give `new_pages` [num_new] to the changes; returns the slot mapping [num_tables, n]."""
