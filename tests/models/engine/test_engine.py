@@ -336,7 +336,7 @@ def test_each_part_of_a_step_gets_its_own_time(monkeypatch):
     slow(engine._builder, "build", 400)
     slow(engine, "_run", 800)
     slow(engine, "_sampler", 1600)
-    slow(engine, "_deliver", 3200)
+    slow(engine.outputs, "deliver", 3200)
     engine.add_request(prompt(20), SamplingParams(max_tokens=2))
     steps = [engine.step(), engine.step()]
     assert not engine.has_work and report.PARTS == (
