@@ -1,6 +1,9 @@
 """What all text models share: embed, run the layers, norm, project.
 
-The layers and what else they need is each family's.
+The layers and what else they need is each family's. A layer, such as `llama.DecoderLayer`, computes
+q, k and v of the step's rows, rotates q and k, and calls ``attend(layer, q, k, v)``; all that a
+forward pass knows of pages and requests is in ``attend``. So rows of any sequences may follow each
+other, and a decode step is a forward pass over one row for each.
 """
 
 from __future__ import annotations
@@ -173,7 +176,8 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """One step of a ragged batch.
 
-        Reads the context from ``pool``, writes the rows that somebody will read again.
+        Reads the context from ``pool``, writes the rows that somebody will read again: each layer
+        its own, after its attention.
 
         Args:
             input_ids, positions: [num_tokens] int64.
@@ -233,7 +237,7 @@ class Decoder(nn.Module):
     def run_layers(
         self, input_ids: Tensor, x: Tensor, rotary: dict[str, Rotary], attend: Attend
     ) -> Tensor:
-        """All layers in turn.
+        """All layers in turn, each with one call ``attend(layer, q, k, v)``.
 
         Args:
             x: [num_tokens, hidden_size], embedded tokens.

@@ -73,8 +73,8 @@ class PagedAttend:
     """Attention of one ragged step through `quire.kernels`.
 
     Context from pages, the step's own rows from k and v. A layer has the block table and the slot
-    mapping of its group, and a page tensor of its own: one page id stands for one page in the
-    tensor of each layer of the group (`kv_cache`).
+    mapping of its group, and pages of its own, [num_pages, block_size, num_kv_heads, head_dim]: one
+    page id stands for one page in the tensor of each layer of the group (`kv_cache`).
 
     Args:
         attn: this step's tables, lengths and slots.
