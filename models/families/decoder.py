@@ -28,7 +28,7 @@ from ..layers.basic import (
     inverse_frequencies,
     rotary_angles,
 )
-from ..layers.kv_cache import E4M3, PagePool, cache_groups, num_tensors
+from ..layers.kv_cache import E4M3, PageTensors, cache_groups, num_tensors
 from ..layers.shared_layers import SharedAttend
 from ..layers.unpaged_attention import Stored, UnpagedAttend
 
@@ -151,8 +151,8 @@ class Decoder(nn.Module):
             row_scales=kv_scales is None,
         )
 
-        def allocate(num_pages: int) -> PagePool:
-            return PagePool(
+        def allocate(num_pages: int) -> PageTensors:
+            return PageTensors(
                 self.config,
                 groups,
                 placement,
@@ -169,7 +169,7 @@ class Decoder(nn.Module):
         input_ids: Tensor,
         positions: Tensor,
         attn: AttnMetadata,
-        pool: PagePool,
+        pool: PageTensors,
         *,
         logits_rows: Tensor | None = None,
         impl: str | None = None,

@@ -32,7 +32,7 @@ from quire.kernels import paged_attention, sliding_window_attention, write_kv
 
 from ..config.named import ModelConfig
 from ..engine.batch import AttnMetadata
-from .kv_cache import PagePool
+from .kv_cache import PageTensors
 
 
 class Attend(Protocol):
@@ -85,7 +85,7 @@ class PagedAttend:
     rows: Tensor | None = None
 
     def __init__(
-        self, config: ModelConfig, attn: AttnMetadata, pool: PagePool, *, impl: str | None = None
+        self, config: ModelConfig, attn: AttnMetadata, pool: PageTensors, *, impl: str | None = None
     ) -> None:
         self._config, self._attn, self._pool, self._impl = config, attn, pool, impl
 
