@@ -1,6 +1,9 @@
 """What all text models share: embed, run the layers, norm, project.
 
-The layers and what else they need is each family's.
+The layers and what else they need is each family's. A layer, such as `llama.DecoderLayer`, computes
+q, k and v of the step's rows, rotates q and k, and calls ``attend(layer, q, k, v)``; all that a
+forward pass knows of pages and requests is in ``attend``. So rows of any sequences may follow each
+other, and a decode step is a forward pass over one row for each.
 """
 
 from __future__ import annotations
@@ -18,8 +21,9 @@ from ..engine.batch import AttnMetadata
 from ..engine.memory import ModelCache
 from ..layers.attention import Attend, PagedAttend
 from ..layers.basic import Embedding, Linear, RMSNorm, empty_parameter
-from ..layers.kv_cache import E4M3, PagePool, cache_groups, num_slots
+from ..layers.kv_cache import E4M3, PageTensors, cache_groups, num_tensors
 from ..layers.rotary import inverse_frequencies, rotary_angles
+from ..layers.shared_layers import SharedAttend
 from ..layers.unpaged_attention import Stored, UnpagedAttend
 
 BASE_BLOCK_SIZE = 16
@@ -141,8 +145,8 @@ class Decoder(nn.Module):
             row_scales=kv_scales is None,
         )
 
-        def allocate(num_pages: int) -> PagePool:
-            return PagePool(
+        def allocate(num_pages: int) -> PageTensors:
+            return PageTensors(
                 self.config,
                 groups,
                 placement,
@@ -152,21 +156,22 @@ class Decoder(nn.Module):
                 kv_scales=kv_scales,
             )
 
-        return ModelCache(groups, groups[0].page_bytes * num_slots(placement), allocate)
+        return ModelCache(groups, groups[0].page_bytes * num_tensors(placement), allocate)
 
     def forward(
         self,
         input_ids: Tensor,
         positions: Tensor,
         attn: AttnMetadata,
-        pool: PagePool,
+        pool: PageTensors,
         *,
         logits_rows: Tensor | None = None,
         impl: str | None = None,
     ) -> Tensor:
         """One step of a ragged batch.
 
-        Reads the context from ``pool``, writes the rows that somebody will read again.
+        Reads the context from ``pool``, writes the rows that somebody will read again: each layer
+        its own, after its attention.
 
         Args:
             input_ids, positions: [num_tokens] int64.
@@ -178,16 +183,13 @@ class Decoder(nn.Module):
         Returns:
             [num_rows, vocab_size] fp32 logits.
         """
-        # Where each sequence has one token, choosing rows saves nothing.
-        skips = self.config.num_kv_shared_layers > 0 and attn.max_seqlen_q > 1
-        attend = PagedAttend(
-            self.config,
-            attn,
-            pool,
-            positions=positions,
-            rows=logits_rows if skips else None,
-            impl=impl,
-        )
+        attend = PagedAttend(self.config, attn, pool, impl=impl)
+        if self.config.num_kv_shared_layers:
+            # Where each sequence has one token, choosing rows saves nothing.
+            rows = logits_rows if attn.max_seqlen_q > 1 else None
+            attend = SharedAttend(
+                self.config, attn, pool, positions=positions, rows=rows, impl=impl
+            )
         return self._run(input_ids, positions, attend, logits_rows)
 
     def full_forward(
@@ -229,7 +231,7 @@ class Decoder(nn.Module):
     def run_layers(
         self, input_ids: Tensor, x: Tensor, rotary: dict[str, Rotary], attend: Attend
     ) -> Tensor:
-        """All layers in turn.
+        """All layers in turn, each with one call ``attend(layer, q, k, v)``.
 
         Args:
             x: [num_tokens, hidden_size], embedded tokens.

@@ -10,7 +10,7 @@ from quire.models.config.named import CONFIGS, FULL, SLIDING, get_config
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.memory import model_cache
 from quire.models.layers.attention import PagedAttend
-from quire.models.layers.kv_cache import PagePool, cache_groups, token_bytes
+from quire.models.layers.kv_cache import PageTensors, cache_groups, token_bytes
 from quire.models.layers.unpaged_attention import UnpagedAttend
 from quire.models.loading.random_weights import random_model
 from tests.models.engine.test_engine import DEVICE, Recorder, build, prompt
@@ -113,13 +113,13 @@ class Written(Recorder):
 
         def recording(step):
             def keep(attend, layer, k, v):
-                bounds = attend._attn.cu_seqlens_q.tolist()
+                bounds, ends = attend._attn.cu_seqlens_q.tolist(), attend._attn.seq_lens.tolist()
                 for i, request in enumerate(step.requests):
                     own = slice(bounds[i], bounds[i + 1])
                     layers = self.rows.setdefault(request.request_id, {})
                     blank = [x.new_full((512, *x.shape[1:]), torch.nan) for x in (k, v)]
                     for rows, new in zip(layers.setdefault(layer, blank), (k, v), strict=True):
-                        rows[attend._positions[own]] = new[own]
+                        rows[ends[i] - own.stop + own.start : ends[i]] = new[own]
                 write(attend, layer, k, v)
 
             with pytest.MonkeyPatch.context() as patch:
@@ -279,7 +279,7 @@ def test_many_requests_at_once_equal_each_alone(model):
 def test_tokens_computed_once_more_take_cached_rows():
     model = build("gemma3-tiny")
     run = Recorder(model, replay=True, kv_cache_dtype="fp8")
-    for slot in run.engine.pool.slots:
+    for slot in run.engine.pool.tensors:
         slot[0] = 0
     tokens = prompt(230)
     run.add(tokens, 1)
@@ -328,7 +328,7 @@ def test_pages_of_real_models(name):
 def test_codes_and_scales_of_a_page_do_not_overlap():
     config = CONFIGS["gemma4-tiny"]
     groups, placement = cache_groups(config, E4M3)
-    pool = PagePool(config, groups, placement, num_pages=3, dtype=E4M3, device="cpu")
+    pool = PageTensors(config, groups, placement, num_pages=3, dtype=E4M3, device="cpu")
     for layer, cache in enumerate(pool.layers):
         shape = config.attention(layer)
         block_size = groups[cache.group].block_size
@@ -369,4 +369,4 @@ def test_the_memory_plan_counts_codes_and_scales():
     assert memory.num_pages > 2.5 * plain.num_pages
     assert memory.num_pages * memory.page_bytes <= 2**20
     pool = cache.allocate(memory.num_pages)
-    assert sum(slot.numel() for slot in pool.slots) == memory.cache_bytes
+    assert sum(slot.numel() for slot in pool.tensors) == memory.cache_bytes
