@@ -173,7 +173,7 @@ class Sequences:
         self._indices[rows] = first = slots * self._width
         if k:
             self._stops[rows] = first + a
-        made = self._close(slot_list)
+        made = self._make_keys(slot_list)
         return None if k else made
 
     def feed_drafts(
@@ -201,7 +201,7 @@ class Sequences:
         rest = self._indices[rows] - stops
         self._indices[rows], self._stops[rows] = first + rest, first + self.alignment
         slot_list = slots.tolist()
-        made = self._close(slot_list)
+        made = self._make_keys(slot_list)
         for at, stop, n in zip(first.tolist(), stops.tolist(), rest.tolist(), strict=True):
             if n:
                 self._flat[at : at + n] = self._flat[stop : stop + n]
@@ -222,7 +222,7 @@ class Sequences:
             self._stops += k * is_first
         return True
 
-    def _close(self, slots: list[int]) -> list[bytes]:
+    def _make_keys(self, slots: list[int]) -> list[bytes]:
         """Make the keys of the segments that the newest tokens of requests complete."""
         data, last, size, made = self._bytes, self._last_key, self._open.strides[0], []
         for slot in slots:
