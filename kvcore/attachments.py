@@ -27,7 +27,8 @@ def check_log(log: Any) -> None:
 
 
 def _check_unattached(name: str, thing: Any) -> None:
-    if not hasattr(thing, "__dict__"):  # where to note that it is attached
+    # Where to note that it is attached; to ask for its `__dict__` would make its attributes slow.
+    if not type(thing).__dictoffset__:
         raise ValueError(f"{name}: expected a class without __slots__, got {thing!r}")
     if getattr(thing, "_has_cache", False):
         raise ValueError(f"{name}: expected one that no cache was made with, got {thing!r}")

@@ -78,7 +78,7 @@ class PagePool:
     def use_new(self, pages: Int32) -> int:
         """Requests start to read `pages` (distinct, taken just now; null pages allowed); returns
         how many these are."""
-        named = pages[pages != NULL]
+        named = pages[pages.nonzero()]
         self.counts[named] = UNSHARED
         return len(named)
 
@@ -96,7 +96,7 @@ class PagePool:
         if not np.count_nonzero(users):  # nobody else reads them, so none repeats
             self.counts[pages] = counts
         else:
-            named = pages[pages != NULL]
+            named = pages[pages.nonzero()]
             if len(named) < len(pages):
                 return self.unuse(named)
             pages = self._unuse_shared(pages)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from ..spec import Layout
+from ..spec import GroupSpec, Layout
 from .index import PrefixIndex
 from .keys import Prompt, root_key
 from .replays import replay_range
@@ -33,8 +33,8 @@ class Match:
         num_tokens: tokens that need not be computed, a multiple of the alignment.
         dense_tokens: tokens whose dense blocks are cached.
         limited_by: why the hit is not longer (see `explain`).
-        per_group: tokens that each group could serve.
         prompt: the hashed prompt, to look up again.
+        groups: of the cache.
         replay_from, replay_to: where no resume point is near, the tokens from `replay_from` on may
             be computed once more to restore the windows at `replay_to`, all of whose dense blocks
             are cached; None where that saves nothing.
@@ -43,8 +43,8 @@ class Match:
     num_tokens: int
     dense_tokens: int
     limited_by: Reason
-    per_group: dict[str, int]
     prompt: Prompt
+    groups: tuple[GroupSpec, ...] = field(repr=False)
     replay_from: int | None = None
     replay_to: int | None = None
 
@@ -52,6 +52,12 @@ class Match:
     def num_saved_tokens(self) -> int:
         """Tokens that an admitted request does not compute."""
         return self.num_tokens if self.replay_from is None else self.replay_from
+
+    @property
+    def per_group(self) -> dict[str, int]:
+        """Tokens that each group could serve."""
+        dense, hit = self.dense_tokens, self.num_tokens
+        return {g.name: dense if g.kind == "dense" else hit for g in self.groups}
 
     def explain(self) -> str:
         """One sentence: hit length and what limited it."""
@@ -147,9 +153,7 @@ class Lookup:
         usable = min((prompt.num_tokens - 1) // a, prompt.num_segments)
         hit = self._index.resumable(run, dense, usable)
         reason = limited_by(self._enabled, usable, dense, hit)
-        groups = self._layout.groups
-        per_group = {g.name: (dense if g.kind == "dense" else hit) * a for g in groups}
-        match = Match(hit * a, dense * a, reason, per_group, prompt)
+        match = Match(hit * a, dense * a, reason, prompt, self._layout.groups)
         if self._replay_tokens is not None and self._layout.hybrid:
             found = replay_range(min(dense, usable) * a, hit * a, self._replay_tokens, a)
             if found is not None:

@@ -173,7 +173,7 @@ class Sequences:
         self._indices[rows] = first = slots * self._width
         if k:
             self._stops[rows] = first + a
-        made = [self._make_key(slot) for slot in slot_list]
+        made = self._make_keys(slot_list)
         return None if k else made
 
     def feed_drafts(
@@ -200,11 +200,9 @@ class Sequences:
         first, stops = slots * self._width, self._stops[rows]
         rest = self._indices[rows] - stops
         self._indices[rows], self._stops[rows] = first + rest, first + self.alignment
-        slot_list, made = slots.tolist(), []
-        for slot, at, stop, n in zip(
-            slot_list, first.tolist(), stops.tolist(), rest.tolist(), strict=True
-        ):
-            made.append(self._make_key(slot))
+        slot_list = slots.tolist()
+        made = self._make_keys(slot_list)
+        for at, stop, n in zip(first.tolist(), stops.tolist(), rest.tolist(), strict=True):
             if n:
                 self._flat[at : at + n] = self._flat[stop : stop + n]
         if self.lookahead:
@@ -220,22 +218,26 @@ class Sequences:
         a, k, start = self.alignment, self.lookahead, batch.start
         if np.count_nonzero(start < self.prompt_len[batch.slots]):
             return False
-        is_first, first = start < a + k, batch.slots * self._width
-        self._fed = batch.slots
-        self._indices = first + np.where(is_first, start, (start - k) % a)
-        self._stops = first + np.where(is_first, a + k, a)
+        self._fed, first = batch.slots, batch.slots * self._width
+        self._indices, self._stops = first + start % a, first + a
+        if k:  # the first segment is longer
+            is_first = start < a + k
+            self._indices = first + np.where(is_first, start, (start - k) % a)
+            self._stops += k * is_first
         return True
 
-    def _make_key(self, slot: int) -> bytes:
-        """Make the key of the segment that the newest tokens of a request complete."""
-        more, at = self._more_keys[slot], 4 * int(self._width) * slot
-        length = self.alignment
-        if not (more or self._prompt_keys[slot]):
-            length += self.lookahead
-        key = next_key(self._last_key[slot], self._bytes[at : at + 4 * length])
-        self._last_key[slot] = key
-        more += key
-        return key
+    def _make_keys(self, slots: list[int]) -> list[bytes]:
+        """Make the keys of the segments that the newest tokens of requests complete."""
+        data, last, size, made = self._bytes, self._last_key, self._open.strides[0], []
+        for slot in slots:
+            more, at = self._more_keys[slot], size * slot
+            tokens = self.alignment
+            if not (more or self._prompt_keys[slot]):
+                tokens += self.lookahead
+            last[slot] = key = next_key(last[slot], data[at : at + 4 * tokens])
+            more += key
+            made.append(key)
+        return made
 
     def feed_several(
         self, slots: Int64, start: Int64, end: Int64, tokens: Int32, first: Int32
@@ -244,6 +246,8 @@ class Sequences:
         those of prompts are known."""
         a, k = self.alignment, self.lookahead
         begin = np.maximum(start, self.prompt_len[slots])
+        if not np.count_nonzero(begin < end):
+            return
         counts = np.maximum(end - begin, 0)
         is_first = begin < a + k
         columns = np.where(is_first, begin, (begin - k) % a)

@@ -144,7 +144,8 @@ class RowTables:
             self.pool.put(own.ravel())
             block.table[slot, :, : -(-max(cached, computed) // size)] = 0
         for table in [b.table for b in self.windows] + [s.table for s in self.states]:
-            self.pool.unuse(table[slot].ravel())
+            pages = table[slot].ravel()
+            self.pool.unuse(pages[pages.nonzero()])
             table[slot] = 0
         self.snapshot_at[slot] = 0
         self.batches.leave(slot)
