@@ -231,9 +231,11 @@ def _equal_operands() -> None:
     closed = {"int32", "int64", "fp32"}
 
     def check_unless_equal(self, lhs, rhs, *args, **kwargs):
-        if type(lhs) is core.tensor and type(rhs) is core.tensor and lhs.shape is rhs.shape:
-            if lhs.dtype.name == rhs.dtype.name and lhs.dtype.name in closed:
-                return lhs, rhs
-        return check(self, lhs, rhs, *args, **kwargs)
+        tensors = type(lhs) is core.tensor and type(rhs) is core.tensor
+        if not tensors or lhs.shape is not rhs.shape or lhs.dtype.name not in closed:
+            return check(self, lhs, rhs, *args, **kwargs)
+        if lhs.dtype.name != rhs.dtype.name:
+            return check(self, lhs, rhs, *args, **kwargs)
+        return lhs, rhs
 
     _replace(Semantic, "binary_op_type_checking_impl", check_unless_equal)

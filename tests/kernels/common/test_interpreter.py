@@ -62,8 +62,9 @@ def test_quantized_writes():
 
 
 def test_as_shipped_takes_back_what_was_replaced():
-    from tests.support import quick_interpreter
     from triton.runtime import interpreter
+
+    from tests.support import quick_interpreter
 
     names = ("_patch_lang", "_patch_builtin", "_get_np_dtype")
     quick = [getattr(interpreter, name) for name in names]
