@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.installed-docs
 
-.PHONY: bench test test-portable check format static gpu docs clean
+.PHONY: bench test test-portable lint check format static gpu docs clean
 
 bench: $(STAMP)  ## generate with a small model through allocator and kernels, and check the output
 	$(PY) -m bench.prefill_decode $(ARGS)
@@ -28,10 +28,12 @@ QUICK := tests/test_layering.py tests/kvcore/test_cache.py tests/kvcore/policies
 	tests/models/config/test_configs.py tests/models/layers/test_moe.py tests/models/engine/test_scheduler.py \
 	tests/bench/test_workload.py tests/bench/replay/test_loaders.py tests/bench/static/test_sass.py
 
-check: $(STAMP)  ## lint, format, types, layering, quick tests of each package
+lint: $(STAMP)  ## lint, format, types
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy --strict kvcore
+
+check: lint  ## lint, format, types, layering, quick tests of each package
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal -m "not slow" $(QUICK)
 
 format: $(STAMP)  ## apply the formatter and safe fixes

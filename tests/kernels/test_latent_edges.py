@@ -37,17 +37,15 @@ from tests.support.kernels.edges import (
     expect_refusal,
     factors,
     integers,
+    largest,
     no_tensors,
     overlapping,
     refused,
     right,
+    zeros,
 )
 
 F16, I64, I32 = torch.float16, torch.int64, torch.int32
-
-
-def zeros(*shape, dtype=torch.float32):
-    return torch.zeros(shape, dtype=dtype, device=DEVICE)
 
 
 def ints(*values):
@@ -69,10 +67,6 @@ def cases(name, rows):
 def of_pages(name, **changes):
     """A value: the argument ``name`` with other fields."""
     return lambda a: dataclasses.replace(a[name], **changes)
-
-
-def size_of(x):
-    return x.float().abs().nan_to_num(0.0).max().item() if x is not None and x.numel() else 0.0
 
 
 # MLA.
@@ -136,8 +130,8 @@ def test_mla(row, impl):
     exact, exact_lse = dense_cases.mla_reference(oracle)
     out = mla_attention(**given, impl=impl)
     assert not out.requires_grad
-    rows = max(size_of(given["pages"]), size_of(given["kv"]))
-    logit = size_of(given["q"]) * rows * 32 * given["softmax_scale"]
+    rows = max(largest(given["pages"]), largest(given["kv"]))
+    logit = largest(given["q"]) * rows * 32 * given["softmax_scale"]
     # Dots are exact: of logits whose steps are so far apart, all but the highest weigh nothing, without an error.
     sharp = given["softmax_scale"] >= 2**8
     bound = attention_bound(0.0 if sharp else logit, 40, 32, rows)
@@ -238,9 +232,9 @@ def test_compressed(row, impl):
     out = compressed_attention(**given, impl=impl)
     assert not out.requires_grad
     pages = given["window_pages"].data, given["compressed_pages"].data, given["kv"]
-    rows = max(size_of(x) for x in pages)
+    rows = max(largest(x) for x in pages)
     scale = given["softmax_scale"] or 0.25
-    logit = size_of(given["q"]) * rows * 16 * scale
+    logit = largest(given["q"]) * rows * 16 * scale
     bound = attention_bound(0.0 if scale >= 2**8 else logit, 30, 16, rows)
     # The inverse RoPE is two products and a sum more.
     assert_near("out", out, exact, 2 * bound)
@@ -259,7 +253,7 @@ def test_a_ring_too_small_for_the_window_without_in_step_rows(impl, width, num_d
     lse = batch.pop("lse")
     exact, exact_lse = compressed_cases.exactly(batch)
     out = compressed_attention(**batch, lse=lse, impl=impl)
-    logit = size_of(batch["q"]) * size_of(batch["window_pages"].data) * 4.0
+    logit = largest(batch["q"]) * largest(batch["window_pages"].data) * 4.0
     bound = attention_bound(logit, 30, 16, 5.0)
     assert_near("out", out, exact, 2 * bound)
     assert_near("lse", lse, exact_lse, bound + 64 * 2.0**-24 * logit)
@@ -341,8 +335,8 @@ def test_flash_mla(row, impl):
         given["q"][:, 0], lists, softmax_scale=scale, sinks=given["attn_sink"], dtype=torch.float64
     )
     out, lse = flash_mla_with_kvcache(**given, impl=impl)
-    rows = size_of(given["k_cache"])
-    logit = size_of(given["q"]) * rows * 512 * scale
+    rows = largest(given["k_cache"])
+    logit = largest(given["q"]) * rows * 512 * scale
     bound = attention_bound(0.0 if scale >= 2**8 else logit, 10, 512, rows)
     assert_near("out", out[:, 0], exact, bound)
     exact_lse = torch.where(exact_lse.isneginf(), float("inf"), exact_lse)
@@ -461,7 +455,7 @@ def test_write_latent(row, impl):
     write_latent(**given, impl=impl)
     assert not given["pages"].data.requires_grad
     # A sum of 16 squares, a root, two products; two products and a sum of the turn; 32 roundings are more than these.
-    bound = 32 * 2.0**-24 * max(1.0, size_of(exact))
+    bound = 32 * 2.0**-24 * max(1.0, largest(exact))
     live = given["slot_mapping"] >= 0
     assert_near(
         "pages", given["pages"].data.view(8, 16)[given["slot_mapping"][live]], exact[live], bound
@@ -554,7 +548,7 @@ def test_compress(row, impl):
     assert written == sorted(expected)
     for slot, entry in expected.items():
         # A softmax over 4 logits below 8, a mean of 4, then what a latent row takes: 128 roundings are more than these.
-        bound = 128 * 2.0**-24 * max(1.0, size_of(entry))
+        bound = 128 * 2.0**-24 * max(1.0, largest(entry))
         assert_near("entry", data.view(8, 16)[slot], entry, bound)
 
 

@@ -57,7 +57,7 @@ for _name in traffic.WEIGHTS:
 
 TestTraffic = pytest.mark.slow(Machine.TestCase)
 TestTraffic.settings = settings(
-    max_examples=int(os.environ.get("QUIRE_STATE_MACHINE_EXAMPLES", "400")),
+    max_examples=int(os.environ.get("QUIRE_STATE_MACHINE_EXAMPLES", "200")),
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=list(HealthCheck),

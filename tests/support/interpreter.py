@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from triton.runtime import interpreter
 
+from tests.support import quick_interpreter
+
 FP32, BF16 = interpreter.tl.float32, interpreter.tl.bfloat16
 
 
@@ -13,7 +15,7 @@ def repair() -> None:
     builder = interpreter.InterpreterBuilder
     builder.create_dot = _widening_dot(builder.create_dot)
     builder.cast_impl = _rounding_cast(builder.cast_impl)
-    _patch_once_a_launch()
+    quick_interpreter.quicken()
 
 
 def _widening_dot(create_dot):
@@ -41,38 +43,3 @@ def _rounding_cast(cast_impl):
         return interpreter.TensorHandle(data, dst_type.scalar)
 
     return cast_as_devices_do
-
-
-def _patch_once_a_launch() -> None:
-    """The interpreter replaces all of ``triton.language`` at each call of a ``@triton.jit`` function from a kernel, which is half of the
-    time that kernels take, and finds it replaced already: once a launch is enough.
-    """
-    patch_lang, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
-    modules = (interpreter.tl, interpreter.tl.core)
-    patched = set()
-    found = {}
-
-    def modules_seen_by(fn):
-        """Names of the modules that the interpreter would patch for a function; a rewritten function's module has more globals."""
-        names = fn.__globals__
-        key = id(names), len(names)
-        if key not in found:
-            found[key] = {m.__name__ for m in modules if any(m is x for x in names.values())}
-        return found[key]
-
-    def patch_lang_once(fn):
-        seen = modules_seen_by(fn)
-        if seen and seen <= patched:
-            return None  # a call from a kernel has no use for the scope
-        patched.update(seen)
-        return patch_lang(fn)
-
-    def launch_anew(self, *args, **kwargs):
-        patched.clear()
-        try:
-            return launch(self, *args, **kwargs)
-        finally:
-            patched.clear()
-
-    interpreter._patch_lang = patch_lang_once
-    interpreter.GridExecutor.__call__ = launch_anew

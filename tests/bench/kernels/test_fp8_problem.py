@@ -53,7 +53,7 @@ def test_wrong_scales_are_found_and_peers_are_not_compared():
         kernels._measure(other, problem, expected, CPU, 0.01)
 
 
-def test_bytes_count_codes_and_scales():
+def test_bytes_count_quantized_values_and_scales():
     for name, shape in FP8_SHAPES.items():
         plain = SHAPES[name.removesuffix("/fp8")]
         share = (shape.head_dim + 4) / (2 * shape.head_dim)

@@ -229,7 +229,7 @@ def test_predictions_follow_what_they_are_made_of():
     [("prefill", 4096, 1), ("decode", 256, 1), ("decode", 257, 2), ("mixed", 4096, 3)],
 )
 def test_every_kernel_of_a_case_is_launched_once(phase, context, kernels):
-    """Attention of each phase, and a merge where decode may be cut into pieces."""
+    """Attention of each phase, and a merge where decode may be cut into KV splits."""
     case = Case(SHAPES["llama-3-70b"], phase, 2, context, 16)
     assert prediction.predict(case, prediction.H200).launch == kernels * prediction.H200.launch
 

@@ -194,22 +194,22 @@ def test_a_page_that_is_not_read_is_an_error(name):
     assert "error" in expected.wrong(*attention_calls(broken, in_step=False)[0]())
 
 
-def test_wrong_picks_are_refused():
+def test_wrong_topk_indices_are_refused():
     problem = make(tiny("tiny/index"))
     expected = expect_topk(problem)
-    picks, lens = quire_latent_calls(problem)[0]()
-    assert expected.wrong(picks, lens) is None
+    indices, lens = quire_latent_calls(problem)[0]()
+    assert expected.wrong(indices, lens) is None
     scores = _scores(problem, 0, problem.pages[0].read(problem.block_table[0].long()[torch.arange(10) // 4] * 4 + torch.arange(10) % 4), torch.float64)  # fmt: skip
-    worst = picks.clone()
+    worst = indices.clone()
     worst[0, 0] = scores.argmin()
-    twice = picks.clone()
+    twice = indices.clone()
     twice[1, 1] = twice[1, 0]
-    unseen = picks.clone()
+    unseen = indices.clone()
     unseen[0, 3] = 10
     assert "left out scores" in expected.wrong(worst, lens)
     assert "twice" in expected.wrong(twice, lens)
     assert "does not see" in expected.wrong(unseen, lens)
-    assert "expected 4 of token 1, got 3" in expected.wrong(picks, lens - torch.tensor([0, 1]))
+    assert "expected 4 of token 1, got 3" in expected.wrong(indices, lens - torch.tensor([0, 1]))
 
 
 @pytest.mark.parametrize("name", ["tiny/write", "tiny-wide/write", "tiny/compress", "tiny-wide/compress"])  # fmt: skip
@@ -313,7 +313,7 @@ def test_no_prediction_is_below_its_floor():
 
 
 def test_bytes_and_operations_of_a_case():
-    # 128 raw rows and 512 picks of 584 bytes; q and out; the picks' ids. Two products over 640 keys.
+    # 128 raw rows and 512 selected rows of 584 bytes; q and out; the topk indices. Two products over 640 keys.
     case = LatentCase(SHAPES["v4-flash/csa"], "decode", 16, 32768, True)
     assert prediction_latent.case_bytes(case) == 16 * (640 * 584 + 2 * 64 * 512 * 2 + 4 * 512)
     assert prediction_latent.case_flops(case) == 16 * 640 * 4 * 64 * 512

@@ -26,18 +26,16 @@ from tests.support.kernels.edges import (
     expect_refusal,
     factors,
     integers,
+    largest,
     no_tensors,
     overlapping,
     refused,
     right,
+    zeros,
 )
 
 E4M3 = torch.float8_e4m3fn
 BF16, F16, I64 = torch.bfloat16, torch.float16, torch.int64
-
-
-def zeros(*shape, dtype=torch.float32):
-    return torch.zeros(shape, dtype=dtype, device=DEVICE)
 
 
 def attention_arguments(window=None, scale=None):
@@ -55,13 +53,6 @@ def attention_arguments(window=None, scale=None):
             batch[name] = batch[name].to(E4M3)
         batch |= {"k_scale": scale, "v_scale": scale}
     return batch
-
-
-def largest(*tensors):
-    sizes = [
-        t.float().abs().nan_to_num(0.0).max().item() for t in tensors if t is not None and t.numel()
-    ]
-    return max(sizes, default=0.0)
 
 
 def attention_oracle(dtype, **arguments):

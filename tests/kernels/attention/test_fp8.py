@@ -24,7 +24,7 @@ from tests.support.helpers import (
 BF16, FP16, FP32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 IMPLS = ("triton", "torch")
 KINDS = ("rows", "number", "tensor")
-NAN_CODE = 0x7F
+NAN_E4M3 = 0x7F
 W = 20
 
 CASES = [
@@ -59,18 +59,18 @@ CASES = [
 def strided_like(tensor, dtype):
     """NaN in a tensor of the same shape and strides."""
     made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=torch.uint8, device=DEVICE)
-    return made.fill_(NAN_CODE).view(dtype)
+    return made.fill_(NAN_E4M3).view(dtype)
 
 
 def quantised(batch, kind):
-    """A batch whose pages are e4m3: NaN codes, and NaN scales, where its pages are NaN."""
+    """A batch whose pages are e4m3: NaN quantized values, and NaN scales, where its pages are NaN."""
     changed = {}
     for name in "k", "v":
         rows = batch[f"{name}_pages"]
         factor = {"k": 0.02, "v": 0.013}[name]
-        codes, scales = e4m3.quantize(rows, None if kind == "rows" else factor)
+        quantized, scales = e4m3.quantize(rows, None if kind == "rows" else factor)
         pages = strided_like(rows, E4M3)
-        pages.view(torch.uint8).copy_(codes.view(torch.uint8))
+        pages.view(torch.uint8).copy_(quantized.view(torch.uint8))
         changed[f"{name}_pages"] = pages
         if kind == "rows":
             assert bool(scales.isnan().any())
@@ -113,7 +113,7 @@ def test_values_that_do_not_lie_in_pairs(kind):
     outs = []
     for first, more in ((0, 0), (1, 0), (2, 0), (0, 1)):
         pool = torch.full(
-            (*values.shape[:3], 64 + more), NAN_CODE, dtype=torch.uint8, device=DEVICE
+            (*values.shape[:3], 64 + more), NAN_E4M3, dtype=torch.uint8, device=DEVICE
         )
         memory = torch.cat([pool.new_zeros(first), pool.flatten()])
         pages = memory[first:].view(pool.shape)[..., :64]
@@ -126,22 +126,22 @@ def test_values_that_do_not_lie_in_pairs(kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype, q_lens", [(BF16, [1, 3, 12]), (FP16, [2, 1, 0])])
-def test_codes_widened_by_hand(dtype, q_lens, monkeypatch):
+def test_quantized_values_widened_by_hand(dtype, q_lens, monkeypatch):
     """As on sm_80, which has no instruction for it; every code but NaN occurs among the keys."""
     launch_cache.clear()
     monkeypatch.setattr(paged, "arch_and_sms", lambda _: (80, 2))
     case = AttentionCase("", [300, 40, 19], q_lens, num_decodes=2, dtype=dtype)
     batch = quantised(make_batch(case), "rows")
-    codes = torch.arange(256, dtype=torch.uint8, device=DEVICE)
-    codes[NAN_CODE::128] = 0
-    batch["k_pages"].view(torch.uint8)[batch["block_table"][0, 0], :8] = codes.view(8, 2, 16)
+    quantized = torch.arange(256, dtype=torch.uint8, device=DEVICE)
+    quantized[NAN_E4M3::128] = 0
+    batch["k_pages"].view(torch.uint8)[batch["block_table"][0, 0], :8] = quantized.view(8, 2, 16)
     assert_exact(batch, dtype, ["triton"])
     launch_cache.clear()
 
 
 @functools.cache
 def tall_batch(phase, seq_lens, q_lens, kind):
-    """A batch and what the oracle makes of it, which has nothing to do with the device or the form of the codes."""
+    """A batch and what the oracle makes of it, which has nothing to do with the device or the form of the quantized values."""
     num_decodes = len(q_lens) if phase == "decode" else 0
     case = AttentionCase("", seq_lens, q_lens, num_decodes=num_decodes, num_heads=8, num_kv_heads=1, head_dim=64, dtype=BF16)  # fmt: skip
     batch = quantised(make_batch(case), kind)
@@ -153,8 +153,8 @@ def tall_batch(phase, seq_lens, q_lens, kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("halves", [False, True])
 @pytest.mark.parametrize("phase, seq_lens, q_lens", [("decode", [300, 40], [8, 5]), ("prefill", [190], [70])])  # fmt: skip
-def test_tall_tiles_with_codes_in_either_form(phase, seq_lens, q_lens, halves, kind, arch, monkeypatch):  # fmt: skip
-    """Codes as fp16, and as what the queries are, and behind the pages new K/V."""
+def test_tall_tiles_with_quantized_values_in_either_form(phase, seq_lens, q_lens, halves, kind, arch, monkeypatch):  # fmt: skip
+    """Quantized values as fp16, and as what the queries are, and behind the pages new K/V."""
     launch_cache.clear()
     monkeypatch.setattr(paged, "arch_and_sms", lambda _: (arch, 2))
     asked = []
@@ -248,8 +248,8 @@ def test_the_kinds_of_scales_agree(impl):
 
 def e4m3_values():
     """All finite values, ascending."""
-    codes = torch.arange(256, dtype=torch.uint8, device=DEVICE)
-    values = codes.view(E4M3).float()
+    quantized = torch.arange(256, dtype=torch.uint8, device=DEVICE)
+    values = quantized.view(E4M3).float()
     return values[values.isfinite()].unique()
 
 
@@ -297,7 +297,7 @@ def blank(case, num_pages):
     for like in batch["k_pages"], batch["v_pages"]:
         shape = (num_pages, *like.shape[1:])
         code = torch.empty_strided(shape, like.stride(), dtype=torch.uint8, device=DEVICE)
-        pages.append(code.fill_(NAN_CODE).view(E4M3))
+        pages.append(code.fill_(NAN_E4M3).view(E4M3))
     scales = torch.full((2, num_pages, case.num_kv_heads, case.block_size), NAN, device=DEVICE)
     return pages, list(scales.transpose(2, 3).unbind(0))
 
@@ -321,8 +321,8 @@ def test_rows_with_scales_of_their_own(impl, name):
         torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
     written = slots >= 0
     page, row = slots[written] // case.block_size, slots[written] % case.block_size
-    codes = pages[0].view(torch.uint8)[page, row].view(E4M3)
-    back, x = e4m3.dequantize(codes, scales[0][page, row]).double(), k[written].double()
+    quantized = pages[0].view(torch.uint8)[page, row].view(E4M3)
+    back, x = e4m3.dequantize(quantized, scales[0][page, row]).double(), k[written].double()
     largest = x.abs().amax(-1, keepdim=True) if num_rows else x
     # Half a step of 3 bits; below the smallest normal code, half of that one's step.
     bound = torch.maximum(x.abs() * (2.0**-4 + 2.0**-22), largest / 448 * 2.0**-10 * (1 + 2.0**-22))
@@ -363,7 +363,7 @@ def test_rows_that_are_not_ordinary(impl):
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_written_keys_are_what_attention_reads(impl, kind):
-    """The runner's order: attention over the context and new K/V, then the write; the next step reads codes in their place."""
+    """The runner's order: attention over the context and new K/V, then the write; the next step reads quantized values in their place."""
     case = AttentionCase("", [37, 24], [12, 5], dtype=BF16)
     batch = quantised(make_batch(case), kind)
     slots = []

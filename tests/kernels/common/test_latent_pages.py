@@ -74,8 +74,8 @@ def test_index_bytes(num_rows, dim):
             reference.write_index_bytes(expected, num_rows, slot, row)
     assert pool.equal(expected_pool)
     for got, row, slot in zip(pages.read(slots), rows, slots.tolist(), strict=True):
-        codes, exponent = reference.quantize(row.tolist())
-        want = [reference.e4m3_value(code) * 2.0**exponent for code in codes]
+        quantized, exponent = reference.quantize(row.tolist())
+        want = [reference.e4m3_value(q) * 2.0**exponent for q in quantized]
         assert got.tolist() == (want if slot >= 0 else [0.0] * dim)
 
 
@@ -104,13 +104,13 @@ def test_quantise_any_bits(bits, exponent):
     """Any bf16 numbers, infinities, NaN and subnormal ones too; half of them close to each other in size."""
     bits = bits[:8] + [b & 0x803F | (exponent << 7 & 0x7F80) for b in bits[8:]]
     row = torch.tensor(bits, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
-    codes, exponents = quantize_groups(row[None], 16)
-    want_codes, want_exponent = reference.quantize(row.tolist())
+    quantized, exponents = quantize_groups(row[None], 16)
+    want_quantized, want_exponent = reference.quantize(row.tolist())
     # The sign of a NaN is nobody's.
     nan = row.isnan()
     assert exponents.tolist() == [[want_exponent]]
-    assert (codes[0] & 127)[nan].eq(127).all()
-    assert codes[0][~nan].tolist() == torch.tensor(want_codes)[~nan].tolist()
+    assert (quantized[0] & 127)[nan].eq(127).all()
+    assert quantized[0][~nan].tolist() == torch.tensor(want_quantized)[~nan].tolist()
 
 
 def test_quantise_at_the_edges_of_a_scale():
@@ -125,9 +125,9 @@ def test_quantise_at_the_edges_of_a_scale():
 
 
 def test_dequantise_is_exact():
-    codes = torch.arange(256, dtype=torch.uint8)
+    quantized = torch.arange(256, dtype=torch.uint8)
     for exponent in (-22, 0, 100):
-        rows = dequantize_groups(codes[None], torch.tensor([[exponent]]))[0]
+        rows = dequantize_groups(quantized[None], torch.tensor([[exponent]]))[0]
         want = torch.tensor([reference.e4m3_value(c) * 2.0**exponent for c in range(256)])
         torch.testing.assert_close(rows, want, rtol=0, atol=0, equal_nan=True)
         assert rows.to(torch.bfloat16).float().nan_to_num(0).equal(want.nan_to_num(0))

@@ -81,9 +81,9 @@ def test_pairs_of_quantized_values_come_apart(hardware):
     even, odd = run(with_instruction if hardware else by_hand, pairs[0] | pairs[1] << 16)
     for got, shift in (even, 0), (odd, 8):
         for row, pair in enumerate(pairs):
-            codes = pair >> shift & 0xFF
+            quantized = pair >> shift & 0xFF
             numbers = (got >> 16 * row & 0xFFFF).to(torch.int16).view(FP16).float()
-            want = codes.to(torch.uint8).view(E4M3).float()
+            want = quantized.to(torch.uint8).view(E4M3).float()
             nan = want.isnan()
             if hardware:
                 assert numbers[nan].isnan().all()

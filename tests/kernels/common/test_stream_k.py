@@ -19,7 +19,7 @@ BLOCK_Q, BLOCK_N = 2, 64
 
 @triton.jit
 def _stretches_kernel(
-    seq_lens, cu, stretches, pieces, found, positions, num_decodes, decode_tokens, window, ratio, programs, num_found,
+    seq_lens, cu, stretches, splits, found, positions, num_decodes, decode_tokens, window, ratio, programs, num_found,
     LEAST: tl.constexpr, COST: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     batch = (seq_lens, cu, num_decodes, decode_tokens, window, ratio)
@@ -33,9 +33,9 @@ def _stretches_kernel(
         _, units = stream_k.work(seq, batch, BLOCK_Q, BLOCK_N)
         first = stream_k.first_unit(seq, batch, BLOCK_Q, BLOCK_N)
         begin, count = stream_k.programs_of(first, units, size, least)
-        tl.store(pieces + 3 * seq, first)
-        tl.store(pieces + 3 * seq + 1, begin)
-        tl.store(pieces + 3 * seq + 2, count)
+        tl.store(splits + 3 * seq, first)
+        tl.store(splits + 3 * seq + 1, begin)
+        tl.store(splits + 3 * seq + 2, count)
     for i in range(num_found):
         seq, tile, number, first, units = stream_k.locate(
             tl.load(positions + i), batch, BLOCK_Q, BLOCK_N
@@ -79,10 +79,10 @@ def test_programs_take_every_unit_once(num_decodes, ratio, programs, equal):
     def device(values):
         return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
-    stretches, pieces = device([[-7] * 3] * programs), device([[-7] * 3] * num_decodes)
+    stretches, splits = device([[-7] * 3] * programs), device([[-7] * 3] * num_decodes)
     found = device([[-7] * 5] * len(positions))
     _stretches_kernel[(1,)](
-        device(lengths), device([0, *q_lens]).cumsum(0).int(), stretches, pieces, found, device(positions), num_decodes, decode_tokens,
+        device(lengths), device([0, *q_lens]).cumsum(0).int(), stretches, splits, found, device(positions), num_decodes, decode_tokens,
         None if ratio is None else window, ratio, programs, len(positions), least, cost, BLOCK_Q, BLOCK_N,
     )  # fmt: skip
     for position, got in zip(positions[:-1], found.tolist(), strict=False):
@@ -90,7 +90,7 @@ def test_programs_take_every_unit_once(num_decodes, ratio, programs, equal):
         seq, tile, first, units = tiles[number]
         assert got == [seq, tile, number, first, units]
     assert found[-1, 0] == num_decodes
-    # The stretches follow each other, and end at edges of query tiles or a piece away from them.
+    # The stretches follow each other, and end at edges of query tiles or a KV split away from them.
     bounds = [0]
     cut: dict[int, list[int]] = {}
     for program, (low, high, count) in enumerate(stretches.tolist()):
@@ -110,7 +110,7 @@ def test_programs_take_every_unit_once(num_decodes, ratio, programs, equal):
     assert size <= max(even, least) + (least if divided else max(t[3] for t in tiles))
     for i, (seq, tile, first, _) in enumerate(tiles):
         if divided and tile == 0:
-            assert pieces[seq].tolist() == [first, cut[i][0], len(cut[i])]
+            assert splits[seq].tolist() == [first, cut[i][0], len(cut[i])]
 
 
 def makespan(items, places):
@@ -135,15 +135,15 @@ def test_no_batch_size_of_bounded_keys_falls_off_a_cliff(num_heads, max_keys):
         assert plan.programs == 0 and (plan.num_splits == 1 or plan.num_unsplit % places == 0)
         cut = batch - plan.num_unsplit
         leave = SPLIT_COST * rows if plan.num_splits > 1 else 0
-        piece = max_keys / plan.num_splits + leave
+        split_keys = max_keys / plan.num_splits + leave
         assert (
             plan.num_splits == 1 or max_keys // plan.num_splits >= compressed_configs.MIN_SPLIT_KEYS
         )
-        items = [max_keys] * plan.num_unsplit + [piece] * cut * plan.num_splits
+        items = [max_keys] * plan.num_unsplit + [split_keys] * cut * plan.num_splits
         merge = LAUNCH_COST + leave * cut * plan.num_splits / places if leave else 0
         needed = makespan(items, places) + merge
         assert needed <= -(-batch // places) * max_keys
-        # A tile more costs a piece of the least keys at most, and what its partial results and the merge do.
+        # A tile more costs a KV split of the least keys at most, and what its partial results and the merge do.
         least = compressed_configs.MIN_SPLIT_KEYS + SPLIT_COST * rows
         if batch > 1:
             assert needed - before <= 1.1 * (least + LAUNCH_COST), batch
@@ -194,7 +194,7 @@ def fair_share(count, units, programs, least, cost):
 @pytest.mark.parametrize("num_heads", [16, 32, 64, 128])
 def test_no_batch_size_of_latents_falls_off_a_cliff(num_heads, keys):
     """All programs begin at once, and end nearly so, at any batch size. What the device makes of one is looked at where waves of whole or equal
-    pieces would be almost empty."""
+    KV splits would be almost empty."""
     rows = mla_configs.decode_rows(num_heads=num_heads, max_seqlen_q=1, arch=90)
     config = mla_configs.select_config(2, rows, 90)
     plan = mla_configs.plan_decode(config=config, num_heads=num_heads, head_dim_v=512, num_sms=132)

@@ -182,11 +182,11 @@ def test_quantised_bytes(impl, block_size, dtype):
 
 
 @triton.jit
-def _round_kernel(x, values, codes, N: tl.constexpr):
+def _round_kernel(x, values, quantized, N: tl.constexpr):
     from_here = tl.program_id(0) * N + tl.arange(0, N)
     value, code = rounded_to_e4m3(tl.load(x + from_here))
     tl.store(values + from_here, value)
-    tl.store(codes + from_here, code.to(tl.uint8))
+    tl.store(quantized + from_here, code.to(tl.uint8))
 
 
 def test_rounding_to_e4m3():
@@ -199,14 +199,14 @@ def test_rounding_to_e4m3():
     x = torch.cat([around, -around, torch.tensor([NAN])])
     x = torch.nn.functional.pad(x, (0, -len(x) % 256)).to(DEVICE)
     values = torch.full_like(x, NAN)
-    codes = torch.full(x.shape, POISON, dtype=torch.uint8, device=DEVICE)
-    _round_kernel[(len(x) // 256,)](x, values, codes, 256)
+    quantized = torch.full(x.shape, POISON, dtype=torch.uint8, device=DEVICE)
+    _round_kernel[(len(x) // 256,)](x, values, quantized, 256)
     want = [reference.e4m3_code(value) for value in x.tolist()]
     want_values = torch.tensor([reference.e4m3_value(code) for code in want], device=DEVICE)
     torch.testing.assert_close(values, want_values, rtol=0, atol=0, equal_nan=True)
     live = ~x.isnan()
-    assert codes[live].tolist() == torch.tensor(want, device=DEVICE)[live].tolist()
-    assert (codes[~live] & 127).eq(127).all()
+    assert quantized[live].tolist() == torch.tensor(want, device=DEVICE)[live].tolist()
+    assert (quantized[~live] & 127).eq(127).all()
 
 
 @IMPLS

@@ -209,8 +209,8 @@ SENSITIVITIES = {
     "gate clamped below": _activation(_both_sides),
     "window one shorter": _config(sliding_window=15),
     "window one longer": _config(sliding_window=17),
-    "one pick less": _config(index_topk=3),
-    "one pick more": _config(index_topk=5),
+    "one topk index less": _config(index_topk=3),
+    "one topk index more": _config(index_topk=5),
     "entries rotated by their end": _patch(unpaged_attention, "compress_windows", _window_end),
     "entries visible one token late": _patch(
         unpaged_attention, "num_visible", lambda f: lambda p, ratio: f(p - 1, ratio)

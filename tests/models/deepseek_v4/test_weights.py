@@ -263,10 +263,10 @@ def test_unreadable_directories(tmp_path, model):
         load_model(tmp_path)
 
 
-def test_every_fp4_code_and_every_scale_byte():
-    codes = torch.arange(256, dtype=torch.uint8)[None].repeat(2, 1)  # [2, 512 columns]
+def test_every_fp4_value_and_every_scale_byte():
+    quantized = torch.arange(256, dtype=torch.uint8)[None].repeat(2, 1)  # [2, 512 columns]
     scale = torch.tensor([[127] * 16, [130] * 16], dtype=torch.uint8)
-    got = dequantize_fp4(codes.view(torch.int8), scale, torch.float32)
+    got = dequantize_fp4(quantized.view(torch.int8), scale, torch.float32)
     signed = [*E2M1, *(-x for x in E2M1)]
     row = [value for byte in range(256) for value in (signed[byte % 16], signed[byte // 16])]
     assert torch.equal(got[0], torch.tensor(row)) and torch.equal(got[1], 8 * got[0])

@@ -26,8 +26,8 @@ def model(request):
 
 
 def as_e4m3(rows):
-    codes, scales = e4m3.quantize(rows)
-    return e4m3.dequantize(codes, scales)
+    quantized, scales = e4m3.quantize(rows)
+    return e4m3.dequantize(quantized, scales)
 
 
 def as_bf16(rows):
@@ -39,7 +39,7 @@ class SteppedAttend(UnpagedAttend):
 
     rounded: of rows of keys or values; or a list of two such functions for each layer, one for the keys and one for the values.
     written: by layer, the rows that the engine wrote to its pages, which are what is rounded; None: this model's own. A row computed in another
-    order is another one in its last digits, and where it lies on the edge of two codes it becomes the other one.
+    order is another one in its last digits, and where it lies on the edge of two quantized values it becomes the other one.
     bound: how far these may be from this model's own rows, which are the same but for the order of their sums.
     starts, lengths: [num_tokens], the first position and the tokens of the step that each token was computed in.
     """
@@ -225,7 +225,7 @@ def test_error_is_that_of_four_bits_fewer(model):
 
 
 def test_a_hit_is_bit_equal_where_chunks_fall_on_the_same_rows(model):
-    """A prompt cut where the hit ends: the hit reads codes that the cold run wrote, or would have."""
+    """A prompt cut where the hit ends: the hit reads quantized values that the cold run wrote, or would have."""
     alignment = Recorder(model).engine.kv.alignment
     tokens = prompt(2 * alignment + 9)
     settings = dict(kv_cache_dtype="fp8", max_num_batched_tokens=2 * alignment, max_num_seqs=1)
@@ -325,7 +325,7 @@ def test_pages_of_real_models(name):
         assert 0.98 * g.page_bytes <= used <= g.page_bytes
 
 
-def test_codes_and_scales_of_a_page_do_not_overlap():
+def test_quantized_values_and_scales_of_a_page_do_not_overlap():
     config = CONFIGS["gemma4-tiny"]
     groups, placement = cache_groups(config, E4M3)
     pool = PageTensors(config, groups, placement, num_pages=3, dtype=E4M3, device="cpu")
@@ -348,13 +348,13 @@ def test_codes_and_scales_of_a_page_do_not_overlap():
 
 
 def test_pages_of_few_rows_start_at_16_bytes():
-    """One row of 2 * (32 codes + 4 bytes of scale) takes 72."""
+    """One row of 2 * (32 quantized values + 4 bytes of scale) takes 72."""
     llama = CONFIGS["llama-tiny"]
     config = replace(llama, full=replace(llama.full, num_kv_heads=1))
     assert cache_groups(config, E4M3, base_block_size=1)[0][0].page_bytes == 80
 
 
-def test_the_memory_plan_counts_codes_and_scales():
+def test_the_memory_plan_counts_quantized_values_and_scales():
     model = build("gemma3-tiny")
     memory = Engine(model, EngineConfig(cache_bytes=2**20, kv_cache_dtype="fp8")).memory
     config, plain = model.config, Engine(model, EngineConfig(cache_bytes=2**20)).memory
@@ -364,7 +364,7 @@ def test_the_memory_plan_counts_codes_and_scales():
     num_slots = cache.page_bytes // cache.groups[0].page_bytes
     assert memory.bytes_per_token >= len(full) * 2 * a.num_kv_heads * (a.head_dim + 4)
     assert memory.page_bytes == num_slots * 16 * 2 * a.num_kv_heads * (a.head_dim + 4)
-    # fp32 codes have 4 bytes, these 1 and a share of a scale.
+    # fp32 values have 4 bytes, these 1 and a share of a scale.
     assert plain.page_bytes / memory.page_bytes == pytest.approx(4 * a.head_dim / (a.head_dim + 4))
     assert memory.num_pages > 2.5 * plain.num_pages
     assert memory.num_pages * memory.page_bytes <= 2**20

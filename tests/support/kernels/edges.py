@@ -44,6 +44,19 @@ class Row:
         return arguments | (value if isinstance(value, dict) else {self.name: value})
 
 
+def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Zeros on the device of the tests."""
+    return torch.zeros(shape, dtype=dtype, device=DEVICE)
+
+
+def largest(*tensors: torch.Tensor | None) -> float:
+    """The largest magnitude in any of the tensors, NaN left out; 0.0 where there is none."""
+    sizes = [
+        t.float().abs().nan_to_num(0.0).max().item() for t in tensors if t is not None and t.numel()
+    ]
+    return max(sizes, default=0.0)
+
+
 def refused(
     name: str, *values: Any, blamed: str | None = None, error: type = ValueError
 ) -> list[Row]:
