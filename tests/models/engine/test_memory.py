@@ -125,7 +125,9 @@ def test_pool_from_free_memory(monkeypatch):
     config = EngineConfig(max_num_batched_tokens=2000, max_num_seqs=15)
     plan = plan_memory(busy, cache, config, max_draft_tokens=1)
     assert plan.num_pages == 3600 and "of 4.768 MiB free" in plan.describe()
-    assert plan_memory(busy, cache, config, max_draft_tokens=1, num_graph_rows=50).num_pages == 3510
+    assert (
+        plan_memory(busy, cache, config, max_draft_tokens=1, graph_bytes=100_000).num_pages == 3510
+    )
     assert plan_memory(gpu, cache, EngineConfig(cache_bytes=70_999)).num_pages == 70
     assert plan_memory(cpu, cache, EngineConfig()).num_pages == 256 * 2**20 // 1000
     besides = replace(cache, fixed_bytes=20_000)  # rings, which are no pages

@@ -19,7 +19,9 @@ from quire.kernels.common import launch_cache, launching
 from quire.kvcore import KVCache
 from quire.models.config.named import get_config
 from quire.models.deepseek_v4.model import DeepseekV4
-from quire.models.engine.engine import Engine, EngineConfig
+from quire.models.engine import engine as engine_module
+from quire.models.engine.batch import BatchBuilder
+from quire.models.engine.engine import EngineConfig
 from quire.models.engine.graphs import WARM_UP_RUNS, DecodeGraphs, sizes_to_capture
 from quire.models.engine.memory import free_memory, model_cache
 from quire.models.engine.request import SamplingParams
@@ -28,7 +30,7 @@ from quire.models.layers import attention, moe, per_layer
 from quire.models.layers.per_layer import HostEmbedding
 from quire.models.loading.weights import build_model
 from tests.models.engine.test_graphs import FEW, NAMES
-from tests.support.models.captured import FROM_HOST
+from tests.support.models.captured import FROM_HOST, captured_engine
 from tests.support.models.toy import ToyModel
 
 META = torch.device("meta")
@@ -58,12 +60,10 @@ def current(monkeypatch):
     return index
 
 
-def test_a_step_runs_on_the_device_of_its_engine(current):
+def test_a_step_runs_on_the_device_of_its_engine(current, monkeypatch):
     """Launches, streams and captures go to the current device, which others may have set: forward passes, drafts, captures, replays."""
     seen, model = [], ToyModel()
     drafter = NGramDrafter(2, min_ngram=1)
-    engine = Engine(model, EngineConfig(num_pages=50, max_num_seqs=2, decode_graphs=True), drafter=drafter)  # fmt: skip
-    engine._builder.tables = engine._builder.tables.as_subclass(OnSecondDevice)
 
     def noted(name, call):
         def wrapped(*args):
@@ -74,7 +74,20 @@ def test_a_step_runs_on_the_device_of_its_engine(current):
 
     model.register_forward_pre_hook(lambda *_: seen.append(("forward", current[0])))
     drafter.propose = noted("draft", drafter.propose)
-    engine._graphs._capture = lambda work: noted("replay", noted("capture", lambda w: w)(work))
+
+    class Builder(BatchBuilder):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            self.tables = self.tables.as_subclass(OnSecondDevice)
+
+    monkeypatch.setattr(engine_module, "BatchBuilder", Builder)
+    config = EngineConfig(num_pages=50, max_num_seqs=2, decode_graphs=True)
+    engine = captured_engine(
+        model,
+        config,
+        lambda work: noted("replay", noted("capture", lambda w: w)(work)),
+        drafter=drafter,
+    )
     engine.add_request([5, 6, 7, 5, 6], SamplingParams(12, ignore_eos=True))
     engine.add_request([9], SamplingParams(12, ignore_eos=True))
     while engine.has_work:
@@ -207,21 +220,20 @@ def test_warm_up_and_captures_share_a_stream_of_their_device(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("device", "wanted", "impl", "observed", "made"),
+    ("device", "wanted", "impl", "made"),
     [
-        ("cuda", None, None, False, True), ("cuda", None, "torch", False, False), ("cuda", None, None, True, False),
-        ("cuda", False, None, False, False), ("cuda", True, "triton", False, True), ("cuda", True, "torch", False, None),
-        ("cuda", True, None, True, None), ("cpu", None, None, False, False), ("cpu", True, "torch", False, True),
+        ("cuda", None, None, True), ("cuda", None, "torch", False), ("cuda", False, None, False), ("cuda", True, "triton", True),
+        ("cuda", True, "torch", None), ("cpu", None, None, False), ("cpu", True, "torch", True),
     ],
 )  # fmt: skip
-def test_where_decode_goes_through_graphs(device, wanted, impl, observed, made):
-    """made: None = refused. observed: by a drafter in the model, which reads what no graph returns."""
+def test_where_decode_goes_through_graphs(device, wanted, impl, made):
+    """made: None = refused."""
     config = EngineConfig(decode_graphs=wanted, impl=impl, max_num_seqs=5)
     if made is None:
         with pytest.raises(NotImplementedError, match="decode_graphs: supported with"):
-            sizes_to_capture(config, torch.device(device), drafter_in_model=observed)
+            sizes_to_capture(config, torch.device(device))
     else:
-        sizes = sizes_to_capture(config, torch.device(device), drafter_in_model=observed)
+        sizes = sizes_to_capture(config, torch.device(device))
         assert sizes == ([1, 2, 4, 5] if made else [])
 
 
@@ -284,7 +296,7 @@ def capture_without_storage(model, monkeypatch, capability=(9, 0), **settings):
         forward, builder, sizes=[4], max_seq_len=256, device=META, capture=capture
     )
     launch_cache.clear()  # all are of other addresses
-    decode._make(4, 4 + len(layout.groups))
+    decode.capture()
     launch_cache.clear()
     return runs
 
