@@ -335,6 +335,7 @@ def tables_move(patch):
     def elsewhere(self, index, value):
         apply(self, index, value)
         self.tables = self.tables.clone()
+        self._views = [self.tables[:, :0]] * len(self._views)
 
     patch.setattr(batch.BatchBuilder, "_apply", elsewhere)
 
