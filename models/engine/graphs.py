@@ -187,8 +187,7 @@ class DecodeGraphs:
         """Captures one shape; raises what its capture raises."""
         # Padding rows all through: what a warm-up run must not do is write.
         num_tokens = shape.num_seqs * shape.rows
-        num_tables = len(self._builder.columns)
-        size = (2 + num_tables) * num_tokens + 2 * shape.num_seqs
+        size = (2 + self._builder.num_groups) * _even(num_tokens) + 2 * shape.num_seqs
         data = torch.zeros(size, dtype=torch.int64, device=self._device)
         tokens, seq_lens, slots = _split(data, shape)
         tokens[2:] = -1
@@ -202,10 +201,7 @@ class DecodeGraphs:
             attn = AttnMetadata(
                 cu_seqlens_q=cu_seqlens_q,
                 seq_lens=seq_lens.to(torch.int32),
-                block_tables=tuple(
-                    builder.tables[:, first : first + width].index_select(0, slots)
-                    for first, width in builder.columns
-                ),
+                block_tables=builder.gather(slots, max_seq_len),
                 slot_mappings=tuple(tokens[2:].unbind(0)),
                 max_seqlen_q=shape.rows,
                 max_seq_len=max_seq_len,
@@ -218,6 +214,11 @@ class DecodeGraphs:
         self._graphs[shape] = _Graph(data, out, work, self._capture(work))
 
 
+def _even(count: int) -> int:
+    """Rows of so many int64 start at 16 bytes, as kernels are compiled for."""
+    return count + count % 2
+
+
 def _split(data: Any, shape: Shape) -> tuple[Any, Any, Any]:
     """Parts of a graph's integers, views of a tensor or an array.
 
@@ -225,7 +226,8 @@ def _split(data: Any, shape: Shape) -> tuple[Any, Any, Any]:
         (tokens [2 + num_tables, num_tokens]: ids, positions and slot mappings; seq_lens [num_seqs];
         the allocator's slots [num_seqs]).
     """
-    tokens = data[: len(data) - 2 * shape.num_seqs].reshape(-1, shape.num_seqs * shape.rows)
+    num_tokens = shape.num_seqs * shape.rows
+    tokens = data[: len(data) - 2 * shape.num_seqs].reshape(-1, _even(num_tokens))[:, :num_tokens]
     seq_lens, slots = data[len(data) - 2 * shape.num_seqs :].reshape(2, -1)
     return tokens, seq_lens, slots
 

@@ -336,7 +336,8 @@ def tables_move(patch):
 
     def elsewhere(self, index, value):
         apply(self, index, value)
-        self.tables = self.tables.clone()
+        flat = torch.zeros(self.tables.numel() + batch.STRIDE, dtype=torch.int32)
+        self.tables = flat[: self.tables.numel()].view(self.tables.shape).copy_(self.tables)
         self._views = [self.tables[:, :0]] * len(self._views)
 
     patch.setattr(batch.BatchBuilder, "_apply", elsewhere)

@@ -278,8 +278,11 @@ def capture_without_storage(model, monkeypatch, capability=(9, 0), **settings):
     kv = KVCache(cache.groups, num_pages=2, max_requests=4, max_model_len=256)
     pool, layout = cache.allocate(2), kv.layout
     builder = SimpleNamespace(
-        tables=torch.empty(kv.tables.shape, dtype=torch.int32, device=META),
-        columns=[layout.columns(g) for g in range(len(layout.groups))],
+        num_groups=len(layout.groups),
+        gather=lambda slots, _: tuple(
+            torch.empty(4, layout.columns(g)[1], dtype=torch.int32, device=META)
+            for g in range(len(layout.groups))
+        ),
     )
 
     def forward(input_ids, positions, attn):
