@@ -45,6 +45,7 @@ from .request import RequestOutput, SamplingParams
 from .sampler import NewTokens, Sampler
 from .scheduler import ScheduledStep, Scheduler
 from .speculative import Drafter, ModelDrafter, SamplingDrafter
+from .warm_up import warm_up
 
 
 class Engine:
@@ -165,6 +166,7 @@ class Engine:
             )
             with torch.inference_mode(), torch.cuda.device_of(self._builder.tables):
                 self._graphs.capture()
+                warm_up(self._run, self._builder, config, self.max_model_len, model.device)
         self.outputs = OutputProcessor(self.scheduler)
         self.inputs = InputProcessor(
             model, self.max_model_len, tokenizer=tokenizer, seed=config.seed

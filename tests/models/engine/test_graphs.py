@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from quire.bench.common.bounds import bounding
 from quire.kernels import paged_attention, sliding_window_attention
 from quire.models.config.named import FULL, SLIDING, get_config
-from quire.models.deepseek_v4.config import CSA, HASH_MOE, HCA, MOE
+from quire.models.deepseek_v4.config import CSA, HCA, MOE
 from quire.models.deepseek_v4.model import DeepseekV4
 from quire.models.engine import batch, graphs, memory
 from quire.models.engine.engine import Engine, EngineConfig
@@ -36,15 +36,9 @@ from tests.support.models.captured import (
     captured_engine,
     forbidden,
 )
+from tests.support.models.few import few
 
 NAMES = ("gemma3-tiny", "gemma4-tiny", "gemma4-e-tiny", "gemma4-moe-tiny", "llama-tiny", "gpt-oss-tiny", "deepseek-v4-tiny")  # fmt: skip
-# A layer of each kind.
-FEW = {
-    "gemma3-tiny": {"layer_types": (SLIDING, SLIDING, FULL)},
-    "gemma4-tiny": {"layer_types": (SLIDING, FULL, SLIDING)},
-    "gemma4-moe-tiny": {"layer_types": (SLIDING, FULL, SLIDING)},
-    "deepseek-v4-tiny": {"layer_types": (SLIDING, CSA, HCA), "mlp_layer_types": (HASH_MOE, MOE, MOE), "num_mtp_layers": 0},
-}  # fmt: skip
 SAMPLING = {"temperature": 0.9, "top_p": 0.9, "repetition_penalty": 1.1, "seed": 5}
 
 
@@ -93,7 +87,7 @@ def both(model, lengths, *, captures=None, disturbed=False, again=3, **settings)
 
 
 def build(name):
-    return random_model(replace(get_config(name), **FEW.get(name, {})))
+    return random_model(few(name))
 
 
 @pytest.fixture(scope="module", params=NAMES)

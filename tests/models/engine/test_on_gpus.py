@@ -29,8 +29,9 @@ from quire.models.engine.speculative import NGramDrafter
 from quire.models.layers import attention, moe, per_layer
 from quire.models.layers.per_layer import HostEmbedding
 from quire.models.loading.weights import build_model
-from tests.models.engine.test_graphs import FEW, NAMES
+from tests.models.engine.test_graphs import NAMES
 from tests.support.models.captured import FROM_HOST, captured_engine
+from tests.support.models.few import few
 from tests.support.models.toy import ToyModel
 
 META = torch.device("meta")
@@ -319,7 +320,7 @@ def compiled_for(launch):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_captured_step_is_all_on_the_device(name, dtype, monkeypatch):
     """The code that GPUs run: every kernel by Triton, table rows from page-locked memory; and its second run needs no other kernels."""
-    model = build_model(replace(get_config(name), **FEW.get(name, {})), device=META, dtype=dtype)
+    model = build_model(few(name), device=META, dtype=dtype)
     first, second = capture_without_storage(model, monkeypatch)
     assert len(first) > len(model.layers)  # attention, and most of them write
     assert [compiled_for(launch) for launch in first] == [compiled_for(launch) for launch in second]
@@ -370,7 +371,7 @@ def test_a_tensor_of_the_host_is_seen(broken, monkeypatch):
 )  # fmt: skip
 def test_grouped_products_only_where_torch_has_a_kernel(capability, dtype, grouped, monkeypatch):
     """Elsewhere torch's grouped_mm waits for the offsets, which no graph can hold."""
-    config = replace(get_config("gemma4-moe-tiny"), **FEW["gemma4-moe-tiny"])
+    config = few("gemma4-moe-tiny")
     calls, grouped_mm = [], moe.F.grouped_mm
     monkeypatch.setattr(moe.F, "grouped_mm", lambda *a, **k: [calls.append(a), grouped_mm(*a, **k)][1])  # fmt: skip
     capture_without_storage(build_model(config, device=META, dtype=dtype), monkeypatch, capability)
