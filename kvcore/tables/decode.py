@@ -23,12 +23,13 @@ count `UNSHARED`; the null page, which stands in empty entries, never has it):
     snapshot     the one that is in the entry, as in a recycling window
 
 A window's ring has ``width = live + per_segment + lag`` columns: `live` blocks behind the open one
-that a query can see, `per_segment` blocks from one boundary to the next, and `lag`, 0 unless a
-drafter looks ahead, blocks past a boundary until its segment has a key. A window of 33 tokens in
-blocks of 16 has 2 live blocks, and a resume point at a boundary needs as many, its tail. With an
-alignment of 32 (per_segment 2, width 4) it recycles: block 6 gets the column, and the page, of
-block 2. With an alignment of 256 (per_segment 16, width 18) that would hold pages for no use, and
-it releases (`drop_behind`). Boundary 256 is where block 16 starts:
+that a query can see, `per_segment` blocks from one boundary (multiple of the alignment, where hits
+end) to the next, and `lag`, 0 unless a drafter looks ahead, blocks past a boundary until its
+segment has a key. A window of 33 tokens in blocks of 16 has 2 live blocks, and a resume point at a
+boundary needs as many, its tail. With an alignment of 32 (per_segment 2, width 4) it recycles:
+block 6 gets the column, and the page, of block 2. With an alignment of 256 (per_segment 16, width
+18) that would hold pages for no use, and it releases (`drop_behind`). Boundary 256 is where block
+16 starts:
 
     block that starts    14   15   16   17   18   19   20        31   32
     blocks let go        11   12   13   .    .    16   17   ..   28   29 15 14
@@ -169,13 +170,13 @@ class DecodeBatch:
 class DecodeChanges:
     """What a decode step changes: entries of the tables, and their pages.
 
-    The entries are in this order, cut in three places, and new pages are dealt in it:
+    The entries, and the pages in them, are in this order, in which new pages are handed out too:
 
-        entries             | dense | releasing | recycling | snapshots |
-        cuts                0   num_dense    num_always_new   num_blocks   m
-        take a new page     | all   | all       | if `is_new`           |
-        are counted         |       | UNSHARED                          |
-        start a block       | yes                           | no        |
+        entries      end before        take a new page    its count    start a block
+        dense        num_dense         all                none         yes
+        releasing    num_always_new    all                UNSHARED     yes
+        recycling    num_blocks        where `is_new`     UNSHARED     yes
+        snapshots    m                 where `is_new`     UNSHARED     no
 
     Args:
         batch: whose step it is.
@@ -260,12 +261,19 @@ class DecodeTables:
         self._releasing = [b for b in blocks if b.is_window and not recycles(b)]
         recycling = [b for b in blocks if recycles(b)]
         self._parts = [
-            Part(b.spec.tables, b.first, b.spec.width, b.spec.block_size, 0, b.spec.block_size)
+            Part(
+                tables=b.spec.tables, first=b.first, width=b.spec.width,
+                period=b.spec.block_size, at=0, block_size=b.spec.block_size,
+            )
             for b in [*dense, *self._releasing, *recycling]
-        ]
+        ]  # fmt: skip
         self._parts += [
-            Part(s.spec.tables, s.first + SNAPSHOT, 1, alignment, alignment - 1, 0) for s in states
-        ]
+            Part(
+                tables=s.spec.tables, first=s.first + SNAPSHOT, width=1,
+                period=alignment, at=alignment - 1, block_size=0,
+            )
+            for s in states
+        ]  # fmt: skip
         # The same of each table, part by part.
         each = [
             (first, table, p.width, p.period, p.block_size)
@@ -275,6 +283,7 @@ class DecodeTables:
         self._each: Int64 = np.array(each, dtype=np.int64).T.copy()
         self._every = np.arange(len(each))
         self._state_rows = rows_of(states)
+        # Parts before each of the cuts of `DecodeChanges`.
         self._cuts = [len(dense), len(dense) + len(self._releasing), len(blocks)]
         self._per_request = sum(len(p.tables) * (alignment // p.period) for p in self._parts)
 
@@ -292,7 +301,7 @@ class DecodeTables:
         return changes
 
     def _due(self, batch: DecodeBatch, snapshots: bool) -> DecodeChanges:
-        """The entries that change: from the positions, or of a batch that lasts from its calendar."""
+        """The entries that change: from the positions, or from the calendar if there is one."""
         if batch.calendar is None:
             if batch.age < SETTLED or len(batch.slots) * self._per_request > MOST_ENTRIES:
                 return self._due_now(batch, snapshots)
@@ -347,7 +356,11 @@ class DecodeTables:
         return copies
 
     def _put_pages(self, changes: DecodeChanges) -> None:
-        """Put the new pages into their entries, and let the old ones go."""
+        """Put the new pages into their entries, and let the old ones go.
+
+        `PagePool.unuse` frees those that nobody else has. Of entries that become empty the deltas
+        do not tell: nobody reads them.
+        """
         batch, fixed = changes.batch, changes.num_always_new
         indices, pages = changes.indices[:fixed], changes.new_pages
         for tables in self._releasing:

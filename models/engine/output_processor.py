@@ -73,11 +73,14 @@ class OutputProcessor:
                 self.aborted.add(request)
             else:
                 self._scheduler.finish(request)
-            outputs.append(self._close(request, "abort", None))
+            outputs.append(self._take_out(request, "abort", None))
         return outputs[0]
 
     def deliver(self, new: Sequence[NewTokens], now: float) -> tuple[int, bool]:
         """Gives requests their new tokens, each on its own: what fails in one ends that one.
+
+        A token goes behind the request's others, where the next step finds it as its input; a
+        request that this ends gives its slot and pages back (`Scheduler.finish`).
 
         Args:
             new: of a step.
@@ -138,7 +141,7 @@ class OutputProcessor:
             before: its tokens when the step began.
         """
         for one in (request, *self.siblings.pop(request, ())):
-            output = self._close(one, reason, error)
+            output = self._take_out(one, reason, error)
             if one.stream:
                 try:
                     self._deltas.append(_delta(one, before, output))
@@ -147,7 +150,8 @@ class OutputProcessor:
                     self._deltas.append(_delta(one, before, output))
             self._finished.append(output)
 
-    def _close(self, request: Request, reason: str, error: RequestError | None) -> RequestOutput:
+    def _take_out(self, request: Request, reason: str, error: RequestError | None) -> RequestOutput:
+        """Takes a request out of the unfinished ones; returns what its caller gets."""
         samples = self.unfinished[request.request_id]
         samples.remove(request)
         if not samples:

@@ -1,6 +1,9 @@
 """What all text models share: embed, run the layers, norm, project.
 
-The layers and what else they need is each family's.
+The layers and what else they need is each family's. A layer, such as `llama.DecoderLayer`, computes
+q, k and v of the step's rows, rotates q and k, and calls ``attend(layer, q, k, v)``; all that a
+forward pass knows of pages and requests is in ``attend``. So rows of any sequences may follow each
+other, and a decode step is a forward pass over one row for each.
 """
 
 from __future__ import annotations
@@ -17,15 +20,9 @@ from ..config.named import FULL, SLIDING, ModelConfig
 from ..engine.batch import AttnMetadata
 from ..engine.memory import ModelCache
 from ..layers.attention import Attend, PagedAttend
-from ..layers.basic import (
-    Embedding,
-    Linear,
-    RMSNorm,
-    empty_parameter,
-    inverse_frequencies,
-    rotary_angles,
-)
-from ..layers.kv_cache import E4M3, PagePool, cache_groups, num_tensors
+from ..layers.basic import Embedding, Linear, RMSNorm, empty_parameter
+from ..layers.kv_cache import E4M3, PageTensors, cache_groups, num_tensors
+from ..layers.rotary import inverse_frequencies, rotary_angles
 from ..layers.shared_layers import SharedAttend
 from ..layers.unpaged_attention import Stored, UnpagedAttend
 
@@ -68,7 +65,7 @@ class Decoder(nn.Module):
         self.embed_tokens = Embedding(
             config.vocab_size, size, device, dtype, scaled=scaled_embedding
         )
-        self.norm = RMSNorm(size, config.rms_norm_eps, config.norm_offset, device, dtype)
+        self.norm = RMSNorm(size, config.rms_norm_eps, device, dtype, offset=config.norm_offset)
         self.frequencies = self._frequencies(device)
         self.lm_head = None
         if not config.tie_word_embeddings:
@@ -148,8 +145,8 @@ class Decoder(nn.Module):
             row_scales=kv_scales is None,
         )
 
-        def allocate(num_pages: int) -> PagePool:
-            return PagePool(
+        def allocate(num_pages: int) -> PageTensors:
+            return PageTensors(
                 self.config,
                 groups,
                 placement,
@@ -166,14 +163,15 @@ class Decoder(nn.Module):
         input_ids: Tensor,
         positions: Tensor,
         attn: AttnMetadata,
-        pool: PagePool,
+        pool: PageTensors,
         *,
         logits_rows: Tensor | None = None,
         impl: str | None = None,
     ) -> Tensor:
         """One step of a ragged batch.
 
-        Reads the context from ``pool``, writes the rows that somebody will read again.
+        Reads the context from ``pool``, writes the rows that somebody will read again: each layer
+        its own, after its attention.
 
         Args:
             input_ids, positions: [num_tokens] int64.
@@ -233,7 +231,7 @@ class Decoder(nn.Module):
     def run_layers(
         self, input_ids: Tensor, x: Tensor, rotary: dict[str, Rotary], attend: Attend
     ) -> Tensor:
-        """All layers in turn.
+        """All layers in turn, each with one call ``attend(layer, q, k, v)``.
 
         Args:
             x: [num_tokens, hidden_size], embedded tokens.

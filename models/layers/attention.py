@@ -32,7 +32,7 @@ from quire.kernels import paged_attention, sliding_window_attention, write_kv
 
 from ..config.named import ModelConfig
 from ..engine.batch import AttnMetadata
-from .kv_cache import PagePool
+from .kv_cache import PageTensors
 
 
 class Attend(Protocol):
@@ -73,8 +73,8 @@ class PagedAttend:
     """Attention of one ragged step through `quire.kernels`.
 
     Context from pages, the step's own rows from k and v. A layer has the block table and the slot
-    mapping of its group, and a page tensor of its own: one page id stands for one page in the
-    tensor of each layer of the group (`kv_cache`).
+    mapping of its group, and pages of its own, [num_pages, block_size, num_kv_heads, head_dim]: one
+    page id stands for one page in the tensor of each layer of the group (`kv_cache`).
 
     Args:
         attn: this step's tables, lengths and slots.
@@ -85,7 +85,7 @@ class PagedAttend:
     rows: Tensor | None = None
 
     def __init__(
-        self, config: ModelConfig, attn: AttnMetadata, pool: PagePool, *, impl: str | None = None
+        self, config: ModelConfig, attn: AttnMetadata, pool: PageTensors, *, impl: str | None = None
     ) -> None:
         self._config, self._attn, self._pool, self._impl = config, attn, pool, impl
 

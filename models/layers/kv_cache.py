@@ -165,7 +165,7 @@ def _row_elements(config: ModelConfig, layer: int) -> int:
     return 2 * shape.num_kv_heads * shape.head_dim
 
 
-class PagePool:
+class PageTensors:
     """The page tensors of a model.
 
     Args:

@@ -25,7 +25,7 @@ from quire.kernels import paged_attention
 from ..config.named import ModelConfig
 from ..engine.batch import AttnMetadata
 from .attention import PagedAttend
-from .kv_cache import LayerCache, PagePool
+from .kv_cache import LayerCache, PageTensors
 
 GATHERED_BLOCK = 16  # rows of a page of gathered keys
 
@@ -59,7 +59,7 @@ class SharedAttend(PagedAttend):
         self,
         config: ModelConfig,
         attn: AttnMetadata,
-        pool: PagePool,
+        pool: PageTensors,
         *,
         positions: Tensor,
         rows: Tensor | None = None,

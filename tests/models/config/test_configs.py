@@ -17,7 +17,7 @@ from quire.models.config.named import (
     RopeConfig,
     get_config,
 )
-from quire.models.layers.kv_cache import PagePool, cache_groups, num_tensors
+from quire.models.layers.kv_cache import PageTensors, cache_groups, num_tensors
 
 
 def read(config: dict, name: str = "x"):
@@ -346,7 +346,7 @@ def test_page_sizes_that_do_not_divide_are_padded():
     )
     groups, placement = cache_groups(config, torch.float32)
     assert {g.block_size for g in groups} == {16} and groups[0].page_bytes == 2 * 16 * 80 * 4
-    pool = PagePool(config, groups, placement, num_pages=3, dtype=torch.float32, device="cpu")
+    pool = PageTensors(config, groups, placement, num_pages=3, dtype=torch.float32, device="cpu")
     full = pool.layers[2]
     assert full.k_pages.shape == full.v_pages.shape == (3, 16, 1, 32)
     for page in range(3):
@@ -358,7 +358,7 @@ def test_page_sizes_that_do_not_divide_are_padded():
 def test_layers_of_a_slot_share_memory_and_slots_do_not():
     config = CONFIGS["gemma4-tiny"]
     groups, placement = cache_groups(config, torch.float32)
-    pool = PagePool(config, groups, placement, num_pages=4, dtype=torch.float32, device="cpu")
+    pool = PageTensors(config, groups, placement, num_pages=4, dtype=torch.float32, device="cpu")
     for a, first in zip(pool.layers, placement, strict=True):
         for b, second in zip(pool.layers, placement, strict=True):
             same = a.k_pages.untyped_storage().data_ptr() == b.k_pages.untyped_storage().data_ptr()
@@ -370,7 +370,7 @@ def test_bad_sizes():
         cache_groups(CONFIGS["gemma3-tiny"], torch.float32, base_block_size=0)
     groups, placement = cache_groups(CONFIGS["gemma3-tiny"], torch.float32)
     with pytest.raises(ValueError, match="num_pages: expected >= 2"):
-        PagePool(
+        PageTensors(
             CONFIGS["gemma3-tiny"],
             groups,
             placement,

@@ -10,7 +10,7 @@ from quire.models.config.named import CONFIGS, FULL, SLIDING, get_config
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.memory import model_cache
 from quire.models.layers.attention import PagedAttend
-from quire.models.layers.kv_cache import PagePool, cache_groups, token_bytes
+from quire.models.layers.kv_cache import PageTensors, cache_groups, token_bytes
 from quire.models.layers.unpaged_attention import UnpagedAttend
 from quire.models.loading.random_weights import random_model
 from tests.models.engine.test_engine import DEVICE, Recorder, build, prompt
@@ -328,7 +328,7 @@ def test_pages_of_real_models(name):
 def test_codes_and_scales_of_a_page_do_not_overlap():
     config = CONFIGS["gemma4-tiny"]
     groups, placement = cache_groups(config, E4M3)
-    pool = PagePool(config, groups, placement, num_pages=3, dtype=E4M3, device="cpu")
+    pool = PageTensors(config, groups, placement, num_pages=3, dtype=E4M3, device="cpu")
     for layer, cache in enumerate(pool.layers):
         shape = config.attention(layer)
         block_size = groups[cache.group].block_size

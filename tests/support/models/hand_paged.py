@@ -4,7 +4,7 @@ import torch
 
 from quire.models.engine.batch import AttnMetadata
 from quire.models.families.decoder import Decoder
-from quire.models.layers.kv_cache import PagePool, cache_groups
+from quire.models.layers.kv_cache import PageTensors, cache_groups
 
 
 class HandPaged:
@@ -29,7 +29,7 @@ class HandPaged:
         ids = 1 + torch.randperm(num_pages - 1, generator=torch.Generator().manual_seed(0))
         tables = ids.to(torch.int32).view(num_seqs, -1).split(self.widths, dim=1)
         self.tables = [table.contiguous() for table in tables]
-        self.pool = PagePool(
+        self.pool = PageTensors(
             model.config,
             self.groups,
             placement,
