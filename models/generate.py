@@ -236,6 +236,7 @@ def _settings(args: argparse.Namespace) -> EngineConfig:
         memory_fraction=args.memory_fraction,
         kv_cache_dtype=args.kv_cache_dtype,
         impl=args.impl,
+        decode_graphs=False if args.no_graphs else None,
     )
 
 
@@ -350,6 +351,11 @@ def _parser() -> Parser:
         ),
     )
     add("--impl", choices=("triton", "torch"), help="kernels; default: triton on a GPU, else torch")
+    add(
+        "--no-graphs",
+        action="store_true",
+        help="launch each kernel of a decode step by itself, and not a CUDA graph of them",
+    )
     add(
         "--model-seed", type=integer(0, 2**63 - 1), default=0, metavar="N", help="of random weights"
     )

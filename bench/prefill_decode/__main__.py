@@ -295,6 +295,7 @@ def _settings(args: argparse.Namespace, device: torch.device, workload: Workload
         kv_cache_dtype=args.kv_cache_dtype,
         retention=args.retention,
         impl=args.impl,
+        decode_graphs=False if args.no_graphs else None,
     )
 
 
@@ -337,6 +338,11 @@ def _parser() -> Parser:
         help="what pages hold: auto (default) = the model's dtype; fp8 = e4m3 with a scale for each row; fp8_per_tensor = with one for each layer's keys and one for its values",
     )
     add("--impl", choices=("triton", "torch"), help="kernels; default: triton on a GPU, else torch")
+    add(
+        "--no-graphs",
+        action="store_true",
+        help="launch each kernel of a decode step by itself, and not a CUDA graph of them",
+    )
     add(
         "--retention",
         type=_retention,

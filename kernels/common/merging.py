@@ -76,14 +76,17 @@ def block_parts(num_parts: int, head_dim: int) -> int:
 
 
 @triton.jit(
-    do_not_specialize=["num_unsplit", "num_decodes", "decode_tokens", "num_splits", "programs"]
-)
+    do_not_specialize=[
+        "num_unsplit", "num_decodes", "decode_tokens", "num_splits", "programs", "cost",
+    ]
+)  # fmt: skip
 def compressed_merge_kernel(
     partial_out, first_lse, seq_lens, cu_seqlens_q, sinks, cos_sin, out, lse,
-    num_unsplit, num_decodes, decode_tokens, num_splits, programs, sliding_window, ratio, num_heads,
+    num_unsplit, num_decodes, decode_tokens, num_splits, programs, cost, sliding_window, ratio,
+    num_heads,
     out_stride_token, out_stride_head, lse_stride_head, cos_sin_stride,
     BLOCK_Q: tl.constexpr, SLOTS: tl.constexpr, HEAD_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, BLOCK_N: tl.constexpr,
-    STREAM_K: tl.constexpr, LEAST: tl.constexpr, COST: tl.constexpr, BLOCK_PARTS: tl.constexpr,
+    STREAM_K: tl.constexpr, LEAST: tl.constexpr, BLOCK_PARTS: tl.constexpr,
 ):  # fmt: skip
     """Merge the KV splits of one head of a decode sequence, as the attention kernel left them, and
     apply inverse RoPE to the result."""
@@ -104,7 +107,7 @@ def compressed_merge_kernel(
         _, units = stream_k.work(seq, batch, BLOCK_Q, BLOCK_N)
         if units < 2 * LEAST:
             return
-        size, least, _ = stream_k.share(batch, programs, LEAST, COST, BLOCK_Q, BLOCK_N)
+        size, least, _ = stream_k.share(batch, programs, LEAST, cost, BLOCK_Q, BLOCK_N)
         if units < 2 * least:
             return
         first = stream_k.first_unit(seq, batch, BLOCK_Q, BLOCK_N)

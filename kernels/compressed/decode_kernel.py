@@ -23,16 +23,16 @@ from .query_tile import attend_query_tile, store_output, store_rows
 @triton.jit(
     do_not_specialize=[
         "num_unsplit", "num_decodes", "decode_tokens", "num_splits", "programs",
-        "window_room", "entry_room",
+        "window_room", "entry_room", "cost",
     ]
 )  # fmt: skip
 def compressed_decode_kernel(
     q, window_pages, kv, compressed_pages, window_table, compressed_table, topk_indices, lists,
     seq_lens, cu_seqlens_q, sinks, cos_sin, out, lse, partial_out, first_lse,
     num_unsplit, num_decodes, decode_tokens, num_splits, programs, window_room, entry_room,
-    mask, scale,
+    cost, mask, scale,
     QUERIES: tl.constexpr, KEYS: tl.constexpr,
-    STREAM_K: tl.constexpr, LEAST: tl.constexpr, COST: tl.constexpr,
+    STREAM_K: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
     """Attend for decode sequences: for a query tile, a split of one, or a stretch of several."""
     BLOCK_M: tl.constexpr = QUERIES.BLOCK_M
@@ -45,7 +45,7 @@ def compressed_decode_kernel(
         batch = (
             seq_lens, cu_seqlens_q, num_decodes, decode_tokens, mask.sliding_window, mask.ratio
         )  # fmt: skip
-        size, least, total = stream_k.share(batch, programs, LEAST, COST, BLOCK_Q, BLOCK_N)
+        size, least, total = stream_k.share(batch, programs, LEAST, cost, BLOCK_Q, BLOCK_N)
         position, high, turns = stream_k.stretch(item, size, least, total, batch, BLOCK_Q, BLOCK_N)
     else:
         turns: tl.constexpr = 1

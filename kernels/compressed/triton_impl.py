@@ -209,7 +209,7 @@ def _prepare_decode(
         "programs": plan.programs,
         "STREAM_K": plan.programs > 0,
         "LEAST": MIN_SPLIT_KEYS // block_n,
-        "COST": splits_left * SPLIT_COST * queries.BLOCK_M // block_n,
+        "cost": splits_left * SPLIT_COST * queries.BLOCK_M // block_n,
         "partial_out": partial_out,
         "first_lse": first_lse,
     }
@@ -248,7 +248,7 @@ def _prepare_decode(
         "BLOCK_N": block_n,
         "STREAM_K": decode["STREAM_K"],
         "LEAST": decode["LEAST"],
-        "COST": decode["COST"],
+        "cost": decode["cost"],
         "BLOCK_PARTS": block_parts(plan.programs or plan.num_splits, head_dim),
         "num_warps": 4,
     }

@@ -17,22 +17,22 @@ from .query_tile import attend_query_tile, store_output, store_rows
 
 # Not specialised on what changes from step to step, the number of programs included, which follows
 # the longest step of the batch.
-@triton.jit(do_not_specialize=["num_decodes", "decode_tokens", "programs"])
+@triton.jit(do_not_specialize=["num_decodes", "decode_tokens", "programs", "cost"])
 def mla_decode_kernel(
     q, pages, kv, block_table, seq_lens, cu_seqlens_q, out, lse, partial_out, first_lse,
-    num_decodes, decode_tokens, programs, scale,
+    num_decodes, decode_tokens, programs, cost, scale,
     NUM_HEADS: tl.constexpr, BLOCK_Q: tl.constexpr, HEADS: tl.constexpr, HEAD_TILES: tl.constexpr,
     HEAD_DIM_V: tl.constexpr, ROPE_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWAP: tl.constexpr, DIVIDE: tl.constexpr,
     HOIST: tl.constexpr, ALIGNED: tl.constexpr,
-    LEAST: tl.constexpr, COST: tl.constexpr,
+    LEAST: tl.constexpr,
 ):  # fmt: skip
     """Attend for the query tiles that lie in this program's stretch, whole or in part."""
     head_tile = tl.program_id(0) % HEAD_TILES
     first_head = head_tile * 0
     program = tl.program_id(0) // HEAD_TILES
     batch = (seq_lens, cu_seqlens_q, num_decodes, decode_tokens, None, None)
-    size, least, total = stream_k.share(batch, programs, LEAST, COST, BLOCK_Q, BLOCK_N)
+    size, least, total = stream_k.share(batch, programs, LEAST, cost, BLOCK_Q, BLOCK_N)
     position, stop, turns = stream_k.stretch(program, size, least, total, batch, BLOCK_Q, BLOCK_N)
     for _ in tl.range(0, turns, disable_licm=True):
         seq, tile, _, begin, units = stream_k.locate(position, batch, BLOCK_Q, BLOCK_N)

@@ -142,7 +142,7 @@ def _prepare_decode(call: MlaCall, arch: int, num_sms: int) -> list[Launch]:
         "decode_tokens": max(max_seqlen_q, block_q),
         "programs": plan.programs,
         "LEAST": MIN_SPLIT_KEYS // block_n if plan.workspace_numel else NEVER,
-        "COST": 2 * SPLIT_COST * config.block_m // block_n,
+        "cost": 2 * SPLIT_COST * config.block_m // block_n,
     }
     attention = Launch(
         mla_decode_kernel, (plan.programs * shared["HEAD_TILES"],), {**shared, **split}

@@ -128,11 +128,12 @@ class MTPDrafter:
         longest = int(seq_lens.max())
         room = self.model.config.max_position_embeddings - longest
         request_slots, lengths = self._staging.send([slots, seq_lens])
+        self._builder.update_tables()
         return chain_drafts(
             self.model,
             self._streams[request_slots],
             lengths,
-            self._builder.block_tables(request_slots),
+            self._builder.gather(request_slots, longest + self.max_draft_tokens),
             request_slots.int(),
             self._pool,
             num_drafts=max(1, min(self.max_draft_tokens, room)),

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from quire.kvcore import KVCache, StepPlan
 
 ALIGNMENT = 16  # bytes; of each array in a packed copy
+STRIDE = 16  # Triton compiles another kernel for a stride that is no multiple of that
 _TORCH = {
     np.dtype(np.int32): torch.int32,
     np.dtype(np.int64): torch.int64,
@@ -122,8 +123,8 @@ class BatchBuilder:
             states, so that plans have no pages to copy.
 
     Attributes:
+        num_groups: cache groups.
         tables: [max_requests, columns] int32 on the device, all block tables side by side.
-        columns: of each group, its first column and width in it.
 
     Raises:
         NotImplementedError: a group with states, or with several pages in a block.
@@ -132,15 +133,20 @@ class BatchBuilder:
     def __init__(self, kv: KVCache, device: torch.device | str) -> None:
         self._kv = kv
         self._groups = kv.layout.groups
+        self.num_groups = len(self._groups)
         for g in self._groups:
             if g.kind == "state" or g.pages_per_block > 1:
                 raise NotImplementedError(
                     f"kv: supported are dense and window groups with one page in a block, got {g}"
                 )
-        self.columns = [kv.layout.columns(g) for g in range(len(self._groups))]
+        self._columns = [kv.layout.columns(g) for g in range(len(self._groups))]
         self._staging = Staging(device)
         kv.take_deltas()  # the copy below starts from the present state
-        self.tables = torch.from_numpy(kv.tables).to(device, copy=True)
+        # Columns are read past the last one, too (`_columns_up_to`).
+        shape = kv.tables.shape
+        flat = torch.zeros(kv.tables.size + STRIDE, dtype=torch.int32, device=device)
+        self.tables = flat[: kv.tables.size].view(shape)
+        self.tables.copy_(torch.from_numpy(kv.tables))
         self._views = [self.tables[:, :0]] * len(self._groups)
         # Entries that changed and are not in the copy yet: a step that fails must not lose them.
         self._stale = np.empty(0, dtype=np.int64)
@@ -153,12 +159,12 @@ class BatchBuilder:
             input_ids: [num_tokens] int32, the new tokens of all sequences.
             logits_rows: [num_rows] int64.
         """
-        changes, replays = self._changes(), [plan.replay_rows, plan.replay_slots]
+        changes, replays = self._changes(), [plan.replay_rows, _even(plan.replay_slots)]
         arrays = [
             plan.slots,
             plan.cu_seqlens_q,
             plan.seq_lens,
-            plan.slot_mapping,
+            _even(plan.slot_mapping),
             plan.slots.astype(np.int32),
             input_ids.astype(np.int64),
             plan.positions,
@@ -177,28 +183,25 @@ class BatchBuilder:
         attn = AttnMetadata(
             cu_seqlens_q=cu_seqlens_q,
             seq_lens=seq_lens,
-            block_tables=tuple(t.index_select(0, rows) for t in self._columns_up_to(max_seq_len)),
-            slot_mappings=slot_mapping.unbind(0),
+            block_tables=self.gather(rows, max_seq_len),
+            slot_mappings=slot_mapping[:, : len(input_ids)].unbind(0),
             max_seqlen_q=max(counts),
             max_seq_len=max_seq_len,
             num_decodes=counts.count(1),
             request_slots=request_slots,
             replay_rows=more[0] if len(plan.replay_rows) else None,
-            replay_slots=more[1].unbind(0) if len(plan.replay_rows) else None,
+            replay_slots=more[1][:, : len(more[0])].unbind(0) if len(plan.replay_rows) else None,
         )
         return Batch(*inputs, attn)
 
-    def block_tables(self, rows: Tensor) -> tuple[Tensor, ...]:
-        """Per group [num_seqs, width] int32, between steps: what is committed.
+    def gather(self, rows: Tensor, max_seq_len: int) -> tuple[Tensor, ...]:
+        """Per group [num_seqs, width] int32: the block tables of some requests.
 
         Args:
             rows: [num_seqs] int64, slots.
+            max_seq_len: no sequence is longer.
         """
-        self.update_tables()
-        return tuple(
-            self.tables[:, first : first + width].index_select(0, rows)
-            for first, width in self.columns
-        )
+        return tuple(t.index_select(0, rows) for t in self._columns_up_to(max_seq_len))
 
     def update_tables(self) -> None:
         """Brings `tables` up to date where no `build` does."""
@@ -209,13 +212,16 @@ class BatchBuilder:
     def _columns_up_to(self, max_seq_len: int) -> list[Tensor]:
         """Of each group the columns of `tables` that sequences of this length have.
 
-        Columns past the last block are never read: a ring that has not come round is still a linear
-        table.
+        Of a window group all, since blocks are found by the width of its ring. Of a dense group a
+        multiple of 16, which is a stride that kernels are compiled for: the entries behind the last
+        block, or those of the next table, are never read.
         """
-        for i, (spec, (first, width)) in enumerate(zip(self._groups, self.columns, strict=True)):
-            width = min(width, -(-max_seq_len // spec.block_size))
+        for i, (spec, (first, width)) in enumerate(zip(self._groups, self._columns, strict=True)):
+            if spec.kind == "dense":
+                width = -(-min(width, -(-max_seq_len // spec.block_size)) // STRIDE) * STRIDE
             if self._views[i].shape[1] != width:
-                self._views[i] = self.tables[:, first : first + width]
+                size, stride = (len(self.tables), width), (self.tables.shape[1], 1)
+                self._views[i] = self.tables.as_strided(size, stride, first)
         return self._views
 
     def _changes(self) -> tuple[np.ndarray, np.ndarray]:
@@ -230,3 +236,9 @@ class BatchBuilder:
     def _apply(self, index: Tensor, value: Tensor) -> None:
         self.tables.view(-1)[index] = value
         self._stale = self._stale[:0]
+
+
+def _even(rows: np.ndarray) -> np.ndarray:
+    """Rows of int64 with one more column if need be, so that each starts at 16 bytes: kernels are
+    compiled for that."""
+    return rows if rows.shape[1] % 2 == 0 else np.pad(rows, ((0, 0), (0, 1)))

@@ -27,16 +27,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from quire.kernels.common.impls import expect_impl
 
 from ..config.fields import shown
 from ..tokenizer import Tokenizer
 from . import speculative
-from .batch import AttnMetadata, BatchBuilder
+from .batch import BatchBuilder
 from .config import MEMORY_SETTINGS, EngineConfig
-from .graphs import DecodeGraphs, sizes_to_capture
+from .graphs import DecodeGraphs, forward_pass, graph_bytes, sizes_to_capture
 from .input_processor import InputProcessor
 from .memory import make_allocator, model_cache, plan_memory
 from .output_processor import OutputProcessor
@@ -45,6 +45,7 @@ from .request import RequestOutput, SamplingParams
 from .sampler import NewTokens, Sampler
 from .scheduler import ScheduledStep, Scheduler
 from .speculative import Drafter, ModelDrafter, SamplingDrafter
+from .warm_up import warm_up
 
 
 class Engine:
@@ -117,11 +118,14 @@ class Engine:
             max_draft_tokens=num_drafts,
             drafter_layers=self._observer is not None,
         )
-        graph_sizes = sizes_to_capture(
-            config, model.device, drafter_in_model=self._observer is not None
-        )
+        graph_sizes = sizes_to_capture(config, model.device)
+        hidden = self._observer is not None
         self.memory = plan_memory(
-            model, cache, config, max_draft_tokens=num_drafts, num_graph_rows=sum(graph_sizes)
+            model,
+            cache,
+            config,
+            max_draft_tokens=num_drafts,
+            graph_bytes=graph_bytes(model, cache, config, graph_sizes, num_drafts, hidden=hidden),
         )
         self.max_model_len = self.memory.max_model_len
         self.kv = make_allocator(model, self.memory, config)
@@ -145,7 +149,7 @@ class Engine:
         self._drafts_are_drawn = config.rejection_sample_method == "standard" and isinstance(
             drafter, SamplingDrafter
         )
-        self._impl = config.impl
+        self._run = forward_pass(model, self.pool, config.impl, hidden=hidden)
         if self._observer is not None:
             self._observer.attach(
                 self.pool, self._builder, max_requests=config.max_num_seqs, impl=config.impl
@@ -157,8 +161,12 @@ class Engine:
                 self._builder,
                 sizes=graph_sizes,
                 max_seq_len=self.max_model_len,
+                max_draft_tokens=num_drafts,
                 device=model.device,
             )
+            with torch.inference_mode(), torch.cuda.device_of(self._builder.tables):
+                self._graphs.capture()
+                warm_up(self._run, self._builder, config, self.max_model_len, model.device)
         self.outputs = OutputProcessor(self.scheduler)
         self.inputs = InputProcessor(
             model, self.max_model_len, tokenizer=tokenizer, seed=config.seed
@@ -356,19 +364,20 @@ class Engine:
         clock.switch(TENSORS)
         input_ids, ready = step.inputs()
         requests, has_drafts = [step.requests[i] for i in ready], any(step.num_drafts)
-        batch = hidden = accepted = None
-        if self._graphs is not None and len(input_ids) == len(ready) == len(step.requests):
-            clock.switch(MODEL)
-            logits = self._graphs(plan, input_ids)
-        else:
-            rows = step.last_rows(ready)
-            if has_drafts:
-                rows = speculative.rows_with_drafts(step, ready)
+        rows = step.last_rows(ready)
+        if has_drafts:
+            rows = speculative.rows_with_drafts(step, ready)
+        batch = accepted = shape = None
+        if self._graphs is not None and len(rows) == len(input_ids):  # all decode
+            shape = self._graphs.shape_of(plan)
+        if shape is None or self._observer is not None:
             batch = self._builder.build(plan, input_ids, rows)
-            clock.switch(MODEL)
-            logits = self._run(batch.input_ids, batch.positions, batch.attn, batch.logits_rows)
-            if self._observer is not None:
-                logits, hidden = logits
+        clock.switch(MODEL)
+        if shape is not None:
+            out = self._graphs(shape, plan, input_ids)
+        else:
+            out = self._run(batch.input_ids, batch.positions, batch.attn, batch.logits_rows)
+        logits, hidden = out if self._observer is not None else (out, None)
         clock.switch(SAMPLE)
         sampled = self._sampler(logits, requests, [1 + step.num_drafts[i] for i in ready])
         clock.switch(DELIVER)
@@ -384,15 +393,3 @@ class Engine:
             # There are no pages to copy: `BatchBuilder` refuses groups with states.
             self.kv.commit(plan, input_ids, accepted)
         return new
-
-    def _run(
-        self,
-        input_ids: Tensor,
-        positions: Tensor,
-        attn: AttnMetadata,
-        logits_rows: Tensor | None = None,
-    ) -> Tensor:
-        more = {} if self._observer is None else {"return_hidden": True}
-        return self.model(
-            input_ids, positions, attn, self.pool, logits_rows=logits_rows, impl=self._impl, **more
-        )

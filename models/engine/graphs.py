@@ -3,59 +3,88 @@
 A step writes its integers into the buffers that the graph reads: one copy from pinned memory, and
 the table entries that changed. The gathering of block tables is part of the graph. A batch is
 padded to the next size; a padding row has length 0 and slot -1: it sees nothing and writes nothing.
+
+A step with drafts runs through graphs of 1 + max_draft_tokens rows a sequence. Where a sequence has
+fewer drafts, filler follows them: rows that no other row sees and that are written nowhere, as if
+they were drafts that are taken back. With room for three drafts, of which the first sequence has
+two, and one sequence of padding:
+
+    row            0     1     2     3       4     5     6     7       8     9     10    11
+    input          last  d1    d2    filler  last  d1    d2    d3      0     0     0     0
+    position       40    41    42    43      7     8     9     10      (none)
+    slot           168   169   170   -1      39    40    41    42      -1    -1    -1    -1
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
-from quire.kvcore import StepPlan
+from quire.kvcore import KVCache, StepPlan
 
+from ..layers.capture import capturable
 from .batch import AttnMetadata, BatchBuilder, Staging
+from .memory import free_memory
 
 if TYPE_CHECKING:
     from .config import EngineConfig
+    from .memory import ModelCache
 
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
 """Takes work on fixed buffers, and returns what does it again on their contents of then."""
-Forward = Callable[[Tensor, Tensor, AttnMetadata], Tensor]
-"""(input_ids, positions, attn) -> logits [num_seqs, vocab_size]."""
+Forward = Callable[[Tensor, Tensor, AttnMetadata], "Tensor | tuple[Tensor, Tensor]"]
+"""(input_ids, positions, attn) -> logits [num_tokens, vocab_size], or (logits, hidden states)."""
 
 WARM_UP_RUNS = 2
+# Where captures take memory that is worth measuring.
+MEASURED_ON = ("cuda",)
+
+
+class Shape(NamedTuple):
+    """What one graph holds: a number of sequences, and the rows of each."""
+
+    num_seqs: int
+    rows: int
 
 
 @dataclass(frozen=True)
 class _Graph:
-    """A captured decode step of one batch size.
+    """A captured decode step of one shape.
 
     Attributes:
-        rows: [4 + num_tables, size] int64: input ids, positions, lengths, allocator slots, and slot
-            mappings.
+        data: [n] int64, what a step fills; `_split` has its parts.
+        out: what the model gave.
         work: what was captured. A replay knows the tensors that it reads by address only: this
             keeps them.
     """
 
-    rows: Tensor
-    logits: list[Tensor]
+    data: Tensor
+    out: list[Tensor | tuple[Tensor, Tensor]]
     work: Callable[[], None]
     replay: Callable[[], None]
 
 
 class DecodeGraphs:
-    """Runs steps in which every sequence has one new token.
+    """Runs steps in which every sequence decodes.
 
     Args:
         forward: the model.
         builder: whose tables the graphs read.
         sizes: batches to capture, ascending (`sizes_to_capture`).
         max_seq_len: the longest sequence.
-        capture: default: CUDA graphs on a GPU, and on a CPU the same work called again.
+        max_draft_tokens: of a step; above 0 there are graphs for steps with drafts too.
+        capture: default: that of the device (`default_capture`).
+
+    Attributes:
+        shapes: those that can be replayed, in ascending order of their rows.
     """
 
     def __init__(
@@ -66,92 +95,206 @@ class DecodeGraphs:
         sizes: Sequence[int],
         max_seq_len: int,
         device: torch.device,
+        max_draft_tokens: int = 0,
         capture: Capture | None = None,
     ) -> None:
-        self.sizes = sizes
+        rows = {1, 1 + max_draft_tokens}
+        wanted = [Shape(size, r) for size in sizes for r in rows]
+        self.shapes = sorted(wanted, key=lambda shape: (shape.num_seqs * shape.rows, shape))
         self._forward = forward
         self._builder = builder
         self._max_seq_len = max_seq_len
         self._device = device
         self._staging = Staging(device)
-        self._capture = capture or (CudaCapture(device) if device.type == "cuda" else call_again)
-        self._graphs: dict[int, _Graph] = {}
+        self._capture = capture or default_capture(device)
+        self._graphs: dict[Shape, _Graph] = {}
 
-    def __call__(self, plan: StepPlan, input_ids: np.ndarray) -> Tensor:
-        """Logits of one decode step, to be called between the plan and its commit.
+    def capture(self) -> None:
+        """Captures every shape, the largest first: the others then find their memory in its.
+
+        A shape that cannot be captured is left out, with one warning for all of them: its steps use
+        a larger one, or none.
+        """
+        failed = {}
+        for shape in reversed(self.shapes):
+            try:
+                self.add(shape)
+            except Exception as error:
+                failed[shape] = error
+        self.shapes = [shape for shape in self.shapes if shape in self._graphs]
+        if failed:
+            names = ", ".join(f"{shape.num_seqs} x {shape.rows}" for shape in failed)
+            error = next(iter(failed.values()))
+            warnings.warn(
+                f"decode graphs: {names} (sequences x rows) cannot be captured, and run without: "
+                f"{type(error).__name__}: {error}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def shape_of(self, plan: StepPlan) -> Shape | None:
+        """The smallest captured shape that holds a step; None if there is none.
 
         Args:
-            plan: with one new token for each sequence.
-            input_ids: [num_seqs] int32.
+            plan: of a step in which every sequence decodes: one new token, and drafts.
+        """
+        counts = plan.num_new_tokens
+        rows = (
+            1
+            if len(plan.positions) == len(counts)
+            else max(s.rows for s in self.shapes or [Shape(0, 0)])
+        )
+        if (plan.seq_lens - counts).max() + rows > self._max_seq_len or counts.max() > rows:
+            return None
+        fitting = (s for s in self.shapes if s.rows == rows and s.num_seqs >= len(counts))
+        return next(fitting, None)
+
+    def __call__(
+        self, shape: Shape, plan: StepPlan, input_ids: np.ndarray
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Runs one step, to be called between the plan and its commit.
+
+        Args:
+            shape: of `shape_of`.
+            plan: of a step in which every sequence decodes.
+            input_ids: [num_tokens] int32.
 
         Returns:
-            [num_seqs, vocab_size] fp32, valid until the next call.
+            Logits [num_tokens, vocab_size] fp32, or what else the model returns of them, valid
+            until the next call.
         """
-        n = len(plan.slots)
-        size = next(s for s in self.sizes if s >= n)
-        rows = np.zeros((4 + len(plan.slot_mapping), size), dtype=np.int64)
-        rows[0, :n], rows[1, :n], rows[2, :n], rows[3, :n] = (
-            input_ids,
-            plan.positions,
-            plan.seq_lens,
-            plan.slots,
+        n, total, counts = len(plan.slots), len(plan.positions), plan.num_new_tokens
+        graph = self._graphs[shape]
+        data = np.zeros(len(graph.data), dtype=np.int64)
+        tokens, seq_lens, slots = _split(data, shape)
+        start = plan.seq_lens - counts
+        tokens[1].reshape(shape)[:n] = start[:, None] + np.arange(shape.rows)
+        seq_lens[:n], slots[:n] = start + shape.rows, plan.slots
+        tokens[2:] = -1
+        # Where the step's rows are among those of the graph.
+        at = np.arange(total) + np.repeat(
+            np.arange(n) * shape.rows - plan.cu_seqlens_q[:-1], counts
         )
-        rows[4:, :n], rows[4:, n:] = plan.slot_mapping, -1
+        tokens[0, at], tokens[2:, at] = input_ids, plan.slot_mapping
+        dense = at[-1] == total - 1
+        sent = self._staging.send([data] if dense else [data, at])
         self._builder.update_tables()
-        if size not in self._graphs:
-            self._graphs[size] = self._make(size, len(rows))
-        graph = self._graphs[size]
-        graph.rows.copy_(self._staging.send([rows])[0], non_blocking=True)
+        graph.data.copy_(sent[0], non_blocking=True)
         graph.replay()
-        return graph.logits[0][:n]
+        return tree_map(lambda x: x[:total] if dense else x[sent[1]], graph.out[0])
 
-    def _make(self, size: int, num_rows: int) -> _Graph:
+    def add(self, shape: Shape) -> None:
+        """Captures one shape; raises what its capture raises."""
         # Padding rows all through: what a warm-up run must not do is write.
-        rows = torch.zeros(num_rows, size, dtype=torch.int64, device=self._device)
-        rows[4:] = -1
-        cu_seqlens_q = torch.arange(size + 1, dtype=torch.int32, device=self._device)
-        logits: list[Tensor] = []
+        num_tokens = shape.num_seqs * shape.rows
+        size = (2 + self._builder.num_groups) * _even(num_tokens) + 2 * shape.num_seqs
+        data = torch.zeros(size, dtype=torch.int64, device=self._device)
+        tokens, seq_lens, slots = _split(data, shape)
+        tokens[2:] = -1
+        cu_seqlens_q = torch.arange(
+            0, num_tokens + 1, shape.rows, dtype=torch.int32, device=self._device
+        )
+        out: list[Tensor | tuple[Tensor, Tensor]] = []
+        forward, builder, max_seq_len = self._forward, self._builder, self._max_seq_len
 
         def work() -> None:
-            slots = rows[3]
-            tables = self._builder.tables
             attn = AttnMetadata(
                 cu_seqlens_q=cu_seqlens_q,
-                seq_lens=rows[2].to(torch.int32),
-                block_tables=tuple(
-                    tables[:, first : first + width].index_select(0, slots)
-                    for first, width in self._builder.columns
-                ),
-                slot_mappings=tuple(rows[4:].unbind(0)),
-                max_seqlen_q=1,
-                max_seq_len=self._max_seq_len,
-                num_decodes=size,
+                seq_lens=seq_lens.to(torch.int32),
+                block_tables=builder.gather(slots, max_seq_len),
+                slot_mappings=tuple(tokens[2:].unbind(0)),
+                max_seqlen_q=shape.rows,
+                max_seq_len=max_seq_len,
+                num_decodes=shape.num_seqs,
                 request_slots=slots.to(torch.int32),
             )
-            logits[:] = [self._forward(rows[0], rows[1], attn)]
+            with capturable():
+                out[:] = [forward(tokens[0], tokens[1], attn)]
 
-        return _Graph(rows, logits, work, self._capture(work))
+        self._graphs[shape] = _Graph(data, out, work, self._capture(work))
 
 
-def sizes_to_capture(
-    config: EngineConfig, device: torch.device, *, drafter_in_model: bool
-) -> list[int]:
+def _even(count: int) -> int:
+    """Rows of so many int64 start at 16 bytes, as kernels are compiled for."""
+    return count + count % 2
+
+
+def _split(data: Any, shape: Shape) -> tuple[Any, Any, Any]:
+    """Parts of a graph's integers, views of a tensor or an array.
+
+    Returns:
+        (tokens [2 + num_tables, num_tokens]: ids, positions and slot mappings; seq_lens [num_seqs];
+        the allocator's slots [num_seqs]).
+    """
+    num_tokens = shape.num_seqs * shape.rows
+    tokens = data[: len(data) - 2 * shape.num_seqs].reshape(-1, _even(num_tokens))[:, :num_tokens]
+    seq_lens, slots = data[len(data) - 2 * shape.num_seqs :].reshape(2, -1)
+    return tokens, seq_lens, slots
+
+
+def sizes_to_capture(config: EngineConfig, device: torch.device) -> list[int]:
     """Batch sizes that an engine decodes through graphs; none where it does not.
-
-    Args:
-        drafter_in_model: whether a drafter reads the model's hidden states, which no graph returns.
 
     Raises:
         NotImplementedError: ``config.decode_graphs`` asks for what cannot be.
     """
     on_gpu = device.type == "cuda"
-    possible = not drafter_in_model and not (on_gpu and config.impl == "torch")
+    possible = not (on_gpu and config.impl == "torch")
     if config.decode_graphs and not possible:
-        raise NotImplementedError(
-            "decode_graphs: supported with impl='triton' on a GPU, and no drafter in the model"
-        )
+        raise NotImplementedError("decode_graphs: supported with impl='triton' on a GPU")
     wanted = on_gpu if config.decode_graphs is None else config.decode_graphs
     return batch_sizes(config.max_num_seqs) if possible and wanted else []
+
+
+def graph_bytes(
+    model: nn.Module,
+    cache: ModelCache,
+    config: EngineConfig,
+    sizes: Sequence[int],
+    max_draft_tokens: int,
+    *,
+    hidden: bool,
+) -> int:
+    """Bytes that the graphs of an engine will take, of memory that its pool is then not given.
+
+    The largest two are captured over a pool of two pages, and dropped: the memory of the largest
+    serves all, and what the second adds each of the others adds. 0 where the size of the pool does
+    not depend on free memory, and where they cannot be captured.
+
+    Args:
+        sizes: of `sizes_to_capture`.
+        hidden: as in `forward_pass`.
+    """
+    named = config.num_pages is not None or config.cache_bytes is not None
+    if not sizes or named or model.device.type not in MEASURED_ON:
+        return 0
+    kv = KVCache(
+        cache.groups,
+        num_pages=2,
+        max_requests=config.max_num_seqs,
+        max_model_len=config.max_model_len or model.config.max_position_embeddings,
+        max_draft_tokens=max_draft_tokens,
+        track_deltas=True,
+    )
+    builder = BatchBuilder(kv, model.device)
+    graphs = DecodeGraphs(
+        forward_pass(model, cache.allocate(kv.pool.num_pages), config.impl, hidden=hidden),
+        builder,
+        sizes=sizes,
+        max_seq_len=kv.max_model_len,
+        max_draft_tokens=max_draft_tokens,
+        device=model.device,
+    )
+    free = [free_memory(model.device)]
+    try:
+        with torch.inference_mode(), torch.cuda.device_of(builder.tables):
+            for shape in graphs.shapes[::-1][:2]:
+                graphs.add(shape)
+                free.append(free_memory(model.device))
+    except Exception:
+        return 0  # `DecodeGraphs.capture` says so
+    used = [max(0, before - after) for before, after in pairwise(free)]
+    return used[0] + used[-1] * (len(graphs.shapes) - 1)
 
 
 def batch_sizes(largest: int) -> list[int]:
@@ -195,9 +338,33 @@ class CudaCapture:
         return graph.replay
 
 
+def default_capture(device: torch.device) -> Capture:
+    """CUDA graphs on a GPU; on a CPU the same work called again."""
+    return CudaCapture(device) if device.type == "cuda" else call_again
+
+
 def call_again(work: Callable[[], None]) -> Callable[[], None]:
     """Stands in for a capture where there is no GPU.
 
     A replay does the work anew, on the same buffers.
     """
     return work
+
+
+def forward_pass(model: nn.Module, pool: Any, impl: str | None, *, hidden: bool) -> Forward:
+    """The model over its pages, as a function that keeps no engine alive.
+
+    Args:
+        hidden: whether it returns hidden states beside the logits.
+    """
+    more = {"return_hidden": True} if hidden else {}
+
+    def run(
+        input_ids: Tensor,
+        positions: Tensor,
+        attn: AttnMetadata,
+        logits_rows: Tensor | None = None,
+    ) -> Any:
+        return model(input_ids, positions, attn, pool, logits_rows=logits_rows, impl=impl, **more)
+
+    return run

@@ -144,6 +144,7 @@ class MemoryPlan:
         retention: as in `quire.kvcore.KVCache`.
         free_bytes: memory that was free for it; None where the caller named the size of the pool.
         fixed_bytes: memory of requests that is not in pages.
+        graph_bytes: memory of decode graphs, as far as it was measured before.
     """
 
     groups: tuple[GroupSpec, ...]
@@ -155,6 +156,7 @@ class MemoryPlan:
     retention: Any
     free_bytes: int | None = None
     fixed_bytes: int = 0
+    graph_bytes: int = 0
 
     @property
     def cache_bytes(self) -> int:
@@ -213,6 +215,7 @@ class MemoryPlan:
         fits = ", ".join(f"{self.num_fitting(n)} of {n}" for n in lengths)
         kept = f" (every {self.interval})" if self.interval else ""
         besides = f", and {_size(self.fixed_bytes)} besides" if self.fixed_bytes else ""
+        besides += f", {_size(self.graph_bytes)} of decode graphs" if self.graph_bytes else ""
         return "\n".join(
             [
                 f"pool      {_size(self.cache_bytes)}{of}: {self.num_pages} pages of "
@@ -233,7 +236,7 @@ def plan_memory(
     config: EngineConfig,
     *,
     max_draft_tokens: int = 0,
-    num_graph_rows: int = 0,
+    graph_bytes: int = 0,
 ) -> MemoryPlan:
     """Sizes the pool, and refuses one that is too small for a single request.
 
@@ -243,7 +246,7 @@ def plan_memory(
     Args:
         cache: of the model.
         max_draft_tokens: of a step.
-        num_graph_rows: as in `activation_bytes`.
+        graph_bytes: of decode graphs, beside the pool.
 
     Raises:
         ValueError: naming the pages needed, for a pool that does not hold one request of
@@ -271,9 +274,8 @@ def plan_memory(
                 model,
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 max_num_rows=config.max_num_seqs * (1 + max_draft_tokens),
-                num_graph_rows=num_graph_rows,
             )
-            cache_bytes = int(max(0, free - besides) * (fraction or MEMORY_FRACTION))
+            cache_bytes = int(max(0, free - besides - graph_bytes) * (fraction or MEMORY_FRACTION))
         cache_bytes = CPU_CACHE_BYTES if cache_bytes is None else cache_bytes
         num_pages = max(0, cache_bytes - cache.fixed_bytes) // cache.page_bytes
     named = config.num_pages is not None or config.cache_bytes is not None
@@ -304,6 +306,7 @@ def plan_memory(
         retention=config.retention,
         free_bytes=free,
         fixed_bytes=cache.fixed_bytes,
+        graph_bytes=graph_bytes,
     )
 
 
@@ -336,20 +339,16 @@ def make_allocator(model: nn.Module, memory: MemoryPlan, config: EngineConfig) -
     )
 
 
-def activation_bytes(
-    model: nn.Module, *, max_num_batched_tokens: int, max_num_rows: int, num_graph_rows: int = 0
-) -> int:
+def activation_bytes(model: nn.Module, *, max_num_batched_tokens: int, max_num_rows: int) -> int:
     """Bytes that the largest step holds besides weights and pages, estimated.
 
-    What the model says of each token, the logits of the sampled rows with what sampling makes of
-    them, and the logits that graphs keep.
+    What the model says of each token, and the logits of the sampled rows with what sampling makes
+    of them.
 
     Args:
         max_num_rows: sampled in a step.
-        num_graph_rows: sum of the batch sizes that are captured, as each graph has logits of its
-            own.
     """
-    logits = 4 * model.config.vocab_size * (LOGITS_COPIES * max_num_rows + num_graph_rows)
+    logits = 4 * model.config.vocab_size * LOGITS_COPIES * max_num_rows
     return max_num_batched_tokens * model.config.activation_size * model.dtype.itemsize + logits
 
 

@@ -22,6 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .capture import must_be_capturable
+
 # Rows whose experts are gathered at one time where groups must not be looked up on the host.
 ROWS_AT_ONCE = 16
 
@@ -104,7 +106,7 @@ def grouped_matmul(x_sorted: Tensor, weights: Tensor, offsets: Tensor) -> Tensor
     """
     if _has_grouped_mm(x_sorted, weights):
         return F.grouped_mm(x_sorted, weights.transpose(1, 2), offs=offsets)
-    if is_capturing(x_sorted):
+    if must_be_capturable():
         return row_matmul(x_sorted, weights, offsets)
     out = x_sorted.new_empty(len(x_sorted), weights.shape[1])
     start = 0
@@ -130,11 +132,6 @@ def row_matmul(x_sorted: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
             )
         ]
     )
-
-
-def is_capturing(x: Tensor) -> bool:
-    """Whether work on the device of ``x`` is being captured as a CUDA graph."""
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _rows(

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from .basic import empty_parameter
+from .capture import must_be_capturable
 from .dequantize import DEQUANTIZE, FP4_GROUP
-from .moe import is_capturing, run_experts, sum_of_experts
+from .moe import run_experts, sum_of_experts
 
 FP8_BLOCK = 128
 EXPERTS_AT_ONCE = 16  # experts whose dequantized weights exist at one time
@@ -93,7 +94,7 @@ class PackedExperts(nn.Module):
             The shape of x.
         """
         k, flat = ids.shape[1], ids.flatten()
-        if is_capturing(x):
+        if must_be_capturable():
             return sum_of_experts(self.each_row(x, flat, k), weights)
         y = x.new_empty(len(flat), x.shape[1])
         for some in flat.unique().split(EXPERTS_AT_ONCE):

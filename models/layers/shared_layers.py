@@ -143,11 +143,13 @@ class SharedAttend(PagedAttend):
             slots = slots.index_copy(0, self._attn.replay_rows, replayed)
         every = torch.arange(len(slots), device=slots.device)
         table[self._sequence_of(every), self._positions // block_size] = (slots // block_size).int()
+        # Rows of padding are in no page, and see nothing.
+        num_keys = torch.where(slots < 0, 0, self._positions + 1)
         return _Gathered(
             cache.k_pages,
             cache.v_pages,
             table[self._sequence_of(self.rows)],
-            (self._positions[self.rows] + 1).int(),
+            num_keys[self.rows].int(),
             self._attn.max_seq_len,
             cache.k_scale,
             cache.v_scale,

@@ -5,8 +5,8 @@ import torch
 
 from quire.bench import layers
 from quire.models.config.named import get_config
+from quire.models.engine import graphs
 from quire.models.engine.engine import Engine, EngineConfig
-from quire.models.engine.graphs import call_again
 from quire.models.engine.request import SamplingParams
 from quire.models.loading.random_weights import random_model
 from tests.gpu.conftest import DRY_RUN
@@ -72,40 +72,37 @@ def engine_of(model, **settings):
 def test_decode_through_graphs_equals_eager_decode(name, cuda):
     """fp32 tokens of captured batches of several sizes; pages come and go, so tables change between replays."""
     model = build(name)
-    eager, replayed = (engine_of(model, decode_graphs=graphs) for graphs in (False, True))
+    eager, replayed = (engine_of(model, decode_graphs=on) for on in (False, True))
     for _ in range(2):
         assert outputs(replayed, 9) == outputs(eager, 9)
-    assert len(replayed._graphs._graphs) > 1
+    assert len(replayed._graphs.shapes) == len(graphs.batch_sizes(6))
 
 
 @pytest.mark.parametrize("name", ["gemma4-tiny", "gemma4-moe-tiny"])
-def test_a_replay_does_what_the_captured_work_does(name, cuda):
+def test_a_replay_does_what_the_captured_work_does(name, cuda, monkeypatch):
     """bf16, where eager steps of other batch sizes would round otherwise: the same work called again gives the same tokens."""
-    if "moe" in name and torch.cuda.get_device_capability()[0] not in (9, 10):
-        pytest.skip("products of experts are captured in another way than they are called")
     model = random_model(get_config(name), device=DEVICE, dtype=torch.bfloat16)
-    replayed, called = (engine_of(model, decode_graphs=True) for _ in range(2))
-    called._graphs._capture = call_again
+    replayed = engine_of(model, decode_graphs=True)
+    monkeypatch.setattr(graphs, "default_capture", lambda device: graphs.call_again)
+    called = engine_of(model, decode_graphs=True)
     for _ in range(2):
         assert outputs(replayed, 9) == outputs(called, 9)
 
 
-def test_a_decode_step_waits_for_the_device_only_for_its_tokens(cuda):
+def test_a_decode_step_waits_for_the_device_only_for_its_tokens(cuda, monkeypatch):
     """Up to the logits nothing synchronises: tables, integers and the replay are queued."""
     engine = Engine(build("gemma4-tiny"), EngineConfig(num_pages=900, max_num_seqs=4))
-    forward, seen = engine._graphs.__class__.__call__, []
+    forward, seen = graphs.DecodeGraphs.__call__, []
 
-    class Watched:
-        def __call__(self, plan, input_ids):
-            if seen:  # the first call captures
-                torch.cuda.set_sync_debug_mode("error")
-            try:
-                return forward(graphs, plan, input_ids)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-                seen.append(len(input_ids))
+    def watched(self, shape, plan, input_ids):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return forward(self, shape, plan, input_ids)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+            seen.append(len(input_ids))
 
-    graphs, engine._graphs = engine._graphs, Watched()
+    monkeypatch.setattr(graphs.DecodeGraphs, "__call__", watched)
     engine.add_request(prompt(20), SamplingParams(20, ignore_eos=True))
     while engine.has_work:
         engine.step()

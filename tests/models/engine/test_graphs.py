@@ -1,5 +1,8 @@
 """Decode through captured graphs, which a CPU stands in for (`tests.support.models.captured`): tokens and log-probabilities of eager decode."""
 
+import functools
+import gc
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -10,34 +13,32 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from quire.bench.common.bounds import bounding
 from quire.kernels import paged_attention, sliding_window_attention
 from quire.models.config.named import FULL, SLIDING, get_config
-from quire.models.deepseek_v4.config import CSA, HASH_MOE, HCA, MOE
-from quire.models.engine import batch, graphs
+from quire.models.deepseek_v4.config import CSA, HCA, MOE
+from quire.models.deepseek_v4.model import DeepseekV4
+from quire.models.engine import batch, graphs, memory
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.request import SamplingParams
 from quire.models.families import decoder
-from quire.models.layers import attention, moe, packed_experts
+from quire.models.layers import attention, moe
+from quire.models.layers.capture import capturable
 from quire.models.layers.dequantize import dequantize_fp8
 from quire.models.layers.packed_experts import PackedExperts
 from quire.models.loading.random_weights import random_model
 from tests.models.engine.test_engine import prompt
 from tests.support.helpers import assert_within_budget, attention_reference
+from tests.support.models import captured
 from tests.support.models.captured import (
     LAUNCHES,
     ON_HOST,
     Captures,
     Graph,
     NotCapturable,
+    captured_engine,
     forbidden,
 )
+from tests.support.models.few import few
 
 NAMES = ("gemma3-tiny", "gemma4-tiny", "gemma4-e-tiny", "gemma4-moe-tiny", "llama-tiny", "gpt-oss-tiny", "deepseek-v4-tiny")  # fmt: skip
-# A layer of each kind.
-FEW = {
-    "gemma3-tiny": {"layer_types": (SLIDING, SLIDING, FULL)},
-    "gemma4-tiny": {"layer_types": (SLIDING, FULL, SLIDING)},
-    "gemma4-moe-tiny": {"layer_types": (SLIDING, FULL, SLIDING)},
-    "deepseek-v4-tiny": {"layer_types": (SLIDING, CSA, HCA), "mlp_layer_types": (HASH_MOE, MOE, MOE), "num_mtp_layers": 0},
-}  # fmt: skip
 SAMPLING = {"temperature": 0.9, "top_p": 0.9, "repetition_penalty": 1.1, "seed": 5}
 
 
@@ -80,14 +81,13 @@ def both(model, lengths, *, captures=None, disturbed=False, again=3, **settings)
     more = {"disturbed": disturbed, "again": again}
     plain = {"decode_graphs": False, "impl": "torch"}
     eager = serve(Engine(model, EngineConfig(**settings | plain)), lengths, **more)
-    engine = Engine(model, EngineConfig(decode_graphs=True, **settings))
     captures = captures or Captures()
-    engine._graphs._capture = captures
+    engine = captured_engine(model, EngineConfig(decode_graphs=True, **settings), captures)
     return eager, serve(engine, lengths, **more), captures, engine
 
 
 def build(name):
-    return random_model(replace(get_config(name), **FEW.get(name, {})))
+    return random_model(few(name))
 
 
 @pytest.fixture(scope="module", params=NAMES)
@@ -104,10 +104,11 @@ def test_replays_decode_as_eager_steps_do(model):
     eager, got, captures, engine = both(model, LENGTHS, max_num_seqs=7, disturbed=True)
     assert_equal(got, eager)
     assert got["4"].finish_reason == "abort" and got["again 0"].num_cached_tokens > 0
-    assert sorted(engine._graphs._graphs) == [1, 2, 4, 7] and len(captures.graphs) == 4
+    assert engine._graphs.shapes == [(1, 1), (2, 1), (4, 1), (7, 1)] and len(captures.graphs) == 4
     assert captures.num_replays > 20
     # Padding writes nothing, not even to the page that is nobody's (DeepSeek-V4 has a use for it).
-    assert not any(slot[0].any() for slot in getattr(engine.pool, "slots", ()))
+    if not isinstance(model, DeepseekV4):
+        assert not any(tensor[0].any() for tensor in engine.pool.tensors)
 
 
 @pytest.mark.slow
@@ -137,18 +138,136 @@ class Knowing:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gemma4-tiny", "deepseek-v4-tiny"])
-def test_drafts_beside_replays(name):
-    """Steps with drafts run as they are, and what they write and take back is what replays read."""
+@pytest.mark.parametrize("name", ["gemma4-tiny", "gpt-oss-tiny", "deepseek-v4-tiny"])
+def test_drafts_through_graphs(name, monkeypatch):
+    """Steps with any number of drafts, fewer than there is room for included: all that decode are replayed, up to the longest sequence."""
     model, lengths = build(name), LENGTHS[:7]
     settings = {"max_num_batched_tokens": 64, "num_pages": 900, "max_num_seqs": 7}
     eager = serve(Engine(model, EngineConfig(decode_graphs=False, **settings)), lengths)
-    config = EngineConfig(decode_graphs=True, **settings)
-    engine = Engine(model, config, drafter=Knowing(eager))
-    engine._graphs._capture = captures = Captures()
+    config, captures = EngineConfig(decode_graphs=True, **settings), Captures()
+    engine = captured_engine(model, config, captures, drafter=Knowing(eager))
+    rows = {shape.rows for shape in engine._graphs.shapes}
+    assert rows == {1, 3} and len(captures.graphs) == 2 * len(graphs.batch_sizes(7))
+    build_batch, built = batch.BatchBuilder.build, []
+
+    def building(self, plan, *arguments):
+        computed, slots = engine.kv.num_computed, plan.slots.tolist()
+        by_slot = {r.slot: r for r in engine.scheduler.running}
+        built.append(sum(computed[slot] < by_slot[slot].prompt_len - 1 for slot in slots))
+        return build_batch(self, plan, *arguments)
+
+    monkeypatch.setattr(batch.BatchBuilder, "build", building)
+    steps = []
+    report = engine._report
+    monkeypatch.setattr(engine, "_report", lambda **n: steps.append(n.get("num_drafts", 0)) or report(**n))  # fmt: skip
     assert_equal(serve(engine, lengths), eager)
-    assert captures.num_replays >= 5
     assert 0 < engine.totals.num_accepted < engine.totals.num_drafts
+    assert len([n for n in steps if n]) > 5 and captures.num_replays + len(built) == len(steps)
+    assert min(built) > 0, "only steps with prompts are not replayed"
+
+
+def test_filler_ends_where_the_longest_sequence_does():
+    """A step that has no room for as many rows as its graph runs as it is."""
+    model, settings = (
+        build("gemma3-tiny"),
+        {"num_pages": 90, "max_num_seqs": 2, "max_model_len": 32},
+    )
+
+    def serve(engine):
+        for n in (5, 9):
+            engine.add_request(prompt(n, seed=n), SamplingParams(40, ignore_eos=True), request_id=str(n))  # fmt: skip
+        done = {}
+        while engine.has_work:
+            done |= {o.request_id: o for o in engine.step().finished}
+        return done
+
+    eager = serve(Engine(model, EngineConfig(decode_graphs=False, **settings)))
+    captures = Captures()
+    config = EngineConfig(decode_graphs=True, **settings)
+    engine = captured_engine(model, config, captures, drafter=Knowing(eager))
+    got = serve(engine)
+    assert {k: o.token_ids for k, o in got.items()} == {k: o.token_ids for k, o in eager.items()}
+    assert {len(o.token_ids) for o in got.values()} == {27, 23} and captures.num_replays > 5
+
+
+@pytest.mark.parametrize("failing", [[(4, 1)], [(1, 1)], [(1, 1), (2, 1), (4, 1)]])
+def test_a_size_that_cannot_be_captured(failing):
+    """One warning at start; its steps use a larger graph, or none; nothing else fails."""
+    model, lengths = build("llama-tiny"), LENGTHS[:5]
+    settings = {"num_pages": 900, "max_num_seqs": 4, "max_num_batched_tokens": 64}
+    eager = serve(Engine(model, EngineConfig(decode_graphs=False, **settings)), lengths)
+    captures, sizes = Captures(), iter([4, 2, 1])
+
+    def capture(work):
+        if (next(sizes), 1) in failing:
+            raise torch.OutOfMemoryError("no memory left")
+        return captures(work)
+
+    names = ", ".join(f"{n} x {rows}" for n, rows in reversed(failing))
+    with pytest.MonkeyPatch.context() as patch, pytest.warns(RuntimeWarning) as warned:
+        patch.setattr(graphs, "default_capture", lambda device: capture)
+        engine = Engine(model, EngineConfig(decode_graphs=True, **settings))
+    [warning] = warned
+    assert str(warning.message) == (
+        f"decode graphs: {names} (sequences x rows) cannot be captured, and run without: OutOfMemoryError: no memory left"
+    )
+    assert_equal(serve(engine, lengths), eager)
+    assert (captures.num_replays > 0) == (len(failing) < 3)
+
+
+def test_memory_of_graphs_is_counted_before_the_pool_is_sized(monkeypatch):
+    """The largest two are captured over two pages and dropped; each of the others takes what the second did."""
+    model, made = build("gemma3-tiny"), []
+
+    def free_memory(device):
+        return 10**8 - sum(size for size, replay in made if replay())
+
+    def capture(work):
+        work()
+        replay = functools.partial(work)
+        made.append((10**6 if free_memory(None) < 10**8 else 5 * 10**6, weakref.ref(replay)))
+        return replay
+
+    monkeypatch.setattr(graphs, "default_capture", lambda device: capture)
+    monkeypatch.setattr(graphs, "MEASURED_ON", ("cpu",))
+    for module in (graphs, memory):
+        monkeypatch.setattr(module, "free_memory", free_memory)
+    config = EngineConfig(memory_fraction=0.5, max_num_seqs=8, decode_graphs=True)
+    sizes = graphs.batch_sizes(8)
+    found = graphs.graph_bytes(
+        model, memory.model_cache(model, max_requests=8), config, sizes, 0, hidden=False
+    )
+    assert found == 10**6 * (5 + len(sizes) - 1) and len(made) == 2
+    assert free_memory(None) == 10**8, "they are gone"
+    without = Engine(model, replace(config, decode_graphs=False)).memory
+    engine = Engine(model, config)
+    assert len(made) == 4 + len(sizes) and 10**8 - free_memory(None) == found
+    assert engine.memory.graph_bytes == found
+    assert f"{found / 2**20:.4g} MiB of decode graphs" in engine.memory.describe()
+    lost = (without.num_pages - engine.memory.num_pages) * without.page_bytes
+    assert lost == pytest.approx(0.5 * found, abs=without.page_bytes)
+    named = graphs.graph_bytes(
+        model, memory.model_cache(model, max_requests=8), replace(config, memory_fraction=None, num_pages=50), sizes, 0, hidden=False
+    )  # fmt: skip
+    assert named == 0
+
+
+@pytest.mark.parametrize("on", [False, True])
+@pytest.mark.parametrize("name", ["gemma3-tiny", "deepseek-v4-tiny"])
+def test_an_engine_that_is_dropped_frees_its_pool(name, on):
+    """At once, without a collection of cycles."""
+    engine = Engine(build(name), EngineConfig(num_pages=90, max_num_seqs=2, decode_graphs=on))
+    engine.add_request(prompt(9), SamplingParams(4))
+    while engine.has_work:
+        engine.step()
+    pool = weakref.ref(engine.pool)
+    gc.collect()
+    gc.disable()
+    try:
+        del engine
+        assert pool() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.slow
@@ -211,7 +330,9 @@ def tables_move(patch):
 
     def elsewhere(self, index, value):
         apply(self, index, value)
-        self.tables = self.tables.clone()
+        flat = torch.zeros(self.tables.numel() + batch.STRIDE, dtype=torch.int32)
+        self.tables = flat[: self.tables.numel()].view(self.tables.shape).copy_(self.tables)
+        self._views = [self.tables[:, :0]] * len(self._views)
 
     patch.setattr(batch.BatchBuilder, "_apply", elsewhere)
 
@@ -219,26 +340,27 @@ def tables_move(patch):
 def buffers_move(patch):
     call = graphs.DecodeGraphs.__call__
 
-    def elsewhere(self, plan, input_ids):
-        for size, graph in self._graphs.items():
-            self._graphs[size] = replace(graph, rows=graph.rows.clone())
-        return call(self, plan, input_ids)
+    def elsewhere(self, *arguments):
+        for shape, graph in self._graphs.items():
+            self._graphs[shape] = replace(graph, data=graph.data.clone())
+        return call(self, *arguments)
 
     patch.setattr(graphs.DecodeGraphs, "__call__", elsewhere)
 
 
 def inputs_are_not_kept(patch):
-    made = graphs.DecodeGraphs._make
+    add = graphs.DecodeGraphs.add
 
-    def forgetful(self, *arguments):
-        return replace(made(self, *arguments), work=None)
+    def forgetful(self, shape):
+        add(self, shape)
+        self._graphs[shape] = replace(self._graphs[shape], work=None)
 
-    patch.setattr(graphs.DecodeGraphs, "_make", forgetful)
+    patch.setattr(graphs.DecodeGraphs, "add", forgetful)
 
 
 def lengths_of_the_capture(patch):
     """A number that Python takes from the plan, beside the buffers."""
-    forward, attend, longest = Engine._forward, attention.PagedAttend._attend, []
+    forward, attend, longest = Engine._forward, attention.PagedAttend._attend, [0]
 
     def noting(self, step):
         longest[:] = [int(step.plan.seq_lens.max())]
@@ -256,7 +378,7 @@ def kept_from_a_capture(patch):
     rotary, kept = decoder.rotary_angles, {}
 
     def angles(positions, frequencies, amplitude):
-        if moe.is_capturing(positions):
+        if captured.under_way():
             kept.setdefault(frequencies.data_ptr(), frequencies * 1)
         return rotary(positions, kept.get(frequencies.data_ptr(), frequencies), amplitude)
 
@@ -291,7 +413,7 @@ def test_what_a_graph_cannot_hold_is_seen(broken, monkeypatch):
     """Python done anew in each step, as a CPU's stand-in without captures has it, is right with the first five of these."""
     model = build("gemma3-tiny")
     BREAKS[broken](monkeypatch)
-    with pytest.raises((NotCapturable, AssertionError, RuntimeError)):
+    with pytest.raises((NotCapturable, AssertionError, RuntimeError, RuntimeWarning)):
         eager, got, *_ = both(model, LENGTHS[:5], max_num_seqs=5)
         assert_equal(got, eager)
 
@@ -326,11 +448,11 @@ class Step(TorchDispatchMode):
 def test_a_decode_step_waits_for_its_tokens_only(name, sampling, monkeypatch):
     """From the first to the last line of a step one tensor goes to the host: the sampled ids, and what goes with them."""
     step, capture = Step(), Captures()
-    engine = Engine(build(name), EngineConfig(num_pages=900, max_num_seqs=4, decode_graphs=True))
-    engine._graphs._capture = lambda work: step.unseen(capture(work))
+    config = EngineConfig(num_pages=900, max_num_seqs=4, decode_graphs=True)
+    engine = captured_engine(build(name), config, lambda work: step.unseen(capture(work)))
     for n in range(3):
         engine.add_request(prompt(11 + n, seed=n), SamplingParams(20, ignore_eos=True, **sampling))
-    engine.step(), engine.step()  # prompts; a capture
+    engine.step(), engine.step()  # prompts; a replay
 
     def seen(name, original):
         def call(*args, **kwargs):
@@ -367,7 +489,7 @@ def test_each_row_by_itself_equals_groups():
         assert_within_budget("rows", got, expected)
 
 
-def test_packed_experts_row_by_row(monkeypatch):
+def test_packed_experts_row_by_row():
     """fp8 experts while a graph is captured: the same sums, no unique experts looked up."""
     generator = torch.Generator().manual_seed(1)
     experts = PackedExperts("fp8", 6, 32, 48, lambda g, u: g * u, torch.device("cpu"))
@@ -386,8 +508,7 @@ def test_packed_experts_row_by_row(monkeypatch):
             weights[:, j, None].double() * torch.stack([down[e] @ ((gate_up[e, 0] @ v) * (gate_up[e, 1] @ v)) for e, v in zip(ids[:, j], x.double(), strict=True)])
             for j in range(2)
         )  # fmt: skip
-    monkeypatch.setattr(packed_experts, "is_capturing", lambda x: True)
-    with Graph():
+    with capturable(), Graph():
         got = experts(x, ids, weights)
     assert_within_budget("row by row", got, plain)
     assert_within_budget("some at a time", expected, plain)

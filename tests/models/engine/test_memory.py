@@ -12,7 +12,6 @@ from quire.models.config.named import CONFIGS, FULL, SLIDING, MoEConfig
 from quire.models.engine.batch import Staging
 from quire.models.engine.distributions import Filters, draw, probabilities
 from quire.models.engine.engine import Engine, EngineConfig
-from quire.models.engine.graphs import batch_sizes
 from quire.models.engine.memory import (
     LOGITS_COPIES,
     ModelCache,
@@ -125,23 +124,15 @@ def test_pool_from_free_memory(monkeypatch):
     config = EngineConfig(max_num_batched_tokens=2000, max_num_seqs=15)
     plan = plan_memory(busy, cache, config, max_draft_tokens=1)
     assert plan.num_pages == 3600 and "of 4.768 MiB free" in plan.describe()
-    assert plan_memory(busy, cache, config, max_draft_tokens=1, num_graph_rows=50).num_pages == 3510
+    assert (
+        plan_memory(busy, cache, config, max_draft_tokens=1, graph_bytes=100_000).num_pages == 3510
+    )
     assert plan_memory(gpu, cache, EngineConfig(cache_bytes=70_999)).num_pages == 70
     assert plan_memory(cpu, cache, EngineConfig()).num_pages == 256 * 2**20 // 1000
     besides = replace(cache, fixed_bytes=20_000)  # rings, which are no pages
     assert plan_memory(gpu, besides, EngineConfig(cache_bytes=70_999)).num_pages == 50
     with pytest.raises(ValueError, match=r"num_pages: expected at least 3 \(2\.93 KiB\) for one request of 2 tokens, got 0"):  # fmt: skip
         plan_memory(model_on("cuda", vocab_size=10_000), cache, EngineConfig())
-
-
-def test_the_engine_counts_the_logits_that_its_graphs_keep(monkeypatch):
-    monkeypatch.setattr("quire.models.engine.memory.free_memory", lambda device: 10**8)
-    model, config = build("gemma3-tiny"), EngineConfig(memory_fraction=0.5, max_num_seqs=300)
-    plain, graphs = (
-        Engine(model, replace(config, decode_graphs=on)).memory for on in (False, True)
-    )
-    kept = sum(batch_sizes(300)) * 259 * 4 * 0.5 / plain.page_bytes
-    assert kept > 50 and plain.num_pages - graphs.num_pages == pytest.approx(kept, abs=1)
 
 
 class NoAttention:

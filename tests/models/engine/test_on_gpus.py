@@ -19,7 +19,9 @@ from quire.kernels.common import launch_cache, launching
 from quire.kvcore import KVCache
 from quire.models.config.named import get_config
 from quire.models.deepseek_v4.model import DeepseekV4
-from quire.models.engine.engine import Engine, EngineConfig
+from quire.models.engine import engine as engine_module
+from quire.models.engine.batch import BatchBuilder
+from quire.models.engine.engine import EngineConfig
 from quire.models.engine.graphs import WARM_UP_RUNS, DecodeGraphs, sizes_to_capture
 from quire.models.engine.memory import free_memory, model_cache
 from quire.models.engine.request import SamplingParams
@@ -27,8 +29,9 @@ from quire.models.engine.speculative import NGramDrafter
 from quire.models.layers import attention, moe, per_layer
 from quire.models.layers.per_layer import HostEmbedding
 from quire.models.loading.weights import build_model
-from tests.models.engine.test_graphs import FEW, NAMES
-from tests.support.models.captured import FROM_HOST
+from tests.models.engine.test_graphs import NAMES
+from tests.support.models.captured import FROM_HOST, captured_engine
+from tests.support.models.few import few
 from tests.support.models.toy import ToyModel
 
 META = torch.device("meta")
@@ -58,12 +61,10 @@ def current(monkeypatch):
     return index
 
 
-def test_a_step_runs_on_the_device_of_its_engine(current):
+def test_a_step_runs_on_the_device_of_its_engine(current, monkeypatch):
     """Launches, streams and captures go to the current device, which others may have set: forward passes, drafts, captures, replays."""
     seen, model = [], ToyModel()
     drafter = NGramDrafter(2, min_ngram=1)
-    engine = Engine(model, EngineConfig(num_pages=50, max_num_seqs=2, decode_graphs=True), drafter=drafter)  # fmt: skip
-    engine._builder.tables = engine._builder.tables.as_subclass(OnSecondDevice)
 
     def noted(name, call):
         def wrapped(*args):
@@ -74,7 +75,20 @@ def test_a_step_runs_on_the_device_of_its_engine(current):
 
     model.register_forward_pre_hook(lambda *_: seen.append(("forward", current[0])))
     drafter.propose = noted("draft", drafter.propose)
-    engine._graphs._capture = lambda work: noted("replay", noted("capture", lambda w: w)(work))
+
+    class Builder(BatchBuilder):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            self.tables = self.tables.as_subclass(OnSecondDevice)
+
+    monkeypatch.setattr(engine_module, "BatchBuilder", Builder)
+    config = EngineConfig(num_pages=50, max_num_seqs=2, decode_graphs=True)
+    engine = captured_engine(
+        model,
+        config,
+        lambda work: noted("replay", noted("capture", lambda w: w)(work)),
+        drafter=drafter,
+    )
     engine.add_request([5, 6, 7, 5, 6], SamplingParams(12, ignore_eos=True))
     engine.add_request([9], SamplingParams(12, ignore_eos=True))
     while engine.has_work:
@@ -207,21 +221,20 @@ def test_warm_up_and_captures_share_a_stream_of_their_device(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("device", "wanted", "impl", "observed", "made"),
+    ("device", "wanted", "impl", "made"),
     [
-        ("cuda", None, None, False, True), ("cuda", None, "torch", False, False), ("cuda", None, None, True, False),
-        ("cuda", False, None, False, False), ("cuda", True, "triton", False, True), ("cuda", True, "torch", False, None),
-        ("cuda", True, None, True, None), ("cpu", None, None, False, False), ("cpu", True, "torch", False, True),
+        ("cuda", None, None, True), ("cuda", None, "torch", False), ("cuda", False, None, False), ("cuda", True, "triton", True),
+        ("cuda", True, "torch", None), ("cpu", None, None, False), ("cpu", True, "torch", True),
     ],
 )  # fmt: skip
-def test_where_decode_goes_through_graphs(device, wanted, impl, observed, made):
-    """made: None = refused. observed: by a drafter in the model, which reads what no graph returns."""
+def test_where_decode_goes_through_graphs(device, wanted, impl, made):
+    """made: None = refused."""
     config = EngineConfig(decode_graphs=wanted, impl=impl, max_num_seqs=5)
     if made is None:
         with pytest.raises(NotImplementedError, match="decode_graphs: supported with"):
-            sizes_to_capture(config, torch.device(device), drafter_in_model=observed)
+            sizes_to_capture(config, torch.device(device))
     else:
-        sizes = sizes_to_capture(config, torch.device(device), drafter_in_model=observed)
+        sizes = sizes_to_capture(config, torch.device(device))
         assert sizes == ([1, 2, 4, 5] if made else [])
 
 
@@ -266,8 +279,11 @@ def capture_without_storage(model, monkeypatch, capability=(9, 0), **settings):
     kv = KVCache(cache.groups, num_pages=2, max_requests=4, max_model_len=256)
     pool, layout = cache.allocate(2), kv.layout
     builder = SimpleNamespace(
-        tables=torch.empty(kv.tables.shape, dtype=torch.int32, device=META),
-        columns=[layout.columns(g) for g in range(len(layout.groups))],
+        num_groups=len(layout.groups),
+        gather=lambda slots, _: tuple(
+            torch.empty(4, layout.columns(g)[1], dtype=torch.int32, device=META)
+            for g in range(len(layout.groups))
+        ),
     )
 
     def forward(input_ids, positions, attn):
@@ -284,7 +300,7 @@ def capture_without_storage(model, monkeypatch, capability=(9, 0), **settings):
         forward, builder, sizes=[4], max_seq_len=256, device=META, capture=capture
     )
     launch_cache.clear()  # all are of other addresses
-    decode._make(4, 4 + len(layout.groups))
+    decode.add(decode.shapes[0])
     launch_cache.clear()
     return runs
 
@@ -304,7 +320,7 @@ def compiled_for(launch):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_captured_step_is_all_on_the_device(name, dtype, monkeypatch):
     """The code that GPUs run: every kernel by Triton, table rows from page-locked memory; and its second run needs no other kernels."""
-    model = build_model(replace(get_config(name), **FEW.get(name, {})), device=META, dtype=dtype)
+    model = build_model(few(name), device=META, dtype=dtype)
     first, second = capture_without_storage(model, monkeypatch)
     assert len(first) > len(model.layers)  # attention, and most of them write
     assert [compiled_for(launch) for launch in first] == [compiled_for(launch) for launch in second]
@@ -355,7 +371,7 @@ def test_a_tensor_of_the_host_is_seen(broken, monkeypatch):
 )  # fmt: skip
 def test_grouped_products_only_where_torch_has_a_kernel(capability, dtype, grouped, monkeypatch):
     """Elsewhere torch's grouped_mm waits for the offsets, which no graph can hold."""
-    config = replace(get_config("gemma4-moe-tiny"), **FEW["gemma4-moe-tiny"])
+    config = few("gemma4-moe-tiny")
     calls, grouped_mm = [], moe.F.grouped_mm
     monkeypatch.setattr(moe.F, "grouped_mm", lambda *a, **k: [calls.append(a), grouped_mm(*a, **k)][1])  # fmt: skip
     capture_without_storage(build_model(config, device=META, dtype=dtype), monkeypatch, capability)

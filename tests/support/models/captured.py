@@ -11,19 +11,21 @@ What it reads from outside is read by address, which keeps nobody's memory: a re
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from contextlib import contextmanager
 
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from quire.kernels.common import launching
 from quire.models.deepseek_v4 import paged_attention
-from quire.models.engine.graphs import WARM_UP_RUNS
-from quire.models.layers import attention, moe, packed_experts
+from quire.models.engine import graphs
+from quire.models.engine.engine import Engine
+from quire.models.layers import attention, moe
 
 KERNELS = {
     attention: ("paged_attention", "sliding_window_attention", "write_kv"),
@@ -142,7 +144,7 @@ class Captures:
         self._kernels = kernels
 
     def __call__(self, work: Callable[[], None]) -> Callable[[], None]:
-        for _ in range(WARM_UP_RUNS):
+        for _ in range(graphs.WARM_UP_RUNS):
             work()
         graph = Graph()
         with self._capturing(graph), graph:
@@ -178,9 +180,20 @@ class Captures:
                     patch.setattr(owner, name, on_host(name, getattr(owner, name)))
             # Where there is no grouped product for the dtype, as on a GPU for fp32.
             patch.setattr(moe, "_has_grouped_mm", lambda *_: False)
-            for module in (moe, packed_experts):
-                patch.setattr(module, "is_capturing", lambda _: True)
             yield
+
+
+def under_way() -> bool:
+    """Whether a capture is."""
+    return isinstance(_get_current_dispatch_mode(), Graph)
+
+
+def captured_engine(model, config, capture, **more) -> Engine:
+    """An engine whose decode graphs ``capture`` makes; one that it cannot make is an error."""
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.filterwarnings("error", message="decode graphs: ")
+        patch.setattr(graphs, "default_capture", lambda device: capture)
+        return Engine(model, config, **more)
 
 
 LAUNCHES = {launching: ("launch",)}

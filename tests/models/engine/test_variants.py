@@ -1,0 +1,26 @@
+"""Kernels that an engine compiles: all at its start, and few."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gemma4-tiny", "gpt-oss-tiny", "deepseek-v4-tiny"])
+def test_nothing_is_compiled_after_the_start(name):
+    """Requests of all lengths, batches of all sizes, prompts beside decodes, and drafts: all of it ran once before, as padding."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.support.models.variants", name, "60"],
+        cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert not found["later"], found["later"]
+    assert 4 <= len(found["start"]) <= 20

@@ -1,0 +1,102 @@
+"""Which kernels a session of the engine would compile on a GPU, and when: ``python -m tests.support.models.variants NAME``, without a GPU.
+
+Triton's own launcher specialises each launch, for a driver that says it is sm_90; a hook refuses the compilation, so nothing runs. Prints
+one JSON object: {"start": kernels that a start compiles, "later": [[step, kernel, what it was compiled for]]}.
+"""
+
+import json
+import os
+import random
+import sys
+from types import SimpleNamespace
+
+import torch
+
+SMS = 132
+
+
+def record():
+    """The list that each new variant is added to, as (kernel, what decides of it)."""
+    from triton import knobs
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    target = GPUTarget("cuda", 90, 32)
+    driver.set_active(
+        SimpleNamespace(
+            get_current_device=lambda: 0,
+            get_current_stream=lambda device=None: 0,
+            get_current_target=lambda: target,
+        )
+    )
+    seen, found = set(), []
+
+    def hook(*, key, fn, compile, **_):
+        name = fn.jit_function.__name__
+        if (name, key) not in seen:
+            seen.add((name, key))
+            found.append(
+                (name, f"{compile['signature']} {compile['constants']} {compile['configs']}")
+            )
+        return True  # do not compile
+
+    knobs.runtime.jit_cache_hook = hook
+    return found
+
+
+def pretend():
+    """Kernels that do not run leave zeros, and tensors of a CPU are taken for those of a GPU of 132 SMs."""
+    torch.empty_like = torch.zeros_like
+    torch.empty = lambda *shape, pin_memory=False, **more: torch.zeros(*shape, **more)
+    torch.empty_strided = lambda shape, stride, **more: torch.zeros(shape, **more)
+    for name, module in list(sys.modules.items()):
+        if name.startswith("quire."):
+            if hasattr(module, "arch_and_sms"):
+                module.arch_and_sms = lambda tensor: (90, SMS)
+            if hasattr(module, "expect_impl"):
+                module.expect_impl = lambda impl, device_type: None
+
+
+def session(name, steps):
+    """Variants compiled at start, and those of a session of varied requests with the step that met them first."""
+    from quire.models.engine import graphs
+    from quire.models.engine.engine import Engine, EngineConfig
+    from quire.models.engine.request import SamplingParams
+    from quire.models.engine.speculative import NGramDrafter
+    from quire.models.loading.random_weights import random_model
+    from tests.support.models.few import few
+
+    found = record()
+    model = random_model(few(name), device="cpu", dtype=torch.bfloat16)
+    pretend()
+    if hasattr(model, "expect_impl"):
+        model.expect_impl = lambda impl: None
+
+    def capture(work):
+        work()
+        return work
+
+    graphs.default_capture = lambda device: capture
+    config = EngineConfig(
+        num_pages=4000, max_num_seqs=24, max_num_batched_tokens=96, max_model_len=2000, impl="triton", decode_graphs=True,
+    )  # fmt: skip
+    engine = Engine(model, config, drafter=NGramDrafter(2, min_ngram=1))
+    start, later = len(found), []
+    random_numbers, count = random.Random(0), 0
+    for step in range(steps):
+        while len(engine.unfinished) < random_numbers.choice([1, 2, 3, 8, 16, 24]):
+            length = int(random_numbers.lognormvariate(4.5, 1.0)) % 1500 + 1
+            ids = [random_numbers.randrange(50) for _ in range(length)]
+            engine.add_request(
+                ids, SamplingParams(random_numbers.randrange(1, 40), ignore_eos=True)
+            )
+            count += 1
+        engine.step()
+        later += [(step, *variant) for variant in found[start + len(later) :]]
+    assert engine.totals.num_drafts > 0 and count > 10
+    return {"start": [name for name, _ in found[:start]], "later": later}
+
+
+if __name__ == "__main__":
+    assert not os.environ.get("TRITON_INTERPRET")
+    print(json.dumps(session(sys.argv[1], int(sys.argv[2]))))
