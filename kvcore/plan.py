@@ -26,8 +26,8 @@ of 16, whose first pages are 2 and 1:
     32            33         [2, 1]      0 .. 31         48 = 3 * 16
     33            34         [2, 1, 3]   0 .. 32         49 = 3 * 16 + 1
 
-Any other step (chunks of prompts, drafts, new states) takes the same way through `Chains.boundaries`
-(what must outlive it), `Tables.plan`, `Tables.fill` and `Chains.commit`.
+Any other step (chunks of prompts, drafts, new states) takes the same way through
+`Chains.boundaries` (what must outlive it), `Tables.plan`, `Tables.fill` and `Chains.commit`.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class StepPlan:
 
 
 class Steps:
-    """Plans and commits of one cache.
+    """Plans and commits of one cache: `KVCache.plan` and `KVCache.commit` only forward here.
 
     Args:
         chains: what requests add to the index, with its sequences and tables.
@@ -341,6 +341,7 @@ class Steps:
             self._announcer.computed(plan, ids, changes.end)
         if not (self._layout.lookahead or batch.ending.slot_list):
             return self._decodes.commit(changes)
+        # Before the tables move on: the pages that the segments which end here hand to the index.
         due = self._chains.due(batch)
         copies = self._decodes.commit(changes)
         self._chains.cache(batch, *due, made)

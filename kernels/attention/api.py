@@ -1,15 +1,15 @@
-"""The public functions: check once, choose the implementation by name, never fall back to another.
+"""The public functions: choose the implementation by name, and never fall back to another.
 
-Next: `call`, the checks; then `triton_impl`, or `torch_impl` on a CPU.
+Next: `triton_impl`, or `torch_impl` on a CPU. Both begin with the checks of `call`, which Triton's
+makes once for calls that look alike.
 
 Torch is imported here and Triton only by the functions that launch a kernel, so that
 ``impl="torch"`` works where Triton is missing.
 
 Terms. A *page* holds ``block_size`` token rows of one layer. ``block_table[s, b % width]`` is the
 page of block b of sequence s: a linear table has b < width, so the modulo changes nothing; a ring
-table (window layers) reuses its entries. Without a window all blocks are read, so the table is
-linear: no entry past its last is looked up; where ``seq_lens`` reach further, the last stands for
-all blocks behind it. A sequence has fewer than 2**30 tokens.
+table (window layers) reuses its entries. Without a window the table is taken for linear: where
+``seq_lens`` reach past its last entry, that entry stands for all blocks behind. A sequence has fewer than 2**30 tokens.
 
 Values in device memory are not looked at: a wrong page id reads what lies there. ``impl="torch"``
 refuses it. Triton's own interpreter (TRITON_INTERPRET=1, impl="triton" on a CPU) multiplies bf16 as

@@ -5,7 +5,7 @@ few operations on arrays of the whole batch. For most requests it is one additio
 token (page * block_size + row) is the one after the slot of the token before it. A table entry
 changes only where a request starts a block or, in a state table, completes a segment:
 
-    plan     `DecodeTables._due`    which entries of the tables change (`DecodeChanges`), and how
+    plan     `DecodeTables.plan`    which entries of the tables change (`DecodeChanges`), and how
                                     many new pages they need
     fill     slots of the tokens    last slot + 1; where a block starts page * block_size; the
                                     tables stay as they are, so a new page is in no table yet
@@ -19,7 +19,7 @@ count `UNSHARED`; the null page, which stands in empty entries, never has it):
     recycling    the one that is in the entry: a window's table is a ring, so block b has the column
                  of block b - width, which is out of reach. A new page if the count of the old one
                  is not `UNSHARED`: others need it, or there is none
-    releasing    a new one, as the pages of blocks out of reach are given back at once
+    releasing    a new one; pages out of reach are given back as a later block starts
     snapshot     the one that is in the entry, as in a recycling window
 
 A window's ring has ``width = live + per_segment + lag`` columns: `live` blocks behind the open one
@@ -79,8 +79,8 @@ class DecodeBatch:
     Args:
         slots, start: [n] slots of the requests, and their tokens before the step.
         token_slots: [num_tables, n] slots of their last tokens. A batch that is made (`batches`)
-            has them from the tables, ``page of block (start // block_size) * block_size + start %
-            block_size - 1``; each step hands on its own. They mean nothing in rows of states, and
+            has them from the tables: ``page_of(start // block_size) * block_size +
+            start % block_size - 1``; each step hands on its own. They mean nothing in rows of states, and
             where the step starts a block.
         state_pages: [num_tables, n] live pages of states, 0 where there are none yet; 0 in other
             rows.
@@ -218,7 +218,9 @@ def recycles(tables: BlockTables) -> bool:
 def drop_behind(tables: BlockTables, slots: Int64, blocks: Int64) -> None:
     """Let go of what releasing windows need no more as `blocks` [m] of the requests `slots` start.
 
-    What stays is in reach of the next queries, or of a resume point at the last boundary.
+    What stays is in reach of the next queries, or of a resume point at the last boundary. `drop`
+    empties an entry and takes back the request's claim on its page, which is then free unless a
+    resume point holds it.
     """
     spec = tables.spec
     inside = blocks % spec.per_segment  # blocks since the last boundary
@@ -238,9 +240,10 @@ class DecodeTables:
 
     Args:
         array: [max_requests, num_columns] int32, the fused table.
-        blocks, states: the classes of tables. alignment: tokens of a segment. pool: the pages.
+        blocks, states: tables of one kind and size each. alignment: tokens of a segment. pool: the pages.
         snapshot_at: [max_requests] boundary of each request's newest snapshot.
-        deltas: where changes of the fused table go (see `rows`); None if nobody takes them.
+        deltas: where changes of the fused table go (see `tables.rows`); None if nobody
+            takes them.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """From the integers of `quire.kvcore` to the tensors of `quire.kernels`, once per step.
 
 The block tables live on the device, one row for each slot of a request, and a step gathers the rows
-of its requests. They are brought up to date before a step with the entries that the commit before
-it changed: so they say where the context is, and a page that the step starts is in its slot mapping
+of its requests. They are brought up to date before a step with the entries that changed since the
+one before: so they say where the context is, and a page that the step starts is in its slot mapping
 only.
 """
 
@@ -41,7 +41,8 @@ class AttnMetadata:
         slot_mappings: per group [num_tokens] int64, where a row is written, page * block_size +
             row; -1 = nowhere.
         max_seqlen_q, max_seq_len: host ints, longest q_len and an upper bound of seq_lens.
-        num_decodes: host int, leading sequences with one new token.
+        num_decodes: host int, leading sequences with few new tokens: one, or, where no sequence has
+            more than that, one and its drafts.
         request_slots: [num_seqs] int32, the allocator's slots of the requests: where models keep
             what is not in pages.
         replay_rows: [num_replayed] int64, rows of the step that are computed once more although
@@ -139,6 +140,7 @@ class BatchBuilder:
                 raise NotImplementedError(
                     f"kv: supported are dense and window groups with one page in a block, got {g}"
                 )
+        self._decode_tokens = 1 + kv.max_draft_tokens
         self._columns = [kv.layout.columns(g) for g in range(len(self._groups))]
         self._staging = Staging(device)
         kv.take_deltas()  # the copy below starts from the present state
@@ -187,7 +189,7 @@ class BatchBuilder:
             slot_mappings=slot_mapping[:, : len(input_ids)].unbind(0),
             max_seqlen_q=max(counts),
             max_seq_len=max_seq_len,
-            num_decodes=counts.count(1),
+            num_decodes=len(counts) if max(counts) <= self._decode_tokens else counts.count(1),
             request_slots=request_slots,
             replay_rows=more[0] if len(plan.replay_rows) else None,
             replay_slots=more[1][:, : len(more[0])].unbind(0) if len(plan.replay_rows) else None,

@@ -4,7 +4,7 @@ One step, `Engine._step`::
 
     drafts -> Scheduler.schedule    requests, their new tokens, and `KVCache.plan` of their pages
            -> BatchBuilder.build    the plan as tensors (or `DecodeGraphs` for this and the next)
-           -> model                 reads pages as they were, writes the rows that the plan kept
+           -> model                 reads pages as they were, writes the rows that have a slot
            -> Sampler               the largest logit or a draw, in one copy to the host
            -> speculative.verify    where there are drafts: which of them stay
            -> KVCache.commit        the plan becomes real

@@ -5,9 +5,10 @@ Integers only: no torch, no model, and the same choices every time.
 Running requests are kept in order of admission. A step takes prefill chunks of running requests,
 admits waiting ones, and takes one token (and its drafts) of every decoding request, all within a
 budget of tokens that `SchedulerPolicy` divides. A request decodes while one of its known tokens,
-the newest, is not computed yet; as long as nobody comes or goes, each step plans the same slots in
-the same order, of which `KVCache` remembers what it needs (`kvcore.tables.decode`). When pages run out, the request admitted last gives
-its pages back and waits at the head of the queue; nobody is admitted until some request has ended.
+the newest, is not computed yet. As long as nobody comes or goes, each step plans the same slots in
+the same order, and `KVCache` goes on from the plan before it. When pages run out, the request
+admitted last gives its pages back and waits at the head of the queue; nobody is admitted until some
+request has ended.
 """
 
 from __future__ import annotations

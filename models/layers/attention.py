@@ -3,8 +3,8 @@
 A layer calls ``attend(layer, q, k, v)`` with the rows that it just computed. Keys of earlier tokens
 come from pages, those of the step's own tokens from k and v, in one softmax; then the rows are
 written to pages. Attention never reads a row that its own step writes: the block table is that of
-the last commit, a page that the step starts is in the slot mapping only, and a table of a window
-may give a new row the place of one that the step's first queries still see.
+the last commit, a page that the step starts is in the slot mapping only, and the slot mapping of a
+window may give a new row the place of one that the step's first queries still see.
 
 A step may compute rows once more that full attention has in its pages already, to restore the
 windows of sliding layers (`quire.kvcore.Match.replay_from`). The first of them see windows with
