@@ -79,8 +79,8 @@ class DecodeBatch:
     Args:
         slots, start: [n] slots of the requests, and their tokens before the step.
         token_slots: [num_tables, n] slots of their last tokens. A batch that is made (`batches`)
-            has them from the tables: ``page_of(start // block_size) * block_size +
-            start % block_size - 1``; each step hands on its own. They mean nothing in rows of states, and
+            has them from the tables: ``page_of(start // block_size) * block_size + start %
+            block_size - 1``; each step hands on its own. They mean nothing in rows of states, and
             where the step starts a block.
         state_pages: [num_tables, n] live pages of states, 0 where there are none yet; 0 in other
             rows.
