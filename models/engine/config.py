@@ -46,8 +46,9 @@ class EngineConfig:
             depend on it. "strict" = the output is that of the same seed without drafts. "standard"
             = drafters that can, draw, and where outputs are diverse more of their drafts stay; the
             same distribution, but other tokens. See `quire.models.engine.speculative`.
-        decode_graphs: decode through buffers of fixed sizes (`quire.models.engine.graphs`); None =
-            on a GPU, where the model allows it.
+        decode_graphs: decode through CUDA graphs of a few batch sizes, which are captured, and all
+            kernels compiled, when the engine is made (`quire.models.engine.graphs`); on a CPU
+            through the same buffers. None = on a GPU, unless impl is "torch".
 
     Raises:
         ValueError: a value of another type, or unless 1 <= max_num_seqs <= max_num_batched_tokens,

@@ -20,7 +20,7 @@ from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.request import SamplingParams
 from quire.models.families import decoder
 from quire.models.layers import attention, moe
-from quire.models.layers.capture import capturable
+from quire.models.layers.capture import capturable, must_be_capturable
 from quire.models.layers.dequantize import dequantize_fp8
 from quire.models.layers.packed_experts import PackedExperts
 from quire.models.loading.random_weights import random_model
@@ -164,6 +164,20 @@ def test_drafts_through_graphs(name, monkeypatch):
     assert 0 < engine.totals.num_accepted < engine.totals.num_drafts
     assert len([n for n in steps if n]) > 5 and captures.num_replays + len(built) == len(steps)
     assert min(built) > 0, "only steps with prompts are not replayed"
+
+
+def test_what_is_captured_is_what_was_warmed_up():
+    """Layers that ask the device for values elsewhere do not in warm-up runs either, which compile what the capture launches."""
+    model, seen = build("gemma4-moe-tiny"), []
+    model.register_forward_pre_hook(lambda *_: seen.append(must_be_capturable()))
+    config = EngineConfig(num_pages=90, max_num_seqs=1, decode_graphs=True)
+    engine = captured_engine(model, config, Captures())
+    captured_runs = graphs.WARM_UP_RUNS + 1
+    assert seen[:captured_runs] == [True] * captured_runs and not any(seen[captured_runs:])
+    seen.clear()
+    engine.add_request(prompt(9), SamplingParams(3, ignore_eos=True))
+    engine.step()
+    assert seen == [False], "a prompt is no graph's"
 
 
 def test_filler_ends_where_the_longest_sequence_does():
