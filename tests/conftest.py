@@ -5,6 +5,8 @@ import os
 import pytest
 import torch
 
+from tests.support import lost_device
+
 if not torch.cuda.is_available():
     # Triton reads this when it is first imported, so it has to be set before any test module is.
     os.environ["TRITON_INTERPRET"] = "1"
@@ -20,3 +22,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    lost_device.pytest_configure(config)
