@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass, replace
 
 # Limits are of a GPU's time. A dry run checks that parts work, however slow or busy its CPU is.
@@ -30,6 +31,11 @@ V4_TESTS = """
     tests/kernels/indexer/test_indexer.py tests/kernels/latent_write/test_latent_write.py
     tests/gpu/test_gpu_compressed.py tests/gpu/test_gpu_indexer.py tests/gpu/test_gpu_latent.py
     tests/gpu/test_gpu_v4.py
+    tests/models/deepseek_v4/test_engine.py::test_aborts
+    tests/models/deepseek_v4/test_engine.py::test_decode_through_fixed_buffers
+    tests/models/deepseek_v4/test_engine.py::test_hits_of_every_kind
+    tests/models/deepseek_v4/test_engine.py::test_outputs_do_not_depend_on_drafts
+    tests/models/deepseek_v4/test_engine.py::test_preempted_requests_resume
 """
 ENGINE_TESTS = """
     tests/gpu/test_gpu_engine.py tests/gpu/test_gpu_packed.py tests/models/engine/test_engine.py
@@ -69,7 +75,7 @@ def plan(dry_run: bool) -> list[Part]:
     """The parts in order. In a dry run their limits are `DRY_RUN_FACTOR` times as long."""
 
     def size(real: str, dry: str) -> tuple[str, ...]:
-        return tuple((dry if dry_run else real).split())
+        return tuple(shlex.split(dry if dry_run else real))
 
     def tests(files: str) -> tuple[str, ...]:
         # In a dry run only those that no CPU runs otherwise.
@@ -95,7 +101,7 @@ def plan(dry_run: bool) -> list[Part]:
         Part("v4", 70, "kernels and engine of DeepSeek-V4 against float64 and full passes",
              tests(V4_TESTS), tests=True),
         Part("v4-layers", 40, "layers of deepseek-v4-flash at their real widths, end to end",
-             (*layers, "--model", *size("deepseek-v4-flash --layers 4 --batch 16", f"deepseek-v4-tiny --layers 4 {few}"))),
+             (*layers, "--model", *size("deepseek-v4-flash --layers 4 --experts 32", f"deepseek-v4-tiny --layers 4 {few}"))),
         Part("compile", 25, "the kernels that are timed next, in parallel",
              (*kernels, *size(f"--set headline --impl quire,quire-in-step,vllm-triton --compile {JOBS}", "--set tiny --only decode --impl quire --compile 1"))),
         Part("kernels", 55, "attention kernels and peers side by side, the cases that matter most",
@@ -111,7 +117,7 @@ def plan(dry_run: bool) -> list[Part]:
         Part("kernels-rest", 20, "more batches, contexts, shards and page sizes, as far as time goes",
              (*kernels, *size(f"--set all --skip headline --impl {COMPARED},flashmla,flashinfer-mla --per-call 0.1 --seconds 15", "--set tiny --only mixed --per-call 0.01 --impl quire,sdpa"))),
         Part("flex", 15, "FlexAttention beside quire",
-             (*kernels, *size("--set attention --impl quire,flex --seconds 10", "--set tiny --skip tiny-latents --only global --per-call 0.01 --impl flex"))),
+             (*kernels, *size("--set attention --impl quire,flex --seconds 10", "--set tiny --skip tiny-latents --only 'global decode' --per-call 0.01 --impl flex"))),
     ]  # fmt: skip
     factor = DRY_RUN_FACTOR if dry_run else 1
     return [replace(part, limit=part.limit * factor) for part in parts]
