@@ -31,6 +31,7 @@ V4_TESTS = """
     tests/kernels/indexer/test_indexer.py tests/kernels/latent_write/test_latent_write.py
     tests/gpu/test_gpu_compressed.py tests/gpu/test_gpu_indexer.py tests/gpu/test_gpu_latent.py
     tests/gpu/test_gpu_v4.py
+    tests/kernels/mla/test_mla.py tests/gpu/test_gpu_mla.py
     tests/models/deepseek_v4/test_engine.py::test_aborts
     tests/models/deepseek_v4/test_engine.py::test_decode_through_fixed_buffers
     tests/models/deepseek_v4/test_engine.py::test_hits_of_every_kind
@@ -42,7 +43,6 @@ ENGINE_TESTS = """
     tests/models/engine/test_families_engine.py tests/models/engine/test_replays.py
     tests/models/layers/test_fp8_cache.py
 """
-MLA_TESTS = "tests/kernels/mla/test_mla.py tests/gpu/test_gpu_mla.py"
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def plan(dry_run: bool) -> list[Part]:
              tests(ATTENTION_TESTS), tests=True),
         Part("prefill-decode", 60, "the main job: bench.prefill_decode",
              (*job, *size("--no-baseline --check 4", tiny)), waits=("warm-up",)),
-        Part("v4", 70, "kernels and engine of DeepSeek-V4 against float64 and full passes",
+        Part("v4", 70, "kernels and engine of DeepSeek-V4, and V3's, against float64 and full passes",
              tests(V4_TESTS), tests=True),
         Part("v4-layers", 40, "layers of deepseek-v4-flash at their real widths, end to end",
              (*layers, "--model", *size("deepseek-v4-flash --layers 4 --experts 32", f"deepseek-v4-tiny --layers 4 {few}"))),
@@ -111,7 +111,7 @@ def plan(dry_run: bool) -> list[Part]:
         Part("layers", 30, "six layers of gemma-4-31b end to end, allocator's share of a step",
              (*layers, *size("", f"--model gemma4-tiny {few}"))),
         Part("engine", 40, "engines of all families: caches in e4m3, drafts, preemption, replay, graphs",
-             tests(f"{ENGINE_TESTS} {MLA_TESTS}"), tests=True),
+             tests(ENGINE_TESTS), tests=True),
         Part("oracle", 20, "peers as a second, independent oracle",
              tests("tests/gpu/test_gpu_peers.py"), waits=("peers",), tests=True),
         Part("kernels-rest", 20, "more batches, contexts, shards and page sizes, as far as time goes",

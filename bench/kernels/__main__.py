@@ -368,8 +368,10 @@ def predictions(cases: list[Case], device: Device) -> str:
 
 
 def _write(path: str | None, result: dict[str, Any]) -> None:
-    if path:
-        Path(path).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    if path:  # whole at any moment: a part that runs out of time is ended
+        partial = Path(f"{path}.partial")
+        partial.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        partial.replace(path)
 
 
 def _parser() -> Parser:

@@ -17,7 +17,7 @@ from tests.support.helpers import DEVICE, NAN
 pytestmark = pytest.mark.gpu
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-REPEATS = 2 if DRY_RUN else 30
+REPEATS = 1 if DRY_RUN else 30
 
 
 def named_cases():

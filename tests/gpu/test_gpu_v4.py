@@ -34,7 +34,7 @@ NAMES = ["v4-bf16"] if DRY_RUN else list(JOBS)
 
 @pytest.mark.parametrize("name", NAMES)
 def test_jobs_are_right(name, capsys):
-    size = "--limit 1 --scale 0.1 --check 1 --no-baseline" if DRY_RUN else "--limit 4 --scale 0.5"
+    size = "--limit 1 --scale 0.02 --check 1 --no-baseline" if DRY_RUN else "--limit 4 --scale 0.5"
     status = main([*JOBS[name].split(), *size.split(), "--device", DEVICE])
     assert status == 0, capsys.readouterr().err
 
