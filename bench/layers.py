@@ -3,9 +3,11 @@
     python -m bench.layers --model gemma-4-31b --layers 6 --batch 16 --context 8192 --json layers.json
     python -m bench.layers --model deepseek-v4-flash --layers 4 --experts 32
 
-First the logits of a short run are compared with full forward passes without a cache: the engine's may be at most twice as far from those
-in fp32 as a full pass in the model's dtype is, counting one rounding (an estimate, as in `bench.prefill_decode.verify`). Exit status 1, and no numbers, if
-they are not. Then all prompts are prefilled in chunks, and decoded together.
+First the logits of a short run are compared with full forward passes without a cache: the engine's may
+be at most twice as far from those in fp32 as a full pass in the model's dtype is, counting one
+rounding (an estimate, as in `bench.prefill_decode.verify`); of DeepSeek-V4, where rounding decides
+which experts and entries a token sees, those of most tokens. Exit status 1, and no numbers, if they
+are not. Then all prompts are prefilled in chunks, and decoded together.
 
 Printed: tokens a second of prefill and decode steps and their time over the floor (`bench.common.floors`); where the time of a decode step goes;
 and the forward pass of one decode step replayed as a CUDA graph (on a CPU: called again), with the allocator's share of a step that would
@@ -126,6 +128,8 @@ def check_logits(model: Decoder, settings: EngineConfig, length: int) -> float:
     settings = dataclasses.replace(settings, max_num_batched_tokens=max(2, length // 3))
     recorder = Recorder(model, settings)
     [output] = recorder.run([prompt(model, length, 0)], [CHECK_TOKENS], keep=True)
+    if output.error is not None:  # logits that are not finite, for example
+        raise WrongOutput(f"request: {output.error}")
     # Chunks that do not end the prompt have no logits.
     got = torch.cat(recorder.logits).float()
     sequence = torch.tensor([*output.prompt_token_ids, *output.token_ids][:-1], device=model.device)
@@ -138,7 +142,10 @@ def check_logits(model: Decoder, settings: EngineConfig, length: int) -> float:
     size = exact.abs().max().item()
     rounding = torch.finfo(model.dtype).eps / 2 * size
     budget = 2 * ((plain - exact).abs().max().item() + rounding)
-    error = (got - exact).abs().max().item()
+    errors = (got - exact).abs().amax(1)
+    # Another expert or entry in a few tokens of DeepSeek-V4 is no mistake.
+    several = isinstance(model.config, DeepseekV4Config)
+    error = (errors.median() if several else errors.max()).item()
     # "not <=" rather than ">": NaN fails.
     if not error <= budget:
         raise WrongOutput(

@@ -41,9 +41,9 @@ def test_jobs_are_right(name, capsys):
 
 @pytest.mark.parametrize("name", ["deepseek-v4-tiny"] if DRY_RUN else ["deepseek-v4-tiny", "deepseek-v4-small"])  # fmt: skip
 def test_bf16_logits_are_within_the_budget(name):
-    model = random_model(get_config(name), device=DEVICE, dtype=torch.bfloat16)
     settings = EngineConfig(num_pages=400, max_num_seqs=2, max_model_len=2000)
     with torch.inference_mode():
+        model = random_model(get_config(name), device=DEVICE, dtype=torch.bfloat16)
         assert layers.check_logits(model, settings, 40 if DRY_RUN else 700) <= 1
 
 
@@ -51,7 +51,7 @@ def test_bf16_logits_are_within_the_budget(name):
 def test_real_widths():
     """Four layers of Flash, of each kind, with fewer experts."""
     config = layers.few_layers("deepseek-v4-flash", 4, 8)
-    model = random_model(config, device=DEVICE, dtype=torch.bfloat16)
     settings = EngineConfig(num_pages=400, max_num_seqs=2, max_model_len=2000)
     with torch.inference_mode():
+        model = random_model(config, device=DEVICE, dtype=torch.bfloat16)
         assert layers.check_logits(model, settings, 700) <= 1
