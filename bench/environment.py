@@ -3,8 +3,8 @@
     python -m bench.environment --peers bench/out/peers --json environment.json
     python -m bench.environment --unpack .peers --target bench/out/peers --json peers.json
 
-First a kernel is launched, since all else needs that: without a C compiler or Python's headers, which
-Triton's launcher is made with, exit status 2 and what is missing.
+First a kernel is launched, since all else needs that: without a C compiler or Python's headers,
+which Triton's launcher is made with, exit status 2 and what is missing.
 
 Lists the implementations that every family of cases is compared with (`bench.kernels.families`), by
 version, and why others are missing.

@@ -38,7 +38,9 @@ V4_TESTS = """
     tests/models/deepseek_v4/test_engine.py::test_outputs_do_not_depend_on_drafts
     tests/models/deepseek_v4/test_engine.py::test_preempted_requests_resume
 """
+# One asks transformers, of which a borrowed machine may have a version without these models.
 ENGINE_TESTS = """
+    --deselect=tests/models/engine/test_engine.py::test_prefill_and_forced_decode_equal_transformers
     tests/gpu/test_gpu_engine.py tests/gpu/test_gpu_packed.py tests/models/engine/test_engine.py
     tests/models/engine/test_families_engine.py tests/models/engine/test_replays.py
     tests/models/layers/test_fp8_cache.py

@@ -1,8 +1,10 @@
-"""A failed test must not take others with it: a device that an illegal access made useless, and a test that hangs, end their process.
+"""A failed test must not take others with it: a device that an illegal access made useless, and a
+test that hangs, end their process.
 
-Under xdist the worker is replaced; without it pytest stops, and `bench.gpu` runs what is left in a new process. Environment variables, which
-`bench.gpu` sets: QUIRE_TEST_OUTCOMES, a file that gets a line of JSON when a test starts and when it ends; QUIRE_TESTS_DONE, a file of tests
-that are left out; QUIRE_TEST_SECONDS, after which a test hangs: where is printed, and its process ends.
+Under xdist the worker is replaced; without it pytest stops, and `bench.gpu` runs what is left in a
+new process. Environment variables, which `bench.gpu` sets: QUIRE_TEST_OUTCOMES, a file that gets a
+line of JSON when a test starts and when it ends; QUIRE_TESTS_DONE, a file of tests that are left
+out; QUIRE_TEST_SECONDS, after which a test hangs: where is printed, and its process ends.
 """
 
 import faulthandler
