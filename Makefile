@@ -43,8 +43,8 @@ format: $(STAMP)  ## apply the formatter and safe fixes
 static: $(STAMP)  ## compile each tile shape for sm_90 and a sample for sm_80 and sm_100, without a GPU; fails on spills
 	$(PY) -m bench.static $(ARGS)
 
-gpu: $(STAMP)  ## the tests that need a GPU
-	$(PY) -m pytest -m gpu $(ARGS)
+gpu: $(STAMP)  ## the tests of kernels and engine on a GPU
+	$(PY) -m bench.gpu --parts environment,attention,v4,engine $(ARGS)
 
 docs: $(DOCS_STAMP)  ## build the pages of docs/ into site/; fails on warnings
 	PATH=$(VENV)/bin:$$PATH NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict $(ARGS)

@@ -33,6 +33,7 @@ PACKAGES = [
     "bench",
     "bench.cases",
     "bench.common",
+    "bench.gpu",
     "bench.kernels",
     "bench.kvcore",
     "bench.pages",

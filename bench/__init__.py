@@ -11,3 +11,14 @@
 What these share: ``common`` (timing, error bounds, workloads), ``cases`` (named shapes, their tensors
 and results), ``peers`` (implementations that are compared). ``results`` has rows of past runs.
 """
+
+import os
+
+if __name__ == "bench":  # started by ``python -m``
+    from .checkout import make_importable
+
+    make_importable()
+if __name__ == "quire.bench" and "QUIRE_COMPILATIONS" in os.environ:
+    from .common.compilations import VARIABLE, record_compilations
+
+    record_compilations(os.environ[VARIABLE])

@@ -3,6 +3,9 @@
     python -m bench.environment --peers bench/out/peers --json environment.json
     python -m bench.environment --unpack .peers --target bench/out/peers --json peers.json
 
+First a kernel is launched, since all else needs that: without a C compiler or Python's headers,
+which Triton's launcher is made with, exit status 2 and what is missing.
+
 Lists the implementations that every family of cases is compared with (`bench.kernels.families`), by
 version, and why others are missing.
 
@@ -21,12 +24,15 @@ import dataclasses
 import json
 import os
 import shutil
+import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
 
+from quire.kernels import write_kv
 from quire.models.command import Parser, output_file, program
 from quire.models.device import find_device
 
@@ -43,6 +49,7 @@ def describe(device: torch.device, folder: Path | None = None) -> dict[str, Any]
     """
     result: dict[str, Any] = {
         "machine": describe_machine(device),
+        "first_launch_s": launch_first(device) if can_launch(device) else None,
         "cpus": os.cpu_count(),
         "nvcc": shutil.which("nvcc"),
         "rates": dataclasses.asdict(device_rates(device, torch.bfloat16)),
@@ -58,6 +65,47 @@ def describe(device: torch.device, folder: Path | None = None) -> dict[str, Any]
             "total_bytes": total,
         }
     return result | list_peers(folder)
+
+
+def can_launch(device: torch.device) -> bool:
+    """Whether kernels run there at all: on a GPU, or in Triton's interpreter."""
+    return device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def launch_first(device: torch.device) -> float:
+    """Compiles and launches one kernel; returns the seconds that took.
+
+    Raises:
+        ValueError naming what this machine lacks.
+    """
+    start = perf_counter()
+    rows = torch.arange(32, device=device, dtype=torch.float32).view(2, 1, 16)
+    k_pages, v_pages = torch.zeros(2, 1, 16, 1, 16, device=device).unbind(0)
+    slots = torch.tensor([3, 9], device=device)
+    try:
+        write_kv(rows, -rows, k_pages, v_pages, slots, impl="triton")
+        written = k_pages[0, slots]
+    except Exception as error:
+        lacking = missing_tools()
+        reason = f"{type(error).__name__}: {error}"
+        if lacking:
+            reason = f"this machine has no {' and no '.join(lacking)} ({reason})"
+        raise ValueError(f"no kernel can be launched: {reason}") from error
+    if not written.equal(rows):
+        raise ValueError(f"the first kernel wrote {written.tolist()} in place of {rows.tolist()}")
+    return perf_counter() - start
+
+
+def missing_tools() -> list[str]:
+    """What Triton makes its launcher with, and is not there."""
+    compilers = [os.environ[name] for name in ("CC",) if name in os.environ] or ["gcc", "clang"]
+    lacking = []
+    if not any(shutil.which(name) for name in compilers):
+        lacking.append(f"C compiler ({' or '.join(compilers)})")
+    headers = Path(sysconfig.get_path("include"))
+    if not (headers / "Python.h").is_file():
+        lacking.append(f"{headers / 'Python.h'}")
+    return lacking
 
 
 def list_peers(folder: Path | None) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from tqdm import tqdm
 
 from .chat import PLAIN, ChatTemplate
 from .config.fields import shown
@@ -28,6 +27,7 @@ from .engine.request import OutputDelta, RequestError, RequestOutput, SamplingPa
 from .engine.speculative import Drafter, NGramDrafter
 from .loading.random_weights import random_model
 from .loading.weights import build_model, find_dtype, load_model
+from .progress import tqdm
 from .tokenizer import ByteTokenizer, Tokenizer, find_tokenizer
 
 DRAFTERS: dict[str, Callable[[Any, int], Drafter]] = {

@@ -1,10 +1,13 @@
-"""Where there is no GPU, Triton kernels run in its interpreter; tests marked ``gpu`` are skipped with a reason."""
+"""Where there is no GPU, Triton kernels run in its interpreter."""
 
 import gc
 import os
 
 import pytest
 import torch
+
+import bench  # noqa: F401  makes `quire` importable where it is not installed
+from tests.support import lost_device
 
 if not torch.cuda.is_available():
     # Triton reads this when it is first imported, so it has to be set before any test module is.
@@ -15,12 +18,8 @@ if not torch.cuda.is_available():
     interpreter.repair()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
-    for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+def pytest_configure(config: pytest.Config) -> None:
+    lost_device.pytest_configure(config)
 
 
 def pytest_collection_finish() -> None:

@@ -201,7 +201,7 @@ LEAST = {
 # Of what takes memory for each.
 MOST = {
     "num_pages": 2**24, "max_num_batched_tokens": 2**20, "context": 2**20, "draft_tokens": 128, "models.generate speculate": 128,
-    "max_requests": 2**16, "requests": 2**16, "batch": 4096, "jobs": 1024, "n": 16_384,
+    "max_requests": 2**16, "requests": 2**16, "batch": 4096, "jobs": 1024, "compile": 1024, "n": 16_384,
 }  # fmt: skip
 # Options whose values only the program itself can judge.
 FREE = {

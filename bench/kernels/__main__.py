@@ -39,7 +39,7 @@ from typing import Any
 
 import torch
 
-from quire.models.command import Parser, number, output_file, program
+from quire.models.command import Parser, integer, number, output_file, program
 from quire.models.device import find_device
 
 from ..cases import latent_shapes, shapes
@@ -47,6 +47,7 @@ from ..common.floors import device_rates
 from ..common.machine import describe_machine
 from ..common.table import aligned
 from ..common.timing import time_calls
+from ..common.workers import Workers
 from ..peers.peer import Peer, Unsupported
 from .families import FAMILIES, family_of
 from .prediction import H200, Device
@@ -86,6 +87,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(predictions(cases, H200))
         return 0
     device = find_device(args.device)
+    if args.compile:
+        return compile_all(cases, device, args)
     try:
         result = run(cases, device, args)
     except DeviceLost as error:
@@ -129,6 +132,44 @@ def run(cases: list[Case], device: torch.device, args: argparse.Namespace) -> di
         print(f"{perf_counter() - start:6.1f} s  {case.name}", flush=True)
     _write(args.json, result)
     return result
+
+
+def compile_all(cases: list[Case], device: torch.device, args: argparse.Namespace) -> int:
+    """Makes each call once in several processes, so that its kernels are in Triton's cache when
+    they are timed; what goes wrong is for the timed run to say.
+    """
+    _find_peers(args)  # refuses what it does not know
+    failures, start = [], perf_counter()
+    work = [(case, str(device), args.impl, args.peers) for case in cases]
+    if args.compile == 1:
+        failures = [compile_case(*each) for each in work]
+    else:
+        with Workers(args.compile) as pool:
+            failures = list(pool.map(compile_case, *zip(*work, strict=True)))
+    failures = [text for texts in failures for text in texts]
+    print(*failures, sep="\n", end="\n" if failures else "")
+    print(f"{len(cases)} cases called once in {perf_counter() - start:.1f} s")
+    _write(args.json, {"schema": SCHEMA, "cases": len(cases), "failures": failures})
+    return 0
+
+
+def compile_case(case: Case, device: str, impl: str | None, folder: Path | None) -> list[str]:
+    """Makes the first call of each implementation that ``impl`` names; returns their failures."""
+    family, failures = family_of(case), []
+    wanted = impl.split(",") if impl else None
+    try:
+        problem = family.make(case, torch.device(device), 1)
+    except RuntimeError as error:
+        return [f"{case.name}: {type(error).__name__}: {error}".split("\n")[0]]
+    for peer in family.find_peers(folder)[0]:
+        if wanted is None or peer.name in wanted:
+            try:
+                peer.prepare(problem)[0]()
+            except OSError:  # a full disk
+                raise
+            except Exception as error:
+                failures.append(f"{case.name} {peer.name}: {type(error).__name__}: {error}".split("\n")[0])  # fmt: skip
+    return failures
 
 
 def _find_peers(args: argparse.Namespace) -> tuple[dict[type, list[Peer]], dict[str, str]]:
@@ -327,8 +368,10 @@ def predictions(cases: list[Case], device: Device) -> str:
 
 
 def _write(path: str | None, result: dict[str, Any]) -> None:
-    if path:
-        Path(path).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    if path:  # whole at any moment: a part that runs out of time is ended
+        partial = Path(f"{path}.partial")
+        partial.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        partial.replace(path)
 
 
 def _parser() -> Parser:
@@ -342,6 +385,7 @@ def _parser() -> Parser:
     add("--device", help="torch device; default: cuda where there is one, else cpu")
     add("--seconds", type=number(), metavar="S", help="start no case after this time")
     add("--per-call", type=number(), default=0.2, metavar="S", help="timing of one implementation")
+    add("--compile", type=integer(most=1024), metavar="N", help="call each case once in N processes, so that kernels are compiled; time nothing")  # fmt: skip
     add("--predict", action="store_true", help="print predictions for an H200 and floors, measure nothing")  # fmt: skip
     add("--json", type=output_file, metavar="FILE", help="write all numbers, after each case")
     return parser

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -47,8 +48,8 @@ def build_model(
 ) -> BenchModel:
     """Loads a Hugging Face directory, or makes random weights for a named configuration.
 
-    A small random model is written as a checkpoint to a temporary directory and read back, so that a default run covers the way
-    real weights take. Models without a tokenizer.json read bytes.
+    A small random model is written as a checkpoint to a temporary directory and read back, so that a
+    default run covers the way real weights take (not where safetensors is missing). Models without a tokenizer.json read bytes.
 
     name: a named configuration, or a directory. dtype: default: the checkpoint's own; for random weights bfloat16 on a GPU and
     float32 on a CPU. kv_cache_dtype: of the engine that it is for. seed: of random weights.
@@ -80,7 +81,7 @@ def _random(
             _shrink_choices(model)
     else:
         _adjust_v4(model)
-    if weight_bytes(model) > CHECKPOINT_BYTES:
+    if weight_bytes(model) > CHECKPOINT_BYTES or find_spec("safetensors") is None:
         return model, f"random weights (seed {seed})"
     with tempfile.TemporaryDirectory(prefix="quire-bench-") as directory:
         save_checkpoint(model, directory)

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from time import perf_counter, process_time
 
 import numpy as np
-from tqdm import tqdm
 
 from quire.models.engine.engine import Engine, StepReport
 from quire.models.engine.request import RequestOutput, SamplingParams
+from quire.models.progress import tqdm
 
 from ..common.workload import Workload
 

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from quire.kvcore import LRU, S3FIFO, Adaptive, CostAware, EvictionPolicy, GroupSpec, KVCache
 from quire.kvcore.policies.retention import parse_retention
+from quire.models.progress import tqdm
 
 from .bounds import clairvoyant_hits, dense_working_set, infinite_hits
 from .presets import PRESETS

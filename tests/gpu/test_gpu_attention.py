@@ -1,4 +1,4 @@
-"""Attention on the device: the case tables of tests/kernels in every dtype, named shapes at real sizes, and runs repeated."""
+"""Attention on the device: named shapes at real sizes, and runs repeated. The case tables of tests/kernels run there as well (`bench.gpu.parts`)."""
 
 import dataclasses
 
@@ -7,62 +7,24 @@ import torch
 
 from quire.bench.cases.problem import expect, make_problem
 from quire.bench.cases.shapes import FP8_SHAPES, SHAPES, TINY_SHAPES, Case
-from quire.bench.common.bounds import bounding
 from quire.bench.peers.attention import quire_calls
 from quire.kernels import write_kv
-from quire.kernels.attention import reference
-from quire.kernels.attention.call import AttentionCall
 from quire.kernels.common import e4m3
 from tests.gpu.conftest import DRY_RUN
-from tests.kernels.attention.test_attention import FULL, WINDOW, attend
-from tests.kernels.attention.test_fp8 import CASES, KINDS, blank, midpoints, quantised
-from tests.support.helpers import DEVICE, NAN, assert_within_budget, make_batch
+from tests.kernels.attention.test_fp8 import CASES, blank, midpoints
+from tests.support.helpers import DEVICE, NAN
 
 pytestmark = pytest.mark.gpu
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-REPEATS = 2 if DRY_RUN else 30
-
-
-def tables():
-    """Every case of the tables in bf16, and once more in fp16 or fp32, in turn."""
-    named = [("full", case) for case in FULL] + [("window", case) for case in WINDOW]
-    if DRY_RUN:
-        named = [(name, case) for name, case in named if case.name == "decode-empty-ring"]
-    first = [(name, case, BF16) for name, case in named]
-    second = [(name, case, (FP16, FP32)[i % 2]) for i, (name, case) in enumerate(named)]
-    return [
-        pytest.param(
-            dataclasses.replace(case, dtype=dtype),
-            id=f"{name}-{case.name}-{str(dtype).removeprefix('torch.')}",
-        )
-        for name, case, dtype in first + second
-    ]
-
-
-def exactly(batch):
-    """The oracle's output and lse with bounds; its loops are slow on a device, so it runs on the host."""
-    host = {key: x.cpu() if isinstance(x, torch.Tensor) else x for key, x in batch.items()}
-    with bounding(weights=batch["q"].dtype):
-        lse = torch.full((batch["q"].shape[1], batch["q"].shape[0]), NAN, dtype=torch.float64)
-        return reference.attention(AttentionCall(**host, lse=lse), torch.float64), lse
-
-
-@pytest.mark.parametrize("case", tables())
-def test_tables(case):
-    batch = make_batch(case)
-    exact, exact_lse = exactly(batch)
-    lse = torch.full(exact_lse.shape, NAN, device=DEVICE)
-    out = attend(batch, "triton", lse=lse)
-    assert_within_budget("out", out.cpu(), exact)
-    assert_within_budget("lse", lse.cpu(), exact_lse)
+REPEATS = 1 if DRY_RUN else 30
 
 
 def named_cases():
     """Every named shape in every phase, lengths that fill no page and no tile."""
     if DRY_RUN:
-        names = ("tiny/local", "tiny/local/fp8")
-        return [Case(TINY_SHAPES[name], phase, 2, 27, 16) for name in names for phase in ("decode", "mixed")]  # fmt: skip
+        chosen = {"tiny/local": "decode", "tiny/local/fp8": "mixed"}
+        return [Case(TINY_SHAPES[name], phase, 2, 20, 16) for name, phase in chosen.items()]
     cases = []
     for shape in [*SHAPES.values(), *FP8_SHAPES.values()]:
         cases.append(Case(shape, "decode", 5, 9001, shape.block_size))
@@ -115,28 +77,6 @@ def test_named_shapes_in_other_dtypes(dtype):
             assert expect(problem).wrong(*call()) is None, (name, phase)
 
 
-def fp8_tables():
-    """Cases with e4m3 pages: every one in bf16 and with scales of rows, every third with each of the others."""
-    cases = CASES[:2] if DRY_RUN else CASES
-    found = [(case, "rows") for case in cases]
-    found += [(case, KINDS[1 + i // 3 % 2]) for i, case in enumerate(cases) if i % 3 == 0]
-    return [
-        pytest.param(dataclasses.replace(case, dtype=dtype), kind, id=f"{case.name}-{kind}-{dtype}")
-        for case, kind in found
-        for dtype in dict.fromkeys((BF16, case.dtype))
-    ]
-
-
-@pytest.mark.parametrize("case, kind", fp8_tables())
-def test_fp8_tables(case, kind):
-    batch = quantised(make_batch(case), kind)
-    exact, exact_lse = exactly(batch)
-    lse = torch.full(exact_lse.shape, NAN, device=DEVICE)
-    out = attend(batch, "triton", lse=lse)
-    assert_within_budget("out", out.cpu(), exact)
-    assert_within_budget("lse", lse.cpu(), exact_lse)
-
-
 @pytest.mark.parametrize("scale", [None, 1.0, 0.37])
 def test_fp8_codes_are_those_of_the_cast_on_a_host(scale):
     """Bit for bit: the device's division and rounding against torch's on a CPU, ties and subnormals among the values."""
@@ -144,6 +84,8 @@ def test_fp8_codes_are_those_of_the_cast_on_a_host(scale):
     if scale is None:
         more = torch.randn(20 if DRY_RUN else 500, 1, 16, device=DEVICE)
         x = torch.cat([x[x.isfinite().all(-1).squeeze(1)], more])
+    if DRY_RUN:
+        x = x[::8]
     codes, scales = e4m3.quantize(x.cpu(), scale)
     case = dataclasses.replace(CASES[0], num_kv_heads=1, block_size=16)
     pages, row_scales = blank(case, -(-len(x) // 16))

@@ -1,13 +1,11 @@
-"""``compressed_attention`` on the device: the case tables of tests/support/kernels, the shapes of DeepSeek-V4, and runs repeated."""
-
-import dataclasses
+"""``compressed_attention`` on the device: the shapes of DeepSeek-V4, and runs repeated."""
 
 import pytest
 import torch
 
 from quire.kernels import compressed_attention
 from tests.gpu.conftest import DRY_RUN
-from tests.kernels.compressed.test_compressed import CASES, attend, attend_split
+from tests.kernels.compressed.test_compressed import attend
 from tests.kernels.compressed.test_flash_mla import exactly as exact_slots
 from tests.kernels.compressed.test_flash_mla import make_call
 from tests.support.helpers import DEVICE, NAN, assert_within_budget
@@ -59,20 +57,6 @@ def check(case, out, lse, batch):
     exact, exact_lse = exactly(batch)
     assert_within_budget("out", out.cpu(), exact)
     assert_within_budget("lse", lse.cpu(), exact_lse)
-
-
-@pytest.mark.parametrize("case", CASES[:2] if DRY_RUN else CASES, ids=lambda case: case.name)
-@pytest.mark.parametrize("dtype", [BF16, None], ids=["bf16", "own"])
-def test_tables(case, dtype):
-    if dtype is not None:
-        case = dataclasses.replace(case, dtype=dtype)
-    batch = make_batch(case)
-    lse = torch.full((case.num_heads, batch["q"].shape[0]), NAN, device=DEVICE)
-    if case.num_sms is not None:
-        out = attend_split(batch, case.num_sms, lse)
-    else:
-        out = attend(batch, "triton", lse=lse)
-    check(case, out, lse, batch)
 
 
 @pytest.mark.parametrize("case", v4_cases(), ids=lambda case: case.name)

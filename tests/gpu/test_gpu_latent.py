@@ -1,4 +1,4 @@
-"""Latents on a device: the quantiser bit for bit at scale, CUDA graphs, no host synchronisation; and the tests of a CPU once more."""
+"""Latents on a device: the quantiser bit for bit at scale, CUDA graphs, no host synchronisation."""
 
 import bisect
 
@@ -11,29 +11,9 @@ from tests.gpu.conftest import DRY_RUN
 from tests.support.helpers import DEVICE, NAN, assert_within_budget
 from tests.support.kernels.quantised import assert_quantised
 
-if not DRY_RUN:
-    # The same tests as on a CPU, collected here a second time to run with the others of this folder.
-    from tests.kernels.compressor.test_compressor import (  # noqa: F401
-        test_a_gate_of_minus_infinity,
-        test_an_entry_without_a_slot_is_not_made,
-        test_any_cut_gives_the_same_bits,
-        test_compress,
-        test_more_sequences_than_a_program_looks_at_once,
-        test_padding_rows,
-        test_rejected_drafts_leave_no_trace,
-    )
-    from tests.kernels.latent_write.test_latent_write import (  # noqa: F401
-        test_a_row_without_a_slot_is_not_read,
-        test_addresses_beyond_32_bits,
-        test_quantised_bytes,
-        test_rounding_to_e4m3,
-        test_the_last_position_of_a_million,
-        test_write_latent,
-    )
-
 pytestmark = pytest.mark.gpu
 
-NUM_ROWS = 8 if DRY_RUN else 4096
+NUM_ROWS = 4 if DRY_RUN else 4096
 DIM, ROPE_DIM = 512, 64
 
 

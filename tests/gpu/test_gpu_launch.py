@@ -1,4 +1,4 @@
-"""What only a device shows: CUDA graphs, no host synchronisation, no allocation where memory is given; and the writing kernels."""
+"""What only a device shows: CUDA graphs, no host synchronisation, no allocation where memory is given."""
 
 import pytest
 import torch
@@ -7,17 +7,7 @@ from quire.bench.cases.problem import make_problem
 from quire.bench.cases.shapes import TINY_SHAPES, Case, Shape
 from quire.bench.peers.attention import quire_calls
 from quire.kernels import merge_partials, paged_attention, sliding_window_attention, write_kv
-from tests.gpu.conftest import DRY_RUN
 from tests.support.helpers import DEVICE, NAN
-
-if not DRY_RUN:
-    # The same tests as on a CPU, collected here a second time to run with the others of this folder.
-    from tests.kernels.cache_write.test_write_and_merge import (  # noqa: F401
-        test_merge_partials,
-        test_merging_two_halves_gives_the_whole,
-        test_write_kv,
-        test_written_keys_are_what_attention_reads,
-    )
 
 pytestmark = pytest.mark.gpu
 

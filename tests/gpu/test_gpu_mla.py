@@ -1,6 +1,4 @@
-"""``mla_attention`` on a device: the case table in every dtype, V3's sizes and lengths, CUDA graphs, repeated runs."""
-
-import dataclasses
+"""``mla_attention`` on a device: V3's sizes and lengths, CUDA graphs, repeated runs."""
 
 import pytest
 import torch
@@ -8,34 +6,14 @@ import torch
 from quire.bench.common.bounds import bounding
 from quire.kernels import mla_attention, workspace_numel
 from tests.gpu.conftest import DRY_RUN
-from tests.kernels.mla.test_mla import CASES, attend
 from tests.support.helpers import DEVICE, NAN, assert_within_budget
-from tests.support.kernels.mla_cases import make_mla_batch, mla_reference
 
 pytestmark = pytest.mark.gpu
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+BF16 = torch.bfloat16
 WIDTH = 32 if DRY_RUN else 576
 LATENT = 16 if DRY_RUN else 512
 SCALE = 192**-0.5
-
-
-def tables():
-    """Every case of the table in bf16, and once more in fp16 or fp32, in turn."""
-    chosen = [case for case in CASES if not DRY_RUN or case.name == "decode-empty-sequences"]
-    second = [dataclasses.replace(c, dtype=(FP16, FP32)[i % 2]) for i, c in enumerate(chosen)]
-    first = [dataclasses.replace(case, dtype=BF16) for case in chosen]
-    return [pytest.param(c, id=f"{c.name}-{str(c.dtype)[6:]}") for c in first + second]
-
-
-@pytest.mark.parametrize("case", tables())
-def test_tables(case):
-    batch = make_mla_batch(case)
-    exact, exact_lse = mla_reference(batch)
-    lse = torch.full(exact_lse.shape, NAN, device=DEVICE)
-    out = attend(batch, lse=lse)
-    assert_within_budget("out", out.cpu(), exact)
-    assert_within_budget("lse", lse.cpu(), exact_lse)
 
 
 def make_call(seq_lens, q_lens, num_heads, in_step, block_size=64):
@@ -90,14 +68,14 @@ def in_double(call):
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
 @pytest.mark.parametrize("num_heads", [4] if DRY_RUN else [8, 16, 32, 40, 64, 128])
 def test_v3_sizes(num_heads, phase, in_step):
-    seq_lens = (50, 3, 17) if DRY_RUN else (9001, 64, 65, 4097, 300)
+    seq_lens = (20, 3) if DRY_RUN else (9001, 64, 65, 4097, 300)
     q_lens = (1,) * len(seq_lens) if phase == "decode" else [min(n, 60) for n in seq_lens]
     call = make_call(seq_lens, q_lens, num_heads, in_step)
     with bounding(weights=BF16):
         exact = in_double(call)
     out = mla_attention(**call, impl="triton")
     assert_within_budget("out", out, exact)
-    for _ in range(2 if DRY_RUN else 20):
+    for _ in range(1 if DRY_RUN else 20):
         assert mla_attention(**call, impl="triton").equal(out)
 
 

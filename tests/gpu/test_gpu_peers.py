@@ -1,6 +1,5 @@
 """Peers as a second, independent oracle: on the same tensors, every row of theirs and ours agrees, not only a sample."""
 
-import dataclasses
 import os
 from pathlib import Path
 
@@ -24,7 +23,7 @@ FOLDER = os.environ.get("QUIRE_PEERS")
 CASES = [
     Case(shape, phase, 3, 27 if DRY_RUN else 3001, 16)
     for shape in (TINY_SHAPES if DRY_RUN else SHAPES).values()
-    for phase in ("decode", "prefill", "mixed")
+    for phase in (("mixed",) if DRY_RUN else ("decode", "prefill", "mixed"))
 ]
 
 
@@ -58,12 +57,10 @@ def test_a_peer_gives_the_same(name, case, peers):
 
 
 def latent_cases():
-    """What peers can do; in a dry run everything tiny, with few tokens in prefill, where each of them is a program of its own."""
+    """What peers can do; in a dry run everything tiny, and decode alone."""
     if DRY_RUN:
-        small = [
-            case for case in latent_shapes.tiny_cases() if case.fp8 or case.shape.head_dim < 512
-        ]
-        return [dataclasses.replace(c, context=8) if c.phase == "prefill" else c for c in small]
+        tiny = [c for c in latent_shapes.tiny_cases() if c.fp8 or c.shape.head_dim < 512]
+        return [c for c in tiny if c.phase == "decode"]
     names = ("v4-flash/csa", "v4-pro/csa", "v4-flash/csa/tp8", "v4-flash/hca", "v4-flash/sliding", "v3/mla")  # fmt: skip
     cases = [latent_shapes.case_of(name, "decode", 3, 6144) for name in names]
     return [*cases, latent_shapes.case_of("v4-flash/csa", "prefill", 1, 2048)]

@@ -50,6 +50,18 @@ class AttentionCase:
     max_seq_len: int | None = None
 
 
+def in_dtypes(cases: Sequence[Any], others: Sequence[torch.dtype]) -> list[Any]:
+    """Cases of a table, each in its own dtype; on a device, which is fast enough, each in bf16 and in one of the others in turn as well."""
+    if DEVICE == "cpu":
+        return list(cases)
+    found = []
+    for i, case in enumerate(cases):
+        for dtype in dict.fromkeys((case.dtype, torch.bfloat16, others[i % len(others)])):
+            name = f"{case.name}-{str(dtype).removeprefix('torch.')}"
+            found.append(dataclasses.replace(case, name=name, dtype=dtype))
+    return found
+
+
 def make_pages(case: AttentionCase, num_pages: int) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V pages [num_pages, block_size, num_kv_heads, head_dim] in the case's layout, all NaN."""
     heads, dim = case.num_kv_heads, case.head_dim

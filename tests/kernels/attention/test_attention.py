@@ -13,6 +13,7 @@ from tests.support.helpers import (
     AttentionCase,
     assert_within_budget,
     attention_reference,
+    in_dtypes,
     make_batch,
 )
 
@@ -89,7 +90,7 @@ WINDOW = [
 
 
 def cases(*tables):
-    named = [(prefix, case) for prefix, table in tables for case in table]
+    named = [(prefix, case) for prefix, table in tables for case in in_dtypes(table, (FP16, FP32))]
     return pytest.mark.parametrize(
         "case", [case for _, case in named], ids=[f"{prefix}-{case.name}" for prefix, case in named]
     )

@@ -18,6 +18,7 @@ from tests.support.helpers import (
     AttentionCase,
     assert_within_budget,
     attention_reference,
+    in_dtypes,
     make_batch,
 )
 
@@ -82,8 +83,9 @@ def quantised(batch, kind):
 
 def kinds_of_cases():
     """Every case with scales of rows; every third with each of the others."""
-    found = [(case, "rows") for case in CASES]
-    return found + [(case, KINDS[1 + i // 3 % 2]) for i, case in enumerate(CASES) if i % 3 == 0]
+    table = in_dtypes(CASES, (FP16, FP32))
+    found = [(case, "rows") for case in table]
+    return found + [(case, KINDS[1 + i // 3 % 2]) for i, case in enumerate(table) if i % 3 == 0]
 
 
 def assert_exact(batch, dtype, impls, exact=None):

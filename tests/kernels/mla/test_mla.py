@@ -10,10 +10,10 @@ from quire.kernels import mla_attention, paged_attention, workspace_numel
 from quire.kernels.common.tile_shapes import SHARED_MEMORY
 from quire.kernels.mla import triton_impl as mla_triton
 from quire.kernels.mla.configs import MlaConfig, select_config
-from tests.support.helpers import DEVICE, NAN, assert_within_budget
+from tests.support.helpers import DEVICE, NAN, assert_within_budget, in_dtypes
 from tests.support.kernels.mla_cases import MlaCase, make_mla_batch, mla_reference
 
-BF16, FP16 = torch.bfloat16, torch.float16
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 IMPLS = ("triton", "torch")
 REAL = {"head_dim_v": 512, "rope_dim": 64, "dtype": BF16}
 
@@ -56,7 +56,7 @@ def attend(batch, impl="triton", **more):
     return mla_attention(**batch, impl=impl, **more)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", in_dtypes(CASES, (FP16, FP32)), ids=lambda case: case.name)
 def test_against_float64(case):
     batch = make_mla_batch(case)
     exact, exact_lse = mla_reference(batch)

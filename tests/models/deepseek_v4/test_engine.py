@@ -18,7 +18,7 @@ from quire.models.engine.speculative import NGramDrafter
 from quire.models.llm import LLM
 from quire.models.loading.random_weights import random_model
 from quire.models.loading.weights import load_model
-from tests.models.engine.test_engine import Recorder, prompt
+from tests.models.engine.test_engine import DEVICE, Recorder, prompt
 from tests.support.models.captured import Captures, captured_engine
 from tests.support.models.tolerance import tolerance
 
@@ -36,7 +36,8 @@ class V4Recorder(Recorder):
     def check(self, request_id):
         """All logits of a finished request against a run of its whole sequence without a cache."""
         output = self.outputs[request_id]
-        sequence = torch.tensor(output.prompt_token_ids + output.token_ids)
+        tokens = output.prompt_token_ids + output.token_ids
+        sequence = torch.tensor(tokens, device=self.engine.model.device)
         expected = self.engine.model.full_forward(sequence[:-1])[len(output.prompt_token_ids) - 1 :]
         got = torch.stack(self.logits[request_id])[: len(expected)]
         assert got.shape == expected.shape
@@ -63,7 +64,7 @@ class Knowing(MTPDrafter):
 
 @pytest.fixture(scope="module")
 def model():
-    return random_model(get_config("deepseek-v4-tiny"))
+    return random_model(get_config("deepseek-v4-tiny"), device=DEVICE)
 
 
 def test_logits_are_those_of_transformers(v4_oracles):

@@ -1,0 +1,136 @@
+"""What runs on a GPU, in which order, and how long each part may take."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass, replace
+
+# Limits are of a GPU's time. A dry run checks that parts work, however slow or busy its CPU is.
+DRY_RUN_FACTOR = 4
+# All but FlexAttention, whose compilation takes long for each case.
+COMPARED = "quire,quire-in-step,flashinfer,fa3,vllm-triton,sdpa"
+LATENT_COMPARED = "quire,quire-in-step,flashmla,flashinfer-mla"
+JOBS = 12  # processes that compile
+
+# Tests of a CPU that compute on the GPU where there is one. Left out is what says nothing of a
+# device: random cases, which each would be compiled for, and refused arguments.
+ATTENTION_TESTS = """
+    tests/kernels/attention/test_attention.py tests/kernels/attention/test_fp8.py
+    tests/kernels/cache_write/test_write_and_merge.py tests/gpu/test_gpu_attention.py
+    tests/gpu/test_gpu_launch.py
+"""
+V4_TESTS = """
+    tests/kernels/compressed/test_compressed.py tests/kernels/compressed/test_flash_mla.py
+    tests/kernels/compressor/test_compressor.py::test_a_gate_of_minus_infinity
+    tests/kernels/compressor/test_compressor.py::test_an_entry_without_a_slot_is_not_made
+    tests/kernels/compressor/test_compressor.py::test_any_cut_gives_the_same_bits
+    tests/kernels/compressor/test_compressor.py::test_compress
+    tests/kernels/compressor/test_compressor.py::test_more_sequences_than_a_program_looks_at_once
+    tests/kernels/compressor/test_compressor.py::test_padding_rows
+    tests/kernels/compressor/test_compressor.py::test_rejected_drafts_leave_no_trace
+    tests/kernels/indexer/test_indexer.py tests/kernels/latent_write/test_latent_write.py
+    tests/gpu/test_gpu_compressed.py tests/gpu/test_gpu_indexer.py tests/gpu/test_gpu_latent.py
+    tests/gpu/test_gpu_v4.py
+    tests/kernels/mla/test_mla.py tests/gpu/test_gpu_mla.py
+    tests/models/deepseek_v4/test_engine.py::test_aborts
+    tests/models/deepseek_v4/test_engine.py::test_decode_through_fixed_buffers
+    tests/models/deepseek_v4/test_engine.py::test_hits_of_every_kind
+    tests/models/deepseek_v4/test_engine.py::test_outputs_do_not_depend_on_drafts
+    tests/models/deepseek_v4/test_engine.py::test_preempted_requests_resume
+"""
+# One asks transformers, of which a borrowed machine may have a version without these models.
+ENGINE_TESTS = """
+    --deselect=tests/models/engine/test_engine.py::test_prefill_and_forced_decode_equal_transformers
+    tests/gpu/test_gpu_engine.py tests/gpu/test_gpu_packed.py tests/models/engine/test_engine.py
+    tests/models/engine/test_families_engine.py tests/models/engine/test_replays.py
+    tests/models/layers/test_fp8_cache.py
+"""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One process.
+
+    Attributes:
+        limit: seconds it may take.
+        what: for the plan.
+        arguments: of python; {json}, {peers}, {unpack}, {target} are replaced.
+        background: whether it runs beside the parts behind it, until one that waits for it.
+        waits: names of the background parts that must have ended before.
+        needs_peers: whether it is skipped without a folder of peers.
+        tests: whether it is a run of pytest, one test after the other on record.
+        vital: whether nothing else is worth trying when it fails.
+    """
+
+    name: str
+    limit: float
+    what: str
+    arguments: tuple[str, ...]
+    background: bool = False
+    waits: tuple[str, ...] = ()
+    needs_peers: bool = False
+    tests: bool = False
+    vital: bool = False
+
+
+def plan(dry_run: bool) -> list[Part]:
+    """The parts in order. In a dry run their limits are `DRY_RUN_FACTOR` times as long."""
+
+    def size(real: str, dry: str) -> tuple[str, ...]:
+        return tuple(shlex.split(dry if dry_run else real))
+
+    def tests(files: str) -> tuple[str, ...]:
+        # In a dry run only those that no CPU runs otherwise.
+        names = [name for name in files.split() if not dry_run or name.startswith("tests/gpu/")]
+        return ("-m", "pytest", "-vv", "-rs", "--color=no", "-p", "no:cacheprovider", *names)
+
+    kernels = ("-m", "bench.kernels", "--json", "{json}", "{peers}")
+    layers = ("-m", "bench.layers", "--json", "{json}")
+    job = ("-m", "bench.prefill_decode", "--json", "{json}")
+    tiny = "--model gemma4-tiny --limit 1 --scale 0.1 --no-baseline --check 1"
+    few = "--batch 2 --context 40 --chunk 32 --steps 2 --check-length 40 --cache-gib 0.01"
+    parts = [
+        Part("environment", 35, "machine, versions, a first launch, copy and matmul rates",
+             ("-m", "bench.environment", "--json", "{json}", "{peers}"), vital=True),
+        Part("peers", 170, "unpack and load peers, compile FlashInfer's kernels",
+             ("-m", "bench.environment", "--json", "{json}", "{unpack}"), background=True, needs_peers=True),
+        Part("warm-up", 100, "the main job in small, which compiles its kernels",
+             (*job, *size("--limit 2 --num-pages 2000 --no-baseline --check 1", tiny)), background=True),
+        Part("attention", 80, "attention against float64: case tables, real shapes, graphs, no host sync",
+             tests(ATTENTION_TESTS), tests=True),
+        Part("prefill-decode", 60, "the main job: bench.prefill_decode",
+             (*job, *size("--no-baseline --check 4", tiny)), waits=("warm-up",)),
+        Part("v4", 70, "kernels and engine of DeepSeek-V4, and V3's, against float64 and full passes",
+             tests(V4_TESTS), tests=True),
+        Part("v4-layers", 40, "layers of deepseek-v4-flash at their real widths, end to end",
+             (*layers, "--model", *size("deepseek-v4-flash --layers 4 --experts 32", f"deepseek-v4-tiny --layers 4 {few}"))),
+        Part("compile", 25, "the kernels that are timed next, in parallel",
+             (*kernels, *size(f"--set headline --impl quire,quire-in-step,vllm-triton --compile {JOBS}", "--set tiny --only decode --impl quire --compile 1"))),
+        Part("kernels", 55, "attention kernels and peers side by side, the cases that matter most",
+             (*kernels, *size(f"--set attention --impl {COMPARED} --seconds 45", "--set tiny --skip tiny-latents --only decode --per-call 0.01 --impl quire,quire-in-step,sdpa")), waits=("peers",)),
+        Part("latents", 40, "kernels of DeepSeek-V4 and V3, and FlashMLA",
+             (*kernels, *size(f"--set latents --impl {LATENT_COMPARED} --seconds 35", "--set tiny-latents --only decode --per-call 0.01 --impl quire"))),
+        Part("layers", 30, "six layers of gemma-4-31b end to end, allocator's share of a step",
+             (*layers, *size("", f"--model gemma4-tiny {few}"))),
+        Part("engine", 40, "engines of all families: caches in e4m3, drafts, preemption, replay, graphs",
+             tests(ENGINE_TESTS), tests=True),
+        Part("oracle", 20, "peers as a second, independent oracle",
+             tests("tests/gpu/test_gpu_peers.py"), waits=("peers",), tests=True),
+        Part("kernels-rest", 20, "more batches, contexts, shards and page sizes, as far as time goes",
+             (*kernels, *size(f"--set all --skip headline --impl {COMPARED},flashmla,flashinfer-mla --per-call 0.1 --seconds 15", "--set tiny --only mixed --per-call 0.01 --impl quire,sdpa"))),
+        Part("flex", 15, "FlexAttention beside quire",
+             (*kernels, *size("--set attention --impl quire,flex --seconds 10", "--set tiny --skip tiny-latents --only 'global decode' --per-call 0.01 --impl flex"))),
+    ]  # fmt: skip
+    factor = DRY_RUN_FACTOR if dry_run else 1
+    return [replace(part, limit=part.limit * factor) for part in parts]
+
+
+def print_plan(parts: list[Part], seconds: float) -> None:
+    """The time plan: when a part starts at the latest if all before it use up their limits."""
+    print(f"{'latest start':>12}  {'limit':>6}  part")
+    start = 0.0
+    for part in parts:
+        beside = " (beside the next parts)" if part.background else ""
+        print(f"{start:10.0f} s  {part.limit:4.0f} s  {part.name:16} {part.what}{beside}")
+        start += 0 if part.background else part.limit
+    print(f"{min(start, seconds):10.0f} s  in all, at most {seconds:.0f} s")

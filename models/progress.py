@@ -1,0 +1,42 @@
+"""Progress bars: those of tqdm, and none where it is not installed."""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import Any
+
+__all__ = ["tqdm"]
+
+try:
+    from tqdm import tqdm
+except ModuleNotFoundError:
+
+    class tqdm:  # type: ignore[no-redef]
+        """What is used here of tqdm's bar, and shows nothing."""
+
+        def __init__(self, **options: Any) -> None:
+            self.n, self._start = 0, perf_counter()
+
+        @property
+        def format_dict(self) -> dict[str, float]:
+            """Seconds since the bar was made."""
+            return {"elapsed": perf_counter() - self._start}
+
+        def update(self, n: int = 1) -> None:
+            """Counts."""
+            self.n += n
+
+        def set_description(self, text: str) -> None:
+            """Does nothing."""
+
+        def set_postfix_str(self, text: str, refresh: bool = True) -> None:
+            """Does nothing."""
+
+        def close(self) -> None:
+            """Does nothing."""
+
+        def __enter__(self) -> tqdm:
+            return self
+
+        def __exit__(self, *reason: object) -> None:
+            self.close()
