@@ -81,6 +81,13 @@ def expect_positive(name: str, value: Any, *, least: int = -30, most: int = 30) 
         raise ValueError(f"{name}: expected a number in [2**{least}, 2**{most}], got {value!r}")
 
 
+def expect_number(name: str, value: Any) -> None:
+    """Require a finite host number; ValueError otherwise."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not -float("inf") < value < float("inf"):
+        raise ValueError(f"{name}: expected a finite number, got {value!r}")
+
+
 def softmax_factor(softmax_scale: float | None, head_dim: int) -> float:
     """The given factor of q . k, in [2**-30, 2**16], or the default; ValueError otherwise."""
     if softmax_scale is None:
