@@ -1,4 +1,5 @@
-"""What a layer has around its matrix products and attention: ``residual_norm``."""
+"""What a layer has around its matrix products and attention: ``residual_norm`` and
+``norm_rope``."""
 
 from __future__ import annotations
 
@@ -22,6 +23,18 @@ def cases() -> list[StaticCase]:
         "fp32": {"size": 2880, "residual": True, "dtype": "float32"},
         "longest": {"size": 16384, "residual": True, "post": True, "scalar": True},
     }
+    ropes = {
+        "llama": {},
+        "gpt-oss": {"heads": (64, 8), "head_dim": 64},
+        "gemma3": {"heads": (32, 16), "norm": True, "offset": 1.0},
+        "gemma4-sliding": {"heads": (8, 2), "head_dim": 256, "norm": True, "norm_v": True},
+        "gemma4-full": {
+            "heads": (8, 2), "head_dim": 512, "norm": True, "norm_v": True, "has_v": False
+        },
+        "gemma4-shared": {"heads": (8, 0), "head_dim": 512, "norm": True, "has_v": False},
+        "fp16": {"norm": True, "norm_v": True, "dtype": "float16"},
+        "fp32": {"norm": True, "norm_v": True, "dtype": "float32"},
+    }  # fmt: skip
     return [
         StaticCase(
             f"{name}-{case}",
@@ -33,6 +46,7 @@ def cases() -> list[StaticCase]:
         )
         for name, operator, launches, table, samples in (
             ("residual-norm", "residual_norm", norm_launches, norms, ("gemma4",)),
+            ("norm-rope", "norm_rope", rope_launches, ropes, ("llama", "gemma4-sliding")),
         )
         for case, options in table.items()
     ]
@@ -64,5 +78,37 @@ def norm_launches(
             meta(size, dtype=dtype) if post else None,
             meta(1, dtype=dtype) if scalar else None,
             rows() if weight else None,
+        )
+    ]
+
+
+def rope_launches(
+    arch: int,
+    heads: tuple[int, int] = (32, 8),
+    head_dim: int = 128,
+    norm: bool = False,
+    norm_v: bool = False,
+    has_v: bool = True,
+    offset: float = 0.0,
+    dtype: str = "bfloat16",
+) -> list[Any]:
+    """The launch of one ``norm_rope``; heads: of the queries, and of the keys."""
+    from quire.kernels.norm_rope import triton_impl
+
+    num_heads, num_kv_heads = heads
+    angles = meta(2, NUM_ROWS, head_dim // 2, dtype="float32")
+    return [
+        triton_impl.prepare(
+            meta(NUM_ROWS, num_heads + num_kv_heads * (1 + has_v), head_dim, dtype=dtype),
+            angles[0],
+            angles[1],
+            num_kv_heads,
+            has_v,
+            meta(head_dim, dtype=dtype) if norm else None,
+            meta(head_dim, dtype=dtype) if norm and num_kv_heads else None,
+            norm_v,
+            1e-6,
+            offset,
+            meta(NUM_ROWS, num_heads + num_kv_heads * (1 + norm_v), head_dim, dtype=dtype),
         )
     ]
