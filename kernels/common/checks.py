@@ -29,6 +29,7 @@ def expect_tensor(
     dtypes: torch.dtype | Sequence[torch.dtype],
     *,
     device: torch.device | None = None,
+    any_stride: bool = False,
 ) -> None:
     """Require a tensor of a shape (None: any size), of one of some dtypes, whose last dimension has
     stride 1.
@@ -39,6 +40,7 @@ def expect_tensor(
         shape: expected sizes; None matches any size and prints as ``*``.
         dtypes: accepted dtypes.
         device: where the tensor has to be; None accepts any place.
+        any_stride: accepts any stride of the last dimension.
 
     Raises:
         ValueError: naming what was expected and what came.
@@ -57,7 +59,8 @@ def expect_tensor(
         came = type(tensor).__name__ if have is None else _described(tensor)
         raise ValueError(f"{name}: expected {_names(accepted)} [{sizes}], got {came}")
     # A dimension of size 0 or 1 is never stepped over, so its stride says nothing.
-    if tensor.dim() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+    steps = tensor.dim() and tensor.shape[-1] > 1 and not any_stride
+    if steps and tensor.stride(-1) != 1:
         raise ValueError(f"{name}: expected stride 1 in the last dimension, got {tensor.stride()}")
     if device is not None and tensor.device != device:
         raise ValueError(f"{name}: expected a tensor on {device}, got one on {tensor.device}")

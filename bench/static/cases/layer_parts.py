@@ -1,5 +1,5 @@
-"""What a layer has around its matrix products and attention: ``residual_norm`` and
-``norm_rope``."""
+"""What a layer has around its matrix products and attention: ``residual_norm``,
+``norm_rope`` and ``gated_product``."""
 
 from __future__ import annotations
 
@@ -35,6 +35,14 @@ def cases() -> list[StaticCase]:
         "fp16": {"norm": True, "norm_v": True, "dtype": "float16"},
         "fp32": {"norm": True, "norm_v": True, "dtype": "float32"},
     }  # fmt: skip
+    products = {
+        "llama": {"width": 14336, "activation": "silu"},
+        "gemma": {"width": 10240, "activation": "gelu_tanh"},
+        "gpt-oss": {"width": 2880, "activation": "silu", "limit": 7.0, "interleaved": True},
+        "limit": {"width": 2048, "activation": "silu", "limit": 10.0},
+        "fp16": {"width": 14336, "activation": "silu", "dtype": "float16"},
+        "fp32": {"width": 14336, "activation": "gelu_tanh", "dtype": "float32"},
+    }
     return [
         StaticCase(
             f"{name}-{case}",
@@ -47,6 +55,7 @@ def cases() -> list[StaticCase]:
         for name, operator, launches, table, samples in (
             ("residual-norm", "residual_norm", norm_launches, norms, ("gemma4",)),
             ("norm-rope", "norm_rope", rope_launches, ropes, ("llama", "gemma4-sliding")),
+            ("gated-product", "gated_product", product_launches, products, ("llama", "gemma")),
         )
         for case, options in table.items()
     ]
@@ -112,3 +121,24 @@ def rope_launches(
             meta(NUM_ROWS, num_heads + num_kv_heads * (1 + norm_v), head_dim, dtype=dtype),
         )
     ]
+
+
+def product_launches(
+    arch: int,
+    width: int,
+    activation: str,
+    limit: float | None = None,
+    interleaved: bool = False,
+    dtype: str = "bfloat16",
+) -> list[Any]:
+    """The launch of one ``gated_product`` over a merged product."""
+    from quire.kernels.gated_product import triton_impl
+
+    merged = meta(NUM_ROWS, 2 * width, dtype=dtype)
+    if interleaved:
+        gate, up = merged.unflatten(1, (width, 2)).unbind(2)
+    else:
+        gate, up = merged.chunk(2, 1)
+    alpha, up_offset = (1.702, 1.0) if interleaved else (1.0, 0.0)
+    out = meta(NUM_ROWS, width, dtype=dtype)
+    return [triton_impl.prepare(gate, up, activation, limit, alpha, up_offset, out)]
