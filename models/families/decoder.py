@@ -17,15 +17,9 @@ from ..config.named import FULL, SLIDING, ModelConfig
 from ..engine.batch import AttnMetadata
 from ..engine.memory import ModelCache
 from ..layers.attention import Attend, PagedAttend
-from ..layers.basic import (
-    Embedding,
-    Linear,
-    RMSNorm,
-    empty_parameter,
-    inverse_frequencies,
-    rotary_angles,
-)
+from ..layers.basic import Embedding, Linear, RMSNorm, empty_parameter
 from ..layers.kv_cache import E4M3, PagePool, cache_groups, num_slots
+from ..layers.rotary import inverse_frequencies, rotary_angles
 from ..layers.unpaged_attention import Stored, UnpagedAttend
 
 BASE_BLOCK_SIZE = 16
@@ -67,7 +61,7 @@ class Decoder(nn.Module):
         self.embed_tokens = Embedding(
             config.vocab_size, size, device, dtype, scaled=scaled_embedding
         )
-        self.norm = RMSNorm(size, config.rms_norm_eps, config.norm_offset, device, dtype)
+        self.norm = RMSNorm(size, config.rms_norm_eps, device, dtype, offset=config.norm_offset)
         self.frequencies = self._frequencies(device)
         self.lm_head = None
         if not config.tie_word_embeddings:
