@@ -88,7 +88,7 @@ def test_the_allocator_holds_no_more_than_said(name):
         prefill = done < 20001
         count, drafts = (min(CHUNK, 20001 - done), 0) if prefill else (1, 1)
         step = kv.plan([slot], [count + drafts])
-        taken = step.step.num_new
+        taken = step.changes.num_new
         held = num_pages - kv.num_free_pages + taken  # before commit: old and new pages at once
         entries = -(-(done + count + drafts) // 256)
         key = "prefill" if prefill else "decode"
