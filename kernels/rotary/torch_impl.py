@@ -38,9 +38,10 @@ def norm_rope(
     rows = _norm(qkv if norm_v else qkv[:, :rotated], eps)
     if norm_v:
         out[:, rotated:] = rows[:, heads - num_kv_heads :]
-    rows[:, :num_heads] *= _weight(q_weight, offset)
+    # No *=, which would copy the rows once more.
+    rows[:, :num_heads].mul_(_weight(q_weight, offset))
     if k_weight is not None:
-        rows[:, num_heads:rotated] *= _weight(k_weight, offset)
+        rows[:, num_heads:rotated].mul_(_weight(k_weight, offset))
     _rope(rows[:, :rotated], cos, sin, out[:, :rotated])
     return out
 
