@@ -1,4 +1,5 @@
-"""Paged attention for full, sliding-window and latent layers: public names, loaded on first use.
+"""Paged attention for full, sliding-window and latent layers, and what layers have around it:
+public names, loaded on first use.
 
 Importing this package imports neither torch nor Triton. Each operator is a folder with the same files: ``api`` (public functions: check
 once, choose the implementation by name, never fall back to another), ``triton_impl``, ``torch_impl`` (for CPU tensors), ``reference``
@@ -15,12 +16,15 @@ _HOME = {
     "compressed_attention": "compressed.api",
     "compressed_attention_workspace_numel": "compressed.api",
     "flash_mla_with_kvcache": "compressed.flash_mla",
+    "gated_product": "gating.api",
     "index_topk": "indexer.api",
     "index_topk_workspace_numel": "indexer.api",
     "merge_partials": "attention.api",
     "mla_attention": "mla.api",
+    "norm_rope": "rotary.api",
     "page_bytes": "common.latent_pages",
     "paged_attention": "attention.api",
+    "residual_norm": "norms.api",
     "sliding_window_attention": "attention.api",
     "workspace_numel": "attention.api",
     "write_kv": "cache_write.api",
@@ -34,12 +38,15 @@ __all__ = [
     "compressed_attention",
     "compressed_attention_workspace_numel",
     "flash_mla_with_kvcache",
+    "gated_product",
     "index_topk",
     "index_topk_workspace_numel",
     "merge_partials",
     "mla_attention",
+    "norm_rope",
     "page_bytes",
     "paged_attention",
+    "residual_norm",
     "sliding_window_attention",
     "workspace_numel",
     "write_kv",
