@@ -11,9 +11,11 @@ from typing import Any
 _HOME = {
     "IndexPages": "common.latent_pages",
     "LatentPages": "common.latent_pages",
+    "collapse_streams": "hyper_connections.api",
     "compress": "compressor.api",
     "compressed_attention": "compressed.api",
     "compressed_attention_workspace_numel": "compressed.api",
+    "expand_streams": "hyper_connections.api",
     "flash_mla_with_kvcache": "compressed.flash_mla",
     "index_topk": "indexer.api",
     "index_topk_workspace_numel": "indexer.api",
@@ -30,9 +32,11 @@ _HOME = {
 __all__ = [
     "IndexPages",
     "LatentPages",
+    "collapse_streams",
     "compress",
     "compressed_attention",
     "compressed_attention_workspace_numel",
+    "expand_streams",
     "flash_mla_with_kvcache",
     "index_topk",
     "index_topk_workspace_numel",
