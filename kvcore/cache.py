@@ -194,7 +194,7 @@ class KVCache(CacheContents):
         keep = self._chains.ask(match)
         self._steps.changed()
         slot = self.sequences.add(request_id, match.prompt, match.num_saved_tokens)
-        self._steps.rollback_floor[slot] = match.replay_to or match.num_tokens
+        self._steps.rollbacks.floor[slot] = match.replay_to or match.num_tokens
         if self._announcer is not None:
             self._announcer.admitted(slot, match.prompt)
         self._chains.start(slot, match, run, keep)
@@ -270,7 +270,10 @@ class KVCache(CacheContents):
                 of cached ones), or more than max_draft_tokens would be taken back from the furthest
                 position reached.
         """
-        self._steps.rollback(self.sequences.checked(slot), as_int("num_tokens", num_tokens, 1))
+        slot, num_tokens = self.sequences.checked(slot), as_int("num_tokens", num_tokens, 1)
+        self._steps.rollbacks.expect(slot, num_tokens)
+        self._steps.changed()
+        self._steps.rollbacks.take_back(slot, num_tokens)
 
     def lowest_rollback(self, slot: int) -> int:
         """The fewest tokens that `rollback` can leave the request of `slot`.
@@ -278,7 +281,7 @@ class KVCache(CacheContents):
         Raises:
             ValueError: the slot is unknown.
         """
-        return self._steps.lowest_rollback(self.sequences.checked(slot))
+        return self._steps.rollbacks.lowest(self.sequences.checked(slot))
 
     def release(self, request_id: Hashable) -> None:
         """End a request: finished, aborted or preempted. What is cached of it stays findable.

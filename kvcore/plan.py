@@ -1,17 +1,33 @@
-"""Plans: `StepPlan`, `OutOfPages`, and how steps are checked, planned, committed and taken back.
+"""Plans: `StepPlan`, `OutOfPages`, and how steps are checked, planned and committed.
 
-Two kinds of steps, in the order of their calls, with where to read on. Most steps are *decode
-steps*, one token for each request: `tables.decode` has them, and `prefix.requests` their tokens.
+Most steps are *decode steps*, one token for each request. Where the rows of the tokens go, and
+which entries of the tables change, is in `tables.decode`; the rest of such a step is here:
 
-                                        decode step              any other
-    plan    which slots, how many       the batch of the last step again, or checked here
-            what must outlive the step                           `Chains.boundaries`
-            which pages, where rows go  `DecodeTables.plan`,     `Tables.plan`, `Tables.fill`
-                                        `DecodeTables.fill`
-            too few free pages          `EvictableTree.evict`, if that is enough
-    commit  keys of the new tokens      `Sequences.feed_one`     its like for several tokens
-            entries of the tables       `DecodeTables.commit`    `Tables.commit`
-            segments that ended         `Chains.commit_decode`   `Chains.commit`
+    plan     which batch    that of the last step, if the same requests come in the same order; else
+                            `Batches.of` makes one
+             pages          free ones are a stack: `peek` shows those that `take` will remove
+             too few        `PrefixIndex.evict`: cached pages that no running request needs
+    commit   tokens, keys   `Sequences.feed_one`: each token joins the open segment of its request.
+                            The last one of a segment (one alignment) makes its key, a hash of the
+                            key before and the tokens of the segment: tokens whose rows are
+                            computed, so not the one that the step's logits give
+             entries        `DecodeTables.commit`
+             segments       `Chains.cache`: the dense pages of a segment that ends belong to the
+                            index now, under its key; if it has the key already, the request takes
+                            the index's pages and gives its own back. A boundary that retention
+                            keeps gets a resume point, which holds the pages of windows before it
+
+The tables change in the commit, so a step's attention reads them as the last step left them, and a
+page that it starts is in the slot mapping only. A request with 31 tokens, a dense group in blocks
+of 16, whose first pages are 2 and 1:
+
+    token         seq_lens   table       keys in pages   slot of the new row
+    31            32         [2, 1]      0 .. 30         31 = 1 * 16 + 15
+    32            33         [2, 1]      0 .. 31         48 = 3 * 16
+    33            34         [2, 1, 3]   0 .. 32         49 = 3 * 16 + 1
+
+Any other step (chunks of prompts, drafts, new states) takes the same way through `Chains.boundaries`
+(what must outlive it), `Tables.plan`, `Tables.fill` and `Chains.commit`.
 """
 
 from __future__ import annotations
@@ -24,10 +40,11 @@ import numpy as np
 from .arrays import NO_ROWS, ONE, Int32, Int64, as_ints, as_token_ids, count_true
 from .prefix.replays import cached_rows
 from .prefix.tracker import Chains
+from .rollbacks import Rollbacks
 from .spec import MOST_TOKENS
-from .tables.decode import Decode, DecodeBatch, Ending
+from .tables.decode import DecodeBatch, DecodeChanges, Ending
 from .tables.drafts import DraftBatch
-from .tables.groups import Step, Tables
+from .tables.groups import StepChanges, Tables
 from .tables.state import NO_COPIES
 
 if TYPE_CHECKING:
@@ -83,6 +100,7 @@ class StepPlan:
             that requests start from. Source 0 is the null page: the initial state.
         state_pages: [num_tables, n] int32 live page of each request in the step, 0 in rows of other
             groups; [0, n] without state groups.
+        changes: what the commit will do to the tables.
     """
 
     slots: Int64
@@ -95,7 +113,7 @@ class StepPlan:
     replay_slots: Int64
     copies: Int32
     state_pages: Int32
-    step: Step | Decode = field(repr=False)
+    changes: StepChanges | DecodeChanges = field(repr=False)
 
 
 class Steps:
@@ -109,7 +127,7 @@ class Steps:
 
     Attributes:
         planned: the one plan that `commit` takes; None once something changed.
-        rollback_floor: [max_requests] int64 tokens below which no rollback may go.
+        rollbacks: how far tokens may be taken back.
     """
 
     def __init__(
@@ -127,12 +145,10 @@ class Steps:
         self._pool, self._layout = tables.pool, tables.layout
         self._max_model_len, self._enable_caching = max_model_len, enable_caching
         self._has_replays = has_replays
-        self._max_drafts = tables.layout.drafts
-        self._drafts: Int64 = np.array(self._max_drafts)
+        self.rollbacks = Rollbacks(chains, tables)
         self._ones_cu: Int32 = np.zeros(1, dtype=np.int32)
         self._no_replays = NO_ROWS, np.empty((len(tables.layout.tables), 0), dtype=np.int64)
         self.planned: StepPlan | None = None
-        self.rollback_floor: Int64 = np.zeros(chains.sequences.max_requests, dtype=np.int64)
 
     def changed(self) -> None:
         """Something changes: the newest plan is void, and what is used from here on is newer."""
@@ -168,24 +184,6 @@ class Steps:
                 f"got {counts.tolist()}"
             )
         self._sequences.check(slots)
-
-    def _checked_accepted(self, plan: StepPlan, accepted: Any) -> Int64:
-        taken = as_ints("accepted", accepted)
-        most, batch = plan.num_new_tokens, plan.step.batch
-        if isinstance(batch, DraftBatch):
-            limit = batch.tokens
-        else:
-            limit = np.minimum(most, self._drafts + ONE)
-        # Fewer than none rejected are, without a sign, very many.
-        if taken.shape != most.shape or count_true(
-            (most - taken).view(np.uint64) >= limit.view(np.uint64)
-        ):
-            least = np.maximum(1, most - self._max_drafts)
-            raise ValueError(
-                f"accepted: expected between {least.tolist()} and {most.tolist()}, "
-                f"got {taken.tolist()}"
-            )
-        return taken
 
     # Plan.
 
@@ -258,31 +256,31 @@ class Steps:
 
     def _plan_decode(self, batch: DecodeBatch) -> StepPlan | OutOfPages:
         """One token for each request of a batch, whose states all have live pages."""
-        decode = self._decodes.plan(batch, self._enable_caching)
-        short = self._make_room(decode)
+        changes = self._decodes.plan(batch, self._enable_caching)
+        short = self._make_room(changes)
         if short is not None:
             return short
-        mapping = self._decodes.fill(decode, self._pool.peek(decode.num_new))
+        mapping = self._decodes.fill(changes, self._pool.peek(changes.num_new))
         self.planned = plan = StepPlan(
             batch.slots, batch.counts, self._cu_of(len(batch.slots)), batch.end.astype(np.int32),
-            batch.start, mapping, *self._no_replays, NO_COPIES, batch.state_pages, decode,
+            batch.start, mapping, *self._no_replays, NO_COPIES, batch.state_pages, changes,
         )  # fmt: skip
         return plan
 
-    def _make_room(self, step: Step | Decode) -> OutOfPages | None:
+    def _make_room(self, changes: StepChanges | DecodeChanges) -> OutOfPages | None:
         """Evict what a step needs to fit, if that is enough; else nothing, and say what it
         lacks."""
         free = self._pool.num_free
-        if step.num_new <= free:
+        if changes.num_new <= free:
             return None
         evictable = self._index.num_evictable
-        if step.num_new > free + evictable:
-            per_group = self._tables.per_group(step)
+        if changes.num_new > free + evictable:
+            per_group = self._tables.per_group(changes)
             worst = max(per_group, key=lambda name: per_group[name])
-            return OutOfPages(step.num_new, free, evictable, worst, per_group)
+            return OutOfPages(changes.num_new, free, evictable, worst, per_group)
         # The newest plan names pages that lie deeper in the stack of free ones from here on.
         self.planned = None
-        self._index.evict(step.num_new - free)
+        self._index.evict(changes.num_new - free)
         return None
 
     def _cu_of(self, n: int) -> Int32:
@@ -298,7 +296,7 @@ class Steps:
         if plan.__class__ is not StepPlan:
             raise ValueError(f"plan: expected a StepPlan, got {plan!r}")
         ids = as_token_ids("input_ids", input_ids)
-        step, slots = plan.step, plan.slots
+        changes, slots = plan.changes, plan.slots
         if plan is not self.planned:
             raise ValueError(
                 "plan: expected the newest plan of this cache, got another cache's, or one made "
@@ -308,43 +306,48 @@ class Steps:
             raise ValueError(
                 f"input_ids: expected {len(plan.positions)} tokens as planned, got {len(ids)}"
             )
-        end = step.end
+        end = changes.end
         if accepted is not None:
-            end = step.start + self._checked_accepted(plan, accepted)
+            end = changes.start + self.rollbacks.checked(
+                changes.batch, plan.num_new_tokens, accepted
+            )
         self.changed()
-        self._pool.take(step.num_new)
-        if self._max_drafts:
-            floor = np.maximum(self.rollback_floor[slots], step.end - self._max_drafts)
-            self.rollback_floor[slots] = floor
-        if isinstance(step, Decode):
-            copies = self._commit_decode(plan, step, ids)
+        self._pool.take(changes.num_new)
+        if self._layout.drafts:
+            self.rollbacks.reached(slots, changes.end)
+        if isinstance(changes, DecodeChanges):
+            copies = self._commit_decode(plan, changes, ids)
         elif self._enable_caching:
-            made, closing = self._feed(plan, step, ids, end)
+            made, ending = self._feed(plan, changes, ids, end)
             if self._announcer is not None:
                 self._announcer.computed(plan, ids, end)
-            copies = self._chains.commit(step, end, made, closing)
+            copies = self._chains.commit(changes, end, made, ending)
         else:
-            effects = self._tables.commit(step, end, (NO_ROWS, NO_ROWS))
-            self._tables.settle(step, effects)
+            effects = self._tables.commit(changes, end, (NO_ROWS, NO_ROWS))
+            self._tables.settle(changes, effects)
             copies = effects.copies
         self._sequences.num_computed[slots] = end
         return copies
 
-    def _commit_decode(self, plan: StepPlan, decode: Decode, ids: Int32) -> Int32:
+    def _commit_decode(self, plan: StepPlan, changes: DecodeChanges, ids: Int32) -> Int32:
         """`commit` of a plan from `_plan_decode`."""
-        batch = decode.batch
+        batch = changes.batch
         if not batch.age:  # its first step
             self._batches.keep(batch)
-        if self._enable_caching:
-            made = self._sequences.feed_one(batch, ids)
-            if self._announcer is not None:
-                self._announcer.computed(plan, ids, decode.end)
-            if self._layout.lookahead or batch.ending.slot_list:
-                return self._chains.commit_decode(decode, made)
-        return self._decodes.commit(decode)
+        if not self._enable_caching:
+            return self._decodes.commit(changes)
+        made = self._sequences.feed_one(batch, ids)
+        if self._announcer is not None:
+            self._announcer.computed(plan, ids, changes.end)
+        if not (self._layout.lookahead or batch.ending.slot_list):
+            return self._decodes.commit(changes)
+        due = self._chains.due(batch)
+        copies = self._decodes.commit(changes)
+        self._chains.cache(batch, *due, made)
+        return copies
 
     def _feed(
-        self, plan: StepPlan, step: Step, ids: Int32, end: Int64
+        self, plan: StepPlan, step: StepChanges, ids: Int32, end: Int64
     ) -> tuple[list[bytes] | None, Ending | None]:
         """Give the tokens of a step to the key chains.
 
@@ -362,32 +365,3 @@ class Steps:
             slots, first = step.slots[rows], plan.cu_seqlens_q[rows]
             self._sequences.feed_several(slots, step.start[rows], end[rows], ids, first)
         return None, None
-
-    # Taking back.
-
-    def rollback(self, slot: int, num_tokens: int) -> None:
-        """`KVCache.rollback` of a checked slot."""
-        old = int(self._sequences.num_computed[slot])
-        most = old - self.lowest_rollback(slot)
-        new = old - num_tokens
-        if num_tokens > most:
-            possible = f"1..{most}" if most else "none to be taken back"
-            raise ValueError(
-                f"num_tokens: expected {possible} (computed {old}, last boundary "
-                f"{self._chains.cached[slot]}, max_draft_tokens {self._max_drafts}), "
-                f"got {num_tokens}"
-            )
-        self.changed()
-        self._tables.shrink(slot, old, new)
-        self._sequences.num_computed[slot] = new
-
-    def lowest_rollback(self, slot: int) -> int:
-        """`KVCache.lowest_rollback` of a checked slot."""
-        old = int(self._sequences.num_computed[slot])
-        if not self._max_drafts or old < self._chains.replays.stop[slot]:
-            return old
-        known = int(self._chains.cached[slot])
-        if known and old > self._sequences.prompt_len[slot]:
-            # Tokens that the last key covers stay; those of the prompt come back as they were.
-            known = max(known, min(old, known + self._layout.lookahead))
-        return max(int(self.rollback_floor[slot]), known)

@@ -97,6 +97,7 @@ def test_errors_of_operands_reach_results():
         "sqrt": lambda x, y: torch.sqrt(x),
         "rsqrt": lambda x, y: torch.rsqrt(x),
         "tanh": lambda x, y: torch.tanh(x),
+        "sigmoid": lambda x, y: torch.sigmoid(x),
         "mean": lambda x, y: x.mean(1, keepdim=True),
         "matmul": lambda x, y: x @ y.T,
         "softmax": lambda x, y: torch.softmax(x, 1),

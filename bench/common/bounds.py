@@ -237,6 +237,17 @@ def _tanh(x: Any) -> tuple[Tensor, Tensor, float]:
     return a.tanh(), da, TANH_UNITS
 
 
+def _sigmoid(x: Any) -> tuple[Tensor, Tensor, float]:
+    """1 / (1 + exp(-x)): an exponential whose argument is multiplied by log2(e) first, a sum and a
+    division, which errs by 2 units on GPUs.
+    """
+    a, da = _parts(x)
+    off = da + (2 * a.abs() + EXP_UNITS) * UNIT  # of the exponent, and of the exponential
+    value = a.sigmoid()
+    error = torch.maximum((a + off).sigmoid() - value, value - (a - off).sigmoid())
+    return value, error + _smallest(torch.float32), 3  # where the exponential overflows
+
+
 def _neg(x: Any) -> tuple[Tensor, Tensor, float]:
     a, da = _parts(x)
     return -a, da, 0
@@ -340,6 +351,7 @@ RULES = {
     "sqrt": _sqrt,
     "rsqrt": _rsqrt,
     "tanh": _tanh,
+    "sigmoid": _sigmoid,
     "neg": _neg,
     "clamp": _clamp,
     "relu": lambda x: _clamp(x, 0.0),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from quire.models.deepseek_v4.cache import CacheFormat, plan_cache
+from quire.models.deepseek_v4.cache_plan import CacheFormat, plan_cache
 from quire.models.deepseek_v4.config import CONFIGS
 from quire.models.deepseek_v4.memory import CHUNK, CacheCost, cost, vllm_cost
 

@@ -29,6 +29,7 @@ def expect_tensor(
     dtypes: torch.dtype | Sequence[torch.dtype],
     *,
     device: torch.device | None = None,
+    any_stride: bool = False,
 ) -> None:
     """Require a tensor of a shape (None: any size), of one of some dtypes, whose last dimension has
     stride 1.
@@ -39,6 +40,7 @@ def expect_tensor(
         shape: expected sizes; None matches any size and prints as ``*``.
         dtypes: accepted dtypes.
         device: where the tensor has to be; None accepts any place.
+        any_stride: accepts any stride of the last dimension.
 
     Raises:
         ValueError: naming what was expected and what came.
@@ -57,7 +59,8 @@ def expect_tensor(
         came = type(tensor).__name__ if have is None else _described(tensor)
         raise ValueError(f"{name}: expected {_names(accepted)} [{sizes}], got {came}")
     # A dimension of size 0 or 1 is never stepped over, so its stride says nothing.
-    if tensor.dim() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+    steps = tensor.dim() and tensor.shape[-1] > 1 and not any_stride
+    if steps and tensor.stride(-1) != 1:
         raise ValueError(f"{name}: expected stride 1 in the last dimension, got {tensor.stride()}")
     if device is not None and tensor.device != device:
         raise ValueError(f"{name}: expected a tensor on {device}, got one on {tensor.device}")
@@ -79,6 +82,13 @@ def expect_positive(name: str, value: Any, *, least: int = -30, most: int = 30) 
         raise ValueError(f"{name}: expected a finite number > 0, got {value!r}")
     if not 2.0**least <= value <= 2.0**most:
         raise ValueError(f"{name}: expected a number in [2**{least}, 2**{most}], got {value!r}")
+
+
+def expect_number(name: str, value: Any) -> None:
+    """Require a finite host number; ValueError otherwise."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not -float("inf") < value < float("inf"):
+        raise ValueError(f"{name}: expected a finite number, got {value!r}")
 
 
 def softmax_factor(softmax_scale: float | None, head_dim: int) -> float:

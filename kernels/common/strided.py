@@ -88,6 +88,20 @@ class Matrix(NamedTuple):
     stride_row: Any
 
 
+class Cells(NamedTuple):
+    """Rows of channels that need not lie side by side, [num_rows, channels].
+
+    Attributes:
+        data: the tensor; a pointer in a kernel.
+        stride_row: elements from one row to the next.
+        stride_column: elements from one channel to the next.
+    """
+
+    data: Any
+    stride_row: Any
+    stride_column: Any
+
+
 class PagedRows(NamedTuple):
     """Rows of channels in pages, [num_pages, block_size, channels].
 
@@ -106,3 +120,8 @@ class PagedRows(NamedTuple):
 def matrix(tensor: torch.Tensor | None) -> Matrix | None:
     """A tensor [num_rows, channels] with its stride; None for None."""
     return None if tensor is None else Matrix(tensor, tensor.stride(0))
+
+
+def cells(tensor: torch.Tensor) -> Cells:
+    """A tensor [num_rows, channels] with its strides."""
+    return Cells(tensor, *tensor.stride())

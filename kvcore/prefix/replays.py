@@ -29,7 +29,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..arrays import Int32, Int64, ragged_arange
-from ..tables.groups import Step
+from ..tables.groups import StepChanges
 from ..tables.prefill import BlockTables
 
 
@@ -77,7 +77,9 @@ class Replays:
         exact: Int64 = np.minimum(end, np.maximum(start, self.stop[slots] - 1))
         return exact
 
-    def finished(self, step: Step, end: Int64, rows: Int64, kept: Int64) -> tuple[Int64, Int64]:
+    def finished(
+        self, step: StepChanges, end: Int64, rows: Int64, kept: Int64
+    ) -> tuple[Int64, Int64]:
         """Add the boundaries at which a step to `end` [n] finished replays.
 
         Args:
@@ -96,7 +98,7 @@ class Replays:
 
 
 def cached_rows(
-    step: Step, cu: Int32, dense: list[BlockTables], num_tables: int
+    step: StepChanges, cu: Int32, dense: list[BlockTables], num_tables: int
 ) -> tuple[Int64, Int64]:
     """Rows of a step that dense groups hold already, and where.
 

@@ -157,7 +157,7 @@ class Sequences:
             simple.
         """
         a, k = self.alignment, self.lookahead
-        if batch.slots is not self._fed and not self._follow(batch):
+        if batch.slots is not self._fed and not self._locate(batch):
             for i in range(len(tokens)):
                 self.feed(int(batch.slots[i]), int(batch.start[i]), tokens[i : i + 1])
             return None
@@ -173,7 +173,7 @@ class Sequences:
         self._indices[rows] = first = slots * self._width
         if k:
             self._stops[rows] = first + a
-        made = [self._close(slot) for slot in slot_list]
+        made = [self._make_key(slot) for slot in slot_list]
         return None if k else made
 
     def feed_drafts(
@@ -186,7 +186,7 @@ class Sequences:
             Keys of the segments that end here, and whose they are; None where prompts or a
             lookahead make it less simple.
         """
-        if batch.slots is not self._fed and not self._follow(batch):
+        if batch.slots is not self._fed and not self._locate(batch):
             self.feed_several(batch.slots, batch.start, end, tokens, batch.cu[:-1])
             return None, None
         # Rejected ones are written over; those behind the end of a segment are the first of the
@@ -204,15 +204,19 @@ class Sequences:
         for slot, at, stop, n in zip(
             slot_list, first.tolist(), stops.tolist(), rest.tolist(), strict=True
         ):
-            made.append(self._close(slot))
+            made.append(self._make_key(slot))
             if n:
                 self._flat[at : at + n] = self._flat[stop : stop + n]
         if self.lookahead:
             return None, None
         return made, Ending(rows, slots, slot_list, end[rows] - rest)
 
-    def _follow(self, batch: DecodeBatch) -> bool:
-        """Note where the next tokens of a batch go; False if some are of prompts, and known."""
+    def _locate(self, batch: DecodeBatch) -> bool:
+        """Find where the next tokens of a batch go, in this step and those after it.
+
+        False, and nothing is found, if some are of prompts, whose keys are known: the requests are
+        then fed one by one.
+        """
         a, k, start = self.alignment, self.lookahead, batch.start
         if np.count_nonzero(start < self.prompt_len[batch.slots]):
             return False
@@ -222,7 +226,7 @@ class Sequences:
         self._stops = first + np.where(is_first, a + k, a)
         return True
 
-    def _close(self, slot: int) -> bytes:
+    def _make_key(self, slot: int) -> bytes:
         """Make the key of the segment that the newest tokens of a request complete."""
         more, at = self._more_keys[slot], 4 * int(self._width) * slot
         length = self.alignment

@@ -13,9 +13,9 @@ import numpy as np
 from ..announcer import Announcer
 from ..arrays import NO_ROWS, ONE, Int32, Int64
 from ..policies.retention import kept_boundaries, kept_of_one, replay_boundaries
-from ..tables.decode import NOBODY, Decode, DecodeBatch, Ending
+from ..tables.decode import NOBODY, DecodeBatch, Ending
 from ..tables.drafts import DraftBatch
-from ..tables.groups import Step, Tables
+from ..tables.groups import StepChanges, Tables
 from .index import PrefixIndex
 from .lookup import Match
 from .replays import Replays
@@ -181,22 +181,22 @@ class Chains:
     # After a step.
 
     def commit(
-        self, step: Step, end: Int64, made: list[bytes] | None, closing: Ending | None = None
+        self, step: StepChanges, end: Int64, made: list[bytes] | None, ending: Ending | None = None
     ) -> Int32:
         """Make a step real up to `end` [n], and cache what it completed.
 
         Args:
-            made, closing: keys of the segments that end here and who completes them, if a step
+            made, ending: keys of the segments that end here and who completes them, if a step
                 with drafts knows.
 
         Returns:
             [m, 2] pages to copy after the step.
         """
         slots = step.slots
-        closing = closing or self._closing(slots, end)
+        ending = ending or self._ending(slots, end)
         rows = kept = NO_ROWS
-        if closing.slot_list and self.layout.hybrid:
-            rows, kept = self._kept(None if step.chunk_rows.size else step.batch, end, closing)
+        if ending.slot_list and self.layout.hybrid:
+            rows, kept = self._kept(None if step.chunk_rows.size else step.batch, end, ending)
         if step.replaying:
             rows, kept = self.replays.finished(step, end, rows, kept)
         in_chunk = (NO_ROWS, NO_ROWS)
@@ -206,8 +206,8 @@ class Chains:
                 several[:] = False
             in_chunk = (step.chunk_rows.searchsorted(rows[several]), kept[several])
         effects = self._tables.commit(step, end, in_chunk)
-        if closing.slot_list:
-            self._close(closing, step.chunk_rows.size > 0, made)
+        if ending.slot_list:
+            self._cache_segments(ending, step.chunk_rows.size > 0, made)
         if rows.size:
             tails = iter(effects.tails)
             where, boundaries = slots[rows].tolist(), kept.tolist()
@@ -219,22 +219,37 @@ class Chains:
         self._tables.settle(step, effects)
         return effects.copies
 
-    def commit_decode(self, decode: Decode, made: list[bytes] | None) -> Int32:
-        """The same of a decode step in which segments end, of whose keys `made` are known."""
-        batch, end = decode.batch, decode.end
-        closing = self._closing(batch.slots, end) if self.layout.lookahead else batch.ending
-        rows = kept = NO_ROWS
-        if closing.slot_list and self.layout.hybrid:
-            rows, kept = self._kept(batch, end, closing)
-        copies = self._tables.decodes.commit(decode)
-        if closing.slot_list:
-            self._close(closing, False, made)
+    def due(self, batch: DecodeBatch) -> tuple[Ending, Int64, Int64]:
+        """What a decode step completes; to be asked before its tables are committed.
+
+        Returns:
+            (whose segments end, rows that keep resume points, and at which boundaries).
+        """
+        ending = self._ending(batch.slots, batch.end) if self.layout.lookahead else batch.ending
+        if ending.slot_list and self.layout.hybrid:
+            return ending, *self._kept(batch, batch.end, ending)
+        return ending, NO_ROWS, NO_ROWS
+
+    def cache(
+        self,
+        batch: DecodeBatch,
+        ending: Ending,
+        rows: Int64,
+        kept: Int64,
+        made: list[bytes] | None,
+    ) -> None:
+        """Cache what a decode step completed, as `due` said, once its tables are committed.
+
+        Args:
+            made: keys of the segments that end, if they are known (`Sequences.feed_one`).
+        """
+        if ending.slot_list:
+            self._cache_segments(ending, False, made)
         if rows.size:
             where, boundaries = batch.slots[rows].tolist(), kept.tolist()
             self._add_points(where, boundaries, [*map(self._tables.tail, where, boundaries)])
-        return copies
 
-    def _closing(self, slots: Int64, end: Int64) -> Ending:
+    def _ending(self, slots: Int64, end: Int64) -> Ending:
         """Which of the requests `slots` have segments to cache, and up to which token."""
         rows = (end - self.cached[slots] >= self._segment).nonzero()[0]
         if not rows.size:
@@ -247,23 +262,23 @@ class Chains:
             rows, slots, to = rows[ready], slots[ready], np.minimum(to, known)[ready]
         return Ending(rows, slots, slots.tolist(), to)
 
-    def _kept(self, batch: DecodeBatch | None, end: Int64, closing: Ending) -> tuple[Int64, Int64]:
-        """Rows of those `closing` segments that keep a resume point, and at which boundaries;
+    def _kept(self, batch: DecodeBatch | None, end: Int64, ending: Ending) -> tuple[Int64, Int64]:
+        """Rows of those `ending` segments that keep a resume point, and at which boundaries;
         `batch`: of all rows, if there are no chunks."""
-        slots = closing.slots
+        slots = ending.slots
         if batch is not None:
             if batch.age >= batch.quiet_until:
                 batch.quiet_until = batch.age + self._quiet_steps(batch)
             if batch.age < batch.quiet_until:
                 return NO_ROWS, NO_ROWS
         rows, kept = kept_boundaries(
-            self.cached[slots], closing.end, self._keep[slots], self.interval
+            self.cached[slots], ending.end, self._keep[slots], self.interval
         )
         if rows.size and self._tables.states:
-            known = kept == end[closing.rows[rows]]
+            known = kept == end[ending.rows[rows]]
             known |= kept == self._tables.snapshot_at[slots[rows]]
             rows, kept = rows[known], kept[known]
-        return closing.rows[rows], kept
+        return ending.rows[rows], kept
 
     def _quiet_steps(self, batch: DecodeBatch) -> int:
         """In how many steps from this one on no request of `batch` keeps a boundary."""
@@ -275,19 +290,19 @@ class Chains:
         tokens = cached // self.interval * self.interval + self.interval - batch.start
         return (int(tokens.min()) - 1) // batch.size
 
-    def _close(self, closing: Ending, chunks: bool, made: list[bytes] | None) -> None:
+    def _cache_segments(self, ending: Ending, chunks: bool, made: list[bytes] | None) -> None:
         """Cache the segments that end; one each unless there are `chunks`."""
-        slots, to = closing.slots, closing.end
+        slots, to = ending.slots, ending.end
         if not chunks:
             self.cached[slots] = to
-            self._close_one(closing.slot_list, to, made)
+            self._cache_one_each(ending.slot_list, to, made)
             return
         whole, first = to // self._segment, self.cached[slots] // self._segment
         self.cached[slots] = to
         several = (whole - first > ONE).nonzero()[0]
         if several.size < len(slots):
             one = slice(None) if not several.size else whole - first == 1
-            self._close_one(slots[one].tolist(), to[one])
+            self._cache_one_each(slots[one].tolist(), to[one])
         for i in several.tolist():
             slot, begin, end = int(slots[i]), int(first[i]), int(whole[i])
             keys = self.sequences.keys(slot, begin, end)
@@ -298,7 +313,7 @@ class Chains:
             if self._announcer is not None and begin + known < end:
                 self._announcer.segments(slot, begin + known, end)
 
-    def _close_one(self, where: list[int], to: Int64, keys: list[bytes] | None = None) -> None:
+    def _cache_one_each(self, where: list[int], to: Int64, keys: list[bytes] | None = None) -> None:
         """Cache the segment of each of the slots `where` that ends at token `to` [n]."""
         if keys is None:
             newest = self.sequences.newest_key

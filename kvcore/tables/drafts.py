@@ -28,7 +28,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from ..arrays import INT32, NO_FLAGS, NO_ROWS, NO_VALUES, ONE, ZERO, Int32, Int64, count_true
 from ..pages import UNSHARED, PagePool
-from .decode import NOWHERE, DecodeBatch
+from .decode import NOWHERE, DecodeBatch, drop_behind, recycles
 from .prefill import BlockTables
 from .state import LIVE, NO_INDICES, SNAPSHOT, StateTables, rows_of
 
@@ -52,14 +52,16 @@ class DraftBatch(DecodeBatch):
         self,
         slots: Int64,
         start: Int64,
-        last_slots: Int64,
+        token_slots: Int64,
         state_pages: Int32,
         is_steady: bool,
-        columns: Int64,
+        row_starts: Int64,
         alignment: int,
         size: int,
     ) -> None:
-        super().__init__(slots, start, last_slots, state_pages, is_steady, columns, alignment, size)
+        super().__init__(
+            slots, start, token_slots, state_pages, is_steady, row_starts, alignment, size
+        )
         self.tokens: Int64 = np.array(size)
         self.row_of: Int64 = np.arange(len(slots)).repeat(size)
         self.cu: Int32 = np.arange(0, len(self.row_of) + 1, size, dtype=np.int32)
@@ -68,9 +70,9 @@ class DraftBatch(DecodeBatch):
         self.behind: Int64 = np.tri(size, dtype=np.int64).T.copy()
         self._segment: Int64 = np.array(alignment)
 
-    def take(self, end: Int64, last_slots: Int64) -> None:
+    def take(self, end: Int64, token_slots: Int64) -> None:
         """Go to the next step; this one left each request `end` [n] tokens."""
-        self.start, self.end, self.last_slots = end, end + self.tokens, last_slots
+        self.start, self.end, self.token_slots = end, end + self.tokens, token_slots
         self.longest = int(np.maximum.reduce(self.end))
         self.age += 1
 
@@ -159,12 +161,12 @@ class DraftTables:
         self._size_of, *columns = np.array(each, dtype=np.int64).reshape(-1, 5).T.copy()
         self._table_of, self._first_of, self._width_of, self._block_of = columns
         self._num_dense = sum(b.spec.num_tables for b in blocks if not b.is_window)
-        at = self._num_dense  # rings that give pages back, and the index of their first table
-        self._windows: list[tuple[BlockTables, int]] = []
+        at = self._num_dense  # releasing windows, and the index of their first table
+        self._releasing: list[tuple[BlockTables, int]] = []
         for b in ordered:
             if b.is_window:
-                if not b.recycles:
-                    self._windows.append((b, at))
+                if not recycles(b):
+                    self._releasing.append((b, at))
                 at += b.spec.num_tables
         indices = [s.first + SNAPSHOT for s in states]
         self._snapshots: Int64 = np.concatenate(indices) if indices else np.empty(0, dtype=np.int64)
@@ -181,7 +183,7 @@ class DraftTables:
             columns: Int64 = np.empty(shape, dtype=np.int64)
             columns[0] = rows = np.arange(shape[2])
             columns[1] = self._table_of[:, None] * shape[2] + rows
-            columns[2] = self._first_of[:, None] + batch.columns
+            columns[2] = self._first_of[:, None] + batch.row_starts
             columns[3], columns[4] = self._width_of[:, None], self._block_of[:, None]
             self._batch, self._columns = batch, columns.reshape(5, -1)
         return self._columns
@@ -212,7 +214,7 @@ class DraftTables:
             NO_ROWS,
         )
         if snapshot.size:
-            plan.snapshot_indices = batch.columns[snapshot][:, None] + self._snapshots
+            plan.snapshot_indices = batch.row_starts[snapshot][:, None] + self._snapshots
             plan.is_new = self.pool.counts[self._flat[plan.snapshot_indices]] != UNSHARED
             plan.num_new += count_true(plan.is_new)
         return plan
@@ -221,7 +223,7 @@ class DraftTables:
         """Give `new_pages` [num_new] to the plan; returns the slot mapping [num_tables, n *
         size]."""
         batch = plan.batch
-        slots: Int64 = batch.last_slots.take(batch.row_of, axis=1)
+        slots: Int64 = batch.token_slots.take(batch.row_of, axis=1)
         slots += batch.steps
         slots[self._state_rows] = NOWHERE
         plan.pages, plan.slot_mapping = new_pages, slots
@@ -229,7 +231,7 @@ class DraftTables:
             slots.reshape(-1, batch.size),
             new_pages[: len(plan.at)] * plan.sizes - plan.after,
         )
-        shift = first - ONE - batch.last_slots.ravel()[plan.lines]
+        shift = first - ONE - batch.token_slots.ravel()[plan.lines]
         lines[plan.lines] += batch.behind.take(plan.after, axis=0) * shift[:, None]
         return slots
 
@@ -249,12 +251,12 @@ class DraftTables:
             indices, pages, cut = indices[kept], pages[kept], int(kept.searchsorted(cut))
         if not len(kept):
             return indices, NO_VALUES
-        for block, first in self._windows:
+        for tables, first in self._releasing:
             n, at = len(batch.slots), plan.at[kept]
             low, high = at.searchsorted((first * n, (first + 1) * n)).tolist()
             if low < high:
-                rows, size = plan.rows[kept[low:high]], block.spec.block_size
-                block.drop_behind(batch.slots[rows], (batch.end[rows] - ONE) // size)
+                rows, size = plan.rows[kept[low:high]], tables.spec.block_size
+                drop_behind(tables, batch.slots[rows], (batch.end[rows] - ONE) // size)
         if cut < len(kept):
             self.pool.unuse(self._flat[indices[cut:]])
             self.pool.counts[pages[cut:]] = UNSHARED

@@ -16,7 +16,7 @@ import numpy as np
 from ..arrays import NO_ROWS, ONE, Int32, Int64, slice_of
 from ..pages import PagePool
 from ..spec import Layout
-from .decode import NOWHERE, Decode, DecodeBatch, DecodeTables
+from .decode import NOWHERE, DecodeBatch, DecodeChanges, DecodeTables
 from .drafts import DraftBatch, Drafts
 from .prefill import Chunk
 from .rows import RowTables
@@ -26,12 +26,12 @@ NO_PAGES: Int32 = np.empty((0, 0), dtype=np.int32)
 
 
 @dataclass(slots=True, eq=False)
-class Step:
-    """A step in terms of tables; see `Tables.plan`.
+class StepChanges:
+    """What a step changes in the tables, but for a plain decode step; see `Tables.plan`.
 
     Attributes:
         decode_rows, chunk_rows: requests that compute one token (unless all do), and the others.
-        batch, decode: the requests of the decode rows and their plan, None if there are none.
+        batch, decode: the requests of the decode rows and what they change, None if there are none.
         drafts: the plan instead, if each request of the batch computes several tokens.
         chunks, states: plans of the classes of tables.
         num_new: pages needed, in all.
@@ -50,7 +50,7 @@ class Step:
     decode_rows: Int64
     chunk_rows: Int64
     batch: DecodeBatch | None
-    decode: Decode | None
+    decode: DecodeChanges | None
     drafts: Drafts | None
     chunks: list[Chunk]
     states: list[StateStep]
@@ -111,7 +111,7 @@ class Tables(RowTables):
         kept: tuple[Int64, Int64],
         snapshot: Int64,
         batch: DecodeBatch | None = None,
-    ) -> Step:
+    ) -> StepChanges:
         """Count what a step needs; nothing changes.
 
         Args:
@@ -129,7 +129,7 @@ class Tables(RowTables):
             alone[chunk_rows] = False
             decode_rows = alone.nonzero()[0]
             batch = self.batches.of(slots[decode_rows], start[decode_rows])
-        decode: Decode | None = None
+        decode: DecodeChanges | None = None
         drafts: Drafts | None = None
         chunks: list[Chunk] = []
         states: list[StateStep] = []
@@ -149,7 +149,7 @@ class Tables(RowTables):
             states = [s.plan(slots, snapshot) for s in self.states]
             for p, s in zip(states, self.states, strict=True):
                 num_new += p.num_blocks * s.spec.num_tables
-        return Step(
+        return StepChanges(
             slots,
             start,
             end,
@@ -167,17 +167,17 @@ class Tables(RowTables):
             NO_PAGES,
         )
 
-    def per_group(self, step: Step | Decode) -> dict[str, int]:
+    def per_group(self, step: StepChanges | DecodeChanges) -> dict[str, int]:
         """Pages that each group needs."""
         tables = self.layout.tables
         demand = [0] * len(tables)
-        decode = step if isinstance(step, Decode) else step.decode
+        decode = step if isinstance(step, DecodeChanges) else step.decode
         if decode is not None:
             fixed = decode.num_always_new
             outputs = [decode.outputs[:fixed], decode.outputs[fixed:][decode.is_new]]
             of_table = np.concatenate(outputs) // len(decode.batch.slots)
             demand = np.bincount(of_table, minlength=len(tables)).tolist()
-        if isinstance(step, Step):
+        if isinstance(step, StepChanges):
             if step.drafts is not None:
                 demand = self.drafts.demand(step.drafts, len(tables), len(step.slots))
             parts = [
@@ -192,7 +192,7 @@ class Tables(RowTables):
             needed[self.layout.groups[group].name] += n
         return needed
 
-    def fill(self, step: Step, pages: Int64, cu: Int32, total: int) -> Int64:
+    def fill(self, step: StepChanges, pages: Int64, cu: Int32, total: int) -> Int64:
         """Give `pages` [num_new] to the step; returns the slot mapping [num_tables, total]."""
         if step.drafts is not None:
             step.state_pages = step.drafts.batch.state_pages
@@ -240,7 +240,7 @@ class Tables(RowTables):
             step.copies = np.concatenate(copies) if copies else NO_COPIES
         return mapping
 
-    def commit(self, step: Step, end: Int64, kept: tuple[Int64, Int64]) -> Effects:
+    def commit(self, step: StepChanges, end: Int64, kept: tuple[Int64, Int64]) -> Effects:
         """Make a step real.
 
         Args:
@@ -282,7 +282,7 @@ class Tables(RowTables):
         self.batches.keep(step.batch)
         return Effects(tails, gone, copies)
 
-    def _commit_drafts(self, step: Step, plan: Drafts, end: Int64) -> Effects:
+    def _commit_drafts(self, step: StepChanges, plan: Drafts, end: Int64) -> Effects:
         batch = plan.batch
         taken = end - batch.start
         self._delta(*self.drafts.commit(plan, taken))
@@ -294,7 +294,7 @@ class Tables(RowTables):
         batch.take(end, plan.slot_mapping.take(batch.firsts + (taken - ONE), axis=1))
         return Effects(NO_PAGES, [], copies)
 
-    def _commit_states(self, step: Step, end: Int64) -> Int32:
+    def _commit_states(self, step: StepChanges, end: Int64) -> Int32:
         if step.batch is not None and not step.batch.is_steady:
             pages = step.state_pages
             step.batch.state_pages = pages[:, step.decode_rows] if step.chunk_rows.size else pages
@@ -312,7 +312,7 @@ class Tables(RowTables):
             self._delta(indices, pages)
         return copies[0] if len(copies) == 1 else np.concatenate(copies)
 
-    def settle(self, step: Step, effects: Effects) -> None:
+    def settle(self, step: StepChanges, effects: Effects) -> None:
         """Free what the step left and nobody holds: pages out of windows, and blocks that nobody
         took."""
         for pages in effects.gone:

@@ -87,10 +87,6 @@ class BlockTables:
         self.first = spec.offset + np.arange(k) * spec.width
         self._size: Int64 = np.array(spec.block_size)
         self._within = np.arange(spec.block_size)
-        # A ring of which the window takes a good part keeps all its pages, and writes over those
-        # out of reach: nothing to free and to take. One that is long only because boundaries are
-        # far apart gives pages back.
-        self.recycles = self.is_window and spec.per_segment <= 2 * (spec.live + 1)
 
     # Tables.
 
@@ -118,23 +114,8 @@ class BlockTables:
             pages[np.broadcast_to(blocks[:, None, :] < 0, pages.shape)] = 0
         return pages
 
-    def drop_behind(self, slots: Int64, blocks: Int64) -> None:
-        """Let go of what `blocks` [m] put out of reach of the next queries and of a resume point at
-        the last boundary."""
-        spec = self.spec
-        inside = blocks % spec.per_segment  # blocks since the last boundary
-        at = (inside == spec.lag % spec.per_segment).nonzero()[0]
-        if at.size:  # the segment before the boundary has its key: older tails are settled
-            oldest = blocks[at] - spec.lag - spec.live - 1
-            reach = np.arange(spec.per_segment)
-            self._drop(slots[at].repeat(spec.per_segment), (oldest[:, None] - reach).ravel())
-        # Between boundaries, one block leaves the window; it stays while the last boundary needs
-        # it.
-        at = (inside > spec.live).nonzero()[0]
-        if at.size:
-            self._drop(slots[at], blocks[at] - spec.live - 1)
-
-    def _drop(self, slots: Int64, blocks: Int64) -> None:
+    def drop(self, slots: Int64, blocks: Int64) -> None:
+        """Let go of the pages of `blocks` [m] of `slots` [m] of windows, which leave the table."""
         indices = self.indices(slots, blocks)
         self.pool.unuse(self._flat[indices].ravel())
         self._flat[indices] = 0

@@ -7,7 +7,7 @@ import numpy as np
 from ..arrays import Int32, Int64
 from ..pages import PagePool
 from ..spec import Layout
-from .batch import Batches
+from .batches import Batches
 from .drafts import DraftTables
 from .prefill import BlockTables
 from .state import SNAPSHOT, StateTables

@@ -1,196 +1,20 @@
-"""Where DeepSeek-V4 keeps what it has seen.
+"""Where DeepSeek-V4 keeps what it has seen: the tensors of its pages, and rings beside them.
 
-Bytes of pages for each layer, dealt into cache groups, and rings beside the pages.
-
-A page is one row of bytes for all layers of its group, side by side. Groups share one pool of equal
-pages::
-
-    group        kind    tokens   a page holds
-    compressed   dense   256      entries of all CSA (64 rows) and HCA (2 rows) layers, and index
-                                  keys of the CSA layers
-    window.0 ..  window  64       raw rows of a share of the layers; the last have the drafters'
-    overlap      window  256      series a of the last 4 tokens, of all CSA compressors and indexers
-
-What a compressor has of a window that is still open lives in rings, one for each request, outside
-of the pages: there a token's row is overwritten in place, and pages of a few tokens each would cost
-a whole page. Only what a resumed request needs at a boundary becomes a page. A boundary is a
-multiple of both ratios, so that windows end there: HCA then needs nothing, and CSA, whose next
-entry overlaps the window before, its series a (4 rows). To the allocator that is a sliding window
-of the 4 tokens before a query; of a block's rows none but its last 4 are ever stored.
-
-Source: DeepSeek-V4 report 3; vLLM 0.33 ``v1/core/kv_cache_planning`` (pages of bytes), which keeps
-    compressor state in token pages.
+`models.deepseek_v4.cache_plan` says which groups there are and what a page of each holds.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from quire.kernels import IndexPages, LatentPages, page_bytes
-from quire.kvcore import GroupSpec
+from quire.kernels import IndexPages, LatentPages
 
 from ..layers.kv_cache import empty_pages
-from .config import CSA, HCA, DeepseekV4Config
-
-FP8_DIMS = (512, 64)  # of a latent row in the quantized layout
-COMPRESSED, WINDOW, OVERLAP = "compressed", "window", "overlap"
-
-
-@dataclass(frozen=True)
-class CacheFormat:
-    """How rows are stored.
-
-    Attributes:
-        dtype: of plain rows.
-        fp8: latent rows and index keys quantized (584 and 132 bytes a row).
-    """
-
-    dtype: torch.dtype
-    fp8: bool = False
-
-    def latent_bytes(self, config: DeepseekV4Config, rows: int) -> int:
-        """Bytes of ``rows`` latent rows of one layer in a page."""
-        return page_bytes(rows) if self.fp8 else rows * config.head_dim * self.dtype.itemsize
-
-    def index_bytes(self, config: DeepseekV4Config, rows: int) -> int:
-        """Bytes of ``rows`` index keys of one layer in a page."""
-        dim = config.index_head_dim
-        return page_bytes(rows, dim + 4) if self.fp8 else rows * dim * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
-class LayerPlacement:
-    """Where in a page a layer's rows begin, in bytes; None for what the layer has not.
-
-    Attributes:
-        window_group: index of its group.
-    """
-
-    window_group: int
-    window: int
-    compressed: int | None
-    index: int | None
-
-
-@dataclass(frozen=True)
-class CachePlan:
-    """Groups of a model, and where in their pages each layer is (the trunk's, then drafters')."""
-
-    format: CacheFormat
-    groups: tuple[GroupSpec, ...]
-    layers: tuple[LayerPlacement, ...]
-
-    def group(self, name: str) -> int | None:
-        """Index of the group of that name; None where the model has none."""
-        names = [group.name for group in self.groups]
-        return names.index(name) if name in names else None
-
-
-def overlap_sizes(config: DeepseekV4Config) -> tuple[int, int]:
-    """Elements (fp32) of a CSA layer in a page of overlap rows.
-
-    Of the compressor, and of the indexer; kv and gate of one window.
-    """
-    return 2 * config.csa_ratio * config.head_dim, 2 * config.csa_ratio * config.index_head_dim
-
-
-def ring_bytes(config: DeepseekV4Config, max_draft_tokens: int) -> int:
-    """Bytes of one request's compressor rows, fp32, all layers."""
-    csa_row = 4 * 2 * 2 * (config.head_dim + config.index_head_dim)
-    hca_row = 4 * 2 * config.head_dim
-    csa = config.layer_types.count(CSA) * (2 * config.csa_ratio + max_draft_tokens) * csa_row
-    return csa + config.layer_types.count(HCA) * (config.hca_ratio + max_draft_tokens) * hca_row
-
-
-def plan_cache(
-    config: DeepseekV4Config,
-    fmt: CacheFormat,
-    *,
-    block_size: int | None = None,
-    window_block_size: int | None = None,
-    drafters: bool = True,
-) -> CachePlan:
-    """Chooses groups and the bytes of their pages.
-
-    The page that entries need is everybody's. Layers' windows are dealt into as few groups as fit
-    such pages.
-
-    Args:
-        block_size: tokens of a page of entries, a multiple of both ratios; default: the first such
-            that holds two HCA windows.
-        window_block_size: a divisor of block_size; default: the largest that is at most half a
-            sliding window.
-        drafters: whether the drafter layers take part.
-
-    Returns:
-        CachePlan.
-
-    Raises:
-        ValueError: block_size is no multiple of both ratios and of window_block_size.
-        NotImplementedError: quantized rows of other sizes than the released ones.
-    """
-    if fmt.fp8 and (config.head_dim, config.rope_dim) != FP8_DIMS:
-        raise NotImplementedError(
-            f"kv_cache_dtype: 'fp8' is supported with (head_dim, rope_dim) = {FP8_DIMS}, "
-            f"{config.name!r} has {(config.head_dim, config.rope_dim)}"
-        )
-    unit = math.lcm(config.csa_ratio, config.hca_ratio, window_block_size or 1)
-    if block_size is None:
-        block_size = -(-2 * config.hca_ratio // unit) * unit
-    if block_size < 1 or block_size % unit:
-        windows = f", window blocks of {window_block_size}" if window_block_size else ""
-        raise ValueError(
-            f"block_size: expected a multiple of {unit} (ratios {config.csa_ratio} and "
-            f"{config.hca_ratio}{windows}), got {block_size}"
-        )
-    if window_block_size is None:
-        half = max(1, config.sliding_window // 2)
-        window_block_size = next(n for n in range(half, 0, -1) if block_size % n == 0)
-    kinds = config.all_layer_types if drafters else config.layer_types
-    entries: list[tuple[int | None, int | None]] = []
-    size = 0
-    for layer in range(len(kinds)):
-        ratio = config.compress_ratio(layer)
-        compressed = index = None
-        if ratio is not None:
-            compressed, size = size, size + fmt.latent_bytes(config, block_size // ratio)
-        if kinds[layer] == CSA:
-            index, size = size, size + fmt.index_bytes(config, block_size // config.csa_ratio)
-        entries.append((compressed, index))
-    overlap_bytes = 4 * kinds.count(CSA) * sum(overlap_sizes(config))
-    window_bytes = fmt.latent_bytes(config, window_block_size)
-    page_bytes = max(size, overlap_bytes, window_bytes)
-    num_windows = -(-len(kinds) // (page_bytes // window_bytes))
-    share = -(-len(kinds) // num_windows)
-
-    groups = []
-    if size:
-        groups.append(GroupSpec(COMPRESSED, "dense", block_size, page_bytes))
-    first = len(groups)
-    drafted = config.num_layers // share if len(kinds) > config.num_layers else num_windows
-    for i in range(num_windows):
-        groups.append(
-            GroupSpec(
-                f"{WINDOW}.{i}",
-                "window",
-                window_block_size,
-                page_bytes,
-                sliding_window=config.sliding_window,
-                lookahead=int(i >= drafted),
-            )
-        )
-    if overlap_bytes:
-        seen = config.csa_ratio + 1
-        groups.append(GroupSpec(OVERLAP, "window", block_size, page_bytes, sliding_window=seen))
-    layers = tuple(
-        LayerPlacement(first + layer // share, layer % share * window_bytes, *entries[layer])
-        for layer in range(len(kinds))
-    )
-    return CachePlan(fmt, tuple(groups), layers)
+from .cache_plan import COMPRESSED, CachePlan, overlap_sizes
+from .config import CSA, DeepseekV4Config
 
 
 @dataclass(frozen=True)
@@ -198,11 +22,12 @@ class CompressorCache:
     """What a compressor or an indexer keeps.
 
     Attributes:
-        pages: its entries or keys.
-        ring: [max_requests + 1, ring, 2, channels] fp32, its newest rows of each request by
-            position modulo ring, kv and gate; the last ring is no request's.
-        overlap: [num_pages, csa_ratio, 2, width] fp32, series a of the last rows before a boundary;
-            None in HCA layers.
+        pages: its entries, or its index keys.
+        ring: [max_requests + 1, ring, 2, channels] fp32, of each request the newest ring = ratio *
+            (1 + overlap) + max_draft_tokens tokens. Row position % ring is (kv, gate + position
+            bias) of the token. The last ring is no request's.
+        overlap: [num_pages, csa_ratio, 2, width] fp32 of the group "overlap": series a, (kv, gate +
+            position bias), of the last tokens of a block; None in HCA layers.
     """
 
     pages: LatentPages | IndexPages
@@ -215,14 +40,17 @@ class LayerCache:
     """Pages and rings of one layer.
 
     Attributes:
-        window: raw rows; group window_group of the plan.
-        entries, index: of the layer's compressor and indexer.
+        window: raw rows.
+        window_group: index of the group whose tables and slots they have.
+        compressed: of the compressor, whose entries have the tables of the group "compressed"; None
+            in sliding layers.
+        index_keys: of the indexer, with the same tables; None but in CSA layers.
     """
 
     window: LatentPages
     window_group: int
-    entries: CompressorCache | None
-    index: CompressorCache | None
+    compressed: CompressorCache | None
+    index_keys: CompressorCache | None
 
 
 class V4PagePool:
@@ -253,41 +81,45 @@ class V4PagePool:
     ) -> None:
         self.config, self.plan = config, plan
         self.data = empty_pages(num_pages, plan.groups[0].page_bytes, device)
-        self._ring_shape = (max_requests + 1, max_draft_tokens)
+        self._num_rings, self._max_draft_tokens = max_requests + 1, max_draft_tokens
         self.layers = [self._layer(layer) for layer in range(len(plan.layers))]
 
     @property
     def rings(self) -> list[Tensor]:
         """The rings of all layers."""
-        caches = [cache for layer in self.layers for cache in (layer.entries, layer.index)]
+        caches = [cache for layer in self.layers for cache in (layer.compressed, layer.index_keys)]
         return [cache.ring for cache in caches if cache is not None]
 
     def _layer(self, layer: int) -> LayerCache:
-        config, place, groups = self.config, self.plan.layers[layer], self.plan.groups
+        config, plan, place = self.config, self.plan, self.plan.layers[layer]
+        window = self._latents(place.window, plan.groups[place.window_group].block_size)
         ratio = config.compress_ratio(layer)
-        window = self._latents(place.window, groups[place.window_group].block_size)
-        entries = index = None
-        if ratio is not None:
-            assert place.compressed is not None
-            rows = groups[0].block_size // ratio
-            pages = self._latents(place.compressed, rows)
-            csa = place.index is not None
-            channels = config.head_dim * (1 + csa)
-            overlap = self._overlap(layer, 0) if csa else None
-            entries = CompressorCache(pages, self._ring(ratio * (1 + csa), channels), overlap)
-        if place.index is not None:
-            keys = self._index_keys(place.index, rows)
-            ring = self._ring(2 * config.csa_ratio, 2 * config.index_head_dim)
-            index = CompressorCache(keys, ring, self._overlap(layer, 1))
-        return LayerCache(window, place.window_group, entries, index)
+        if ratio is None:
+            return LayerCache(window, place.window_group, None, None)
+        group = plan.group_index(COMPRESSED)
+        assert group is not None and place.compressed is not None
+        num_entries = plan.groups[group].block_size // ratio  # of a page
+        pages = self._latents(place.compressed, num_entries)
+        if place.index_keys is None:
+            compressed = CompressorCache(pages, self._ring(ratio, config.head_dim), None)
+            return LayerCache(window, place.window_group, compressed, None)
+        # Twice as many tokens and channels: an entry overlaps the compression window before.
+        compressed = CompressorCache(
+            pages, self._ring(2 * ratio, 2 * config.head_dim), self._overlap(layer, 0)
+        )
+        index_keys = CompressorCache(
+            self._index_keys(place.index_keys, num_entries),
+            self._ring(2 * ratio, 2 * config.index_head_dim),
+            self._overlap(layer, 1),
+        )
+        return LayerCache(window, place.window_group, compressed, index_keys)
 
-    def _ring(self, rows: int, channels: int) -> Tensor:
-        num_rings, drafts = self._ring_shape
-        shape = (num_rings, rows + drafts, 2, channels)
+    def _ring(self, num_tokens: int, channels: int) -> Tensor:
+        shape = (self._num_rings, num_tokens + self._max_draft_tokens, 2, channels)
         return torch.zeros(shape, dtype=torch.float32, device=self.data.device)
 
     def _overlap(self, layer: int, part: int) -> Tensor:
-        """Rows of a CSA layer in pages of the group "overlap".
+        """Series a of a CSA layer in pages of the group "overlap".
 
         Args:
             layer: of the trunk.
@@ -304,14 +136,16 @@ class V4PagePool:
         data = self._bytes(offset, fmt.latent_bytes(config, rows))
         if not fmt.fp8:
             data = data.view(fmt.dtype).unflatten(1, (rows, config.head_dim))
-        return LatentPages(data, rows, config.head_dim, config.rope_dim)
+        return LatentPages(
+            data, storage_block_size=rows, head_dim=config.head_dim, rope_dim=config.rope_dim
+        )
 
     def _index_keys(self, offset: int, rows: int) -> IndexPages:
         config, fmt = self.config, self.plan.format
         data = self._bytes(offset, fmt.index_bytes(config, rows))
         if not fmt.fp8:
             data = data.view(fmt.dtype).unflatten(1, (rows, config.index_head_dim))
-        return IndexPages(data, rows, config.index_head_dim)
+        return IndexPages(data, storage_block_size=rows, index_dim=config.index_head_dim)
 
     def _bytes(self, offset: int, size: int) -> Tensor:
         return self.data[:, offset : offset + size]

@@ -73,7 +73,7 @@ class DeepseekV4Config:
         o_groups, o_lora_rank: groups of heads in the output projection and channels that each is
             brought down to.
         hc_mult: residual streams.
-        hc_sinkhorn_iters: normalizations of their mixing matrix, the softmax counted as the first.
+        hc_sinkhorn_iters: of their mixing matrix; see `models.deepseek_v4.hyper_connections`.
         swiglu_limit: clamp of gate (above) and up (both sides).
         routed_scaling_factor: of the routed experts' weights.
         rope_theta, compress_rope_theta: RoPE base of sliding layers, and of all others, which yarn
@@ -162,11 +162,6 @@ class DeepseekV4Config:
     def all_layer_types(self) -> tuple[str, ...]:
         """Layer types of the trunk, then of the drafter layers, which slide."""
         return self.layer_types + (SLIDING,) * self.num_mtp_layers
-
-    @property
-    def softmax_scale(self) -> float:
-        """Factor of q.k before the softmax."""
-        return self.head_dim**-0.5
 
     def compress_ratio(self, layer: int) -> int | None:
         """Tokens of one compressed entry of layer ``layer`` (drafter layers follow the trunk's).

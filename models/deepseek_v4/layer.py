@@ -6,11 +6,12 @@ streams (mHC)::
     u, post, comb = ffn_hc.collapse(streams)
     streams = ffn_hc.expand(streams, moe(post_attention_layernorm(u)), post, comb)
 
-Attention has one KV head whose rows are key and value at once. Besides a window of raw rows,
-queries see compressed entries: in HCA layers all of them, in CSA layers those that the indexer
-selects. Where rows, entries and index keys live is not the model's business: a layer hands its
-projections of the step to ``attend``, which `models.deepseek_v4.paged_attention` provides for
-caches, and `models.deepseek_v4.unpaged_attention` for whole sequences without any.
+Attention has one KV head whose rows are key and value at once. Besides a sliding window of raw
+rows, one of each token, queries see compressed entries: in HCA layers all of them, in CSA layers
+those that the indexer selects. Where raw rows, entries and index keys live is not the model's
+business: a layer hands its projections of the step to ``attend``, which
+`models.deepseek_v4.paged_attention` provides for caches, and `models.deepseek_v4.unpaged_attention`
+for whole sequences without any.
 
 Source: transformers ``modeling_deepseek_v4``; DeepSeek-V4 report 2.
 """
@@ -31,13 +32,13 @@ from .rope import apply_rope
 
 
 @dataclass(frozen=True)
-class IndexRows:
-    """What the indexer of a CSA layer makes of a step.
+class IndexerInputs:
+    """What the projections of a CSA layer's indexer make of a step.
 
     Attributes:
         q: [num_tokens, index_num_heads, index_head_dim], rotated.
         weights: [num_tokens, index_num_heads] fp32, every factor of the score included.
-        kv, gate: [num_tokens, 2 * index_head_dim] fp32, of its own compressor.
+        kv, gate: [num_tokens, 2 * index_head_dim] fp32, which are pooled into index keys.
     """
 
     q: Tensor
@@ -47,17 +48,19 @@ class IndexRows:
 
 
 @dataclass(frozen=True)
-class AttentionRows:
+class AttentionInputs:
     """What a layer's projections make of a step, before anything is cached.
 
     Attributes:
         positions: [num_tokens] int64.
-        cos_sin: [max_positions, rope_dim] fp32, the layer's rotary table.
+        cos_sin: [max_positions, rope_dim] fp32, the layer's rotary table: of CSA and HCA layers the
+            one of compress_rope_theta, by which they rotate queries, raw rows, entries and index
+            keys alike.
         q: [num_tokens, num_heads, head_dim], normed and rotated.
-        kv: [num_tokens, head_dim], neither normed nor rotated yet.
-        compressor: (kv, gate), each [num_tokens, head_dim] fp32, twice as wide in CSA layers; None
-            in sliding layers.
-        index: of CSA layers.
+        kv: [num_tokens, head_dim], the raw rows, neither normed nor rotated yet.
+        compressor: (kv, gate) of `GatedPooling.project`, which are pooled into entries; None in
+            sliding layers.
+        indexer: of CSA layers, else None.
     """
 
     positions: Tensor
@@ -65,11 +68,11 @@ class AttentionRows:
     q: Tensor
     kv: Tensor
     compressor: tuple[Tensor, Tensor] | None
-    index: IndexRows | None
+    indexer: IndexerInputs | None
 
 
-Attend = Callable[["Attention", AttentionRows], Tensor]
-"""(attention, its rows) -> [num_tokens, num_heads, head_dim], the trailing channels under the
+Attend = Callable[["Attention", AttentionInputs], Tensor]
+"""(attention, its inputs) -> [num_tokens, num_heads, head_dim], the trailing channels under the
 inverse RoPE of the query's position.
 """
 
@@ -77,15 +80,18 @@ inverse RoPE of the query's position.
 class GatedPooling(nn.Module):
     """Weights of a compressor.
 
-    Gated pooling of ``ratio`` tokens to one entry of ``width`` channels, channel by channel.
+    Gated pooling of ``ratio`` tokens, a compression window, to one entry. In each of ``width``
+    channels an entry is the sum of kv over the window's tokens, weighted by the softmax of gate +
+    position_bias; `quire.kernels.compress` does it.
 
     Args:
-        overlap: 1 where an entry also takes in the window before its own, through channels of their
-            own (series a, then b).
+        overlap: whether an entry pools the window before its own too. Then a token has kv and gate
+            twice, side by side: series a for the entry of the next window, then series b for that
+            of its own.
     """
 
     def __init__(
-        self, config: DeepseekV4Config, width: int, ratio: int, overlap: int,
+        self, config: DeepseekV4Config, width: int, ratio: int, overlap: bool,
         device: torch.device, dtype: torch.dtype,
     ) -> None:  # fmt: skip
         super().__init__()
@@ -94,10 +100,10 @@ class GatedPooling(nn.Module):
         self.kv_proj = Linear(config.hidden_size, channels, device, dtype)
         self.gate_proj = Linear(config.hidden_size, channels, device, dtype)
         self.position_bias = empty_parameter(ratio, channels, device=device, dtype=torch.float32)
-        self.kv_norm = RMSNorm(width, config.rms_norm_eps, 0.0, device, torch.float32)
+        self.kv_norm = RMSNorm(width, config.rms_norm_eps, device, torch.float32)
 
-    def rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """What is pooled of every token, and by which gate.
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """What is pooled of every token, and by which gate, its position's bias not added yet.
 
         Args:
             x: [num_tokens, hidden_size].
@@ -105,7 +111,8 @@ class GatedPooling(nn.Module):
         Returns:
             (kv, gate), each [num_tokens, width * (1 + overlap)] fp32.
         """
-        return linear_fp32(x, self.kv_proj.weight), linear_fp32(x, self.gate_proj.weight)
+        kv = linear_fp32(x, self.kv_proj.matrix(x.dtype))
+        return kv, linear_fp32(x, self.gate_proj.matrix(x.dtype))
 
 
 class Scorer(nn.Module):
@@ -119,39 +126,44 @@ class Scorer(nn.Module):
 class Indexer(GatedPooling):
     """Queries and keys of the score by which a CSA query selects its entries.
 
-    score = sum_h weight_h relu(q_h . k)
+    score = sum_h weight_h relu(q_h . k). There is a key for each entry, pooled from the same tokens
+    by weights of its own: those of the `GatedPooling` that the indexer is.
     """
 
     def __init__(self, config: DeepseekV4Config, device: torch.device, dtype: torch.dtype) -> None:
-        super().__init__(config, config.index_head_dim, config.csa_ratio, 1, device, dtype)
+        super().__init__(config, config.index_head_dim, config.csa_ratio, True, device, dtype)
         self.head_dim = config.index_head_dim
         self.score_scale = (config.index_num_heads * config.index_head_dim) ** -0.5
         q_size = config.index_num_heads * config.index_head_dim
         self.q_b_proj = Linear(config.q_lora_rank, q_size, device, dtype)
         self.scorer = Scorer(config, device, dtype)
 
-    def index_rows(self, x: Tensor, q_latent: Tensor, cos_sin: Tensor) -> IndexRows:
-        """Queries, weights and keys of a step.
+    def inputs(self, x: Tensor, q_latent: Tensor, cos_sin: Tensor) -> IndexerInputs:
+        """Queries of a step, their weights, and what keys are pooled from.
 
         Args:
             x: [num_tokens, hidden_size].
             q_latent: [num_tokens, q_lora_rank].
-            cos_sin: [num_tokens, rope_dim].
+            cos_sin: [num_tokens, rope_dim], of the tokens' positions.
         """
         q = apply_rope(self.q_b_proj(q_latent).unflatten(-1, (-1, self.head_dim)), cos_sin)
-        weights = linear_fp32(x, self.scorer.weights_proj.weight) * self.score_scale
-        return IndexRows(q, weights, *self.rows(x))
+        weights = linear_fp32(x, self.scorer.weights_proj.matrix(x.dtype)) * self.score_scale
+        kv, gate = self.project(x)
+        return IndexerInputs(q, weights, kv, gate)
 
 
 class Compressor(GatedPooling):
-    """The compressor of a CSA or HCA layer, and in CSA layers the indexer."""
+    """The compressor of a CSA or HCA layer.
+
+    In CSA layers the indexer is in it, as in checkpoints.
+    """
 
     def __init__(
         self, config: DeepseekV4Config, kind: str, device: torch.device, dtype: torch.dtype
     ) -> None:
         csa = kind == CSA
         ratio = config.csa_ratio if csa else config.hca_ratio
-        super().__init__(config, config.head_dim, ratio, int(csa), device, dtype)
+        super().__init__(config, config.head_dim, ratio, csa, device, dtype)
         self.indexer = Indexer(config, device, dtype) if csa else None
 
 
@@ -171,10 +183,10 @@ class Attention(nn.Module):
         self.head_dim = config.head_dim
         heads, groups, rank = config.num_heads, config.o_groups, config.o_lora_rank
         self.q_a_proj = Linear(config.hidden_size, config.q_lora_rank, device, dtype)
-        self.q_a_norm = RMSNorm(config.q_lora_rank, self.eps, 0.0, device, torch.float32)
+        self.q_a_norm = RMSNorm(config.q_lora_rank, self.eps, device, torch.float32)
         self.q_b_proj = Linear(config.q_lora_rank, heads * config.head_dim, device, dtype)
         self.kv_proj = Linear(config.hidden_size, config.head_dim, device, dtype)
-        self.kv_norm = RMSNorm(config.head_dim, self.eps, 0.0, device, torch.float32)
+        self.kv_norm = RMSNorm(config.head_dim, self.eps, device, torch.float32)
         self.sinks = empty_parameter(heads, device=device, dtype=torch.float32)
         # One matrix for each group of heads, stacked: [o_groups * o_lora_rank, heads of a group *
         # head_dim].
@@ -190,7 +202,7 @@ class Attention(nn.Module):
         Args:
             x: [num_tokens, hidden_size].
             positions: [num_tokens] int64.
-            cos_sin: [max_positions, rope_dim].
+            cos_sin: as in `AttentionInputs`.
             attend: the attention operator, over pages or over one sequence.
 
         Returns:
@@ -201,16 +213,16 @@ class Attention(nn.Module):
         q = rms_norm(self.q_b_proj(q_latent).unflatten(-1, (-1, self.head_dim)), None, self.eps)
         compressor = self.compressor
         indexer = None if compressor is None else compressor.indexer
-        rows = AttentionRows(
+        inputs = AttentionInputs(
             positions=positions,
             cos_sin=cos_sin,
             q=apply_rope(q, angles),
             kv=self.kv_proj(x),
-            compressor=None if compressor is None else compressor.rows(x),
-            index=None if indexer is None else indexer.index_rows(x, q_latent, angles),
+            compressor=None if compressor is None else compressor.project(x),
+            indexer=None if indexer is None else indexer.inputs(x, q_latent, angles),
         )
-        out = attend(self, rows).reshape(len(x), self.num_groups, -1)
-        weight = self.o_a_proj.weight.unflatten(0, (self.num_groups, -1))
+        out = attend(self, inputs).reshape(len(x), self.num_groups, -1)
+        weight = self.o_a_proj.matrix(x.dtype).unflatten(0, (self.num_groups, -1))
         narrow = torch.bmm(out.transpose(0, 1), weight.transpose(1, 2))
         return self.o_b_proj(narrow.transpose(0, 1).flatten(1))
 
@@ -231,8 +243,8 @@ class DecoderLayer(nn.Module):
         self.mlp = MoE(config, mlp_kind, device, dtype, expert_format)
         self.attn_hc = HyperConnection(config, device)
         self.ffn_hc = HyperConnection(config, device)
-        self.input_layernorm = RMSNorm(hidden, eps, 0.0, device, torch.float32)
-        self.post_attention_layernorm = RMSNorm(hidden, eps, 0.0, device, torch.float32)
+        self.input_layernorm = RMSNorm(hidden, eps, device, torch.float32)
+        self.post_attention_layernorm = RMSNorm(hidden, eps, device, torch.float32)
 
     def forward(
         self, streams: Tensor, input_ids: Tensor, positions: Tensor, cos_sin: Tensor, attend: Attend

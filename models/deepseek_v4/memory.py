@@ -4,8 +4,8 @@ Bytes of a token, of a request and of a resume point, beside those of vLLM 0.33'
 
     python -m models.deepseek_v4.memory
 
-Source: `models.deepseek_v4.cache` for ours; vLLM 0.33 ``models/deepseek_v4`` and ``v1/core`` for
-    its groups and block sizes.
+Source: `models.deepseek_v4.cache_plan` for ours; vLLM 0.33 ``models/deepseek_v4`` and ``v1/core``
+    for its groups and block sizes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 
 from ..command import Parser, program
-from .cache import COMPRESSED, CacheFormat, CachePlan, plan_cache, ring_bytes
+from .cache_plan import COMPRESSED, CacheFormat, CachePlan, plan_cache, ring_bytes
 from .config import CONFIGS, DeepseekV4Config
 
 CHUNK = 8192  # tokens of a prefill chunk in the tables
@@ -51,7 +51,7 @@ class CacheCost:
 def cost(config: DeepseekV4Config, plan: CachePlan, max_draft_tokens: int = 1) -> CacheCost:
     """Bytes of our caches, padding included; the worst case of every block boundary."""
     page = plan.groups[0].page_bytes
-    dense = plan.group(COMPRESSED)
+    dense = plan.group_index(COMPRESSED)
     windows = [group for group in plan.groups if group.kind == "window"]
     tail = sum(group.tail_blocks for group in windows)
     lookahead = max(group.lookahead for group in windows)

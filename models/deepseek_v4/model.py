@@ -18,12 +18,13 @@ from ..engine.batch import AttnMetadata
 from ..engine.memory import ModelCache
 from ..layers.basic import Embedding, Linear, RMSNorm
 from ..layers.unpaged_attention import Stored
-from .cache import CacheFormat, V4PagePool, plan_cache, ring_bytes
-from .config import CSA, SLIDING, DeepseekV4Config
+from .cache import V4PagePool
+from .cache_plan import CacheFormat, plan_cache, ring_bytes
+from .config import CSA, HCA, SLIDING, DeepseekV4Config
 from .hyper_connections import HyperHead
 from .layer import Attend, DecoderLayer
 from .mtp import MTP
-from .paged_attention import PagedStep
+from .paged_attention import PagedAttend
 from .rope import rope_frequencies, rope_table
 from .unpaged_attention import unpaged_attend
 
@@ -73,19 +74,18 @@ class DeepseekV4(nn.Module):
             for layer, kind in enumerate(config.mlp_layer_types)
         )
         self.hc_head = HyperHead(config, device)
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, 0.0, device, torch.float32)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, device, torch.float32)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, device, dtype)
         self.mtp = nn.ModuleList(
             MTP(config, index, device, dtype, expert_format)
             for index in range(config.num_mtp_layers)
         )
         num_positions = max_positions or config.max_position_embeddings
-        self.rope = {
-            compressed: rope_table(
-                rope_frequencies(config, compressed=compressed).to(device), num_positions
-            )
-            for compressed in (False, True)
-        }
+        plain, compressed = (
+            rope_table(rope_frequencies(config, compressed=kind).to(device), num_positions)
+            for kind in (False, True)
+        )
+        self.rope = {SLIDING: plain, CSA: compressed, HCA: compressed}
 
     @property
     def device(self) -> torch.device:
@@ -125,7 +125,7 @@ class DeepseekV4(nn.Module):
             [num_rows, vocab_size] fp32 logits; with return_hidden (logits, [num_tokens, hc_mult,
             hidden_size]).
         """
-        streams = self.streams(input_ids, positions, PagedStep(attn, pool, impl=impl))
+        streams = self.streams(input_ids, positions, PagedAttend(attn, pool, impl=impl))
         logits = self.logits(streams if logits_rows is None else streams[logits_rows])
         return (logits, streams) if return_hidden else logits
 
@@ -220,7 +220,7 @@ class DeepseekV4(nn.Module):
         """
         x = self.embed_tokens(input_ids)[:, None].expand(-1, self.config.hc_mult, -1)
         for layer in self.layers:
-            cos_sin = self.rope[layer.self_attn.kind != SLIDING]
+            cos_sin = self.rope[layer.self_attn.kind]
             x = layer(x, input_ids, positions, cos_sin, attend)
         return x
 
@@ -242,8 +242,8 @@ class DeepseekV4(nn.Module):
 
         Arguments of `MTP.draft`.
         """
-        embeds = self.embed_tokens(next_ids)
-        return self.mtp[index].draft(streams, next_ids, embeds, positions, self.rope[False], attend)
+        embeds, cos_sin = self.embed_tokens(next_ids), self.rope[SLIDING]
+        return self.mtp[index].draft(streams, next_ids, embeds, positions, cos_sin, attend)
 
     def draft_logits(self, index: int, streams: Tensor) -> Tensor:
         """Logits of the token after the next from `draft_streams`.

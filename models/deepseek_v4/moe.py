@@ -76,7 +76,8 @@ class Router(nn.Module):
 class Experts(nn.Module):
     """The routed experts, stacked.
 
-    Gate_up_proj [num_experts, 2 * width, hidden_size], rows of the gate first, and down_proj.
+    gate_up_proj: [num_experts, 2 * width, hidden_size], rows of the gate first. down_proj:
+    [num_experts, hidden_size, width].
     """
 
     def __init__(self, config: DeepseekV4Config, device: torch.device, dtype: torch.dtype) -> None:
@@ -88,7 +89,9 @@ class Experts(nn.Module):
         self.down_proj = empty_parameter(experts, hidden, width, device=device, dtype=dtype)
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """The weighted sum of every row's experts.
+        """sum_e weight_e down_e(act(gate_e x, up_e x)) over a row's experts e.
+
+        Added up in fp32, in the router's order. act is `clamped_swiglu`.
 
         Args:
             x: [num_tokens, hidden_size].
@@ -112,7 +115,7 @@ class SharedExpert(nn.Module):
         self.down_proj = Linear(width, hidden, device, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The expert of every row.
+        """down(act(gate x, up x)).
 
         Args:
             x: [num_tokens, hidden_size].
@@ -124,7 +127,7 @@ class SharedExpert(nn.Module):
 
 
 class MoE(nn.Module):
-    """Routed experts and the shared one, summed.
+    """Routed experts and the shared one, summed; ``gate`` is the router, as in checkpoints.
 
     Args:
         expert_format: "fp8" or "fp4" for experts that stay packed, None for plain ones.
@@ -146,7 +149,7 @@ class MoE(nn.Module):
         self.shared_experts = SharedExpert(config, device, dtype)
 
     def forward(self, x: Tensor, input_ids: Tensor) -> Tensor:
-        """The weighted sum of every row's experts.
+        """experts(x) + shared_experts(x), the experts of each row chosen by the router.
 
         Args:
             x: [num_tokens, hidden_size].

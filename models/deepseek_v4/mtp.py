@@ -36,9 +36,9 @@ class MTP(DecoderLayer):
     ) -> None:  # fmt: skip
         super().__init__(config, config.num_layers + index, MOE, device, dtype, expert_format)
         hidden, eps = config.hidden_size, config.rms_norm_eps
-        self.enorm = RMSNorm(hidden, eps, 0.0, device, torch.float32)
-        self.hnorm = RMSNorm(hidden, eps, 0.0, device, torch.float32)
-        self.norm = RMSNorm(hidden, eps, 0.0, device, torch.float32)
+        self.enorm = RMSNorm(hidden, eps, device, torch.float32)
+        self.hnorm = RMSNorm(hidden, eps, device, torch.float32)
+        self.norm = RMSNorm(hidden, eps, device, torch.float32)
         self.e_proj = Linear(hidden, hidden, device, dtype)
         self.h_proj = Linear(hidden, hidden, device, dtype)
         self.hc_head = HyperHead(config, device)

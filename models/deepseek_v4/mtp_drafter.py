@@ -30,7 +30,7 @@ from ..engine.distributions import DRAFT, Filters, draw, probabilities, uniform
 from ..engine.request import Request
 from .cache import V4PagePool
 from .model import DeepseekV4
-from .paged_attention import PagedStep
+from .paged_attention import PagedAttend
 
 
 class MTPDrafter:
@@ -80,7 +80,7 @@ class MTPDrafter:
         slots: np.ndarray,
     ) -> None:
         """As `quire.models.engine.speculative.ModelDrafter.observe`."""
-        step = PagedStep(batch.attn, self._pool, impl=self._impl)
+        step = PagedAttend(batch.attn, self._pool, impl=self._impl)
         ids, rows, request_slots = self._staging.send([next_ids, last_rows, slots])
         firsts = batch.attn.cu_seqlens_q[:-1].long()
         starts = batch.positions[firsts]
@@ -152,7 +152,7 @@ def draft_rows(
     streams: Tensor,
     next_ids: Tensor,
     positions: Tensor,
-    step: PagedStep,
+    step: PagedAttend,
     before: Tensor,
 ) -> Tensor:
     """Computes and writes the rows of a step in the first drafter layers.
@@ -228,7 +228,7 @@ def chain_drafts(
             num_decodes=num_seqs if count == 1 else 0,
             request_slots=request_slots,
         )
-        step = PagedStep(attn, pool, impl=impl)
+        step = PagedAttend(attn, pool, impl=impl)
         out = model.draft_streams(
             index, rows.flatten(0, 1), ids.flatten(), positions.flatten(), step
         ).unflatten(0, (num_seqs, count))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..config.model import RopeConfig
-from ..layers.basic import inverse_frequencies
+from ..layers.rotary import inverse_frequencies
 from .config import DeepseekV4Config
 
 

@@ -3,7 +3,7 @@
 Plain torch, no cache, nothing of `quire.kernels`.
 
 `models.deepseek_v4.paged_attention` has the one over pages; both are called as ``attend(attention,
-rows)`` of `models.deepseek_v4.layer`.
+inputs)`` of `models.deepseek_v4.layer`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..layers.basic import rms_norm
 from .config import DeepseekV4Config
-from .layer import Attend, Attention, AttentionRows, GatedPooling, IndexRows
+from .layer import Attend, Attention, AttentionInputs, GatedPooling, IndexerInputs
 from .rope import apply_rope
 
 if TYPE_CHECKING:
@@ -34,40 +34,40 @@ def unpaged_attend(config: DeepseekV4Config, stored: Stored | None = None) -> At
             they are.
     """
 
-    def attend(attention: Attention, rows: AttentionRows) -> Tensor:
-        kv = rms_norm(rows.kv, attention.kv_norm.weight, attention.eps)
-        raw = apply_rope(kv, rows.cos_sin[rows.positions])
+    def attend(attention: Attention, inputs: AttentionInputs) -> Tensor:
+        kv = rms_norm(inputs.kv, attention.kv_norm.weight, attention.eps)
+        raw = apply_rope(kv, inputs.cos_sin[inputs.positions])
         compressor, entries, index_keys = attention.compressor, raw[:0], None
         if compressor is not None:
-            assert rows.compressor is not None
-            entries = pool_windows(compressor, *rows.compressor, rows.cos_sin).to(raw.dtype)
-        if rows.index is not None:
+            assert inputs.compressor is not None
+            entries = compress_windows(compressor, *inputs.compressor, inputs.cos_sin).to(raw.dtype)
+        if inputs.indexer is not None:
             assert compressor is not None
-            index_keys = pool_windows(
-                compressor.indexer, rows.index.kv, rows.index.gate, rows.cos_sin
+            index_keys = compress_windows(
+                compressor.indexer, inputs.indexer.kv, inputs.indexer.gate, inputs.cos_sin
             )
             index_keys = index_keys.to(raw.dtype)
         if stored is not None:
             raw, entries = stored(raw), stored(entries)
             index_keys = None if index_keys is None else stored(index_keys)
-        out = torch.empty_like(rows.q)
+        out = torch.empty_like(inputs.q)
         for start in range(0, len(out), QUERY_BLOCK):
             block = slice(start, start + QUERY_BLOCK)
-            positions = rows.positions[block, None]
+            positions = inputs.positions[block, None]
             near = slice(
                 max(0, start - config.sliding_window + 1), block.stop
             )  # all that a window reaches
-            distance = positions - rows.positions[near]
+            distance = positions - inputs.positions[near]
             visible = (distance >= 0) & (distance < config.sliding_window)
             if compressor is not None:
                 entry = torch.arange(len(entries), device=raw.device)
                 seen = entry < num_visible(positions, compressor.ratio)
                 if index_keys is not None:
-                    seen &= selected(rows.index, block, index_keys, seen, config.index_topk)
+                    seen &= selected(inputs.indexer, block, index_keys, seen, config.index_topk)
                 visible = torch.cat([visible, seen], dim=1)
             keys = torch.cat([raw[near], entries])
-            out[block] = softmax_with_sinks(rows.q[block], keys, visible, attention.sinks, config)
-        return apply_rope(out, rows.cos_sin[rows.positions], inverse=True)
+            out[block] = softmax_with_sinks(inputs.q[block], keys, visible, attention.sinks)
+        return apply_rope(out, inputs.cos_sin[inputs.positions], inverse=True)
 
     return attend
 
@@ -80,7 +80,7 @@ def num_visible(positions: Tensor, ratio: int) -> Tensor:
     return (positions + 1) // ratio
 
 
-def pool_windows(pooling: GatedPooling, kv: Tensor, gate: Tensor, cos_sin: Tensor) -> Tensor:
+def compress_windows(compressor: GatedPooling, kv: Tensor, gate: Tensor, cos_sin: Tensor) -> Tensor:
     """Compressed entries of all whole windows of a sequence.
 
     Args:
@@ -91,13 +91,13 @@ def pool_windows(pooling: GatedPooling, kv: Tensor, gate: Tensor, cos_sin: Tenso
         [num_tokens // ratio, width] fp32, normed, and rotated by the position at which each window
         starts.
     """
-    ratio, num_windows = pooling.ratio, len(kv) // pooling.ratio
+    ratio, num_windows = compressor.ratio, len(kv) // compressor.ratio
     kv = kv[: num_windows * ratio].unflatten(0, (num_windows, ratio))
-    gate = gate[: num_windows * ratio].unflatten(0, (num_windows, ratio)) + pooling.position_bias
-    if pooling.overlap:
+    gate = gate[: num_windows * ratio].unflatten(0, (num_windows, ratio)) + compressor.position_bias
+    if compressor.overlap:
         kv, gate = with_window_before(kv, 0.0), with_window_before(gate, float("-inf"))
     entries = rms_norm(
-        (gate.softmax(dim=1) * kv).sum(dim=1), pooling.kv_norm.weight, pooling.kv_norm.eps
+        (gate.softmax(dim=1) * kv).sum(dim=1), compressor.kv_norm.weight, compressor.kv_norm.eps
     )
     return apply_rope(entries, cos_sin[: num_windows * ratio : ratio])
 
@@ -118,7 +118,7 @@ def with_window_before(rows: Tensor, absent: float) -> Tensor:
 
 
 def selected(
-    index: IndexRows, block: slice, index_keys: Tensor, visible: Tensor, topk: int
+    index: IndexerInputs, block: slice, index_keys: Tensor, visible: Tensor, topk: int
 ) -> Tensor:
     """Which entries are among a query's ``topk`` best visible ones.
 
@@ -137,9 +137,7 @@ def selected(
     return torch.zeros_like(visible).scatter_(1, best, True)
 
 
-def softmax_with_sinks(
-    q: Tensor, keys: Tensor, visible: Tensor, sinks: Tensor, config: DeepseekV4Config
-) -> Tensor:
+def softmax_with_sinks(q: Tensor, keys: Tensor, visible: Tensor, sinks: Tensor) -> Tensor:
     """One softmax over raw rows and entries together; a head's sink joins the denominator only.
 
     Args:
@@ -148,7 +146,7 @@ def softmax_with_sinks(
         visible: [rows, num_keys] bool.
     """
     keys = keys.float()
-    scores = torch.einsum("qhd,kd->qhk", q.float(), keys) * config.softmax_scale
+    scores = torch.einsum("qhd,kd->qhk", q.float(), keys) * q.shape[-1] ** -0.5
     scores = scores.masked_fill(~visible[:, None], float("-inf"))
     sink = sinks.view(1, -1, 1).expand(len(q), -1, 1)
     probabilities = torch.cat([scores, sink], dim=-1).softmax(dim=-1)[..., :-1]

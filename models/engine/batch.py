@@ -1,4 +1,10 @@
-"""From the integers of `quire.kvcore` to the tensors of `quire.kernels`, once per step."""
+"""From the integers of `quire.kvcore` to the tensors of `quire.kernels`, once per step.
+
+The block tables live on the device, one row for each slot of a request, and a step gathers the rows
+of its requests. They are brought up to date before a step with the entries that the commit before
+it changed: so they say where the context is, and a page that the step starts is in its slot mapping
+only.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +35,10 @@ class AttnMetadata:
     Attributes:
         cu_seqlens_q: [num_seqs + 1] int32, prefix sums of new tokens.
         seq_lens: [num_seqs] int32, KV tokens including this step's.
-        block_tables: per group [num_seqs, width] int32, page ids of the context before this step.
-        slot_mappings: per group [num_tokens] int64, where a row is written; -1 = nowhere.
+        block_tables: per group [num_seqs, width] int32, page ids of the context before this step:
+            block b is in column b % width of a window group's ring, and b of a linear table.
+        slot_mappings: per group [num_tokens] int64, where a row is written, page * block_size +
+            row; -1 = nowhere.
         max_seqlen_q, max_seq_len: host ints, longest q_len and an upper bound of seq_lens.
         num_decodes: host int, leading sequences with one new token.
         request_slots: [num_seqs] int32, the allocator's slots of the requests: where models keep
@@ -109,16 +117,26 @@ class BatchBuilder:
     Only table entries that changed since the last step travel to the device.
 
     Args:
-        kv: an allocator made with ``track_deltas=True``; nobody else may take its deltas.
+        kv: an allocator made with ``track_deltas=True``; nobody else may take its deltas. Each of
+            its groups has one table, so that tables and groups have the same numbers, and none has
+            states, so that plans have no pages to copy.
 
     Attributes:
         tables: [max_requests, columns] int32 on the device, all block tables side by side.
         columns: of each group, its first column and width in it.
+
+    Raises:
+        NotImplementedError: a group with states, or with several pages in a block.
     """
 
     def __init__(self, kv: KVCache, device: torch.device | str) -> None:
         self._kv = kv
         self._groups = kv.layout.groups
+        for g in self._groups:
+            if g.kind == "state" or g.pages_per_block > 1:
+                raise NotImplementedError(
+                    f"kv: supported are dense and window groups with one page in a block, got {g}"
+                )
         self.columns = [kv.layout.columns(g) for g in range(len(self._groups))]
         self._staging = Staging(device)
         kv.take_deltas()  # the copy below starts from the present state

@@ -5,9 +5,11 @@ One step, `Engine._step`::
     drafts -> Scheduler.schedule    requests, their new tokens, and `KVCache.plan` of their pages
            -> BatchBuilder.build    the plan as tensors (or `DecodeGraphs` for this and the next)
            -> model                 reads pages as they were, writes the rows that the plan kept
-           -> Sampler, verify       logits to tokens; which drafts stay
+           -> Sampler               the largest logit or a draw, in one copy to the host
+           -> speculative.verify    where there are drafts: which of them stay
            -> KVCache.commit        the plan becomes real
-           -> OutputProcessor       tokens, text and ends to the requests
+           -> OutputProcessor       appends each token to its request, whose next step computes it;
+                                    after the last one `KVCache.release`
 
 A model has ``config`` (vocab_size, max_position_embeddings, eos_token_ids, activation_size),
 ``dtype``, ``device``, ``make_cache`` (`quire.models.engine.memory.model_cache`), and is called as
@@ -31,6 +33,7 @@ from quire.kernels.common.impls import expect_impl
 
 from ..config.fields import shown
 from ..tokenizer import Tokenizer
+from . import speculative
 from .batch import AttnMetadata, BatchBuilder
 from .config import MEMORY_SETTINGS, EngineConfig
 from .graphs import DecodeGraphs, sizes_to_capture
@@ -39,9 +42,9 @@ from .memory import make_allocator, model_cache, plan_memory
 from .output_processor import OutputProcessor
 from .report import DELIVER, DRAFT, MODEL, SAMPLE, TENSORS, EngineTotals, StepClock, StepReport
 from .request import RequestOutput, SamplingParams
-from .sampler import NewTokens, Sampler, rows_to_sample, tokens_after, verify
+from .sampler import NewTokens, Sampler
 from .scheduler import ScheduledStep, Scheduler
-from .speculative import Drafter, ModelDrafter, SamplingDrafter, set_drafts
+from .speculative import Drafter, ModelDrafter, SamplingDrafter
 
 
 class Engine:
@@ -316,9 +319,13 @@ class Engine:
                 self.scheduler.take_back(step)
             raise
         with self.lock:
-            generated = self._deliver(new)
+            generated, bad = self.outputs.deliver(new, time.perf_counter())
+            if bad:
+                # Any row that it computed, in this step or before, may be NaN: none may be found.
+                with self.scheduler.allocating:
+                    self.kv.clear()
             self.clock.switch(DELIVER)
-            accepted = sum(len(tokens.ids) - 1 for tokens in new) if any(step.num_drafts) else 0
+            accepted = sum(len(tokens.ids) - 1 for tokens in new)
             return self._report(num_generated=generated, num_accepted=accepted, **step.numbers())
 
     def _report(self, **numbers: Any) -> StepReport:
@@ -333,47 +340,48 @@ class Engine:
         if self.drafter is None:
             return
         before = self.clock.switch(DRAFT if self._observer is None else MODEL)
-        requests = self.scheduler.decoding()
-        if requests:
-            failed = set_drafts(
-                self.drafter,
-                requests,
-                draws=self._drafts_are_drawn,
-                vocab_size=self.model.config.vocab_size,
-            )
-            for request, error in failed:
-                self.scheduler.fail(request, error)
+        failed = speculative.set_drafts(
+            self.drafter,
+            self.scheduler.decoding(),
+            draws=self._drafts_are_drawn,
+            vocab_size=self.model.config.vocab_size,
+        )
+        for request, error in failed:
+            self.scheduler.fail(request, error)
         self.clock.switch(before)
 
     def _forward(self, step: ScheduledStep) -> list[NewTokens]:
-        """Runs the model, samples, verifies drafts and commits. Returns the new tokens."""
+        """Runs the model, samples and commits. Returns the new tokens."""
         plan, clock = step.plan, self.clock
         clock.switch(TENSORS)
         input_ids, ready = step.inputs()
-        batch = hidden = rows = None
+        requests, has_drafts = [step.requests[i] for i in ready], any(step.num_drafts)
+        batch = hidden = accepted = None
         if self._graphs is not None and len(input_ids) == len(ready) == len(step.requests):
             clock.switch(MODEL)
             logits = self._graphs(plan, input_ids)
         else:
-            rows = rows_to_sample(step, ready)
+            rows = step.last_rows(ready)
+            if has_drafts:
+                rows = speculative.rows_with_drafts(step, ready)
             batch = self._builder.build(plan, input_ids, rows)
             clock.switch(MODEL)
             logits = self._run(batch.input_ids, batch.positions, batch.attn, batch.logits_rows)
             if self._observer is not None:
                 logits, hidden = logits
         clock.switch(SAMPLE)
-        requests = [step.requests[i] for i in ready]
         sampled = self._sampler(logits, requests, [1 + step.num_drafts[i] for i in ready])
         clock.switch(DELIVER)
-        new, accepted = verify(step, ready, sampled)
+        if has_drafts:
+            new, accepted = speculative.verify(step, ready, sampled)
+        else:
+            new = sampled.one_each(requests)
         if self._observer is not None:
             clock.switch(MODEL)
-            stay = plan.num_new_tokens if accepted is None else accepted
-            last = plan.cu_seqlens_q[:-1] + stay - 1
-            after = tokens_after(step, input_ids, rows, sampled)
-            self._observer.observe(batch, hidden, after, last, plan.slots)
+            speculative.show_step(self._observer, step, batch, hidden, sampled, accepted)
             clock.switch(DELIVER)
         with self.lock, self.scheduler.allocating:
+            # There are no pages to copy: `BatchBuilder` refuses groups with states.
             self.kv.commit(plan, input_ids, accepted)
         return new
 
@@ -388,12 +396,3 @@ class Engine:
         return self.model(
             input_ids, positions, attn, self.pool, logits_rows=logits_rows, impl=self._impl, **more
         )
-
-    def _deliver(self, new: list[NewTokens]) -> int:
-        """Gives requests their new tokens; returns the number of tokens."""
-        num_generated, bad = self.outputs.deliver(new, time.perf_counter())
-        if bad:
-            # Any row that it computed, in this step or before, may be NaN: none may be found again.
-            with self.scheduler.allocating:
-                self.kv.clear()
-        return num_generated

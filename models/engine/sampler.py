@@ -1,4 +1,4 @@
-"""From logits to the next tokens of every request, and which drafts stay.
+"""From logits to the next tokens of every request.
 
 Without drafts a request has one row of logits, that of its last token, and gets one token. With
 drafts d_1..d_k it has k + 1 rows; row i gives the token after d_1..d_i
@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -31,11 +30,22 @@ from .distributions import (
 )
 from .request import Request, SamplingParams, TokenLogprobs
 
-if TYPE_CHECKING:
-    from .scheduler import ScheduledStep
-
 NO_TOKEN = -1
 REJECTION_SAMPLE_METHODS = ("strict", "standard")  # `quire.models.engine.speculative`
+
+
+@dataclass(frozen=True)
+class NewTokens:
+    """What a step gave one request.
+
+    Attributes:
+        ids: the next token, `NO_TOKEN` where there is none; before it the drafts that stay.
+        logprobs: one for each id; None where nobody asks.
+    """
+
+    request: Request
+    ids: list[int]
+    logprobs: list[TokenLogprobs | None] | None
 
 
 @dataclass(frozen=True)
@@ -50,6 +60,15 @@ class Sampled:
 
     ids: list[int]
     logprobs: list[TokenLogprobs | None] | None
+
+    def one_each(self, requests: Sequence[Request]) -> list[NewTokens]:
+        """The new tokens of a step without drafts, in which each request has one row."""
+        if self.logprobs is None:
+            return [
+                NewTokens(r, [token], None) for r, token in zip(requests, self.ids, strict=True)
+            ]
+        rows = zip(requests, self.ids, self.logprobs, strict=True)
+        return [NewTokens(request, [token], [logprobs]) for request, token, logprobs in rows]
 
 
 class Sampler:
@@ -242,86 +261,3 @@ def _to_host(
         top = zip(map(int, row[3 + most :]), row[3 : 3 + most], strict=True)
         rows.append(None if n is None else TokenLogprobs(row[2], tuple(top)[:n]))
     return found, rows
-
-
-@dataclass(frozen=True)
-class NewTokens:
-    """What a step gave one request.
-
-    Accepted drafts and the token after them, which is `NO_TOKEN` where there is none.
-
-    Attributes:
-        logprobs: one for each id; None where nobody asks.
-    """
-
-    request: Request
-    ids: list[int]
-    logprobs: list[TokenLogprobs | None] | None
-
-
-def rows_to_sample(step: ScheduledStep, ready: list[int]) -> np.ndarray:
-    """[num_rows] int64.
-
-    The rows of the last known token and the drafts of each sequence in ``ready``.
-    """
-    last = step.plan.cu_seqlens_q[1:][ready].astype(np.int64) - 1
-    if not any(step.num_drafts):
-        return last
-    return np.concatenate(
-        [np.arange(row - step.num_drafts[i], row + 1) for i, row in zip(ready, last, strict=True)]
-    )
-
-
-def tokens_after(
-    step: ScheduledStep, input_ids: np.ndarray, rows: np.ndarray, sampled: Sampled
-) -> np.ndarray:
-    """[num_tokens] int64: the token after each row's, as far as the row stays.
-
-    Args:
-        rows: [num_rows] int64, those whose tokens were sampled. A sequence's other rows are
-            followed by what it has.
-    """
-    ids = np.empty(len(input_ids), dtype=np.int64)
-    ids[:-1] = input_ids[1:]
-    for request, row, end in zip(
-        step.requests, step.plan.cu_seqlens_q[1:], step.plan.seq_lens, strict=True
-    ):
-        if end < request.num_tokens:
-            ids[row - 1] = request.tokens[end]
-    ids[rows] = np.maximum(sampled.ids, 0)  # also of a row that gives none, whose request ends
-    return ids
-
-
-def verify(
-    step: ScheduledStep, ready: list[int], sampled: Sampled
-) -> tuple[list[NewTokens], np.ndarray | None]:
-    """New tokens of the sequences in ``ready``, and how many computed tokens of each stay.
-
-    Returns:
-        (new tokens, [num_seqs] computed tokens that stay; None = all).
-    """
-    accepted = np.array(step.num_new_tokens) if any(step.num_drafts) else None
-    new, row = [], 0
-    for i in ready:
-        request, num_drafts, stay = step.requests[i], step.num_drafts[i], 0
-        if num_drafts:
-            ids = sampled.ids[row : row + num_drafts + 1]
-            stay = count_accepted(request.drafts[:num_drafts].tolist(), ids)
-            accepted[i] -= num_drafts - stay
-            request.num_drafts += num_drafts
-            request.num_accepted += stay
-        rows = slice(row, row + stay + 1)
-        logprobs = None if sampled.logprobs is None else sampled.logprobs[rows]
-        new.append(NewTokens(request, sampled.ids[rows], logprobs))
-        row += num_drafts + 1
-    return new, accepted
-
-
-def count_accepted(drafts: Sequence[int], ids: Sequence[int]) -> int:
-    """How many drafts stay: those before the first that is not what the model put there.
-
-    Args:
-        drafts: [k] token ids.
-        ids: [k + 1], the model's own token at each row.
-    """
-    return next((i for i, draft in enumerate(drafts) if draft != ids[i]), len(drafts))

@@ -4,7 +4,9 @@ Integers only: no torch, no model, and the same choices every time.
 
 Running requests are kept in order of admission. A step takes prefill chunks of running requests,
 admits waiting ones, and takes one token (and its drafts) of every decoding request, all within a
-budget of tokens that `SchedulerPolicy` divides. When pages run out, the request admitted last gives
+budget of tokens that `SchedulerPolicy` divides. A request decodes while one of its known tokens,
+the newest, is not computed yet; as long as nobody comes or goes, each step plans the same slots in
+the same order, of which `KVCache` remembers what it needs (`kvcore.tables.decode`). When pages run out, the request admitted last gives
 its pages back and waits at the head of the queue; nobody is admitted until some request has ended.
 """
 
@@ -78,10 +80,11 @@ class ScheduledStep:
     num_preempted: int
 
     def inputs(self) -> tuple[np.ndarray, list[int]]:
-        """What the model is given.
+        """What the model is given: of a request that decodes the token that the last step sampled.
 
         Returns:
-            (input ids [num_tokens] int32, indices of the requests whose next token the step gives).
+            (input ids [num_tokens] int32, indices of the requests whose next token the step gives:
+            all but those with more of their prompt to come).
         """
         ids, ready = [], []
         for i, (request, end) in enumerate(
@@ -91,6 +94,10 @@ class ScheduledStep:
             if end >= request.num_tokens:
                 ready.append(i)
         return np.concatenate(ids), ready
+
+    def last_rows(self, ready: list[int]) -> np.ndarray:
+        """[num_ready] int64: the row of the last token of each of the requests ``ready``."""
+        return self.plan.cu_seqlens_q[1:][ready].astype(np.int64) - 1
 
     def numbers(self) -> dict[str, Any]:
         """What `quire.models.engine.report.StepReport` says of it before anything is computed."""

@@ -32,9 +32,11 @@ from torch import Tensor
 
 from ..config.fields import shown
 from .request import Request
+from .sampler import NewTokens, Sampled
 
 if TYPE_CHECKING:
     from .batch import Batch, BatchBuilder
+    from .scheduler import ScheduledStep
 
 
 class Drafter(Protocol):
@@ -174,6 +176,8 @@ def set_drafts(
     Returns:
         The requests in which another drafter failed, and how.
     """
+    if not requests:
+        return []
     try:
         _set_drafts(drafter, requests, draws, vocab_size)
     except Exception:
@@ -202,3 +206,88 @@ def _set_drafts(
         if not from_model and len(ids) and not 0 <= min(ids) <= max(ids) < vocab_size:
             raise ValueError(f"drafts: expected ids in 0..{vocab_size - 1}, got {shown(ids)}")
         request.set_drafts(ids, probs)
+
+
+def rows_with_drafts(step: ScheduledStep, ready: list[int]) -> np.ndarray:
+    """[num_rows] int64: rows of the last known token and of the drafts of the sequences ``ready``."""
+    last = step.last_rows(ready)
+    return np.concatenate(
+        [np.arange(row - step.num_drafts[i], row + 1) for i, row in zip(ready, last, strict=True)]
+    )
+
+
+def verify(
+    step: ScheduledStep, ready: list[int], sampled: Sampled
+) -> tuple[list[NewTokens], np.ndarray]:
+    """New tokens of the sequences in ``ready``, and how many computed tokens of each stay.
+
+    Returns:
+        (new tokens, [num_seqs] int64 computed tokens that stay).
+    """
+    accepted = np.array(step.num_new_tokens)
+    new, row = [], 0
+    for i in ready:
+        request, num_drafts, stay = step.requests[i], step.num_drafts[i], 0
+        if num_drafts:
+            ids = sampled.ids[row : row + num_drafts + 1]
+            stay = count_accepted(request.drafts[:num_drafts].tolist(), ids)
+            accepted[i] -= num_drafts - stay
+            request.num_drafts += num_drafts
+            request.num_accepted += stay
+        rows = slice(row, row + stay + 1)
+        logprobs = None if sampled.logprobs is None else sampled.logprobs[rows]
+        new.append(NewTokens(request, sampled.ids[rows], logprobs))
+        row += num_drafts + 1
+    return new, accepted
+
+
+def count_accepted(drafts: Sequence[int], ids: Sequence[int]) -> int:
+    """How many drafts stay: those before the first that is not what the model put there.
+
+    Args:
+        drafts: [k] token ids.
+        ids: [k + 1], the model's own token at each row.
+    """
+    return next((i for i, draft in enumerate(drafts) if draft != ids[i]), len(drafts))
+
+
+def show_step(
+    drafter: ModelDrafter,
+    step: ScheduledStep,
+    batch: Batch,
+    hidden: Tensor,
+    sampled: Sampled,
+    accepted: np.ndarray | None,
+) -> None:
+    """Calls `ModelDrafter.observe`.
+
+    Args:
+        batch, hidden: as there.
+        sampled: the tokens of the step's rows, with drafts if it has any.
+        accepted: [num_seqs] computed tokens that stay; None = all.
+    """
+    plan, (input_ids, ready) = step.plan, step.inputs()
+    rows = step.last_rows(ready) if accepted is None else rows_with_drafts(step, ready)
+    stay = plan.num_new_tokens if accepted is None else accepted
+    after = _tokens_after(step, input_ids, rows, sampled)
+    drafter.observe(batch, hidden, after, plan.cu_seqlens_q[:-1] + stay - 1, plan.slots)
+
+
+def _tokens_after(
+    step: ScheduledStep, input_ids: np.ndarray, rows: np.ndarray, sampled: Sampled
+) -> np.ndarray:
+    """[num_tokens] int64: the token after each row's, as far as the row stays.
+
+    Args:
+        rows: [num_rows] int64, those whose tokens were sampled. A sequence's other rows are
+            followed by what it has.
+    """
+    ids = np.empty(len(input_ids), dtype=np.int64)
+    ids[:-1] = input_ids[1:]
+    for request, row, end in zip(
+        step.requests, step.plan.cu_seqlens_q[1:], step.plan.seq_lens, strict=True
+    ):
+        if end < request.num_tokens:
+            ids[row - 1] = request.tokens[end]
+    ids[rows] = np.maximum(sampled.ids, 0)  # also of a row that gives none, whose request ends
+    return ids

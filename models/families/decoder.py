@@ -17,15 +17,10 @@ from ..config.named import FULL, SLIDING, ModelConfig
 from ..engine.batch import AttnMetadata
 from ..engine.memory import ModelCache
 from ..layers.attention import Attend, PagedAttend
-from ..layers.basic import (
-    Embedding,
-    Linear,
-    RMSNorm,
-    empty_parameter,
-    inverse_frequencies,
-    rotary_angles,
-)
-from ..layers.kv_cache import E4M3, PagePool, cache_groups, num_slots
+from ..layers.basic import Embedding, Linear, RMSNorm, empty_parameter
+from ..layers.kv_cache import E4M3, PagePool, cache_groups, num_tensors
+from ..layers.rotary import inverse_frequencies, rotary_angles
+from ..layers.shared_layers import SharedAttend
 from ..layers.unpaged_attention import Stored, UnpagedAttend
 
 BASE_BLOCK_SIZE = 16
@@ -67,7 +62,7 @@ class Decoder(nn.Module):
         self.embed_tokens = Embedding(
             config.vocab_size, size, device, dtype, scaled=scaled_embedding
         )
-        self.norm = RMSNorm(size, config.rms_norm_eps, config.norm_offset, device, dtype)
+        self.norm = RMSNorm(size, config.rms_norm_eps, device, dtype, offset=config.norm_offset)
         self.frequencies = self._frequencies(device)
         self.lm_head = None
         if not config.tie_word_embeddings:
@@ -158,7 +153,7 @@ class Decoder(nn.Module):
                 kv_scales=kv_scales,
             )
 
-        return ModelCache(groups, groups[0].page_bytes * num_slots(placement), allocate)
+        return ModelCache(groups, groups[0].page_bytes * num_tensors(placement), allocate)
 
     def forward(
         self,
@@ -184,16 +179,13 @@ class Decoder(nn.Module):
         Returns:
             [num_rows, vocab_size] fp32 logits.
         """
-        # Where each sequence has one token, choosing rows saves nothing.
-        skips = self.config.num_kv_shared_layers > 0 and attn.max_seqlen_q > 1
-        attend = PagedAttend(
-            self.config,
-            attn,
-            pool,
-            positions=positions,
-            rows=logits_rows if skips else None,
-            impl=impl,
-        )
+        attend = PagedAttend(self.config, attn, pool, impl=impl)
+        if self.config.num_kv_shared_layers:
+            # Where each sequence has one token, choosing rows saves nothing.
+            rows = logits_rows if attn.max_seqlen_q > 1 else None
+            attend = SharedAttend(
+                self.config, attn, pool, positions=positions, rows=rows, impl=impl
+            )
         return self._run(input_ids, positions, attend, logits_rows)
 
     def full_forward(

@@ -28,8 +28,9 @@ from torch import Tensor, nn
 
 from ..config.named import ModelConfig
 from ..layers.attention import Attend
-from ..layers.basic import MLP, Linear, RMSNorm, apply_rotary, empty_parameter, gelu_tanh, rms_norm
+from ..layers.basic import MLP, Linear, RMSNorm, empty_parameter, gelu_tanh, rms_norm
 from ..layers.per_layer import HostEmbedding
+from ..layers.rotary import apply_rotary
 from .decoder import Decoder, Rotary
 from .gemma_moe import Experts, Router
 
@@ -50,12 +51,14 @@ class Attention(nn.Module):
         q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         self.q_proj = Linear(config.hidden_size, q_size, device, dtype)
         self.o_proj = Linear(q_size, config.hidden_size, device, dtype)
-        self.q_norm = RMSNorm(shape.head_dim, self.eps, config.norm_offset, device, dtype)
+        self.q_norm = RMSNorm(shape.head_dim, self.eps, device, dtype, offset=config.norm_offset)
         if self.owns_kv:
             self.k_proj = Linear(config.hidden_size, kv_size, device, dtype)
             has_v_proj = not shape.k_eq_v
             self.v_proj = Linear(config.hidden_size, kv_size, device, dtype) if has_v_proj else None
-            self.k_norm = RMSNorm(shape.head_dim, self.eps, config.norm_offset, device, dtype)
+            self.k_norm = RMSNorm(
+                shape.head_dim, self.eps, device, dtype, offset=config.norm_offset
+            )
 
     def values(self, x: Tensor, k_raw: Tensor) -> Tensor:
         """V rows. Without v_proj they are the K projection before K's norm weight and before RoPE.
@@ -101,7 +104,7 @@ class DecoderLayer(nn.Module):
         size, width = config.hidden_size, config.per_layer_input_size
 
         def norm() -> RMSNorm:
-            return RMSNorm(size, config.rms_norm_eps, config.norm_offset, device, dtype)
+            return RMSNorm(size, config.rms_norm_eps, device, dtype, offset=config.norm_offset)
 
         self.kind = config.layer_types[layer]
         self.has_experts = config.moe is not None
@@ -190,7 +193,7 @@ class Gemma(Decoder):
             )
             self.per_layer_model_projection = Linear(config.hidden_size, size, device, dtype)
             self.per_layer_projection_norm = RMSNorm(
-                width, config.rms_norm_eps, config.norm_offset, device, dtype
+                width, config.rms_norm_eps, device, dtype, offset=config.norm_offset
             )
 
     def run_layers(

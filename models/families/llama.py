@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from ..config.named import ModelConfig
 from ..layers.attention import Attend
-from ..layers.basic import MLP, Linear, RMSNorm, apply_rotary, empty_parameter
+from ..layers.basic import MLP, Linear, RMSNorm, empty_parameter
+from ..layers.rotary import apply_rotary
 from .decoder import Decoder, Rotary
 
 
@@ -87,8 +88,8 @@ class DecoderLayer(nn.Module):
         self.self_attn = Attention(config, layer, device, dtype, has_sinks=has_sinks)
         self.mlp = mlp
         size, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = RMSNorm(size, eps, config.norm_offset, device, dtype)
-        self.post_attention_layernorm = RMSNorm(size, eps, config.norm_offset, device, dtype)
+        self.input_layernorm = RMSNorm(size, eps, device, dtype, offset=config.norm_offset)
+        self.post_attention_layernorm = RMSNorm(size, eps, device, dtype, offset=config.norm_offset)
 
     def forward(self, x: Tensor, rotary: Rotary, attend: Attend) -> Tensor:
         """The layer.

@@ -1,15 +1,10 @@
-"""The attention operator of all layers of one step.
+"""The attention operator of all layers of one step, over pages.
 
-Over pages, or over one whole sequence without any cache.
-
-A layer calls ``attend(layer, q, k, v)`` with the rows that it just computed. A layer without keys
-and values of its own (the last ones of Gemma-4 E models) passes None: it attends to what its donor,
-an earlier layer, has in its pages and among its new rows, those of the step.
-
-Those last layers need not run for rows whose logits nobody wants: their keys and values are already
-there. ``attend.rows`` are the rows that they run for. Each becomes a sequence of one query; what it
-sees of a sliding donor is gathered once, for all layers that share it, and a full donor's pages
-serve as they are once the step's rows are in them.
+A layer calls ``attend(layer, q, k, v)`` with the rows that it just computed. Keys of earlier tokens
+come from pages, those of the step's own tokens from k and v, in one softmax; then the rows are
+written to pages. Attention never reads a row that its own step writes: the block table is that of
+the last commit, a page that the step starts is in the slot mapping only, and a table of a window
+may give a new row the place of one that the step's first queries still see.
 
 A step may compute rows once more that full attention has in its pages already, to restore the
 windows of sliding layers (`quire.kvcore.Match.replay_from`). The first of them see windows with
@@ -20,27 +15,24 @@ all queries, and does not write them.
 Where pages are e4m3, what attention sees of a row depends on where it comes from: a step's own rows
 are as the layer computed them, what is in pages is quantized. So the logits of a prompt depend on
 where it was cut into steps, by the quantization's error; with the same cuts they are equal bit for
-bit, whether the rows before were computed for this request or found cached. Two kinds of rows are
-read from pages and rounded to the model's dtype: those that a step computes once more, and those of
-windows that shared layers see. A shared layer that runs for few rows sees a full donor's rows of
-this step in its pages, quantized.
+bit, whether the rows before were computed for this request or found cached. Rows that a step
+computes once more are read from pages and rounded to the model's dtype.
+
+`shared_layers` has the steps of models whose last layers share keys and values, and
+`unpaged_attention` whole sequences without a cache.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from quire.kernels import paged_attention, sliding_window_attention, write_kv
 
 from ..config.named import ModelConfig
 from ..engine.batch import AttnMetadata
-from .kv_cache import LayerCache, PagePool
-
-GATHERED_BLOCK = 16  # rows of a page of gathered keys
+from .kv_cache import PagePool
 
 
 class Attend(Protocol):
@@ -65,7 +57,8 @@ class Attend(Protocol):
 
         Args:
             q: [num_tokens, num_heads, head_dim].
-            k, v: [num_tokens, num_kv_heads, head_dim] or None.
+            k, v: [num_tokens, num_kv_heads, head_dim]; None in a layer that shares those of its
+                donor (`shared_layers`).
             sinks: [num_heads] fp32.
 
         Returns:
@@ -76,51 +69,25 @@ class Attend(Protocol):
         """Ends the step, after its last layer."""
 
 
-@dataclass(frozen=True)
-class _Gathered:
-    """Keys and values of chosen rows.
-
-    Of each, one sequence with one query that sees all of them.
-    """
-
-    k_pages: Tensor
-    v_pages: Tensor
-    block_table: Tensor
-    seq_lens: Tensor
-    max_seq_len: int
-    k_scale: Tensor | float | None = None
-    v_scale: Tensor | float | None = None
-
-
 class PagedAttend:
     """Attention of one ragged step through `quire.kernels`.
 
-    Context from pages, the step's own rows from k and v.
+    Context from pages, the step's own rows from k and v. A layer has the block table and the slot
+    mapping of its group, and a page tensor of its own: one page id stands for one page in the
+    tensor of each layer of the group (`kv_cache`).
 
     Args:
         attn: this step's tables, lengths and slots.
-        pool: pages, read and then written; groups of full attention write every row.
-        positions: [num_tokens] int64.
-        rows: [num_rows] int64, rows that shared layers run for; None = all.
+        pool: pages, read and then written.
         impl: "triton" or "torch"; default: by device.
     """
 
+    rows: Tensor | None = None
+
     def __init__(
-        self,
-        config: ModelConfig,
-        attn: AttnMetadata,
-        pool: PagePool,
-        *,
-        positions: Tensor,
-        rows: Tensor | None = None,
-        impl: str | None = None,
+        self, config: ModelConfig, attn: AttnMetadata, pool: PagePool, *, impl: str | None = None
     ) -> None:
-        self.rows = rows
         self._config, self._attn, self._pool, self._impl = config, attn, pool, impl
-        self._positions = positions
-        self._donors = config.kv_donors
-        self._new: dict[int, tuple[Tensor, Tensor]] = {}
-        self._gathered: dict[int, _Gathered] = {}
 
     def __call__(
         self,
@@ -132,32 +99,14 @@ class PagedAttend:
         sinks: Tensor | None = None,
     ) -> Tensor:
         """See `Attend`."""
-        if k is None or v is None:
-            donor = self._config.kv_donor(layer)
-            if self.rows is not None:
-                return self._attend_gathered(self._gathered[donor], q)
-            return self._attend(donor, q, *self._new[donor], sinks)
+        assert k is not None and v is not None, "a layer that shares keys needs `SharedAttend`"
         k, v = self._with_cached(layer, k, v)
         out = self._attend(layer, q, k, v, sinks)
-        # Rows are written only now: a table may give new rows of a window the slots of rows that
-        # the first queries still see.
-        if layer not in self._donors:
-            self._write(layer, k, v)
-        elif self.rows is None:
-            self._new[layer] = k, v  # written after the layers that share them
-        elif self._config.attention(layer).sliding_window is None:
-            self._write(layer, k, v)
-            self._gathered[layer] = self._whole_context(self._pool.layers[layer])
-        else:
-            self._gathered[layer] = self._gather_window(layer, k, v)
-            self._write(layer, k, v)
+        self._write(layer, k, v)
         return out
 
     def finish(self) -> None:
-        """Writes the rows that shared layers had to see unwritten."""
-        for layer, (k, v) in self._new.items():
-            self._write(layer, k, v)
-        self._new.clear()
+        """Nothing is left: each layer has written its rows."""
 
     def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         attn, cache = self._attn, self._pool.layers[layer]
@@ -186,18 +135,6 @@ class PagedAttend:
             return paged_attention(*tensors, **arguments)
         return sliding_window_attention(*tensors, sliding_window=window, **arguments)
 
-    def _with_cached(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """The rows of a full layer, those that are computed once more as its pages have them."""
-        rows, cache = self._attn.replay_rows, self._pool.layers[layer]
-        if rows is None or self._config.attention(layer).sliding_window is not None:
-            return k, v
-        assert self._attn.replay_slots is not None
-        slots, block_size = self._attn.replay_slots[cache.group], cache.k_pages.shape[1]
-        page, row = slots // block_size, slots % block_size
-        k = k.index_copy(0, rows, _rows(cache.k_pages, cache.k_scale, page, row, k.dtype))
-        v = v.index_copy(0, rows, _rows(cache.v_pages, cache.v_scale, page, row, v.dtype))
-        return k, v
-
     def _write(self, layer: int, k: Tensor, v: Tensor) -> None:
         cache = self._pool.layers[layer]
         slots = self._attn.slot_mappings[cache.group]
@@ -212,96 +149,12 @@ class PagedAttend:
             impl=self._impl,
         )
 
-    def _attend_gathered(self, kv: _Gathered, q: Tensor) -> Tensor:
-        num_rows = len(q)
-        return paged_attention(
-            q,
-            kv.k_pages,
-            kv.v_pages,
-            kv.block_table,
-            kv.seq_lens,
-            torch.arange(num_rows + 1, dtype=torch.int32, device=q.device),
-            max_seqlen_q=1,
-            k_scale=kv.k_scale,
-            v_scale=kv.v_scale,
-            max_seq_len=kv.max_seq_len,
-            num_decodes=num_rows,
-            softmax_scale=self._config.softmax_scale,
-            impl=self._impl,
-        )
-
-    def _sequence_of(self, rows: Tensor) -> Tensor:
-        """[num_rows] int64, the sequence that each row belongs to."""
-        return torch.searchsorted(self._attn.cu_seqlens_q[1:].long(), rows, right=True)
-
-    def _whole_context(self, cache: LayerCache) -> _Gathered:
-        """Keys [0, position] of each chosen row, in place: all of them are in pages by now.
-
-        The step's table does not yet name the pages that it fills; their ids are in its slots.
-        """
-        assert self.rows is not None
-        table = self._attn.block_tables[cache.group].clone()
-        slots, block_size = self._attn.slot_mappings[cache.group], cache.k_pages.shape[1]
-        if self._attn.replay_rows is not None:
-            assert self._attn.replay_slots is not None
-            replayed = self._attn.replay_slots[cache.group]
-            slots = slots.index_copy(0, self._attn.replay_rows, replayed)
-        every = torch.arange(len(slots), device=slots.device)
-        table[self._sequence_of(every), self._positions // block_size] = (slots // block_size).int()
-        return _Gathered(
-            cache.k_pages,
-            cache.v_pages,
-            table[self._sequence_of(self.rows)],
-            (self._positions[self.rows] + 1).int(),
-            self._attn.max_seq_len,
-            cache.k_scale,
-            cache.v_scale,
-        )
-
-    def _gather_window(self, layer: int, k: Tensor, v: Tensor) -> _Gathered:
-        """Copies of the keys that each chosen row sees.
-
-        Some are in pages, some are the step's new rows; called before these are written.
-        """
-        assert self.rows is not None
-        attn, cache = self._attn, self._pool.layers[layer]
-        window = self._config.attention(layer).sliding_window
-        assert window is not None
-        device, sequence = k.device, self._sequence_of(self.rows)
-        start = attn.cu_seqlens_q.long()[sequence]
-        context = attn.seq_lens.long()[sequence] - attn.cu_seqlens_q.diff().long()[sequence]
-        last = self._positions[self.rows]
-        first = (last - window + 1).clamp(min=0)
-        num_blocks = -(-window // GATHERED_BLOCK)
-        position = first[:, None] + torch.arange(num_blocks * GATHERED_BLOCK, device=device)
-        is_new = position >= context[:, None]
-        new = (start[:, None] + position - context[:, None]).clamp(0, len(k) - 1)
-        table, block_size = attn.block_tables[cache.group], cache.k_pages.shape[1]
-        entry = position // block_size % table.shape[1]
-        page = torch.where(is_new, 0, table[sequence[:, None], entry].long())
-        row = position % block_size
-
-        def gather(pages: Tensor, scale: Tensor | float | None, rows: Tensor) -> Tensor:
-            kept = _rows(pages, scale, page, row, rows.dtype)
-            both = torch.where(is_new[..., None, None], rows[new], kept)
-            return both.view(-1, GATHERED_BLOCK, *rows.shape[1:])
-
-        blocks = torch.arange(len(first) * num_blocks, dtype=torch.int32, device=device)
-        return _Gathered(
-            gather(cache.k_pages, cache.k_scale, k),
-            gather(cache.v_pages, cache.v_scale, v),
-            blocks.view(-1, num_blocks),
-            (last - first + 1).int(),
-            min(window, attn.max_seq_len),
-        )
-
-
-def _rows(
-    pages: Tensor, scale: Tensor | float | None, page: Tensor, row: Tensor, dtype: torch.dtype
-) -> Tensor:
-    """Rows [..., num_kv_heads, head_dim] of pages by page id and row, in the model's dtype."""
-    if scale is None:
-        return pages[page, row]
-    values = pages.view(torch.uint8)[page, row].view(pages.dtype)
-    factor = scale[page, row][..., None] if isinstance(scale, Tensor) else scale
-    return (values.float() * factor).to(dtype)
+    def _with_cached(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """The rows of a full layer, those that are computed once more as its pages have them."""
+        rows, cache = self._attn.replay_rows, self._pool.layers[layer]
+        if rows is None or self._config.attention(layer).sliding_window is not None:
+            return k, v
+        assert self._attn.replay_slots is not None
+        slots, block_size = self._attn.replay_slots[cache.group], cache.k_pages.shape[1]
+        kept_k, kept_v = cache.rows(slots // block_size, slots % block_size, k.dtype)
+        return k.index_copy(0, rows, kept_k), v.index_copy(0, rows, kept_v)

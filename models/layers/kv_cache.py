@@ -4,11 +4,11 @@ Layers dealt into cache groups, and the page tensors.
 
 Layers that share another layer's keys and values take no part: they have the pages of their donor.
 
-One page id stands for ``num_slots`` physical pages, one in each slot tensor. The j-th layer of
-every group uses slot j and sees it with its own shape, so layers with different heads, head sizes
-and block sizes share one pool::
+One page id stands for ``num_tensors`` physical pages, one in each page tensor. The j-th layer of
+every group has its rows in tensor j and sees it with its own shape, so layers with different heads,
+head sizes and block sizes share one pool::
 
-              slot 0        slot 1
+              tensor 0      tensor 1
     group 0   layer 2       layer 5        full attention
     group 1   layer 0       layer 3        sliding window
     group 2   layer 1       layer 4        sliding window
@@ -38,10 +38,10 @@ PAGE_ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class LayerPlacement:
-    """Cache group and slot of one layer."""
+    """Cache group of one layer, and which page tensor has its rows."""
 
     group: int
-    slot: int
+    tensor: int
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,8 @@ class LayerCache:
     """Pages of one layer.
 
     Attributes:
-        k_pages, v_pages: [num_pages, block_size, num_kv_heads, head_dim] views of the layer's slot.
+        k_pages, v_pages: [num_pages, block_size, num_kv_heads, head_dim] views of the
+            layer's page tensor.
         group: index of the cache group whose table and slots address them.
         k_scale, v_scale: where pages are e4m3, fp32 [num_pages, block_size, num_kv_heads] views of
             it, or one number each; else None.
@@ -60,6 +61,23 @@ class LayerCache:
     group: int
     k_scale: Tensor | float | None = None
     v_scale: Tensor | float | None = None
+
+    def rows(self, page: Tensor, row: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Keys and values [..., num_kv_heads, head_dim] at rows [...] of pages, as `dtype`."""
+        return (
+            _rows(self.k_pages, self.k_scale, page, row, dtype),
+            _rows(self.v_pages, self.v_scale, page, row, dtype),
+        )
+
+
+def _rows(
+    pages: Tensor, scale: Tensor | float | None, page: Tensor, row: Tensor, dtype: torch.dtype
+) -> Tensor:
+    if scale is None:
+        return pages[page, row]
+    values = pages.view(torch.uint8)[page, row].view(pages.dtype)
+    factor = scale[page, row][..., None] if isinstance(scale, Tensor) else scale
+    return (values.float() * factor).to(dtype)
 
 
 def cache_groups(
@@ -113,8 +131,8 @@ def cache_groups(
     for kind, members in layers.items():
         num_groups = -(-len(members) // group_size)
         for i in range(num_groups):
-            for slot, layer in enumerate(members[i::num_groups]):
-                placement[layer] = LayerPlacement(len(groups), slot)
+            for tensor, layer in enumerate(members[i::num_groups]):
+                placement[layer] = LayerPlacement(len(groups), tensor)
             groups.append(
                 GroupSpec(
                     name=f"{kind.removesuffix('_attention')}.{i}",
@@ -158,7 +176,7 @@ class PagePool:
 
     Attributes:
         layers: LayerCache of each layer.
-        slots: [num_slots] tensors of [num_pages, page_bytes] uint8, zeros at first.
+        tensors: [num_tensors] of [num_pages, page_bytes] uint8, zeros at first.
 
     Raises:
         ValueError: num_pages is below 2.
@@ -175,22 +193,22 @@ class PagePool:
         device: torch.device | str,
         kv_scales: Sequence[tuple[float, float]] | None = None,
     ) -> None:
-        self.slots = [
+        self.tensors = [
             empty_pages(num_pages, groups[0].page_bytes, device)
-            for _ in range(num_slots(placement))
+            for _ in range(num_tensors(placement))
         ]
         self.layers = []
         for layer, place in enumerate(placement):
             shape = config.attention(layer)
             block_size = groups[place.group].block_size
-            rows = self.slots[place.slot].view(dtype)  # [num_pages, page elements]
+            rows = self.tensors[place.tensor].view(dtype)  # [num_pages, page elements]
             used = 2 * block_size * shape.num_kv_heads * shape.head_dim
             pages = rows[:, :used].unflatten(1, (2, block_size, shape.num_kv_heads, shape.head_dim))
             scales: tuple[Tensor | float | None, Tensor | float | None] = (None, None)
             if kv_scales is not None:
                 scales = kv_scales[config.kv_donor(layer)]
             elif dtype == E4M3:
-                behind = self.slots[place.slot].view(torch.float32)[:, used // SCALE_BYTES :]
+                behind = self.tensors[place.tensor].view(torch.float32)[:, used // SCALE_BYTES :]
                 behind = behind[:, : 2 * shape.num_kv_heads * block_size]
                 each = behind.unflatten(1, (2, shape.num_kv_heads, block_size)).transpose(2, 3)
                 scales = each[:, 0], each[:, 1]
@@ -208,6 +226,6 @@ def empty_pages(num_pages: int, page_bytes: int, device: torch.device | str) -> 
     return torch.zeros(num_pages, page_bytes, dtype=torch.uint8, device=device)
 
 
-def num_slots(placement: list[LayerPlacement]) -> int:
+def num_tensors(placement: list[LayerPlacement]) -> int:
     """Physical pages behind one page id: the layers of the largest group."""
-    return 1 + max(place.slot for place in placement)
+    return 1 + max(place.tensor for place in placement)

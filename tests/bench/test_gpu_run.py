@@ -163,7 +163,7 @@ def test_layers_refuse_wrong_logits(monkeypatch, capsys):
 
     def other_page(self, step):
         # Everything in the cache moves by one row.
-        for slot in self.pool.slots:
+        for slot in self.pool.tensors:
             slot.copy_(slot.roll(1, 0))
         return forward(self, step)
 

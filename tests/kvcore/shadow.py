@@ -341,7 +341,7 @@ class Life(Misuse):
             self.call("match", self.new_text().tokens)
             self.call("cut", [r.slot for r in self.requests], [1] * len(self.requests))
             self.call("stats")
-        self.calls["with drafts"] += isinstance(plan.step.batch, DraftBatch)
+        self.calls["with drafts"] += isinstance(plan.changes.batch, DraftBatch)
         arrays = self._arrays(plan)
         ids = self._run(plan, counts, accepted or counts)
         held = kv.pool.holds > 0

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from quire.kvcore import LRU, GroupSpec, KVCache
+from quire.kvcore import plan as plans
 from quire.kvcore.policies import retention
 from quire.kvcore.prefix import replays
 from quire.kvcore.prefix.keys import Prompt, next_key, root_key
-from quire.kvcore.tables import decode
+from quire.kvcore.tables import calendar, decode
 
 DENSE, WINDOW = GroupSpec("dense", "dense", 32, 4096), GroupSpec("window", "window", 16, 4096, 33)
 TOKENS = np.arange(1000, dtype=np.int32)
@@ -102,21 +103,64 @@ def test_decode_calendar(settled, monkeypatch):
     slices = []
     for _ in range(8):
         plan = kv.plan(slots, [1, 1])
-        batch = plan.step.batch
+        batch = plan.changes.batch
         due = kv._tables.decodes._due(batch, True)
         assert (batch.calendar is None) == (settled == 99)
         found = [(list(kinds)[o // 2], "ab"[o % 2]) for o in due.outputs.tolist()]
         for name in kinds:
             drawn[name].append("".join(who for kind, who in found if kind == name) or ".")
         slices.append(" ".join(who for _, who in found))
-        assert due.num_dense == sum(kind == "dense" for kind, _ in found)
+        kinds_due = [kind for kind, _ in found]
+        assert kinds_due == sorted(kinds_due, key=list(kinds).index), "dense, windows, snapshots"
+        assert due.num_dense == due.num_always_new == kinds_due.count("dense")
+        assert due.num_blocks == len(kinds_due) - kinds_due.count("state")
         kv.commit(plan, [7, 7])
-    text = decode.__doc__ or ""
+    text = calendar.__doc__ or ""
     for name, (size, _) in kinds.items():
         at = 7 if name == "state" else 0
         row = f"{name:6} (p % {size} = {at})  {'    '.join(drawn[name])}\n"
         assert row in text
     assert f"[{' | '.join(slices)}]" in text
+
+
+def test_tables_change_in_the_commit():
+    kv = cache(GroupSpec("dense", "dense", 16, 4096))
+    slot = start(kv, "a", TOKENS[:31])
+    text = plans.__doc__ or ""
+    for token in (31, 32, 33):
+        plan = kv.plan([slot], [1])
+        table = [page for page in kv.table(0)[slot].tolist() if page]
+        where = int(plan.slot_mapping[0, 0])
+        page, row = divmod(where, 16)
+        place = f"{where} = {page} * 16" + (f" + {row}" if row else "")
+        keys = f"0 .. {token - 1}"
+        assert f"    {token:<14}{int(plan.seq_lens[0]):<11}{table!s:<12}{keys:<16}{place}\n" in text
+        kv.commit(plan, [7])
+        assert page in kv.table(0)[slot]
+
+
+def test_releasing_window():
+    """A long segment, drawn from block 14 on: the blocks that leave the table as another starts."""
+    groups = GroupSpec("dense", "dense", 256, 4096), WINDOW
+    kv = KVCache(groups, num_pages=90, max_requests=1, max_model_len=600, retention=256)
+    slot, spec = start(kv, "a", TOKENS[:1]), kv.layout.classes[1]
+    assert (spec.live, spec.tail, spec.per_segment, spec.lag, spec.width) == (2, 2, 16, 0, 18)
+    at, left = {}, {}
+    for position in range(1, 33 * 16):
+        plan = kv.plan([slot], [1])
+        kv.commit(plan, [7])
+        block, ring = position // 16, kv.table(1)[slot]
+        at[block] = int(plan.slot_mapping[1, 0]) // 16
+        if position % 16 == 0:
+            known = {b for gone in left.values() for b in gone}
+            here = {b for b in at if ring[b % 18] == at[b] and b > block - 18}
+            left[block] = set(range(1, block)) - here - known
+    text = decode.__doc__ or ""
+    assert "starts    14   15   16   17   18   19   20        31   32\n" in text
+    assert "let go        11   12   13   .    .    16   17   ..   28   29 15 14\n" in text
+    drawn = {14: {11}, 15: {12}, 16: {13}, 17: set(), 18: set(), 19: {16}, 20: {17}, 31: {28}}
+    for block, gone in (drawn | {32: {29, 15, 14}}).items():
+        assert left[block] == gone, block
 
 
 def test_drafts():
@@ -127,11 +171,11 @@ def test_drafts():
     kv.commit(plan, TOKENS[6:9], [1])
     shift = 4 * (int(pages[1]) - 1), 4 * (int(kv.pool.peek(1)[0]) - 3)
     assert (plan.slot_mapping[0] - [shift[0], shift[0], shift[1]]).tolist() == [6, 7, 12]
-    assert plan.step.drafts.after.tolist() == [2] and int(kv.num_computed[slot]) == 7
+    assert plan.changes.drafts.after.tolist() == [2] and int(kv.num_computed[slot]) == 7
     assert pages[2] == 0
     plan = kv.plan([slot], [3])
     assert (plan.slot_mapping[0] - [shift[0], shift[1], shift[1]]).tolist() == [7, 12, 13]
-    assert plan.step.drafts.after.tolist() == [1]
+    assert plan.changes.drafts.after.tolist() == [1]
     kv.commit(plan, TOKENS[7:10], [3])
     assert int(kv.num_computed[slot]) == 10 and 4 * (int(pages[2]) - 3) == shift[1]
 

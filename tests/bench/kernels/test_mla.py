@@ -61,7 +61,7 @@ def test_shapes_are_those_of_the_configurations():
         assert (csa.num_heads, csa.topk, csa.rows) == (config.num_heads, config.index_topk, 64)
         assert (hca.num_heads, hca.ratio, hca.rows, hca.topk) == (config.num_heads, 128, 2, 0)
         assert (index.num_heads, index.head_dim, index.topk) == (64, 128, config.index_topk)
-        assert csa.softmax_scale == config.softmax_scale
+        assert csa.softmax_scale == config.head_dim**-0.5
     heads = {c.shape.num_heads for c in all_cases() if c.shape.name.startswith(("v4-flash/csa", "v4-pro/csa"))}  # fmt: skip
     assert heads == {8, 16, 32, 64, 128}
     assert SHAPES["v4-flash/index"].shard(2) is None

@@ -83,9 +83,9 @@ def test_they_end_like_chunks(mix, caching):
         done = [step(kv, own, texts, size, accepted) for kv, own in zip(pair, slots, strict=True)]
         (new, copies), (old, as_many) = done
         assert copies == as_many
-        assert isinstance(new.step.batch, DraftBatch) == (
+        assert isinstance(new.changes.batch, DraftBatch) == (
             1 < size <= longest(mix)
-        ) and not isinstance(old.step.batch, DraftBatch)
+        ) and not isinstance(old.changes.batch, DraftBatch)
         for name in ("positions", "cu_seqlens_q", "seq_lens", "num_new_tokens"):
             assert (getattr(new, name) == getattr(old, name)).all(), name
         assert ((new.slot_mapping >= 0) | (old.slot_mapping < 0)).all(), "a row that chunks write"
@@ -141,7 +141,7 @@ def test_wrong_counts_are_refused(accepted):
     kv, texts = cache("windows"), texts_of()
     slots = started(kv, texts)
     plan = kv.plan(slots, [4] * N)
-    assert plan.step.drafts is not None
+    assert plan.changes.drafts is not None
     with pytest.raises(ValueError, match=r"accepted: expected between \[1, 1, 1, 1\] and \[4"):
         kv.commit(plan, np.zeros(4 * N, dtype=np.int32), accepted)
     kv.check_invariants()

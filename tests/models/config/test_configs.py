@@ -17,7 +17,7 @@ from quire.models.config.named import (
     RopeConfig,
     get_config,
 )
-from quire.models.layers.kv_cache import PagePool, cache_groups, num_slots
+from quire.models.layers.kv_cache import PagePool, cache_groups, num_tensors
 
 
 def read(config: dict, name: str = "x"):
@@ -310,7 +310,7 @@ def test_cache_groups_of_real_models(name):
     assert {g.block_size for g in groups if g.kind == "window"} == {sliding_block}
     assert groups[0].block_size == full_block
     assert {g.page_bytes for g in groups} == {page_bytes}
-    assert num_slots(placement) == layers and layers * page_bytes == id_bytes
+    assert num_tensors(placement) == layers and layers * page_bytes == id_bytes
     owners = placement[: CONFIGS[name].num_kv_owners]
     assert len(set(owners)) == len(owners)  # no two layers share a slot of a group
     for layer, place in enumerate(placement):
@@ -325,7 +325,7 @@ def test_layers_are_dealt_in_turn():
     """Five sliding layers (0, 1, 3, 4, 6) over three groups of at most two; full layers (2, 5) in group 0."""
     _, placement = cache_groups(CONFIGS["gemma3-tiny"], torch.float32)
     dealt = [(1, 0), (2, 0), (0, 0), (3, 0), (1, 1), (0, 1), (2, 1)]
-    assert [(place.group, place.slot) for place in placement] == dealt
+    assert [(place.group, place.tensor) for place in placement] == dealt
 
 
 def test_group_size_is_the_commoner_kind_when_counts_are_close():
@@ -333,7 +333,7 @@ def test_group_size_is_the_commoner_kind_when_counts_are_close():
     groups, placement = cache_groups(
         replace(base, layer_types=(SLIDING,) * 4 + (FULL,) * 3), torch.float32
     )
-    assert len(groups) == 2 and num_slots(placement) == 4
+    assert len(groups) == 2 and num_tensors(placement) == 4
 
 
 def test_page_sizes_that_do_not_divide_are_padded():
@@ -362,7 +362,7 @@ def test_layers_of_a_slot_share_memory_and_slots_do_not():
     for a, first in zip(pool.layers, placement, strict=True):
         for b, second in zip(pool.layers, placement, strict=True):
             same = a.k_pages.untyped_storage().data_ptr() == b.k_pages.untyped_storage().data_ptr()
-            assert same == (first.slot == second.slot)
+            assert same == (first.tensor == second.tensor)
 
 
 def test_bad_sizes():

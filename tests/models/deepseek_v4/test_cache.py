@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from quire.kvcore import KVCache
-from quire.models.deepseek_v4.cache import CacheFormat, V4PagePool, plan_cache, ring_bytes
+from quire.models.deepseek_v4.cache import V4PagePool
+from quire.models.deepseek_v4.cache_plan import CacheFormat, plan_cache, ring_bytes
 from quire.models.deepseek_v4.config import CONFIGS, CSA, HCA, MOE, SLIDING
 from quire.models.deepseek_v4.memory import CHUNK, cost, table, vllm_cost
 from quire.models.loading.random_weights import random_model
@@ -41,8 +42,8 @@ def test_groups_of_the_released_models(name, page_bytes):
     for layer, place in enumerate(plan.layers):
         if place.compressed is not None:
             starts.append((place.compressed, 37440 if config.compress_ratio(layer) == 4 else 1728))
-        if place.index is not None:
-            starts.append((place.index, 8640))
+        if place.index_keys is not None:
+            starts.append((place.index_keys, 8640))
     ends = 0
     for start, size in sorted(starts):
         assert start == ends
@@ -87,7 +88,7 @@ def test_the_allocator_holds_no_more_than_said(name):
         prefill = done < 20001
         count, drafts = (min(CHUNK, 20001 - done), 0) if prefill else (1, 1)
         step = kv.plan([slot], [count + drafts])
-        taken = step.step.num_new
+        taken = step.changes.num_new
         held = num_pages - kv.num_free_pages + taken  # before commit: old and new pages at once
         entries = -(-(done + count + drafts) // 256)
         key = "prefill" if prefill else "decode"
@@ -157,6 +158,22 @@ def test_quantised_pages():
     hit = engine.admit("b", ids)
     assert hit == 112
     assert rms(engine.run("b", 120) - expected[hit:]) < 0.05 * error
+
+
+def test_pages_of_layers_do_not_depend_on_the_order_of_groups():
+    plan = plan_cache(TINY, CacheFormat(torch.float32))
+    places = tuple(replace(p, window_group=p.window_group - 1) for p in plan.layers)
+    other = replace(plan, groups=(*plan.groups[1:], plan.groups[0]), layers=places)
+    assert other.groups[0].block_size != plan.groups[0].block_size
+    found = []
+    for one in (plan, other):
+        pool = V4PagePool(TINY, one, num_pages=3, max_requests=1)
+        found.append([
+            (pages.storage_block_size, pages.data.shape, pages.data.stride(), pages.data.storage_offset())
+            for cache in pool.layers
+            for pages in (cache.window, *(c.pages for c in (cache.compressed, cache.index_keys) if c is not None))
+        ])  # fmt: skip
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from quire.models.config.named import get_config
-from quire.models.deepseek_v4 import paged_attention
+from quire.models.deepseek_v4 import overlap
 from quire.models.deepseek_v4.mtp_drafter import MTPDrafter
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.request import SamplingParams
@@ -212,9 +212,9 @@ def test_a_hit_without_its_overlap_rows_is_wrong(model, monkeypatch):
     """What pages of the group "overlap" hold is needed."""
 
     def load(self, overlap, ring):
-        ring[self.requests] = 0.0
+        ring[self.rings] = 0.0
 
-    monkeypatch.setattr(paged_attention.OverlapRows, "load", load)
+    monkeypatch.setattr(overlap.OverlapCopies, "load", load)
     run = V4Recorder(model)
     for expected_hit in (0, 32):
         request_id = run.add(prompt(40), 1)

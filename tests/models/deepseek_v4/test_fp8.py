@@ -8,7 +8,7 @@ import torch
 
 from quire.models.config.named import get_config
 from quire.models.deepseek_v4 import paged_attention
-from quire.models.deepseek_v4.cache import CacheFormat, plan_cache
+from quire.models.deepseek_v4.cache_plan import CacheFormat, plan_cache
 from quire.models.deepseek_v4.memory import cost
 from quire.models.deepseek_v4.model import DeepseekV4
 from quire.models.deepseek_v4.mtp_drafter import MTPDrafter
@@ -48,7 +48,7 @@ def rounding(rows):
 class Seen(V4Recorder):
     """An engine for one request at a time, and the quantised rows that its attention saw.
 
-    rows: by (layer, "raw", "entries" or "index"), [positions or entries, width]; a request that starts from a hit overwrites those after it.
+    rows: by (layer, "raw", "compressed" or "index_keys"), [positions or entries, width]; a request that starts from a hit overwrites those after it.
     """
 
     def __init__(self, model, monkeypatch, **settings):
@@ -56,7 +56,7 @@ class Seen(V4Recorder):
         self.model, self.rows, names = model, {}, {}
         for layer, cache in enumerate(self.engine.pool.layers):
             names[id(cache.window)] = layer, "raw"
-            for kind in ("entries", "index"):
+            for kind in ("compressed", "index_keys"):
                 if getattr(cache, kind) is not None:
                     names[id(getattr(cache, kind).pages)] = layer, kind
         write_latent, compress = paged_attention.write_latent, paged_attention.compress
@@ -96,7 +96,7 @@ class Seen(V4Recorder):
     def dense_logits(self, input_ids):
         """Logits of the dense model where it sees the engine's rows. They must be roundings of its own."""
         kinds = iter([(layer, kind) for layer, cache in enumerate(self.engine.pool.layers)
-                      for kind in ("raw", "entries", "index") if kind != "index" or cache.index is not None])  # fmt: skip
+                      for kind in ("raw", "compressed", "index_keys") if kind != "index_keys" or cache.index_keys is not None])  # fmt: skip
 
         def stored(rows):
             kind = next(kinds)

@@ -8,10 +8,11 @@ import torch
 from quire.bench.common.bounds import UNIT, bounding
 from quire.kernels.compressor import reference as reference_compress
 from quire.kvcore import KVCache, StepPlan
-from quire.models.deepseek_v4.cache import CacheFormat, V4PagePool, plan_cache
+from quire.models.deepseek_v4.cache import V4PagePool
+from quire.models.deepseek_v4.cache_plan import CacheFormat, plan_cache
 from quire.models.deepseek_v4.config import CONFIGS, CSA, HCA, MOE, SLIDING
 from quire.models.deepseek_v4.layer import Attention
-from quire.models.deepseek_v4.paged_attention import PagedStep
+from quire.models.deepseek_v4.paged_attention import PagedAttend
 from quire.models.deepseek_v4.rope import rope_frequencies, rope_table
 from quire.models.engine.batch import AttnMetadata
 from tests.support.helpers import assert_within_budget
@@ -65,7 +66,7 @@ def test_last_tokens_of_a_full_context(tables, layer):
     cache = pool.layers[layer]
     for ring in pool.rings:
         ring.normal_(generator=generator)
-    before = None if cache.entries is None else cache.entries.ring[0].clone()
+    before = None if cache.compressed is None else cache.compressed.ring[0].clone()
     context = LENGTH - NUM_NEW
     positions = torch.arange(context, LENGTH)
     block_tables, mappings = [], []
@@ -77,7 +78,7 @@ def test_last_tokens_of_a_full_context(tables, layer):
         block_tables.append(table)
         pages = table[0, positions // group.block_size].long()
         mappings.append(pages * group.block_size + positions % group.block_size)
-    for part in (cache.entries, cache.index):
+    for part in (cache.compressed, cache.index_keys):
         if part is not None:  # of group 0; outweighs all else, wherever it is read
             part.pages.data[[5, 6]] *= 16
     attn = AttnMetadata(
@@ -93,14 +94,14 @@ def test_last_tokens_of_a_full_context(tables, layer):
     attention = random_attention(layer, generator)
     if attention.compressor is not None:  # so does the entry that the last token closes
         attention.compressor.kv_norm.weight.mul_(64)
-    if cache.index is not None:
+    if cache.index_keys is not None:
         attention.compressor.indexer.kv_norm.weight.mul_(64)
     cos_sin = tables[layer > 0]
     seen = {}
 
     def attend(module, rows):
         seen["rows"] = rows
-        seen["out"] = PagedStep(attn, pool, impl="torch")(module, rows)
+        seen["out"] = PagedAttend(attn, pool, impl="torch")(module, rows)
         return seen["out"]
 
     x = torch.randn(NUM_NEW, CONFIG.hidden_size, generator=generator)
@@ -113,11 +114,11 @@ def test_last_tokens_of_a_full_context(tables, layer):
     block, within = at // cache.window.storage_block_size, at % cache.window.storage_block_size
     raw = cache.window.data[window_table[block], within].double()
     entries = index_keys = torch.zeros(0, CONFIG.head_dim).double()
-    if cache.entries is not None:
-        entries = cache.entries.pages.data[block_tables[0][0].long()].flatten(0, 1).double()
+    if cache.compressed is not None:
+        entries = cache.compressed.pages.data[block_tables[0][0].long()].flatten(0, 1).double()
         assert len(entries) == LENGTH // CONFIG.compress_ratio(layer)
-    if cache.index is not None:
-        index_keys = cache.index.pages.data[block_tables[0][0].long()].flatten(0, 1).double()
+    if cache.index_keys is not None:
+        index_keys = cache.index_keys.pages.data[block_tables[0][0].long()].flatten(0, 1).double()
     for i in (0, NUM_NEW - 1):
         position = LENGTH - NUM_NEW + i
         keys = raw[i : i + CONFIG.sliding_window]
@@ -125,12 +126,12 @@ def test_last_tokens_of_a_full_context(tables, layer):
             ratio = CONFIG.compress_ratio(layer)
             visible = entries[: (position + 1) // ratio]
             if len(index_keys):
-                dots = (index_keys[: len(visible)] @ rows.index.q[i].double().T).relu()
-                scores = dots @ rows.index.weights[i].double()
+                dots = (index_keys[: len(visible)] @ rows.indexer.q[i].double().T).relu()
+                scores = dots @ rows.indexer.weights[i].double()
                 visible = visible[scores.topk(CONFIG.index_topk).indices]
             keys = torch.cat([keys, visible])
         with bounding():
-            scores = rows.q[i].double() @ keys.T * CONFIG.softmax_scale
+            scores = rows.q[i].double() @ keys.T * CONFIG.head_dim**-0.5
             sinks = attention.sinks[:, None].double()
             want = torch.softmax(torch.cat([scores, sinks], dim=1), 1)[:, :-1] @ keys
             cos, sin = cos_sin[position].double().chunk(2)
@@ -141,7 +142,7 @@ def test_last_tokens_of_a_full_context(tables, layer):
     # The entry that the last token closed is in its page, and turned by the position of its window's start.
     if len(entries):
         pooling = attention.compressor
-        ratio, overlap = pooling.ratio, bool(pooling.overlap)
+        ratio, overlap = pooling.ratio, pooling.overlap
         first = LENGTH - ratio * (1 + overlap)
         kept = before[torch.arange(first, context) % len(before)].double()
         # The ring has a gate with its position's bias.

@@ -8,7 +8,7 @@ import torch
 
 from quire.bench.common.bounds import UNIT
 from quire.models.deepseek_v4 import hyper_connections, layer, moe, rope, unpaged_attention
-from quire.models.deepseek_v4.config import CONFIGS
+from quire.models.deepseek_v4.config import CONFIGS, CSA, HCA, SLIDING
 from quire.models.deepseek_v4.rope import rope_frequencies, rope_table
 from quire.models.loading.weights import load_model
 from tests.support.models.breaks import weights
@@ -121,7 +121,8 @@ def _rope(compressed, **changes):
         config = replace(model.config, **{k: v for k, v in changes.items() if k != "like"})
         like = changes.get("like", compressed)
         frequencies = rope_frequencies(config, compressed=like)
-        model.rope[compressed] = rope_table(frequencies, len(model.rope[compressed]))
+        for kind in (CSA, HCA) if compressed else (SLIDING,):
+            model.rope[kind] = rope_table(frequencies, len(model.rope[kind]))
 
     return apply
 
@@ -210,7 +211,7 @@ SENSITIVITIES = {
     "window one longer": _config(sliding_window=17),
     "one pick less": _config(index_topk=3),
     "one pick more": _config(index_topk=5),
-    "entries rotated by their end": _patch(unpaged_attention, "pool_windows", _window_end),
+    "entries rotated by their end": _patch(unpaged_attention, "compress_windows", _window_end),
     "entries visible one token late": _patch(
         unpaged_attention, "num_visible", lambda f: lambda p, ratio: f(p - 1, ratio)
     ),

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quire.models.deepseek_v4.cache import CacheFormat, plan_cache
+from quire.models.deepseek_v4.cache_plan import CacheFormat, plan_cache
 from quire.models.deepseek_v4.config import CONFIGS
 from quire.models.deepseek_v4.mtp_drafter import MTPDrafter
 from quire.models.deepseek_v4.unpaged_attention import unpaged_attend

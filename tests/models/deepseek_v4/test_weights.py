@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from quire.bench.common.hf_checkpoint import save_checkpoint, to_hf
 from quire.models.deepseek_v4.config import CONFIGS, CSA, HASH_MOE, HCA, MOE, SLIDING
 from quire.models.deepseek_v4.moe import Experts
+from quire.models.layers.basic import Linear
 from quire.models.layers.dequantize import (
     dequantize_fp4,
     dequantize_fp8,
@@ -280,3 +281,20 @@ def test_fp8_blocks_cut_short():
     got = dequantize_fp8(values, scale, torch.float32)
     assert [got[0, 0], got[127, 128], got[0, 256]] == [1, 2, 3]
     assert [got[128, 127], got[129, 255], got[129, 256]] == [4, 5, 6]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_linear_layers_kept_in_fp8_count_as_their_dequantized_weights(dtype):
+    """Whichever of them: some are not multiplied by their own forward."""
+    model = random_model(CONFIG, dtype=dtype)
+    ids = torch.randint(3, 259, (40,), generator=torch.Generator().manual_seed(0))
+    linears = [m for m in model.modules() if isinstance(m, Linear)]
+    stored = []
+    for linear in linears:
+        scale = linear.weight.abs().max().float() / 448
+        stored.append(((linear.weight.float() / scale).to(torch.float8_e4m3fn), scale))
+        linear.weight.copy_(dequantize_fp8(*stored[-1], dtype))
+    want = model.full_forward(ids)
+    for linear, (weight, scale) in zip(linears, stored, strict=True):
+        linear.keep_fp8(weight, scale)
+    assert model.full_forward(ids).equal(want)

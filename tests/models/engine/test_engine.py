@@ -59,7 +59,7 @@ class Recorder:
         self.engine._forward = recording
 
     def _poison(self, pages):
-        for slot in self.engine.pool.slots:
+        for slot in self.engine.pool.tensors:
             slot.view(self.engine.model.dtype)[pages] = float("nan")
 
     def run(self, max_steps=100_000):
@@ -336,7 +336,7 @@ def test_each_part_of_a_step_gets_its_own_time(monkeypatch):
     slow(engine._builder, "build", 400)
     slow(engine, "_run", 800)
     slow(engine, "_sampler", 1600)
-    slow(engine, "_deliver", 3200)
+    slow(engine.outputs, "deliver", 3200)
     engine.add_request(prompt(20), SamplingParams(max_tokens=2))
     steps = [engine.step(), engine.step()]
     assert not engine.has_work and report.PARTS == (
@@ -506,5 +506,5 @@ def test_decode_through_fixed_buffers_equals_each_alone(name):
     assert run.engine._graphs.sizes == [1, 2, 4, 8, 11] and len(graphs) >= 3
     decodes = [r for r in run.reports if not r.num_prefills]
     assert any(r.num_decodes not in graphs for r in decodes)  # padded ones
-    for slot in run.engine.pool.slots:
+    for slot in run.engine.pool.tensors:
         assert slot.view(torch.float32)[0].isnan().all(), "padding wrote to page 0"

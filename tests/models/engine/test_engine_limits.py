@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from quire.kernels.common.checks import HEAD_DIMS
+from quire.kvcore import GroupSpec, KVCache
 from quire.models.config.named import FULL, get_config
-from quire.models.deepseek_v4.cache import CacheFormat, plan_cache
+from quire.models.deepseek_v4.cache_plan import CacheFormat, plan_cache
 from quire.models.engine import memory
+from quire.models.engine.batch import BatchBuilder
 from quire.models.engine.config import EngineConfig
 from quire.models.engine.engine import Engine
 from quire.models.engine.request import SamplingParams
@@ -223,3 +225,16 @@ def test_a_policy_that_says_nonsense_is_named_and_loses_nothing():
     while engine.has_work:
         found += engine.step().finished
     assert [o.request_id for o in found] == [request_id] and len(found[0].token_ids) == 3
+
+
+@pytest.mark.parametrize("refused", [("state", 1), ("dense", 2)], ids=["states", "parts"])
+def test_groups_whose_tables_or_copies_no_batch_has(refused):
+    """A model that makes its own groups learns it at once, not from wrong logits."""
+    kind, pages_per_block = refused
+    groups = [
+        GroupSpec("a", "dense", 16, 4096),
+        GroupSpec("b", kind, 16, 4096, pages_per_block=pages_per_block),
+    ]
+    kv = KVCache(groups, num_pages=9, max_requests=1, max_model_len=64, track_deltas=True)
+    with pytest.raises(NotImplementedError, match="one page in a block"):
+        BatchBuilder(kv, "cpu")

@@ -23,7 +23,7 @@ def model(request):
 def without_points(model, **settings):
     """An engine that has full attention of a prompt cached, and none of its resume points."""
     run = Recorder(model, replay=True, **settings)
-    for slot in run.engine.pool.slots:
+    for slot in run.engine.pool.tensors:
         slot[0] = (
             0  # the null page, which nobody writes: what the first rows see in place of tokens before them
         )

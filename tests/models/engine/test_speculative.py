@@ -6,8 +6,7 @@ import torch
 
 from quire.models.engine.distributions import ACCEPT, RESAMPLE, rejection_sample, uniform
 from quire.models.engine.request import SamplingParams
-from quire.models.engine.sampler import count_accepted
-from quire.models.engine.speculative import NGramDrafter
+from quire.models.engine.speculative import NGramDrafter, count_accepted
 from tests.models.engine.test_engine import Recorder, build, prompt
 
 

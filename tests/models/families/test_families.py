@@ -11,7 +11,7 @@ from quire.models.config.hf_llama import SWIGLU
 from quire.models.config.named import ModelConfig, RopeConfig
 from quire.models.families import gpt_oss, llama
 from quire.models.layers import basic as layers
-from quire.models.layers import moe
+from quire.models.layers import moe, rotary
 from quire.models.loading.weights import load_model
 from tests.models.conftest import ROPES, rope_config
 from tests.support.models.breaks import (
@@ -87,7 +87,7 @@ def test_frequencies_equal_transformers(oracle_root, name):
     # Each of the two errs by 3 units in a frequency (a power, a reciprocal), and so by 6 in the turns of which llama3 takes high - low. With
     # the ramp's other operations, 16 units of the share that keeps its value, which counts ``factor`` times where all else is divided by it.
     rtol = 2 * (4 + 16 * rope.factor) * UNIT
-    torch.testing.assert_close(layers.inverse_frequencies(rope, 64), frequencies, rtol=rtol, atol=0)
+    torch.testing.assert_close(rotary.inverse_frequencies(rope, 64), frequencies, rtol=rtol, atol=0)
     assert rope.amplitude == amplitude
 
 

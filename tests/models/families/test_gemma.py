@@ -10,6 +10,7 @@ from quire.bench.common.hf_checkpoint import save_checkpoint
 from quire.models.config.named import RopeConfig, get_config
 from quire.models.families import gemma
 from quire.models.layers import basic as layers
+from quire.models.layers import rotary
 from quire.models.loading.random_weights import random_model
 from quire.models.loading.weights import load_model
 from tests.support.models.breaks import (
@@ -61,7 +62,7 @@ def test_embedding_scale_is_rounded_to_bf16(hidden_size, scale):
 
 
 def test_proportional_rotary_frequencies():
-    got = layers.inverse_frequencies(
+    got = rotary.inverse_frequencies(
         RopeConfig("proportional", 1e6, partial_rotary_factor=0.25), 32
     )
     want = torch.tensor([1e6 ** (-i / 16) for i in range(4)] + [0.0] * 12, dtype=torch.float64)
@@ -95,7 +96,7 @@ def _post_norm_after_sum(model, monkeypatch):
 
 def _scaled_queries(model, monkeypatch):
     """Gemma-4 with softmax scale head_dim^-0.5."""
-    original = layers.apply_rotary
+    original = rotary.apply_rotary
     q_heads = model.config.sliding.num_heads
 
     def apply(x, rotary):

@@ -113,13 +113,13 @@ class Written(Recorder):
 
         def recording(step):
             def keep(attend, layer, k, v):
-                bounds = attend._attn.cu_seqlens_q.tolist()
+                bounds, ends = attend._attn.cu_seqlens_q.tolist(), attend._attn.seq_lens.tolist()
                 for i, request in enumerate(step.requests):
                     own = slice(bounds[i], bounds[i + 1])
                     layers = self.rows.setdefault(request.request_id, {})
                     blank = [x.new_full((512, *x.shape[1:]), torch.nan) for x in (k, v)]
                     for rows, new in zip(layers.setdefault(layer, blank), (k, v), strict=True):
-                        rows[attend._positions[own]] = new[own]
+                        rows[ends[i] - own.stop + own.start : ends[i]] = new[own]
                 write(attend, layer, k, v)
 
             with pytest.MonkeyPatch.context() as patch:
@@ -279,7 +279,7 @@ def test_many_requests_at_once_equal_each_alone(model):
 def test_tokens_computed_once_more_take_cached_rows():
     model = build("gemma3-tiny")
     run = Recorder(model, replay=True, kv_cache_dtype="fp8")
-    for slot in run.engine.pool.slots:
+    for slot in run.engine.pool.tensors:
         slot[0] = 0
     tokens = prompt(230)
     run.add(tokens, 1)
@@ -369,4 +369,4 @@ def test_the_memory_plan_counts_codes_and_scales():
     assert memory.num_pages > 2.5 * plain.num_pages
     assert memory.num_pages * memory.page_bytes <= 2**20
     pool = cache.allocate(memory.num_pages)
-    assert sum(slot.numel() for slot in pool.slots) == memory.cache_bytes
+    assert sum(slot.numel() for slot in pool.tensors) == memory.cache_bytes

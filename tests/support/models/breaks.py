@@ -2,7 +2,7 @@
 
 import torch
 
-from quire.models.layers import basic as layers
+from quire.models.layers.rotary import inverse_frequencies
 from quire.models.loading.weights import load_model
 from tests.support.models.hand_paged import HandPaged, difference
 from tests.support.models.tolerance import tolerance
@@ -32,7 +32,7 @@ def frequencies(kind, rope):
 
     def apply(model, monkeypatch):
         head_dim = {"sliding": model.config.sliding, "full": model.config.full}[kind].head_dim
-        model.frequencies[f"{kind}_attention"] = layers.inverse_frequencies(rope, head_dim)
+        model.frequencies[f"{kind}_attention"] = inverse_frequencies(rope, head_dim)
 
     return apply
 

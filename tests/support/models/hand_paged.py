@@ -37,7 +37,7 @@ class HandPaged:
             dtype=model.dtype,
             device="cpu",
         )
-        for slot in self.pool.slots:
+        for slot in self.pool.tensors:
             slot.view(model.dtype).fill_(float("nan"))
         self.context = torch.zeros(num_seqs, dtype=torch.int64)
 

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from quire.kvcore import KVCache, StepPlan
-from quire.models.deepseek_v4.cache import CacheFormat, V4PagePool, plan_cache
+from quire.models.deepseek_v4.cache import V4PagePool
+from quire.models.deepseek_v4.cache_plan import CacheFormat, plan_cache
 from quire.models.deepseek_v4.model import DeepseekV4
 from quire.models.deepseek_v4.mtp_drafter import chain_drafts
-from quire.models.deepseek_v4.paged_attention import PagedStep
+from quire.models.deepseek_v4.paged_attention import PagedAttend
 from quire.models.engine.batch import AttnMetadata
 
 NAN = 255  # as bytes: NaN in fp32, bf16 and e4m3
@@ -117,7 +118,7 @@ class SmallEngine:
     @torch.inference_mode()
     def _forward(self, plan, names, tokens, drafts):
         attn = self._metadata(plan)
-        step = PagedStep(attn, self.pool, impl=self.impl)
+        step = PagedAttend(attn, self.pool, impl=self.impl)
         ids = torch.tensor([token for row in tokens for token in row])
         positions = torch.from_numpy(plan.positions)
         streams = self.model.streams(ids, positions, step)

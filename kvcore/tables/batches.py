@@ -47,7 +47,7 @@ class Batches:
         for b in blocks:
             each[0, b.spec.tables, 0] = b.first
             each[1, b.spec.tables], each[2, b.spec.tables] = b.spec.width, b.spec.block_size
-        self._each = tuple(each)  # which is quicker to take apart
+        self._each = tuple(each)  # a tuple is unpacked in less time than an array
 
     def with_drafts(self, slots: Int64, start: Int64, counts: Int64) -> DraftBatch | None:
         """The requests of a step as a batch, if each computes as many tokens as the others, and few
@@ -71,24 +71,24 @@ class Batches:
         elif old.is_of(slots):
             if old.size == size:
                 return old
-            slots, last, live, rows = old.slots, old.last_slots, old.state_pages, NO_ROWS
+            slots, last, live, rows = old.slots, old.token_slots, old.state_pages, NO_ROWS
         else:
             slots = slots.copy()
             known = self._row_of[slots]
-            last = old.last_slots.take(known, axis=1)
+            last = old.token_slots.take(known, axis=1)
             live = old.state_pages.take(known, axis=1)
             rows = (known < ZERO).nonzero()[0]
         if rows.size:
-            last[:, rows] = self._last_slots(slots[rows], start[rows])
+            last[:, rows] = self._last_token_slots(slots[rows], start[rows])
             for state in self._states:
                 live[state.spec.tables[:, None], rows] = state.table[slots[rows], :, LIVE].T
         states = live[self._state_rows]
         is_steady = np.count_nonzero(states) == states.size
-        columns = slots * self._layout.num_columns
+        row_starts = slots * self._layout.num_columns
         kind = DecodeBatch if size == 1 else DraftBatch
-        return kind(slots, start, last, live, is_steady, columns, self._layout.alignment, size)
+        return kind(slots, start, last, live, is_steady, row_starts, self._layout.alignment, size)
 
-    def _last_slots(self, slots: Int64, computed: Int64) -> Int64:
+    def _last_token_slots(self, slots: Int64, computed: Int64) -> Int64:
         """Slots of the tokens before positions `computed` [m]: [num_tables, m], one below the next
         slot in an open block.
 
@@ -135,7 +135,7 @@ class Batches:
         ).all()
         assert len(rows) == len(batch.slots) or not batch.is_whole, "a request left unseen"
         is_open = batch.start[known] % self._each[2] > 0
-        same = batch.last_slots[:, known] == self._last_slots(rows, batch.start[known])
+        same = batch.token_slots[:, known] == self._last_token_slots(rows, batch.start[known])
         assert same[is_open].all(), "slots of the last tokens"
         for s in self._states:
             assert (batch.state_pages[s.spec.tables][:, known] == s.table[rows, :, LIVE].T).all()

@@ -1,0 +1,1 @@
+"""The gated product of an MLP: activation(gate) * up."""

@@ -1,0 +1,1 @@
+"""Norms of queries, keys and values by head, and RoPE."""

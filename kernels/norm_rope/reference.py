@@ -1,0 +1,57 @@
+"""Oracle of ``norm_rope``: plain torch, one head of one token at a time."""
+
+from __future__ import annotations
+
+import torch
+
+
+def normed(
+    head: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float
+) -> torch.Tensor:
+    """RMS norm of one head [head_dim] in its dtype; weight None = the head as it is."""
+    if weight is None:
+        return head
+    mean_square = sum(value * value for value in head) / head.shape[0]
+    return head / torch.sqrt(mean_square + eps) * (weight.to(head.dtype) + offset)
+
+
+def roped(head: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """One head [head_dim] whose pairs (i, i + head_dim / 2) are turned by angle i."""
+    half = head.shape[0] // 2
+    first, second = head[:half], head[half:]
+    cos, sin = cos.to(head.dtype), sin.to(head.dtype)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin])
+
+
+def norm_rope(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    num_kv_heads: int,
+    has_v: bool = True,
+    q_weight: torch.Tensor | None = None,
+    k_weight: torch.Tensor | None = None,
+    norm_v: bool = False,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    dtype: torch.dtype = torch.float64,
+) -> torch.Tensor:
+    """Queries, keys and, with ``norm_v``, values, [num_tokens, out_heads, head_dim] of ``dtype``,
+    the arithmetic's too.
+
+    Arguments as in ``quire.kernels.norm_rope``.
+    """
+    rows = []
+    num_heads = qkv.shape[1] - num_kv_heads * (2 if has_v else 1)
+    for token, row in enumerate(qkv.to(dtype)):
+        angles = cos[token], sin[token]
+        q, k = row[:num_heads], row[num_heads : num_heads + num_kv_heads]
+        heads = [roped(normed(head, q_weight, eps, offset), *angles) for head in q]
+        heads += [roped(normed(head, k_weight, eps, offset), *angles) for head in k]
+        if norm_v:
+            values = row[num_heads + num_kv_heads :] if has_v else k
+            ones = torch.ones(row.shape[1], device=qkv.device)
+            heads += [normed(head, ones, eps, 0.0) for head in values]
+        rows.append(torch.stack(heads) if heads else row[:0])
+    return torch.stack(rows)

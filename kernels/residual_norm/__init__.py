@@ -1,0 +1,1 @@
+"""The residual sum of a layer's branch and the RMS norm behind it."""

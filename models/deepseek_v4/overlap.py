@@ -1,0 +1,99 @@
+"""What a CSA layer needs besides where a sequence is resumed: series a of the tokens before.
+
+Source: `models.deepseek_v4.cache_plan`, the group "overlap".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..engine.batch import AttnMetadata
+
+
+@dataclass(frozen=True)
+class OverlapCopies:
+    """What a step copies between the rings and the pages of the group "overlap".
+
+    The page of a block keeps series a of its last ``ratio`` tokens. A sequence that starts at a
+    boundary reads those before it: it may have been admitted there by a hit. If it came there by
+    itself, its ring has them already, and nothing changes. What is not to be kept goes to page 0,
+    and what is not to be read to the last of the rings: no request owns these, and no step waits
+    for the host.
+
+    Attributes:
+        tokens: [num_kept] int64, tokens of the step that may be kept, ``ratio`` of a block one
+            after the other.
+        pages: [num_kept] int64, where each goes.
+        from_pages, rings: [num_seqs] int64, page to read, and ring that it goes to.
+        starts: [num_seqs] int64, tokens of each sequence before the step.
+        ratio: tokens of a compression window.
+    """
+
+    tokens: Tensor
+    pages: Tensor
+    from_pages: Tensor
+    rings: Tensor
+    starts: Tensor
+    ratio: int
+
+    @classmethod
+    def of_step(cls, attn: AttnMetadata, group: int, block_size: int, ratio: int) -> OverlapCopies:
+        """The copies of a step.
+
+        Args:
+            attn: the step.
+            group: index of the group.
+            block_size: tokens of its pages.
+        """
+        slots, table = attn.slot_mappings[group], attn.block_tables[group]
+        ends = attn.seq_lens.long()
+        starts = ends - attn.cu_seqlens_q.diff().long()
+        device = slots.device
+
+        # Of every block that the longest chunk may touch, the last tokens.
+        num_blocks = (attn.max_seqlen_q + block_size - 2) // block_size + 1
+        block_starts = (starts // block_size * block_size)[:, None]
+        block_ends = block_starts + torch.arange(1, num_blocks + 1, device=device) * block_size
+        back = torch.arange(-ratio, 0, device=device)
+        positions = block_ends[:, :, None] + back  # [num_seqs, num_blocks, ratio]
+        first, end = starts[:, None, None], ends[:, None, None]
+        in_step = (positions >= first) & (positions < end)
+        tokens = positions - first + attn.cu_seqlens_q[:-1, None, None]
+        tokens = torch.where(in_step, tokens, 0).flatten()
+        kept = in_step.flatten() & (slots[tokens] >= 0)
+        pages = torch.where(kept, slots[tokens] // block_size, 0)
+
+        at_boundary = (starts > 0) & (starts % block_size == 0)
+        before = (starts // block_size - 1).clamp(min=0) % table.shape[1]
+        from_pages = table.gather(1, before[:, None])[:, 0]
+        from_pages = torch.where(at_boundary, from_pages, 0).long()
+        rings = torch.where(at_boundary, attn.request_slots, -1).long()
+        return cls(tokens, pages, from_pages, rings, starts, ratio)
+
+    def load(self, overlap: Tensor, ring: Tensor) -> None:
+        """Copies series a from pages into rings.
+
+        Args:
+            overlap, ring: of a `CompressorCache`.
+        """
+        back = torch.arange(-self.ratio, 0, device=ring.device)
+        at = (self.starts[:, None] + back) % ring.shape[1]
+        ring[self.rings[:, None], at, :, : overlap.shape[-1]] = overlap[self.from_pages]
+
+    def save(self, kv: Tensor, gate: Tensor, position_bias: Tensor, overlap: Tensor) -> None:
+        """Copies series a of the step into pages.
+
+        Args:
+            kv, gate: [num_tokens, 2 * width] of the step.
+            position_bias: [ratio, 2 * width], added to the gate.
+            overlap: of a `CompressorCache`.
+        """
+        width = overlap.shape[-1]
+        kv, gate = kv[self.tokens, :width], gate[self.tokens, :width]
+        # A block ends where a compression window does, so its last tokens are a whole window.
+        gate = (gate.unflatten(0, (-1, self.ratio)) + position_bias[:, :width]).flatten(0, 1)
+        row = torch.arange(self.ratio, device=kv.device).repeat(len(kv) // self.ratio)
+        overlap[self.pages, row] = torch.stack([kv, gate], dim=1)

@@ -1,0 +1,99 @@
+"""Rotary embedding: frequencies of channel pairs, angles of positions, and their application."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ..config.model import RopeConfig
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
+    """Radians per position of each channel pair.
+
+    Which channels make a pair is the caller's choice: (i, i + head_dim / 2) in `apply_rotary`,
+    (2i, 2i + 1) in `models.deepseek_v4.rope`. ``amplitude`` is not in it: see `rotary_angles`.
+
+    Args:
+        head_dim: channels that the pairs are of: the whole head, or DeepSeek-V4's rope_dim. The
+            exponents of all kinds are divided by it; of the kind "proportional", pairs past
+            ``partial_rotary_factor`` are not rotated (frequency 0).
+
+    Returns:
+        [head_dim // 2] fp32, CPU.
+
+    Source: transformers ``modeling_rope_utils``.
+    """
+    exponent = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    frequencies = 1.0 / rope.base**exponent
+    if rope.kind == "proportional":
+        frequencies[int(rope.partial_rotary_factor * head_dim // 2) :] = 0.0
+    if rope.kind in ("linear", "proportional"):
+        return frequencies / rope.factor
+    if rope.kind in ("llama3", "yarn"):
+        share = _blend(rope, frequencies)
+        return frequencies * (share + (1 - share) / rope.factor)
+    return frequencies
+
+
+def _blend(rope: RopeConfig, frequencies: Tensor) -> Tensor:
+    """How far a frequency keeps its value.
+
+    1 for high ones, 0 for low ones, a ramp between. [head_dim // 2] fp32.
+
+    llama3's ramp is linear in the turns that a frequency makes within ``original_max_positions``,
+    yarn's in the channel pair.
+    """
+    assert rope.original_max_positions is not None
+    if rope.kind == "llama3":
+        turns = frequencies * (rope.original_max_positions / (2 * math.pi))
+        return ((turns - rope.low) / (rope.high - rope.low)).clamp(0, 1)
+    num_pairs = len(frequencies)
+
+    def pair_that_turns(turns: float) -> float:
+        wavelength = rope.original_max_positions / (2 * math.pi * turns)
+        return num_pairs * math.log(wavelength) / math.log(rope.base)
+
+    first, last = pair_that_turns(rope.high), pair_that_turns(rope.low)
+    if rope.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    # The upper limit is in channels, not pairs, as in the paper's code; it matters where no
+    # frequency is low.
+    first, last = max(first, 0), min(last, 2 * num_pairs - 1)
+    width = last - first or 0.001
+    return 1 - ((torch.arange(num_pairs, dtype=torch.float32) - first) / width).clamp(0, 1)
+
+
+def rotary_angles(
+    positions: Tensor, frequencies: Tensor, amplitude: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of every position's angles, times ``amplitude``.
+
+    Args:
+        positions: [num_tokens] int64.
+        frequencies: [head_dim // 2] fp32.
+
+    Returns:
+        (cos, sin), each [num_tokens, 1, head_dim // 2] fp32; the 1 broadcasts over heads.
+    """
+    angles = positions.float()[:, None, None] * frequencies
+    if amplitude == 1.0:
+        return angles.cos(), angles.sin()
+    return angles.cos() * amplitude, angles.sin() * amplitude
+
+
+def apply_rotary(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotates the channel pairs (i, i + head_dim / 2) of every head by its token's angles.
+
+    Args:
+        x: [num_tokens, heads, head_dim].
+        rotary: (cos, sin) of `rotary_angles`.
+
+    Returns:
+        [num_tokens, heads, head_dim] in the dtype of x; the arithmetic is fp32.
+    """
+    cos, sin = rotary
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

@@ -1,0 +1,191 @@
+"""Attention of models whose last layers have no keys and values of their own (Gemma-4 E).
+
+Such a layer calls ``attend(layer, q)`` without k and v: it attends to what its donor, an earlier
+layer, has in its pages and among its new rows, those of the step.
+
+These layers need not run for rows whose logits nobody wants: their keys and values are already
+there. ``attend.rows`` are the rows that they run for. Each becomes a sequence of one query; what it
+sees of a sliding donor is gathered once, for all layers that share it, and a full donor's pages
+serve as they are once the step's rows are in them.
+
+Where pages are e4m3, rows of windows that are gathered are read from pages and rounded to the
+model's dtype, and a layer that runs for few rows sees a full donor's rows of this step in its
+pages, quantized.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire.kernels import paged_attention
+
+from ..config.named import ModelConfig
+from ..engine.batch import AttnMetadata
+from .attention import PagedAttend
+from .kv_cache import LayerCache, PagePool
+
+GATHERED_BLOCK = 16  # rows of a page of gathered keys
+
+
+@dataclass(frozen=True)
+class _Gathered:
+    """Keys and values of chosen rows.
+
+    Of each, one sequence with one query that sees all of them.
+    """
+
+    k_pages: Tensor
+    v_pages: Tensor
+    block_table: Tensor
+    seq_lens: Tensor
+    max_seq_len: int
+    k_scale: Tensor | float | None = None
+    v_scale: Tensor | float | None = None
+
+
+class SharedAttend(PagedAttend):
+    """`PagedAttend` of a model with shared layers.
+
+    Args:
+        config, attn, pool, impl: as of `PagedAttend`; groups of full attention write every row.
+        positions: [num_tokens] int64.
+        rows: [num_rows] int64, rows that shared layers run for; None = all.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        attn: AttnMetadata,
+        pool: PagePool,
+        *,
+        positions: Tensor,
+        rows: Tensor | None = None,
+        impl: str | None = None,
+    ) -> None:
+        super().__init__(config, attn, pool, impl=impl)
+        self.rows = rows
+        self._positions = positions
+        self._donors = config.kv_donors
+        self._new: dict[int, tuple[Tensor, Tensor]] = {}
+        self._gathered: dict[int, _Gathered] = {}
+
+    def __call__(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor | None = None,
+        v: Tensor | None = None,
+        *,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """See `Attend`."""
+        if k is None or v is None:
+            donor = self._config.kv_donor(layer)
+            if self.rows is not None:
+                return self._attend_gathered(self._gathered[donor], q)
+            return self._attend(donor, q, *self._new[donor], sinks)
+        if layer not in self._donors:
+            return super().__call__(layer, q, k, v, sinks=sinks)
+        k, v = self._with_cached(layer, k, v)
+        out = self._attend(layer, q, k, v, sinks)
+        if self.rows is None:
+            self._new[layer] = k, v  # written after the layers that share them
+        elif self._config.attention(layer).sliding_window is None:
+            self._write(layer, k, v)
+            self._gathered[layer] = self._whole_context(self._pool.layers[layer])
+        else:
+            self._gathered[layer] = self._gather_window(layer, k, v)
+            self._write(layer, k, v)
+        return out
+
+    def finish(self) -> None:
+        """Writes the rows that shared layers had to see unwritten."""
+        for layer, (k, v) in self._new.items():
+            self._write(layer, k, v)
+        self._new.clear()
+
+    def _attend_gathered(self, kv: _Gathered, q: Tensor) -> Tensor:
+        num_rows = len(q)
+        return paged_attention(
+            q,
+            kv.k_pages,
+            kv.v_pages,
+            kv.block_table,
+            kv.seq_lens,
+            torch.arange(num_rows + 1, dtype=torch.int32, device=q.device),
+            max_seqlen_q=1,
+            k_scale=kv.k_scale,
+            v_scale=kv.v_scale,
+            max_seq_len=kv.max_seq_len,
+            num_decodes=num_rows,
+            softmax_scale=self._config.softmax_scale,
+            impl=self._impl,
+        )
+
+    def _sequence_of(self, rows: Tensor) -> Tensor:
+        """[num_rows] int64, the sequence that each row belongs to."""
+        return torch.searchsorted(self._attn.cu_seqlens_q[1:].long(), rows, right=True)
+
+    def _whole_context(self, cache: LayerCache) -> _Gathered:
+        """Keys [0, position] of each chosen row, in place: all of them are in pages by now.
+
+        The step's table does not yet name the pages that it fills; their ids are in its slots.
+        """
+        assert self.rows is not None
+        table = self._attn.block_tables[cache.group].clone()
+        slots, block_size = self._attn.slot_mappings[cache.group], cache.k_pages.shape[1]
+        if self._attn.replay_rows is not None:
+            assert self._attn.replay_slots is not None
+            replayed = self._attn.replay_slots[cache.group]
+            slots = slots.index_copy(0, self._attn.replay_rows, replayed)
+        every = torch.arange(len(slots), device=slots.device)
+        table[self._sequence_of(every), self._positions // block_size] = (slots // block_size).int()
+        return _Gathered(
+            cache.k_pages,
+            cache.v_pages,
+            table[self._sequence_of(self.rows)],
+            (self._positions[self.rows] + 1).int(),
+            self._attn.max_seq_len,
+            cache.k_scale,
+            cache.v_scale,
+        )
+
+    def _gather_window(self, layer: int, k: Tensor, v: Tensor) -> _Gathered:
+        """Copies of the keys that each chosen row sees.
+
+        Some are in pages, some are the step's new rows; called before these are written.
+        """
+        assert self.rows is not None
+        attn, cache = self._attn, self._pool.layers[layer]
+        window = self._config.attention(layer).sliding_window
+        assert window is not None
+        device, sequence = k.device, self._sequence_of(self.rows)
+        start = attn.cu_seqlens_q.long()[sequence]
+        context = attn.seq_lens.long()[sequence] - attn.cu_seqlens_q.diff().long()[sequence]
+        last = self._positions[self.rows]
+        first = (last - window + 1).clamp(min=0)
+        num_blocks = -(-window // GATHERED_BLOCK)
+        position = first[:, None] + torch.arange(num_blocks * GATHERED_BLOCK, device=device)
+        is_new = position >= context[:, None]
+        new = (start[:, None] + position - context[:, None]).clamp(0, len(k) - 1)
+        table, block_size = attn.block_tables[cache.group], cache.k_pages.shape[1]
+        entry = position // block_size % table.shape[1]
+        page = torch.where(is_new, 0, table[sequence[:, None], entry].long())
+        row = position % block_size
+
+        def gather(kept: Tensor, rows: Tensor) -> Tensor:
+            both = torch.where(is_new[..., None, None], rows[new], kept)
+            return both.view(-1, GATHERED_BLOCK, *rows.shape[1:])
+
+        kept_k, kept_v = cache.rows(page, row, k.dtype)
+        blocks = torch.arange(len(first) * num_blocks, dtype=torch.int32, device=device)
+        return _Gathered(
+            gather(kept_k, k),
+            gather(kept_v, v),
+            blocks.view(-1, num_blocks),
+            (last - first + 1).int(),
+            min(window, attn.max_seq_len),
+        )
