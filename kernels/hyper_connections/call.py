@@ -9,6 +9,9 @@ import torch
 from ..common.checks import MODEL_DTYPES, expect_int, expect_positive, expect_tensor
 
 FP32 = torch.float32
+# What the Triton kernels hold of a token.
+MAX_STREAMS = 8
+MAX_HIDDEN = 16384
 
 
 def check_collapse(

@@ -28,10 +28,8 @@ import triton.language as tl
 from ..common import launch_cache, strided
 from ..common.launching import Launch, arch_and_sms
 from ..common.tile_shapes import MAX_REGISTERS, next_power_of_2
-from .call import check_collapse, check_expand
+from .call import MAX_HIDDEN, MAX_STREAMS, check_collapse, check_expand
 
-MAX_STREAMS = 8
-MAX_HIDDEN = 16384
 # Channels of a tile of the products; parts that the reduction is split into, at most.
 BLOCK_K = 64
 MAX_SPLITS = 32

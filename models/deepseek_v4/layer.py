@@ -18,8 +18,8 @@ Source: transformers ``modeling_deepseek_v4``; DeepSeek-V4 report 2.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -71,10 +71,23 @@ class AttentionInputs:
     indexer: IndexerInputs | None
 
 
-Attend = Callable[["Attention", AttentionInputs], Tensor]
-"""(attention, its inputs) -> [num_tokens, num_heads, head_dim], the trailing channels under the
-inverse RoPE of the query's position.
-"""
+class Attend(Protocol):
+    """The attention operator of a step.
+
+    Attributes:
+        impl: "triton" or "torch" for all kernels of the step; None = by device.
+    """
+
+    impl: str | None
+
+    def __call__(self, attention: Attention, inputs: AttentionInputs) -> Tensor:
+        """Attention of one layer.
+
+        Returns:
+            [num_tokens, num_heads, head_dim], the trailing channels under the inverse RoPE of the
+            query's position.
+        """
+        ...
 
 
 class GatedPooling(nn.Module):
@@ -259,9 +272,10 @@ class DecoderLayer(nn.Module):
         Returns:
             The shape of streams.
         """
-        x, post, comb = self.attn_hc.collapse(streams)
-        y = self.self_attn(self.input_layernorm(x), positions, cos_sin, attend)
-        streams = self.attn_hc.expand(streams, y, post, comb)
-        x, post, comb = self.ffn_hc.collapse(streams)
-        y = self.mlp(self.post_attention_layernorm(x), input_ids)
-        return self.ffn_hc.expand(streams, y, post, comb)
+        impl = attend.impl
+        x, post, comb = self.attn_hc.collapse(streams, self.input_layernorm, impl)
+        y = self.self_attn(x, positions, cos_sin, attend)
+        streams = self.attn_hc.expand(streams, y, post, comb, impl)
+        x, post, comb = self.ffn_hc.collapse(streams, self.post_attention_layernorm, impl)
+        y = self.mlp(x, input_ids)
+        return self.ffn_hc.expand(streams, y, post, comb, impl)

@@ -106,12 +106,12 @@ def _method(cls, name, make):
     return lambda model, monkeypatch: monkeypatch.setattr(cls, name, make(getattr(cls, name)))
 
 
-def _not_transposed(streams, y, post, comb):
+def _not_transposed(streams, y, post, comb, impl):
     return post[..., None] * y[:, None] + comb @ streams
 
 
 def _comb_not_transposed(model, monkeypatch):
-    monkeypatch.setattr(hyper_connections.HyperConnection, "expand", staticmethod(_not_transposed))
+    monkeypatch.setattr(hyper_connections, "expand_streams", _not_transposed)
 
 
 def _rope(compressed, **changes):
