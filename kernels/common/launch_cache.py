@@ -32,7 +32,7 @@ PAGES = (LatentPages, IndexPages)
 TENSORS = (Tensor, *PAGES)
 HOST_VALUES = frozenset((int, float, bool))
 # Arguments that a call makes where they are None.
-MADE = ("out", "lens", "lse", "post", "comb", "workspace")
+MADE = ("out", "ids", "lens", "lse", "post", "comb", "route_weights", "workspace")
 # Launch arguments that have another name in the call.
 NAMES = {
     "k_new": "k", "v_new": "v", "k_tiles": "k", "v_tiles": "v", "partial_out": "workspace",

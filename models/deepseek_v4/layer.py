@@ -24,11 +24,13 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from ..layers.basic import Linear, RMSNorm, empty_parameter, linear_fp32, rms_norm
+from quire.kernels import residual_norm
+
+from ..layers.basic import Linear, RMSNorm, empty_parameter, linear_fp32
 from .config import CSA, SLIDING, DeepseekV4Config
 from .hyper_connections import HyperConnection
 from .moe import MoE
-from .rope import apply_rope
+from .rope import rotated_heads
 
 
 @dataclass(frozen=True)
@@ -151,15 +153,19 @@ class Indexer(GatedPooling):
         self.q_b_proj = Linear(config.q_lora_rank, q_size, device, dtype)
         self.scorer = Scorer(config, device, dtype)
 
-    def inputs(self, x: Tensor, q_latent: Tensor, cos_sin: Tensor) -> IndexerInputs:
+    def inputs(
+        self, x: Tensor, q_latent: Tensor, positions: Tensor, cos_sin: Tensor, impl: str | None
+    ) -> IndexerInputs:
         """Queries of a step, their weights, and what keys are pooled from.
 
         Args:
             x: [num_tokens, hidden_size].
             q_latent: [num_tokens, q_lora_rank].
-            cos_sin: [num_tokens, rope_dim], of the tokens' positions.
+            positions, cos_sin: as in `AttentionInputs`.
+            impl: of the kernels.
         """
-        q = apply_rope(self.q_b_proj(q_latent).unflatten(-1, (-1, self.head_dim)), cos_sin)
+        q = self.q_b_proj(q_latent).unflatten(-1, (-1, self.head_dim))
+        q = rotated_heads(q, positions, cos_sin, None, self.kv_norm.eps, impl)
         weights = linear_fp32(x, self.scorer.weights_proj.matrix(x.dtype)) * self.score_scale
         kv, gate = self.project(x)
         return IndexerInputs(q, weights, kv, gate)
@@ -206,6 +212,8 @@ class Attention(nn.Module):
         self.o_a_proj = Linear(heads * config.head_dim // groups, groups * rank, device, dtype)
         self.o_b_proj = Linear(groups * rank, config.hidden_size, device, dtype)
         self.num_groups = groups
+        # Of the heads' norm, which has none.
+        self._no_weight = torch.ones(config.head_dim, device=device)
         sliding = self.kind == SLIDING
         self.compressor = None if sliding else Compressor(config, self.kind, device, dtype)
 
@@ -221,18 +229,20 @@ class Attention(nn.Module):
         Returns:
             The shape of x.
         """
-        angles = cos_sin[positions]
-        q_latent = self.q_a_norm(self.q_a_proj(x))
-        q = rms_norm(self.q_b_proj(q_latent).unflatten(-1, (-1, self.head_dim)), None, self.eps)
+        impl = attend.impl
+        q_latent = residual_norm(self.q_a_proj(x), self.q_a_norm.weight, eps=self.eps, impl=impl)
+        q = self.q_b_proj(q_latent).unflatten(-1, (-1, self.head_dim))
         compressor = self.compressor
         indexer = None if compressor is None else compressor.indexer
         inputs = AttentionInputs(
             positions=positions,
             cos_sin=cos_sin,
-            q=apply_rope(q, angles),
+            q=rotated_heads(q, positions, cos_sin, self._no_weight, self.eps, impl),
             kv=self.kv_proj(x),
             compressor=None if compressor is None else compressor.project(x),
-            indexer=None if indexer is None else indexer.inputs(x, q_latent, angles),
+            indexer=None
+            if indexer is None
+            else indexer.inputs(x, q_latent, positions, cos_sin, impl),
         )
         out = attend(self, inputs).reshape(len(x), self.num_groups, -1)
         weight = self.o_a_proj.matrix(x.dtype).unflatten(0, (self.num_groups, -1))
@@ -277,5 +287,5 @@ class DecoderLayer(nn.Module):
         y = self.self_attn(x, positions, cos_sin, attend)
         streams = self.attn_hc.expand(streams, y, post, comb, impl)
         x, post, comb = self.ffn_hc.collapse(streams, self.post_attention_layernorm, impl)
-        y = self.mlp(x, input_ids)
+        y = self.mlp(x, input_ids, impl)
         return self.ffn_hc.expand(streams, y, post, comb, impl)

@@ -11,18 +11,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from quire.kernels import gated_product
+
 from ..layers.basic import Linear, empty_parameter, linear_fp32
 from ..layers.moe import run_experts
 from ..layers.packed_experts import PackedExperts
 from .config import HASH_MOE, DeepseekV4Config
 
 
-def clamped_swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
+def clamped_swiglu(gate: Tensor, up: Tensor, limit: float, impl: str | None = None) -> Tensor:
     """silu(min(gate, limit)) * clamp(up, -limit, limit).
 
     The gate is bounded only from above, and before silu.
     """
-    return F.silu(gate.clamp(max=limit)) * up.clamp(min=-limit, max=limit)
+    return gated_product(gate, up, activation="silu", limit=limit, impl=impl)
 
 
 class Router(nn.Module):
@@ -88,7 +90,7 @@ class Experts(nn.Module):
         self.gate_up_proj = empty_parameter(experts, 2 * width, hidden, device=device, dtype=dtype)
         self.down_proj = empty_parameter(experts, hidden, width, device=device, dtype=dtype)
 
-    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor, impl: str | None = None) -> Tensor:
         """sum_e weight_e down_e(act(gate_e x, up_e x)) over a row's experts e.
 
         Added up in fp32, in the router's order. act is `clamped_swiglu`.
@@ -96,11 +98,13 @@ class Experts(nn.Module):
         Args:
             x: [num_tokens, hidden_size].
             ids, weights: of the router.
+            impl: "triton" or "torch"; default: by device.
 
         Returns:
             The shape of x.
         """
-        return run_experts(x, ids, weights, self.gate_up_proj, self.down_proj, self.activation)
+        activation = partial(self.activation, impl=impl)
+        return run_experts(x, ids, weights, self.gate_up_proj, self.down_proj, activation)
 
 
 class SharedExpert(nn.Module):
@@ -114,16 +118,18 @@ class SharedExpert(nn.Module):
         self.up_proj = Linear(hidden, width, device, dtype)
         self.down_proj = Linear(width, hidden, device, dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, impl: str | None = None) -> Tensor:
         """down(act(gate x, up x)).
 
         Args:
             x: [num_tokens, hidden_size].
+            impl: "triton" or "torch"; default: by device.
 
         Returns:
             The same shape.
         """
-        return self.down_proj(clamped_swiglu(self.gate_proj(x), self.up_proj(x), self.limit))
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        return self.down_proj(clamped_swiglu(gate, up, self.limit, impl))
 
 
 class MoE(nn.Module):
@@ -148,14 +154,20 @@ class MoE(nn.Module):
             )  # fmt: skip
         self.shared_experts = SharedExpert(config, device, dtype)
 
-    def forward(self, x: Tensor, input_ids: Tensor) -> Tensor:
+    def forward(self, x: Tensor, input_ids: Tensor, impl: str | None = None) -> Tensor:
         """experts(x) + shared_experts(x), the experts of each row chosen by the router.
 
         Args:
             x: [num_tokens, hidden_size].
             input_ids: [num_tokens] int64, for hash layers.
+            impl: "triton" or "torch"; default: by device.
 
         Returns:
             The shape of x.
         """
-        return self.experts(x, *self.gate(x, input_ids)) + self.shared_experts(x)
+        ids, weights = self.gate(x, input_ids)
+        if isinstance(self.experts, Experts):
+            routed = self.experts(x, ids, weights, impl)
+        else:
+            routed = self.experts(x, ids, weights)
+        return routed + self.shared_experts(x, impl)

@@ -177,11 +177,16 @@ def _activation(make):
 
 
 def _both_sides(original):
-    return lambda gate, up, limit: original(gate.clamp(min=-limit), up, limit)
+    return lambda gate, up, limit, impl=None: original(gate.clamp(min=-limit), up, limit)
 
 
 def _no_head_norm(model, monkeypatch):
-    monkeypatch.setattr(layer, "rms_norm", lambda x, weight, eps: x)
+    original = rope.write_latent
+    monkeypatch.setattr(
+        rope,
+        "write_latent",
+        lambda *args, **kwargs: original(*args, **kwargs | {"norm_weight": None}),
+    )
 
 
 SENSITIVITIES = {
@@ -205,7 +210,9 @@ SENSITIVITIES = {
     "routed scaling 1": lambda model, monkeypatch: [
         setattr(one.mlp.gate, "scale", 1.0) for one in model.layers
     ],
-    "no clamp": _activation(lambda original: lambda gate, up, limit: original(gate, up, 1e9)),
+    "no clamp": _activation(
+        lambda original: lambda gate, up, limit, impl=None: original(gate, up, 1e9)
+    ),
     "gate clamped below": _activation(_both_sides),
     "window one shorter": _config(sliding_window=15),
     "window one longer": _config(sliding_window=17),
