@@ -1,4 +1,5 @@
-"""Paged attention for full, sliding-window and latent layers: public names, loaded on first use.
+"""Paged attention for full, sliding-window and latent layers, and what layers have around it:
+public names, loaded on first use.
 
 Importing this package imports neither torch nor Triton. Each operator is a folder with the same files: ``api`` (public functions: check
 once, choose the implementation by name, never fall back to another), ``triton_impl``, ``torch_impl`` (for CPU tensors), ``reference``

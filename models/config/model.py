@@ -248,20 +248,20 @@ class ModelConfig:
 
         They are of the model's dtype where that has two bytes.
 
-        Six hidden states, and beside them the widest of a layer's branches: the MLP with its three
-        intermediates, queries while they are normed and rotated in fp32, or the rows of a token's
-        experts.
+        Five hidden states, and beside them the widest of a layer's branches: the MLP with its three
+        intermediates, queries, keys and values before and after their norms and RoPE, with what
+        attention gives, or the rows of a token's experts.
         """
         hidden, width = self.hidden_size, self.per_layer_input_size * self.num_layers
         shapes = [shape for shape in (self.sliding, self.full) if shape is not None]
         branches = [
             3 * max(map(self.mlp_size, range(self.num_layers))),
-            8 * max(shape.num_heads * shape.head_dim for shape in shapes),
+            max((3 * s.num_heads + 4 * s.num_kv_heads) * s.head_dim for s in shapes),
         ]
         if self.moe is not None:
             branches.append(self.moe.top_k * (3 * hidden + 4 * self.moe.intermediate_size))
         # The inputs of all layers are made first, and then stay.
-        return 6 * hidden + max(7 * width, width + max(branches))
+        return 5 * hidden + max(7 * width, width + max(branches))
 
     def attention(self, layer: int) -> AttentionConfig:
         """Attention shapes of layer ``layer``."""

@@ -17,7 +17,7 @@ from ..config.named import FULL, SLIDING, ModelConfig
 from ..engine.batch import AttnMetadata
 from ..engine.memory import ModelCache
 from ..layers.attention import Attend, PagedAttend
-from ..layers.basic import Embedding, Linear, RMSNorm, empty_parameter
+from ..layers.basic import Embedding, Linear, RMSNorm, Stacked, empty_parameter
 from ..layers.kv_cache import E4M3, PagePool, cache_groups, num_tensors
 from ..layers.rotary import inverse_frequencies, rotary_angles
 from ..layers.shared_layers import SharedAttend
@@ -75,9 +75,14 @@ class Decoder(nn.Module):
             device: of the weights.
             except_for: names of the weights that stay where they are.
         """
+        kept = {id(w) for name, w in self.named_parameters() if name in except_for}
+        for module in self.modules():
+            for stacked in vars(module).values():
+                if isinstance(stacked, Stacked) and kept.isdisjoint(map(id, stacked.weights)):
+                    stacked.lay(device)
         for prefix, module in self.named_modules():
             for name, weight in module.named_parameters(prefix, recurse=False):
-                if name not in except_for:
+                if name not in except_for and weight.is_meta:
                     place = getattr(module, "weight_device", lambda device: device)(device)
                     empty = empty_parameter(*weight.shape, device=place, dtype=weight.dtype)
                     setattr(module, name.rpartition(".")[2], empty)
@@ -191,7 +196,7 @@ class Decoder(nn.Module):
     def full_forward(
         self, input_ids: Tensor, *, logits_rows: Tensor | None = None, stored: Stored | None = None
     ) -> Tensor:
-        """One whole sequence without any cache and without `quire.kernels`.
+        """One whole sequence in plain torch, without any cache.
 
         What a paged run must agree with.
 
@@ -222,23 +227,28 @@ class Decoder(nn.Module):
         attend.finish()
         if logits_rows is not None and attend.rows is None:
             x = x[logits_rows]
-        return self.logits(self.norm(x))
+        return self.logits(x)
 
     def run_layers(
         self, input_ids: Tensor, x: Tensor, rotary: dict[str, Rotary], attend: Attend
     ) -> Tensor:
-        """All layers in turn.
+        """All layers in turn, and the last norm.
 
         Args:
-            x: [num_tokens, hidden_size], embedded tokens.
+            x: [num_tokens, hidden_size], embedded tokens; overwritten.
             rotary: angles of each kind of layer.
 
         Returns:
-            [num_tokens, hidden_size], or ``attend.rows`` of it.
+            [num_tokens, hidden_size], normed, or ``attend.rows`` of it.
         """
-        for layer in self.layers:
-            x = layer(x, rotary[layer.kind], attend)
-        return x
+        branch = self.layers[0].input_layernorm.after(x, impl=attend.impl)
+        for layer, norm in zip(self.layers, self.following_norms(), strict=True):
+            branch = layer(branch, x, rotary[layer.kind], attend, norm)
+        return branch
+
+    def following_norms(self) -> list[RMSNorm]:
+        """The norm behind each layer: what the next one's attention reads, or the logits."""
+        return [*(layer.input_layernorm for layer in self.layers[1:]), self.norm]
 
     def logits(self, x: Tensor) -> Tensor:
         """The output projection, and its cap.

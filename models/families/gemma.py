@@ -26,11 +26,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from quire.kernels import gated_product, norm_rope
+
 from ..config.named import ModelConfig
 from ..layers.attention import Attend
-from ..layers.basic import MLP, Linear, RMSNorm, empty_parameter, gelu_tanh, rms_norm
+from ..layers.basic import MLP, Linear, RMSNorm, Stacked, empty_parameter
 from ..layers.per_layer import HostEmbedding
-from ..layers.rotary import apply_rotary
 from .decoder import Decoder, Rotary
 from .gemma_moe import Experts, Router
 
@@ -48,30 +49,22 @@ class Attention(nn.Module):
         self.eps = config.rms_norm_eps
         self.has_v_norm = config.has_v_norm
         self.owns_kv = config.kv_donor(layer) == layer
+        self.num_kv_heads = shape.num_kv_heads if self.owns_kv else 0
+        self.has_v_proj = self.owns_kv and not shape.k_eq_v
         q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         self.q_proj = Linear(config.hidden_size, q_size, device, dtype)
         self.o_proj = Linear(q_size, config.hidden_size, device, dtype)
         self.q_norm = RMSNorm(shape.head_dim, self.eps, device, dtype, offset=config.norm_offset)
         if self.owns_kv:
             self.k_proj = Linear(config.hidden_size, kv_size, device, dtype)
-            has_v_proj = not shape.k_eq_v
-            self.v_proj = Linear(config.hidden_size, kv_size, device, dtype) if has_v_proj else None
+            if self.has_v_proj:
+                self.v_proj = Linear(config.hidden_size, kv_size, device, dtype)
             self.k_norm = RMSNorm(
                 shape.head_dim, self.eps, device, dtype, offset=config.norm_offset
             )
 
-    def values(self, x: Tensor, k_raw: Tensor) -> Tensor:
-        """V rows. Without v_proj they are the K projection before K's norm weight and before RoPE.
-
-        Args:
-            x: [num_tokens, hidden_size].
-            k_raw: [num_tokens, num_kv_heads, head_dim], the output of k_proj.
-
-        Returns:
-            [num_tokens, num_kv_heads, head_dim].
-        """
-        v = k_raw if self.v_proj is None else self.v_proj(x).view_as(k_raw)
-        return rms_norm(v, None, self.eps) if self.has_v_norm else v
+        parts = ("q_proj", "k_proj", "v_proj")[: 1 + self.owns_kv + self.has_v_proj]
+        self.qkv = Stacked(*(getattr(self, part) for part in parts))
 
     def forward(self, x: Tensor, rotary: Rotary, attend: Attend) -> Tensor:
         """Attention of every row, projections included.
@@ -82,16 +75,27 @@ class Attention(nn.Module):
         Returns:
             The same shape.
         """
-        num_tokens = x.shape[0]
-        q = self.q_proj(x).view(num_tokens, -1, self.head_dim)
-        q = apply_rotary(self.q_norm(q), rotary)
+        qkv, count = self.qkv(x).view(len(x), -1, self.head_dim), self.num_kv_heads
+        norm_v = self.has_v_norm and self.owns_kv
+        out = norm_rope(
+            qkv,
+            *rotary,
+            num_kv_heads=count,
+            has_v=self.has_v_proj,
+            q_weight=self.q_norm.weight,
+            k_weight=self.k_norm.weight if self.owns_kv else None,
+            norm_v=norm_v,
+            eps=self.eps,
+            offset=self.q_norm.offset,
+            impl=attend.impl,
+        )
         if self.owns_kv:
-            k_raw = self.k_proj(x).view(num_tokens, -1, self.head_dim)
-            k = apply_rotary(self.k_norm(k_raw), rotary)
-            out = attend(self.layer, q, k, self.values(x, k_raw))
+            # Without v_proj, values are what k_proj gives, before K's norm weight and RoPE.
+            qk, v = (out[:, :-count], out[:, -count:]) if norm_v else (out, qkv[:, -count:])
+            out = attend(self.layer, qk[:, :-count], qk[:, -count:], v)
         else:
-            out = attend(self.layer, q)
-        return self.o_proj(out.reshape(num_tokens, -1))
+            out = attend(self.layer, out)
+        return self.o_proj(out.reshape(len(x), -1))
 
 
 class DecoderLayer(nn.Module):
@@ -133,37 +137,54 @@ class DecoderLayer(nn.Module):
             self.layer_scalar = None
 
     def forward(
-        self, x: Tensor, rotary: Rotary, attend: Attend, per_layer_input: Tensor | None = None
+        self,
+        x: Tensor,
+        residual: Tensor,
+        rotary: Rotary,
+        attend: Attend,
+        norm: RMSNorm,
+        per_layer_input: Tensor | None = None,
     ) -> Tensor:
         """The layer.
 
         Args:
-            x: [num_tokens, hidden_size].
+            x: [num_tokens, hidden_size], ``residual`` after `input_layernorm`.
+            residual: [num_tokens, hidden_size], updated in place.
+            norm: the one that comes after the layer.
             per_layer_input: [num_tokens, per_layer_input_size].
 
         Returns:
-            X's shape.
+            The updated residual after ``norm``.
         """
-        x = x + self.post_attention_layernorm(
-            self.self_attn(self.input_layernorm(x), rotary, attend)
-        )
-        x = x + self.post_feedforward_layernorm(self.feedforward(x))
-        if self.has_per_layer_input:
-            gated = gelu_tanh(self.per_layer_input_gate(x)) * per_layer_input
-            x = x + self.post_per_layer_input_norm(self.per_layer_projection(gated))
-        return x if self.layer_scalar is None else x * self.layer_scalar
+        impl = attend.impl
+        x, post = self.self_attn(x, rotary, attend), self.post_attention_layernorm
+        x = self.pre_feedforward_layernorm.after(x, residual, post=post, impl=impl)
+        x, post = self.feedforward(x, residual, impl), self.post_feedforward_layernorm
+        if per_layer_input is not None:
+            post.add_to(residual, x, impl=impl)
+            gate, activation = self.per_layer_input_gate(residual), self.mlp.activation
+            gated = gated_product(gate, per_layer_input, activation=activation, impl=impl)
+            x, post = self.per_layer_projection(gated), self.post_per_layer_input_norm
+        return norm.after(x, residual, post=post, scalar=self.layer_scalar, impl=impl)
 
-    def feedforward(self, x: Tensor) -> Tensor:
-        """The MLP, and beside it the experts, which with their router read x as it is.
+    def feedforward(self, x: Tensor, residual: Tensor, impl: str | None) -> Tensor:
+        """The MLP, and beside it the experts, which with their router read the residual.
 
         Args:
-            x: [num_tokens, hidden_size].
+            x: [num_tokens, hidden_size], ``residual`` after `pre_feedforward_layernorm`.
+            residual: [num_tokens, hidden_size].
+            impl: "triton" or "torch"; None = by device.
+
+        Returns:
+            [num_tokens, hidden_size].
         """
-        out = self.mlp(self.pre_feedforward_layernorm(x))
-        if not self.has_experts:
-            return out
-        chosen = self.experts(self.pre_feedforward_layernorm_2(x), *self.router(x))
-        return self.post_feedforward_layernorm_1(out) + self.post_feedforward_layernorm_2(chosen)
+        out = self.mlp(x, impl)
+        if self.has_experts:
+            x = self.pre_feedforward_layernorm_2.after(residual, impl=impl)
+            chosen = self.experts(x, *self.router(residual))
+            out = self.post_feedforward_layernorm_1.after(out, impl=impl)
+            self.post_feedforward_layernorm_2.add_to(out, chosen, impl=impl)
+        return out
 
 
 class Gemma(Decoder):
@@ -204,15 +225,17 @@ class Gemma(Decoder):
         From the first shared layer on, only ``attend.rows`` go further.
         """
         inputs = self.per_layer_inputs(input_ids, x)
-        for i, layer in enumerate(self.layers):
+        branch = self.layers[0].input_layernorm.after(x, impl=attend.impl)
+        for i, (layer, norm) in enumerate(zip(self.layers, self.following_norms(), strict=True)):
             if i == self.config.num_kv_owners and (rows := attend.rows) is not None:
-                x = x[rows]
+                branch, x = branch[rows], x[rows]
                 if len(rows) == 0:
-                    return x
+                    return branch
                 rotary = {kind: (cos[rows], sin[rows]) for kind, (cos, sin) in rotary.items()}
                 inputs = None if inputs is None else inputs[rows]
-            x = layer(x, rotary[layer.kind], attend, None if inputs is None else inputs[:, i])
-        return x
+            own = None if inputs is None else inputs[:, i]
+            branch = layer(branch, x, rotary[layer.kind], attend, norm, own)
+        return branch
 
     def per_layer_inputs(self, input_ids: Tensor, x: Tensor) -> Tensor | None:
         """What each layer gets of each token.

@@ -85,11 +85,12 @@ class MoE(nn.Module):
         self.router = Linear(size, num_experts, device, dtype, bias=True)
         self.experts = Experts(config, device, dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, impl: str | None = None) -> Tensor:
         """The weighted sum of every row's experts.
 
         Args:
             x: [num_tokens, hidden_size].
+            impl: as of an MLP.
 
         Returns:
             The same shape.

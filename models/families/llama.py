@@ -8,13 +8,13 @@ Source: transformers ``modeling_llama``.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from quire.kernels import norm_rope
 
 from ..config.named import ModelConfig
 from ..layers.attention import Attend
-from ..layers.basic import MLP, Linear, RMSNorm, empty_parameter
-from ..layers.rotary import apply_rotary
+from ..layers.basic import MLP, Linear, RMSNorm, Stacked, empty_parameter
 from .decoder import Decoder, Rotary
 
 
@@ -38,6 +38,7 @@ class Attention(nn.Module):
         shape, size = config.attention(layer), config.hidden_size
         q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         self.layer = layer
+        self.num_kv_heads = shape.num_kv_heads
         self.head_dim = shape.head_dim
 
         def linear(in_size: int, out_size: int) -> Linear:
@@ -47,6 +48,7 @@ class Attention(nn.Module):
         self.k_proj = linear(size, kv_size)
         self.v_proj = linear(size, kv_size)
         self.o_proj = linear(q_size, size)
+        self.qkv = Stacked(self.q_proj, self.k_proj, self.v_proj)
         self.sinks = None
         if has_sinks:
             self.sinks = empty_parameter(shape.num_heads, device=device, dtype=dtype)
@@ -60,12 +62,10 @@ class Attention(nn.Module):
         Returns:
             The same shape.
         """
-        q, k, v = (
-            projection(x).view(len(x), -1, self.head_dim)
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
         sinks = None if self.sinks is None else self.sinks.float()
-        q, k = apply_rotary(q, rotary), apply_rotary(k, rotary)
+        qkv, count = self.qkv(x).view(len(x), -1, self.head_dim), self.num_kv_heads
+        qk = norm_rope(qkv, *rotary, num_kv_heads=count, impl=attend.impl)
+        q, k, v = qk[:, :-count], qk[:, -count:], qkv[:, -count:]
         out = attend(self.layer, q, k, v, sinks=sinks)
         return self.o_proj(out.reshape(len(x), -1))
 
@@ -91,17 +91,23 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(size, eps, device, dtype, offset=config.norm_offset)
         self.post_attention_layernorm = RMSNorm(size, eps, device, dtype, offset=config.norm_offset)
 
-    def forward(self, x: Tensor, rotary: Rotary, attend: Attend) -> Tensor:
+    def forward(
+        self, x: Tensor, residual: Tensor, rotary: Rotary, attend: Attend, norm: RMSNorm
+    ) -> Tensor:
         """The layer.
 
         Args:
-            x: [num_tokens, hidden_size].
+            x: [num_tokens, hidden_size], ``residual`` after `input_layernorm`.
+            residual: [num_tokens, hidden_size], updated in place.
+            norm: the one that comes after the layer.
 
         Returns:
-            The same shape.
+            The updated residual after ``norm``.
         """
-        x = x + self.self_attn(self.input_layernorm(x), rotary, attend)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        impl = attend.impl
+        x = self.self_attn(x, rotary, attend)
+        x = self.post_attention_layernorm.after(x, residual, impl=impl)
+        return norm.after(self.mlp(x, impl), residual, impl=impl)
 
 
 class Llama(Decoder):
@@ -122,7 +128,7 @@ class Llama(Decoder):
                 layer,
                 device,
                 dtype,
-                mlp=MLP(size, width, device, dtype, activation=F.silu),
+                mlp=MLP(size, width, device, dtype, activation="silu"),
             )
             for layer in range(config.num_layers)
         )

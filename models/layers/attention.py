@@ -40,9 +40,11 @@ class Attend(Protocol):
 
     Attributes:
         rows: the rows that layers without own keys and values run for; None = all.
+        impl: "triton" or "torch" for all kernels of the step; None = by device.
     """
 
     rows: Tensor | None
+    impl: str | None
 
     def __call__(
         self,
@@ -87,7 +89,7 @@ class PagedAttend:
     def __init__(
         self, config: ModelConfig, attn: AttnMetadata, pool: PagePool, *, impl: str | None = None
     ) -> None:
-        self._config, self._attn, self._pool, self._impl = config, attn, pool, impl
+        self._config, self._attn, self._pool, self.impl = config, attn, pool, impl
 
     def __call__(
         self,
@@ -121,7 +123,7 @@ class PagedAttend:
             "num_decodes": attn.num_decodes,
             "softmax_scale": self._config.softmax_scale,
             "sinks": sinks,
-            "impl": self._impl,
+            "impl": self.impl,
         }
         tensors = (
             q,
@@ -146,7 +148,7 @@ class PagedAttend:
             slots,
             k_scale=cache.k_scale,
             v_scale=cache.v_scale,
-            impl=self._impl,
+            impl=self.impl,
         )
 
     def _with_cached(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

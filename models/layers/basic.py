@@ -7,11 +7,11 @@ Rows are tokens of a ragged batch: [num_tokens, ...], no batch dimension.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from quire.kernels import gated_product, residual_norm
 
 from .dequantize import dequantize_fp8
 
@@ -69,6 +69,56 @@ class RMSNorm(nn.Module):
         # The sum is taken in fp32: 1 + w in bf16 would round away small weights.
         return rms_norm(x, self.weight.float() + self.offset, self.eps)
 
+    def after(
+        self,
+        x: Tensor,
+        residual: Tensor | None = None,
+        *,
+        post: RMSNorm | None = None,
+        scalar: Tensor | None = None,
+        impl: str | None,
+    ) -> Tensor:
+        """The norm of the residual stream after a branch of a layer, in one launch.
+
+        Args:
+            x: [num_tokens, size], what the branch gives.
+            residual: [num_tokens, size], becomes (residual + post(x)) * scalar in place; None: the
+                norm is that of x.
+            post: a norm of x before it is added.
+            scalar: [1].
+            impl: "triton" or "torch"; None = by device.
+
+        Returns:
+            [num_tokens, size].
+        """
+        return residual_norm(
+            x,
+            self.weight,
+            eps=self.eps,
+            offset=self.offset,
+            residual=residual,
+            post_weight=None if post is None else post.weight,
+            scalar=scalar,
+            impl=impl,
+        )
+
+    def add_to(self, residual: Tensor, x: Tensor, *, impl: str | None) -> None:
+        """Adds the norm of x to ``residual`` in place, in one launch.
+
+        Args:
+            residual, x: [num_tokens, size].
+            impl: "triton" or "torch"; None = by device.
+        """
+        residual_norm(
+            x,
+            None,
+            eps=self.eps,
+            offset=self.offset,
+            residual=residual,
+            post_weight=self.weight,
+            impl=impl,
+        )
+
 
 class Linear(nn.Module):
     """x W^T + b.
@@ -123,6 +173,56 @@ class Linear(nn.Module):
         """
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.scale = scale
+
+
+class Stacked:
+    """Linear layers that read the same rows, as one product.
+
+    Their weights lie one behind the other in memory, and so do their biases. Each layer keeps its
+    part under its own name, as the checkpoint has it.
+
+    Args:
+        layers: of one in_size, all with a bias or none; they get new weights, uninitialized.
+    """
+
+    def __init__(self, *layers: Linear) -> None:
+        self.layers = layers
+        self.lay(layers[0].weight.device)
+
+    def lay(self, device: torch.device) -> None:
+        """Gives the layers new weights, uninitialized, on ``device``."""
+        first, rows = self.layers[0], [len(layer.weight) for layer in self.layers]
+        in_size, dtype = first.weight.shape[1], first.weight.dtype
+        self._weight = torch.empty(sum(rows), in_size, device=device, dtype=dtype)
+        for layer, part in zip(self.layers, self._weight.split(rows), strict=True):
+            layer.weight = nn.Parameter(part, requires_grad=False)
+        self._bias = None
+        if first.bias is not None:
+            self._bias = torch.empty(sum(rows), device=device, dtype=dtype)
+            for layer, part in zip(self.layers, self._bias.split(rows), strict=True):
+                layer.bias = nn.Parameter(part, requires_grad=False)
+        self._places = self._find()
+
+    @property
+    def weights(self) -> list[Tensor | None]:
+        """The weight and the bias of each layer."""
+        return [weight for layer in self.layers for weight in (layer.weight, layer.bias)]
+
+    def _find(self) -> list[int | None]:
+        return [None if weight is None else weight.data_ptr() for weight in self.weights]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The products side by side.
+
+        Args:
+            x: [num_tokens, in_size].
+
+        Returns:
+            [num_tokens, sum of the out_sizes].
+        """
+        if self._find() != self._places:  # a layer holds its weight elsewhere, say in fp8
+            return torch.cat([layer(x) for layer in self.layers], dim=-1)
+        return F.linear(x, self._weight, self._bias)
 
 
 def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
@@ -198,7 +298,7 @@ class MLP(nn.Module):
     """down(activation(gate(x)) * up(x)).
 
     Args:
-        activation: default GELU in its tanh form, as in Gemma.
+        activation: as of `quire.kernels.gated_product`; the default is Gemma's.
     """
 
     def __init__(
@@ -208,21 +308,24 @@ class MLP(nn.Module):
         device: torch.device,
         dtype: torch.dtype,
         *,
-        activation: Callable[[Tensor], Tensor] = gelu_tanh,
+        activation: str = "gelu_tanh",
     ) -> None:
         super().__init__()
         self.gate_proj = Linear(hidden_size, intermediate_size, device, dtype)
         self.up_proj = Linear(hidden_size, intermediate_size, device, dtype)
         self.down_proj = Linear(intermediate_size, hidden_size, device, dtype)
+        self.gate_up = Stacked(self.gate_proj, self.up_proj)
         self.activation = activation
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, impl: str | None = None) -> Tensor:
         """The MLP of every row.
 
         Args:
             x: [num_tokens, hidden_size].
+            impl: "triton" or "torch"; default: by device.
 
         Returns:
             The same shape.
         """
-        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down_proj(gated_product(gate, up, activation=self.activation, impl=impl))

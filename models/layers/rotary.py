@@ -13,7 +13,7 @@ from ..config.model import RopeConfig
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     """Radians per position of each channel pair.
 
-    Which channels make a pair is the caller's choice: (i, i + head_dim / 2) in `apply_rotary`,
+    Which channels make a pair is the caller's choice: (i, i + head_dim / 2) in `norm_rope`,
     (2i, 2i + 1) in `models.deepseek_v4.rope`. ``amplitude`` is not in it: see `rotary_angles`.
 
     Args:
@@ -76,24 +76,9 @@ def rotary_angles(
         frequencies: [head_dim // 2] fp32.
 
     Returns:
-        (cos, sin), each [num_tokens, 1, head_dim // 2] fp32; the 1 broadcasts over heads.
+        (cos, sin), each [num_tokens, head_dim // 2] fp32.
     """
-    angles = positions.float()[:, None, None] * frequencies
+    angles = positions.float()[:, None] * frequencies
     if amplitude == 1.0:
         return angles.cos(), angles.sin()
     return angles.cos() * amplitude, angles.sin() * amplitude
-
-
-def apply_rotary(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotates the channel pairs (i, i + head_dim / 2) of every head by its token's angles.
-
-    Args:
-        x: [num_tokens, heads, head_dim].
-        rotary: (cos, sin) of `rotary_angles`.
-
-    Returns:
-        [num_tokens, heads, head_dim] in the dtype of x; the arithmetic is fp32.
-    """
-    cos, sin = rotary
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

@@ -122,7 +122,7 @@ class SharedAttend(PagedAttend):
             max_seq_len=kv.max_seq_len,
             num_decodes=num_rows,
             softmax_scale=self._config.softmax_scale,
-            impl=self._impl,
+            impl=self.impl,
         )
 
     def _sequence_of(self, rows: Tensor) -> Tensor:

@@ -32,6 +32,8 @@ class UnpagedAttend:
             cache of another dtype would round them; None = as they are.
     """
 
+    impl: str | None = "torch"
+
     def __init__(
         self, config: ModelConfig, *, rows: Tensor | None = None, stored: Stored | None = None
     ) -> None:

@@ -117,7 +117,7 @@ def _swiglu(change):
 
 
 def _softmax_over_all(model, monkeypatch):
-    def forward(self, x):
+    def forward(self, x, impl):
         p = F.linear(x, self.router.weight, self.router.bias).softmax(dim=-1)
         return self.experts(x, *reversed(p.topk(self.top_k, dim=-1)))
 
@@ -125,9 +125,10 @@ def _softmax_over_all(model, monkeypatch):
 
 
 def _post_norms(model, monkeypatch):
-    def forward(self, x, rotary, attend):
-        x = x + self.input_layernorm(self.self_attn(x, rotary, attend))
-        return x + self.post_attention_layernorm(self.mlp(x))
+    def forward(self, x, residual, rotary, attend, norm):
+        x = residual + self.input_layernorm(self.self_attn(residual, rotary, attend))
+        residual.copy_(x + self.post_attention_layernorm(self.mlp(x)))
+        return norm(residual)
 
     monkeypatch.setattr(llama.DecoderLayer, "forward", forward)
 
@@ -178,7 +179,7 @@ SENSITIVITIES = {
         "no scaling of low frequencies": _rope(factor=1.0),
         "lower band of llama3": _rope(low=0.5),
         "upper band of llama3": _rope(high=8.0),
-        "gelu": modules(layers.MLP, activation=F.gelu),
+        "gelu": modules(layers.MLP, activation="gelu_tanh"),
     },
     "gpt-oss-tiny": BOTH
     | {

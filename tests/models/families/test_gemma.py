@@ -7,6 +7,7 @@ import torch
 
 from quire.bench.common.bounds import UNIT
 from quire.bench.common.hf_checkpoint import save_checkpoint
+from quire.kernels import norm_rope
 from quire.models.config.named import RopeConfig, get_config
 from quire.models.families import gemma
 from quire.models.layers import basic as layers
@@ -19,8 +20,10 @@ from tests.support.models.breaks import (
     check_rule_matters,
     frequencies,
     modules,
+    patched,
     weights,
     with_config,
+    without_rope,
 )
 from tests.support.models.hand_paged import HandPaged, difference
 from tests.support.models.tolerance import tolerance
@@ -70,8 +73,14 @@ def test_proportional_rotary_frequencies():
     torch.testing.assert_close(got.double(), want, rtol=3 * UNIT, atol=0)
 
 
-def _values(make):
-    return lambda model, monkeypatch: monkeypatch.setattr(gemma.Attention, "values", make)
+def _values_of_normed_keys(qkv, cos, sin, **options):
+    """`norm_rope` whose values, where they are keys, are keys with their norm weight."""
+    out = norm_rope(qkv, cos, sin, **options)
+    if not options["has_v"]:
+        count = options["num_kv_heads"]
+        keys = without_rope(qkv, cos, sin, **options)[:, -2 * count : -count]
+        out[:, -count:] = layers.rms_norm(keys, None, options["eps"])
+    return out
 
 
 def _wrong_width(model, monkeypatch):
@@ -84,26 +93,25 @@ def _wrong_width(model, monkeypatch):
 
 
 def _post_norm_after_sum(model, monkeypatch):
-    def forward(self, x, rotary, attend, per_layer_input):
-        x = self.post_attention_layernorm(
-            x + self.self_attn(self.input_layernorm(x), rotary, attend)
-        )
+    def forward(self, x, residual, rotary, attend, norm, per_layer_input):
+        x = self.post_attention_layernorm(residual + self.self_attn(x, rotary, attend))
         x = x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
-        return x if self.layer_scalar is None else x * self.layer_scalar
+        residual.copy_(x if self.layer_scalar is None else x * self.layer_scalar)
+        return norm(residual)
 
     monkeypatch.setattr(gemma.DecoderLayer, "forward", forward)
 
 
 def _scaled_queries(model, monkeypatch):
     """Gemma-4 with softmax scale head_dim^-0.5."""
-    original = rotary.apply_rotary
     q_heads = model.config.sliding.num_heads
 
-    def apply(x, rotary):
-        x = original(x, rotary)
-        return x * x.shape[-1] ** -0.5 if x.shape[1] == q_heads else x
+    def apply(*arguments, **options):
+        out = norm_rope(*arguments, **options)
+        out[:, :q_heads] *= out.shape[-1] ** -0.5
+        return out
 
-    monkeypatch.setattr(gemma, "apply_rotary", apply)
+    monkeypatch.setattr(gemma, "norm_rope", apply)
 
 
 def _window(change):
@@ -146,13 +154,7 @@ SENSITIVITIES = {
         "scale from head_dim": _scaled_queries,
         "RoPE of the whole head": frequencies("full", PLAIN_GLOBAL),
         "RoPE over the rotated width": _wrong_width,
-        "v from the normed k": _values(
-            lambda self, x, k_raw: layers.rms_norm(
-                self.k_norm(k_raw) if self.v_proj is None else self.v_proj(x).view_as(k_raw),
-                None,
-                self.eps,
-            )
-        ),
+        "v from the normed k": patched(gemma, "norm_rope", _values_of_normed_keys),
     },
 }
 

@@ -58,41 +58,44 @@ def _layer(forward):
     return patched(gemma.DecoderLayer, "forward", forward)
 
 
-def _scalar_before_inputs(self, x, rotary, attend, inputs):
-    x = x + self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), rotary, attend))
-    x = (x + self.post_feedforward_layernorm(self.feedforward(x))) * self.layer_scalar
+def _scalar_before_inputs(self, x, residual, rotary, attend, norm, inputs):
+    x = residual + self.post_attention_layernorm(self.self_attn(x, rotary, attend))
+    h = self.feedforward(self.pre_feedforward_layernorm(x), x, None)
+    x = (x + self.post_feedforward_layernorm(h)) * self.layer_scalar
     gated = layers.gelu_tanh(self.per_layer_input_gate(x)) * inputs
-    return x + self.post_per_layer_input_norm(self.per_layer_projection(gated))
+    residual.copy_(x + self.post_per_layer_input_norm(self.per_layer_projection(gated)))
+    return norm(residual)
 
 
 def _feedforward(forward):
     return patched(gemma.DecoderLayer, "feedforward", forward)
 
 
-def _experts_after_norm(self, x):
-    x = self.pre_feedforward_layernorm(x)
+def _experts_after_norm(self, x, residual, impl):
     chosen = self.experts(self.pre_feedforward_layernorm_2(x), *self.router(x))
     return self.post_feedforward_layernorm_1(self.mlp(x)) + self.post_feedforward_layernorm_2(
         chosen
     )
 
 
-def _router_after_norm(self, x):
-    h = self.pre_feedforward_layernorm_2(x)
+def _router_after_norm(self, x, residual, impl):
+    h = self.pre_feedforward_layernorm_2(residual)
     chosen = self.experts(h, *self.router(h))
-    return self.post_feedforward_layernorm_1(
-        self.mlp(self.pre_feedforward_layernorm(x))
-    ) + self.post_feedforward_layernorm_2(chosen)
+    return self.post_feedforward_layernorm_1(self.mlp(x)) + self.post_feedforward_layernorm_2(
+        chosen
+    )
 
 
-def _experts_alone(self, x):
-    chosen = self.experts(self.pre_feedforward_layernorm_2(x), *self.router(x))
+def _experts_alone(self, x, residual, impl):
+    chosen = self.experts(self.pre_feedforward_layernorm_2(residual), *self.router(residual))
     return self.post_feedforward_layernorm_2(chosen)
 
 
-def _outer_norm_of_mlp_only(self, x, rotary, attend, inputs):
-    x = x + self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), rotary, attend))
-    return (x + self.feedforward(x)) * self.layer_scalar
+def _outer_norm_of_mlp_only(self, x, residual, rotary, attend, norm, inputs):
+    x = residual + self.post_attention_layernorm(self.self_attn(x, rotary, attend))
+    h = self.feedforward(self.pre_feedforward_layernorm(x), x, None)
+    residual.copy_((x + h) * self.layer_scalar)
+    return norm(residual)
 
 
 def _unscaled_router(model, monkeypatch):

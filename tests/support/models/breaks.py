@@ -2,6 +2,7 @@
 
 import torch
 
+from quire.kernels import norm_rope
 from quire.models.layers.rotary import inverse_frequencies
 from quire.models.loading.weights import load_model
 from tests.support.models.hand_paged import HandPaged, difference
@@ -55,15 +56,23 @@ def patched(module, name, value):
     return lambda model, monkeypatch: monkeypatch.setattr(module, name, value)
 
 
+def without_rope(qkv, cos, sin, **options):
+    """`norm_rope` whose queries and keys keep their places."""
+    return norm_rope(qkv, torch.ones_like(cos), torch.zeros_like(sin), **options)
+
+
 def adjacent_pairs(module):
     """A break that turns the channel pairs (2i, 2i + 1)."""
 
-    def apply(x, rotary):
-        cos, sin = rotary
-        even, odd = x[..., 0::2], x[..., 1::2]
-        return torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2)
+    def apply(qkv, cos, sin, **options):
+        out = without_rope(qkv, cos, sin, **options)
+        heads = qkv.shape[1] - options["num_kv_heads"] * options.get("has_v", True)
+        even, odd = out[:, :heads, 0::2], out[:, :heads, 1::2]
+        cos, sin = cos[:, None], sin[:, None]
+        turned = torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1)
+        return torch.cat((turned.flatten(-2), out[:, heads:]), dim=1)
 
-    return patched(module, "apply_rotary", apply)
+    return patched(module, "norm_rope", apply)
 
 
 def check_rule_matters(oracle, rule, path, monkeypatch):
