@@ -18,6 +18,7 @@ Source: transformers ``modeling_deepseek_v4``; DeepSeek-V4 report 2.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -26,11 +27,11 @@ from torch import Tensor, nn
 
 from quire.kernels import residual_norm
 
-from ..layers.basic import Linear, RMSNorm, empty_parameter, linear_fp32
+from ..layers.basic import Linear, RMSNorm, Stacked, empty_parameter
 from .config import CSA, SLIDING, DeepseekV4Config
 from .hyper_connections import HyperConnection
 from .moe import MoE
-from .rope import rotated_heads
+from .rope import HeadPositions, rotated_heads
 
 
 @dataclass(frozen=True)
@@ -78,9 +79,11 @@ class Attend(Protocol):
 
     Attributes:
         impl: "triton" or "torch" for all kernels of the step; None = by device.
+        head_positions: of the step.
     """
 
     impl: str | None
+    head_positions: HeadPositions
 
     def __call__(self, attention: Attention, inputs: AttentionInputs) -> Tensor:
         """Attention of one layer.
@@ -117,18 +120,6 @@ class GatedPooling(nn.Module):
         self.position_bias = empty_parameter(ratio, channels, device=device, dtype=torch.float32)
         self.kv_norm = RMSNorm(width, config.rms_norm_eps, device, torch.float32)
 
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """What is pooled of every token, and by which gate, its position's bias not added yet.
-
-        Args:
-            x: [num_tokens, hidden_size].
-
-        Returns:
-            (kv, gate), each [num_tokens, width * (1 + overlap)] fp32.
-        """
-        kv = linear_fp32(x, self.kv_proj.matrix(x.dtype))
-        return kv, linear_fp32(x, self.gate_proj.matrix(x.dtype))
-
 
 class Scorer(nn.Module):
     """Weights of the index heads in a score."""
@@ -147,28 +138,30 @@ class Indexer(GatedPooling):
 
     def __init__(self, config: DeepseekV4Config, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(config, config.index_head_dim, config.csa_ratio, True, device, dtype)
-        self.head_dim = config.index_head_dim
+        self.num_heads, self.head_dim = config.index_num_heads, config.index_head_dim
         self.score_scale = (config.index_num_heads * config.index_head_dim) ** -0.5
         q_size = config.index_num_heads * config.index_head_dim
         self.q_b_proj = Linear(config.q_lora_rank, q_size, device, dtype)
         self.scorer = Scorer(config, device, dtype)
 
     def inputs(
-        self, x: Tensor, q_latent: Tensor, positions: Tensor, cos_sin: Tensor, impl: str | None
-    ) -> IndexerInputs:
+        self, q_latent: Tensor, projected: Sequence[Tensor], head_positions: Tensor,
+        cos_sin: Tensor, impl: str | None,
+    ) -> IndexerInputs:  # fmt: skip
         """Queries of a step, their weights, and what keys are pooled from.
 
         Args:
-            x: [num_tokens, hidden_size].
             q_latent: [num_tokens, q_lora_rank].
-            positions, cos_sin: as in `AttentionInputs`.
+            projected: kv and gate of the keys' compressor, and the weights of the heads, not scaled
+                yet, each [num_tokens, channels] fp32.
+            head_positions: [num_tokens * index_num_heads] int64.
+            cos_sin: as in `AttentionInputs`.
             impl: of the kernels.
         """
         q = self.q_b_proj(q_latent).unflatten(-1, (-1, self.head_dim))
-        q = rotated_heads(q, positions, cos_sin, None, self.kv_norm.eps, impl)
-        weights = linear_fp32(x, self.scorer.weights_proj.matrix(x.dtype)) * self.score_scale
-        kv, gate = self.project(x)
-        return IndexerInputs(q, weights, kv, gate)
+        q = rotated_heads(q, head_positions, cos_sin, None, self.kv_norm.eps, impl)
+        kv, gate, weights = projected
+        return IndexerInputs(q, weights * self.score_scale, kv, gate)
 
 
 class Compressor(GatedPooling):
@@ -184,6 +177,23 @@ class Compressor(GatedPooling):
         ratio = config.csa_ratio if csa else config.hca_ratio
         super().__init__(config, config.head_dim, ratio, csa, device, dtype)
         self.indexer = Indexer(config, device, dtype) if csa else None
+        layers = [self.kv_proj, self.gate_proj]
+        if self.indexer is not None:
+            indexer = self.indexer
+            layers += [indexer.kv_proj, indexer.gate_proj, indexer.scorer.weights_proj]
+        self.stacked = Stacked(*layers)
+
+    def project(self, x: Tensor) -> list[Tensor]:
+        """What is pooled of every token, and by which gate, its position's bias not added yet.
+
+        Args:
+            x: [num_tokens, hidden_size].
+
+        Returns:
+            [kv, gate], each [num_tokens, width * (1 + overlap)] fp32; in CSA layers those of the
+            indexer follow, and the weights of its heads.
+        """
+        return self.stacked.fp32(x)
 
 
 class Attention(nn.Module):
@@ -212,6 +222,7 @@ class Attention(nn.Module):
         self.o_a_proj = Linear(heads * config.head_dim // groups, groups * rank, device, dtype)
         self.o_b_proj = Linear(groups * rank, config.hidden_size, device, dtype)
         self.num_groups = groups
+        self.q_a_kv = Stacked(self.q_a_proj, self.kv_proj)
         # Of the heads' norm, which has none.
         self._no_weight = torch.ones(config.head_dim, device=device)
         sliding = self.kind == SLIDING
@@ -229,25 +240,33 @@ class Attention(nn.Module):
         Returns:
             The shape of x.
         """
-        impl = attend.impl
-        q_latent = residual_norm(self.q_a_proj(x), self.q_a_norm.weight, eps=self.eps, impl=impl)
+        impl, by_head = attend.impl, attend.head_positions
+        q_latent, kv = self.q_a_kv(x).split([len(self.q_a_proj.weight), self.head_dim], dim=-1)
+        q_latent = residual_norm(q_latent, self.q_a_norm.weight, eps=self.eps, impl=impl)
         q = self.q_b_proj(q_latent).unflatten(-1, (-1, self.head_dim))
         compressor = self.compressor
         indexer = None if compressor is None else compressor.indexer
+        projected = [] if compressor is None else compressor.project(x)
         inputs = AttentionInputs(
             positions=positions,
             cos_sin=cos_sin,
-            q=rotated_heads(q, positions, cos_sin, self._no_weight, self.eps, impl),
-            kv=self.kv_proj(x),
-            compressor=None if compressor is None else compressor.project(x),
+            q=rotated_heads(
+                q, by_head(positions, q.shape[1]), cos_sin, self._no_weight, self.eps, impl
+            ),
+            kv=kv,
+            compressor=None if compressor is None else (projected[0], projected[1]),
             indexer=None
             if indexer is None
-            else indexer.inputs(x, q_latent, positions, cos_sin, impl),
+            else indexer.inputs(
+                q_latent, projected[2:], by_head(positions, indexer.num_heads), cos_sin, impl
+            ),
         )
         out = attend(self, inputs).reshape(len(x), self.num_groups, -1)
         weight = self.o_a_proj.matrix(x.dtype).unflatten(0, (self.num_groups, -1))
-        narrow = torch.bmm(out.transpose(0, 1), weight.transpose(1, 2))
-        return self.o_b_proj(narrow.transpose(0, 1).flatten(1))
+        narrow = x.new_empty(len(x), *weight.shape[:2])
+        # Written where it is read: the product of each group is a column block of the rows.
+        torch.bmm(out.transpose(0, 1), weight.transpose(1, 2), out=narrow.transpose(0, 1))
+        return self.o_b_proj(narrow.flatten(1))
 
 
 class DecoderLayer(nn.Module):

@@ -155,8 +155,8 @@ def _half_split_pairs(original):
 def _biased_weights(original):
     """Correction bias in the weights too."""
 
-    def forward(self, x, input_ids):
-        ids, weights = original(self, x, input_ids)
+    def forward(self, x, input_ids, impl):
+        ids, weights = original(self, x, input_ids, impl)
         if self.e_score_correction_bias is None:
             return ids, weights
         scores = torch.nn.functional.softplus(x.float() @ self.weight.float().T).sqrt()
