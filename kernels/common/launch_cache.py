@@ -22,15 +22,11 @@ from triton.runtime import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import launching
-from .latent_pages import IndexPages, LatentPages
+from .call_keys import PAGES, key
 from .launching import Launch
 
 # Cached calls; all are dropped when there are more.
 LIMIT = 4096
-# Arguments that hold a tensor and are described by it and by their ``format``.
-PAGES = (LatentPages, IndexPages)
-TENSORS = (Tensor, *PAGES)
-HOST_VALUES = frozenset((int, float, bool))
 # Arguments that a call makes where they are None.
 MADE = ("out", "ids", "lens", "lse", "post", "comb", "route_weights", "workspace")
 # Launch arguments that have another name in the call.
@@ -128,38 +124,6 @@ class CachedCall:
 _CACHE: dict[Hashable, CachedCall] = {}
 
 
-def key(what: Hashable, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What decides of a call: all of its arguments but the addresses of tensors.
-
-    Args:
-        what: which function this is, and what else its launches depend on.
-        arguments: of the call, by name.
-    """
-    # The most of what a cached call costs: one flat tuple, made and hashed once. What most
-    # arguments are is told by their class.
-    parts: list[Any] = [what]
-    add = parts.append
-    for value in arguments.values():
-        if value is None:
-            add(None)
-            continue
-        tensor, kind = value, value.__class__
-        if kind is not Tensor:
-            if kind in HOST_VALUES or not isinstance(value, TENSORS):
-                add(kind)  # True is no 1
-                add(value)
-                continue
-            if isinstance(value, PAGES):
-                add(value.format)
-                tensor = value.data
-        add(tensor.shape)
-        add(tensor.stride())
-        add(tensor.dtype)
-        index = tensor.get_device()
-        add(index if index >= 0 else tensor.device)  # -1 is a CPU, and what has no storage
-    return tuple(parts)
-
-
 def run(
     what: Hashable,
     arguments: dict[str, Any],
@@ -168,7 +132,7 @@ def run(
     """Check and launch a call, or launch what was launched for one like it.
 
     Args:
-        what: as in ``key``.
+        what: as in ``call_keys.key``.
         arguments: of the call, by name; changed: what was made is there after the call.
         prepare: checks arguments; returns them, with those of MADE made that the call wants and
             gives none of, and the launches.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from ..common.call_keys import check_once
 from ..common.impls import implementation
 from .call import check_collapse, check_expand
 
@@ -66,7 +67,7 @@ def collapse_streams(
         return hyper_triton.collapse(arguments)
     from . import torch_impl as hyper_torch
 
-    check_collapse(**arguments)
+    check_once(check_collapse, arguments)
     return hyper_torch.collapse(**arguments)
 
 
@@ -104,5 +105,5 @@ def expand_streams(
         return hyper_triton.expand(arguments)
     from . import torch_impl as hyper_torch
 
-    check_expand(**arguments)
+    check_once(check_expand, arguments)
     return hyper_torch.expand(**arguments)

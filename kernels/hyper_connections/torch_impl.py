@@ -8,8 +8,10 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from ..common.grad import without_grad
 
-@torch.no_grad()
+
+@without_grad
 def collapse(
     streams: torch.Tensor,
     fn: torch.Tensor,
@@ -63,7 +65,7 @@ def sinkhorn(logits: torch.Tensor, iterations: int, eps: float) -> torch.Tensor:
     return matrix.permute(2, 0, 1).contiguous()  # else a batched product takes it matrix by matrix
 
 
-@torch.no_grad()
+@without_grad
 def expand(
     streams: torch.Tensor, y: torch.Tensor, post: torch.Tensor, comb: torch.Tensor
 ) -> torch.Tensor:

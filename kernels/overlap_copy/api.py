@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from ..common.call_keys import check_once
 from ..common.impls import implementation
 from .call import check_overlap
 
@@ -57,5 +58,5 @@ def copy_overlap(
         return
     from . import torch_impl as overlap_torch
 
-    check_overlap(**arguments)
+    check_once(check_overlap, arguments)
     overlap_torch.copy(**arguments)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from ..common.grad import without_grad
 
-@torch.no_grad()
+
+@without_grad
 def copy(
     kv: torch.Tensor,
     gate: torch.Tensor,

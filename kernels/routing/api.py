@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from ..common.call_keys import check_once
 from ..common.impls import implementation
 from .call import check_combine, check_route
 
@@ -55,7 +56,7 @@ def route_tokens(
         return routing_triton.route(arguments)
     from . import torch_impl as routing_torch
 
-    check_route(**arguments)
+    check_once(check_route, arguments)
     return routing_torch.route(**arguments)
 
 
@@ -92,5 +93,5 @@ def combine_experts(
         return routing_triton.combine(arguments)
     from . import torch_impl as routing_torch
 
-    check_combine(**arguments)
+    check_once(check_combine, arguments)
     return routing_torch.combine(**arguments)

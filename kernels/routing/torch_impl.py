@@ -8,8 +8,10 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from ..common.grad import without_grad
 
-@torch.no_grad()
+
+@without_grad
 def route(
     logits: torch.Tensor,
     top_k: int,
@@ -28,7 +30,7 @@ def route(
     return ids, weights / (weights.sum(dim=-1, keepdim=True) + 1e-20) * scale
 
 
-@torch.no_grad()
+@without_grad
 def combine(rows: torch.Tensor, weights: torch.Tensor, addend: torch.Tensor | None) -> torch.Tensor:
     """``combine_experts`` of checked arguments."""
     y = rows.unflatten(0, weights.shape)

@@ -72,7 +72,7 @@ def norm_launches(
     dtype: str = "bfloat16",
 ) -> list[Any]:
     """The launch of one ``residual_norm``."""
-    from quire.kernels.residual_norm import triton_impl
+    from quire.kernels.norms import triton_impl
 
     def rows() -> Any:
         return meta(NUM_ROWS, size, dtype=dtype)
@@ -102,7 +102,7 @@ def rope_launches(
     dtype: str = "bfloat16",
 ) -> list[Any]:
     """The launch of one ``norm_rope``; heads: of the queries, and of the keys."""
-    from quire.kernels.norm_rope import triton_impl
+    from quire.kernels.rotary import triton_impl
 
     num_heads, num_kv_heads = heads
     angles = meta(2, NUM_ROWS, head_dim // 2, dtype="float32")
@@ -132,7 +132,7 @@ def product_launches(
     dtype: str = "bfloat16",
 ) -> list[Any]:
     """The launch of one ``gated_product`` over a merged product."""
-    from quire.kernels.gated_product import triton_impl
+    from quire.kernels.gating import triton_impl
 
     merged = meta(NUM_ROWS, 2 * width, dtype=dtype)
     if interleaved:

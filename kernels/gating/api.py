@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from ..common.call_keys import check_once
 from ..common.impls import implementation
 from .call import check_gated_product
 
@@ -56,5 +57,5 @@ def gated_product(
         return triton_impl.gated_product(arguments)
     from . import torch_impl
 
-    check_gated_product(**arguments)
+    check_once(check_gated_product, arguments)
     return torch_impl.gated_product(**arguments)

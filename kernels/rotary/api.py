@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from ..common.call_keys import check_once
 from ..common.impls import implementation
 from .call import check_norm_rope
 
@@ -67,5 +68,5 @@ def norm_rope(
         return triton_impl.norm_rope(arguments)
     from . import torch_impl
 
-    check_norm_rope(**arguments)
+    check_once(check_norm_rope, arguments)
     return torch_impl.norm_rope(**arguments)

@@ -7,7 +7,7 @@ import torch
 
 from quire.bench.common.bounds import bounding
 from quire.kernels import residual_norm
-from quire.kernels.residual_norm import reference
+from quire.kernels.norms import reference
 from tests.support.helpers import DEVICE, NAN, assert_within_budget
 
 IMPLS = pytest.mark.parametrize("impl", ["triton", "torch"])

@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from ..common.grad import without_grad
 
-@torch.no_grad()
+
+@without_grad
 def gated_product(
     gate: torch.Tensor,
     up: torch.Tensor,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from ..common.call_keys import check_once
 from ..common.impls import implementation
 from .call import check_residual_norm
 
@@ -61,6 +62,6 @@ def residual_norm(
     else:
         from . import torch_impl
 
-        check_residual_norm(**arguments)
+        check_once(check_residual_norm, arguments)
         made = torch_impl.residual_norm(**arguments)
     return residual if made is None else made

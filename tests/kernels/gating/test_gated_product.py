@@ -8,7 +8,7 @@ import torch
 
 from quire.bench.common.bounds import bounding
 from quire.kernels import gated_product
-from quire.kernels.gated_product import reference, triton_impl
+from quire.kernels.gating import reference, triton_impl
 from tests.support.helpers import DEVICE, NAN, assert_within_budget
 
 IMPLS = pytest.mark.parametrize("impl", ["triton", "torch"])

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from ..common.grad import without_grad
 from .call import out_heads
 
 
-@torch.no_grad()
+@without_grad
 def norm_rope(
     qkv: torch.Tensor,
     cos: torch.Tensor,
@@ -29,28 +30,36 @@ def norm_rope(
         out = torch.empty(shape, dtype=qkv.dtype, device=qkv.device)
     num_heads = heads - num_kv_heads * (1 + has_v)
     rotated = num_heads + num_kv_heads
-    cos, sin = cos[:, None], sin[:, None]
     if q_weight is None:
         _rope(qkv[:, :rotated], cos, sin, out[:, :rotated])
-    else:
-        q = _norm(qkv[:, :num_heads], q_weight, eps, offset)
-        _rope(q, cos, sin, out[:, :num_heads])
-        if k_weight is not None:
-            k = _norm(qkv[:, num_heads:rotated], k_weight, eps, offset)
-            _rope(k, cos, sin, out[:, num_heads:rotated])
+        if norm_v:
+            out[:, rotated:] = _norm(qkv[:, heads - num_kv_heads :], eps)
+        return out
+    rows = _norm(qkv if norm_v else qkv[:, :rotated], eps)
     if norm_v:
-        out[:, rotated:] = _norm(qkv[:, heads - num_kv_heads :], None, eps, offset)
+        out[:, rotated:] = rows[:, heads - num_kv_heads :]
+    rows[:, :num_heads] *= _weight(q_weight, offset)
+    if k_weight is not None:
+        rows[:, num_heads:rotated] *= _weight(k_weight, offset)
+    _rope(rows[:, :rotated], cos, sin, out[:, :rotated])
     return out
 
 
-def _norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float) -> torch.Tensor:
-    if weight is not None:
-        weight = weight.float() + offset if offset else weight.float()
-    return F.rms_norm(x.float(), x.shape[-1:], weight, eps)
+def _norm(x: torch.Tensor, eps: float) -> torch.Tensor:
+    return F.rms_norm(x.float(), x.shape[-1:], None, eps)
+
+
+def _weight(weight: torch.Tensor, offset: float) -> torch.Tensor:
+    return weight.float() + offset if offset else weight.float()
 
 
 def _rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor) -> None:
     first, second = x.float().chunk(2, dim=-1)
+    cos, sin = cos[:, None], sin[:, None]
     low, high = out.chunk(2, dim=-1)
-    low.copy_((first * cos).addcmul_(second, sin, value=-1))
-    high.copy_((second * cos).addcmul_(first, sin))
+    if out.dtype == torch.float32:
+        torch.mul(first, cos, out=low).addcmul_(second, sin, value=-1)
+        torch.mul(second, cos, out=high).addcmul_(first, sin)
+    else:
+        low.copy_((first * cos).addcmul_(second, sin, value=-1))
+        high.copy_((second * cos).addcmul_(first, sin))

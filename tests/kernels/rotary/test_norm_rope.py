@@ -7,7 +7,7 @@ import torch
 
 from quire.bench.common.bounds import bounding
 from quire.kernels import norm_rope
-from quire.kernels.norm_rope import reference, triton_impl
+from quire.kernels.rotary import reference, triton_impl
 from tests.support.helpers import DEVICE, NAN, assert_within_budget
 
 IMPLS = pytest.mark.parametrize("impl", ["triton", "torch"])
