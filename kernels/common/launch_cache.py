@@ -27,6 +27,8 @@ from .launching import Launch
 
 # Cached calls; all are dropped when there are more.
 LIMIT = 4096
+# Arguments that a call makes where they are None.
+MADE = ("out", "ids", "lens", "lse", "post", "comb", "route_weights", "workspace")
 # Launch arguments that have another name in the call.
 NAMES = {
     "k_new": "k", "v_new": "v", "k_tiles": "k", "v_tiles": "v", "partial_out": "workspace",
@@ -95,8 +97,7 @@ class CachedCall:
         launches: in the order in which they run.
         views: name -> (the call's argument, how it is seen); the name is that of the launch
             argument, primed where that is taken.
-        made: "out", "lens", "lse" and "workspace" where the call has them, as (shape, strides,
-            dtype, device).
+        made: those of MADE that the call has, as (shape, strides, dtype, device).
         pages: arguments that are pages, of which launches take the tensor.
     """
 
@@ -133,8 +134,8 @@ def run(
     Args:
         what: as in ``call_keys.key``.
         arguments: of the call, by name; changed: what was made is there after the call.
-        prepare: checks arguments; returns them, with ``out``, ``lens`` and ``lse`` made where the
-            call wants them and gives none, and the launches.
+        prepare: checks arguments; returns them, with those of MADE made that the call wants and
+            gives none of, and the launches.
 
     Returns:
         The call's ``out``; None if it has none.
@@ -197,7 +198,7 @@ def _cached_call(launches: Sequence[Launch], arguments: Mapping[str, Any]) -> Ca
     cached = tuple(_cached_launch(launch, tensors, views) for launch in launches)
     made = {
         name: (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-        for name in ("out", "lens", "lse", "workspace")
+        for name in MADE
         if (tensor := tensors.get(name)) is not None
     }
     device = next(t.get_device() for t in tensors.values() if isinstance(t, Tensor))

@@ -6,6 +6,7 @@ Source: as ``triton_impl``.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from ..common.checks import expect_ids
 from .call import LatentCall
@@ -40,17 +41,21 @@ def norm_and_rotate(
     given: [num_rows, dim] fp32."""
     rows = x.float()
     if norm_weight is not None:
-        scale = torch.rsqrt(rows.square().mean(-1, keepdim=True) + eps)
-        rows = rows * scale * norm_weight.float()
+        rows = F.rms_norm(rows, rows.shape[-1:], norm_weight.float(), eps)
     if positions is None or cos_sin is None:
         return rows
     nope, rope = rows.tensor_split((rows.shape[1] - cos_sin.shape[1],), -1)
-    stands = (positions >= 0)[:, None]
-    expect_ids("positions", positions[stands[:, 0]], cos_sin.shape[0], "positions")
-    if cos_sin.shape[0] == 0:
+    if positions.numel() == 0:
         return rows
-    cos, sin = cos_sin[positions.clamp(min=0)].chunk(2, -1)
-    cos, sin = torch.where(stands, cos, 1.0), torch.where(stands, sin, 0.0)
+    lowest, highest = (int(bound) for bound in positions.aminmax())
+    if highest >= cos_sin.shape[0]:
+        expect_ids("positions", positions[positions >= 0], cos_sin.shape[0], "positions")
+    if highest < 0:
+        return rows
+    cos, sin = cos_sin[positions if lowest >= 0 else positions.clamp(min=0)].chunk(2, -1)
+    if lowest < 0:
+        stands = (positions >= 0)[:, None]
+        cos, sin = torch.where(stands, cos, 1.0), torch.where(stands, sin, 0.0)
     even, odd = rope[:, 0::2], rope[:, 1::2]
     turned = torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1)
     return torch.cat([nope, turned.flatten(-2)], -1)

@@ -18,17 +18,20 @@ Source: transformers ``modeling_deepseek_v4``; DeepSeek-V4 report 2.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from ..layers.basic import Linear, RMSNorm, empty_parameter, linear_fp32, rms_norm
+from quire.kernels import residual_norm
+
+from ..layers.basic import Linear, RMSNorm, Stacked, empty_parameter
 from .config import CSA, SLIDING, DeepseekV4Config
 from .hyper_connections import HyperConnection
 from .moe import MoE
-from .rope import apply_rope
+from .rope import HeadPositions, rotated_heads
 
 
 @dataclass(frozen=True)
@@ -71,10 +74,25 @@ class AttentionInputs:
     indexer: IndexerInputs | None
 
 
-Attend = Callable[["Attention", AttentionInputs], Tensor]
-"""(attention, its inputs) -> [num_tokens, num_heads, head_dim], the trailing channels under the
-inverse RoPE of the query's position.
-"""
+class Attend(Protocol):
+    """The attention operator of a step.
+
+    Attributes:
+        impl: "triton" or "torch" for all kernels of the step; None = by device.
+        head_positions: of the step.
+    """
+
+    impl: str | None
+    head_positions: HeadPositions
+
+    def __call__(self, attention: Attention, inputs: AttentionInputs) -> Tensor:
+        """Attention of one layer.
+
+        Returns:
+            [num_tokens, num_heads, head_dim], the trailing channels under the inverse RoPE of the
+            query's position.
+        """
+        ...
 
 
 class GatedPooling(nn.Module):
@@ -102,18 +120,6 @@ class GatedPooling(nn.Module):
         self.position_bias = empty_parameter(ratio, channels, device=device, dtype=torch.float32)
         self.kv_norm = RMSNorm(width, config.rms_norm_eps, device, torch.float32)
 
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """What is pooled of every token, and by which gate, its position's bias not added yet.
-
-        Args:
-            x: [num_tokens, hidden_size].
-
-        Returns:
-            (kv, gate), each [num_tokens, width * (1 + overlap)] fp32.
-        """
-        kv = linear_fp32(x, self.kv_proj.matrix(x.dtype))
-        return kv, linear_fp32(x, self.gate_proj.matrix(x.dtype))
-
 
 class Scorer(nn.Module):
     """Weights of the index heads in a score."""
@@ -132,24 +138,30 @@ class Indexer(GatedPooling):
 
     def __init__(self, config: DeepseekV4Config, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(config, config.index_head_dim, config.csa_ratio, True, device, dtype)
-        self.head_dim = config.index_head_dim
+        self.num_heads, self.head_dim = config.index_num_heads, config.index_head_dim
         self.score_scale = (config.index_num_heads * config.index_head_dim) ** -0.5
         q_size = config.index_num_heads * config.index_head_dim
         self.q_b_proj = Linear(config.q_lora_rank, q_size, device, dtype)
         self.scorer = Scorer(config, device, dtype)
 
-    def inputs(self, x: Tensor, q_latent: Tensor, cos_sin: Tensor) -> IndexerInputs:
+    def inputs(
+        self, q_latent: Tensor, projected: Sequence[Tensor], head_positions: Tensor,
+        cos_sin: Tensor, impl: str | None,
+    ) -> IndexerInputs:  # fmt: skip
         """Queries of a step, their weights, and what keys are pooled from.
 
         Args:
-            x: [num_tokens, hidden_size].
             q_latent: [num_tokens, q_lora_rank].
-            cos_sin: [num_tokens, rope_dim], of the tokens' positions.
+            projected: kv and gate of the keys' compressor, and the weights of the heads, not scaled
+                yet, each [num_tokens, channels] fp32.
+            head_positions: [num_tokens * index_num_heads] int64.
+            cos_sin: as in `AttentionInputs`.
+            impl: of the kernels.
         """
-        q = apply_rope(self.q_b_proj(q_latent).unflatten(-1, (-1, self.head_dim)), cos_sin)
-        weights = linear_fp32(x, self.scorer.weights_proj.matrix(x.dtype)) * self.score_scale
-        kv, gate = self.project(x)
-        return IndexerInputs(q, weights, kv, gate)
+        q = self.q_b_proj(q_latent).unflatten(-1, (-1, self.head_dim))
+        q = rotated_heads(q, head_positions, cos_sin, None, self.kv_norm.eps, impl)
+        kv, gate, weights = projected
+        return IndexerInputs(q, weights * self.score_scale, kv, gate)
 
 
 class Compressor(GatedPooling):
@@ -165,6 +177,23 @@ class Compressor(GatedPooling):
         ratio = config.csa_ratio if csa else config.hca_ratio
         super().__init__(config, config.head_dim, ratio, csa, device, dtype)
         self.indexer = Indexer(config, device, dtype) if csa else None
+        layers = [self.kv_proj, self.gate_proj]
+        if self.indexer is not None:
+            indexer = self.indexer
+            layers += [indexer.kv_proj, indexer.gate_proj, indexer.scorer.weights_proj]
+        self.stacked = Stacked(*layers)
+
+    def project(self, x: Tensor) -> list[Tensor]:
+        """What is pooled of every token, and by which gate, its position's bias not added yet.
+
+        Args:
+            x: [num_tokens, hidden_size].
+
+        Returns:
+            [kv, gate], each [num_tokens, width * (1 + overlap)] fp32; in CSA layers those of the
+            indexer follow, and the weights of its heads.
+        """
+        return self.stacked.fp32(x)
 
 
 class Attention(nn.Module):
@@ -193,6 +222,9 @@ class Attention(nn.Module):
         self.o_a_proj = Linear(heads * config.head_dim // groups, groups * rank, device, dtype)
         self.o_b_proj = Linear(groups * rank, config.hidden_size, device, dtype)
         self.num_groups = groups
+        self.q_a_kv = Stacked(self.q_a_proj, self.kv_proj)
+        # Of the heads' norm, which has none.
+        self._no_weight = torch.ones(config.head_dim, device=device)
         sliding = self.kind == SLIDING
         self.compressor = None if sliding else Compressor(config, self.kind, device, dtype)
 
@@ -208,23 +240,33 @@ class Attention(nn.Module):
         Returns:
             The shape of x.
         """
-        angles = cos_sin[positions]
-        q_latent = self.q_a_norm(self.q_a_proj(x))
-        q = rms_norm(self.q_b_proj(q_latent).unflatten(-1, (-1, self.head_dim)), None, self.eps)
+        impl, by_head = attend.impl, attend.head_positions
+        q_latent, kv = self.q_a_kv(x).split([len(self.q_a_proj.weight), self.head_dim], dim=-1)
+        q_latent = residual_norm(q_latent, self.q_a_norm.weight, eps=self.eps, impl=impl)
+        q = self.q_b_proj(q_latent).unflatten(-1, (-1, self.head_dim))
         compressor = self.compressor
         indexer = None if compressor is None else compressor.indexer
+        projected = [] if compressor is None else compressor.project(x)
         inputs = AttentionInputs(
             positions=positions,
             cos_sin=cos_sin,
-            q=apply_rope(q, angles),
-            kv=self.kv_proj(x),
-            compressor=None if compressor is None else compressor.project(x),
-            indexer=None if indexer is None else indexer.inputs(x, q_latent, angles),
+            q=rotated_heads(
+                q, by_head(positions, q.shape[1]), cos_sin, self._no_weight, self.eps, impl
+            ),
+            kv=kv,
+            compressor=None if compressor is None else (projected[0], projected[1]),
+            indexer=None
+            if indexer is None
+            else indexer.inputs(
+                q_latent, projected[2:], by_head(positions, indexer.num_heads), cos_sin, impl
+            ),
         )
         out = attend(self, inputs).reshape(len(x), self.num_groups, -1)
         weight = self.o_a_proj.matrix(x.dtype).unflatten(0, (self.num_groups, -1))
-        narrow = torch.bmm(out.transpose(0, 1), weight.transpose(1, 2))
-        return self.o_b_proj(narrow.transpose(0, 1).flatten(1))
+        narrow = x.new_empty(len(x), *weight.shape[:2])
+        # Written where it is read: the product of each group is a column block of the rows.
+        torch.bmm(out.transpose(0, 1), weight.transpose(1, 2), out=narrow.transpose(0, 1))
+        return self.o_b_proj(narrow.flatten(1))
 
 
 class DecoderLayer(nn.Module):
@@ -259,9 +301,10 @@ class DecoderLayer(nn.Module):
         Returns:
             The shape of streams.
         """
-        x, post, comb = self.attn_hc.collapse(streams)
-        y = self.self_attn(self.input_layernorm(x), positions, cos_sin, attend)
-        streams = self.attn_hc.expand(streams, y, post, comb)
-        x, post, comb = self.ffn_hc.collapse(streams)
-        y = self.mlp(self.post_attention_layernorm(x), input_ids)
-        return self.ffn_hc.expand(streams, y, post, comb)
+        impl = attend.impl
+        x, post, comb = self.attn_hc.collapse(streams, self.input_layernorm, impl)
+        y = self.self_attn(x, positions, cos_sin, attend)
+        streams = self.attn_hc.expand(streams, y, post, comb, impl)
+        x, post, comb = self.ffn_hc.collapse(streams, self.post_attention_layernorm, impl)
+        y = self.mlp(x, input_ids, impl)
+        return self.ffn_hc.expand(streams, y, post, comb, impl)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quire.kernels.hyper_connections.call import MAX_HIDDEN, MAX_STREAMS
 from quire.kernels.indexer.call import MAX_HEADS, MAX_TOPK
 
 from ..engine.batch import AttnMetadata
@@ -26,7 +27,7 @@ from .layer import Attend, DecoderLayer
 from .mtp import MTP
 from .paged_attention import PagedAttend
 from .rope import rope_frequencies, rope_table
-from .unpaged_attention import unpaged_attend
+from .unpaged_attention import UnpagedAttend
 
 
 class DeepseekV4(nn.Module):
@@ -126,7 +127,8 @@ class DeepseekV4(nn.Module):
             hidden_size]).
         """
         streams = self.streams(input_ids, positions, PagedAttend(attn, pool, impl=impl))
-        logits = self.logits(streams if logits_rows is None else streams[logits_rows])
+        rows = streams if logits_rows is None else streams[logits_rows]
+        logits = self.logits(rows, impl)
         return (logits, streams) if return_hidden else logits
 
     def expect_impl(self, impl: str) -> None:
@@ -138,6 +140,12 @@ class DeepseekV4(nn.Module):
         config = self.config
         for name, most in (("index_num_heads", MAX_HEADS), ("index_topk", MAX_TOPK)):
             if CSA in config.layer_types and getattr(config, name) > most:
+                raise NotImplementedError(
+                    f"{name}: supported are up to {most}, {config.name!r} has "
+                    f"{getattr(config, name)}"
+                )
+        for name, most in (("hc_mult", MAX_STREAMS), ("hidden_size", MAX_HIDDEN)):
+            if getattr(config, name) > most:
                 raise NotImplementedError(
                     f"{name}: supported are up to {most}, {config.name!r} has "
                     f"{getattr(config, name)}"
@@ -193,21 +201,21 @@ class DeepseekV4(nn.Module):
     def full_forward(
         self, input_ids: Tensor, *, logits_rows: Tensor | None = None, stored: Stored | None = None
     ) -> Tensor:
-        """One whole sequence without any cache and without `quire.kernels`.
+        """One whole sequence without any cache, in plain torch.
 
         What a paged run must agree with.
 
         Args:
             input_ids: [num_tokens] int64.
             logits_rows: [num_rows] int64, the rows to compute logits for; default: all.
-            stored: as in `unpaged_attend`.
+            stored: as in `UnpagedAttend`.
 
         Returns:
             [num_rows, vocab_size] fp32 logits.
         """
         positions = torch.arange(len(input_ids), device=input_ids.device)
-        streams = self.streams(input_ids, positions, unpaged_attend(self.config, stored))
-        return self.logits(streams if logits_rows is None else streams[logits_rows])
+        streams = self.streams(input_ids, positions, UnpagedAttend(self.config, stored))
+        return self.logits(streams if logits_rows is None else streams[logits_rows], "torch")
 
     def streams(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Residual streams after the last layer, not collapsed yet.
@@ -224,16 +232,17 @@ class DeepseekV4(nn.Module):
             x = layer(x, input_ids, positions, cos_sin, attend)
         return x
 
-    def logits(self, streams: Tensor) -> Tensor:
+    def logits(self, streams: Tensor, impl: str | None = None) -> Tensor:
         """Logits of residual streams.
 
         Args:
             streams: [num_rows, hc_mult, hidden_size].
+            impl: "triton" or "torch"; default: by device.
 
         Returns:
             [num_rows, vocab_size] fp32.
         """
-        return self.lm_head(self.norm(self.hc_head(streams))).float()
+        return self.lm_head(self.hc_head(streams, self.norm, impl)).float()
 
     def draft_streams(
         self, index: int, streams: Tensor, next_ids: Tensor, positions: Tensor, attend: Attend
@@ -245,9 +254,9 @@ class DeepseekV4(nn.Module):
         embeds, cos_sin = self.embed_tokens(next_ids), self.rope[SLIDING]
         return self.mtp[index].draft(streams, next_ids, embeds, positions, cos_sin, attend)
 
-    def draft_logits(self, index: int, streams: Tensor) -> Tensor:
+    def draft_logits(self, index: int, streams: Tensor, impl: str | None = None) -> Tensor:
         """Logits of the token after the next from `draft_streams`.
 
-        [num_rows, vocab_size] fp32.
+        [num_rows, vocab_size] fp32. impl as in `logits`.
         """
-        return self.lm_head(self.mtp[index].hidden(streams)).float()
+        return self.lm_head(self.mtp[index].hidden(streams, impl)).float()

@@ -8,21 +8,22 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..layers.basic import Linear, empty_parameter, linear_fp32
+from quire.kernels import gated_product, route_tokens
+
+from ..layers.basic import Linear, Stacked, empty_parameter, linear_fp32
 from ..layers.moe import run_experts
 from ..layers.packed_experts import PackedExperts
 from .config import HASH_MOE, DeepseekV4Config
 
 
-def clamped_swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
+def clamped_swiglu(gate: Tensor, up: Tensor, limit: float, impl: str | None = None) -> Tensor:
     """silu(min(gate, limit)) * clamp(up, -limit, limit).
 
     The gate is bounded only from above, and before silu.
     """
-    return F.silu(gate.clamp(max=limit)) * up.clamp(min=-limit, max=limit)
+    return gated_product(gate, up, activation="silu", limit=limit, impl=impl)
 
 
 class Router(nn.Module):
@@ -54,23 +55,28 @@ class Router(nn.Module):
                 config.num_experts, device=device, dtype=torch.float32
             )
 
-    def forward(self, x: Tensor, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, input_ids: Tensor, impl: str | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Chooses the experts of every row.
 
         Args:
             x: [num_tokens, hidden_size].
             input_ids: [num_tokens] int64.
+            impl: "triton" or "torch"; default: by device.
 
         Returns:
             (expert ids [num_tokens, top_k] int64, weights [num_tokens, top_k] fp32).
         """
-        scores = F.softplus(linear_fp32(x, self.weight)).sqrt()
-        if self.tid2eid is not None:
-            ids = self.tid2eid[input_ids]
-        else:
-            ids = (scores + self.e_score_correction_bias).topk(self.top_k, dim=-1).indices
-        weights = scores.gather(1, ids)
-        return ids, weights / (weights.sum(dim=-1, keepdim=True) + 1e-20) * self.scale
+        return route_tokens(
+            linear_fp32(x, self.weight),
+            top_k=self.top_k,
+            scale=self.scale,
+            bias=self.e_score_correction_bias,
+            table=self.tid2eid,
+            token_ids=None if self.tid2eid is None else input_ids,
+            impl=impl,
+        )
 
 
 class Experts(nn.Module):
@@ -85,10 +91,14 @@ class Experts(nn.Module):
         experts, width = config.num_experts, config.moe_intermediate_size
         hidden = config.hidden_size
         self.activation = partial(clamped_swiglu, limit=config.swiglu_limit)
+        self._numbers = torch.arange(experts, device=device)
         self.gate_up_proj = empty_parameter(experts, 2 * width, hidden, device=device, dtype=dtype)
         self.down_proj = empty_parameter(experts, hidden, width, device=device, dtype=dtype)
 
-    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, ids: Tensor, weights: Tensor, addend: Tensor | None = None,
+        impl: str | None = None,
+    ) -> Tensor:  # fmt: skip
         """sum_e weight_e down_e(act(gate_e x, up_e x)) over a row's experts e.
 
         Added up in fp32, in the router's order. act is `clamped_swiglu`.
@@ -96,11 +106,17 @@ class Experts(nn.Module):
         Args:
             x: [num_tokens, hidden_size].
             ids, weights: of the router.
+            addend: [num_tokens, hidden_size], added to the sum; None = nothing.
+            impl: "triton" or "torch"; default: by device.
 
         Returns:
             The shape of x.
         """
-        return run_experts(x, ids, weights, self.gate_up_proj, self.down_proj, self.activation)
+        activation = partial(self.activation, impl=impl)
+        return run_experts(
+            x, ids, weights, self.gate_up_proj, self.down_proj, activation, addend=addend,
+            numbers=self._numbers, impl=impl,
+        )  # fmt: skip
 
 
 class SharedExpert(nn.Module):
@@ -113,17 +129,20 @@ class SharedExpert(nn.Module):
         self.gate_proj = Linear(hidden, width, device, dtype)
         self.up_proj = Linear(hidden, width, device, dtype)
         self.down_proj = Linear(width, hidden, device, dtype)
+        self.gate_up = Stacked(self.gate_proj, self.up_proj)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, impl: str | None = None) -> Tensor:
         """down(act(gate x, up x)).
 
         Args:
             x: [num_tokens, hidden_size].
+            impl: "triton" or "torch"; default: by device.
 
         Returns:
             The same shape.
         """
-        return self.down_proj(clamped_swiglu(self.gate_proj(x), self.up_proj(x), self.limit))
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down_proj(clamped_swiglu(gate, up, self.limit, impl))
 
 
 class MoE(nn.Module):
@@ -148,14 +167,16 @@ class MoE(nn.Module):
             )  # fmt: skip
         self.shared_experts = SharedExpert(config, device, dtype)
 
-    def forward(self, x: Tensor, input_ids: Tensor) -> Tensor:
+    def forward(self, x: Tensor, input_ids: Tensor, impl: str | None = None) -> Tensor:
         """experts(x) + shared_experts(x), the experts of each row chosen by the router.
 
         Args:
             x: [num_tokens, hidden_size].
             input_ids: [num_tokens] int64, for hash layers.
+            impl: "triton" or "torch"; default: by device.
 
         Returns:
             The shape of x.
         """
-        return self.experts(x, *self.gate(x, input_ids)) + self.shared_experts(x)
+        ids, weights = self.gate(x, input_ids, impl)
+        return self.experts(x, ids, weights, self.shared_experts(x, impl), impl)

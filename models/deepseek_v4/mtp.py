@@ -65,9 +65,9 @@ class MTP(DecoderLayer):
         streams = self.h_proj(self.hnorm(streams)) + embeds[:, None]
         return self(streams, next_ids, positions, cos_sin, attend)
 
-    def hidden(self, streams: Tensor) -> Tensor:
+    def hidden(self, streams: Tensor, impl: str | None) -> Tensor:
         """What the output projection reads.
 
         [num_tokens, hidden_size] from the streams of `draft`.
         """
-        return self.norm(self.hc_head(streams))
+        return self.hc_head(streams, self.norm, impl)

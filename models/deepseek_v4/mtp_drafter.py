@@ -213,7 +213,7 @@ def chain_drafts(
     num_seqs, device = len(seq_lens), seq_lens.device
     last = streams.shape[1] - 1
     out = streams[:, :0]  # of the layer before, at the guessed rows
-    ids = choose(model.draft_logits(0, streams[:, 0]))[:, None]
+    ids = choose(model.draft_logits(0, streams[:, 0], impl))[:, None]
     while (count := ids.shape[1]) < num_drafts:
         before, index = min(count - 1, last), min(count, last)
         rows = torch.cat([streams[:, before : before + 1], out], dim=1)
@@ -233,5 +233,5 @@ def chain_drafts(
         out = model.draft_streams(
             index, rows.flatten(0, 1), ids.flatten(), positions.flatten(), step
         ).unflatten(0, (num_seqs, count))
-        ids = torch.cat([ids, choose(model.draft_logits(index, out[:, -1]))[:, None]], dim=1)
+        ids = torch.cat([ids, choose(model.draft_logits(index, out[:, -1], impl))[:, None]], dim=1)
     return ids

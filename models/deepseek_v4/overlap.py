@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quire.kernels import copy_overlap
+
 from ..engine.batch import AttnMetadata
 
 
@@ -28,25 +30,27 @@ class OverlapCopies:
             after the other.
         pages: [num_kept] int64, where each goes.
         from_pages, rings: [num_seqs] int64, page to read, and ring that it goes to.
-        starts: [num_seqs] int64, tokens of each sequence before the step.
-        ratio: tokens of a compression window.
+        ring_rows: [num_seqs, ratio] int64, rows of the ring that they go to.
     """
 
     tokens: Tensor
     pages: Tensor
     from_pages: Tensor
     rings: Tensor
-    starts: Tensor
-    ratio: int
+    ring_rows: Tensor
 
     @classmethod
-    def of_step(cls, attn: AttnMetadata, group: int, block_size: int, ratio: int) -> OverlapCopies:
+    def of_step(
+        cls, attn: AttnMetadata, group: int, block_size: int, ratio: int, ring: int
+    ) -> OverlapCopies:
         """The copies of a step.
 
         Args:
             attn: the step.
             group: index of the group.
             block_size: tokens of its pages.
+            ratio: tokens of a compression window.
+            ring: rows of a ring.
         """
         slots, table = attn.slot_mappings[group], attn.block_tables[group]
         ends = attn.seq_lens.long()
@@ -71,29 +75,36 @@ class OverlapCopies:
         from_pages = table.gather(1, before[:, None])[:, 0]
         from_pages = torch.where(at_boundary, from_pages, 0).long()
         rings = torch.where(at_boundary, attn.request_slots, -1).long()
-        return cls(tokens, pages, from_pages, rings, starts, ratio)
+        ring_rows = (starts[:, None] + back) % ring
+        return cls(tokens, pages, from_pages, rings, ring_rows)
 
-    def load(self, overlap: Tensor, ring: Tensor) -> None:
-        """Copies series a from pages into rings.
+    def run(
+        self,
+        kv: Tensor,
+        gate: Tensor,
+        position_bias: Tensor,
+        overlap: Tensor,
+        ring: Tensor,
+        impl: str | None,
+    ) -> None:
+        """Copies series a from pages into rings, and that of the step into pages.
 
         Args:
-            overlap, ring: of a `CompressorCache`.
-        """
-        back = torch.arange(-self.ratio, 0, device=ring.device)
-        at = (self.starts[:, None] + back) % ring.shape[1]
-        ring[self.rings[:, None], at, :, : overlap.shape[-1]] = overlap[self.from_pages]
-
-    def save(self, kv: Tensor, gate: Tensor, position_bias: Tensor, overlap: Tensor) -> None:
-        """Copies series a of the step into pages.
-
-        Args:
-            kv, gate: [num_tokens, 2 * width] of the step.
+            kv, gate: [num_tokens, 2 * width] fp32 of the step.
             position_bias: [ratio, 2 * width], added to the gate.
-            overlap: of a `CompressorCache`.
+            overlap, ring: of a `CompressorCache`.
+            impl: "triton" or "torch"; None = by device.
         """
-        width = overlap.shape[-1]
-        kv, gate = kv[self.tokens, :width], gate[self.tokens, :width]
-        # A block ends where a compression window does, so its last tokens are a whole window.
-        gate = (gate.unflatten(0, (-1, self.ratio)) + position_bias[:, :width]).flatten(0, 1)
-        row = torch.arange(self.ratio, device=kv.device).repeat(len(kv) // self.ratio)
-        overlap[self.pages, row] = torch.stack([kv, gate], dim=1)
+        copy_overlap(
+            kv,
+            gate,
+            position_bias,
+            ring,
+            overlap,
+            from_pages=self.from_pages,
+            state_index=self.rings,
+            state_rows=self.ring_rows,
+            tokens=self.tokens,
+            to_pages=self.pages,
+            impl=impl,
+        )

@@ -15,6 +15,7 @@ from .cache import CompressorCache, LayerCache, V4PagePool
 from .cache_plan import COMPRESSED, OVERLAP
 from .layer import Attention, AttentionInputs, Compressor, GatedPooling, Indexer
 from .overlap import OverlapCopies
+from .rope import HeadPositions
 
 
 class PagedAttend:
@@ -37,6 +38,7 @@ class PagedAttend:
 
     def __init__(self, attn: AttnMetadata, pool: V4PagePool, *, impl: str | None = None) -> None:
         self.attn, self.pool, self.impl = attn, pool, impl
+        self.head_positions = HeadPositions()
         self._lengths = {
             "seq_lens": attn.seq_lens,
             "cu_seqlens_q": attn.cu_seqlens_q,
@@ -61,7 +63,10 @@ class PagedAttend:
         group = self.pool.plan.group_index(OVERLAP)
         assert group is not None
         block_size = self.pool.plan.groups[group].block_size
-        return OverlapCopies.of_step(self.attn, group, block_size, self.pool.config.csa_ratio)
+        # All CSA compressors and indexers have rings of the same length.
+        ring = next(cache.index_keys.ring for cache in self.pool.layers if cache.index_keys)
+        ratio = self.pool.config.csa_ratio
+        return OverlapCopies.of_step(self.attn, group, block_size, ratio, ring.shape[1])
 
     def __call__(self, attention: Attention, inputs: AttentionInputs) -> Tensor:
         """Attention of one layer; see `models.deepseek_v4.layer.Attend`."""
@@ -153,7 +158,7 @@ class PagedAttend:
         later step pools them. In CSA layers an entry needs series a of the window before, too. A
         sequence that starts where a prefix hit ends has none of that in its ring: they are loaded
         from pages of the group "overlap", before `compress`, which reads the ring. The step's own
-        are saved there for later hits, from kv and gate, at any time.
+        are saved there for later hits, from kv and gate, in the same launch.
 
         Args:
             compressor: of the layer, or its indexer.
@@ -162,7 +167,9 @@ class PagedAttend:
             cos_sin: [max_positions, rope_dim].
         """
         if cache.overlap is not None:
-            self._overlap_copies.load(cache.overlap, cache.ring)
+            self._overlap_copies.run(
+                kv, gate, compressor.position_bias, cache.overlap, cache.ring, self.impl
+            )
         compress(
             kv,
             gate,
@@ -179,8 +186,6 @@ class PagedAttend:
             impl=self.impl,
             **self._lengths,
         )
-        if cache.overlap is not None:
-            self._overlap_copies.save(kv, gate, compressor.position_bias, cache.overlap)
 
 
 def with_new_blocks(attn: AttnMetadata, table: Tensor, slots: Tensor, block_size: int) -> Tensor:

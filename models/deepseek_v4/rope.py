@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from quire.kernels import write_latent
+
 from ..config.model import RopeConfig
 from ..layers.rotary import inverse_frequencies
 from .config import DeepseekV4Config
@@ -46,6 +48,52 @@ def rope_table(frequencies: Tensor, num_positions: int) -> Tensor:
         return frequencies.new_empty(num_positions, 2 * len(frequencies))
     angles = torch.arange(num_positions, device=frequencies.device)[:, None].float() * frequencies
     return torch.cat([angles.cos(), angles.sin()], dim=-1)
+
+
+class HeadPositions:
+    """Positions of the rows [num_tokens * num_heads] that heads are, made once for all layers."""
+
+    def __init__(self) -> None:
+        self._positions: Tensor | None = None
+        self._by_head: dict[int, Tensor] = {}
+
+    def __call__(self, positions: Tensor, num_heads: int) -> Tensor:
+        """[num_tokens * num_heads] int64 of [num_tokens] int64."""
+        if positions is not self._positions:
+            self._positions, self._by_head = positions, {}
+        if num_heads not in self._by_head:
+            size = len(positions) * num_heads
+            self._by_head[num_heads] = positions.repeat_interleave(num_heads, output_size=size)
+        return self._by_head[num_heads]
+
+
+def rotated_heads(
+    x: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    norm_weight: Tensor | None,
+    eps: float,
+    impl: str | None,
+) -> Tensor:
+    """Heads of queries, normed and rotated in place.
+
+    Args:
+        x: [num_tokens, num_heads, head_dim], contiguous.
+        positions: [num_tokens * num_heads] int64.
+        cos_sin: [max_positions, rope_dim] fp32, a `rope_table`.
+        norm_weight: [head_dim], of an RMS norm of each head; None = no norm.
+        eps: of the norm.
+        impl: "triton" or "torch"; None = by device.
+
+    Returns:
+        x.
+    """
+    rows = x.flatten(0, 1)
+    write_latent(
+        rows, None, None, positions=positions, cos_sin=cos_sin, norm_weight=norm_weight, eps=eps,
+        out=rows, impl=impl,
+    )  # fmt: skip
+    return x
 
 
 def apply_rope(x: Tensor, cos_sin: Tensor, *, inverse: bool = False) -> Tensor:

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ..layers.basic import rms_norm
 from .config import DeepseekV4Config
-from .layer import Attend, Attention, AttentionInputs, GatedPooling, IndexerInputs
-from .rope import apply_rope
+from .layer import Attention, AttentionInputs, GatedPooling, IndexerInputs
+from .rope import HeadPositions, apply_rope
 
 if TYPE_CHECKING:
     from ..layers.unpaged_attention import Stored
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 QUERY_BLOCK = 128  # rows of the score matrix that are held at a time
 
 
-def unpaged_attend(config: DeepseekV4Config, stored: Stored | None = None) -> Attend:
+class UnpagedAttend:
     """Attention of one whole sequence in plain torch, with fp32 scores and softmax.
 
     Args:
@@ -34,7 +34,15 @@ def unpaged_attend(config: DeepseekV4Config, stored: Stored | None = None) -> At
             they are.
     """
 
-    def attend(attention: Attention, inputs: AttentionInputs) -> Tensor:
+    impl: str | None = "torch"
+
+    def __init__(self, config: DeepseekV4Config, stored: Stored | None = None) -> None:
+        self.config, self.stored = config, stored
+        self.head_positions = HeadPositions()
+
+    def __call__(self, attention: Attention, inputs: AttentionInputs) -> Tensor:
+        """See `models.deepseek_v4.layer.Attend`."""
+        config, stored = self.config, self.stored
         kv = rms_norm(inputs.kv, attention.kv_norm.weight, attention.eps)
         raw = apply_rope(kv, inputs.cos_sin[inputs.positions])
         compressor, entries, index_keys = attention.compressor, raw[:0], None
@@ -68,8 +76,6 @@ def unpaged_attend(config: DeepseekV4Config, stored: Stored | None = None) -> At
             keys = torch.cat([raw[near], entries])
             out[block] = softmax_with_sinks(inputs.q[block], keys, visible, attention.sinks)
         return apply_rope(out, inputs.cos_sin[inputs.positions], inverse=True)
-
-    return attend
 
 
 def num_visible(positions: Tensor, ratio: int) -> Tensor:

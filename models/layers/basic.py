@@ -224,6 +224,20 @@ class Stacked:
             return torch.cat([layer(x) for layer in self.layers], dim=-1)
         return F.linear(x, self._weight, self._bias)
 
+    def fp32(self, x: Tensor) -> list[Tensor]:
+        """The products as `linear_fp32` makes them, without biases.
+
+        Args:
+            x: [num_tokens, in_size].
+
+        Returns:
+            Of each layer, [num_tokens, out_size] fp32.
+        """
+        if self._find() != self._places:
+            return [linear_fp32(x, layer.matrix(x.dtype)) for layer in self.layers]
+        rows = [len(layer.weight) for layer in self.layers]
+        return list(linear_fp32(x, self._weight).split(rows, dim=-1))
+
 
 def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
     """x W^T with an fp32 result, for what must not be rounded to the model's dtype.

@@ -22,6 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.kernels import combine_experts
+
 from .capture import must_be_capturable
 
 # Rows whose experts are gathered at one time where groups must not be looked up on the host.
@@ -39,6 +41,9 @@ def run_experts(
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     interleaved: bool = False,
+    addend: Tensor | None = None,
+    numbers: Tensor | None = None,
+    impl: str | None = None,
 ) -> Tensor:
     """Sum over a token's experts e of weight * down[e](activation(gate[e] x, up[e] x)).
 
@@ -52,38 +57,23 @@ def run_experts(
         activation: (gate, up), each [rows, intermediate_size] -> the same shape.
         gate_up_bias, down_bias: [num_experts, 2 * intermediate_size] and [num_experts,
             hidden_size], or None.
+        addend: [num_tokens, hidden_size], added to the sum; None = nothing.
+        numbers: [num_experts] int64, 0, 1, and so on; None = made here.
+        impl: "triton" or "torch" for the sum; default: by device.
 
     Returns:
         [num_tokens, hidden_size] in the dtype of x.
     """
     k = expert_ids.shape[1]
     sorted_ids, order = expert_ids.flatten().sort(stable=True)
-    experts = torch.arange(len(gate_up), device=x.device)
-    offsets = torch.searchsorted(sorted_ids, experts, right=True).int()
+    if numbers is None:
+        numbers = torch.arange(len(gate_up), device=x.device)
+    offsets = torch.searchsorted(sorted_ids, numbers, right=True, out_int32=True)
     both = _rows(x[order // k], gate_up, gate_up_bias, sorted_ids, offsets)
     gate, up = (both[:, 0::2], both[:, 1::2]) if interleaved else both.chunk(2, dim=-1)
     y_sorted = _rows(activation(gate, up), down, down_bias, sorted_ids, offsets)
     y = torch.empty_like(y_sorted).index_copy_(0, order, y_sorted)
-    return sum_of_experts(y, expert_weights)
-
-
-def sum_of_experts(rows: Tensor, weights: Tensor) -> Tensor:
-    """Adds up, in fp32 and in their order, the rows of a token's experts times their weights.
-
-    Args:
-        rows: [num_tokens * k, hidden_size], those of a token one after another.
-        weights: [num_tokens, k].
-
-    Returns:
-        [num_tokens, hidden_size] in the dtype of rows.
-    """
-    y = rows.unflatten(0, weights.shape)
-    out = y[:, 0].float() * weights[:, :1].float()
-    for i in range(
-        1, weights.shape[1]
-    ):  # not sum(dim=1): its order of additions is torch's business
-        out += y[:, i].float() * weights[:, i : i + 1].float()
-    return out.to(rows.dtype)
+    return combine_experts(y, expert_weights, addend=addend, impl=impl)
 
 
 def grouped_matmul(x_sorted: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:

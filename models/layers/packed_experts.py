@@ -10,10 +10,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from quire.kernels import combine_experts
+
 from .basic import empty_parameter
 from .capture import must_be_capturable
 from .dequantize import DEQUANTIZE, FP4_GROUP
-from .moe import run_experts, sum_of_experts
+from .moe import run_experts
 
 FP8_BLOCK = 128
 EXPERTS_AT_ONCE = 16  # experts whose dequantized weights exist at one time
@@ -83,19 +85,25 @@ class PackedExperts(nn.Module):
         self.gate_up_proj = PackedMatrices(kind, (num_experts, 2), width, hidden_size, device)
         self.down_proj = PackedMatrices(kind, (num_experts,), hidden_size, width, device)
 
-    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, ids: Tensor, weights: Tensor, addend: Tensor | None = None,
+        impl: str | None = None,
+    ) -> Tensor:  # fmt: skip
         """The weighted sum of every row's experts.
 
         Args:
             x: [num_tokens, hidden_size].
             ids, weights: [num_tokens, k] of the router.
+            addend: [num_tokens, hidden_size], added to the sum; None = nothing.
+            impl: "triton" or "torch" for the sum; default: by device.
 
         Returns:
             The shape of x.
         """
         k, flat = ids.shape[1], ids.flatten()
         if must_be_capturable():
-            return sum_of_experts(self.each_row(x, flat, k), weights)
+            rows = self.each_row(x, flat, k)
+            return combine_experts(rows, weights, addend=addend, impl=impl)
         y = x.new_empty(len(flat), x.shape[1])
         for some in flat.unique().split(EXPERTS_AT_ONCE):
             rows = torch.isin(flat, some).nonzero()[:, 0]
@@ -104,7 +112,7 @@ class PackedExperts(nn.Module):
             down = self.down_proj.dequantize(some, x.dtype)
             one = weights.new_ones(local.shape)
             y[rows] = run_experts(x[rows // k], local, one, gate_up, down, self.activation)
-        return sum_of_experts(y, weights)
+        return combine_experts(y, weights, addend=addend, impl=impl)
 
     def each_row(self, x: Tensor, ids: Tensor, k: int) -> Tensor:
         """Rows [num_tokens * k, hidden_size] of a token's experts in turn.

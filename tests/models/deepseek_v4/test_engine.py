@@ -227,10 +227,13 @@ def test_named_configuration_and_its_memory(model):
 def test_a_hit_without_its_overlap_rows_is_wrong(model, monkeypatch):
     """What pages of the group "overlap" hold is needed."""
 
-    def load(self, overlap, ring):
-        ring[self.rings] = 0.0
+    original = overlap.copy_overlap
 
-    monkeypatch.setattr(overlap.OverlapCopies, "load", load)
+    def load_zeros(kv, gate, ape, state, pages, **where):
+        original(kv, gate, ape, state, pages, **where)
+        state[where["state_index"]] = 0.0
+
+    monkeypatch.setattr(overlap, "copy_overlap", load_zeros)
     run = V4Recorder(model)
     for expected_hit in (0, 32):
         request_id = run.add(prompt(40), 1)

@@ -106,12 +106,12 @@ def _method(cls, name, make):
     return lambda model, monkeypatch: monkeypatch.setattr(cls, name, make(getattr(cls, name)))
 
 
-def _not_transposed(streams, y, post, comb):
+def _not_transposed(streams, y, post, comb, impl):
     return post[..., None] * y[:, None] + comb @ streams
 
 
 def _comb_not_transposed(model, monkeypatch):
-    monkeypatch.setattr(hyper_connections.HyperConnection, "expand", staticmethod(_not_transposed))
+    monkeypatch.setattr(hyper_connections, "expand_streams", _not_transposed)
 
 
 def _rope(compressed, **changes):
@@ -155,8 +155,8 @@ def _half_split_pairs(original):
 def _biased_weights(original):
     """Correction bias in the weights too."""
 
-    def forward(self, x, input_ids):
-        ids, weights = original(self, x, input_ids)
+    def forward(self, x, input_ids, impl):
+        ids, weights = original(self, x, input_ids, impl)
         if self.e_score_correction_bias is None:
             return ids, weights
         scores = torch.nn.functional.softplus(x.float() @ self.weight.float().T).sqrt()
@@ -177,11 +177,16 @@ def _activation(make):
 
 
 def _both_sides(original):
-    return lambda gate, up, limit: original(gate.clamp(min=-limit), up, limit)
+    return lambda gate, up, limit, impl=None: original(gate.clamp(min=-limit), up, limit)
 
 
 def _no_head_norm(model, monkeypatch):
-    monkeypatch.setattr(layer, "rms_norm", lambda x, weight, eps: x)
+    original = rope.write_latent
+    monkeypatch.setattr(
+        rope,
+        "write_latent",
+        lambda *args, **kwargs: original(*args, **kwargs | {"norm_weight": None}),
+    )
 
 
 SENSITIVITIES = {
@@ -205,7 +210,9 @@ SENSITIVITIES = {
     "routed scaling 1": lambda model, monkeypatch: [
         setattr(one.mlp.gate, "scale", 1.0) for one in model.layers
     ],
-    "no clamp": _activation(lambda original: lambda gate, up, limit: original(gate, up, 1e9)),
+    "no clamp": _activation(
+        lambda original: lambda gate, up, limit, impl=None: original(gate, up, 1e9)
+    ),
     "gate clamped below": _activation(_both_sides),
     "window one shorter": _config(sliding_window=15),
     "window one longer": _config(sliding_window=17),

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 from quire.kernels.common import launching
 
 # What gives memory and launches nothing.
-FREE = {"empty", "empty_like", "empty_strided"}
+FREE = {"empty", "empty_like", "empty_strided", "new_empty"}
 
 
 class LaunchCounter(TorchDispatchMode):

@@ -1,0 +1,72 @@
+"""``route_tokens`` and ``combine_experts`` at DeepSeek-V4 shapes."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from . import StaticCase, meta
+
+NUM_TOKENS, TOP_K = 64, 6
+HIDDEN = {"flash": 4096, "pro": 7168}
+NUM_EXPERTS = {"flash": 256, "pro": 384}
+
+
+def cases() -> list[StaticCase]:
+    """Routing by score and by a table, in both models; sums with and without a shared expert."""
+    routes = [
+        StaticCase(
+            f"route-{size}-{by}",
+            "route",
+            functools.partial(route_launches, size=size, by=by),
+            dtype="float32",
+            sample=size == "flash",
+            operator="route_tokens",
+        )
+        for size in HIDDEN
+        for by in ("score", "table")
+    ]
+    sums = [
+        StaticCase(
+            f"combine-{size}-{dtype}{'-shared' if shared else ''}",
+            "combine",
+            functools.partial(combine_launches, size=size, dtype=dtype, shared=shared),
+            dtype=dtype,
+            sample=shared and size == "flash",
+            operator="combine_experts",
+        )
+        for size, dtype, shared in (
+            ("flash", "bfloat16", True),
+            ("flash", "float32", False),
+            ("pro", "bfloat16", True),
+        )
+    ]
+    return routes + sums
+
+
+def route_launches(arch: int, size: str, by: str) -> list[Any]:
+    """The launch of one ``route_tokens``."""
+    from quire.kernels.routing import triton_impl
+
+    num_experts = NUM_EXPERTS[size]
+    _, launch = triton_impl.prepare_route(
+        meta(NUM_TOKENS, num_experts, dtype="float32"),
+        TOP_K,
+        1.5,
+        meta(num_experts, dtype="float32") if by == "score" else None,
+        meta(129280, TOP_K, dtype="int64") if by == "table" else None,
+        meta(NUM_TOKENS, dtype="int64") if by == "table" else None,
+    )
+    return [launch]
+
+
+def combine_launches(arch: int, size: str, dtype: str, shared: bool) -> list[Any]:
+    """The launch of one ``combine_experts``."""
+    from quire.kernels.routing import triton_impl
+
+    _, launch = triton_impl.prepare_combine(
+        meta(NUM_TOKENS * TOP_K, HIDDEN[size], dtype=dtype),
+        meta(NUM_TOKENS, TOP_K, dtype="float32"),
+        meta(NUM_TOKENS, HIDDEN[size], dtype=dtype) if shared else None,
+    )
+    return [launch]

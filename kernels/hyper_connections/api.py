@@ -1,0 +1,109 @@
+"""``collapse_streams`` and ``expand_streams``: check once, choose the implementation by name.
+
+Next: `call`, the checks; then `triton_impl`, or `torch_impl` on a CPU.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..common.call_keys import check_once
+from ..common.impls import implementation
+from .call import check_collapse, check_expand
+
+
+def collapse_streams(
+    streams: torch.Tensor,
+    fn: torch.Tensor,
+    base: torch.Tensor,
+    scale: torch.Tensor,
+    *,
+    norm_weight: torch.Tensor | None = None,
+    norm_eps: float = 1e-6,
+    eps: float = 1e-6,
+    iterations: int = 20,
+    impl: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """What a sub-block reads of the residual streams, and the weights with which it writes back.
+
+    With n streams and m = fn norm(streams), one RMS norm without weight over all streams of a
+    token::
+
+        pre  = sigmoid(scale[0] m[:n] + base[:n]) + eps
+        post = 2 sigmoid(scale[1] m[n:2n] + base[n:2n])
+        comb = Sinkhorn of the rows' softmax of scale[2] m[2n:] + base[2n:]
+        out  = sum over i of pre[i] streams[i], rounded, then RMS norm with ``norm_weight``
+
+    The arithmetic is fp32. Of a ``fn`` with n rows only ``out`` is made: that of the last layer.
+
+    Args:
+        streams: [num_tokens, n, hidden_size] bf16, fp16 or fp32, last stride 1.
+        fn: [n or (2 + n) * n, n * hidden_size] fp32.
+        base: [rows of fn] fp32.
+        scale: [3] fp32, [1] where fn has n rows.
+        norm_weight: [hidden_size] bf16, fp16 or fp32, weight of an RMS norm of the result; None =
+            no norm.
+        norm_eps: added to the mean squares of both norms, in 2**-100 .. 2**30.
+        eps: added to pre, to the softmax and to the sums that Sinkhorn divides by, in the same
+            range.
+        iterations: column normalizations, >= 1. There is one row normalization less, and columns
+            come last.
+        impl: "triton" (default for CUDA tensors), "torch" (default for CPU tensors).
+
+    Returns:
+        (out [num_tokens, hidden_size] in the dtype of streams, post [num_tokens, n] fp32, comb
+        [num_tokens, n, n] fp32). post and comb are None where fn has n rows.
+
+    Raises:
+        ValueError: a shape, dtype, stride, device or host value is not as above.
+        NotImplementedError: Triton with more than 8 streams or 16384 channels.
+
+    Source: DeepSeek-V4 report 2.2 (manifold-constrained hyper-connections).
+    """
+    arguments = locals()  # all of them, by name
+    if implementation(arguments.pop("impl"), streams) == "triton":
+        from . import triton_impl as hyper_triton
+
+        return hyper_triton.collapse(arguments)
+    from . import torch_impl as hyper_torch
+
+    check_once(check_collapse, arguments)
+    return hyper_torch.collapse(**arguments)
+
+
+def expand_streams(
+    streams: torch.Tensor,
+    y: torch.Tensor,
+    post: torch.Tensor,
+    comb: torch.Tensor,
+    *,
+    impl: str | None = None,
+) -> torch.Tensor:
+    """Streams after a sub-block: stream k is post[k] y + sum over j of comb[j, k] streams[j].
+
+    The weights are rounded to the dtype of the streams first; the arithmetic of the kernel is fp32.
+
+    Args:
+        streams: [num_tokens, n, hidden_size] bf16, fp16 or fp32, last stride 1.
+        y: [num_tokens, hidden_size] in the same dtype, the sub-block's result.
+        post, comb: [num_tokens, n] and [num_tokens, n, n] fp32, of ``collapse_streams``.
+        impl: "triton" (default for CUDA tensors), "torch" (default for CPU tensors).
+
+    Returns:
+        [num_tokens, n, hidden_size], new memory.
+
+    Raises:
+        ValueError: a shape, dtype, stride or device is not as above.
+        NotImplementedError: Triton with more than 8 streams.
+
+    Source: DeepSeek-V4 report 2.2 (manifold-constrained hyper-connections).
+    """
+    arguments = locals()  # all of them, by name
+    if implementation(arguments.pop("impl"), streams) == "triton":
+        from . import triton_impl as hyper_triton
+
+        return hyper_triton.expand(arguments)
+    from . import torch_impl as hyper_torch
+
+    check_once(check_expand, arguments)
+    return hyper_torch.expand(**arguments)

@@ -1,0 +1,100 @@
+"""Oracle of ``collapse_streams`` and ``expand_streams``: one token and one matrix entry at a time.
+
+Source: DeepSeek-V4 report 2.2 (manifold-constrained hyper-connections).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+
+def mixes(streams: torch.Tensor, fn: torch.Tensor, norm_eps: float) -> torch.Tensor:
+    """The projection of a token's streams.
+
+    Args:
+        streams: [n, hidden_size] of one token, in the dtype of the arithmetic.
+        fn, norm_eps: as in ``quire.kernels.collapse_streams``.
+
+    Returns:
+        [rows of fn].
+    """
+    flat = streams.flatten()
+    flat = flat / torch.sqrt((flat * flat).mean() + norm_eps)
+    return fn.to(flat.dtype) @ flat
+
+
+def weights(
+    mixes: torch.Tensor, base: torch.Tensor, scale: torch.Tensor, eps: float, num_streams: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(pre [n], post [n], rows' softmax [n, n]) of one token's `mixes`; post and the softmax are
+    empty where there are n mixes.
+
+    sigmoid(x) is the first weight of a softmax over (x, 0).
+    """
+    n = num_streams
+    base, scale = base.to(mixes.dtype), scale.to(mixes.dtype)
+
+    def sigmoid(x: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(torch.stack([x, x * 0.0]), 0)[0]
+
+    pre = sigmoid(mixes[:n] * scale[0] + base[:n]) + eps
+    if mixes.shape[0] == n:
+        return pre, mixes[n:], mixes[n:]
+    post = sigmoid(mixes[n : 2 * n] * scale[1] + base[n : 2 * n]) * 2.0
+    logits = (mixes[2 * n :] * scale[2] + base[2 * n :]).unflatten(0, (n, n))
+    return pre, post, torch.softmax(logits, 1)
+
+
+def sinkhorn(softmax: torch.Tensor, eps: float, iterations: int) -> torch.Tensor:
+    """[n, n] of one token: eps added, then columns, and (rows, columns) iterations - 1 times,
+    divided by their sums + eps."""
+    n = len(softmax)
+    matrix = [[float(softmax[i, j]) + eps for j in range(n)] for i in range(n)]
+    for turn in range(2 * iterations - 1):
+        if turn % 2:
+            matrix = [[entry / (sum(row) + eps) for entry in row] for row in matrix]
+        else:
+            sums = [sum(row[j] for row in matrix) + eps for j in range(n)]
+            matrix = [[row[j] / sums[j] for j in range(n)] for row in matrix]
+    return torch.tensor(matrix, dtype=torch.float64)
+
+
+def collapsed(
+    streams: torch.Tensor,
+    pre: torch.Tensor,
+    norm_weight: torch.Tensor | None,
+    norm_eps: float,
+    rounded: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """``out`` [hidden_size] of one token.
+
+    Args:
+        streams: [n, hidden_size] in the dtype of the arithmetic.
+        pre: [n].
+        norm_weight, norm_eps: as in ``quire.kernels.collapse_streams``.
+        rounded: what is left of the sum before it is normed.
+    """
+    out = pre[:, None] * streams
+    out = out.sum(0)
+    if norm_weight is None:
+        return out
+    out = rounded(out)
+    return out / torch.sqrt((out * out).mean() + norm_eps) * norm_weight.to(out.dtype)
+
+
+def expanded(
+    streams: torch.Tensor, y: torch.Tensor, post: torch.Tensor, comb: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The two terms [n, hidden_size] whose sum is ``expand_streams`` of one token.
+
+    Args:
+        streams: [n, hidden_size] in the dtype of the arithmetic.
+        y: [hidden_size].
+        post, comb: [n] and [n, n], rounded already.
+    """
+    n = streams.shape[0]
+    written = torch.stack([post[k] * y for k in range(n)])
+    mixed = torch.stack([(comb[:, k, None] * streams).sum(0) for k in range(n)])
+    return written, mixed

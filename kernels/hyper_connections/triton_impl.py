@@ -1,0 +1,394 @@
+"""Hyper-connections in three kernels: two collapse the streams of a token, one expands them.
+
+1. products: m' = fn x over all streams x of a token, and the sum of the squares of x. The
+   reduction, over 16384 channels and more, is split over programs, each of which leaves a partial
+   sum: in decode there are too few tokens to keep a GPU busy otherwise.
+2. collapse: m = m' rsqrt(mean(x^2) + norm_eps) by adding up the partial sums. The first programs
+   make post and comb of a block of tokens each, a token a thread, so that all of Sinkhorn stays in
+   that thread's registers and nothing is exchanged. Each of the others makes the weighted sum of
+   one token's streams and its norm; neither waits for the other.
+3. expand: post y + comb^T x.
+
+The products run on tensor cores as three of tf32 parts, which lose 2^-22 of each product: streams
+in bf16 or fp16 are exact in tf32, and of fn's parts none but the smallest is left out.
+
+Layout: streams [num_tokens, n, hidden_size]; fn [rows, n * hidden_size] fp32; partial sums
+[splits, num_tokens, ROWS] fp32, the sum of squares behind those of fn's rows; post, comb fp32.
+Bound by memory: the streams are read once by each kernel and written once by the last.
+
+Source: DeepSeek-V4 report 2.2 (manifold-constrained hyper-connections).
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from ..common import launch_cache, strided
+from ..common.launching import Launch, arch_and_sms
+from ..common.tile_shapes import MAX_REGISTERS, next_power_of_2
+from .call import MAX_HIDDEN, MAX_STREAMS, check_collapse, check_expand
+
+# Channels of a tile of the products; parts that the reduction is split into, at most.
+BLOCK_K = 64
+MAX_SPLITS = 32
+# Tiles that a part has at least.
+MIN_TILES = 4
+# Tokens of a tile of the products: the fewest of a matrix instruction, and where tokens are many
+# as many as read fn seldom enough.
+FEW_TOKENS, MANY_TOKENS = 16, 64
+COLLAPSE_WARPS, EXPAND_WARPS = 8, 4
+# Channels of all streams that a program expands.
+EXPAND_CHANNELS = 1024
+# Partial sums that a thread fetches at once.
+UNROLL = 4
+COLLAPSE_MADE = ("out", "post", "comb", "workspace")
+
+
+@triton.jit(do_not_specialize=["num_tokens", "tiles"])
+def _products_kernel(
+    streams,
+    fn,
+    workspace,
+    num_tokens,
+    tiles,
+    NUM_STREAMS: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    FN_ROWS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Partial sums [BLOCK_T, ROWS] over ``tiles`` tiles of BLOCK_K channels."""
+    STREAM_TILES: tl.constexpr = (HIDDEN + BLOCK_K - 1) // BLOCK_K
+    token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    split = tl.program_id(1).to(tl.int64)
+    live = token < num_tokens
+    row = tl.arange(0, ROWS)
+    first = tl.program_id(1) * tiles
+    acc = tl.zeros([BLOCK_T, ROWS], tl.float32)
+    squares = tl.zeros([BLOCK_T], tl.float32)
+    for tile in range(first, tl.minimum(first + tiles, NUM_STREAMS * STREAM_TILES)):
+        stream = tile // STREAM_TILES
+        channel = (tile % STREAM_TILES) * BLOCK_K + tl.arange(0, BLOCK_K)
+        inside = channel < HIDDEN
+        cells = streams.data + token[:, None] * streams.stride_token
+        cells += stream * streams.stride_head + channel[None, :]
+        x = tl.load(cells, mask=live[:, None] & inside[None, :], other=0.0).to(tl.float32)
+        matrix = fn.data + row[None, :] * fn.stride_row + stream * HIDDEN + channel[:, None]
+        w = tl.load(matrix, mask=inside[:, None] & (row < FN_ROWS)[None, :], other=0.0)
+        acc = tl.dot(x, w, acc, input_precision="tf32x3")
+        squares += tl.sum(x * x, 1)
+    acc = tl.where(row[None, :] == FN_ROWS, squares[:, None], acc)
+    sums = workspace + (split * num_tokens + token[:, None]) * ROWS + row[None, :]
+    tl.store(sums, acc, mask=live[:, None])
+
+
+@triton.jit
+def _sinkhorn(matrix, eps, ITERATIONS):
+    """Columns, then rows and columns in turn, of matrices [n, n, tokens] divided by their sums."""
+    matrix = matrix / (tl.sum(matrix, 0) + eps)[None, :, :]
+    for _ in range(ITERATIONS - 1):
+        matrix = matrix / (tl.sum(matrix, 1) + eps)[:, None, :]
+        matrix = matrix / (tl.sum(matrix, 0) + eps)[None, :, :]
+    return matrix
+
+
+@triton.jit
+def _write_weights(
+    workspace, base, scale, post, comb, norm_eps, eps, num_tokens, num_splits, block,
+    ITERATIONS, NUM_STREAMS: tl.constexpr, BLOCK_STREAMS: tl.constexpr,
+    HIDDEN: tl.constexpr, ROWS: tl.constexpr, BLOCK_T: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
+    """post and comb of a block of tokens."""
+    FN_ROWS: tl.constexpr = (2 + NUM_STREAMS) * NUM_STREAMS
+    token = block.to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    live = token < num_tokens
+    stream = tl.arange(0, BLOCK_STREAMS)
+    real = stream < NUM_STREAMS
+    entry = stream[:, None] * NUM_STREAMS + stream[None, :]
+    is_entry = (real[:, None] & real[None, :])[:, :, None]  # [n, n, 1]
+    take_post = real[:, None] & live[None, :]
+    take_comb = is_entry & live[None, None, :]
+    post_sum = tl.zeros([BLOCK_STREAMS, BLOCK_T], tl.float32)
+    comb_sum = tl.zeros([BLOCK_STREAMS, BLOCK_STREAMS, BLOCK_T], tl.float32)
+    squares = tl.zeros([BLOCK_T], tl.float32)
+    split_stride = num_tokens.to(tl.int64) * ROWS
+    for first in range(0, num_splits, UNROLL):
+        for i in tl.static_range(UNROLL):
+            there = first + i < num_splits
+            sums = workspace + (first + i) * split_stride + token * ROWS
+            squares += tl.load(sums + FN_ROWS, mask=live & there, other=0.0)
+            cells = sums[None, :] + NUM_STREAMS + stream[:, None]
+            post_sum += tl.load(cells, mask=take_post & there, other=0.0)
+            cells = sums[None, None, :] + 2 * NUM_STREAMS + entry[:, :, None]
+            comb_sum += tl.load(cells, mask=take_comb & there, other=0.0)
+    factor = tl.rsqrt(squares / (NUM_STREAMS * HIDDEN) + norm_eps)
+    bases = tl.load(base + NUM_STREAMS + stream, mask=real, other=0.0)
+    logits = post_sum * factor[None, :] * tl.load(scale + 1) + bases[:, None]
+    cells = post + token[None, :] * NUM_STREAMS + stream[:, None]
+    tl.store(cells, 2 * tl.sigmoid(logits), mask=take_post)
+    bases = tl.load(base + 2 * NUM_STREAMS + entry, mask=is_entry.reshape(entry.shape), other=0.0)
+    logits = comb_sum * factor[None, None, :] * tl.load(scale + 2) + bases[:, :, None]
+    logits = tl.where(is_entry, logits, float("-inf"))
+    # A row that is none has no largest logit: its weights would be NaN.
+    largest = tl.where(real[:, None], tl.max(logits, 1), 0.0)
+    matrix = tl.exp(logits - largest[:, None, :])
+    total = tl.where(real[:, None], tl.sum(matrix, 1), 1.0)
+    matrix = tl.where(is_entry, matrix / total[:, None, :] + eps, 0.0)
+    matrix = _sinkhorn(matrix, eps, ITERATIONS)
+    cells = comb + token[None, None, :] * (NUM_STREAMS * NUM_STREAMS) + entry[:, :, None]
+    tl.store(cells, matrix, mask=take_comb)
+
+
+@triton.jit
+def _write_sum(
+    streams, workspace, base, scale, norm_weight, out, norm_eps, eps, num_tokens, num_splits, token,
+    NUM_STREAMS: tl.constexpr, BLOCK_STREAMS: tl.constexpr, HIDDEN: tl.constexpr,
+    BLOCK_HIDDEN: tl.constexpr, FN_ROWS: tl.constexpr, ROWS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+):  # fmt: skip
+    """The weighted sum of one token's streams, normed if there is a weight."""
+    stream = tl.arange(0, BLOCK_STREAMS)
+    real = stream < NUM_STREAMS
+    split = tl.arange(0, MAX_SPLITS)
+    there = split < num_splits
+    sums = workspace + (split.to(tl.int64) * num_tokens + token) * ROWS
+    cells = sums[:, None] + stream[None, :]
+    product = tl.sum(tl.load(cells, mask=there[:, None] & real[None, :], other=0.0), 0)
+    squares = tl.sum(tl.load(sums + FN_ROWS, mask=there, other=0.0), 0)
+    factor = tl.rsqrt(squares / (NUM_STREAMS * HIDDEN) + norm_eps)
+    bases = tl.load(base + stream, mask=real, other=0.0)
+    pre = tl.sigmoid(product * factor * tl.load(scale) + bases) + eps
+    channel = tl.arange(0, BLOCK_HIDDEN)
+    inside = channel < HIDDEN
+    row = streams.data + token * streams.stride_token + channel
+    total = tl.zeros([BLOCK_HIDDEN], tl.float32)
+    for i in tl.static_range(NUM_STREAMS):
+        x = tl.load(row + i * streams.stride_head, mask=inside, other=0.0).to(tl.float32)
+        total += tl.sum(tl.where(stream == i, pre, 0.0), 0) * x
+    total = total.to(out.dtype.element_ty)
+    if norm_weight is not None:
+        wide = total.to(tl.float32)
+        factor = tl.rsqrt(tl.sum(wide * wide, 0) / HIDDEN + norm_eps)
+        weight = tl.load(norm_weight + channel, mask=inside, other=0.0).to(tl.float32)
+        total = (wide * factor * weight).to(out.dtype.element_ty)
+    tl.store(out + token * HIDDEN + channel, total, mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_splits", "iterations"])
+def _collapse_kernel(
+    streams,
+    workspace,
+    base,
+    scale,
+    norm_weight,
+    out,
+    post,
+    comb,
+    norm_eps,
+    eps,
+    num_tokens,
+    num_splits,
+    iterations,
+    NUM_STREAMS: tl.constexpr,
+    BLOCK_STREAMS: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    BLOCK_HIDDEN: tl.constexpr,
+    FN_ROWS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    blocks = 0 if post is None else tl.cdiv(num_tokens, BLOCK_T)
+    program = tl.program_id(0)
+    if program < blocks:
+        if post is not None:
+            _write_weights(
+                workspace, base, scale, post, comb, norm_eps, eps, num_tokens, num_splits, program,
+                iterations, NUM_STREAMS, BLOCK_STREAMS, HIDDEN, ROWS, BLOCK_T, UNROLL,
+            )  # fmt: skip
+    else:
+        _write_sum(
+            streams, workspace, base, scale, norm_weight, out, norm_eps, eps, num_tokens,
+            num_splits, (program - blocks).to(tl.int64), NUM_STREAMS, BLOCK_STREAMS, HIDDEN,
+            BLOCK_HIDDEN, FN_ROWS, ROWS, MAX_SPLITS,
+        )  # fmt: skip
+
+
+@triton.jit
+def _expand_kernel(
+    streams,
+    y,
+    post,
+    comb,
+    out,
+    NUM_STREAMS: tl.constexpr,
+    BLOCK_STREAMS: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = channel < HIDDEN
+    dtype = out.dtype.element_ty
+    target = tl.arange(0, BLOCK_STREAMS)[:, None]
+    real = target < NUM_STREAMS
+    row = tl.load(y.data + token * y.stride_row + channel, mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(post + token * NUM_STREAMS + target, mask=real, other=0.0)
+    total = weight.to(dtype).to(tl.float32) * row[None, :]
+    cells = streams.data + token * streams.stride_token + channel
+    for source in tl.static_range(NUM_STREAMS):
+        entry = (token * NUM_STREAMS + source) * NUM_STREAMS + target
+        weight = tl.load(comb + entry, mask=real, other=0.0).to(dtype).to(tl.float32)
+        x = tl.load(cells + source * streams.stride_head, mask=inside, other=0.0)
+        total += weight * x.to(tl.float32)[None, :]
+    written = out + (token * NUM_STREAMS + target) * HIDDEN + channel[None, :]
+    tl.store(written, total.to(dtype), mask=real & inside[None, :])
+
+
+def collapse(
+    arguments: dict[str, Any],
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Check and launch ``collapse_streams(**arguments)``.
+
+    Calls that look alike are checked once (``common.launch_cache``).
+    """
+    arguments |= dict.fromkeys(COLLAPSE_MADE)
+    launch_cache.run(prepare_collapse, arguments, _checked_collapse)
+    return arguments["out"], arguments["post"], arguments["comb"]
+
+
+def expand(arguments: dict[str, Any]) -> torch.Tensor:
+    """Check and launch ``expand_streams(**arguments)``, as ``collapse`` does."""
+    arguments |= {"out": None}
+    made: torch.Tensor = launch_cache.run(prepare_expand, arguments, _checked_expand)
+    return made
+
+
+def _checked_collapse(arguments: dict[str, Any]) -> tuple[dict[str, Any], list[Launch]]:
+    given = {name: value for name, value in arguments.items() if name not in COLLAPSE_MADE}
+    check_collapse(**given)
+    tensors, launches = prepare_collapse(*arch_and_sms(arguments["streams"]), **given)
+    return given | tensors, launches
+
+
+def _checked_expand(arguments: dict[str, Any]) -> tuple[dict[str, Any], list[Launch]]:
+    given = {name: value for name, value in arguments.items() if name != "out"}
+    check_expand(**given)
+    out, launch = prepare_expand(**given)
+    return given | {"out": out}, [launch]
+
+
+def prepare_collapse(
+    arch: int,
+    num_sms: int,
+    streams: torch.Tensor,
+    fn: torch.Tensor,
+    base: torch.Tensor,
+    scale: torch.Tensor,
+    norm_weight: torch.Tensor | None,
+    norm_eps: float,
+    eps: float,
+    iterations: int,
+) -> tuple[dict[str, torch.Tensor | None], list[Launch]]:
+    """What is made for checked arguments of ``collapse_streams``, by name, and the launches."""
+    num_tokens, n, hidden_size = streams.shape
+    _expect_supported(n, hidden_size)
+    rows, fn_rows = max(16, next_power_of_2(len(fn) + 1)), len(fn)
+    block_t = FEW_TOKENS if num_tokens <= 8 * FEW_TOKENS else MANY_TOKENS
+    block_k = max(16, min(BLOCK_K, next_power_of_2(hidden_size)))
+    all_tiles = n * triton.cdiv(hidden_size, block_k)
+    blocks = max(1, triton.cdiv(num_tokens, block_t))
+    splits = max(1, min(MAX_SPLITS, all_tiles // MIN_TILES, num_sms // blocks))
+    tiles = triton.cdiv(all_tiles, splits)
+    splits = triton.cdiv(all_tiles, tiles)
+    made: dict[str, torch.Tensor | None] = {
+        "out": streams.new_empty(num_tokens, hidden_size),
+        "post": None,
+        "comb": None,
+        "workspace": fn.new_empty(splits, num_tokens, rows),
+    }
+    if fn_rows > n:
+        made |= {"post": fn.new_empty(num_tokens, n), "comb": fn.new_empty(num_tokens, n, n)}
+    sizes = {"NUM_STREAMS": n, "HIDDEN": hidden_size, "FN_ROWS": fn_rows, "ROWS": rows}
+    tokens_at_once = 32 * COLLAPSE_WARPS
+    weight_programs = triton.cdiv(num_tokens, tokens_at_once) if fn_rows > n else 0
+    return made, [
+        Launch(
+            _products_kernel,
+            (triton.cdiv(num_tokens, block_t), splits),
+            {
+                "streams": strided.rows(streams),
+                "fn": strided.matrix(fn),
+                "workspace": made["workspace"],
+                "num_tokens": num_tokens,
+                "tiles": tiles,
+                **sizes,
+                "BLOCK_T": block_t,
+                "BLOCK_K": block_k,
+                "num_warps": 4,
+                "num_stages": 3,
+                "maxnreg": MAX_REGISTERS,
+            },
+        ),
+        Launch(
+            _collapse_kernel,
+            (weight_programs + num_tokens,),
+            {
+                "streams": strided.rows(streams),
+                "base": base,
+                "scale": scale,
+                "norm_weight": norm_weight,
+                **made,
+                "norm_eps": float(norm_eps),
+                "eps": float(eps),
+                "num_tokens": num_tokens,
+                "num_splits": splits,
+                "iterations": iterations,
+                **sizes,
+                "BLOCK_STREAMS": next_power_of_2(n),
+                "BLOCK_HIDDEN": next_power_of_2(hidden_size),
+                "BLOCK_T": tokens_at_once,
+                "MAX_SPLITS": MAX_SPLITS,
+                "UNROLL": UNROLL,
+                "num_warps": COLLAPSE_WARPS,
+            },
+        ),
+    ]
+
+
+def prepare_expand(
+    streams: torch.Tensor, y: torch.Tensor, post: torch.Tensor, comb: torch.Tensor
+) -> tuple[torch.Tensor, Launch]:
+    """The result of checked arguments of ``expand_streams``, not filled yet, and the launch."""
+    num_tokens, n, hidden_size = streams.shape
+    _expect_supported(n, hidden_size)
+    out = y.new_empty(num_tokens, n, hidden_size)
+    block = min(EXPAND_CHANNELS, next_power_of_2(hidden_size))
+    return out, Launch(
+        _expand_kernel,
+        (num_tokens, triton.cdiv(hidden_size, block)),
+        {
+            "streams": strided.rows(streams),
+            "y": strided.matrix(y),
+            "post": post,
+            "comb": comb,
+            "out": out,
+            "NUM_STREAMS": n,
+            "BLOCK_STREAMS": next_power_of_2(n),
+            "HIDDEN": hidden_size,
+            "BLOCK": block,
+            "num_warps": EXPAND_WARPS,
+        },
+    )
+
+
+def _expect_supported(num_streams: int, hidden_size: int) -> None:
+    for name, size, most in (
+        ("n", num_streams, MAX_STREAMS), ("hidden_size", hidden_size, MAX_HIDDEN),
+    ):  # fmt: skip
+        if size > most:
+            raise NotImplementedError(f"streams: {name}: supported are up to {most}, got {size}")

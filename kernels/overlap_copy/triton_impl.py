@@ -1,0 +1,136 @@
+"""Loads and saves of ``copy_overlap`` in one launch, a program a row of kv and gate.
+
+Layout: pages [num_pages, ratio, 2, width], state [num_states, ring, 2, 2 * width], kv and gate
+[num_tokens, 2 * width], all fp32. Bound by memory; in decode most programs find nothing to do.
+
+Source: DeepSeek-V4, compressed sparse attention: entries that overlap the window before.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ..common import launch_cache, strided
+from ..common.launching import Launch
+from ..common.tile_shapes import next_power_of_2
+from .call import check_overlap
+
+
+class Pairs(NamedTuple):
+    """Rows of kv and gate, [outer, rows, 2, channels].
+
+    Attributes:
+        data: the tensor; a pointer in a kernel.
+        stride_outer: elements from one page, or state, to the next.
+        stride_row: elements from one row of it to the next.
+        stride_part: elements from kv to gate.
+    """
+
+    data: Any
+    stride_outer: Any
+    stride_row: Any
+    stride_part: Any
+
+
+@triton.jit
+def _pair(pairs, outer, row, part, channel):
+    """Cells [2, channels] of one row."""
+    first = pairs.data + outer * pairs.stride_outer + row * pairs.stride_row
+    return first + part * pairs.stride_part + channel
+
+
+@triton.jit(do_not_specialize=["num_loads"])
+def _copy_overlap_kernel(
+    kv,
+    gate,
+    ape,
+    state,
+    pages,
+    from_pages,
+    state_index,
+    state_rows,
+    tokens,
+    to_pages,
+    num_loads,
+    RATIO: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    program = tl.program_id(0)
+    part = tl.arange(0, 2)[:, None]
+    channel = tl.arange(0, BLOCK)[None, :]
+    inside = channel < WIDTH
+    if program < num_loads:
+        seq, row = program // RATIO, program % RATIO
+        index = tl.load(state_index + seq)
+        if index >= 0:
+            page = tl.load(from_pages + seq)
+            to = tl.load(state_rows.data + seq * state_rows.stride_row + row)
+            rows = tl.load(_pair(pages, page, row, part, channel), mask=inside, other=0.0)
+            tl.store(_pair(state, index, to, part, channel), rows, mask=inside)
+    else:
+        item = program - num_loads
+        row = item % RATIO
+        page = tl.load(to_pages + item)
+        if page > 0:
+            token = tl.load(tokens + item)
+            dim = tl.arange(0, BLOCK)
+            live = dim < WIDTH
+            value = tl.load(kv.data + token * kv.stride_row + dim, mask=live, other=0.0)
+            logit = tl.load(gate.data + token * gate.stride_row + dim, mask=live, other=0.0)
+            logit += tl.load(ape.data + row * ape.stride_row + dim, mask=live, other=0.0)
+            tl.store(_pair(pages, page, row, 0, dim), value, mask=live)
+            tl.store(_pair(pages, page, row, 1, dim), logit, mask=live)
+
+
+def copy(arguments: dict[str, Any]) -> None:
+    """Check and launch ``copy_overlap(**arguments)``.
+
+    Calls that look alike are checked once (``common.launch_cache``).
+    """
+    launch_cache.run(prepare, arguments, _checked)
+
+
+def _checked(arguments: dict[str, Any]) -> tuple[dict[str, Any], list[Launch]]:
+    check_overlap(**arguments)
+    return arguments, [prepare(**arguments)]
+
+
+def prepare(
+    kv: torch.Tensor,
+    gate: torch.Tensor,
+    ape: torch.Tensor,
+    state: torch.Tensor,
+    pages: torch.Tensor,
+    from_pages: torch.Tensor,
+    state_index: torch.Tensor,
+    state_rows: torch.Tensor,
+    tokens: torch.Tensor,
+    to_pages: torch.Tensor,
+) -> Launch:
+    """The launch of checked arguments, shaped as in ``quire.kernels.copy_overlap``."""
+    _, ratio, _, width = pages.shape
+    num_loads = from_pages.shape[0] * ratio
+    return Launch(
+        _copy_overlap_kernel,
+        (num_loads + tokens.shape[0],),
+        {
+            "kv": strided.matrix(kv),
+            "gate": strided.matrix(gate),
+            "ape": strided.matrix(ape),
+            "state": Pairs(state, *state.stride()[:3]),
+            "pages": Pairs(pages, *pages.stride()[:3]),
+            "from_pages": from_pages,
+            "state_index": state_index,
+            "state_rows": strided.matrix(state_rows),
+            "tokens": tokens,
+            "to_pages": to_pages,
+            "num_loads": num_loads,
+            "RATIO": ratio,
+            "WIDTH": width,
+            "BLOCK": next_power_of_2(width),
+            "num_warps": 4,
+        },
+    )

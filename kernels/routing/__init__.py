@@ -1,0 +1,1 @@
+"""Mixture of experts: which experts a token goes to, and the sum of what they give."""

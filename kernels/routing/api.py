@@ -1,0 +1,97 @@
+"""``route_tokens`` and ``combine_experts``: check once, choose the implementation by name.
+
+Next: `call`, the checks; then `triton_impl`, or `torch_impl` on a CPU.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..common.call_keys import check_once
+from ..common.impls import implementation
+from .call import check_combine, check_route
+
+
+def route_tokens(
+    logits: torch.Tensor,
+    *,
+    top_k: int,
+    scale: float = 1.0,
+    bias: torch.Tensor | None = None,
+    table: torch.Tensor | None = None,
+    token_ids: torch.Tensor | None = None,
+    impl: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The experts of each token, and their weights::
+
+        score  = sqrt(softplus(logit))
+        ids    = the top_k experts of score + bias, best first; or table[token_id]
+        weight = score[id] / (sum of the scores of ids + 1e-20) * scale
+
+    in fp32. ``bias`` takes part in the choice only. Of equal scores Triton takes the lowest expert
+    first; torch does not say which.
+
+    Args:
+        logits: [num_tokens, num_experts] fp32, last stride 1.
+        top_k: experts of a token, 1..num_experts.
+        scale: factor of the weights, in 2**-30 .. 2**30.
+        bias: [num_experts] fp32; None = 0.
+        table: [num_ids, top_k] int64, experts by token id; None = by score.
+        token_ids: [num_tokens] int64, rows of the table, with which they come.
+        impl: "triton" (default for CUDA tensors), "torch" (default for CPU tensors).
+
+    Returns:
+        (ids [num_tokens, top_k] int64, weights [num_tokens, top_k] fp32).
+
+    Raises:
+        ValueError: a shape, dtype, stride, device or host value is not as above.
+        NotImplementedError: Triton with more than 4096 experts.
+
+    Source: DeepSeek-V4 report 2; transformers ``modeling_deepseek_v4``.
+    """
+    arguments = locals()  # all of them, by name
+    if implementation(arguments.pop("impl"), logits) == "triton":
+        from . import triton_impl as routing_triton
+
+        return routing_triton.route(arguments)
+    from . import torch_impl as routing_torch
+
+    check_once(check_route, arguments)
+    return routing_torch.route(**arguments)
+
+
+def combine_experts(
+    rows: torch.Tensor,
+    weights: torch.Tensor,
+    *,
+    addend: torch.Tensor | None = None,
+    impl: str | None = None,
+) -> torch.Tensor:
+    """Sum over a token's experts of weight * row, in fp32 and in their order, then ``addend``.
+
+    The sum is rounded to the dtype of the rows, and once more with ``addend``.
+
+    Args:
+        rows: [num_tokens * k, size] bf16, fp16 or fp32, last stride 1, those of a token one after
+            another.
+        weights: [num_tokens, k] bf16, fp16 or fp32.
+        addend: [num_tokens, size] in the dtype of rows, what the shared expert gives; None = none.
+        impl: "triton" (default for CUDA tensors), "torch" (default for CPU tensors).
+
+    Returns:
+        [num_tokens, size] in the dtype of rows.
+
+    Raises:
+        ValueError: a shape, dtype, stride or device is not as above.
+
+    Source: transformers ``modeling_deepseek_v4``.
+    """
+    arguments = locals()  # all of them, by name
+    if implementation(arguments.pop("impl"), rows) == "triton":
+        from . import triton_impl as routing_triton
+
+        return routing_triton.combine(arguments)
+    from . import torch_impl as routing_torch
+
+    check_once(check_combine, arguments)
+    return routing_torch.combine(**arguments)

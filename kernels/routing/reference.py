@@ -1,0 +1,31 @@
+"""Oracle of ``route_tokens`` and ``combine_experts``: one token at a time.
+
+Source: DeepSeek-V4 report 2; transformers ``modeling_deepseek_v4``.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def scores(logits: torch.Tensor) -> torch.Tensor:
+    """sqrt(log(1 + exp(logits))) [num_experts] of one token."""
+    return torch.sqrt(logits.clamp(min=0) + torch.log1p(torch.exp(-logits.abs())))
+
+
+def best(scores: torch.Tensor, bias: torch.Tensor | None, top_k: int) -> list[int]:
+    """The ``top_k`` experts of the highest scores + bias, the lowest of equals first."""
+    chosen = scores if bias is None else scores + bias
+    values = chosen.tolist()
+    return sorted(range(len(values)), key=lambda expert: (-values[expert], expert))[:top_k]
+
+
+def weights(scores: torch.Tensor, ids: list[int], scale: float) -> torch.Tensor:
+    """Weights [top_k] of one token's experts."""
+    found = scores[ids]
+    return found / (found.sum() + 1e-20) * scale
+
+
+def combined(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The sum [size] of one token's rows [k, size], in the dtype of the arithmetic."""
+    return (rows * weights[:, None]).sum(0)

@@ -1,0 +1,42 @@
+"""Routing for CPU tensors: plain torch.
+
+Source: as ``triton_impl``.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from ..common.grad import without_grad
+
+
+@without_grad
+def route(
+    logits: torch.Tensor,
+    top_k: int,
+    scale: float,
+    bias: torch.Tensor | None,
+    table: torch.Tensor | None,
+    token_ids: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``route_tokens`` of checked arguments."""
+    scores = F.softplus(logits).sqrt()
+    if table is not None:
+        ids = table[token_ids]
+    else:
+        ids = (scores if bias is None else scores + bias).topk(top_k, dim=-1).indices
+    weights = scores.gather(1, ids)
+    return ids, weights / (weights.sum(dim=-1, keepdim=True) + 1e-20) * scale
+
+
+@without_grad
+def combine(rows: torch.Tensor, weights: torch.Tensor, addend: torch.Tensor | None) -> torch.Tensor:
+    """``combine_experts`` of checked arguments."""
+    y = rows.unflatten(0, weights.shape)
+    out = y[:, 0].float() * weights[:, :1].float()
+    # not sum(dim=1): its order of additions is torch's business
+    for i in range(1, weights.shape[1]):
+        out += y[:, i].float() * weights[:, i : i + 1].float()
+    out = out.to(rows.dtype)
+    return out if addend is None else out + addend

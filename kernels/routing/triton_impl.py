@@ -1,0 +1,198 @@
+"""Routing of a mixture of experts in two kernels, one program a token.
+
+route: scores of all experts stay in registers; the choice is top_k times the best that is left.
+softplus(x) is max(x, 0) + log1p(exp(-|x|)), with log1p(e) = log(u) e / (u - 1), u = 1 + e: the
+rounding of u cancels, so that scores of very negative logits are right as well.
+
+combine: the rows of a token times their weights, added up in the order of its experts.
+
+Layout: logits [num_tokens, num_experts] fp32; rows [num_tokens * k, size]. Both bound by launches
+in decode and by memory in prefill.
+
+Source: DeepSeek-V4 report 2; transformers ``modeling_deepseek_v4``.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from ..common import launch_cache, strided
+from ..common.launching import Launch
+from ..common.tile_shapes import next_power_of_2
+from .call import check_combine, check_route
+
+MAX_EXPERTS = 4096
+# Channels of a row that a program adds up.
+BLOCK_CHANNELS = 1024
+
+
+@triton.jit
+def _scores(logits):
+    """sqrt(softplus(logits)); NaN stays NaN."""
+    small = tl.exp(-tl.abs(logits))
+    above = 1.0 + small
+    log1p = tl.where(above == 1.0, small, tl.log(above) * (small / (above - 1.0)))
+    return tl.sqrt(tl.maximum(logits, 0.0, propagate_nan=tl.PropagateNan.ALL) + log1p)
+
+
+@triton.jit
+def _route_kernel(
+    logits,
+    bias,
+    table,
+    token_ids,
+    ids,
+    route_weights,
+    scale,
+    NUM_EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    expert = tl.arange(0, BLOCK)
+    real = expert < NUM_EXPERTS
+    place = tl.arange(0, BLOCK_K)
+    row = logits.data + token * logits.stride_row
+    if table is not None:
+        entry = tl.load(token_ids + token)
+        chosen = tl.load(table.data + entry * table.stride_row + place, mask=place < TOP_K, other=0)
+        found = _scores(tl.load(row + chosen, mask=place < TOP_K, other=0.0))
+        found = tl.where(place < TOP_K, found, 0.0)
+    else:
+        score = _scores(tl.load(row + expert, mask=real, other=0.0))
+        rank = score
+        if bias is not None:
+            rank = score + tl.load(bias + expert, mask=real, other=0.0)
+        # NaN and -inf rank last, but before experts that are taken.
+        rank = tl.where(rank > -3.0e38, rank, -3.0e38)
+        rank = tl.where(real, rank, float("-inf"))
+        chosen = tl.zeros([BLOCK_K], tl.int64)
+        found = tl.zeros([BLOCK_K], tl.float32)
+        for k in tl.static_range(TOP_K):
+            best = tl.min(tl.where(rank == tl.max(rank, 0), expert, BLOCK), 0)
+            chosen = tl.where(place == k, best.to(tl.int64), chosen)
+            value = tl.sum(tl.where(expert == best, score, 0.0), 0)
+            found = tl.where(place == k, value, found)
+            rank = tl.where(expert == best, float("-inf"), rank)
+    weight = found / (tl.sum(found, 0) + 1e-20) * scale
+    tl.store(ids + token * TOP_K + place, chosen, mask=place < TOP_K)
+    tl.store(route_weights + token * TOP_K + place, weight, mask=place < TOP_K)
+
+
+@triton.jit
+def _combine_kernel(
+    rows,
+    weights,
+    addend,
+    out,
+    SIZE: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = channel < SIZE
+    total = tl.zeros([BLOCK], tl.float32)
+    for k in tl.static_range(K):
+        weight = tl.load(weights.data + token * weights.stride_row + k).to(tl.float32)
+        row = tl.load(rows.data + (token * K + k) * rows.stride_row + channel, mask=inside, other=0)
+        total += weight * row.to(tl.float32)
+    total = total.to(out.dtype.element_ty)
+    if addend is not None:
+        more = tl.load(addend.data + token * addend.stride_row + channel, mask=inside, other=0)
+        total = (total.to(tl.float32) + more.to(tl.float32)).to(out.dtype.element_ty)
+    tl.store(out + token * SIZE + channel, total, mask=inside)
+
+
+def route(arguments: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Check and launch ``route_tokens(**arguments)``.
+
+    Calls that look alike are checked once (``common.launch_cache``).
+    """
+    arguments |= {"ids": None, "route_weights": None}
+    launch_cache.run(prepare_route, arguments, _checked_route)
+    return arguments["ids"], arguments["route_weights"]
+
+
+def combine(arguments: dict[str, Any]) -> torch.Tensor:
+    """Check and launch ``combine_experts(**arguments)``, as ``route`` does."""
+    arguments |= {"out": None}
+    made: torch.Tensor = launch_cache.run(prepare_combine, arguments, _checked_combine)
+    return made
+
+
+def _checked_route(arguments: dict[str, Any]) -> tuple[dict[str, Any], list[Launch]]:
+    given = {k: value for k, value in arguments.items() if k not in ("ids", "route_weights")}
+    check_route(**given)
+    made, launch = prepare_route(**given)
+    return given | made, [launch]
+
+
+def _checked_combine(arguments: dict[str, Any]) -> tuple[dict[str, Any], list[Launch]]:
+    given = {k: value for k, value in arguments.items() if k != "out"}
+    check_combine(**given)
+    out, launch = prepare_combine(**given)
+    return given | {"out": out}, [launch]
+
+
+def prepare_route(
+    logits: torch.Tensor,
+    top_k: int,
+    scale: float,
+    bias: torch.Tensor | None,
+    table: torch.Tensor | None,
+    token_ids: torch.Tensor | None,
+) -> tuple[dict[str, torch.Tensor], Launch]:
+    """What is made for checked arguments of ``route_tokens``, by name, and the launch."""
+    num_tokens, num_experts = logits.shape
+    if num_experts > MAX_EXPERTS:
+        raise NotImplementedError(
+            f"logits: up to {MAX_EXPERTS} experts are supported, got {num_experts}"
+        )
+    made = {
+        "ids": logits.new_empty(num_tokens, top_k, dtype=torch.int64),
+        "route_weights": logits.new_empty(num_tokens, top_k),
+    }
+    return made, Launch(
+        _route_kernel,
+        (num_tokens,),
+        {
+            "logits": strided.matrix(logits),
+            "bias": bias,
+            "table": strided.matrix(table),
+            "token_ids": token_ids,
+            **made,
+            "scale": float(scale),
+            "NUM_EXPERTS": num_experts,
+            "TOP_K": top_k,
+            "BLOCK": next_power_of_2(num_experts),
+            "BLOCK_K": next_power_of_2(top_k),
+            "num_warps": 1 if num_experts <= 512 else 4,
+        },
+    )
+
+
+def prepare_combine(
+    rows: torch.Tensor, weights: torch.Tensor, addend: torch.Tensor | None
+) -> tuple[torch.Tensor, Launch]:
+    """The result of checked arguments of ``combine_experts``, not filled yet, and the launch."""
+    (num_tokens, k), size = weights.shape, rows.shape[1]
+    out = rows.new_empty(num_tokens, size)
+    block = min(BLOCK_CHANNELS, next_power_of_2(max(1, size)))
+    return out, Launch(
+        _combine_kernel,
+        (num_tokens, triton.cdiv(size, block)),
+        {
+            "rows": strided.matrix(rows),
+            "weights": strided.matrix(weights),
+            "addend": strided.matrix(addend),
+            "out": out,
+            "SIZE": size,
+            "K": k,
+            "BLOCK": block,
+            "num_warps": 4,
+        },
+    )

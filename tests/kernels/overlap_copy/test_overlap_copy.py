@@ -1,0 +1,105 @@
+"""copy_overlap, both implementations, against the oracle: every element, and what must stay untouched."""
+
+import pytest
+import torch
+
+from quire.kernels import copy_overlap
+from quire.kernels.overlap_copy import reference
+from tests.support.helpers import DEVICE, NAN
+
+IMPLS = pytest.mark.parametrize("impl", ["triton", "torch"])
+CASES = {  # sequences, blocks that each may save, ratio, width, ring
+    "small": (2, 1, 4, 16, 8),
+    "width-of-no-power-of-two": (3, 2, 4, 24, 9),
+    "another-ratio": (2, 3, 2, 16, 4),
+    "one-sequence": (1, 1, 4, 16, 8),
+    "nothing": (0, 0, 4, 16, 8),
+}
+
+
+def make_call(name):
+    """Arguments; all tensors are parts of wider ones. Of the sequences every other loads, of the blocks every other is saved."""
+    num_seqs, blocks, ratio, width, ring = CASES[name]
+    generator = torch.Generator().manual_seed(2)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator).to(DEVICE)
+
+    num_tokens, saved = 7, num_seqs * blocks * ratio
+    both = normal(num_tokens, 4 * width + 3)
+    index = torch.randperm(num_seqs + 2, generator=generator)[:num_seqs]
+    index[1::2] = -1
+    page = torch.randperm(num_seqs * (1 + blocks), generator=generator) + 1
+    to_pages = page[num_seqs:].clone()
+    to_pages[1::2] = 0
+    rows = torch.stack([torch.randperm(ring, generator=generator)[:ratio] for _ in range(num_seqs)] or [torch.zeros(0, ratio).long()])  # fmt: skip
+    return {
+        "kv": both[:, : 2 * width],
+        "gate": both[:, 2 * width : 4 * width],
+        "ape": normal(ratio, 2 * width),
+        # One more state and page, which nobody owns: what torch writes there has no meaning.
+        "state": normal(num_seqs + 3, ring, 2, 2 * width + 4)[..., : 2 * width],
+        "pages": normal(num_seqs * (1 + blocks) + 1, ratio, 2, width + 8)[..., 8:],
+        "from_pages": page[:num_seqs].to(DEVICE),
+        "state_index": index.to(DEVICE),
+        "state_rows": rows.view(num_seqs, ratio).to(DEVICE),
+        "tokens": torch.randint(num_tokens, (saved,), generator=generator).to(DEVICE),
+        "to_pages": to_pages.repeat_interleave(ratio).to(DEVICE),
+    }
+
+
+@IMPLS
+@pytest.mark.parametrize("name", CASES)
+def test_copy_overlap(impl, name):
+    call = make_call(name)
+    expected = {k: call[k].clone() for k in ("state", "pages")}
+    reference.copy_overlap(**call | expected)
+    copy_overlap(**call, impl=impl)
+    assert call["state"][:-1].equal(expected["state"][:-1])
+    assert call["pages"][1:].equal(expected["pages"][1:])
+    if impl == "triton":
+        assert call["state"].equal(expected["state"]) and call["pages"].equal(expected["pages"])
+
+
+def test_padding_rows():
+    """A padding row reads and writes nothing, whatever its other arguments say."""
+    call = make_call("small")
+    call["state_index"][:], call["to_pages"][:] = -1, 0
+    call["from_pages"][:], call["state_rows"][:], call["tokens"][:] = 2**40, 2**40, 2**40
+    before = call["state"].clone(), call["pages"].clone()
+    copy_overlap(**call, impl="triton")
+    assert call["state"].equal(before[0]) and call["pages"].equal(before[1])
+
+
+@IMPLS
+def test_nan_stays_where_it_is(impl):
+    """Series b, and rows of the step that are not saved, reach neither a page nor the state."""
+    call = make_call("small")
+    width = call["pages"].shape[-1]
+    for name in ("kv", "gate", "ape"):
+        call[name][:, width:] = NAN
+    copy_overlap(**call, impl=impl)
+    assert call["state"].isfinite().all() and call["pages"][1:].isfinite().all()
+
+
+REFUSED = [
+    ({"pages": torch.zeros(3, 4, 16)}, r"pages: expected float32 \[\*, \*, 2, \*\], got float32 \[3, 4, 16\]"),
+    ({"kv": torch.zeros(7, 16)}, r"kv: expected float32 \[\*, 32\], got float32 \[7, 16\]"),
+    ({"kv": torch.zeros(7, 32).half()}, r"kv: expected float32 \[\*, 32\], got float16 \[7, 32\]"),
+    ({"gate": torch.zeros(6, 32)}, r"gate: expected float32 \[7, 32\], got float32 \[6, 32\]"),
+    ({"ape": torch.zeros(3, 32)}, r"ape: expected float32 \[4, 32\], got float32 \[3, 32\]"),
+    ({"state": torch.zeros(5, 8, 2, 16)}, r"state: expected float32 \[\*, \*, 2, 32\], got"),
+    ({"state": torch.zeros(1, 8, 2, 32).expand(5, -1, -1, -1)}, "state: expected elements that share"),
+    ({"state_index": torch.zeros(3, dtype=torch.int64)}, r"state_index: expected int64 \[2\], got"),
+    ({"state_rows": torch.zeros(2, 3, dtype=torch.int64)}, r"state_rows: expected int64 \[2, 4\]"),
+    ({"tokens": torch.zeros(6, dtype=torch.int64)}, "tokens: expected a multiple of 4, got 6"),
+    ({"to_pages": torch.zeros(8, dtype=torch.int32)}, r"to_pages: expected int64 \[8\], got int32 \[8\]"),
+    ({"impl": "cuda"}, "impl: expected 'triton', 'torch' or None, got 'cuda'"),
+]  # fmt: skip
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="messages about CPU tensors")
+@pytest.mark.parametrize("changes, message", REFUSED, ids=[m[:50] for _, m in REFUSED])
+def test_refused(changes, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        copy_overlap(**make_call("small") | changes)

@@ -1,0 +1,198 @@
+"""route_tokens and combine_experts, both implementations, against the oracle."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from quire.bench.common.bounds import UNIT, allowed, bounded, bounding, rounded
+from quire.kernels import combine_experts, route_tokens
+from quire.kernels.routing import reference
+from tests.support.helpers import DEVICE, NAN, assert_within_budget
+
+IMPLS = pytest.mark.parametrize("impl", ["triton", "torch"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One call; spread: factor of the logits; table: experts by token id."""
+
+    num_tokens: int = 3
+    num_experts: int = 8
+    top_k: int = 2
+    scale: float = 1.5
+    bias: bool = True
+    table: bool = False
+    spread: float = 2.0
+
+
+CASES = {
+    "small": Case(),
+    "no-tokens": Case(num_tokens=0),
+    "no-bias": Case(bias=False, scale=1.0),
+    "one-expert": Case(num_experts=1, top_k=1),
+    "all-experts": Case(num_experts=5, top_k=5),
+    "experts-of-no-power-of-two": Case(num_experts=11, top_k=3),
+    "released": Case(num_tokens=2, num_experts=384, top_k=6, scale=2.5),
+    "many-experts": Case(num_tokens=1, num_experts=600, top_k=3),
+    "large-logits": Case(spread=60.0),
+    "table": Case(table=True, bias=False),
+    "table-large-logits": Case(table=True, bias=False, num_experts=11, top_k=3, spread=60.0),
+}
+
+
+def make_call(case):
+    """Keyword arguments of ``route_tokens``; logits are columns of a wider product."""
+    generator = torch.Generator().manual_seed(3)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator).to(DEVICE)
+
+    n = case.num_experts
+    logits = (normal(case.num_tokens, n + 8) * case.spread)[:, 8:]
+    table = torch.stack([torch.randperm(n, generator=generator)[: case.top_k] for _ in range(20)])
+    token_ids = torch.randint(20, (case.num_tokens,), generator=generator)
+    return {
+        "logits": logits,
+        "top_k": case.top_k,
+        "scale": case.scale,
+        "bias": 0.2 * normal(n) if case.bias else None,
+        "table": table.to(DEVICE) if case.table else None,
+        "token_ids": token_ids.to(DEVICE) if case.table else None,
+    }
+
+
+def exact_scores(logits):
+    """Scores in float64 with bounds: the exponent is rounded, and an exponential, a logarithm of three roundings and their sum err by
+    less than 16 units, of which the root halves all. An exponential below fp32's normal numbers may be 0."""
+    scores = reference.scores(logits)
+    lost = torch.where(logits < -80, torch.finfo(torch.float32).tiny ** 0.5, 0.0)
+    return bounded(scores, scores * (logits.abs() + 16) * UNIT + lost)
+
+
+@IMPLS
+@pytest.mark.parametrize("name", CASES)
+def test_route(impl, name):
+    case = CASES[name]
+    call = make_call(case)
+    ids, weights = route_tokens(**call, impl=impl)
+    shape = (case.num_tokens, case.top_k)
+    assert ids.shape == weights.shape == shape and ids.dtype == torch.int64
+    assert weights.dtype == torch.float32
+    for t in range(case.num_tokens):
+        scores = exact_scores(call["logits"][t].double())
+        if case.table:
+            want = call["table"][call["token_ids"][t]].tolist()
+        else:
+            want = reference.best(scores.value, call["bias"], case.top_k)
+            order = scores.value if call["bias"] is None else scores.value + call["bias"]
+            ranks = order.sort(descending=True).values
+            margin = 2 * float(allowed(scores, torch.float32).max()) + 1e-6
+            gaps = ranks.diff()[: case.top_k].abs()
+            assert not len(gaps) or gaps.min() > margin  # else any order of the two would be right
+        assert ids[t].tolist() == want
+        with bounding():
+            exact = reference.weights(scores, want, case.scale)
+        assert_within_budget(f"weights of {t}", weights[t], exact)
+
+
+def test_equal_scores():
+    """The lowest expert of equals goes first, and none is taken twice, also among -inf and NaN."""
+    logits = torch.tensor([[1.0, 2.0, 2.0, 1.0, 2.0]], device=DEVICE)
+    ids, _ = route_tokens(logits, top_k=5, impl="triton")
+    assert ids.tolist() == [[1, 2, 4, 0, 3]]
+    bias = torch.tensor([-torch.inf, 0.0, NAN, -torch.inf, 0.0], device=DEVICE)
+    ids, weights = route_tokens(logits, top_k=5, bias=bias, impl="triton")
+    assert ids.tolist() == [[1, 4, 0, 2, 3]]
+    assert weights.isfinite().all()
+
+
+@IMPLS
+@pytest.mark.filterwarnings("ignore:All-NaN")  # the interpreter's maximum
+def test_padding_rows(impl):
+    """A row of NaN gives valid experts, and reaches no other row."""
+    call = make_call(Case(num_tokens=5))
+    expected = route_tokens(**call, impl=impl)
+    call["logits"] = call["logits"].clone()
+    call["logits"][::2] = NAN
+    ids, weights = route_tokens(**call, impl=impl)
+    assert ids[1::2].equal(expected[0][1::2]) and weights[1::2].equal(expected[1][1::2])
+    assert ((ids >= 0) & (ids < 8)).all() and weights[::2].isnan().all()
+
+
+@IMPLS
+@pytest.mark.parametrize("addend", [False, True])
+@pytest.mark.parametrize(
+    ("num_tokens", "k", "size", "dtype"),
+    [
+        (3, 2, 16, torch.float32),
+        (1, 1, 40, torch.float32),
+        (0, 2, 16, torch.float32),
+        (2, 6, 1100, torch.bfloat16),
+        (2, 3, 24, torch.float16),
+    ],
+)
+def test_combine(impl, addend, num_tokens, k, size, dtype):
+    generator = torch.Generator().manual_seed(4)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator).to(DEVICE)
+
+    rows = normal(num_tokens * k, size + 8).to(dtype)[:, 8:]
+    weights = normal(num_tokens, k)
+    more = normal(num_tokens, size + 8).to(dtype)[:, 8:] if addend else None
+    out = combine_experts(rows, weights, addend=more, impl=impl)
+    assert out.shape == (num_tokens, size) and out.dtype == dtype
+    for t in range(num_tokens):
+        with bounding():
+            exact = reference.combined(rows[t * k : (t + 1) * k].double(), weights[t].double())
+            if more is not None:
+                exact = rounded(exact, dtype) + more[t].double()
+        assert_within_budget(f"token {t}", out[t], exact)
+
+
+ROUTE_REFUSED = [
+    ({"logits": torch.zeros(8)}, r"logits: expected float32 \[\*, \*\], got float32 \[8\]"),
+    ({"logits": torch.zeros(3, 8).half()}, r"logits: expected float32 \[\*, \*\], got float16"),
+    ({"logits": torch.zeros(3, 0)}, "logits: num_experts: expected an int >= 1, got 0"),
+    ({"top_k": 9}, r"top_k: expected an int in \[1, 8\], got 9"),
+    ({"scale": 0.0}, "scale: expected a finite number > 0, got 0.0"),
+    ({"bias": torch.zeros(7)}, r"bias: expected float32 \[8\], got float32 \[7\]"),
+    ({"table": torch.zeros(9, 2, dtype=torch.int64)}, "token_ids: expected table and token_ids or neither"),
+    ({"token_ids": torch.zeros(3, dtype=torch.int64)}, "table: expected table and token_ids or neither"),
+    ({"impl": "cuda"}, "impl: expected 'triton', 'torch' or None, got 'cuda'"),
+]  # fmt: skip
+TABLE_REFUSED = [
+    ({"bias": torch.zeros(8)}, "bias: expected None with a table, got a tensor"),
+    ({"table": torch.zeros(9, 3, dtype=torch.int64)}, r"table: expected int64 \[\*, 2\], got int64 \[9, 3\]"),
+    ({"token_ids": torch.zeros(3, dtype=torch.int32)}, r"token_ids: expected int64 \[3\], got int32 \[3\]"),
+]  # fmt: skip
+COMBINE_REFUSED = [
+    ({"weights": torch.zeros(6)}, r"weights: expected .* \[\*, \*\], got float32 \[6\]"),
+    ({"weights": torch.zeros(3, 0)}, "weights: k: expected an int >= 1, got 0"),
+    ({"rows": torch.zeros(5, 16)}, r"rows: expected .* \[6, \*\], got float32 \[5, 16\]"),
+    ({"addend": torch.zeros(3, 8)}, r"addend: expected float32 \[3, 16\], got float32 \[3, 8\]"),
+    ({"addend": torch.zeros(3, 16).half()}, r"addend: expected float32 \[3, 16\], got float16"),
+]
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="messages about CPU tensors")
+@pytest.mark.parametrize(
+    ("function", "call", "changes", "message"),
+    [
+        *((route_tokens, make_call(Case()), *case) for case in ROUTE_REFUSED),
+        *((route_tokens, make_call(Case(table=True, bias=False)), *case) for case in TABLE_REFUSED),
+        *(
+            (combine_experts, {"rows": torch.zeros(6, 16), "weights": torch.zeros(3, 2)}, *case)
+            for case in COMBINE_REFUSED
+        ),
+    ],
+)
+def test_refused(function, call, changes, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        function(**call | changes)
+
+
+def test_more_than_triton_supports():
+    with pytest.raises(NotImplementedError, match=r"^logits: up to 4096 experts are supported"):
+        route_tokens(torch.zeros(1, 5000, device=DEVICE), top_k=2, impl="triton")
