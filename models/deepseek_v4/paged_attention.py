@@ -79,7 +79,8 @@ class PagedAttend:
             cos_sin=inputs.cos_sin,
             norm_weight=attention.kv_norm.weight,
             eps=attention.eps,
-            out=torch.empty_like(inputs.kv),
+            # Of one row it would else have the stride of the product that kv is a part of.
+            out=torch.empty_like(inputs.kv, memory_format=torch.contiguous_format),
             impl=self.impl,
         )
         compressed = {}

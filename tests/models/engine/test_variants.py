@@ -12,8 +12,10 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gemma4-tiny", "gpt-oss-tiny", "deepseek-v4-tiny"])
-def test_nothing_is_compiled_after_the_start(name):
+@pytest.mark.parametrize(
+    ("name", "most"), [("gemma4-tiny", 20), ("gpt-oss-tiny", 20), ("deepseek-v4-tiny", 36)]
+)
+def test_nothing_is_compiled_after_the_start(name, most):
     """Requests of all lengths, batches of all sizes, prompts beside decodes, and drafts: all of it ran once before, as padding."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
@@ -23,4 +25,4 @@ def test_nothing_is_compiled_after_the_start(name):
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert not found["later"], found["later"]
-    assert 4 <= len(found["start"]) <= 20
+    assert 4 <= len(found["start"]) <= most
