@@ -2,9 +2,9 @@
 
     predicted = max(memory, l2, tensor cores, issue, launch)
 
-memory        bytes over the copy rate, or over what the copies in flight sustain where that is less (Little's law: bytes in flight over
-              latency), stretched where the last wave of programs does not fill the device
-l2            bytes of the K/V tiles that all programs load over the rate of the L2 cache: a tile serves the rows of one program only
+memory        bytes over the copy rate, or over what the copies of the programs' loops sustain where that is less
+l2            bytes of the K/V tiles that all programs load over the rate of the L2 cache, or over the same: a tile serves the rows of one
+              program only
 tensor cores  operations of whole tiles, padding included, over the matmul rate; tiles of 16 or 32 rows run on mma.sync, which is slower
 issue         one exponential and ``FP32_OPS`` fp32 operations for each element of the score tiles, over their issue rates; over e4m3 pages,
               where every program widens the codes that it loads, all instructions of the compiled loop instead, if its count is known
@@ -12,11 +12,16 @@ launch        a constant for each kernel
 
 floor         max(bytes / copy rate, operations / matmul rate) without padding, limits and overheads: no kernel is faster.
 
-The five overlap completely in this model; a kernel that overlaps them less is slower than predicted. Source of the constants: beside them.
+A loop asks for a tile when the products of the tile ``num_stages - 1`` before it are done (`bench.static.ttgir`), and needs it a latency later:
+``num_stages - 1`` tiles in (latency + products of a tile) are what its copies sustain. With two stages, copies and products take turns. It is
+less where the last wave of programs does not fill the device.
+
+The five overlap completely in this model but for that; a kernel that overlaps them less is slower than predicted. Source of the constants: beside them.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -107,7 +112,8 @@ class Prediction:
 
 @dataclass
 class _Work:
-    """Sums over the kernels of a case: device memory traffic, tile loads and operations, cycles of SMs to issue the rest."""
+    """Sums over the kernels of a case: device memory traffic, tile loads and operations, cycles of SMs to issue the rest; and what the copies
+    of its loops sustain, bytes per second."""
 
     partial_bytes: float = 0.0
     loaded_bytes: float = 0.0
@@ -115,7 +121,7 @@ class _Work:
     mma_sync_flops: float = 0.0
     issue_cycles: float = 0.0
     kernels: int = 0
-    memory_share: float = 1.0
+    sustained: float = math.inf
 
 
 def case_bytes(case: Case) -> float:
@@ -137,12 +143,12 @@ def predict(case: Case, device: Device) -> Prediction:
         _add_decode(case, device, work)
     if case.num_decodes < case.batch:
         _add_prefill(case, device, work)
-    memory_rate = device.copy_bytes_per_s * work.memory_share
     clocks = device.num_sms * device.clock_hz
     flops = case_flops(case)
     return Prediction(
-        memory=(case_bytes(case) + work.partial_bytes) / memory_rate,
-        l2=work.loaded_bytes / device.l2_bytes_per_s,
+        memory=(case_bytes(case) + work.partial_bytes)
+        / min(device.copy_bytes_per_s, work.sustained),
+        l2=work.loaded_bytes / min(device.l2_bytes_per_s, work.sustained),
         tensor_cores=work.wgmma_flops / device.matmul_flops_per_s
         + work.mma_sync_flops / (device.matmul_flops_per_s * MMA_SYNC_SHARE),
         issue=work.issue_cycles / clocks,
@@ -176,7 +182,7 @@ def _add_decode(case: Case, device: Device, work: _Work) -> None:
     tile_rows = config.block_m * shape.num_kv_heads * head_tiles * sum(keys)
     _add_tiles(work, config, tile_rows, shape)
     work.kernels += 2 if plan.workspace_numel else 1
-    work.memory_share = min(work.memory_share, memory_share(config, shape.head_dim, programs, device, page_bytes(shape)))  # fmt: skip
+    work.sustained = copy_rate(config, shape, programs, device)
 
 
 def _add_prefill(case: Case, device: Device, work: _Work) -> None:
@@ -195,9 +201,7 @@ def _add_prefill(case: Case, device: Device, work: _Work) -> None:
         _add_tiles(work, config, tile_rows, shape)
     work.kernels += 1
     if not case.num_decodes:
-        work.memory_share = memory_share(
-            config, shape.head_dim, programs, device, page_bytes(shape)
-        )
+        work.sustained = copy_rate(config, shape, programs, device)
 
 
 def page_bytes(shape: Shape) -> int:
@@ -243,18 +247,46 @@ def _add_tiles(work: _Work, config: Config, tile_rows: float, shape: Shape) -> N
         work.mma_sync_flops += 2.0 * tile_rows * channels
 
 
-def memory_share(
-    config: Config, head_dim: int, programs: int, device: Device, page_bytes: int = ITEM_BYTES
-) -> float:
-    """Share of the copy rate that ``programs`` programs can use: copies in flight, and how full their last wave is."""
-    elements = config.block_n * (head_dim + head_dim // config.value_parts)
-    stage = elements * page_bytes
-    shared = config.num_stages * stage + config.block_m * head_dim * ITEM_BYTES
-    if page_bytes < ITEM_BYTES and config.block_m >= 64:
+def copy_rate(config: Config, shape: Shape, programs: int, device: Device) -> float:
+    """Bytes of K/V tiles per second that the loops of ``programs`` programs can ask for."""
+    tile = _Work()
+    _add_tiles(tile, config, config.block_m * config.block_n, shape)
+    elements = config.block_n * (shape.head_dim + shape.head_dim // config.value_parts)
+    stage = elements * page_bytes(shape)
+    shared = config.num_stages * stage + config.block_m * shape.head_dim * ITEM_BYTES
+    if shape.fp8 and config.block_m >= 64:
         shared += elements * ITEM_BYTES  # wgmma reads the widened tile from there
     resident = resident_programs(shared, config.num_warps, device) * device.num_sms
-    in_flight = stage * (config.num_stages - 1) * resident * filled_share(programs, resident)
-    return min(1.0, in_flight / device.latency / device.copy_bytes_per_s)
+    at_work = resident * filled_share(programs, resident)
+    flops = tile.wgmma_flops + tile.mma_sync_flops / MMA_SYNC_SHARE
+    seconds = products_seconds(flops, tile.issue_cycles, device)
+    return sustained_rate(stage, config.num_stages, at_work, seconds, device)
+
+
+def products_seconds(flops: float, issue_cycles: float, device: Device) -> float:
+    """Seconds of an SM from a tile's arrival until its place is free.
+
+    Args:
+        flops: of its products, as many as would take their time at the full rate.
+        issue_cycles: of the SM, for all else.
+        device: its rates are shared by its SMs.
+    """
+    return max(flops * device.num_sms / device.matmul_flops_per_s, issue_cycles / device.clock_hz)
+
+
+def sustained_rate(
+    tile_bytes: float, num_stages: int, programs: float, products: float, device: Device
+) -> float:
+    """Bytes per second that the copies of ``programs`` loops at work sustain.
+
+    Args:
+        tile_bytes: of a tile.
+        num_stages: of the loops.
+        programs: at work at once.
+        products: seconds of ``products_seconds``.
+        device: its latency counts.
+    """
+    return tile_bytes * (num_stages - 1) * programs / (device.latency + products)
 
 
 def resident_programs(shared: int, num_warps: int, device: Device) -> int:

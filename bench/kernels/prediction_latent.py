@@ -7,6 +7,7 @@ the CUDA cores, once for each tile of heads; the indexer scores with relu and we
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,7 +29,9 @@ from .prediction import (
     Device,
     Prediction,
     filled_share,
+    products_seconds,
     resident_programs,
+    sustained_rate,
 )
 
 # Instructions that each of four warps issues for a tile of 64 keys and the 64 heads of one token, and of two: `bench/results/static`, sm_90, plain
@@ -45,8 +48,8 @@ SELECT_CYCLES = (14 * 5 + 30) / 128
 class _Work:
     """Sums over the kernels of a case.
 
-    row_bytes: of rows, which come as fast as the copies in flight allow. bytes: all others. loaded_bytes: of all tiles. flops: of whole
-    tiles, at the full rate. issue: cycles of SMs. filled: share of the device in use. memory_share: of the copy rate, for rows.
+    row_bytes: of rows, which come as fast as the loops' copies allow. bytes: all others. loaded_bytes: of all tiles. flops: of whole tiles,
+    at the full rate. issue: cycles of SMs. filled: share of the device in use. sustained: bytes per second that the copies of rows sustain.
     """
 
     row_bytes: float
@@ -56,7 +59,7 @@ class _Work:
     issue: float = 0.0
     kernels: int = 0
     filled: float = 1.0
-    memory_share: float = 1.0
+    sustained: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -136,8 +139,9 @@ def predict(case: LatentCase, device: Device) -> Prediction:
     ops.get(case.shape.op, _add_compressed)(case, device, work)
     cycles = device.num_sms * device.clock_hz * work.filled
     return Prediction(
-        memory=(work.row_bytes / work.memory_share + work.bytes) / device.copy_bytes_per_s,
-        l2=work.loaded_bytes / (device.l2_bytes_per_s * work.filled),
+        memory=work.row_bytes / min(device.copy_bytes_per_s, work.sustained)
+        + work.bytes / device.copy_bytes_per_s,
+        l2=work.loaded_bytes / min(device.l2_bytes_per_s * work.filled, work.sustained),
         tensor_cores=work.flops / (device.matmul_flops_per_s * work.filled),
         issue=work.issue / cycles,
         launch=work.kernels * device.launch,
@@ -216,10 +220,10 @@ def _add_compressed(case: LatentCase, device: Device, work: _Work) -> None:
         partials = (count - plan.num_unsplit) * plan.num_splits if plan.num_splits > 1 else 0
         _add_tiles(work, device, tile, np.full(count - plan.num_unsplit if partials else count, keys[0]), plan.num_splits, head_tiles)  # fmt: skip
         if partials and plan.num_unsplit:
-            share, filled, memory = plan.num_unsplit / count, work.filled, work.memory_share
+            share, filled, sustained = plan.num_unsplit / count, work.filled, work.sustained
             _add_tiles(work, device, tile, np.full(plan.num_unsplit, keys[0]), 1, head_tiles)
             work.filled = 1 / (share / work.filled + (1 - share) / filled)
-            work.memory_share = 1 / (share / work.memory_share + (1 - share) / memory)
+            work.sustained = 1 / (share / work.sustained + (1 - share) / sustained)
     work.bytes += 2 * 4 * partials * shape.num_heads * (shape.head_dim + 1)
 
 
@@ -297,15 +301,19 @@ def _add_tiles(
     whole = -(-keys // (splits * tile.keys)) * splits * tile.keys
     loaded = float(whole.sum()) * head_tiles
     work.loaded_bytes += float(keys.sum()) * head_tiles * tile.key_bytes
-    work.flops += 2.0 * loaded * tile.channels * _matrix_rows(tile)
-    work.issue += loaded * tile.rows * max(1 / EXP_PER_CLOCK, FP32_OPS / FP32_PER_CLOCK)
-    work.issue += loaded * tile.widened * WIDEN_CYCLES
+    flops = 2.0 * tile.channels * _matrix_rows(tile)  # of a key, as is the next
+    issue = tile.rows * max(1 / EXP_PER_CLOCK, FP32_OPS / FP32_PER_CLOCK)
+    issue += tile.widened * WIDEN_CYCLES
+    work.flops += loaded * flops
+    work.issue += loaded * issue
     stage = tile.keys * tile.key_bytes
     shared = tile.num_stages * stage + tile.query_bytes
     resident = resident_programs(shared, tile.num_warps, device) * device.num_sms
     work.filled = filled_share(programs, resident)
-    in_flight = stage * (tile.num_stages - 1) * resident * work.filled
-    work.memory_share = min(1.0, in_flight / device.latency / device.copy_bytes_per_s)
+    products = products_seconds(tile.keys * flops, tile.keys * issue, device)
+    work.sustained = sustained_rate(
+        stage, tile.num_stages, resident * work.filled, products, device
+    )
 
 
 def _matrix_rows(tile: _Tile) -> float:
@@ -349,7 +357,7 @@ def _add_compress(case: LatentCase, device: Device, work: _Work) -> None:
 
     programs = case.batch * max(1, case.q_lens[0] // case.shape.ratio)
     in_flight = 2 * 4 * compress_triton.TILE_ELEMENTS * min(programs, 2 * device.num_sms)
-    work.memory_share = min(1.0, in_flight / device.latency / device.copy_bytes_per_s)
+    work.sustained = in_flight / device.latency
     work.kernels += 1 if case.phase == "decode" else 2
 
 

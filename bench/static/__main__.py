@@ -20,7 +20,10 @@ once. Exit status 1 if a kernel breaks one of these rules:
                    asynchronously at all; quantised index keys: 8)
     serial wgmma   each wgmma of a product is waited for before the next: ptxas gave up their
                    overlap
-    in flight      a 2-byte decode kernel keeps less than 36 KiB of K/V under way per SM on sm_90
+    overlap        nothing is copied while a kernel multiplies: no tile is under way during the
+                   products of one of its loops (TTGIR), nor has the SM another program (not fp32)
+    in flight      a decode kernel on sm_90 keeps less than 36 KiB of K/V under way per SM while it
+                   multiplies (not fp32)
 
 A kernel that does not compile fails as well. The baseline, ``bench/results/static/VERSION.json`` of
 the Triton installed, has all cases on all architectures; ``--all --update`` makes it anew, ``--arch
@@ -32,10 +35,12 @@ Columns: registers of a thread; spill, bytes that a thread spills; stack, bytes 
 memory of a program, and its limit on that architecture; ctas, programs that an SM holds at once;
 warps and stages of a program, and v2 where two share a query tile, each with half of the values;
 mma, the matrix instruction ("wgmma, serial": without overlap); copy, bytes of the narrowest
-asynchronous K/V copy (0: loads go through registers); flight, KiB of K/V copies under way per SM:
-tiles ahead of the one in use, times the resident programs; sass, instructions that a warp issues
-for one K/V tile, of the first loop over tiles: without masks in prefill, with masks in decode ("-":
-cannot be told).
+asynchronous K/V copy (0: loads go through registers); tiles, those whose copies are under way during
+the products, as the order of waits, copies and products in the compiled loops has it
+(`bench.static.ttgir`), of the loop with the fewest; flight, KiB of K/V copies that are then under
+way per SM: these tiles, times the resident programs (while a program waits, it has one tile more
+under way); sass, instructions that a warp issues for one K/V tile, of the first loop over tiles:
+without masks in prefill, with masks in decode ("-": cannot be told).
 """
 
 from __future__ import annotations

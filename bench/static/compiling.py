@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from . import sass
+from . import sass, ttgir
 from .cases import all_cases
 from .rules import PIPELINED, resident_programs
 
@@ -150,7 +150,7 @@ def measure(name: str, arch: int, index: int) -> dict[str, Any]:
         arch, code.registers, metadata.shared, threads, getattr(metadata, "tmem_size", None) or 0
     )
     values = launch.values
-    copy, in_flight, instructions = 0, 0, None
+    copy, tiles, in_flight, instructions = 0, 0, 0, None
     parts = value_parts(launch)
     if kernel.endswith(PIPELINED):
         element_size = getattr(torch, case.dtype).itemsize
@@ -159,8 +159,8 @@ def measure(name: str, arch: int, index: int) -> dict[str, Any]:
             tile_bytes = tile_bytes * (parts + 1) // (2 * parts)
         copy = code.copy_bytes(element_size, case.scale_bytes)
         instructions = code.tile_instructions(tile_bytes, threads, case.scale_bytes)
-        if copy:
-            in_flight = tile_bytes * (metadata.num_stages - 1) * resident
+        tiles = ttgir.tiles_in_flight(compiled.asm["ttgir"]) or 0
+        in_flight = tile_bytes * tiles * resident
     return {
         "kernel": kernel,
         "case": name,
@@ -176,6 +176,7 @@ def measure(name: str, arch: int, index: int) -> dict[str, Any]:
         "mma": code.mma,
         "kv_copy_bytes": copy,
         "min_copy_bytes": case.min_copy_bytes,
+        "tiles_in_flight": tiles,
         "bytes_in_flight_per_sm": in_flight,
         "sass_per_tile": instructions,
         "triton": triton.__version__,

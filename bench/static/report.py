@@ -57,7 +57,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     columns = {
         "case": "case", "kernel": "kernel", "arch": "arch", "config": "config", "registers": "registers", "spill": "spill_bytes",
         "stack": "stack_bytes", "shared": "shared_bytes", "limit": "shared_limit", "ctas": "ctas_per_sm", "mma": "mma",
-        "copy": "kv_copy_bytes",
+        "copy": "kv_copy_bytes", "tiles": "tiles_in_flight",
     }  # fmt: skip
     cells = [[*columns, "flight", "sass"]]
     for row in rows:

@@ -214,9 +214,20 @@ def test_predictions_follow_what_they_are_made_of():
         > 4 * prediction.predict(decode, prediction.H200).memory
     )
     # One program on the whole device cannot keep it busy.
-    config = prediction.Config(16, 64, 4, 3)
-    assert prediction.memory_share(config, 128, 1, prediction.H200) < 0.02
-    assert prediction.memory_share(config, 128, 10**6, prediction.H200) == 1.0
+    config, shape = prediction.Config(16, 64, 4, 3), SHAPES["llama-3-70b"]
+
+    def rate(config, programs):
+        return prediction.copy_rate(config, shape, programs, prediction.H200)
+
+    assert rate(config, 1) < 0.02 * prediction.H200.copy_bytes_per_s
+    assert rate(config, 10**6) > prediction.H200.copy_bytes_per_s
+    # The rate of a loop that copies and multiplies in turns; with another stage, half of its copies come beside the products.
+    tall = prediction.Config(128, 128, 8, 2)
+    tile = 128 * 2 * 128 * 2
+    flops = 4 * 128 * 128 * 128 * 132
+    turns = prediction.H200.latency + flops / prediction.H200.matmul_flops_per_s
+    assert rate(tall, 132) == pytest.approx(132 * tile / turns)
+    assert rate(dataclasses.replace(tall, num_stages=3), 132) == pytest.approx(2 * rate(tall, 132))
     # At twice the chunk, prefill over the same context costs twice the products, less the causal corner.
     prefill = Case(SHAPES["llama-3-70b"], "prefill", 1, 4096, 16)
     longer = Case(SHAPES["llama-3-70b"], "prefill", 1, 8192, 16)

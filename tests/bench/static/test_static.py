@@ -22,12 +22,14 @@ ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "TRI
 GOOD = {
     "kernel": "decode_kernel", "case": "c", "config": "16x64 w4 s3", "arch": 90, "dtype": "bfloat16", "registers": 200, "spill_bytes": 0,
     "stack_bytes": 0, "shared_bytes": 71680, "shared_limit": 232448, "ctas_per_sm": 2, "mma": "mma.sync", "kv_copy_bytes": 16,
-    "min_copy_bytes": 16, "bytes_in_flight_per_sm": 36864, "sass_per_tile": 647, "triton": "3.7.1",
+    "min_copy_bytes": 16, "tiles_in_flight": 1, "bytes_in_flight_per_sm": 36864, "sass_per_tile": 647, "triton": "3.7.1",
 }  # fmt: skip
-MERGE = GOOD | {"kernel": "merge_splits_kernel", "kv_copy_bytes": 0, "bytes_in_flight_per_sm": 0}
+MERGE = GOOD | {
+    "kernel": "merge_splits_kernel", "kv_copy_bytes": 0, "tiles_in_flight": 0, "bytes_in_flight_per_sm": 0,
+}  # fmt: skip
 REQUIRED = {
     "kernel", "config", "arch", "registers", "spill_bytes", "shared_bytes", "shared_limit", "mma", "kv_copy_bytes",
-    "bytes_in_flight_per_sm",
+    "tiles_in_flight", "bytes_in_flight_per_sm",
 }  # fmt: skip
 
 
@@ -50,9 +52,11 @@ def check_rows(rows, head_dim):
             continue
         assert row["kv_copy_bytes"] == 16
         tile, _, stages, *parts = row["config"].split()
-        # Keys and values of a program's part, of all tiles but the one in use.
+        # A tile is in use, and another one is asked for when its products are done.
+        assert row["tiles_in_flight"] == int(stages[1:]) - 2
+        # Keys and values of a program's part.
         channels = head_dim + head_dim // (int(parts[0][1:]) if parts else 1)
-        ahead = int(tile.split("x")[1]) * 2 * channels * (int(stages[1:]) - 1)
+        ahead = int(tile.split("x")[1]) * 2 * channels * row["tiles_in_flight"]
         in_flight = ahead * row["ctas_per_sm"]
         assert row["bytes_in_flight_per_sm"] == in_flight >= rules.MIN_BYTES_IN_FLIGHT
         if row["kernel"] == "prefill_kernel":
@@ -79,11 +83,14 @@ from quire.kernels.attention import configs
 from quire.kernels.attention import triton_impl as paged
 rows = {"table": [compiling.measure(*work) for work in compiling.distinct((90,), "decode-d128-p")]}
 rows["prefill"] = compiling.measure("prefill-d128-p16", 90, 0)
-def measure(name, *config):
-    paged.select_config = lambda *a, **k: configs.Config(*config, mask_all=True)
+def measure(name, *config, **more):
+    paged.select_config = lambda *a, **k: configs.Config(*config, **{"mask_all": True} | more)
     return compiling.measure(name, 90, 0)
 for stages in (2, 3, 4):
     rows[f"{stages} stages"] = measure("decode-d128-p16-q1", 16, 64, 4, stages)
+for stages in (2, 3):  # one of its loops copies by tensor descriptors
+    config = dict(new_kv_tma=True, mask_all=False)
+    rows[f"prefill, {stages} stages"] = measure("prefill-d64-p128", 64, 64, 4, stages, **config)
 registers, paged.MAX_REGISTERS = paged.MAX_REGISTERS, 40
 rows["40 registers"] = measure("decode-d64-p128-q1", 16, 64, 4, 2)
 paged.MAX_REGISTERS, prepare = registers, paged.prepare
@@ -113,10 +120,15 @@ def test_wgmma_of_prefill_overlap(measured):
 
 
 def test_the_pipeline_is_real(measured):
-    """Each stage past the second adds a K and a V tile of shared memory; loaded inside the loop, a page id would prevent that."""
+    """Each stage past the second adds a K and a V tile of shared memory, whose copies are under way during the products; loaded inside the
+    loop, a page id would prevent that."""
     used = [measured[f"{stages} stages"]["shared_bytes"] for stages in (2, 3, 4)]
     tiles = 2 * 64 * 128 * 2
     assert [b - a for a, b in pairwise(used)] == [tiles, tiles]
+    assert [measured[f"{stages} stages"]["tiles_in_flight"] for stages in (2, 3, 4)] == [0, 1, 2]
+    assert [
+        measured[f"{stages} stages"]["tiles_in_flight"] for stages in ("prefill, 2", "prefill, 3")
+    ] == [0, 1]
 
 
 def test_too_few_registers_are_seen_to_spill(measured):
@@ -152,7 +164,13 @@ def test_unaligned_rows_are_seen_to_be_copied_narrowly(measured):
         ({"mma": "wgmma"}, []),
         ({"mma": sass.SERIAL}, ["waits for each wgmma by itself"]),
         ({"mma": sass.SERIAL, "case": rules.SERIAL_CASES[0]}, []),
+        ({"tiles_in_flight": 0}, []),
+        ({"tiles_in_flight": 0, "ctas_per_sm": 1}, ["copies nothing while it multiplies"]),
+        ({"tiles_in_flight": 0, "ctas_per_sm": 1, "kernel": "prefill_kernel", "arch": 80}, ["copies nothing while it multiplies"]),
+        ({"tiles_in_flight": 0, "ctas_per_sm": 1, "dtype": "float32"}, []),
         ({"bytes_in_flight_per_sm": 36863}, ["keeps 36863 bytes in flight per SM"]),
+        ({"bytes_in_flight_per_sm": 32768, "case": rules.LESS_IN_FLIGHT[0]}, []),
+        ({"bytes_in_flight_per_sm": 32767, "case": rules.LESS_IN_FLIGHT[0]}, ["keeps 32767 bytes in flight per SM"]),
         ({"bytes_in_flight_per_sm": 36863, "dtype": "float16"}, ["keeps 36863 bytes in flight per SM"]),
         ({"bytes_in_flight_per_sm": 16384, "dtype": "float32"}, []),
         ({"bytes_in_flight_per_sm": 16384, "arch": 80}, []),
