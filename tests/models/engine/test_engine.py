@@ -124,11 +124,13 @@ def test_prefill_and_forced_decode_equal_transformers(oracle, budget, lengths):
     run = Recorder(load_model(oracle.ours, device=DEVICE), max_num_batched_tokens=budget)
     tokens = oracle.input_ids.tolist()
     for length in lengths:
-        request_id = run.add(tokens[:length], max_tokens=131 - length)
+        # A prompt of 1 or 107 tokens covers the rest of what follows one of 38.
+        request_id = run.add(tokens[:length], max_tokens=40 if length == 38 else 131 - length)
         run.forced[request_id] = tokens
         run.run()  # one after another: the later ones start from cached prefixes
         got = torch.stack(run.logits[request_id]).cpu()
-        assert (got - oracle.ours_logits[length - 1 : 130]).abs().max() < tolerance(oracle.model)
+        expected = oracle.ours_logits[length - 1 :][: len(got)]
+        assert (got - expected).abs().max() < tolerance(oracle.model)
     assert run.outputs[request_id].num_cached_tokens == 128
 
 
@@ -204,7 +206,7 @@ def test_preempted_and_resumed_equals_undisturbed(model):
 
     def outputs(num_pages):
         run, peak = Recorder(model, num_pages=num_pages), 0
-        ids = [run.add(prompt(n, seed=n), max_tokens=60) for n in lengths]
+        ids = [run.add(prompt(n, seed=n), max_tokens=30) for n in lengths]
         while run.engine.has_work:
             run.run(max_steps=1)
             peak = max(peak, run.engine.kv.stats()["pages_in_use"])
@@ -222,11 +224,11 @@ def test_a_preempted_request_hits_its_own_output(model):
     """Prompt and output so far are found again, so a resumed request computes less than one segment."""
     run = Recorder(model)
     alignment = run.engine.kv.alignment
-    request_id = run.add(prompt(40), max_tokens=2 * alignment + 50)
-    run.run(max_steps=2 * alignment + 41)
+    request_id = run.add(prompt(40), max_tokens=alignment + 50)
+    run.run(max_steps=alignment + 41)
     [request] = run.engine.scheduler.running
     num_tokens = request.num_tokens
-    assert num_tokens == 40 + 2 * alignment + 41
+    assert num_tokens == 40 + alignment + 41
     run.engine.scheduler._preempt(request)
     run.run(max_steps=1)
     assert run.reports[-1].num_tokens == num_tokens - (num_tokens - 1) // alignment * alignment
