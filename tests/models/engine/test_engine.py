@@ -15,6 +15,7 @@ from quire.models.engine.scheduler import SchedulerPolicy
 from quire.models.engine.speculative import NGramDrafter
 from quire.models.loading.random_weights import random_model
 from quire.models.loading.weights import load_model
+from tests.support.models.few import few
 from tests.support.models.tolerance import tolerance
 
 DEVICE = (
@@ -97,7 +98,7 @@ def prompt(length, seed=0):
 
 @pytest.fixture(scope="module", params=NAMES)
 def model(request):
-    return build(request.param)
+    return random_model(few(request.param), device=DEVICE)
 
 
 def build(name):
@@ -443,8 +444,8 @@ def test_bad_settings():
 
 def test_triton_kernels_drive_the_engine():
     """Chunks, decodes and a prefix hit; few tokens, because without a GPU the kernels run in Triton's interpreter."""
-    few = replace(get_config("gemma4-tiny"), layer_types=(SLIDING, FULL))
-    run = Recorder(random_model(few, device=DEVICE), impl="triton", max_num_batched_tokens=24)
+    config = replace(get_config("gemma4-tiny"), layer_types=(SLIDING, FULL))
+    run = Recorder(random_model(config, device=DEVICE), impl="triton", max_num_batched_tokens=24)
     ids = [run.add(prompt(19), max_tokens=2), run.add(prompt(10, seed=1), max_tokens=3)]
     run.run()
     ids.append(run.add(prompt(19), max_tokens=2))
@@ -499,7 +500,8 @@ def test_abort_ends_all_samples_started_or_not():
 @pytest.mark.parametrize("name", NAMES)
 def test_decode_through_fixed_buffers_equals_each_alone(name):
     """What a graph replays, called again instead: batches of many sizes, padded with rows that must neither read nor write."""
-    run = Recorder(build(name), decode_graphs=True, max_num_seqs=11, max_model_len=200)
+    model = random_model(few(name), device=DEVICE)
+    run = Recorder(model, decode_graphs=True, max_num_seqs=11, max_model_len=200)
     ids = [run.add(prompt(n, seed=n), max_tokens=4 + 3 * (n % 7)) for n in range(7, 40, 3)]
     run.run()
     for request_id in ids:
