@@ -20,6 +20,7 @@ from quire.models.loading.random_weights import random_model
 from quire.models.loading.weights import load_model
 from tests.models.engine.test_engine import Recorder, prompt
 from tests.support.models.captured import Captures, captured_engine
+from tests.support.models.few import few
 from tests.support.models.tolerance import tolerance
 
 NAN = 255  # as bytes: NaN in fp32
@@ -63,7 +64,9 @@ class Knowing(MTPDrafter):
 
 @pytest.fixture(scope="module")
 def model():
-    return random_model(get_config("deepseek-v4-tiny"))
+    """A layer of each kind, and a drafter."""
+    drafters = get_config("deepseek-v4-tiny").num_mtp_layers
+    return random_model(replace(few("deepseek-v4-tiny"), num_mtp_layers=drafters))
 
 
 def test_logits_are_those_of_transformers(v4_oracles):
