@@ -131,7 +131,10 @@ def test_outputs_do_not_depend_on_drafts(model, plain, name):
 
 def test_decode_through_fixed_buffers(model, plain):
     """Padded batches: padding rows have no request, and must not touch the ring of the request in slot 0."""
-    engine = Engine(model, EngineConfig(num_pages=500, max_num_seqs=3, decode_graphs=True))
+    engine = Engine(
+        model,
+        EngineConfig(num_pages=500, max_num_seqs=3, max_num_batched_tokens=64, decode_graphs=True),
+    )
     ids = [engine.add_request(prompt(n, n), SamplingParams(14, ignore_eos=True, **s)) for n, s in WORK]  # fmt: skip
     outputs = {}
     while engine.has_work:
@@ -144,7 +147,9 @@ def test_drafts_of_the_model_beside_graphs(model, plain):
     """The model runs as a graph, which gives the hidden states that its drafter reads; fillers leave no trace in rings and pages."""
     drafter, captures = Knowing(model, 3), Captures()
     drafter.outputs = plain
-    config = EngineConfig(num_pages=500, max_num_seqs=3, decode_graphs=True)
+    config = EngineConfig(
+        num_pages=500, max_num_seqs=3, max_num_batched_tokens=64, decode_graphs=True
+    )
     engine = captured_engine(model, config, captures, drafter=drafter)
     ids = [engine.add_request(prompt(n, n), SamplingParams(14, ignore_eos=True, **s)) for n, s in WORK]  # fmt: skip
     outputs = {}

@@ -385,7 +385,9 @@ def test_steps_in_and_out_of_inference_mode(graphs, inside):
     outputs = []
     for modes in ((False,) * 8, (True, True, False, False) * 2):
         with torch.inference_mode(inside):
-            engine = Engine(model, EngineConfig(num_pages=100, decode_graphs=graphs))
+            engine = Engine(
+                model, EngineConfig(num_pages=100, max_num_batched_tokens=64, decode_graphs=graphs)
+            )
         engine.add_request(prompt(20), params)
         for mode in modes:
             with torch.inference_mode(mode):
