@@ -1,5 +1,6 @@
 """The main benchmark end to end on a tiny model: it reports when the output is right, and only then."""
 
+import functools
 import json
 import lzma
 import math
@@ -33,6 +34,15 @@ TRACE = ROOT.parent / "shared/traces/mooncake_conversation.jsonl.xz"
 TINY = ["--device", "cpu", "--model", "gemma4-tiny", "--limit", "2", "--scale", "0.1", "--num-pages", "2000"]  # fmt: skip
 ONE = [*TINY, "--limit", "1"]  # for what takes no more than one session of four turns
 CPU = torch.device("cpu")
+
+
+rates_of = functools.cache(floors.device_rates)
+
+
+@pytest.fixture(autouse=True)
+def rates_are_measured_once(monkeypatch):
+    """For each size of a model: the machine stays the same."""
+    monkeypatch.setattr(floors, "device_rates", rates_of)
 
 
 @pytest.fixture(scope="module")
