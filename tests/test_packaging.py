@@ -165,8 +165,8 @@ def test_an_editable_install_is_the_source(source, tmp_path):
     pip_install(python, "-e", source)
     hit, file = run(python, "-c", WORKS, cwd=tmp_path).split()
     assert hit == "0" and Path(file).is_relative_to(source)
-    for folder, name in ((source, "models"), (tmp_path, "quire.models")):
-        assert "B / token" in run(python, "-m", f"{name}.deepseek_v4.memory", cwd=folder)
+    for folder, name in ((source, "bench"), (tmp_path, "quire.bench")):
+        assert "--workload" in run(python, "-m", f"{name}.replay", "--help", cwd=folder)
 
 
 USER = """

@@ -1,5 +1,6 @@
 """The main benchmark end to end on a tiny model: it reports when the output is right, and only then."""
 
+import functools
 import json
 import lzma
 import math
@@ -31,7 +32,17 @@ ROOT = Path(__file__).resolve().parents[2]
 TRACE = ROOT.parent / "shared/traces/mooncake_conversation.jsonl.xz"
 # The default pool would take longer to make than the runs take.
 TINY = ["--device", "cpu", "--model", "gemma4-tiny", "--limit", "2", "--scale", "0.1", "--num-pages", "2000"]  # fmt: skip
+ONE = [*TINY, "--limit", "1"]  # for what takes no more than one session of four turns
 CPU = torch.device("cpu")
+
+
+rates_of = functools.cache(floors.device_rates)
+
+
+@pytest.fixture(autouse=True)
+def rates_are_measured_once(monkeypatch):
+    """For each size of a model: the machine stays the same."""
+    monkeypatch.setattr(floors, "device_rates", rates_of)
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +142,7 @@ def block_in_e4m3(row):
 
 
 def test_no_baseline(capsys):
-    assert prefill_decode.main([*TINY, "--no-baseline"]) == 0
+    assert prefill_decode.main([*ONE, "--no-baseline"]) == 0
     out = capsys.readouterr().out
     assert "caching off" not in out and "prefix hit rate" in out
 
@@ -149,7 +160,7 @@ def test_split_of_steps(run, capsys):
     worst = {name: part["worst_us"] for name, part in parts.items()}
     inside = (worst["model"] + worst["sample"]) / sum(worst.values())
     assert outside["worst"] == pytest.approx(1 - inside)
-    assert prefill_decode.main([*TINY, "--no-baseline", "--split", "2"]) == 0
+    assert prefill_decode.main([*ONE, "--no-baseline", "--split", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[-1 - len(PARTS) : -1]] == list(PARTS)
     # One run of three was disturbed in one step.
@@ -182,7 +193,8 @@ def test_examples_of_the_usage_text(line, tmp_path, monkeypatch):
         pytest.importorskip("matplotlib", reason="matplotlib draws the picture")
     # Drafts are of this model's own kind; all others may run a smaller one.
     model = ["--model", "deepseek-v4-tiny"] if "--speculate" in arguments else []
-    assert prefill_decode.main([*arguments, *TINY, *model]) == 0
+    tiny = TINY if "--trace" in arguments else ONE
+    assert prefill_decode.main([*arguments, *tiny, *model]) == 0
     for option in ("--json", "--plot"):
         if option in arguments:
             assert Path(arguments[arguments.index(option) + 1]).stat().st_size > 1000
@@ -201,7 +213,7 @@ def test_bench_never_imports_transformers():
     code = (
         "import sys; sys.modules['transformers'] = None\n"
         "from quire.bench.prefill_decode import __main__ as prefill_decode\n"
-        f"sys.exit(prefill_decode.main({[*TINY, '--no-baseline']!r}))"
+        f"sys.exit(prefill_decode.main({[*ONE, '--no-baseline']!r}))"
     )
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
 
@@ -227,7 +239,7 @@ def test_refuses_when_the_cache_holds_wrong_values(kv_cache_dtype, monkeypatch, 
     monkeypatch.setattr(attention, "write_kv", broken)
     file = tmp_path / "result.json"
     arguments = ["--kv-cache-dtype", kv_cache_dtype, "--json", str(file)]
-    assert prefill_decode.main([*TINY, *arguments]) == 1
+    assert prefill_decode.main([*ONE, *arguments]) == 1
     captured = capsys.readouterr()
     assert captured.out == "" and not file.exists()
     assert "refusing to report" in captured.err and "the full forward says" in captured.err
@@ -270,7 +282,7 @@ def test_wrong_output_of_the_run_without_caching_is_refused_too(monkeypatch, cap
         return measured
 
     monkeypatch.setattr(prefill_decode, "_run", broken)
-    assert prefill_decode.main(TINY) == 1
+    assert prefill_decode.main(ONE) == 1
     assert "request (session 0, turn 1)" in capsys.readouterr().err
 
 

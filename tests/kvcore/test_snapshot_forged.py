@@ -7,6 +7,7 @@ import json
 import os
 import stat
 import struct
+from collections.abc import Iterator
 from hashlib import sha256
 
 import numpy as np
@@ -91,59 +92,78 @@ def state(kv: KVCache) -> tuple:
     )  # fmt: skip
 
 
-def judge(mix, data: bytes, history) -> str | None:
-    """The message of a snapshot that is refused; None for one that makes a whole cache."""
-    kv = cache(mix)
-    before = state(kv)
-    try:
-        snapshot.loads(kv, data)
-    except ValueError as error:
-        assert str(error).startswith("snapshot: ")
-        assert state(kv) == before
-        serve(kv, history[:2])
-        return str(error)
-    kv.check_invariants()
-    serve(kv, history)
-    return None
+class Judge:
+    """Loads snapshots into an empty cache, which stays in use for as long as they are refused."""
+
+    def __init__(self, mix: tuple, history: list[list[int]]) -> None:
+        self.mix, self.history = mix, history
+        self._empty()
+
+    def _empty(self) -> None:
+        self.kv = cache(self.mix)
+        self.before = state(self.kv)
+
+    def __call__(self, data: bytes) -> str | None:
+        """The message of a snapshot that is refused; None for one that makes a whole cache."""
+        try:
+            snapshot.loads(self.kv, data)
+        except ValueError as error:
+            assert str(error).startswith("snapshot: ")
+            assert state(self.kv) == self.before
+            self.kv.check_invariants()
+            return str(error)
+        self.kv.check_invariants()
+        serve(self.kv, self.history)
+        self._empty()
+        return None
 
 
-def test_a_good_one_is_taken(saved):
-    mix, data, history = saved
+@pytest.fixture
+def judge(saved) -> Iterator[Judge]:
+    """After the test, the cache that refused the last snapshots has to work."""
+    mix, _, history = saved
+    judge = Judge(mix, history)
+    yield judge
+    serve(judge.kv, history[:2])
+
+
+def test_a_good_one_is_taken(saved, judge):
+    _, data, _ = saved
     assert described(*opened(data)) == data
-    assert judge(mix, data, history) is None
+    assert judge(data) is None
 
 
 JUNK = (None, True, False, -1, 1.5, float("nan"), "1", "x", [], [1], {}, {"a": 1}, 2**63, 10**30)
 
 
-def test_every_field_of_the_header_with_junk(saved):
-    mix, data, history = saved
+def test_every_field_of_the_header_with_junk(saved, judge):
+    _, data, _ = saved
     header, arrays = opened(data)
     for name in header:
         for value in JUNK:
             if value == header[name]:
                 continue
-            message = judge(mix, signed({**header, name: value}, arrays), history)
+            message = judge(signed({**header, name: value}, arrays))
             assert message is not None and name in message, (name, value, message)
-        message = judge(mix, signed({k: v for k, v in header.items() if k != name}, arrays), history)  # fmt: skip
+        message = judge(signed({k: v for k, v in header.items() if k != name}, arrays))
         assert message is not None and name in message
     for value in (*JUNK, "[" * 100_000):
-        assert judge(mix, signed(value, arrays), history)
+        assert judge(signed(value, arrays))
     deep = b"[" * 100_000
     data = struct.pack("<8sII", b"quire-kv", 1, len(deep)) + deep
-    assert "header" in judge(mix, data + sha256(data).digest(), history)
+    assert "header" in judge(data + sha256(data).digest())
 
 
-def test_a_tick_and_times_of_use(saved):
-    mix, data, history = saved
+def test_a_tick_and_times_of_use(saved, judge):
+    _, data, _ = saved
     header, arrays = opened(data)
-    assert "tick" in judge(mix, signed({**header, "tick": "7"}, arrays), history)
-    assert "last use" in judge(mix, signed({**header, "tick": 0}, arrays), history)
-    assert judge(mix, signed({**header, "tick": 2**40}, arrays), history) is None
+    assert "tick" in judge(signed({**header, "tick": "7"}, arrays))
+    assert "last use" in judge(signed({**header, "tick": 0}, arrays))
+    assert judge(signed({**header, "tick": 2**40}, arrays)) is None
 
 
-def test_every_description_of_an_array(saved):
-    mix, data, history = saved
+def test_every_description_of_an_array(saved, judge):
+    _, data, _ = saved
     header, arrays = opened(data)
     for name, (dtype, shape) in header["arrays"].items():
         for wrong in (
@@ -157,45 +177,45 @@ def test_every_description_of_an_array(saved):
             changed["arrays"][name] = wrong
             if wrong == [dtype, shape]:
                 continue
-            message = judge(mix, signed(changed, arrays), history)
+            message = judge(signed(changed, arrays))
             assert message is not None, (name, wrong)
         rest = {k: v for k, v in arrays.items() if k != name}
-        assert judge(mix, described(header, rest), history)
+        assert judge(described(header, rest))
         again = {**rest, name: arrays[name]}
         if list(again) != list(arrays):
-            assert "arrays" in judge(mix, described(header, again), history)
-        assert "arrays" in judge(mix, described(header, {**arrays, "more": arrays[name]}), history)
+            assert "arrays" in judge(described(header, again))
+        assert "arrays" in judge(described(header, {**arrays, "more": arrays[name]}))
         for dtype in ("float64", "int16", "uint64"):
             other = {**arrays, name: arrays[name].astype(dtype)}
-            assert name in judge(mix, described(header, other), history)
-    assert "bytes before the check" in judge(mix, signed(header, arrays, more=b"\0"), history)
+            assert name in judge(described(header, other))
+    assert "bytes before the check" in judge(signed(header, arrays, more=b"\0"))
 
 
-def test_every_array_with_a_row_less_or_more(saved):
-    mix, data, history = saved
+def test_every_array_with_a_row_less_or_more(saved, judge):
+    _, data, _ = saved
     header, arrays = opened(data)
     for name, array in arrays.items():
         if not array.size:
             continue
         for changed in (array[:-1], array[1:], np.concatenate([array, array[:1]]), array[:0]):
-            assert judge(mix, described(header, {**arrays, name: changed}), history)
+            assert judge(described(header, {**arrays, name: changed}))
 
 
-def test_two_runs_with_one_key_are_refused(saved):
+def test_two_runs_with_one_key_are_refused(saved, judge):
     """The second would replace the first among its parent's children, and its pages would never be free again."""
-    mix, data, history = saved
+    _, data, _ = saved
     header, arrays = opened(data)
     tops = np.flatnonzero(arrays["runs"][:, 0] == -1)
     first = np.concatenate([[0], np.cumsum(arrays["runs"][:, 1])])
     keys = arrays["keys"].reshape(-1, 32)
     assert len(tops) > 1, "salts have roots of their own"
     keys[first[tops[1]]] = keys[first[tops[0]]]
-    assert "distinct keys" in judge(mix, described(header, arrays), history)
+    assert "distinct keys" in judge(described(header, arrays))
 
 
 @pytest.mark.slow
-def test_random_values(saved):
-    mix, data, history = saved
+def test_random_values(saved, judge):
+    _, data, _ = saved
     header, good = opened(data)
     rng = np.random.default_rng(0)
     taken = refused = 0
@@ -210,22 +230,22 @@ def test_random_values(saved):
             flat[rng.integers(len(flat))] = min(max(value, info.min), info.max)
             if rng.integers(4) == 0 and arrays[name].ndim == 2:
                 rng.shuffle(arrays[name])
-        if judge(mix, described(header, arrays), history) is None:
+        if judge(described(header, arrays)) is None:
             taken += 1
         else:
             refused += 1
     assert taken and refused > 20
 
 
-def test_a_resume_point_without_a_page_that_it_needs(saved):
-    mix, data, history = saved
+def test_a_resume_point_without_a_page_that_it_needs(saved, judge):
+    _, data, _ = saved
     header, arrays = opened(data)
     pages = arrays["point_pages"]
     rows, columns = np.nonzero(pages)
     for row, column in [*zip(rows.tolist(), columns.tolist(), strict=True)][:20]:
         changed = pages.copy()
         changed[row, column] = 0
-        message = judge(mix, described(header, {**arrays, "point_pages": changed}), history)
+        message = judge(described(header, {**arrays, "point_pages": changed}))
         assert message is not None and "point_pages: expected 1.." in message
 
 

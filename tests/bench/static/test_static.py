@@ -15,6 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from quire.bench.static import __main__ as static
 from quire.bench.static import compiling, report, rules, sass
+from tests.support.shared import once_a_run
 
 ROOT = Path(__file__).resolve().parents[3]
 # Triton compiles only where it does not interpret.
@@ -73,10 +74,21 @@ def test_the_command_reports_wide_copies_without_spills(tmp_path):
     check_rows(json.loads(path.read_text()), 512)
 
 
+def printed(tmp_path_factory, name, code):
+    """The JSON that a process prints which runs ``code``, once a run of pytest."""
+
+    def make(folder):
+        done = run("-c", code)
+        assert done.returncode == 0, done.stderr
+        (folder / "printed.json").write_text(done.stdout)
+
+    return json.loads((once_a_run(tmp_path_factory, name, make) / "printed.json").read_text())
+
+
 @pytest.fixture(scope="module")
-def measured():
+def measured(tmp_path_factory):
     """Rows of kernels compiled for sm_90 by one process: those of the table, and some that it would not launch."""
-    done = run("-c", """
+    return printed(tmp_path_factory, "static_measured", """
 import json
 from quire.bench.static import compiling
 from quire.kernels.attention import configs
@@ -105,8 +117,6 @@ paged.prepare = odd
 rows["odd strides"] = measure("decode-d64-p128-q1", 16, 64, 4, 2)
 print(json.dumps(rows))
 """)  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
 
 
 @pytest.mark.slow
@@ -349,9 +359,9 @@ assert most == set(static_cases.ALL_ARCHS), most
 
 
 @pytest.fixture(scope="module")
-def listed():
+def listed(tmp_path_factory):
     """What each of ``LISTED`` raised, or nothing."""
-    done = run("-c", f"""
+    return printed(tmp_path_factory, "static_listed", f"""
 import collections, json, traceback
 from quire.bench.static import cases as static_cases, compiling, report, rules
 known = {{"collections": collections, "compiling": compiling, "report": report, "rules": rules, "static_cases": static_cases, "cases": static_cases.all_cases(), "everything": compiling.distinct(static_cases.ALL_ARCHS)}}
@@ -364,8 +374,6 @@ for name, body in {LISTED!r}.items():
         raised[name] = traceback.format_exc()
 print(json.dumps(raised))
 """)  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
 
 
 @pytest.mark.parametrize("name", LISTED)

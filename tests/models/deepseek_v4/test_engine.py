@@ -20,6 +20,7 @@ from quire.models.loading.random_weights import random_model
 from quire.models.loading.weights import load_model
 from tests.models.engine.test_engine import DEVICE, Recorder, prompt
 from tests.support.models.captured import Captures, captured_engine
+from tests.support.models.few import few
 from tests.support.models.tolerance import tolerance
 
 NAN = 255  # as bytes: NaN in fp32
@@ -64,7 +65,10 @@ class Knowing(MTPDrafter):
 
 @pytest.fixture(scope="module")
 def model():
-    return random_model(get_config("deepseek-v4-tiny"), device=DEVICE)
+    """A layer of each kind, and a drafter."""
+    drafters = get_config("deepseek-v4-tiny").num_mtp_layers
+    config = replace(few("deepseek-v4-tiny"), num_mtp_layers=drafters)
+    return random_model(config, device=DEVICE)
 
 
 def test_logits_are_those_of_transformers(v4_oracles):
@@ -129,7 +133,10 @@ def test_outputs_do_not_depend_on_drafts(model, plain, name):
 
 def test_decode_through_fixed_buffers(model, plain):
     """Padded batches: padding rows have no request, and must not touch the ring of the request in slot 0."""
-    engine = Engine(model, EngineConfig(num_pages=500, max_num_seqs=3, decode_graphs=True))
+    engine = Engine(
+        model,
+        EngineConfig(num_pages=500, max_num_seqs=3, max_num_batched_tokens=64, decode_graphs=True),
+    )
     ids = [engine.add_request(prompt(n, n), SamplingParams(14, ignore_eos=True, **s)) for n, s in WORK]  # fmt: skip
     outputs = {}
     while engine.has_work:
@@ -142,7 +149,9 @@ def test_drafts_of_the_model_beside_graphs(model, plain):
     """The model runs as a graph, which gives the hidden states that its drafter reads; fillers leave no trace in rings and pages."""
     drafter, captures = Knowing(model, 3), Captures()
     drafter.outputs = plain
-    config = EngineConfig(num_pages=500, max_num_seqs=3, decode_graphs=True)
+    config = EngineConfig(
+        num_pages=500, max_num_seqs=3, max_num_batched_tokens=64, decode_graphs=True
+    )
     engine = captured_engine(model, config, captures, drafter=drafter)
     ids = [engine.add_request(prompt(n, n), SamplingParams(14, ignore_eos=True, **s)) for n, s in WORK]  # fmt: skip
     outputs = {}

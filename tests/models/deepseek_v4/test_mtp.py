@@ -16,6 +16,7 @@ from quire.models.deepseek_v4.unpaged_attention import UnpagedAttend
 from quire.models.loading.random_weights import random_model
 from tests.models.deepseek_v4.test_engine import V4Recorder
 from tests.models.engine.test_engine import prompt
+from tests.support.models.few import few
 
 NUM_TOKENS = 40  # more than two windows of 16
 
@@ -236,7 +237,7 @@ def test_a_row_kept_one_position_on_is_the_row(case):
 @pytest.fixture(scope="module")
 def many():
     """Three drafter layers."""
-    return random_model(replace(CONFIGS["deepseek-v4-tiny"], num_mtp_layers=3), seed=6)
+    return random_model(replace(few("deepseek-v4-tiny"), num_mtp_layers=3), seed=6)
 
 
 def plain_drafts(model, tokens, num_drafts, num_layers):

@@ -5,13 +5,13 @@ import random
 import pytest
 import torch
 
-from quire.models.config.named import get_config
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.request import SamplingParams
 from quire.models.engine.scheduler import SchedulerPolicy
 from quire.models.engine.speculative import NGramDrafter
 from quire.models.loading.random_weights import random_model
 from tests.models.engine.test_engine_many import alone, workload
+from tests.support.models.few import few
 from tests.support.models.toy import VOCAB, ToyModel
 
 
@@ -74,7 +74,7 @@ def test_outputs_are_those_of_steps_that_do_not_fail(where, drafter):
 @pytest.mark.parametrize("name", ["gemma4-e-tiny", "deepseek-v4-tiny"])
 def test_a_model_that_had_written_its_state_starts_from_what_is_cached(name):
     """DeepSeek-V4 keeps rings and open windows beside the pages: a step may not find what it left of itself."""
-    model, lengths = random_model(get_config(name)), (5, 100, 150, 33)
+    model, lengths = random_model(few(name)), (5, 100, 150, 33)
     runs = []
     for seed in (None, 3):
         config = EngineConfig(max_num_seqs=4, max_num_batched_tokens=48, num_pages=300)

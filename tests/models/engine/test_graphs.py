@@ -184,7 +184,7 @@ def test_filler_ends_where_the_longest_sequence_does():
     """A step that has no room for as many rows as its graph runs as it is."""
     model, settings = (
         build("gemma3-tiny"),
-        {"num_pages": 90, "max_num_seqs": 2, "max_model_len": 32},
+        {"num_pages": 90, "max_num_seqs": 2, "max_num_batched_tokens": 64, "max_model_len": 32},
     )
 
     def serve(engine):
@@ -246,7 +246,9 @@ def test_memory_of_graphs_is_counted_before_the_pool_is_sized(monkeypatch):
     monkeypatch.setattr(graphs, "MEASURED_ON", ("cpu",))
     for module in (graphs, memory):
         monkeypatch.setattr(module, "free_memory", free_memory)
-    config = EngineConfig(memory_fraction=0.5, max_num_seqs=8, decode_graphs=True)
+    config = EngineConfig(
+        memory_fraction=0.5, max_num_seqs=8, max_num_batched_tokens=64, decode_graphs=True
+    )
     sizes = graphs.batch_sizes(8)
     found = graphs.graph_bytes(
         model, memory.model_cache(model, max_requests=8), config, sizes, 0, hidden=False
@@ -270,7 +272,10 @@ def test_memory_of_graphs_is_counted_before_the_pool_is_sized(monkeypatch):
 @pytest.mark.parametrize("name", ["gemma3-tiny", "deepseek-v4-tiny"])
 def test_an_engine_that_is_dropped_frees_its_pool(name, on):
     """At once, without a collection of cycles."""
-    engine = Engine(build(name), EngineConfig(num_pages=90, max_num_seqs=2, decode_graphs=on))
+    engine = Engine(
+        build(name),
+        EngineConfig(num_pages=90, max_num_seqs=2, max_num_batched_tokens=64, decode_graphs=on),
+    )
     engine.add_request(prompt(9), SamplingParams(4))
     while engine.has_work:
         engine.step()
@@ -462,7 +467,9 @@ class Step(TorchDispatchMode):
 def test_a_decode_step_waits_for_its_tokens_only(name, sampling, monkeypatch):
     """From the first to the last line of a step one tensor goes to the host: the sampled ids, and what goes with them."""
     step, capture = Step(), Captures()
-    config = EngineConfig(num_pages=900, max_num_seqs=4, decode_graphs=True)
+    config = EngineConfig(
+        num_pages=900, max_num_seqs=4, max_num_batched_tokens=64, decode_graphs=True
+    )
     engine = captured_engine(build(name), config, lambda work: step.unseen(capture(work)))
     for n in range(3):
         engine.add_request(prompt(11 + n, seed=n), SamplingParams(20, ignore_eos=True, **sampling))

@@ -10,6 +10,8 @@ from quire.models.engine.engine import EngineConfig
 from quire.models.engine.interrupts import interrupts_wait
 from quire.models.engine.request import SamplingParams
 from quire.models.llm import LLM
+from quire.models.loading.random_weights import random_model
+from tests.support.models.few import few
 
 PARAMS = SamplingParams(4, ignore_eos=True, n=2)
 NUM_MOMENTS = 60
@@ -52,7 +54,8 @@ def interrupted_at(moment, work):
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["stream", "generate"])
 def test_an_interrupt_at_any_line_leaves_an_engine_that_goes_on(way):
-    llm = LLM("gemma3-tiny", engine=EngineConfig(num_pages=200, max_num_seqs=4))
+    model = random_model(few("gemma3-tiny"))
+    llm = LLM(model, engine=EngineConfig(num_pages=200, max_num_seqs=4))
     prompts = [[5] * 20, [6] * 3]
 
     def answers():

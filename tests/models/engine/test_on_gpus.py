@@ -82,7 +82,9 @@ def test_a_step_runs_on_the_device_of_its_engine(current, monkeypatch):
             self.tables = self.tables.as_subclass(OnSecondDevice)
 
     monkeypatch.setattr(engine_module, "BatchBuilder", Builder)
-    config = EngineConfig(num_pages=50, max_num_seqs=2, decode_graphs=True)
+    config = EngineConfig(
+        num_pages=50, max_num_seqs=2, max_num_batched_tokens=64, decode_graphs=True
+    )
     engine = captured_engine(
         model,
         config,

@@ -1,5 +1,6 @@
 """Every kind of tensor of six checkpoints, and all that may be wrong with it: an error that names tensor and file, before garbage is generated."""
 
+import functools
 import json
 import re
 import shutil
@@ -108,11 +109,24 @@ class Checkpoint:
         return str(error.value)
 
 
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """By name, the directory of a checkpoint, which is written when it is first asked for."""
+
+    @functools.cache
+    def write(name):
+        path = tmp_path_factory.mktemp("written") / "checkpoint"
+        path.mkdir()
+        CHECKPOINTS[name][0](path)
+        return path
+
+    return write
+
+
 @pytest.fixture(params=CHECKPOINTS)
-def checkpoint(request, tmp_path):
-    write, modes = CHECKPOINTS[request.param]
-    write(tmp_path)
-    return Checkpoint(tmp_path, modes)
+def checkpoint(request, written, tmp_path):
+    shutil.copytree(written(request.param), tmp_path, dirs_exist_ok=True)
+    return Checkpoint(tmp_path, CHECKPOINTS[request.param][1])
 
 
 def test_the_checkpoints_load(checkpoint):
