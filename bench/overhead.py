@@ -5,7 +5,8 @@
 Everything but the launch itself is timed, which is replaced by nothing: no GPU is needed, and what
 Triton and the driver add is not in it. ``first`` is a call unlike any before, which is checked and
 prepared in full; ``again`` one that differs from an earlier call in its tensors alone, as the calls
-of a model's layers do. With ``out`` and ``workspace`` given, nothing is allocated. Processor time
+of a model's layers do. With ``out`` and ``workspace`` given, nothing is allocated; the four around
+experts and residual streams make their results. Processor time
 of the thread, the least of some rounds that take all wrappers in turn: ``again`` the mean of a
 round's calls, ``first`` one call a round. In a captured graph none of this is paid.
 """
@@ -27,16 +28,24 @@ import torch
 from quire.kernels import (
     IndexPages,
     LatentPages,
+    collapse_streams,
+    combine_experts,
     compress,
     compressed_attention,
     compressed_attention_workspace_numel,
+    copy_overlap,
+    expand_streams,
     flash_mla_with_kvcache,
+    gated_product,
     index_topk,
     index_topk_workspace_numel,
     merge_partials,
     mla_attention,
+    norm_rope,
     page_bytes,
     paged_attention,
+    residual_norm,
+    route_tokens,
     sliding_window_attention,
     workspace_numel,
     write_kv,
@@ -52,6 +61,7 @@ LATENT, ROPE = 512, 64
 RATIO, TOPK, INDEX_HEADS, INDEX_DIM = 4, 512, 64, 128
 # The indexer passes over what all queries see anyway: it needs contexts where they do not.
 INDEXED = 65536
+HIDDEN, STREAMS, EXPERTS, ROUTED = 4096, 4, 256, 6
 
 
 def calls(device: str = "cpu") -> dict[str, Callable[[], object]]:
@@ -109,6 +119,23 @@ def calls(device: str = "cpu") -> dict[str, Callable[[], object]]:
         # Of half as many sequences.
         pairs, pairs_out = (rows.view(-1, 2, *rows.shape[1:]) for rows in (rows, latent_out))
         pair_rows, pair_lens = window_rows.view(-1, 2, 128), seq_lens[: BATCH // 2]
+        branch, residual, normed = torch.zeros(3, BATCH, HIDDEN, dtype=q.dtype).unbind(0)
+        hidden_weight = torch.ones(HIDDEN, dtype=q.dtype)
+        gate_proj, up_proj = torch.zeros(BATCH, 2 * HIDDEN, dtype=q.dtype).chunk(2, dim=1)
+        qkv = torch.zeros(BATCH, HEADS + 2 * KV_HEADS, HEAD_DIM, dtype=q.dtype)
+        qk = torch.zeros(BATCH, HEADS + KV_HEADS, HEAD_DIM, dtype=q.dtype)
+        cos, sin = torch.zeros(2, BATCH, HEAD_DIM // 2).unbind(0)
+        head_weight = torch.ones(HEAD_DIM, dtype=q.dtype)
+        streams = torch.zeros(BATCH, STREAMS, HIDDEN, dtype=q.dtype)
+        mixed = (2 + STREAMS) * STREAMS
+        mix, mix_base = torch.zeros(mixed, STREAMS * HIDDEN), torch.zeros(mixed)
+        mix_scale, post = torch.zeros(3), torch.zeros(BATCH, STREAMS)
+        comb = torch.zeros(BATCH, STREAMS, STREAMS)
+        logits, expert_weights = torch.zeros(BATCH, EXPERTS), torch.zeros(BATCH, ROUTED)
+        expert_rows = torch.zeros(BATCH * ROUTED, HIDDEN, dtype=q.dtype)
+        series, series_gate = torch.zeros(2, BATCH, 2 * LATENT).unbind(0)
+        series_pages = torch.zeros(64, RATIO, 2, LATENT)
+        ring_rows = torch.zeros(BATCH, RATIO, dtype=torch.int64)
     batch = (table, seq_lens, cu)
     impl = {"impl": "triton"}
     more = {"max_seqlen_q": 1, "k": k, "v": v, "out": out, "workspace": workspace, **impl}
@@ -171,6 +198,23 @@ def calls(device: str = "cpu") -> dict[str, Callable[[], object]]:
         "write_kv, e4m3 pages": lambda: write_kv(k, v, *quantized, slots, **scales, **impl),
         "merge_partials": lambda: merge_partials(parts, part_lse, out=out, **impl),
         "merge_partials, sinks and lse": lambda: merge_partials(parts, part_lse, out=out, **options, **impl),
+        "residual_norm": lambda: residual_norm(
+            branch, hidden_weight, eps=1e-6, residual=residual, post_weight=hidden_weight, out=normed, **impl
+        ),
+        "norm_rope": lambda: norm_rope(
+            qkv, cos, sin, num_kv_heads=KV_HEADS, q_weight=head_weight, k_weight=head_weight, out=qk, **impl
+        ),
+        "gated_product": lambda: gated_product(gate_proj, up_proj, activation="silu", out=normed, **impl),
+        "collapse_streams": lambda: collapse_streams(
+            streams, mix, mix_base, mix_scale, norm_weight=hidden_weight, **impl
+        ),
+        "expand_streams": lambda: expand_streams(streams, branch, post, comb, **impl),
+        "route_tokens": lambda: route_tokens(logits, top_k=ROUTED, **impl),
+        "combine_experts": lambda: combine_experts(expert_rows, expert_weights, addend=branch, **impl),
+        "copy_overlap": lambda: copy_overlap(
+            series, series_gate, ape, ring, series_pages, from_pages=slots, state_index=slots, state_rows=ring_rows,
+            tokens=slots, to_pages=slots, **impl,
+        ),
     }  # fmt: skip
 
 

@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from quire.models.config.named import ModelConfig
 from quire.models.engine.request import RequestOutput
 from quire.models.families.decoder import Decoder
+from quire.models.layers.basic import RMSNorm
 
 from .drive import Key
 
@@ -184,7 +185,8 @@ def e4m3_latents(rows: Tensor) -> Tensor:
 def computing_in(model: Decoder, dtype: torch.dtype) -> Iterator[None]:
     """Inside, passes of ``model`` use its weights as a model of ``dtype`` has them, one layer's
     copies at a time; afterwards its own tensors are back in place, untouched. Rows of the table of
-    per-layer embeddings are converted as they are read."""
+    per-layer embeddings are converted as they are read. Norms are converted at the start: the layer
+    before reads them too."""
     other = type(model)(model.config, device="meta", dtype=dtype)
     dtypes = {name: weight.dtype for name, weight in other.named_parameters()}
     wanted = {weight: dtypes.get(name, weight.dtype) for name, weight in model.named_parameters()}
@@ -207,9 +209,12 @@ def computing_in(model: Decoder, dtype: torch.dtype) -> Iterator[None]:
         for name, module in model.named_children():
             if name not in STREAMED:
                 convert(module)
+        for module in model.layers.modules():
+            if isinstance(module, RMSNorm):
+                convert(module)
         yield
     finally:
         for hook in hooks:
             hook.remove()
-        for module in list(saved):
+        for module in reversed(list(saved)):
             restore(module)

@@ -166,7 +166,8 @@ class Engine:
             )
             with torch.inference_mode(), torch.cuda.device_of(self._builder.tables):
                 self._graphs.capture()
-                warm_up(self._run, self._builder, config, self.max_model_len, model.device)
+                if model.device.type == "cuda" or config.impl == "triton":
+                    warm_up(self._run, self._builder, config, self.max_model_len, model.device)
         self.outputs = OutputProcessor(self.scheduler)
         self.inputs = InputProcessor(
             model, self.max_model_len, tokenizer=tokenizer, seed=config.seed

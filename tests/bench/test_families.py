@@ -45,16 +45,17 @@ def test_other_precision_reaches_every_weight(built):
     model, ids = built.model, torch.arange(3, 40)
     before = [(name, w.data_ptr(), w.clone()) for name, w in model.named_parameters()]
     exact, seen = model.full_forward(ids), set()
+
+    def narrow_ones(prefix, module):
+        named = module.named_parameters(prefix)
+        seen.update(name for name, weight in named if weight.dtype == torch.bfloat16)
+
     hooks = [
-        module.register_forward_hook(
-            lambda m, *_, prefix=prefix: seen.update(
-                f"{prefix}.{n}" for n, w in m.named_parameters() if w.dtype == torch.bfloat16
-            )
-        )
-        for prefix, module in model.named_modules()
-        if prefix
+        layer.register_forward_hook(lambda m, *_, prefix=f"layers.{i}": narrow_ones(prefix, m))
+        for i, layer in enumerate(model.layers)
     ]
     with computing_in(model, torch.bfloat16):
+        narrow_ones("", model)
         rough = model.full_forward(ids)
     for hook in hooks:
         hook.remove()

@@ -32,6 +32,10 @@ VIEWS = {
 }
 
 
+EMPTY = {f"aten.{name}" for name in ("empty.memory_format", "new_empty.default", "empty_strided.default")}
+MAKE_RESULTS = "collapse_streams", "expand_streams", "route_tokens", "combine_experts"  # take no ``out``
+
+
 class Operators(TorchDispatchMode):
     """Notes the name of every operator that torch runs."""
 
@@ -58,7 +62,8 @@ def test_given_memory_means_no_allocation(wrappers):
         for _ in range(2):
             with Operators() as operators:
                 call()
-            assert operators.ran - VIEWS == set(), name
+            allowed = VIEWS | EMPTY if name in MAKE_RESULTS else VIEWS
+            assert operators.ran <= allowed, name
 
 
 def test_every_public_wrapper_is_among_them():

@@ -52,8 +52,8 @@ def test_a_dry_run_compiles_measures_and_takes_the_fastest(tmp_path, capsys, mon
     result = json.loads(out.read_text())
     assert not result["refused"] and not result["not_run"]
     assert [(row["entry"], row["config"], row["ratio"]) for row in result["rows"]] == [
-        ("decode 32 x16", [16, 64, 4, 4, 1], 1.0),
-        ("decode 32 x16", [16, 32, 4, 4, 1], pytest.approx(0.5)),
+        ("decode 32 x16", [16, 64, 4, 5, 1], 1.0),
+        ("decode 32 x16", [16, 32, 4, 5, 1], pytest.approx(0.5)),
         ("prefill 32", [64, 64, 4, 3, 1, True], 1.0),
         ("prefill 32", [64, 32, 4, 3, 1, True], pytest.approx(0.5)),
         # The shape that was taken, and one other way of launching it.

@@ -99,13 +99,13 @@ def test_last_tokens_of_a_full_context(tables, layer):
     cos_sin = tables[layer > 0]
     seen = {}
 
-    def attend(module, rows):
-        seen["rows"] = rows
-        seen["out"] = PagedAttend(attn, pool, impl="torch")(module, rows)
-        return seen["out"]
+    class Seen(PagedAttend):
+        def __call__(self, module, rows):
+            seen["rows"], seen["out"] = rows, super().__call__(module, rows)
+            return seen["out"]
 
     x = torch.randn(NUM_NEW, CONFIG.hidden_size, generator=generator)
-    attention(x, positions, cos_sin, attend)
+    attention(x, positions, cos_sin, Seen(attn, pool, impl="torch"))
     rows, out = seen["rows"], seen["out"]
 
     # All rows as the pages have them now, the step's own included.

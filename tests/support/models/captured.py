@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from quire.kernels.common import launching
-from quire.models.deepseek_v4 import paged_attention
+from quire.models.deepseek_v4 import overlap, paged_attention, rope
 from quire.models.engine import graphs
 from quire.models.engine.engine import Engine
 from quire.models.layers import attention, moe
@@ -30,6 +30,8 @@ from quire.models.layers import attention, moe
 KERNELS = {
     attention: ("paged_attention", "sliding_window_attention", "write_kv"),
     paged_attention: ("write_latent", "compress", "index_topk", "compressed_attention"),
+    overlap: ("copy_overlap",),
+    rope: ("write_latent",),
 }
 ON_HOST = ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")
 FROM_HOST = ("tensor", "as_tensor", "from_numpy")

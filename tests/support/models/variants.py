@@ -48,6 +48,7 @@ def pretend():
     """Kernels that do not run leave zeros, and tensors of a CPU are taken for those of a GPU of 132 SMs."""
     torch.empty_like = lambda x, **more: torch.zeros_like(x, **more)
     torch.empty = lambda *shape, pin_memory=False, **more: torch.zeros(*shape, **more)
+    torch.Tensor.new_empty = lambda x, *shape, **more: x.new_zeros(*shape, **more)
     torch.empty_strided = lambda shape, stride, **more: torch.zeros(shape, **more)
     for name, module in list(sys.modules.items()):
         if name.startswith("quire."):
