@@ -43,8 +43,8 @@ def sinkhorn(logits: torch.Tensor, iterations: int, eps: float) -> torch.Tensor:
 
     A softmax of the rows, then columns and rows normalized in turn.
 
-    Tokens are the last dimension while it works, as they are many and n is 4. One more row and
-    column hold eps: a sum has it already.
+    Tokens are the last dimension while it works, as they are many and n is 4. The matrices have one
+    more row and column of eps, so that the sums they are divided by include it.
 
     Args:
         logits: [num_tokens, n, n] fp32.

@@ -1,10 +1,10 @@
 """One layer of DeepSeek-V4: attention and a mixture of experts, each between the same N residual
 streams (mHC)::
 
-    u, post, comb = attn_hc.collapse(streams)
-    streams = attn_hc.expand(streams, attention(input_layernorm(u)), post, comb)
-    u, post, comb = ffn_hc.collapse(streams)
-    streams = ffn_hc.expand(streams, moe(post_attention_layernorm(u)), post, comb)
+    x, post, comb = attn_hc.collapse(streams, input_layernorm)             # one row a token, normed
+    streams = attn_hc.expand(streams, attention(x), post, comb)
+    x, post, comb = ffn_hc.collapse(streams, post_attention_layernorm)
+    streams = ffn_hc.expand(streams, moe(x), post, comb)
 
 Attention has one KV head whose rows are key and value at once. Besides a sliding window of raw
 rows, one of each token, queries see compressed entries: in HCA layers all of them, in CSA layers
@@ -58,7 +58,7 @@ class AttentionInputs:
         positions: [num_tokens] int64.
         cos_sin: [max_positions, rope_dim] fp32, the layer's rotary table: of CSA and HCA layers the
             one of compress_rope_theta, by which they rotate queries, raw rows, entries and index
-            keys alike.
+            keys alike. Cosines first, then sines, as in `quire.kernels.write_latent`.
         q: [num_tokens, num_heads, head_dim], normed and rotated.
         kv: [num_tokens, head_dim], the raw rows, neither normed nor rotated yet.
         compressor: (kv, gate) of `GatedPooling.project`, which are pooled into entries; None in
@@ -105,7 +105,7 @@ class GatedPooling(nn.Module):
     Args:
         overlap: whether an entry pools the window before its own too. Then a token has kv and gate
             twice, side by side: series a for the entry of the next window, then series b for that
-            of its own.
+            of its own. Entry 0, which has no window before it, pools series b alone.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What a CSA layer needs besides where a sequence is resumed: series a of the tokens before.
+"""Series a of the last tokens before a block's end: CSA layers need it to resume a sequence there.
 
 Source: `models.deepseek_v4.cache_plan`, the group "overlap".
 """
@@ -19,17 +19,17 @@ from ..engine.batch import AttnMetadata
 class OverlapCopies:
     """What a step copies between the rings and the pages of the group "overlap".
 
-    The page of a block keeps series a of its last ``ratio`` tokens. A sequence that starts at a
-    boundary reads those before it: it may have been admitted there by a hit. If it came there by
-    itself, its ring has them already, and nothing changes. What is not to be kept goes to page 0,
-    and what is not to be read to the last of the rings: no request owns these, and no step waits
-    for the host.
+    Save: a step that computes the last ``ratio`` tokens of a block copies their series a to the
+    block's page. Load: a sequence whose step starts at a block's end copies that page to its ring.
+    A prefix hit may have put it there. If it came there by itself, the page holds what its ring
+    has, and the load changes nothing. No step waits for the host: there are as many copies as the
+    shapes allow for, and those that are not wanted go to page 0, or to the last of the rings, which
+    no request owns.
 
     Attributes:
-        tokens: [num_kept] int64, tokens of the step that may be kept, ``ratio`` of a block one
-            after the other.
-        pages: [num_kept] int64, where each goes.
-        from_pages, rings: [num_seqs] int64, page to read, and ring that it goes to.
+        tokens: [num_copies] int64, rows of the step, ``ratio`` of a block one after the other.
+        pages: [num_copies] int64, where each goes; 0 = it is not saved.
+        from_pages, rings: [num_seqs] int64, page to load, and ring that it goes to; -1 = none.
         ring_rows: [num_seqs, ratio] int64, rows of the ring that they go to.
     """
 

@@ -22,7 +22,9 @@ class PagedAttend:
     """Attention of one ragged step through `quire.kernels`; an `Attend`.
 
     There is one for each forward pass, which calls it in every layer. Context comes from pages, the
-    step's own raw rows from the projections.
+    step's own raw rows from the projections. So attention takes the window's table without the
+    blocks of this step, and the compressed one with them (`with_new_blocks`): entries that the step
+    closes are read from their pages.
 
     A layer writes its raw rows first, then the entries that the step closes, and attends last, for
     a token sees the entry that it closes. Raw rows may be written before attention reads the
@@ -31,7 +33,9 @@ class PagedAttend:
     its live blocks).
 
     Args:
-        attn: this step's tables, lengths and slots.
+        attn: the step. Of each group it has the table of the context before the step
+            (block_tables) and where each new row goes (slot_mappings: page * block_size + row, -1 =
+            nowhere); request_slots number the rings.
         pool: pages and rings, read and written.
         impl: "triton" or "torch" for the kernels; default: by device.
     """
@@ -155,11 +159,12 @@ class PagedAttend:
     ) -> None:
         """Pools each compression window that the step closes into an entry, or an index key.
 
-        It goes to its page. Tokens of windows that are still open go to the ring, from which a
-        later step pools them. In CSA layers an entry needs series a of the window before, too. A
-        sequence that starts where a prefix hit ends has none of that in its ring: they are loaded
-        from pages of the group "overlap", before `compress`, which reads the ring. The step's own
-        are saved there for later hits, from kv and gate, in the same launch.
+        It goes to its page. The newest tokens go to the ring, whether their window is closed or
+        not: a later step pools those of open windows from there, and may take tokens back. In CSA
+        layers an entry needs series a of the window before, too. A sequence that starts where a
+        prefix hit ends has none of that in its ring: they are loaded from pages of the group
+        "overlap", before `compress`, which reads the ring. The step's own are saved there for later
+        hits, from kv and gate, in the same launch.
 
         Args:
             compressor: of the layer, or its indexer.
