@@ -1,7 +1,7 @@
 """What can be known of the kernels without a GPU: a table of every configuration, compiled offline.
 
     python -m bench.static [--all | --arch 80 90 100] [--only TEXT] [--jobs 2] [--json FILE]
-                           [--baseline FILE] [--update]
+                           [--baseline FILE] [--update] [--fresh]
 
 By default every kernel is compiled for sm_90 once with each of its tile shapes, and for sm_80 and
 sm_100 a sample that holds every kernel once or twice. ``--arch`` compiles every case for the
@@ -28,6 +28,9 @@ once. Exit status 1 if a kernel breaks one of these rules:
 A kernel that does not compile fails as well. The baseline, ``bench/results/static/VERSION.json`` of
 the Triton installed, has all cases on all architectures; ``--all --update`` makes it anew, ``--arch
 80 --update`` its rows of sm_80. The rules decide; the differences from the baseline are only shown.
+A row of the baseline holds a hash of all that decides it (``key``: the sources of the kernel and of
+what it calls, its arguments, and how a row is read); where that is what it was, the row stands and
+nothing is compiled, but with ``--fresh``.
 ``--json`` of any run serves as ``--baseline`` of another; its ``seconds`` are processor time, the
 compiler's included, and next to nothing where Triton's cache has the kernel.
 
@@ -59,7 +62,7 @@ from quire.models.command import Parser, integer, output_file, program
 
 from ..common.workers import Workers
 from .cases import ALL_ARCHS, ARCHS, DEFAULT_ARCH, MORE_ARCHS, SAMPLE_ARCHS
-from .compiling import attempt, distinct
+from .compiling import attempt, distinct, key
 from .report import RESULTS, differences, read, table, write, write_baseline
 from .rules import problems
 
@@ -86,11 +89,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         work = distinct(options.arch or ALL_ARCHS, options.only)
     else:
         work = distinct((), options.only, samples=SAMPLE_ARCHS, tiles=(DEFAULT_ARCH,))
+    known = {} if options.fresh else {row.get("key"): row for row in before or []}
+    keys = [key(*item) for item in work]
+    missing = [item for item, name in zip(work, keys, strict=True) if name not in known]
     with Workers(options.jobs) as pool:
-        results = list(pool.map(attempt, *zip(*work, strict=True))) if work else []
+        compiled = iter(list(pool.map(attempt, *zip(*missing, strict=True))) if missing else [])
+    results = [
+        known[name] | {"case": item[0]} if name in known else next(compiled)
+        for item, name in zip(work, keys, strict=True)
+    ]
     rows = [row for row in results if isinstance(row, dict)]
-    seconds = sum(row["seconds"] for row in rows)
-    print(f"triton {triton.__version__}; {len(rows)} kernels, {seconds:.0f} s of processor time")
+    seconds = sum(row.get("seconds", 0) for row in rows)
+    print(
+        f"triton {triton.__version__}; {len(rows)} kernels, {len(missing)} of them compiled now, "
+        f"{seconds:.0f} s of processor time"
+    )
     print(table(rows))
     if before is not None:
         changes = differences(rows, before)
@@ -130,5 +143,8 @@ def _parser() -> Parser:
     parser.add_argument("--jobs", type=integer(most=1024), default=os.cpu_count())
     parser.add_argument("--only", default="", help="compile only cases whose name contains this")
     parser.add_argument("--baseline", type=Path, metavar="FILE", help="rows to show the differences from; default: those of this Triton")  # fmt: skip
+    parser.add_argument(
+        "--fresh", action="store_true", help="compile what the baseline has as well"
+    )
     parser.add_argument("--update", action="store_true", help="make this run the baseline's rows of its architectures")  # fmt: skip
     return parser

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from . import sass, ttgir
@@ -108,6 +111,30 @@ def distinct(
     return work
 
 
+def key(name: str, arch: int, index: int) -> str:
+    """What decides a row, in 16 hex digits: with another source of the kernel or of what it calls,
+    other arguments or another way of reading what is compiled they differ.
+
+    Args:
+        name, arch, index: as of ``measure``.
+    """
+    case = all_cases()[name]
+    launch = case.launches(arch)[index]
+    sizes = (case.dtype, case.key_bytes, case.scale_bytes, case.min_copy_bytes)
+    parts = (launch.kernel.cache_key, specialise(launch), config(launch), arch, sizes, _readers())
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+@cache
+def _readers() -> str:
+    """A hash of the modules that make a row of what Triton gives."""
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    sources = b"".join(
+        path.read_bytes() for path in files if path.stem in ("compiling", "sass", "ttgir")
+    )
+    return hashlib.sha256(sources).hexdigest()
+
+
 def config(launch: Any) -> str:
     """Tile shape, warps and stages of a launch, and v2 where two programs share a query tile."""
     values, parts = launch.values, value_parts(launch)
@@ -179,6 +206,7 @@ def measure(name: str, arch: int, index: int) -> dict[str, Any]:
         "tiles_in_flight": tiles,
         "bytes_in_flight_per_sm": in_flight,
         "sass_per_tile": instructions,
+        "key": key(name, arch, index),
         "triton": triton.__version__,
         "seconds": round(processor_seconds() - started, 2),
     }

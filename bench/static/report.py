@@ -41,7 +41,7 @@ def differences(rows: list[dict[str, Any]], baseline: list[dict[str, Any]]) -> l
         changed = [
             f"{key} {old.get(key)} -> {value}"
             for key, value in row.items()
-            if value != old.get(key) and key not in NOT_COMPARED
+            if value != old.get(key) and key not in (*NOT_COMPARED, "key")
         ]
         if changed:
             lines.append(f"{name}: {', '.join(changed)}")

@@ -207,7 +207,8 @@ def test_a_broken_rule_is_the_exit_status(monkeypatch, tmp_path, capsys):
             return results
 
     monkeypatch.setattr(static, "Workers", Pool)
-    monkeypatch.setattr(static, "distinct", lambda *_, **__: [("c", 90, 0)])
+    monkeypatch.setattr(static, "distinct", lambda *_, **__: [("c", 90, i) for i in range(len(results))])  # fmt: skip
+    monkeypatch.setattr(static, "key", lambda *_: "of today")
     assert static.main(["--baseline", str(tmp_path / "none.json")]) == 0
     results.append("d sm_90: does not compile: E: why")
     assert static.main(["--baseline", str(tmp_path / "none.json")]) == 1
@@ -228,6 +229,33 @@ def test_a_broken_rule_is_the_exit_status(monkeypatch, tmp_path, capsys):
     capsys.readouterr()
     static.main(arguments)
     assert "0 differences" in capsys.readouterr().out
+
+
+def test_what_decides_a_row_is_compiled_once(monkeypatch, tmp_path, capsys):
+    """A row of the baseline stands while its key does, under today's name of the case; ``--fresh`` compiles it again."""
+    asked = []
+
+    class Pool:
+        def __init__(self, *_, **__): ...
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_): ...
+        def map(self, _, *columns):
+            asked.extend(columns[0])
+            return [GOOD | {"case": name, "registers": 90, "seconds": 1.0} for name in columns[0]]
+
+    baseline = tmp_path / "baseline.json"
+    report.write_baseline([GOOD | {"case": "old name", "key": "same"}, GOOD | {"case": "b", "key": "before"}], baseline)  # fmt: skip
+    monkeypatch.setattr(static, "Workers", Pool)
+    monkeypatch.setattr(static, "distinct", lambda *_, **__: [("a", 90, 0), ("b", 90, 0)])
+    monkeypatch.setattr(static, "key", lambda name, *_: {"a": "same", "b": "now"}[name])
+    out = tmp_path / "out.json"
+    arguments = ["--baseline", str(baseline), "--json", str(out)]
+    assert static.main(arguments) == 0 and asked == ["b"]
+    assert [(r["case"], r["registers"]) for r in report.read(out)] == [("a", 200), ("b", 90)]
+    assert "2 kernels, 1 of them compiled now" in capsys.readouterr().out
+    assert static.main([*arguments, "--fresh"]) == 0 and asked == ["b", "a", "b"]
 
 
 def test_differences():
@@ -339,6 +367,18 @@ compiled = {(cases[n].launches(a)[i].kernel.__name__, a) for n, a, i in work}
 assert compiled == {k for k in every if k[1] in (80, 90, 100)}
 assert set(work) <= set(everything), set(work) - set(everything)
 assert all(cases[n].sample for n, a, _ in work if a != 90)
+""",
+    "keys": """
+work = [w for w in everything if w[1] in (80, 90)]
+keys = [compiling.key(*w) for w in work]
+assert len(set(keys)) == len(keys) and keys == [compiling.key(*w) for w in work]
+name, arch, index = next(w for w in work if w[0] == "decode-d128-p128-q1")
+before = compiling.key(name, arch, index)
+kernel = cases[name].launches(arch)[index].kernel
+source, kernel.hash = kernel.hash, "other sources"
+assert compiling.key(name, arch, index) != before
+kernel.hash = source
+assert compiling.key(name, arch, index) == before
 """,
     "committed tables": """
 def named(name, arch, index):
