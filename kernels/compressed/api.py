@@ -63,9 +63,10 @@ def compressed_attention(
         max_seqlen_q: host int, at least the new tokens of the longest sequence. Where all sequences
             take the decode path, the call trusts it: rows of longer sequences stay unwritten.
             Elsewhere the result does not depend on it.
-        kv: [num_tokens, head_dim] q's dtype, the step's own raw rows: then the pages hold only
-            those before the step. Where the pages are quantized these should be what a reader of
-            them would see (``write_latent`` returns it). None: the pages hold all.
+        kv: [num_tokens, head_dim] q's dtype, the step's own raw rows: then only positions before
+            the step are read from the pages, whatever these hold of the step itself. Where the
+            pages are quantized these should be what a reader of them would see (``write_latent``
+            returns it). None: the pages hold all.
         compressed_pages: entries of all closed windows, those that this step closed included; the
             same format as ``window_pages``.
         compressed_table: [num_seqs, width] int32, page of entry w at w // storage_block_size.
@@ -79,7 +80,8 @@ def compressed_attention(
             nothing.
         softmax_scale: factor of q . k, in 2**-30 .. 2**16; default head_dim ** -0.5.
         cos_sin: [max_position, rope_dim] fp32, cosines then sines: the inverse RoPE of the query's
-            position is applied to the trailing rope_dim channels of the output. None leaves them.
+            position is applied to the trailing rope_dim channels of the output: rows are values
+            too, which carry the rotation of their own positions. None leaves them.
         max_seq_len: host int, upper bound of seq_lens; lets short batches skip the KV splits.
         num_decodes: host int, how many sequences at the front take the split-KV path made for few
             new tokens; the others take the prefill path. Default: all if max_seqlen_q <= 1, else

@@ -47,7 +47,7 @@ def compress(
 ) -> None:
     """Pool each window of ``ratio`` tokens that closes in this step into one entry.
 
-    The entry is written to its slot, and the last rows of each sequence are kept.
+    The entry is written to its slot, and the last rows of each sequence are kept in ``state``.
 
     Entry w of a sequence covers the tokens w * ratio .. w * ratio + ratio - 1; with ``overlap``
     also those of the window before, by channels of their own. Per channel it is the softmax of
@@ -62,11 +62,13 @@ def compress(
         kv, gate: [num_tokens, channels] bf16, fp16 or fp32, last stride 1, the step's rows, ragged.
             channels = dim of the pages; twice that with overlap: first series a, which the next
             window pools, then series b, which the token's own window pools.
-        ape: [ratio, channels] fp32, added to the gate of a token by its position modulo ratio.
+        ape: [ratio, channels] fp32, the position bias, added to the gate of a token by its position
+            modulo ratio.
         state: [num_states, ring, 2, channels] fp32, any strides with last stride 1. Row
             position % ring holds kv and gate + ape of a token. ring >= ratio * (1 + overlap) - 1,
-            and longer by the tokens that may be taken back. The step is one launch where
-            ring >= max_seqlen_q + ratio * (1 + overlap) - 1, else two.
+            and longer by the tokens that may be taken back. Only rows that a closing window pools
+            are read, none of positions below 0: a state need not be cleared for a new sequence. The
+            step is one launch where ring >= max_seqlen_q + ratio * (1 + overlap) - 1, else two.
         state_index: [num_seqs] int32, the state of each sequence; no two alike. -1 = none: a
             padding row, of which nothing is read, made or kept, whatever its other arguments say.
         seq_lens: [num_seqs] int32, tokens of each sequence including this step's; 0 for a padding
@@ -78,8 +80,9 @@ def compress(
         eps: added to the mean square, in 2**-100 .. 2**30.
         cos_sin: [max_position, rope_dim] fp32 as in ``write_latent``.
         pages: where entries go: LatentPages, or IndexPages for the keys of the indexer.
-        slot_mapping: [num_tokens] int64: the entry that a token closes goes to that token's slot;
-            -1 = it is not made. Slots of other tokens are not looked at.
+        slot_mapping: [num_tokens] int64: the entry that a token closes goes to that token's slot,
+            page * storage_block_size + row of ``pages``; -1 = it is not made. Slots of other tokens
+            are not looked at.
         max_seqlen_q: host int, at least the new tokens of the longest sequence. It sizes the grid:
             too small a value leaves entries out.
         impl: "triton" (default for CUDA tensors), "torch" (default for CPU tensors).

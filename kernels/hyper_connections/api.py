@@ -31,7 +31,7 @@ def collapse_streams(
 
         pre  = sigmoid(scale[0] m[:n] + base[:n]) + eps
         post = 2 sigmoid(scale[1] m[n:2n] + base[n:2n])
-        comb = Sinkhorn of the rows' softmax of scale[2] m[2n:] + base[2n:]
+        comb = Sinkhorn of the softmax over k of scale[2] m[2n:] + base[2n:], row-major [n (j), n (k)]
         out  = sum over i of pre[i] streams[i], rounded, then RMS norm with ``norm_weight``
 
     The arithmetic is fp32. Of a ``fn`` with n rows only ``out`` is made: that of the last layer.
@@ -46,8 +46,8 @@ def collapse_streams(
         norm_eps: added to the mean squares of both norms, in 2**-100 .. 2**30.
         eps: added to pre, to the softmax and to the sums that Sinkhorn divides by, in the same
             range.
-        iterations: column normalizations, >= 1. There is one row normalization less, and columns
-            come last.
+        iterations: normalizations of columns (over j), >= 1, with one of rows (over k) between each
+            two.
         impl: "triton" (default for CUDA tensors), "torch" (default for CPU tensors).
 
     Returns:

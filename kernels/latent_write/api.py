@@ -45,8 +45,8 @@ def write_latent(
         norm_weight: [head_dim] bf16, fp16 or fp32, weight of an RMS norm before RoPE; None = no
             norm.
         eps: added to the mean square, in 2**-100 .. 2**30.
-        out: [num_rows, head_dim] x's dtype, filled in place, rows of slot -1 too; None = not
-            wanted.
+        out: [num_rows, head_dim] x's dtype, filled in place, rows of slot -1 too; it may be x. None
+            = not wanted.
         impl: "triton" (default for CUDA tensors), "torch" (default for CPU tensors).
 
     Returns:

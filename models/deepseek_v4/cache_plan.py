@@ -8,8 +8,9 @@ pages::
     group        kind    tokens   a page holds
     compressed   dense   256      entries of all CSA (64 rows) and HCA (2 rows) layers, and index
                                   keys of the CSA layers
-    window.0 ..  window  64       raw rows of a share of the layers; the last have the drafters'
-    overlap      window  256      series a of the last 4 tokens, of all CSA compressors and indexers
+    window.0 ..  window  64       raw rows of a share of the layers, those of drafters last
+    overlap      window  256      series a of the block's last 4 tokens, of all CSA compressors and
+                                  indexers
 
 What a compressor has of a compression window that is still open lives in rings, one for each
 request, outside of the pages: there a token's row is overwritten in place, and pages of a few
@@ -17,7 +18,8 @@ tokens each would cost a whole page. Only what a resumed request needs at a boun
 A boundary is a multiple of both ratios, so that compression windows end there: HCA then needs
 nothing, and CSA, whose next entry overlaps the window before, its series a (4 rows, see
 `GatedPooling`). To the allocator that is a sliding window of the 4 tokens before a query; of a
-block's rows none but its last 4 are ever stored.
+block's rows none but its last 4 are ever stored. So a prefix hit takes all pages of "compressed"
+before its end, the last two of each window group, and one of "overlap".
 
 Source: DeepSeek-V4 report 3; vLLM 0.33 ``v1/core/kv_cache_planning`` (pages of bytes), which keeps
     compressor state in token pages.

@@ -1,6 +1,14 @@
 """Hyper-connections (mHC): how the sub-blocks of a layer read from and write to the residual streams.
 
-The formulas are in `quire.kernels.collapse_streams` and `quire.kernels.expand_streams`.
+With n streams of a token, which start as n copies of its embedding, and m = fn norm(streams)::
+
+    pre  = sigmoid(scale[0] m[:n] + base[:n]) + eps
+    post = 2 sigmoid(scale[1] m[n:2n] + base[n:2n])
+    comb = Sinkhorn of the softmax over k of scale[2] m[2n:] + base[2n:], row-major [n (j), n (k)]
+    what a sub-block reads   norm(sum over i of pre[i] streams[i])
+    streams after it         stream k = post[k] y + sum over j of comb[j, k] streams[j]
+
+`quire.kernels.collapse_streams` and `quire.kernels.expand_streams` compute them.
 
 Source: transformers ``modeling_deepseek_v4``; DeepSeek-V4 report 2.
 """

@@ -7,11 +7,12 @@ streams (mHC)::
     streams = ffn_hc.expand(streams, moe(x), post, comb)
 
 Attention has one KV head whose rows are key and value at once. Besides a sliding window of raw
-rows, one of each token, queries see compressed entries: in HCA layers all of them, in CSA layers
-those that the indexer selects. Where raw rows, entries and index keys live is not the model's
-business: a layer hands its projections of the step to ``attend``, which
-`models.deepseek_v4.paged_attention` provides for caches, and `models.deepseek_v4.unpaged_attention`
-for whole sequences without any.
+rows, one of each token, queries see compressed entries: in HCA layers (ratio 128 as released) all
+of them, in CSA layers (ratio 4) those that the indexer selects. Both may cover the same tokens. The
+layers that are neither are sliding: raw rows only. Where raw rows, entries and index keys live is
+not the model's business: a layer hands its projections of the step to ``attend``, one for a forward
+pass, which `models.deepseek_v4.paged_attention` provides for caches, and
+`models.deepseek_v4.unpaged_attention` for whole sequences without any.
 
 Source: transformers ``modeling_deepseek_v4``; DeepSeek-V4 report 2.
 """
@@ -59,7 +60,8 @@ class AttentionInputs:
         cos_sin: [max_positions, rope_dim] fp32, the layer's rotary table: of CSA and HCA layers the
             one of compress_rope_theta, by which they rotate queries, raw rows, entries and index
             keys alike. Cosines first, then sines, as in `quire.kernels.write_latent`.
-        q: [num_tokens, num_heads, head_dim], normed and rotated.
+        q: [num_tokens, num_heads, head_dim], normed and rotated (`rotated_heads`: in place, by
+            `quire.kernels.write_latent` without pages).
         kv: [num_tokens, head_dim], the raw rows, neither normed nor rotated yet.
         compressor: (kv, gate) of `GatedPooling.project`, which are pooled into entries; None in
             sliding layers.
@@ -90,7 +92,7 @@ class Attend(Protocol):
 
         Returns:
             [num_tokens, num_heads, head_dim], the trailing channels under the inverse RoPE of the
-            query's position.
+            query's position: rows are values too, rotated by their own positions.
         """
         ...
 
@@ -100,7 +102,8 @@ class GatedPooling(nn.Module):
 
     Gated pooling of ``ratio`` tokens, a compression window, to one entry. In each of ``width``
     channels an entry is the sum of kv over the window's tokens, weighted by the softmax of gate +
-    position_bias; `quire.kernels.compress` does it.
+    position_bias; then kv_norm, and RoPE of the window's first token. `quire.kernels.compress` does
+    it.
 
     Args:
         overlap: whether an entry pools the window before its own too. Then a token has kv and gate
@@ -184,7 +187,8 @@ class Compressor(GatedPooling):
         self.stacked = Stacked(*layers)
 
     def project(self, x: Tensor) -> list[Tensor]:
-        """What is pooled of every token, and by which gate, its position's bias not added yet.
+        """What is pooled of every token, and by which gate, its position's bias not added yet; all
+        in one product.
 
         Args:
             x: [num_tokens, hidden_size].

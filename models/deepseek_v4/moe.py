@@ -31,8 +31,8 @@ class Router(nn.Module):
 
     Those of the best scores, or of a table by token id (hash layers), and their weights.
 
-    score = sqrt(softplus(x W^T)). The correction bias takes part in the choice only, never in the
-    weights.
+    score = sqrt(softplus(x W^T)); weight = scale * score / sum of the chosen scores. The correction
+    bias takes part in the choice only, never in the weights.
     """
 
     def __init__(

@@ -1,4 +1,5 @@
-"""Series a of the last tokens before a block's end: CSA layers need it to resume a sequence there.
+"""Series a of the last tokens before a block's end: CSA layers need it to resume a sequence there
+(series a: what `models.deepseek_v4.layer.GatedPooling` pools into the entry of the next window).
 
 Source: `models.deepseek_v4.cache_plan`, the group "overlap".
 """
@@ -19,12 +20,12 @@ from ..engine.batch import AttnMetadata
 class OverlapCopies:
     """What a step copies between the rings and the pages of the group "overlap".
 
-    Save: a step that computes the last ``ratio`` tokens of a block copies their series a to the
-    block's page. Load: a sequence whose step starts at a block's end copies that page to its ring.
-    A prefix hit may have put it there. If it came there by itself, the page holds what its ring
-    has, and the load changes nothing. No step waits for the host: there are as many copies as the
-    shapes allow for, and those that are not wanted go to page 0, or to the last of the rings, which
-    no request owns.
+    Save: each of the last ``ratio`` tokens of a block has its series a copied to its row of the
+    block's page by the step that computes it, one chunk or several decode steps. Load: a sequence
+    whose step starts at a block's end copies that block's page to its ring. After a prefix hit the
+    ring holds nothing of the sequence; a sequence that has computed the block has the same rows
+    there, and the load changes nothing. No step waits for the host: there are as many copies as
+    shapes allow for, and those that are not wanted have page 0, or the ring -1.
 
     Attributes:
         tokens: [num_copies] int64, rows of the step, ``ratio`` of a block one after the other.

@@ -28,9 +28,8 @@ class PagedAttend:
 
     A layer writes its raw rows first, then the entries that the step closes, and attends last, for
     a token sees the entry that it closes. Raw rows may be written before attention reads the
-    context: the pages that `quire.kvcore` hands out in a step are pages that no table names, and a
-    slot of a ring is taken over only from a block that has left the window (a ring is wider than
-    its live blocks).
+    context: a step's new pages are in no table yet, or are those of blocks that have left the
+    window, which no query of the step sees.
 
     Args:
         attn: the step. Of each group it has the table of the context before the step
@@ -83,7 +82,7 @@ class PagedAttend:
             cos_sin=inputs.cos_sin,
             norm_weight=attention.kv_norm.weight,
             eps=attention.eps,
-            # Of one row it would else have the stride of the product that kv is a part of.
+            # Of one row, empty_like would keep the row stride of the product that kv is part of.
             out=torch.empty_like(inputs.kv, memory_format=torch.contiguous_format),
             impl=self.impl,
         )
@@ -160,11 +159,11 @@ class PagedAttend:
         """Pools each compression window that the step closes into an entry, or an index key.
 
         It goes to its page. The newest tokens go to the ring, whether their window is closed or
-        not: a later step pools those of open windows from there, and may take tokens back. In CSA
-        layers an entry needs series a of the window before, too. A sequence that starts where a
-        prefix hit ends has none of that in its ring: they are loaded from pages of the group
-        "overlap", before `compress`, which reads the ring. The step's own are saved there for later
-        hits, from kv and gate, in the same launch.
+        not: later steps close open windows from there, and drafts of closed ones may be rejected.
+        In CSA layers an entry also pools series a of the window before. A sequence that starts at a
+        prefix hit has no such rows in its ring: they are loaded from pages of the group "overlap"
+        before `compress` reads the ring. The step's own are saved there for later hits, in the same
+        launch.
 
         Args:
             compressor: of the layer, or its indexer.
