@@ -31,7 +31,7 @@ def collapse_streams(
 
         pre  = sigmoid(scale[0] m[:n] + base[:n]) + eps
         post = 2 sigmoid(scale[1] m[n:2n] + base[n:2n])
-        comb = Sinkhorn of the softmax over k of scale[2] m[2n:] + base[2n:], row-major [n (j), n (k)]
+        comb = Sinkhorn of the softmax over k of scale[2] m[2n:] + base[2n:], as [n (j), n (k)]
         out  = sum over i of pre[i] streams[i], rounded, then RMS norm with ``norm_weight``
 
     The arithmetic is fp32. Of a ``fn`` with n rows only ``out`` is made: that of the last layer.

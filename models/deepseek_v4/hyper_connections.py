@@ -1,4 +1,4 @@
-"""Hyper-connections (mHC): how the sub-blocks of a layer read from and write to the residual streams.
+"""Hyper-connections (mHC): how the sub-blocks of a layer read from and write to residual streams.
 
 With n streams of a token, which start as n copies of its embedding, and m = fn norm(streams)::
 
