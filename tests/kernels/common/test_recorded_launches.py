@@ -55,11 +55,17 @@ def test_a_first_call_launches_what_is_compiled_offline(recorded, call):
 @pytest.mark.parametrize("call", CALLS)
 def test_a_remembered_call_sends_the_bytes_of_a_first_one(recorded, call):
     found = recorded["calls"][call]
-    assert found["again"] == found["first"]
-    assert found["other again"] == found["other first"]
+    assert found["again"] == found["bound"] == found["first"]
+    assert found["other bound"] == found["other first"]
     assert kernels(found["other first"]) == found["offline"]
     first, stream = found["first"], found["stream"]
     assert stream != first and stream == on_stream(first, stream[0][1].split(" ")[3])
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_third_call_is_not_dispatched(recorded, call):
+    """Its launches are bound: neither it nor one on another stream asks Triton what to launch."""
+    assert recorded["calls"][call]["dispatched"] == 0
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -83,11 +89,29 @@ def test_a_tensor_between_16_bytes_gets_a_kernel_that_expects_no_more(recorded, 
     """Such a call looks like the one before it, which a kernel of aligned tensors served."""
     found = recorded["calls"][call]
     others = 0
-    for offline, first, again in found["moved"]:
+    for offline, first, again, bound in found["moved"]:
         assert kernels(first) == offline
-        assert again == first
+        assert again == bound == first
         others += offline != found["offline"]
     assert others
+
+
+def test_launches_that_are_observed_are_dispatched(recorded):
+    """By hooks, by another ``run``, or for another compilation; and each by an unknown Triton."""
+    found = recorded["observed"]
+    ((kernel, _, _),) = found["first"]
+    assert found["hooks"] == [kernel] * 2
+    assert found["run"] == 1
+    assert found["debug"] == found["debug first"] != found["first"]
+    assert found["after"] == found["first"]
+    assert found["unknown"] == 3
+
+
+def test_overhead_times_whole_calls_where_there_is_a_driver(recorded):
+    assert [row["wrapper"] for row in recorded["overhead"]] == CALLS
+    for row in recorded["overhead"]:
+        assert row["whole_us"] == pytest.approx(row["again_us"] + row["launch_us"])
+        assert 0 < row["whole_us"] < row["first_us"]
 
 
 def test_parameters_have_the_sizes_that_compiled_kernels_take(recorded):

@@ -1,8 +1,8 @@
-"""Triton's own launcher without a GPU: a stand-in libcuda, and CPU tensors that pass for an sm_90's.
+"""Triton's own launcher without a GPU: a stand-in libcuda, and CPU tensors that pass for CUDA ones.
 
-What launches send is recorded, and nothing is computed. Kernels are not compiled either, which would
-take seconds each: a compiled kernel is what its launcher needs to know, under a name that tells all
-that it would be compiled for.
+What launches send is recorded, and nothing is computed. Kernels are not compiled either, which
+would take seconds each: a compiled kernel is what its launcher needs to know, under a name that
+tells all that it would be compiled for.
 """
 
 import ctypes
@@ -34,7 +34,7 @@ def missing() -> str:
 
 
 class Launched(NamedTuple):
-    """What a driver was told to launch: ``shape`` is grid to attributes as libcuda.c writes them."""
+    """What a driver was told: ``shape`` is grid to attributes as libcuda.c writes them."""
 
     kernel: str
     shape: str
@@ -73,6 +73,7 @@ class Driver:
         torch.cuda.is_available = lambda: True
         torch.cuda.current_device = lambda: 0
         torch.cuda.set_device = lambda device: None
+        torch.cuda.synchronize = lambda device=None: None
         torch.cuda.get_device_capability = lambda device=None: divmod(ARCH, 10)
         properties = SimpleNamespace(
             major=ARCH // 10, minor=ARCH % 10, multi_processor_count=SMS, name="none"

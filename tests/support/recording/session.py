@@ -4,7 +4,8 @@
 
 Prints one JSON object: {"triton": its version,
 "calls": {a call of ``bench.overhead``: what it sent, as ``observe`` returns it},
-"compiled": [[kernel, bytes of its parameters as compiled, those that the launcher is told]]}.
+"compiled": [[kernel, bytes of its parameters as compiled, those that the launcher is told]],
+"observed": what ``observers`` returns, "overhead": rows of ``bench.overhead``}.
 """
 
 import json
@@ -57,7 +58,11 @@ class Session:
         launching.launch = noted
 
     def again(self, call):
-        """What a call launches that may be like an earlier one, none if it is refused."""
+        """What a call launches that may be like an earlier one, none if it is refused.
+
+        ``prepared`` are the launches that Triton dispatches.
+        """
+        self.prepared.clear()
         self.memory.made.clear()
         try:
             with self.memory:
@@ -71,7 +76,6 @@ class Session:
         from quire.kernels.common import launch_cache
 
         launch_cache.clear()
-        self.prepared.clear()
         launches = self.again(call)
         return launches, [offline(launch) for launch in self.prepared if min(launch.grid) > 0]
 
@@ -81,19 +85,23 @@ def observe(session: Session, call, other):
 
     Returns:
         {"offline": kernels that are compiled for it, "first": what a first call launches,
-        "again": what one like it does, "stream": the same on another stream,
-        "other first", "other again": over the other tensors,
-        "moved": [[kernels compiled for that, a first call, one like a call before]], of each
-        tensor moved by an element}
+        "again": what the second one like it does, "bound": what the third one does,
+        "stream": a fourth one on another stream, "dispatched": launches of the latter two that
+        Triton dispatched, "other first", "other bound": over the other tensors,
+        "moved": [[kernels compiled for that, a first call, one like aligned ones before, one like
+        that]], of each tensor moved by an element}
     """
     found = {}
     found["other first"], _ = session.first(other)
     found["first"], found["offline"] = session.first(call)
     found["again"] = session.again(call)
+    found["bound"] = session.again(call)
+    found["dispatched"] = len(session.prepared)
     session.driver.stream += 16
     found["stream"] = session.again(call)
+    found["dispatched"] += len(session.prepared)
     session.driver.stream -= 16
-    found["other again"] = session.again(other)
+    found["other bound"] = session.again(other)
     found["moved"] = []
     for tensor in tensors_of(call.__closure__):
         place = tensor.storage_offset(), tensor.shape, tensor.stride()
@@ -101,12 +109,55 @@ def observe(session: Session, call, other):
         moved = type(memory)(memory.nbytes() + 64)
         try:
             session.first(call)
+            session.again(call)
             tensor.set_(moved, place[0] + 1, *place[1:])
-            again = session.again(call)
+            again, bound = session.again(call), session.again(call)
             first, kernels = session.first(call)
-            found["moved"].append([kernels, first, again])
+            found["moved"].append([kernels, first, again, bound])
         finally:
             tensor.set_(memory, *place)
+    return found
+
+
+def observers(session: Session, call):
+    """Launches of a bound call while Triton's settings ask for its dispatch, and after that.
+
+    Returns:
+        {"first": what a first call launches, "hooks": what hooks were told of bound calls,
+        "run": how often its launches ran through another ``JITFunction.run``, "debug": what it launches where
+        kernels are debugged, "debug first": what a first call does, "after": what it launches
+        without all that, "unknown": how many of three calls an unknown version dispatched}
+    """
+    from triton import knobs
+    from triton.runtime import JITFunction
+
+    from quire.kernels.common import bound_launch
+
+    def run(*args, **kwargs):
+        found["run"] += 1
+        return original(*args, **kwargs)
+
+    found = {"hooks": [], "run": 0, "unknown": 0, "first": session.first(call)[0]}
+    session.again(call)
+    for hook in (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook):
+        hook.add(note := lambda metadata: found["hooks"].append(metadata.get()["name"]))
+        session.again(call)
+        hook.remove(note)
+    original, JITFunction.run = JITFunction.run, run
+    session.again(call)
+    JITFunction.run = original
+    knobs.runtime.debug = True
+    found["debug"] = session.again(call)
+    found["debug first"], _ = session.first(call)
+    session.again(call)
+    knobs.runtime.debug = False
+    found["after"] = session.again(call)
+    versions, bound_launch.VERSIONS = bound_launch.VERSIONS, ("2.",)
+    session.first(call)
+    for _ in range(3):
+        session.again(call)
+        found["unknown"] += len(session.prepared)
+    bound_launch.VERSIONS = versions
     return found
 
 
@@ -162,9 +213,14 @@ def main(folder: str) -> None:
 
     calls, others = overhead.calls(), overhead.calls()
     driver.tensors_are_of_a_gpu()
+    driver.record_nothing()
+    rows = overhead.measure(1, 20, calls, launched=True)
+    driver.launches()
     session = Session(driver)
     observed = {name: observe(session, call, others[name]) for name, call in calls.items()}
-    print(json.dumps({"triton": triton.__version__, "calls": observed, "compiled": compiled}))
+    found = {"calls": observed, "observed": observers(session, calls["merge_partials"])}
+    found |= {"compiled": compiled, "overhead": rows}
+    print(json.dumps({"triton": triton.__version__, **found}))
 
 
 if __name__ == "__main__":
