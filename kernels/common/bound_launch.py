@@ -8,10 +8,11 @@ the same addresses are divisible by 16. A launch over
 
     x: Rows(at 4096, stride 64)    factor: 2.0    out: at 8192    BLOCK: 128, a constant
 
-is bound as ``constants`` (64, 2.0, 128) and ``arguments`` ((0, 2), 3, 1, 4), which are places among
-(4096, 8192, 64, 2.0, 128). Over x at 5120 and out at 6144 it runs the same compiled kernel with
-((5120, 64), 2.0, 6144, 128). Over x at 5124 it does not: bound launches are kept by
-``divisible(addresses)``, here (True, True), and Triton launches the first call of (False, True).
+is bound to places among its values [4096, 8192, 64, 2.0, 128]: those of x are (0, 2), and x is the
+sixth value, so those of the arguments are (5, 3, 1, 4). Over x at 5120 and out at 6144 it runs the
+same compiled kernel with ((5120, 64), 2.0, 6144, 128). Over x at 5124 it does not: bound launches
+are kept by ``divisible(addresses)``, here (True, True), and Triton launches the first call of
+(False, True).
 
 It launches all of them while launches are ``observed``, and with a version that is not among
 VERSIONS.
@@ -19,8 +20,9 @@ VERSIONS.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import triton
@@ -31,6 +33,7 @@ from triton.runtime import JITFunction, driver
 # Those of which tests/kernels/common/test_recorded_launches.py has passed.
 VERSIONS = ("3.6.", "3.7.", "3.8.", "3.9.")
 _RUN = JITFunction.run
+Take = Callable[[list[Any]], tuple[Any, ...]]
 
 
 class Place(int):
@@ -44,17 +47,18 @@ class BoundLaunch:
     Attributes:
         compiled: the kernel, loaded on one device.
         grid: its programs, in three dimensions.
-        constants: values of arguments, and of fields of tuples, that are not addresses.
-        arguments: of each argument its place among addresses and constants; of a tuple with
-            addresses, that of each field.
+        constants: values that follow the addresses.
+        tuples: of each tuple that has addresses, takes it from these; the tuples follow them.
+        arguments: takes all arguments from what there is then.
     """
 
     compiled: CompiledKernel
     grid: tuple[int, int, int]
-    constants: tuple[Any, ...]
-    arguments: tuple[int | tuple[int, ...], ...]
+    constants: list[Any]
+    tuples: list[Take]
+    arguments: Take
 
-    def run(self, stream: int, addresses: tuple[Any, ...]) -> None:
+    def run(self, stream: int, addresses: list[Any]) -> None:
         """Launch on a stream of the kernel's device, which has to be the current one.
 
         Args:
@@ -62,11 +66,11 @@ class BoundLaunch:
             addresses: of tensors, and tensor descriptors.
         """
         values = addresses + self.constants
-        at = values.__getitem__
+        values += [take(values) for take in self.tuples]
         compiled = self.compiled
         compiled.run(
             *self.grid, stream, compiled.function, compiled.packed_metadata, None, None, None,
-            *[tuple(map(at, of)) if of.__class__ is tuple else values[of] for of in self.arguments],
+            *self.arguments(values),
         )  # fmt: skip
 
 
@@ -91,17 +95,29 @@ def bind(
         return None
     constants: list[Any] = []
 
-    def place(value: Any) -> int | tuple[int, ...]:
+    def place(value: Any) -> int:
         if isinstance(value, Place):
-            return int(value)
-        if isinstance(value, tuple) and any(isinstance(part, Place) for part in value):
-            return tuple(map(place, value))
+            return value
         constants.append(value)
         return addresses + len(constants) - 1
 
-    places = tuple([place(arguments[name]) for name in kernel.arg_names])
+    values = [arguments[name] for name in kernel.arg_names]
+    fields = {i: list(map(place, value)) for i, value in enumerate(values) if _has_place(value)}
+    places = [-1 if i in fields else place(value) for i, value in enumerate(values)]
+    for index, i in enumerate(fields):
+        places[i] = addresses + len(constants) + index
+    tuples = [_taker(of) for of in fields.values()]
     x, y, z = (*grid, 1, 1)[:3]
-    return BoundLaunch(compiled, (x, y, z), tuple(constants), places)
+    return BoundLaunch(compiled, (x, y, z), constants, tuples, _taker(places))
+
+
+def _has_place(value: Any) -> bool:
+    return isinstance(value, tuple) and any(isinstance(field, Place) for field in value)
+
+
+def _taker(places: Sequence[int]) -> Take:
+    """Takes a tuple of the values at some places."""
+    return itemgetter(*places) if len(places) > 1 else lambda values: (values[places[0]],)
 
 
 def divisible(addresses: list[int]) -> tuple[bool, ...]:

@@ -136,10 +136,10 @@ class CachedCall:
             if bound is None or bound_launch.observed():
                 self._launch(tensors, divisible)
                 return
-            values = (*addresses, *[self._view(tensors, name) for name in self.descriptors])
+            addresses += [self._view(tensors, name) for name in self.descriptors]
             stream = bound_launch.current_stream(self.device)
             for launch in bound:
-                launch.run(stream, values)
+                launch.run(stream, addresses)
 
     def _launch(self, tensors: dict[str, Any], divisible: tuple[bool, ...]) -> None:
         """Have Triton launch, and bind what it launched; views are added to ``tensors``."""
