@@ -1,14 +1,15 @@
-"""What a wrapper costs the host: microseconds of Python before a kernel is launched.
+"""What a call of a wrapper costs the host: microseconds of Python, of Triton and of the driver.
 
     python -m bench.overhead [--json FILE]
 
-Everything but the launch itself is timed, which is replaced by nothing: no GPU is needed, and what
-Triton and the driver add is not in it. ``first`` is a call unlike any before, which is checked and
-prepared in full; ``again`` one that differs from an earlier call in its tensors alone, as the calls
-of a model's layers do. With ``out`` and ``workspace`` given, nothing is allocated; the four around
-experts and residual streams make their results. Processor time
-of the thread, the least of some rounds that take all wrappers in turn: ``again`` the mean of a
-round's calls, ``first`` one call a round. In a captured graph none of this is paid.
+``first`` is a call unlike any before, which is checked and prepared in full; ``again`` one that
+differs from earlier calls in its tensors alone, as the calls of a model's layers do. Of both,
+everything but the launch itself is timed, which is replaced by nothing: no GPU is needed. Where
+there is one, ``whole`` is a call like ``again`` that launches, and ``launch`` what is more of it:
+Triton's launcher and the driver. With ``out`` and ``workspace`` given, nothing is allocated; the
+four around experts and residual streams make their results. Processor time of the thread, the least
+of some rounds that take all wrappers in turn: of ``first`` one call a round, else the mean of a
+round's calls. In a captured graph none of this is paid.
 """
 
 from __future__ import annotations
@@ -19,11 +20,14 @@ if __name__ == "__main__":
     run("quire.bench.overhead")
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from time import thread_time
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
+from triton.compiler import CompiledKernel
 
 from quire.kernels import (
     IndexPages,
@@ -51,7 +55,7 @@ from quire.kernels import (
     write_kv,
     write_latent,
 )
-from quire.kernels.common import impls, launch_cache, launching
+from quire.kernels.common import bound_launch, impls, launch_cache, launching
 from quire.models.command import Parser, integer, output_file, program
 
 from .common.table import aligned
@@ -136,6 +140,8 @@ def calls(device: str = "cpu") -> dict[str, Callable[[], object]]:
         series, series_gate = torch.zeros(2, BATCH, 2 * LATENT).unbind(0)
         series_pages = torch.zeros(64, RATIO, 2, LATENT)
         ring_rows = torch.zeros(BATCH, RATIO, dtype=torch.int64)
+        states, lens = torch.zeros(2, BATCH, dtype=torch.int32).unbind(0)
+        states += torch.arange(BATCH, dtype=torch.int32)
     batch = (table, seq_lens, cu)
     impl = {"impl": "triton"}
     more = {"max_seqlen_q": 1, "k": k, "v": v, "out": out, "workspace": workspace, **impl}
@@ -182,14 +188,14 @@ def calls(device: str = "cpu") -> dict[str, Callable[[], object]]:
             out=pairs_out, lse=lse, workspace=row_workspace, **impl,
         ),
         "compress": lambda: compress(
-            pooled, gate, ape, ring, seq_lens, seq_lens, cu, pages=entries, slot_mapping=slots, **pool, **impl
+            pooled, gate, ape, ring, states, seq_lens, cu, pages=entries, slot_mapping=slots, **pool, **impl
         ),
         "compress, a full ring": lambda: compress(
-            pooled, gate, ape, short_ring, seq_lens, seq_lens, cu, pages=entries, slot_mapping=slots, **pool, **impl
+            pooled, gate, ape, short_ring, states, seq_lens, cu, pages=entries, slot_mapping=slots, **pool, **impl
         ),
         "index_topk": lambda: index_topk(
             index_q, index_weights, index_pages, *batch, topk=TOPK, compress_ratio=RATIO, max_seqlen_q=1,
-            max_seq_len=INDEXED, out=topk_indices, lens=seq_lens, workspace=index_workspace, **impl,
+            max_seq_len=INDEXED, out=topk_indices, lens=lens, workspace=index_workspace, **impl,
         ),
         "write_latent": lambda: write_latent(
             row, entries, slots, positions=slots, cos_sin=cos_sin, norm_weight=norm_weight, out=row_out, **impl
@@ -218,25 +224,53 @@ def calls(device: str = "cpu") -> dict[str, Callable[[], object]]:
     }  # fmt: skip
 
 
-def measure(rounds: int, repeats: int) -> list[dict[str, object]]:
-    """One row for each wrapper: microseconds of a first call and of one like it, the latter a mean
-    of ``repeats``.
+def measure(
+    rounds: int, repeats: int, timed: dict[str, Callable[[], object]], launched: bool = False
+) -> list[dict[str, object]]:
+    """One row for each wrapper: microseconds of a first call and of one like it.
+
+    Args:
+        repeats: calls like it whose mean is taken.
+        timed: as from ``calls``.
+        launched: whether there is a driver, so that whole calls can be timed as well.
     """
-    timed = calls()
-    first, again = ({name: float("inf") for name in timed} for _ in range(2))
+    first, again, whole = ({name: float("inf") for name in timed} for _ in range(3))
+    for _ in range(rounds):
+        for name, call in timed.items():
+            launch_cache.clear()
+            with _nothing_launched():
+                first[name] = min(first[name], _seconds(call, 1))
+                call()  # binds its launches
+                again[name] = min(again[name], _seconds(call, repeats))
+            launch_cache.clear()
+            if launched:
+                call()
+                call()
+                torch.cuda.synchronize()
+                whole[name] = min(whole[name], _seconds(call, repeats))
+    rows: list[dict[str, object]] = []
+    for name in timed:
+        rows.append({"wrapper": name, "first_us": 1e6 * first[name], "again_us": 1e6 * again[name]})
+        if launched:
+            launch = whole[name] - again[name]
+            rows[-1] |= {"launch_us": 1e6 * launch, "whole_us": 1e6 * whole[name]}
+    return rows
+
+
+@contextmanager
+def _nothing_launched() -> Iterator[None]:
+    """Triton returns a compiled kernel that does nothing, and the wrappers launch that."""
+    compiled = CompiledKernel.__new__(CompiledKernel)
+    metadata = SimpleNamespace(target=SimpleNamespace(backend="cuda"))
+    vars(compiled).update(
+        metadata=metadata, packed_metadata=(), module=None, function=0, _run=lambda *launch: None
+    )
     with (
-        mock.patch.object(launching, "launch", lambda *launch: None),
+        mock.patch.object(launching, "launch", lambda *launch: compiled),
+        mock.patch.object(bound_launch, "current_stream", lambda device: 0),
         mock.patch.object(impls, "expect_impl", lambda *args: None),  # there may be no GPU
     ):
-        for _ in range(rounds):
-            for name, call in timed.items():
-                launch_cache.clear()
-                first[name] = min(first[name], _seconds(call, 1))
-                again[name] = min(again[name], _seconds(call, repeats))
-    return [
-        {"wrapper": name, "first_us": 1e6 * first[name], "again_us": 1e6 * again[name]}
-        for name in timed
-    ]
+        yield
 
 
 def _seconds(call: Callable[[], object], repeats: int) -> float:
@@ -251,10 +285,14 @@ def _seconds(call: Callable[[], object], repeats: int) -> float:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
     args = _parser().parse_args(argv)
-    rows = measure(args.rounds, args.repeats)
-    lines = [("wrapper", "first us", "again us")]
-    lines += [(str(r["wrapper"]), f"{r['first_us']:.1f}", f"{r['again_us']:.1f}") for r in rows]
+    launched = torch.cuda.is_available()
+    rows = measure(args.rounds, args.repeats, calls("cuda" if launched else "cpu"), launched)
+    columns = [name for name in rows[0] if name != "wrapper"]
+    lines = [("wrapper", *(name.replace("_", " ") for name in columns))]
+    lines += [(str(r["wrapper"]), *(f"{r[name]:.1f}" for name in columns)) for r in rows]
     print("\n".join(aligned(lines)))
+    if not launched:
+        print("no GPU: wrappers only")
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     return 0

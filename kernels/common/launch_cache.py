@@ -2,9 +2,9 @@
 
 A model makes the same call for each of its layers, over other tensors. Checks and launch arguments
 depend on sizes, strides, dtypes, devices and host values alone, so they are worked out for the
-first such call and cached without any tensor. Values in device memory are never looked at, neither
-then nor later. Pages of latents or of index keys count as their tensor and what else they are made
-of.
+first such call and cached without any tensor. The second one binds its launches to the kernels that
+Triton compiled (``bound_launch``). Values in device memory are never looked at, neither then nor
+later. Pages of latents or of index keys count as their tensor and what else they are made of.
 
 A host value that changes makes another call: if a bound of the lengths changes at each step, the
 first layer of a step prepares its call anew, and the other layers find it in the cache.
@@ -13,7 +13,7 @@ first layer of a step prepares its call anew, and the other layers find it in th
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,7 +21,8 @@ from torch import Tensor
 from triton.runtime import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from . import launching
+from . import bound_launch, launching
+from .bound_launch import BoundLaunch, Place
 from .call_keys import PAGES, key
 from .launching import Launch
 
@@ -77,6 +78,12 @@ class CachedLaunch:
     tensors: tuple[tuple[str, str], ...]
     tuples: tuple[tuple[str, type, tuple[tuple[str, Any], ...]], ...]
 
+    @property
+    def sources(self) -> list[str]:
+        """Names of the tensors."""
+        in_tuples = [source for _, _, fields in self.tuples for source, _ in fields if source]
+        return [source for _, source in self.tensors] + in_tuples
+
     def arguments(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
         """The launch arguments and options over ``tensors``, by name."""
         found = self.constants.copy()
@@ -99,6 +106,10 @@ class CachedCall:
             argument, primed where that is taken.
         made: those of MADE that the call has, as (shape, strides, dtype, device).
         pages: arguments that are pages, of which launches take the tensor.
+        pointers: the call's arguments of which launches take the address.
+        descriptors: views that are tensor descriptors.
+        places: of what launches take, by its name: its place among pointers and descriptors.
+        bound: the launches as Triton has made them, by which addresses are divisible.
     """
 
     device: int
@@ -106,19 +117,50 @@ class CachedCall:
     views: dict[str, tuple[str, View]]
     made: dict[str, tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]]
     pages: tuple[str, ...]
+    pointers: tuple[str, ...]
+    descriptors: tuple[str, ...]
+    places: dict[str, Place]
+    bound: dict[tuple[bool, ...], list[BoundLaunch]] = field(default_factory=dict)
 
     def run(self, tensors: dict[str, Any]) -> None:
-        """Launch over a call's tensors, by name; those not given are made, and views added."""
+        """Launch over a call's tensors, by name; those not given are made."""
         for name in self.pages:
             tensors[name] = tensors[name].data
         for name, (shape, strides, dtype, device) in self.made.items():
             if tensors[name] is None:
                 tensors[name] = torch.empty_strided(shape, strides, dtype=dtype, device=device)
-        for name, (source, view) in self.views.items():
-            tensors[name] = view.of(tensors[source])
+        addresses = [tensors[name].data_ptr() for name in self.pointers]
+        divisible = bound_launch.divisible(addresses)
+        bound = self.bound.get(divisible)
         with launching.on_device(self.device):
-            for cached in self.launches:
-                launching.launch(cached.kernel, cached.grid, cached.arguments(tensors))
+            if bound is None or bound_launch.observed():
+                self._launch(tensors, divisible)
+                return
+            addresses += [self._view(tensors, name) for name in self.descriptors]
+            stream = bound_launch.current_stream(self.device)
+            for launch in bound:
+                launch.run(stream, addresses)
+
+    def _launch(self, tensors: dict[str, Any], divisible: tuple[bool, ...]) -> None:
+        """Have Triton launch, and bind what it launched; views are added to ``tensors``."""
+        for name in self.views:
+            tensors[name] = self._view(tensors, name)
+        bound: list[BoundLaunch | None] = []
+        for cached in self.launches:
+            compiled = launching.launch(cached.kernel, cached.grid, cached.arguments(tensors))
+            if min(cached.grid) > 0:
+                arguments = cached.arguments(self.places)
+                bound.append(
+                    bound_launch.bind(
+                        compiled, cached.kernel, cached.grid, arguments, len(self.places)
+                    )
+                )
+        if None not in bound and not bound_launch.observed():
+            self.bound[divisible] = bound
+
+    def _view(self, tensors: dict[str, Any], name: str) -> Any:
+        source, view = self.views[name]
+        return view.of(tensors[source])
 
 
 _CACHE: dict[Hashable, CachedCall] = {}
@@ -202,7 +244,20 @@ def _cached_call(launches: Sequence[Launch], arguments: Mapping[str, Any]) -> Ca
         if (tensor := tensors.get(name)) is not None
     }
     device = next(t.get_device() for t in tensors.values() if isinstance(t, Tensor))
-    return CachedCall(device, cached, views, made, tuple(pages))
+    return CachedCall(device, cached, views, made, tuple(pages), *_places(cached, views))
+
+
+def _places(
+    launches: Sequence[CachedLaunch], views: Mapping[str, tuple[str, View]]
+) -> tuple[tuple[str, ...], tuple[str, ...], dict[str, Place]]:
+    """Pointers, descriptors and places of a CachedCall."""
+    taken = dict.fromkeys(source for launch in launches for source in launch.sources)
+    descriptors = [n for n in taken if n in views and views[n][1].descriptor is not None]
+    of = {n: views[n][0] if n in views else n for n in taken if n not in descriptors}
+    pointers = list(dict.fromkeys(of.values()))
+    places = {n: Place(pointers.index(source)) for n, source in of.items()}
+    places |= {n: Place(len(pointers) + i) for i, n in enumerate(descriptors)}
+    return tuple(pointers), tuple(descriptors), places
 
 
 def _cached_launch(

@@ -56,10 +56,9 @@ def fields(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     return iter([(name, value)])
 
 
-def launch(kernel: JITFunction, grid: tuple[int, ...], arguments: dict[str, Any]) -> None:
-    """``Launch(kernel, grid, arguments).run()``."""
-    if min(grid) > 0:
-        kernel[grid](**arguments, **OPTIONS)
+def launch(kernel: JITFunction, grid: tuple[int, ...], arguments: dict[str, Any]) -> Any:
+    """``Launch(kernel, grid, arguments).run()``; returns the compiled kernel, if there is one."""
+    return kernel[grid](**arguments, **OPTIONS) if min(grid) > 0 else None
 
 
 def on_device(index: int) -> AbstractContextManager[Any]:
