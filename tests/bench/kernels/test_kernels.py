@@ -296,7 +296,9 @@ def test_instructions_of_the_model_are_those_of_the_static_table():
             case = f"decode-fp8-d{head_dim}-p128-q{queries}", "decode_kernel"
         row = rows[case]
         assert row["config"].startswith(f"{height}x")
-        assert instructions == pytest.approx(row["sass_per_tile"], rel=0.01)  # what a change may cost
+        assert instructions == pytest.approx(
+            row["sass_per_tile"], rel=0.01
+        )  # what a change may cost
 
 
 def test_predict_prints_floors_without_measuring(capsys):
