@@ -106,6 +106,11 @@ def _merge_splits_kernel(
         _store(merged, merged_lse, out, lse, (first_token + t).to(tl.int64), head, HEAD_DIM)
 
 
+# Registers of a thread, said outright (``common.tile_shapes.MAX_REGISTERS`` has the reason), and few
+# enough for six programs an SM.
+MERGE_REGISTERS = 80
+
+
 def merge(arguments: dict[str, Any]) -> torch.Tensor:
     """Check and launch ``quire.kernels.merge_partials(**arguments)``; returns ``out``."""
     return launch_cache.run(prepare, arguments, _checked)
@@ -182,5 +187,6 @@ def prepare_splits(
             "HEAD_DIM": head_dim,
             "BLOCK_PARTS": block_parts(plan.max_items, head_dim),
             "num_warps": 4,
+            "maxnreg": MERGE_REGISTERS,
         },
     )

@@ -30,8 +30,8 @@ from ..common.launching import Launch, arch_and_sms
 from ..common.tile_shapes import MAX_REGISTERS, next_power_of_2
 from .call import MAX_HIDDEN, MAX_STREAMS, check_collapse, check_expand
 
-# Channels of a tile of the products; parts that the reduction is split into, at most.
-BLOCK_K = 64
+# Bytes of a token in a tile of the products; parts that the reduction is split into, at most.
+BLOCK_BYTES = 128
 MAX_SPLITS = 32
 # Tiles that a part has at least.
 MIN_TILES = 4
@@ -299,7 +299,7 @@ def prepare_collapse(
     _expect_supported(n, hidden_size)
     rows, fn_rows = max(16, next_power_of_2(len(fn) + 1)), len(fn)
     block_t = FEW_TOKENS if num_tokens <= 8 * FEW_TOKENS else MANY_TOKENS
-    block_k = max(16, min(BLOCK_K, next_power_of_2(hidden_size)))
+    block_k = max(16, min(BLOCK_BYTES // streams.itemsize, next_power_of_2(hidden_size)))
     all_tiles = n * triton.cdiv(hidden_size, block_k)
     blocks = max(1, triton.cdiv(num_tokens, block_t))
     splits = max(1, min(MAX_SPLITS, all_tiles // MIN_TILES, num_sms // blocks))

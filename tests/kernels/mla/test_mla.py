@@ -167,7 +167,7 @@ def test_every_architecture_has_a_config_of_every_tile(arch):
     for wanted in (16, 32, 64):
         config = select_config(2, wanted, arch)
         rows = config.block_m
-        assert rows == (wanted if SHARED_MEMORY[arch] > 99 << 10 else min(wanted, 32))
+        assert rows == (wanted if SHARED_MEMORY[arch] > 99 << 10 else 16)
         assert config.block_n == 32 and config.swap == (rows < 64 and 90 <= arch < 120)
         assert select_config(4, wanted, arch) == MlaConfig(16, 16, 8, 1, False)
 
