@@ -21,7 +21,8 @@ once. Exit status 1 if a kernel breaks one of these rules:
     serial wgmma   each wgmma of a product is waited for before the next: ptxas gave up their
                    overlap
     overlap        nothing is copied while a kernel multiplies: no tile is under way during the
-                   products of one of its loops (TTGIR), nor has the SM another program (not fp32)
+                   products of one of its loops (TTGIR), nor has the SM another program (not fp32,
+                   nor compressed attention over fp8 pages on sm_86 and sm_120, where nothing fits)
     in flight      a decode kernel on sm_90 keeps less than 36 KiB of K/V under way per SM while it
                    multiplies (not fp32)
 
