@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from quire.kernels import combine_experts
+from quire.kernels.common.dequantize import DEQUANTIZE, FP4_GROUP
 
 from .basic import empty_parameter
 from .capture import must_be_capturable
-from .dequantize import DEQUANTIZE, FP4_GROUP
 from .moe import run_experts
 
 FP8_BLOCK = 128

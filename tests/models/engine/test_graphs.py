@@ -11,6 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quire.bench.common.bounds import bounding
+from quire.kernels.common.dequantize import dequantize_fp8
 from quire.kernels import paged_attention, sliding_window_attention
 from quire.models.config.named import FULL, SLIDING, get_config
 from quire.models.deepseek_v4.config import CSA, HCA, MOE
@@ -21,7 +22,6 @@ from quire.models.engine.request import SamplingParams
 from quire.models.families import decoder
 from quire.models.layers import attention, moe
 from quire.models.layers.capture import capturable, must_be_capturable
-from quire.models.layers.dequantize import dequantize_fp8
 from quire.models.layers.packed_experts import PackedExperts
 from quire.models.loading.random_weights import random_model
 from tests.models.engine.test_engine import prompt
