@@ -52,7 +52,11 @@ def route_launches(arch: int, size: str, by: str) -> list[Any]:
     _, launch = triton_impl.prepare_route(
         meta(NUM_TOKENS, num_experts, dtype="float32"),
         TOP_K,
+        "sqrt_softplus",
         1.5,
+        1.0,
+        None,
+        None,
         meta(num_experts, dtype="float32") if by == "score" else None,
         meta(129280, TOP_K, dtype="int64") if by == "table" else None,
         meta(NUM_TOKENS, dtype="int64") if by == "table" else None,
