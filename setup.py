@@ -15,6 +15,7 @@ PACKAGES = [
     "kernels.common",
     "kernels.compressed",
     "kernels.compressor",
+    "kernels.experts",
     "kernels.gating",
     "kernels.hyper_connections",
     "kernels.indexer",

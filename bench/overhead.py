@@ -7,7 +7,7 @@ differs from earlier calls in its tensors alone, as the calls of a model's layer
 everything but the launch itself is timed, which is replaced by nothing: no GPU is needed. Where
 there is one, ``whole`` is a call like ``again`` that launches, and ``launch`` what is more of it:
 Triton's launcher and the driver. With ``out`` and ``workspace`` given, nothing is allocated; the
-four around experts and residual streams make their results. Processor time of the thread, the least
+five around experts and residual streams make their results. Processor time of the thread, the least
 of some rounds that take all wrappers in turn: of ``first`` one call a round, else the mean of a
 round's calls. In a captured graph none of this is paid.
 """
@@ -39,6 +39,7 @@ from quire.kernels import (
     compressed_attention_workspace_numel,
     copy_overlap,
     expand_streams,
+    expert_mlp,
     flash_mla_with_kvcache,
     gated_product,
     index_topk,
@@ -65,7 +66,7 @@ LATENT, ROPE = 512, 64
 RATIO, TOPK, INDEX_HEADS, INDEX_DIM = 4, 512, 64, 128
 # The indexer passes over what all queries see anyway: it needs contexts where they do not.
 INDEXED = 65536
-HIDDEN, STREAMS, EXPERTS, ROUTED = 4096, 4, 256, 6
+HIDDEN, STREAMS, EXPERTS, ROUTED, EXPERT_WIDTH = 4096, 4, 256, 6, 64
 
 
 def calls(device: str = "cpu") -> dict[str, Callable[[], object]]:
@@ -137,6 +138,12 @@ def calls(device: str = "cpu") -> dict[str, Callable[[], object]]:
         comb = torch.zeros(BATCH, STREAMS, STREAMS)
         logits, expert_weights = torch.zeros(BATCH, EXPERTS), torch.zeros(BATCH, ROUTED)
         expert_rows = torch.zeros(BATCH * ROUTED, HIDDEN, dtype=q.dtype)
+        expert_ids = torch.zeros(BATCH, ROUTED, dtype=torch.int64)
+        gate_up = torch.zeros(2, 2, EXPERT_WIDTH, HIDDEN, dtype=q.dtype)
+        down = torch.zeros(2, HIDDEN, EXPERT_WIDTH, dtype=q.dtype)
+        fp4 = [w.view(torch.uint8)[..., : w.shape[-1] // 2].contiguous() for w in (gate_up, down)]
+        fp4_scales = [w[..., ::16].contiguous() for w in fp4]
+        gate_up_bias, down_bias = gate_up[..., 0], down[..., 0]
         series, series_gate = torch.zeros(2, BATCH, 2 * LATENT).unbind(0)
         series_pages = torch.zeros(64, RATIO, 2, LATENT)
         ring_rows = torch.zeros(BATCH, RATIO, dtype=torch.int64)
@@ -216,6 +223,13 @@ def calls(device: str = "cpu") -> dict[str, Callable[[], object]]:
         ),
         "expand_streams": lambda: expand_streams(streams, branch, post, comb, **impl),
         "route_tokens": lambda: route_tokens(logits, top_k=ROUTED, **impl),
+        "expert_mlp": lambda: expert_mlp(
+            branch, expert_ids, gate_up, down, activation="silu", limit=10.0, **impl
+        ),
+        "expert_mlp, fp4, biases": lambda: expert_mlp(
+            branch, expert_ids, *fp4, gate_up_scale=fp4_scales[0], down_scale=fp4_scales[1], gate_up_bias=gate_up_bias,
+            down_bias=down_bias, activation="silu", **impl,
+        ),
         "combine_experts": lambda: combine_experts(expert_rows, expert_weights, addend=branch, **impl),
         "copy_overlap": lambda: copy_overlap(
             series, series_gate, ape, ring, series_pages, from_pages=slots, state_index=slots, state_rows=ring_rows,

@@ -43,7 +43,11 @@ ENGINE_TESTS = """
     --deselect=tests/models/engine/test_engine.py::test_prefill_and_forced_decode_equal_transformers
     tests/gpu/test_gpu_engine.py tests/gpu/test_gpu_packed.py tests/models/engine/test_engine.py
     tests/models/engine/test_families_engine.py tests/models/engine/test_replays.py
-    tests/models/layers/test_fp8_cache.py
+    tests/models/layers/test_fp8_cache.py tests/kernels/experts/test_expert_mlp.py::test_order
+    tests/kernels/experts/test_expert_mlp.py::test_expert_mlp[gpt-oss-bf16-triton]
+    tests/kernels/experts/test_expert_mlp.py::test_expert_mlp[fp8-bf16-triton]
+    tests/kernels/experts/test_expert_mlp.py::test_expert_mlp[fp4-bf16-triton]
+    tests/kernels/experts/test_expert_mlp.py::test_expert_mlp[rows-of-64-triton]
 """
 
 

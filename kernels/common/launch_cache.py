@@ -29,7 +29,9 @@ from .launching import Launch
 # Cached calls; all are dropped when there are more.
 LIMIT = 4096
 # Arguments that a call makes where they are None.
-MADE = ("out", "ids", "lens", "lse", "post", "comb", "route_weights", "workspace")
+MADE = (
+    "out", "ids", "lens", "lse", "post", "comb", "route_weights", "order", "gated", "workspace",
+)  # fmt: skip
 # Launch arguments that have another name in the call.
 NAMES = {
     "k_new": "k", "v_new": "v", "k_tiles": "k", "v_tiles": "v", "partial_out": "workspace",

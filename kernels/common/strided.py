@@ -125,3 +125,37 @@ def matrix(tensor: torch.Tensor | None) -> Matrix | None:
 def cells(tensor: torch.Tensor) -> Cells:
     """A tensor [num_rows, channels] with its strides."""
     return Cells(tensor, *tensor.stride())
+
+
+class Matrices(NamedTuple):
+    """A stack of matrices, [num_matrices, parts, rows, columns].
+
+    Attributes:
+        data: the tensor; a pointer in a kernel.
+        stride_matrix: elements from one matrix to the next.
+        stride_part: elements from one part of a matrix to the next; 0 where there is one part.
+        stride_row: elements from one row to the next.
+        stride_column: elements from one column to the next; 0 where a row is one number.
+    """
+
+    data: Any
+    stride_matrix: Any
+    stride_part: Any
+    stride_row: Any
+    stride_column: Any
+
+
+def matrices(
+    tensor: torch.Tensor | None, *, parts: bool = True, columns: bool = True
+) -> Matrices | None:
+    """A tensor [num_matrices, parts, rows, columns] with its strides; None for None.
+
+    Args:
+        parts, columns: whether it has this dimension.
+    """
+    if tensor is None:
+        return None
+    strides = list(tensor.stride())
+    if not parts:
+        strides.insert(1, 0)
+    return Matrices(tensor, *strides, *([] if columns else [0]))

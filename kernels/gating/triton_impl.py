@@ -28,6 +28,20 @@ GELU_FACTOR = tl.constexpr(1.5957691216057308)
 
 
 @triton.jit
+def gated(g, u, limit, alpha, up_offset, GELU: tl.constexpr):
+    """The product of a gate ``g`` and ``u``, both fp32; limit: None for no clamp."""
+    if limit is not None:
+        g = tl.minimum(g, limit, propagate_nan=tl.PropagateNan.ALL)
+        u = tl.minimum(u, limit, propagate_nan=tl.PropagateNan.ALL)
+        u = tl.maximum(u, -limit, propagate_nan=tl.PropagateNan.ALL)
+    if GELU:
+        inner = GELU_FACTOR * (g + 0.044715 * g * g * g)
+    else:
+        inner = g * alpha
+    return g / (1.0 + tl.exp(-inner)) * (u + up_offset)
+
+
+@triton.jit
 def _gated_product_kernel(
     gate, up, out, limit, alpha, up_offset, width,
     GELU: tl.constexpr, BLOCK: tl.constexpr,
@@ -40,17 +54,9 @@ def _gated_product_kernel(
     up_cells = up.data + row * up.stride_row + column * up.stride_column
     g = tl.load(gate_cells, mask=live, other=0.0).to(tl.float32)
     u = tl.load(up_cells, mask=live, other=0.0).to(tl.float32)
-    if limit is not None:
-        g = tl.minimum(g, limit, propagate_nan=tl.PropagateNan.ALL)
-        u = tl.minimum(u, limit, propagate_nan=tl.PropagateNan.ALL)
-        u = tl.maximum(u, -limit, propagate_nan=tl.PropagateNan.ALL)
-    if GELU:
-        inner = GELU_FACTOR * (g + 0.044715 * g * g * g)
-    else:
-        inner = g * alpha
-    active = g / (1.0 + tl.exp(-inner))
     cells = out.data + row * out.stride_row + column
-    tl.store(cells, (active * (u + up_offset)).to(out.data.dtype.element_ty), mask=live)
+    made = gated(g, u, limit, alpha, up_offset, GELU)
+    tl.store(cells, made.to(out.data.dtype.element_ty), mask=live)
 
 
 def gated_product(arguments: dict[str, Any]) -> torch.Tensor:

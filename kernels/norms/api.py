@@ -41,7 +41,8 @@ def residual_norm(
         residual: [num_rows, size] of x's dtype, last stride 1, updated in place; None = no sum.
         post_weight: [size], the norm of x before it is added; None = none.
         scalar: [1], a factor of the sum; None = none.
-        out: [num_rows, size] of x's dtype, last stride 1; it may be x. None = new memory.
+        out: [num_rows, size] of x's dtype or fp32, last stride 1; it may be x. None = new memory, of
+            x's dtype.
         impl: "triton" (default for CUDA tensors), "torch" (default for CPU tensors).
 
     Returns:

@@ -37,9 +37,12 @@ def check_residual_norm(
     ):
         if vector is not None:
             expect_tensor(name, vector, (size,), MODEL_DTYPES, device=x.device)
-    for name, rows in (("residual", residual), ("out", out)):
+    for name, rows, dtypes in (
+        ("residual", residual, (x.dtype,)),
+        ("out", out, tuple(dict.fromkeys((x.dtype, torch.float32)))),
+    ):
         if rows is not None:
-            expect_tensor(name, rows, tuple(x.shape), x.dtype, device=x.device)
+            expect_tensor(name, rows, tuple(x.shape), dtypes, device=x.device)
             expect_apart(name, rows)
     if residual is None:
         needed = [

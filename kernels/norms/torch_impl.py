@@ -38,8 +38,8 @@ def residual_norm(
             rows = residual.float()
     if weight is None:
         return None
-    rows = _norm(rows, weight, eps, offset).to(x.dtype)
-    return rows if out is None else out.copy_(rows)
+    rows = _norm(rows, weight, eps, offset)
+    return rows.to(x.dtype) if out is None else out.copy_(rows)
 
 
 def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) -> torch.Tensor:

@@ -16,7 +16,11 @@ def route_tokens(
     logits: torch.Tensor,
     *,
     top_k: int,
+    score: str = "sqrt_softplus",
     scale: float = 1.0,
+    logits_factor: float = 1.0,
+    logits_bias: torch.Tensor | None = None,
+    expert_scale: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     table: torch.Tensor | None = None,
     token_ids: torch.Tensor | None = None,
@@ -28,15 +32,26 @@ def route_tokens(
         ids    = the top_k experts of score + bias, best first; or table[token_id]
         weight = score[id] / (sum of the scores of ids + 1e-20) * scale
 
-    in fp32. ``bias`` takes part in the choice only. Of equal scores Triton takes the lowest expert
-    first; torch does not say which.
+    or, with ``score`` "softmax"::
+
+        z      = logit * logits_factor + logits_bias
+        ids    = the top_k experts of z, best first
+        weight = exp(z[id]) / (sum of the exp(z) of ids) * scale * expert_scale[id]
+
+    in fp32; the same as a softmax over all experts whose top_k are divided by their sum. ``bias``
+    takes part in the choice only. Of equal scores Triton takes the lowest expert first; torch does
+    not say which.
 
     Args:
         logits: [num_tokens, num_experts] fp32, last stride 1.
         top_k: experts of a token, 1..num_experts.
+        score: "sqrt_softplus" or "softmax".
         scale: factor of the weights, in 2**-30 .. 2**30.
-        bias: [num_experts] fp32; None = 0.
-        table: [num_ids, top_k] int64, experts by token id; None = by score.
+        logits_factor: in 2**-30 .. 2**30; 1 unless with "softmax".
+        logits_bias, expert_scale: [num_experts] bf16, fp16 or fp32, with "softmax" only; None = 0,
+            and 1.
+        bias: [num_experts] fp32, not with "softmax"; None = 0.
+        table: [num_ids, top_k] int64, experts by token id, not with "softmax"; None = by score.
         token_ids: [num_tokens] int64, rows of the table, with which they come.
         impl: "triton" (default for CUDA tensors), "torch" (default for CPU tensors).
 
@@ -47,7 +62,8 @@ def route_tokens(
         ValueError: a shape, dtype, stride, device or host value is not as above.
         NotImplementedError: Triton with more than 4096 experts.
 
-    Source: DeepSeek-V4 report 2; transformers ``modeling_deepseek_v4``.
+    Source: DeepSeek-V4 report 2; transformers ``modeling_deepseek_v4``, ``modeling_gpt_oss``,
+        ``modeling_gemma4``.
     """
     arguments = locals()  # all of them, by name
     if implementation(arguments.pop("impl"), logits) == "triton":

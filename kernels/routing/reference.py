@@ -1,6 +1,7 @@
 """Oracle of ``route_tokens`` and ``combine_experts``: one token at a time.
 
-Source: DeepSeek-V4 report 2; transformers ``modeling_deepseek_v4``.
+Source: DeepSeek-V4 report 2; transformers ``modeling_deepseek_v4``, ``modeling_gpt_oss``,
+    ``modeling_gemma4``.
 """
 
 from __future__ import annotations
@@ -24,6 +25,22 @@ def weights(scores: torch.Tensor, ids: list[int], scale: float) -> torch.Tensor:
     """Weights [top_k] of one token's experts."""
     found = scores[ids]
     return found / (found.sum() + 1e-20) * scale
+
+
+def logits_that_count(
+    logits: torch.Tensor, factor: float, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """[num_experts] of one token, for a softmax."""
+    scaled = logits * factor
+    return scaled if bias is None else scaled + bias
+
+
+def softmax_weights(
+    logits: torch.Tensor, ids: list[int], scale: float, expert_scale: torch.Tensor | None
+) -> torch.Tensor:
+    """Weights [top_k] of one token's experts, of its ``logits_that_count``."""
+    found = torch.softmax(logits[ids], 0) * scale
+    return found if expert_scale is None else found * expert_scale[ids]
 
 
 def combined(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

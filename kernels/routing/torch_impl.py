@@ -15,12 +15,24 @@ from ..common.grad import without_grad
 def route(
     logits: torch.Tensor,
     top_k: int,
+    score: str,
     scale: float,
+    logits_factor: float,
+    logits_bias: torch.Tensor | None,
+    expert_scale: torch.Tensor | None,
     bias: torch.Tensor | None,
     table: torch.Tensor | None,
     token_ids: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``route_tokens`` of checked arguments."""
+    if score == "softmax":
+        z = logits if logits_factor == 1 else logits * logits_factor
+        z = z if logits_bias is None else z + logits_bias.float()
+        top, ids = z.topk(top_k, dim=-1)
+        weights = top.softmax(dim=-1)
+        if expert_scale is not None:
+            weights = weights * expert_scale.float()[ids]
+        return ids, weights if scale == 1 else weights * scale
     scores = F.softplus(logits).sqrt()
     if table is not None:
         ids = table[token_ids]

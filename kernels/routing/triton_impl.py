@@ -1,6 +1,7 @@
 """Routing of a mixture of experts in two kernels, one program a token.
 
-route: scores of all experts stay in registers; the choice is top_k times the best that is left.
+route: scores of all experts stay in registers; the choice is top_k times the best that is left. A
+softmax is that of the chosen logits, against the largest of them.
 softplus(x) is max(x, 0) + log1p(exp(-|x|)), with log1p(e) = log(u) e / (u - 1), u = 1 + e: the
 rounding of u cancels, so that scores of very negative logits are right as well.
 
@@ -9,7 +10,8 @@ combine: the rows of a token times their weights, added up in the order of its e
 Layout: logits [num_tokens, num_experts] fp32; rows [num_tokens * k, size]. Both bound by launches
 in decode and by memory in prefill.
 
-Source: DeepSeek-V4 report 2; transformers ``modeling_deepseek_v4``.
+Source: DeepSeek-V4 report 2; transformers ``modeling_deepseek_v4``, ``modeling_gpt_oss``,
+    ``modeling_gemma4``.
 """
 
 from typing import Any
@@ -40,12 +42,16 @@ def _scores(logits):
 @triton.jit
 def _route_kernel(
     logits,
+    logits_factor,
+    logits_bias,
+    expert_scale,
     bias,
     table,
     token_ids,
     ids,
     route_weights,
     scale,
+    SOFTMAX: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -62,7 +68,13 @@ def _route_kernel(
         found = _scores(tl.load(row + chosen, mask=place < TOP_K, other=0.0))
         found = tl.where(place < TOP_K, found, 0.0)
     else:
-        score = _scores(tl.load(row + expert, mask=real, other=0.0))
+        score = tl.load(row + expert, mask=real, other=0.0)
+        if SOFTMAX:
+            score *= logits_factor
+            if logits_bias is not None:
+                score += tl.load(logits_bias + expert, mask=real, other=0.0).to(tl.float32)
+        else:
+            score = _scores(score)
         rank = score
         if bias is not None:
             rank = score + tl.load(bias + expert, mask=real, other=0.0)
@@ -77,7 +89,13 @@ def _route_kernel(
             value = tl.sum(tl.where(expert == best, score, 0.0), 0)
             found = tl.where(place == k, value, found)
             rank = tl.where(expert == best, float("-inf"), rank)
+    if SOFTMAX:
+        largest = tl.max(tl.where(place < TOP_K, found, float("-inf")), 0)
+        found = tl.where(place < TOP_K, tl.exp(found - largest), 0.0)
     weight = found / (tl.sum(found, 0) + 1e-20) * scale
+    if expert_scale is not None:
+        factor = tl.load(expert_scale + chosen, mask=place < TOP_K, other=0.0)
+        weight *= factor.to(tl.float32)
     tl.store(ids + token * TOP_K + place, chosen, mask=place < TOP_K)
     tl.store(route_weights + token * TOP_K + place, weight, mask=place < TOP_K)
 
@@ -141,7 +159,11 @@ def _checked_combine(arguments: dict[str, Any]) -> tuple[dict[str, Any], list[La
 def prepare_route(
     logits: torch.Tensor,
     top_k: int,
+    score: str,
     scale: float,
+    logits_factor: float,
+    logits_bias: torch.Tensor | None,
+    expert_scale: torch.Tensor | None,
     bias: torch.Tensor | None,
     table: torch.Tensor | None,
     token_ids: torch.Tensor | None,
@@ -161,11 +183,15 @@ def prepare_route(
         (num_tokens,),
         {
             "logits": strided.matrix(logits),
+            "logits_factor": float(logits_factor),
+            "logits_bias": logits_bias,
+            "expert_scale": expert_scale,
             "bias": bias,
             "table": strided.matrix(table),
             "token_ids": token_ids,
             **made,
             "scale": float(scale),
+            "SOFTMAX": score == "softmax",
             "NUM_EXPERTS": num_experts,
             "TOP_K": top_k,
             "BLOCK": next_power_of_2(num_experts),

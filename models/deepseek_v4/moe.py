@@ -5,7 +5,7 @@ Source: transformers ``modeling_deepseek_v4``; DeepSeek-V4 report 2.
 
 from __future__ import annotations
 
-from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +18,12 @@ from ..layers.packed_experts import PackedExperts
 from .config import HASH_MOE, DeepseekV4Config
 
 
-def clamped_swiglu(gate: Tensor, up: Tensor, limit: float, impl: str | None = None) -> Tensor:
-    """silu(min(gate, limit)) * clamp(up, -limit, limit).
+def clamped_swiglu_options(config: DeepseekV4Config) -> dict[str, Any]:
+    """Of `gated_product`: silu(min(gate, limit)) * clamp(up, -limit, limit).
 
     The gate is bounded only from above, and before silu.
     """
-    return gated_product(gate, up, activation="silu", limit=limit, impl=impl)
+    return {"activation": "silu", "limit": config.swiglu_limit}
 
 
 class Router(nn.Module):
@@ -90,8 +90,7 @@ class Experts(nn.Module):
         super().__init__()
         experts, width = config.num_experts, config.moe_intermediate_size
         hidden = config.hidden_size
-        self.activation = partial(clamped_swiglu, limit=config.swiglu_limit)
-        self._numbers = torch.arange(experts, device=device)
+        self.options = clamped_swiglu_options(config)
         self.gate_up_proj = empty_parameter(experts, 2 * width, hidden, device=device, dtype=dtype)
         self.down_proj = empty_parameter(experts, hidden, width, device=device, dtype=dtype)
 
@@ -101,7 +100,7 @@ class Experts(nn.Module):
     ) -> Tensor:  # fmt: skip
         """sum_e weight_e down_e(act(gate_e x, up_e x)) over a row's experts e.
 
-        Added up in fp32, in the router's order. act is `clamped_swiglu`.
+        Added up in fp32, in the router's order. act is that of `clamped_swiglu_options`.
 
         Args:
             x: [num_tokens, hidden_size].
@@ -112,11 +111,10 @@ class Experts(nn.Module):
         Returns:
             The shape of x.
         """
-        activation = partial(self.activation, impl=impl)
+        gate_up = self.gate_up_proj.unflatten(1, (2, -1))
         return run_experts(
-            x, ids, weights, self.gate_up_proj, self.down_proj, activation, addend=addend,
-            numbers=self._numbers, impl=impl,
-        )  # fmt: skip
+            x, ids, weights, gate_up, self.down_proj, addend=addend, impl=impl, **self.options
+        )
 
 
 class SharedExpert(nn.Module):
@@ -125,7 +123,7 @@ class SharedExpert(nn.Module):
     def __init__(self, config: DeepseekV4Config, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
         width, hidden = config.moe_intermediate_size, config.hidden_size
-        self.limit = config.swiglu_limit
+        self.options = clamped_swiglu_options(config)
         self.gate_proj = Linear(hidden, width, device, dtype)
         self.up_proj = Linear(hidden, width, device, dtype)
         self.down_proj = Linear(width, hidden, device, dtype)
@@ -142,7 +140,7 @@ class SharedExpert(nn.Module):
             The same shape.
         """
         gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down_proj(clamped_swiglu(gate, up, self.limit, impl))
+        return self.down_proj(gated_product(gate, up, **self.options, impl=impl))
 
 
 class MoE(nn.Module):
@@ -163,7 +161,7 @@ class MoE(nn.Module):
         else:
             self.experts = PackedExperts(
                 expert_format, config.num_experts, config.hidden_size, config.moe_intermediate_size,
-                partial(clamped_swiglu, limit=config.swiglu_limit), device,
+                clamped_swiglu_options(config), device,
             )  # fmt: skip
         self.shared_experts = SharedExpert(config, device, dtype)
 

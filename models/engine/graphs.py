@@ -30,7 +30,6 @@ from torch.utils._pytree import tree_map
 
 from quire.kvcore import KVCache, StepPlan
 
-from ..layers.capture import capturable
 from .batch import AttnMetadata, BatchBuilder, Staging
 from .memory import free_memory
 
@@ -208,8 +207,7 @@ class DecodeGraphs:
                 num_decodes=shape.num_seqs,
                 request_slots=slots.to(torch.int32),
             )
-            with capturable():
-                out[:] = [forward(tokens[0], tokens[1], attn)]
+            out[:] = [forward(tokens[0], tokens[1], attn)]
 
         self._graphs[shape] = _Graph(data, out, work, self._capture(work))
 

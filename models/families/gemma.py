@@ -181,7 +181,7 @@ class DecoderLayer(nn.Module):
         out = self.mlp(x, impl)
         if self.has_experts:
             x = self.pre_feedforward_layernorm_2.after(residual, impl=impl)
-            chosen = self.experts(x, *self.router(residual))
+            chosen = self.experts(x, *self.router(residual, impl), impl)
             out = self.post_feedforward_layernorm_1.after(out, impl=impl)
             self.post_feedforward_layernorm_2.add_to(out, chosen, impl=impl)
         return out

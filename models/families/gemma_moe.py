@@ -6,8 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from quire.kernels import residual_norm, route_tokens
+
 from ..config.named import ModelConfig
-from ..layers.basic import Linear, empty_parameter, gelu_tanh, rms_norm
+from ..layers.basic import Linear, empty_parameter
 from ..layers.moe import run_experts
 
 
@@ -30,21 +32,26 @@ class Router(nn.Module):
         self.scale = empty_parameter(config.hidden_size, device=device, dtype=dtype)
         self.per_expert_scale = empty_parameter(config.moe.num_experts, device=device, dtype=dtype)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, impl: str | None = None) -> tuple[Tensor, Tensor]:
         """Chooses the experts of every row.
 
         Args:
             x: [num_tokens, hidden_size].
+            impl: "triton" or "torch"; default: by device.
 
         Returns:
             (expert_ids int64, weights fp32), both [num_tokens, top_k].
         """
-        scale = self.scale.float() * x.shape[-1] ** -0.5
-        z = rms_norm(x.float(), scale, self.eps)
-        probabilities = F.linear(z, self.proj.matrix(torch.float32)).softmax(dim=-1)
-        weights, ids = probabilities.topk(self.top_k, dim=-1)
-        weights = weights / weights.sum(dim=-1, keepdim=True)
-        return ids, weights * self.per_expert_scale.float()[ids]
+        wide = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+        z = residual_norm(x, self.scale, eps=self.eps, out=wide, impl=impl)
+        return route_tokens(
+            F.linear(z, self.proj.matrix(torch.float32)),
+            top_k=self.top_k,
+            score="softmax",
+            logits_factor=x.shape[-1] ** -0.5,
+            expert_scale=self.per_expert_scale,
+            impl=impl,
+        )
 
 
 class Experts(nn.Module):
@@ -63,18 +70,20 @@ class Experts(nn.Module):
         )
         self.down_proj = empty_parameter(num_experts, size, width, device=device, dtype=dtype)
 
-    def forward(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, expert_ids: Tensor, weights: Tensor, impl: str | None = None
+    ) -> Tensor:
         """The weighted sum of every row's experts.
 
         Args:
             x: [num_tokens, hidden_size].
             expert_ids, weights: of the router.
+            impl: "triton" or "torch"; default: by device.
 
         Returns:
             X's shape.
         """
-        return run_experts(x, expert_ids, weights, self.gate_up_proj, self.down_proj, _gated_gelu)
-
-
-def _gated_gelu(gate: Tensor, up: Tensor) -> Tensor:
-    return gelu_tanh(gate) * up
+        gate_up = self.gate_up_proj.unflatten(1, (2, -1))
+        return run_experts(
+            x, expert_ids, weights, gate_up, self.down_proj, activation="gelu_tanh", impl=impl
+        )

@@ -9,12 +9,13 @@ Source: transformers ``modeling_gpt_oss``.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from quire.kernels import route_tokens
 
 from ..config.hf_llama import SWIGLU
 from ..config.named import ModelConfig
-from ..layers.basic import Linear, empty_parameter
+from ..layers.basic import Linear, empty_parameter, linear_fp32
 from ..layers.moe import run_experts
 from .decoder import Decoder
 from .llama import DecoderLayer
@@ -41,12 +42,15 @@ class Experts(nn.Module):
         self.down_proj = empty(width, size)
         self.down_proj_bias = empty(size)
 
-    def forward(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, expert_ids: Tensor, weights: Tensor, impl: str | None = None
+    ) -> Tensor:
         """The weighted sum of every row's experts.
 
         Args:
             x: [num_tokens, hidden_size].
             expert_ids, weights: [num_tokens, top_k].
+            impl: "triton" or "torch"; default: by device.
 
         Returns:
             X's shape.
@@ -55,23 +59,16 @@ class Experts(nn.Module):
             x,
             expert_ids,
             weights,
-            self.gate_up_proj.transpose(1, 2),
+            self.gate_up_proj.unflatten(2, (-1, 2)).permute(0, 3, 2, 1),
             self.down_proj.transpose(1, 2),
-            clamped_swiglu,
-            gate_up_bias=self.gate_up_proj_bias,
+            gate_up_bias=self.gate_up_proj_bias.unflatten(1, (-1, 2)).transpose(1, 2),
             down_bias=self.down_proj_bias,
-            interleaved=True,
+            activation="silu",
+            limit=SWIGLU["swiglu_limit"],
+            alpha=SWIGLU["swiglu_alpha"],
+            up_offset=1.0,
+            impl=impl,
         )
-
-
-def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """(up + 1) gate sigmoid(alpha gate), with gate and up clamped.
-
-    The gate is at most the limit, up within plus or minus it.
-    """
-    limit = SWIGLU["swiglu_limit"]
-    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return (up + 1) * gate * torch.sigmoid(SWIGLU["swiglu_alpha"] * gate)
 
 
 class MoE(nn.Module):
@@ -90,15 +87,20 @@ class MoE(nn.Module):
 
         Args:
             x: [num_tokens, hidden_size].
-            impl: as of an MLP.
+            impl: "triton" or "torch"; default: by device.
 
         Returns:
             The same shape.
         """
         assert self.router.bias is not None
-        logits = F.linear(x.float(), self.router.matrix(torch.float32), self.router.bias.float())
-        top, ids = logits.topk(self.top_k, dim=-1)
-        return self.experts(x, ids, top.softmax(dim=-1))
+        ids, weights = route_tokens(
+            linear_fp32(x, self.router.matrix(x.dtype)),
+            top_k=self.top_k,
+            score="softmax",
+            logits_bias=self.router.bias,
+            impl=impl,
+        )
+        return self.experts(x, ids, weights, impl)
 
 
 class GptOss(Decoder):

@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quire.kernels import gated_product, residual_norm
-
-from .dequantize import dequantize_fp8
+from quire.kernels.common.dequantize import dequantize_fp8
 
 
 def empty_parameter(*shape: int, device: torch.device, dtype: torch.dtype) -> nn.Parameter:

@@ -1,24 +1,18 @@
-"""Matrices, and routed experts, that stay quantized.
-
-Those that a step needs are dequantized, some experts at a time.
-"""
+"""Matrices, and routed experts, that stay quantized."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from quire.kernels import combine_experts
+from quire.kernels.common.dequantize import FP4_GROUP
 
 from .basic import empty_parameter
-from .capture import must_be_capturable
-from .dequantize import DEQUANTIZE, FP4_GROUP
 from .moe import run_experts
 
 FP8_BLOCK = 128
-EXPERTS_AT_ONCE = 16  # experts whose dequantized weights exist at one time
 
 
 def packed_shapes(
@@ -47,40 +41,25 @@ class PackedMatrices(nn.Module):
         self, kind: str, lead: tuple[int, ...], rows: int, columns: int, device: torch.device
     ) -> None:
         super().__init__()
-        self.kind = kind
         shape, dtype, scale_shape, scale_dtype = packed_shapes(kind, rows, columns)
         self.weight = empty_parameter(*lead, *shape, device=device, dtype=dtype)
         self.scale = empty_parameter(*lead, *scale_shape, device=device, dtype=scale_dtype)
 
-    def dequantize(self, which: Tensor, dtype: torch.dtype) -> Tensor:
-        """Matrices ``which`` [n] int64 of the first dimension.
-
-        [n, *, rows, columns] in ``dtype``.
-        """
-        # Indexing knows no fp8 dtype: take bytes.
-        weight = self.weight.view(torch.uint8)[which].view(self.weight.dtype)
-        return DEQUANTIZE[self.kind](weight, self.scale[which], dtype)
-
 
 class PackedExperts(nn.Module):
-    """Routed experts that stay as small as they are stored.
-
-    Those that a step needs are dequantized, a few at a time.
-
-    The result is that of `run_experts` on all dequantized weights. The experts of a step are looked
-    up on the host; while a CUDA graph is captured, the expert of each row is dequantized by itself.
+    """Routed experts that stay as small as they are stored, and are dequantized as they are used.
 
     Args:
         kind: "fp8" or "fp4".
-        activation: (gate, up) -> product.
+        options: activation, limit, alpha and up_offset, as of `quire.kernels.gated_product`.
     """
 
     def __init__(
         self, kind: str, num_experts: int, hidden_size: int, width: int,
-        activation: Callable[[Tensor, Tensor], Tensor], device: torch.device,
+        options: dict[str, Any], device: torch.device,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.activation = activation
+        self.options = options
         # Gate and up apart: their scale blocks do not share a row, whatever the width.
         self.gate_up_proj = PackedMatrices(kind, (num_experts, 2), width, hidden_size, device)
         self.down_proj = PackedMatrices(kind, (num_experts,), hidden_size, width, device)
@@ -95,40 +74,13 @@ class PackedExperts(nn.Module):
             x: [num_tokens, hidden_size].
             ids, weights: [num_tokens, k] of the router.
             addend: [num_tokens, hidden_size], added to the sum; None = nothing.
-            impl: "triton" or "torch" for the sum; default: by device.
+            impl: "triton" or "torch"; default: by device.
 
         Returns:
             The shape of x.
         """
-        k, flat = ids.shape[1], ids.flatten()
-        if must_be_capturable():
-            rows = self.each_row(x, flat, k)
-            return combine_experts(rows, weights, addend=addend, impl=impl)
-        y = x.new_empty(len(flat), x.shape[1])
-        for some in flat.unique().split(EXPERTS_AT_ONCE):
-            rows = torch.isin(flat, some).nonzero()[:, 0]
-            local = torch.searchsorted(some, flat[rows])[:, None]
-            gate_up = self.gate_up_proj.dequantize(some, x.dtype).flatten(1, 2)
-            down = self.down_proj.dequantize(some, x.dtype)
-            one = weights.new_ones(local.shape)
-            y[rows] = run_experts(x[rows // k], local, one, gate_up, down, self.activation)
-        return combine_experts(y, weights, addend=addend, impl=impl)
-
-    def each_row(self, x: Tensor, ids: Tensor, k: int) -> Tensor:
-        """Rows [num_tokens * k, hidden_size] of a token's experts in turn.
-
-        Nothing that the host must know.
-
-        Args:
-            ids: [num_tokens * k].
-        """
-        tokens = torch.arange(len(ids), device=x.device) // k
-        rows = []
-        for some, token in zip(
-            ids.split(EXPERTS_AT_ONCE), tokens.split(EXPERTS_AT_ONCE), strict=True
-        ):
-            gate_up = self.gate_up_proj.dequantize(some, x.dtype).flatten(1, 2)
-            both = torch.bmm(gate_up, x[token, :, None]).squeeze(2)
-            down = self.down_proj.dequantize(some, x.dtype)
-            rows.append(torch.bmm(down, self.activation(*both.chunk(2, dim=-1))[..., None]))
-        return torch.cat(rows).squeeze(2)
+        gate_up, down = self.gate_up_proj, self.down_proj
+        return run_experts(
+            x, ids, weights, gate_up.weight, down.weight, gate_up_scale=gate_up.scale,
+            down_scale=down.scale, addend=addend, impl=impl, **self.options,
+        )  # fmt: skip

@@ -11,7 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..layers.dequantize import DEQUANTIZE, scale_values
+from quire.kernels.common.dequantize import DEQUANTIZE, scale_values
+
 from .checkpoint import Stored
 
 CHUNK = 2**20  # elements that are looked at together where a copy is needed

@@ -14,8 +14,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from quire.kernels.common.dequantize import FP4_GROUP, block_size
+
 from ..config.model import ModelConfig
-from ..layers.dequantize import FP4_GROUP, block_size
 from .checkpoint import FLOATS, FP8, Stored, differs
 from .match import Form, Target
 
@@ -111,7 +112,7 @@ def text_name(stored: str, config: ModelConfig) -> str | None:
 def scale_fits(scale: Sequence[int], weight: Sequence[int], block: Sequence[int] | None) -> bool:
     """Whether fp8 scales of one shape are those of weights of another.
 
-    As `quire.models.layers.dequantize.dequantize_fp8` takes them.
+    As `quire.kernels.common.dequantize.dequantize_fp8` takes them.
     """
     if block is not None and len(weight) > 1:
         blocks = (-(-size // b) for size, b in zip(weight[-2:], block, strict=True))

@@ -17,6 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from quire.kernels.common.dequantize import DEQUANTIZE, dequantize_mxfp4, scale_values
+
 from ..config.fields import naming, read_fields, shown
 from ..config.files import read_json
 from ..config.hf import load_config
@@ -31,7 +33,6 @@ from ..families.gemma import Gemma
 from ..families.gpt_oss import GptOss
 from ..families.llama import Llama
 from ..layers.basic import Linear
-from ..layers.dequantize import DEQUANTIZE, dequantize_mxfp4, scale_values
 from .checkpoint import Stored, read_headers
 from .finite import expect_finite, expect_finite_packed, expect_ids
 from .hf_storage import HfStorage

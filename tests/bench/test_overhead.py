@@ -40,6 +40,7 @@ MAKE_RESULTS = (
     "collapse_streams",
     "expand_streams",
     "route_tokens",
+    "expert_mlp",
     "combine_experts",
 )  # take no ``out``
 
@@ -70,7 +71,7 @@ def test_given_memory_means_no_allocation(wrappers):
         for _ in range(2):
             with Operators() as operators:
                 call()
-            allowed = VIEWS | EMPTY if name in MAKE_RESULTS else VIEWS
+            allowed = VIEWS | EMPTY if name.split(",")[0] in MAKE_RESULTS else VIEWS
             assert operators.ran <= allowed, name
 
 

@@ -3,11 +3,13 @@
 import pytest
 import torch
 
-from quire.bench.common.bounds import UNIT
+from quire.bench.common.bounds import UNIT, bounding, rounded
+from quire.kernels.experts import reference
+from quire.kernels.gating.reference import gated_product
 from quire.models.layers.basic import linear_fp32
 from quire.models.layers.packed_experts import PackedExperts
 from tests.gpu.conftest import DRY_RUN
-from tests.support.helpers import DEVICE
+from tests.support.helpers import DEVICE, assert_within_budget
 
 pytestmark = pytest.mark.gpu
 
@@ -31,7 +33,7 @@ def test_products_of_two_bytes_have_results_of_four(dtype):
 
 def packed(kind, experts, hidden, width, device):
     """The same random experts on any device; scales of some powers of two."""
-    made = PackedExperts(kind, experts, hidden, width, lambda gate, up: gate * up, torch.device(device))  # fmt: skip
+    made = PackedExperts(kind, experts, hidden, width, {"activation": "silu"}, torch.device(device))
     generator = torch.Generator().manual_seed(2)
     for matrices in (made.gate_up_proj, made.down_proj):
         values = torch.randint(0, 256, matrices.weight.shape, generator=generator).to(torch.uint8)
@@ -47,26 +49,27 @@ def packed(kind, experts, hidden, width, device):
 @pytest.mark.parametrize("kind", ["fp8", "fp4"])
 @torch.inference_mode()
 def test_packed_experts(kind):
-    """Gate times up in place of the activation, so that the bound is that of two sums of products one after the other."""
     experts, hidden, width, k = (5, 64, 32, 2) if DRY_RUN else (64, 1024, 512, 6)
     x, weights = normal(ROWS, hidden), normal(ROWS, k, seed=1).abs()
     order = torch.rand(ROWS, experts, generator=torch.Generator().manual_seed(3))
     ids = order.argsort(1)[:, :k]
     made = packed(kind, experts, hidden, width, DEVICE)
-    got = made(x.to(DEVICE), ids.to(DEVICE), weights.to(DEVICE)).cpu().double()
-    every = torch.arange(experts, device=DEVICE)
-    gate, up = made.gate_up_proj.dequantize(every, torch.float32).cpu().double().unbind(1)
-    down = made.down_proj.dequantize(every, torch.float32).cpu().double()
-    exact = torch.zeros(ROWS, hidden, dtype=torch.float64)
-    size = exact.clone()
-    for row in range(ROWS):
-        for expert, weight in zip(ids[row].tolist(), weights[row].double(), strict=True):
-            one = x[row].double()
-            exact[row] += weight * (down[expert] @ ((gate[expert] @ one) * (up[expert] @ one)))
-            one = one.abs()
-            both = (gate[expert].abs() @ one) * (up[expert].abs() @ one)
-            size[row] += weight * (down[expert].abs() @ both)
-    # Twice the first sums, as two are multiplied; the second; and the experts with their weights.
-    bound = (2 * hidden + width + 2 * k + 2) * UNIT * (1 + 1e-3) * size
-    assert bool(((got - exact).abs() <= bound).all())
+    got = made(x.to(DEVICE), ids.to(DEVICE), weights.to(DEVICE)).cpu()
+    stacks = [
+        [reference.values(*pair).cpu() for pair in zip(part.weight.flatten(0, -3), part.scale.flatten(0, -3), strict=True)]
+        for part in (made.gate_up_proj, made.down_proj)
+    ]  # fmt: skip
+    with bounding():
+        gate_up, down = (rounded(torch.stack(stack), torch.float32) for stack in stacks)
+        rows = []
+        for row in range(ROWS):
+            one, total = x[row].double()[:, None], 0.0
+            for expert, weight in zip(ids[row].tolist(), weights[row].double(), strict=True):
+                gate, up = (reference.product(gate_up[2 * expert + i], one, None) for i in range(2))
+                h = rounded(gated_product(gate, up, activation="silu"), torch.float32)
+                kept = rounded(reference.product(down[expert], h, None), torch.float32)
+                total = kept * weight + total
+            rows.append(total[:, 0])
+        exact = torch.stack(rows)
+    assert_within_budget("out", got, exact)
     assert got.abs().max() > 0

@@ -19,6 +19,7 @@ def cases() -> list[StaticCase]:
         "gemma3": {"size": 5376, "residual": True, "post": True, "offset": 1.0},
         "gemma4": {"size": 2560, "residual": True, "post": True, "scalar": True},
         "gemma4-sum": {"size": 2560, "residual": True, "post": True, "weight": False},
+        "gemma4-router": {"size": 2816, "out": "float32"},
         "fp16": {"size": 4096, "residual": True, "dtype": "float16"},
         "fp32": {"size": 2880, "residual": True, "dtype": "float32"},
         "longest": {"size": 16384, "residual": True, "post": True, "scalar": True},
@@ -70,8 +71,9 @@ def norm_launches(
     weight: bool = True,
     offset: float = 0.0,
     dtype: str = "bfloat16",
+    out: str | None = None,
 ) -> list[Any]:
-    """The launch of one ``residual_norm``."""
+    """The launch of one ``residual_norm``; out: dtype of the result, None = that of the rows."""
     from quire.kernels.norms import triton_impl
 
     def rows() -> Any:
@@ -86,7 +88,7 @@ def norm_launches(
             rows() if residual else None,
             meta(size, dtype=dtype) if post else None,
             meta(1, dtype=dtype) if scalar else None,
-            rows() if weight else None,
+            meta(NUM_ROWS, size, dtype=out or dtype) if weight else None,
         )
     ]
 

@@ -142,6 +142,16 @@ def test_the_norm_is_that_of_the_rounded_residual(impl):
 
 
 @IMPLS
+def test_a_result_of_fp32(impl):
+    """It is not rounded to the dtype of x."""
+    call = make(CASES["llama-bf16"]) | {"residual": None}
+    with bounding():
+        exact = reference.norm(call["x"].double(), call["weight"], eps=call["eps"], offset=0.0)
+    out = residual_norm(**call, out=torch.empty_like(call["x"], dtype=torch.float32), impl=impl)
+    assert_within_budget("out", out, exact)
+
+
+@IMPLS
 def test_like_calls_are_prepared_once(impl):
     """Other tensors of the same shapes; the second call's results are its own."""
     first, second = make(CASES["gemma-4"]), make(CASES["gemma-4"], seed=1)

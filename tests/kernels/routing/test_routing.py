@@ -15,7 +15,7 @@ IMPLS = pytest.mark.parametrize("impl", ["triton", "torch"])
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One call; spread: factor of the logits; table: experts by token id."""
+    """One call; spread: factor of the logits; table: experts by token id; factor, logits_bias, expert_scale: of a softmax."""
 
     num_tokens: int = 3
     num_experts: int = 8
@@ -24,6 +24,10 @@ class Case:
     bias: bool = True
     table: bool = False
     spread: float = 2.0
+    score: str = "sqrt_softplus"
+    factor: float = 1.0
+    logits_bias: bool = False
+    expert_scale: bool = False
 
 
 CASES = {
@@ -37,6 +41,12 @@ CASES = {
     "many-experts": Case(num_tokens=1, num_experts=600, top_k=3),
     "large-logits": Case(spread=60.0),
     "table": Case(table=True, bias=False),
+    "softmax": Case(score="softmax", bias=False, scale=1.0),
+    "softmax-factor-and-scales": Case(
+        4, 11, 3, score="softmax", bias=False, factor=0.25, expert_scale=True
+    ),
+    "softmax-bias": Case(4, 11, 3, score="softmax", bias=False, logits_bias=True, scale=1.0),
+    "softmax-large-logits": Case(score="softmax", bias=False, logits_bias=True, spread=60.0),
     "table-large-logits": Case(table=True, bias=False, num_experts=11, top_k=3, spread=60.0),
 }
 
@@ -56,6 +66,10 @@ def make_call(case):
         "logits": logits,
         "top_k": case.top_k,
         "scale": case.scale,
+        "score": case.score,
+        "logits_factor": case.factor,
+        "logits_bias": normal(n).bfloat16() if case.logits_bias else None,
+        "expert_scale": normal(n).exp().bfloat16() if case.expert_scale else None,
         "bias": 0.2 * normal(n) if case.bias else None,
         "table": table.to(DEVICE) if case.table else None,
         "token_ids": token_ids.to(DEVICE) if case.table else None,
@@ -80,7 +94,13 @@ def test_route(impl, name):
     assert ids.shape == weights.shape == shape and ids.dtype == torch.int64
     assert weights.dtype == torch.float32
     for t in range(case.num_tokens):
-        scores = exact_scores(call["logits"][t].double())
+        softmax = case.score == "softmax"
+        if softmax:
+            bias = None if call["logits_bias"] is None else call["logits_bias"].double()
+            with bounding():
+                scores = reference.logits_that_count(call["logits"][t].double(), case.factor, bias)
+        else:
+            scores = exact_scores(call["logits"][t].double())
         if case.table:
             want = call["table"][call["token_ids"][t]].tolist()
         else:
@@ -92,7 +112,11 @@ def test_route(impl, name):
             assert not len(gaps) or gaps.min() > margin  # else any order of the two would be right
         assert ids[t].tolist() == want
         with bounding():
-            exact = reference.weights(scores, want, case.scale)
+            if softmax:
+                factors = None if call["expert_scale"] is None else call["expert_scale"].double()
+                exact = reference.softmax_weights(scores, want, case.scale, factors)
+            else:
+                exact = reference.weights(scores, want, case.scale)
         assert_within_budget(f"weights of {t}", weights[t], exact)
 
 
@@ -109,9 +133,10 @@ def test_equal_scores():
 
 @IMPLS
 @pytest.mark.filterwarnings("ignore:All-NaN")  # the interpreter's maximum
-def test_padding_rows(impl):
+@pytest.mark.parametrize("score", ["sqrt_softplus", "softmax"])
+def test_padding_rows(impl, score):
     """A row of NaN gives valid experts, and reaches no other row."""
-    call = make_call(Case(num_tokens=5))
+    call = make_call(Case(num_tokens=5, score=score, bias=score != "softmax"))
     expected = route_tokens(**call, impl=impl)
     call["logits"] = call["logits"].clone()
     call["logits"][::2] = NAN
@@ -156,12 +181,29 @@ ROUTE_REFUSED = [
     ({"logits": torch.zeros(3, 8).half()}, r"logits: expected float32 \[\*, \*\], got float16"),
     ({"logits": torch.zeros(3, 0)}, "logits: num_experts: expected an int >= 1, got 0"),
     ({"top_k": 9}, r"top_k: expected an int in \[1, 8\], got 9"),
+    ({"score": "sigmoid"}, r"score: expected one of \['sqrt_softplus', 'softmax'\], got 'sigmoid'"),
+    ({"logits_factor": 2.0}, "logits_factor: expected 1 with 'sqrt_softplus', got 2.0"),
+    ({"logits_bias": torch.zeros(8)}, "logits_bias: expected None with 'sqrt_softplus', got a tensor"),
+    ({"expert_scale": torch.zeros(8)}, "expert_scale: expected None with 'sqrt_softplus', got a tensor"),
+    ({"score": "softmax"}, "bias: expected None with 'softmax', got a tensor"),
     ({"scale": 0.0}, "scale: expected a finite number > 0, got 0.0"),
     ({"bias": torch.zeros(7)}, r"bias: expected float32 \[8\], got float32 \[7\]"),
     ({"table": torch.zeros(9, 2, dtype=torch.int64)}, "token_ids: expected table and token_ids or neither"),
     ({"token_ids": torch.zeros(3, dtype=torch.int64)}, "table: expected table and token_ids or neither"),
     ({"impl": "cuda"}, "impl: expected 'triton', 'torch' or None, got 'cuda'"),
 ]  # fmt: skip
+SOFTMAX_REFUSED = [
+    ({"logits_factor": 0.0}, "logits_factor: expected a finite number > 0, got 0.0"),
+    ({"logits_bias": torch.zeros(7)}, r"logits_bias: expected .* \[8\], got float32 \[7\]"),
+    ({"expert_scale": torch.zeros(8, 1)}, r"expert_scale: expected .* \[8\], got float32 \[8, 1\]"),
+    (
+        {
+            "table": torch.zeros(9, 2, dtype=torch.int64),
+            "token_ids": torch.zeros(3, dtype=torch.int64),
+        },
+        "table: expected None with 'softmax', got a tensor",
+    ),
+]
 TABLE_REFUSED = [
     ({"bias": torch.zeros(8)}, "bias: expected None with a table, got a tensor"),
     ({"table": torch.zeros(9, 3, dtype=torch.int64)}, r"table: expected int64 \[\*, 2\], got int64 \[9, 3\]"),
@@ -181,6 +223,10 @@ COMBINE_REFUSED = [
     ("function", "call", "changes", "message"),
     [
         *((route_tokens, make_call(Case()), *case) for case in ROUTE_REFUSED),
+        *(
+            (route_tokens, make_call(Case(score="softmax", bias=False)), *case)
+            for case in SOFTMAX_REFUSED
+        ),
         *((route_tokens, make_call(Case(table=True, bias=False)), *case) for case in TABLE_REFUSED),
         *(
             (combine_experts, {"rows": torch.zeros(6, 16), "weights": torch.zeros(3, 2)}, *case)

@@ -6,15 +6,10 @@ from quire.models.deepseek_v4 import moe
 from quire.models.deepseek_v4.config import CONFIGS, CSA, HCA, SLIDING
 from quire.models.layers import basic
 from quire.models.loading.random_weights import random_model
-from tests.support.models.launches import launches_of_layers
+from tests.support.models.launches import launches_of_layers, one_product
 from tests.support.models.v4_engine import SmallEngine
 
 BARS = {SLIDING: 30, HCA: 30, CSA: 40}
-
-
-def one_product(x, weight):
-    """``linear_fp32`` as a device runs it, with a result of its dtype: one launch."""
-    return torch.zeros(len(x), len(weight))
 
 
 def test_launches_of_a_layer(monkeypatch):

@@ -1,12 +1,12 @@
 """The model against transformers on whole sequences without a cache, and what each rule is worth in that comparison."""
 
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
 
 from quire.bench.common.bounds import UNIT
+from quire.kernels.experts import torch_impl as experts
 from quire.models.deepseek_v4 import hyper_connections, layer, moe, rope, unpaged_attention
 from quire.models.deepseek_v4.config import CONFIGS, CSA, HCA, SLIDING
 from quire.models.deepseek_v4.rope import rope_frequencies, rope_table
@@ -168,16 +168,16 @@ def _biased_weights(original):
 
 def _activation(make):
     def apply(model, monkeypatch):
-        changed = make(moe.clamped_swiglu)
-        monkeypatch.setattr(moe, "clamped_swiglu", changed)
-        for one in model.layers:
-            one.mlp.experts.activation = partial(changed, limit=model.config.swiglu_limit)
+        for module in (moe, experts):  # the shared expert, and the routed ones
+            monkeypatch.setattr(module, "gated_product", make(module.gated_product))
 
     return apply
 
 
 def _both_sides(original):
-    return lambda gate, up, limit, impl=None: original(gate.clamp(min=-limit), up, limit)
+    return lambda gate, up, *, limit, **more: original(
+        gate.clamp(min=-limit), up, limit=limit, **more
+    )
 
 
 def _no_head_norm(model, monkeypatch):
@@ -211,7 +211,7 @@ SENSITIVITIES = {
         setattr(one.mlp.gate, "scale", 1.0) for one in model.layers
     ],
     "no clamp": _activation(
-        lambda original: lambda gate, up, limit, impl=None: original(gate, up, 1e9)
+        lambda original: lambda gate, up, **more: original(gate, up, **more | {"limit": None})
     ),
     "gate clamped below": _activation(_both_sides),
     "window one shorter": _config(sliding_window=15),

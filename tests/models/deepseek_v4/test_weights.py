@@ -8,14 +8,14 @@ import torch
 from safetensors.torch import save_file
 
 from quire.bench.common.hf_checkpoint import save_checkpoint, to_hf
-from quire.models.deepseek_v4.config import CONFIGS, CSA, HASH_MOE, HCA, MOE, SLIDING
-from quire.models.deepseek_v4.moe import Experts
-from quire.models.layers.basic import Linear
-from quire.models.layers.dequantize import (
+from quire.kernels.common.dequantize import (
     dequantize_fp4,
     dequantize_fp8,
     scale_values,
 )
+from quire.models.deepseek_v4.config import CONFIGS, CSA, HASH_MOE, HCA, MOE, SLIDING
+from quire.models.deepseek_v4.moe import Experts
+from quire.models.layers.basic import Linear
 from quire.models.layers.packed_experts import PackedExperts
 from quire.models.loading.random_weights import random_model
 from quire.models.loading.weights import load_model

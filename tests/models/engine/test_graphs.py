@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quire.bench.common.bounds import bounding
 from quire.kernels import paged_attention, sliding_window_attention
 from quire.models.config.named import FULL, SLIDING, get_config
 from quire.models.deepseek_v4.config import CSA, HCA, MOE
@@ -19,10 +18,7 @@ from quire.models.engine import batch, graphs, memory
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.request import SamplingParams
 from quire.models.families import decoder
-from quire.models.layers import attention, moe
-from quire.models.layers.capture import capturable, must_be_capturable
-from quire.models.layers.dequantize import dequantize_fp8
-from quire.models.layers.packed_experts import PackedExperts
+from quire.models.layers import attention
 from quire.models.loading.random_weights import random_model
 from tests.models.engine.test_engine import prompt
 from tests.support.helpers import assert_within_budget, attention_reference
@@ -31,7 +27,6 @@ from tests.support.models.captured import (
     LAUNCHES,
     ON_HOST,
     Captures,
-    Graph,
     NotCapturable,
     captured_engine,
     forbidden,
@@ -164,20 +159,6 @@ def test_drafts_through_graphs(name, monkeypatch):
     assert 0 < engine.totals.num_accepted < engine.totals.num_drafts
     assert len([n for n in steps if n]) > 5 and captures.num_replays + len(built) == len(steps)
     assert min(built) > 0, "only steps with prompts are not replayed"
-
-
-def test_what_is_captured_is_what_was_warmed_up():
-    """Layers that ask the device for values elsewhere do not in warm-up runs either, which compile what the capture launches."""
-    model, seen = build("gemma4-moe-tiny"), []
-    model.register_forward_pre_hook(lambda *_: seen.append(must_be_capturable()))
-    config = EngineConfig(num_pages=90, max_num_seqs=1, decode_graphs=True)
-    engine = captured_engine(model, config, Captures())
-    captured_runs = graphs.WARM_UP_RUNS + 1
-    assert seen[:captured_runs] == [True] * captured_runs and not any(seen[captured_runs:])
-    seen.clear()
-    engine.add_request(prompt(9), SamplingParams(3, ignore_eos=True))
-    engine.step()
-    assert seen == [False], "a prompt is no graph's"
 
 
 def test_filler_ends_where_the_longest_sequence_does():
@@ -492,44 +473,3 @@ def test_a_decode_step_waits_for_its_tokens_only(name, sampling, monkeypatch):
             report = engine.step()
         assert report.num_generated == 3 and step.found == ["tolist"]
     assert capture.num_replays == 8
-
-
-def test_each_row_by_itself_equals_groups():
-    """What replaces a loop over groups while a graph is captured."""
-    generator = torch.Generator().manual_seed(0)
-    weights = torch.randn(5, 6, 7, generator=generator)
-    for counts in ((3, 0, 20, 1, 0), (0, 0, 0, 0, 40), (1, 1, 1, 1, 1)):
-        x = torch.randn(sum(counts), 7, generator=generator)
-        offsets = torch.tensor(counts).cumsum(0).int()
-        with Graph():
-            got = moe.row_matmul(x, weights, offsets)
-        groups = torch.arange(5).repeat_interleave(torch.tensor(counts))
-        with bounding():
-            rows = zip(groups, x.double(), strict=True)
-            expected = torch.stack([weights[g].double() @ row for g, row in rows])
-        assert_within_budget("rows", got, expected)
-
-
-def test_packed_experts_row_by_row():
-    """fp8 experts while a graph is captured: the same sums, no unique experts looked up."""
-    generator = torch.Generator().manual_seed(1)
-    experts = PackedExperts("fp8", 6, 32, 48, lambda g, u: g * u, torch.device("cpu"))
-    for part in (experts.gate_up_proj, experts.down_proj):
-        part.weight.copy_(torch.randn(part.weight.shape, generator=generator).to(part.weight.dtype))
-        part.scale.copy_(torch.rand(part.scale.shape, generator=generator))
-    x = torch.randn(23, 32, generator=generator)
-    ids = torch.randint(6, (23, 2), generator=generator)
-    weights = torch.rand(23, 2, generator=generator)
-    expected = experts(x, ids, weights)
-    gate_up = dequantize_fp8(experts.gate_up_proj.weight, experts.gate_up_proj.scale, x.dtype)
-    down = dequantize_fp8(experts.down_proj.weight, experts.down_proj.scale, x.dtype)
-    gate_up, down = gate_up.double(), down.double()
-    with bounding():
-        plain = sum(
-            weights[:, j, None].double() * torch.stack([down[e] @ ((gate_up[e, 0] @ v) * (gate_up[e, 1] @ v)) for e, v in zip(ids[:, j], x.double(), strict=True)])
-            for j in range(2)
-        )  # fmt: skip
-    with capturable(), Graph():
-        got = experts(x, ids, weights)
-    assert_within_budget("row by row", got, plain)
-    assert_within_budget("some at a time", expected, plain)

@@ -26,7 +26,7 @@ from quire.models.engine.graphs import WARM_UP_RUNS, DecodeGraphs, sizes_to_capt
 from quire.models.engine.memory import free_memory, model_cache
 from quire.models.engine.request import SamplingParams
 from quire.models.engine.speculative import NGramDrafter
-from quire.models.layers import attention, moe, per_layer
+from quire.models.layers import attention, per_layer
 from quire.models.layers.per_layer import HostEmbedding
 from quire.models.loading.weights import build_model
 from tests.models.engine.test_graphs import NAMES
@@ -362,19 +362,3 @@ def test_a_tensor_of_the_host_is_seen(broken, monkeypatch):
     model = build_model(get_config("gemma4-tiny"), device=META, dtype=torch.float32)
     with pytest.raises(AssertionError, match="cpu"):
         capture_without_storage(model, monkeypatch)
-
-
-@pytest.mark.parametrize(
-    ("capability", "dtype", "grouped"),
-    [
-        ((8, 0), torch.bfloat16, False), ((8, 9), torch.bfloat16, False), ((12, 0), torch.bfloat16, False),
-        ((9, 0), torch.bfloat16, True), ((10, 3), torch.bfloat16, True), ((9, 0), torch.float32, False),
-    ],
-)  # fmt: skip
-def test_grouped_products_only_where_torch_has_a_kernel(capability, dtype, grouped, monkeypatch):
-    """Elsewhere torch's grouped_mm waits for the offsets, which no graph can hold."""
-    config = few("gemma4-moe-tiny")
-    calls, grouped_mm = [], moe.F.grouped_mm
-    monkeypatch.setattr(moe.F, "grouped_mm", lambda *a, **k: [calls.append(a), grouped_mm(*a, **k)][1])  # fmt: skip
-    capture_without_storage(build_model(config, device=META, dtype=dtype), monkeypatch, capability)
-    assert bool(calls) == grouped

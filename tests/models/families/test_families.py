@@ -137,10 +137,18 @@ def _tied(model, monkeypatch):
     model.lm_head = None
 
 
-def _no_plus_one(gate, up):
-    limit = SWIGLU["swiglu_limit"]
-    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return up * gate * torch.sigmoid(SWIGLU["swiglu_alpha"] * gate)
+def _not_in_turns(model, monkeypatch):
+    original = moe.run_experts
+
+    def halves(rows):
+        """The first half as gate, the second as up: [num_experts, 2, width, ...]."""
+        return rows.transpose(1, 2).flatten(1, 2).unflatten(1, (2, -1))
+
+    def run(x, ids, weights, gate_up, down, **options):
+        options["gate_up_bias"] = halves(options["gate_up_bias"])
+        return original(x, ids, weights, halves(gate_up), down, **options)
+
+    monkeypatch.setattr(gpt_oss, "run_experts", run)
 
 
 def _rope(**changes):
@@ -195,12 +203,12 @@ SENSITIVITIES = {
         "no bias of o": _linear_bias("o_proj"),
         "no bias of the router": weights("router.bias", 0.0),
         "softmax over all experts": _softmax_over_all,
-        "gate and up not in turns": _experts(interleaved=False),
+        "gate and up not in turns": _not_in_turns,
         "no bias of gate and up": _experts(gate_up_bias=None),
         "no bias of down": _experts(down_bias=None),
         "no limit": _swiglu({"swiglu_limit": 1e9}),
         "plain SiLU": _swiglu({"swiglu_alpha": 1.0}),
-        "no up + 1": patched(gpt_oss, "clamped_swiglu", _no_plus_one),
+        "no up + 1": _experts(up_offset=0.0),
     },
 }
 

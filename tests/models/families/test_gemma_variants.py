@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from quire.bench.common.bounds import bounding
+from quire.kernels.experts import torch_impl as experts
+from quire.kernels.gating.torch_impl import gated_product
 from quire.models.config.named import FULL, SLIDING, get_config
-from quire.models.families import gemma, gemma_moe
+from quire.models.families import gemma
 from quire.models.families.gemma_moe import Router
 from quire.models.layers import basic as layers
 from quire.models.layers.per_layer import HostEmbedding
@@ -134,7 +136,7 @@ SENSITIVITIES = {
         "no MLP beside the experts": _feedforward(_experts_alone),
         "no norm over the sum": _layer(_outer_norm_of_mlp_only),
         "gate and up exchanged": patched(
-            gemma_moe, "_gated_gelu", lambda gate, up: layers.gelu_tanh(up) * gate
+            experts, "gated_product", lambda gate, up, **more: gated_product(up, gate, **more)
         ),
     },
 }

@@ -5,12 +5,15 @@ import torch
 
 from quire.kernels.attention import triton_impl
 from quire.models.config.named import get_config
+from quire.models.families import gpt_oss
 from quire.models.loading.random_weights import random_model
 from tests.support.models.hand_paged import HandPaged
-from tests.support.models.launches import launches_of_layers
+from tests.support.models.launches import launches_of_layers, one_product
 
 # Two or three of them are attention and the write of its rows, four matrix products.
 BARS = {"llama-tiny": 11, "gemma3-tiny": 11, "gemma4-tiny": 11, "gemma4-e-tiny": 15}
+# With experts: of these, routing takes four launches, its product in fp32 included (gpt-oss: two), the experts four.
+WITH_EXPERTS = {"gemma4-moe-tiny": 22, "gpt-oss-tiny": 15}
 
 
 def decode_launches(name, monkeypatch, context=4000):
@@ -31,3 +34,12 @@ def test_launches_of_a_layer(name, monkeypatch):
         more = name == "gemma4-e-tiny"
         assert counts["linear"] == 4 + 2 * more
         assert counts["residual_norm_kernel"] == 2 + more
+
+
+@pytest.mark.parametrize("name", WITH_EXPERTS)
+def test_launches_of_a_layer_with_experts(name, monkeypatch):
+    monkeypatch.setattr(gpt_oss, "linear_fp32", one_product)
+    for counts in decode_launches(name, monkeypatch):
+        assert counts.total() <= WITH_EXPERTS[name], counts
+        for kernel in ("route", "order", "gate_up", "down", "combine"):
+            assert counts[f"{kernel}_kernel"] == 1

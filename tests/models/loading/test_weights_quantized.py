@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quire.bench.common.hf_checkpoint import save_checkpoint
+from quire.kernels.common.dequantize import dequantize_fp8, dequantize_mxfp4
 from quire.models.config.named import get_config
 from quire.models.engine import memory
 from quire.models.layers.basic import Linear
-from quire.models.layers.dequantize import dequantize_fp8, dequantize_mxfp4
 from quire.models.loading.random_weights import random_model
 from quire.models.loading.weights import load_model
 

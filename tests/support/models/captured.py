@@ -32,6 +32,7 @@ KERNELS = {
     paged_attention: ("write_latent", "compress", "index_topk", "compressed_attention"),
     overlap: ("copy_overlap",),
     rope: ("write_latent",),
+    moe: ("expert_mlp",),
 }
 ON_HOST = ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")
 FROM_HOST = ("tensor", "as_tensor", "from_numpy")
@@ -180,8 +181,6 @@ class Captures:
             for owner, names in ((torch.Tensor, ON_HOST), (torch, FROM_HOST)):
                 for name in names:
                     patch.setattr(owner, name, on_host(name, getattr(owner, name)))
-            # Where there is no grouped product for the dtype, as on a GPU for fp32.
-            patch.setattr(moe, "_has_grouped_mm", lambda *_: False)
             yield
 
 

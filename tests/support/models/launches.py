@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -47,6 +48,11 @@ def _storages(values):
     """Addresses of the memory of all tensors among values."""
     tensors = [x for x in tree_leaves(values) if isinstance(x, Tensor)]
     return {x.untyped_storage().data_ptr() for x in tensors}
+
+
+def one_product(x, weight):
+    """``linear_fp32`` as a device runs it, with a result of its dtype: one launch."""
+    return torch.zeros(len(x), len(weight))
 
 
 def launches_of_layers(model, forward, monkeypatch):

@@ -1,0 +1,1 @@
+"""Mixture of experts: the gated MLPs that tokens go to, as grouped products."""

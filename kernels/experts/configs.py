@@ -1,0 +1,64 @@
+"""Tile shapes of ``expert_mlp`` as a pure function of host integers.
+
+Decode reads each expert's weights once for up to 16 rows: many small programs, each with some tiles
+of weights on their way. Prefill has more rows of an expert than a tile of 64 or 128 holds.
+
+``python -m bench.static --only experts`` shows registers and shared memory of each shape.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ExpertConfig:
+    """One launch.
+
+    Attributes:
+        block_m: rows of an expert in a tile.
+        block_n: rows of its matrix; a multiple of 2, as gate and up come in pairs.
+        block_k: columns of its matrix; a power of two in 32..128.
+        num_warps: warps of a program.
+        num_stages: stages of the pipeline.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+# By the rows of an expert that are enough for the tile, fewest first.
+PLAIN = {
+    1: ExpertConfig(16, 32, 128, 4, 4),
+    17: ExpertConfig(64, 128, 64, 4, 3),
+    65: ExpertConfig(128, 128, 64, 8, 3),
+}
+# Of quantized weights the bytes of a tile are fewer, and the work on them is the program's own.
+PACKED = {
+    1: ExpertConfig(16, 64, 128, 4, 4),
+    17: ExpertConfig(64, 64, 128, 4, 3),
+    65: ExpertConfig(128, 128, 64, 8, 3),
+}
+# No matrix instruction multiplies fp32, but with 64 rows Triton 3.7.1 takes that of tf32 on sm_100
+# for dequantized weights, whatever input_precision says.
+FP32 = {
+    1: ExpertConfig(16, 32, 32, 4, 3),
+    17: ExpertConfig(32, 64, 32, 8, 2),
+}
+
+
+def select_config(num_rows: int, num_experts: int, dtype_bytes: int, packed: bool) -> ExpertConfig:
+    """Tile shape of both products.
+
+    Args:
+        num_rows: of all experts together, num_tokens * k.
+        num_experts: those that there are.
+        dtype_bytes: of a value of x, 2 or 4.
+        packed: whether the weights are quantized.
+    """
+    table = FP32 if dtype_bytes == 4 else PACKED if packed else PLAIN
+    rows = max(1, -(-num_rows // num_experts))
+    return table[max(least for least in table if least <= rows)]
