@@ -149,6 +149,7 @@ def test_folders_of_bench_know_few_others():
         ("kernels", "peers"),
         ("pages", "static"),
         ("peers", "cases"),
+        ("prefill_decode", "peers"),
         ("tune", "cases"),
         ("tune", "kernels"),
         ("tune", "peers"),

@@ -200,7 +200,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
 WRAPPERS = (BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper)
 
 
-def install(monkeypatch, *, dtypes=(torch.float32, torch.bfloat16)) -> ModuleType:
+def install(monkeypatch, *, head_dims=support.HEAD_DIMS) -> ModuleType:
     """Puts it in the place of the package, on CPUs and in fp32 too."""
     module = ModuleType("flashinfer")
     module.__version__ = "stand-in"
@@ -208,6 +208,7 @@ def install(monkeypatch, *, dtypes=(torch.float32, torch.bfloat16)) -> ModuleTyp
         setattr(module, wrapper.__name__, wrapper)
     monkeypatch.setitem(sys.modules, "flashinfer", module)
     monkeypatch.setattr(support, "DEVICES", ("cpu",))
-    monkeypatch.setattr(support, "DTYPES", dtypes)
+    monkeypatch.setattr(support, "DTYPES", (torch.float32,))
+    monkeypatch.setattr(support, "HEAD_DIMS", head_dims)
     monkeypatch.setattr("quire.models.flashinfer.wrappers.WORKSPACE_BYTES", 2**10)
     return module

@@ -59,7 +59,7 @@ def gemma():
     return random_model(of_64("gemma3-tiny"), device="cpu")
 
 
-LENGTHS = (1, 15, 16, 17, 47, 48, 49, 140, 31)
+LENGTHS = (1, 15, 16, 17, 48, 49, 110, 31)
 
 
 def test_ragged_requests_equal_each_alone(model, flashinfer, seen):
@@ -119,7 +119,6 @@ def test_decode_through_fixed_buffers(gemma, flashinfer, seen):
     """Batches of 1 to 4 are padded to the sizes of graphs; their wrappers have buffers that keep their place."""
     graphed = served(gemma, impl="flashinfer", decode_graphs=True)
     assert seen["plan"] > len(graphs.batch_sizes(4)), "planned when captured, and before replays"
-    assert graphed == served(gemma, impl="flashinfer", decode_graphs=False)
     assert graphed == served(gemma, impl="torch", decode_graphs=False)
 
 
