@@ -26,7 +26,7 @@ from quire.models.flashinfer import wrappers
 
 from ..cases.latent_problem import AttentionProblem
 from ..cases.problem import Problem
-from .folder import file_in, installed
+from .folder import BUILT, file_in, installed
 from .peer import Call, Peer, Unsupported
 
 # (head_dim, whether there is a window) of the kernels that the named shapes and the main job use.
@@ -34,7 +34,6 @@ KERNELS = ((128, False), (256, True), (128, True), (256, False), (512, False))
 # Channels of V3's latents with and without the roped ones: its kernel is one of its own.
 MLA_DIM, MLA_VALUE_DIM = 576, 512
 MLA_BACKEND = "fa3"
-BUILT = "flashinfer_built.json"
 
 
 def flashinfer_peer(folder: Path | None) -> Peer:
