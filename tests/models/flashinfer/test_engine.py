@@ -4,15 +4,19 @@ import sys
 from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from quire.bench.prefill_decode.verify import e4m3_values
+from quire.kvcore.arrays import ragged_arange
 from quire.models.config.named import get_config
 from quire.models.engine import graphs
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.speculative import NGramDrafter
-from quire.models.flashinfer.planner import FixedStep
+from quire.models.engine.warm_up import warm_up
+from quire.models.flashinfer import planner
+from quire.models.flashinfer.planner import FixedStep, StepPlanner
 from quire.models.flashinfer.rows import Sequences
 from quire.models.loading.random_weights import random_model
 from tests.models.engine.test_engine import Recorder, prompt
@@ -42,6 +46,33 @@ def seen(monkeypatch):
     return counts
 
 
+@pytest.fixture
+def written_first(monkeypatch):
+    """Checks of every step that no row is written to a place that is still read from pages; counts the rows that windows see."""
+    step, counts = StepPlanner.step, Counter()
+
+    def checked(self, plan):
+        prepared = step(self, plan)
+        for g, group in enumerate(prepared.groups):
+            last = prepared.num_decodes if group.gathered else len(plan.slots)
+            if not last:
+                continue
+            sequences = Sequences(self.kv, plan, g, 0, last)
+            size, window = sequences._block_size, sequences._window or 2**30
+            context, starts = sequences._context, sequences._starts
+            low = np.minimum(np.maximum(context.first_tokens, starts - window + 1), starts)
+            rows, positions = ragged_arange(low, starts - low)
+            blocks = positions // size - context.first_tokens[rows] // size
+            read = context.indices[context.indptr[rows] + blocks] * size + positions % size
+            counts[self.kv.layout.groups[g].kind] += len(read)
+            assert not np.isin(plan.slot_mapping[g], read).any()
+            assert (read >= size).all(), "the null page is read by nobody"
+        return prepared
+
+    monkeypatch.setattr(StepPlanner, "step", checked)
+    return counts
+
+
 def of_64(name, **changes):
     """A tiny configuration with heads of a size that FlashInfer has."""
     config = few(name)
@@ -62,7 +93,7 @@ def gemma():
 LENGTHS = (1, 15, 16, 17, 48, 49, 110, 31)
 
 
-def test_ragged_requests_equal_each_alone(model, flashinfer, seen):
+def test_ragged_requests_equal_each_alone(model, flashinfer, seen, written_first):
     """Prompts cut into steps of 48, of which windows of 16 keep the last rows only, beside decodes; then the same with hits."""
     run = Recorder(model, impl="flashinfer")
     ids = [run.add(prompt(n, seed=n), max_tokens=3 + n % 20) for n in LENGTHS]
@@ -74,6 +105,7 @@ def test_ragged_requests_equal_each_alone(model, flashinfer, seen):
     again = [run.add(prompt(n, seed=n) + prompt(9), max_tokens=3) for n in LENGTHS]
     run.run()
     assert sum(run.check(request_id).num_cached_tokens for request_id in again) > 0
+    assert min(written_first["dense"], written_first["window"]) > 1000
 
 
 def test_each_group_is_planned_once_a_step(flashinfer):
@@ -92,7 +124,7 @@ def test_each_group_is_planned_once_a_step(flashinfer):
     assert engine._builder.num_groups < model.config.num_layers
 
 
-def test_drafts(gemma, flashinfer, seen):
+def test_drafts(gemma, flashinfer, written_first):
     """Rows of drafts are in pages, those that are taken back too."""
     run = Recorder(gemma, impl="flashinfer", drafter=NGramDrafter(3, min_ngram=1))
     ids = [run.add(prompt(7, seed=n) * 6, max_tokens=16) for n in range(2)]
@@ -103,6 +135,7 @@ def test_drafts(gemma, flashinfer, seen):
         run.check(request_id)
     totals = run.engine.totals
     assert totals.num_drafts > totals.num_accepted > 0
+    assert written_first["window"] > 100
 
 
 def served(model, **settings):
@@ -120,6 +153,18 @@ def test_decode_through_fixed_buffers(gemma, flashinfer, seen):
     graphed = served(gemma, impl="flashinfer", decode_graphs=True)
     assert seen["plan"] > len(graphs.batch_sizes(4)), "planned when captured, and before replays"
     assert graphed == served(gemma, impl="torch", decode_graphs=False)
+
+
+def test_steps_of_padding(gemma, flashinfer):
+    """What an engine on a GPU compiles at its start: decodes beside a prompt, and windows whose keys are copied. Nothing is written."""
+    config = EngineConfig(impl="flashinfer", num_pages=300, max_num_seqs=3, max_num_batched_tokens=40)  # fmt: skip
+    engine = Engine(gemma, config)
+    planned, plan = [], planner.plan_prefill
+    with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
+        patch.setattr(planner, "plan_prefill", lambda *a: (planned.append(a[1]), plan(*a)))
+        warm_up(engine._run, engine._builder, config, engine.max_model_len, torch.device("cpu"))
+    assert {shape.sliding_window for shape in planned} == {None, 16}
+    assert all(not tensor.any() for tensor in engine.pool.tensors)
 
 
 def test_drafts_run_without_graphs(gemma, flashinfer):
