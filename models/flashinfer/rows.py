@@ -56,6 +56,7 @@ class Sequences:
 
     def paged(self) -> Rows:
         """Pages of all keys, the step's own too."""
+        assert self.are_kept
         size, context = self._block_size, self._context
         started = -(-self._starts // size)
         num_started = -(-self._ends // size) - started

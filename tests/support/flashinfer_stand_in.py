@@ -19,7 +19,7 @@ from quire.models.flashinfer import support
 INT_DTYPE = torch.int32
 
 
-class _Wrapper:
+class Wrapper:
     """What both have in common."""
 
     def _begin(self, workspace, kv_layout, backend):
@@ -55,7 +55,7 @@ class _Wrapper:
         self._cu, self._planned = cu.clone(), (heads, options)
         self.plans += 1
 
-    def _run(self, q, paged_kv_cache, out, k_scale, v_scale, causal):
+    def compute(self, q, paged_kv_cache, out, k_scale, v_scale, causal):
         (num_heads, num_kv_heads, head_dim, page_size), options = self._planned
         k_cache, v_cache = paged_kv_cache
         assert k_cache.shape[1:] == v_cache.shape[1:] == (page_size, num_kv_heads, head_dim)
@@ -104,7 +104,7 @@ class _Wrapper:
         return out
 
 
-class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
+class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
     """One query a sequence, which sees all keys of a window at their end."""
 
     def __init__(
@@ -154,10 +154,10 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
 
     def run(self, q, paged_kv_cache, *args, k_scale=None, v_scale=None, out=None):
         assert not args
-        return self._run(q, paged_kv_cache, out, k_scale, v_scale, causal=False)
+        return self.compute(q, paged_kv_cache, out, k_scale, v_scale, causal=False)
 
 
-class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
+class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
     """Queries are the last keys of their sequence."""
 
     def __init__(self, float_workspace_buffer, kv_layout="NHD", *, backend="auto"):
@@ -194,7 +194,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
 
     def run(self, q, paged_kv_cache, *args, k_scale=None, v_scale=None, out=None):
         assert not args
-        return self._run(q, paged_kv_cache, out, k_scale, v_scale, causal=self._causal)
+        return self.compute(q, paged_kv_cache, out, k_scale, v_scale, causal=self._causal)
 
 
 WRAPPERS = (BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper)

@@ -18,9 +18,11 @@ from quire.models.engine.warm_up import warm_up
 from quire.models.flashinfer import planner
 from quire.models.flashinfer.planner import FixedStep, StepPlanner
 from quire.models.flashinfer.rows import Sequences
+from quire.models.layers import attention
 from quire.models.loading.random_weights import random_model
 from tests.models.engine.test_engine import Recorder, prompt
 from tests.support import flashinfer_stand_in
+from tests.support.models.captured import Captures, captured_engine
 from tests.support.models.few import few
 
 
@@ -138,20 +140,30 @@ def test_drafts(gemma, flashinfer, written_first):
     assert written_first["window"] > 100
 
 
-def served(model, **settings):
+def served(model, make=Engine, **settings):
     config = EngineConfig(max_num_seqs=4, max_num_batched_tokens=48, num_pages=600, **settings)
-    engine = Engine(model, config)
-    ids = [engine.add_request(prompt(n, seed=n)) for n in LENGTHS]
+    engine = make(model, config)
+    ids = [engine.add_request(prompt(n, seed=n)) for n in (1, 15, 16, 17, 49)]
     outputs = {}
     while engine.has_work:
         outputs |= {output.request_id: output.token_ids for output in engine.step().finished}
     return [outputs[i] for i in ids]
 
 
-def test_decode_through_fixed_buffers(gemma, flashinfer, seen):
-    """Batches of 1 to 4 are padded to the sizes of graphs; their wrappers have buffers that keep their place."""
-    graphed = served(gemma, impl="flashinfer", decode_graphs=True)
-    assert seen["plan"] > len(graphs.batch_sizes(4)), "planned when captured, and before replays"
+def test_decode_through_graphs(gemma, flashinfer, seen):
+    """Captured (`tests.support.models.captured`) and replayed after other plans, which write to the buffers of the wrappers' runs; batches of 1 to
+    4 are padded to the sizes of graphs."""
+    kernels = {attention: ("write_kv",), flashinfer_stand_in.Wrapper: ("compute",)}
+    captures = Captures(kernels)
+    graphed = served(
+        gemma,
+        lambda *arguments: captured_engine(*arguments, captures),
+        impl="flashinfer",
+        decode_graphs=True,
+    )
+    num_graphs = len(graphs.batch_sizes(4))
+    assert len(captures.graphs) == num_graphs and captures.num_replays > 10
+    assert seen["plan"] == num_graphs + captures.num_replays
     assert graphed == served(gemma, impl="torch", decode_graphs=False)
 
 
