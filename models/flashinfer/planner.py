@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..engine.batch import Staging
 from ..layers.kv_cache import E4M3
-from .rows import Sequences, as_int32, as_rows
+from .rows import GroupKeys, Sequences, as_int32, as_rows
 from .step import GATHERED_BLOCK, Gathered, GroupStep, PreparedStep
 from .support import expect_supported
 from .wrappers import (
@@ -97,18 +97,19 @@ class StepPlanner:
         n = len(counts)
         num_decodes = int(is_longer.argmax()) if is_longer.any() else n
         cu_seqlens_q = as_int32(plan.cu_seqlens_q[num_decodes:] - num_decodes)
+        short, long = Sequences(plan, 0, num_decodes), Sequences(plan, num_decodes, n)
         self.wait()
         groups = []
         for g in range(len(self.shapes)):
             decode = prefill = gathered = None
             if num_decodes:
-                decode = self._decode(g, Sequences(self.kv, plan, g, 0, num_decodes).paged())
+                decode = self._decode(g, GroupKeys(self.kv, plan, g, short).paged())
             if num_decodes < n:
-                sequences = Sequences(self.kv, plan, g, num_decodes, n)
-                if sequences.are_kept:
-                    prefill = self._prefill(g, cu_seqlens_q, sequences.paged())
+                keys = GroupKeys(self.kv, plan, g, long)
+                if keys.are_kept:
+                    prefill = self._prefill(g, cu_seqlens_q, keys.paged())
                 else:
-                    *arrays, copies = sequences.gather()
+                    *arrays, copies = keys.gather()
                     prefill = self._prefill(g, cu_seqlens_q, copies, gathered=True)
                     num_pages = len(copies.indices)
                     gathered = Gathered(*self._staging.send(arrays), num_decodes, num_pages)
@@ -224,11 +225,12 @@ class FixedStep:
     def plan(self, plan: StepPlan | None) -> None:
         """Plans for a step, to be called between the plan and its commit, or for padding alone."""
         planner = self._planner
+        sequences = None if plan is None else Sequences(plan, 0, len(plan.slots))
         planner.wait()
         for g, (group, shape) in enumerate(zip(self.step.groups, planner.shapes, strict=True)):
             rows = None
             if plan is not None:
-                rows = Sequences(planner.kv, plan, g, 0, len(plan.slots)).paged()
+                rows = GroupKeys(planner.kv, plan, g, sequences).paged()
             plan_decode(group.decode, shape, padded(rows, self._num_seqs))
         planner.note_copies()
 
@@ -243,6 +245,8 @@ def padded(rows: Rows | None, num_seqs: int) -> Rows:
     if rows is None:
         rows = as_rows([0], [], [])
     missing = num_seqs - len(rows.last_page_len)
+    if not missing:
+        return rows
     ones, pages = as_int32(np.ones(missing)), as_int32(np.zeros(missing))
     indptr = rows.indptr[-1] + as_int32(np.arange(1, missing + 1))
     return Rows(

@@ -17,6 +17,58 @@ if TYPE_CHECKING:
     from quire.kvcore import KVCache, PagedRows, StepPlan
 
 
+class StartedBlocks(NamedTuple):
+    """Blocks that sequences start in a step.
+
+    Attributes:
+        ends: [num_seqs + 1] int32, prefix sums of their number.
+        counts: [num_seqs] int64.
+        tokens: the first token of each, among those of the sequences.
+        last_page_len: [num_seqs] int32 tensor, rows in the last block after the step.
+    """
+
+    ends: Any
+    counts: Any
+    tokens: Any
+    last_page_len: torch.Tensor
+
+
+class Sequences:
+    """Some sequences of a step that follow each other: what is the same in all cache groups.
+
+    Args:
+        plan: of the step.
+        first, last: of its sequences.
+
+    Attributes:
+        slots: [num_seqs] the allocator's slots.
+        tokens: of the step's tokens, those of these sequences.
+        starts, ends: [num_seqs] int64, positions of the first new token and behind the last.
+    """
+
+    def __init__(self, plan: StepPlan, first: int, last: int) -> None:
+        self.slots = plan.slots[first:last]
+        self.tokens = slice(int(plan.cu_seqlens_q[first]), int(plan.cu_seqlens_q[last]))
+        self.ends = plan.seq_lens[first:last].astype(np.int64)
+        self.starts = self.ends - plan.num_new_tokens[first:last]
+        self._cu = plan.cu_seqlens_q[first:last] - plan.cu_seqlens_q[first]
+        self._started: dict[int, StartedBlocks] = {}
+
+    def started(self, block_size: int) -> StartedBlocks:
+        """Blocks of this size that they start."""
+        if block_size not in self._started:
+            first = -(-self.starts // block_size)
+            counts = -(-self.ends // block_size) - first
+            rows, blocks = ragged_arange(first, counts)
+            self._started[block_size] = StartedBlocks(
+                starts_of(counts).astype(np.int32),
+                counts,
+                self._cu[rows] + blocks * block_size - self.starts[rows],
+                as_int32((self.ends - 1) % block_size + 1),
+            )
+        return self._started[block_size]
+
+
 class GatherPlan(NamedTuple):
     """`Gathered` before it is on the device: arrays of int64, and the rows of the copies."""
 
@@ -27,8 +79,8 @@ class GatherPlan(NamedTuple):
     copies: Rows
 
 
-class Sequences:
-    """Some sequences of a step that follow each other, in one cache group.
+class GroupKeys:
+    """Where the keys of sequences are, in one cache group.
 
     To be asked between the plan and its commit.
 
@@ -36,61 +88,68 @@ class Sequences:
         kv: the allocator.
         plan: of the step.
         group: a dense or window group with one table.
-        first, last: of the step's sequences.
+        sequences: of the step.
+
+    Attributes:
+        context: pages of the keys before the step.
+        new_slots: [num_tokens] int64, where the step's own are written; -1 = nowhere.
     """
 
-    def __init__(self, kv: KVCache, plan: StepPlan, group: int, first: int, last: int) -> None:
-        spec = kv.layout.groups[group]
-        self._block_size, self._window = spec.block_size, spec.sliding_window
-        self._context: PagedRows = paged_rows(kv, group, plan.slots[first:last])
-        self._ends = plan.seq_lens[first:last].astype(np.int64)
-        self._starts = self._ends - plan.num_new_tokens[first:last]
-        self._cu = plan.cu_seqlens_q[first : last + 1] - plan.cu_seqlens_q[first]
-        tokens = slice(int(plan.cu_seqlens_q[first]), int(plan.cu_seqlens_q[last]))
-        self._slots = plan.slot_mapping[kv.table_index(group), tokens]
+    def __init__(self, kv: KVCache, plan: StepPlan, group: int, sequences: Sequences) -> None:
+        self.spec = kv.layout.groups[group]
+        self.context: PagedRows = paged_rows(kv, group, sequences.slots)
+        self.new_slots = plan.slot_mapping[kv.table_index(group), sequences.tokens]
+        self._sequences = sequences
 
     @property
     def are_kept(self) -> bool:
         """Whether all new rows will be in pages; those of a window need not."""
-        return bool((self._slots >= 0).all())
+        return bool(self.new_slots.min() >= 0)
 
     def paged(self) -> Rows:
         """Pages of all keys, the step's own too."""
         assert self.are_kept
-        size, context = self._block_size, self._context
-        started = -(-self._starts // size)
-        num_started = -(-self._ends // size) - started
-        num_kept = np.diff(context.indptr).astype(np.int64)
-        indptr = _starts_of(num_kept + num_started)
-        indices = np.empty(int(indptr[-1]), dtype=np.int32)
-        kept = ragged_arange(indptr[:-1], num_kept)[1]
-        new = ragged_arange(indptr[:-1] + num_kept, num_started)[1]
-        rows, blocks = ragged_arange(started, num_started)
-        indices[kept] = context.indices
-        indices[new] = self._slots[self._cu[rows] + blocks * size - self._starts[rows]] // size
-        return as_rows(indptr, indices, (self._ends - 1) % size + 1)
+        started, context = self._sequences.started(self.spec.block_size), self.context
+        indices, indptr = context.indices, context.indptr
+        if len(started.tokens):
+            pages = self.new_slots[started.tokens] // self.spec.block_size
+            indices = np.insert(indices, indptr[1:].repeat(started.counts), pages)
+            indptr = indptr + started.ends
+        return Rows(as_int32(indptr), as_int32(indices), started.last_page_len)
+
+    def kept(self) -> tuple[Any, Any, Any, Any]:
+        """Keys before the step that its queries see.
+
+        Returns:
+            ([num_seqs] position of each sequence's first, [num_kept] sequences, positions and pages
+            of all), int64.
+        """
+        context, starts, size = self.context, self._sequences.starts, self.spec.block_size
+        low = context.first_tokens
+        if self.spec.sliding_window is not None:
+            low = np.maximum(low, starts - (self.spec.sliding_window - 1))
+        low = np.minimum(low, starts)
+        rows, positions = ragged_arange(low, starts - low)
+        blocks = positions // size - context.first_tokens[rows] // size
+        pages = context.indices[context.indptr[rows] + blocks].astype(np.int64)
+        return low, rows, positions, pages
 
     def gather(self) -> GatherPlan:
         """How to copy the keys that queries see in a window, each sequence from a page of its own.
 
         The context is read from pages, the step's own rows are not.
         """
-        assert self._window is not None
-        context, size = self._context, self._block_size
-        low = np.maximum(self._starts - (self._window - 1), context.first_tokens)
-        low = np.minimum(low, self._starts)
-        lengths = self._ends - low
-        indptr = _starts_of(-(-lengths // GATHERED_BLOCK))
+        low, rows, positions, pages = self.kept()
+        starts, ends = self._sequences.starts, self._sequences.ends
+        lengths = ends - low
+        indptr = starts_of(-(-lengths // GATHERED_BLOCK))
         base = indptr[:-1] * GATHERED_BLOCK - low  # of a position, in the copies
-        rows, positions = ragged_arange(low, self._starts - low)
-        blocks = positions // size - context.first_tokens[rows] // size
-        pages = context.indices[context.indptr[rows] + blocks].astype(np.int64)
         kept_at = base[rows] + positions
-        new_rows, new_positions = ragged_arange(self._starts, self._ends - self._starts)
+        new_rows, new_positions = ragged_arange(starts, ends - starts)
         indices = np.arange(indptr[-1])
         copies = as_rows(indptr, indices, (lengths - 1) % GATHERED_BLOCK + 1)
         new_at = base[new_rows] + new_positions
-        return GatherPlan(pages, positions % size, kept_at, new_at, copies)
+        return GatherPlan(pages, positions % self.spec.block_size, kept_at, new_at, copies)
 
 
 def as_rows(indptr: Any, indices: Any, last_page_len: Any) -> Rows:
@@ -103,6 +162,6 @@ def as_int32(array: Any) -> torch.Tensor:
     return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int32))
 
 
-def _starts_of(counts: Any) -> Any:
+def starts_of(counts: Any) -> Any:
     """[n + 1] int64 prefix sums of counts [n]."""
     return np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(counts)))

@@ -35,8 +35,8 @@ class Gathered:
         """Pages [num_pages, GATHERED_BLOCK, num_kv_heads, head_dim] of keys and of values.
 
         Args:
-            cache: of the layer; the step's rows are not written yet, as they may take the places of
-                rows that its first queries see.
+            cache: of the layer, before the step's rows are written: then it does not matter where
+                these go.
             k, v: [num_tokens, num_kv_heads, head_dim].
         """
         kept_k, kept_v = cache.rows(self.pages, self.rows, k.dtype)

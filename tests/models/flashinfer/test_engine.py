@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from quire.bench.prefill_decode.verify import e4m3_values
-from quire.kvcore.arrays import ragged_arange
 from quire.models.config.named import get_config
 from quire.models.engine import graphs
 from quire.models.engine.engine import Engine, EngineConfig
@@ -17,8 +16,9 @@ from quire.models.engine.speculative import NGramDrafter
 from quire.models.engine.warm_up import warm_up
 from quire.models.flashinfer import planner
 from quire.models.flashinfer.planner import FixedStep, StepPlanner
-from quire.models.flashinfer.rows import Sequences
+from quire.models.flashinfer.rows import GroupKeys, Sequences
 from quire.models.layers import attention
+from quire.models.layers.kv_cache import E4M3
 from quire.models.loading.random_weights import random_model
 from tests.models.engine.test_engine import Recorder, prompt
 from tests.support import flashinfer_stand_in
@@ -43,7 +43,7 @@ def counted(counts, name, call):
 def seen(monkeypatch):
     """How often each thing happened: keys gathered, read from pages, plans for graphs."""
     counts = Counter()
-    for owner, name in ((Sequences, "gather"), (Sequences, "paged"), (FixedStep, "plan")):
+    for owner, name in ((GroupKeys, "gather"), (GroupKeys, "paged"), (FixedStep, "plan")):
         monkeypatch.setattr(owner, name, counted(counts, name, getattr(owner, name)))
     return counts
 
@@ -59,14 +59,11 @@ def written_first(monkeypatch):
             last = prepared.num_decodes if group.gathered else len(plan.slots)
             if not last:
                 continue
-            sequences = Sequences(self.kv, plan, g, 0, last)
-            size, window = sequences._block_size, sequences._window or 2**30
-            context, starts = sequences._context, sequences._starts
-            low = np.minimum(np.maximum(context.first_tokens, starts - window + 1), starts)
-            rows, positions = ragged_arange(low, starts - low)
-            blocks = positions // size - context.first_tokens[rows] // size
-            read = context.indices[context.indptr[rows] + blocks] * size + positions % size
-            counts[self.kv.layout.groups[g].kind] += len(read)
+            keys = GroupKeys(self.kv, plan, g, Sequences(plan, 0, last))
+            size = keys.spec.block_size
+            _, _, positions, pages = keys.kept()
+            read = pages * size + positions % size
+            counts[keys.spec.kind] += len(read)
             assert not np.isin(plan.slot_mapping[g], read).any()
             assert (read >= size).all(), "the null page is read by nobody"
         return prepared
@@ -168,14 +165,22 @@ def test_decode_through_graphs(gemma, flashinfer, seen):
 
 
 def test_steps_of_padding(gemma, flashinfer):
-    """What an engine on a GPU compiles at its start: decodes beside a prompt, and windows whose keys are copied. Nothing is written."""
-    config = EngineConfig(impl="flashinfer", num_pages=300, max_num_seqs=3, max_num_batched_tokens=40)  # fmt: skip
+    """What an engine on a GPU compiles at its start: kernels for pages, and for copies of keys, which are not quantized. Nothing is written."""
+    config = EngineConfig(
+        impl="flashinfer",
+        num_pages=300,
+        max_num_seqs=3,
+        max_num_batched_tokens=40,
+        kv_cache_dtype="fp8_per_tensor",
+    )
     engine = Engine(gemma, config)
-    planned, plan = [], planner.plan_prefill
+    planned, plan = set(), planner.plan_prefill
     with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
-        patch.setattr(planner, "plan_prefill", lambda *a: (planned.append(a[1]), plan(*a)))
+        patch.setattr(planner, "plan_prefill", lambda *a: (planned.add(a[1]), plan(*a)))
         warm_up(engine._run, engine._builder, config, engine.max_model_len, torch.device("cpu"))
-    assert {shape.sliding_window for shape in planned} == {None, 16}
+    kernels = {(shape.sliding_window, shape.kv_dtype) for shape in planned}
+    assert kernels == {(None, E4M3), (16, E4M3), (16, torch.float32)}
+    assert all(wrapper.plans for wrapper in engine._builder.planner._decodes)
     assert all(not tensor.any() for tensor in engine.pool.tensors)
 
 
