@@ -129,7 +129,8 @@ class StepPlanner:
         groups = []
         for g, shape in enumerate(self.shapes):
             decode = self._decode(g, padded(None, num_decodes)) if num_decodes else None
-            for gathered in {shape.sliding_window is not None, False}:
+            # The last plan is the one that runs.
+            for gathered in (False,) if shape.sliding_window is None else (True, False):
                 size = GATHERED_BLOCK if gathered else shape.block_size
                 num_pages = -(-num_tokens // size)
                 last = [num_tokens - (num_pages - 1) * size]
