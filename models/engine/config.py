@@ -100,7 +100,8 @@ class EngineConfig:
         if not isinstance(self.policy, SchedulerPolicy):
             raise ValueError(f"policy: expected a SchedulerPolicy, got {self.policy!r}")
         if self.impl is not None and self.impl not in IMPLS:
-            raise ValueError(f"impl: expected one of {list(IMPLS)} or None, got {self.impl!r}")
+            names = ", ".join(map(repr, IMPLS))
+            raise ValueError(f"impl: expected {names} or None, got {self.impl!r}")
         if not 1 <= self.max_num_seqs <= self.max_num_batched_tokens:
             raise ValueError(
                 f"max_num_seqs: expected 1..max_num_batched_tokens={self.max_num_batched_tokens}, "

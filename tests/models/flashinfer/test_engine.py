@@ -265,8 +265,3 @@ def test_devices_and_dtypes(gemma, monkeypatch):
     monkeypatch.setitem(sys.modules, "flashinfer", None)  # as if not installed
     with pytest.raises(NotImplementedError, match=r"flashinfer-python is installed .*quire\[gpu\]"):
         Engine(gemma, config)
-
-
-def test_unknown_implementations():
-    with pytest.raises(ValueError, match=r"impl: expected one of \['triton', 'torch', 'flashinfer'\] or None, got 'cuda'"):  # fmt: skip
-        EngineConfig(impl="cuda")
