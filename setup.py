@@ -34,6 +34,7 @@ PACKAGES = [
     "models.deepseek_v4",
     "models.engine",
     "models.families",
+    "models.flashinfer",
     "models.integrations",
     "models.layers",
     "models.loading",

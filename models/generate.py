@@ -33,6 +33,7 @@ from torch import nn
 
 from .chat import ChatTemplate
 from .command import MAX_DRAFTS, MAX_PAGES, REFUSED, Parser, integer, number, program, threads
+from .engine.config import IMPLS
 from .engine.engine import EngineConfig
 from .engine.memory import KV_CACHE_DTYPES
 from .engine.request import MAX_SAMPLES, RequestError, SamplingParams
@@ -350,7 +351,7 @@ def _parser() -> Parser:
             "each row; fp8_per_tensor = with one for each layer's keys and one for its values"
         ),
     )
-    add("--impl", choices=("triton", "torch"), help="kernels; default: triton on a GPU, else torch")
+    add("--impl", choices=IMPLS, help="kernels; default: triton on a GPU, else torch")
     add(
         "--no-graphs",
         action="store_true",

@@ -62,6 +62,7 @@ class Part:
         background: whether it runs beside the parts behind it, until one that waits for it.
         waits: names of the background parts that must have ended before.
         needs_peers: whether it is skipped without a folder of peers.
+        needs_flashinfer: whether it is skipped where FlashInfer cannot run.
         tests: whether it is a run of pytest, one test after the other on record.
         vital: whether nothing else is worth trying when it fails.
     """
@@ -73,6 +74,7 @@ class Part:
     background: bool = False
     waits: tuple[str, ...] = ()
     needs_peers: bool = False
+    needs_flashinfer: bool = False
     tests: bool = False
     vital: bool = False
 
@@ -110,20 +112,23 @@ def plan(dry_run: bool) -> list[Part]:
              (*layers, "--model", *size("deepseek-v4-flash --layers 4 --experts 32", f"deepseek-v4-tiny --layers 4 {few}"))),
         Part("compile", 25, "the kernels that are timed next, in parallel",
              (*kernels, *size(f"--set headline --impl quire,quire-in-step,vllm-triton --compile {JOBS}", "--set tiny --only decode --impl quire --compile 1"))),
-        Part("kernels", 55, "attention kernels and peers side by side, the cases that matter most",
-             (*kernels, *size(f"--set attention --impl {COMPARED} --seconds 45", "--set tiny --skip tiny-latents --only decode --per-call 0.01 --impl quire,quire-in-step,sdpa")), waits=("peers",)),
+        Part("kernels", 47, "attention kernels and peers side by side, the cases that matter most",
+             (*kernels, *size(f"--set attention --impl {COMPARED} --seconds 37", "--set tiny --skip tiny-latents --only decode --per-call 0.01 --impl quire,quire-in-step,sdpa")), waits=("peers",)),
         Part("latents", 40, "kernels of DeepSeek-V4 and V3, and FlashMLA",
              (*kernels, *size(f"--set latents --impl {LATENT_COMPARED} --seconds 35", "--set tiny-latents --only decode --per-call 0.01 --impl quire"))),
         Part("layers", 30, "six layers of gemma-4-31b end to end, allocator's share of a step",
              (*layers, *size("", f"--model gemma4-tiny {few}"))),
         Part("engine", 40, "engines of all families: caches in e4m3, drafts, preemption, replay, graphs",
              tests(ENGINE_TESTS), tests=True),
-        Part("oracle", 20, "peers as a second, independent oracle",
+        Part("oracle", 15, "peers as a second, independent oracle",
              tests("tests/gpu/test_gpu_peers.py"), waits=("peers",), tests=True),
-        Part("kernels-rest", 20, "more batches, contexts, shards and page sizes, as far as time goes",
-             (*kernels, *size(f"--set all --skip headline --impl {COMPARED},flashmla,flashinfer-mla --per-call 0.1 --seconds 15", "--set tiny --only mixed --per-call 0.01 --impl quire,sdpa"))),
-        Part("flex", 15, "FlexAttention beside quire",
-             (*kernels, *size("--set attention --impl quire,flex --seconds 10", "--set tiny --skip tiny-latents --only 'global decode' --per-call 0.01 --impl flex"))),
+        Part("flashinfer", 34, "the main job through FlashInfer beside quire",
+             (*job, *size("--limit 2 --num-pages 2000 --no-baseline --check 2 --compare flashinfer", f"{tiny} --compare torch"), "{peers}"),
+             waits=("peers",), needs_flashinfer=True),
+        Part("kernels-rest", 12, "more batches, contexts, shards and page sizes, as far as time goes",
+             (*kernels, *size(f"--set all --skip headline --impl {COMPARED},flashmla,flashinfer-mla --per-call 0.1 --seconds 8", "--set tiny --only mixed --per-call 0.01 --impl quire,sdpa"))),
+        Part("flex", 10, "FlexAttention beside quire",
+             (*kernels, *size("--set attention --impl quire,flex --seconds 6", "--set tiny --skip tiny-latents --only 'global decode' --per-call 0.01 --impl flex"))),
     ]  # fmt: skip
     factor = DRY_RUN_FACTOR if dry_run else 1
     return [replace(part, limit=part.limit * factor) for part in parts]

@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Iterable
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -21,18 +22,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire.models.flashinfer import wrappers
+
 from ..cases.latent_problem import AttentionProblem
 from ..cases.problem import Problem
-from .folder import file_in, installed
+from .folder import BUILT, file_in, installed
 from .peer import Call, Peer, Unsupported
 
-WORKSPACE = 256 * 2**20
-# (head_dim, whether there is a window) of the kernels that the named shapes use.
-KERNELS = ((128, False), (256, True), (128, True), (512, False))
+# (head_dim, whether there is a window) of the kernels that the named shapes and the main job use.
+KERNELS = ((128, False), (256, True), (128, True), (256, False), (512, False))
 # Channels of V3's latents with and without the roped ones: its kernel is one of its own.
 MLA_DIM, MLA_VALUE_DIM = 576, 512
 MLA_BACKEND = "fa3"
-BUILT = "flashinfer_built.json"
 
 
 def flashinfer_peer(folder: Path | None) -> Peer:
@@ -41,8 +42,8 @@ def flashinfer_peer(folder: Path | None) -> Peer:
     Raises:
         ImportError, FileNotFoundError.
     """
-    flashinfer = _import_flashinfer(folder)
-    built = _built(folder)
+    flashinfer = import_flashinfer(folder)
+    built = built_kernels(folder)
 
     def prepare(problem: Problem) -> list[Call]:
         case, shape = problem.case, problem.case.shape
@@ -50,8 +51,8 @@ def flashinfer_peer(folder: Path | None) -> Peer:
             raise Unsupported("sinks")
         if built is not None and [shape.head_dim, shape.sliding_window is not None] not in built:
             raise Unsupported("its kernel for this head_dim was not built")
-        if shape.head_dim > 256 and case.phase != "decode":
-            raise Unsupported("head_dim above 256 in prefill")
+        if shape.head_dim > wrappers.MOST_CHANNELS and case.phase != "decode":
+            raise Unsupported(f"head_dim above {wrappers.MOST_CHANNELS} in prefill")
         return _flashinfer_calls(flashinfer, problem)
 
     return Peer("flashinfer", flashinfer.__version__, "plan() not timed", prepare)
@@ -68,25 +69,24 @@ def _flashinfer_calls(flashinfer: Any, problem: Problem) -> list[Call]:
     def ints(values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)
 
-    indptr = ints([0, *accumulate(counts)])
-    heads = (shape.num_heads, shape.num_kv_heads, shape.head_dim, case.block_size)
-    options = {
-        "window_left": -1 if shape.sliding_window is None else shape.sliding_window - 1,
-        "sm_scale": problem.softmax_scale,
-        "q_data_type": problem.q.dtype,
-        "kv_data_type": problem.q.dtype,
-    }
-    scratch = torch.zeros(WORKSPACE, dtype=torch.uint8, device=device)
+    rows = wrappers.Rows(ints([0, *accumulate(counts)]), ints(indices), ints(last))
+    planned = wrappers.Shape(
+        shape.num_heads,
+        shape.num_kv_heads,
+        shape.head_dim,
+        case.block_size,
+        shape.sliding_window,
+        problem.softmax_scale,
+        problem.q.dtype,
+        problem.q.dtype,
+    )
+    scratch = wrappers.make_workspace(device)
     if case.phase == "decode":
-        # Grouped heads go over tensor cores, which its kernel has for head_dim up to 256.
-        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-            scratch, "NHD", use_tensor_cores=shape.head_dim <= 256, backend="fa2"
-        )
-        wrapper.plan(indptr, ints(indices), ints(last), *heads, **options)
+        wrapper = wrappers.decode_wrapper(flashinfer, scratch, head_dim=shape.head_dim)
+        wrappers.plan_decode(wrapper, planned, rows)
     else:
-        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(scratch, "NHD", backend="fa2")
-        cu = problem.cu_seqlens_q
-        wrapper.plan(cu, indptr, ints(indices), ints(last), *heads, causal=True, **options)
+        wrapper = wrappers.prefill_wrapper(flashinfer, scratch)
+        wrappers.plan_prefill(wrapper, planned, problem.cu_seqlens_q, rows)
     out = torch.full_like(problem.q[0], float("nan"))
 
     def call(copy: int) -> Call:
@@ -102,8 +102,8 @@ def flashinfer_mla_peer(folder: Path | None) -> Peer:
     Raises:
         ImportError, FileNotFoundError.
     """
-    flashinfer = _import_flashinfer(folder)
-    built = _built(folder)
+    flashinfer = import_flashinfer(folder)
+    built = built_kernels(folder)
 
     def prepare(problem: Any) -> list[Call]:
         if not isinstance(problem, AttentionProblem) or problem.case.shape.op != "mla":
@@ -121,7 +121,7 @@ def _mla_calls(flashinfer: Any, problem: AttentionProblem) -> list[Call]:
     assert problem.entries is not None and problem.entry_table is not None
     count = -(-case.context // shape.rows)
     indptr = torch.arange(case.batch + 1, dtype=torch.int32, device=device) * count
-    scratch = torch.zeros(WORKSPACE, dtype=torch.uint8, device=device)
+    scratch = wrappers.make_workspace(device)
     wrapper = flashinfer.mla.BatchMLAPagedAttentionWrapper(scratch, backend=MLA_BACKEND)
     rope_dim = shape.head_dim - shape.head_dim_v
     wrapper.plan(
@@ -159,7 +159,7 @@ def build_flashinfer(folder: Path) -> dict[str, str]:
     # What is not noted as built is not used: compiling at first use would take minutes of a
     # benchmark.
     (folder / BUILT).write_text("[]")
-    _import_flashinfer(folder)
+    import_flashinfer(folder)
     modules = importlib.import_module("flashinfer.jit.attention.modules")
     build = importlib.import_module("flashinfer.jit.core").build_jit_specs
     # Pages whose K and V have equal strides are served by a module of their own since 0.7; before,
@@ -179,10 +179,10 @@ def build_flashinfer(folder: Path) -> dict[str, str]:
                     rope_dim = MLA_DIM - MLA_VALUE_DIM
                     shape = (*bf16, torch.int32, MLA_VALUE_DIM, rope_dim, False)
                     specs.append(modules.gen_batch_mla_module(MLA_BACKEND, *shape))
-                elif dim > 256:
+                elif dim > wrappers.MOST_CHANNELS:
                     specs.append(modules.gen_batch_decode_module(*shape))
                 else:
-                    specs.append(prefill("fa2", *shape, False))
+                    specs.append(prefill(wrappers.BACKEND, *shape, False))
             build(specs, verbose=False, skip_prebuilt=True)
             built += [list(kernel) for kernel in group]
             outcome = "built"
@@ -193,7 +193,29 @@ def build_flashinfer(folder: Path) -> dict[str, str]:
     return result
 
 
-def _built(folder: Path | None) -> list[list[Any]] | None:
+def expect_kernels(folder: Path | None, kernels: Iterable[tuple[int, bool]]) -> None:
+    """Refuses kernels that were not compiled ahead, where it was tried: compiling them at first use
+    would take minutes.
+
+    Args:
+        folder: of peers.
+        kernels: (head_dim, whether there is a window).
+
+    Raises:
+        NotImplementedError: naming them.
+    """
+    built = built_kernels(folder)
+    if built is None:
+        return
+    missing = [list(kernel) for kernel in sorted(kernels) if list(kernel) not in built]
+    if missing:
+        raise NotImplementedError(
+            f"impl: 'flashinfer' is supported with the kernels (head_dim, window) that were "
+            f"compiled, got {built} in {folder}, and {missing} are needed"
+        )
+
+
+def built_kernels(folder: Path | None) -> list[list[Any]] | None:
     """[head_dim, window] of kernels that were compiled ahead; None where nobody tried, and first
     use compiles.
     """
@@ -201,7 +223,12 @@ def _built(folder: Path | None) -> list[list[Any]] | None:
     return json.loads(path.read_text()) if path is not None and path.is_file() else None
 
 
-def _import_flashinfer(folder: Path | None) -> Any:
+def import_flashinfer(folder: Path | None) -> Any:
+    """The package: installed, or in the folder, which is then on the path.
+
+    Raises:
+        ImportError, FileNotFoundError.
+    """
     if installed("flashinfer-python") is None and "flashinfer" not in sys.modules:
         root = file_in(folder, "flashinfer/__init__.py").parent.parent
         sys.path.insert(0, str(root))

@@ -16,6 +16,8 @@ import zipfile
 from importlib import metadata
 from pathlib import Path
 
+BUILT = "flashinfer_built.json"  # which of FlashInfer's kernels were compiled
+
 
 def unpack(source: Path, target: Path) -> Path:
     """Unpacks ``*.so.xz``, ``*.tar.xz`` and ``*.whl`` of a folder into another one; files already
@@ -51,6 +53,20 @@ def installed(distribution: str) -> str | None:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return None
+
+
+def why_no_flashinfer(folder: Path | None) -> str | None:
+    """Why FlashInfer cannot run at once with what is installed or in a folder; None if it can."""
+    is_there = folder is not None and (folder / "flashinfer" / "__init__.py").is_file()
+    if installed("flashinfer-python") is None and not is_there:
+        return "FlashInfer is not installed, and no folder of peers has it"
+    compiled = folder is not None and (folder / BUILT).is_file()
+    if not compiled and installed("flashinfer-jit-cache") is None:
+        return (
+            "FlashInfer's kernels were not compiled ahead, which takes nvcc and a folder of peers "
+            "(bench.environment --unpack), or the package flashinfer-jit-cache"
+        )
+    return None
 
 
 def file_in(folder: Path | None, name: str) -> Path:

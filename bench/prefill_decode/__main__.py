@@ -7,6 +7,7 @@ right, then says how fast it was.
     python -m bench.prefill_decode --trace conversation.jsonl.xz --limit 40 --scale 0.05
     python -m bench.prefill_decode --model gemma4-tiny --retention 64 --no-baseline --scale 0.2
     python -m bench.prefill_decode --kv-cache-dtype fp8 --limit 4
+    python -m bench.prefill_decode --compare torch --limit 4
     python -m bench.prefill_decode --model deepseek-v4-tiny --limit 2 --scale 0.25 --speculate mtp --draft-tokens 2
 
 Work: chats of several turns with shared system prompts, or a trace of requests in Mooncake's
@@ -30,6 +31,11 @@ With --speculate all of these runs have a drafter: "ngram" repeats earlier text,
 model's own drafter layer. The prompts then run once more, with caching and without a drafter, and
 outputs that differ are checked in both runs. How often a random model's drafter is right is a
 matter of how its weights were drawn (`bench.prefill_decode.build`), not of a trained one.
+
+With --compare the prompts run once more, with caching and the other implementation, and both are
+printed side by side; what it generates is checked as well. "flashinfer" is attention through
+FlashInfer: installed, or from the folder of --peers, where its kernels may have been compiled
+ahead.
 """
 
 from __future__ import annotations
@@ -45,6 +51,7 @@ import json
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -62,9 +69,12 @@ from quire.models.command import (
     threads,
 )
 from quire.models.device import find_device
+from quire.models.engine.config import FLASHINFER, IMPLS
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.memory import KV_CACHE_DTYPES, weight_bytes
 from quire.models.engine.speculative import Drafter
+from quire.models.flashinfer import wrappers
+from quire.models.flashinfer.support import expect_supported
 from quire.models.llm import DRAFTERS
 from quire.models.tokenizer import NUM_SPECIAL
 
@@ -73,6 +83,7 @@ from ..common.machine import describe_machine
 from ..common.plot import require_matplotlib
 from ..common.traces import read_trace, trace_workload
 from ..common.workload import Workload, chat_workload
+from ..peers.flashinfer import expect_kernels, import_flashinfer
 from .build import BenchModel, build_model
 from .drive import Key, Run, run_workload
 from .plot import save_plot
@@ -117,15 +128,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             name, device=device, dtype=dtype, kv_cache_dtype=args.kv_cache_dtype, seed=args.seed
         )
         workload = _workload(args, built)
+        settings = _settings(args, device, workload)
+        if FLASHINFER in (args.impl, args.compare):
+            _expect_flashinfer(built, settings, args.peers)
         result = measure(
             built,
             workload,
-            _settings(args, device, workload),
+            settings,
             num_checks=args.check,
             baseline=not args.no_baseline,
             speculate=args.speculate,
             draft_tokens=args.draft_tokens or 1,
             split_runs=args.split or 1,
+            compare=args.compare,
         )
         print(header(result), table(result), sep="\n\n")
         if args.split:
@@ -152,6 +167,7 @@ def measure(
     speculate: str | None = None,
     draft_tokens: int = 1,
     split_runs: int = 1,
+    compare: str | None = None,
 ) -> dict[str, Any]:
     """Runs, checks and measures; the dictionary of `bench.prefill_decode.report`.
 
@@ -162,6 +178,7 @@ def measure(
             without.
         split_runs: runs with caching on, for the split of CPU time; all other numbers are those of
             the first.
+        compare: None, or the implementation to run once more with.
 
     Raises:
         WrongOutput; what the engine raises.
@@ -175,6 +192,9 @@ def measure(
     # One size for all engines: what is free is not quite the same for each.
     warmed = _run(built, warm, settings, "warm-up", drafter=drafter())
     settings = replace(settings, num_pages=warmed.num_pages)
+    others = replace(settings, impl=compare)
+    if compare:
+        _run(built, warm, others, f"warm-up, {compare}", drafter=drafter())
     cached = _run(built, workload, settings, "caching on", drafter=drafter())
     outputs = cached.run.outputs
     dtype, sampled = settings.kv_cache_dtype, sample(outputs, num_checks)
@@ -190,6 +210,11 @@ def measure(
     if speculate:
         plain = _run(built, workload, settings, "no drafts", prompts=cached.run.prompts)
         _check_differing(built, cached.run, plain.run, among, dtype)
+    other = None
+    if compare:
+        prompts = cached.run.prompts
+        other = _run(built, workload, others, compare, prompts=prompts, drafter=drafter())
+        _checked(built, {key: other.run.outputs[key] for key in sampled}, dtype)
     again = [
         _run(built, workload, settings, "again", prompts=cached.run.prompts, drafter=drafter()).run
         for _ in range(split_runs - 1)
@@ -224,6 +249,12 @@ def measure(
         and metrics(uncached.run, model, rates, uncached.num_pages, kv_cache_dtype=dtype),
         compared=uncached and comparison(cached.run, uncached.run),
         speculated=plain and speculation(speculate, draft_tokens, cached.run, plain.run),
+        other_impl=other
+        and {
+            "impl": compare,
+            "run": metrics(other.run, model, rates, other.num_pages, kv_cache_dtype=dtype),
+            "comparison": comparison(other.run, cached.run),
+        },
     )
 
 
@@ -263,6 +294,18 @@ def _check_differing(
     keys = [k for k in among if one.outputs[k].token_ids != other.outputs[k].token_ids]
     for run in (one, other):
         _checked(built, {key: run.outputs[key] for key in keys}, kv_cache_dtype)
+
+
+def _expect_flashinfer(built: BenchModel, settings: EngineConfig, peers: Path | None) -> None:
+    """Says before anything runs what stands against FlashInfer."""
+    expect_supported(built.model, settings)
+    if peers is None:
+        wrappers.import_flashinfer()
+        return
+    import_flashinfer(peers)
+    config = built.model.config
+    shapes = (config.attention(layer) for layer in range(config.num_layers))
+    expect_kernels(peers, {(shape.head_dim, shape.sliding_window is not None) for shape in shapes})
 
 
 def _workload(args: argparse.Namespace, built: BenchModel) -> Workload:
@@ -337,7 +380,9 @@ def _parser() -> Parser:
         default="auto",
         help="what pages hold: auto (default) = the model's dtype; fp8 = e4m3 with a scale for each row; fp8_per_tensor = with one for each layer's keys and one for its values",
     )
-    add("--impl", choices=("triton", "torch"), help="kernels; default: triton on a GPU, else torch")
+    add("--impl", choices=IMPLS, help="kernels; default: triton on a GPU, else torch")
+    add("--compare", choices=IMPLS, help="other kernels to run once more with; default: none")
+    add("--peers", type=Path, metavar="DIR", help="folder with FlashInfer if it is not installed")
     add(
         "--no-graphs",
         action="store_true",

@@ -25,6 +25,7 @@ dictionary::
     speculation            kind, draft_tokens, drafts, accepted, tokens_per_step, steps, steps_without, cpu_speedup, hit_tokens,
                            hit_tokens_without, identical_requests, identical_tokens, output_tokens; or null. tokens_per_step: of one
                            decoding request, 1 without drafts (the acceptance length)
+    other_impl             with --compare: impl; run, of the same prompts with caching on, as cached; comparison, of it against cached; or null
 
 A number that does not exist (no step of a kind, no second token) is null.
 """
@@ -196,6 +197,7 @@ def report(
     uncached: dict[str, Any] | None,
     compared: dict[str, Any] | None,
     speculated: dict[str, Any] | None = None,
+    other_impl: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The whole dictionary of the file's docstring."""
     return {
@@ -222,6 +224,7 @@ def report(
         "uncached": uncached,
         "comparison": compared,
         "speculation": speculated,
+        "other_impl": other_impl,
     }
 
 

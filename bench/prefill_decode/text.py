@@ -36,6 +36,9 @@ def table(result: dict[str, Any]) -> str:
     runs = {"caching on": result["cached"]}
     if result["uncached"] is not None:
         runs["caching off"] = result["uncached"]
+    if (other := result["other_impl"]) is not None:
+        runs = {f"{name}, {result['engine']['impl']}": run for name, run in runs.items()}
+        runs[f"caching on, {other['impl']}"] = other["run"]
     rows = [("", *runs)]
     rows += [(name, *map(cell, runs.values())) for name, cell in _ROWS]
     group_name = result["workload"]["group_name"]
@@ -59,6 +62,8 @@ def table(result: dict[str, Any]) -> str:
             f"{compared['identical_requests']} of {result['workload']['requests']} requests, "
             f"{compared['identical_tokens']} of {compared['output_tokens']} tokens"
         )
+    if other is not None:
+        lines.append(_against(other, result))
     if (drafted := result["speculation"]) is not None:
         lines.append(
             f"drafts ({drafted['kind']}, {drafted['draft_tokens']} a step): {drafted['accepted']} of {drafted['drafts']} accepted, "
@@ -82,6 +87,20 @@ def split_table(result: dict[str, Any]) -> str:
             *aligned(rows),
             "CPU time of the engine's thread; columns of steps: medians; worst step = the largest share outside of model and sample",
         ]
+    )
+
+
+def _against(other: dict[str, Any], result: dict[str, Any]) -> str:
+    """The other implementation's times against those of the first, and how their outputs differ."""
+    same, ours = other["comparison"], result["cached"]
+    phases = ", ".join(
+        f"{phase} steps {ours[phase]['seconds'] / seconds:.2f} x"
+        for phase in ("prefill", "decode")
+        if (seconds := other["run"][phase]["seconds"])
+    )
+    return (
+        f"{other['impl']} against {result['engine']['impl']}: {same['speedup']:.2f} x as fast ({phases}), TTFT p50 {same['ttft_speedup']:.2f} x; identical output: "
+        f"{same['identical_requests']} of {result['workload']['requests']} requests, {same['identical_tokens']} of {same['output_tokens']} tokens"
     )
 
 

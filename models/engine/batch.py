@@ -8,9 +8,9 @@ only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -49,6 +49,7 @@ class AttnMetadata:
             full attention has their keys and values.
         replay_slots: per group [num_replayed] int64, where these are (-1 in other groups). None
             where there are none.
+        prepared: what an `AttentionPlanner` made of the step; None where there is none.
     """
 
     cu_seqlens_q: Tensor
@@ -61,6 +62,7 @@ class AttnMetadata:
     request_slots: Tensor | None = None
     replay_rows: Tensor | None = None
     replay_slots: tuple[Tensor, ...] | None = None
+    prepared: Any = None
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,35 @@ class Batch:
     positions: Tensor
     logits_rows: Tensor
     attn: AttnMetadata
+
+
+class AttentionPlanner(Protocol):
+    """Plans attention of a step on the host, for an implementation that wants it."""
+
+    def step(self, plan: StepPlan) -> Any:
+        """`AttnMetadata.prepared` of a step, until the next one."""
+
+    def padding(self, num_decodes: int, num_tokens: int) -> Any:
+        """`AttnMetadata.prepared` of padding: sequences of one token, and one of several."""
+
+    def fixed(self, num_seqs: int, rows: int) -> FixedPlan:
+        """For a graph of so many sequences, and rows of each; raises what cannot be captured."""
+
+
+class FixedPlan(Protocol):
+    """What a graph attends through.
+
+    Attributes:
+        step: `AttnMetadata.prepared`.
+    """
+
+    step: Any
+
+    def plan(self, plan: StepPlan | None) -> None:
+        """Prepares the next replay, or, without a plan, one of padding."""
+
+
+MakePlanner = Callable[["KVCache"], AttentionPlanner]
 
 
 class Staging:
@@ -122,17 +153,22 @@ class BatchBuilder:
         kv: an allocator made with ``track_deltas=True``; nobody else may take its deltas. Each of
             its groups has one table, so that tables and groups have the same numbers, and none has
             states, so that plans have no pages to copy.
+        make_planner: makes one of attention, of the allocator; None = attention needs none.
 
     Attributes:
         num_groups: cache groups.
+        planner: of the attention of each step, or None.
         tables: [max_requests, columns] int32 on the device, all block tables side by side.
 
     Raises:
         NotImplementedError: a group with states, or with several pages in a block.
     """
 
-    def __init__(self, kv: KVCache, device: torch.device | str) -> None:
+    def __init__(
+        self, kv: KVCache, device: torch.device | str, make_planner: MakePlanner | None = None
+    ) -> None:
         self._kv = kv
+        self.planner = None if make_planner is None else make_planner(kv)
         self._groups = kv.layout.groups
         self.num_groups = len(self._groups)
         for g in self._groups:
@@ -193,6 +229,7 @@ class BatchBuilder:
             request_slots=request_slots,
             replay_rows=more[0] if len(plan.replay_rows) else None,
             replay_slots=more[1][:, : len(more[0])].unbind(0) if len(plan.replay_rows) else None,
+            prepared=None if self.planner is None else self.planner.step(plan),
         )
         return Batch(*inputs, attn)
 

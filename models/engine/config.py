@@ -13,6 +13,8 @@ MEMORY_SETTINGS = (
     "max_num_seqs", "max_num_batched_tokens", "max_model_len", "num_pages", "cache_bytes",
 )  # fmt: skip
 """Settings that memory depends on."""
+FLASHINFER = "flashinfer"
+IMPLS = ("triton", "torch", FLASHINFER)
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,9 @@ class EngineConfig:
             to be kept from pooling into the entries that are cached.
         policy: how a step is divided between prefill and decode.
         seed: requests without a seed of their own get one from it, in the order they come.
-        impl: "triton" or "torch" for the kernels; None = by device.
+        impl: "triton" or "torch" for the kernels; None = by device; "flashinfer" = attention
+            through FlashInfer where that can serve all layers (`quire.models.flashinfer.support`),
+            and other kernels by device.
         rejection_sample_method: how drafts of sampled requests are verified; greedy ones do not
             depend on it. "strict" = the output is that of the same seed without drafts. "standard"
             = drafters that can, draw, and where outputs are diverse more of their drafts stay; the
@@ -95,6 +99,9 @@ class EngineConfig:
             raise ValueError(f"memory_fraction: expected a number in (0, 1], got {fraction!r}")
         if not isinstance(self.policy, SchedulerPolicy):
             raise ValueError(f"policy: expected a SchedulerPolicy, got {self.policy!r}")
+        if self.impl is not None and self.impl not in IMPLS:
+            names = ", ".join(map(repr, IMPLS))
+            raise ValueError(f"impl: expected {names} or None, got {self.impl!r}")
         if not 1 <= self.max_num_seqs <= self.max_num_batched_tokens:
             raise ValueError(
                 f"max_num_seqs: expected 1..max_num_batched_tokens={self.max_num_batched_tokens}, "

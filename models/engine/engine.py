@@ -32,10 +32,11 @@ from torch import nn
 from quire.kernels.common.impls import expect_impl
 
 from ..config.fields import shown
+from ..flashinfer.planner import FlashInfer
 from ..tokenizer import Tokenizer
 from . import speculative
 from .batch import BatchBuilder
-from .config import MEMORY_SETTINGS, EngineConfig
+from .config import FLASHINFER, MEMORY_SETTINGS, EngineConfig
 from .graphs import DecodeGraphs, forward_pass, graph_bytes, sizes_to_capture
 from .input_processor import InputProcessor
 from .memory import make_allocator, model_cache, plan_memory
@@ -92,9 +93,10 @@ class Engine:
         drafter: Drafter | None = None,
     ) -> None:
         config = config or EngineConfig()
-        expect_impl(config.impl, model.device.type)
+        impl = None if config.impl == FLASHINFER else config.impl
+        expect_impl(impl, model.device.type)
         if hasattr(model, "expect_impl"):
-            model.expect_impl(config.impl or ("triton" if model.device.type == "cuda" else "torch"))
+            model.expect_impl(impl or ("triton" if model.device.type == "cuda" else "torch"))
         self.model = model
         self.drafter = drafter
         try:
@@ -109,6 +111,7 @@ class Engine:
     def _make(self, config: EngineConfig, tokenizer: Tokenizer | None) -> None:
         model, drafter = self.model, self.drafter
         num_drafts = drafter.max_draft_tokens if drafter else 0
+        planner = FlashInfer(model, config).planner if config.impl == FLASHINFER else None
         self._observer = drafter if isinstance(drafter, ModelDrafter) else None
         cache = model_cache(
             model,
@@ -118,14 +121,15 @@ class Engine:
             max_draft_tokens=num_drafts,
             drafter_layers=self._observer is not None,
         )
-        graph_sizes = sizes_to_capture(config, model.device)
-        hidden = self._observer is not None
+        graph_sizes, hidden = sizes_to_capture(config, model.device), self._observer is not None
         self.memory = plan_memory(
             model,
             cache,
             config,
             max_draft_tokens=num_drafts,
-            graph_bytes=graph_bytes(model, cache, config, graph_sizes, num_drafts, hidden=hidden),
+            graph_bytes=graph_bytes(
+                model, cache, config, graph_sizes, num_drafts, hidden=hidden, make_planner=planner
+            ),
         )
         self.max_model_len = self.memory.max_model_len
         self.kv = make_allocator(model, self.memory, config)
@@ -139,7 +143,7 @@ class Engine:
         )
         self.pool = cache.allocate(self.memory.num_pages)
         self.totals = EngineTotals()
-        self._builder = BatchBuilder(self.kv, model.device)
+        self._builder = BatchBuilder(self.kv, model.device, planner)
         self._sampler = Sampler(
             model.config.vocab_size,
             config.max_num_seqs,

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_map
 
 from quire.kvcore import KVCache, StepPlan
 
-from .batch import AttnMetadata, BatchBuilder, Staging
+from .batch import AttnMetadata, BatchBuilder, FixedPlan, MakePlanner, Staging
 from .memory import free_memory
 
 if TYPE_CHECKING:
@@ -63,12 +63,14 @@ class _Graph:
         out: what the model gave.
         work: what was captured. A replay knows the tensors that it reads by address only: this
             keeps them.
+        attention: what is planned before each replay, or None.
     """
 
     data: Tensor
     out: list[Tensor | tuple[Tensor, Tensor]]
     work: Callable[[], None]
     replay: Callable[[], None]
+    attention: FixedPlan | None = None
 
 
 class DecodeGraphs:
@@ -179,6 +181,8 @@ class DecodeGraphs:
         sent = self._staging.send([data] if dense else [data, at])
         self._builder.update_tables()
         graph.data.copy_(sent[0], non_blocking=True)
+        if graph.attention is not None:
+            graph.attention.plan(plan)
         graph.replay()
         return tree_map(lambda x: x[:total] if dense else x[sent[1]], graph.out[0])
 
@@ -195,6 +199,7 @@ class DecodeGraphs:
         )
         out: list[Tensor | tuple[Tensor, Tensor]] = []
         forward, builder, max_seq_len = self._forward, self._builder, self._max_seq_len
+        attention = None if builder.planner is None else builder.planner.fixed(*shape)
 
         def work() -> None:
             attn = AttnMetadata(
@@ -206,10 +211,11 @@ class DecodeGraphs:
                 max_seq_len=max_seq_len,
                 num_decodes=shape.num_seqs,
                 request_slots=slots.to(torch.int32),
+                prepared=None if attention is None else attention.step,
             )
             out[:] = [forward(tokens[0], tokens[1], attn)]
 
-        self._graphs[shape] = _Graph(data, out, work, self._capture(work))
+        self._graphs[shape] = _Graph(data, out, work, self._capture(work), attention)
 
 
 def _even(count: int) -> int:
@@ -252,6 +258,7 @@ def graph_bytes(
     max_draft_tokens: int,
     *,
     hidden: bool,
+    make_planner: MakePlanner | None = None,
 ) -> int:
     """Bytes that the graphs of an engine will take, of memory that its pool is then not given.
 
@@ -262,6 +269,7 @@ def graph_bytes(
     Args:
         sizes: of `sizes_to_capture`.
         hidden: as in `forward_pass`.
+        make_planner: as of `BatchBuilder`.
     """
     named = config.num_pages is not None or config.cache_bytes is not None
     if not sizes or named or model.device.type not in MEASURED_ON:
@@ -274,7 +282,7 @@ def graph_bytes(
         max_draft_tokens=max_draft_tokens,
         track_deltas=True,
     )
-    builder = BatchBuilder(kv, model.device)
+    builder = BatchBuilder(kv, model.device, make_planner)
     graphs = DecodeGraphs(
         forward_pass(model, cache.allocate(kv.pool.num_pages), config.impl, hidden=hidden),
         builder,

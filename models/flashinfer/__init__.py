@@ -1,0 +1,1 @@
+"""Full and sliding-window attention through FlashInfer instead of `quire.kernels`."""
