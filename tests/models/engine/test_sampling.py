@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from quire.bench.common.bounds import bounded, bounding
 from quire.models.engine.batch import Staging
@@ -17,7 +18,9 @@ from quire.models.engine.distributions import (
     uniform,
 )
 from quire.models.engine.request import SamplingParams
-from tests.models.engine.test_engine import Recorder, build, prompt
+from quire.models.engine.sampler import Sampler
+from quire.models.engine.speculative import NGramDrafter
+from tests.models.engine.test_engine import DEVICE, Recorder, build, prompt
 from tests.support.helpers import assert_within_budget
 
 CPU = Staging("cpu")
@@ -192,6 +195,47 @@ def test_a_request_draws_the_same_alone_in_a_batch_and_after_preemption():
     expected = [o.token_ids for o in together]
     assert [o.token_ids for o in alone] == expected == [o.token_ids for o in tight]
     assert len(set(expected)) == len(expected)
+
+
+class Reads(TorchDispatchMode):
+    """Counts operators that wait for a device."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        waits = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "is_nonzero", "equal")
+        self.count += func.name().removeprefix("aten::").split(".")[0] in waits
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("method", ["strict", "standard"])
+@pytest.mark.skipif(DEVICE != "cpu", reason="on a device engines sample in Triton anyway")
+def test_the_sampler_in_triton_draws_the_same_and_reads_nothing(method):
+    """With penalties, drafts and log-probabilities."""
+
+    def outputs(impl):
+        settings = {"max_num_seqs": 6, "rejection_sample_method": method}
+        run = Recorder(build("gemma3-tiny"), drafter=NGramDrafter(2, min_ngram=1), **settings)
+        vocab_size = run.engine.model.config.vocab_size
+        sampler = Sampler(vocab_size, 6, "cpu", rejection_sample_method=method, impl=impl)
+
+        def sample(*args):
+            with reads:
+                return sampler(*args)
+
+        reads, run.engine._sampler = Reads(), sample
+        ids = [run.add(prompt(9, 1) * 3, 4, sampling=s) for s in MIXED]
+        run.run()
+        assert run.engine.totals.num_drafts > 0
+        return [(run.outputs[i].token_ids, run.outputs[i].logprobs) for i in ids], reads.count
+
+    plain, num_reads = outputs("torch")
+    in_triton, none = outputs("triton")
+    assert [ids for ids, _ in in_triton] == [ids for ids, _ in plain]
+    assert [logprobs for _, logprobs in in_triton] == [logprobs for _, logprobs in plain]
+    assert num_reads > 0 and none == 0
 
 
 def test_draws_and_penalties_in_the_engine_equal_a_loop():
