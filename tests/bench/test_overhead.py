@@ -32,8 +32,15 @@ VIEWS = {
 }
 
 
-EMPTY = {f"aten.{name}" for name in ("empty.memory_format", "new_empty.default", "empty_strided.default")}
-MAKE_RESULTS = "collapse_streams", "expand_streams", "route_tokens", "combine_experts"  # take no ``out``
+EMPTY = {
+    f"aten.{name}" for name in ("empty.memory_format", "new_empty.default", "empty_strided.default")
+}
+MAKE_RESULTS = (
+    "collapse_streams",
+    "expand_streams",
+    "route_tokens",
+    "combine_experts",
+)  # take no ``out``
 
 
 class Operators(TorchDispatchMode):
