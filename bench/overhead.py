@@ -6,7 +6,7 @@ Everything but the launch itself is timed, which is replaced by nothing: no GPU 
 Triton and the driver add is not in it. ``first`` is a call unlike any before, which is checked and
 prepared in full; ``again`` one that differs from an earlier call in its tensors alone, as the calls
 of a model's layers do. With ``out`` and ``workspace`` given, nothing is allocated; the four around
-experts and residual streams make their results. Processor time
+experts and residual streams and `sample_tokens` make their results. Processor time
 of the thread, the least of some rounds that take all wrappers in turn: ``again`` the mean of a
 round's calls, ``first`` one call a round. In a captured graph none of this is paid.
 """
@@ -46,6 +46,7 @@ from quire.kernels import (
     paged_attention,
     residual_norm,
     route_tokens,
+    sample_tokens,
     sliding_window_attention,
     workspace_numel,
     write_kv,
@@ -61,7 +62,7 @@ LATENT, ROPE = 512, 64
 RATIO, TOPK, INDEX_HEADS, INDEX_DIM = 4, 512, 64, 128
 # The indexer passes over what all queries see anyway: it needs contexts where they do not.
 INDEXED = 65536
-HIDDEN, STREAMS, EXPERTS, ROUTED = 4096, 4, 256, 6
+HIDDEN, STREAMS, EXPERTS, ROUTED, VOCABULARY = 4096, 4, 256, 6, 129280
 
 
 def calls(device: str = "cpu") -> dict[str, Callable[[], object]]:
@@ -133,6 +134,14 @@ def calls(device: str = "cpu") -> dict[str, Callable[[], object]]:
         comb = torch.zeros(BATCH, STREAMS, STREAMS)
         logits, expert_weights = torch.zeros(BATCH, EXPERTS), torch.zeros(BATCH, ROUTED)
         expert_rows = torch.zeros(BATCH * ROUTED, HIDDEN, dtype=q.dtype)
+        vocabulary, rows_of_one = torch.zeros(BATCH, VOCABULARY), torch.ones(BATCH)
+        draws = {
+            "temperature": rows_of_one,
+            "top_k": seq_lens,
+            "top_p": rows_of_one,
+            "min_p": rows_of_one,
+            "u": torch.zeros(BATCH, dtype=torch.float64),
+        }
         series, series_gate = torch.zeros(2, BATCH, 2 * LATENT).unbind(0)
         series_pages = torch.zeros(64, RATIO, 2, LATENT)
         ring_rows = torch.zeros(BATCH, RATIO, dtype=torch.int64)
@@ -211,6 +220,8 @@ def calls(device: str = "cpu") -> dict[str, Callable[[], object]]:
         "expand_streams": lambda: expand_streams(streams, branch, post, comb, **impl),
         "route_tokens": lambda: route_tokens(logits, top_k=ROUTED, **impl),
         "combine_experts": lambda: combine_experts(expert_rows, expert_weights, addend=branch, **impl),
+        "sample_tokens, greedy": lambda: sample_tokens(vocabulary, **impl),
+        "sample_tokens": lambda: sample_tokens(vocabulary, **draws, **impl),
         "copy_overlap": lambda: copy_overlap(
             series, series_gate, ape, ring, series_pages, from_pages=slots, state_index=slots, state_rows=ring_rows,
             tokens=slots, to_pages=slots, **impl,

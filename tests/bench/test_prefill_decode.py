@@ -88,6 +88,17 @@ def test_a_run_that_is_ended_keeps_what_it_has_measured(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == [file]
 
 
+def test_a_report_that_is_refused_late_leaves_nothing(tmp_path, monkeypatch, capsys):
+    def wrong(*args):
+        assert json.loads(file.read_text())["uncached"] is None
+        raise prefill_decode.WrongOutput("wrong")
+
+    monkeypatch.setattr(prefill_decode, "_check_differing", wrong)
+    file = tmp_path / "result.json"
+    assert prefill_decode.main([*ONE, "--json", str(file)]) == 1
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_file_is_whole_at_any_moment(tmp_path, monkeypatch):
     file = tmp_path / "result.json"
     write_json(file, {"rows": [1]})
