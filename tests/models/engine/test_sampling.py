@@ -1,6 +1,7 @@
 """Sampling against plain loops over one row at a time, and its promises: the same draws whatever else is in the batch."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from quire.models.engine.distributions import (
     uniform,
 )
 from quire.models.engine.request import SamplingParams
-from quire.models.engine.sampler import Sampler
+from quire.models.engine.sampler import NO_TOKEN, Sampler
 from quire.models.engine.speculative import NGramDrafter
 from tests.models.engine.test_engine import DEVICE, Recorder, build, prompt
 from tests.support.helpers import assert_within_budget
@@ -236,6 +237,20 @@ def test_the_sampler_in_triton_draws_the_same_and_reads_nothing(method):
     assert [ids for ids, _ in in_triton] == [ids for ids, _ in plain]
     assert [logprobs for _, logprobs in in_triton] == [logprobs for _, logprobs in plain]
     assert num_reads > 0 and none == 0
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.filterwarnings("ignore:All-NaN", "ignore:invalid value")  # the interpreter's numbers
+def test_rows_that_give_no_token_give_none_to_rejection_either(impl):
+    sampler = Sampler(7, 1, DEVICE, rejection_sample_method="standard", impl=impl)
+    params = SamplingParams(temperature=1.0, top_k=3)
+    drafts = np.array([1, 2], dtype=np.int32)
+    request = SimpleNamespace(params=params, seed=1, num_output=0, drafts=drafts, draft_probs=None)
+    logits = torch.randn(3, 7, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    ids = sampler(logits, [request], [3]).ids
+    assert all(0 <= token < 7 for token in ids)
+    logits[1, 4] = math.nan
+    assert sampler(logits, [request], [3]).ids == [ids[0], NO_TOKEN, ids[2]]
 
 
 def test_draws_and_penalties_in_the_engine_equal_a_loop():
