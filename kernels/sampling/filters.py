@@ -40,26 +40,38 @@ def share_up(part, whole):
 
 
 @triton.jit
-def tokens(row, ids, start, num_tokens, listed, largest, heat, BLOCK: tl.constexpr):
+def places(vocab_size, count):
+    """How many tokens there are to look at."""
+    return tl.where(count >= 0, count, vocab_size)
+
+
+@triton.jit
+def tokens(row, ids, start, vocab_size, count, largest, heat, BLOCK: tl.constexpr):
     """Tokens of a row from a place on, with their x; past the end x is -inf.
 
     Args:
-        ids: the tokens at each place, if they are ``listed``; else each is at its own.
+        ids: the tokens to look at.
+        count: how many they are; -1: look at all of them, each at its own place.
     """
     place = start + tl.arange(0, BLOCK)
-    live = place < num_tokens
-    token = tl.where(listed, tl.load(ids + place, mask=live & listed, other=0), place)
-    logit = tl.load(row + token, mask=live, other=float("-inf")).to(tl.float32)
+    token = place
+    if count >= 0:
+        live = place < count
+        token = tl.load(ids + place, mask=live, other=0)
+        logit = tl.load(row + token, mask=live, other=float("-inf")).to(tl.float32)
+    else:
+        live = place < vocab_size
+        logit = tl.load(row + place, mask=live, other=float("-inf")).to(tl.float32)
     return token, live, tl.div_rn(logit - largest, heat)
 
 
 @triton.jit
-def reached(row, ids, num_tokens, listed, largest, heat, bound, BLOCK: tl.constexpr):
+def reached(row, ids, vocab_size, count, largest, heat, bound, BLOCK: tl.constexpr):
     """How many tokens reach a bound, and what they weigh."""
     counts = tl.zeros([BLOCK], tl.int32)
     weights = tl.zeros([BLOCK], tl.int64)
-    for start in range(0, num_tokens, BLOCK):
-        _, live, x = tokens(row, ids, start, num_tokens, listed, largest, heat, BLOCK)
+    for start in range(0, places(vocab_size, count), BLOCK):
+        _, live, x = tokens(row, ids, start, vocab_size, count, largest, heat, BLOCK)
         reaches = live & (ordered(x) >= bound)
         counts += reaches.to(tl.int32)
         weights += tl.where(reaches, fixed(x), 0)
@@ -68,7 +80,7 @@ def reached(row, ids, num_tokens, listed, largest, heat, bound, BLOCK: tl.conste
 
 @triton.jit
 def search(
-    row, ids, num_tokens, listed, largest, heat, low, goal,
+    row, ids, vocab_size, count, largest, heat, low, goal,
     BY_WEIGHT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The highest x at which the tokens that reach it are ``goal`` many, or weigh that much.
@@ -81,29 +93,29 @@ def search(
         they weigh). Those from low to high are equal, or one, or, of a count, all of them needed.
     """
     high = ordered(tl.zeros([], tl.float32))
-    count, weight = reached(row, ids, num_tokens, listed, largest, heat, low, BLOCK)
+    found, weight = reached(row, ids, vocab_size, count, largest, heat, low, BLOCK)
     above = tl.zeros([], tl.int32)
     above_weight = tl.zeros([], tl.int64)
-    done = count <= 1
+    done = found <= 1
     if not BY_WEIGHT:
-        done = done | (count == goal)
+        done = done | (found == goal)
     while (low < high) & (not done):
         middle = high - (high - low) // 2
-        here, weighs = reached(row, ids, num_tokens, listed, largest, heat, middle, BLOCK)
+        here, weighs = reached(row, ids, vocab_size, count, largest, heat, middle, BLOCK)
         if BY_WEIGHT:
             enough = weighs >= goal
         else:
             enough = here >= goal
         low = tl.where(enough, middle, low)
-        count = tl.where(enough, here, count)
+        found = tl.where(enough, here, found)
         weight = tl.where(enough, weighs, weight)
         high = tl.where(enough, high, middle - 1)
         above = tl.where(enough, above, here)
         above_weight = tl.where(enough, above_weight, weighs)
-        done = count - above <= 1
+        done = found - above <= 1
         if not BY_WEIGHT:
-            done = done | (count == goal)
-    return low, high, above, above_weight, count - above, weight - above_weight
+            done = done | (found == goal)
+    return low, high, above, above_weight, found - above, weight - above_weight
 
 
 @triton.jit
@@ -112,7 +124,7 @@ def list_tokens(row, ids, vocab_size, largest, heat, bound, BLOCK: tl.constexpr)
     how many there are."""
     count = tl.zeros([], tl.int32)
     for start in range(0, vocab_size, BLOCK):
-        token, live, x = tokens(row, ids, start, vocab_size, False, largest, heat, BLOCK)
+        token, live, x = tokens(row, ids, start, vocab_size, -1, largest, heat, BLOCK)
         reaches = (live & (ordered(x) >= bound)).to(tl.int32)
         place = count + tl.cumsum(reaches, 0) - 1
         tl.store(ids + place, token, mask=(reaches != 0) & (place < BLOCK))
@@ -143,13 +155,13 @@ def kept(x, live, low, high, num_equal, seen, least):
 
 @triton.jit
 def kept_weight(
-    row, ids, num_tokens, listed, largest, heat, low, high, num_equal, least, BLOCK: tl.constexpr
+    row, ids, vocab_size, count, largest, heat, low, high, num_equal, least, BLOCK: tl.constexpr
 ):
     """What all kept tokens weigh."""
     weights = tl.zeros([BLOCK], tl.int64)
     seen = tl.zeros([], tl.int32)
-    for start in range(0, num_tokens, BLOCK):
-        _, live, x = tokens(row, ids, start, num_tokens, listed, largest, heat, BLOCK)
+    for start in range(0, places(vocab_size, count), BLOCK):
+        _, live, x = tokens(row, ids, start, vocab_size, count, largest, heat, BLOCK)
         stays, seen = kept(x, live, low, high, num_equal, seen, least)
         weights += tl.where(stays, fixed(x), 0)
     return tl.sum(weights, 0)
@@ -157,7 +169,7 @@ def kept_weight(
 
 @triton.jit
 def drawn(
-    row, ids, num_tokens, listed, largest, heat, low, high, num_equal, least, goal,
+    row, ids, vocab_size, count, largest, heat, low, high, num_equal, least, goal,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The first kept token with which the weights exceed the goal, which is less than all weigh."""
@@ -165,8 +177,8 @@ def drawn(
     before = tl.zeros([], tl.int64)
     seen = tl.zeros([], tl.int32)
     start = tl.zeros([], tl.int32)
-    while (found < 0) & (start < num_tokens):
-        token, live, x = tokens(row, ids, start, num_tokens, listed, largest, heat, BLOCK)
+    while (found < 0) & (start < places(vocab_size, count)):
+        token, live, x = tokens(row, ids, start, vocab_size, count, largest, heat, BLOCK)
         stays, seen = kept(x, live, low, high, num_equal, seen, least)
         weights = tl.where(stays, fixed(x), 0)
         after = before + tl.sum(weights, 0)

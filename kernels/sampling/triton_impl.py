@@ -59,21 +59,20 @@ def _bounds(row, ids, vocab_size, best, largest, heat, k, p, BLOCK: tl.constexpr
     """What top_k and top_p keep: all above high, and num_equal of those from low to high.
 
     Returns:
-        (num_tokens, listed: those to look at, low, high, num_equal).
+        (how many tokens are in ids to look at, or -1, low, high, num_equal).
     """
     nothing = tl.zeros([], tl.uint32)
     low = nothing
     high = nothing
     num_equal = tl.zeros([], tl.int32)
-    num_tokens = tl.zeros([], tl.int32) + vocab_size
-    listed = num_tokens < 0
+    count = tl.full([], -1, tl.int32)
     by_count = (k > 0) & (k < vocab_size)
     by_weight = p < 1.0
     part = tl.maximum((p.to(tl.float64) * 4294967296.0).to(tl.int64), 1)
     weight = tl.zeros([], tl.int64)
     if by_count | by_weight:
         if not by_count:
-            _, weight = reached(row, ids, vocab_size, False, largest, heat, nothing, BLOCK)
+            _, weight = reached(row, ids, vocab_size, -1, largest, heat, nothing, BLOCK)
         if vocab_size > BLOCK:
             if by_count:
                 # k lanes have a token that reaches the k-th largest of theirs.
@@ -85,11 +84,10 @@ def _bounds(row, ids, vocab_size, best, largest, heat, k, p, BLOCK: tl.constexpr
                 spare = (weight - share_up(part, weight)).to(tl.float32) / (UNITS * vocab_size)
                 low = ordered(tl.log(spare) - 0.01)
             count = list_tokens(row, ids, vocab_size, largest, heat, low, BLOCK)
-            listed = count <= BLOCK
-            num_tokens = tl.where(listed, count, vocab_size)
+            count = tl.where(count <= BLOCK, count, -1)
         if by_count:
             low, high, above, above_weight, equal, equal_weight = search(
-                row, ids, num_tokens, listed, largest, heat, low, k, False, BLOCK
+                row, ids, vocab_size, count, largest, heat, low, k, False, BLOCK
             )
             num_equal = k - above
             # If not all of them, they are equal.
@@ -98,12 +96,12 @@ def _bounds(row, ids, vocab_size, best, largest, heat, k, p, BLOCK: tl.constexpr
         if by_weight:
             goal = share_up(part, weight)
             low, high, _, above_weight, equal, equal_weight = search(
-                row, ids, num_tokens, listed, largest, heat, low, goal, True, BLOCK
+                row, ids, vocab_size, count, largest, heat, low, goal, True, BLOCK
             )
             each = tl.maximum(equal_weight // equal, 1)
             needed = ((goal - above_weight + each - 1) // each).to(tl.int32)
             num_equal = tl.where(equal > 1, needed, 1)
-    return num_tokens, listed, low, high, num_equal
+    return count, low, high, num_equal
 
 
 @triton.jit
@@ -137,19 +135,19 @@ def sample_kernel(
         if draws:
             k, p = tl.load(top_k + index), tl.load(top_p + index)
             least = tl.load(min_p + index)
-            num_tokens, listed, low, high, num_equal = _bounds(
+            count, low, high, num_equal = _bounds(
                 row, ids, vocab_size, best, largest, heat, k, p, BLOCK
             )
             total = kept_weight(
-                row, ids, num_tokens, listed, largest, heat, low, high, num_equal, least, BLOCK
+                row, ids, vocab_size, count, largest, heat, low, high, num_equal, least, BLOCK
             )
             part = (tl.load(u + index) * 4294967296.0).to(tl.int64)
             goal = share(tl.minimum(tl.maximum(part, 0), 0xFFFFFFFF), total)
             chosen = drawn(
                 row,
                 ids,
-                num_tokens,
-                listed,
+                vocab_size,
+                count,
                 largest,
                 heat,
                 low,
@@ -163,7 +161,7 @@ def sample_kernel(
             whole = total.to(tl.float32) / UNITS
             seen = tl.zeros([], tl.int32)
             for start in range(0, vocab_size, BLOCK):
-                token, live, x = tokens(row, ids, start, vocab_size, False, largest, heat, BLOCK)
+                token, live, x = tokens(row, ids, start, vocab_size, -1, largest, heat, BLOCK)
                 stays, seen = kept(x, live, low, high, num_equal, seen, least)
                 cells = probs.data + index * probs.stride_row + token
                 tl.store(cells, tl.where(stays, tl.exp(x) / whole, 0.0), mask=live)

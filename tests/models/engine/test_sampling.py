@@ -227,7 +227,7 @@ def test_the_sampler_in_triton_draws_the_same_and_reads_nothing(method):
                 return sampler(*args)
 
         reads, run.engine._sampler = Reads(), sample
-        ids = [run.add(prompt(9, 1) * 3, 4, sampling=s) for s in MIXED]
+        ids = [run.add(prompt(9, 1) * 3, 3, sampling=s) for s in MIXED]
         run.run()
         assert run.engine.totals.num_drafts > 0
         return [(run.outputs[i].token_ids, run.outputs[i].logprobs) for i in ids], reads.count
