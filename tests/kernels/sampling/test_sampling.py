@@ -23,7 +23,7 @@ FILTERS = [
     (1.0, 300, 1.0, 0.0),  # more than a small block
     (1.0, 5000, 1.0, 0.0),  # more than there are
     (1.0, 0, 0.5, 0.0),
-    (40.0, 0, 0.95, 0.0),  # nearly flat: more tokens than a small block
+    (40.0, 0, 0.5, 0.0),  # nearly flat: more tokens than a small block
     (1.0, 0, 1e-9, 0.0),
     (1.5, 11, 0.9, 0.0),
     (1.0, 0, 1.0, 0.2),
