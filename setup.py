@@ -8,50 +8,12 @@ from pathlib import Path
 
 from setuptools import setup
 
-PACKAGES = [
-    "kernels",
-    "kernels.attention",
-    "kernels.cache_write",
-    "kernels.common",
-    "kernels.compressed",
-    "kernels.compressor",
-    "kernels.experts",
-    "kernels.gating",
-    "kernels.hyper_connections",
-    "kernels.indexer",
-    "kernels.latent_write",
-    "kernels.mla",
-    "kernels.norms",
-    "kernels.overlap_copy",
-    "kernels.rotary",
-    "kernels.routing",
-    "kvcore",
-    "kvcore.policies",
-    "kvcore.prefix",
-    "kvcore.tables",
-    "models",
-    "models.config",
-    "models.deepseek_v4",
-    "models.engine",
-    "models.families",
-    "models.flashinfer",
-    "models.integrations",
-    "models.layers",
-    "models.loading",
-    "bench",
-    "bench.cases",
-    "bench.common",
-    "bench.gpu",
-    "bench.kernels",
-    "bench.kvcore",
-    "bench.pages",
-    "bench.peers",
-    "bench.prefill_decode",
-    "bench.replay",
-    "bench.static",
-    "bench.static.cases",
-    "bench.tune",
-]
+PACKAGES = sorted(
+    ".".join(module.parent.parts)
+    for top in ("kernels", "kvcore", "models", "bench")
+    for module in Path(top).rglob("__init__.py")
+    if module.parent != Path("kvcore/quire")
+)
 
 FOLDERS = {"quire": "kvcore/quire"} | {f"quire.{p}": p.replace(".", "/") for p in PACKAGES}
 [VERSION] = re.findall(

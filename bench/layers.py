@@ -22,10 +22,9 @@ if __name__ == "__main__":
     run("quire.bench.layers")
 
 import dataclasses
-import json
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -44,6 +43,7 @@ from quire.models.loading.weights import build_model
 
 from .common.floors import Rates, decode_bytes, measure_rates, prefill_flops
 from .common.machine import describe_machine
+from .common.results import write_json
 from .common.timing import time_calls
 
 SCHEMA = 1
@@ -161,8 +161,11 @@ def prompt(model: Decoder, length: int, seed: int) -> np.ndarray:
 
 def measure(
     model: Decoder, settings: EngineConfig, *, batch: int, context: int, num_steps: int
-) -> dict[str, Any]:
-    """Prefills ``batch`` prompts of ``context`` tokens and decodes them together for ``num_steps`` steps or more."""
+) -> Iterator[dict[str, Any]]:
+    """Prefills ``batch`` prompts of ``context`` tokens and decodes them together for ``num_steps`` steps or more.
+
+    Yields parts of the result as they are known.
+    """
     recorder = Recorder(model, settings)
     chunk = settings.max_num_batched_tokens
     # Each prompt has its turn; the first ones decode while the last are prefilled, so they answer longer.
@@ -172,12 +175,12 @@ def measure(
     decodes = [s for s in recorder.steps if not s.num_prefills and s.num_decodes == batch]
     prefills = [s for s in recorder.steps if s.num_tokens == chunk and s.num_prefills]
     rates = measure_rates(model)
-    return {
+    yield {
         "rates": dataclasses.asdict(rates),
         "prefill": _prefill(model.config, prefills, rates),
         "decode": _decode(model, decodes, rates),
-        "graph": _graph(model, recorder.call, decodes, rates),
     }
+    yield {"graph": _graph(model, recorder.call, decodes, rates)}
 
 
 def _graph(
@@ -258,20 +261,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         except WrongOutput as error:
             print(f"refusing to report: {error}", file=sys.stderr)
             return 1
-        result = measure(
+        result = {
+            "schema": SCHEMA,
+            "machine": describe_machine(device),
+            "model": config.name,
+            "dtype": str(dtype).removeprefix("torch."),
+            "batch": args.batch,
+            "context": args.context,
+            "chunk": args.chunk,
+            "check": {"tokens": args.check_length, "error_over_budget": share},
+        }
+        write_json(args.json, result, final=False)
+        for part in measure(
             model, settings, batch=args.batch, context=args.context, num_steps=args.steps
-        )
-    result = {
-        "schema": SCHEMA,
-        "machine": describe_machine(device),
-        "model": config.name,
-        "dtype": str(dtype).removeprefix("torch."),
-        "batch": args.batch,
-        "context": args.context,
-        "chunk": args.chunk,
-        "check": {"tokens": args.check_length, "error_over_budget": share},
-        **result,
-    }
+        ):
+            result |= part
+            write_json(args.json, result, final="graph" in part)
     print(f"{config.name}, {args.batch} sequences of {args.context} tokens, chunks of {args.chunk}")
     print(f"logits checked: error {share:.2f} of the budget")
     for part in ("prefill", "decode", "graph"):
@@ -280,8 +285,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             for name, value in result[part].items()
         )
         print(f"{part:8}", ", ".join(numbers))
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return 0
 
 
@@ -322,5 +325,5 @@ def _parser() -> Parser:
         help="size of the page pool; default: 12",
     )
     add("--device", help="torch device; default: cuda where there is one, else cpu")
-    add("--json", type=output_file, metavar="FILE", help="write all numbers")
+    add("--json", type=output_file, metavar="FILE", help="write all numbers, as they are known")
     return parser

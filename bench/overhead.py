@@ -6,9 +6,9 @@
 differs from earlier calls in its tensors alone, as the calls of a model's layers do. Of both,
 everything but the launch itself is timed, which is replaced by nothing: no GPU is needed. Where
 there is one, ``whole`` is a call like ``again`` that launches, and ``launch`` what is more of it:
-Triton's launcher and the driver. With ``out`` and ``workspace`` given, nothing is allocated; the
-five around experts and residual streams make their results. Processor time of the thread, the least
-of some rounds that take all wrappers in turn: of ``first`` one call a round, else the mean of a
+Triton's launcher and the driver. With ``out`` and ``workspace`` given, nothing is allocated;
+`sample_tokens` and the five around experts and residual streams make their results. Processor time
+of the thread, the least of some rounds that take all wrappers in turn: of ``first`` one call a round, else the mean of a
 round's calls. In a captured graph none of this is paid.
 """
 
@@ -51,6 +51,7 @@ from quire.kernels import (
     paged_attention,
     residual_norm,
     route_tokens,
+    sample_tokens,
     sliding_window_attention,
     workspace_numel,
     write_kv,
@@ -66,7 +67,7 @@ LATENT, ROPE = 512, 64
 RATIO, TOPK, INDEX_HEADS, INDEX_DIM = 4, 512, 64, 128
 # The indexer passes over what all queries see anyway: it needs contexts where they do not.
 INDEXED = 65536
-HIDDEN, STREAMS, EXPERTS, ROUTED, EXPERT_WIDTH = 4096, 4, 256, 6, 64
+HIDDEN, STREAMS, EXPERTS, ROUTED, EXPERT_WIDTH, VOCABULARY = 4096, 4, 256, 6, 64, 129280
 
 
 def calls(device: str = "cpu") -> dict[str, Callable[[], object]]:
@@ -144,6 +145,14 @@ def calls(device: str = "cpu") -> dict[str, Callable[[], object]]:
         fp4 = [w.view(torch.uint8)[..., : w.shape[-1] // 2].contiguous() for w in (gate_up, down)]
         fp4_scales = [w[..., ::16].contiguous() for w in fp4]
         gate_up_bias, down_bias = gate_up[..., 0], down[..., 0]
+        vocabulary, rows_of_one = torch.zeros(BATCH, VOCABULARY), torch.ones(BATCH)
+        draws = {
+            "temperature": rows_of_one,
+            "top_k": seq_lens,
+            "top_p": rows_of_one,
+            "min_p": rows_of_one,
+            "u": torch.zeros(BATCH, dtype=torch.float64),
+        }
         series, series_gate = torch.zeros(2, BATCH, 2 * LATENT).unbind(0)
         series_pages = torch.zeros(64, RATIO, 2, LATENT)
         ring_rows = torch.zeros(BATCH, RATIO, dtype=torch.int64)
@@ -231,6 +240,8 @@ def calls(device: str = "cpu") -> dict[str, Callable[[], object]]:
             down_bias=down_bias, activation="silu", **impl,
         ),
         "combine_experts": lambda: combine_experts(expert_rows, expert_weights, addend=branch, **impl),
+        "sample_tokens, greedy": lambda: sample_tokens(vocabulary, **impl),
+        "sample_tokens": lambda: sample_tokens(vocabulary, **draws, **impl),
         "copy_overlap": lambda: copy_overlap(
             series, series_gate, ape, ring, series_pages, from_pages=slots, state_index=slots, state_rows=ring_rows,
             tokens=slots, to_pages=slots, **impl,

@@ -38,6 +38,31 @@ V4_TESTS = """
     tests/models/deepseek_v4/test_engine.py::test_outputs_do_not_depend_on_drafts
     tests/models/deepseek_v4/test_engine.py::test_preempted_requests_resume
 """
+# What models have around attention.
+OPERATOR_TESTS = """
+    tests/gpu/test_gpu_sampling.py
+    tests/kernels/gating/test_gated_product.py::test_gated_product
+    tests/kernels/gating/test_gated_product.py::test_numbers_that_overflow_an_exponential
+    tests/kernels/gating/test_gated_product.py::test_only_the_result_is_written
+    tests/kernels/hyper_connections/test_hyper_connections.py::test_collapse
+    tests/kernels/hyper_connections/test_hyper_connections.py::test_expand
+    tests/kernels/hyper_connections/test_hyper_connections.py::test_padding_rows
+    tests/kernels/norms/test_residual_norm.py::test_residual_norm
+    tests/kernels/norms/test_residual_norm.py::test_only_the_rows_are_written
+    tests/kernels/norms/test_residual_norm.py::test_the_norm_is_that_of_the_rounded_residual
+    tests/kernels/norms/test_residual_norm.py::test_the_result_may_take_the_place_of_x
+    tests/kernels/overlap_copy/test_overlap_copy.py::test_copy_overlap
+    tests/kernels/overlap_copy/test_overlap_copy.py::test_nan_stays_where_it_is
+    tests/kernels/overlap_copy/test_overlap_copy.py::test_padding_rows
+    tests/kernels/rotary/test_norm_rope.py::test_a_head_without_frequencies_stays_where_it_is
+    tests/kernels/rotary/test_norm_rope.py::test_norm_rope
+    tests/kernels/rotary/test_norm_rope.py::test_only_the_heads_are_written
+    tests/kernels/routing/test_routing.py::test_combine
+    tests/kernels/routing/test_routing.py::test_equal_scores
+    tests/kernels/routing/test_routing.py::test_padding_rows
+    tests/kernels/routing/test_routing.py::test_route
+    tests/kernels/sampling/test_sampling.py
+"""
 # One asks transformers, of which a borrowed machine may have a version without these models.
 ENGINE_TESTS = """
     --deselect=tests/models/engine/test_engine.py::test_prefill_and_forced_decode_equal_transformers
@@ -108,21 +133,23 @@ def plan(dry_run: bool) -> list[Part]:
              (*job, *size("--no-baseline --check 4", tiny)), waits=("warm-up",)),
         Part("v4", 70, "kernels and engine of DeepSeek-V4, and V3's, against float64 and full passes",
              tests(V4_TESTS), tests=True),
-        Part("v4-layers", 40, "layers of deepseek-v4-flash at their real widths, end to end",
+        Part("operators", 26, "what models have around attention, against float64",
+             tests(OPERATOR_TESTS), tests=True),
+        Part("v4-layers", 35, "layers of deepseek-v4-flash at their real widths, end to end",
              (*layers, "--model", *size("deepseek-v4-flash --layers 4 --experts 32", f"deepseek-v4-tiny --layers 4 {few}"))),
         Part("compile", 25, "the kernels that are timed next, in parallel",
              (*kernels, *size(f"--set headline --impl quire,quire-in-step,vllm-triton --compile {JOBS}", "--set tiny --only decode --impl quire --compile 1"))),
-        Part("kernels", 47, "attention kernels and peers side by side, the cases that matter most",
-             (*kernels, *size(f"--set attention --impl {COMPARED} --seconds 37", "--set tiny --skip tiny-latents --only decode --per-call 0.01 --impl quire,quire-in-step,sdpa")), waits=("peers",)),
-        Part("latents", 40, "kernels of DeepSeek-V4 and V3, and FlashMLA",
-             (*kernels, *size(f"--set latents --impl {LATENT_COMPARED} --seconds 35", "--set tiny-latents --only decode --per-call 0.01 --impl quire"))),
-        Part("layers", 30, "six layers of gemma-4-31b end to end, allocator's share of a step",
+        Part("kernels", 40, "attention kernels and peers side by side, the cases that matter most",
+             (*kernels, *size(f"--set attention --impl {COMPARED} --seconds 31", "--set tiny --skip tiny-latents --only decode --per-call 0.01 --impl quire,quire-in-step,sdpa")), waits=("peers",)),
+        Part("latents", 35, "kernels of DeepSeek-V4 and V3, and FlashMLA",
+             (*kernels, *size(f"--set latents --impl {LATENT_COMPARED} --seconds 30", "--set tiny-latents --only decode --per-call 0.01 --impl quire"))),
+        Part("layers", 25, "six layers of gemma-4-31b end to end, allocator's share of a step",
              (*layers, *size("", f"--model gemma4-tiny {few}"))),
         Part("engine", 40, "engines of all families: caches in e4m3, drafts, preemption, replay, graphs",
              tests(ENGINE_TESTS), tests=True),
         Part("oracle", 15, "peers as a second, independent oracle",
              tests("tests/gpu/test_gpu_peers.py"), waits=("peers",), tests=True),
-        Part("flashinfer", 34, "the main job through FlashInfer beside quire",
+        Part("flashinfer", 30, "the main job through FlashInfer beside quire",
              (*job, *size("--limit 2 --num-pages 2000 --no-baseline --check 2 --compare flashinfer", f"{tiny} --compare torch"), "{peers}"),
              waits=("peers",), needs_flashinfer=True),
         Part("kernels-rest", 12, "more batches, contexts, shards and page sizes, as far as time goes",

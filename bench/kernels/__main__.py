@@ -30,7 +30,6 @@ if __name__ == "__main__":
 
 import argparse
 import dataclasses
-import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -45,6 +44,7 @@ from quire.models.device import find_device
 from ..cases import latent_shapes, shapes
 from ..common.floors import device_rates
 from ..common.machine import describe_machine
+from ..common.results import write_json
 from ..common.table import aligned
 from ..common.timing import time_calls
 from ..common.workers import Workers
@@ -128,9 +128,9 @@ def run(cases: list[Case], device: torch.device, args: argparse.Namespace) -> di
         except torch.OutOfMemoryError:
             result["not_run"].append(case.name)
         finally:
-            _write(args.json, result)
+            write_json(args.json, result, final=False)
         print(f"{perf_counter() - start:6.1f} s  {case.name}", flush=True)
-    _write(args.json, result)
+    write_json(args.json, result)
     return result
 
 
@@ -149,7 +149,7 @@ def compile_all(cases: list[Case], device: torch.device, args: argparse.Namespac
     failures = [text for texts in failures for text in texts]
     print(*failures, sep="\n", end="\n" if failures else "")
     print(f"{len(cases)} cases called once in {perf_counter() - start:.1f} s")
-    _write(args.json, {"schema": SCHEMA, "cases": len(cases), "failures": failures})
+    write_json(args.json, {"schema": SCHEMA, "cases": len(cases), "failures": failures})
     return 0
 
 
@@ -365,13 +365,6 @@ def predictions(cases: list[Case], device: Device) -> str:
         f"matmul {device.matmul_flops_per_s / 1e12:.3g} TFLOP/s"
     )
     return "\n".join([title, *aligned(rows)])
-
-
-def _write(path: str | None, result: dict[str, Any]) -> None:
-    if path:  # whole at any moment: a part that runs out of time is ended
-        partial = Path(f"{path}.partial")
-        partial.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        partial.replace(path)
 
 
 def _parser() -> Parser:

@@ -47,9 +47,8 @@ if __name__ == "__main__":
 
 import argparse
 import gc
-import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -81,6 +80,7 @@ from quire.models.tokenizer import NUM_SPECIAL
 from ..common.floors import measure_rates
 from ..common.machine import describe_machine
 from ..common.plot import require_matplotlib
+from ..common.results import write_json
 from ..common.traces import read_trace, trace_workload
 from ..common.workload import Workload, chat_workload
 from ..peers.flashinfer import expect_kernels, import_flashinfer
@@ -141,15 +141,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             draft_tokens=args.draft_tokens or 1,
             split_runs=args.split or 1,
             compare=args.compare,
+            keep=lambda result: write_json(args.json, result, final=False, indent=2),
         )
+        write_json(args.json, result, indent=2)
         print(header(result), table(result), sep="\n\n")
         if args.split:
             print("", split_table(result), sep="\n")
-        if args.json:
-            args.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
         if args.plot:
             save_plot(result, args.plot)
     except WrongOutput as error:
+        if args.json and args.json.is_file():
+            args.json.unlink()  # what was known before
         print(f"refusing to report: {error}", file=sys.stderr)
         return 1
     finally:
@@ -168,6 +170,7 @@ def measure(
     draft_tokens: int = 1,
     split_runs: int = 1,
     compare: str | None = None,
+    keep: Callable[[dict[str, Any]], None] = lambda result: None,
 ) -> dict[str, Any]:
     """Runs, checks and measures; the dictionary of `bench.prefill_decode.report`.
 
@@ -179,6 +182,7 @@ def measure(
         split_runs: runs with caching on, for the split of CPU time; all other numbers are those of
             the first.
         compare: None, or the implementation to run once more with.
+        keep: gets the dictionary as far as it is known, whenever a run is checked.
 
     Raises:
         WrongOutput; what the engine raises.
@@ -200,62 +204,69 @@ def measure(
     dtype, sampled = settings.kv_cache_dtype, sample(outputs, num_checks)
     check = _checked(built, {key: outputs[key] for key in sampled}, dtype)
     among = outputs if dtype == "auto" else sampled
-    uncached = None
+    with torch.cuda.device_of(next(model.parameters())):  # whose events and streams are timed
+        rates = measure_rates(model)
+    uncached = plain = other = None
+    again: list[Run] = []
+
+    def known() -> dict[str, Any]:
+        return report(
+            machine=describe_machine(model.device),
+            model={
+                "name": model.config.name,
+                "source": built.source,
+                "parameters": sum(weight.numel() for weight in model.parameters()),
+                "weight_bytes": weight_bytes(model),
+                "dtype": str(model.dtype).removeprefix("torch."),
+            },
+            engine={
+                "impl": settings.impl or ("triton" if model.device.type == "cuda" else "torch"),
+                "kv_cache_dtype": dtype,
+                "retention": settings.retention,
+                "num_pages": cached.num_pages,
+                "max_num_seqs": settings.max_num_seqs,
+                "max_num_batched_tokens": settings.max_num_batched_tokens,
+                "describe": cached.describe,
+            },
+            workload=workload,
+            check=check,
+            rates=rates,
+            cached=metrics(
+                cached.run, model, rates, cached.num_pages, kv_cache_dtype=dtype, again=again
+            ),
+            uncached=uncached
+            and metrics(uncached.run, model, rates, uncached.num_pages, kv_cache_dtype=dtype),
+            compared=uncached and comparison(cached.run, uncached.run),
+            speculated=plain and speculation(speculate, draft_tokens, cached.run, plain.run),
+            other_impl=other
+            and {
+                "impl": compare,
+                "run": metrics(other.run, model, rates, other.num_pages, kv_cache_dtype=dtype),
+                "comparison": comparison(other.run, cached.run),
+            },
+        )
+
     if baseline:
+        keep(known())
         off = replace(settings, enable_caching=False)
         prompts = cached.run.prompts
         uncached = _run(built, workload, off, "caching off", prompts=prompts, drafter=drafter())
         _check_differing(built, cached.run, uncached.run, among, dtype)
-    plain = None
     if speculate:
+        keep(known())
         plain = _run(built, workload, settings, "no drafts", prompts=cached.run.prompts)
         _check_differing(built, cached.run, plain.run, among, dtype)
-    other = None
     if compare:
+        keep(known())
         prompts = cached.run.prompts
         other = _run(built, workload, others, compare, prompts=prompts, drafter=drafter())
         _checked(built, {key: other.run.outputs[key] for key in sampled}, dtype)
-    again = [
-        _run(built, workload, settings, "again", prompts=cached.run.prompts, drafter=drafter()).run
-        for _ in range(split_runs - 1)
-    ]
-    with torch.cuda.device_of(next(model.parameters())):  # whose events and streams are timed
-        rates = measure_rates(model)
-    return report(
-        machine=describe_machine(model.device),
-        model={
-            "name": model.config.name,
-            "source": built.source,
-            "parameters": sum(weight.numel() for weight in model.parameters()),
-            "weight_bytes": weight_bytes(model),
-            "dtype": str(model.dtype).removeprefix("torch."),
-        },
-        engine={
-            "impl": settings.impl or ("triton" if model.device.type == "cuda" else "torch"),
-            "kv_cache_dtype": dtype,
-            "retention": settings.retention,
-            "num_pages": cached.num_pages,
-            "max_num_seqs": settings.max_num_seqs,
-            "max_num_batched_tokens": settings.max_num_batched_tokens,
-            "describe": cached.describe,
-        },
-        workload=workload,
-        check=check,
-        rates=rates,
-        cached=metrics(
-            cached.run, model, rates, cached.num_pages, kv_cache_dtype=dtype, again=again
-        ),
-        uncached=uncached
-        and metrics(uncached.run, model, rates, uncached.num_pages, kv_cache_dtype=dtype),
-        compared=uncached and comparison(cached.run, uncached.run),
-        speculated=plain and speculation(speculate, draft_tokens, cached.run, plain.run),
-        other_impl=other
-        and {
-            "impl": compare,
-            "run": metrics(other.run, model, rates, other.num_pages, kv_cache_dtype=dtype),
-            "comparison": comparison(other.run, cached.run),
-        },
-    )
+    for _ in range(split_runs - 1):
+        keep(known())
+        prompts = cached.run.prompts
+        more = _run(built, workload, settings, "again", prompts=prompts, drafter=drafter())
+        again.append(more.run)
+    return known()
 
 
 def _run(
@@ -433,7 +444,7 @@ def _parser() -> Parser:
         metavar="N",
         help="print what each part of a step takes of the CPU: medians of N runs of each step; default: 3",
     )
-    add("--json", type=output_file, metavar="FILE", help="write all numbers")
+    add("--json", type=output_file, metavar="FILE", help="write all numbers, after each run")
     add("--plot", type=output_file, metavar="FILE", help="write a picture (extra: plot)")
     add(
         "--seed",

@@ -11,36 +11,9 @@ the next level.
 import triton
 import triton.language as tl
 
+from ..common.ordering import ordered, threshold
 from ..common.tiles import find_sequence
 from .scores import visible_entries
-
-
-@triton.jit
-def _ordered(score):
-    """fp32 as uint32 in the same order, all above 0; both zeros are one value."""
-    bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
-    return tl.where(bits < 0, ~bits, bits ^ -2147483648).to(tl.uint32, bitcast=True)
-
-
-@triton.jit
-def _threshold(values, k, GROUPS: tl.constexpr):
-    """A number that the k largest of a vector of uint32 reach, and no others but equals of it.
-
-    It is 0 if fewer than k are not 0. GROUPS: k or more, and divides the vector. So many groups
-    have each a largest value; k values reach the least of these, where the search begins. It halves
-    what is left until exactly k values reach a number, or none but the k-th largest is left.
-    """
-    low = tl.min(tl.max(tl.reshape(values, [values.numel // GROUPS, GROUPS]), 0), 0)
-    high = tl.max(values, 0)
-    count = tl.zeros([], tl.int32)
-    while (low < high) & (count != k):
-        middle = high - (high - low) // 2
-        reached = tl.sum((values >= middle).to(tl.int32), 0)
-        enough = reached >= k
-        count = tl.where(enough, reached, count)
-        low = tl.where(enough, middle, low)
-        high = tl.where(enough, high, middle - 1)
-    return low
 
 
 @triton.jit(
@@ -87,16 +60,16 @@ def index_select_kernel(
         live = entry < size
         if candidates is None:
             score = tl.load(workspace + row * scores_stride + entry, mask=live, other=0.0)
-            value = tl.where(live, _ordered(score), 0)
+            value = tl.where(live, ordered(score), 0)
         else:
             cells = workspace + candidates + row * num_blocks * topk + entry
             value = tl.load(cells, mask=live, other=0.0).to(tl.uint32, bitcast=True)
             cells += num_rows.to(tl.int64) * num_blocks * topk
             entry = tl.load(cells, mask=live, other=0.0).to(tl.int32, bitcast=True)
-        threshold = _threshold(value, topk, BLOCK_TOPK)
+        bound = threshold(value, topk, BLOCK_TOPK)
         # 0 is no score: what is past the end, and what a block of fewer than topk left unused.
-        above = value > threshold
-        equal = (value == threshold) & (value > 0)
+        above = value > bound
+        equal = (value == bound) & (value > 0)
         needed = topk - tl.sum(above.to(tl.int32), 0)
         # One scan for two counts: those above in the high half, the equal ones in the low half.
         counts = tl.cumsum((above.to(tl.int32) << 16) + equal.to(tl.int32), 0)

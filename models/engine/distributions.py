@@ -20,6 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.kernels.sampling import torch_impl
+from quire.kernels.sampling.torch_impl import draw
+
 from .batch import Staging
 from .request import SamplingParams
 
@@ -45,11 +48,27 @@ def penalize(logits: Tensor, seen: Tensor, penalty: Tensor) -> Tensor:
     return torch.where(seen, torch.where(logits > 0, logits / factor, logits * factor), logits)
 
 
+def filter_columns(params: Sequence[SamplingParams]) -> list[np.ndarray]:
+    """Temperature, top_k, top_p and min_p of rows, [num_rows] each, as ``sample_tokens`` has them."""
+    temperature, top_k, top_p, min_p = (
+        np.array([getattr(p, name) for p in params], dtype=dtype)
+        for name, dtype in (
+            ("temperature", "f4"),
+            ("top_k", "i4"),
+            ("top_p", "f4"),
+            ("min_p", "f4"),
+        )
+    )
+    # What fp32 would round to 0 is not greedy.
+    drawn = np.array([p.temperature > 0 for p in params], dtype=bool)
+    return [np.where(drawn, np.maximum(temperature, np.float32(1e-30)), 0), top_k, top_p, min_p]
+
+
 @dataclass(frozen=True)
 class Filters:
     """Temperature and filters of some rows.
 
-    Temperature, top_p, min_p [num_rows, 1] fp32, top_k [num_rows, 1] int64.
+    Temperature, top_p, min_p [num_rows, 1] fp32, top_k [num_rows, 1] int32.
 
     Attributes:
         sorts, has_min_p: host bools, whether any row needs the likeliest tokens in order, and
@@ -66,18 +85,8 @@ class Filters:
     @classmethod
     def of(cls, params: Sequence[SamplingParams], staging: Staging) -> Filters:
         """Filters of rows that are drawn, all with a temperature above 0."""
-        columns = [
-            np.array([[getattr(p, name)] for p in params], dtype=dtype)
-            for name, dtype in (
-                ("temperature", "f4"),
-                ("top_k", "i8"),
-                ("top_p", "f4"),
-                ("min_p", "f4"),
-            )
-        ]
-        columns[0] = np.maximum(columns[0], np.float32(1e-30))  # what fp32 would round to 0
         return cls(
-            *staging.send(columns),
+            *staging.send([column[:, None] for column in filter_columns(params)]),
             sorts=any(p.top_k > 0 or p.top_p < 1 for p in params),
             has_min_p=any(p.min_p > 0 for p in params),
         )
@@ -92,43 +101,15 @@ def probabilities(logits: Tensor, filters: Filters) -> Tensor:
     Returns:
         [num_rows, vocab_size] fp32, rows that add up to 1.
     """
-    # Largest logit 0 first: then no temperature overflows.
-    logits = (logits - logits.amax(dim=-1, keepdim=True)) / filters.temperature
-    if filters.sorts:
-        ordered, order = logits.sort(dim=-1, descending=True, stable=True)
-        rank = torch.arange(logits.shape[1], device=logits.device)
-        behind = (filters.top_k > 0) & (rank >= filters.top_k)
-        ordered = ordered.masked_fill(behind, -torch.inf)
-        mass = ordered.softmax(dim=-1)
-        before = mass.cumsum(dim=-1) - mass
-        # The likeliest token always stays, and rounding of the sum must not cut a row that keeps
-        # all.
-        behind = (before >= filters.top_p) & (rank > 0) & (filters.top_p < 1)
-        ordered = ordered.masked_fill(behind, -torch.inf)
-        # Back to the order of ids: a draw must not depend on whether some other row needed a sort.
-        logits = torch.empty_like(ordered).scatter_(1, order, ordered)
-    kept = logits.softmax(dim=-1)
-    if filters.has_min_p:
-        kept = kept.masked_fill(kept < filters.min_p * kept.amax(dim=-1, keepdim=True), 0.0)
-        kept = kept / kept.sum(dim=-1, keepdim=True)
-    return kept
-
-
-def draw(mass: Tensor, u: Tensor) -> Tensor:
-    """Draws one index a row by inversion.
-
-    Args:
-        mass: [num_rows, n] >= 0, each row with a positive sum (not necessarily 1).
-        u: [num_rows] float64 in [0, 1).
-
-    Returns:
-        [num_rows] int64; never an index of mass 0. Of a row of NaN the last one.
-    """
-    total = mass.cumsum(dim=-1, dtype=torch.float64)
-    last = total[:, -1:]
-    # Rounding may make the product the whole sum, behind which there is nothing.
-    goal = torch.minimum(u[:, None] * last, torch.nextafter(last, torch.zeros_like(last)))
-    return torch.searchsorted(total, goal, right=True).squeeze(1).clamp_(max=mass.shape[1] - 1)
+    return torch_impl.probabilities(
+        logits,
+        filters.temperature,
+        filters.top_k,
+        filters.top_p,
+        filters.min_p,
+        sorts=filters.sorts,
+        has_min_p=filters.has_min_p,
+    )
 
 
 def rejection_sample(

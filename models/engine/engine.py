@@ -149,6 +149,7 @@ class Engine:
             config.max_num_seqs,
             model.device,
             rejection_sample_method=config.rejection_sample_method,
+            impl=config.impl,
         )
         self._drafts_are_drawn = config.rejection_sample_method == "standard" and isinstance(
             drafter, SamplingDrafter

@@ -10,27 +10,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import isfinite
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from quire.kernels import sample_tokens
 
 from .batch import Staging
 from .distributions import (
     ACCEPT,
     RESAMPLE,
     TOKEN,
-    Filters,
-    draw,
+    filter_columns,
     penalize,
-    probabilities,
     rejection_sample,
     uniform,
 )
 from .request import Request, SamplingParams, TokenLogprobs
 
-NO_TOKEN = -1
+NO_TOKEN = -1  # as `sample_tokens` gives it
+COLUMNS = ("temperature", "top_k", "top_p", "min_p", "u")  # of `sample_tokens`
 REJECTION_SAMPLE_METHODS = ("strict", "standard")  # `quire.models.engine.speculative`
 
 
@@ -80,6 +80,7 @@ class Sampler:
         device: of the logits.
         rejection_sample_method: one of `REJECTION_SAMPLE_METHODS`, for the rows of sampled requests
             that drafts follow.
+        impl: as in `sample_tokens`.
 
     Raises:
         ValueError: another method.
@@ -92,6 +93,7 @@ class Sampler:
         device: torch.device | str,
         *,
         rejection_sample_method: str = "strict",
+        impl: str | None = None,
     ) -> None:
         if rejection_sample_method not in REJECTION_SAMPLE_METHODS:
             raise ValueError(
@@ -99,12 +101,15 @@ class Sampler:
                 f"{rejection_sample_method!r}"
             )
         self._rejects = rejection_sample_method == "standard"
+        self._impl = impl
         self._device = torch.device(device)
         self._staging = Staging(device)
         self._seen_shape = (max_requests, vocab_size)
         # Tokens of prompt and output, for penalties; made when first needed.
         self._seen: Tensor | None = None
         self._owners: list[tuple[Request, int] | None] = [None] * max_requests
+        if self._device.type == "cuda" or impl == "triton":
+            self._warm_up()
 
     def __call__(
         self, logits: Tensor, requests: Sequence[Request], num_rows: Sequence[int]
@@ -121,25 +126,35 @@ class Sampler:
             this one stays.
         """
         if all(request.params.is_plain for request in requests):
-            largest, ids = logits.max(dim=-1)
-            return Sampled(*_to_host(logits, ids, largest, ()))
+            return Sampled(sample_tokens(logits, impl=self._impl).tolist(), None)
         params = [
             r.params for r, count in zip(requests, num_rows, strict=True) for _ in range(count)
         ]
         raw = logits
         if any(p.repetition_penalty != 1 for p in params):
             logits = self._penalized(logits, requests, num_rows)
-        largest, ids = logits.max(dim=-1)
-        rows = np.array([i for i, p in enumerate(params) if p.temperature > 0], dtype=np.int64)
-        if len(rows):
-            index, u = self._staging.send([rows, _draws(requests, num_rows)[rows]])
-            filters = Filters.of([params[i] for i in rows], self._staging)
-            mass = probabilities(logits[index], filters)
-            drawn = draw(mass, u)
-            if self._rejects and len(params) > len(requests):
-                drawn = self._reject(drawn, mass, rows, requests, num_rows)
-            ids = ids.index_copy(0, index, drawn)
-        return Sampled(*_to_host(raw, ids, largest, params))
+        if not any(p.temperature > 0 for p in params):
+            return Sampled(*_to_host(raw, sample_tokens(logits, impl=self._impl), params))
+        given = self._columns(params, _draws(requests, num_rows))
+        rejects = self._rejects and len(params) > len(requests)
+        probs = torch.empty_like(logits) if rejects else None
+        ids = sample_tokens(logits, **given, probs=probs, impl=self._impl)
+        if probs is not None:
+            ids = torch.where(ids < 0, ids, self._reject(ids, probs, requests, num_rows))
+        return Sampled(*_to_host(raw, ids, params))
+
+    def _warm_up(self) -> None:
+        """Compiles what later steps launch."""
+        logits = torch.zeros(1, self._seen_shape[1], device=self._device)
+        given = self._columns([SamplingParams(temperature=1.0)], np.zeros(1))
+        sample_tokens(logits, impl=self._impl)
+        sample_tokens(logits, **given, impl=self._impl)
+        if self._rejects:
+            sample_tokens(logits, **given, probs=torch.empty_like(logits), impl=self._impl)
+
+    def _columns(self, params: Sequence[SamplingParams], u: np.ndarray) -> dict[str, Tensor]:
+        """How `sample_tokens` draws each row."""
+        return dict(zip(COLUMNS, self._staging.send([*filter_columns(params), u]), strict=True))
 
     def _penalized(
         self, logits: Tensor, requests: Sequence[Request], num_rows: Sequence[int]
@@ -177,16 +192,14 @@ class Sampler:
         self,
         drawn: Tensor,
         mass: Tensor,
-        rows: np.ndarray,
         requests: Sequence[Request],
         num_rows: Sequence[int],
     ) -> Tensor:
         """``drawn`` with `rejection_sample` in the rows that a draft follows.
 
         Args:
-            drawn: [num_drawn] int64.
-            mass: [num_drawn, vocab_size].
-            rows: [num_drawn] int64, which rows of all these are.
+            drawn: [num_rows] int64.
+            mass: [num_rows, vocab_size], what the rows are drawn from.
         """
         numbers = [_draws(requests, num_rows, purpose) for purpose in (ACCEPT, RESAMPLE)]
         parts: dict[bool, list[tuple[np.ndarray, Request]]] = {False: [], True: []}
@@ -202,7 +215,7 @@ class Sampler:
             at = np.concatenate([where for where, _ in part])
             drafts = np.concatenate([r.drafts[: len(where)] for where, r in part])
             index, tokens, *u = self._staging.send(
-                [np.searchsorted(rows, at), drafts.astype(np.int64), *(n[at] for n in numbers)]
+                [at, drafts.astype(np.int64), *(n[at] for n in numbers)]
             )
             probs = torch.cat([r.draft_probs[: len(w)] for w, r in part]) if has_probs else None
             drawn = drawn.index_copy(0, index, rejection_sample(mass[index], tokens, probs, *u))
@@ -235,29 +248,22 @@ def _draws(
 
 
 def _to_host(
-    logits: Tensor, ids: Tensor, largest: Tensor, params: Sequence[SamplingParams]
+    logits: Tensor, ids: Tensor, params: Sequence[SamplingParams]
 ) -> tuple[list[int], list[TokenLogprobs | None] | None]:
-    """Ids, and the log-probabilities that rows ask for, in one copy.
-
-    Args:
-        largest: [num_rows], each row's largest logit, which tells whether the row gives a token: it
-            is NaN where any logit is, +inf where any is, and -inf where all are.
-    """
+    """Ids, and the log-probabilities that rows ask for, in one copy."""
     wanted = [p.logprobs for p in params]
     most = max((n for n in wanted if n is not None), default=None)
-    # Ids are exact in float64.
-    parts = [ids[:, None].double(), largest[:, None]]
-    if most is not None:
-        most = min(most, logits.shape[1])
-        scores = logits.log_softmax(dim=-1)
-        best, best_ids = scores.topk(most, dim=-1)
-        parts += [scores.gather(1, ids[:, None]), best, best_ids.double()]
-    packed = torch.cat(parts, dim=1).tolist()
-    found = [int(row[0]) if isfinite(row[1]) else NO_TOKEN for row in packed]
     if most is None:
-        return found, None
+        return ids.tolist(), None
+    most = min(most, logits.shape[1])
+    scores = logits.log_softmax(dim=-1)
+    best, best_ids = scores.topk(most, dim=-1)
+    of_ids = scores.gather(1, ids.clamp_min(0)[:, None])
+    # Ids are exact in float64.
+    parts = [ids[:, None].double(), of_ids, best, best_ids.double()]
+    packed = torch.cat(parts, dim=1).tolist()
     rows: list[TokenLogprobs | None] = []
     for row, n in zip(packed, wanted, strict=True):
-        top = zip(map(int, row[3 + most :]), row[3 : 3 + most], strict=True)
-        rows.append(None if n is None else TokenLogprobs(row[2], tuple(top)[:n]))
-    return found, rows
+        top = zip(map(int, row[2 + most :]), row[2 : 2 + most], strict=True)
+        rows.append(None if n is None else TokenLogprobs(row[1], tuple(top)[:n]))
+    return [int(row[0]) for row in packed], rows

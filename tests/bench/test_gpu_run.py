@@ -2,11 +2,13 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
 import time
+from collections import Counter
 from dataclasses import replace
 from importlib import import_module, metadata
 from pathlib import Path
@@ -15,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+from quire import kernels
 from quire.bench import environment, layers
 from quire.bench.common.floors import Rates, decode_bytes, prefill_flops
 from quire.bench.gpu import __main__ as gpu
@@ -117,6 +120,18 @@ def test_the_tests_of_every_part_are_there():
                 file, _, test = name.partition("::")
                 assert (ROOT / file).is_file(), name
                 assert not test or f"def {test}(" in (ROOT / file).read_text(), name
+
+
+def test_every_operator_runs_on_the_device():
+    """A part has tests that call it, besides those of what is refused."""
+    names = [name for part in plan(False) if part.tests for name in part.arguments]
+    files = {name.partition("::")[0] for name in names if name.startswith("tests/")}
+    words = [Counter(re.findall(r"\w+", (ROOT / file).read_text())) for file in files]
+    operators = {n for n in kernels.__all__ if not n.endswith(("Pages", "numel", "bytes"))}
+    # Once where it is imported.
+    called = {name for name in operators if any(count[name] > 1 for count in words)}
+    assert len(operators) > 15
+    assert operators - called == set()
 
 
 def test_the_plan_runs_nothing(tmp_path, capsys):
@@ -393,6 +408,19 @@ def test_layers_refuse_wrong_logits(name, monkeypatch, capsys):
     monkeypatch.setattr(layers.Engine, "_forward", other_page)
     assert layers.main(command) == 1
     assert "refusing to report" in capsys.readouterr().err
+
+
+def test_layers_that_are_ended_keep_what_was_measured(tmp_path, monkeypatch):
+    def ended(*args):
+        raise SystemExit(1)
+
+    monkeypatch.setattr(layers, "_graph", ended)
+    file = tmp_path / "layers.json"
+    command = "--model gemma4-tiny --layers 2 --batch 2 --context 40 --chunk 32 --steps 2 --check-length 40 --cache-gib 0.01"
+    with pytest.raises(SystemExit):
+        layers.main([*command.split(), "--json", str(file)])
+    result = json.loads(file.read_text())
+    assert result["decode"]["steps"] > 0 and "graph" not in result
 
 
 def test_layers_of_deepseek_v4_have_every_kind_at_real_widths():

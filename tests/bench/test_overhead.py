@@ -36,13 +36,15 @@ VIEWS = {
 EMPTY = {
     f"aten.{name}" for name in ("empty.memory_format", "new_empty.default", "empty_strided.default")
 }
-MAKE_RESULTS = (
+# These take no ``out``.
+MAKE_RESULTS = {
     "collapse_streams",
     "expand_streams",
     "route_tokens",
     "expert_mlp",
     "combine_experts",
-)  # take no ``out``
+    "sample_tokens",
+}
 
 
 class Operators(TorchDispatchMode):

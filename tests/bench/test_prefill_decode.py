@@ -4,6 +4,7 @@ import functools
 import json
 import lzma
 import math
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 from quire.bench.common import floors, floors_v4
+from quire.bench.common.results import write_json
 from quire.bench.common.workload import chat_workload
 from quire.bench.prefill_decode import __main__ as prefill_decode
 from quire.bench.prefill_decode import report, verify
@@ -69,6 +71,58 @@ def documented_keys():
     """The names in the table of bench.prefill_decode.report's docstring."""
     table = report.__doc__.split("::\n\n")[1].split("\n\nA number")[0]
     return set(table.replace(",", " ").replace("{", " ").replace("}", " ").split())
+
+
+def test_a_run_that_is_ended_keeps_what_it_has_measured(tmp_path, monkeypatch):
+    file, run = tmp_path / "result.json", prefill_decode._run
+
+    def ended(built, workload, settings, label, **more):
+        if label == "caching off":
+            raise SystemExit(1)
+        return run(built, workload, settings, label, **more)
+
+    monkeypatch.setattr(prefill_decode, "_run", ended)
+    with pytest.raises(SystemExit):
+        prefill_decode.main([*ONE, "--json", str(file)])
+    result = json.loads(file.read_text())
+    assert result["cached"]["decode"]["tokens"] > 0 and result["uncached"] is None
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_report_that_is_refused_late_leaves_nothing(tmp_path, monkeypatch, capsys):
+    def wrong(*args):
+        assert json.loads(file.read_text())["uncached"] is None
+        raise prefill_decode.WrongOutput("wrong")
+
+    monkeypatch.setattr(prefill_decode, "_check_differing", wrong)
+    file = tmp_path / "result.json"
+    assert prefill_decode.main([*ONE, "--json", str(file)]) == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_is_whole_at_any_moment(tmp_path, monkeypatch):
+    file = tmp_path / "result.json"
+    write_json(file, {"rows": [1]})
+    write_text = Path.write_text
+
+    def cut_short(path, text, **more):
+        write_text(path, text[: len(text) // 2], **more)
+        raise SystemExit(1)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", cut_short)
+        with pytest.raises(SystemExit):
+            write_json(file, {"rows": [1, 2]})
+    assert json.loads(file.read_text()) == {"rows": [1]}
+    write_json(file, {"rows": [1, 2]})
+    assert json.loads(file.read_text()) == {"rows": [1, 2]}
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_json(pipe, 1, final=False)
+    write_json(pipe, 2)
+    assert os.read(reader, 99) == b"2\n"
+    os.close(reader)
 
 
 def test_json_and_text(tmp_path, capsys):

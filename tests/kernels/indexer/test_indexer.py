@@ -12,10 +12,10 @@ import triton.language as tl
 
 from quire.bench.common.bounds import bounding
 from quire.kernels import IndexPages, index_topk, index_topk_workspace_numel
+from quire.kernels.common import ordering
 from quire.kernels.common.tiles import widen_e4m3
 from quire.kernels.indexer import plan as indexer_plan
 from quire.kernels.indexer import reference as reference_indexer
-from quire.kernels.indexer import selection
 from quire.kernels.indexer import triton_impl as indexer_triton
 from quire.kernels.indexer.plan import plan
 from tests.support.helpers import DEVICE, NAN
@@ -295,7 +295,7 @@ def test_every_e4m3_number(hardware, dtype):
 @triton.jit
 def _ordered_kernel(scores, out):
     offsets = tl.arange(0, 16)
-    ordered = selection._ordered(tl.load(scores + offsets))
+    ordered = ordering.ordered(tl.load(scores + offsets))
     tl.store(out + offsets, ordered.to(tl.int32, bitcast=True))
 
 

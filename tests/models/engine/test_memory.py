@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 import torch
 
+from quire.kernels import sample_tokens
 from quire.kernels.common import launching
 from quire.kvcore import GroupSpec, KVCache
 from quire.models.config.named import CONFIGS, FULL, SLIDING, MoEConfig
 from quire.models.engine.batch import Staging
-from quire.models.engine.distributions import Filters, draw, probabilities
+from quire.models.engine.distributions import filter_columns
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.memory import (
     LOGITS_COPIES,
@@ -202,13 +203,12 @@ def test_a_step_holds_what_its_model_says(name, monkeypatch):
 @pytest.mark.parametrize("filters", [{}, {"top_k": 50, "top_p": 0.9, "min_p": 0.1}])
 def test_sampling_holds_what_the_plan_says(filters):
     rows, vocab_size = 8, 20_000
-    params = [SamplingParams(temperature=1.0, **filters)] * rows
-    staging, u = Staging("cpu"), torch.rand(rows, dtype=torch.float64)
+    columns = filter_columns([SamplingParams(temperature=1.0, **filters)] * rows)
+    names = ("temperature", "top_k", "top_p", "min_p", "u")
+    given = dict(zip(names, Staging("cpu").send([*columns, np.random.rand(rows)]), strict=True))
 
     def work():
-        logits = torch.randn(rows, vocab_size)
-        mass = probabilities(logits[torch.arange(rows)], Filters.of(params, staging))
-        draw(mass, u)
+        sample_tokens(torch.randn(rows, vocab_size), **given)
 
     share = peak_bytes(work) / (rows * vocab_size * 4 * LOGITS_COPIES)
     assert (0.9 if filters else 0.5) < share <= 1

@@ -1,10 +1,12 @@
 """Sampling against plain loops over one row at a time, and its promises: the same draws whatever else is in the batch."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from quire.bench.common.bounds import bounded, bounding
 from quire.models.engine.batch import Staging
@@ -17,7 +19,9 @@ from quire.models.engine.distributions import (
     uniform,
 )
 from quire.models.engine.request import SamplingParams
-from tests.models.engine.test_engine import Recorder, build, prompt
+from quire.models.engine.sampler import NO_TOKEN, Sampler
+from quire.models.engine.speculative import NGramDrafter
+from tests.models.engine.test_engine import DEVICE, Recorder, build, prompt
 from tests.support.helpers import assert_within_budget
 
 CPU = Staging("cpu")
@@ -192,6 +196,61 @@ def test_a_request_draws_the_same_alone_in_a_batch_and_after_preemption():
     expected = [o.token_ids for o in together]
     assert [o.token_ids for o in alone] == expected == [o.token_ids for o in tight]
     assert len(set(expected)) == len(expected)
+
+
+class Reads(TorchDispatchMode):
+    """Counts operators that wait for a device."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        waits = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "is_nonzero", "equal")
+        self.count += func.name().removeprefix("aten::").split(".")[0] in waits
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("method", ["strict", "standard"])
+@pytest.mark.skipif(DEVICE != "cpu", reason="on a device engines sample in Triton anyway")
+def test_the_sampler_in_triton_draws_the_same_and_reads_nothing(method):
+    """With penalties, drafts and log-probabilities."""
+
+    def outputs(impl):
+        settings = {"max_num_seqs": 6, "rejection_sample_method": method}
+        run = Recorder(build("gemma3-tiny"), drafter=NGramDrafter(2, min_ngram=1), **settings)
+        vocab_size = run.engine.model.config.vocab_size
+        sampler = Sampler(vocab_size, 6, "cpu", rejection_sample_method=method, impl=impl)
+
+        def sample(*args):
+            with reads:
+                return sampler(*args)
+
+        reads, run.engine._sampler = Reads(), sample
+        ids = [run.add(prompt(9, 1) * 3, 3, sampling=s) for s in MIXED]
+        run.run()
+        assert run.engine.totals.num_drafts > 0
+        return [(run.outputs[i].token_ids, run.outputs[i].logprobs) for i in ids], reads.count
+
+    plain, num_reads = outputs("torch")
+    in_triton, none = outputs("triton")
+    assert [ids for ids, _ in in_triton] == [ids for ids, _ in plain]
+    assert [logprobs for _, logprobs in in_triton] == [logprobs for _, logprobs in plain]
+    assert num_reads > 0 and none == 0
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.filterwarnings("ignore:All-NaN", "ignore:invalid value")  # the interpreter's numbers
+def test_rows_that_give_no_token_give_none_to_rejection_either(impl):
+    sampler = Sampler(7, 1, DEVICE, rejection_sample_method="standard", impl=impl)
+    params = SamplingParams(temperature=1.0, top_k=3)
+    drafts = np.array([1, 2], dtype=np.int32)
+    request = SimpleNamespace(params=params, seed=1, num_output=0, drafts=drafts, draft_probs=None)
+    logits = torch.randn(3, 7, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    ids = sampler(logits, [request], [3]).ids
+    assert all(0 <= token < 7 for token in ids)
+    logits[1, 4] = math.nan
+    assert sampler(logits, [request], [3]).ids == [ids[0], NO_TOKEN, ids[2]]
 
 
 def test_draws_and_penalties_in_the_engine_equal_a_loop():

@@ -88,9 +88,9 @@ def session(name, steps):
         while len(engine.unfinished) < random_numbers.choice([1, 2, 3, 8, 16, 24]):
             length = int(random_numbers.lognormvariate(4.5, 1.0)) % 1500 + 1
             ids = [random_numbers.randrange(50) for _ in range(length)]
-            engine.add_request(
-                ids, SamplingParams(random_numbers.randrange(1, 40), ignore_eos=True)
-            )
+            num_tokens = random_numbers.randrange(1, 40)
+            sampling = {"temperature": 0.5, "top_k": count} if count % 3 == 0 else {}
+            engine.add_request(ids, SamplingParams(num_tokens, ignore_eos=True, **sampling))
             count += 1
         engine.step()
         later += [(step, *variant) for variant in found[start + len(later) :]]

@@ -1,0 +1,42 @@
+"""Oracle of ``sample_tokens``: the rules one after another, over one row, with lists and loops.
+
+Source: transformers ``generation/logits_process``.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import accumulate
+
+
+def largest(logits: list[float]) -> int:
+    """The lowest id of the largest logit; -1 where none is finite or one is no number."""
+    top = max(logits, key=lambda x: math.inf if math.isnan(x) else x)
+    return logits.index(top) if math.isfinite(top) else -1
+
+
+def probabilities(
+    logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float
+) -> list[float]:
+    """What a row of temperature > 0 is drawn from, by id."""
+    top = max(logits)
+    mass = [math.exp((x - top) / temperature) for x in logits]
+    order = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
+    if top_k:
+        order = order[:top_k]
+    total = math.fsum(mass[token] for token in order)
+    before = [0.0, *accumulate(mass[token] / total for token in order)]
+    kept = {
+        token
+        for rank, token in enumerate(order)
+        if (rank == 0 or before[rank] < top_p or top_p == 1) and mass[token] >= min_p
+    }
+    total = math.fsum(mass[token] for token in kept)
+    return [mass[token] / total if token in kept else 0.0 for token in range(len(logits))]
+
+
+def drawn(probabilities: list[float], u: float) -> int:
+    """The first id at which the cumulative probability exceeds u."""
+    last = max(token for token, p in enumerate(probabilities) if p > 0)
+    cumulative = accumulate(probabilities)
+    return next((token for token, total in enumerate(cumulative) if total > u), last)

@@ -1,0 +1,105 @@
+"""``sample_tokens`` for CPU tensors: plain torch, with a sort where a row is filtered.
+
+Source: as ``triton_impl``.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..common.grad import without_grad
+
+
+@without_grad
+def sample(
+    logits: torch.Tensor,
+    temperature: torch.Tensor | None,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    u: torch.Tensor,
+    probs: torch.Tensor | None,
+) -> torch.Tensor:
+    """``sample_tokens`` of checked arguments. It reads which rows are drawn."""
+    logits = logits.float()
+    top, ids = logits.max(dim=-1)
+    if temperature is not None:
+        rows = (temperature > 0).nonzero().squeeze(1)
+        if probs is not None:
+            probs.zero_().scatter_(1, ids[:, None], 1.0)
+        if len(rows):
+            k, p, least = top_k[rows, None], top_p[rows, None], min_p[rows, None]
+            mass = probabilities(
+                logits[rows],
+                temperature[rows, None],
+                k,
+                p,
+                least,
+                sorts=bool(((k > 0) | (p < 1)).any()),
+                has_min_p=bool((least > 0).any()),
+            )
+            ids = ids.index_copy(0, rows, draw(mass, u[rows]))
+            if probs is not None:
+                probs.index_copy_(0, rows, mass)
+    # The largest is NaN where any logit is, +inf where any is, and -inf where all are.
+    return torch.where(top.isfinite(), ids, -1)
+
+
+def probabilities(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    *,
+    sorts: bool,
+    has_min_p: bool,
+) -> torch.Tensor:
+    """What the rows are drawn from: temperature, then top_k, top_p and min_p.
+
+    Args:
+        logits: [num_rows, vocab_size] fp32.
+        temperature, top_k, top_p, min_p: [num_rows, 1].
+        sorts, has_min_p: whether any row needs the likeliest tokens in order, and whether any has a
+            min_p.
+
+    Returns:
+        [num_rows, vocab_size] fp32, rows that add up to 1.
+    """
+    # Largest logit 0 first: then no temperature overflows.
+    logits = (logits - logits.amax(dim=-1, keepdim=True)) / temperature
+    if sorts:
+        ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+        rank = torch.arange(logits.shape[1], device=logits.device)
+        behind = (top_k > 0) & (rank >= top_k)
+        ordered = ordered.masked_fill(behind, -torch.inf)
+        mass = ordered.softmax(dim=-1)
+        before = mass.cumsum(dim=-1) - mass
+        # The likeliest token always stays, and rounding of the sum must not cut a row that keeps
+        # all.
+        behind = (before >= top_p) & (rank > 0) & (top_p < 1)
+        ordered = ordered.masked_fill(behind, -torch.inf)
+        # Back to the order of ids: a draw must not depend on whether some other row needed a sort.
+        logits = torch.empty_like(ordered).scatter_(1, order, ordered)
+    kept = logits.softmax(dim=-1)
+    if has_min_p:
+        kept = kept.masked_fill(kept < min_p * kept.amax(dim=-1, keepdim=True), 0.0)
+        kept = kept / kept.sum(dim=-1, keepdim=True)
+    return kept
+
+
+def draw(mass: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+    """Draws one index a row by inversion.
+
+    Args:
+        mass: [num_rows, n] >= 0, each row with a positive sum (not necessarily 1).
+        u: [num_rows] float64 in [0, 1).
+
+    Returns:
+        [num_rows] int64; never an index of mass 0. Of a row of NaN the last one.
+    """
+    total = mass.cumsum(dim=-1, dtype=torch.float64)
+    last = total[:, -1:]
+    # Rounding may make the product the whole sum, behind which there is nothing.
+    goal = torch.minimum(u[:, None] * last, torch.nextafter(last, torch.zeros_like(last)))
+    return torch.searchsorted(total, goal, right=True).squeeze(1).clamp_(max=mass.shape[1] - 1)
