@@ -24,25 +24,35 @@ def sample(
     logits = logits.float()
     top, ids = logits.max(dim=-1)
     if temperature is not None:
-        rows = (temperature > 0).nonzero().squeeze(1)
         if probs is not None:
             probs.zero_().scatter_(1, ids[:, None], 1.0)
+        rows = (temperature > 0).nonzero().squeeze(1)
+        some = (logits, temperature, top_k, top_p, min_p, u)
+        if len(rows) < len(ids):
+            some = tuple(column[rows] for column in some)
         if len(rows):
-            k, p, least = top_k[rows, None], top_p[rows, None], min_p[rows, None]
-            mass = probabilities(
-                logits[rows],
-                temperature[rows, None],
-                k,
-                p,
-                least,
-                sorts=bool(((k > 0) | (p < 1)).any()),
-                has_min_p=bool((least > 0).any()),
-            )
-            ids = ids.index_copy(0, rows, draw(mass, u[rows]))
+            mass, drawn = _drawn(*some)
+            ids = ids.index_copy(0, rows, drawn)
             if probs is not None:
                 probs.index_copy_(0, rows, mass)
     # The largest is NaN where any logit is, +inf where any is, and -inf where all are.
-    return torch.where(top.isfinite(), ids, -1)
+    return ids.masked_fill_(top - top != 0, -1)
+
+
+def _drawn(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    u: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What rows are drawn from, and their tokens."""
+    top_k, top_p, min_p = top_k[:, None], top_p[:, None], min_p[:, None]
+    filters = (temperature[:, None], top_k, top_p, min_p)
+    sorts = bool(((top_k > 0) | (top_p < 1)).any())
+    mass = probabilities(logits, *filters, sorts=sorts, has_min_p=bool((min_p > 0).any()))
+    return mass, draw(mass, u)
 
 
 def probabilities(

@@ -217,7 +217,11 @@ def test_the_sampler_in_triton_draws_the_same_and_reads_nothing(method):
     """With penalties, drafts and log-probabilities."""
 
     def outputs(impl):
-        settings = {"max_num_seqs": 6, "rejection_sample_method": method}
+        settings = {
+            "max_num_seqs": 6,
+            "max_num_batched_tokens": 512,
+            "rejection_sample_method": method,
+        }
         run = Recorder(build("gemma3-tiny"), drafter=NGramDrafter(2, min_ngram=1), **settings)
         vocab_size = run.engine.model.config.vocab_size
         sampler = Sampler(vocab_size, 6, "cpu", rejection_sample_method=method, impl=impl)
@@ -227,7 +231,8 @@ def test_the_sampler_in_triton_draws_the_same_and_reads_nothing(method):
                 return sampler(*args)
 
         reads, run.engine._sampler = Reads(), sample
-        ids = [run.add(prompt(9, 1) * 3, 3, sampling=s) for s in MIXED]
+        # Whatever is drawn has been there, so that the next one is guessed.
+        ids = [run.add(list(range(3, 259)), 3, sampling=s) for s in MIXED]
         run.run()
         assert run.engine.totals.num_drafts > 0
         return [(run.outputs[i].token_ids, run.outputs[i].logprobs) for i in ids], reads.count
