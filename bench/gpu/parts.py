@@ -69,10 +69,6 @@ ENGINE_TESTS = """
     tests/gpu/test_gpu_engine.py tests/gpu/test_gpu_packed.py tests/models/engine/test_engine.py
     tests/models/engine/test_families_engine.py tests/models/engine/test_replays.py
     tests/models/layers/test_fp8_cache.py tests/kernels/experts/test_expert_mlp.py::test_order
-    tests/kernels/experts/test_expert_mlp.py::test_expert_mlp[gpt-oss-bf16-triton]
-    tests/kernels/experts/test_expert_mlp.py::test_expert_mlp[fp8-bf16-triton]
-    tests/kernels/experts/test_expert_mlp.py::test_expert_mlp[fp4-bf16-triton]
-    tests/kernels/experts/test_expert_mlp.py::test_expert_mlp[rows-of-64-triton]
 """
 
 

@@ -46,11 +46,12 @@ def packed(kind, experts, hidden, width, device):
     return made
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["fp8", "fp4"])
 @torch.inference_mode()
-def test_packed_experts(kind):
+def test_packed_experts(kind, dtype):
     experts, hidden, width, k = (5, 64, 32, 2) if DRY_RUN else (64, 1024, 512, 6)
-    x, weights = normal(ROWS, hidden), normal(ROWS, k, seed=1).abs()
+    x, weights = normal(ROWS, hidden).to(dtype), normal(ROWS, k, seed=1).abs()
     order = torch.rand(ROWS, experts, generator=torch.Generator().manual_seed(3))
     ids = order.argsort(1)[:, :k]
     made = packed(kind, experts, hidden, width, DEVICE)
@@ -60,16 +61,16 @@ def test_packed_experts(kind):
         for part in (made.gate_up_proj, made.down_proj)
     ]  # fmt: skip
     with bounding():
-        gate_up, down = (rounded(torch.stack(stack), torch.float32) for stack in stacks)
+        gate_up, down = (rounded(torch.stack(stack), dtype) for stack in stacks)
         rows = []
         for row in range(ROWS):
             one, total = x[row].double()[:, None], 0.0
             for expert, weight in zip(ids[row].tolist(), weights[row].double(), strict=True):
                 gate, up = (reference.product(gate_up[2 * expert + i], one, None) for i in range(2))
-                h = rounded(gated_product(gate, up, activation="silu"), torch.float32)
-                kept = rounded(reference.product(down[expert], h, None), torch.float32)
+                h = rounded(gated_product(gate, up, activation="silu"), dtype)
+                kept = rounded(reference.product(down[expert], h, None), dtype)
                 total = kept * weight + total
             rows.append(total[:, 0])
         exact = torch.stack(rows)
     assert_within_budget("out", got, exact)
-    assert got.abs().max() > 0
+    assert got.dtype == dtype and got.abs().max() > 0
