@@ -19,6 +19,10 @@ from torch import Tensor
 if TYPE_CHECKING:
     from quire.kvcore import KVCache, StepPlan
 
+    from .request import Request
+    from .sampler import SampledOnDevice
+    from .scheduler import ScheduledStep
+
 ALIGNMENT = 16  # bytes; of each array in a packed copy
 STRIDE = 16  # Triton compiles another kernel for a stride that is no multiple of that
 _TORCH = {
@@ -78,6 +82,48 @@ class Batch:
     attn: AttnMetadata
 
 
+@dataclass
+class LaunchedStep:
+    """A step that the device runs or has run.
+
+    Attributes:
+        ready: indices of the requests that it gives tokens.
+        input_ids: [num_tokens] int32, as it was given them.
+        sampled: its tokens on the device.
+        batch, hidden: for a `ModelDrafter`.
+        ids: of ``sampled`` on the host, once they were waited for.
+        accepted: [num_seqs] computed tokens that stay; None = all.
+    """
+
+    step: ScheduledStep
+    ready: list[int]
+    input_ids: np.ndarray
+    sampled: SampledOnDevice
+    batch: Batch | None
+    hidden: Tensor | None
+    ids: list[int] | None = None
+    accepted: np.ndarray | None = None
+
+    @property
+    def requests(self) -> list[Request]:
+        """Those that get tokens, in the order of these."""
+        return [self.step.requests[i] for i in self.ready]
+
+    def known_inputs(self, before: LaunchedStep | None) -> np.ndarray:
+        """``input_ids`` with the tokens of the step before where they have placeholders."""
+        ids, unknown = self.input_ids, self.input_ids < 0
+        if before is not None and unknown.any():
+            # A row that gave none had some id; what is computed of it is not kept.
+            ids[unknown] = np.maximum(before.ids, 0)[-1 - ids[unknown]]
+        return ids
+
+    def set_placeholders(self) -> None:
+        """The next step of its requests begins with its tokens."""
+        for row, request in enumerate(self.requests):
+            if request.slot >= 0:
+                request.set_placeholder(row)
+
+
 class Staging:
     """Moves small host arrays to the device.
 
@@ -113,25 +159,52 @@ class Staging:
         ]
 
 
+class HostCopy:
+    """A tensor on its way to the host, which goes on meanwhile.
+
+    Args:
+        tensor: on a CPU it is there already.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._host, self._arrived = tensor, None
+        if tensor.device.type == "cuda":
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    def wait(self) -> Tensor:
+        """The tensor on the host."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._host
+
+
 class BatchBuilder:
     """Makes the tensors of a step from its plan, and keeps the block tables on the device.
 
-    Only table entries that changed since the last step travel to the device.
+    Only table entries that changed since the last step travel to the device. Input ids below 0 are
+    placeholders for ids that the host does not know: -1 - i stands for ``sampled[i]``.
 
     Args:
         kv: an allocator made with ``track_deltas=True``; nobody else may take its deltas. Each of
             its groups has one table, so that tables and groups have the same numbers, and none has
             states, so that plans have no pages to copy.
+        max_placeholders: ids of a step that the host may not know.
 
     Attributes:
         num_groups: cache groups.
         tables: [max_requests, columns] int32 on the device, all block tables side by side.
+        sampled: [max_placeholders] int64 on the device, what placeholders stand for.
 
     Raises:
         NotImplementedError: a group with states, or with several pages in a block.
     """
 
-    def __init__(self, kv: KVCache, device: torch.device | str) -> None:
+    def __init__(
+        self, kv: KVCache, device: torch.device | str, *, max_placeholders: int = 0
+    ) -> None:
         self._kv = kv
         self._groups = kv.layout.groups
         self.num_groups = len(self._groups)
@@ -150,6 +223,7 @@ class BatchBuilder:
         self.tables = flat[: kv.tables.size].view(shape)
         self.tables.copy_(torch.from_numpy(kv.tables))
         self._views = [self.tables[:, :0]] * len(self._groups)
+        self.sampled = torch.zeros(max_placeholders, dtype=torch.int64, device=device)
         # Entries that changed and are not in the copy yet: a step that fails must not lose them.
         self._stale = np.empty(0, dtype=np.int64)
 
@@ -158,7 +232,7 @@ class BatchBuilder:
 
         Args:
             plan: sequences with one new token first.
-            input_ids: [num_tokens] int32, the new tokens of all sequences.
+            input_ids: [num_tokens] int32, the new tokens of all sequences, or placeholders.
             logits_rows: [num_rows] int64.
         """
         changes, replays = self._changes(), [plan.replay_rows, _even(plan.replay_slots)]
@@ -194,7 +268,18 @@ class BatchBuilder:
             replay_rows=more[0] if len(plan.replay_rows) else None,
             replay_slots=more[1][:, : len(more[0])].unbind(0) if len(plan.replay_rows) else None,
         )
-        return Batch(*inputs, attn)
+        ids, *others = inputs
+        return Batch(self.token_ids(ids) if input_ids.min() < 0 else ids, *others, attn)
+
+    def token_ids(self, ids: Tensor) -> Tensor:
+        """Ids with each placeholder replaced.
+
+        Args:
+            ids: [num_tokens] int64.
+        """
+        if not len(self.sampled):
+            return ids
+        return torch.where(ids < 0, self.sampled[(-1 - ids).clamp_(min=0)], ids)
 
     def gather(self, rows: Tensor, max_seq_len: int) -> tuple[Tensor, ...]:
         """Per group [num_seqs, width] int32: the block tables of some requests.

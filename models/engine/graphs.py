@@ -157,7 +157,7 @@ class DecodeGraphs:
         Args:
             shape: of `shape_of`.
             plan: of a step in which every sequence decodes.
-            input_ids: [num_tokens] int32.
+            input_ids: [num_tokens] int32, or placeholders (`BatchBuilder`).
 
         Returns:
             Logits [num_tokens, vocab_size] fp32, or what else the model returns of them, valid
@@ -209,7 +209,7 @@ class DecodeGraphs:
                 request_slots=slots.to(torch.int32),
             )
             with capturable():
-                out[:] = [forward(tokens[0], tokens[1], attn)]
+                out[:] = [forward(builder.token_ids(tokens[0]), tokens[1], attn)]
 
         self._graphs[shape] = _Graph(data, out, work, self._capture(work))
 

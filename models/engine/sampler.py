@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .batch import Staging
+from .batch import HostCopy, Staging
 from .distributions import (
     ACCEPT,
     RESAMPLE,
@@ -71,6 +71,26 @@ class Sampled:
         return [NewTokens(request, [token], [logprobs]) for request, token, logprobs in rows]
 
 
+class SampledOnDevice:
+    """Tokens of one step that are on their way to the host.
+
+    Args:
+        ids: [num_rows] int64.
+        packed: [num_rows, n] float64, what goes to the host (`_to_host`).
+        wanted: log-probabilities that each row asks for.
+
+    Attributes:
+        ids: those on the device; any id for a row that gives none.
+    """
+
+    def __init__(self, ids: Tensor, packed: Tensor, wanted: Sequence[int | None]) -> None:
+        self.ids, self._wanted, self._copy = ids, wanted, HostCopy(packed)
+
+    def wait(self) -> Sampled:
+        """The tokens, once they are on the host."""
+        return _unpack(self._copy.wait().tolist(), self._wanted)
+
+
 class Sampler:
     """Draws the next tokens of a step. One device-to-host copy, of the ids and what goes with them.
 
@@ -78,6 +98,7 @@ class Sampler:
         vocab_size: columns of the logits.
         max_requests: slots of the allocator.
         device: of the logits.
+        sampled: [n] int64, what placeholders in requests stand for (`BatchBuilder.sampled`).
         rejection_sample_method: one of `REJECTION_SAMPLE_METHODS`, for the rows of sampled requests
             that drafts follow.
 
@@ -90,6 +111,7 @@ class Sampler:
         vocab_size: int,
         max_requests: int,
         device: torch.device | str,
+        sampled: Tensor,
         *,
         rejection_sample_method: str = "strict",
     ) -> None:
@@ -100,7 +122,7 @@ class Sampler:
             )
         self._rejects = rejection_sample_method == "standard"
         self._device = torch.device(device)
-        self._staging = Staging(device)
+        self._staging, self._sampled = Staging(device), sampled
         self._seen_shape = (max_requests, vocab_size)
         # Tokens of prompt and output, for penalties; made when first needed.
         self._seen: Tensor | None = None
@@ -108,7 +130,7 @@ class Sampler:
 
     def __call__(
         self, logits: Tensor, requests: Sequence[Request], num_rows: Sequence[int]
-    ) -> Sampled:
+    ) -> SampledOnDevice:
         """Samples all rows.
 
         Args:
@@ -122,7 +144,7 @@ class Sampler:
         """
         if all(request.params.is_plain for request in requests):
             largest, ids = logits.max(dim=-1)
-            return Sampled(*_to_host(logits, ids, largest, ()))
+            return _to_host(logits, ids, largest, ())
         params = [
             r.params for r, count in zip(requests, num_rows, strict=True) for _ in range(count)
         ]
@@ -139,7 +161,7 @@ class Sampler:
             if self._rejects and len(params) > len(requests):
                 drawn = self._reject(drawn, mass, rows, requests, num_rows)
             ids = ids.index_copy(0, index, drawn)
-        return Sampled(*_to_host(raw, ids, largest, params))
+        return _to_host(raw, ids, largest, params)
 
     def _penalized(
         self, logits: Tensor, requests: Sequence[Request], num_rows: Sequence[int]
@@ -148,10 +170,13 @@ class Sampler:
         if self._seen is None:
             self._seen = torch.zeros(self._seen_shape, dtype=torch.bool, device=self._device)
         slots, penalty, rows, row = [], [], [], 0
-        guessed_rows, guessed = [], []
+        guessed_rows, guessed, unknown_rows, unknown = [], [], [], []
         for request, count in zip(requests, num_rows, strict=True):
             if request.params.repetition_penalty != 1:
                 self._note(request)
+                if request.num_output_placeholders:
+                    unknown_rows.append(len(rows))
+                    unknown.append(request.placeholder)
                 for i in range(count):
                     guessed_rows += [len(rows)] * i
                     guessed += request.drafts[:i].tolist()
@@ -159,16 +184,20 @@ class Sampler:
                     penalty.append(request.params.repetition_penalty)
                     rows.append(row + i)
             row += count
-        index, owned, factor, *drafts = self._staging.send(
+        index, owned, factor, unknown_rows, unknown, *drafts = self._staging.send(
             [
                 np.array(rows),
                 np.array(slots),
                 np.array(penalty),
+                np.array(unknown_rows, dtype=np.int64),
+                np.array(unknown, dtype=np.int64),
                 np.array(guessed_rows, dtype=np.int64),
                 np.array(guessed, dtype=np.int64),
             ]
         )
         seen = self._seen[owned]
+        if len(unknown):
+            seen[unknown_rows, self._sampled[unknown]] = True
         if guessed:
             seen[tuple(drafts)] = True
         return logits.index_copy(0, index, penalize(logits[index], seen, factor))
@@ -228,7 +257,7 @@ def _draws(
     A row's number depends on its request's seed and its place in the output.
     """
     counts = np.asarray(num_rows)
-    first = np.repeat([r.num_output for r in requests], counts)
+    first = np.repeat([r.num_output + r.num_output_placeholders for r in requests], counts)
     within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     seeds = [r.seed for r, count in zip(requests, num_rows, strict=True) for _ in range(count)]
     return uniform(seeds, first + within, purpose)
@@ -236,7 +265,7 @@ def _draws(
 
 def _to_host(
     logits: Tensor, ids: Tensor, largest: Tensor, params: Sequence[SamplingParams]
-) -> tuple[list[int], list[TokenLogprobs | None] | None]:
+) -> SampledOnDevice:
     """Ids, and the log-probabilities that rows ask for, in one copy.
 
     Args:
@@ -252,12 +281,17 @@ def _to_host(
         scores = logits.log_softmax(dim=-1)
         best, best_ids = scores.topk(most, dim=-1)
         parts += [scores.gather(1, ids[:, None]), best, best_ids.double()]
-    packed = torch.cat(parts, dim=1).tolist()
+    return SampledOnDevice(ids, torch.cat(parts, dim=1), wanted)
+
+
+def _unpack(packed: list[list[float]], wanted: Sequence[int | None]) -> Sampled:
+    """Rows of `_to_host` on the host: id, largest logit, and the log-probabilities if any."""
     found = [int(row[0]) if isfinite(row[1]) else NO_TOKEN for row in packed]
-    if most is None:
-        return found, None
+    if all(n is None for n in wanted):
+        return Sampled(found, None)
+    most = (len(packed[0]) - 3) // 2
     rows: list[TokenLogprobs | None] = []
     for row, n in zip(packed, wanted, strict=True):
         top = zip(map(int, row[3 + most :]), row[3 : 3 + most], strict=True)
         rows.append(None if n is None else TokenLogprobs(row[2], tuple(top)[:n]))
-    return found, rows
+    return Sampled(found, rows)

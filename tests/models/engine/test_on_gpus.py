@@ -19,7 +19,7 @@ from quire.kernels.common import launch_cache, launching
 from quire.kvcore import KVCache
 from quire.models.config.named import get_config
 from quire.models.deepseek_v4.model import DeepseekV4
-from quire.models.engine import engine as engine_module
+from quire.models.engine import parts
 from quire.models.engine.batch import BatchBuilder
 from quire.models.engine.engine import EngineConfig
 from quire.models.engine.graphs import WARM_UP_RUNS, DecodeGraphs, sizes_to_capture
@@ -77,11 +77,11 @@ def test_a_step_runs_on_the_device_of_its_engine(current, monkeypatch):
     drafter.propose = noted("draft", drafter.propose)
 
     class Builder(BatchBuilder):
-        def __init__(self, *arguments):
-            super().__init__(*arguments)
+        def __init__(self, *arguments, **more):
+            super().__init__(*arguments, **more)
             self.tables = self.tables.as_subclass(OnSecondDevice)
 
-    monkeypatch.setattr(engine_module, "BatchBuilder", Builder)
+    monkeypatch.setattr(parts, "BatchBuilder", Builder)
     config = EngineConfig(
         num_pages=50, max_num_seqs=2, max_num_batched_tokens=64, decode_graphs=True
     )
@@ -282,6 +282,7 @@ def capture_without_storage(model, monkeypatch, capability=(9, 0), **settings):
     pool, layout = cache.allocate(2), kv.layout
     builder = SimpleNamespace(
         num_groups=len(layout.groups),
+        token_ids=lambda ids: ids,
         gather=lambda slots, _: tuple(
             torch.empty(4, layout.columns(g)[1], dtype=torch.int32, device=META)
             for g in range(len(layout.groups))
