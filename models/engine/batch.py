@@ -109,13 +109,16 @@ class LaunchedStep:
         """Those that get tokens, in the order of these."""
         return [self.step.requests[i] for i in self.ready]
 
-    def known_inputs(self, before: LaunchedStep | None) -> np.ndarray:
-        """``input_ids`` with the tokens of the step before where they have placeholders."""
-        ids, unknown = self.input_ids, self.input_ids < 0
-        if before is not None and unknown.any():
-            # A row that gave none had some id; what is computed of it is not kept.
-            ids[unknown] = np.maximum(before.ids, 0)[-1 - ids[unknown]]
-        return ids
+    def learn(self, known: Sequence[int]) -> None:
+        """What the placeholders of its input, and of its drafts, stand for."""
+        # A row that gave none had some id; what is computed of it is not kept.
+        ids = np.maximum(known, 0)
+        drafts = [
+            r.drafts[:n] for r, n in zip(self.step.requests, self.step.num_drafts, strict=True)
+        ]
+        for unknown in (self.input_ids, *drafts):
+            where = unknown < 0
+            unknown[where] = ids[-1 - unknown[where]]
 
     def set_placeholders(self) -> None:
         """The next step of its requests begins with its tokens."""
@@ -272,14 +275,8 @@ class BatchBuilder:
         return Batch(self.token_ids(ids) if input_ids.min() < 0 else ids, *others, attn)
 
     def token_ids(self, ids: Tensor) -> Tensor:
-        """Ids with each placeholder replaced.
-
-        Args:
-            ids: [num_tokens] int64.
-        """
-        if not len(self.sampled):
-            return ids
-        return torch.where(ids < 0, self.sampled[(-1 - ids).clamp_(min=0)], ids)
+        """`known_ids` of input ids."""
+        return known_ids(ids, self.sampled)
 
     def gather(self, rows: Tensor, max_seq_len: int) -> tuple[Tensor, ...]:
         """Per group [num_seqs, width] int32: the block tables of some requests.
@@ -323,6 +320,18 @@ class BatchBuilder:
     def _apply(self, index: Tensor, value: Tensor) -> None:
         self.tables.view(-1)[index] = value
         self._stale = self._stale[:0]
+
+
+def known_ids(ids: Tensor, sampled: Tensor) -> Tensor:
+    """Ids with each placeholder replaced, on the device.
+
+    Args:
+        ids: [n] int64.
+        sampled: of `BatchBuilder`.
+    """
+    if not len(sampled):
+        return ids
+    return torch.where(ids < 0, sampled[(-1 - ids).clamp_(min=0)], ids)
 
 
 def _even(rows: np.ndarray) -> np.ndarray:

@@ -105,8 +105,7 @@ class Engine:
         self._drafts_are_drawn = config.rejection_sample_method == "standard" and isinstance(
             drafter, SamplingDrafter
         )
-        # The step whose tokens are not known yet.
-        self._in_flight: LaunchedStep | None = None
+        self._in_flight: LaunchedStep | None = None  # its tokens are not known yet
         self.outputs = OutputProcessor(self.scheduler)
         self.inputs = InputProcessor(
             model, self.max_model_len, tokenizer=tokenizer, seed=config.seed
@@ -273,12 +272,14 @@ class Engine:
             launched = self._forward(step)
             due = self._in_flight if self._is_async else launched
             new = [] if due is None else self._tokens(due)
+            if self._in_flight is not None:
+                launched.learn(self._in_flight.ids)
         except BaseException:
             self._take_back(step)
             raise
         with self.lock, self.scheduler.allocating:
             # There are no pages to copy: `BatchBuilder` refuses groups with states.
-            self.kv.commit(step.plan, launched.known_inputs(self._in_flight), launched.accepted)
+            self.kv.commit(step.plan, launched.input_ids, launched.accepted)
         with self.lock:
             if due is not None:
                 delivered = self._deliver(due, new)
@@ -309,7 +310,10 @@ class Engine:
             out = self._run(batch.input_ids, batch.positions, batch.attn, batch.logits_rows)
         logits, hidden = out if self._observer is not None else (out, None)
         clock.switch(SAMPLE)
-        sampled = self._sampler(logits, requests, [1 + step.num_drafts[i] for i in ready])
+        num_rows = [1 + step.num_drafts[i] for i in ready]
+        # Drafts that only the device knows come along with the tokens.
+        unknown = max(0, -int(input_ids.min())) if has_drafts else 0
+        sampled = self._sampler(logits, requests, num_rows, self._builder.sampled[:unknown])
         if self._is_async:
             self._builder.sampled[: len(ready)] = sampled.ids
         self._idle.end()
@@ -323,6 +327,7 @@ class Engine:
         clock.switch(DELIVER)
         launched.ids = sampled.ids
         if any(step.num_drafts):
+            launched.learn(sampled.drafts)
             new, launched.accepted = speculative.verify(step, ready, sampled)
         else:
             new = sampled.one_each(launched.requests)
@@ -388,6 +393,7 @@ class Engine:
             self.scheduler.decoding(),
             draws=self._drafts_are_drawn,
             vocab_size=self.model.config.vocab_size,
+            sampled=self._builder.sampled,
         )
         for request, error in failed:
             self.scheduler.fail(request, error)

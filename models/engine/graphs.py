@@ -85,6 +85,7 @@ class DecodeGraphs:
 
     Attributes:
         shapes: those that can be replayed, in ascending order of their rows.
+        capture_work: what captures; others' graphs may share their memory with these.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class DecodeGraphs:
         self._max_seq_len = max_seq_len
         self._device = device
         self._staging = Staging(device)
-        self._capture = capture or default_capture(device)
+        self.capture_work = capture or default_capture(device)
         self._graphs: dict[Shape, _Graph] = {}
 
     def capture(self) -> None:
@@ -115,22 +116,7 @@ class DecodeGraphs:
         A shape that cannot be captured is left out, with one warning for all of them: its steps use
         a larger one, or none.
         """
-        failed = {}
-        for shape in reversed(self.shapes):
-            try:
-                self.add(shape)
-            except Exception as error:
-                failed[shape] = error
-        self.shapes = [shape for shape in self.shapes if shape in self._graphs]
-        if failed:
-            names = ", ".join(f"{shape.num_seqs} x {shape.rows}" for shape in failed)
-            error = next(iter(failed.values()))
-            warnings.warn(
-                f"decode graphs: {names} (sequences x rows) cannot be captured, and run without: "
-                f"{type(error).__name__}: {error}",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+        self.shapes = capture_each(self.shapes, self.add, "decode graphs")
 
     def shape_of(self, plan: StepPlan) -> Shape | None:
         """The smallest captured shape that holds a step; None if there is none.
@@ -211,7 +197,36 @@ class DecodeGraphs:
             with capturable():
                 out[:] = [forward(builder.token_ids(tokens[0]), tokens[1], attn)]
 
-        self._graphs[shape] = _Graph(data, out, work, self._capture(work))
+        self._graphs[shape] = _Graph(data, out, work, self.capture_work(work))
+
+
+def capture_each(shapes: Sequence[Shape], add: Callable[[Shape], None], what: str) -> list[Shape]:
+    """Captures the largest shape first; one warning names those that cannot be.
+
+    Args:
+        shapes: ascending.
+        add: captures one.
+        what: begins the warning.
+
+    Returns:
+        Those that are captured, ascending.
+    """
+    failed = {}
+    for shape in reversed(shapes):
+        try:
+            add(shape)
+        except Exception as error:
+            failed[shape] = error
+    if failed:
+        names = ", ".join(f"{shape.num_seqs} x {shape.rows}" for shape in failed)
+        error = next(iter(failed.values()))
+        warnings.warn(
+            f"{what}: {names} (sequences x rows) cannot be captured, and run without: "
+            f"{type(error).__name__}: {error}",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    return [shape for shape in shapes if shape not in failed]
 
 
 def _even(count: int) -> int:
@@ -294,7 +309,10 @@ def graph_bytes(
     except Exception:
         return 0  # `DecodeGraphs.capture` says so
     used = [max(0, before - after) for before, after in pairwise(free)]
-    return used[0] + used[-1] * (len(graphs.shapes) - 1)
+    others = (
+        len(graphs.shapes) - 1 + (len(sizes) if hidden else 0)
+    )  # with those of a `ModelDrafter`
+    return used[0] + used[-1] * others
 
 
 def batch_sizes(largest: int) -> list[int]:

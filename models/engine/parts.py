@@ -102,7 +102,9 @@ def _make(model: nn.Module, config: EngineConfig, drafter: Drafter | None) -> En
     # Drafts are guessed from tokens that the host knows.
     wanted = on_gpu if config.async_scheduling is None else config.async_scheduling
     is_async = wanted and drafter is None
-    builder = BatchBuilder(kv, device, max_placeholders=config.max_num_seqs if is_async else 0)
+    # Of each request its newest token, or the drafts behind it.
+    unknown = num_drafts if hidden else int(is_async)
+    builder = BatchBuilder(kv, device, max_placeholders=config.max_num_seqs * unknown)
     sampler = Sampler(
         model.config.vocab_size,
         config.max_num_seqs,
@@ -124,6 +126,8 @@ def _make(model: nn.Module, config: EngineConfig, drafter: Drafter | None) -> En
         )
         with torch.inference_mode(), torch.cuda.device_of(builder.tables):
             graphs.capture()
+            if isinstance(drafter, ModelDrafter):
+                drafter.capture(sizes, memory.max_model_len, graphs.capture_work)
             if on_gpu or config.impl == "triton":
                 warm_up(run, builder, config, memory.max_model_len, device)
     return EngineParts(

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .batch import HostCopy, Staging
+from .batch import HostCopy, Staging, known_ids
 from .distributions import (
     ACCEPT,
     RESAMPLE,
@@ -56,10 +56,12 @@ class Sampled:
         ids: one for each row of logits; `NO_TOKEN` for a row that gives none: one with NaN or +inf
             in it, or with -inf alone.
         logprobs: likewise, None for rows whose request wants none; None where nobody wants any.
+        drafts: what came along (`Sampler`).
     """
 
     ids: list[int]
     logprobs: list[TokenLogprobs | None] | None
+    drafts: list[int]
 
     def one_each(self, requests: Sequence[Request]) -> list[NewTokens]:
         """The new tokens of a step without drafts, in which each request has one row."""
@@ -78,17 +80,25 @@ class SampledOnDevice:
         ids: [num_rows] int64.
         packed: [num_rows, n] float64, what goes to the host (`_to_host`).
         wanted: log-probabilities that each row asks for.
+        drafts: [n] int64, which come along.
 
     Attributes:
         ids: those on the device; any id for a row that gives none.
     """
 
-    def __init__(self, ids: Tensor, packed: Tensor, wanted: Sequence[int | None]) -> None:
-        self.ids, self._wanted, self._copy = ids, wanted, HostCopy(packed)
+    def __init__(
+        self, ids: Tensor, packed: Tensor, wanted: Sequence[int | None], drafts: Tensor
+    ) -> None:
+        self.ids, self._wanted, self._width = ids, wanted, packed.shape[1]
+        flat = packed.flatten()
+        self._copy = HostCopy(torch.cat([flat, drafts.double()]) if len(drafts) else flat)
 
     def wait(self) -> Sampled:
         """The tokens, once they are on the host."""
-        return _unpack(self._copy.wait().tolist(), self._wanted)
+        packed = self._copy.wait().tolist()
+        end, width = len(self.ids) * self._width, self._width
+        rows = [packed[i : i + width] for i in range(0, end, width)]
+        return _unpack(rows, self._wanted, [int(draft) for draft in packed[end:]])
 
 
 class Sampler:
@@ -129,7 +139,11 @@ class Sampler:
         self._owners: list[tuple[Request, int] | None] = [None] * max_requests
 
     def __call__(
-        self, logits: Tensor, requests: Sequence[Request], num_rows: Sequence[int]
+        self,
+        logits: Tensor,
+        requests: Sequence[Request],
+        num_rows: Sequence[int],
+        drafts: Tensor,
     ) -> SampledOnDevice:
         """Samples all rows.
 
@@ -137,6 +151,7 @@ class Sampler:
             logits: [sum(num_rows), vocab_size] fp32, the rows of one request one after another;
                 -inf where a token is not to come.
             requests, num_rows: the requests that get tokens, and for each 1 + its verified drafts.
+            drafts: [n] int64, which go to the host in the same copy.
 
         Returns:
             A row's token follows the drafts before it, and says by being the draft behind it that
@@ -144,7 +159,7 @@ class Sampler:
         """
         if all(request.params.is_plain for request in requests):
             largest, ids = logits.max(dim=-1)
-            return _to_host(logits, ids, largest, ())
+            return _to_host(logits, ids, largest, (), drafts)
         params = [
             r.params for r, count in zip(requests, num_rows, strict=True) for _ in range(count)
         ]
@@ -161,7 +176,7 @@ class Sampler:
             if self._rejects and len(params) > len(requests):
                 drawn = self._reject(drawn, mass, rows, requests, num_rows)
             ids = ids.index_copy(0, index, drawn)
-        return _to_host(raw, ids, largest, params)
+        return _to_host(raw, ids, largest, params, drafts)
 
     def _penalized(
         self, logits: Tensor, requests: Sequence[Request], num_rows: Sequence[int]
@@ -199,7 +214,7 @@ class Sampler:
         if len(unknown):
             seen[unknown_rows, self._sampled[unknown]] = True
         if guessed:
-            seen[tuple(drafts)] = True
+            seen[drafts[0], known_ids(drafts[1], self._sampled)] = True
         return logits.index_copy(0, index, penalize(logits[index], seen, factor))
 
     def _reject(
@@ -233,6 +248,7 @@ class Sampler:
             index, tokens, *u = self._staging.send(
                 [np.searchsorted(rows, at), drafts.astype(np.int64), *(n[at] for n in numbers)]
             )
+            tokens = known_ids(tokens, self._sampled)
             probs = torch.cat([r.draft_probs[: len(w)] for w, r in part]) if has_probs else None
             drawn = drawn.index_copy(0, index, rejection_sample(mass[index], tokens, probs, *u))
         return drawn
@@ -264,9 +280,13 @@ def _draws(
 
 
 def _to_host(
-    logits: Tensor, ids: Tensor, largest: Tensor, params: Sequence[SamplingParams]
+    logits: Tensor,
+    ids: Tensor,
+    largest: Tensor,
+    params: Sequence[SamplingParams],
+    drafts: Tensor,
 ) -> SampledOnDevice:
-    """Ids, and the log-probabilities that rows ask for, in one copy.
+    """Ids, and the log-probabilities that rows ask for, in one copy, with the drafts.
 
     Args:
         largest: [num_rows], each row's largest logit, which tells whether the row gives a token: it
@@ -281,17 +301,17 @@ def _to_host(
         scores = logits.log_softmax(dim=-1)
         best, best_ids = scores.topk(most, dim=-1)
         parts += [scores.gather(1, ids[:, None]), best, best_ids.double()]
-    return SampledOnDevice(ids, torch.cat(parts, dim=1), wanted)
+    return SampledOnDevice(ids, torch.cat(parts, dim=1), wanted, drafts)
 
 
-def _unpack(packed: list[list[float]], wanted: Sequence[int | None]) -> Sampled:
+def _unpack(packed: list[list[float]], wanted: Sequence[int | None], drafts: list[int]) -> Sampled:
     """Rows of `_to_host` on the host: id, largest logit, and the log-probabilities if any."""
     found = [int(row[0]) if isfinite(row[1]) else NO_TOKEN for row in packed]
     if all(n is None for n in wanted):
-        return Sampled(found, None)
+        return Sampled(found, None, drafts)
     most = (len(packed[0]) - 3) // 2
     rows: list[TokenLogprobs | None] = []
     for row, n in zip(packed, wanted, strict=True):
         top = zip(map(int, row[3 + most :]), row[3 : 3 + most], strict=True)
         rows.append(None if n is None else TokenLogprobs(row[2], tuple(top)[:n]))
-    return Sampled(found, rows)
+    return Sampled(found, rows, drafts)

@@ -92,11 +92,11 @@ def test_steps_that_fail_are_done_again(where, monkeypatch):
         monkeypatch.setattr(batch.HostCopy, "wait", fails(rng, batch.HostCopy.wait))
     else:
         model.forward = fails(rng, model.forward, after=where == "written")
-    work = [(tokens, params) for tokens, params, _ in workload(rng, 14, VOCAB, 150)]
+    work = [(tokens, params) for tokens, params, _ in workload(rng, 10, VOCAB, 150)]
     ids = [engine.add_request(tokens, params) for tokens, params in work]
     ahead = counting(engine)
     outputs, failed = test_failures.run(engine)
-    assert failed > 10 and ahead[True] > 10
+    assert failed > 5 and ahead[True] > 5
     for request_id, (tokens, params) in zip(ids, work, strict=True):
         assert outputs[request_id].token_ids == alone(ToyModel(), tokens, params)
 
@@ -161,17 +161,17 @@ def test_threads_that_add_and_abort_lose_nothing(monkeypatch):
 @pytest.mark.parametrize("name", ["gemma4-e-tiny", "deepseek-v4-tiny"])
 def test_a_model_through_graphs(name):
     """Embeddings by layer and hashed experts read ids too: those that the device alone knows, in a replay."""
-    model, settings = random_model(few(name)), {"max_num_seqs": 4, "num_pages": 900}
+    model, settings = random_model(few(name)), {"max_num_seqs": 3, "num_pages": 900}
     settings |= {"max_num_batched_tokens": 64}
     expected = serve(
-        Engine(model, EngineConfig(decode_graphs=False, **settings)), LENGTHS[:4], again=1
+        Engine(model, EngineConfig(decode_graphs=False, **settings)), LENGTHS[:3], again=1
     )
     config, captures = EngineConfig(decode_graphs=True, **settings), Captures()
     engine = captured_engine(model, replace(config, async_scheduling=True), captures)
     ahead = counting(engine)
-    got = serve(engine, LENGTHS[:4], again=1)
+    got = serve(engine, LENGTHS[:3], again=1)
     assert_equal(got, expected)
-    assert ahead[True] > 10 and captures.num_replays > 10
+    assert ahead[True] > 8 and captures.num_replays > 8
 
 
 def test_stop_strings_and_streams_end_one_step_late():
