@@ -309,10 +309,8 @@ def graph_bytes(
     except Exception:
         return 0  # `DecodeGraphs.capture` says so
     used = [max(0, before - after) for before, after in pairwise(free)]
-    others = (
-        len(graphs.shapes) - 1 + (len(sizes) if hidden else 0)
-    )  # with those of a `ModelDrafter`
-    return used[0] + used[-1] * others
+    chains = len(sizes) if hidden else 0  # of a `ModelDrafter`
+    return used[0] + used[-1] * (len(graphs.shapes) - 1 + chains)
 
 
 def batch_sizes(largest: int) -> list[int]:

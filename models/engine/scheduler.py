@@ -85,9 +85,9 @@ class ScheduledStep:
         """What the model is given: of a request that decodes the token that the last step sampled.
 
         Returns:
-            (input ids [num_tokens] int32, placeholders among them (`Request.set_placeholder`), and
-            indices of the requests whose next token the step gives:
-            all but those with more of their prompt to come).
+            (input ids [num_tokens] int32, with placeholders for those that the device alone knows
+            (`quire.models.engine.batch.BatchBuilder`), indices of the requests whose next token the
+            step gives: all but those with more of their prompt to come).
         """
         ids, ready = [], []
         for i, (request, end) in enumerate(

@@ -24,7 +24,7 @@ Source: Leviathan et al. (arXiv 2211.17192) for rejection sampling; prompt looku
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -36,6 +36,7 @@ from .sampler import NewTokens, Sampled
 
 if TYPE_CHECKING:
     from .batch import Batch, BatchBuilder
+    from .graphs import Capture
     from .scheduler import ScheduledStep
 
 
@@ -92,18 +93,13 @@ class ModelDrafter(Drafter, Protocol):
             impl: of the kernels.
         """
 
-    def capture(
-        self,
-        sizes: Sequence[int],
-        max_seq_len: int,
-        capture: Callable[[Callable[[], None]], Callable[[], None]],
-    ) -> None:
+    def capture(self, sizes: Sequence[int], max_seq_len: int, capture: Capture) -> None:
         """Called once after `attach` where decode steps are captured.
 
         Args:
             sizes: batches that `propose` is to go through graphs with, ascending.
             max_seq_len: the longest sequence.
-            capture: `quire.models.engine.graphs.Capture`.
+            capture: makes graphs, in the memory of the engine's own.
         """
 
     def observe(

@@ -236,6 +236,41 @@ def test_a_step_waits_for_the_earlier_steps_tokens_only(sampling, monkeypatch):
         assert calls == ["replay", before]
 
 
+@pytest.mark.parametrize(("on", "idle"), [(False, 3), (True, 0)])
+def test_the_device_works_while_the_host_prepares(on, idle, monkeypatch):
+    """On a clock of a device that runs a step in 10 while the host goes on, and a host that needs 3 a step: the step takes 13, or 10."""
+    now, free, gaps = [0], [0], []
+    engine = Engine(ToyModel(), EngineConfig(num_pages=90, async_scheduling=on))
+    launch, choose, deliver = engine._run, engine.scheduler._choose, engine.outputs.deliver
+    arrive, wait = batch.HostCopy.__init__, batch.HostCopy.wait
+
+    def queued(*args):
+        start = max(now[0], free[0])
+        gaps.append(start - free[0])
+        free[0] = start + 10
+        return launch(*args)
+
+    def noting(copy, tensor):
+        arrive(copy, tensor)
+        copy.at = free[0]
+
+    def waiting(copy):
+        now[0] = max(now[0], copy.at)
+        return wait(copy)
+
+    def busy(seconds, work):
+        return lambda *args, **more: (now.__setitem__(0, now[0] + seconds), work(*args, **more))[1]
+
+    engine._run = queued
+    engine.scheduler._choose, engine.outputs.deliver = busy(1, choose), busy(2, deliver)
+    monkeypatch.setattr(batch.HostCopy, "__init__", noting)
+    monkeypatch.setattr(batch.HostCopy, "wait", waiting)
+    engine.add_request([5] * 9, SamplingParams(12, ignore_eos=True))
+    while engine.has_work:
+        engine.step()
+    assert gaps[1:] == [idle] * 11
+
+
 def test_where_it_is_on():
     """By default on a GPU, never with a drafter, whose drafts begin with tokens that the host knows."""
     small = {"num_pages": 50, "max_num_seqs": 2}
