@@ -17,7 +17,7 @@ dictionary::
       allocator            us_per_step, share_of_step, hashing_us_per_request
       idle_us_per_step     device with nothing to do between two steps, by CUDA events; on a CPU, which is host and device, by its clock
       split                CPU time of the engine's thread, of each step the median of --split runs: outside_model {worst, p95, overall},
-                           the share of a step that is not the model's arithmetic (forward passes and sampling); cpu_s; and for each
+                           the share of a step that is not the model's arithmetic (forward passes, sampling, waiting for them); cpu_s; and for each
                            part of a step (`quire.models.engine.report`)
                            parts {schedule, allocator, draft, tensors, model, sample, wait, deliver}: cpu_s, share, decode_us, prefill_us
                            (medians of steps), worst_us (in the step with the largest share outside)

@@ -80,7 +80,7 @@ def split_table(result: dict[str, Any]) -> str:
     return "\n".join(
         [
             *aligned(rows),
-            "CPU time of the engine's thread; columns of steps: medians; worst step = the largest share outside of model and sample",
+            "CPU time of the engine's thread; columns of steps: medians; worst step = the largest share outside of model, sample and wait",
         ]
     )
 

@@ -168,11 +168,11 @@ def test_split_of_steps(run, capsys):
     for key, total in (("cpu_s", split["cpu_s"]), ("share", 1.0)):
         assert sum(part[key] for part in parts.values()) == pytest.approx(total)
     assert split["cpu_s"] == pytest.approx(sum(step.cpu.sum() for step in run.steps))
-    inside = parts["model"]["share"] + parts["sample"]["share"]
+    inside = sum(parts[name]["share"] for name in ("model", "sample", "wait"))
     assert outside["overall"] == pytest.approx(1 - inside) and inside > 0.5
     assert outside["worst"] >= outside["p95"] > 0
     worst = {name: part["worst_us"] for name, part in parts.items()}
-    inside = (worst["model"] + worst["sample"]) / sum(worst.values())
+    inside = (worst["model"] + worst["sample"] + worst["wait"]) / sum(worst.values())
     assert outside["worst"] == pytest.approx(1 - inside)
     assert prefill_decode.main([*ONE, "--no-baseline", "--split", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()
