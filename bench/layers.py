@@ -59,7 +59,8 @@ class Recorder:
 
     def __init__(self, model: Decoder, settings: EngineConfig) -> None:
         # Replayed graphs do not call the hook that `run` registers.
-        self.engine = Engine(model, dataclasses.replace(settings, decode_graphs=False))
+        one_by_one = {"decode_graphs": False, "async_scheduling": False}
+        self.engine = Engine(model, dataclasses.replace(settings, **one_by_one))
         self.steps: list[StepReport] = []
         self.logits: list[Tensor] = []
         self.call: tuple[tuple, dict] = ((), {})

@@ -95,7 +95,8 @@ def stats(llm: LLM) -> str:
         f"{totals.num_generated_tokens / seconds:.4g} generated/s",
         f"time      {totals.total:.3f} s: model and sampling {totals.model / seconds:.1%}, "
         f"allocator {totals.allocator / seconds:.1%}, "
-        f"rest {totals.rest / seconds:.1%}; hashing of prompts {totals.hashing * 1e3:.2f} ms",
+        f"rest {totals.rest / seconds:.1%}; hashing of prompts {totals.hashing * 1e3:.2f} ms; "
+        f"device idle between steps {totals.idle / seconds:.1%}",
         f"cache     {cache['hit_tokens']} of {cache['prompt_tokens']} prompt tokens were cached; "
         f"{totals.num_preempted} preemptions",
     ]

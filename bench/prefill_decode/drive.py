@@ -101,7 +101,8 @@ def run_workload(
                 flying[engine.add_request(prompt, params)] = key
             report = engine.step()
             assert report is not None, "unfinished requests always make a step"
-            steps.append(report)
+            if report.num_tokens:  # the first call may only launch
+                steps.append(report)
             stats = engine.kv.stats()
             in_use = max(in_use, stats["pages_in_use"])
             cached = max(cached, engine.kv.num_pages - 1 - stats["free_pages"])

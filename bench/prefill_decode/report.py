@@ -15,10 +15,11 @@ dictionary::
       hit                  tokens, prompt_tokens, rate, limited_by {reason: requests}
       pages                peak_in_use, peak_cached, in_use, cached, total
       allocator            us_per_step, share_of_step, hashing_us_per_request
+      idle_us_per_step     device with nothing to do between two steps, by CUDA events; on a CPU, which is host and device, by its clock
       split                CPU time of the engine's thread, of each step the median of --split runs: outside_model {worst, p95, overall},
-                           the share of a step that is not the model's arithmetic (forward passes and sampling); cpu_s; and for each
+                           the share of a step that is not the model's arithmetic (forward passes, sampling, waiting for them); cpu_s; and for each
                            part of a step (`quire.models.engine.report`)
-                           parts {schedule, allocator, draft, tensors, model, sample, deliver}: cpu_s, share, decode_us, prefill_us
+                           parts {schedule, allocator, draft, tensors, model, sample, wait, deliver}: cpu_s, share, decode_us, prefill_us
                            (medians of steps), worst_us (in the step with the largest share outside)
       groups               list of {group, requests, hit_rate, ttft_p50_ms}; what a group is: workload.group_name
     comparison             speedup, cpu_speedup, ttft_speedup (p50), identical_requests, identical_tokens, output_tokens; or null
@@ -98,6 +99,7 @@ def metrics(
             "share_of_step": allocator / total_seconds,
             "hashing_us_per_request": 1e6 * run.hashing / len(run.outputs),
         },
+        "idle_us_per_step": 1e6 * sum(step.idle for step in run.steps) / len(run.steps),
         "split": split([run.steps, *(other.steps for other in again)]),
         "groups": _groups(run),
     }

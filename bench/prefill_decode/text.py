@@ -85,7 +85,7 @@ def split_table(result: dict[str, Any]) -> str:
     return "\n".join(
         [
             *aligned(rows),
-            "CPU time of the engine's thread; columns of steps: medians; worst step = the largest share outside of model and sample",
+            "CPU time of the engine's thread; columns of steps: medians; worst step = the largest share outside of model, sample and wait",
         ]
     )
 
@@ -145,6 +145,7 @@ _ROWS = (
     ("pages with cached ones, peak / now", _cached_pages),
     ("pages in all", lambda run: str(run["pages"]["total"])),
     ("preemptions", lambda run: str(run["preemptions"])),
+    ("device idle between steps, us a step", lambda run: _number(run["idle_us_per_step"])),
     ("allocator, us a step", lambda run: _number(run["allocator"]["us_per_step"])),
     ("allocator, share of step time", lambda run: f"{run['allocator']['share_of_step']:.2%}"),
     ("CPU outside model, worst / p95 / all", _outside),

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from ..engine.batch import AttnMetadata, Batch, BatchBuilder, Staging
 from ..engine.distributions import DRAFT, Filters, draw, probabilities, uniform
+from ..engine.graphs import Capture, Shape, capture_each
 from ..engine.request import Request
 from .cache import V4PagePool
 from .model import DeepseekV4
@@ -60,6 +61,7 @@ class MTPDrafter:
         config = self.model.config
         self._pool, self._builder, self._impl = pool, builder, impl
         self._staging = Staging(self.model.device)
+        self._graphs: ChainGraphs | None = None
         self._num_layers = min(len(self.model.mtp), self.max_draft_tokens)
         device = self.model.device
         # Of each slot's last row that stays, and the position behind it.
@@ -90,19 +92,46 @@ class MTPDrafter:
         self._streams[request_slots] = streams[rows]
         self._ends[request_slots] = batch.positions[rows] + 1
 
-    def propose(self, requests: Sequence[Request]) -> list[np.ndarray]:
-        """As `quire.models.engine.speculative.Drafter.propose`."""
-        return list(self._chain(requests, greedy).int().cpu().numpy())
+    def capture(self, sizes: Sequence[int], max_seq_len: int, capture: Capture) -> None:
+        """As `quire.models.engine.speculative.ModelDrafter.capture`."""
+        num_drafts, longest = self.max_draft_tokens, max_seq_len - self.max_draft_tokens
+        if longest < 1:
+            return
+        # Not of `self`, which the graphs belong to.
+        model, streams, builder = self.model, self._streams, self._builder
+        pool, impl = self._pool, self._impl
+
+        def chain(slots: Tensor, seq_lens: Tensor) -> Tensor:
+            return chain_drafts(
+                model,
+                streams[slots],
+                seq_lens.int(),
+                builder.gather(slots, max_seq_len),
+                slots.int(),
+                pool,
+                num_drafts=num_drafts,
+                max_seq_len=longest,
+                impl=impl,
+            )
+
+        shapes = [Shape(size, num_drafts) for size in sizes]
+        self._graphs = ChainGraphs(chain, shapes, longest, self.model.device, capture)
 
     @torch.inference_mode()
-    def sample(self, requests: Sequence[Request]) -> list[tuple[np.ndarray, Tensor | None]]:
-        """As `quire.models.engine.speculative.SamplingDrafter.sample`.
+    def propose(self, requests: Sequence[Request]) -> Tensor:
+        """As `quire.models.engine.speculative.ModelDrafter`."""
+        return self._chain(requests, greedy)
+
+    @torch.inference_mode()
+    def sample(self, requests: Sequence[Request]) -> tuple[Tensor, list[Tensor | None]]:
+        """As `quire.models.engine.speculative.ModelDrafter`.
 
         Drawn under the temperature and filters of the request.
         """
+        probs: list[Tensor | None] = [None] * len(requests)
         rows = [i for i, request in enumerate(requests) if request.params.temperature > 0]
         if not rows:
-            return [(ids, None) for ids in self.propose(requests)]
+            return self.propose(requests), probs
         drawn = [requests[i] for i in rows]
         filters = Filters.of([request.params for request in drawn], self._staging)
         seeds, first = [r.seed for r in drawn], np.array([r.num_output for r in drawn])
@@ -114,11 +143,10 @@ class MTPDrafter:
             masses.append(probabilities(logits[index], filters))
             return greedy(logits).index_copy(0, index, draw(masses[-1], numbers[len(masses) - 1]))
 
-        ids = self._chain(requests, choose).int().cpu().numpy()
-        probs: list[Tensor | None] = [None] * len(requests)
+        ids = self._chain(requests, choose)
         for row, mass in zip(rows, torch.stack(masses, dim=1), strict=True):
             probs[row] = mass
-        return list(zip(ids, probs, strict=True))
+        return ids, probs
 
     def _chain(self, requests: Sequence[Request], choose: Callable[[Tensor], Tensor]) -> Tensor:
         """[num_requests, num_drafts] int64."""
@@ -127,20 +155,80 @@ class MTPDrafter:
         seq_lens = np.array([request.num_tokens - 1 for request in requests], dtype=np.int32)
         longest = int(seq_lens.max())
         room = self.model.config.max_position_embeddings - longest
+        if choose is greedy and self._graphs is not None:
+            shape = self._graphs.shape_of(len(slots), longest)
+            if shape is not None:
+                self._builder.update_tables()
+                return self._graphs(shape, slots, seq_lens)
         request_slots, lengths = self._staging.send([slots, seq_lens])
         self._builder.update_tables()
-        return chain_drafts(
-            self.model,
-            self._streams[request_slots],
-            lengths,
-            self._builder.gather(request_slots, longest + self.max_draft_tokens),
-            request_slots.int(),
-            self._pool,
-            num_drafts=max(1, min(self.max_draft_tokens, room)),
-            max_seq_len=longest,
-            choose=choose,
-            impl=self._impl,
-        )
+        with self._no_reads():
+            return chain_drafts(
+                self.model,
+                self._streams[request_slots],
+                lengths,
+                self._builder.gather(request_slots, longest + self.max_draft_tokens),
+                request_slots.int(),
+                self._pool,
+                num_drafts=max(1, min(self.max_draft_tokens, room)),
+                max_seq_len=longest,
+                choose=choose,
+                impl=self._impl,
+            )
+
+
+class ChainGraphs:
+    """Chains of drafts for a few batch sizes, each captured once with all of its passes.
+
+    A chain is padded to the next size, with chains of slot 0 that start from nothing: a chain
+    writes nowhere.
+
+    Args:
+        chain: (slots [n] int64, seq_lens [n] int64) -> drafts [n, num_drafts].
+        shapes: to capture, ascending.
+        longest: no sequence is longer.
+        device: of the drafts.
+        capture: as in `quire.models.engine.graphs.DecodeGraphs`.
+    """
+
+    def __init__(
+        self,
+        chain: Callable[[Tensor, Tensor], Tensor],
+        shapes: Sequence[Shape],
+        longest: int,
+        device: torch.device,
+        capture: Capture,
+    ) -> None:
+        self._chain, self._capture, self._device = chain, capture, device
+        self._staging, self._longest = Staging(device), longest
+        self._graphs: dict[Shape, tuple[Tensor, list[Tensor], Callable, Callable]] = {}
+        self._shapes = capture_each(shapes, self._add, "draft graphs")
+
+    def shape_of(self, num_seqs: int, longest: int) -> Shape | None:
+        """The smallest captured shape for so many sequences; None if there is none."""
+        if longest > self._longest:
+            return None
+        return next((shape for shape in self._shapes if shape.num_seqs >= num_seqs), None)
+
+    def __call__(self, shape: Shape, slots: np.ndarray, seq_lens: np.ndarray) -> Tensor:
+        """Drafts [num_seqs, num_drafts] int64, valid until the next replay of any graph."""
+        data, out, _, replay = self._graphs[shape]
+        now = np.zeros(data.shape, dtype=np.int64)
+        now[:, : len(slots)] = slots, seq_lens
+        [sent] = self._staging.send([now])
+        data.copy_(sent, non_blocking=True)
+        replay()
+        return out[0][: len(slots)]
+
+    def _add(self, shape: Shape) -> None:
+        data = torch.zeros((2, shape.num_seqs), dtype=torch.int64, device=self._device)
+        chain, out = self._chain, []
+
+        def work() -> None:
+            out[:] = [chain(data[0], data[1])]
+
+        # A replay knows what it reads by address: `work` keeps it.
+        self._graphs[shape] = data, out, work, self._capture(work)
 
 
 def greedy(logits: Tensor) -> Tensor:

@@ -19,6 +19,10 @@ from torch import Tensor
 if TYPE_CHECKING:
     from quire.kvcore import KVCache, StepPlan
 
+    from .request import Request
+    from .sampler import SampledOnDevice
+    from .scheduler import ScheduledStep
+
 ALIGNMENT = 16  # bytes; of each array in a packed copy
 STRIDE = 16  # Triton compiles another kernel for a stride that is no multiple of that
 _TORCH = {
@@ -109,6 +113,51 @@ class FixedPlan(Protocol):
 MakePlanner = Callable[["KVCache"], AttentionPlanner]
 
 
+@dataclass
+class LaunchedStep:
+    """A step that the device runs or has run.
+
+    Attributes:
+        ready: indices of the requests that it gives tokens.
+        input_ids: [num_tokens] int32, as it was given them.
+        sampled: its tokens on the device.
+        batch, hidden: for a `ModelDrafter`.
+        ids: of ``sampled`` on the host, once they were waited for.
+        accepted: [num_seqs] computed tokens that stay; None = all.
+    """
+
+    step: ScheduledStep
+    ready: list[int]
+    input_ids: np.ndarray
+    sampled: SampledOnDevice
+    batch: Batch | None
+    hidden: Tensor | None
+    ids: list[int] | None = None
+    accepted: np.ndarray | None = None
+
+    @property
+    def requests(self) -> list[Request]:
+        """Those that get tokens, in the order of these."""
+        return [self.step.requests[i] for i in self.ready]
+
+    def learn(self, known: Sequence[int]) -> None:
+        """What the placeholders of its input, and of its drafts, stand for."""
+        # A row that gave none had some id; what is computed of it is not kept.
+        ids = np.maximum(known, 0)
+        drafts = [
+            r.drafts[:n] for r, n in zip(self.step.requests, self.step.num_drafts, strict=True)
+        ]
+        for unknown in (self.input_ids, *drafts):
+            where = unknown < 0
+            unknown[where] = ids[-1 - unknown[where]]
+
+    def set_placeholders(self) -> None:
+        """The next step of its requests begins with its tokens."""
+        for row, request in enumerate(self.requests):
+            if request.slot >= 0:
+                request.set_placeholder(row)
+
+
 class Staging:
     """Moves small host arrays to the device.
 
@@ -144,28 +193,58 @@ class Staging:
         ]
 
 
+class HostCopy:
+    """A tensor on its way to the host, which goes on meanwhile.
+
+    Args:
+        tensor: on a CPU it is there already.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._host, self._arrived = tensor, None
+        if tensor.device.type == "cuda":
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    def wait(self) -> Tensor:
+        """The tensor on the host."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._host
+
+
 class BatchBuilder:
     """Makes the tensors of a step from its plan, and keeps the block tables on the device.
 
-    Only table entries that changed since the last step travel to the device.
+    Only table entries that changed since the last step travel to the device. Input ids below 0 are
+    placeholders for ids that the host does not know: -1 - i stands for ``sampled[i]``.
 
     Args:
         kv: an allocator made with ``track_deltas=True``; nobody else may take its deltas. Each of
             its groups has one table, so that tables and groups have the same numbers, and none has
             states, so that plans have no pages to copy.
         make_planner: makes one of attention, of the allocator; None = attention needs none.
+        max_placeholders: ids of a step that the host may not know.
 
     Attributes:
         num_groups: cache groups.
         planner: of the attention of each step, or None.
         tables: [max_requests, columns] int32 on the device, all block tables side by side.
+        sampled: [max_placeholders] int64 on the device, what placeholders stand for.
 
     Raises:
         NotImplementedError: a group with states, or with several pages in a block.
     """
 
     def __init__(
-        self, kv: KVCache, device: torch.device | str, make_planner: MakePlanner | None = None
+        self,
+        kv: KVCache,
+        device: torch.device | str,
+        make_planner: MakePlanner | None = None,
+        *,
+        max_placeholders: int = 0,
     ) -> None:
         self._kv = kv
         self.planner = None if make_planner is None else make_planner(kv)
@@ -186,6 +265,7 @@ class BatchBuilder:
         self.tables = flat[: kv.tables.size].view(shape)
         self.tables.copy_(torch.from_numpy(kv.tables))
         self._views = [self.tables[:, :0]] * len(self._groups)
+        self.sampled = torch.zeros(max_placeholders, dtype=torch.int64, device=device)
         # Entries that changed and are not in the copy yet: a step that fails must not lose them.
         self._stale = np.empty(0, dtype=np.int64)
 
@@ -194,7 +274,7 @@ class BatchBuilder:
 
         Args:
             plan: sequences with one new token first.
-            input_ids: [num_tokens] int32, the new tokens of all sequences.
+            input_ids: [num_tokens] int32, the new tokens of all sequences, or placeholders.
             logits_rows: [num_rows] int64.
         """
         changes, replays = self._changes(), [plan.replay_rows, _even(plan.replay_slots)]
@@ -231,7 +311,12 @@ class BatchBuilder:
             replay_slots=more[1][:, : len(more[0])].unbind(0) if len(plan.replay_rows) else None,
             prepared=None if self.planner is None else self.planner.step(plan),
         )
-        return Batch(*inputs, attn)
+        ids, *others = inputs
+        return Batch(self.token_ids(ids) if input_ids.min() < 0 else ids, *others, attn)
+
+    def token_ids(self, ids: Tensor) -> Tensor:
+        """`known_ids` of input ids."""
+        return known_ids(ids, self.sampled)
 
     def gather(self, rows: Tensor, max_seq_len: int) -> tuple[Tensor, ...]:
         """Per group [num_seqs, width] int32: the block tables of some requests.
@@ -275,6 +360,18 @@ class BatchBuilder:
     def _apply(self, index: Tensor, value: Tensor) -> None:
         self.tables.view(-1)[index] = value
         self._stale = self._stale[:0]
+
+
+def known_ids(ids: Tensor, sampled: Tensor) -> Tensor:
+    """Ids with each placeholder replaced, on the device.
+
+    Args:
+        ids: [n] int64.
+        sampled: of `BatchBuilder`.
+    """
+    if not len(sampled):
+        return ids
+    return torch.where(ids < 0, sampled[(-1 - ids).clamp_(min=0)], ids)
 
 
 def _even(rows: np.ndarray) -> np.ndarray:

@@ -53,6 +53,10 @@ class EngineConfig:
         decode_graphs: decode through CUDA graphs of a few batch sizes, which are captured, and all
             kernels compiled, when the engine is made (`quire.models.engine.graphs`); on a CPU
             through the same buffers. None = on a GPU, unless impl is "torch".
+        async_scheduling: while the device runs a step, the host prepares the next one, whose input
+            ids go from sampler to model on the device; a step's tokens are in the report of the
+            call after it. The same output. Steps that admit or preempt wait for the tokens
+            before them, and all do where there are drafts. None = on a GPU.
 
     Raises:
         ValueError: a value of another type, or unless 1 <= max_num_seqs <= max_num_batched_tokens,
@@ -76,6 +80,7 @@ class EngineConfig:
     impl: str | None = None
     rejection_sample_method: str = "strict"
     decode_graphs: bool | None = None
+    async_scheduling: bool | None = None
 
     def __post_init__(self) -> None:
         for name, low in (
@@ -90,9 +95,10 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None or name in ("max_num_seqs", "max_num_batched_tokens", "seed"):
                 object.__setattr__(self, name, as_int(name, value, low))
-        for name in ("enable_caching", "replay", "decode_graphs"):
+        by_device = ("decode_graphs", "async_scheduling")
+        for name in ("enable_caching", "replay", *by_device):
             value = getattr(self, name)
-            if not (isinstance(value, bool) or (value is None and name == "decode_graphs")):
+            if not (isinstance(value, bool) or (value is None and name in by_device)):
                 raise ValueError(f"{name}: expected True or False, got {value!r}")
         fraction = self.memory_fraction
         if fraction is not None and (isinstance(fraction, bool) or not isinstance(fraction, Real)):

@@ -11,6 +11,11 @@ One step, `Engine._step`::
            -> OutputProcessor       appends each token to its request, whose next step computes it;
                                     after the last one `KVCache.release`
 
+With `EngineConfig.async_scheduling` a step is launched before the tokens of the one before are on
+the host: its input ids are placeholders, which the device replaces (`BatchBuilder.sampled`). Then
+these tokens are waited for, the commit takes them as the step's input, and they are delivered. A
+request that they end has computed a row whose token is dropped.
+
 A model has ``config`` (vocab_size, max_position_embeddings, eos_token_ids, activation_size),
 ``dtype``, ``device``, ``make_cache`` (`quire.models.engine.memory.model_cache`), and is called as
 ``model(input_ids, positions, attn, pool, logits_rows=, impl=)``, with ``return_hidden=True`` too
@@ -29,24 +34,19 @@ import numpy as np
 import torch
 from torch import nn
 
-from quire.kernels.common.impls import expect_impl
-
 from ..config.fields import shown
-from ..flashinfer.planner import FlashInfer
 from ..tokenizer import Tokenizer
 from . import speculative
-from .batch import BatchBuilder
-from .config import FLASHINFER, MEMORY_SETTINGS, EngineConfig
-from .graphs import DecodeGraphs, forward_pass, graph_bytes, sizes_to_capture
+from .batch import LaunchedStep
+from .config import EngineConfig
 from .input_processor import InputProcessor
-from .memory import make_allocator, model_cache, plan_memory
 from .output_processor import OutputProcessor
-from .report import DELIVER, DRAFT, MODEL, SAMPLE, TENSORS, EngineTotals, StepClock, StepReport
+from .parts import make_parts
+from .report import DELIVER, DRAFT, MODEL, SAMPLE, TENSORS, WAIT, EngineTotals, StepReport
 from .request import RequestOutput, SamplingParams
-from .sampler import NewTokens, Sampler
-from .scheduler import ScheduledStep, Scheduler
+from .sampler import NewTokens
+from .scheduler import ScheduledStep
 from .speculative import Drafter, ModelDrafter, SamplingDrafter
-from .warm_up import warm_up
 
 
 class Engine:
@@ -93,86 +93,19 @@ class Engine:
         drafter: Drafter | None = None,
     ) -> None:
         config = config or EngineConfig()
-        impl = None if config.impl == FLASHINFER else config.impl
-        expect_impl(impl, model.device.type)
-        if hasattr(model, "expect_impl"):
-            model.expect_impl(impl or ("triton" if model.device.type == "cuda" else "torch"))
         self.model = model
         self.drafter = drafter
-        try:
-            self._make(config, tokenizer)
-        except (MemoryError, RecursionError) as error:
-            settings = ", ".join(f"{name}={getattr(config, name)}" for name in MEMORY_SETTINGS)
-            raise ValueError(
-                f"config: expected an engine that fits the memory, got {settings}: "
-                f"{type(error).__name__}: {error}"
-            ) from error
-
-    def _make(self, config: EngineConfig, tokenizer: Tokenizer | None) -> None:
-        model, drafter = self.model, self.drafter
-        num_drafts = drafter.max_draft_tokens if drafter else 0
-        planner = FlashInfer(model, config).planner if config.impl == FLASHINFER else None
-        self._observer = drafter if isinstance(drafter, ModelDrafter) else None
-        cache = model_cache(
-            model,
-            base_block_size=config.base_block_size,
-            kv_cache_dtype=config.kv_cache_dtype,
-            max_requests=config.max_num_seqs,
-            max_draft_tokens=num_drafts,
-            drafter_layers=self._observer is not None,
-        )
-        graph_sizes, hidden = sizes_to_capture(config, model.device), self._observer is not None
-        self.memory = plan_memory(
-            model,
-            cache,
-            config,
-            max_draft_tokens=num_drafts,
-            graph_bytes=graph_bytes(
-                model, cache, config, graph_sizes, num_drafts, hidden=hidden, make_planner=planner
-            ),
-        )
+        parts = make_parts(model, config, drafter)
+        self.clock, self._idle, self.totals = parts.clock, parts.idle, EngineTotals()
+        self.memory, self.kv, self.pool = parts.memory, parts.kv, parts.pool
         self.max_model_len = self.memory.max_model_len
-        self.kv = make_allocator(model, self.memory, config)
-        self.clock = StepClock()
-        self.scheduler = Scheduler(
-            self.kv,
-            self.clock,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_num_seqs=config.max_num_seqs,
-            policy=config.policy,
-        )
-        self.pool = cache.allocate(self.memory.num_pages)
-        self.totals = EngineTotals()
-        self._builder = BatchBuilder(self.kv, model.device, planner)
-        self._sampler = Sampler(
-            model.config.vocab_size,
-            config.max_num_seqs,
-            model.device,
-            rejection_sample_method=config.rejection_sample_method,
-            impl=config.impl,
-        )
+        self.scheduler, self._builder, self._sampler = parts.scheduler, parts.builder, parts.sampler
+        self._run, self._graphs, self._is_async = parts.run, parts.graphs, parts.is_async
+        self._observer = drafter if isinstance(drafter, ModelDrafter) else None
         self._drafts_are_drawn = config.rejection_sample_method == "standard" and isinstance(
             drafter, SamplingDrafter
         )
-        self._run = forward_pass(model, self.pool, config.impl, hidden=hidden)
-        if self._observer is not None:
-            self._observer.attach(
-                self.pool, self._builder, max_requests=config.max_num_seqs, impl=config.impl
-            )
-        self._graphs = None
-        if graph_sizes:
-            self._graphs = DecodeGraphs(
-                self._run,
-                self._builder,
-                sizes=graph_sizes,
-                max_seq_len=self.max_model_len,
-                max_draft_tokens=num_drafts,
-                device=model.device,
-            )
-            with torch.inference_mode(), torch.cuda.device_of(self._builder.tables):
-                self._graphs.capture()
-                if model.device.type == "cuda" or config.impl == "triton":
-                    warm_up(self._run, self._builder, config, self.max_model_len, model.device)
+        self._in_flight: LaunchedStep | None = None  # its tokens are not known yet
         self.outputs = OutputProcessor(self.scheduler)
         self.inputs = InputProcessor(
             model, self.max_model_len, tokenizer=tokenizer, seed=config.seed
@@ -320,60 +253,52 @@ class Engine:
 
     def _step(self) -> StepReport | None:
         self.clock.start()
-        with self.lock:
-            self._draft()
-            step = self.scheduler.schedule()
-            self.outputs.end_failed()
-            if step is None:
-                return self._report() if self.outputs.has_finished else None
-        try:
-            new = self._forward(step)
-        except BaseException:
+        before, step, delivered = self._in_flight, None, {}
+        if before is not None:
             with self.lock:
-                self.scheduler.take_back(step)
+                step = self.scheduler.schedule_ahead()
+            if step is None:
+                delivered = self._receive(before)
+        if step is None:
+            with self.lock:
+                self._draft()
+                step = self.scheduler.schedule()
+                self.outputs.end_failed()
+                if step is None:
+                    self._idle.stop()
+                    has_news = delivered or self.outputs.has_finished
+                    return self._report(**delivered) if has_news else None
+        try:
+            launched = self._forward(step)
+            due = self._in_flight if self._is_async else launched
+            new = [] if due is None else self._tokens(due)
+            if self._in_flight is not None:
+                launched.learn(self._in_flight.ids)
+        except BaseException:
+            self._take_back(step)
             raise
+        with self.lock, self.scheduler.allocating:
+            # There are no pages to copy: `BatchBuilder` refuses groups with states.
+            self.kv.commit(step.plan, launched.input_ids, launched.accepted)
         with self.lock:
-            generated, bad = self.outputs.deliver(new, time.perf_counter())
-            if bad:
-                # Any row that it computed, in this step or before, may be NaN: none may be found.
-                with self.scheduler.allocating:
-                    self.kv.clear()
-            self.clock.switch(DELIVER)
-            accepted = sum(len(tokens.ids) - 1 for tokens in new)
-            return self._report(num_generated=generated, num_accepted=accepted, **step.numbers())
+            if due is not None:
+                delivered = self._deliver(due, new)
+            if self._is_async:
+                self._in_flight = launched
+                launched.set_placeholders()
+            return self._report(**delivered)
 
-    def _report(self, **numbers: Any) -> StepReport:
-        """What ended and was streamed since the last report, and the step if there was one."""
-        finished, deltas = self.outputs.take()
-        report = StepReport.of(self.clock, finished, deltas, **numbers)
-        self.totals.add(report)
-        return report
-
-    def _draft(self) -> None:
-        """Asks the drafter for the requests that decode next."""
-        if self.drafter is None:
-            return
-        before = self.clock.switch(DRAFT if self._observer is None else MODEL)
-        failed = speculative.set_drafts(
-            self.drafter,
-            self.scheduler.decoding(),
-            draws=self._drafts_are_drawn,
-            vocab_size=self.model.config.vocab_size,
-        )
-        for request, error in failed:
-            self.scheduler.fail(request, error)
-        self.clock.switch(before)
-
-    def _forward(self, step: ScheduledStep) -> list[NewTokens]:
-        """Runs the model, samples and commits. Returns the new tokens."""
+    def _forward(self, step: ScheduledStep) -> LaunchedStep:
+        """Runs the model and samples; on a GPU, all of it begins and nothing is waited for."""
         plan, clock = step.plan, self.clock
         clock.switch(TENSORS)
+        self._idle.begin()
         input_ids, ready = step.inputs()
         requests, has_drafts = [step.requests[i] for i in ready], any(step.num_drafts)
         rows = step.last_rows(ready)
         if has_drafts:
             rows = speculative.rows_with_drafts(step, ready)
-        batch = accepted = shape = None
+        batch = shape = None
         if self._graphs is not None and len(rows) == len(input_ids):  # all decode
             shape = self._graphs.shape_of(plan)
         if shape is None or self._observer is not None:
@@ -385,17 +310,91 @@ class Engine:
             out = self._run(batch.input_ids, batch.positions, batch.attn, batch.logits_rows)
         logits, hidden = out if self._observer is not None else (out, None)
         clock.switch(SAMPLE)
-        sampled = self._sampler(logits, requests, [1 + step.num_drafts[i] for i in ready])
+        num_rows = [1 + step.num_drafts[i] for i in ready]
+        # Drafts that only the device knows come along with the tokens.
+        unknown = max(0, -int(input_ids.min())) if has_drafts else 0
+        sampled = self._sampler(logits, requests, num_rows, self._builder.sampled[:unknown])
+        if self._is_async:
+            self._builder.sampled[: len(ready)] = sampled.ids
+        self._idle.end()
+        return LaunchedStep(step, ready, input_ids, sampled, batch, hidden)
+
+    def _tokens(self, launched: LaunchedStep) -> list[NewTokens]:
+        """Waits for the tokens of a step, and verifies its drafts."""
+        step, ready, clock = launched.step, launched.ready, self.clock
+        clock.switch(WAIT)
+        sampled = launched.sampled.wait()
         clock.switch(DELIVER)
-        if has_drafts:
-            new, accepted = speculative.verify(step, ready, sampled)
+        launched.ids = sampled.ids
+        if any(step.num_drafts):
+            launched.learn(sampled.drafts)
+            new, launched.accepted = speculative.verify(step, ready, sampled)
         else:
-            new = sampled.one_each(requests)
+            new = sampled.one_each(launched.requests)
         if self._observer is not None:
             clock.switch(MODEL)
-            speculative.show_step(self._observer, step, batch, hidden, sampled, accepted)
+            speculative.show_step(
+                self._observer, step, launched.batch, launched.hidden, sampled, launched.accepted
+            )
+            self._idle.end()
             clock.switch(DELIVER)
-        with self.lock, self.scheduler.allocating:
-            # There are no pages to copy: `BatchBuilder` refuses groups with states.
-            self.kv.commit(plan, input_ids, accepted)
         return new
+
+    def _receive(self, launched: LaunchedStep) -> dict[str, Any]:
+        """Waits for the tokens that nothing was launched behind, and delivers them."""
+        try:
+            new = self._tokens(launched)
+        except BaseException:
+            self._take_back()
+            raise
+        with self.lock:
+            self._in_flight = None
+            return self._deliver(launched, new)
+
+    def _deliver(self, launched: LaunchedStep, new: list[NewTokens]) -> dict[str, Any]:
+        """Requests get the tokens of a step; returns what the report says of it."""
+        generated, bad = self.outputs.deliver(new, time.perf_counter())
+        if bad:
+            # Any row that it computed, in this step or before, may be NaN: none may be found.
+            with self.scheduler.allocating:
+                self.kv.clear()
+        self.clock.switch(DELIVER)
+        accepted = sum(len(tokens.ids) - 1 for tokens in new)
+        return {"num_generated": generated, "num_accepted": accepted, **launched.step.numbers()}
+
+    def _take_back(self, step: ScheduledStep | None = None) -> None:
+        """A step failed: its requests, and those whose tokens are not known, wait again."""
+        self._idle.stop()
+        with self.lock:
+            requests = [] if step is None else [*step.requests]
+            before, self._in_flight = self._in_flight, None
+            self.scheduler.take_back([*requests, *(before.step.requests if before else ())])
+            if before is not None:
+                # Its tokens would have said whether its rows may be found.
+                with self.scheduler.allocating:
+                    self.kv.clear()
+
+    def _report(self, **numbers: Any) -> StepReport:
+        """What ended and was streamed since the last report, and the step that gave its tokens."""
+        finished, deltas = self.outputs.take()
+        report = StepReport.of(self.clock, finished, deltas, self._idle.take(), **numbers)
+        self.totals.add(report)
+        return report
+
+    def _draft(self) -> None:
+        """Asks the drafter for the requests that decode next."""
+        if self.drafter is None:
+            return
+        before = self.clock.switch(DRAFT if self._observer is None else MODEL)
+        if self._observer is not None:
+            self._idle.begin()
+        failed = speculative.set_drafts(
+            self.drafter,
+            self.scheduler.decoding(),
+            draws=self._drafts_are_drawn,
+            vocab_size=self.model.config.vocab_size,
+            sampled=self._builder.sampled,
+        )
+        for request, error in failed:
+            self.scheduler.fail(request, error)
+        self.clock.switch(before)

@@ -86,6 +86,7 @@ class DecodeGraphs:
 
     Attributes:
         shapes: those that can be replayed, in ascending order of their rows.
+        capture_work: what captures; others' graphs may share their memory with these.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class DecodeGraphs:
         self._max_seq_len = max_seq_len
         self._device = device
         self._staging = Staging(device)
-        self._capture = capture or default_capture(device)
+        self.capture_work = capture or default_capture(device)
         self._graphs: dict[Shape, _Graph] = {}
 
     def capture(self) -> None:
@@ -116,22 +117,7 @@ class DecodeGraphs:
         A shape that cannot be captured is left out, with one warning for all of them: its steps use
         a larger one, or none.
         """
-        failed = {}
-        for shape in reversed(self.shapes):
-            try:
-                self.add(shape)
-            except Exception as error:
-                failed[shape] = error
-        self.shapes = [shape for shape in self.shapes if shape in self._graphs]
-        if failed:
-            names = ", ".join(f"{shape.num_seqs} x {shape.rows}" for shape in failed)
-            error = next(iter(failed.values()))
-            warnings.warn(
-                f"decode graphs: {names} (sequences x rows) cannot be captured, and run without: "
-                f"{type(error).__name__}: {error}",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+        self.shapes = capture_each(self.shapes, self.add, "decode graphs")
 
     def shape_of(self, plan: StepPlan) -> Shape | None:
         """The smallest captured shape that holds a step; None if there is none.
@@ -158,7 +144,7 @@ class DecodeGraphs:
         Args:
             shape: of `shape_of`.
             plan: of a step in which every sequence decodes.
-            input_ids: [num_tokens] int32.
+            input_ids: [num_tokens] int32, or placeholders (`BatchBuilder`).
 
         Returns:
             Logits [num_tokens, vocab_size] fp32, or what else the model returns of them, valid
@@ -213,9 +199,38 @@ class DecodeGraphs:
                 request_slots=slots.to(torch.int32),
                 prepared=None if attention is None else attention.step,
             )
-            out[:] = [forward(tokens[0], tokens[1], attn)]
+            out[:] = [forward(builder.token_ids(tokens[0]), tokens[1], attn)]
 
-        self._graphs[shape] = _Graph(data, out, work, self._capture(work), attention)
+        self._graphs[shape] = _Graph(data, out, work, self.capture_work(work), attention)
+
+
+def capture_each(shapes: Sequence[Shape], add: Callable[[Shape], None], what: str) -> list[Shape]:
+    """Captures the largest shape first; one warning names those that cannot be.
+
+    Args:
+        shapes: ascending.
+        add: captures one.
+        what: begins the warning.
+
+    Returns:
+        Those that are captured, ascending.
+    """
+    failed = {}
+    for shape in reversed(shapes):
+        try:
+            add(shape)
+        except Exception as error:
+            failed[shape] = error
+    if failed:
+        names = ", ".join(f"{shape.num_seqs} x {shape.rows}" for shape in failed)
+        error = next(iter(failed.values()))
+        warnings.warn(
+            f"{what}: {names} (sequences x rows) cannot be captured, and run without: "
+            f"{type(error).__name__}: {error}",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    return [shape for shape in shapes if shape not in failed]
 
 
 def _even(count: int) -> int:
@@ -300,7 +315,8 @@ def graph_bytes(
     except Exception:
         return 0  # `DecodeGraphs.capture` says so
     used = [max(0, before - after) for before, after in pairwise(free)]
-    return used[0] + used[-1] * (len(graphs.shapes) - 1)
+    chains = len(sizes) if hidden else 0  # of a `ModelDrafter`
+    return used[0] + used[-1] * (len(graphs.shapes) - 1 + chains)
 
 
 def batch_sizes(largest: int) -> list[int]:

@@ -79,6 +79,8 @@ class OutputProcessor:
     def deliver(self, new: Sequence[NewTokens], now: float) -> tuple[int, bool]:
         """Gives requests their new tokens, each on its own: what fails in one ends that one.
 
+        Those of a request that has ended since its step was launched are dropped.
+
         A token goes behind the request's others, where the next step finds it as its input; a
         request that this ends gives its slot and pages back (`Scheduler.finish`).
 
@@ -92,8 +94,10 @@ class OutputProcessor:
         num_generated, bad = 0, False
         for tokens in new:
             request = tokens.request
-            if request in self.aborted:
+            if request.slot < 0 or request in self.aborted:
+                bad = bad or NO_TOKEN in tokens.ids
                 continue
+            request.num_output_placeholders = 0
             before, reason, error = request.num_tokens, None, None
             try:
                 reason = _append(tokens, now)

@@ -220,6 +220,7 @@ class Request:
         text: where its text grows; None where nobody asks for it before the end.
         stream: whether its new tokens are reported after each step.
         slot: kvcore slot while running, else -1.
+        num_output_placeholders: 1 while its next token is known to the device alone, else 0.
         drafts: tokens that may come next, [num_drafts] int32; the next step verifies them.
         draft_probs: [>= num_drafts, vocab_size] fp32 on the model's device, what they were drawn
             from; None = they were not drawn.
@@ -238,6 +239,7 @@ class Request:
     text: TextStream | None = None
     stream: bool = False
     slot: int = -1
+    num_output_placeholders: int = 0
     num_cached_tokens: int = -1
     limited_by: str = ""
     num_preemptions: int = 0
@@ -250,14 +252,11 @@ class Request:
     def __post_init__(self) -> None:
         self.prompt_len = self.num_tokens = len(self.prompt_token_ids)
         self._tokens = self.prompt_token_ids
-        self.drafts = self._tokens[:0]
+        self.drafts, self.placeholder = self._tokens[:0], 0
         self.draft_probs: Tensor | None = None
 
     def make_room(self) -> None:
-        """Takes the memory that tokens and drafts go to.
-
-        Before that, samples share the prompt's.
-        """
+        """Takes the memory that tokens and drafts go to; before, samples share the prompt's."""
         if len(self._tokens) < self.capacity:
             tokens = np.empty(self.capacity, dtype=np.int32)
             tokens[: self.num_tokens] = self.tokens
@@ -281,6 +280,16 @@ class Request:
     def num_output(self) -> int:
         """Tokens generated so far."""
         return self.num_tokens - self.prompt_len
+
+    @property
+    def num_sampled(self) -> int:
+        """Prompt and output, a placeholder included."""
+        return self.num_tokens + self.num_output_placeholders
+
+    def set_placeholder(self, index: int) -> None:
+        """The next token is the one that the device has there (`BatchBuilder.sampled`)."""
+        self.placeholder, self._tokens[self.num_tokens] = index, -1 - index
+        self.num_output_placeholders = 1
 
     def set_drafts(self, token_ids: np.ndarray, probs: Tensor | None = None) -> None:
         """Remembers what may come next, as much of it as leaves room for the token after it.

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quire.kernels import sample_tokens
 
-from .batch import Staging
+from .batch import HostCopy, Staging, known_ids
 from .distributions import (
     ACCEPT,
     RESAMPLE,
@@ -56,10 +56,12 @@ class Sampled:
         ids: one for each row of logits; `NO_TOKEN` for a row that gives none: one with NaN or +inf
             in it, or with -inf alone.
         logprobs: likewise, None for rows whose request wants none; None where nobody wants any.
+        drafts: what came along (`Sampler`).
     """
 
     ids: list[int]
     logprobs: list[TokenLogprobs | None] | None
+    drafts: list[int]
 
     def one_each(self, requests: Sequence[Request]) -> list[NewTokens]:
         """The new tokens of a step without drafts, in which each request has one row."""
@@ -71,6 +73,35 @@ class Sampled:
         return [NewTokens(request, [token], [logprobs]) for request, token, logprobs in rows]
 
 
+class SampledOnDevice:
+    """Tokens of one step that are on their way to the host.
+
+    Args:
+        ids: [num_rows] int64.
+        packed: [num_rows, n] float64, what goes to the host (`_to_host`).
+        wanted: log-probabilities that each row asks for.
+        drafts: [n] int64, which come along.
+
+    Attributes:
+        ids: those on the device; 0 for a row that gives none.
+    """
+
+    def __init__(
+        self, ids: Tensor, packed: Tensor, wanted: Sequence[int | None], drafts: Tensor
+    ) -> None:
+        self.ids = ids.clamp_min(0)  # models take them as they are
+        self._wanted, self._width = wanted, packed.shape[1]
+        flat = packed.flatten()
+        self._copy = HostCopy(torch.cat([flat, drafts.double()]) if len(drafts) else flat)
+
+    def wait(self) -> Sampled:
+        """The tokens, once they are on the host."""
+        packed = self._copy.wait().tolist()
+        end, width = len(self.ids) * self._width, self._width
+        rows = [packed[i : i + width] for i in range(0, end, width)]
+        return _unpack(rows, self._wanted, [int(draft) for draft in packed[end:]])
+
+
 class Sampler:
     """Draws the next tokens of a step. One device-to-host copy, of the ids and what goes with them.
 
@@ -78,6 +109,7 @@ class Sampler:
         vocab_size: columns of the logits.
         max_requests: slots of the allocator.
         device: of the logits.
+        sampled: [n] int64, what placeholders in requests stand for (`BatchBuilder.sampled`).
         rejection_sample_method: one of `REJECTION_SAMPLE_METHODS`, for the rows of sampled requests
             that drafts follow.
         impl: as in `sample_tokens`.
@@ -91,6 +123,7 @@ class Sampler:
         vocab_size: int,
         max_requests: int,
         device: torch.device | str,
+        sampled: Tensor,
         *,
         rejection_sample_method: str = "strict",
         impl: str | None = None,
@@ -103,7 +136,7 @@ class Sampler:
         self._rejects = rejection_sample_method == "standard"
         self._impl = impl
         self._device = torch.device(device)
-        self._staging = Staging(device)
+        self._staging, self._sampled = Staging(device), sampled
         self._seen_shape = (max_requests, vocab_size)
         # Tokens of prompt and output, for penalties; made when first needed.
         self._seen: Tensor | None = None
@@ -112,21 +145,26 @@ class Sampler:
             self._warm_up()
 
     def __call__(
-        self, logits: Tensor, requests: Sequence[Request], num_rows: Sequence[int]
-    ) -> Sampled:
+        self,
+        logits: Tensor,
+        requests: Sequence[Request],
+        num_rows: Sequence[int],
+        drafts: Tensor,
+    ) -> SampledOnDevice:
         """Samples all rows.
 
         Args:
             logits: [sum(num_rows), vocab_size] fp32, the rows of one request one after another;
                 -inf where a token is not to come.
             requests, num_rows: the requests that get tokens, and for each 1 + its verified drafts.
+            drafts: [n] int64, which go to the host in the same copy.
 
         Returns:
             A row's token follows the drafts before it, and says by being the draft behind it that
             this one stays.
         """
         if all(request.params.is_plain for request in requests):
-            return Sampled(sample_tokens(logits, impl=self._impl).tolist(), None)
+            return _to_host(logits, sample_tokens(logits, impl=self._impl), (), drafts)
         params = [
             r.params for r, count in zip(requests, num_rows, strict=True) for _ in range(count)
         ]
@@ -134,14 +172,14 @@ class Sampler:
         if any(p.repetition_penalty != 1 for p in params):
             logits = self._penalized(logits, requests, num_rows)
         if not any(p.temperature > 0 for p in params):
-            return Sampled(*_to_host(raw, sample_tokens(logits, impl=self._impl), params))
+            return _to_host(raw, sample_tokens(logits, impl=self._impl), params, drafts)
         given = self._columns(params, _draws(requests, num_rows))
         rejects = self._rejects and len(params) > len(requests)
         probs = torch.empty_like(logits) if rejects else None
         ids = sample_tokens(logits, **given, probs=probs, impl=self._impl)
         if probs is not None:
             ids = torch.where(ids < 0, ids, self._reject(ids, probs, requests, num_rows))
-        return Sampled(*_to_host(raw, ids, params))
+        return _to_host(raw, ids, params, drafts)
 
     def _warm_up(self) -> None:
         """Compiles what later steps launch."""
@@ -163,10 +201,13 @@ class Sampler:
         if self._seen is None:
             self._seen = torch.zeros(self._seen_shape, dtype=torch.bool, device=self._device)
         slots, penalty, rows, row = [], [], [], 0
-        guessed_rows, guessed = [], []
+        guessed_rows, guessed, unknown_rows, unknown = [], [], [], []
         for request, count in zip(requests, num_rows, strict=True):
             if request.params.repetition_penalty != 1:
                 self._note(request)
+                if request.num_output_placeholders:
+                    unknown_rows.append(len(rows))
+                    unknown.append(request.placeholder)
                 for i in range(count):
                     guessed_rows += [len(rows)] * i
                     guessed += request.drafts[:i].tolist()
@@ -174,18 +215,22 @@ class Sampler:
                     penalty.append(request.params.repetition_penalty)
                     rows.append(row + i)
             row += count
-        index, owned, factor, *drafts = self._staging.send(
+        index, owned, factor, unknown_rows, unknown, *drafts = self._staging.send(
             [
                 np.array(rows),
                 np.array(slots),
                 np.array(penalty),
+                np.array(unknown_rows, dtype=np.int64),
+                np.array(unknown, dtype=np.int64),
                 np.array(guessed_rows, dtype=np.int64),
                 np.array(guessed, dtype=np.int64),
             ]
         )
         seen = self._seen[owned]
+        if len(unknown):
+            seen[unknown_rows, self._sampled[unknown]] = True
         if guessed:
-            seen[tuple(drafts)] = True
+            seen[drafts[0], known_ids(drafts[1], self._sampled)] = True
         return logits.index_copy(0, index, penalize(logits[index], seen, factor))
 
     def _reject(
@@ -217,6 +262,7 @@ class Sampler:
             index, tokens, *u = self._staging.send(
                 [at, drafts.astype(np.int64), *(n[at] for n in numbers)]
             )
+            tokens = known_ids(tokens, self._sampled)
             probs = torch.cat([r.draft_probs[: len(w)] for w, r in part]) if has_probs else None
             drawn = drawn.index_copy(0, index, rejection_sample(mass[index], tokens, probs, *u))
         return drawn
@@ -241,29 +287,36 @@ def _draws(
     A row's number depends on its request's seed and its place in the output.
     """
     counts = np.asarray(num_rows)
-    first = np.repeat([r.num_output for r in requests], counts)
+    first = np.repeat([r.num_output + r.num_output_placeholders for r in requests], counts)
     within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     seeds = [r.seed for r, count in zip(requests, num_rows, strict=True) for _ in range(count)]
     return uniform(seeds, first + within, purpose)
 
 
 def _to_host(
-    logits: Tensor, ids: Tensor, params: Sequence[SamplingParams]
-) -> tuple[list[int], list[TokenLogprobs | None] | None]:
-    """Ids, and the log-probabilities that rows ask for, in one copy."""
+    logits: Tensor, ids: Tensor, params: Sequence[SamplingParams], drafts: Tensor
+) -> SampledOnDevice:
+    """Ids, and the log-probabilities that rows ask for, in one copy, with the drafts."""
     wanted = [p.logprobs for p in params]
     most = max((n for n in wanted if n is not None), default=None)
-    if most is None:
-        return ids.tolist(), None
-    most = min(most, logits.shape[1])
-    scores = logits.log_softmax(dim=-1)
-    best, best_ids = scores.topk(most, dim=-1)
-    of_ids = scores.gather(1, ids.clamp_min(0)[:, None])
     # Ids are exact in float64.
-    parts = [ids[:, None].double(), of_ids, best, best_ids.double()]
-    packed = torch.cat(parts, dim=1).tolist()
+    parts = [ids[:, None].double()]
+    if most is not None:
+        most = min(most, logits.shape[1])
+        scores = logits.log_softmax(dim=-1)
+        best, best_ids = scores.topk(most, dim=-1)
+        parts += [scores.gather(1, ids.clamp_min(0)[:, None]), best, best_ids.double()]
+    return SampledOnDevice(ids, torch.cat(parts, dim=1), wanted, drafts)
+
+
+def _unpack(packed: list[list[float]], wanted: Sequence[int | None], drafts: list[int]) -> Sampled:
+    """Rows of `_to_host` on the host: id, and the log-probabilities if any."""
+    found = [int(row[0]) for row in packed]
+    if all(n is None for n in wanted):
+        return Sampled(found, None, drafts)
+    most = (len(packed[0]) - 2) // 2
     rows: list[TokenLogprobs | None] = []
     for row, n in zip(packed, wanted, strict=True):
         top = zip(map(int, row[2 + most :]), row[2 : 2 + most], strict=True)
         rows.append(None if n is None else TokenLogprobs(row[1], tuple(top)[:n]))
-    return [int(row[0]) for row in packed], rows
+    return Sampled(found, rows, drafts)

@@ -14,6 +14,7 @@ request has ended.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,8 +85,9 @@ class ScheduledStep:
         """What the model is given: of a request that decodes the token that the last step sampled.
 
         Returns:
-            (input ids [num_tokens] int32, indices of the requests whose next token the step gives:
-            all but those with more of their prompt to come).
+            (input ids [num_tokens] int32, with placeholders for those that the device alone knows
+            (`quire.models.engine.batch.BatchBuilder`), indices of the requests whose next token the
+            step gives: all but those with more of their prompt to come).
         """
         ids, ready = [], []
         for i, (request, end) in enumerate(
@@ -163,12 +165,15 @@ class Scheduler:
         self._starved = False  # pages ran out and no request has ended since
 
     def pending(self) -> list[int]:
-        """Known tokens of each running request that are not computed yet.
+        """Tokens of each running request that are not computed yet.
 
-        1 for those that decode.
+        1 for those that decode; 0 for one whose last token is sampled and not known yet.
         """
         computed = self.kv.num_computed[[r.slot for r in self.running]].tolist()
-        return [r.num_tokens - c for r, c in zip(self.running, computed, strict=True)]
+        return [
+            r.num_sampled - c if r.num_sampled < r.capacity else 0
+            for r, c in zip(self.running, computed, strict=True)
+        ]
 
     def decoding(self) -> list[Request]:
         """The running requests that wait for their next token."""
@@ -207,6 +212,16 @@ class Scheduler:
                 chosen, _ = self._choose()  # the budget was the victims': now it is the others'
         return None
 
+    def schedule_ahead(self) -> ScheduledStep | None:
+        """The next step, before it is known which tokens the one before sampled.
+
+        None where that must be known first: to admit, as a hit may be of rows that turn out to be
+        NaN, and to preempt, as output becomes prompt.
+        """
+        chosen, _ = self._choose(admits=False)
+        step = self._plan(chosen, 0) if chosen else None
+        return step if isinstance(step, ScheduledStep) else None
+
     def finish(self, request: Request) -> None:
         """Takes a request out, running or waiting.
 
@@ -223,12 +238,12 @@ class Scheduler:
         self.finish(request)
         self.failed.append((request, error))
 
-    def take_back(self, step: ScheduledStep) -> None:
+    def take_back(self, requests: Iterable[Request]) -> None:
         """Requests of a step that failed give their pages back and wait again, in their order.
 
         What it wrote is unknown.
         """
-        failed = set(step.requests)
+        failed = set(requests)
         for request in [r for r in reversed(self.running) if r in failed]:
             request.num_preemptions += 1
             self._preempt(request)
@@ -243,11 +258,15 @@ class Scheduler:
         if not isinstance(plan, StepPlan):
             return plan
         ends = plan.seq_lens.tolist()
-        drafts = [max(0, end - r.num_tokens) for end, r in zip(ends, requests, strict=True)]
+        drafts = [max(0, end - r.num_sampled) for end, r in zip(ends, requests, strict=True)]
         return ScheduledStep(requests, counts, drafts, plan, num_preempted)
 
-    def _choose(self) -> tuple[dict[Request, int], set[Request]]:
-        """New tokens of each request in the next step, and the requests admitted just now."""
+    def _choose(self, *, admits: bool = True) -> tuple[dict[Request, int], set[Request]]:
+        """New tokens of each request in the next step, and the requests admitted just now.
+
+        Args:
+            admits: False = choose nothing where somebody would be admitted.
+        """
         budget = self.max_num_batched_tokens
         pending = dict(zip(self.running, self.pending(), strict=True)) if self.running else {}
         decodes = [r for r, count in pending.items() if count == 1]
@@ -261,6 +280,8 @@ class Scheduler:
                 budget -= chosen[request]
         admitted = set()
         while self._may_admit(prefill):
+            if not admits:
+                return {}, admitted
             request = self._admit()
             if request is None:
                 continue
@@ -301,6 +322,7 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         self._release(request)
+        request.num_output_placeholders = 0  # what is not known is sampled again
         try:
             with self.allocating:
                 # Prompt and output so far are the new prompt: what was cached of them is found

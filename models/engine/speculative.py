@@ -36,6 +36,7 @@ from .sampler import NewTokens, Sampled
 
 if TYPE_CHECKING:
     from .batch import Batch, BatchBuilder
+    from .graphs import Capture
     from .scheduler import ScheduledStep
 
 
@@ -75,7 +76,9 @@ class SamplingDrafter(Drafter, Protocol):
 class ModelDrafter(Drafter, Protocol):
     """A drafter that is a part of the model.
 
-    It reads the model's hidden states and has layers, and so pages, of its own.
+    It reads the model's hidden states and has layers, and so pages, of its own. Its drafts stay on
+    the device: `propose` gives [num_requests, num_drafts] int64 there, and `sample` such ids and
+    the probs of each request.
     """
 
     def attach(
@@ -88,6 +91,15 @@ class ModelDrafter(Drafter, Protocol):
             builder: whose tables are the allocator's.
             max_requests: slots.
             impl: of the kernels.
+        """
+
+    def capture(self, sizes: Sequence[int], max_seq_len: int, capture: Capture) -> None:
+        """Called once after `attach` where decode steps are captured.
+
+        Args:
+            sizes: batches that `propose` is to go through graphs with, ascending.
+            max_seq_len: the longest sequence.
+            capture: makes graphs, in the memory of the engine's own.
         """
 
     def observe(
@@ -162,7 +174,12 @@ class NGramDrafter:
 
 
 def set_drafts(
-    drafter: Drafter, requests: Sequence[Request], *, draws: bool, vocab_size: int
+    drafter: Drafter,
+    requests: Sequence[Request],
+    *,
+    draws: bool,
+    vocab_size: int,
+    sampled: Tensor,
 ) -> list[tuple[Request, Exception]]:
     """Asks a drafter what may follow, and gives each request its drafts.
 
@@ -172,17 +189,19 @@ def set_drafts(
         requests: all wait for their next token.
         draws: whether drafts of sampled requests are to be drawn, by a `SamplingDrafter`.
         vocab_size: drafts are below it.
+        sampled: where drafts of a `ModelDrafter` go (`BatchBuilder.sampled`).
 
     Returns:
         The requests in which another drafter failed, and how.
     """
     if not requests:
         return []
+    if isinstance(drafter, ModelDrafter):
+        _set_placeholders(drafter, requests, draws, sampled)
+        return []
     try:
         _set_drafts(drafter, requests, draws, vocab_size)
     except Exception:
-        if isinstance(drafter, ModelDrafter):
-            raise
         failed = []
         for request in requests:  # whose failure it was, each alone tells
             try:
@@ -201,11 +220,23 @@ def _set_drafts(
     else:
         drafts = [(ids, None) for ids in drafter.propose(requests)]
     for request, (ids, probs) in zip(requests, drafts, strict=True):
-        # A drafter that is a part of the model chooses among its logits.
-        from_model = isinstance(drafter, ModelDrafter)
-        if not from_model and len(ids) and not 0 <= min(ids) <= max(ids) < vocab_size:
+        if len(ids) and not 0 <= min(ids) <= max(ids) < vocab_size:
             raise ValueError(f"drafts: expected ids in 0..{vocab_size - 1}, got {shown(ids)}")
         request.set_drafts(ids, probs)
+
+
+def _set_placeholders(
+    drafter: ModelDrafter, requests: Sequence[Request], draws: bool, sampled: Tensor
+) -> None:
+    """Gives requests placeholders for drafts, which the host does not wait for."""
+    if draws:
+        ids, probs = drafter.sample(requests)
+    else:
+        ids, probs = drafter.propose(requests), [None] * len(requests)
+    count = ids.shape[1]
+    sampled[: ids.numel()] = ids.flatten()
+    for i, request in enumerate(requests):
+        request.set_drafts(-1 - np.arange(i * count, (i + 1) * count), probs[i])
 
 
 def rows_with_drafts(step: ScheduledStep, ready: list[int]) -> np.ndarray:

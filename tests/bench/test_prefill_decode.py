@@ -135,11 +135,12 @@ def test_json_and_text(tmp_path, capsys):
     for run in ("cached", "uncached"):
         assert set(result[run]) == {
             "seconds", "cpu_seconds", "steps", "preemptions", "output_tokens_per_s", "prefill", "decode",
-            "ttft_ms", "itl_ms", "hit", "pages", "allocator", "split", "groups",
+            "ttft_ms", "itl_ms", "hit", "pages", "allocator", "idle_us_per_step", "split", "groups",
         }  # fmt: skip
         phases = result[run]["prefill"], result[run]["decode"]
         assert sum(phase["steps"] for phase in phases) == result[run]["steps"]
         assert sum(row["requests"] for row in result[run]["groups"]) == 8
+        assert result[run]["idle_us_per_step"] > 0
     hit = result["cached"]["hit"]
     assert 0 < hit["tokens"] < hit["prompt_tokens"] and sum(hit["limited_by"].values()) == 8
     assert result["uncached"]["hit"]["limited_by"] == {"caching-disabled": 8}
@@ -152,7 +153,7 @@ def test_json_and_text(tmp_path, capsys):
     assert compared["identical_tokens"] == compared["output_tokens"] > 0
     assert compared["identical_requests"] == result["check"]["requests"] == 8
     assert result["check"]["exact_tokens"] == result["check"]["tokens"]
-    for text in ("caching on against off", "prefix hit rate", "limited by (requests)", "tokens are its argmax"):  # fmt: skip
+    for text in ("caching on against off", "prefix hit rate", "limited by (requests)", "device idle between steps", "tokens are its argmax"):  # fmt: skip
         assert text in out
 
 
@@ -195,6 +196,19 @@ def test_flashinfer_is_asked_for_before_anything_runs(tmp_path, capsys, monkeypa
     (tmp_path / "flashinfer_built.json").write_text("[[32, false]]")
     assert prefill_decode.main([*flashinfer, "--peers", str(tmp_path)]) == 2
     assert "[[16, True]] are needed" in capsys.readouterr().err
+
+
+def test_steps_launched_ahead_are_told_of_once(built, run):
+    """As on a GPU: a step is in the report of the call that waits for its tokens."""
+    engine = Engine(built.model, EngineConfig(num_pages=500, async_scheduling=True))
+    workload = chat_workload(built.tokenizer.encode, bos_token_id=2, limit=3, scale=0.2)
+    ahead = run_workload(engine, workload, concurrency=2)
+    assert {k: o.token_ids for k, o in ahead.outputs.items()} == {k: o.token_ids for k, o in run.outputs.items()}  # fmt: skip
+    for one in (ahead, run):
+        assert min(step.num_tokens for step in one.steps) > 0
+        generated = sum(turn.max_tokens for session in workload.sessions for turn in session)
+        assert sum(step.num_generated for step in one.steps) == generated
+    assert sum(s.num_tokens for s in ahead.steps) == sum(s.num_tokens for s in run.steps)
 
 
 FP8 = [(name, "fp8") for name in ("gemma4-tiny", "gemma4-e-tiny", "gemma4-moe-tiny", "llama-tiny", "gpt-oss-tiny", "deepseek-v4-small")]  # fmt: skip
@@ -250,11 +264,11 @@ def test_split_of_steps(run, capsys):
     for key, total in (("cpu_s", split["cpu_s"]), ("share", 1.0)):
         assert sum(part[key] for part in parts.values()) == pytest.approx(total)
     assert split["cpu_s"] == pytest.approx(sum(step.cpu.sum() for step in run.steps))
-    inside = parts["model"]["share"] + parts["sample"]["share"]
+    inside = sum(parts[name]["share"] for name in ("model", "sample", "wait"))
     assert outside["overall"] == pytest.approx(1 - inside) and inside > 0.5
     assert outside["worst"] >= outside["p95"] > 0
     worst = {name: part["worst_us"] for name, part in parts.items()}
-    inside = (worst["model"] + worst["sample"]) / sum(worst.values())
+    inside = (worst["model"] + worst["sample"] + worst["wait"]) / sum(worst.values())
     assert outside["worst"] == pytest.approx(1 - inside)
     assert prefill_decode.main([*ONE, "--no-baseline", "--split", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -89,20 +89,35 @@ def test_a_replay_does_what_the_captured_work_does(name, cuda, monkeypatch):
         assert outputs(replayed, 9) == outputs(called, 9)
 
 
-def test_a_decode_step_waits_for_the_device_only_for_its_tokens(cuda, monkeypatch):
-    """Up to the logits nothing synchronises: tables, integers and the replay are queued."""
-    engine = Engine(build("gemma4-tiny"), EngineConfig(num_pages=900, max_num_seqs=4))
-    forward, seen = graphs.DecodeGraphs.__call__, []
+@pytest.mark.parametrize("name", ["gemma4-e-tiny", "deepseek-v4-tiny"])
+@pytest.mark.parametrize("through_graphs", [False, True])
+def test_steps_launched_ahead_give_the_same_tokens(name, through_graphs, cuda):
+    """The ids go from sampler to input on the device."""
+    model = build(name)
+    one_by_one, ahead = (
+        engine_of(model, decode_graphs=through_graphs, async_scheduling=on) for on in (False, True)
+    )
+    for _ in range(2):
+        assert outputs(ahead, 9) == outputs(one_by_one, 9)
+    assert ahead.totals.idle < one_by_one.totals.idle
 
-    def watched(self, shape, plan, input_ids):
+
+def test_a_decode_step_waits_for_the_device_only_for_its_tokens(cuda, monkeypatch):
+    """Up to their copy to the host nothing synchronises: tables, integers, the replay and the sampling are queued."""
+    engine = Engine(build("gemma4-tiny"), EngineConfig(num_pages=900, max_num_seqs=4))
+    forward, seen = engine._forward, []
+
+    def watched(step):
+        if step.plan.num_new_tokens.max() > 1:
+            return forward(step)
         torch.cuda.set_sync_debug_mode("error")
         try:
-            return forward(self, shape, plan, input_ids)
+            return forward(step)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-            seen.append(len(input_ids))
+            seen.append(len(step.requests))
 
-    monkeypatch.setattr(graphs.DecodeGraphs, "__call__", watched)
+    monkeypatch.setattr(engine, "_forward", watched)
     engine.add_request(prompt(20), SamplingParams(20, ignore_eos=True))
     while engine.has_work:
         engine.step()

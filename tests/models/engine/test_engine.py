@@ -11,6 +11,7 @@ from quire.models.engine import engine as runner
 from quire.models.engine import report
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.request import SamplingParams
+from quire.models.engine.sampler import SampledOnDevice
 from quire.models.engine.scheduler import SchedulerPolicy
 from quire.models.engine.speculative import NGramDrafter
 from quire.models.loading.random_weights import random_model
@@ -30,24 +31,31 @@ class Recorder:
 
     def __init__(self, model, *, drafter=None, tokenizer=None, **settings):
         settings = {"max_num_seqs": 4, "max_num_batched_tokens": 48, "num_pages": 600} | settings
-        # Replayed graphs do not call the model's hooks.
+        # Replayed graphs do not call the model's hooks, and the device does not see forced tokens.
         settings.setdefault("decode_graphs", False)
+        settings.setdefault("async_scheduling", False)
         config = EngineConfig(**settings)
         self.engine = Engine(model, config, drafter=drafter, tokenizer=tokenizer)
         self.logits: dict[str, list[torch.Tensor]] = {}
         self.outputs, self.reports = {}, []
         self.forced: dict[str, list[int]] = {}  # tokens to "sample" instead
         self._poison(torch.arange(self.engine.kv.num_pages))
-        forward = self.engine._forward
+        forward, tokens_of = self.engine._forward, self.engine._tokens
+        sampled_from = {}
 
         def recording(step):
             last = []
             hook = model.register_forward_hook(
                 lambda module, args, out: last.append(out[0] if isinstance(out, tuple) else out)
             )
-            new = forward(step)
+            launched = forward(step)
             hook.remove()
-            rows = iter(last[0])
+            sampled_from[id(launched)] = last[0]
+            return launched
+
+        def forcing(launched):
+            new, step = tokens_of(launched), launched.step
+            rows = iter(sampled_from.pop(id(launched)))
             drafts = dict(zip(step.requests, step.num_drafts, strict=True))
             for tokens in new:
                 request, here = tokens.request, tokens.request.request_id
@@ -57,7 +65,7 @@ class Recorder:
                     tokens.ids[0] = self.forced[here][request.num_tokens]
             return new
 
-        self.engine._forward = recording
+        self.engine._forward, self.engine._tokens = recording, forcing
 
     def _poison(self, pages):
         for slot in self.engine.pool.tensors:
@@ -339,17 +347,18 @@ def test_each_part_of_a_step_gets_its_own_time(monkeypatch):
     slow(engine._builder, "build", 400)
     slow(engine, "_run", 800)
     slow(engine, "_sampler", 1600)
+    slow(SampledOnDevice, "wait", 6400)
     slow(engine.outputs, "deliver", 3200)
     engine.add_request(prompt(20), SamplingParams(max_tokens=2))
     steps = [engine.step(), engine.step()]
     assert not engine.has_work and report.PARTS == (
-        "schedule", "allocator", "draft", "tensors", "model", "sample", "deliver"
+        "schedule", "allocator", "draft", "tensors", "model", "sample", "wait", "deliver"
     )  # fmt: skip
-    assert steps[0].wall.tolist() == [100, 1 + 2 + 4 + 8, 0, 400, 800, 1600, 3200]
-    assert steps[1].wall.tolist() == [100, 4 + 8 + 16, 200, 400, 800, 1600, 3200]
+    assert steps[0].wall.tolist() == [100, 1 + 2 + 4 + 8, 0, 400, 800, 1600, 6400, 3200]
+    assert steps[1].wall.tolist() == [100, 4 + 8 + 16, 200, 400, 800, 1600, 6400, 3200]
     for step in steps:
         assert (step.cpu == 2 * step.wall).all() and step.total == step.wall.sum()
-        outside = 1 - 2400 / step.total
+        outside = 1 - 8800 / step.total
         assert report.outside_model(step.cpu) == pytest.approx(outside)
     assert engine.totals.rest == 2 * (100 + 400 + 3200) + 200
     engine.add_request(prompt(20))

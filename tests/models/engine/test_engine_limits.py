@@ -58,7 +58,7 @@ def test_torch_takes_any_head_size(name, head_dim, num_heads, num_kv_heads, kv_c
 
 
 def test_head_sizes_that_kernels_are_not_made_for_are_refused_at_once(monkeypatch):
-    monkeypatch.setattr("quire.models.engine.engine.expect_impl", lambda *_: None)  # as on a GPU
+    monkeypatch.setattr("quire.models.engine.parts.expect_impl", lambda *_: None)  # as on a GPU
     for head_dim in (24, 96, 768):
         model = random_model(resized("gemma3-tiny", head_dim, 2, 1))
         message = rf"impl: 'triton' is supported with a head_dim in \[16, .*'gemma3-tiny' has {head_dim} in layers of .*; 'torch' takes any"
@@ -183,7 +183,7 @@ WRONG = {int: ("4", 4.0, True, None, -1, [4]), bool: ("yes", 1, 0, None), "fract
 def test_settings_of_another_type_are_named(name):
     kinds = {
         **dict.fromkeys(("max_num_seqs", "max_num_batched_tokens", "seed", "max_model_len", "num_pages", "cache_bytes", "base_block_size"), WRONG[int]),
-        **dict.fromkeys(("enable_caching", "replay", "decode_graphs"), WRONG[bool]),
+        **dict.fromkeys(("enable_caching", "replay", "decode_graphs", "async_scheduling"), WRONG[bool]),
         "memory_fraction": WRONG["fraction"],
         "policy": ("fcfs", SchedulerPolicy),
         "hash_seed": ("text", 5),
@@ -192,7 +192,14 @@ def test_settings_of_another_type_are_named(name):
         "impl": ("cuda", 1),
         "rejection_sample_method": ("none", 1),
     }  # fmt: skip
-    optional = ("max_model_len", "num_pages", "cache_bytes", "base_block_size", "decode_graphs")
+    optional = (
+        "max_model_len",
+        "num_pages",
+        "cache_bytes",
+        "base_block_size",
+        "decode_graphs",
+        "async_scheduling",
+    )
     for value in kinds[name]:
         if value is None and name in optional:
             continue

@@ -434,11 +434,13 @@ class Step(TorchDispatchMode):
         if name is not None and not self.replaying:
             self.found.append(name)
 
-    def unseen(self, replay):
-        def call():
+    def unseen(self, work):
+        def call(*args, **kwargs):
             self.replaying = True
-            replay()
-            self.replaying = False
+            try:
+                return work(*args, **kwargs)
+            finally:
+                self.replaying = False
 
         return call
 

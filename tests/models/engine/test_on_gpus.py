@@ -19,7 +19,7 @@ from quire.kernels.common import launch_cache, launching
 from quire.kvcore import KVCache
 from quire.models.config.named import get_config
 from quire.models.deepseek_v4.model import DeepseekV4
-from quire.models.engine import engine as engine_module
+from quire.models.engine import parts
 from quire.models.engine.batch import BatchBuilder
 from quire.models.engine.engine import EngineConfig
 from quire.models.engine.graphs import WARM_UP_RUNS, DecodeGraphs, sizes_to_capture
@@ -77,11 +77,11 @@ def test_a_step_runs_on_the_device_of_its_engine(current, monkeypatch):
     drafter.propose = noted("draft", drafter.propose)
 
     class Builder(BatchBuilder):
-        def __init__(self, *arguments):
-            super().__init__(*arguments)
+        def __init__(self, *arguments, **more):
+            super().__init__(*arguments, **more)
             self.tables = self.tables.as_subclass(OnSecondDevice)
 
-    monkeypatch.setattr(engine_module, "BatchBuilder", Builder)
+    monkeypatch.setattr(parts, "BatchBuilder", Builder)
     config = EngineConfig(
         num_pages=50, max_num_seqs=2, max_num_batched_tokens=64, decode_graphs=True
     )
@@ -214,7 +214,7 @@ def test_warm_up_and_captures_share_a_stream_of_their_device(monkeypatch):
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     device = torch.device("cuda", 1)
-    captures = DecodeGraphs(None, None, sizes=[4], max_seq_len=9, device=device)._capture
+    captures = DecodeGraphs(None, None, sizes=[4], max_seq_len=9, device=device).capture_work
     replays = [captures(lambda: log.append(("work", streams[-1]))) for _ in range(2)]
     [side], [pool] = made, {event[1] for event in log if event[0] == "begin"}
     assert side.device == device and replays[0] is not replays[1]
@@ -282,6 +282,7 @@ def capture_without_storage(model, monkeypatch, capability=(9, 0), **settings):
     pool, layout = cache.allocate(2), kv.layout
     builder = SimpleNamespace(
         num_groups=len(layout.groups),
+        token_ids=lambda ids: ids,
         gather=lambda slots, _: tuple(
             torch.empty(4, layout.columns(g)[1], dtype=torch.int32, device=META)
             for g in range(len(layout.groups))

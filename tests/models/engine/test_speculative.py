@@ -1,13 +1,20 @@
 """Speculation: n-gram drafts, what stays of them, rejection sampling, and outputs that do not show it."""
 
+import random
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from quire.models.engine.distributions import ACCEPT, RESAMPLE, rejection_sample, uniform
-from quire.models.engine.request import SamplingParams
+from quire.models.engine.engine import Engine, EngineConfig
+from quire.models.engine.request import Request, SamplingParams
+from quire.models.engine.sampler import Sampler
 from quire.models.engine.speculative import NGramDrafter, count_accepted
 from tests.models.engine.test_engine import Recorder, build, prompt
+from tests.models.engine.test_engine_many import alone, workload
+from tests.support.models.toy import VOCAB, ToyModel
 
 
 def plain_lookup(tokens, max_ngram, min_ngram, k):
@@ -142,6 +149,72 @@ def test_outputs_do_not_depend_on_drafts(name):
         else:
             assert (totals.num_accepted == 0) == (kind == "always")
         assert run.engine.kv.stats()["pages_in_use"] == 0
+
+
+class DeviceOracle(Oracle):
+    """A part of the model, whose drafts stay on the device: of all requests as many."""
+
+    def attach(self, pool, builder, **_):
+        pass
+
+    def capture(self, *_):
+        pass
+
+    def observe(self, batch, hidden, next_ids, last_rows, slots):
+        assert (batch.input_ids >= 0).all() and (next_ids >= 0).all()
+
+    def propose(self, requests):
+        rows = torch.full((len(requests), self.max_draft_tokens), 3)
+        for row, drafts in zip(rows, super().propose(requests), strict=True):
+            row[: len(drafts)] = torch.from_numpy(drafts % VOCAB)
+        return rows
+
+    def sample(self, requests):
+        return self.propose(requests), [None] * len(requests)
+
+
+@pytest.mark.parametrize("method", ["strict", "standard"])
+def test_drafts_that_only_the_device_knows(method):
+    """Penalties count them, rejection sampling verifies them, and the host learns them with the tokens."""
+
+    class Model(ToyModel):
+        def forward(self, *args, return_hidden=False, **more):
+            logits = super().forward(*args, **more)
+            return (logits, logits) if return_hidden else logits
+
+    rng = random.Random(3)
+    config = EngineConfig(
+        max_num_seqs=8, max_num_batched_tokens=48, num_pages=60, rejection_sample_method=method
+    )
+    work = [(tokens, params) for tokens, params, _ in workload(rng, 30, VOCAB, 150)]
+    if method == "standard":  # other draws than those of `alone`
+        work = [(tokens, replace(params, temperature=0.0)) for tokens, params in work]
+    expected = {str(i): alone(ToyModel(), *one) for i, one in enumerate(work)}
+    drafter = DeviceOracle(expected, WRONG["sometimes"])
+    engine, outputs = Engine(Model(), config, drafter=drafter), {}
+    for i, (tokens, params) in enumerate(work):
+        engine.add_request(tokens, params, request_id=str(i))
+    if method == "standard":
+        engine.add_request([5] * 9, SamplingParams(40, temperature=0.9, seed=1), request_id="drawn")
+    while engine.has_work:
+        outputs |= {o.request_id: o for o in engine.step().finished}
+    assert {key: outputs[key].token_ids for key in expected} == expected
+    assert sum(len(t) for t in expected.values()) > 300
+    assert 50 < engine.totals.num_accepted < engine.totals.num_drafts
+    assert any(p.repetition_penalty != 1 and outputs[str(i)].num_accepted for i, (_, p) in enumerate(work))  # fmt: skip
+
+
+@pytest.mark.parametrize("drafts", [[7, 5], [-2, -3]], ids=["known", "on the device"])
+def test_drafts_count_as_output_where_it_is_penalized(drafts):
+    params = SamplingParams(20, repetition_penalty=2.0)
+    prompt, sampled = np.array([3, 4], dtype=np.int32), torch.tensor([9, 7, 5])
+    request = Request("a", prompt, params, 20, frozenset(), b"", 0.0, match=None, slot=1)
+    request.make_room()
+    request.set_drafts(np.array(drafts))
+    logits = torch.zeros(3, 16)
+    logits[:, 7], logits[:, 9] = 3.0, 2.0
+    tokens = Sampler(16, 2, "cpu", sampled)(logits, [request], [3], sampled).wait()
+    assert (tokens.ids, tokens.drafts) == ([7, 9, 9], [9, 7, 5])
 
 
 def test_accepted_drafts_stop_where_the_output_does():

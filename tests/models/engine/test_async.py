@@ -1,0 +1,348 @@
+"""Asynchronous scheduling, forced on a CPU: a step is launched before the tokens of the one before are known, and the output is the same."""
+
+import random
+from collections import Counter
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from quire.models.engine import batch, report
+from quire.models.engine.engine import Engine, EngineConfig
+from quire.models.engine.request import SamplingParams
+from quire.models.engine.scheduler import SchedulerPolicy
+from quire.models.engine.speculative import NGramDrafter
+from quire.models.loading.random_weights import random_model
+from quire.models.tokenizer import ByteTokenizer
+from tests.models.engine import test_failures, test_isolation
+from tests.models.engine.test_engine import prompt
+from tests.models.engine.test_engine_many import alone, run_all, workload
+from tests.models.engine.test_graphs import LENGTHS, SAMPLING, Step, assert_equal, serve
+from tests.support.models.captured import ON_HOST, Captures, captured_engine
+from tests.support.models.few import few
+from tests.support.models.toy import VOCAB, ToyModel
+
+
+def counting(engine):
+    """Counts the steps that ran ahead, and those that could not."""
+    ahead, schedule = Counter(), engine.scheduler.schedule_ahead
+
+    def count():
+        step = schedule()
+        ahead[step is not None] += 1
+        return step
+
+    engine.scheduler.schedule_ahead = count
+    return ahead
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"decode_graphs": True, "num_pages": 120},
+        {"retention": "dense", "policy": SchedulerPolicy(prefill_first=True, max_prefill_tokens=9)},
+    ],
+    ids=["plain", "graphs", "prefill-first"],
+)
+def test_many_requests_equal_each_alone(settings):
+    """Aborted, preempted, stopped by an id one step late, sampled, with penalties and prefixes in common."""
+    model, rng = ToyModel(), random.Random(5)
+    model.config.eos_token_ids = (7, 20, 33)
+    settings = {"max_num_seqs": 16, "max_num_batched_tokens": 64, "num_pages": 26} | settings
+    engine = Engine(model, EngineConfig(async_scheduling=True, **settings))
+    work, ahead = list(workload(rng, 130, VOCAB, engine.max_model_len)), counting(engine)
+
+    def distrust(step):
+        engine.pool.poison(engine.kv.pool.free_pages())
+        if step % 8 == 0:
+            engine.kv.check_invariants()
+
+    outputs = run_all(engine, work, rng, distrust)
+    reasons = Counter(output.finish_reason for output in outputs)
+    for (tokens, params, _), output in zip(work, outputs, strict=True):
+        expected = alone(model, tokens, params)[: engine.max_model_len - len(tokens)]
+        if output.finish_reason == "abort":
+            expected = expected[: len(output.token_ids)]
+        assert output.token_ids == expected
+    assert min(reasons[name] for name in ("abort", "stop", "length")) > 8
+    assert ahead[True] > 40 and ahead[False] > 30
+    assert engine.totals.num_preempted > 2 or settings["num_pages"] > 26
+    engine.kv.check_invariants()
+    assert engine.kv.stats()["pages_in_use"] == 0
+    engine.kv.clear()
+    assert engine.kv.num_free_pages == engine.kv.num_pages - 1
+
+
+@pytest.mark.parametrize("where", ["tensors", "written", "wait"])
+def test_steps_that_fail_are_done_again(where, monkeypatch):
+    """At any place, with tokens of the step before on their way: both steps' requests wait again, and nothing is lost."""
+    model, rng, fails = ToyModel(), random.Random(7), test_failures.fails_at_times
+    config = EngineConfig(
+        max_num_seqs=8, max_num_batched_tokens=24, num_pages=40, async_scheduling=True
+    )
+    engine = Engine(model, config)
+    if where == "tensors":
+        staging = engine._builder._staging
+        staging.send = fails(rng, staging.send)
+    elif where == "wait":
+        monkeypatch.setattr(batch.HostCopy, "wait", fails(rng, batch.HostCopy.wait))
+    else:
+        model.forward = fails(rng, model.forward, after=True)
+    work = [(tokens, params) for tokens, params, _ in workload(rng, 10, VOCAB, 150)]
+    ids = [engine.add_request(tokens, params) for tokens, params in work]
+    ahead = counting(engine)
+    outputs, failed = test_failures.run(engine)
+    assert failed > 5 and ahead[True] > 5
+    for request_id, (tokens, params) in zip(ids, work, strict=True):
+        assert outputs[request_id].token_ids == alone(ToyModel(), tokens, params)
+
+
+@pytest.mark.parametrize("way", test_isolation.PARAMS)
+@pytest.mark.parametrize("kind", test_isolation.KINDS)
+def test_logits_that_give_no_token_end_their_request_alone(kind, way, monkeypatch):
+    """The row behind the one without a token is dropped, and nothing that may be bad is found."""
+    config = test_isolation.config
+    monkeypatch.setattr(test_isolation, "config", lambda **m: config(async_scheduling=True, **m))
+    test_isolation.test_logits_that_give_no_token_end_their_request_alone(kind, way, None, "strict")
+
+
+def test_a_dropped_row_of_nan_is_not_found():
+    """Behind the last token of a request a row is computed, and cached before it is known to be bad."""
+    tokens = [5 + n % 7 for n in range(14)]
+    params = SamplingParams(20)
+    model = test_isolation.SpoiledModel(None)
+    [_, last, *_] = alone(model, tokens, replace(params, max_tokens=3))
+    model.config.eos_token_ids = (last,)  # its row, the 16th, ends a block
+    forward = model.forward
+
+    def spoiled(input_ids, positions, *args, **more):
+        logits = forward(input_ids, positions, *args, **more)
+        return logits.index_fill(
+            0, (positions[more["logits_rows"]] == 15).nonzero()[:, 0], torch.nan
+        )
+
+    model.forward = spoiled
+    engine = Engine(model, test_isolation.config(async_scheduling=True))
+    cleared, clear = [], engine.kv.clear
+    engine.kv.clear = lambda: (cleared.append(engine.kv.match([*tokens, *outputs[0].token_ids, 9]).num_tokens), clear())  # fmt: skip
+    engine.add_request(tokens, params)
+    outputs = []
+    engine.add_request([9] * 30, SamplingParams(30, ignore_eos=True))
+    while engine.has_work:
+        outputs += engine.step().finished
+    assert [o.finish_reason for o in outputs] == ["stop", "length"]
+    assert outputs[0].token_ids[-1] == last and cleared[0] == 16
+    assert engine.kv.match([*tokens, *outputs[0].token_ids, 9]).num_tokens == 0
+
+
+def test_nobody_is_admitted_before_it_is_known_what_may_be_found():
+    model, tokens = test_isolation.SpoiledModel(test_isolation.KINDS["nan"]), [5, 9] * 24
+    tokens[3] = test_isolation.BAD
+    config = test_isolation.config(async_scheduling=True, max_num_batched_tokens=len(tokens))
+    engine = Engine(model, config)
+    for ids in (tokens, [*tokens, 8]):
+        engine.add_request(ids, SamplingParams(4))
+    outputs = []
+    while engine.has_work:
+        outputs += engine.step().finished
+    assert [(o.finish_reason, o.num_cached_tokens) for o in outputs] == [("nan", 0)] * 2
+
+
+def test_threads_that_add_and_abort_lose_nothing(monkeypatch):
+    config = test_isolation.config
+    monkeypatch.setattr(test_isolation, "config", lambda **m: config(async_scheduling=True, **m))
+    test_isolation.test_threads_that_add_and_abort_lose_nothing()
+
+
+@pytest.mark.parametrize("name", ["gemma4-e-tiny", "deepseek-v4-tiny"])
+def test_a_model_through_graphs(name):
+    """Embeddings by layer and hashed experts read ids too: those that the device alone knows, in a replay."""
+    model, settings = random_model(few(name)), {"max_num_seqs": 3, "num_pages": 900}
+    settings |= {"max_num_batched_tokens": 64}
+    expected = serve(
+        Engine(model, EngineConfig(decode_graphs=False, **settings)), LENGTHS[1:4], again=1
+    )
+    config, captures = EngineConfig(decode_graphs=True, **settings), Captures()
+    engine = captured_engine(model, replace(config, async_scheduling=True), captures)
+    ahead = counting(engine)
+    got = serve(engine, LENGTHS[1:4], again=1)
+    assert_equal(got, expected)
+    assert ahead[True] > 8 and captures.num_replays > 8
+
+
+def test_stop_strings_and_streams_end_one_step_late():
+    model, text = random_model(few("gemma3-tiny")), ByteTokenizer()
+    seen = []
+    for on in (False, True):
+        engine = Engine(model, EngineConfig(num_pages=200, async_scheduling=on), tokenizer=text)
+        for seed in range(4):
+            params = SamplingParams(
+                40, ignore_eos=True, stop=tuple("abcdefgQ"), temperature=1.0, seed=seed
+            )
+            engine.add_request(prompt(20, seed=seed), params, stream=True)
+        outputs, streamed, rows = {}, {}, 0
+        while engine.has_work:
+            step = engine.step()
+            rows += step.num_tokens
+            for delta in step.deltas:
+                streamed.setdefault(delta.request_id, []).extend(delta.token_ids)
+            outputs |= {o.request_id: o for o in step.finished}
+        assert {key: list(o.token_ids) for key, o in outputs.items()} == streamed
+        assert engine.kv.stats()["pages_in_use"] == 0
+        seen.append({k: (o.token_ids, o.text, o.stop_reason) for k, o in outputs.items()})
+    assert seen[0] == seen[1] and any(reason for _, _, reason in seen[0].values())
+
+
+@pytest.mark.parametrize("sampling", [{}, SAMPLING | {"logprobs": 3}], ids=["greedy", "sampled"])
+def test_a_step_waits_for_the_earlier_steps_tokens_only(sampling, monkeypatch):
+    """It is launched before anything is read: then one tensor goes to the host, and that is the step's before."""
+    step, capture, calls = Step(), Captures(), []
+
+    def noting(work):
+        replay = step.unseen(capture(work))
+        return lambda: (calls.append("replay"), replay())
+
+    config = EngineConfig(
+        num_pages=900, max_num_seqs=4, max_num_batched_tokens=64, decode_graphs=True
+    )
+    model = random_model(few("gemma4-tiny"))
+    engine = captured_engine(model, replace(config, async_scheduling=True), noting)
+    for n in range(3):
+        engine.add_request(prompt(11 + n, seed=n), SamplingParams(20, ignore_eos=True, **sampling))
+    engine.step(), engine.step()  # prompts; a replay
+    wait = batch.HostCopy.wait
+    monkeypatch.setattr(batch.HostCopy, "wait", lambda copy: calls.append(copy) or wait(copy))
+
+    def seen(name, original):
+        def call(*args, **kwargs):
+            step.see(name)
+            return original(*args, **kwargs)
+
+        return call
+
+    for owner, names in ((torch.Tensor, ON_HOST), (torch, ("tensor", "as_tensor"))):
+        for method in names:
+            monkeypatch.setattr(owner, method, seen(method, getattr(owner, method)))
+    for _ in range(7):  # past the end of a block
+        step.found.clear(), calls.clear()
+        before = engine._in_flight.sampled._copy
+        with step:
+            told = engine.step()
+        assert told.num_generated == 3 and step.found == ["tolist"]
+        assert calls == ["replay", before]
+
+
+@pytest.mark.parametrize(("on", "idle"), [(False, 3), (True, 0)])
+def test_the_device_works_while_the_host_prepares(on, idle, monkeypatch):
+    """On a clock of a device that runs a step in 10 while the host goes on, and a host that needs 3 a step: the step takes 13, or 10."""
+    now, free, gaps = [0], [0], []
+    engine = Engine(ToyModel(), EngineConfig(num_pages=90, async_scheduling=on))
+    launch, choose, deliver = engine._run, engine.scheduler._choose, engine.outputs.deliver
+    arrive, wait = batch.HostCopy.__init__, batch.HostCopy.wait
+
+    def queued(*args):
+        start = max(now[0], free[0])
+        gaps.append(start - free[0])
+        free[0] = start + 10
+        return launch(*args)
+
+    def noting(copy, tensor):
+        arrive(copy, tensor)
+        copy.at = free[0]
+
+    def waiting(copy):
+        now[0] = max(now[0], copy.at)
+        return wait(copy)
+
+    def busy(seconds, work):
+        return lambda *args, **more: (now.__setitem__(0, now[0] + seconds), work(*args, **more))[1]
+
+    engine._run = queued
+    engine.scheduler._choose, engine.outputs.deliver = busy(1, choose), busy(2, deliver)
+    monkeypatch.setattr(batch.HostCopy, "__init__", noting)
+    monkeypatch.setattr(batch.HostCopy, "wait", waiting)
+    engine.add_request([5] * 9, SamplingParams(12, ignore_eos=True))
+    while engine.has_work:
+        engine.step()
+    assert gaps[1:] == [idle] * 11
+
+
+def test_where_it_is_on():
+    """By default on a GPU, never with a drafter, whose drafts begin with tokens that the host knows."""
+    small = {"num_pages": 50, "max_num_seqs": 2}
+    for wanted, drafter, on in (
+        (None, None, False),
+        (True, None, True),
+        (False, None, False),
+        (True, NGramDrafter(2), False),
+    ):
+        engine = Engine(ToyModel(), EngineConfig(async_scheduling=wanted, **small), drafter=drafter)
+        assert engine._is_async == on
+        runs = []
+        engine.model.register_forward_hook(lambda *_, runs=runs: runs.append(1))
+        request_id = engine.add_request([5] * 9, SamplingParams(4, ignore_eos=True))
+        reports = [engine.step() for _ in range(4 + on)]
+        assert [r.num_generated for r in reports] == [0] * on + [1] * 4
+        assert [r.num_tokens for r in reports] == [0] * on + [9, 1, 1, 1]
+        assert engine.totals.num_steps == 4 and not engine.has_work
+        assert len(runs) == 4, "its length is known before its last token is"
+        assert [o.request_id for o in reports[-1].finished] == [request_id]
+
+
+def test_idle_time_between_steps(monkeypatch):
+    """On a CPU the host's time from the end of one step's work to the start of the next one's, but for waiting for requests."""
+    now = [0.0]
+    monkeypatch.setattr(report, "perf_counter", lambda: now[0])
+    engine = Engine(ToyModel(), EngineConfig(num_pages=50, max_num_seqs=2))
+
+    def slow(obj, name, seconds):
+        call = getattr(obj, name)
+
+        def work(*args, **more):
+            now[0] += seconds
+            return call(*args, **more)
+
+        monkeypatch.setattr(obj, name, work)
+
+    slow(engine.scheduler, "_choose", 1)
+    slow(engine, "_run", 10)
+    slow(engine.outputs, "deliver", 100)
+    for _ in range(2):
+        engine.add_request([5] * 9, SamplingParams(3, ignore_eos=True))
+        assert [engine.step().idle for _ in range(3)] == [0, 101, 101]
+        assert engine.step() is None
+        now[0] += 1000
+    assert engine.totals.idle == 404
+
+
+class FakeEvent:
+    """An event of a stream that has come as far as `done`."""
+
+    made = done = 0
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        self.at = FakeEvent.made
+        FakeEvent.made += 1
+
+    def query(self):
+        return self.at < FakeEvent.done
+
+    def elapsed_time(self, end):
+        assert self.query() and end.query()
+        return 1e3 * (end.at - self.at)
+
+
+def test_idle_time_of_a_gpu_is_read_when_it_is_known(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    idle = report.IdleClock(SimpleNamespace(type="cuda"))
+    idle.begin(), idle.end(), idle.begin(), idle.end(), idle.begin()
+    assert idle.take() == 0
+    FakeEvent.done = 2
+    assert idle.take() == 1
+    FakeEvent.done = 4
+    assert (idle.take(), idle.take()) == (1, 0)
