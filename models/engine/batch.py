@@ -144,9 +144,8 @@ class LaunchedStep:
         """What the placeholders of its input, and of its drafts, stand for."""
         # A row that gave none had some id; what is computed of it is not kept.
         ids = np.maximum(known, 0)
-        drafts = [
-            r.drafts[:n] for r, n in zip(self.step.requests, self.step.num_drafts, strict=True)
-        ]
+        counts = zip(self.step.requests, self.step.num_drafts, strict=True)
+        drafts = [request.drafts[:count] for request, count in counts if count]
         for unknown in (self.input_ids, *drafts):
             where = unknown < 0
             unknown[where] = ids[-1 - unknown[where]]
