@@ -162,19 +162,18 @@ class MTPDrafter:
                 return self._graphs(shape, slots, seq_lens)
         request_slots, lengths = self._staging.send([slots, seq_lens])
         self._builder.update_tables()
-        with self._no_reads():
-            return chain_drafts(
-                self.model,
-                self._streams[request_slots],
-                lengths,
-                self._builder.gather(request_slots, longest + self.max_draft_tokens),
-                request_slots.int(),
-                self._pool,
-                num_drafts=max(1, min(self.max_draft_tokens, room)),
-                max_seq_len=longest,
-                choose=choose,
-                impl=self._impl,
-            )
+        return chain_drafts(
+            self.model,
+            self._streams[request_slots],
+            lengths,
+            self._builder.gather(request_slots, longest + self.max_draft_tokens),
+            request_slots.int(),
+            self._pool,
+            num_drafts=max(1, min(self.max_draft_tokens, room)),
+            max_seq_len=longest,
+            choose=choose,
+            impl=self._impl,
+        )
 
 
 class ChainGraphs:

@@ -283,6 +283,7 @@ def capture_without_storage(model, monkeypatch, capability=(9, 0), **settings):
     builder = SimpleNamespace(
         num_groups=len(layout.groups),
         token_ids=lambda ids: ids,
+        planner=None,
         gather=lambda slots, _: tuple(
             torch.empty(4, layout.columns(g)[1], dtype=torch.int32, device=META)
             for g in range(len(layout.groups))

@@ -224,7 +224,8 @@ def test_the_sampler_in_triton_draws_the_same_and_reads_nothing(method):
         }
         run = Recorder(build("gemma3-tiny"), drafter=NGramDrafter(2, min_ngram=1), **settings)
         vocab_size = run.engine.model.config.vocab_size
-        sampler = Sampler(vocab_size, 6, "cpu", rejection_sample_method=method, impl=impl)
+        placeholders = run.engine._builder.sampled
+        sampler = Sampler(vocab_size, 6, "cpu", placeholders, rejection_sample_method=method, impl=impl)  # fmt: skip
 
         def sample(*args):
             with reads:
@@ -247,15 +248,24 @@ def test_the_sampler_in_triton_draws_the_same_and_reads_nothing(method):
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 @pytest.mark.filterwarnings("ignore:All-NaN", "ignore:invalid value")  # the interpreter's numbers
 def test_rows_that_give_no_token_give_none_to_rejection_either(impl):
-    sampler = Sampler(7, 1, DEVICE, rejection_sample_method="standard", impl=impl)
+    none = torch.zeros(0, dtype=torch.int64, device=DEVICE)
+    sampler = Sampler(7, 1, DEVICE, none, rejection_sample_method="standard", impl=impl)
     params = SamplingParams(temperature=1.0, top_k=3)
     drafts = np.array([1, 2], dtype=np.int32)
-    request = SimpleNamespace(params=params, seed=1, num_output=0, drafts=drafts, draft_probs=None)
+    request = SimpleNamespace(
+        params=params,
+        seed=1,
+        num_output=0,
+        num_output_placeholders=0,
+        drafts=drafts,
+        draft_probs=None,
+    )
     logits = torch.randn(3, 7, generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    ids = sampler(logits, [request], [3]).ids
+    ids = sampler(logits, [request], [3], none).wait().ids
     assert all(0 <= token < 7 for token in ids)
     logits[1, 4] = math.nan
-    assert sampler(logits, [request], [3]).ids == [ids[0], NO_TOKEN, ids[2]]
+    sampled = sampler(logits, [request], [3], none)
+    assert sampled.ids.min() >= 0 and sampled.wait().ids == [ids[0], NO_TOKEN, ids[2]]
 
 
 def test_draws_and_penalties_in_the_engine_equal_a_loop():
