@@ -259,7 +259,8 @@ class ModelConfig:
             max((3 * s.num_heads + 4 * s.num_kv_heads) * s.head_dim for s in shapes),
         ]
         if self.moe is not None:
-            branches.append(self.moe.top_k * (3 * hidden + 4 * self.moe.intermediate_size))
+            # What each gives, what it multiplies its second matrix with, and their sum.
+            branches.append(hidden + self.moe.top_k * (hidden + self.moe.intermediate_size))
         # The inputs of all layers are made first, and then stay.
         return 5 * hidden + max(7 * width, width + max(branches))
 

@@ -155,7 +155,8 @@ class DeepseekV4Config:
         An estimate, as in `quire.models.config.model.ModelConfig`.
         """
         queries = 8 * self.num_heads * self.head_dim
-        experts = self.num_experts_per_tok * (3 * self.hidden_size + 4 * self.moe_intermediate_size)
+        width = self.hidden_size + self.moe_intermediate_size
+        experts = self.hidden_size + self.num_experts_per_tok * width
         return 6 * self.hidden_size * self.hc_mult + max(queries, experts)
 
     @property

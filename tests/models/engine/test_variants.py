@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "most"), [("gemma4-tiny", 20), ("gpt-oss-tiny", 20), ("deepseek-v4-tiny", 36)]
+    ("name", "most"), [("gemma4-tiny", 20), ("gpt-oss-tiny", 20), ("deepseek-v4-tiny", 39)]
 )
 def test_nothing_is_compiled_after_the_start(name, most):
     """Requests of all lengths, batches of all sizes, prompts beside decodes, and drafts: all of it ran once before, as padding."""
@@ -25,4 +25,5 @@ def test_nothing_is_compiled_after_the_start(name, most):
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert not found["later"], found["later"]
-    assert 4 <= len(found["start"]) <= most
+    of_model = [name for name in found["start"] if name != "sample_kernel"]
+    assert len(found["start"]) - len(of_model) == 2 and 4 <= len(of_model) <= most
