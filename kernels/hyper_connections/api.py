@@ -34,7 +34,8 @@ def collapse_streams(
         comb = Sinkhorn of the softmax over k of scale[2] m[2n:] + base[2n:], as [n (j), n (k)]
         out  = sum over i of pre[i] streams[i], rounded, then RMS norm with ``norm_weight``
 
-    The arithmetic is fp32. Of a ``fn`` with n rows only ``out`` is made: that of the last layer.
+    The arithmetic is fp32. Of a ``fn`` with n rows only ``out`` is made: the row that the head reads
+    after the last layer.
 
     Args:
         streams: [num_tokens, n, hidden_size] bf16, fp16 or fp32, last stride 1.

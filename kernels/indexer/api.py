@@ -54,9 +54,9 @@ def index_topk(
         weights: [num_tokens, index_heads] fp32 head weights, which hold every factor; any sign.
         pages: IndexPages of q's dtype, or quantized.
         block_table: [num_seqs, width] int32, the page of entries [b * storage_block_size, ...) of
-            sequence s at [s, b]; any row stride. Table entries of what no query sees are never
-            read, and rows of it may hold anything. Entries behind its end are not there: none of
-            them is selected.
+            sequence s at [s, b]; any row stride. Table entries and keys that no query sees are
+            never read, and may hold anything. Entries behind its end are not there: none of them
+            is selected.
         seq_lens: [num_seqs] int32, raw tokens of each sequence including this step's; 0 for a
             padding row.
         cu_seqlens_q: [num_seqs + 1] int32, prefix sums of the new tokens.

@@ -26,7 +26,8 @@ class CompressorCache:
         ring: [max_requests + 1, length, 2, channels] fp32, the newest tokens of each request;
             length = ratio (CSA: 2 * ratio) + max_draft_tokens. Row position % length is (kv, gate +
             position bias) of the token. Rows of an earlier request are not cleared, as none is read
-            before it is written or loaded. The last ring is no request's.
+            before it is written or loaded. The last ring is no request's: there `copy_overlap` may
+            write what is not wanted.
         overlap: [num_pages, csa_ratio, 2, width] fp32 of the group "overlap": series a, (kv, gate +
             position bias), of the last tokens of a block; None in HCA layers.
     """

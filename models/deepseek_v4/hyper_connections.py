@@ -1,11 +1,12 @@
 """Hyper-connections (mHC): how the sub-blocks of a layer read from and write to residual streams.
 
-With n streams of a token, which start as n copies of its embedding, and m = fn norm(streams)::
+With n streams of a token, which start as n copies of its embedding, and m = fn rms(streams), one
+RMS norm without weight over all n * hidden_size channels of the token::
 
     pre  = sigmoid(scale[0] m[:n] + base[:n]) + eps
     post = 2 sigmoid(scale[1] m[n:2n] + base[n:2n])
     comb = Sinkhorn of the softmax over k of scale[2] m[2n:] + base[2n:], row-major [n (j), n (k)]
-    what a sub-block reads   norm(sum over i of pre[i] streams[i])
+    what a sub-block reads   its layer norm of the sum over i of pre[i] streams[i]
     streams after it         stream k = post[k] y + sum over j of comb[j, k] streams[j]
 
 `quire.kernels.collapse_streams` and `quire.kernels.expand_streams` compute them.

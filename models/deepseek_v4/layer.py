@@ -58,12 +58,13 @@ class AttentionInputs:
     Attributes:
         positions: [num_tokens] int64.
         cos_sin: [max_positions, rope_dim] fp32, the layer's rotary table: of CSA and HCA layers the
-            one of compress_rope_theta, by which they rotate queries, raw rows, entries and index
-            keys alike. Cosines first, then sines, as in `quire.kernels.write_latent`.
+            one of compress_rope_theta with YaRN, by which they rotate queries, raw rows, entries and
+            index keys alike; of sliding layers the one of rope_theta without. Cosines first, then
+            sines, as in `quire.kernels.write_latent`.
         q: [num_tokens, num_heads, head_dim], normed and rotated (`rotated_heads`: in place, by
             `quire.kernels.write_latent` without pages).
         kv: [num_tokens, head_dim], the raw rows, neither normed nor rotated yet.
-        compressor: (kv, gate) of `GatedPooling.project`, which are pooled into entries; None in
+        compressor: (kv, gate) of `Compressor.project`, which are pooled into entries; None in
             sliding layers.
         indexer: of CSA layers, else None.
     """
@@ -187,8 +188,8 @@ class Compressor(GatedPooling):
         self.stacked = Stacked(*layers)
 
     def project(self, x: Tensor) -> list[Tensor]:
-        """What is pooled of every token, and by which gate, its position's bias not added yet; all
-        in one product.
+        """What is pooled of every token, and by which gate, its position's bias not added yet: one
+        product in the model's dtype with results in fp32.
 
         Args:
             x: [num_tokens, hidden_size].
@@ -227,7 +228,7 @@ class Attention(nn.Module):
         self.o_b_proj = Linear(groups * rank, config.hidden_size, device, dtype)
         self.num_groups = groups
         self.q_a_kv = Stacked(self.q_a_proj, self.kv_proj)
-        # Of the heads' norm, which has none.
+        # Each query head is normed without a weight; to `write_latent` None means no norm.
         self._no_weight = torch.ones(config.head_dim, device=device)
         sliding = self.kind == SLIDING
         self.compressor = None if sliding else Compressor(config, self.kind, device, dtype)
@@ -246,6 +247,7 @@ class Attention(nn.Module):
         """
         impl, by_head = attend.impl, attend.head_positions
         q_latent, kv = self.q_a_kv(x).split([len(self.q_a_proj.weight), self.head_dim], dim=-1)
+        # Without a residual a plain RMS norm.
         q_latent = residual_norm(q_latent, self.q_a_norm.weight, eps=self.eps, impl=impl)
         q = self.q_b_proj(q_latent).unflatten(-1, (-1, self.head_dim))
         compressor = self.compressor

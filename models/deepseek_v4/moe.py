@@ -1,5 +1,9 @@
 """Mixture of experts of DeepSeek-V4: router, routed experts and the shared one.
 
+`quire.kernels` does it in three steps: ``route_tokens`` chooses; ``expert_mlp`` gives a row for each
+token and chosen expert, in x's dtype; ``combine_experts`` sums a token's rows by their weights, in
+fp32 and in the router's order, and then adds the shared expert's.
+
 Source: transformers ``modeling_deepseek_v4``; DeepSeek-V4 report 2.
 """
 

@@ -24,7 +24,8 @@ class OverlapCopies:
     block's page by the step that computes it, one chunk or several decode steps. Load: a sequence
     whose step starts at a block's end copies that block's page to its ring. After a prefix hit the
     ring holds nothing of the sequence; a sequence that has computed the block has the same rows
-    there, and the load changes nothing. No step waits for the host: there are as many copies as
+    there, and the load changes nothing. That page exists, since its last rows are in the window of
+    the group "overlap" (`cache_plan`). No step waits for the host: there are as many copies as
     shapes allow for, and those that are not wanted have page 0, or the ring -1.
 
     Attributes:

@@ -27,9 +27,9 @@ class PagedAttend:
     closes are read from their pages.
 
     A layer writes its raw rows first, then the entries that the step closes, and attends last, for
-    a token sees the entry that it closes. Raw rows may be written before attention reads the
-    context: a step's new pages are in no table yet, or are those of blocks that have left the
-    window, which no query of the step sees.
+    a token sees the entry that it closes. Raw rows may be written first, for none lands on a row
+    that the step reads as context: each goes to a free row of the newest page, to a new page, or to
+    the page of a block that has left the window.
 
     Args:
         attn: the step. Of each group it has the table of the context before the step
