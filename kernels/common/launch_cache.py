@@ -157,7 +157,7 @@ class CachedCall:
                         compiled, cached.kernel, cached.grid, arguments, len(self.places)
                     )
                 )
-        if None not in bound and not bound_launch.observed():
+        if bound and None not in bound and not bound_launch.observed():
             self.bound[divisible] = bound
 
     def _view(self, tensors: dict[str, Any], name: str) -> Any:

@@ -30,7 +30,7 @@ from tests.support.kernels.edges import (
 
 F16, I64, I32, F64 = torch.float16, torch.int64, torch.int32, torch.float64
 # What other files have the tables of.
-ELSEWHERE = {"attention", "cache_write", "common", "compressed", "compressor", "indexer", "latent_write", "mla"}  # fmt: skip
+ELSEWHERE = {"attention", "cache_write", "common", "compressed", "compressor", "experts", "indexer", "latent_write", "mla"}  # fmt: skip
 
 
 def apart(*names):
@@ -189,6 +189,25 @@ ROUTE_BY_TABLE = [
 ]
 
 
+ROUTE_BY_SOFTMAX = [
+    *refused("score", "relu", None, 3),
+    *factors("logits_factor", -30, 30),
+    *refused("logits_factor", lambda a: {"score": "sqrt_softplus", "logits_bias": None, "expert_scale": None}),
+    *no_tensors("logits_bias", F64),
+    *refused("logits_bias", lambda a: zeros(7), lambda a: {"score": "sqrt_softplus", "logits_factor": 1.0, "expert_scale": None}),
+    *no_tensors("expert_scale", F64),
+    *refused("expert_scale", lambda a: zeros(7), lambda a: {"score": "sqrt_softplus", "logits_factor": 1.0, "logits_bias": None}),
+    *apart("logits_bias", "expert_scale"),
+    *refused("bias", lambda a: zeros(8)),
+    *refused("table", lambda a: zeros(9, 2, dtype=I64)),
+]  # fmt: skip
+
+
+def softmax_arguments():
+    more = {"score": "softmax", "logits_factor": 0.5, "logits_bias": zeros(8), "expert_scale": zeros(8)}  # fmt: skip
+    return {"logits": zeros(3, 8), "top_k": 2} | more
+
+
 def route_arguments():
     return {"logits": zeros(3, 8), "top_k": 2, "bias": zeros(8)}
 
@@ -275,6 +294,7 @@ TABLES = [
     (expand_streams, expand_arguments, EXPAND),
     (route_tokens, route_arguments, ROUTE),
     (route_tokens, table_arguments, ROUTE_BY_TABLE),
+    (route_tokens, softmax_arguments, ROUTE_BY_SOFTMAX),
     (combine_experts, combine_arguments, COMBINE),
     (copy_overlap, overlap_arguments, OVERLAP),
     (sample_tokens, sample_arguments, SAMPLE),

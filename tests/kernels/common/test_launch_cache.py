@@ -19,6 +19,7 @@ from quire.kernels import (
     mla_attention,
     page_bytes,
     paged_attention,
+    sample_tokens,
     sliding_window_attention,
     write_kv,
     write_latent,
@@ -435,6 +436,13 @@ def test_what_are_no_pages_is_refused():
     bare = {"window_pages": batch["window_pages"].data}
     with pytest.raises(ValueError, match="window_pages: expected LatentPages, got Tensor"):
         compressed_attention(**batch | bare, impl="triton")
+
+
+def test_calls_with_nothing_to_launch():
+    """However many there were before: no driver is asked for a stream."""
+    for _ in range(3):
+        logits = torch.zeros(0, 7)
+        assert sample_tokens(logits, impl="triton").shape == (0,)
 
 
 def test_no_tensor_is_kept():

@@ -185,7 +185,7 @@ def test_splits_of_the_reduction(monkeypatch):
         original(kernel, grid, arguments)
 
     monkeypatch.setattr(launching, "launch", launch)
-    monkeypatch.setattr(triton_impl, "BLOCK_K", 16)
+    monkeypatch.setattr(triton_impl, "BLOCK_BYTES", 64)  # 16 channels of fp32
     for sms, num_tokens, splits in ((132, 2, 4), (3, 2, 3), (2, 2, 2), (3, 140, 1), (1, 1, 1)):
         monkeypatch.setattr(launching, "INTERPRETER_SMS", sms)
         triton_impl.launch_cache.clear()

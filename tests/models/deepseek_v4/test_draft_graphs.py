@@ -9,7 +9,6 @@ from quire.models.deepseek_v4.mtp_drafter import MTPDrafter, greedy
 from quire.models.engine import batch
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.request import SamplingParams
-from quire.models.layers import moe
 from quire.models.loading.random_weights import random_model
 from tests.models.engine.test_engine import prompt
 from tests.models.engine.test_graphs import SAMPLING, Step
@@ -110,7 +109,6 @@ def test_a_step_with_drafts_waits_once(model, method, sampling, monkeypatch):
     for module, names in KERNELS.items():  # each is one operation
         for name in names:
             monkeypatch.setattr(module, name, step.unseen(getattr(module, name)))
-    monkeypatch.setattr(moe, "_has_grouped_mm", lambda *_: False)  # as on a GPU for fp32
     wait = batch.HostCopy.wait
     monkeypatch.setattr(batch.HostCopy, "wait", lambda copy: copies.append(copy) or wait(copy))
 

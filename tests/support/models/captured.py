@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from quire.kernels.common import launching
 from quire.models.deepseek_v4 import overlap, paged_attention, rope
-from quire.models.engine import graphs
+from quire.models.engine import graphs, sampler
 from quire.models.engine.engine import Engine
 from quire.models.layers import attention, moe
 
@@ -32,6 +32,7 @@ KERNELS = {
     paged_attention: ("write_latent", "compress", "index_topk", "compressed_attention"),
     overlap: ("copy_overlap",),
     rope: ("write_latent",),
+    sampler: ("sample_tokens",),
     moe: ("expert_mlp",),
 }
 ON_HOST = ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")
