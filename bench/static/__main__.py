@@ -58,6 +58,7 @@ import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from quire.models.command import Parser, integer, output_file, program
 
@@ -95,8 +96,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     missing = [item for item, name in zip(work, keys, strict=True) if name not in known]
     with Workers(options.jobs) as pool:
         compiled = iter(list(pool.map(attempt, *zip(*missing, strict=True))) if missing else [])
+    # Keys are those of this process: Triton's hash of a kernel goes by which were hashed before it.
     results = [
-        known[name] | {"case": item[0]} if name in known else next(compiled)
+        known[name] | {"case": item[0]} if name in known else _with_key(next(compiled), name)
         for item, name in zip(work, keys, strict=True)
     ]
     rows = [row for row in results if isinstance(row, dict)]
@@ -123,6 +125,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     for text in failures:
         print(f"FAIL {text}")
     return 1 if failures else 0
+
+
+def _with_key(result: dict[str, Any] | str, name: str) -> dict[str, Any] | str:
+    return result if isinstance(result, str) else result | {"key": name}
 
 
 def _parser() -> Parser:

@@ -113,16 +113,23 @@ def distinct(
 
 
 def key(name: str, arch: int, index: int) -> str:
-    """What decides a row, in 16 hex digits: with another source of the kernel or of what it calls,
-    other arguments or another way of reading what is compiled they differ.
+    """What decides a row, in 16 hex digits: with another Triton, another source of the kernel or of
+    what it calls, other arguments or another way of reading what is compiled they differ.
 
     Args:
         name, arch, index: as of ``measure``.
     """
+    import triton
+
+    from quire.kernels.common.tile_shapes import SHARED_MEMORY
+
     case = all_cases()[name]
     launch = case.launches(arch)[index]
     sizes = (case.dtype, case.key_bytes, case.scale_bytes, case.min_copy_bytes)
-    parts = (launch.kernel.cache_key, specialise(launch), config(launch), arch, sizes, _readers())
+    parts = (
+        triton.__version__, launch.kernel.cache_key, specialise(launch), config(launch), arch,
+        SHARED_MEMORY[arch], sizes, _readers(),
+    )  # fmt: skip
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
@@ -131,7 +138,7 @@ def _readers() -> str:
     """A hash of the modules that make a row of what Triton gives."""
     files = sorted(Path(__file__).parent.glob("*.py"))
     sources = b"".join(
-        path.read_bytes() for path in files if path.stem in ("compiling", "sass", "ttgir")
+        path.read_bytes() for path in files if path.stem in ("compiling", "rules", "sass", "ttgir")
     )
     return hashlib.sha256(sources).hexdigest()
 
@@ -207,7 +214,6 @@ def measure(name: str, arch: int, index: int) -> dict[str, Any]:
         "tiles_in_flight": tiles,
         "bytes_in_flight_per_sm": in_flight,
         "sass_per_tile": instructions,
-        "key": key(name, arch, index),
         "triton": triton.__version__,
         "seconds": round(processor_seconds() - started, 2),
     }

@@ -382,6 +382,11 @@ source, kernel.hash = kernel.hash, "other sources"
 assert compiling.key(name, arch, index) != before
 kernel.hash = source
 assert compiling.key(name, arch, index) == before
+import triton
+version, triton.__version__ = triton.__version__, "3.0.0"
+assert compiling.key(name, arch, index) != before
+triton.__version__ = version
+assert compiling.key(name, arch, index) == before
 """,
     "committed tables": """
 def named(name, arch, index):
