@@ -31,28 +31,13 @@ def sample(
         if len(rows) < len(ids):
             some = tuple(column[rows] for column in some)
         if len(rows):
-            mass, drawn = _drawn(*some)
-            ids = ids.index_copy(0, rows, drawn)
+            *some, u = some
+            mass = probabilities(*some)
+            ids = ids.index_copy(0, rows, draw(mass, u))
             if probs is not None:
                 probs.index_copy_(0, rows, mass)
     # The largest is NaN where any logit is, +inf where any is, and -inf where all are.
     return ids.masked_fill_(top - top != 0, -1)
-
-
-def _drawn(
-    logits: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    min_p: torch.Tensor,
-    u: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What rows are drawn from, and their tokens."""
-    top_k, top_p, min_p = top_k[:, None], top_p[:, None], min_p[:, None]
-    filters = (temperature[:, None], top_k, top_p, min_p)
-    sorts = bool(((top_k > 0) | (top_p < 1)).any())
-    mass = probabilities(logits, *filters, sorts=sorts, has_min_p=bool((min_p > 0).any()))
-    return mass, draw(mass, u)
 
 
 def probabilities(
@@ -61,24 +46,20 @@ def probabilities(
     top_k: torch.Tensor,
     top_p: torch.Tensor,
     min_p: torch.Tensor,
-    *,
-    sorts: bool,
-    has_min_p: bool,
 ) -> torch.Tensor:
     """What the rows are drawn from: temperature, then top_k, top_p and min_p.
 
     Args:
         logits: [num_rows, vocab_size] fp32.
-        temperature, top_k, top_p, min_p: [num_rows, 1].
-        sorts, has_min_p: whether any row needs the likeliest tokens in order, and whether any has a
-            min_p.
+        temperature, top_k, top_p, min_p: [num_rows].
 
     Returns:
         [num_rows, vocab_size] fp32, rows that add up to 1.
     """
+    top_k, top_p, min_p = top_k[:, None], top_p[:, None], min_p[:, None]
     # Largest logit 0 first: then no temperature overflows.
-    logits = (logits - logits.amax(dim=-1, keepdim=True)) / temperature
-    if sorts:
+    logits = (logits - logits.amax(dim=-1, keepdim=True)) / temperature[:, None]
+    if ((top_k > 0) | (top_p < 1)).any():
         ordered, order = logits.sort(dim=-1, descending=True, stable=True)
         rank = torch.arange(logits.shape[1], device=logits.device)
         behind = (top_k > 0) & (rank >= top_k)
@@ -92,7 +73,7 @@ def probabilities(
         # Back to the order of ids: a draw must not depend on whether some other row needed a sort.
         logits = torch.empty_like(ordered).scatter_(1, order, ordered)
     kept = logits.softmax(dim=-1)
-    if has_min_p:
+    if (min_p > 0).any():
         kept = kept.masked_fill(kept < min_p * kept.amax(dim=-1, keepdim=True), 0.0)
         kept = kept / kept.sum(dim=-1, keepdim=True)
     return kept

@@ -25,8 +25,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.kernels import sample_tokens
+
 from ..engine.batch import AttnMetadata, Batch, BatchBuilder, Staging
-from ..engine.distributions import DRAFT, Filters, draw, probabilities, uniform
+from ..engine.distributions import DRAFT, draw_columns, uniform
 from ..engine.graphs import Capture, Shape, capture_each
 from ..engine.request import Request
 from .cache import V4PagePool
@@ -128,25 +130,24 @@ class MTPDrafter:
 
         Drawn under the temperature and filters of the request.
         """
-        probs: list[Tensor | None] = [None] * len(requests)
-        rows = [i for i, request in enumerate(requests) if request.params.temperature > 0]
-        if not rows:
-            return self.propose(requests), probs
-        drawn = [requests[i] for i in rows]
-        filters = Filters.of([request.params for request in drawn], self._staging)
-        seeds, first = [r.seed for r in drawn], np.array([r.num_output for r in drawn])
-        numbers = [uniform(seeds, first + i, DRAFT) for i in range(self.max_draft_tokens)]
-        index, numbers = self._staging.send([np.array(rows, dtype=np.int64), np.stack(numbers)])
+        params = [request.params for request in requests]
+        if not any(p.temperature > 0 for p in params):
+            return self.propose(requests), [None] * len(requests)
+        seeds, first = [r.seed for r in requests], np.array([r.num_output for r in requests])
+        u = [uniform(seeds, first + i, DRAFT) for i in range(self.max_draft_tokens)]
+        draws = draw_columns(params, u, self._staging)
         masses: list[Tensor] = []
 
         def choose(logits: Tensor) -> Tensor:
-            masses.append(probabilities(logits[index], filters))
-            return greedy(logits).index_copy(0, index, draw(masses[-1], numbers[len(masses) - 1]))
+            mass = torch.empty_like(logits)
+            ids = sample_tokens(logits, **draws[len(masses)], probs=mass, impl=self._impl)
+            # No comparison with NaN holds: what is no draw is replaced from the target itself.
+            mass[:, 0].masked_fill_(ids < 0, torch.nan)
+            masses.append(mass)
+            return ids.clamp_min(0)
 
-        ids = self._chain(requests, choose)
-        for row, mass in zip(rows, torch.stack(masses, dim=1), strict=True):
-            probs[row] = mass
-        return ids, probs
+        ids, probs = self._chain(requests, choose), torch.stack(masses, dim=1)
+        return ids, [p if r.temperature > 0 else None for p, r in zip(probs, params, strict=True)]
 
     def _chain(self, requests: Sequence[Request], choose: Callable[[Tensor], Tensor]) -> Tensor:
         """[num_requests, num_drafts] int64."""

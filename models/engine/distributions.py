@@ -14,18 +14,17 @@ Source: transformers ``generation/logits_process`` for the filters and their ord
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from quire.kernels.sampling import torch_impl
-from quire.kernels.sampling.torch_impl import draw
+from quire.kernels import sample_tokens
 
 from .batch import Staging
 from .request import SamplingParams
 
+COLUMNS = ("temperature", "top_k", "top_p", "min_p", "u")  # of `sample_tokens`
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 # Purposes of the numbers of one position (`uniform`): the next token, whether a draft stays, what
 # replaces it, and the draft itself.
@@ -64,56 +63,55 @@ def filter_columns(params: Sequence[SamplingParams]) -> list[np.ndarray]:
     return [np.where(drawn, np.maximum(temperature, np.float32(1e-30)), 0), top_k, top_p, min_p]
 
 
-@dataclass(frozen=True)
-class Filters:
-    """Temperature and filters of some rows.
-
-    Temperature, top_p, min_p [num_rows, 1] fp32, top_k [num_rows, 1] int32.
-
-    Attributes:
-        sorts, has_min_p: host bools, whether any row needs the likeliest tokens in order, and
-            whether any has a min_p.
-    """
-
-    temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    sorts: bool
-    has_min_p: bool
-
-    @classmethod
-    def of(cls, params: Sequence[SamplingParams], staging: Staging) -> Filters:
-        """Filters of rows that are drawn, all with a temperature above 0."""
-        return cls(
-            *staging.send([column[:, None] for column in filter_columns(params)]),
-            sorts=any(p.top_k > 0 or p.top_p < 1 for p in params),
-            has_min_p=any(p.min_p > 0 for p in params),
-        )
-
-
-def probabilities(logits: Tensor, filters: Filters) -> Tensor:
-    """What the rows are drawn from: temperature, then top_k, top_p and min_p.
+def draw_columns(
+    params: Sequence[SamplingParams], numbers: Sequence[np.ndarray], staging: Staging
+) -> list[dict[str, Tensor]]:
+    """How ``sample_tokens`` draws rows, by name: [num_rows] tensors on the device.
 
     Args:
-        logits: [num_rows, vocab_size] fp32.
+        params: of each row.
+        numbers: [num_rows] float64 in [0, 1) of each draw.
 
     Returns:
-        [num_rows, vocab_size] fp32, rows that add up to 1.
+        One dict for each draw.
     """
-    return torch_impl.probabilities(
-        logits,
-        filters.temperature,
-        filters.top_k,
-        filters.top_p,
-        filters.min_p,
-        sorts=filters.sorts,
-        has_min_p=filters.has_min_p,
+    filters = filter_columns(params)
+    sent = staging.send([*filters, *numbers])
+    return [
+        dict(zip(COLUMNS, [*sent[: len(filters)], u], strict=True)) for u in sent[len(filters) :]
+    ]
+
+
+def draw(mass: Tensor, u: Tensor, impl: str | None = None) -> Tensor:
+    """Draws one index a row by inversion.
+
+    Args:
+        mass: [num_rows, n] fp32 >= 0, each row with a positive sum (not necessarily 1).
+        u: [num_rows] float64 in [0, 1).
+        impl: as in ``sample_tokens``.
+
+    Returns:
+        [num_rows] int64; never an index of mass 0. Of a row with NaN -1.
+    """
+    ones = mass.new_ones(len(mass))
+    return sample_tokens(
+        mass.log(),
+        temperature=ones,
+        top_k=torch.zeros_like(ones, dtype=torch.int32),
+        top_p=ones,
+        min_p=torch.zeros_like(ones),
+        u=u,
+        impl=impl,
     )
 
 
 def rejection_sample(
-    target: Tensor, drafts: Tensor, probs: Tensor | None, u_accept: Tensor, u_draw: Tensor
+    target: Tensor,
+    drafts: Tensor,
+    probs: Tensor | None,
+    u_accept: Tensor,
+    u_draw: Tensor,
+    impl: str | None = None,
 ) -> Tensor:
     """Accepts drafts, or replaces them, so that the target's distribution comes out.
 
@@ -126,6 +124,7 @@ def rejection_sample(
         probs: [num_rows, vocab_size] fp32, q that each draft was drawn from; None = they were not
             drawn: q is 1 at the draft.
         u_accept, u_draw: [num_rows] float64 in [0, 1), independent.
+        impl: as in ``sample_tokens``.
 
     Returns:
         [num_rows] int64: the draft where it is accepted, else its replacement, which is another
@@ -141,7 +140,7 @@ def rejection_sample(
     # Where p = q nothing is left over, and nothing is rejected but by rounding: then p itself is
     # right.
     rest = torch.where(rest.sum(dim=-1, keepdim=True) > 0, rest, target)
-    return torch.where(accepted, drafts, draw(rest, u_draw))
+    return torch.where(accepted, drafts, draw(rest, u_draw, impl))
 
 
 def uniform(seeds: Sequence[int], positions: Sequence[int], purpose: int = TOKEN) -> np.ndarray:

@@ -22,7 +22,7 @@ from .distributions import (
     ACCEPT,
     RESAMPLE,
     TOKEN,
-    filter_columns,
+    draw_columns,
     penalize,
     rejection_sample,
     uniform,
@@ -30,7 +30,6 @@ from .distributions import (
 from .request import Request, SamplingParams, TokenLogprobs
 
 NO_TOKEN = -1  # as `sample_tokens` gives it
-COLUMNS = ("temperature", "top_k", "top_p", "min_p", "u")  # of `sample_tokens`
 REJECTION_SAMPLE_METHODS = ("strict", "standard")  # `quire.models.engine.speculative`
 
 
@@ -173,7 +172,7 @@ class Sampler:
             logits = self._penalized(logits, requests, num_rows)
         if not any(p.temperature > 0 for p in params):
             return _to_host(raw, sample_tokens(logits, impl=self._impl), params, drafts)
-        given = self._columns(params, _draws(requests, num_rows))
+        [given] = draw_columns(params, [_draws(requests, num_rows)], self._staging)
         rejects = self._rejects and len(params) > len(requests)
         probs = torch.empty_like(logits) if rejects else None
         ids = sample_tokens(logits, **given, probs=probs, impl=self._impl)
@@ -184,15 +183,11 @@ class Sampler:
     def _warm_up(self) -> None:
         """Compiles what later steps launch."""
         logits = torch.zeros(1, self._seen_shape[1], device=self._device)
-        given = self._columns([SamplingParams(temperature=1.0)], np.zeros(1))
+        [given] = draw_columns([SamplingParams(temperature=1.0)], [np.zeros(1)], self._staging)
         sample_tokens(logits, impl=self._impl)
         sample_tokens(logits, **given, impl=self._impl)
         if self._rejects:
             sample_tokens(logits, **given, probs=torch.empty_like(logits), impl=self._impl)
-
-    def _columns(self, params: Sequence[SamplingParams], u: np.ndarray) -> dict[str, Tensor]:
-        """How `sample_tokens` draws each row."""
-        return dict(zip(COLUMNS, self._staging.send([*filter_columns(params), u]), strict=True))
 
     def _penalized(
         self, logits: Tensor, requests: Sequence[Request], num_rows: Sequence[int]
@@ -264,7 +259,8 @@ class Sampler:
             )
             tokens = known_ids(tokens, self._sampled)
             probs = torch.cat([r.draft_probs[: len(w)] for w, r in part]) if has_probs else None
-            drawn = drawn.index_copy(0, index, rejection_sample(mass[index], tokens, probs, *u))
+            stay = rejection_sample(mass[index], tokens, probs, *u, self._impl)
+            drawn = drawn.index_copy(0, index, stay)
         return drawn
 
     def _note(self, request: Request) -> None:

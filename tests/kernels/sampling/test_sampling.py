@@ -7,7 +7,7 @@ import torch
 
 from quire.bench.common.bounds import UNIT, bounded
 from quire.kernels import sample_tokens
-from quire.kernels.sampling import reference, triton_impl
+from quire.kernels.sampling import reference, torch_impl, triton_impl
 from tests.support.helpers import DEVICE, NAN, assert_within_budget
 
 IMPLS = pytest.mark.parametrize("impl", ["triton", "torch"])
@@ -145,6 +145,18 @@ def test_a_draw_between_any_two_borders(impl):
     call = make_call(logits, [(1.0, 0, 1.0, 0.0)] * 40, u)
     assert min(mass) > 1e-5
     assert sample_tokens(**call, impl=impl).tolist() == list(range(40))
+
+
+def test_torch_draws_the_first_id_whose_cumulative_mass_exceeds_u():
+    mass = torch.tensor([[0.0, 0.25, 0.0, 0.5, 0.25, 0.0]])
+    for u, expected in ((0.0, 1), (0.2499, 1), (0.25, 3), (0.7499, 3), (0.75, 4), (1 - 2**-32, 4)):
+        assert torch_impl.draw(mass, torch.tensor([u], dtype=torch.float64)).tolist() == [expected]
+        assert torch_impl.draw(3 * mass, torch.tensor([u], dtype=torch.float64)).tolist() == [
+            expected
+        ]
+    # 1.0 stands for a product that is rounded up.
+    mass, u = torch.tensor([[0.3, 0.4, 0.0]]), torch.tensor([1.0], dtype=torch.float64)
+    assert torch_impl.draw(mass, u).tolist() == [1]
 
 
 @IMPLS

@@ -5,6 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from quire.kernels import sample_tokens
+from quire.models.deepseek_v4 import mtp_drafter
 from quire.models.deepseek_v4.mtp_drafter import MTPDrafter, greedy
 from quire.models.engine import batch
 from quire.models.engine.engine import Engine, EngineConfig
@@ -128,3 +130,28 @@ def test_a_step_with_drafts_waits_once(model, method, sampling, monkeypatch):
             told = engine.step()
         assert told.num_generated >= 2 and told.num_drafts == 4
         assert step.found == ["tolist"] and len(copies) == 1
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN", "ignore:invalid value")  # the interpreter's numbers
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_drafts_that_are_no_numbers_are_replaced_from_the_target(model, impl, monkeypatch):
+    """None of them stays, and every request ends as ever."""
+    monkeypatch.setattr(
+        mtp_drafter,
+        "sample_tokens",
+        lambda *args, **given: sample_tokens(*args, **given | {"impl": impl}),
+    )
+    draft_logits = type(model).draft_logits
+    monkeypatch.setattr(
+        type(model), "draft_logits", lambda *args: draft_logits(*args).fill_(torch.nan)
+    )
+    config = replace(CONFIG, decode_graphs=False, rejection_sample_method="standard")
+    engine = Engine(model, config, drafter=MTPDrafter(model, 2))
+    params = SamplingParams(6, temperature=1.5, ignore_eos=True)
+    for n in (11, 12):
+        engine.add_request(prompt(n, seed=n), replace(params, seed=n))
+    outputs = []
+    while engine.has_work:
+        outputs += engine.step().finished
+    assert [(o.finish_reason, len(o.token_ids)) for o in outputs] == [("length", 6)] * 2
+    assert engine.totals.num_drafts > 0 and engine.totals.num_accepted == 0

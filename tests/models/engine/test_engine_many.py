@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 
+from quire.kernels import sample_tokens
 from quire.models.engine.batch import Staging
-from quire.models.engine.distributions import Filters, draw, probabilities, uniform
+from quire.models.engine.distributions import draw_columns, uniform
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.request import SamplingParams
 from quire.models.engine.scheduler import SchedulerPolicy
@@ -89,8 +90,9 @@ def alone(model, tokens, params):
             f = params.repetition_penalty
             logits = torch.where(seen, torch.where(logits > 0, logits / f, logits * f), logits)
         if params.temperature:
-            mass = probabilities(logits[None], Filters.of([params], staging))
-            out.append(int(draw(mass, torch.from_numpy(uniform([params.seed], [len(out)])))))
+            u = uniform([params.seed], [len(out)])
+            [given] = draw_columns([params], [u], staging)
+            out.append(int(sample_tokens(logits[None], **given)))
         else:
             out.append(int(logits.argmax()))
     return tuple(out)

@@ -164,7 +164,7 @@ def test_outputs_have_the_targets_distribution(kind, name):
         assert accepted <= 0.25 * drafts
 
 
-def from_target(target, drafts, probs, u_accept, u_draw):
+def from_target(target, drafts, probs, u_accept, u_draw, _):
     """Replacements from p, not from what is left of it."""
     ids = rejection_sample(target, drafts, probs, u_accept, u_draw)
     return torch.where(ids == drafts, drafts, draw(target, u_draw))
@@ -176,7 +176,7 @@ BROKEN = {
         p, x, None if q is None else q * 0 + 1, *u
     ),
     "always accepted": lambda p, x, q, *u: x,
-    "one number for both": lambda p, x, q, u, _: rejection_sample(p, x, q, u, u),
+    "one number for both": lambda p, x, q, u, *_: rejection_sample(p, x, q, u, u),
     "q of another row": lambda p, x, q, *u: rejection_sample(p, x, q.roll(1, 0), *u),
 }
 

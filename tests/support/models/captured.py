@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from quire.kernels.common import launching
-from quire.models.deepseek_v4 import overlap, paged_attention, rope
-from quire.models.engine import graphs, sampler
+from quire.models.deepseek_v4 import mtp_drafter, overlap, paged_attention, rope
+from quire.models.engine import distributions, graphs, sampler
 from quire.models.engine.engine import Engine
 from quire.models.layers import attention, moe
 
@@ -33,6 +33,8 @@ KERNELS = {
     overlap: ("copy_overlap",),
     rope: ("write_latent",),
     sampler: ("sample_tokens",),
+    distributions: ("sample_tokens",),
+    mtp_drafter: ("sample_tokens",),
     moe: ("expert_mlp",),
 }
 ON_HOST = ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")
