@@ -56,7 +56,9 @@ def expert_mlp(
         down_scale: the same of [hidden_size, width].
         gate_up_bias: [num_experts, 2, width] bf16, fp16 or fp32, of any strides; None = 0.
         down_bias: [num_experts, hidden_size] of these dtypes; None = 0.
-        impl: "triton" (default for CUDA tensors), "torch" (default for CPU tensors).
+        impl: "triton" (default for CUDA tensors), "torch" (default for CPU tensors). "torch" is
+            ``torch.nn.functional.grouped_mm`` over sorted rows where torch has a kernel for it (bf16
+            on sm_90 and sm_100), else a loop over experts; it reads the choices on the host.
 
     Returns:
         [num_tokens * k, hidden_size] in the dtype of x, the rows of a token one after another.

@@ -26,6 +26,10 @@ class Experts(nn.Module):
 
     gate_up_proj: [num_experts, hidden_size, 2 * width], bias [num_experts, 2 * width].
     down_proj: [num_experts, width, hidden_size], bias [num_experts, hidden_size].
+
+    After `keep_mxfp4` they are bytes of two values, not transposed, gate and up rows in turns:
+    [num_experts, 2 * width, hidden_size / 2] and [num_experts, hidden_size, width / 2]. Their
+    scales, gate_up_proj_scale and down_proj_scale, have a byte for each 32 columns.
     """
 
     def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
@@ -41,6 +45,19 @@ class Experts(nn.Module):
         self.gate_up_proj_bias = empty(2 * width)
         self.down_proj = empty(width, size)
         self.down_proj_bias = empty(size)
+        self.register_parameter("gate_up_proj_scale", None)
+        self.register_parameter("down_proj_scale", None)
+
+    def keep_mxfp4(self, name: str, values: Tensor, scale: Tensor) -> None:
+        """Holds a weight as it is stored: 17 bytes for 32 values.
+
+        Args:
+            name: "gate_up_proj" or "down_proj"; both are to be held so.
+            values: [num_experts, out_size, in_size / 2] uint8.
+            scale: [num_experts, out_size, in_size / 32] uint8.
+        """
+        setattr(self, name, nn.Parameter(values, requires_grad=False))
+        setattr(self, f"{name}_scale", nn.Parameter(scale, requires_grad=False))
 
     def forward(
         self, x: Tensor, expert_ids: Tensor, weights: Tensor, impl: str | None = None
@@ -55,13 +72,18 @@ class Experts(nn.Module):
         Returns:
             X's shape.
         """
+        gate_up, down, scale = self.gate_up_proj, self.down_proj, self.gate_up_proj_scale
+        if scale is None:
+            gate_up, down = gate_up.mT, down.mT
         return run_experts(
             x,
             expert_ids,
             weights,
-            self.gate_up_proj.unflatten(2, (-1, 2)).permute(0, 3, 2, 1),
-            self.down_proj.transpose(1, 2),
-            gate_up_bias=self.gate_up_proj_bias.unflatten(1, (-1, 2)).transpose(1, 2),
+            _apart(gate_up),
+            down,
+            gate_up_scale=None if scale is None else _apart(scale),
+            down_scale=self.down_proj_scale,
+            gate_up_bias=_apart(self.gate_up_proj_bias),
             down_bias=self.down_proj_bias,
             activation="silu",
             limit=SWIGLU["swiglu_limit"],
@@ -69,6 +91,11 @@ class Experts(nn.Module):
             up_offset=1.0,
             impl=impl,
         )
+
+
+def _apart(rows: Tensor) -> Tensor:
+    """[num_experts, 2, width, ...]: gate and up of rows [num_experts, 2 * width, ...] in turns."""
+    return rows.unflatten(1, (-1, 2)).transpose(1, 2)
 
 
 class MoE(nn.Module):

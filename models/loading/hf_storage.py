@@ -64,7 +64,7 @@ class HfStorage:
 
     def kind(self, stored: Stored, part: Tensor) -> str:
         """See `Storage`."""
-        if stored.name.endswith("_blocks") and part.ndim == 3:
+        if stored.name.endswith("_blocks") and part.ndim == 3 and part.shape[1] % FP4_GROUP == 0:
             return "mxfp4"
         return "fp8" if stored.dtype == FP8 else "plain"
 

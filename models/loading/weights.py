@@ -10,8 +10,9 @@ safetensors is imported where files are read, so that random weights need nothin
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -30,7 +31,7 @@ from ..deepseek_v4.storage import V4Storage, format_of_experts
 from ..engine.memory import fits, free_memory
 from ..families.decoder import Decoder
 from ..families.gemma import Gemma
-from ..families.gpt_oss import GptOss
+from ..families.gpt_oss import Experts, GptOss
 from ..families.llama import Llama
 from ..layers.basic import Linear
 from .checkpoint import Stored, read_headers
@@ -44,6 +45,8 @@ _MODELS: dict[str, type[Decoder]] = {
     "llama": Llama,
     "gpt_oss": GptOss,
 }
+Keep = Callable[[Tensor, Tensor], None]
+"""Gives a layer the values of its weight and their scales, both on its device."""
 FP8_MODES = ("auto", "keep", "dequantize")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -72,11 +75,13 @@ def load_model(
         device: of the weights.
         dtype: of the model; None = that of config.json, else bfloat16. Tensors of other dtypes are
             converted.
-        fp8: what becomes of matrices stored in fp8; of DeepSeek-V4, of the routed experts, in fp8
-            or fp4, while its other quantized matrices are dequantized. "dequantize": once, here.
-            "keep": held as they are stored, and dequantized anew in every forward pass, layer by
-            layer, or those experts that a step needs. "auto": kept only if the dequantized model
-            would fill more than 80 % of the free memory.
+        fp8: what becomes of matrices stored in fp8 and of experts of gpt-oss in MXFP4; of
+            DeepSeek-V4, of the routed experts, in fp8 or fp4, while its other quantized matrices
+            are dequantized. "dequantize": once, here. "keep": held as they are stored, and
+            dequantized anew in every forward pass, layer by layer, or those experts that a step
+            needs. "auto": kept only if the dequantized model would fill more than 80 % of the free
+            memory; experts of gpt-oss are kept on a GPU in any case, whose kernel reads their
+            values as they are stored.
 
     Raises:
         ValueError: naming at once every tensor that is missing, unexpected, there twice, without
@@ -100,7 +105,7 @@ def load_model(
     storage = HfStorage(config, parameters.keys(), keys.fp8_block)
     found = unique(path, storage, read_headers(path))
     sources = match(path, found, parameters, storage)
-    kept = _kept_in_fp8(model, sources, fp8, device)
+    kept = kept_as_stored(model, sources, fp8, device)
     model.allocate(device, except_for=kept)
     _fill(model, sources, kept)
     return model
@@ -167,21 +172,34 @@ def find_dtype(dtype: torch.dtype | str) -> torch.dtype:
     return DTYPES[name]
 
 
-def _kept_in_fp8(
+def kept_as_stored(
     model: Decoder, sources: list[Source], fp8: str, device: torch.device
-) -> dict[str, Linear]:
-    """The layers whose weights stay in fp8, by parameter name.
+) -> dict[str, Keep]:
+    """The weights that stay quantized, by name: what takes their values and scales.
 
-    Stacked experts are always converted.
+    Of experts both matrices stay, or none; stacks in fp8 are always converted.
+
+    Args:
+        model: not quantized, on the meta device.
+        sources: of `match`.
+        fp8, device: as in `load_model`.
     """
-    if fp8 == "dequantize" or (fp8 == "auto" and fits(model, device)):
+    if fp8 == "dequantize":
         return {}
-    layers = {f"{name}.weight": m for name, m in model.named_modules() if isinstance(m, Linear)}
-    in_fp8 = {source.target.parameter for source in sources if source.kind == "fp8"}
-    return {name: layer for name, layer in layers.items() if name in in_fp8}
+    keeps = fp8 == "keep" or not fits(model, device)
+    kinds = {source.target.parameter: source.kind for source in sources}
+    kept: dict[str, Keep] = {}
+    for prefix, module in model.named_modules():
+        if isinstance(module, Linear) and keeps and kinds.get(f"{prefix}.weight") == "fp8":
+            kept[f"{prefix}.weight"] = module.keep_fp8
+        elif isinstance(module, Experts) and (keeps or device.type == "cuda"):
+            names = {name: f"{prefix}.{name}" for name in ("gate_up_proj", "down_proj")}
+            if all(kinds.get(name) == "mxfp4" for name in names.values()):
+                kept |= {full: partial(module.keep_mxfp4, name) for name, full in names.items()}
+    return kept
 
 
-def _fill(model: nn.Module, sources: list[Source], kept: Mapping[str, Linear]) -> None:
+def _fill(model: nn.Module, sources: list[Source], kept: Mapping[str, Keep]) -> None:
     """Reads tensors file by file, each into its place, and checks it.
 
     Of a file no more than one tensor, with its scales, is in use at a time.
@@ -189,7 +207,7 @@ def _fill(model: nn.Module, sources: list[Source], kept: Mapping[str, Linear]) -
     Args:
         model: with all its weights allocated, but for those of ``kept``.
         sources: of `match`.
-        kept: the layers that hold their weights as they are stored, by parameter name.
+        kept: of `kept_as_stored`.
     """
     from safetensors import safe_open
 
@@ -218,13 +236,16 @@ def _of(source: Source) -> tuple[Stored, Stored]:
 
 
 def _keep(
-    layer: Linear, source: Source, value: Tensor, scale: Tensor | None, model: nn.Module
+    keep: Keep, source: Source, value: Tensor, scale: Tensor | None, model: nn.Module
 ) -> None:
-    """Hands a layer its weight in fp8."""
+    """Hands a layer its weight as it is stored."""
     assert scale is not None
     value, scale = value.to(model.device, copy=True), scale.to(model.device, copy=True)
-    expect_finite_packed(source.kind, value, scale, _of(source), model.dtype)
-    layer.keep_fp8(value, scale)
+    kind = source.kind
+    if kind == "mxfp4":  # its blocks of columns lie one behind the other
+        kind, value = "fp4", value.flatten(-2)
+    expect_finite_packed(kind, value, scale, _of(source), model.dtype)
+    keep(value, scale)
 
 
 def _pack(

@@ -71,7 +71,7 @@ CHECKPOINTS = {
     "dense": (write_dense, ("auto",)),
     "moe": (write_moe, ("auto",)),
     "fp8": (write_blocks, ("dequantize", "keep")),
-    "mxfp4": (write_mxfp4, ("auto",)),
+    "mxfp4": (write_mxfp4, ("dequantize", "keep")),
     "v4-fp8": (write_v4("fp8"), ("dequantize", "keep")),
     "v4-fp4": (write_v4("fp4"), ("dequantize", "keep")),
 }
@@ -270,16 +270,19 @@ def test_weights_that_overflow(tmp_path, dtype):
 
 
 @pytest.mark.parametrize("mode", ["keep", "dequantize"])
-@pytest.mark.parametrize("name", ["fp8", "v4-fp8", "v4-fp4"])
+@pytest.mark.parametrize("name", ["fp8", "mxfp4", "v4-fp8", "v4-fp4"])
 def test_products_that_overflow(tmp_path, name, mode):
     """Values and scales are finite, and a weight is not."""
     write, _ = CHECKPOINTS[name]
     write(tmp_path)
     tensors = load_file(tmp_path / FILE)
-    weight = (
-        "layers.2.ffn.experts.3.w2.weight" if name != "fp8" else "model.layers.1.mlp.up_proj.weight"
-    )
-    scale = weight.removesuffix("weight") + "scale" if name != "fp8" else f"{weight}_scale_inv"
+    if name == "fp8":
+        weight = "model.layers.1.mlp.up_proj.weight"
+        scale = f"{weight}_scale_inv"
+    elif name == "mxfp4":
+        weight, scale = (f"model.layers.1.mlp.experts.down_proj_{n}" for n in ("blocks", "scales"))
+    else:
+        weight, scale = (f"layers.2.ffn.experts.3.w2.{n}" for n in ("weight", "scale"))
     if tensors[scale].dtype == torch.float32:
         tensors[scale][0, 0] = 3e38
     else:

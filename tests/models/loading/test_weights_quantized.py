@@ -13,9 +13,12 @@ from quire.bench.common.hf_checkpoint import save_checkpoint
 from quire.kernels.common.dequantize import dequantize_fp8, dequantize_mxfp4
 from quire.models.config.named import get_config
 from quire.models.engine import memory
+from quire.models.engine.memory import weight_bytes
+from quire.models.families.gpt_oss import Experts
 from quire.models.layers.basic import Linear
+from quire.models.loading import weights
 from quire.models.loading.random_weights import random_model
-from quire.models.loading.weights import load_model
+from quire.models.loading.weights import kept_as_stored, load_model
 
 FP8 = torch.float8_e4m3fn
 # Scales of a [out_size, in_size] weight: their shape.
@@ -142,13 +145,12 @@ def test_mxfp4_equals_transformers(oracle_root):
     assert got.unique().numel() > 100
 
 
-def test_mxfp4_checkpoint(tmp_path):
-    """Experts packed as in released gpt-oss files: [E, out, in / 32, 16] bytes, and the model's weights lie transposed."""
+def write_mxfp4(path, width=64):
+    """Experts packed as in released gpt-oss files: [E, out, in / 32, 16] bytes. Returns what they stand for, transposed, as the model's weights lie."""
     config = get_config("gpt-oss-tiny")
-    moe = replace(config.moe, intermediate_size=64)
-    model = random_model(replace(config, moe=moe))
-    save_checkpoint(model, tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
+    moe = replace(config.moe, intermediate_size=width)
+    save_checkpoint(random_model(replace(config, moe=moe)), path)
+    tensors = load_file(path / "model.safetensors")
     generator = torch.Generator().manual_seed(0)
     want = {}
     for stored in [n for n in tensors if n.endswith(("gate_up_proj", "down_proj"))]:
@@ -158,9 +160,70 @@ def test_mxfp4_checkpoint(tmp_path):
         tensors |= {f"{stored}_blocks": blocks.byte(), f"{stored}_scales": scales.byte()}
         value = dequantize_mxfp4(blocks.byte(), scales.byte())
         want[stored.removeprefix("model.")] = value.transpose(1, 2)
-    save_file(tensors, tmp_path / "model.safetensors")
-    loaded = dict(load_model(tmp_path).named_parameters())
+    save_file(tensors, path / "model.safetensors")
+    return want
+
+
+def test_mxfp4_checkpoint(tmp_path):
+    want = write_mxfp4(tmp_path)
+    converted = load_model(tmp_path)
+    loaded = dict(converted.named_parameters())
     assert len(want) == 8 and all(torch.equal(loaded[name], want[name]) for name in want)
+    kept = load_model(tmp_path, fp8="keep")
+    held = {n: w for n, w in kept.named_parameters() if w.dtype == torch.uint8}
+    assert set(held) == set(want) | {f"{name}_scale" for name in want}
+    # Half a byte for each value, and one for each 32.
+    num_values = sum(value.numel() for value in want.values())
+    assert sum(w.numel() for w in held.values()) == num_values * 17 // 32
+    assert weight_bytes(converted) - weight_bytes(kept) == num_values * 4 - num_values * 17 // 32
+    ids = torch.randint(3, 259, (40,), generator=torch.Generator().manual_seed(0))
+    for layer in converted.layers:  # products of the same rows, by the same strides
+        for name in ("gate_up_proj", "down_proj"):
+            weight = getattr(layer.mlp.experts, name)
+            weight.data = weight.data.mT.contiguous().mT
+    assert torch.equal(kept.full_forward(ids), converted.full_forward(ids))
+
+
+def test_mxfp4_rows_are_whole_blocks(tmp_path):
+    write_mxfp4(tmp_path, width=40)
+    name = (
+        r"model.layers.0.mlp.experts.down_proj_blocks \[6, 64, 1, 16\] \(expected \[6, 40, 64\]\)"
+    )
+    with pytest.raises(ValueError, match=f"misshaped .*{name}"):
+        load_model(tmp_path)
+
+
+def test_mxfp4_experts_are_kept_where_their_kernel_reads_them(tmp_path, monkeypatch):
+    """By default on a GPU, and where the converted model does not fit; experts with one plain matrix are converted."""
+    write_mxfp4(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    plain = torch.zeros(6, 64, 64)
+    name = "model.layers.1.mlp.experts.down_proj"
+    del tensors[f"{name}_blocks"], tensors[f"{name}_scales"]
+    save_file(tensors | {name: plain}, tmp_path / "model.safetensors")
+    asked = []
+
+    def note(model, sources, fp8, device):
+        asked.append((model, sources))
+        return kept_as_stored(model, sources, fp8, device)
+
+    monkeypatch.setattr(weights, "kept_as_stored", note)
+    held = [
+        m.gate_up_proj.dtype
+        for m in load_model(tmp_path, fp8="keep").modules()
+        if isinstance(m, Experts)
+    ]
+    assert held == [torch.uint8, torch.float32, torch.uint8, torch.uint8]
+    [(model, sources)] = asked
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    experts = kept_as_stored(model, sources, "keep", cpu).keys()
+    assert len(experts) == 6 and not any("layers.1." in name for name in experts)
+    monkeypatch.setattr(memory, "free_memory", lambda device: 2**40)
+    assert kept_as_stored(model, sources, "auto", gpu).keys() == experts
+    assert not kept_as_stored(model, sources, "dequantize", gpu)
+    assert not kept_as_stored(model, sources, "auto", cpu)
+    monkeypatch.setattr(memory, "free_memory", lambda device: 2**10)
+    assert kept_as_stored(model, sources, "auto", cpu).keys() == experts
 
 
 MEASURE = """
