@@ -55,6 +55,7 @@ from typing import Any
 
 import torch
 
+from quire.kernels.common import flashinfer
 from quire.models.command import (
     MAX_DRAFTS,
     MAX_PAGES,
@@ -72,7 +73,6 @@ from quire.models.engine.config import FLASHINFER, IMPLS
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.memory import KV_CACHE_DTYPES, weight_bytes
 from quire.models.engine.speculative import Drafter
-from quire.models.flashinfer import wrappers
 from quire.models.flashinfer.support import expect_supported
 from quire.models.llm import DRAFTERS
 from quire.models.tokenizer import NUM_SPECIAL
@@ -311,7 +311,7 @@ def _expect_flashinfer(built: BenchModel, settings: EngineConfig, peers: Path | 
     """Says before anything runs what stands against FlashInfer."""
     expect_supported(built.model, settings)
     if peers is None:
-        wrappers.import_flashinfer()
+        flashinfer.import_flashinfer()
         return
     import_flashinfer(peers)
     config = built.model.config

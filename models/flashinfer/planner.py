@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from quire.kernels.common.flashinfer import import_flashinfer
+
 from ..engine.batch import Staging
 from ..layers.kv_cache import E4M3
 from .rows import GroupKeys, Sequences, as_int32, as_rows
@@ -19,7 +21,6 @@ from .wrappers import (
     Rows,
     Shape,
     decode_wrapper,
-    import_flashinfer,
     make_workspace,
     plan_decode,
     plan_prefill,

@@ -1,4 +1,4 @@
-"""FlashInfer's wrappers for attention over pages: how they are imported, made and planned.
+"""FlashInfer's wrappers for attention over pages: how they are made and planned.
 
 A wrapper is planned once for the lengths and pages of a step, and then runs for each layer with
 these. FlashInfer compiles a kernel when it first plans one, unless it was compiled ahead.
@@ -6,7 +6,6 @@ these. FlashInfer compiles a kernel when it first plans one, unless it was compi
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -52,21 +51,6 @@ class Rows(NamedTuple):
     indptr: Tensor
     indices: Tensor
     last_page_len: Tensor
-
-
-def import_flashinfer() -> Any:
-    """The package.
-
-    Raises:
-        NotImplementedError: it is not installed.
-    """
-    try:
-        return importlib.import_module("flashinfer")
-    except ModuleNotFoundError as error:
-        raise NotImplementedError(
-            f"impl: 'flashinfer' is supported where the package flashinfer-python is installed "
-            f"(the extra quire[gpu]), got {type(error).__name__}: {error}"
-        ) from error
 
 
 def make_workspace(device: torch.device) -> Tensor:

@@ -1,19 +1,22 @@
-"""A stand-in for FlashInfer on a CPU: its two wrappers for paged attention, as they are documented, in torch.
+"""A stand-in for FlashInfer on a CPU: its two wrappers for paged attention, its norms and gated products, as they are documented, in torch.
 
 It computes in fp32, one sequence after the other, and refuses what is documented as wrong: tensors of other dtypes than those that were planned, empty
 pages, queries of another number. With ``use_cuda_graph`` a run reads what the buffers hold then. Its signatures are a part of those of the package
 (`tests.models.flashinfer.test_signatures`), so a call that it takes is a call of the package.
 
-Source: FlashInfer's ``decode.py`` and ``prefill.py``.
+Source: FlashInfer's ``decode.py``, ``prefill.py``, ``norm.cuh`` and ``activation.cuh``.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from types import ModuleType
 
 import torch
+import torch.nn.functional as F
 
+from quire.kernels.common import flashinfer as functions
 from quire.models.flashinfer import support
 
 INT_DTYPE = torch.int32
@@ -200,13 +203,77 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
 WRAPPERS = (BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper)
 
 
+def expect_vectors(*tensors):
+    """Rows that its kernels can load in vectors, of one dtype that they are compiled for."""
+    for tensor in tensors:
+        assert tensor.dtype == tensors[0].dtype in (torch.float16, torch.bfloat16)
+        assert tensor.stride(-1) == 1 and tensor.numel()
+        vector = 2 * math.gcd(8, tensor.shape[-1])
+        assert not any(2 * step % vector for step in tensor.stride()[:-1])
+        assert tensor.data_ptr() % vector == 0
+
+
+def normed(x, weight, eps, bias):
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * (bias + weight.float())
+
+
+def rmsnorm(input, weight, eps=1e-6, out=None, enable_pdl=None, bias=0.0):
+    out = torch.empty_like(input) if out is None else out
+    expect_vectors(input, weight, out)
+    return out.copy_(normed(input.float(), weight, eps, bias))
+
+
+def fused_add_rmsnorm(input, residual, weight, eps=1e-6, enable_pdl=None, bias=0.0):
+    """The sum is normed before it is rounded."""
+    expect_vectors(input, residual, weight)
+    x = input.float() + residual.float()
+    residual.copy_(x)
+    input.copy_(normed(x, weight, eps, bias))
+
+
+def gemma_rmsnorm(input, weight, eps=1e-6, out=None, enable_pdl=None):
+    return rmsnorm(input, weight, eps, out, bias=1.0)
+
+
+def gemma_fused_add_rmsnorm(input, residual, weight, eps=1e-6, enable_pdl=None):
+    fused_add_rmsnorm(input, residual, weight, eps, bias=1.0)
+
+
+def act_and_mul(input, out, activation):
+    """It takes rows for contiguous."""
+    assert input.is_contiguous() and out.is_contiguous()
+    assert out.shape == (*input.shape[:-1], input.shape[-1] // 2)
+    gate, up = input.float().chunk(2, dim=-1)
+    expect_vectors(out, *input.chunk(2, dim=-1))
+    return out.copy_(activation(gate) * up)
+
+
+def silu_and_mul(input, out=None, enable_pdl=None):
+    return act_and_mul(input, out, F.silu)
+
+
+def gelu_tanh_and_mul(input, out=None, enable_pdl=None):
+    return act_and_mul(input, out, lambda x: F.gelu(x, approximate="tanh"))
+
+
+FUNCTIONS = (
+    rmsnorm,
+    gemma_rmsnorm,
+    fused_add_rmsnorm,
+    gemma_fused_add_rmsnorm,
+    silu_and_mul,
+    gelu_tanh_and_mul,
+)
+
+
 def install(monkeypatch, *, head_dims=support.HEAD_DIMS) -> ModuleType:
     """Puts it in the place of the package, on CPUs and in fp32 too."""
     module = ModuleType("flashinfer")
     module.__version__ = "stand-in"
-    for wrapper in WRAPPERS:
-        setattr(module, wrapper.__name__, wrapper)
+    for each in (*WRAPPERS, *FUNCTIONS):
+        setattr(module, each.__name__, each)
     monkeypatch.setitem(sys.modules, "flashinfer", module)
+    monkeypatch.setattr(functions, "DEVICES", ("cpu",))
     monkeypatch.setattr(support, "DEVICES", ("cpu",))
     monkeypatch.setattr(support, "DTYPES", (torch.float32,))
     monkeypatch.setattr(support, "HEAD_DIMS", head_dims)
