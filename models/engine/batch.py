@@ -124,6 +124,7 @@ class LaunchedStep:
         batch, hidden: for a `ModelDrafter`.
         ids: of ``sampled`` on the host, once they were waited for.
         accepted: [num_seqs] computed tokens that stay; None = all.
+        taken_back: those of its requests whose tokens are dropped, as they wait again.
     """
 
     step: ScheduledStep
@@ -134,6 +135,7 @@ class LaunchedStep:
     hidden: Tensor | None
     ids: list[int] | None = None
     accepted: np.ndarray | None = None
+    taken_back: frozenset[Request] = frozenset()
 
     @property
     def requests(self) -> list[Request]:

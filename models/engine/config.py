@@ -55,8 +55,8 @@ class EngineConfig:
             through the same buffers. None = on a GPU, unless impl is "torch".
         async_scheduling: while the device runs a step, the host prepares the next one, whose input
             ids go from sampler to model on the device; a step's tokens are in the report of the
-            call after it. The same output. Steps that admit or preempt wait for the tokens
-            before them, and all do where there are drafts. None = on a GPU.
+            call after it. The same output. Steps that preempt wait for the tokens before them,
+            and all do where there are drafts. None = on a GPU.
 
     Raises:
         ValueError: a value of another type, or unless 1 <= max_num_seqs <= max_num_batched_tokens,

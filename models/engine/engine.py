@@ -169,13 +169,9 @@ class Engine:
             ) from error
 
     def _add(
-        self,
-        prompt: np.ndarray,
-        params: SamplingParams,
-        request_id: str | None,
-        salt: bytes,
+        self, prompt: np.ndarray, params: SamplingParams, request_id: str | None, salt: bytes,
         stream: bool,
-    ) -> str:
+    ) -> str:  # fmt: skip
         if request_id is None:
             request_id = str(self._num_added)
         if request_id in self.outputs.unfinished:
@@ -257,6 +253,7 @@ class Engine:
         if before is not None:
             with self.lock:
                 step = self.scheduler.schedule_ahead()
+                self.outputs.end_failed()
             if step is None:
                 delivered = self._receive(before)
         if step is None:
@@ -282,7 +279,7 @@ class Engine:
             self.kv.commit(step.plan, launched.input_ids, launched.accepted)
         with self.lock:
             if due is not None:
-                delivered = self._deliver(due, new)
+                delivered = self._deliver(due, new, launched if self._is_async else None)
             if self._is_async:
                 self._in_flight = launched
                 launched.set_placeholders()
@@ -351,13 +348,17 @@ class Engine:
             self._in_flight = None
             return self._deliver(launched, new)
 
-    def _deliver(self, launched: LaunchedStep, new: list[NewTokens]) -> dict[str, Any]:
-        """Requests get the tokens of a step; returns what the report says of it."""
-        generated, bad = self.outputs.deliver(new, time.perf_counter())
+    def _deliver(
+        self, launched: LaunchedStep, new: list[NewTokens], ahead: LaunchedStep | None = None
+    ) -> dict[str, Any]:
+        """Requests get the tokens of a step that ``ahead`` runs behind; returns what to report."""
+        wanted = [tokens for tokens in new if tokens.request not in launched.taken_back]
+        generated, bad = self.outputs.deliver(wanted, time.perf_counter())
         if bad:
-            # Any row that it computed, in this step or before, may be NaN: none may be found.
-            with self.scheduler.allocating:
-                self.kv.clear()
+            # Any row so far may be NaN: none may be found, nor have been by those admitted since.
+            if ahead is not None:
+                ahead.taken_back = self.scheduler.take_back_admitted(ahead.step)
+            self.scheduler.clear_cache()
         self.clock.switch(DELIVER)
         accepted = sum(len(tokens.ids) - 1 for tokens in new)
         return {"num_generated": generated, "num_accepted": accepted, **launched.step.numbers()}
@@ -371,8 +372,7 @@ class Engine:
             self.scheduler.take_back([*requests, *(before.step.requests if before else ())])
             if before is not None:
                 # Its tokens would have said whether its rows may be found.
-                with self.scheduler.allocating:
-                    self.kv.clear()
+                self.scheduler.clear_cache()
 
     def _report(self, **numbers: Any) -> StepReport:
         """What ended and was streamed since the last report, and the step that gave its tokens."""

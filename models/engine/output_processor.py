@@ -42,6 +42,7 @@ class OutputProcessor:
 
     def take(self) -> tuple[list[RequestOutput], list[OutputDelta]]:
         """What ended and what was streamed since the last call."""
+        self.end_failed()
         taken = self._finished, self._deltas
         self._finished, self._deltas = [], []
         return taken

@@ -73,6 +73,7 @@ class ScheduledStep:
     Attributes:
         num_drafts: how many of a request's new tokens are drafts.
         num_preempted: running requests that gave up their pages for it.
+        admitted: those of the requests that were admitted for it.
     """
 
     requests: list[Request]
@@ -80,6 +81,7 @@ class ScheduledStep:
     num_drafts: list[int]
     plan: StepPlan
     num_preempted: int
+    admitted: frozenset[Request]
 
     def inputs(self) -> tuple[np.ndarray, list[int]]:
         """What the model is given: of a request that decodes the token that the last step sampled.
@@ -190,7 +192,7 @@ class Scheduler:
         chosen, admitted = self._choose()
         num_preempted = 0
         while chosen:
-            step = self._plan(chosen, num_preempted)
+            step = self._plan(chosen, admitted, num_preempted)
             if isinstance(step, ScheduledStep):
                 return step
             self._starved = True
@@ -215,12 +217,16 @@ class Scheduler:
     def schedule_ahead(self) -> ScheduledStep | None:
         """The next step, before it is known which tokens the one before sampled.
 
-        None where that must be known first: to admit, as a hit may be of rows that turn out to be
-        NaN, and to preempt, as output becomes prompt.
+        None where that must be known first: to preempt, as output becomes prompt. Requests that it
+        admits may find rows that turn out to be NaN (`take_back_admitted`).
         """
-        chosen, _ = self._choose(admits=False)
-        step = self._plan(chosen, 0) if chosen else None
-        return step if isinstance(step, ScheduledStep) else None
+        chosen, admitted = self._choose()
+        step = self._plan(chosen, admitted) if chosen else None
+        if isinstance(step, ScheduledStep):
+            return step
+        for request in [r for r in reversed(self.running) if r in admitted]:
+            self._preempt(request)
+        return None
 
     def finish(self, request: Request) -> None:
         """Takes a request out, running or waiting.
@@ -249,7 +255,26 @@ class Scheduler:
             self._preempt(request)
         self._starved = False
 
-    def _plan(self, chosen: dict[Request, int], num_preempted: int) -> ScheduledStep | object:
+    def take_back_admitted(self, step: ScheduledStep) -> frozenset[Request]:
+        """Requests that a step admitted wait again, as if it had not; returns them.
+
+        What they found in the cache is not to be used.
+        """
+        taken = [r for r in reversed(self.running) if r in step.admitted]
+        for request in taken:
+            if request.num_preemptions == 0:
+                request.num_cached_tokens = -1
+            self._preempt(request)
+        return frozenset(taken)
+
+    def clear_cache(self) -> None:
+        """No row that is there is found any more."""
+        with self.allocating:
+            self.kv.clear()
+
+    def _plan(
+        self, chosen: dict[Request, int], admitted: set[Request], num_preempted: int = 0
+    ) -> ScheduledStep | object:
         """The step with the chosen tokens, or the allocator's `OutOfPages`."""
         requests = sorted(chosen, key=lambda r: chosen[r] != 1)  # stable: decodes first
         slots, counts = [r.slot for r in requests], [chosen[r] for r in requests]
@@ -259,14 +284,17 @@ class Scheduler:
             return plan
         ends = plan.seq_lens.tolist()
         drafts = [max(0, end - r.num_sampled) for end, r in zip(ends, requests, strict=True)]
-        return ScheduledStep(requests, counts, drafts, plan, num_preempted)
+        return ScheduledStep(
+            requests,
+            counts,
+            drafts,
+            plan,
+            num_preempted,
+            frozenset(admitted.intersection(requests)),
+        )
 
-    def _choose(self, *, admits: bool = True) -> tuple[dict[Request, int], set[Request]]:
-        """New tokens of each request in the next step, and the requests admitted just now.
-
-        Args:
-            admits: False = choose nothing where somebody would be admitted.
-        """
+    def _choose(self) -> tuple[dict[Request, int], set[Request]]:
+        """New tokens of each request in the next step, and the requests admitted just now."""
         budget = self.max_num_batched_tokens
         pending = dict(zip(self.running, self.pending(), strict=True)) if self.running else {}
         decodes = [r for r, count in pending.items() if count == 1]
@@ -280,8 +308,6 @@ class Scheduler:
                 budget -= chosen[request]
         admitted = set()
         while self._may_admit(prefill):
-            if not admits:
-                return {}, admitted
             request = self._admit()
             if request is None:
                 continue
