@@ -42,8 +42,8 @@ def gated_product(
         out: [num_rows, width] of gate's dtype, last stride 1; None = new memory.
         impl: "triton" (default for CUDA tensors), "torch" (default for CPU tensors), "flashinfer"
             (where it is installed): CUDA tensors in fp16 or bf16, the halves of contiguous, aligned
-            rows and a contiguous ``out``, with the defaults of limit, alpha and up_offset; its tanh is
-            within 2**-11 of itself.
+            rows and a contiguous ``out``, with the defaults of limit, alpha and up_offset; its tanh
+            is within 2**-11 of itself.
 
     Returns:
         ``out``.

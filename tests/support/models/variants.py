@@ -55,7 +55,7 @@ def pretend():
             if hasattr(module, "arch_and_sms"):
                 module.arch_and_sms = lambda tensor: (90, SMS)
             if hasattr(module, "expect_impl"):
-                module.expect_impl = lambda impl, device_type: None
+                module.expect_impl = lambda *args: None
 
 
 def session(name, steps):
