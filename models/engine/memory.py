@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 CPU_CACHE_BYTES = 256 * 2**20
 MEMORY_FRACTION = 0.9
-LOGITS_COPIES = 10  # fp32, while rows are sorted, filtered and drawn from
+LOGITS_COPIES = 11  # fp32, while rows are sorted, filtered and drawn from, and their probs kept
 MIN_LENGTH = 2  # a prompt of one token, and one token of output
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_per_tensor")
 

@@ -122,12 +122,12 @@ def test_pool_from_free_memory(monkeypatch):
     cpu, gpu = model_on("cpu", vocab_size=0), model_on("cuda", vocab_size=0)
     half = plan_memory(cpu, cache, EngineConfig(memory_fraction=0.5))
     assert half.num_pages == 2500 and half.max_num_seqs == 64
-    busy = model_on("cuda", activation_size=100, vocab_size=500)  # 400,000 and, of 30 rows, 600,000
+    busy = model_on("cuda", activation_size=100, vocab_size=500)  # 400,000 and, of 30 rows, 660,000
     config = EngineConfig(max_num_batched_tokens=2000, max_num_seqs=15)
     plan = plan_memory(busy, cache, config, max_draft_tokens=1)
-    assert plan.num_pages == 3600 and "of 4.768 MiB free" in plan.describe()
+    assert plan.num_pages == 3546 and "of 4.768 MiB free" in plan.describe()
     assert (
-        plan_memory(busy, cache, config, max_draft_tokens=1, graph_bytes=100_000).num_pages == 3510
+        plan_memory(busy, cache, config, max_draft_tokens=1, graph_bytes=100_000).num_pages == 3456
     )
     assert plan_memory(gpu, cache, EngineConfig(cache_bytes=70_999)).num_pages == 70
     assert plan_memory(cpu, cache, EngineConfig()).num_pages == 256 * 2**20 // 1000
@@ -200,18 +200,21 @@ def test_a_step_holds_what_its_model_says(name, monkeypatch):
     assert 0.8 < peak / (n * 2 * config.activation_size) <= 1
 
 
+@pytest.mark.parametrize("keeps", [False, True])
 @pytest.mark.parametrize("filters", [{}, {"top_k": 50, "top_p": 0.9, "min_p": 0.1}])
-def test_sampling_holds_what_the_plan_says(filters):
+def test_sampling_holds_what_the_plan_says(filters, keeps):
+    """keeps: also the probabilities, as rejection sampling needs them."""
     rows, vocab_size = 8, 20_000
     columns = filter_columns([SamplingParams(temperature=1.0, **filters)] * rows)
     names = ("temperature", "top_k", "top_p", "min_p", "u")
     given = dict(zip(names, Staging("cpu").send([*columns, np.random.rand(rows)]), strict=True))
 
     def work():
-        sample_tokens(torch.randn(rows, vocab_size), **given)
+        logits = torch.randn(rows, vocab_size)
+        sample_tokens(logits, **given, probs=torch.empty_like(logits) if keeps else None)
 
     share = peak_bytes(work) / (rows * vocab_size * 4 * LOGITS_COPIES)
-    assert (0.9 if filters else 0.5) < share <= 1
+    assert (0.85 if filters else 0.5) < share <= 1
 
 
 def test_bad_sizes():
