@@ -185,7 +185,8 @@ def prepare_splits(
             "BLOCK_Q": block_q,
             "MIN_TOKENS": MIN_SPLIT_KEYS,
             "HEAD_DIM": head_dim,
-            "BLOCK_PARTS": block_parts(plan.max_items, head_dim),
+            # Of one sequence, however many others there are.
+            "BLOCK_PARTS": block_parts(plan.target_items + 1, head_dim),
             "num_warps": 4,
             "maxnreg": MERGE_REGISTERS,
         },

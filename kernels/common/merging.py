@@ -1,4 +1,20 @@
-"""Triton helpers and the kernel that merge partial results of one query by their lse."""
+"""Triton helpers and the kernel that merge partial results of one query by their lse.
+
+All merges are `merge_rows`; they differ in where the parts of a row lie, and in what follows. The
+registers of a thread and the programs of an SM (sm_90, Triton 3.7.1; `bench.static`) say why there
+are three kernels:
+
+    _merge_partials_kernel    dense parts                                       32 to 40  12 to 16
+    compressed_merge_kernel   equal splits; inverse RoPE                        56 to 62  8 to 9
+    compressed_merge_kernel   `stream_k` finds the programs that had a part     64 to 76  6 to 8
+    _merge_splits_kernel      `split_kv` finds the splits of a sequence         72 to 80  6 to 7
+
+A kernel that chooses at run time takes the registers of the costliest: dense parts would have half
+as many programs. For the two divisions of ``compressed_merge_kernel`` this was compiled: 63 (72 on
+sm_80, 64 on sm_100), by which equal splits lose one or two of 9 programs. A kernel that chooses
+when it is compiled would compile as often as the three, and a merge of dense parts would take 28
+arguments instead of 9, which cost the host time at each launch.
+"""
 
 import triton
 import triton.language as tl

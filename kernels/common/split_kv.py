@@ -16,6 +16,9 @@ after another. With three sequences, target_items 4 and MIN_TOKENS 256:
 There may be more items than target_items, as each sequence rounds up. Items 0 to 2 leave partial
 results, which the merge combines; 3 and 4 are a sequence each and write the output themselves.
 
+`stream_k` says what it costs that every program does so, and why it has another division: a split
+here belongs to one sequence, and a program computes one.
+
 Source: FlashDecoding (split-KV); FlashMLA's tile scheduler divides the batch's keys in the same
 way.
 """

@@ -25,6 +25,20 @@ captured graph stays right. ``batch`` is the tuple (seq_lens, cu_seqlens_q, num_
 decode_tokens, sliding_window, ratio) of kernel arguments, the last two None where queries see all
 rows of the context.
 
+What this costs, as instructions of a warp (sm_90, Triton 3.7.1): `work` is computed for CHUNK = 128
+sequences at a time. Before its first copy a decode program does so four times: 95 for ``share``,
+147 and 149 for the two ends of ``stretch``, 133 for ``locate``, of which 48 are barriers; a tile of 32
+latents, for 64 heads, takes 808. The decode kernel of paged attention does so twice (`split_kv`): 51
+and 126, 14 of them barriers, beside 373 for a tile of 64 keys of 128 channels. So for up to 128
+sequences the scans cost half a tile or two thirds of one, and as much again for each 128 more.
+
+FlashInfer and FlashMLA plan once a step instead. The division depends on the window, the ratio, the
+heads and the tile of a layer: a plan is another operator, a launch for each kind of layer, an
+argument of three operators and of their merges, and one more thing that must fit the call. Since the
+search in the prefix sums would remain (69, as in ``first_unit``), and operators must work without a
+plan, every kernel would exist with either. No GPU has measured the scans yet; the instructions alone
+do not pay for that.
+
 Source: Stream-K (arXiv 2301.03598); FlashMLA's tile scheduler divides the batch's keys in a similar
 way.
 """

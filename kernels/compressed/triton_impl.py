@@ -186,6 +186,7 @@ def _prepare_decode(
     queries, block_n = shared["QUERIES"], shared["KEYS"].BLOCK_N
     block_q = queries.BLOCK_Q
     seq_tiles = -(-decode_tokens // block_q)
+    max_keys = call.max_keys(block_q)
     plan = plan_decode(
         num_decodes=call.num_decodes,
         seq_tiles=seq_tiles,
@@ -195,7 +196,7 @@ def _prepare_decode(
         head_tiles=queries.HEAD_TILES,
         head_dim=head_dim,
         num_sms=num_sms,
-        max_keys=call.max_keys(block_q),
+        max_keys=max_keys,
         bounded=call.bounded,
     )
     partial_out, first_lse = partials(plan.workspace_numel, head_dim, call.workspace, call.q.device)
@@ -220,6 +221,8 @@ def _prepare_decode(
     )
     if partial_out is None:
         return [attention]
+    # Whatever the batch: a number of splits is no reason for another kernel.
+    most_splits = plan.programs or (max_keys or 0) // MIN_SPLIT_KEYS
     arguments = {
         "partial_out": partial_out,
         "first_lse": first_lse,
@@ -249,7 +252,7 @@ def _prepare_decode(
         "STREAM_K": decode["STREAM_K"],
         "LEAST": decode["LEAST"],
         "cost": decode["cost"],
-        "BLOCK_PARTS": block_parts(plan.programs or plan.num_splits, head_dim),
+        "BLOCK_PARTS": block_parts(most_splits, head_dim),
         "num_warps": 4,
     }
     merge = Launch(compressed_merge_kernel, (num_split * num_heads,), arguments)

@@ -75,12 +75,15 @@ class State(NamedTuple):
     stride_part: Any
 
 
-@triton.jit(do_not_specialize=["num_seqs", "num_entries", "kept_rows", "first_program"])
+@triton.jit(
+    do_not_specialize=["num_seqs", "num_entries", "kept_rows", "first_program", "one_window"]
+)
 def _compress_kernel(
     kv, gate, ape, state, state_index, seq_lens, cu_seqlens_q, norm_weight, eps, cos_sin,
-    pages, slot_mapping, num_seqs, num_entries, kept_rows, first_program, page_stride, row_stride,
-    RATIO: tl.constexpr, OVERLAP: tl.constexpr, RING: tl.constexpr, ONE_WINDOW: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, LATENTS: tl.constexpr, DIM: tl.constexpr, ROPE_DIM: tl.constexpr,
+    pages, slot_mapping, num_seqs, num_entries, kept_rows, first_program, one_window,
+    page_stride, row_stride,
+    RATIO: tl.constexpr, OVERLAP: tl.constexpr, RING: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    LATENTS: tl.constexpr, DIM: tl.constexpr, ROPE_DIM: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, BLOCK_SEQS: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0) + first_program
@@ -103,10 +106,9 @@ def _compress_kernel(
         tl.store(cell, tl.load(kv.data + row * kv.stride_row + channel).to(tl.float32))
         tl.store(cell + state.stride_part, z)
         return
-    if ONE_WINDOW:
-        seq = program
-        window = 0
-    else:
+    seq = program
+    window = 0
+    if one_window == 0:
         seq, window = _entry_of(program, cu_seqlens_q, num_seqs, RATIO, BLOCK_SEQS)
     first_token = tl.load(cu_seqlens_q + seq)
     seq_len = tl.load(seq_lens + seq)
@@ -196,11 +198,11 @@ def prepare(call: CompressCall) -> list[Launch]:
         "num_seqs": num_seqs,
         "num_entries": num_entries,
         "kept_rows": kept_rows,
+        "one_window": int(one_window),
         **page_arguments(call.pages),
         "RATIO": ratio,
         "OVERLAP": int(overlap),
         "RING": ring,
-        "ONE_WINDOW": one_window,
         "DIM": dim,
         "ROPE_DIM": call.cos_sin.shape[1],
         "BLOCK_TOKENS": block_tokens,

@@ -46,13 +46,14 @@ UNROLL = 4
 COLLAPSE_MADE = ("out", "post", "comb", "workspace")
 
 
-@triton.jit(do_not_specialize=["num_tokens", "tiles"])
+@triton.jit(do_not_specialize=["num_tokens", "tiles", "fn_rows"])
 def _products_kernel(
     streams,
     fn,
     workspace,
     num_tokens,
     tiles,
+    fn_rows,
     NUM_STREAMS: tl.constexpr,
     HIDDEN: tl.constexpr,
     FN_ROWS: tl.constexpr,
@@ -60,12 +61,16 @@ def _products_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Partial sums [BLOCK_T, ROWS] over ``tiles`` tiles of BLOCK_K channels."""
+    """Partial sums [BLOCK_T, ROWS] over ``tiles`` tiles of BLOCK_K channels.
+
+    fn_rows: of fn, FN_ROWS or fewer; columns past the last repeat it, and are not read.
+    """
     STREAM_TILES: tl.constexpr = (HIDDEN + BLOCK_K - 1) // BLOCK_K
     token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     split = tl.program_id(1).to(tl.int64)
     live = token < num_tokens
     row = tl.arange(0, ROWS)
+    fn_row = tl.minimum(row, fn_rows - 1)
     first = tl.program_id(1) * tiles
     acc = tl.zeros([BLOCK_T, ROWS], tl.float32)
     squares = tl.zeros([BLOCK_T], tl.float32)
@@ -76,7 +81,7 @@ def _products_kernel(
         cells = streams.data + token[:, None] * streams.stride_token
         cells += stream * streams.stride_head + channel[None, :]
         x = tl.load(cells, mask=live[:, None] & inside[None, :], other=0.0).to(tl.float32)
-        matrix = fn.data + row[None, :] * fn.stride_row + stream * HIDDEN + channel[:, None]
+        matrix = fn.data + fn_row[None, :] * fn.stride_row + stream * HIDDEN + channel[:, None]
         w = tl.load(matrix, mask=inside[:, None] & (row < FN_ROWS)[None, :], other=0.0)
         acc = tl.dot(x, w, acc, input_precision="tf32x3")
         squares += tl.sum(x * x, 1)
@@ -297,7 +302,9 @@ def prepare_collapse(
     """What is made for checked arguments of ``collapse_streams``, by name, and the launches."""
     num_tokens, n, hidden_size = streams.shape
     _expect_supported(n, hidden_size)
-    rows, fn_rows = max(16, next_power_of_2(len(fn) + 1)), len(fn)
+    # The few rows of a head take the tile of a layer's: one kernel serves both.
+    layer_rows, fn_rows = (2 + n) * n, len(fn)
+    rows = max(16, next_power_of_2(layer_rows + 1))
     block_t = FEW_TOKENS if num_tokens <= 8 * FEW_TOKENS else MANY_TOKENS
     block_k = max(16, min(BLOCK_BYTES // streams.itemsize, next_power_of_2(hidden_size)))
     all_tiles = n * triton.cdiv(hidden_size, block_k)
@@ -313,7 +320,7 @@ def prepare_collapse(
     }
     if fn_rows > n:
         made |= {"post": fn.new_empty(num_tokens, n), "comb": fn.new_empty(num_tokens, n, n)}
-    sizes = {"NUM_STREAMS": n, "HIDDEN": hidden_size, "FN_ROWS": fn_rows, "ROWS": rows}
+    sizes = {"NUM_STREAMS": n, "HIDDEN": hidden_size, "FN_ROWS": layer_rows, "ROWS": rows}
     tokens_at_once = 32 * COLLAPSE_WARPS
     weight_programs = triton.cdiv(num_tokens, tokens_at_once) if fn_rows > n else 0
     return made, [
@@ -326,6 +333,7 @@ def prepare_collapse(
                 "workspace": made["workspace"],
                 "num_tokens": num_tokens,
                 "tiles": tiles,
+                "fn_rows": fn_rows,
                 **sizes,
                 "BLOCK_T": block_t,
                 "BLOCK_K": block_k,

@@ -59,6 +59,11 @@ class IndexPlan:
         return -(-self.num_entries // ROW_ALIGNMENT) * ROW_ALIGNMENT
 
     @property
+    def largest_block(self) -> bool:
+        """Whether there may be several levels: rows of one smaller block have one."""
+        return self.block >= MAX_BLOCK
+
+    @property
     def workspace_numel(self) -> int:
         """Elements of the workspace that one chunk fills."""
         return self.chunk * self.query_numel

@@ -18,7 +18,8 @@ from .scores import visible_entries
 
 @triton.jit(
     do_not_specialize=[
-        "num_seqs", "num_rows", "first_row", "num_entries", "level", "num_blocks", "next_blocks"
+        "candidates", "next_candidates", "num_seqs", "num_rows", "first_row", "num_entries",
+        "level", "num_blocks", "next_blocks",
     ]
 )  # fmt: skip
 def index_select_kernel(
@@ -31,7 +32,8 @@ def index_select_kernel(
 
     Args:
         candidates, next_candidates: elements of the workspace where those that the level before
-            kept begin, ``num_rows`` rows of them, and where this level's go.
+            kept begin, ``num_rows`` rows of them, and where this level's go. Level 0 reads scores,
+            and the last level leaves none. None: there is one level only.
     """
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
@@ -58,7 +60,7 @@ def index_select_kernel(
 
         entry = block * BLOCK + tl.arange(0, BLOCK)
         live = entry < size
-        if candidates is None:
+        if candidates is None or level == 0:
             score = tl.load(workspace + row * scores_stride + entry, mask=live, other=0.0)
             value = tl.where(live, ordered(score), 0)
         else:

@@ -86,7 +86,8 @@ def _prepare_scores(
     block_n, num_warps, num_stages = FP32_CONFIG if element_size == 4 else config
     block_heads = max(16, next_power_of_2(num_heads))
     most = max(1, MAX_COLUMNS[element_size] // block_heads)
-    block_t = min(most, next_power_of_2(max(1, call.max_seqlen_q)))
+    # One token, or as many as fit: what lies between would be a kernel for each number of drafts.
+    block_t = 1 if call.max_seqlen_q <= 1 else most
     tiles = triton.cdiv(last - first, block_t)
     # More programs than run at once even out the lengths of a batch; each keeps enough tiles to
     # fill its pipeline.
@@ -130,14 +131,16 @@ def _prepare_select(
 ) -> Launch:
     """The launch of one level of the selection for the queries [first, last)."""
     plan = call.plan
-    final = level == len(plan.num_blocks) - 1
+    # With the largest block one kernel serves all levels, a single one included: an SM holds one
+    # program of either. Of smaller blocks, where there is one level, an SM holds more without.
+    several = plan.largest_block
     return Launch(
         index_select_kernel,
         (last - first, plan.num_blocks[level]),
         {
             "workspace": workspace,
-            "candidates": plan.candidates(level - 1) if level else None,
-            "next_candidates": None if final else plan.candidates(level),
+            "candidates": plan.candidates(max(level - 1, 0)) if several else None,
+            "next_candidates": plan.candidates(level) if several else None,
             "out": call.out,
             "lens": call.lens,
             "num_rows": plan.chunk,

@@ -1,4 +1,5 @@
-"""Loads and saves of ``copy_overlap`` in one launch, a program a row of kv and gate.
+"""Loads and saves of ``copy_overlap`` in one launch, a program a row of kv and gate. Rows of several
+widths take one kernel: channels past the end are masked.
 
 Layout: pages [num_pages, ratio, 2, width], state [num_states, ring, 2, 2 * width], kv and gate
 [num_tokens, 2 * width], all fp32. Bound by memory; in decode most programs find nothing to do.
@@ -14,8 +15,10 @@ import triton.language as tl
 
 from ..common import launch_cache, strided
 from ..common.launching import Launch
-from ..common.tile_shapes import next_power_of_2
 from .call import check_overlap
+
+# Channels that a program copies.
+BLOCK = 512
 
 
 class Pairs(NamedTuple):
@@ -54,20 +57,21 @@ def _copy_overlap_kernel(
     tokens,
     to_pages,
     num_loads,
+    width,
     RATIO: tl.constexpr,
-    WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     program = tl.program_id(0)
     part = tl.arange(0, 2)[:, None]
-    channel = tl.arange(0, BLOCK)[None, :]
-    inside = channel < WIDTH
+    dim = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live = dim < width
     if program < num_loads:
         seq, row = program // RATIO, program % RATIO
         index = tl.load(state_index + seq)
         if index >= 0:
             page = tl.load(from_pages + seq)
             to = tl.load(state_rows.data + seq * state_rows.stride_row + row)
+            channel, inside = dim[None, :], live[None, :]
             rows = tl.load(_pair(pages, page, row, part, channel), mask=inside, other=0.0)
             tl.store(_pair(state, index, to, part, channel), rows, mask=inside)
     else:
@@ -76,8 +80,6 @@ def _copy_overlap_kernel(
         page = tl.load(to_pages + item)
         if page > 0:
             token = tl.load(tokens + item)
-            dim = tl.arange(0, BLOCK)
-            live = dim < WIDTH
             value = tl.load(kv.data + token * kv.stride_row + dim, mask=live, other=0.0)
             logit = tl.load(gate.data + token * gate.stride_row + dim, mask=live, other=0.0)
             logit += tl.load(ape.data + row * ape.stride_row + dim, mask=live, other=0.0)
@@ -115,7 +117,7 @@ def prepare(
     num_loads = from_pages.shape[0] * ratio
     return Launch(
         _copy_overlap_kernel,
-        (num_loads + tokens.shape[0],),
+        (num_loads + tokens.shape[0], triton.cdiv(width, BLOCK)),
         {
             "kv": strided.matrix(kv),
             "gate": strided.matrix(gate),
@@ -128,9 +130,9 @@ def prepare(
             "tokens": tokens,
             "to_pages": to_pages,
             "num_loads": num_loads,
+            "width": width,
             "RATIO": ratio,
-            "WIDTH": width,
-            "BLOCK": next_power_of_2(width),
+            "BLOCK": BLOCK,
             "num_warps": 4,
         },
     )

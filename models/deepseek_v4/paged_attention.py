@@ -97,7 +97,7 @@ class PagedAttend:
             sliding_window=self.pool.config.sliding_window,
             sinks=attention.sinks,
             cos_sin=inputs.cos_sin,
-            max_seq_len=attn.max_seq_len,
+            # Without max_seq_len: short steps take the kernels of long ones, as graphs do.
             num_decodes=attn.num_decodes,
             impl=self.impl,
             **compressed,

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from .config import EngineConfig
     from .graphs import Forward
 
+# Tokens, or a length, below which all steps take the same kernels.
+FEWEST = 64
+
 
 def warm_up(
     forward: Forward,
@@ -23,8 +26,9 @@ def warm_up(
 ) -> None:
     """Runs steps of padding: prompts alone and beside decodes, of short and of long sequences.
 
-    Kernels depend on what there is in a step, not on how much. Padding has no pages: no row is
-    written, and none is read.
+    Kernels depend on what there is in a step, and on powers of two of tokens and of lengths: the
+    tiles of experts on the rows that one has, blocks of a top-k on what it selects from. So each of
+    these is run once. Padding has no pages: no row is written, and none is read.
 
     Args:
         forward: the model.
@@ -39,6 +43,11 @@ def warm_up(
         for longest in (1, max_seq_len):
             num_tokens = min(max_seq_len, most - num_decodes)
             forward(*_padding(builder, num_decodes, num_tokens, longest, device))
+    size = FEWEST
+    while size < max(most, max_seq_len):
+        longest = min(size, max_seq_len)
+        forward(*_padding(builder, 0, min(longest, most), longest, device))
+        size *= 2
 
 
 def _padding(

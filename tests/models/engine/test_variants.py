@@ -1,5 +1,6 @@
 """Kernels that an engine compiles: all at its start, and few."""
 
+import collections
 import json
 import os
 import subprocess
@@ -10,13 +11,51 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 
+# Registers of a thread are those of `bench.static` for sm_90, at the sizes of the released models.
+V4 = {
+    # The three kinds of layers differ in their loop over keys: a window alone; a window and all
+    # entries; a window and the entries that a list names. Decode of few sequences splits the keys of
+    # a list. Compiled for splits, what is not split has a loop longer by 1.7 %.
+    "compressed_prefill_kernel": 3,
+    "compressed_decode_kernel": 4,
+    # Equal splits (56 registers) and stream-K (72).
+    "compressed_merge_kernel": 2,
+    # Entries of CSA (8 tokens, 512 channels), its index keys (128 channels), entries of HCA (128 tokens).
+    "_compress_kernel": 3,
+    # Query heads (44 registers), raw rows to pages (96, if quantized), heads of the indexer (128
+    # channels, no norm).
+    "_write_latent_kernel": 3,
+    # One token of a sequence, or as many as a product has columns for.
+    "index_scores_kernel": 2,
+    # A row of scores lies in registers: blocks of 1024 to 8192. Where no query has more entries than
+    # it may select, nothing is scored (19 registers, 68 for the smallest block).
+    "index_select_kernel": 5,
+    # Rows that one expert has: up to 16, to 64, and more.
+    "_gate_up_kernel": 3,
+    "_down_kernel": 3,
+    "_order_kernel": 2,
+    # Scores (72 registers) or a table by token id (16).
+    "_route_kernel": 2,
+    # Tokens up to 128, and more. A tile of 64 reads the matrix a quarter as often; decode has not as many.
+    "_products_kernel": 2,
+    # Layers, which make weights for the way back, and the head (64 registers, with them 74).
+    "_collapse_kernel": 2,
+    "_expand_kernel": 1,
+    "_combine_kernel": 1,
+    "_copy_overlap_kernel": 1,
+    "_gated_product_kernel": 1,
+    "_residual_norm_kernel": 1,
+}
+
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "most"), [("gemma4-tiny", 20), ("gpt-oss-tiny", 20), ("deepseek-v4-tiny", 39)]
-)
-def test_nothing_is_compiled_after_the_start(name, most):
-    """Requests of all lengths, batches of all sizes, prompts beside decodes, and drafts: all of it ran once before, as padding."""
+@pytest.mark.parametrize("name", ["gemma4-tiny", "gpt-oss-tiny", "deepseek-v4-tiny"])
+def test_nothing_is_compiled_after_the_start(name):
+    """Requests of all lengths, batches of all sizes, prompts beside decodes, and drafts: all of it ran once before, as padding.
+
+    A model of K/V has 20 kernels at most; DeepSeek-V4, whose layers are of three kinds, those of ``V4``: in
+    each pair one kernel for both would be worse at one of them.
+    """
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.models.variants", name, "60"],
@@ -25,5 +64,9 @@ def test_nothing_is_compiled_after_the_start(name, most):
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert not found["later"], found["later"]
-    of_model = [name for name in found["start"] if name != "sample_kernel"]
-    assert len(found["start"]) - len(of_model) == 2 and 4 <= len(of_model) <= most
+    counts = collections.Counter(found["start"])
+    assert counts.pop("sample_kernel") == 2
+    if name == "deepseek-v4-tiny":
+        assert counts == V4
+    else:
+        assert 4 <= counts.total() <= 20, counts
