@@ -64,5 +64,7 @@ setup(
         "test": ["pytest>=8", "pytest-xdist>=3.5", "hypothesis>=6.100", "ruff>=0.9", "mypy>=1.14"],
         "docs": ["mkdocs-material>=9.7,<10", "mkdocstrings[python]>=1.0,<2"],
         "events": ["msgspec>=0.18", "pyzmq>=26", "prometheus-client>=0.20"],
+        # Of Hugging Face; to load what `python -m bench.export_hub` writes.
+        "hub": ["kernels>=0.17.2"],
     },
 )
