@@ -66,5 +66,10 @@ setup(
         "events": ["msgspec>=0.18", "pyzmq>=26", "prometheus-client>=0.20"],
         # Of Hugging Face; to load what `python -m bench.export_hub` writes.
         "hub": ["kernels>=0.17.2"],
+        # Wants other versions of torch and transformers than constraints.txt names.
+        "sglang": ["sglang==0.5.23; python_version >= '3.11'"],
+    },
+    entry_points={
+        "sglang.srt.plugins": ["quire = quire.models.integrations.sglang:register"],
     },
 )

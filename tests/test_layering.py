@@ -19,7 +19,7 @@ ALLOWED = {
         "quire.kernels", "quire.kvcore", "quire.models",
     },
     "models/integrations": {
-        "msgspec", "prometheus_client", "torch", "zmq", "quire.kernels", "quire.kvcore",
+        "msgspec", "prometheus_client", "sglang", "torch", "zmq", "quire.kernels", "quire.kvcore",
     },
     "bench": {
         "matplotlib", "numpy", "safetensors", "torch", "tqdm", "triton",
