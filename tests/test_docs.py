@@ -1,7 +1,7 @@
 """What the documents show runs, and the files, commands and options that they name exist.
 
 A block marked ``python`` runs; blocks of a page share their names. A block marked ``text`` right below is what it prints. A title
-``needs a GPU`` or ``needs a checkpoint`` says that a block is only compiled.
+``needs a GPU``, ``needs a checkpoint`` and so on says that a block is only compiled.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ DOCUMENTS = {
 }
 NOTEBOOKS = sorted(ROOT.glob("docs/notebooks/*.ipynb"))
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-NOT_RUN = {'python title="needs a GPU"', 'python title="needs a checkpoint"'}
+NOT_RUN = {
+    f'python title="needs {what}"'
+    for what in ("a GPU", "a checkpoint", "nano-vllm", "nano-vllm and a GPU", "the extra hub")
+}
 INFOS = {"python", "text", "sh", *NOT_RUN}
 WITH_CODE = [
     name for name, text in DOCUMENTS.items() if "```python\n" in text and name != "README.md"
