@@ -66,14 +66,16 @@ def layer(layer_id, window=-1, cap=0.0, **changed):
 
 
 class Pool:
-    """A pool of two layers, all NaN; layer 1 in a pool of its own if ``hybrid``."""
+    """Two layers, layer 1 in a pool of its own if ``hybrid``; page 0 is nobody's, as in SGLang's."""
 
-    def __init__(self, size, hybrid):
-        self.sizes = [size, size // 2 if hybrid else size]
-        self.rows = [torch.full((2, n, KV_HEADS, DIM), NAN) for n in self.sizes]
+    def __init__(self, size, window_size, page_size, hybrid):
+        sizes = [size, window_size if hybrid else size]
+        self.rows = [torch.zeros(2, n + page_size, KV_HEADS, DIM) for n in sizes]
         if hybrid:
-            self.mapping = torch.zeros(size, dtype=torch.int64)
             self.translate_loc_from_full_to_swa = lambda slots: self.mapping[slots]
+
+    def register_mapping(self, mapping):
+        self.mapping = mapping
 
     def get_key_buffer(self, layer_id):
         return self.rows[layer_id][0]
@@ -89,12 +91,18 @@ class Host:
     sees them: their slots map to 0 from then on, and the rows turn NaN.
     """
 
-    def __init__(self, page_size, hybrid, seed=0):
+    def __init__(self, page_size, hybrid, make_pool=Pool):
         self.page_size, self.hybrid = page_size, hybrid
-        self.generator = torch.Generator().manual_seed(seed)
-        size = 160
-        self.pool = Pool(size, hybrid)
-        pages = [torch.randperm(n // page_size - 1, generator=self.generator) + 1 for n in self.pool.sizes]  # fmt: skip
+        self.generator = torch.Generator().manual_seed(0)
+        sizes = (160, 80)
+        self.pool = make_pool(*sizes, page_size, hybrid)
+        for one in (0, 1):
+            for rows in self.rows(one):
+                rows.fill_(NAN)
+        if hybrid:
+            self.mapping = torch.zeros(sizes[0] + page_size + 1, dtype=torch.int64)
+            self.pool.register_mapping(self.mapping)
+        pages = [torch.randperm(n // page_size, generator=self.generator) + 1 for n in sizes]
         self.free = [p.tolist() for p in pages]
         self.req_to_token = torch.zeros(5, 40, dtype=torch.int32)
         self.history = {
@@ -107,6 +115,10 @@ class Host:
             req_to_token_pool=SimpleNamespace(req_to_token=self.req_to_token),
         )  # fmt: skip
 
+    def rows(self, layer_id):
+        """Keys and values of a layer, [num_slots, kv_heads, dim] each."""
+        return self.pool.get_key_buffer(layer_id), self.pool.get_value_buffer(layer_id)
+
     def normal(self, *shape):
         return torch.randn(shape, generator=self.generator)
 
@@ -118,7 +130,7 @@ class Host:
                 first = self.free[0].pop() * self.page_size
                 if self.hybrid:
                     other = self.free[1].pop() * self.page_size
-                    self.pool.mapping[first : first + self.page_size] = torch.arange(other, other + self.page_size)  # fmt: skip
+                    self.mapping[first : first + self.page_size] = torch.arange(other, other + self.page_size)  # fmt: skip
             else:
                 first = int(self.req_to_token[request, position - 1]) - (position - 1) % self.page_size  # fmt: skip
             self.req_to_token[request, position] = first + position % self.page_size
@@ -129,8 +141,9 @@ class Host:
         length = len(self.history[request][0])
         end = max(0, length - WINDOW + 1) // self.page_size * self.page_size
         slots = self.req_to_token[request, :end].long()
-        self.pool.rows[1][:, self.pool.mapping[slots]] = NAN
-        self.pool.mapping[slots] = 0
+        for rows in self.rows(1):
+            rows[self.mapping[slots]] = NAN
+        self.mapping[slots] = 0
 
     def step(self, modes, kind, lengths):
         """The batch of requests 1, 2, ... that get ``lengths`` new tokens; 0 leaves one out."""
@@ -173,8 +186,9 @@ class Host:
                 assert (error <= allowed(exact, torch.float32)).all(), (index, r, error.max())
                 slots = self.req_to_token[r, rows.shape[1] - n : rows.shape[1]].long()
                 if self.hybrid and index == 1:
-                    slots = self.pool.mapping[slots]
-                assert self.pool.rows[index][:, slots].equal(rows[:, -n:])
+                    slots = self.mapping[slots]
+                for held, given in zip(self.rows(index), rows, strict=True):
+                    assert held[slots].equal(given[-n:])
         if self.hybrid:
             for r, _ in chosen:
                 self.evict(r)
@@ -210,18 +224,28 @@ STEPS = [
 ]
 
 
-def play(backend_of, page_size, hybrid, *, modes=Mode, make_layer=layer, sinks=None, cap=0.0):
+def play(
+    backend_of,
+    page_size,
+    hybrid,
+    *,
+    modes=Mode,
+    make_layer=layer,
+    make_pool=Pool,
+    sinks=None,
+    cap=0.0,
+):
     """A few steps of a full and a window layer; returns the backend.
 
     Args:
         backend_of: makes a backend of a runner.
         page_size, hybrid: of the pools.
         modes: ``ForwardMode``.
-        make_layer: makes a layer, as `layer` does.
+        make_layer, make_pool: as `layer` and `Pool`.
         sinks: [num_heads] fp32 or None.
         cap: soft cap of logits, 0 = none.
     """
-    host = Host(page_size, hybrid)
+    host = Host(page_size, hybrid, make_pool)
     backend = backend_of(host.runner)
     layers = [make_layer(0, -1, cap), make_layer(1, WINDOW - 1, cap)]
     for kind, lengths in STEPS:
