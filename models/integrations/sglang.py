@@ -1,6 +1,6 @@
 """SGLang's attention backend ``quire``: full and sliding-window layers by this project's kernels.
 
-    python -m sglang.launch_server --attention-backend quire --model-path MODEL
+    sglang serve --attention-backend quire --disable-prefill-cuda-graph --model-path MODEL
 
 SGLang finds it by the entry point ``sglang.srt.plugins``. It reads the pools that SGLang makes, of
 any page size: for each step a block table of the token slots of its requests, and one of the slots
@@ -88,12 +88,10 @@ class QuireAttention:
     def __init__(self, model_runner: Any) -> None:
         super().__init__()
         refused = {
-            "use_mla_backend": getattr(model_runner, "use_mla_backend", False),
-            "is_encoder_decoder": getattr(model_runner.model_config, "is_encoder_decoder", False),
+            "use_mla_backend": model_runner.use_mla_backend,
+            "is_encoder_decoder": model_runner.model_config.is_encoder_decoder,
             "kv_cache_dtype": model_runner.kv_cache_dtype != model_runner.dtype,
-            "speculative_algorithm": getattr(
-                model_runner.server_args, "speculative_algorithm", None
-            ),
+            "spec_algorithm": not model_runner.spec_algorithm.is_none(),
         }
         for name, given in refused.items():
             if given:

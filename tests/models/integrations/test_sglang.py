@@ -131,14 +131,14 @@ def test_what_is_not_served_is_refused_by_name_and_nothing_is_written(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["use_mla_backend", "is_encoder_decoder", "kv_cache_dtype", "speculative_algorithm"]
+    "name", ["use_mla_backend", "is_encoder_decoder", "kv_cache_dtype", "spec_algorithm"]
 )
 def test_a_runner_that_is_not_served_is_refused_by_name(name):
     runner = Host(4, False).runner
     if name == "is_encoder_decoder":
         runner.model_config.is_encoder_decoder = True
-    elif name == "speculative_algorithm":
-        runner.server_args.speculative_algorithm = "EAGLE"
+    elif name == "spec_algorithm":
+        runner.spec_algorithm.is_none = lambda: False
     else:
         setattr(runner, name, torch.float8_e4m3fn if name == "kv_cache_dtype" else True)
     with pytest.raises(NotImplementedError, match=f"^{name}: is not served"):

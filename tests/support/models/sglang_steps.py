@@ -111,7 +111,7 @@ class Host:
         self.runner = SimpleNamespace(
             use_mla_backend=False, model_config=SimpleNamespace(is_encoder_decoder=False),
             dtype=torch.float32, kv_cache_dtype=torch.float32, page_size=page_size,
-            server_args=SimpleNamespace(speculative_algorithm=None), token_to_kv_pool=self.pool,
+            spec_algorithm=SimpleNamespace(is_none=lambda: True), token_to_kv_pool=self.pool,
             req_to_token_pool=SimpleNamespace(req_to_token=self.req_to_token),
         )  # fmt: skip
 
