@@ -64,5 +64,12 @@ setup(
         "test": ["pytest>=8", "pytest-xdist>=3.5", "hypothesis>=6.100", "ruff>=0.9", "mypy>=1.14"],
         "docs": ["mkdocs-material>=9.7,<10", "mkdocstrings[python]>=1.0,<2"],
         "events": ["msgspec>=0.18", "pyzmq>=26", "prometheus-client>=0.20"],
+        # Of Hugging Face; to load what `python -m bench.export_hub` writes.
+        "hub": ["kernels>=0.17.2"],
+        # Wants other versions of torch and transformers than constraints.txt names.
+        "sglang": ["sglang==0.5.23; python_version >= '3.11'"],
+    },
+    entry_points={
+        "sglang.srt.plugins": ["quire = quire.models.integrations.sglang:register"],
     },
 )

@@ -59,7 +59,7 @@ sys.meta_path.insert(0, Stop())
 
 def test_the_programs_are_found():
     assert {"bench.prefill_decode", "bench.replay", "models.generate"} <= set(PROGRAMS)
-    assert len(PROGRAMS) == 13
+    assert len(PROGRAMS) == 14
 
 
 def interrupted(tmp_path, arguments, at, *, worker=False) -> tuple[int, bytes]:
@@ -247,7 +247,11 @@ def bad_values(name, action, tmp_path):
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_every_option_refuses_what_it_cannot_have(name, tmp_path, capsys):
     module = import_module(MODULES[name])
-    required = ["--model", "gemma3-tiny"] if name == "models.generate" else []
+    required = {
+        "models.generate": ["--model", "gemma3-tiny"],
+        "bench.export_hub": [f"{tmp_path}/new"],
+    }
+    required = required.get(name, [])
     for action in options(name):
         assert action.type not in (int, float), f"{action.dest} has no bounds"
         for value in bad_values(name, action, tmp_path):

@@ -1,7 +1,7 @@
 """What the documents show runs, and the files, commands and options that they name exist.
 
 A block marked ``python`` runs; blocks of a page share their names. A block marked ``text`` right below is what it prints. A title
-``needs a GPU`` or ``needs a checkpoint`` says that a block is only compiled.
+``needs a GPU``, ``needs a checkpoint`` and so on says that a block is only compiled.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ DOCUMENTS = {
 }
 NOTEBOOKS = sorted(ROOT.glob("docs/notebooks/*.ipynb"))
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-NOT_RUN = {'python title="needs a GPU"', 'python title="needs a checkpoint"'}
+NOT_RUN = {
+    f'python title="needs {what}"'
+    for what in ("a GPU", "a checkpoint", "nano-vllm", "nano-vllm and a GPU", "the extra hub")
+}
 INFOS = {"python", "text", "sh", *NOT_RUN}
 WITH_CODE = [
     name for name, text in DOCUMENTS.items() if "```python\n" in text and name != "README.md"
@@ -145,6 +148,14 @@ def test_named_files_and_targets_exist(name):
 def test_links_lead_somewhere(name):
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", DOCUMENTS[name]):
         assert (ROOT / name).parent.joinpath(target).exists(), target
+
+
+def test_adapters_have_the_lines_that_the_page_says():
+    found = re.findall(r"`(?:quire|python -m) ?\.?([\w.]+)(?: DIR)?` \| (\d+) \|", DOCUMENTS["docs/adopt-kernels.md"])  # fmt: skip
+    assert {"models.integrations.flash_attn", "bench.export_hub"} <= {module for module, _ in found}
+    for module, lines in found:
+        text = (ROOT / f"{module.replace('.', '/')}.py").read_text()
+        assert len(text.splitlines()) == int(lines) < 300, module
 
 
 COMMAND = re.compile(r"python -m ([\w.]+)((?:[^\n`]|\\\n)*)")

@@ -18,7 +18,9 @@ ALLOWED = {
         "jinja2", "numpy", "safetensors", "tokenizers", "torch", "tqdm",
         "quire.kernels", "quire.kvcore", "quire.models",
     },
-    "models/integrations": {"msgspec", "prometheus_client", "zmq", "quire.kvcore"},
+    "models/integrations": {
+        "msgspec", "prometheus_client", "sglang", "torch", "zmq", "quire.kernels", "quire.kvcore",
+    },
     "bench": {
         "matplotlib", "numpy", "safetensors", "torch", "tqdm", "triton",
         "quire.bench", "quire.kernels", "quire.kvcore", "quire.models",

@@ -1,0 +1,264 @@
+"""SGLang's attention backend ``quire``: full and sliding-window layers by this project's kernels.
+
+    sglang serve --attention-backend quire --disable-prefill-cuda-graph --model-path MODEL
+
+SGLang finds it by the entry point ``sglang.srt.plugins``. It reads the pools that SGLang makes, of
+any page size: for each step a block table of the token slots of its requests, and one of the slots
+in the pool of window layers where there is such a pool. New rows of K and V are attended to as they
+come, and written to the pool.
+
+Served: decode, prefill, chunked prefill and mixed batches of decoder layers whose keys and values
+have one head size, with windows, soft caps, sinks and layers that share another's cache; CUDA
+graphs of decode. All else is refused by name: MLA, speculative decoding, cross attention,
+bidirectional layers, quantized pools, returned lse.
+
+Source: sglang 0.5.23, ``srt/plugins``, ``srt/layers/attention/{base_attn_backend,triton_backend}.py``.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from quire.kernels import paged_attention, sliding_window_attention, write_kv
+
+NAME = "quire"
+SERVED = "0.5.23"
+
+
+def register() -> None:
+    """Adds the backend to SGLang's registry and to the choices of its command line.
+
+    Raises:
+        NotImplementedError: SGLang has another version than was tested.
+    """
+    version = importlib.metadata.version("sglang")
+    if version != SERVED:
+        raise NotImplementedError(f"sglang: expected {SERVED}, got {version}")
+    from sglang.srt.arg_groups import choices
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+    from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+
+    register_attention_backend(NAME)(backend_class(AttentionBackend))
+    if NAME not in choices.ATTENTION_BACKEND_CHOICES:
+        choices.add_attention_backend_choices([NAME])
+
+
+@dataclass(frozen=True)
+class Step:
+    """What the layers of a step share.
+
+    Attributes:
+        table: [num_seqs, width] int32, page ids of full layers.
+        window_table: the same of window layers; ``table`` itself where they have no pool.
+        slots: [num_tokens] int64, where the new rows go; None: they go nowhere.
+        window_slots: the same of window layers.
+        seq_lens: [num_seqs] int32, keys with the new ones.
+        cu_seqlens_q: [num_seqs + 1] int32, prefix sums of the new tokens.
+        max_seqlen_q, max_seq_len: host ints, at least the longest.
+    """
+
+    table: torch.Tensor
+    window_table: torch.Tensor
+    slots: torch.Tensor | None
+    window_slots: torch.Tensor | None
+    seq_lens: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    max_seqlen_q: int
+    max_seq_len: int
+
+
+def backend_class(base: type) -> type:
+    """The backend as a subclass of SGLang's ``AttentionBackend``."""
+    return type("QuireAttentionBackend", (QuireAttention, base), {})
+
+
+class QuireAttention:
+    """The methods of the backend.
+
+    Args:
+        model_runner: SGLang's; its pools are kept.
+    """
+
+    forward_metadata: Step | None = None
+
+    def __init__(self, model_runner: Any) -> None:
+        super().__init__()
+        refused = {
+            "use_mla_backend": model_runner.use_mla_backend,
+            "is_encoder_decoder": model_runner.model_config.is_encoder_decoder,
+            "kv_cache_dtype": model_runner.kv_cache_dtype != model_runner.dtype,
+            "spec_algorithm": not model_runner.spec_algorithm.is_none(),
+        }
+        for name, given in refused.items():
+            if given:
+                raise NotImplementedError(f"{name}: is not served by attention backend {NAME!r}")
+        self.page_size = model_runner.page_size
+        self.req_to_token = model_runner.req_to_token_pool.req_to_token
+        self.token_to_kv_pool = model_runner.token_to_kv_pool
+        # Of hybrid models window layers have a pool and slots of their own.
+        self.to_window = getattr(self.token_to_kv_pool, "translate_loc_from_full_to_swa", None)
+        self._graph: Step | None = None
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Prepare a step that runs eagerly."""
+        longest = forward_batch.seq_lens_cpu
+        longest = self.req_to_token.shape[1] if longest is None else int(longest.max())
+        self.forward_metadata = self._step(forward_batch, max(1, longest))
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Allocate what captured graphs of decode read."""
+        device, longest = self.req_to_token.device, self.req_to_token.shape[1]
+        width = -(-longest // self.page_size)
+        table = torch.zeros(max_bs, width, dtype=torch.int32, device=device)
+        slots = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
+        window = self.to_window is not None
+        self._graph = Step(
+            table, torch.zeros_like(table) if window else table,
+            slots, torch.zeros_like(slots) if window else slots,
+            torch.ones(max_bs, dtype=torch.int32, device=device),
+            torch.arange(max_bs + 1, dtype=torch.int32, device=device), 1, longest,
+        )  # fmt: skip
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        """Prepare a decode step that is captured or replayed: what its graph reads is written in
+        place."""
+        if not forward_batch.forward_mode.is_decode_or_idle():
+            raise NotImplementedError(
+                f"forward_mode: expected DECODE in a CUDA graph, got {forward_batch.forward_mode}"
+            )
+        if self._graph is None:
+            raise RuntimeError("init_cuda_graph_state: expected a call before a graph's step")
+        static, bs = self._graph, forward_batch.batch_size
+        new = self._step(forward_batch, static.max_seq_len)
+        kept = Step(
+            static.table[:bs], static.window_table[:bs], static.slots[:bs],
+            static.window_slots[:bs], static.seq_lens[:bs], static.cu_seqlens_q[: bs + 1],
+            1, static.max_seq_len,
+        )  # fmt: skip
+        for name in ("table", "window_table", "slots", "window_slots", "seq_lens"):
+            getattr(kept, name).copy_(getattr(new, name))
+        self.forward_metadata = kept
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """Keys of a padding row of a graph's batch."""
+        return 1
+
+    def forward_decode(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, forward_batch: Any,
+        save_kv_cache: bool = True, **kwargs: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        """One new token of each request; as ``forward_extend``."""
+        return self._forward(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+
+    def forward_extend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, forward_batch: Any,
+        save_kv_cache: bool = True, **kwargs: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        """New tokens of each request behind what the pool holds of it.
+
+        Args:
+            q: [num_tokens, num_heads * head_dim], or with heads apart.
+            k, v: [num_tokens, num_kv_heads, head_dim]; None: the pool has the rows already.
+            layer: SGLang's ``RadixAttention``.
+            forward_batch: the batch that ``init_forward_metadata`` got.
+            save_kv_cache: write k and v to the pool.
+            kwargs: ``sinks`` [num_heads]; others only as None.
+
+        Returns:
+            [num_tokens, num_heads * head_dim].
+
+        Raises:
+            NotImplementedError: the layer or an argument is not served.
+        """
+        return self._forward(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+
+    def _forward(
+        self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, layer: Any,
+        forward_batch: Any, save_kv_cache: bool, sinks: torch.Tensor | None = None, **kwargs: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        _expect_served(layer, forward_batch, kwargs)
+        step = self.forward_metadata
+        assert step is not None, "init_forward_metadata comes before the layers"
+        window = layer.sliding_window_size is not None and layer.sliding_window_size > -1
+        heads, kv_heads, dim = layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim
+        q = q.reshape(-1, heads, dim)
+        pages = [
+            self._pages(get(layer.layer_id), kv_heads, dim)
+            for get in (self.token_to_kv_pool.get_key_buffer, self.token_to_kv_pool.get_value_buffer)
+        ]  # fmt: skip
+        if k is not None and v is not None:
+            k, v = k.view(-1, kv_heads, dim), v.view(-1, kv_heads, dim)
+            slots = step.window_slots if window else step.slots
+            if save_kv_cache and slots is not None:
+                write_kv(k, v, *pages, slots[: k.shape[0]])
+        call: dict[str, Any] = {
+            "q": q, "k_pages": pages[0], "v_pages": pages[1], "k": k, "v": v,
+            "block_table": step.window_table if window else step.table,
+            "seq_lens": step.seq_lens, "cu_seqlens_q": step.cu_seqlens_q,
+            "max_seqlen_q": step.max_seqlen_q, "max_seq_len": step.max_seq_len,
+            "softmax_scale": layer.scaling, "softcap": layer.logit_cap or None,
+            "sinks": None if sinks is None else sinks.float(),
+            "out": torch.zeros_like(q),  # rows of padding belong to no request
+        }  # fmt: skip
+        if window:
+            # SGLang counts the keys before the query's own.
+            out = sliding_window_attention(**call, sliding_window=layer.sliding_window_size + 1)
+        else:
+            out = paged_attention(**call)
+        return out.view(-1, heads * dim)
+
+    def _pages(self, rows: torch.Tensor, kv_heads: int, dim: int) -> torch.Tensor:
+        """A layer's rows [num_slots, kv_heads, dim] as pages of SGLang's size."""
+        if rows.dim() != 3 or tuple(rows.shape[1:]) != (kv_heads, dim):
+            raise NotImplementedError(
+                f"token_to_kv_pool: expected rows [*, {kv_heads}, {dim}], got {list(rows.shape)}"
+            )
+        whole = rows.shape[0] // self.page_size * self.page_size
+        return rows[:whole].unflatten(0, (-1, self.page_size))
+
+    def _step(self, forward_batch: Any, longest: int) -> Step:
+        """The step of a batch whose requests have at most ``longest`` keys."""
+        seq_lens = forward_batch.seq_lens.int()
+        device, bs = seq_lens.device, forward_batch.batch_size
+        if forward_batch.forward_mode.is_decode_or_idle():
+            cu_seqlens_q, max_seqlen_q = torch.arange(bs + 1, dtype=torch.int32, device=device), 1
+        else:
+            cu_seqlens_q = torch.zeros(bs + 1, dtype=torch.int32, device=device)
+            torch.cumsum(forward_batch.extend_seq_lens, 0, out=cu_seqlens_q[1:])
+            lens = forward_batch.extend_seq_lens_cpu
+            max_seqlen_q = int(max(forward_batch.extend_seq_lens if lens is None else lens))
+        # Of each page the slot of its first row, in the window's pool too, which is freed by pages.
+        first = self.req_to_token[:, : longest : self.page_size]
+        tokens = first[forward_batch.req_pool_indices.long()]
+        slots = forward_batch.out_cache_loc
+        slots = None if slots is None else slots.long()
+        table = window_table = (tokens // self.page_size).int()
+        window_slots = slots
+        if self.to_window is not None:
+            window_table = (self.to_window(tokens.long()) // self.page_size).int()
+            window_slots = None if slots is None else self.to_window(slots).long()
+        return Step(
+            table, window_table, slots, window_slots, seq_lens, cu_seqlens_q, max_seqlen_q, longest
+        )
+
+
+def _expect_served(layer: Any, forward_batch: Any, kwargs: dict[str, Any]) -> None:
+    """Require a layer, a batch and arguments that the kernels serve; NotImplementedError otherwise."""
+    mode = forward_batch.forward_mode
+    kind = getattr(layer.attn_type, "value", layer.attn_type)
+    refused = {
+        "is_cross_attention": layer.is_cross_attention,
+        "attn_type": kind != "decoder",
+        "v_head_dim": layer.v_head_dim != layer.qk_head_dim,
+        "xai_temperature_len": getattr(layer, "xai_temperature_len", -1) > 0,
+        "logit_capping_method": bool(layer.logit_cap) and layer.logit_capping_method != "tanh",
+        "forward_mode": mode.name not in ("DECODE", "EXTEND", "MIXED"),
+        "mha_return_lse": getattr(forward_batch, "mha_return_lse", False),
+    } | {name: value is not None and value is not False for name, value in kwargs.items()}
+    for name, given in refused.items():
+        if given:
+            raise NotImplementedError(f"{name}: is not served by attention backend {NAME!r}")

@@ -1,0 +1,347 @@
+"""flash-attn's two functions over our kernels, against plain float64 attention, and what they refuse."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import math
+import sys
+from itertools import accumulate
+
+import pytest
+import torch
+
+from quire.bench.common.bounds import bounding
+from quire.models.integrations import flash_attn
+from quire.models.integrations.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
+from tests.support.helpers import DEVICE, NAN, assert_within_budget
+
+HEADS, KV_HEADS, DIM = 4, 2, 16
+# Arguments of a call: softmax_scale, causal, window_size, softcap.
+PLAIN = {"causal": True}
+MASKS = {
+    "causal": PLAIN,
+    "scaled-capped": {"causal": True, "softmax_scale": 0.7, "softcap": 5.0},
+    "window": {"causal": True, "window_size": (6, 3)},
+    "left-window": {"causal": False, "window_size": (0, 0)},
+    "right-0": {"causal": False, "window_size": (-1, 0)},
+}
+
+
+# Each mask by plain torch, two by Triton, which is its slow interpreter on a CPU.
+RUNS = [("torch", name) for name in MASKS] + [("triton", "causal"), ("triton", "window")]
+runs = pytest.mark.parametrize(
+    ("impl", "mask"),
+    [(impl, MASKS[name]) for impl, name in RUNS],
+    ids=["-".join(run) for run in RUNS],
+    indirect=["impl"],
+)
+impls = pytest.mark.parametrize("impl", ["triton", "torch"], indirect=True)
+
+
+@pytest.fixture
+def impl(request, monkeypatch):
+    """The kernels by either implementation; on a CPU Triton is its interpreter."""
+    for name in ("paged_attention", "sliding_window_attention", "write_kv"):
+        function = functools.partial(getattr(flash_attn, name), impl=request.param)
+        monkeypatch.setattr(flash_attn, name, function)
+
+
+def numbers(*shape, seed=0, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(device=DEVICE, dtype=dtype)
+
+
+def ints(values):
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def offsets(lengths):
+    return ints([0, *accumulate(lengths)])
+
+
+def attention(q, k, v, *, causal=False, window_size=(-1, -1), softmax_scale=None, softcap=0.0):
+    """One sequence in float64 with bounds: q [n, heads, dim], k and v [m, kv_heads, dim]; out, and lse [heads, n]."""
+    n, m, group = q.shape[0], k.shape[0], q.shape[1] // k.shape[1]
+    left, right = window_size
+    right = 0 if causal else right
+    outs, lses = [], []
+    with bounding(weights=q.dtype):
+        q, k, v = (x.double().transpose(0, 1) for x in (q, k, v))
+        for h in range(q.shape[0]):
+            logits = q[h] @ k[h // group].mT * (softmax_scale or q.shape[-1] ** -0.5)
+            if softcap:
+                logits = torch.tanh(logits / softcap) * softcap
+            # Query i is aligned with key i + m - n.
+            behind = torch.arange(m, device=q.device) - torch.arange(m - n, m, device=q.device)[:, None]  # fmt: skip
+            hidden = torch.zeros(n, m, dtype=torch.bool, device=q.device)
+            if left >= 0:
+                hidden |= behind < -left
+            if right >= 0:
+                hidden |= behind > right
+            logits = logits.masked_fill(hidden, -math.inf)
+            none = hidden.all(1)
+            weights = torch.softmax(logits.masked_fill(none[:, None], 0.0), -1)
+            outs.append(weights.masked_fill(none[:, None], 0.0) @ v[h // group])
+            lses.append(torch.logsumexp(logits, -1).masked_fill(none, math.inf))
+        return torch.stack(outs, 1), torch.stack(lses)
+
+
+def expect_equal(out, lse, sequences, mask):
+    """``out`` and ``lse`` of (q, k, v) one after another along the tokens are those of float64."""
+    first = 0
+    for q, k, v in sequences:
+        exact, exact_lse = attention(q, k, v, **mask)
+        tokens = slice(first, first + q.shape[0])
+        assert_within_budget("out", out[tokens], exact)
+        assert_within_budget("lse", lse[:, tokens], exact_lse)
+        first = tokens.stop
+    assert first == out.shape[0]
+
+
+def paged(rows, tables, block_size, num_pages):
+    """A pool, NaN but for the rows of each sequence at the pages that its table names."""
+    pool = torch.full((num_pages, block_size, *rows[0].shape[1:]), NAN, device=DEVICE, dtype=rows[0].dtype)  # fmt: skip
+    for keys, table in zip(rows, tables, strict=True):
+        for j, row in enumerate(keys):
+            pool[table[j // block_size], j % block_size] = row
+    return pool
+
+
+def lengths_of(q_lens, k_lens, dtype=torch.float32):
+    q = [numbers(n, HEADS, DIM, seed=i, dtype=dtype) for i, n in enumerate(q_lens)]
+    k = [numbers(n, KV_HEADS, DIM, seed=10 + i, dtype=dtype) for i, n in enumerate(k_lens)]
+    v = [numbers(n, KV_HEADS, DIM, seed=20 + i, dtype=dtype) for i, n in enumerate(k_lens)]
+    return q, k, v
+
+
+def varlen(q, k, v, q_lens, k_lens, **options):
+    cu_q = offsets(q_lens)
+    cu_k = cu_q if k_lens is q_lens else offsets(k_lens)
+    longest = max(q_lens), max(k_lens)
+    return flash_attn_varlen_func(
+        q, k, v, cu_q, cu_k, *longest, return_attn_probs=True, **options
+    )  # fmt: skip
+
+
+@runs
+@pytest.mark.parametrize("cache", ["packed", "paged"])
+def test_varlen_against_float64(impl, cache, mask):
+    """A chunk, a prompt, a decode, no token at all, and more tokens than keys."""
+    q_lens, k_lens = [5, 9, 1, 0, 4], [23, 9, 30, 7, 2]
+    q, k, v = lengths_of(q_lens, k_lens)
+    table = None
+    keys, values = torch.cat(k), torch.cat(v)
+    if cache == "paged":
+        tables = [[3, 9], [7, -1], [1, 8], [5, -1], [2, -1]]
+        keys, values = (paged(rows, tables, 16, 10) for rows in (k, v))
+        table = ints(tables)
+    out, lse, empty = varlen(torch.cat(q), keys, values, q_lens, k_lens, block_table=table, **mask)
+    assert empty.numel() == 0
+    expect_equal(out, lse, zip(q, k, v, strict=True), mask)
+
+
+@runs
+def test_prompts_with_one_tensor_of_offsets(impl, mask):
+    lens = [9, 1, 17]
+    q, k, v = lengths_of(lens, lens, torch.float16)
+    out, lse, _ = varlen(torch.cat(q), torch.cat(k), torch.cat(v), lens, lens, **mask)
+    assert out.dtype == torch.float16
+    expect_equal(out, lse, zip(q, k, v, strict=True), mask)
+
+
+def test_as_many_keys_as_tokens_need_not_be_prompts():
+    q_lens, k_lens = [3, 6], [6, 3]
+    q, k, v = lengths_of(q_lens, k_lens)
+    out, lse, _ = varlen(torch.cat(q), torch.cat(k), torch.cat(v), q_lens, k_lens, **PLAIN)
+    expect_equal(out, lse, zip(q, k, v, strict=True), PLAIN)
+
+
+@impls
+@pytest.mark.parametrize("mask", [{}, {"window_size": (4, 2)}, {"window_size": (-1, 7)}], ids=str)
+def test_one_new_token_each_needs_no_causal(impl, mask):
+    q, k, v = lengths_of([1, 1, 1], [23, 1, 6])
+    out, lse, _ = varlen(torch.cat(q), torch.cat(k), torch.cat(v), [1, 1, 1], [23, 1, 6], **mask)
+    # Bottom-right aligned, so no key is behind the query.
+    expect_equal(out, lse, zip(q, k, v, strict=True), mask)
+
+
+@runs
+@pytest.mark.parametrize("seqlen_q", [1, 3])
+@pytest.mark.parametrize("cache", ["paged", "rows", "rows-by-index"])
+def test_with_kvcache_against_float64(impl, cache, seqlen_q, mask):
+    k_lens = [23, 1, 30]
+    q, k, v = lengths_of([seqlen_q] * 3, k_lens)
+    tables = [[3, 6], [5, -1], [1, 4]] if cache == "paged" else [[4], [2], [0]]
+    if cache == "rows":
+        tables = [[0], [1], [2]]
+    k_cache, v_cache = (paged(rows, tables, 16 if cache == "paged" else 37, 7) for rows in (k, v))
+    where = {"block_table": ints(tables)} if cache == "paged" else {}
+    if cache == "rows-by-index":
+        where["cache_batch_idx"] = ints(tables)[:, 0]
+    out, lse = flash_attn_with_kvcache(
+        torch.stack(q), k_cache, v_cache, cache_seqlens=ints(k_lens), return_softmax_lse=True,
+        **where, **mask,
+    )  # fmt: skip
+    assert out.shape == (3, seqlen_q, HEADS, DIM) and lse.shape == (3, HEADS, seqlen_q)
+    expect_equal(out.flatten(0, 1), lse.transpose(0, 1).flatten(1), zip(q, k, v, strict=True), mask)
+
+
+@impls
+@pytest.mark.parametrize("seqlen_new", [1, 20])
+@pytest.mark.parametrize("cache", ["paged", "rows"])
+def test_with_kvcache_writes_and_then_reads(impl, cache, seqlen_new):
+    """Rows behind ``cache_seqlens``, over page boundaries; nothing else in the cache changes."""
+    before = [15, 0, 30]
+    k_lens = [n + seqlen_new for n in before]
+    q, k, v = lengths_of([2] * 3, k_lens)
+    block_size, tables = (16, [[3, 6, 9, 0], [5, 8, 7, 0], [1, 4, 2, 10]])
+    if cache == "rows":
+        block_size, tables = 51, [[0], [1], [2]]
+    held = [paged([x[:n] for x, n in zip(rows, before, strict=True)], tables, block_size, 11) for rows in (k, v)]  # fmt: skip
+    whole = [paged(rows, tables, block_size, 11) for rows in (k, v)]
+    new = [torch.stack([x[n:] for x, n in zip(rows, before, strict=True)]) for rows in (k, v)]
+    where = {"block_table": ints(tables)} if cache == "paged" else {}
+    if cache == "rows":
+        held, whole = ([x[:3] for x in caches] for caches in (held, whole))
+    out, lse = flash_attn_with_kvcache(
+        torch.stack(q), *held, *new, cache_seqlens=ints(before), return_softmax_lse=True, causal=True,
+        **where,
+    )  # fmt: skip
+    for got, expected in zip(held, whole, strict=True):
+        assert got.nan_to_num(77.0).equal(expected.nan_to_num(77.0))
+    expect_equal(
+        out.flatten(0, 1), lse.transpose(0, 1).flatten(1), zip(q, k, v, strict=True), PLAIN
+    )
+
+
+def test_lengths_as_one_number_and_a_full_cache():
+    q, k, v = lengths_of([1, 1], [12, 12])
+    caches = torch.stack(k), torch.stack(v)
+    full = flash_attn_with_kvcache(torch.stack(q), *caches)
+    assert full.equal(flash_attn_with_kvcache(torch.stack(q), *caches, cache_seqlens=12))
+    assert not full.equal(flash_attn_with_kvcache(torch.stack(q), *caches, cache_seqlens=11))
+    # Rows whose last stride is not 1 are taken too, as by flash-attn.
+    odd = torch.stack(q).transpose(2, 3).contiguous().transpose(2, 3)
+    assert full.equal(flash_attn_with_kvcache(odd, *caches))
+
+
+def test_without_lse_a_tensor_comes_alone():
+    q, k, v = (torch.cat(x) for x in lengths_of([3], [3]))
+    out = flash_attn_varlen_func(q, k, v, offsets([3]), offsets([3]), 3, 3, causal=True)
+    assert out.equal(varlen(q, k, v, [3], [3], causal=True)[0])
+
+
+VARLEN = {
+    "dropout_p": 0.1, "alibi_slopes": torch.zeros(HEADS), "causal": False, "window_size": (2, 1),
+}  # fmt: skip
+WITH_CACHE = {
+    "rotary_cos": torch.zeros(4, 8), "rotary_sin": torch.zeros(4, 8), "num_splits": 1,
+    "cache_leftpad": ints([0]), "alibi_slopes": torch.zeros(HEADS),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", VARLEN)
+def test_varlen_refuses_by_name(name):
+    q, k, v = (torch.cat(x) for x in lengths_of([3], [3]))
+    options = {"causal": name != "window_size", name: VARLEN[name]}
+    shown = "causal" if name == "window_size" else name
+    with pytest.raises(NotImplementedError, match=f"^{shown}: "):
+        flash_attn_varlen_func(q, k, v, offsets([3]), offsets([3]), 3, 3, **options)
+
+
+@pytest.mark.parametrize("name", WITH_CACHE)
+def test_with_kvcache_refuses_by_name(name):
+    q, k, v = (torch.stack(x) for x in lengths_of([1], [3]))
+    with pytest.raises(NotImplementedError, match=f"^{name}: "):
+        flash_attn_with_kvcache(q, k, v, **{name: WITH_CACHE[name]})
+
+
+def test_gradients_are_refused():
+    q, k, v = (torch.cat(x) for x in lengths_of([3], [3]))
+    args = k, v, offsets([3]), offsets([3]), 3, 3
+    q.requires_grad_()
+    with pytest.raises(NotImplementedError, match=r"^q: gradients"):
+        flash_attn_varlen_func(q, *args, causal=True)
+    with torch.no_grad():
+        flash_attn_varlen_func(q, *args, causal=True)
+
+
+ROWS = numbers(1, 2, KV_HEADS, DIM)
+WRONG = [
+    ({"cache_seqlens": 9}, "cache_seqlens: expected lengths that the cache holds in"),
+    ({"k": ROWS, "v": ROWS, "cache_seqlens": 7}, "cache_seqlens: expected lengths that"),
+    ({"k": ROWS, "v": ROWS}, "cache_seqlens: expected lengths with k"),
+    ({"k": ROWS, "cache_seqlens": 1}, "v: expected rows of both"),
+    ({"k": ROWS[..., :8], "v": ROWS, "cache_seqlens": 1}, r"k: expected float32 \[1, \*, 2, 16\]"),
+    ({"block_table": ints([[0]]), "cache_batch_idx": ints([0])}, "cache_batch_idx: expected None"),
+    ({"cache_batch_idx": ints([0, 1])}, r"cache_batch_idx: expected int32 \[1\]"),
+    ({"q": ROWS[0]}, "q: expected"),
+    ({"softcap": -1.0, "k": ROWS, "v": ROWS, "cache_seqlens": 1}, "softcap: expected"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "message"), WRONG, ids=[m for _, m in WRONG])
+def test_a_refused_call_names_the_argument_and_writes_nothing(change, message):
+    call = {"q": numbers(1, 1, HEADS, DIM), "k_cache": numbers(1, 8, KV_HEADS, DIM)}
+    call["v_cache"] = call["k_cache"].clone()
+    before = call["k_cache"].clone()
+    with pytest.raises(ValueError, match=f"^{message}"):
+        flash_attn_with_kvcache(**call | change)
+    assert call["k_cache"].equal(before) and call["v_cache"].equal(before)
+
+
+def test_lengths_of_packed_keys_are_checked():
+    q, k, v = (torch.cat(x) for x in lengths_of([1], [9]))
+    with pytest.raises(ValueError, match=r"^max_seqlen_k: expected lengths in"):
+        flash_attn_varlen_func(q, k, v, offsets([1]), offsets([9]), 1, 8)
+
+
+@pytest.fixture
+def no_flash_attn(monkeypatch):
+    """No flash_attn is loaded, here and afterwards."""
+    for name in ("flash_attn", "flash_attn.flash_attn_interface"):
+        monkeypatch.setitem(sys.modules, name, None)
+        monkeypatch.delitem(sys.modules, name)
+
+
+def test_an_import_finds_what_is_installed(no_flash_attn):
+    package = flash_attn.install()
+    assert flash_attn.install() is package
+    assert importlib.import_module("flash_attn").flash_attn_varlen_func is flash_attn_varlen_func
+    interface = importlib.import_module("flash_attn.flash_attn_interface")
+    assert interface.flash_attn_with_kvcache is flash_attn_with_kvcache
+    assert importlib.util.find_spec("flash_attn") is not None
+    with pytest.raises(ModuleNotFoundError, match=r"flash_attn\.bert_padding"):
+        importlib.import_module("flash_attn.bert_padding")
+    with pytest.raises(AttributeError):
+        package.flash_attn_func  # noqa: B018
+
+
+def test_another_flash_attn_is_left_alone(no_flash_attn, monkeypatch):
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "2.5.9.post1")
+    with pytest.raises(NotImplementedError, match=r"flash-attn: expected 2.6 to 2.8, got 2.5.9"):
+        flash_attn.install()
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "2.8.3.post2")
+    monkeypatch.setitem(sys.modules, "flash_attn", importlib)
+    with pytest.raises(RuntimeError, match="flash_attn: expected install"):
+        flash_attn.install()
+    del sys.modules["flash_attn"]
+    assert flash_attn.install().__version__ == "2.8.3.post2"
+
+
+def test_signatures_are_those_of_flash_attn():
+    """By position and by default: read from flash-attn 2.8.3."""
+    varlen = "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k dropout_p=0.0 softmax_scale=None causal=False"
+    varlen += " window_size=(-1,-1) softcap=0.0 alibi_slopes=None deterministic=False return_attn_probs=False block_table=None"
+    cached = "q k_cache v_cache k=None v=None rotary_cos=None rotary_sin=None cache_seqlens=None cache_batch_idx=None"
+    cached += " cache_leftpad=None block_table=None softmax_scale=None causal=False window_size=(-1,-1) softcap=0.0"
+    cached += " rotary_interleaved=True alibi_slopes=None num_splits=0 return_softmax_lse=False"
+    for function, expected in ((flash_attn_varlen_func, varlen), (flash_attn_with_kvcache, cached)):
+        parameters = inspect.signature(function).parameters.values()
+        shown = [
+            p.name + ("" if p.default is p.empty else f"={p.default}".replace(" ", ""))
+            for p in parameters
+        ]
+        assert shown == expected.split()

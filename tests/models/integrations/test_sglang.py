@@ -1,0 +1,268 @@
+"""SGLang's attention backend over stand-ins of its pools and batches, and with the classes of its wheel where that is at hand."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from quire.models.integrations import sglang
+from tests.support.models import sglang_steps as steps
+from tests.support.models.sglang_steps import HEADS, Host, Mode, layer, play
+
+ROOT = Path(__file__).resolve().parents[3]
+# A folder with the unpacked wheel: `pip download --no-deps sglang==0.5.23`, then `unzip`.
+WHEEL = Path(os.environ.get("QUIRE_SGLANG") or ROOT / ".peers" / "sglang")
+
+
+class Base:
+    """What `AttentionBackend.forward` does."""
+
+    def forward(self, q, k, v, layer, forward_batch, save_kv_cache=True, **kwargs):
+        one = self.forward_decode if forward_batch.forward_mode.is_decode() else self.forward_extend
+        return one(q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs)
+
+
+Backend = sglang.backend_class(Base)
+
+
+@pytest.mark.parametrize("hybrid", [False, True], ids=["one-pool", "window-pool"])
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_steps_against_float64(page_size, hybrid):
+    play(Backend, page_size, hybrid)
+
+
+def test_sinks_and_soft_cap():
+    play(Backend, 4, True, sinks=torch.tensor([0.5, -1.0, 2.0, 0.0]), cap=3.0)
+
+
+@pytest.mark.slow
+def test_steps_by_the_triton_kernels(monkeypatch):
+    for name in ("paged_attention", "sliding_window_attention", "write_kv"):
+        function = functools.partial(getattr(sglang, name), impl="triton")
+        monkeypatch.setattr(sglang, name, function)
+    play(Backend, 4, True)
+
+
+@pytest.mark.parametrize("hybrid", [False, True], ids=["one-pool", "window-pool"])
+def test_a_graph_reads_what_each_replay_prepares(hybrid):
+    """The tensors of the captured step keep their places; padding rows, whose length is the fill value, harm nobody."""
+    host = Host(4, hybrid)
+    backend = Backend(host.runner)
+    layers = [layer(0), layer(1, steps.WINDOW - 1)]
+    chosen, batch = host.step(Mode, "EXTEND", [9, 2, 14, 1])
+    backend.init_forward_metadata(batch)
+    host.run(backend, chosen, batch, layers, None)
+    backend.init_cuda_graph_state(6, 6)
+    captured = None
+    for lengths in ([1, 1, 1, 1], [1, 1, 1, 1]):
+        chosen, batch = host.step(Mode, "DECODE", lengths)
+        backend.init_forward_metadata_out_graph(batch, in_capture=captured is None)
+        if captured is None:
+            captured = backend.forward_metadata
+        backend.forward_metadata = captured
+        host.run(backend, chosen, batch, layers, None)
+    chosen, batch = host.step(Mode, "DECODE", [1, 0, 0, 0])
+    batch.batch_size = 4  # as padded by the host
+    fill = backend.get_cuda_graph_seq_len_fill_value()
+    batch.seq_lens = torch.cat([batch.seq_lens, torch.full((3,), fill)])
+    batch.req_pool_indices = torch.cat([batch.req_pool_indices, torch.zeros(3, dtype=torch.long)])
+    batch.out_cache_loc = torch.cat([batch.out_cache_loc, torch.zeros(3, dtype=torch.long)])
+    backend.init_forward_metadata_out_graph(batch)
+    assert captured.seq_lens.tolist() == [12, 1, 1, 1]
+    q, k, v = host.normal(4, HEADS * 16), host.normal(4, 32), host.normal(4, 32)
+    out = backend.forward(q, k, v, layers[0], batch)
+    rows = [torch.stack([*host.history[1][1], torch.stack([k[0], v[0]]).view(2, 2, 16)], 1)]
+    exact = steps.attention(q[:1].view(1, HEADS, 16), *rows[0], 0.3, 0.0, -1, None)
+    assert ((out[0].view(1, HEADS, 16) - exact).abs() <= steps.allowed(exact, torch.float32)).all()
+
+
+def test_a_layer_without_rows_of_its_own_reads_those_of_the_pool():
+    """Layers that share another's cache get no k and v; and nothing is written where the host says so."""
+    host = Host(4, False)
+    backend = Backend(host.runner)
+    _, batch = host.step(Mode, "EXTEND", [9, 0, 0, 0])
+    backend.init_forward_metadata(batch)
+    q, k, v = host.normal(9, 64), host.normal(9, 32), host.normal(9, 32)
+    unsaved = backend.forward(q, k, v, layer(0), batch, save_kv_cache=False)
+    assert all(rows.isnan().all() for rows in host.rows(0))
+    saved = backend.forward(q, k, v, layer(0), batch)
+    torch.testing.assert_close(unsaved, saved, rtol=0, atol=0)
+    shared = backend.forward(q, None, None, layer(0), batch)
+    exact = steps.attention(
+        q.view(9, 4, 16), k.view(9, 2, 16), v.view(9, 2, 16), 0.3, 0.0, -1, None
+    )
+    assert ((shared.view(9, 4, 16) - exact).abs() <= steps.allowed(exact, torch.float32)).all()
+
+
+LAYERS = {
+    "is_cross_attention": {"is_cross_attention": True}, "attn_type": {"attn_type": "encoder_only"},
+    "v_head_dim": {"v_head_dim": 8}, "xai_temperature_len": {"xai_temperature_len": 4},
+    "logit_capping_method": {"logit_cap": 2.0, "logit_capping_method": "other"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*LAYERS, "forward_mode", "mha_return_lse", "score_mod"])
+def test_what_is_not_served_is_refused_by_name_and_nothing_is_written(name):
+    host = Host(4, False)
+    backend = Backend(host.runner)
+    _, batch = host.step(Mode, "EXTEND", [3, 0, 0, 0])
+    backend.init_forward_metadata(batch)
+    one = layer(0)
+    for attribute, value in LAYERS.get(name, {}).items():
+        setattr(one, attribute, value)
+    if name == "forward_mode":
+        batch.forward_mode = Mode.TARGET_VERIFY
+    batch.mha_return_lse = name == "mha_return_lse"
+    more = {"score_mod": 1} if name == "score_mod" else {}
+    rows = host.normal(3, 64), host.normal(3, 32), host.normal(3, 32)
+    with pytest.raises(NotImplementedError, match=f"^{name}: is not served"):
+        backend.forward(*rows, one, batch, **more)
+    assert all(rows.isnan().all() for rows in host.rows(0))
+    backend.init_cuda_graph_state(2, 2)
+    with pytest.raises(NotImplementedError, match=r"^forward_mode: expected DECODE"):
+        backend.init_forward_metadata_out_graph(batch)
+
+
+@pytest.mark.parametrize(
+    "name", ["use_mla_backend", "is_encoder_decoder", "kv_cache_dtype", "spec_algorithm"]
+)
+def test_a_runner_that_is_not_served_is_refused_by_name(name):
+    runner = Host(4, False).runner
+    if name == "is_encoder_decoder":
+        runner.model_config.is_encoder_decoder = True
+    elif name == "spec_algorithm":
+        runner.spec_algorithm.is_none = lambda: False
+    else:
+        setattr(runner, name, torch.float8_e4m3fn if name == "kv_cache_dtype" else True)
+    with pytest.raises(NotImplementedError, match=f"^{name}: is not served"):
+        Backend(runner)
+
+
+def test_other_versions_of_the_host_are_refused(monkeypatch):
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.5.24")
+    with pytest.raises(NotImplementedError, match=r"sglang: expected 0.5.23, got 0.5.24"):
+        sglang.register()
+
+
+def test_the_entry_point_is_the_one_that_sglang_asks_for():
+    point = "quire.models.integrations.sglang:register"
+    assert f'"sglang.srt.plugins": ["quire = {point}"]' in (ROOT / "setup.py").read_text()
+    for found in importlib.metadata.entry_points(group="sglang.srt.plugins", name="quire"):
+        assert found.value == point and found.load() is sglang.register
+
+
+# SGLang's own `__init__` wants its whole installation; the modules below it are loaded without. What they import that is not
+# installed (CUDA libraries, servers, codecs) is a module of nothings.
+HOST = r"""
+import importlib, importlib.abc, importlib.machinery, importlib.util, inspect, sys, types
+
+wheel, helper = sys.argv[1:]
+
+class Nothing(str):
+    def __new__(cls, *args, **kwargs):
+        return str.__new__(cls, "x")
+    def __call__(self, *args, **kwargs):
+        decorates = len(args) == 1 and isinstance(args[0], types.FunctionType) and not kwargs
+        return args[0] if decorates else Nothing()
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Nothing()
+    def __mro_entries__(self, bases):
+        return ()
+
+class Missing(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    names = set()
+    def find_spec(self, name, path=None, target=None):
+        top = name.partition(".")[0]
+        frame = sys._getframe(1)
+        while "importlib" in frame.f_code.co_filename:
+            frame = frame.f_back
+        if top == "sglang" or (top not in self.names and not frame.f_code.co_filename.startswith(wheel)):
+            return None
+        self.names.add(top)
+        return importlib.machinery.ModuleSpec(name, self, is_package=True)
+    def create_module(self, spec):
+        module = types.ModuleType(spec.name)
+        module.__getattr__ = lambda name: getattr(Nothing(), name)
+        return module
+    def exec_module(self, module):
+        pass
+
+package = types.ModuleType("sglang")
+package.__path__ = [wheel + "/sglang"]
+sys.modules["sglang"] = package
+sys.path.append(wheel)  # for its metadata
+import torch, transformers
+sys.meta_path.append(Missing())
+
+spec = importlib.util.spec_from_file_location("steps", helper)
+steps = sys.modules["steps"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(steps)
+
+from sglang.srt.plugins import hook_registry, load_plugins
+from quire.models.integrations import sglang as adapter
+load_plugins()  # finds the entry point, where quire is installed with it
+from sglang.srt.layers.attention import attention_registry, base_attn_backend
+from sglang.srt.arg_groups import choices
+if "quire" not in attention_registry.ATTENTION_BACKENDS:
+    print("not by the entry point")
+    adapter.register()
+assert choices.ATTENTION_BACKEND_CHOICES.count("quire") == 1
+backend_of = attention_registry.ATTENTION_BACKENDS["quire"]
+base = base_attn_backend.AttentionBackend
+assert issubclass(backend_of, base)
+
+# Each method of ours that SGLang calls is one of the base's and takes its arguments; extras come by name.
+ours = {n: f for n, f in vars(adapter.QuireAttention).items() if inspect.isfunction(f) and n[0] != "_"}
+assert {"forward_decode", "forward_extend", "init_forward_metadata", "init_cuda_graph_state"} <= ours.keys()
+for name, function in ours.items():
+    theirs = inspect.signature(getattr(base, name)).parameters
+    mine = inspect.signature(function).parameters
+    assert [(p.name, p.kind, p.default) for p in theirs.values()] == [(p.name, p.kind, p.default) for p in mine.values()], name
+
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+def layer(layer_id, window, cap):
+    return RadixAttention(
+        steps.HEADS, steps.DIM, 0.3, steps.KV_HEADS, layer_id, logit_cap=cap, sliding_window_size=window
+    )
+
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+
+def pool(size, window_size, page_size, hybrid):
+    sizes = dict(head_num=steps.KV_HEADS, head_dim=steps.DIM, dtype=torch.float32, page_size=page_size)
+    if hybrid:
+        ids = dict(swa_attention_layer_ids=[1], full_attention_layer_ids=[0])
+        return SWAKVPool(size, window_size, device="cpu", **ids, **sizes)
+    return MHATokenToKVPool(size, layer_num=2, device="cpu", enable_memory_saver=False, **sizes)
+
+for page_size in (1, 4):
+    for hybrid in (False, True):
+        backend = steps.play(
+            backend_of, page_size, hybrid, modes=ForwardMode, make_layer=layer, make_pool=pool, cap=5.0
+        )
+assert isinstance(backend, base)
+print("stood in for:", *sorted(Missing.names))
+"""
+
+
+@pytest.mark.slow
+def test_the_classes_of_the_wheel(tmp_path):
+    if not (WHEEL / "sglang" / "srt").is_dir():
+        pytest.skip(f"no unpacked wheel of sglang {sglang.SERVED} in {WHEEL} (QUIRE_SGLANG names it)")  # fmt: skip
+    if not (WHEEL / f"sglang-{sglang.SERVED}.dist-info").is_dir():
+        pytest.skip(f"the wheel in {WHEEL} is not of sglang {sglang.SERVED}")
+    command = [sys.executable, "-c", HOST, str(WHEEL), steps.__file__]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    print(done.stdout)
