@@ -1,4 +1,4 @@
-"""Oracles of the public functions: plain torch, one token and one KV head at a time.
+"""Oracles of the public functions: plain torch, one token and one key at a time.
 
     out_i = sum_j softmax_j(cap(softmax_scale * q_i . k_j)) v_j   over the keys j that query i sees,
 
@@ -89,26 +89,25 @@ def attention(call: AttentionCall, dtype: torch.dtype | None = None) -> torch.Te
         for token in range(first, last):
             position = context + token - first
             seen = slice(lowest(position) - oldest, position + 1 - oldest)
-            for kv_head in range(num_heads // group):
-                heads = slice(kv_head * group, (kv_head + 1) * group)
+            for h in range(num_heads):
                 if position < 0 or all_keys is None or all_values is None:
-                    out[token, heads] = 0
+                    out[token, h] = 0
                     if lse is not None:
-                        lse[heads, token] = -math.inf
+                        lse[h, token] = -math.inf
                     continue
-                key_rows, value_rows = all_keys[seen, kv_head], all_values[seen, kv_head]
-                logits = call.q[token, heads].to(dtype) @ key_rows.T * scale  # [group, keys]
+                key_rows, value_rows = all_keys[seen, h // group], all_values[seen, h // group]
+                logits = key_rows @ call.q[token, h].to(dtype) * scale
                 if call.softcap is not None:
                     logits = call.softcap * torch.tanh(logits / call.softcap)
                 if lse is not None:
-                    lse[heads, token] = torch.logsumexp(logits, 1)
-                if call.sinks is not None:
-                    logits = torch.cat([logits, call.sinks[heads, None].to(dtype)], 1)
-                weights = torch.softmax(logits, 1)[:, : len(key_rows)]
-                out[token, heads] = weights @ value_rows
-            for h in range(num_heads):
+                    lse[h, token] = torch.logsumexp(logits, 0)
                 if call.sinks is not None and call.sinks[h] == math.inf:
                     out[token, h] = 0
+                    continue
+                if call.sinks is not None:
+                    logits = torch.cat([logits, call.sinks[h : h + 1].to(dtype)])
+                weights = torch.softmax(logits, 0)[: len(key_rows)]
+                out[token, h] = weights @ value_rows
     return out
 
 
