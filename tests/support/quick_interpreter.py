@@ -225,17 +225,44 @@ def _constants_once() -> None:
 
 
 def _equal_operands() -> None:
-    """Operands of one type and one shape are neither converted nor broadcast."""
+    """Operands of one type and one shape are neither converted nor broadcast; and a number beside an
+    operand that stays as it is becomes the same tensor each time.
+    """
     check = Semantic.binary_op_type_checking_impl
     # Types that no operation widens or refuses.
     closed = {"int32", "int64", "fp32"}
+    numbers = {}
 
     def check_unless_equal(self, lhs, rhs, *args, **kwargs):
-        tensors = type(lhs) is core.tensor and type(rhs) is core.tensor
-        if not tensors or lhs.shape is not rhs.shape or lhs.dtype.name not in closed:
-            return check(self, lhs, rhs, *args, **kwargs)
-        if lhs.dtype.name != rhs.dtype.name:
-            return check(self, lhs, rhs, *args, **kwargs)
-        return lhs, rhs
+        if type(lhs) is core.tensor:
+            if type(rhs) is core.tensor:
+                same = lhs.shape is rhs.shape and lhs.dtype.name in closed
+                if same and lhs.dtype.name == rhs.dtype.name:
+                    return lhs, rhs
+            elif type(rhs) in (int, float):
+                return with_number(self, 1, lhs, rhs, args, kwargs)
+        elif type(rhs) is core.tensor and type(lhs) in (int, float):
+            return with_number(self, 0, rhs, lhs, args, kwargs)
+        return check(self, lhs, rhs, *args, **kwargs)
+
+    def with_number(self, side, tensor, number, args, kwargs):
+        """The operands, of which the one of `side` is a number."""
+        # -0.0 equals 0.0 (and NaN equals nothing, but for itself as the same object).
+        negative_zero = number == 0 and str(number) == "-0.0"
+        key = (
+            (side, tensor.type.name, type(number), number, negative_zero, args, *kwargs.items())
+        )  # fmt: skip
+        kept = numbers.get(key)
+        if kept is None:
+            operands = (tensor, number) if side else (number, tensor)
+            operands = check(self, *operands, *args, **kwargs)
+            if operands[1 - side] is tensor and type(tensor.dtype) is core.dtype:
+                constant = operands[side]
+                constant.handle.data.flags.writeable = False
+                numbers[key] = constant.handle.data, constant.handle.dtype, constant.type
+            return operands
+        data, dtype, of_type = kept
+        constant = self.tensor(interpreter.TensorHandle(data, dtype), of_type)
+        return (tensor, constant) if side else (constant, tensor)
 
     _replace(Semantic, "binary_op_type_checking_impl", check_unless_equal)

@@ -284,9 +284,14 @@ def test_an_engine_that_is_dropped_frees_its_pool(name, on):
 def test_launches_of_triton(config, dtype):
     """What wrappers do before and between their launches is captured too, workspaces included."""
     captures = Captures(LAUNCHES)
-    settings = {"max_num_seqs": 2, "max_model_len": 32, "impl": "triton", "kv_cache_dtype": dtype}
+    settings = {
+        "max_num_seqs": 1,
+        "max_num_batched_tokens": 4,
+        "max_model_len": 32,
+        "impl": "triton",
+    }
     eager, got, captures, _ = both(
-        random_model(config), (4,), captures=captures, again=0, **settings
+        random_model(config), (4,), captures=captures, again=0, kv_cache_dtype=dtype, **settings
     )
     assert_equal(got, eager)
     assert captures.num_replays == 3

@@ -7,8 +7,6 @@ of its last tokens by position, as a compressor state does.
 
 from __future__ import annotations
 
-import functools
-
 import numpy as np
 
 from quire.kvcore import GroupSpec, KVCache, StepPlan
@@ -29,18 +27,38 @@ def groups(*specs: tuple[int, int | None] | GroupSpec) -> list[GroupSpec]:
     ]
 
 
+class RowIds:
+    """Identities of the rows of one sequence, each token hashed once however often it is asked for.
+
+    Tokens may be appended, taken back and replaced: what follows the first change is hashed again.
+    """
+
+    def __init__(self, salt: bytes, lookahead: int = 0) -> None:
+        self._lookahead = lookahead
+        self._tokens: list[int] = []
+        self._chain = [hash(("salt", salt))]  # before each token, and after the last
+        self._ids: list[int] = []
+
+    def of(self, tokens: list[int]) -> np.ndarray:
+        """Identity of the row of each token that has `lookahead` tokens after it."""
+        known, more = self._tokens, self._lookahead
+        same = min(len(known), len(tokens))
+        if known[:same] != tokens[:same]:
+            same = next(i for i in range(same) if known[i] != tokens[i])
+            del known[same:], self._chain[same + 1 :], self._ids[max(0, same - more) :]
+        for token in tokens[len(known) :]:
+            self._chain.append(hash((self._chain[-1], token)))
+            known.append(token)
+        count = max(0, len(tokens) - more)
+        for i in range(len(self._ids), count):
+            ahead = known[i + 1 : i + 1 + more]
+            self._ids.append(hash((self._chain[i + 1], *ahead)) & 0x7FFFFFFFFFFFFFFF)
+        return np.array(self._ids[:count], dtype=np.int64)
+
+
 def row_ids(tokens: list[int], salt: bytes, lookahead: int = 0) -> np.ndarray:
     """Identity of the row of each token that has `lookahead` tokens after it."""
-    return _row_ids(tuple(tokens), salt, lookahead)
-
-
-@functools.lru_cache(maxsize=256)
-def _row_ids(tokens: tuple[int, ...], salt: bytes, lookahead: int) -> np.ndarray:
-    ids, last = [], hash(("salt", salt))
-    for i, t in enumerate(tokens[: max(0, len(tokens) - lookahead)]):
-        last = hash((last, t))
-        ids.append(hash((last, *tokens[i + 1 : i + 1 + lookahead])) & 0x7FFFFFFFFFFFFFFF)
-    return np.array(ids, dtype=np.int64)
+    return RowIds(salt, lookahead).of(tokens)
 
 
 class Engine:
@@ -56,6 +74,14 @@ class Engine:
         self.salts: dict[object, bytes] = {}
         self.slots: dict[object, int] = {}
         self.replays: dict[object, tuple[int, int]] = {}
+        self._ids: dict[tuple[object, int], RowIds] = {}
+        self._poisoned = np.ones(kv.num_pages, dtype=bool)  # what holds nothing else
+
+    def identity(self, rid, lookahead: int, end: int | None = None) -> np.ndarray:
+        """`row_ids` of the first ``end`` tokens of a request; all by default."""
+        if (rid, lookahead) not in self._ids:
+            self._ids[rid, lookahead] = RowIds(self.salts[rid], lookahead)
+        return self._ids[rid, lookahead].of(self.tokens[rid][:end])
 
     def computed(self, rid) -> int:
         return int(self.kv.num_computed[self.slots[rid]])
@@ -96,7 +122,7 @@ class Engine:
             assert plan.seq_lens[i] == c + n
             ids += self.tokens[rid][c : c + n]
             for t, (rows, spec) in enumerate(zip(self.rows, self.specs, strict=True)):
-                identity = row_ids(self.tokens[rid], self.salts[rid], spec.lookahead)
+                identity = self.identity(rid, spec.lookahead)
                 self._check_replay(plan, t, identity, a, c, n, self.replays[rid][1])
                 identity = self._written_ids(rid, identity, spec)
                 written = plan.slot_mapping[t, a:b]
@@ -104,7 +130,9 @@ class Engine:
                     assert (written == -1).all() and live[t] > 0
                     positions = np.arange(c, c + n)
                     rows[live[t], positions % STATE_ROWS] = identity[positions]
+                    self._poisoned[live[t]] = False
                     continue
+                self._poisoned[written[written >= 0] // spec.block_size] = False
                 for position, slot in zip(range(c, c + n), written.tolist(), strict=True):
                     if slot >= 0:
                         size = rows.shape[1]
@@ -146,30 +174,33 @@ class Engine:
         assert (pages[:, 1] > 0).all(), "page 0 is the initial state of every request"
         for rows in self.rows:
             rows[pages[:, 1]] = rows[pages[:, 0]]
+        self._poisoned[pages[:, 1]] = False
 
     def _write_waiting_rows(self, rid, end: int) -> None:
         """Rows before a step that waited for its tokens up to `end`: a commit may take their pages out of the ring."""
         start = self.computed(rid)
         for t, (rows, spec) in enumerate(zip(self.rows, self.specs, strict=True)):
             if spec.lookahead and spec.kind != "state":
-                identity = row_ids(self.tokens[rid][:end], self.salts[rid], spec.lookahead)
+                identity = self.identity(rid, spec.lookahead, end)
                 table = self.tables[t][self.slots[rid]]
                 for position in range(max(0, start - spec.lookahead), min(len(identity), start)):
                     page = table[position // spec.block_size % len(table)]
                     if page:
                         rows[page, position % spec.block_size] = identity[position]
+                        self._poisoned[page] = False
 
     def _write_drafter_rows(self, rid, before: int) -> None:
         """Rows of the step that waited for the tokens after them, or were made with tokens that were rejected."""
         for t, (rows, spec) in enumerate(zip(self.rows, self.specs, strict=True)):
             if spec.lookahead and spec.kind != "state":
-                identity = row_ids(self.tokens[rid], self.salts[rid], spec.lookahead)
+                identity = self.identity(rid, spec.lookahead)
                 last = min(len(identity), self.computed(rid))
                 table = self.tables[t][self.slots[rid]]
                 for position in range(max(0, before - spec.lookahead), last):
                     page = table[position // spec.block_size % len(table)]
                     if page:
                         rows[page, position % spec.block_size] = identity[position]
+                        self._poisoned[page] = False
 
     def finish_prompt(self, rid, chunk: int = 64) -> None:
         """Compute the rest of the known tokens in chunks."""
@@ -189,6 +220,8 @@ class Engine:
         n = self.computed(rid)
         self.kv.release(rid)
         del self.slots[rid], self.salts[rid], self.replays[rid]
+        for key in [key for key in self._ids if key[0] == rid]:
+            del self._ids[key]
         return self.tokens.pop(rid)[:n]
 
     def run(
@@ -211,7 +244,7 @@ class Engine:
     def _check_reads(self, rid, live: np.ndarray | None = None) -> None:
         slot, computed = self.slots[rid], self.computed(rid)
         for t, spec in enumerate(self.specs):
-            identity = row_ids(self.tokens[rid], self.salts[rid], spec.lookahead)
+            identity = self.identity(rid, spec.lookahead)
             table = self.tables[t][slot]
             # A drafter's row is written once the tokens it depends on were inputs, or are in the prompt.
             known = max(computed, int(self.kv.sequences.prompt_len[slot]))
@@ -236,5 +269,8 @@ class Engine:
 
     def _poison_free_pages(self) -> None:
         free = self.kv.pool.free_pages()
-        for rows in self.rows:
-            rows[free] = POISON
+        new = free[~self._poisoned[free]]
+        if len(new):
+            for rows in self.rows:
+                rows[new] = POISON
+        self._poisoned[new] = True
