@@ -144,7 +144,7 @@ def plan(dry_run: bool) -> list[Part]:
         Part("engine", 40, "engines of all families: caches in e4m3, drafts, preemption, replay, graphs",
              tests(ENGINE_TESTS), tests=True),
         Part("oracle", 15, "peers as a second, independent oracle",
-             tests("tests/gpu/test_gpu_peers.py"), waits=("peers",), tests=True),
+             tests("tests/gpu/test_gpu_peers.py tests/gpu/test_gpu_flashinfer.py"), waits=("peers",), tests=True),
         Part("flashinfer", 30, "the main job through FlashInfer beside quire",
              (*job, *size("--limit 2 --num-pages 2000 --no-baseline --check 2 --compare flashinfer", f"{tiny} --compare torch"), "{peers}"),
              waits=("peers",), needs_flashinfer=True),
