@@ -18,7 +18,10 @@ ALLOWED = {
         "jinja2", "numpy", "safetensors", "tokenizers", "torch", "tqdm",
         "quire.kernels", "quire.kvcore", "quire.models",
     },
-    "models/integrations": {"msgspec", "prometheus_client", "zmq", "quire.kvcore"},
+    "models/integrations": {
+        "msgspec", "numpy", "prometheus_client", "torch", "transformers", "zmq",
+        "quire.kernels", "quire.kvcore", "quire.models",
+    },
     "bench": {
         "matplotlib", "numpy", "safetensors", "torch", "tqdm", "triton",
         "quire.bench", "quire.kernels", "quire.kvcore", "quire.models",
