@@ -52,6 +52,9 @@ setup(
         "safetensors>=0.5",
         "tqdm>=4.60",
     ],
+    entry_points={
+        "vllm.general_plugins": ["quire = quire.models.integrations.vllm_attention:register"],
+    },
     extras_require={
         "gpu": ["flashinfer-python>=0.6"],
         "hf": [

@@ -19,7 +19,7 @@ ALLOWED = {
         "quire.kernels", "quire.kvcore", "quire.models",
     },
     "models/integrations": {
-        "msgspec", "numpy", "prometheus_client", "torch", "transformers", "zmq",
+        "msgspec", "numpy", "prometheus_client", "torch", "transformers", "vllm", "zmq",
         "quire.kernels", "quire.kvcore", "quire.models",
     },
     "bench": {
