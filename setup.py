@@ -67,6 +67,7 @@ setup(
         "test": ["pytest>=8", "pytest-xdist>=3.5", "hypothesis>=6.100", "ruff>=0.9", "mypy>=1.14"],
         "docs": ["mkdocs-material>=9.7,<10", "mkdocstrings[python]>=1.0,<2"],
         "transformers": ["transformers>=5.23,<5.24"],
+        "vllm": ["vllm>=0.33,<0.34"],
         "events": ["msgspec>=0.18", "pyzmq>=26", "prometheus-client>=0.20"],
     },
 )

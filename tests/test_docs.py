@@ -1,7 +1,7 @@
 """What the documents show runs, and the files, commands and options that they name exist.
 
 A block marked ``python`` runs; blocks of a page share their names. A block marked ``text`` right below is what it prints. A title
-``needs a GPU`` or ``needs a checkpoint`` says that a block is only compiled.
+``needs a GPU`` or ``needs a checkpoint`` says that a block is only compiled, another one what must be installed to run it.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ DOCUMENTS = {
 NOTEBOOKS = sorted(ROOT.glob("docs/notebooks/*.ipynb"))
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NOT_RUN = {'python title="needs a GPU"', 'python title="needs a checkpoint"'}
+# Run by the tests of the adapters, where these are (`tests.support.models.page_blocks`).
+NOT_RUN |= {'python title="needs transformers"', 'python title="needs vLLM"'}
 INFOS = {"python", "text", "sh", *NOT_RUN}
 WITH_CODE = [
     name for name, text in DOCUMENTS.items() if "```python\n" in text and name != "README.md"

@@ -13,7 +13,6 @@ take no part in attention: their output is 0, and nothing depends on it.
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections import namedtuple
 from types import SimpleNamespace
@@ -103,7 +102,7 @@ class QuirePool:
         to = {"dtype": model.dtype, "device": model.device}
         self.pages = PageTensors(layers, groups, places, num_pages=num_pages, **to)
         self._open: QuireCache | None = None  # its last step waits for `crop`
-        self._ended: list[int] = []  # requests of caches that nobody has any more
+        self._ended: list[object] = []  # requests of caches that nobody has any more
         AttentionInterface.register(NAME, _attention)
         AttentionMaskInterface.register(NAME, _mask)
         model.set_attn_implementation(NAME)
@@ -160,8 +159,6 @@ class QuireCache(Cache):
         ValueError: other shapes or paddings, a prompt too long, more rows than free requests.
     """
 
-    _names = itertools.count()
-
     def __init__(
         self, pool: QuirePool, input_ids: Tensor, attention_mask: Any = None, salt: bytes = b""
     ) -> None:
@@ -181,7 +178,7 @@ class QuireCache(Cache):
             raise ValueError("attention_mask: expected ones and, on the left, zeros for padding")
         self._prompts = [row[pad:] for row, pad in zip(ids, self._pads, strict=True)]
         self.matches = [self._kv.match(prompt, salt=salt) for prompt in self._prompts]
-        names = [next(self._names) for _ in self.matches]
+        names = [object() for _ in self.matches]
         slots = [self._kv.admit(*each) for each in zip(names, self.matches, strict=True)]
         self._slots = np.array(slots, dtype=np.int64)
         self._plan: StepPlan | None = None

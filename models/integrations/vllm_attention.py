@@ -1,18 +1,19 @@
 """The attention kernels as a backend of vLLM 0.33; extra ``vllm``.
 
-Where quire is installed beside vLLM, its entry point registers the backend, and this serves with it::
+Where quire is installed beside vLLM, its entry point registers the backend, and this serves with
+it::
 
     vllm serve MODEL --attention-backend CUSTOM
 
 A layer's pages are views of vLLM's tensor [num_blocks, num_kv_heads, block_size, 2 * head_size], in
 whatever order it lies in memory. All rows of a step are written first, for vLLM lets a request hit
-blocks that another one computes in the same step; so its manager must give a place to every row that
-a query sees, as its own does. Attention then takes a request's own new rows from the layer and the
-rest from pages. Layers that share another layer's keys find all rows in pages.
+blocks that another one computes in the same step; so its manager must give a place to every row
+that a query sees, as its own does. Attention then takes a request's own new rows from the layer and
+the rest from pages. Layers that share another layer's keys find all rows in pages.
 
-Not served, and refused by name: other versions of vLLM, MLA, encoders, ALiBi, bidirectional ranges of
-images, R-SWA, context parallelism, quantized caches but e4m3 with one scale for all keys, head sizes
-that are no power of two. CUDA graphs hold what lies between attention calls (``PIECEWISE``).
+Not served, and refused by name: other versions of vLLM, MLA, encoders, ALiBi, bidirectional ranges
+of images, R-SWA, context parallelism, quantized caches but e4m3 with one scale for all keys, head
+sizes that are no power of two. CUDA graphs hold what lies between attention calls (``PIECEWISE``).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ try:
     )
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 except ImportError as error:
-    raise ImportError("needs vLLM 0.33 and its v1 attention backends") from error
+    raise ImportError("needs vLLM 0.33: pip install 'quire[vllm]'") from error
 
 SUPPORTED = "0.33"
 E4M3 = ("fp8", "fp8_e4m3")

@@ -1,21 +1,21 @@
-"""Which chunks vLLM 0.33's host tier gives up first: a `CachePolicy` that keeps resume points whole.
+"""A `CachePolicy` of vLLM 0.33's host tier that keeps resume points whole; extra ``vllm``.
 
 In the settings of vLLM's offloading connector (``kv_connector_extra_config``)::
 
     "cache_policy": "ResumePointPolicy",
     "cache_policy_module_path": "quire.models.integrations.vllm_tier_policy"
 
-A request that resumes at a boundary needs all chunks of full attention before it, but of each window
-group only the last few, its tail. vLLM stores window chunks of all boundaries, and its policies treat
-them like others. Here, when a request finishes, its window chunks are spare but for
+A request that resumes at a boundary needs all chunks of full attention before it, but of each
+window group only the last few, its tail. vLLM stores window chunks of all boundaries, and its
+policies treat them like others. Here, when a request finishes, its window chunks are spare but for
 
 * the tail of its end, where the next turn of a chat resumes,
 * the tail of a junction, where its chunks of full attention stop being those of an earlier request,
 * a tail at which a second request has resumed.
 
-Spare chunks go first; then the rest, requests that were used longest ago first, their ends before their
-beginnings, as in vLLM's own LRU. Which groups have windows, and how long tails are, is seen from the
-first chunks that are loaded; until then nothing is spare.
+Spare chunks go first; then the rest, requests that were used longest ago first, their ends before
+their beginnings, as in vLLM's own LRU. Which groups have windows, and how long tails are, is seen
+from the first chunks that are loaded; until then nothing is spare.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ try:
     from vllm.v1.kv_offload.base import get_offload_group_idx
     from vllm.v1.kv_offload.cpu.policies.base import CachePolicy, order_request_keys
 except ImportError as error:
-    raise ImportError("needs vLLM 0.33 and its v1 offloading") from error
+    raise ImportError("needs vLLM 0.33: pip install 'quire[vllm]'") from error
 
 SUPPORTED = "0.33"
 

@@ -81,5 +81,5 @@ def test_other_versions_are_refused(version, monkeypatch):
 
 def test_absent_vllm_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
-    with pytest.raises(ImportError, match=r"needs vLLM 0\.33"):
+    with pytest.raises(ImportError, match=r"needs vLLM 0\.33: pip install 'quire\[vllm\]'"):
         importlib.import_module("quire.models.integrations.vllm_attention")

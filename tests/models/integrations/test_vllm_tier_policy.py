@@ -39,6 +39,11 @@ def test_more_of_a_trace_is_loaded_than_with_other_policies(said):
             assert row["ResumePointPolicy"] > 0.98 * row["lru"]
 
 
+def test_the_page_prints_what_it_shows(said):
+    [(printed, shown)] = said["page"]
+    assert printed == shown
+
+
 @pytest.mark.parametrize("version", ["0.32.0", "0.330.0", "1.33.0"])
 def test_other_versions_are_refused(version, monkeypatch):
     names = "vllm", "vllm.v1", "vllm.v1.kv_offload", "vllm.v1.kv_offload.base"
@@ -54,5 +59,5 @@ def test_other_versions_are_refused(version, monkeypatch):
 
 def test_absent_vllm_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
-    with pytest.raises(ImportError, match=r"needs vLLM 0\.33"):
+    with pytest.raises(ImportError, match=r"needs vLLM 0\.33: pip install 'quire\[vllm\]'"):
         importlib.import_module("quire.models.integrations.vllm_tier_policy")

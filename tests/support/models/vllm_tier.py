@@ -15,6 +15,7 @@ import bench  # noqa: F401  makes `quire` importable where it is not installed
 
 del sys.path[0]
 
+import page_blocks  # noqa: E402
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key  # noqa: E402
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager  # noqa: E402
 
@@ -25,6 +26,7 @@ POLICIES = {
     "arc": None,
     "ResumePointPolicy": "quire.models.integrations.vllm_tier_policy",
 }
+PAGE = Path(sys.argv[1]) / "docs" / "adopt-vllm.md"
 STEP = 16  # chunks of a scheduler step
 RUNNING = 8
 WINDOWS, TAIL = (
@@ -178,6 +180,7 @@ def main():
             for stored in ("all", "last")
             for slots in map(int, sys.argv[4].split(","))
         ]
+    said["page"] = page_blocks.run(PAGE, "needs vLLM")
     Path(sys.argv[5]).write_text(json.dumps(said))
 
 
