@@ -82,18 +82,18 @@ def test_calls_find_what_earlier_ones_computed(family):
     its last page, each row of a batch its own."""
     hits = {name: run["hits"] for name, run in family["runs"].items()}
     assert hits == {
-        "turn 0": [0], "turn 1": [48], "turn 2": [64], "cold": [0], "drafts": [96], "sampled": [96], "row 0": [32], "row 1": [96]
+        "turn 0": [0], "turn 1": [48], "turn 2": [64], "cold": [0], "drafts": [80], "sampled": [80], "row 0": [32], "row 1": [80]
     }  # fmt: skip
 
 
-def test_rejected_drafts_are_forgotten(family):
-    assert max(family["runs"]["drafts"]["cropped"]) > 0
+def test_drafts_change_no_token(family):
     assert torch.equal(family["runs"]["drafts"]["ids"], family["runs"]["cold"]["ids"])
 
 
-def test_accepted_drafts_save_steps(said):
-    steps = [torch.load(said / f"{f}.pt")["runs"]["drafts"]["cropped"] for f in FAMILIES]
-    assert min(len(cropped) for cropped in steps) <= 5  # of 10 tokens
+def test_drafts_are_rejected_and_accepted(said):
+    cropped = [torch.load(said / f"{f}.pt")["runs"]["drafts"]["cropped"] for f in FAMILIES]
+    assert sum(max(counts) > 0 for counts in cropped) >= 4
+    assert min(len(counts) for counts in cropped) == 2  # steps, for six tokens
 
 
 def test_requests_end_and_the_model_gets_its_attention_back(family):

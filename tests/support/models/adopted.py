@@ -34,7 +34,7 @@ FAMILIES = {
     "gemma3_text": {"sliding_window": 16, "layer_types": [SLIDING, SLIDING, FULL]},
     "gpt_oss": {"sliding_window": 24, "layer_types": [SLIDING, FULL]},
 }
-PROMPT, ANSWER, QUESTION, TURNS = 40, 10, 20, 3
+PROMPT, ANSWER, QUESTION, TURNS = 44, 6, 20, 3
 PART = 8  # weights are moved by a part of what is allowed, as in `tolerance`
 DRAFTS = 4
 
