@@ -2,12 +2,13 @@
 
 In the settings of vLLM's offloading connector (``kv_connector_extra_config``)::
 
-    "cache_policy": "ResumePointPolicy",
+    "eviction_policy": "ResumePointPolicy",
     "cache_policy_module_path": "quire.models.integrations.vllm_tier_policy"
 
 A request that resumes at a boundary needs all chunks of full attention before it, but of each
-window group only the last few, its tail. vLLM stores window chunks of all boundaries, and its
-policies treat them like others. Here, when a request finishes, its window chunks are spare but for
+window group only the last few, its tail. vLLM stores the last tail of a prompt, or, as
+``prefix_cache_retention_interval`` says, those of more boundaries, and its policies treat their
+chunks like others. Here, when a request finishes, its window chunks are spare but for
 
 * the tail of its end, where the next turn of a chat resumes,
 * the tail of a junction, where its chunks of full attention stop being those of an earlier request,

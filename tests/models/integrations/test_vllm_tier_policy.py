@@ -27,14 +27,14 @@ def test_random_requests_find_what_is_stored_and_lose_nothing_pinned(said):
 
 
 def test_more_of_a_trace_is_loaded_than_with_other_policies(said):
-    """Where vLLM stores window chunks of all boundaries. With tails alone there is nothing to spare, and it is as good as LRU."""
+    """Where vLLM stores window chunks of more boundaries than the last. With that alone there is nothing to spare, and it is as LRU."""
     if said["trace"] is None:
         pytest.skip(f"the trace is not at {TRACE.parent.name}/{TRACE.name} next to the repository")
     for row in said["trace"]:
         others = max(row["lru"], row["arc"])
         assert others > 0
-        if row["stored"] == "all":
-            assert row["ResumePointPolicy"] > 1.3 * others
+        if row["interval"] != 0:
+            assert row["ResumePointPolicy"] > 1.1 * others
         else:
             assert row["ResumePointPolicy"] > 0.98 * row["lru"]
 

@@ -39,12 +39,13 @@ class Tier:
     """The calls that vLLM's connector makes of a manager, for requests whose chunks are not on the GPU.
 
     Args:
-        stored: "all" window chunks, vLLM's default, or the "last" tail of a prompt (retention interval 0).
+        interval: vLLM's ``prefix_cache_retention_interval``: which window chunks are stored. None: all; else the last tail of a prompt,
+            and those of boundaries so many tokens apart (0, its default: no others).
     """
 
-    def __init__(self, policy, slots, stored="all", windows=WINDOWS):
+    def __init__(self, policy, slots, interval=None, windows=WINDOWS):
         self.manager = CPUOffloadingManager(slots, policy, POLICIES[policy])
-        self.stored, self.groups, self.number = stored, windows + 1, 0
+        self.interval, self.groups, self.number = interval, windows + 1, 0
 
     def request(self, ids, num_tokens):
         """Context, and tokens that are loaded; all other whole chunks are stored."""
@@ -70,12 +71,18 @@ class Tier:
                 keys[group][i]
                 for group in range(self.groups)
                 for i in chunks
-                if group == 0 or self.stored == "all" or most - TAIL <= i < most
+                if group == 0 or self.is_stored(i, most)
             ]
             store = self.manager.prepare_store(new, context)
             if store is not None:
                 self.manager.complete_store(store.keys_to_store, context)
         return context, hit * BLOCK_TOKENS
+
+    def is_stored(self, i, most):
+        if self.interval is None or most - TAIL <= i < most:
+            return True
+        apart = self.interval // BLOCK_TOKENS
+        return apart > 0 and i % apart >= apart - TAIL
 
     def hit(self, keys, most, context):
         found = 0
@@ -91,9 +98,9 @@ class Tier:
         return self.manager.lookup(key, context) is LookupResult.HIT
 
 
-def replay(requests, policy, slots, stored):
+def replay(requests, policy, slots, interval):
     """Part of the prompts' tokens that was loaded."""
-    tier, running, loaded = Tier(policy, slots, stored), deque(), 0
+    tier, running, loaded = Tier(policy, slots, interval), deque(), 0
     for r in requests:
         whole = r.hash_ids[: r.input_length // BLOCK_TOKENS]
         context, tokens = tier.request(whole, r.input_length)
@@ -175,9 +182,9 @@ def main():
     if trace.is_file():
         requests = read_trace(trace, limit=limit)
         said["trace"] = [
-            {"stored": stored, "chunks": slots}
-            | {p: replay(requests, p, slots, stored) for p in POLICIES}
-            for stored in ("all", "last")
+            {"interval": interval, "chunks": slots}
+            | {p: replay(requests, p, slots, interval) for p in POLICIES}
+            for interval in (None, 4096, 0)
             for slots in map(int, sys.argv[4].split(","))
         ]
     said["page"] = page_blocks.run(PAGE, "needs vLLM")
