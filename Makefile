@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.installed-docs
 
-.PHONY: bench test test-portable lint check format static gpu docs clean
+.PHONY: bench test test-portable test-vllm lint check format static gpu docs clean
 
 bench: $(STAMP)  ## generate with a small model through allocator and kernels, and check the output
 	$(PY) -m bench.prefill_decode $(ARGS)
@@ -21,6 +21,9 @@ PORTABLE := tests/test_budgets.py tests/kernels/attention/test_attention.py test
 test-portable: $(STAMP)  ## numerical tests with SSE alone
 	ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 ONEDNN_MAX_CPU_ISA=SSE41 OMP_NUM_THREADS=1 \
 		$(PY) -m pytest -n 2 --dist worksteal $(PORTABLE) -k "not million and not triton_kernels" $(ARGS)
+
+test-vllm: $(STAMP)  ## adapters beside vLLM 0.33, which VLLM_PYTHON=/path/to/python imports; a CPU is enough
+	VLLM_PYTHON=$(abspath $(VLLM_PYTHON)) OMP_NUM_THREADS=1 $(PY) -m pytest -rs tests/models/integrations -k vllm $(ARGS)
 
 # Some of each package, which most mistakes break; in these few files, for all of them take longer to be collected than these to run.
 QUICK := tests/test_layering.py tests/kvcore/test_cache.py tests/kvcore/policies tests/kvcore/tables/test_drafts.py \

@@ -52,6 +52,9 @@ setup(
         "safetensors>=0.5",
         "tqdm>=4.60",
     ],
+    entry_points={
+        "vllm.general_plugins": ["quire = quire.models.integrations.vllm_attention:register"],
+    },
     extras_require={
         "gpu": ["flashinfer-python>=0.6"],
         "hf": [
@@ -63,6 +66,8 @@ setup(
         "plot": ["matplotlib>=3.8"],
         "test": ["pytest>=8", "pytest-xdist>=3.5", "hypothesis>=6.100", "ruff>=0.9", "mypy>=1.14"],
         "docs": ["mkdocs-material>=9.7,<10", "mkdocstrings[python]>=1.0,<2"],
+        "transformers": ["transformers>=5.23,<5.24"],
+        "vllm": ["vllm>=0.33,<0.34"],
         "events": ["msgspec>=0.18", "pyzmq>=26", "prometheus-client>=0.20"],
         # Of Hugging Face; to load what `python -m bench.export_hub` writes.
         "hub": ["kernels>=0.17.2"],

@@ -1,7 +1,7 @@
 """What the documents show runs, and the files, commands and options that they name exist.
 
 A block marked ``python`` runs; blocks of a page share their names. A block marked ``text`` right below is what it prints. A title
-``needs a GPU``, ``needs a checkpoint`` and so on says that a block is only compiled.
+``needs a GPU``, ``needs a checkpoint`` and so on says that a block is only compiled, or what must be installed to run it.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ NOT_RUN = {
     f'python title="needs {what}"'
     for what in ("a GPU", "a checkpoint", "nano-vllm", "nano-vllm and a GPU", "the extra hub")
 }
+# Run by the tests of the adapters, where these are (`tests.support.models.page_blocks`).
+NOT_RUN |= {'python title="needs transformers"', 'python title="needs vLLM"'}
 INFOS = {"python", "text", "sh", *NOT_RUN}
 WITH_CODE = [
     name for name, text in DOCUMENTS.items() if "```python\n" in text and name != "README.md"

@@ -19,7 +19,8 @@ ALLOWED = {
         "quire.kernels", "quire.kvcore", "quire.models",
     },
     "models/integrations": {
-        "msgspec", "prometheus_client", "sglang", "torch", "zmq", "quire.kernels", "quire.kvcore",
+        "msgspec", "numpy", "prometheus_client", "sglang", "torch", "transformers", "vllm", "zmq",
+        "quire.kernels", "quire.kvcore", "quire.models",
     },
     "bench": {
         "matplotlib", "numpy", "safetensors", "torch", "tqdm", "triton",

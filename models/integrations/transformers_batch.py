@@ -1,0 +1,69 @@
+"""Our attention under transformers' own continuous batching (``generate_batch``); its extra.
+
+::
+
+    register()
+    model.set_attn_implementation("paged|eager")
+    model.generate_batch(prompts, generation_config)
+
+transformers keeps its own allocator, pages and scheduler there, and refuses attention of names that
+it does not know, so this replaces what it calls ``paged|eager`` in the process. It gathers the rows
+that a step sees, one request after another, and attention takes each row for a page. It still makes
+masks of all tokens with all tokens, which nobody reads here. So this runs the kernels there, but
+not fast; CUDA graphs and compilation are not tested.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.kernels import paged_attention, sliding_window_attention
+
+from .transformers import AttentionInterface
+
+NAME = "paged|eager"
+
+
+def register() -> Any:
+    """Replace ``paged|eager`` for all models of this process.
+
+    Returns:
+        What it was, for ``AttentionInterface.register("paged|eager", ...)``.
+    """
+    before = AttentionInterface()[NAME]
+    AttentionInterface.register(NAME, _attention)
+    return before
+
+
+def _attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **given: Any
+) -> tuple[Tensor, None]:
+    cache, sinks, window = given.get("cache"), given.get("s_aux"), given.get("sliding_window")
+    if cache is None or given.get("dropout"):
+        raise NotImplementedError("attention 'paged|eager' of quire: supported is generate_batch")
+    # transformers writes the rows; all that a request sees comes back, its new rows last.
+    k, v = cache.update(
+        key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=given
+    )
+    cu_q, cu_k = given["cu_seq_lens_q"], given["cu_seq_lens_k"]
+    pages = [x.squeeze(0).transpose(0, 1).unsqueeze(1) for x in (k, v)]  # of one row each
+    rows = torch.arange(int(given["max_length_k"]), dtype=torch.int32, device=cu_k.device)
+    table = (cu_k[:-1, None] + rows).clamp_(max=len(pages[0]) - 1)
+    call: Any = paged_attention
+    rest: dict[str, Any] = {"softmax_scale": given.get("scaling"), "softcap": given.get("softcap")}
+    if window is not None:
+        call, rest["sliding_window"] = sliding_window_attention, window
+    out = call(
+        query.squeeze(0).transpose(0, 1).contiguous(),
+        *pages,
+        table,
+        cu_k.diff(),
+        cu_q,
+        max_seqlen_q=int(given["max_length_q"]),
+        sinks=None if sinks is None else sinks.float(),
+        **rest,
+    )
+    return out.unsqueeze(0), None

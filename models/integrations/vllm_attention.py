@@ -1,0 +1,254 @@
+"""The attention kernels as a backend of vLLM 0.33; extra ``vllm``.
+
+Where quire is installed beside vLLM, its entry point registers the backend, and this serves with
+it::
+
+    vllm serve MODEL --attention-backend CUSTOM
+
+A layer's pages are views of vLLM's tensor [num_blocks, num_kv_heads, block_size, 2 * head_size], in
+whatever order it lies in memory. All rows of a step are written first, for vLLM lets a request hit
+blocks that another one computes in the same step; so its manager must give a place to every row
+that a query sees, as its own does. Attention then takes a request's own new rows from the layer and
+the rest from pages. Layers that share another layer's keys find all rows in pages.
+
+Not served, and refused by name: other versions of vLLM, MLA, encoders, ALiBi, bidirectional ranges
+of images, R-SWA, context parallelism, quantized caches but e4m3 with one scale for all keys, head
+sizes that are no power of two. CUDA graphs hold what lies between attention calls (``PIECEWISE``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from quire.kernels import paged_attention, sliding_window_attention, write_kv
+
+try:
+    import vllm
+    from vllm.v1.attention.backend import (
+        AttentionBackend,
+        AttentionImpl,
+        AttentionMetadataBuilder,
+        MultipleOf,
+    )
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+except ImportError as error:
+    raise ImportError("needs vLLM 0.33: pip install 'quire[vllm]'") from error
+
+SUPPORTED = "0.33"
+E4M3 = ("fp8", "fp8_e4m3")
+
+if not vllm.__version__.startswith(f"{SUPPORTED}."):
+    raise ImportError(f"vllm: expected {SUPPORTED}, got {vllm.__version__}")
+
+
+def register() -> None:
+    """Make `QuireBackend` the backend CUSTOM; the entry point ``vllm.general_plugins`` calls it."""
+    register_backend(AttentionBackendEnum.CUSTOM, f"{__name__}.{QuireBackend.__name__}")
+
+
+class QuireBackend(AttentionBackend):
+    """What vLLM asks before it chooses a backend."""
+
+    supported_dtypes: ClassVar[Any] = [torch.float16, torch.bfloat16, torch.float32]
+    supported_kv_cache_dtypes: ClassVar[Any] = ["auto", "float16", "bfloat16", *E4M3]
+    forward_includes_kv_cache_update = False  # vLLM calls `QuireAttention.do_kv_cache_update`
+
+    @staticmethod
+    def get_name() -> str:
+        """As vLLM knows it."""
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[QuireAttention]:
+        """Attention of a layer."""
+        return QuireAttention
+
+    @staticmethod
+    def get_builder_cls() -> type[QuireBuilder]:
+        """What makes the metadata of a step."""
+        return QuireBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+        """Tiles of keys have 16 or more."""
+        return [MultipleOf(16)]
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        """As `paged_attention`."""
+        return head_size in (16, 32, 64, 128, 256, 512)
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        """Yes."""
+        return True
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        """Yes."""
+        return True
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        """No: the decodes of a batch are counted on the host."""
+        return False
+
+
+@dataclass(frozen=True)
+class QuireMetadata:
+    """A step of one KV cache group.
+
+    Attributes:
+        num_tokens: rows that are no padding.
+        tables: (block_table, seq_lens, cu_seqlens_q) of `paged_attention`.
+        sizes: max_seqlen_q, max_seq_len and num_decodes of `paged_attention`.
+    """
+
+    num_tokens: int
+    tables: tuple[Tensor, Tensor, Tensor]
+    sizes: dict[str, int]
+
+
+class QuireBuilder(AttentionMetadataBuilder[QuireMetadata]):
+    """Makes the metadata of a step from vLLM's; sequences with one new token come first."""
+
+    reorder_batch_threshold = 1
+
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> QuireMetadata:
+        """Metadata of a step.
+
+        Raises:
+            NotImplementedError: attention that is not causal, or R-SWA.
+        """
+        given = common_attn_metadata
+        if given.causal is not True or given.rswa_prefix_lens is not None:
+            raise NotImplementedError(
+                f"QuireBackend: supported is causal attention, got causal={given.causal} and "
+                f"rswa_prefix_lens={given.rswa_prefix_lens}"
+            )
+        num_seqs = given.num_reqs
+        cu = given.query_start_loc_cpu[: num_seqs + 1]
+        longer = (cu.diff() > 1).nonzero()
+        sizes = {
+            "max_seqlen_q": given.max_query_len,
+            "max_seq_len": given.max_seq_len,
+            "num_decodes": int(longer[0]) if len(longer) else num_seqs,
+        }
+        tables = given.block_table_tensor, given.seq_lens, given.query_start_loc
+        lengths = num_seqs, num_seqs, num_seqs + 1
+        cut = tuple(t[:n] for t, n in zip(tables, lengths, strict=True))
+        return QuireMetadata(given.num_actual_tokens, cut, sizes)  # type: ignore[arg-type]
+
+
+class QuireAttention(AttentionImpl[QuireMetadata]):
+    """Attention of one layer; arguments are those that vLLM's `Attention` gives.
+
+    Raises:
+        NotImplementedError: one of them asks for what is not supported.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: Any = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = "decoder",
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: Tensor | None = None,
+        **others: Any,
+    ) -> None:
+        others |= {} if alibi_slopes is None else {"alibi_slopes": alibi_slopes}
+        others |= {} if attn_type == "decoder" else {"attn_type": attn_type}
+        if kv_cache_dtype not in QuireBackend.supported_kv_cache_dtypes:
+            others["kv_cache_dtype"] = kv_cache_dtype
+        if others:
+            raise NotImplementedError(f"QuireBackend: supported are decoders, got {others}")
+        self.num_heads, self.head_size, self.num_kv_heads = num_heads, head_size, num_kv_heads
+        self.scale, self.sliding_window = float(scale), sliding_window
+        self.softcap = logits_soft_cap or None  # vLLM says 0 for none
+        self.kv_cache_dtype, self.sinks = kv_cache_dtype, sinks
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+
+    def do_kv_cache_update(
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        """Write the rows of a step, but those of layers that share keys.
+
+        Args:
+            layer: has ``_k_scale`` and ``_v_scale``.
+            key, value: [num_tokens or more, num_kv_heads, head_size].
+            kv_cache: [num_blocks, num_kv_heads, block_size, 2 * head_size].
+            slot_mapping: [num_tokens] int64, -1 for padding.
+        """
+        n, (pages, scales) = len(slot_mapping), self._pages(layer, kv_cache)
+        write_kv(key[:n], value[:n], *pages, slot_mapping, **scales)
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: QuireMetadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Attention of a step.
+
+        Args:
+            layer, key, value, kv_cache: as for `do_kv_cache_update`; a layer that shares keys uses
+                those in pages.
+            query, output: [num_tokens or more, num_heads, head_size]; other rows stay.
+            attn_metadata: None while vLLM measures memory.
+
+        Raises:
+            NotImplementedError: the output is to be quantized.
+        """
+        if output_scale is not None or output_block_scale is not None:
+            raise NotImplementedError("QuireBackend: supported is output that is not quantized")
+        if attn_metadata is None:
+            return output.zero_()
+        n, (pages, rest) = attn_metadata.num_tokens, self._pages(layer, kv_cache)
+        if self.kv_sharing_target_layer_name is None:
+            rest |= {"k": key[:n], "v": value[:n]}
+        attend: Any = paged_attention
+        if self.sliding_window is not None:
+            attend, rest["sliding_window"] = sliding_window_attention, self.sliding_window
+        attend(
+            query[:n],
+            *pages,
+            *attn_metadata.tables,
+            **attn_metadata.sizes,
+            **rest,
+            softmax_scale=self.scale,
+            softcap=self.softcap,
+            sinks=None if self.sinks is None else self.sinks.float(),
+            out=output[:n],
+        )
+        return output
+
+    def _pages(self, layer: Any, kv_cache: Tensor) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+        """Pages of K and V, and their scales if they are e4m3."""
+        scales = {}
+        if self.kv_cache_dtype in E4M3:
+            kv_cache = kv_cache.view(torch.float8_e4m3fn)
+            scales = {"k_scale": layer._k_scale, "v_scale": layer._v_scale}
+        return kv_cache.transpose(1, 2).split(self.head_size, dim=-1), scales

@@ -1,0 +1,224 @@
+"""transformers models that generate over `quire.models.integrations.transformers`, beside what eager attention says of the same tokens.
+
+A program of its own, because transformers looks for a package named ``kernels`` and must not find this repository's: start it in another
+directory.
+
+Usage: python adopted.py OUT, a directory; writes FAMILY.pt of each family, batched.pt, refusals.json and page.json.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import page_blocks
+import torch
+import transformers.generation.continuous_batching.cache as host
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    ContinuousBatchingConfig,
+    GenerationConfig,
+)
+
+from quire.bench.common.bounds import gamma
+from quire.models.integrations import transformers_batch
+from quire.models.integrations.transformers import QuireCache, QuirePool
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "adopt-transformers.md"
+SLIDING, FULL = "sliding_attention", "full_attention"
+FAMILIES = {
+    "llama": {},
+    "qwen3": {},
+    "mistral": {"sliding_window": 16},
+    "gemma2": {"sliding_window": 16, "layer_types": [SLIDING, FULL]},
+    "gemma3_text": {"sliding_window": 16, "layer_types": [SLIDING, SLIDING, FULL]},
+    "gpt_oss": {"sliding_window": 24, "layer_types": [SLIDING, FULL]},
+}
+PROMPT, ANSWER, QUESTION, TURNS = 44, 6, 20, 3
+PART = 8  # weights are moved by a part of what is allowed, as in `tolerance`
+DRAFTS = 4
+
+
+def make(family):
+    extra = FAMILIES[family]
+    config = AutoConfig.for_model(
+        family, **extra, vocab_size=259, hidden_size=48, intermediate_size=64, num_attention_heads=4,
+        num_hidden_layers=len(extra.get("layer_types", "12")), num_key_value_heads=2, head_dim=16,
+        num_local_experts=4, num_experts_per_tok=2, bos_token_id=None, eos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, attn_implementation="eager"
+    )
+    generator = torch.Generator().manual_seed(3)
+    for name, weight in model.state_dict().items():
+        if name.endswith(("bias", "sinks")):
+            weight.normal_(0.0, 1.0, generator=generator)
+        elif weight.ndim == 1:  # Gemma's norms add one
+            weight.normal_(0.0 if family.startswith("gemma") else 1.0, 0.3, generator=generator)
+        else:
+            in_axis = 1 if weight.ndim == 3 else -1
+            weight.normal_(0.0, weight.shape[in_axis] ** -0.5, generator=generator)
+    return model.eval()
+
+
+def tolerance(model, ids):
+    """As `tests.support.models.tolerance`: twice how far the logits move with weights that are moved as far as a sum of as many
+    products may be off."""
+    generator = torch.Generator().manual_seed(0)
+    before, kept = model(ids, use_cache=False).logits, {}
+    for name, weight in model.state_dict().items():
+        if weight.is_floating_point():
+            kept[name] = weight.clone()
+            terms = weight.shape[1] if weight.ndim == 3 else weight.shape[-1]
+            side = torch.randint(0, 2, weight.shape, generator=generator) * 2 - 1
+            step = gamma(terms if weight.ndim > 1 else PART) / PART
+            weight.copy_(weight.double() * (1 + step * side))
+    moved = (model(ids, use_cache=False).logits - before).abs().max().item()
+    model.load_state_dict(kept)
+    return 2 * PART * moved
+
+
+class Recorded(QuireCache):
+    """Writes down what it is asked to forget."""
+
+    def crop(self, tokens_to_remove):
+        self.cropped = [*getattr(self, "cropped", []), -tokens_to_remove]
+        super().crop(tokens_to_remove)
+
+
+def generate(model, pool, ids, mask=None, salt=b"", **options):
+    """Runs one ``generate`` and ends its cache."""
+    cache = Recorded(pool, ids, mask, salt)
+    options = {"max_new_tokens": ANSWER, "do_sample": False} | options
+    out = model.generate(
+        ids, attention_mask=mask, past_key_values=cache, return_dict_in_generate=True, output_logits=True, **options
+    )  # fmt: skip
+    hits, cropped = [m.num_tokens for m in cache.matches], getattr(cache, "cropped", [])
+    cache.close()
+    logits = torch.stack(out.logits, dim=1)
+    return {"ids": out.sequences, "logits": logits, "hits": hits, "cropped": cropped}
+
+
+def a_family(family):
+    torch.manual_seed(0)
+    model = make(family)
+    pool = QuirePool(model, num_pages=80, max_model_len=160, max_draft_tokens=DRAFTS)
+    for pages in pool.pages.tensors:
+        pages.view(torch.float32).fill_(float("nan"))
+    runs = {}
+    ids = torch.randint(3, 259, (1, PROMPT))
+    for turn in range(TURNS):
+        prompt, runs[f"turn {turn}"] = ids, generate(model, pool, ids)
+        ids = torch.cat([runs[f"turn {turn}"]["ids"], torch.randint(3, 259, (1, QUESTION))], dim=1)
+    runs["cold"] = generate(model, pool, prompt, salt=b"another tenant")
+    # A rejected draft needs a token that came before: any one is matched.
+    runs["drafts"] = generate(
+        model, pool, prompt, prompt_lookup_num_tokens=DRAFTS, max_matching_ngram_size=1
+    )
+    runs["sampled"] = generate(model, pool, prompt, do_sample=True, temperature=1.5, top_k=50)
+    first = runs["turn 0"]["ids"][:, :PROMPT]
+    pads = prompt.shape[1] - PROMPT
+    mask = torch.ones(2, prompt.shape[1], dtype=torch.long)
+    mask[0, :pads] = 0
+    both = torch.cat([torch.cat([prompt[:, :pads], first], dim=1), prompt])
+    batch = generate(model, pool, both, mask, pad_token_id=0)
+    for row, cut in ((0, pads), (1, 0)):
+        one = {name: batch[name][row : row + 1] for name in ("ids", "logits", "hits")}
+        runs[f"row {row}"] = one | {"ids": one["ids"][:, cut:]}
+    pool.kv.check_invariants()
+    free, implementation = pool.kv.num_free_slots, model.config._attn_implementation
+    pool.close()
+    for run in runs.values():
+        whole = model(run["ids"], use_cache=False).logits
+        run["eager"] = whole[:, -1 - run["logits"].shape[1] : -1]
+    result = {"bound": tolerance(model, runs["cold"]["ids"]), "runs": runs, "free": free}
+    names = implementation, model.config._attn_implementation
+    return result | {"names": names, "prompt": prompt.shape[1]}
+
+
+def batched(family):
+    """Tokens of ``generate_batch`` and eager logits of the same, for prompts of several lengths in steps of few tokens."""
+    model, calls = make(family), []
+    # Without a package that says how much memory a CPU has.
+    host.get_device_and_memory_breakdown = lambda: (torch.device("cpu"), 1 << 33, 0, 0)
+    for name in ("paged_attention", "sliding_window_attention"):
+        kernel = getattr(transformers_batch, name)
+        counted = lambda *a, kernel=kernel, name=name, **b: calls.append(name) or kernel(*a, **b)  # noqa: E731
+        setattr(transformers_batch, name, counted)
+    before = transformers_batch.register()
+    model.set_attn_implementation("paged|eager")
+    prompts = [torch.randint(3, 259, (n,)).tolist() for n in (40, 17, 33)]
+    out = model.generate_batch(
+        prompts,
+        generation_config=GenerationConfig(max_new_tokens=6, do_sample=False, pad_token_id=0),
+        continuous_batching_config=ContinuousBatchingConfig(
+            num_blocks=40, page_size=16, max_batch_tokens=32, default_compile_level=0
+        ),
+        progress_bar=False,
+    )
+    transformers_batch.AttentionInterface.register("paged|eager", before)
+    model.set_attn_implementation("eager")
+    rows = []
+    for request in out.values():
+        ids = torch.tensor([request.prompt_ids + request.generated_tokens])
+        logits = model(ids, use_cache=False).logits[:, len(request.prompt_ids) - 1 : -1]
+        rows.append({"ids": ids, "eager": logits, "bound": tolerance(model, ids)})
+    return {"rows": rows, "calls": {name: calls.count(name) for name in calls}}
+
+
+def refusals():
+    """What each misuse raises: {name: message}."""
+    model, said = make("llama"), {}
+    pool = QuirePool(model, num_pages=6, max_model_len=64, max_requests=2)
+    ids = torch.arange(10, 50)[None]
+
+    def refused(name, call, *args, **kwargs):
+        try:
+            call(*args, **kwargs)
+            said[name] = None
+        except Exception as error:
+            said[name] = f"{type(error).__name__}: {error}"
+
+    greedy = {"max_new_tokens": 2, "do_sample": False}
+    refused("a second pool", QuirePool, model, num_pages=6, max_model_len=64)
+    refused("no cache", model.generate, ids, **greedy)
+
+    def run(given, known, **more):
+        model.generate(given, past_key_values=QuireCache(pool, known), **greedy | more)
+
+    refused("another prompt", run, ids + 1, ids)
+    refused("beams", run, ids[:, :20], ids[:, :20].expand(2, -1), num_beams=2)
+    refused("drafts without room", run, ids, ids, prompt_lookup_num_tokens=2)
+    refused("several answers", run, ids, ids, num_return_sequences=2, do_sample=True)
+    refused("too many rows", QuireCache, pool, ids.expand(3, -1))
+    refused("padding on the right", QuireCache, pool, ids, (ids < 40).long())
+    ended = QuireCache(pool, ids)
+    ended.close()
+    refused("an ended cache", model.generate, ids, past_key_values=ended, **greedy)
+    other = QuireCache(pool, ids[:, :20])
+    model.generate(ids[:, :20], past_key_values=other, **greedy)
+    refused("out of pages", run, ids.flip(1), ids.flip(1), max_new_tokens=20)
+    went_on = model(torch.tensor([[5]]), past_key_values=other).logits
+    said["the other goes on"] = bool(went_on.isfinite().all())
+    mask = torch.zeros(1, 1, 40, 40)
+    refused("a 4D mask", model, ids, attention_mask=mask, past_key_values=QuireCache(pool, ids))
+    config = AutoConfig.for_model("gemma3n_text", num_hidden_layers=2, num_kv_shared_layers=1)
+    shared = type("Model", (), {"config": config})
+    refused("shared keys", QuirePool, shared, num_pages=6, max_model_len=64)
+    return said
+
+
+def main():
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(False)
+    root = Path(sys.argv[1])
+    for family in FAMILIES:
+        torch.save(a_family(family), root / f"{family}.pt")
+    torch.save({family: batched(family) for family in ("gemma2", "gpt_oss")}, root / "batched.pt")
+    blocks = page_blocks.run(PAGE, "needs transformers")
+    (root / "page.json").write_text(json.dumps(blocks))
+    (root / "refusals.json").write_text(json.dumps(refusals()))
+
+
+if __name__ == "__main__":
+    main()

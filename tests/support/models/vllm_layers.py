@@ -1,0 +1,271 @@
+"""Attention of vLLM's layers through `quire.models.integrations.vllm_attention`, row by row beside float64.
+
+vLLM's `KVCacheManager` gives blocks to requests with common prefixes, chunked prompts and decodes; its layers, its planning of KV cache
+groups and its views of one allocation for all groups are what serves in production. Its tensor is NaN at first.
+
+Runs where vLLM is: python vllm_layers.py CHECKOUT OUT.json; writes what was checked, what was wrong and what was refused.
+"""
+
+import json
+import sys
+from importlib import metadata
+from pathlib import Path
+
+sys.path.insert(0, sys.argv[1])
+import bench  # noqa: F401  makes `quire` importable where it is not installed
+
+del sys.path[0]
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from vllm.config import CacheConfig, DeviceConfig, VllmConfig, set_current_vllm_config  # noqa: E402
+from vllm.forward_context import set_forward_context  # noqa: E402
+from vllm.model_executor.layers.attention import Attention  # noqa: E402
+from vllm.platforms.interface import DeviceCapability  # noqa: E402
+from vllm.plugins import load_general_plugins  # noqa: E402
+from vllm.sampling_params import SamplingParams  # noqa: E402
+from vllm.utils.hashing import sha256  # noqa: E402
+from vllm.v1.attention.backend import CommonAttentionMetadata  # noqa: E402
+from vllm.v1.attention.backends.registry import AttentionBackendEnum  # noqa: E402
+from vllm.v1.core.kv_cache_manager import KVCacheManager  # noqa: E402
+from vllm.v1.core.kv_cache_planning import (  # noqa: E402
+    get_kv_cache_config_from_groups,
+    get_kv_cache_groups,
+)
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash  # noqa: E402
+from vllm.v1.request import Request  # noqa: E402
+from vllm.v1.worker.utils import allocate_kv_cache  # noqa: E402
+
+from quire.bench.common.bounds import allowed, bounding  # noqa: E402
+
+BLOCK, HEADS, KV_HEADS, SIZE, VOCAB, LONGEST, CHUNK = 16, 4, 2, 32, 50, 160, 32
+CASES = {
+    "full": {"windows": [None, None]},
+    "hybrid": {"windows": [None, 24, 24]},
+    "hybrid, blocks outermost": {"windows": [None, 24, 24], "layout": "BLNHC"},
+    "heads before rows": {"windows": [None, 24], "layout": "LBHNC"},
+    "sinks and softcap": {"windows": [None, 24], "softcap": 2.0, "sinks": True},
+    "shared keys": {"windows": [None, 24, None], "donor": {2: 0}},
+    "bf16": {"windows": [None, 24], "dtype": torch.bfloat16, "cache_dtype": "bfloat16"},
+    "e4m3": {"windows": [None, 24], "cache_dtype": "fp8", "scales": (0.5, 2.0)},
+}
+
+
+class Case:
+    """Layers, pages and requests of one case."""
+
+    def __init__(self, windows, dtype=torch.float16, cache_dtype="auto", layout="LBNHC", softcap=None, sinks=False, donor=None,
+                 scales=(1.0, 1.0)):  # fmt: skip
+        self.dtype, self.windows, self.softcap, self.scales = dtype, windows, softcap, scales
+        self.donor = donor or {}
+        generator = torch.Generator().manual_seed(0)
+        draw = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
+        # A row depends on its token and position alone, so that a prefix that is shared has the same rows.
+        self.tokens = draw(3, len(windows), VOCAB, HEADS, SIZE)
+        self.places = draw(3, len(windows), LONGEST, HEADS, SIZE)
+        cache = CacheConfig(block_size=BLOCK, cache_dtype=cache_dtype, enable_prefix_caching=True)
+        self.config = VllmConfig(device_config=DeviceConfig(device="cpu"), cache_config=cache)
+        self.config.cache_config.kv_cache_layout = layout
+        self.config.scheduler_config.disable_hybrid_kv_cache_manager = False
+        self.names = [f"model.layers.{i}.self_attn.attn" for i in range(len(windows))]
+        self.sinks = [draw(HEADS) for _ in windows] if sinks else None
+        backend = AttentionBackendEnum.CUSTOM.get_class()
+        torch.set_default_dtype(dtype)
+        with set_current_vllm_config(self.config):
+            self.layers = [self.layer(backend, i, softcap) for i in range(len(windows))]
+            specs = {
+                name: layer.get_kv_cache_spec(self.config)
+                for i, (name, layer) in enumerate(zip(self.names, self.layers, strict=True))
+                if i not in self.donor
+            }
+            groups = get_kv_cache_groups(self.config, specs)
+            # So few that some are evicted, and that a block's next owner is of another group.
+            per_block = (
+                max(len(group.layer_names) for group in groups)
+                * specs[self.names[0]].page_size_bytes
+            )
+            self.kv = get_kv_cache_config_from_groups(self.config, groups, 64 * per_block)
+        torch.set_default_dtype(torch.float32)
+        resolved = self.config.cache_config.get_resolved_kv_cache_layout()
+        caches = allocate_kv_cache(self.kv, torch.device("cpu"), resolved)
+        storage = next(iter(caches.values())).untyped_storage()  # one for all
+        torch.empty(0, dtype=torch.uint8).set_(storage).fill_(255)  # NaN of each dtype
+        for i, layer in enumerate(self.layers):
+            layer.kv_cache = caches[self.names[self.donor.get(i, i)]]
+            layer._k_scale.fill_(scales[0])
+            layer._v_scale.fill_(scales[1])
+        self.groups = [
+            group.layer_names + [self.names[i] for i, d in self.donor.items() if self.names[d] in group.layer_names]
+            for group in self.kv.kv_cache_groups
+        ]  # fmt: skip
+        self.builders = [
+            backend.get_builder_cls()(g.kv_cache_spec, names, self.config, torch.device("cpu"))
+            for g, names in zip(self.kv.kv_cache_groups, self.groups, strict=True)
+        ]
+        self.manager = KVCacheManager(
+            self.kv, LONGEST, scheduler_block_size=BLOCK, hash_block_size=BLOCK
+        )
+        self.hasher = get_request_block_hasher(BLOCK, sha256)
+        self.checked, self.wrong, self.hits, self.most = 0, 0, 0, 0.0
+
+    def layer(self, backend, i, softcap):
+        more = {"sinks": self.sinks[i]} if self.sinks else {}
+        shared = self.names[self.donor[i]] if i in self.donor else None
+        return Attention(
+            HEADS, SIZE, SIZE**-0.5, num_kv_heads=KV_HEADS, cache_config=self.config.cache_config, logits_soft_cap=softcap,
+            per_layer_sliding_window=self.windows[i], prefix=self.names[i], attn_backend=backend, kv_sharing_target_layer_name=shared, **more,
+        )  # fmt: skip
+
+    def rows(self, part, layer, tokens, first):
+        """Rows of q, k or v [n, heads, SIZE] of tokens at positions from `first` on."""
+        heads = HEADS if part == 0 else KV_HEADS
+        at = torch.arange(first, first + len(tokens))
+        rows = self.tokens[part, layer, tokens] + self.places[part, layer, at]
+        return rows[:, :heads].to(self.dtype)
+
+    def step(self, batch):
+        """Runs all layers for (request, tokens) pairs, decodes first, and checks each row."""
+        batch = sorted(batch, key=lambda pair: pair[1] > 1)
+        counts = [n for _, n in batch]
+        starts = [r.num_computed_tokens for r, _ in batch]
+        cu = torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32)
+        lens = torch.tensor([s + n for s, n in zip(starts, counts, strict=True)], dtype=torch.int32)
+        metadata, slots, width = {}, {}, -(-LONGEST // BLOCK)
+        for g, (names, builder) in enumerate(zip(self.groups, self.builders, strict=True)):
+            table = torch.zeros(len(batch), width, dtype=torch.int32)
+            mapping = []
+            for row, (request, n) in enumerate(batch):
+                ids = self.manager.get_block_ids(request.request_id)[g]
+                table[row, : len(ids)] = torch.tensor(ids, dtype=torch.int32)
+                at = torch.arange(starts[row], starts[row] + n)
+                mapping.append(table[row, at // BLOCK].long() * BLOCK + at % BLOCK)
+            common = CommonAttentionMetadata(
+                query_start_loc=cu, query_start_loc_cpu=cu, seq_lens=lens, num_reqs=len(batch), num_actual_tokens=int(cu[-1]),
+                max_query_len=max(counts), max_seq_len=int(lens.max()), block_table_tensor=table, slot_mapping=torch.cat(mapping),
+            )  # fmt: skip
+            built = builder.build(0, common)
+            metadata |= dict.fromkeys(names, built)
+            slots |= dict.fromkeys(names, common.slot_mapping)
+        with set_forward_context(metadata, self.config, num_tokens=int(cu[-1]), slot_mapping=slots):
+            for i, layer in enumerate(self.layers):
+                parts = [
+                    torch.cat([self.rows(part, i if part == 0 else self.donor.get(i, i), r.all_token_ids[s : s + n], s)
+                               for (r, n), s in zip(batch, starts, strict=True)])
+                    for part in range(3)
+                ]  # fmt: skip
+                padding = torch.full((2, HEADS, SIZE), float("nan"), dtype=self.dtype)
+                parts = [torch.cat([rows, padding[:, : rows.shape[1]]]) for rows in parts]
+                out = layer(*(rows.flatten(1) for rows in parts))[: int(cu[-1])]
+                for row, (request, n) in enumerate(batch):
+                    self.check(i, request, starts[row], n, out[cu[row] : cu[row + 1]])
+
+    def check(self, i, request, start, n, out):
+        owner, ids = self.donor.get(i, i), request.all_token_ids[: start + n]
+        q = self.rows(0, i, ids[start:], start)
+        k, v = (self.rows(part, owner, ids, 0).double() for part in (1, 2))
+        from_pages = start + n if i in self.donor else start
+        if self.config.cache_config.cache_dtype == "fp8":
+            for x, scale in zip((k, v), self.scales, strict=True):
+                held = (x[:from_pages].float() / scale).to(torch.float8_e4m3fn)
+                x[:from_pages] = held.double() * scale
+        group = HEADS // KV_HEADS
+        k, v = (x.repeat_interleave(group, 1).transpose(0, 1) for x in (k, v))
+        gap = torch.arange(start, start + n)[:, None] - torch.arange(start + n)
+        hidden = gap < 0
+        if self.windows[i] is not None:
+            hidden |= gap >= self.windows[i]
+        with bounding(weights=self.dtype):
+            logits = q.double().transpose(0, 1) @ k.mT * SIZE**-0.5
+            if self.softcap:
+                logits = (logits / self.softcap).tanh() * self.softcap
+            logits = logits.masked_fill(hidden, float("-inf"))
+            if self.sinks:
+                sink = self.sinks[i].to(self.dtype).double()[:, None, None].expand(-1, n, 1)
+                logits = torch.cat([logits, sink], dim=-1)
+            weights = torch.softmax(logits, dim=-1)[..., : start + n]
+            exact = (weights @ v).transpose(0, 1)
+        budget = allowed(exact, self.dtype)
+        with torch._C.DisableTorchFunctionSubclass():
+            off = (out.view(n, HEADS, SIZE).double() - exact.as_subclass(torch.Tensor)).abs()
+        good = (off <= budget).flatten(1).all(1)  # NaN is no good
+        self.checked, self.wrong = self.checked + n, self.wrong + int((~good).sum())
+        self.most = max(self.most, (off / budget).max().item())
+
+    def run(self):
+        random = np.random.default_rng(1)
+        prefixes = random.integers(0, VOCAB, (3, 80))
+        waiting = []
+        for name in range(12):
+            ids = [
+                *prefixes[name % 3][: random.integers(30, 80)],
+                *random.integers(0, VOCAB, random.integers(5, 40)),
+            ]
+            ids = [int(x) for x in ids]
+            params = SamplingParams(max_tokens=10)
+            waiting.append(Request(str(name), ids, params, None, block_hasher=self.hasher))
+        running, steps = [], 0
+        while waiting or running:
+            self.manager.new_step_starts()
+            batch = []
+            for request in [*running, *waiting[: 4 - len(running)]]:
+                hit, blocks = 0, None
+                if request not in running:
+                    blocks, hit, _ = self.manager.get_computed_blocks(request)
+                n = min(CHUNK, request.num_tokens - request.num_computed_tokens - hit)
+                given = self.manager.allocate_slots(request, n, hit, blocks)
+                assert given is not None, "the pool holds four requests"
+                if request not in running:
+                    waiting.remove(request)
+                    running.append(request)
+                    request.num_computed_tokens, self.hits = hit, self.hits + hit
+                batch.append((request, n))
+            self.step(batch)
+            steps += 1
+            for request, n in batch:
+                request.num_computed_tokens += n
+                if request.num_computed_tokens == request.num_tokens:
+                    request.append_output_token_ids(int(random.integers(VOCAB)))
+                if request.num_output_tokens > 8:
+                    self.manager.free(request)
+                    running.remove(request)
+        layouts = self.config.cache_config.get_resolved_kv_cache_layout().name
+        return {
+            "rows": self.checked, "wrong": self.wrong, "hits": self.hits, "steps": steps, "groups": len(self.kv.kv_cache_groups),
+            "blocks": self.kv.num_blocks, "layout": layouts, "of budget": self.most,
+        }  # fmt: skip
+
+
+def refusals():
+    """What vLLM hears of what is not served, {what: reasons}."""
+    backend = AttentionBackendEnum.CUSTOM.get_class()
+    served = {
+        "head_size": 128, "dtype": torch.bfloat16, "kv_cache_dtype": "auto", "block_size": 16, "use_mla": False, "has_sink": True,
+        "use_sparse": False, "use_mm_prefix": False, "use_per_head_quant_scales": False, "device_capability": DeviceCapability(9, 0),
+        "attn_type": "decoder", "has_sliding_window": True,
+    }  # fmt: skip
+    asked = {
+        "served": {}, "e4m3": {"kv_cache_dtype": "fp8"}, "e5m2": {"kv_cache_dtype": "fp8_e5m2"}, "head size": {"head_size": 80},
+        "MLA": {"use_mla": True}, "images": {"use_mm_prefix": True}, "encoder": {"attn_type": "encoder_only"},
+        "blocks": {"block_size": 8}, "not causal": {"use_non_causal": True}, "R-SWA": {"use_rswa": True}, "DCP": {"use_dcp": True},
+        "PCP": {"use_pcp": True}, "scales of heads": {"use_per_head_quant_scales": True},
+    }  # fmt: skip
+    said = {what: backend.validate_configuration(**served | more) for what, more in asked.items()}
+    try:
+        backend.get_impl_cls()(4, 32, 1.0, 2, alibi_slopes=[0.5] * 4)
+    except NotImplementedError as error:
+        said["alibi"] = [str(error)]
+    return said
+
+
+def main():
+    torch.set_num_threads(1)
+    init_none_hash(sha256)
+    load_general_plugins()  # of quire's entry point
+    said = {"vllm": metadata.version("vllm"), "backend": AttentionBackendEnum.CUSTOM.get_path()}
+    said["cases"] = {name: Case(**case).run() for name, case in CASES.items()}
+    said["refusals"] = refusals()
+    Path(sys.argv[2]).write_text(json.dumps(said))
+
+
+if __name__ == "__main__":
+    main()
