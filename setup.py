@@ -52,9 +52,6 @@ setup(
         "safetensors>=0.5",
         "tqdm>=4.60",
     ],
-    entry_points={
-        "vllm.general_plugins": ["quire = quire.models.integrations.vllm_attention:register"],
-    },
     extras_require={
         "gpu": ["flashinfer-python>=0.6"],
         "hf": [
@@ -76,5 +73,6 @@ setup(
     },
     entry_points={
         "sglang.srt.plugins": ["quire = quire.models.integrations.sglang:register"],
+        "vllm.general_plugins": ["quire = quire.models.integrations.vllm_attention:register"],
     },
 )
