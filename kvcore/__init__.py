@@ -10,6 +10,7 @@ from .policies.lru import LRU
 from .policies.s3fifo import S3FIFO
 from .prefix.keys import Prompt
 from .prefix.lookup import Match
+from .requests import Fork
 from .spec import NULL_BLOCK, GroupSpec
 from .tables.formats import PagedRows, linear_table, paged_rows
 
@@ -25,6 +26,7 @@ __all__ = [
     "Entry",
     "EventLog",
     "EvictionPolicy",
+    "Fork",
     "GroupSpec",
     "KVCache",
     "Match",

@@ -84,6 +84,11 @@ class Announcer:
         assert prompt.tokens is not None
         self._prompts[slot] = prompt.tokens
 
+    def forked(self, source: int, slot: int) -> None:
+        """A request starts with the tokens of that of slot `source`."""
+        self._prompts[slot] = self._prompts[source]
+        self._answers[slot] = self._answers[source]
+
     def computed(self, plan: StepPlan, ids: Int32, end: Int64) -> None:
         """Tokens `ids` of a step were computed, those of each request up to position `end` [n] to
         stay."""

@@ -1,10 +1,10 @@
 """`KVCache`: requests, their block tables, and what is cached of them.
 
-The life of a request is ``match -> admit -> (plan -> run the model -> commit)* -> release``. Every
-call treats the whole batch. Here are the calls; what they do is in `plan` (plans and commits),
-`tables.decode` and `tables.groups` (pages), `prefix.requests` (tokens), `prefix.lookup` (hits),
-`prefix.index` (what is cached), `prefix.tracker` (how what requests compute gets there) and
-`contents` (pins, eviction, announcements).
+The life of a request is ``match -> admit -> (plan -> run the model -> commit)* -> release``. Steps
+treat the whole batch. Here, in `requests` (one request) and in `contents` (pins, eviction,
+announcements) are the calls; what they do is in `plan` (plans and commits), `tables.decode` and
+`tables.groups` (pages), `prefix.requests` (tokens), `prefix.lookup` (hits), `prefix.index` (what is
+cached) and `prefix.tracker` (how what requests compute gets there).
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import numpy as np
 from .announcer import Announcer
 from .arrays import NO_ROWS, NO_VALUES, Int32, Int64
 from .attachments import attach, check_log, check_policy
-from .contents import CacheContents
 from .debug import Watch
 from .events import EventLog
 from .invariants import check_invariants
@@ -28,16 +27,17 @@ from .policies.base import EvictionPolicy
 from .policies.retention import Retention, parse_retention
 from .prefix.index import PrefixIndex
 from .prefix.keys import root_key
-from .prefix.lookup import Lookup, Match
+from .prefix.lookup import Lookup
 from .prefix.pins import Pins
 from .prefix.requests import Sequences
 from .prefix.tracker import Chains
+from .requests import RequestCalls
 from .spec import MOST_TOKENS, GroupSpec, Layout, as_int
-from .stats import count_admission, describe, new_counters, stats
+from .stats import describe, new_counters, stats
 from .tables.groups import Tables
 
 
-class KVCache(CacheContents):
+class KVCache(RequestCalls):
     """Retention-aware allocator of one page pool for all cache groups of a model.
 
     Args:
@@ -151,55 +151,7 @@ class KVCache(CacheContents):
         if debug:
             Watch(self)
 
-    # Life of a request.
-
-    def match(self, token_ids: Any, *, salt: bytes | None = None) -> Match:
-        """Longest cached prefix of a prompt. Changes nothing.
-
-        Args:
-            token_ids: [num_tokens] ints in [0, 2**31), or the `prompt` of an earlier match (not
-                hashed again).
-            salt: tenant, adapter or image identity; requests with different salts never share.
-                None: that of the prompt, and b"" of token ids.
-
-        Returns:
-            Match; at least the last token of the prompt is left to compute.
-
-        Raises:
-            ValueError: empty or longer than max_model_len, not integers, ids out of range, or a
-                prompt of another salt, or of a cache with other segments or another hash_seed.
-        """
-        return self._lookup.find(self._lookup.prompt(token_ids, salt))[0]
-
-    def admit(self, request_id: Hashable, match: Match) -> int:
-        """Give a request a slot and the pages of its hit (looked up again). Allocates nothing.
-
-        Args:
-            request_id: any hashable that is not admitted now.
-            match: from `match`.
-
-        Returns:
-            The slot; ``num_computed[slot]`` tokens are already valid.
-
-        Raises:
-            ValueError: the id is admitted already or not hashable, all slots are taken, or `match`
-                is of a cache with other segments or another hash_seed. Nothing changed, neither if
-                the policy's `asked` raises.
-        """
-        if request_id in self.sequences:
-            raise ValueError(f"request_id: expected a new id, got {request_id!r}, already admitted")
-        if not self.num_free_slots:
-            raise ValueError(f"request_id: all max_requests = {self.max_requests} slots are taken")
-        match, run = self._lookup.again(match)
-        keep = self._chains.ask(match)
-        self._steps.changed()
-        slot = self.sequences.add(request_id, match.prompt, match.num_saved_tokens)
-        self._steps.rollbacks.floor[slot] = match.replay_to or match.num_tokens
-        if self._announcer is not None:
-            self._announcer.admitted(slot, match.prompt)
-        self._chains.start(slot, match, run, keep)
-        count_admission(self.counters, match)
-        return slot
+    # Steps.
 
     def cut(self, slots: Any, num_new_tokens: Any) -> Int64:
         """Shorten chunks so that each ends at its next kept boundary, or else at its last boundary.
@@ -282,23 +234,6 @@ class KVCache(CacheContents):
             ValueError: the slot is unknown.
         """
         return self._steps.rollbacks.lowest(self.sequences.checked(slot))
-
-    def release(self, request_id: Hashable) -> None:
-        """End a request: finished, aborted or preempted. What is cached of it stays findable.
-
-        The last boundary it reached becomes a resume point, so that the next turn of a chat, or the
-        same request after preemption, resumes there.
-
-        Raises:
-            ValueError: the id is unknown.
-        """
-        slot = self.slot_of(request_id)
-        self._steps.changed()
-        run, depth = self._chains.end(slot, int(self.num_computed[slot]))
-        self._pins.released(slot, run, depth)
-        self.sequences.remove(request_id)
-        if self._announcer is not None:
-            self._announcer.released(slot)
 
     # What can be read.
 

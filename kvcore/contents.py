@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from typing import Any
+
+import numpy as np
 
 from .announcer import Announcer
+from .arrays import Int64, as_ints
 from .pages import PagePool
 from .plan import Steps
 from .prefix.index import PrefixIndex
@@ -99,6 +103,35 @@ class CacheContents:
         self._steps.planned = None
         self.index.evict(min(num_pages, self.index.num_evictable))
         return self.pool.num_free - before
+
+    def evict_pages(self, pages: Any) -> Int64:
+        """Free certain pages, with what cannot be found without them: to give them back, or because
+        their rows turned out wrong.
+
+        Freed pages may be handed out again by the next plan. Looks at all that is cached.
+
+        Args:
+            pages: [n] ints in 1..num_pages - 1, in any order; repeats and free pages allowed.
+
+        Returns:
+            [m] int64, ascending: those of them that running requests need. They are not free, and
+            what is cached of them stays findable.
+
+        Raises:
+            ValueError: not integers, or out of range. Nothing changed.
+        """
+        ids = as_ints("pages", pages)
+        if ids.ndim != 1 or (ids < 1).any() or (ids >= self.pool.num_pages).any():
+            raise ValueError(
+                f"pages: expected a vector of 1..{self.pool.num_pages - 1}, got {ids.tolist()}"
+            )
+        self._steps.planned = None
+        is_wanted = np.zeros(self.pool.num_pages, dtype=np.bool_)
+        is_wanted[ids] = True
+        self.index.drop_pages(is_wanted)
+        is_wanted[self.pool.free_pages()] = False
+        needed: Int64 = is_wanted.nonzero()[0]
+        return needed
 
     def announce(self) -> None:
         """Write events that tell everything cached now to a reader that is late or lost track.

@@ -12,6 +12,7 @@ import numpy as np
 from .arrays import Int32, as_token_ids
 from .plan import OutOfPages, StepPlan
 from .prefix.lookup import Match
+from .requests import Fork
 from .spec import NULL_BLOCK
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 CALLS = (
     "match",
     "admit",
+    "fork",
     "cut",
     "plan",
     "commit",
@@ -34,6 +36,8 @@ CALLS = (
     "clear",
     "announce",
     "evict",
+    "evict_pages",
+    "reset",
     "take_deltas",
     "check_invariants",
 )
@@ -48,7 +52,8 @@ class Watch:
 
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
-        self._admit, self._plan, self._commit = cache.admit, cache.plan, cache.commit
+        self._admit, self._fork = cache.admit, cache.fork
+        self._plan, self._commit = cache.plan, cache.commit
         self._prompts: dict[int, Int32] = {}  # by slot
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None  # which is in a call
@@ -78,12 +83,20 @@ class Watch:
 
         return alone
 
-    def admit(self, request_id: Hashable, match: Match) -> int:
+    def admit(self, request_id: Hashable, match: Match, *, resumed: bool = False) -> int:
         """`KVCache.admit`; remembers the prompt."""
-        slot = self._admit(request_id, match)
+        slot = self._admit(request_id, match, resumed=resumed)
         assert match.prompt.tokens is not None
         self._prompts[slot] = match.prompt.tokens
         return slot
+
+    def fork(self, slot: int, request_id: Hashable) -> Fork | OutOfPages:
+        """`KVCache.fork`; remembers the prompt."""
+        made = self._fork(slot, request_id)
+        if isinstance(made, Fork):
+            self._prompts[made.slot] = self._prompts[slot]
+            assert np.all(made.copies[:, 1] != NULL_BLOCK), "a copy to page 0"
+        return made
 
     def plan(self, slots: Any, num_new_tokens: Any) -> StepPlan | OutOfPages:
         """`KVCache.plan`; no row that it writes may be on page 0."""

@@ -32,6 +32,7 @@ Any other step (chunks of prompts, drafts, new states) takes the same way throug
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -270,17 +271,23 @@ class Steps:
     def _make_room(self, changes: StepChanges | DecodeChanges) -> OutOfPages | None:
         """Evict what a step needs to fit, if that is enough; else nothing, and say what it
         lacks."""
-        free = self._pool.num_free
-        if changes.num_new <= free:
+        if changes.num_new <= self._pool.num_free:
             return None
-        evictable = self._index.num_evictable
-        if changes.num_new > free + evictable:
-            per_group = self._tables.per_group(changes)
-            worst = max(per_group, key=lambda name: per_group[name])
-            return OutOfPages(changes.num_new, free, evictable, worst, per_group)
+        return self.make_room(changes.num_new, lambda: self._tables.per_group(changes))
+
+    def make_room(self, needed: int, per_group: Callable[[], dict[str, int]]) -> OutOfPages | None:
+        """Evict until `needed` pages are free, if that is possible; else nothing, and say what is
+        lacking."""
+        free, evictable = self._pool.num_free, self._index.num_evictable
+        if needed <= free:
+            return None
+        if needed > free + evictable:
+            groups = per_group()
+            worst = max(groups, key=lambda name: groups[name])
+            return OutOfPages(needed, free, evictable, worst, groups)
         # The newest plan names pages that lie deeper in the stack of free ones from here on.
         self.planned = None
-        self._index.evict(changes.num_new - free)
+        self._index.evict(needed - free)
         return None
 
     def _cu_of(self, n: int) -> Int32:

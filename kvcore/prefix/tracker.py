@@ -76,7 +76,9 @@ class Chains:
         hit, a = match.replay_to or match.num_tokens, self.alignment
         keep: tuple[int, ...] = ()
         if self.layout.hybrid:
-            keep = (*replay_boundaries(match.prompt.num_tokens, a), match.dense_tokens)
+            # A replay may end before the dense blocks do, where no longer hit is wanted.
+            junction = match.replay_to or match.dense_tokens
+            keep = (*replay_boundaries(match.prompt.num_tokens, a), junction)
         self.index.policy.asked(match.prompt.keys, hit // a, [k // a for k in keep])
         return keep
 
@@ -99,14 +101,23 @@ class Chains:
                 self._counters["resume_points_used"] += 1
                 self._counters["resume_points_kept"] += index.num_points - known
 
-    def end(self, slot: int, computed: int) -> tuple[Run, int]:
-        """A request ends after `computed` tokens: its last boundary becomes a resume point.
+    def fork(self, source: int, slot: int) -> None:
+        """A request starts where that of slot `source` is."""
+        replays = self.replays
+        for of_slot in (self.cached, replays.start, replays.stop, self._keep, self._keep_end):
+            of_slot[slot] = of_slot[source]
+        self.runs[slot] = self.runs[source]
+        self.index.lock(self.runs[slot])
+
+    def end(self, slot: int, computed: int, keep: bool = True) -> tuple[Run, int]:
+        """A request ends after `computed` tokens: its last boundary becomes a resume point, if it
+        is to `keep` one.
 
         Returns:
             (a run on whose path its prefix ends, segments of the prefix).
         """
         cached, run = int(self.cached[slot]), self.runs[slot]
-        if self.layout.hybrid and 0 < cached <= computed:
+        if keep and self.layout.hybrid and 0 < cached <= computed:
             self._add_points([slot], [cached], [self._tables.tail(slot, cached)])
         run = self.index.unlock(run)
         self._tables.release(slot, cached, computed)
