@@ -10,7 +10,7 @@ from .policies.lru import LRU
 from .policies.s3fifo import S3FIFO
 from .prefix.keys import Prompt
 from .prefix.lookup import Match
-from .requests import Fork
+from .requests import Fork, PagesNeeded
 from .spec import NULL_BLOCK, GroupSpec
 from .tables.formats import PagedRows, linear_table, paged_rows
 
@@ -32,6 +32,7 @@ __all__ = [
     "Match",
     "OutOfPages",
     "PagedRows",
+    "PagesNeeded",
     "Prompt",
     "Ranked",
     "StepPlan",

@@ -24,6 +24,7 @@ CALLS = (
     "admit",
     "fork",
     "cut",
+    "needed",
     "plan",
     "commit",
     "rollback",

@@ -32,7 +32,6 @@ Any other step (chunks of prompts, drafts, new states) takes the same way throug
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -117,6 +116,9 @@ class StepPlan:
     changes: StepChanges | DecodeChanges = field(repr=False)
 
 
+AnyChanges = StepChanges | DecodeChanges
+
+
 class Steps:
     """Plans and commits of one cache: `KVCache.plan` and `KVCache.commit` only forward here.
 
@@ -188,8 +190,11 @@ class Steps:
 
     # Plan.
 
-    def plan(self, slots: Any, num_new_tokens: Any) -> StepPlan | OutOfPages:
-        """`KVCache.plan`."""
+    def _asked(
+        self, slots: Any, num_new_tokens: Any
+    ) -> tuple[Int64, Int64, Int64, Int64, DecodeBatch | None]:
+        """The step that is asked for, checked: slots, counts, and tokens before and after it [n];
+        the batch of the last step, if it is its next one."""
         slots, counts = self._vectors(slots, num_new_tokens)
         batch = self._batches.newest
         if batch is not None and batch.is_again(slots, counts):
@@ -208,35 +213,23 @@ class Steps:
                 f"num_new_tokens: slot {slots[i]} would reach {end[i]} tokens, "
                 f"expected at most max_model_len = {self._max_model_len}"
             )
-        written, chunks = start, NO_ROWS
-        if batch is None:
-            several = counts > ONE
-            if self._has_replays:
-                written = self._chains.replays.written_from(slots, start)
-                several |= written > start
-            chunks = several.nonzero()[0]
-            if not len(chunks):
-                batch = self._batches.of(slots, start)
-            elif len(chunks) == len(slots) and (
-                written is start or not count_true(written > start)
-            ):
-                batch = self._batches.with_drafts(slots, start, counts)
-                if batch is not None:
-                    chunks = NO_ROWS
-        if batch is not None and batch.size == 1 and batch.is_steady:
-            return self._plan_decode(batch)
-        kept, snapshot = (NO_ROWS, NO_ROWS), NO_ROWS
-        if self._enable_caching and (chunks.size or self._tables.states):
-            kept, snapshot = self._chains.boundaries(slots, start, end, chunks, batch)
-        step = self._tables.plan(slots, start, end, written, chunks, kept, snapshot, batch)
-        short = self._make_room(step)
+        return slots, counts, start, end, batch
+
+    def plan(self, slots: Any, num_new_tokens: Any) -> StepPlan | OutOfPages:
+        """`KVCache.plan`."""
+        slots, counts, start, end, batch = self._asked(slots, num_new_tokens)
+        changes = self._changes(slots, counts, start, end, batch)
+        short = self._make_room(changes)
         if short is not None:
             return short
+        if isinstance(changes, DecodeChanges):
+            return self._filled_decode(changes)
+        step, batch = changes, changes.batch
         if step.chunk_rows.size:
             cu = np.zeros(len(slots) + 1, dtype=np.int32)
             cu[1:] = np.add.accumulate(counts)
             if len(slots) == 1:
-                positions = np.arange(start[0], longest)
+                positions = np.arange(start[0], end[0])
             else:
                 positions = np.arange(int(cu[-1])) + (start - cu[:-1]).repeat(counts)
         elif isinstance(batch, DraftBatch):
@@ -255,12 +248,9 @@ class Steps:
         )  # fmt: skip
         return plan
 
-    def _plan_decode(self, batch: DecodeBatch) -> StepPlan | OutOfPages:
-        """One token for each request of a batch, whose states all have live pages."""
-        changes = self._decodes.plan(batch, self._enable_caching)
-        short = self._make_room(changes)
-        if short is not None:
-            return short
+    def _filled_decode(self, changes: DecodeChanges) -> StepPlan:
+        """The plan of one token for each request of a batch, whose states all have live pages."""
+        batch = changes.batch
         mapping = self._decodes.fill(changes, self._pool.peek(changes.num_new))
         self.planned = plan = StepPlan(
             batch.slots, batch.counts, self._cu_of(len(batch.slots)), batch.end.astype(np.int32),
@@ -268,27 +258,62 @@ class Steps:
         )  # fmt: skip
         return plan
 
-    def _make_room(self, changes: StepChanges | DecodeChanges) -> OutOfPages | None:
+    def changes_of(self, slots: Any, num_new_tokens: Any) -> AnyChanges:
+        """What a step would need and change; nothing changes here.
+
+        Raises:
+            ValueError: as `KVCache.plan`.
+        """
+        return self._changes(*self._asked(slots, num_new_tokens))
+
+    def _changes(
+        self, slots: Int64, counts: Int64, start: Int64, end: Int64, batch: DecodeBatch | None
+    ) -> AnyChanges:
+        """What a step needs, and changes once it is committed; nothing changes here."""
+        written, chunks = start, NO_ROWS
+        if batch is None:
+            several = counts > ONE
+            if self._has_replays:
+                written = self._chains.replays.written_from(slots, start)
+                several |= written > start
+            chunks = several.nonzero()[0]
+            if not len(chunks):
+                batch = self._batches.of(slots, start)
+            elif len(chunks) == len(slots) and (
+                written is start or not count_true(written > start)
+            ):
+                batch = self._batches.with_drafts(slots, start, counts)
+                if batch is not None:
+                    chunks = NO_ROWS
+        if batch is not None and batch.size == 1 and batch.is_steady:
+            return self._decodes.plan(batch, self._enable_caching)
+        kept, snapshot = (NO_ROWS, NO_ROWS), NO_ROWS
+        if self._enable_caching and (chunks.size or self._tables.states):
+            kept, snapshot = self._chains.boundaries(slots, start, end, chunks, batch)
+        return self._tables.plan(slots, start, end, written, chunks, kept, snapshot, batch)
+
+    def _make_room(self, changes: AnyChanges) -> OutOfPages | None:
         """Evict what a step needs to fit, if that is enough; else nothing, and say what it
         lacks."""
-        if changes.num_new <= self._pool.num_free:
+        free = self._pool.num_free
+        if changes.num_new <= free:
             return None
-        return self.make_room(changes.num_new, lambda: self._tables.per_group(changes))
+        if changes.num_new > free + self._index.num_evictable:
+            return self.lacking(changes.num_new, self._tables.per_group(changes))
+        self.evict(changes.num_new - free)
+        return None
 
-    def make_room(self, needed: int, per_group: Callable[[], dict[str, int]]) -> OutOfPages | None:
-        """Evict until `needed` pages are free, if that is possible; else nothing, and say what is
-        lacking."""
+    def lacking(self, needed: int, per_group: dict[str, int]) -> OutOfPages:
+        """What a step lacks that needs so many pages."""
+        worst = max(per_group, key=lambda name: per_group[name])
         free, evictable = self._pool.num_free, self._index.num_evictable
-        if needed <= free:
-            return None
-        if needed > free + evictable:
-            groups = per_group()
-            worst = max(groups, key=lambda name: groups[name])
-            return OutOfPages(needed, free, evictable, worst, groups)
+        return OutOfPages(needed, free, evictable, worst, per_group)
+
+    def evict(self, num_pages: int) -> None:
+        """Free `num_pages` evictable pages."""
         # The newest plan names pages that lie deeper in the stack of free ones from here on.
         self.planned = None
-        self._index.evict(needed - free)
-        return None
+        self._index.evict(num_pages)
 
     def _cu_of(self, n: int) -> Int32:
         """cu_seqlens_q of n requests with one token each."""

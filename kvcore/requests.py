@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from .arrays import Int32
@@ -14,6 +15,26 @@ from .prefix.tracker import Chains
 from .spec import Layout
 from .stats import count_admission
 from .tables.groups import Tables
+
+
+@dataclass(frozen=True)
+class PagesNeeded:
+    """What a step would need; nothing was changed.
+
+    Attributes:
+        needed, free, evictable: pages that the step needs, that are free, that eviction could free.
+        per_group: pages that each group needs.
+    """
+
+    needed: int
+    free: int
+    evictable: int
+    per_group: dict[str, int]
+
+    @property
+    def fits(self) -> bool:
+        """Whether `KVCache.plan` would plan it."""
+        return self.needed <= self.free + self.evictable
 
 
 class Fork(NamedTuple):
@@ -139,9 +160,11 @@ class RequestCalls(CacheContents):
         demand = dict.fromkeys((g.name for g in self.layout.groups), 0)
         for table in plan.tables.tolist():
             demand[self.layout.groups[self.layout.tables[table][0]].name] += 1
-        short = self._steps.make_room(len(plan.columns), lambda: demand)
-        if short is not None:
-            return short
+        lacks = len(plan.columns) - self.pool.num_free
+        if lacks > self.index.num_evictable:
+            return self._steps.lacking(len(plan.columns), demand)
+        if lacks > 0:
+            self._steps.evict(lacks)
         self._steps.changed()
         new = self.sequences.fork(request_id, source)
         self._steps.rollbacks.floor[new] = self._steps.rollbacks.floor[source]
@@ -152,6 +175,19 @@ class RequestCalls(CacheContents):
         self.pool.take(len(pages))
         self.counters["forks"] += 1
         return Fork(new, self._tables.fork(source, new, plan, pages))
+
+    def needed(self, slots: Any, num_new_tokens: Any) -> PagesNeeded:
+        """The pages that a step would need. A plan made before stays good.
+
+        Args:
+            slots, num_new_tokens: [n] as for `plan`, which evicts what the step needs at once.
+
+        Raises:
+            ValueError: as `plan`.
+        """
+        changes = self._steps.changes_of(slots, num_new_tokens)
+        per_group = self._tables.per_group(changes)
+        return PagesNeeded(changes.num_new, self.pool.num_free, self.index.num_evictable, per_group)
 
     def release(self, request_id: Hashable, *, discard: bool = False) -> None:
         """End a request: finished, aborted or preempted. What is cached of it stays findable.

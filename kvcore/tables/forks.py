@@ -55,8 +55,8 @@ class ForkTables(RowTables):
         is_shared = np.zeros(len(row), dtype=np.bool_)
         table_of = np.zeros(len(row), dtype=np.int64)
         end = []
-        # Rows of drafters from here on wait for later tokens.
-        written = min(lowest, max(0, computed - self.layout.lookahead))
+        # Rows of drafters from here on wait for tokens that may still be taken back.
+        written = max(0, lowest - self.layout.lookahead)
         for block in self.blocks:
             c = block.spec
             low = written if block.is_window else cached

@@ -335,6 +335,10 @@ class Life(Misuse, Forks):
         """Plan a step, run it on the device, commit it; False if it does not fit."""
         kv, rng, order = self.kv, self.rng, list(counts)
         stock = kv.num_free_pages + kv.num_evictable_pages
+        slots, evicted = [r.slot for r in order], kv.stats()["evicted_segments"]
+        asked = self.call("needed", self.lend(slots), self.lend(counts.values()))
+        assert (asked.free, asked.evictable) == (kv.num_free_pages, kv.num_evictable_pages)
+        assert kv.stats()["evicted_segments"] == evicted, "a dry run evicted something"
         try:
             plan = self.call("plan", self.lend([r.slot for r in order]), self.lend(counts.values()))
         except Fault:
@@ -344,7 +348,11 @@ class Life(Misuse, Forks):
             self.calls["out of pages"] += 1
             assert plan.needed > plan.free + plan.evictable == stock
             assert sum(plan.per_group.values()) == plan.needed
+            assert not asked.fits and asked.needed == plan.needed
+            assert asked.per_group == plan.per_group
             return False
+        assert asked.fits and sum(asked.per_group.values()) == asked.needed
+        assert asked.needed == plan.changes.num_new
         if rng.random() < 0.05:
             return False  # the engine changed its mind
         self.finish_step(plan, counts, accepted)
@@ -358,6 +366,10 @@ class Life(Misuse, Forks):
         if rng.random() < 0.2:  # calls that change nothing may come between
             self.call("match", self.new_text().tokens)
             self.call("cut", [r.slot for r in self.requests], [1] * len(self.requests))
+            for r in self.requests:
+                room = kv.max_model_len - r.computed
+                if room:
+                    self.call("needed", [r.slot], [rng.randint(1, room)])
             self.call("stats")
         self.calls["with drafts"] += isinstance(plan.changes.batch, DraftBatch)
         arrays = self._arrays(plan)

@@ -11,6 +11,7 @@ MIXES = {
     "dense": ((16, None),),
     "hybrid": ((32, None), (16, 64), (16, 64)),
     "state": ((16, None), GroupSpec("s", "state", 16, 4096, pages_per_block=2)),
+    "wide drafter": ((32, None), GroupSpec("d", "window", 16, 4096, 40, lookahead=2)),
     "drafter": ((16, None), GroupSpec("d", "window", 16, 4096, 40, lookahead=2)),
 }
 
@@ -127,6 +128,21 @@ def test_a_fork_in_the_middle_of_a_prompt():
     e.finish_prompt("b")
     e.decode("b", [3] * 30)
     e.decode("a", [4] * 30)
+    e.check()
+
+
+def test_rows_that_wait_for_a_token_that_is_taken_back_are_copied():
+    """Row 15 of the drafter, the last one of a full block, waits for token 17: each of the two writes its own."""
+    e = engine("wide drafter", max_draft_tokens=4)
+    e.admit("a", [1, 2, 3])
+    e.finish_prompt("a")
+    e.decode("a", [100 + i for i in range(18)])
+    fork(e, "a", "b")
+    for rid, token in (("a", 7), ("b", 8)):
+        assert e.kv.lowest_rollback(e.slots[rid]) == 17
+        e.kv.rollback(e.slots[rid], 4)
+        del e.tokens[rid][17:]
+        e.decode(rid, [token] * 5)
     e.check()
 
 

@@ -213,3 +213,33 @@ def test_a_short_replay_leaves_a_whole_resume_point():
     (point,) = [p for run in e.kv.index.runs() for d, p in run.points.items() if d == 12]
     assert (point.pages > 0).all()
     assert e.run("c", [*PROMPT[:50], 1]).num_tokens == 48
+
+
+# Dry runs.
+
+
+def test_a_dry_run_evicts_nothing_and_leaves_the_plan_good():
+    e = engine((8, None), (8, 20), num_pages=20, debug=False)
+    e.run("old", [5] * 60)
+    slot = e.kv.admit("a", e.kv.match(PROMPT[:90]))
+    plan = e.kv.plan([slot], [10])
+    before = e.kv.stats()
+    asked = e.kv.needed([slot], [80])
+    assert e.kv.stats() == before
+    assert asked.per_group["g0"] == 10 and asked.fits
+    assert asked.needed == sum(asked.per_group.values()) > asked.free
+    assert not e.kv.needed([slot], [290]).fits
+    e.kv.commit(plan, PROMPT[:10])
+    free = e.kv.num_free_pages
+    assert e.kv.needed([slot], [1]).needed == 0
+    e.kv.commit(e.kv.plan([slot], [80]), PROMPT[10:90])
+    assert e.kv.stats()["evicted_segments"] > 0 and e.kv.num_free_pages < free
+    e.kv.check_invariants()
+
+
+@pytest.mark.parametrize(("slots", "counts", "name"), [([3], [1], "slots"), ([0], [0], "num_new_tokens"), ([0], [601], "max_model_len")])  # fmt: skip
+def test_a_wrong_dry_run_is_named(slots, counts, name):
+    e = engine()
+    e.admit("a", [1])
+    with pytest.raises(ValueError, match=name):
+        e.kv.needed(slots, counts)

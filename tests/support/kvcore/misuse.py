@@ -110,6 +110,7 @@ class Misuse:
             ("plan", [-1], [1]), ("plan", [good[0]] * 2, [1, 1]), ("plan", good, [0] * len(good)),
             ("plan", good, [-3] * len(good)), ("plan", good, [0.5] * len(good)), ("plan", good, [long] * len(good)),
             ("plan", [[good[0]]], [[1]]), ("plan", "0", [1]), ("plan", good, [2**62] * len(good)),
+            ("needed", [-1], [1]), ("needed", good, [0] * len(good)), ("needed", good, [long] * len(good)), ("needed", [], []),
             ("cut", [kv.max_requests], [1]), ("cut", good, [0] * len(good)), ("cut", [], []),
             ("commit", None, [0]), ("commit", match, [0]),
             ("rollback", kv.max_requests, 1), ("rollback", -1, 1), ("rollback", good[0], 0), ("rollback", good[0], long),
