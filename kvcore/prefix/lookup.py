@@ -181,9 +181,8 @@ class Lookup:
             most = min(usable, max_tokens // a)
         hit = self._index.resumable(run, dense, most)
         reason = limited_by(self._enabled, usable, most, dense, hit)
-        match = Match(
-            hit * a, dense * a, reason, prompt, self._layout.groups, max_tokens=max_tokens
-        )
+        groups = self._layout.groups
+        match = Match(hit * a, dense * a, reason, prompt, groups, None, None, max_tokens)
         if self._replay_tokens is not None and self._layout.hybrid:
             found = replay_range(min(dense, most) * a, hit * a, self._replay_tokens, a)
             if found is not None:
