@@ -2,6 +2,7 @@
 
 from .cache import KVCache
 from .events import AllBlocksCleared, BlockRemoved, BlockStored, EventLog, tail_hashes
+from .layers import LayerPlacement, LayerShape, cache_groups
 from .plan import OutOfPages, StepPlan
 from .policies.adaptive import Adaptive
 from .policies.base import Entry, EvictionPolicy, Ranked
@@ -29,6 +30,8 @@ __all__ = [
     "Fork",
     "GroupSpec",
     "KVCache",
+    "LayerPlacement",
+    "LayerShape",
     "Match",
     "OutOfPages",
     "PagedRows",
@@ -36,6 +39,7 @@ __all__ = [
     "Prompt",
     "Ranked",
     "StepPlan",
+    "cache_groups",
     "linear_table",
     "paged_rows",
     "tail_hashes",
