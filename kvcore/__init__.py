@@ -14,6 +14,7 @@ from .prefix.lookup import Match
 from .requests import Fork, PagesNeeded
 from .spec import NULL_BLOCK, GroupSpec
 from .tables.formats import PagedRows, linear_table, paged_rows
+from .worker import StepArrays, WorkerTables, step_arrays
 
 __all__ = [
     "LRU",
@@ -38,9 +39,12 @@ __all__ = [
     "PagesNeeded",
     "Prompt",
     "Ranked",
+    "StepArrays",
     "StepPlan",
+    "WorkerTables",
     "cache_groups",
     "linear_table",
     "paged_rows",
+    "step_arrays",
     "tail_hashes",
 ]
