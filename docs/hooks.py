@@ -18,7 +18,7 @@ def public_names(package: str) -> dict[str, str]:
     """Where each name of a package's ``__all__`` is defined, as its ``__init__`` says.
 
     Args:
-        package: ``"kvcore"``, ``"kernels"`` or ``"models"``.
+        package: ``"kvcore"``, ``"kernels"``, ``"embed"`` or ``"models"``.
 
     Returns:
         The dotted path of each name, such as ``{"KVCache": "kvcore.cache.KVCache"}``.

@@ -25,7 +25,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..engine.batch import AttnMetadata, Batch, BatchBuilder, Staging
+from quire.embed import AttnMetadata, Batch, BatchBuilder, Staging
+
 from ..engine.distributions import DRAFT, Filters, draw, probabilities, uniform
 from ..engine.graphs import Capture, Shape, capture_each
 from ..engine.request import Request

@@ -20,10 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.embed import Staging
 from quire.kernels.sampling import torch_impl
 from quire.kernels.sampling.torch_impl import draw
 
-from .batch import Staging
 from .request import SamplingParams
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)

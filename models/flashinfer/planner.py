@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..engine.batch import Staging
+from quire.embed import Staging
+
 from ..layers.kv_cache import E4M3
 from .rows import GroupKeys, Sequences, as_int32, as_rows
 from .step import GATHERED_BLOCK, Gathered, GroupStep, PreparedStep

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from quire.models.engine.batch import Staging
+from quire.embed import Staging
 from quire.models.engine.distributions import Filters, draw, probabilities, uniform
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.request import SamplingParams

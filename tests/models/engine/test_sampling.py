@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quire.bench.common.bounds import bounded, bounding
-from quire.models.engine.batch import Staging
+from quire.embed import Staging
 from quire.models.engine.distributions import (
     Filters,
     derived_seed,
