@@ -99,21 +99,21 @@ class Prompt:
             self.marks = parse_extra_keys(extra_keys, len(tokens))
             marks = by_segment(self.marks, alignment, lookahead)
         keys: list[bytes] = []
+        parts: list[bytes] = []  # bytes of each segment
         key, covered = self.root, 0
         if self.num_segments:
             first, covered = alignment + lookahead, self.num_segments * alignment + lookahead
-            parts = (
-                tokens[first:covered].view(f"V{4 * alignment}").tolist()
-            )  # bytes of each segment
-            for part in (tokens[:first].tobytes(), *parts):
-                if marks and len(keys) in marks:
-                    key = marked_key(key, marks[len(keys)])
+            rest = tokens[first:covered].view(f"V{4 * alignment}").tolist()
+            parts = [tokens[:first].tobytes(), *rest]
+        # The last marks may be of the next segment: the prompt ends within it.
+        for segment, packed in (*marks.items(), (self.num_segments, b"")):
+            for part in parts[len(keys) : segment]:
                 key = sha256(key + part).digest()
                 keys.append(key)
+            if packed:
+                key = marked_key(key, packed)
         self.keys = b"".join(keys)
-        # All marks that are left are of the next segment: the prompt ends within it.
-        last = marks.get(self.num_segments)
-        self.last_key = key if last is None else marked_key(key, last)
+        self.last_key = key
         self.tail = tokens[covered:].copy()
         self.tail.flags.writeable = False
         self.tokens: Int32 | None = tokens.copy() if keep_tokens else None
