@@ -38,6 +38,7 @@ CALLS = (
     "announce",
     "evict",
     "evict_pages",
+    "restore_pages",
     "reset",
     "take_deltas",
     "check_invariants",

@@ -23,7 +23,10 @@ def check_invariants(cache: KVCache) -> None:
     """
     pool, index, a = cache.pool, cache.index, cache.alignment
     cache._tables.batches.check(cache.num_computed)
-    owners: list[Int32 | Int64] = [pool.free_pages()]
+    owners: list[Int32 | Int64] = [
+        pool.free_pages(),
+        np.array(sorted(pool.withheld), dtype=np.int64),
+    ]
     users: list[Int32 | Int64] = []
     holds: list[Int32 | Int64] = []
     locks: Counter[int] = Counter()

@@ -30,6 +30,7 @@ class PagePool:
         users, holds: [num_pages] int32 requests that read a page, and resume points that hold it.
         counts: [num_pages] int64, both at once: users + (holds << 32).
         num_free: pages in the stack. num_held_only: pages that only resume points hold.
+        withheld: pages that are not handed out, though nobody has them.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -44,6 +45,7 @@ class PagePool:
         self.users, self.holds = self.counts.view("<i4").reshape(-1, 2).T
         self.users[NULL_BLOCK] = 1 << 30  # padding entries name page 0: it must never become free
         self._mark: Int32 = np.empty(num_pages, dtype=np.int32)
+        self.withheld: set[int] = set()
         self.num_held_only = 0  # window pages that only resume points hold
 
     def peek(self, n: int) -> Int64:
@@ -63,6 +65,12 @@ class PagePool:
         assert len(rest) == len(free) - len(pages)
         self._stack[: len(rest)] = rest
         self.num_free = len(rest)
+
+    def withhold(self, pages: Int64) -> None:
+        """Hand out those of `pages` (distinct) that are free no more."""
+        free = pages[np.isin(pages, self._stack[: self.num_free])]
+        self.claim(free.astype(np.int32))
+        self.withheld.update(free.tolist())
 
     def put(self, pages: Int32 | Int64) -> None:
         """Give pages back; none may be free already or have users or holds."""

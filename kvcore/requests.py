@@ -217,7 +217,7 @@ class RequestCalls(CacheContents):
     def reset(self, *, end_requests: bool = False) -> list[Hashable]:
         """Forget everything cached, pinned or not: for new weights, or pages that lost their rows.
 
-        All pages are free afterwards. Counters go on; a `Match` made before may still be admitted,
+        All pages but those withheld are free afterwards. Counters go on; a `Match` made before may still be admitted,
         and hits nothing.
 
         Args:

@@ -73,7 +73,11 @@ def stats(cache: KVCache) -> dict[str, int]:
         "demoted_pins": index.num_demoted_pins,
         "free_pages": cache.num_free_pages,
         "evictable_pages": cache.num_evictable_pages,
-        "pages_in_use": cache.num_pages - 1 - cache.num_free_pages - cache.num_evictable_pages,
+        "pages_in_use": cache.num_pages
+        - 1
+        - cache.num_free_pages
+        - cache.num_evictable_pages
+        - len(cache.pool.withheld),
     }
 
 

@@ -200,10 +200,10 @@ class Life(Misuse, Forks):
                 array[:] = self.rng.randrange(MAX_REQUESTS)
             self.lent.clear()
 
-    def try_call(self, name: str, *args):
+    def try_call(self, name: str, *args, **kwargs):
         """`call`; None if the user's policy raised."""
         try:
-            return self.call(name, *args)
+            return self.call(name, *args, **kwargs)
         except Fault:
             assert self.policy.fails
             return None
@@ -371,6 +371,10 @@ class Life(Misuse, Forks):
                 if room:
                     self.call("needed", [r.slot], [rng.randint(1, room)])
             self.call("stats")
+        withheld = list(kv.pool.withheld)
+        for t, (g, _) in enumerate(kv.layout.tables):
+            size = kv.layout.groups[g].block_size
+            assert not np.isin(plan.slot_mapping[t] // size, withheld).any(), "a withheld page"
         self.calls["with drafts"] += isinstance(plan.changes.batch, DraftBatch)
         arrays = self._arrays(plan)
         ids = self._run(plan, counts, accepted or counts)
@@ -615,12 +619,13 @@ class Life(Misuse, Forks):
         while self.requests:
             self.release()
         self.call("clear")
+        self.call("restore_pages", sorted(self.kv.pool.withheld))
         self.kv.check_invariants()
         assert self.kv.num_free_pages == self.kv.num_pages - 1
 
 
 WEIGHTS = {
-    "admit": 5, "fork": 1, "abort": 0.7, "evict_pages": 0.4, "reset": 0.05, "look": 2, "step": 14, "decode": 2, "drop_plan": 1, "rollback": 3, "release": 3, "preempt": 1, "pin": 1,
+    "admit": 5, "fork": 1, "abort": 0.7, "evict_pages": 0.4, "restore_pages": 0.4, "reset": 0.05, "look": 2, "step": 14, "decode": 2, "drop_plan": 1, "rollback": 3, "release": 3, "preempt": 1, "pin": 1,
     "pin_request": 0.5, "expire_pins": 0.5, "evict": 0.7, "clear": 0.05, "restore": 0.15, "stale_plan": 0.7, "foreign_plan": 0.2,
     "wrong_arguments": 0.7,
 }  # fmt: skip

@@ -80,12 +80,17 @@ class Forks:
         texts = [self.new_text() for _ in range(4)]
         hits = [self.match(text) for text in texts]
         rows = np.unique(self.device.memory[pages])
-        stayed = self.try_call("evict_pages", self.lend(pages))
+        withhold = rng.random() < 0.3 and len(pages) < 5
+        withheld, before = kv.pool.withheld.copy(), kv.num_free_pages
+        stayed = self.try_call("evict_pages", self.lend(pages), withhold=withhold)
         if stayed is None:
             return
         used = np.unique([kv.tables[r.slot] for r in self.requests] or [[0]])
         assert set(stayed.tolist()) <= set(pages) & set(used.tolist())
-        free = set(kv.pool.free_pages().tolist())
+        free = set(kv.pool.free_pages().tolist()) | kv.pool.withheld
+        new = set(pages) - set(stayed.tolist()) - withheld if withhold else set()
+        assert kv.pool.withheld == withheld | new
+        assert kv.num_free_pages >= before - len(new)
         assert free >= set(pages) - set(stayed.tolist()) and not free & set(stayed.tolist())
         kinds = {g.kind for g in kv.layout.groups}
         between = "window" in kinds and "state" not in kinds
@@ -96,6 +101,13 @@ class Forks:
             ]
             if not between and not np.isin(np.concatenate(mine), rows).any():
                 assert self.match(text).num_tokens == hit.num_tokens, "evicted too much"
+
+    def restore_pages(self) -> None:
+        """Some pages that were withheld may be handed out again."""
+        withheld = sorted(self.kv.pool.withheld)
+        some = self.rng.sample(withheld, self.rng.randint(0, len(withheld)))
+        self.call("restore_pages", self.lend(some))
+        assert self.kv.pool.withheld == set(withheld) - set(some)
 
     def reset(self) -> None:
         """Everything is forgotten; running requests are in the way until they are ended."""
@@ -109,7 +121,7 @@ class Forks:
         for r in self.requests:
             self.remember(Text(r.text.tokens, r.text.salt, r.text.extra_keys))
         self.requests.clear()
-        assert kv.num_free_pages == kv.num_pages - 1
+        assert kv.num_free_pages == kv.num_pages - 1 - len(kv.pool.withheld)
         self.promises = Promises(kv)
         for text in self.history[-8:]:
             assert self.match(text).dense_tokens == 0

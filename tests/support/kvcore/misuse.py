@@ -104,7 +104,7 @@ class Misuse:
             ("match", text.tokens, {"extra_keys": [(0, len(text) + 1, b"")]}), ("match", text.tokens, {"extra_keys": [(len(text), None, b"")]}),
             ("match", text.tokens, {"max_tokens": -1}), ("match", text.tokens, {"max_tokens": 1.0}),
             ("fork", kv.max_requests, "new"), ("fork", -1, "new"), ("fork", good[0], []), ("release", "unknown", {"discard": True}),
-            ("evict_pages", [0]), ("evict_pages", [kv.num_pages]), ("evict_pages", [1.0]), ("evict_pages", [[1]]), ("evict_pages", None),
+            ("evict_pages", [1], {"withhold": 1}), ("restore_pages", [0]), ("restore_pages", 3), ("evict_pages", [0]), ("evict_pages", [kv.num_pages]), ("evict_pages", [1.0]), ("evict_pages", [[1]]), ("evict_pages", None),
             ("admit", "new", None), ("admit", "new", other), ("admit", [], match), ("admit", "new", match.prompt),
             ("plan", [], []), ("plan", good, [1] * (len(good) + 1)), ("plan", [kv.max_requests], [1]),
             ("plan", [-1], [1]), ("plan", [good[0]] * 2, [1, 1]), ("plan", good, [0] * len(good)),
