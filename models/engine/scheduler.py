@@ -306,7 +306,8 @@ class Scheduler:
             with self.allocating:
                 # What is cached has changed since the request came: look up again, without hashing.
                 request.match = self.kv.match(request.match.prompt, salt=request.salt)
-                request.slot = self.kv.admit(request.key, request.match)
+                resumed = request.num_cached_tokens >= 0  # it was admitted before
+                request.slot = self.kv.admit(request.key, request.match, resumed=resumed)
         except Exception as error:
             self.failed.append((self.waiting.popleft(), error))
             return None
