@@ -106,8 +106,9 @@ class Chains:
         replays = self.replays
         for of_slot in (self.cached, replays.start, replays.stop, self._keep, self._keep_end):
             of_slot[slot] = of_slot[source]
-        self.runs[slot] = self.runs[source]
-        self.index.lock(self.runs[slot])
+        self.runs[slot] = run = self.runs[source]
+        self.index.lock(run)
+        self._tables.fill_dense(slot, 0, self.index.pages_between(run, 0, run.depth))
 
     def end(self, slot: int, computed: int, keep: bool = True) -> tuple[Run, int]:
         """A request ends after `computed` tokens: its last boundary becomes a resume point, if it

@@ -32,13 +32,13 @@ class ForkPlan:
         columns: [m] columns of the fused table whose pages are copied.
         tables: [m] rows in a slot mapping of their tables.
         shared: [j] pages of windows and snapshots that one more request reads.
-        end: columns of each dense table that are in use.
+        dense: (first, end) columns of each dense table past the cached segments that are in use.
     """
 
     columns: Int64
     tables: Int64
     shared: Int32
-    end: list[int]
+    dense: list[tuple[int, int]]
 
 
 class ForkTables(RowTables):
@@ -54,7 +54,7 @@ class ForkTables(RowTables):
         is_copied = np.zeros(len(row), dtype=np.bool_)
         is_shared = np.zeros(len(row), dtype=np.bool_)
         table_of = np.zeros(len(row), dtype=np.int64)
-        end = []
+        dense = []
         # Rows of drafters from here on wait for tokens that may still be taken back.
         written = max(0, lowest - self.layout.lookahead)
         for block in self.blocks:
@@ -66,7 +66,7 @@ class ForkTables(RowTables):
             if block.is_window:
                 is_shared[whole] = True
             else:
-                end.append(-(-max(cached, computed) // c.block_size))
+                dense.append((cached // c.block_size, -(-computed // c.block_size)))
             table_of[whole] = np.repeat(c.tables, c.width)
         for state in self.states:
             c = state.spec
@@ -75,10 +75,11 @@ class ForkTables(RowTables):
             table_of[c.offset : c.offset + c.num_columns] = np.repeat(c.tables, c.width)
         columns = (is_copied & (row != 0)).nonzero()[0]
         shared = row[is_shared & ~is_copied & (row != 0)]
-        return ForkPlan(columns, table_of[columns], shared, end)
+        return ForkPlan(columns, table_of[columns], shared, dense)
 
     def fork(self, source: int, slot: int, plan: ForkPlan, new_pages: Int64) -> Int32:
-        """Fill the empty row `slot` as that of `source`, with `new_pages` [m] where it copies.
+        """Fill the empty row `slot` as that of `source`, with `new_pages` [m] where it copies; not
+        the entries of cached segments, which the index has.
 
         Returns:
             [m, 2] pages (source, destination) to copy.
@@ -86,8 +87,8 @@ class ForkTables(RowTables):
         row = self.array[slot]
         for table in [b.table for b in self.windows] + [s.table for s in self.states]:
             table[slot] = table[source]
-        for block, end in zip(self.dense, plan.end, strict=True):
-            block.table[slot, :, :end] = block.table[source, :, :end]
+        for block, (first, end) in zip(self.dense, plan.dense, strict=True):
+            block.table[slot, :, first:end] = block.table[source, :, first:end]
         copies = np.stack([row[plan.columns], new_pages.astype(np.int32)], axis=1)
         row[plan.columns] = new_pages
         is_dense = np.isin(plan.tables, [t for b in self.dense for t in b.spec.tables])
