@@ -2,6 +2,7 @@
 
 from .cache import KVCache
 from .events import AllBlocksCleared, BlockRemoved, BlockStored, EventLog, tail_hashes
+from .part import Part
 from .plan import OutOfPages, StepPlan
 from .policies.adaptive import Adaptive
 from .policies.base import Entry, EvictionPolicy, Ranked
@@ -11,6 +12,7 @@ from .policies.s3fifo import S3FIFO
 from .prefix.keys import Prompt
 from .prefix.lookup import Match
 from .spec import NULL_BLOCK, GroupSpec
+from .step import Step
 from .tables.formats import PagedRows, linear_table, paged_rows
 
 __all__ = [
@@ -30,8 +32,10 @@ __all__ = [
     "Match",
     "OutOfPages",
     "PagedRows",
+    "Part",
     "Prompt",
     "Ranked",
+    "Step",
     "StepPlan",
     "linear_table",
     "paged_rows",

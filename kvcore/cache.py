@@ -1,8 +1,8 @@
 """`KVCache`: requests, their block tables, and what is cached of them.
 
 The life of a request is ``match -> admit -> (plan -> run the model -> commit)* -> release``. Every
-call treats the whole batch. Here are the calls; what they do is in `plan` (plans and commits),
-`tables.decode` and `tables.groups` (pages), `prefix.requests` (tokens), `prefix.lookup` (hits),
+call treats the whole batch. Here and in `stepping` are the calls; what they do is in `plan`,
+`step` and `progress` (steps planned, built and committed), `tables.decode` and `tables.groups` (pages), `prefix.requests` (tokens), `prefix.lookup` (hits),
 `prefix.index` (what is cached), `prefix.tracker` (how what requests compute gets there) and
 `contents` (pins, eviction, announcements).
 """
@@ -21,8 +21,9 @@ from .contents import CacheContents
 from .debug import Watch
 from .events import EventLog
 from .invariants import check_invariants
+from .open_steps import OpenSteps
 from .pages import PagePool
-from .plan import OutOfPages, StepPlan, Steps
+from .plan import Steps
 from .policies.adaptive import Adaptive
 from .policies.base import EvictionPolicy
 from .policies.retention import Retention, parse_retention
@@ -32,12 +33,14 @@ from .prefix.lookup import Lookup, Match
 from .prefix.pins import Pins
 from .prefix.requests import Sequences
 from .prefix.tracker import Chains
+from .progress import Progress
 from .spec import MOST_TOKENS, GroupSpec, Layout, as_int
 from .stats import count_admission, describe, new_counters, stats
+from .stepping import CacheSteps
 from .tables.groups import Tables
 
 
-class KVCache(CacheContents):
+class KVCache(CacheSteps, CacheContents):
     """Retention-aware allocator of one page pool for all cache groups of a model.
 
     Args:
@@ -138,10 +141,10 @@ class KVCache(CacheContents):
         self._chains = Chains(
             self.interval, self.sequences, self._tables, self.index, self._announcer, self.counters
         )
-        self._steps = Steps(
-            self._chains, self._tables, self._announcer, max_model_len, enable_caching,
-            replay_tokens is not None,
-        )  # fmt: skip
+        has_replays = replay_tokens is not None
+        self._steps = Steps(self._chains, self._tables, max_model_len, enable_caching, has_replays)
+        self._progress = Progress(self._steps, self._chains, self._tables, self._announcer)
+        self._open = OpenSteps(self._steps, self._progress, self._chains, self._tables)
         self._lookup = Lookup(
             self.index, layout, hash_seed, enable_caching, replay_tokens, max_model_len,
             debug or events is not None,
@@ -194,94 +197,12 @@ class KVCache(CacheContents):
         keep = self._chains.ask(match)
         self._steps.changed()
         slot = self.sequences.add(request_id, match.prompt, match.num_saved_tokens)
-        self._steps.rollbacks.floor[slot] = match.replay_to or match.num_tokens
+        self._progress.rollbacks.floor[slot] = match.replay_to or match.num_tokens
         if self._announcer is not None:
             self._announcer.admitted(slot, match.prompt)
         self._chains.start(slot, match, run, keep)
         count_admission(self.counters, match)
         return slot
-
-    def cut(self, slots: Any, num_new_tokens: Any) -> Int64:
-        """Shorten chunks so that each ends at its next kept boundary, or else at its last boundary.
-
-        Only needed with state groups, whose state can be kept only where a step ends; without them
-        the counts come back as they are.
-
-        Args:
-            slots, num_new_tokens: [n] as for `plan`.
-
-        Returns:
-            [n] int64 counts, at least 1 each.
-
-        Raises:
-            ValueError: as `plan` for the slots and counts.
-        """
-        slots, counts = self._steps.checked(slots, num_new_tokens)
-        if not (self._tables.states and self.enable_caching):
-            return counts.copy()
-        start = self.num_computed[slots]
-        shortened: Int64 = self._chains.stops(slots, start, start + counts) - start
-        return shortened
-
-    def plan(self, slots: Any, num_new_tokens: Any) -> StepPlan | OutOfPages:
-        """Plan a step: which pages and rows the new tokens of each request get.
-
-        No request changes before `commit`. When free pages run short, cached entries are evicted
-        here (as `policy` ranks them), and only if that is enough.
-
-        Args:
-            slots: [n] ints, distinct, from `admit`.
-            num_new_tokens: [n] ints >= 1.
-
-        Raises:
-            ValueError: an unknown or repeated slot, a count below 1, or a sequence past
-                max_model_len.
-        """
-        return self._steps.plan(slots, num_new_tokens)
-
-    def commit(self, plan: StepPlan, input_ids: Any, accepted: Any = None) -> Int32:
-        """Make a planned step real: its rows become context, whole segments become findable.
-
-        Args:
-            plan: the newest plan of this cache, with no change since (see `StepPlan`).
-            input_ids: [total] ints, the tokens whose rows the step computed, in the plan's order.
-            accepted: [n] ints, how many of each request's new tokens stay; all by default. At most
-                max_draft_tokens of a request may be rejected.
-
-        Returns:
-            [m, 2] int32 pages (source, destination) to copy after this step and before the next:
-            snapshots of states. Empty without state groups.
-
-        Raises:
-            ValueError: the plan is not the newest, or void, or an argument has the wrong size.
-                Nothing changed.
-        """
-        return self._steps.commit(plan, input_ids, accepted)
-
-    def rollback(self, slot: int, num_tokens: int) -> None:
-        """Forget the last computed tokens of a request.
-
-        Args:
-            slot: from `admit`.
-            num_tokens: how many, at least 1.
-
-        Raises:
-            ValueError: the slot is unknown, or the tokens are cached already (or are the lookahead
-                of cached ones), or more than max_draft_tokens would be taken back from the furthest
-                position reached.
-        """
-        slot, num_tokens = self.sequences.checked(slot), as_int("num_tokens", num_tokens, 1)
-        self._steps.rollbacks.expect(slot, num_tokens)
-        self._steps.changed()
-        self._steps.rollbacks.take_back(slot, num_tokens)
-
-    def lowest_rollback(self, slot: int) -> int:
-        """The fewest tokens that `rollback` can leave the request of `slot`.
-
-        Raises:
-            ValueError: the slot is unknown.
-        """
-        return self._steps.rollbacks.lowest(self.sequences.checked(slot))
 
     def release(self, request_id: Hashable) -> None:
         """End a request: finished, aborted or preempted. What is cached of it stays findable.
@@ -290,9 +211,10 @@ class KVCache(CacheContents):
         same request after preemption, resumes there.
 
         Raises:
-            ValueError: the id is unknown.
+            ValueError: the id is unknown, or the request is in a step that has not advanced.
         """
         slot = self.slot_of(request_id)
+        self._open.leave(slot, "request_id")
         self._steps.changed()
         run, depth = self._chains.end(slot, int(self.num_computed[slot]))
         self._pins.released(slot, run, depth)

@@ -41,7 +41,11 @@ def check_invariants(cache: KVCache) -> None:
         assert (cached <= computed or replaying) and cached % a == 0
         lowest = min(computed, cache.lowest_rollback(slot))
         run = cache._chains.runs[slot]
-        assert run.depth * a == cached, "a request's prefix ends at the end of its run"
+        waits = any(slot in step.slots for step in cache._open.advanced)
+        assert run.depth * a == cached or (waits and run.depth * a < cached), (
+            "a request's prefix ends at the end of its run"
+        )
+        cached = run.depth * a
         for node in path_to(run):
             locks[id(node)] += 1
         path_pages = np.concatenate([index.root.look(), *(r.look() for r in path_to(run))])
@@ -87,6 +91,10 @@ def check_invariants(cache: KVCache) -> None:
             points += 1
             assert point.run is run
             holds.append(point.pages)
+    owners += cache._open.taken()
+    waiting = [pages for step in cache._open.advanced for pages in step.held]
+    users, holds = users + waiting, holds + waiting
+    assert 0 <= pool.num_reserved <= pool.num_free, "what is reserved is free"
     used, held = _count(users, pool.num_pages), _count(holds, pool.num_pages)
     used[0] = held[0] = 0  # empty entries
     owned = _count(owners, pool.num_pages) + ((used > 0) | (held > 0))
