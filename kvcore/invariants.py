@@ -93,7 +93,8 @@ def check_invariants(cache: KVCache) -> None:
             holds.append(point.pages)
     owners += cache._open.taken()
     waiting = [pages for step in cache._open.advanced for pages in step.held]
-    users, holds = users + waiting, holds + waiting
+    users += waiting
+    holds += waiting
     assert 0 <= pool.num_reserved <= pool.num_free, "what is reserved is free"
     used, held = _count(users, pool.num_pages), _count(holds, pool.num_pages)
     used[0] = held[0] = 0  # empty entries

@@ -203,10 +203,15 @@ class Steps:
                 f"num_new_tokens: slot {slots[i]} would reach {end[i]} tokens, "
                 f"expected at most max_model_len = {self.max_model_len}"
             )
-        changes = self._changes(slots, counts, start, end, batch)
-        short = self._make_room(changes)
-        if short is not None:
-            return short
+        changes: AnyChanges
+        if batch is not None and batch.size == 1 and batch.is_steady:
+            changes = self._decodes.plan(batch, self.enable_caching)
+        else:
+            changes = self._changes(slots, counts, start, end, batch)
+        if changes.num_new > self._pool.num_free - self._pool.num_reserved:
+            short = self._make_room(changes)
+            if short is not None:
+                return short
         if isinstance(changes, DecodeChanges):
             return self._filled_decode(changes)
         step, batch = changes, changes.batch
@@ -276,11 +281,9 @@ class Steps:
         return self._tables.plan(slots, start, end, written, chunks, kept, snapshot, batch)
 
     def _make_room(self, changes: AnyChanges) -> OutOfPages | None:
-        """Evict what a step needs to fit, if that is enough; else nothing, and say what it
-        lacks."""
+        """Evict what a step needs, more than is free, if that is enough; else nothing, and say what
+        it lacks."""
         free = self._pool.num_free - self._pool.num_reserved
-        if changes.num_new <= free:
-            return None
         if changes.num_new > free + self._index.num_evictable:
             return self.lacking(changes, free)
         self.evict(changes.num_new - free)

@@ -59,17 +59,17 @@ class Progress:
                 "plan: expected the newest plan of this cache, got another cache's, or one made "
                 "before another plan or change"
             )
-        self.check(plan, ids)
+        if len(ids) != len(plan.positions):
+            raise self.wrong_size(plan, ids)
         end = plan.changes.end if accepted is None else self.end_of(plan, accepted)
         self._pool.take(plan.changes.num_new)
         return self.finish(plan, ids, end)
 
-    def check(self, plan: StepPlan, ids: Int32) -> None:
-        """Raise ValueError unless `ids` are as many as the tokens of `plan`."""
-        if len(ids) != len(plan.positions):
-            raise ValueError(
-                f"input_ids: expected {len(plan.positions)} tokens as planned, got {len(ids)}"
-            )
+    def wrong_size(self, plan: StepPlan, ids: Int32) -> ValueError:
+        """The error of a commit of `plan` with more or fewer `ids`."""
+        return ValueError(
+            f"input_ids: expected {len(plan.positions)} tokens as planned, got {len(ids)}"
+        )
 
     def end_of(self, plan: StepPlan, accepted: Any) -> Int64:
         """[n] tokens after a step of which `accepted` tokens stay.
@@ -146,7 +146,16 @@ class Progress:
         if self._layout.drafts:
             self.rollbacks.reached(plan.slots, changes.end)
         if isinstance(changes, DecodeChanges):
-            copies, passed = self._advance_decode(changes)
+            batch = changes.batch
+            due: tuple[Ending, Int64, Int64] | None = None
+            if not batch.age:  # its first step
+                self._batches.keep(batch)
+            if self._enable_caching and (self._layout.lookahead or batch.ending.slot_list):
+                # Before the tables move on: whose segments end here.
+                due = self._chains.due(batch)
+            copies = self._decodes.commit(changes)
+            if due is not None:
+                passed = self._chains.passed(batch, *due)
         elif self._enable_caching:
             copies, passed = self._chains.advance(changes, end, ending)
         else:
@@ -155,18 +164,6 @@ class Progress:
             copies = effects.copies
         self._sequences.num_computed[plan.slots] = end
         return copies, passed
-
-    def _advance_decode(self, changes: DecodeChanges) -> tuple[Int32, Passed | None]:
-        """`advance` of one token for each request of a batch."""
-        batch = changes.batch
-        if not batch.age:  # its first step
-            self._batches.keep(batch)
-        if not self._enable_caching or not (self._layout.lookahead or batch.ending.slot_list):
-            return self._decodes.commit(changes), None
-        # Before the tables move on: the pages that the segments which end here hand to the index.
-        due = self._chains.due(batch)
-        copies = self._decodes.commit(changes)
-        return copies, self._chains.passed(batch, *due)
 
     def _feed(
         self, plan: StepPlan, step: StepChanges, ids: Int32, end: Int64

@@ -218,7 +218,8 @@ class Step:
         shown, full = self.plan(), self.full_plan()
         ids = as_token_ids("input_ids", input_ids)
         progress, counts = self._open.progress, shown.num_new_tokens
-        progress.check(shown, ids)
+        if len(ids) != len(shown.positions):
+            raise progress.wrong_size(shown, ids)
         end = self._end
         if accepted is not None:
             taken = as_ints("accepted", accepted)

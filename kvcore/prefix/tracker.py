@@ -146,17 +146,15 @@ class Chains(Boundaries):
         passed = None
         if ending.slot_list or rows.size:
             self.cached[ending.slots] = ending.end
+            passed = Passed(ending, step.chunk_rows.size > 0, [], [], [])
+        if passed is not None and rows.size:
             tails = iter(effects.tails)
-            where, boundaries, pages = slots[rows].tolist(), kept.tolist(), []
-            if rows.size:
-                pages = [
-                    next(tails) if chunk else self._tables.tail(slot, boundary)
-                    for slot, boundary, chunk in zip(
-                        where, boundaries, several.tolist(), strict=True
-                    )
-                ]
-            points = self._hold(where, boundaries, pages)
-            passed = Passed(ending, step.chunk_rows.size > 0, *points)
+            where, boundaries = slots[rows].tolist(), kept.tolist()
+            pages = [
+                next(tails) if chunk else self._tables.tail(slot, boundary)
+                for slot, boundary, chunk in zip(where, boundaries, several.tolist(), strict=True)
+            ]
+            passed.slots, passed.boundaries, passed.tails = self._hold(where, boundaries, pages)
         self._tables.settle(step, effects)
         return effects.copies, passed
 
