@@ -62,6 +62,9 @@ class KVCache(CacheSteps, CacheContents):
             `prefix.replays`); None never does.
         policy: eviction policy, of this cache alone; `Adaptive` by default.
         max_pinned_pages: budget of `pin`; all pages by default.
+        reads: where a step's queries find the rows of the step: ``"step"``, in its tensors ``k``
+            and ``v``, so that window groups keep only rows that outlive it; or ``"pages"``, for
+            engines that write rows to pages before attention reads them (see `linear_table`).
         track_deltas: collect table changes for `take_deltas`.
         events: where to write what is stored and removed, of this cache alone; None keeps no
             events and no tokens.
@@ -99,6 +102,7 @@ class KVCache(CacheSteps, CacheContents):
         replay_tokens: int | None = None,
         policy: EvictionPolicy | None = None,
         max_pinned_pages: int | None = None,
+        reads: str = "step",
         track_deltas: bool = False,
         events: EventLog | None = None,
         debug: bool = False,
@@ -115,10 +119,12 @@ class KVCache(CacheSteps, CacheContents):
         for name, flag in flags.items():
             if not isinstance(flag, bool):
                 raise ValueError(f"{name}: expected True or False, got {flag!r}")
+        if reads not in ("step", "pages"):
+            raise ValueError(f"reads: expected 'step' or 'pages', got {reads!r}")
         policy = Adaptive() if policy is None else policy
         check_log(events)
         check_policy(policy)
-        self.layout = layout = Layout(groups, max_model_len, max_draft_tokens)
+        self.layout = layout = Layout(groups, max_model_len, max_draft_tokens, reads == "pages")
         self.alignment, self.hybrid = layout.alignment, layout.hybrid
         span = layout.span(exact=replay_tokens is not None)
         self.interval = parse_retention(retention, layout, span)
@@ -126,7 +132,7 @@ class KVCache(CacheSteps, CacheContents):
         if replay_tokens is not None and any(g.kind == "state" for g in layout.groups):
             raise ValueError("replay_tokens: expected None with a state group, got a number")
         root_key(hash_seed, b"")  # refuses a seed that is not bytes
-        self.max_requests, self.max_model_len = max_requests, max_model_len
+        self.max_requests, self.max_model_len, self.reads = max_requests, max_model_len, reads
         self.max_draft_tokens, self.replay_tokens = max_draft_tokens, replay_tokens
         self.enable_caching, self.hash_seed = enable_caching, hash_seed
         self.pool = PagePool(num_pages)

@@ -89,7 +89,8 @@ class StepPlan:
             a group, or one for each of a group's pages_per_block (`KVCache.table_index`); rows of
             state groups are all -1. Of a window group only the tokens have a slot that queries
             after this step can see, or a kept boundary needs: attention must take the step's own
-            keys and values from the step (``k``, ``v``), not from the pages.
+            keys and values from the step (``k``, ``v``), not from the pages. With
+            `KVCache(reads="pages")` all have.
         replay_rows, replay_slots: [m] int64 rows of the step that are computed once more, and
             [num_tables, m] int64 where dense groups hold them already: their attention must take
             these rows from the pages, not from the step.

@@ -135,6 +135,7 @@ def options_of(rng: random.Random, specs: list[GroupSpec]) -> dict:
         "max_draft_tokens": drafts,
         "replay_tokens": replays,
         "max_pinned_pages": rng.choice((None, 0, 20)),
+        "reads": rng.choice(("step", "step", "pages")),
     }
 
 

@@ -9,7 +9,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from quire.kvcore import GroupSpec, KVCache, OutOfPages, Step, StepPlan, pages
+from quire.kvcore import (
+    GroupSpec,
+    KVCache,
+    OutOfPages,
+    Step,
+    StepPlan,
+    linear_table,
+    paged_rows,
+    pages,
+)
 from quire.kvcore.open_steps import OpenSteps
 from quire.kvcore.prefix import tracker
 from quire.kvcore.tables import rows
@@ -30,7 +39,7 @@ MIXES = [
 ]
 
 
-def host(seed: int, **options) -> Host:
+def host(seed: int, kind: type[Host] = Host, **options) -> Host:
     mix = MIXES[seed % len(MIXES)]
     base = {
         "num_pages": (60, 90, 200)[seed % 3], "max_requests": 5, "max_model_len": 160,
@@ -38,7 +47,7 @@ def host(seed: int, **options) -> Host:
     }  # fmt: skip
     if not any(isinstance(g, GroupSpec) and g.kind == "state" for g in mix) and seed % 4 == 1:
         base["replay_tokens"] = 20
-    return Host(seed, groups(*mix), **(base | options))
+    return kind(seed, groups(*mix), **(base | options))
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2, 3])
@@ -49,6 +58,68 @@ def test_no_row_is_wrong_however_far_ahead_steps_are_planned(ahead):
     assert total["wrong"] == 0 and total["rows"] > 20_000
     for name in ("hits", "added", "out of pages", "dropped", "preempted", "committed", "rejected"):
         assert total[name] > 2, name
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_an_engine_that_writes_before_it_reads_finds_every_row_in_pages(ahead):
+    total = Counter()
+    for seed in range(9):
+        total += host(seed, writes_first=True, reads="pages").go(50, ahead)
+    assert total["wrong"] == 0 and total["rows"] > 15_000
+    for name in ("hits", "added", "out of pages", "preempted", "committed", "rejected"):
+        assert total[name] > 2, name
+
+
+class Unguarded(Host):
+    """Tables of a step from its context and its slot mapping, whatever the cache says of them."""
+
+    def during(self, step: Step, t: int) -> np.ndarray:
+        plan, size = step.full_plan(), self.specs[t].block_size
+        table = self.kv.table(*self.kv.layout.tables[t])
+        linear = np.zeros((len(plan.slots), 200), dtype=np.int64)
+        for i, slot in enumerate(plan.slots.tolist()):
+            start, end = int(plan.seq_lens[i] - plan.num_new_tokens[i]), int(plan.seq_lens[i])
+            first = max(0, -(-start // size) - table.shape[1])
+            for block in range(first, -(-start // size)):
+                linear[i, block] = table[slot, block % table.shape[1]]
+            a = plan.cu_seqlens_q[i]
+            for p, where in zip(range(start, end), plan.slot_mapping[t, a:].tolist(), strict=False):
+                if where >= 0:
+                    linear[i, p // size] = where // size
+        return linear
+
+
+def test_rows_that_do_not_outlive_a_step_are_in_pages_only_if_these_are_read():
+    """The same traffic with and without."""
+    for reads, fails in (("step", True), ("pages", False)):
+        wrong = sum(
+            host(seed, Unguarded, writes_first=True, reads=reads).go(30, 0)["wrong"]
+            for seed in (1, 2, 3, 4)
+        )
+        assert (wrong > 500) == fails, wrong
+
+
+def test_tables_of_a_step_are_refused_where_pages_do_not_hold_its_rows():
+    for reads in ("step", "pages"):
+        kv = small(num_pages=40, reads=reads)
+        (a,) = admitted(kv, [1] * 40)
+        plan = kv.plan([a], [40])
+        assert linear_table(kv, 0, plan)[0].tolist() == (plan.slot_mapping[0, ::4] // 4).tolist()
+        if reads == "pages":
+            assert linear_table(kv, 1, plan)[0].all()
+        else:
+            with pytest.raises(
+                ValueError, match="rows of group 'g1' all have pages, got one with 28"
+            ):
+                linear_table(kv, 1, plan)
+        kv.commit(plan, [1] * 40)
+        assert kv.num_free_pages == 39 - 10 - 3  # what the step alone needed is free again
+        with pytest.raises(ValueError, match="slots: expected a plan that is not committed yet"):
+            paged_rows(kv, 0, plan)
+        plan = kv.plan([a], [1])  # one token a request: nothing is missing
+        assert (linear_table(kv, 1, plan)[0, 8:] > 0).all()
+    with pytest.raises(ValueError, match="reads: expected 'step' or 'pages', got 'tokens'"):
+        small(reads="tokens")
 
 
 class OneByOne(Host):

@@ -15,7 +15,16 @@ from hashlib import blake2b
 
 import numpy as np
 
-from quire.kvcore import GroupSpec, KVCache, OutOfPages, Part, Step, StepPlan
+from quire.kvcore import (
+    GroupSpec,
+    KVCache,
+    OutOfPages,
+    Part,
+    Step,
+    StepPlan,
+    linear_table,
+    paged_rows,
+)
 
 STATE_ROWS, STATE_READS = 64, 4
 
@@ -224,7 +233,7 @@ class Host:
             ]
         elif self.writes_first:
             tables = [
-                None if g.kind == "state" else self.during(plan, t)
+                None if g.kind == "state" else self.during(step, t)
                 for t, g in enumerate(self.specs)
             ]
         else:
@@ -241,8 +250,19 @@ class Host:
         for s in sequences:
             s.waiting = True
 
-    def during(self, plan: StepPlan, t: int) -> np.ndarray:
-        raise NotImplementedError
+    def during(self, step: Step, t: int) -> np.ndarray:
+        """Linear tables of a step that writes before it reads; the same as compressed rows."""
+        group, part = self.kv.layout.tables[t]
+        plan = step.full_plan()
+        linear, rows = (f(self.kv, group, plan, part) for f in (linear_table, paged_rows))
+        for i, length in enumerate(plan.seq_lens.tolist()):
+            first, size = int(rows.first_tokens[i]), self.specs[t].block_size
+            pages = rows.indices[rows.indptr[i] : rows.indptr[i + 1]]
+            assert (linear[i, first // size :][: len(pages)] == pages).all() and not linear[
+                i, : first // size
+            ].any()
+            assert first + (len(pages) - 1) * size + rows.last_page_len[i] == length
+        return linear
 
     def _appended(self, t: int, part: Part, own: dict[int, int]) -> dict[int, int]:
         if self.specs[t].kind != "state":
