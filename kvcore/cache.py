@@ -65,6 +65,9 @@ class KVCache(CacheSteps, CacheContents):
         reads: where a step's queries find the rows of the step: ``"step"``, in its tensors ``k``
             and ``v``, so that window groups keep only rows that outlive it; or ``"pages"``, for
             engines that write rows to pages before attention reads them (see `linear_table`).
+        adopt: a request that computes a segment which somebody else has cached meanwhile takes the
+            cached pages into its table and gives its own back. False: its tables are append-only,
+            and it keeps its own until it is released.
         track_deltas: collect table changes for `take_deltas`.
         events: where to write what is stored and removed, of this cache alone; None keeps no
             events and no tokens.
@@ -103,6 +106,7 @@ class KVCache(CacheSteps, CacheContents):
         policy: EvictionPolicy | None = None,
         max_pinned_pages: int | None = None,
         reads: str = "step",
+        adopt: bool = True,
         track_deltas: bool = False,
         events: EventLog | None = None,
         debug: bool = False,
@@ -115,7 +119,8 @@ class KVCache(CacheSteps, CacheContents):
             replay_tokens = as_int("replay_tokens", replay_tokens, 1)
         pinned = num_pages if max_pinned_pages is None else max_pinned_pages
         self.max_pinned_pages = as_int("max_pinned_pages", pinned, 0)
-        flags = {"enable_caching": enable_caching, "track_deltas": track_deltas, "debug": debug}
+        flags = {"enable_caching": enable_caching, "adopt": adopt}
+        flags |= {"track_deltas": track_deltas, "debug": debug}
         for name, flag in flags.items():
             if not isinstance(flag, bool):
                 raise ValueError(f"{name}: expected True or False, got {flag!r}")
@@ -145,8 +150,9 @@ class KVCache(CacheSteps, CacheContents):
         self.index.announcer = self._announcer
         self.counters = new_counters(layout)
         self._chains = Chains(
-            self.interval, self.sequences, self._tables, self.index, self._announcer, self.counters
-        )
+            self.interval, self.sequences, self._tables, self.index, self._announcer, self.counters,
+            adopt,
+        )  # fmt: skip
         has_replays = replay_tokens is not None
         self._steps = Steps(self._chains, self._tables, max_model_len, enable_caching, has_replays)
         self._progress = Progress(self._steps, self._chains, self._tables, self._announcer)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .arrays import Int32, Int64
+from .arrays import NO_ROWS, Int32, Int64
 from .prefix.tree import Run, path_to
 from .tables.state import SNAPSHOT
 
@@ -61,6 +61,7 @@ def check_invariants(cache: KVCache) -> None:
             assert (live != 0).all(), "a block inside the window has no page"
         snapshot_at = int(cache._tables.snapshot_at[slot])
         assert snapshot_at <= computed and snapshot_at % a == 0, "a snapshot of what was taken back"
+        owners += cache._chains.twins.get(slot, [])
         for state in cache._tables.states:
             users.append(state.table[slot].ravel())
             assert not snapshot_at or state.table[slot, :, SNAPSHOT].all(), "a snapshot on no page"
@@ -72,7 +73,9 @@ def check_invariants(cache: KVCache) -> None:
             owners.append(row[:, whole:].ravel())
             part = path_pages[:, c.segment_offset :][:, : c.num_tables * c.per_segment]
             part = part.reshape(-1, c.num_tables, c.per_segment).transpose(1, 0, 2)
-            assert (part.reshape(c.num_tables, -1) == row[:, :whole]).all()
+            differs = part.reshape(c.num_tables, -1) != row[:, :whole]
+            twins = np.concatenate([NO_ROWS, *cache._chains.twins.get(slot, ())])
+            assert np.isin(row[:, :whole][differs], twins).all(), "a page of neither"
     for run in index.runs():
         segments += run.length
         locked += run.length if run.locks else 0

@@ -48,9 +48,11 @@ class Chains(Boundaries):
         sequences, tables, index: what the requests are, where their pages are, what is cached.
         announcer: told of what becomes findable; None if nobody listens.
         counters: of resume points kept and used, counted up here.
+        adopt: whether a request takes the index's pages of what somebody else cached before it.
 
     Attributes:
         runs: where each request's cached prefix ends.
+        twins: by slot: own pages of such segments, where it does not.
     """
 
     def __init__(
@@ -61,11 +63,14 @@ class Chains(Boundaries):
         index: PrefixIndex,
         announcer: Announcer | None,
         counters: dict[str, int],
+        adopt: bool = True,
     ) -> None:
         super().__init__(interval, sequences, tables)
         self.index, self._announcer, self._counters = index, announcer, counters
         n = sequences.max_requests
+        self.adopt = adopt
         self.runs: list[Run] = [index.root] * n
+        self.twins: dict[int, list[Int32]] = {}
         self._sources: list[Source] = [partial(tables.segment_pages, slot) for slot in range(n)]
 
     # A request.
@@ -112,6 +117,8 @@ class Chains(Boundaries):
             self._add_points(*self._hold([slot], [cached], [self._tables.tail(slot, cached)]))
         run = self.index.unlock(run)
         self._tables.release(slot, cached, computed)
+        for pages in self.twins.pop(slot, ()):
+            self.index.pool.put(pages)
         self.runs[slot] = self.index.root
         self.cached[slot] = 0
         return run, cached // self.alignment
@@ -269,8 +276,13 @@ class Chains(Boundaries):
                 self._announcer.segments(where[i], end - 1, end)
 
     def _adopt(self, slot: int, first: int, n: int) -> None:
-        """The `n` segments from `first` on were cached by someone else: keep one copy, theirs."""
-        self.index.pool.put(self._sources[slot](first, first + n).ravel())
+        """The `n` segments from `first` on were cached by someone else: keep one copy, theirs; or
+        this one too until the request ends."""
+        own = self._sources[slot](first, first + n).ravel()
+        if not self.adopt:
+            self.twins.setdefault(slot, []).append(own)
+            return
+        self.index.pool.put(own)
         theirs = self.index.pages_between(self.runs[slot], first, first + n)
         self._tables.fill_dense(slot, first, theirs)
 

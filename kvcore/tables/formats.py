@@ -108,17 +108,20 @@ def _linear(cache: KVCache, group: int, slots: Any, part: int) -> tuple[Int32, I
     linear[rows, blocks] = table[slots[rows], blocks % table.shape[1]]
     if plan is not None:
         of_token = np.arange(len(slots)).repeat(plan.num_new_tokens)
-        where = plan.slot_mapping[cache.table_index(group, part)]
-        written = where >= 0
-        written[plan.replay_rows] |= cache.layout.groups[group].kind == "dense"
-        if not written.all():
+        t = cache.table_index(group, part)
+        where = plan.slot_mapping[t]
+        if plan.replay_rows.size:  # dense groups hold these rows already
+            again = plan.replay_slots[t]
+            where = where.copy()
+            where[plan.replay_rows] = np.maximum(where[plan.replay_rows], again)
+        missing = np.count_nonzero(where < 0)
+        if missing:
             name = cache.layout.groups[group].name
             raise ValueError(
                 f"slots: expected a plan whose rows of group {name!r} all have pages, got one with "
-                f"{np.count_nonzero(~written)} that have none: make the cache with reads='pages'"
+                f"{missing} that have none: make the cache with reads='pages'"
             )
-        written = where >= 0
-        linear[of_token[written], plan.positions[written] // size] = where[written] // size
+        linear[of_token, plan.positions // size] = where // size
     return linear, lengths, first, size
 
 

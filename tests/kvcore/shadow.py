@@ -136,6 +136,7 @@ def options_of(rng: random.Random, specs: list[GroupSpec]) -> dict:
         "replay_tokens": replays,
         "max_pinned_pages": rng.choice((None, 0, 20)),
         "reads": rng.choice(("step", "step", "pages")),
+        "adopt": rng.random() > 0.2,
     }
 
 

@@ -136,7 +136,8 @@ class Host:
     def _started(self, t: int, s: Sequence) -> dict[int, int]:
         """Entries of a worker's own table as a request comes: block -> page."""
         spec, row = self.specs[t], self.kv.table(*self.kv.layout.tables[t])[s.slot]
-        stop = -(-s.done // spec.block_size)
+        known = s.done if spec.kind == "window" else max(s.done, s.exact)
+        stop = -(-known // spec.block_size)
         first = max(0, stop - len(row)) if spec.kind == "window" else 0
         return {b: int(row[b % len(row)]) for b in range(first, stop)}
 
