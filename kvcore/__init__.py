@@ -3,6 +3,7 @@
 from .cache import KVCache
 from .events import AllBlocksCleared, BlockRemoved, BlockStored, EventLog, tail_hashes
 from .layers import LayerPlacement, LayerShape, cache_groups
+from .part import Part
 from .plan import OutOfPages, StepPlan
 from .policies.adaptive import Adaptive
 from .policies.base import Entry, EvictionPolicy, Ranked
@@ -13,6 +14,7 @@ from .prefix.keys import Prompt
 from .prefix.lookup import Match
 from .requests import Fork, PagesNeeded
 from .spec import NULL_BLOCK, GroupSpec
+from .step import Step
 from .tables.formats import PagedRows, linear_table, paged_rows
 from .worker import StepArrays, WorkerTables, step_arrays
 
@@ -37,8 +39,10 @@ __all__ = [
     "OutOfPages",
     "PagedRows",
     "PagesNeeded",
+    "Part",
     "Prompt",
     "Ranked",
+    "Step",
     "StepArrays",
     "StepPlan",
     "WorkerTables",

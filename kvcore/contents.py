@@ -123,6 +123,8 @@ class CacheContents:
         ids = self._page_ids(pages)
         if not isinstance(withhold, bool):
             raise ValueError(f"withhold: expected True or False, got {withhold!r}")
+        if withhold and self.pool.num_reserved:
+            raise ValueError("withhold: expected no step that is being built: plan or cancel it")
         self._steps.planned = None
         is_wanted = np.zeros(self.pool.num_pages, dtype=np.bool_)
         is_wanted[ids] = True

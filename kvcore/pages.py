@@ -31,12 +31,14 @@ class PagePool:
         counts: [num_pages] int64, both at once: users + (holds << 32).
         num_free: pages in the stack. num_held_only: pages that only resume points hold.
         withheld: pages that are not handed out, though nobody has them.
+        num_reserved: free pages that a step which is being built will take.
     """
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
         self._stack: Int64 = np.arange(num_pages - 1, -1, -1)
         self.num_free = num_pages - 1
+        self.num_reserved = 0
         # The two counts of a page lie side by side, so that one look tells both: ``users + (holds
         # << 32)``.
         self.counts: Int64 = np.zeros(num_pages, dtype="<i8")
@@ -82,6 +84,13 @@ class PagePool:
         """A request starts to read `pages` (distinct, already in use or held)."""
         self.num_held_only -= int(np.count_nonzero(self.users[pages] == 0))
         self.users[pages] += 1
+
+    def use_held(self, pages: Int32) -> None:
+        """Somebody needs `pages` that resume points hold, or will (repeats and the null page
+        allowed)."""
+        pages = pages[pages.nonzero()].astype(np.int64, copy=False)
+        self.num_held_only -= len(self._once(pages[self.users[pages] == 0]))
+        np.add.at(self.counts, pages, 1)
 
     def use_new(self, pages: Int32) -> int:
         """Requests start to read `pages` (distinct, taken just now; null pages allowed); returns

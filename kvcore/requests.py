@@ -8,10 +8,12 @@ from typing import Any, NamedTuple
 
 from .arrays import Int32
 from .contents import CacheContents
+from .open_steps import OpenSteps
 from .plan import OutOfPages
 from .prefix.extra_keys import ExtraKeys
 from .prefix.lookup import Match
 from .prefix.tracker import Chains
+from .progress import Progress
 from .spec import Layout
 from .stats import count_admission
 from .tables.groups import Tables
@@ -64,6 +66,8 @@ class RequestCalls(CacheContents):
     counters: dict[str, int]
     _tables: Tables
     _chains: Chains
+    _progress: Progress
+    _open: OpenSteps
 
     def match(
         self,
@@ -120,7 +124,7 @@ class RequestCalls(CacheContents):
         keep = self._chains.ask(match)
         self._steps.changed()
         slot = self.sequences.add(request_id, match.prompt, match.num_saved_tokens)
-        self._steps.rollbacks.floor[slot] = match.replay_to or match.num_tokens
+        self._progress.rollbacks.floor[slot] = match.replay_to or match.num_tokens
         if self._announcer is not None:
             self._announcer.admitted(slot, match.prompt)
         self._chains.start(slot, match, run, keep)
@@ -153,21 +157,25 @@ class RequestCalls(CacheContents):
                 slots are taken. Nothing changed.
         """
         source = self.sequences.checked(slot)
+        self._open.expect_settled(source)
         self._check_new(request_id)
         cached, computed = int(self._chains.cached[source]), int(self.sequences.lengths[source])
-        lowest = self._steps.rollbacks.lowest(source)
+        lowest = self._progress.rollbacks.lowest(source)
         plan = self._tables.plan_fork(source, cached, computed, lowest)
         demand = dict.fromkeys((g.name for g in self.layout.groups), 0)
         for table in plan.tables.tolist():
             demand[self.layout.groups[self.layout.tables[table][0]].name] += 1
-        lacks = len(plan.columns) - self.pool.num_free
+        free = self.pool.num_free - self.pool.num_reserved
+        lacks = len(plan.columns) - free
         if lacks > self.index.num_evictable:
-            return self._steps.lacking(len(plan.columns), demand)
+            worst = max(demand, key=lambda name: demand[name])
+            needed, evictable = len(plan.columns), self.index.num_evictable
+            return OutOfPages(needed, free, evictable, worst, demand)
         if lacks > 0:
             self._steps.evict(lacks)
         self._steps.changed()
         new = self.sequences.fork(request_id, source)
-        self._steps.rollbacks.floor[new] = self._steps.rollbacks.floor[source]
+        self._progress.rollbacks.floor[new] = self._progress.rollbacks.floor[source]
         if self._announcer is not None:
             self._announcer.forked(source, new)
         self._chains.fork(source, new)
@@ -186,8 +194,9 @@ class RequestCalls(CacheContents):
             ValueError: as `plan`.
         """
         changes = self._steps.changes_of(slots, num_new_tokens)
+        free = self.pool.num_free - self.pool.num_reserved
         per_group = self._tables.per_group(changes)
-        return PagesNeeded(changes.num_new, self.pool.num_free, self.index.num_evictable, per_group)
+        return PagesNeeded(changes.num_new, free, self.index.num_evictable, per_group)
 
     def release(self, request_id: Hashable, *, discard: bool = False) -> None:
         """End a request: finished, aborted or preempted. What is cached of it stays findable.
@@ -205,6 +214,7 @@ class RequestCalls(CacheContents):
             ValueError: the id is unknown.
         """
         slot = self.sequences.slot_of(request_id)
+        self._open.leave(slot, "request_id")
         self._steps.changed()
         run, depth = self._chains.end(slot, int(self.sequences.lengths[slot]), not discard)
         if discard:
@@ -236,6 +246,9 @@ class RequestCalls(CacheContents):
                 f"end_requests: expected True while requests are running, got {end_requests!r} "
                 f"with {running}"
             )
+        for request_id in running:  # before anything changes
+            if (slot := self.sequences.slot_of(request_id)) in self._open.by_slot:
+                raise self._open.busy("end_requests", slot)
         for request_id in running:
             self.release(request_id, discard=True)
         self.clear()

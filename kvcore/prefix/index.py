@@ -220,7 +220,7 @@ class PrefixIndex(EvictableTree):
     def add_point(self, run: Run, depth: int, pages: Int32) -> bool:
         """Keep a resume point at boundary `depth` on the path to `run`; False if one is there.
 
-        If True, the caller calls `pool.hold(pages)`, once for all points of a step.
+        The caller has a hold on `pages` for a new point, or takes one at once.
         """
         run = run_of(run, depth)
         point = run.points.get(depth)

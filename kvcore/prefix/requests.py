@@ -226,6 +226,10 @@ class Sequences:
             return None, None
         return made, Ending(rows, slots, slot_list, end[rows] - rest)
 
+    def forget_batch(self) -> None:
+        """Tokens come that the newest batch did not feed: find anew where its next ones go."""
+        self._fed = None
+
     def _locate(self, batch: DecodeBatch) -> bool:
         """Find where the next tokens of a batch go, in this step and those after it.
 

@@ -135,6 +135,8 @@ def options_of(rng: random.Random, specs: list[GroupSpec]) -> dict:
         "max_draft_tokens": drafts,
         "replay_tokens": replays,
         "max_pinned_pages": rng.choice((None, 0, 20)),
+        "reads": rng.choice(("step", "step", "pages")),
+        "adopt": rng.random() > 0.2,
     }
 
 
@@ -185,13 +187,15 @@ class Life(Misuse, Forks):
 
     # How calls are made.
 
-    def call(self, name: str, *args, **kwargs):
+    def call(self, name: str, *args, on=None, **kwargs):
+        """A call of the cache, or of a step of it (`on`)."""
         self.calls[name] += 1
         if self.trace is not None:
             shown = [*map(self._shown, args), *(f"{k}={v!r}" for k, v in kwargs.items())]
-            self.trace.append(f"x{len(self.trace)} = kv.{name}({', '.join(shown)})")
+            owner = "kv" if on is None else self._shown(on)
+            self.trace.append(f"x{len(self.trace)} = {owner}.{name}({', '.join(shown)})")
         try:
-            result = getattr(self.kv, name)(*args, **kwargs)
+            result = getattr(on or self.kv, name)(*args, **kwargs)
             if self.trace is not None:
                 self.results.append((f"x{len(self.trace) - 1}", result))
             return result
@@ -333,35 +337,59 @@ class Life(Misuse, Forks):
         self, counts: dict[Request, int], accepted: dict[Request, int] | None = None
     ) -> bool:
         """Plan a step, run it on the device, commit it; False if it does not fit."""
-        kv, rng, order = self.kv, self.rng, list(counts)
-        stock = kv.num_free_pages + kv.num_evictable_pages
-        slots, evicted = [r.slot for r in order], kv.stats()["evicted_segments"]
-        asked = self.call("needed", self.lend(slots), self.lend(counts.values()))
-        assert (asked.free, asked.evictable) == (kv.num_free_pages, kv.num_evictable_pages)
-        assert kv.stats()["evicted_segments"] == evicted, "a dry run evicted something"
+        rng, order = self.rng, list(counts)
+        step = self.call("begin") if rng.random() < 0.5 else None
         try:
-            plan = self.call("plan", self.lend([r.slot for r in order]), self.lend(counts.values()))
+            if step is not None:
+                plan = self._added(step, counts)
+            else:
+                slots = [r.slot for r in order]
+                asked = self.call("needed", self.lend(slots), self.lend(counts.values()))
+                plan = self._fits(0, "plan", self.lend(slots), self.lend(counts.values()))
+                assert asked.fits == (plan is not None)
+                assert asked.needed == sum(asked.per_group.values())
+                assert plan is None or asked.needed == plan.changes.num_new
         except Fault:
             assert self.policy.fails
+            if step is not None:
+                self.call("cancel", on=step)
             return False
-        if isinstance(plan, OutOfPages):
-            self.calls["out of pages"] += 1
-            assert plan.needed > plan.free + plan.evictable == stock
-            assert sum(plan.per_group.values()) == plan.needed
-            assert not asked.fits and asked.needed == plan.needed
-            assert asked.per_group == plan.per_group
+        if plan is None or rng.random() < 0.05:  # the engine changed its mind
+            if step is not None:
+                self.call("cancel", on=step)
             return False
-        assert asked.fits and sum(asked.per_group.values()) == asked.needed
-        assert asked.needed == plan.changes.num_new
-        if rng.random() < 0.05:
-            return False  # the engine changed its mind
-        self.finish_step(plan, counts, accepted)
+        self.finish_step(plan, counts, accepted, step)
         return True
 
+    def _fits(self, reserved: int, *args, **kwargs):
+        """What a call gives that plans something; None where pages do not suffice."""
+        stock = self.kv.num_free_pages - reserved + self.kv.num_evictable_pages
+        plan = self.call(*args, **kwargs)
+        if not isinstance(plan, OutOfPages):
+            return plan
+        self.calls["out of pages"] += 1
+        assert plan.needed > plan.free + plan.evictable == stock
+        assert sum(plan.per_group.values()) == plan.needed
+        return None
+
+    def _added(self, step, counts: dict[Request, int]):
+        """The plan of a step to which requests are added one by one, some of them twice."""
+        order = list(counts)
+        dropped = [r for r in order if self.rng.random() < 0.1]
+        for r in dropped:
+            if self._fits(step.num_reserved, "add", r.slot, on=step) is None:
+                return None
+        for r in self.order(dropped):
+            self.call("drop", r.slot, on=step)
+        for r in order:
+            if self._fits(step.num_reserved, "add", r.slot, counts[r], on=step) is None:
+                return None
+        return self.call("plan", on=step)
+
     def finish_step(
-        self, plan, counts: dict[Request, int], accepted: dict[Request, int] | None
+        self, plan, counts: dict[Request, int], accepted: dict[Request, int] | None, step=None
     ) -> None:
-        """Run a planned step on the device and commit it."""
+        """Run a planned step on the device and commit it; `step`: the one that it is the plan of."""
         kv, device, rng = self.kv, self.device, self.rng
         if rng.random() < 0.2:  # calls that change nothing may come between
             self.call("match", self.new_text().tokens)
@@ -375,12 +403,22 @@ class Life(Misuse, Forks):
         for t, (g, _) in enumerate(kv.layout.tables):
             size = kv.layout.groups[g].block_size
             assert not np.isin(plan.slot_mapping[t] // size, withheld).any(), "a withheld page"
+        if step is not None and rng.random() < 0.2:  # and to an open step others do no harm
+            self.admit()
+            self.evict()
+            self.device.wipe_free_pages()
         self.calls["with drafts"] += isinstance(plan.changes.batch, DraftBatch)
         arrays = self._arrays(plan)
         ids = self._run(plan, counts, accepted or counts)
         held = kv.pool.holds > 0
         taken = None if accepted is None else self.lend(accepted.values())
-        copies = self.call("commit", plan, self.lend(ids), taken)
+        if step is None:
+            copies = self.call("commit", plan, self.lend(ids), taken)
+        elif taken is not None or rng.random() < 0.5:
+            copies = self.call("commit", self.lend(ids), taken, on=step)
+        else:
+            copies = self.call("advance", on=step)
+            assert not len(self.call("commit", self.lend(ids), on=step))
         assert not held[copies[:, 1]].any(), "a snapshot that a resume point holds is written over"
         device.copy(copies)
         assert self._arrays(plan) == arrays, "the arrays of a plan changed"

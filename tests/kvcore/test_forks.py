@@ -156,3 +156,26 @@ def test_a_fork_is_refused_by_name():
     fork(e, "a", "b")
     with pytest.raises(ValueError, match="request_id: all max_requests = 2 slots are taken"):
         e.kv.fork(e.slots["a"], "c")
+
+
+def test_a_fork_and_a_reset_wait_for_open_steps():
+    e = engine("hybrid", debug=False)
+    e.admit("a", list(range(70)))
+    e.finish_prompt("a")
+    slot = e.slots["a"]
+    step = e.kv.begin()
+    step.add(slot, 40)
+    with pytest.raises(ValueError, match="slot: expected a request that no step holds"):
+        e.kv.fork(slot, "b")
+    with pytest.raises(ValueError, match="end_requests: expected a request that no step holds"):
+        e.kv.reset(end_requests=True)
+    with pytest.raises(ValueError, match="withhold: expected no step that is being built"):
+        e.kv.evict_pages([1], withhold=True)
+    step.plan()
+    step.advance()
+    with pytest.raises(ValueError, match="slot: expected a request whose steps are committed"):
+        e.kv.fork(slot, "b")
+    step.commit([5] * 40)
+    assert isinstance(e.kv.fork(slot, "b"), Fork)
+    assert e.kv.reset(end_requests=True) == ["a", "b"]
+    e.kv.check_invariants()

@@ -39,6 +39,10 @@ def test_lives():
         "with drafts",
         "fork",
         "evict_pages",
+        "add",
+        "drop",
+        "advance",
+        "cancel",
     ):
         assert calls[name] > 5, name
     assert calls["commit"] > 1000 and calls["with drafts"] > 100
