@@ -90,6 +90,7 @@ class Announcer:
         """A request starts with the tokens of that of slot `source`."""
         self._prompts[slot] = self._prompts[source]
         self._answers[slot] = self._answers[source]
+        self._told[slot] = self._told[source]
 
     def computed(self, plan: StepPlan, ids: Int32, end: Int64) -> None:
         """Tokens `ids` of a step were computed, those of each request up to position `end` [n] to
