@@ -445,6 +445,7 @@ REFUSED = {
     "plan of an advanced one": (lambda kv, a, b, step: (step.advance(), kv.plan([a], [1])), "slot: expected a request whose steps"),
     "out of order": (lambda kv, a, b, step: (step.advance(), later(kv, a)), "commit: expected the steps of a request in their order"),
     "commit twice": (lambda kv, a, b, step: [step.commit([1] * 9) for _ in range(2)], "commit: expected a planned step, got one that is over"),
+    "an empty one before": (lambda kv, a, b, step: [kv.begin(), kv.begin()][0].add(b), "add: expected a step whose plan was not asked for, got one that is over"),
     "no tokens": (lambda kv, a, b, step: kv.begin().add(b, 0), "num_new_tokens: expected at least 1 and at most 100"),
     "too many tokens": (lambda kv, a, b, step: kv.begin().add(b, 101), "num_new_tokens: expected at least 1 and at most 100"),
     "too far ahead": (lambda kv, a, b, step: kv.begin().add(b, 1, 3), "lookahead: expected an int <= 2"),
@@ -640,3 +641,28 @@ def test_tables_of_a_replay_have_the_cached_pages_of_the_rows_computed_again():
     assert (linear_table(kv, 1, step.plan())[0, 9:14] > 0).all()
     blocks, mine = part.new_blocks(0)
     assert blocks.tolist() == [11, 12, 13] and mine.tolist() == tables[11:14].tolist()
+
+
+def test_a_plan_is_void_once_pages_of_a_step_came_back_or_left():
+    for end in ("cancel", "advance"):
+        kv, _, b, step = planned_step()
+        plan = kv.plan([b], [9])
+        getattr(step, end)()
+        with pytest.raises(ValueError, match="plan: expected the newest plan of this cache"):
+            kv.commit(plan, [2] * 9)
+        kv.check_invariants()
+    step.commit([1] * 9)
+    step.cancel()  # it is over: nothing to do
+    kv.check_invariants()
+
+
+def test_a_step_with_tokens_that_are_not_those_of_the_prompt_is_refused_when_debugging():
+    kv = small(debug=True)
+    (a,) = admitted(kv, [1] * 9)
+    step = kv.begin()
+    step.add(a, 9)
+    step.plan()
+    with pytest.raises(ValueError, match="input_ids: expected 1 at position 8 of slot 0"):
+        step.commit([1] * 8 + [2])
+    step.commit([1] * 9)
+    assert kv.num_computed[a] == 9
