@@ -52,12 +52,12 @@ def host(seed: int, kind: type[Host] = Host, **options) -> Host:
     return kind(seed, groups(*mix), **(base | options))
 
 
-@pytest.mark.parametrize("ahead", [0, 1, 2, 3])
+@pytest.mark.parametrize("ahead", [0, 1, 2])
 def test_no_row_is_wrong_however_far_ahead_steps_are_planned(ahead):
     total = Counter()
     for seed in range(len(MIXES)):
-        total += host(seed).go(60, ahead)
-    assert total["wrong"] == 0 and total["rows"] > 20_000
+        total += host(seed).go(45, ahead)
+    assert total["wrong"] == 0 and total["rows"] > 10_000
     for name in ("hits", "added", "out of pages", "dropped", "preempted", "committed", "rejected"):
         assert total[name] > 2, name
 
@@ -66,8 +66,8 @@ def test_no_row_is_wrong_however_far_ahead_steps_are_planned(ahead):
 def test_an_engine_that_writes_before_it_reads_finds_every_row_in_pages(ahead):
     total = Counter()
     for seed in range(len(MIXES)):
-        total += host(seed, writes_first=True, reads="pages").go(50, ahead)
-    assert total["wrong"] == 0 and total["rows"] > 15_000
+        total += host(seed, writes_first=True, reads="pages").go(35, ahead)
+    assert total["wrong"] == 0 and total["rows"] > 10_000
     for name in ("hits", "added", "out of pages", "preempted", "committed", "rejected"):
         assert total[name] > 2, name
 
@@ -170,7 +170,7 @@ class OneByOne(Host):
             at = [self.kv.table(*t)[s.slot].copy() for t in self.kv.layout.tables]
             starts.append(s.done)
             ends.append(s.done + n)
-            known.append([[s.row(t, p) for p in range(s.done + n)] for t in range(len(self.specs))])
+            known.append(s.rows(s.done + n))
             after = self.kv.commit(plan, s.tokens[s.done : s.done + n])
             s.done += n
             parts.append((plan, after))
