@@ -47,10 +47,13 @@ class OpenSteps:
 
     def begin(self) -> Step:
         """`KVCache.begin`."""
-        if self.building is not None and self.building.parts:
-            raise ValueError(
-                "begin: expected no step that is being built: ask for its plan, or cancel it"
-            )
+        if self.building is not None:
+            if self.building.parts:
+                raise ValueError(
+                    "begin: expected no step that is being built: ask for its plan, or cancel it"
+                )
+            self.building.cancel()
+        self._steps.planned = None  # the newest plan may need what is reserved from here on
         self.building = Step(self)
         return self.building
 
@@ -113,6 +116,13 @@ class OpenSteps:
         if step is self.building:
             self.building = None
         self._let_go(step)
+
+    def give_back(self, step: Step) -> None:
+        """`step` does not take place: what it has of the pool is free again."""
+        self._steps.planned = None  # it names pages that lie deeper in the stack now
+        if step is self.building:
+            self.pool.num_reserved -= step.num_reserved
+        self.pool.put(step.pages)
 
     def _let_go(self, step: Step) -> None:
         """The requests of `step` may be in other steps."""

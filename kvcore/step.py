@@ -253,18 +253,16 @@ class Step:
         """
         if self._state is ADVANCED:
             raise self._unexpected("cancel", "a step that has not advanced")
-        if self._state is PLANNED:
-            self._open.pool.put(self.pages)
-        if self._state is BUILDING:
-            self._open.pool.num_reserved -= self.num_reserved
-        self._end_here()
+        if self._state is not OVER:
+            self._open.give_back(self)
+            self._end_here()
 
     def _end_here(self) -> None:
         self._open.is_over(self)
         self._state, self._passed, self.pages = OVER, None, NO_ROWS
 
     def _unexpected(self, call: str, expected: str) -> ValueError:
-        kind = "empty" if not self._parts else self._state
+        kind = "empty" if not self._parts and self._state is BUILDING else self._state
         return ValueError(f"{call}: expected {expected}, got one that is {kind}")
 
     # What `OpenSteps` asks.

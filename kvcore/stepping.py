@@ -92,7 +92,7 @@ class CacheSteps:
         return self._progress.commit(plan, input_ids, accepted)
 
     def begin(self) -> Step:
-        """Start to build a step, request by request (see `Step`).
+        """Start to build a step, request by request (see `Step`). It voids the newest plan.
 
         Raises:
             ValueError: another step is being built: its plan was not asked for.

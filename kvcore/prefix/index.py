@@ -236,6 +236,13 @@ class PrefixIndex(EvictableTree):
         self.offer(point)
         return True
 
+    def renew(self, run: Run) -> bool:
+        """Whether there is a resume point at the end of `run`, which counts as used now."""
+        point = run.points.get(run.depth)
+        if point is not None:
+            self._used(point)
+        return point is not None
+
     def use(self, run: Run) -> ResumePoint | None:
         """A hit ends at the end of `run`, which is locked: count the use; returns the resume point
         there, if any."""

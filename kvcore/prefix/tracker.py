@@ -126,7 +126,9 @@ class Chains(Boundaries):
         cached = run.depth * self.alignment
         # What steps whose tokens are not known have passed may have taken the place of the tail.
         if keep and self.layout.hybrid and 0 < cached <= computed and cached == self.cached[slot]:
-            self._add_points(*self._hold([slot], [cached], [self._tables.tail(slot, cached)]))
+            has_state = not self._tables.states or self._tables.snapshot_at[slot] == cached
+            if has_state and not self.index.renew(run):
+                self._add_points(*self._hold([slot], [cached], [self._tables.tail(slot, cached)]))
         run = self.index.unlock(run)
         self._tables.release(slot, cached, computed)
         for pages in self.twins.pop(slot, ()):

@@ -52,12 +52,12 @@ def host(seed: int, kind: type[Host] = Host, **options) -> Host:
     return kind(seed, groups(*mix), **(base | options))
 
 
-@pytest.mark.parametrize("ahead", [0, 1, 2, 3])
+@pytest.mark.parametrize("ahead", [0, 1, 2])
 def test_no_row_is_wrong_however_far_ahead_steps_are_planned(ahead):
     total = Counter()
     for seed in range(len(MIXES)):
-        total += host(seed).go(60, ahead)
-    assert total["wrong"] == 0 and total["rows"] > 20_000
+        total += host(seed).go(45, ahead)
+    assert total["wrong"] == 0 and total["rows"] > 10_000
     for name in ("hits", "added", "out of pages", "dropped", "preempted", "committed", "rejected"):
         assert total[name] > 2, name
 
@@ -66,8 +66,8 @@ def test_no_row_is_wrong_however_far_ahead_steps_are_planned(ahead):
 def test_an_engine_that_writes_before_it_reads_finds_every_row_in_pages(ahead):
     total = Counter()
     for seed in range(len(MIXES)):
-        total += host(seed, writes_first=True, reads="pages").go(50, ahead)
-    assert total["wrong"] == 0 and total["rows"] > 15_000
+        total += host(seed, writes_first=True, reads="pages").go(35, ahead)
+    assert total["wrong"] == 0 and total["rows"] > 10_000
     for name in ("hits", "added", "out of pages", "preempted", "committed", "rejected"):
         assert total[name] > 2, name
 
@@ -170,7 +170,7 @@ class OneByOne(Host):
             at = [self.kv.table(*t)[s.slot].copy() for t in self.kv.layout.tables]
             starts.append(s.done)
             ends.append(s.done + n)
-            known.append([[s.row(t, p) for p in range(s.done + n)] for t in range(len(self.specs))])
+            known.append(s.rows(s.done + n))
             after = self.kv.commit(plan, s.tokens[s.done : s.done + n])
             s.done += n
             parts.append((plan, after))
@@ -445,6 +445,7 @@ REFUSED = {
     "plan of an advanced one": (lambda kv, a, b, step: (step.advance(), kv.plan([a], [1])), "slot: expected a request whose steps"),
     "out of order": (lambda kv, a, b, step: (step.advance(), later(kv, a)), "commit: expected the steps of a request in their order"),
     "commit twice": (lambda kv, a, b, step: [step.commit([1] * 9) for _ in range(2)], "commit: expected a planned step, got one that is over"),
+    "an empty one before": (lambda kv, a, b, step: [kv.begin(), kv.begin()][0].add(b), "add: expected a step whose plan was not asked for, got one that is over"),
     "no tokens": (lambda kv, a, b, step: kv.begin().add(b, 0), "num_new_tokens: expected at least 1 and at most 100"),
     "too many tokens": (lambda kv, a, b, step: kv.begin().add(b, 101), "num_new_tokens: expected at least 1 and at most 100"),
     "too far ahead": (lambda kv, a, b, step: kv.begin().add(b, 1, 3), "lookahead: expected an int <= 2"),
@@ -640,3 +641,28 @@ def test_tables_of_a_replay_have_the_cached_pages_of_the_rows_computed_again():
     assert (linear_table(kv, 1, step.plan())[0, 9:14] > 0).all()
     blocks, mine = part.new_blocks(0)
     assert blocks.tolist() == [11, 12, 13] and mine.tolist() == tables[11:14].tolist()
+
+
+def test_a_plan_is_void_once_pages_of_a_step_came_back_or_left():
+    for end in ("cancel", "advance"):
+        kv, _, b, step = planned_step()
+        plan = kv.plan([b], [9])
+        getattr(step, end)()
+        with pytest.raises(ValueError, match="plan: expected the newest plan of this cache"):
+            kv.commit(plan, [2] * 9)
+        kv.check_invariants()
+    step.commit([1] * 9)
+    step.cancel()  # it is over: nothing to do
+    kv.check_invariants()
+
+
+def test_a_step_with_tokens_that_are_not_those_of_the_prompt_is_refused_when_debugging():
+    kv = small(debug=True)
+    (a,) = admitted(kv, [1] * 9)
+    step = kv.begin()
+    step.add(a, 9)
+    step.plan()
+    with pytest.raises(ValueError, match="input_ids: expected 1 at position 8 of slot 0"):
+        step.commit([1] * 8 + [2])
+    step.commit([1] * 9)
+    assert kv.num_computed[a] == 9
