@@ -1,4 +1,4 @@
-"""Packaging of quire. The top-level folders install as ``quire.kernels``, ``quire.kvcore``, ``quire.models`` and ``quire.bench``.
+"""Packaging of quire. The top-level folders install as ``quire.kernels``, ``quire.kvcore`` and so on.
 
 The package ``quire`` itself, which has the version and ``py.typed``, is in ``kvcore/quire``.
 """
@@ -10,7 +10,7 @@ from setuptools import setup
 
 PACKAGES = sorted(
     ".".join(module.parent.parts)
-    for top in ("kernels", "kvcore", "models", "bench")
+    for top in ("kernels", "kvcore", "embed", "models", "bench")
     for module in Path(top).rglob("__init__.py")
     if module.parent != Path("kvcore/quire")
 )

@@ -18,7 +18,7 @@ def public_names(package: str) -> dict[str, str]:
     """Where each name of a package's ``__all__`` is defined, as its ``__init__`` says.
 
     Args:
-        package: ``"kvcore"``, ``"kernels"`` or ``"models"``.
+        package: ``"kvcore"``, ``"kernels"``, ``"embed"`` or ``"models"``.
 
     Returns:
         The dotted path of each name, such as ``{"KVCache": "kvcore.cache.KVCache"}``.
@@ -37,8 +37,10 @@ def public_names(package: str) -> dict[str, str]:
 
 def api(package: str) -> str:
     """Entries of mkdocstrings for all public names of a package."""
+    parts = {"KVCache": "      inherited_members: true\n"}  # its calls are in several classes
     return "\n".join(
         f"::: {path}\n    options:\n      heading: quire.{package}.{name}\n      toc_label: {name}\n"
+        + parts.get(name, "")
         for name, path in sorted(public_names(package).items(), key=lambda entry: entry[0].lower())
     )
 

@@ -2,6 +2,8 @@
 
 from .cache import KVCache
 from .events import AllBlocksCleared, BlockRemoved, BlockStored, EventLog, tail_hashes
+from .layers import LayerPlacement, LayerShape, cache_groups
+from .part import Part
 from .plan import OutOfPages, StepPlan
 from .policies.adaptive import Adaptive
 from .policies.base import Entry, EvictionPolicy, Ranked
@@ -10,8 +12,11 @@ from .policies.lru import LRU
 from .policies.s3fifo import S3FIFO
 from .prefix.keys import Prompt
 from .prefix.lookup import Match
+from .requests import Fork, PagesNeeded
 from .spec import NULL_BLOCK, GroupSpec
+from .step import Step
 from .tables.formats import PagedRows, linear_table, paged_rows
+from .worker import StepArrays, WorkerTables, step_arrays
 
 __all__ = [
     "LRU",
@@ -25,15 +30,25 @@ __all__ = [
     "Entry",
     "EventLog",
     "EvictionPolicy",
+    "Fork",
     "GroupSpec",
     "KVCache",
+    "LayerPlacement",
+    "LayerShape",
     "Match",
     "OutOfPages",
     "PagedRows",
+    "PagesNeeded",
+    "Part",
     "Prompt",
     "Ranked",
+    "Step",
+    "StepArrays",
     "StepPlan",
+    "WorkerTables",
+    "cache_groups",
     "linear_table",
     "paged_rows",
+    "step_arrays",
     "tail_hashes",
 ]

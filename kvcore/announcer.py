@@ -55,6 +55,7 @@ class Announcer:
         # yet, and room for a step.
         self._kept = 2 * layout.alignment + layout.lookahead
         self._answers: Int32 = np.empty((sequences.max_requests, 2 * self._kept), dtype=np.int32)
+        self._told: Int64 = np.zeros(sequences.max_requests, dtype=np.int64)  # tokens so far
         dense = [i for i, g in enumerate(layout.groups) if g.kind == "dense"]
         self._dense = tuple(dense)
         self._dense_names = tuple(layout.groups[i].name for i in dense)
@@ -83,6 +84,13 @@ class Announcer:
         """A request starts."""
         assert prompt.tokens is not None
         self._prompts[slot] = prompt.tokens
+        self._told[slot] = 0
+
+    def forked(self, source: int, slot: int) -> None:
+        """A request starts with the tokens of that of slot `source`."""
+        self._prompts[slot] = self._prompts[source]
+        self._answers[slot] = self._answers[source]
+        self._told[slot] = self._told[source]
 
     def computed(self, plan: StepPlan, ids: Int32, end: Int64) -> None:
         """Tokens `ids` of a step were computed, those of each request up to position `end` [n] to
@@ -95,6 +103,7 @@ class Announcer:
         new = (columns >= 0) & (positions < end)
         if np.count_nonzero(new) < len(new):
             slots, columns, ids = slots[new], columns[new], ids[new]
+            end = end[new]
         if not len(ids):
             return
         longest = int(plan.num_new_tokens.max()) if len(positions) > len(plan.slots) else 1
@@ -102,11 +111,13 @@ class Announcer:
         if needed > width or 4 * needed < width > 2 * self._kept:
             self._resize(max(needed, 2 * self._kept))
         self._answers[slots, columns % self._answers.shape[1]] = ids
+        self._told[slots] = end
 
     def _resize(self, width: int) -> None:
         """Make the rings `width` tokens long; a step that is much longer than the others leaves
         nothing behind."""
-        done = self._sequences.num_computed - self._sequences.prompt_len
+        told = np.minimum(self._told, self._sequences.num_computed)
+        done = told - self._sequences.prompt_len
         columns = done[:, None] - np.arange(1, self._kept + 1)
         rows = np.arange(len(done))[:, None]
         rings = np.empty((len(done), width), dtype=np.int32)

@@ -1,8 +1,8 @@
 """`KVCache`: requests, their block tables, and what is cached of them.
 
-The life of a request is ``match -> admit -> (plan -> run the model -> commit)* -> release``. Every
-call treats the whole batch. Here are the calls; what they do is in `plan` (plans and commits),
-`tables.decode` and `tables.groups` (pages), `prefix.requests` (tokens), `prefix.lookup` (hits),
+The life of a request is ``match -> admit -> (plan -> run the model -> commit)* -> release``. Steps
+treat the whole batch. Here, in `stepping` (steps) and in `requests` (one request) are the calls; what they do is in `plan`,
+`step` and `progress` (steps planned, built and committed), `tables.decode` and `tables.groups` (pages), `prefix.requests` (tokens), `prefix.lookup` (hits),
 `prefix.index` (what is cached), `prefix.tracker` (how what requests compute gets there) and
 `contents` (pins, eviction, announcements).
 """
@@ -10,34 +10,36 @@ call treats the whole batch. Here are the calls; what they do is in `plan` (plan
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
 from .announcer import Announcer
 from .arrays import NO_ROWS, NO_VALUES, Int32, Int64
 from .attachments import attach, check_log, check_policy
-from .contents import CacheContents
 from .debug import Watch
 from .events import EventLog
 from .invariants import check_invariants
+from .open_steps import OpenSteps
 from .pages import PagePool
-from .plan import OutOfPages, StepPlan, Steps
+from .plan import Steps
 from .policies.adaptive import Adaptive
 from .policies.base import EvictionPolicy
 from .policies.retention import Retention, parse_retention
 from .prefix.index import PrefixIndex
 from .prefix.keys import root_key
-from .prefix.lookup import Lookup, Match
+from .prefix.lookup import Lookup
 from .prefix.pins import Pins
 from .prefix.requests import Sequences
 from .prefix.tracker import Chains
+from .progress import Progress
+from .requests import RequestCalls
 from .spec import MOST_TOKENS, GroupSpec, Layout, as_int
-from .stats import count_admission, describe, new_counters, stats
+from .stats import describe, new_counters, stats
+from .stepping import CacheSteps
 from .tables.groups import Tables
 
 
-class KVCache(CacheContents):
+class KVCache(CacheSteps, RequestCalls):
     """Retention-aware allocator of one page pool for all cache groups of a model.
 
     Args:
@@ -59,6 +61,12 @@ class KVCache(CacheContents):
             `prefix.replays`); None never does.
         policy: eviction policy, of this cache alone; `Adaptive` by default.
         max_pinned_pages: budget of `pin`; all pages by default.
+        reads: where a step's queries find the rows of the step: ``"step"``, in its tensors ``k``
+            and ``v``, so that window groups keep only rows that outlive it; or ``"pages"``, for
+            engines that write rows to pages before attention reads them (see `linear_table`).
+        adopt: a request that computes a segment which somebody else has cached meanwhile takes the
+            cached pages into its table and gives its own back. False: its tables are append-only,
+            and it keeps its own until it is released.
         track_deltas: collect table changes for `take_deltas`.
         events: where to write what is stored and removed, of this cache alone; None keeps no
             events and no tokens.
@@ -96,6 +104,8 @@ class KVCache(CacheContents):
         replay_tokens: int | None = None,
         policy: EvictionPolicy | None = None,
         max_pinned_pages: int | None = None,
+        reads: str = "step",
+        adopt: bool = True,
         track_deltas: bool = False,
         events: EventLog | None = None,
         debug: bool = False,
@@ -108,14 +118,17 @@ class KVCache(CacheContents):
             replay_tokens = as_int("replay_tokens", replay_tokens, 1)
         pinned = num_pages if max_pinned_pages is None else max_pinned_pages
         self.max_pinned_pages = as_int("max_pinned_pages", pinned, 0)
-        flags = {"enable_caching": enable_caching, "track_deltas": track_deltas, "debug": debug}
+        flags = {"enable_caching": enable_caching, "adopt": adopt}
+        flags |= {"track_deltas": track_deltas, "debug": debug}
         for name, flag in flags.items():
             if not isinstance(flag, bool):
                 raise ValueError(f"{name}: expected True or False, got {flag!r}")
+        if reads not in ("step", "pages"):
+            raise ValueError(f"reads: expected 'step' or 'pages', got {reads!r}")
         policy = Adaptive() if policy is None else policy
         check_log(events)
         check_policy(policy)
-        self.layout = layout = Layout(groups, max_model_len, max_draft_tokens)
+        self.layout = layout = Layout(groups, max_model_len, max_draft_tokens, reads == "pages")
         self.alignment, self.hybrid = layout.alignment, layout.hybrid
         span = layout.span(exact=replay_tokens is not None)
         self.interval = parse_retention(retention, layout, span)
@@ -123,7 +136,7 @@ class KVCache(CacheContents):
         if replay_tokens is not None and any(g.kind == "state" for g in layout.groups):
             raise ValueError("replay_tokens: expected None with a state group, got a number")
         root_key(hash_seed, b"")  # refuses a seed that is not bytes
-        self.max_requests, self.max_model_len = max_requests, max_model_len
+        self.max_requests, self.max_model_len, self.reads = max_requests, max_model_len, reads
         self.max_draft_tokens, self.replay_tokens = max_draft_tokens, replay_tokens
         self.enable_caching, self.hash_seed = enable_caching, hash_seed
         self.pool = PagePool(num_pages)
@@ -136,12 +149,13 @@ class KVCache(CacheContents):
         self.index.announcer = self._announcer
         self.counters = new_counters(layout)
         self._chains = Chains(
-            self.interval, self.sequences, self._tables, self.index, self._announcer, self.counters
-        )
-        self._steps = Steps(
-            self._chains, self._tables, self._announcer, max_model_len, enable_caching,
-            replay_tokens is not None,
+            self.interval, self.sequences, self._tables, self.index, self._announcer, self.counters,
+            adopt,
         )  # fmt: skip
+        has_replays = replay_tokens is not None
+        self._steps = Steps(self._chains, self._tables, max_model_len, enable_caching, has_replays)
+        self._progress = Progress(self._steps, self._chains, self._tables, self._announcer)
+        self._open = OpenSteps(self._steps, self._progress, self._chains, self._tables)
         self._lookup = Lookup(
             self.index, layout, hash_seed, enable_caching, replay_tokens, max_model_len,
             debug or events is not None,
@@ -150,155 +164,6 @@ class KVCache(CacheContents):
         attach(policy, events)
         if debug:
             Watch(self)
-
-    # Life of a request.
-
-    def match(self, token_ids: Any, *, salt: bytes | None = None) -> Match:
-        """Longest cached prefix of a prompt. Changes nothing.
-
-        Args:
-            token_ids: [num_tokens] ints in [0, 2**31), or the `prompt` of an earlier match (not
-                hashed again).
-            salt: tenant, adapter or image identity; requests with different salts never share.
-                None: that of the prompt, and b"" of token ids.
-
-        Returns:
-            Match; at least the last token of the prompt is left to compute.
-
-        Raises:
-            ValueError: empty or longer than max_model_len, not integers, ids out of range, or a
-                prompt of another salt, or of a cache with other segments or another hash_seed.
-        """
-        return self._lookup.find(self._lookup.prompt(token_ids, salt))[0]
-
-    def admit(self, request_id: Hashable, match: Match) -> int:
-        """Give a request a slot and the pages of its hit (looked up again). Allocates nothing.
-
-        Args:
-            request_id: any hashable that is not admitted now.
-            match: from `match`.
-
-        Returns:
-            The slot; ``num_computed[slot]`` tokens are already valid.
-
-        Raises:
-            ValueError: the id is admitted already or not hashable, all slots are taken, or `match`
-                is of a cache with other segments or another hash_seed. Nothing changed, neither if
-                the policy's `asked` raises.
-        """
-        if request_id in self.sequences:
-            raise ValueError(f"request_id: expected a new id, got {request_id!r}, already admitted")
-        if not self.num_free_slots:
-            raise ValueError(f"request_id: all max_requests = {self.max_requests} slots are taken")
-        match, run = self._lookup.again(match)
-        keep = self._chains.ask(match)
-        self._steps.changed()
-        slot = self.sequences.add(request_id, match.prompt, match.num_saved_tokens)
-        self._steps.rollbacks.floor[slot] = match.replay_to or match.num_tokens
-        if self._announcer is not None:
-            self._announcer.admitted(slot, match.prompt)
-        self._chains.start(slot, match, run, keep)
-        count_admission(self.counters, match)
-        return slot
-
-    def cut(self, slots: Any, num_new_tokens: Any) -> Int64:
-        """Shorten chunks so that each ends at its next kept boundary, or else at its last boundary.
-
-        Only needed with state groups, whose state can be kept only where a step ends; without them
-        the counts come back as they are.
-
-        Args:
-            slots, num_new_tokens: [n] as for `plan`.
-
-        Returns:
-            [n] int64 counts, at least 1 each.
-
-        Raises:
-            ValueError: as `plan` for the slots and counts.
-        """
-        slots, counts = self._steps.checked(slots, num_new_tokens)
-        if not (self._tables.states and self.enable_caching):
-            return counts.copy()
-        start = self.num_computed[slots]
-        shortened: Int64 = self._chains.stops(slots, start, start + counts) - start
-        return shortened
-
-    def plan(self, slots: Any, num_new_tokens: Any) -> StepPlan | OutOfPages:
-        """Plan a step: which pages and rows the new tokens of each request get.
-
-        No request changes before `commit`. When free pages run short, cached entries are evicted
-        here (as `policy` ranks them), and only if that is enough.
-
-        Args:
-            slots: [n] ints, distinct, from `admit`.
-            num_new_tokens: [n] ints >= 1.
-
-        Raises:
-            ValueError: an unknown or repeated slot, a count below 1, or a sequence past
-                max_model_len.
-        """
-        return self._steps.plan(slots, num_new_tokens)
-
-    def commit(self, plan: StepPlan, input_ids: Any, accepted: Any = None) -> Int32:
-        """Make a planned step real: its rows become context, whole segments become findable.
-
-        Args:
-            plan: the newest plan of this cache, with no change since (see `StepPlan`).
-            input_ids: [total] ints, the tokens whose rows the step computed, in the plan's order.
-            accepted: [n] ints, how many of each request's new tokens stay; all by default. At most
-                max_draft_tokens of a request may be rejected.
-
-        Returns:
-            [m, 2] int32 pages (source, destination) to copy after this step and before the next:
-            snapshots of states. Empty without state groups.
-
-        Raises:
-            ValueError: the plan is not the newest, or void, or an argument has the wrong size.
-                Nothing changed.
-        """
-        return self._steps.commit(plan, input_ids, accepted)
-
-    def rollback(self, slot: int, num_tokens: int) -> None:
-        """Forget the last computed tokens of a request.
-
-        Args:
-            slot: from `admit`.
-            num_tokens: how many, at least 1.
-
-        Raises:
-            ValueError: the slot is unknown, or the tokens are cached already (or are the lookahead
-                of cached ones), or more than max_draft_tokens would be taken back from the furthest
-                position reached.
-        """
-        slot, num_tokens = self.sequences.checked(slot), as_int("num_tokens", num_tokens, 1)
-        self._steps.rollbacks.expect(slot, num_tokens)
-        self._steps.changed()
-        self._steps.rollbacks.take_back(slot, num_tokens)
-
-    def lowest_rollback(self, slot: int) -> int:
-        """The fewest tokens that `rollback` can leave the request of `slot`.
-
-        Raises:
-            ValueError: the slot is unknown.
-        """
-        return self._steps.rollbacks.lowest(self.sequences.checked(slot))
-
-    def release(self, request_id: Hashable) -> None:
-        """End a request: finished, aborted or preempted. What is cached of it stays findable.
-
-        The last boundary it reached becomes a resume point, so that the next turn of a chat, or the
-        same request after preemption, resumes there.
-
-        Raises:
-            ValueError: the id is unknown.
-        """
-        slot = self.slot_of(request_id)
-        self._steps.changed()
-        run, depth = self._chains.end(slot, int(self.num_computed[slot]))
-        self._pins.released(slot, run, depth)
-        self.sequences.remove(request_id)
-        if self._announcer is not None:
-            self._announcer.released(slot)
 
     # What can be read.
 

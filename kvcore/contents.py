@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from typing import Any
+
+import numpy as np
 
 from .announcer import Announcer
+from .arrays import Int64, as_ints
 from .pages import PagePool
 from .plan import Steps
 from .prefix.index import PrefixIndex
@@ -99,6 +103,60 @@ class CacheContents:
         self._steps.planned = None
         self.index.evict(min(num_pages, self.index.num_evictable))
         return self.pool.num_free - before
+
+    def evict_pages(self, pages: Any, *, withhold: bool = False) -> Int64:
+        """Free certain pages, with what cannot be found without them: to give them back, or because
+        their rows turned out wrong. Looks at all that is cached.
+
+        Args:
+            pages: [n] ints in 1..num_pages - 1, in any order; repeats and free pages allowed.
+            withhold: hand them out no more, until `restore_pages`: the pool shrinks. Else the next
+                plan may hand them out.
+
+        Returns:
+            [m] int64, ascending: those of them that running requests need. They are not free, and
+            what is cached of them stays findable.
+
+        Raises:
+            ValueError: not integers, or out of range. Nothing changed.
+        """
+        ids = self._page_ids(pages)
+        if not isinstance(withhold, bool):
+            raise ValueError(f"withhold: expected True or False, got {withhold!r}")
+        if withhold and self.pool.num_reserved:
+            raise ValueError("withhold: expected no step that is being built: plan or cancel it")
+        self._steps.planned = None
+        is_wanted = np.zeros(self.pool.num_pages, dtype=np.bool_)
+        is_wanted[ids] = True
+        self.index.drop_pages(is_wanted)
+        is_wanted[self.pool.free_pages()] = False
+        is_wanted[list(self.pool.withheld)] = False
+        if withhold:
+            self.pool.withhold(np.unique(ids))
+        needed: Int64 = is_wanted.nonzero()[0]
+        return needed
+
+    def restore_pages(self, pages: Any) -> None:
+        """Pages that `evict_pages` withheld may be handed out again.
+
+        Raises:
+            ValueError: not integers, or pages that are not withheld. Nothing changed.
+        """
+        ids = np.unique(self._page_ids(pages))
+        other = set(ids.tolist()) - self.pool.withheld
+        if other:
+            raise ValueError(f"pages: expected pages that are withheld, got {sorted(other)}")
+        self._steps.planned = None
+        self.pool.withheld.difference_update(ids.tolist())
+        self.pool.put(ids)
+
+    def _page_ids(self, pages: Any) -> Int64:
+        ids = as_ints("pages", pages)
+        if ids.ndim != 1 or (ids < 1).any() or (ids >= self.pool.num_pages).any():
+            raise ValueError(
+                f"pages: expected a vector of 1..{self.pool.num_pages - 1}, got {ids.tolist()}"
+            )
+        return ids
 
     def announce(self) -> None:
         """Write events that tell everything cached now to a reader that is late or lost track.

@@ -12,7 +12,9 @@ import numpy as np
 from .arrays import Int32, as_token_ids
 from .plan import OutOfPages, StepPlan
 from .prefix.lookup import Match
+from .requests import Fork
 from .spec import NULL_BLOCK
+from .step import Step
 
 if TYPE_CHECKING:
     from .cache import KVCache
@@ -21,8 +23,11 @@ if TYPE_CHECKING:
 CALLS = (
     "match",
     "admit",
+    "fork",
     "cut",
+    "needed",
     "plan",
+    "begin",
     "commit",
     "rollback",
     "lowest_rollback",
@@ -34,9 +39,13 @@ CALLS = (
     "clear",
     "announce",
     "evict",
+    "evict_pages",
+    "restore_pages",
+    "reset",
     "take_deltas",
     "check_invariants",
 )
+STEP_CALLS = ("add", "drop", "plan", "advance", "commit", "cancel")
 
 
 class Watch:
@@ -48,7 +57,9 @@ class Watch:
 
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
-        self._admit, self._plan, self._commit = cache.admit, cache.plan, cache.commit
+        self._admit, self._fork = cache.admit, cache.fork
+        self._plan, self._commit = cache.plan, cache.commit
+        self._begin = cache.begin
         self._prompts: dict[int, Int32] = {}  # by slot
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None  # which is in a call
@@ -78,29 +89,50 @@ class Watch:
 
         return alone
 
-    def admit(self, request_id: Hashable, match: Match) -> int:
+    def admit(self, request_id: Hashable, match: Match, *, resumed: bool = False) -> int:
         """`KVCache.admit`; remembers the prompt."""
-        slot = self._admit(request_id, match)
+        slot = self._admit(request_id, match, resumed=resumed)
         assert match.prompt.tokens is not None
         self._prompts[slot] = match.prompt.tokens
         return slot
+
+    def fork(self, slot: int, request_id: Hashable) -> Fork | OutOfPages:
+        """`KVCache.fork`; remembers the prompt."""
+        made = self._fork(slot, request_id)
+        if isinstance(made, Fork):
+            self._prompts[made.slot] = self._prompts[slot]
+            assert np.all(made.copies[:, 1] != NULL_BLOCK), "a copy to page 0"
+        return made
 
     def plan(self, slots: Any, num_new_tokens: Any) -> StepPlan | OutOfPages:
         """`KVCache.plan`; no row that it writes may be on page 0."""
         plan = self._plan(slots, num_new_tokens)
         if isinstance(plan, StepPlan):
-            layout = self._cache.layout
-            for row, (group, _) in zip(plan.slot_mapping, layout.tables, strict=True):
-                pages = row[row >= 0] // layout.groups[group].block_size
-                assert (pages != NULL_BLOCK).all(), (
-                    f"a row of {layout.groups[group].name} on page 0"
-                )
-            states = [
-                t for t, (g, _) in enumerate(layout.tables) if layout.groups[g].kind == "state"
-            ]
-            assert (plan.state_pages[states] != NULL_BLOCK).all(), "a live state on page 0"
-            assert (plan.copies[:, 1] != NULL_BLOCK).all(), "a copy to page 0"
+            self._check_rows(plan)
         return plan
+
+    def begin(self) -> Step:
+        """`KVCache.begin`; the calls of the step are watched as those of the cache."""
+        step = self._begin()
+        make, commit = step.plan, step.commit
+
+        def plan() -> StepPlan:
+            made = make()
+            self._check_rows(made)
+            return made
+
+        def checked_commit(input_ids: Any, accepted: Any = None) -> Int32:
+            ids = as_token_ids("input_ids", input_ids)
+            if step.is_planned and len(ids) == len(make().positions):  # else it is refused
+                self._check_tokens(make(), ids, step.slots)
+            copies = commit(input_ids, accepted)
+            assert np.all(copies[:, 1] != NULL_BLOCK), "a copy to page 0"
+            return copies
+
+        checked = {"plan": plan, "commit": checked_commit}
+        for name in STEP_CALLS:
+            setattr(step, name, self._alone(name, checked.get(name, getattr(step, name))))
+        return step
 
     def commit(self, plan: StepPlan, input_ids: Any, accepted: Any = None) -> Int32:
         """`KVCache.commit`; tokens of a prompt must be those that it was admitted with, as the keys
@@ -109,20 +141,34 @@ class Watch:
         if plan is self._cache._steps.planned and len(ids) == len(
             plan.positions
         ):  # else it is refused
-            cu = plan.cu_seqlens_q.tolist()
-            for i, slot in enumerate(plan.slots.tolist()):
-                prompt = self._prompts.get(slot)
-                if prompt is None:
-                    continue
-                start = int(plan.positions[cu[i]])
-                known = prompt[start : start + cu[i + 1] - cu[i]]
-                wrong = (ids[cu[i] :][: len(known)] != known).nonzero()[0]
-                if wrong.size:
-                    at = int(wrong[0])
-                    raise ValueError(
-                        f"input_ids: expected {known[at]} at position {start + at} of slot {slot}, "
-                        f"as in its prompt, got {ids[cu[i] + at]}"
-                    )
+            self._check_tokens(plan, ids, set(plan.slots.tolist()))
         copies = self._commit(plan, input_ids, accepted)
         assert np.all(copies[:, 1] != NULL_BLOCK), "a copy to page 0"
         return copies
+
+    def _check_rows(self, plan: StepPlan) -> None:
+        """No row that a plan writes may be on page 0."""
+        layout = self._cache.layout
+        for row, (group, _) in zip(plan.slot_mapping, layout.tables, strict=True):
+            pages = row[row >= 0] // layout.groups[group].block_size
+            assert (pages != NULL_BLOCK).all(), f"a row of {layout.groups[group].name} on page 0"
+        states = [t for t, (g, _) in enumerate(layout.tables) if layout.groups[g].kind == "state"]
+        assert (plan.state_pages[states] != NULL_BLOCK).all(), "a live state on page 0"
+        assert (plan.copies[:, 1] != NULL_BLOCK).all(), "a copy to page 0"
+
+    def _check_tokens(self, plan: StepPlan, ids: Int32, slots: set[int]) -> None:
+        """Raise ValueError unless those of `ids` that prompts have, of `slots`, are theirs."""
+        cu = plan.cu_seqlens_q.tolist()
+        for i, slot in enumerate(plan.slots.tolist()):
+            prompt = self._prompts.get(slot)
+            if prompt is None or slot not in slots:
+                continue
+            start = int(plan.positions[cu[i]])
+            known = prompt[start : start + cu[i + 1] - cu[i]]
+            wrong = (ids[cu[i] :][: len(known)] != known).nonzero()[0]
+            if wrong.size:
+                at = int(wrong[0])
+                raise ValueError(
+                    f"input_ids: expected {known[at]} at position {start + at} of slot {slot}, "
+                    f"as in its prompt, got {ids[cu[i] + at]}"
+                )

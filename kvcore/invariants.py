@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .arrays import Int32, Int64
+from .arrays import NO_ROWS, Int32, Int64
 from .prefix.tree import Run, path_to
 from .tables.state import SNAPSHOT
 
@@ -23,7 +23,10 @@ def check_invariants(cache: KVCache) -> None:
     """
     pool, index, a = cache.pool, cache.index, cache.alignment
     cache._tables.batches.check(cache.num_computed)
-    owners: list[Int32 | Int64] = [pool.free_pages()]
+    owners: list[Int32 | Int64] = [
+        pool.free_pages(),
+        np.array(sorted(pool.withheld), dtype=np.int64),
+    ]
     users: list[Int32 | Int64] = []
     holds: list[Int32 | Int64] = []
     locks: Counter[int] = Counter()
@@ -41,7 +44,11 @@ def check_invariants(cache: KVCache) -> None:
         assert (cached <= computed or replaying) and cached % a == 0
         lowest = min(computed, cache.lowest_rollback(slot))
         run = cache._chains.runs[slot]
-        assert run.depth * a == cached, "a request's prefix ends at the end of its run"
+        waits = any(slot in step.slots for step in cache._open.advanced)
+        assert run.depth * a == cached or (waits and run.depth * a < cached), (
+            "a request's prefix ends at the end of its run"
+        )
+        cached = run.depth * a
         for node in path_to(run):
             locks[id(node)] += 1
         path_pages = np.concatenate([index.root.look(), *(r.look() for r in path_to(run))])
@@ -57,6 +64,7 @@ def check_invariants(cache: KVCache) -> None:
             assert (live != 0).all(), "a block inside the window has no page"
         snapshot_at = int(cache._tables.snapshot_at[slot])
         assert snapshot_at <= computed and snapshot_at % a == 0, "a snapshot of what was taken back"
+        owners += cache._chains.twins.get(slot, [])
         for state in cache._tables.states:
             users.append(state.table[slot].ravel())
             assert not snapshot_at or state.table[slot, :, SNAPSHOT].all(), "a snapshot on no page"
@@ -68,7 +76,9 @@ def check_invariants(cache: KVCache) -> None:
             owners.append(row[:, whole:].ravel())
             part = path_pages[:, c.segment_offset :][:, : c.num_tables * c.per_segment]
             part = part.reshape(-1, c.num_tables, c.per_segment).transpose(1, 0, 2)
-            assert (part.reshape(c.num_tables, -1) == row[:, :whole]).all()
+            differs = part.reshape(c.num_tables, -1) != row[:, :whole]
+            twins = np.concatenate([NO_ROWS, *cache._chains.twins.get(slot, ())])
+            assert np.isin(row[:, :whole][differs], twins).all(), "a page of neither"
     for run in index.runs():
         segments += run.length
         locked += run.length if run.locks else 0
@@ -87,6 +97,11 @@ def check_invariants(cache: KVCache) -> None:
             points += 1
             assert point.run is run
             holds.append(point.pages)
+    owners += cache._open.taken()
+    waiting = [pages for step in cache._open.advanced for pages in step.held]
+    users += waiting
+    holds += waiting
+    assert 0 <= pool.num_reserved <= pool.num_free, "what is reserved is free"
     used, held = _count(users, pool.num_pages), _count(holds, pool.num_pages)
     used[0] = held[0] = 0  # empty entries
     owned = _count(owners, pool.num_pages) + ((used > 0) | (held > 0))

@@ -30,12 +30,15 @@ class PagePool:
         users, holds: [num_pages] int32 requests that read a page, and resume points that hold it.
         counts: [num_pages] int64, both at once: users + (holds << 32).
         num_free: pages in the stack. num_held_only: pages that only resume points hold.
+        withheld: pages that are not handed out, though nobody has them.
+        num_reserved: free pages that a step which is being built will take.
     """
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
         self._stack: Int64 = np.arange(num_pages - 1, -1, -1)
         self.num_free = num_pages - 1
+        self.num_reserved = 0
         # The two counts of a page lie side by side, so that one look tells both: ``users + (holds
         # << 32)``.
         self.counts: Int64 = np.zeros(num_pages, dtype="<i8")
@@ -44,6 +47,7 @@ class PagePool:
         self.users, self.holds = self.counts.view("<i4").reshape(-1, 2).T
         self.users[NULL_BLOCK] = 1 << 30  # padding entries name page 0: it must never become free
         self._mark: Int32 = np.empty(num_pages, dtype=np.int32)
+        self.withheld: set[int] = set()
         self.num_held_only = 0  # window pages that only resume points hold
 
     def peek(self, n: int) -> Int64:
@@ -64,6 +68,12 @@ class PagePool:
         self._stack[: len(rest)] = rest
         self.num_free = len(rest)
 
+    def withhold(self, pages: Int64) -> None:
+        """Hand out those of `pages` (distinct) that are free no more."""
+        free = pages[np.isin(pages, self._stack[: self.num_free])]
+        self.claim(free.astype(np.int32))
+        self.withheld.update(free.tolist())
+
     def put(self, pages: Int32 | Int64) -> None:
         """Give pages back; none may be free already or have users or holds."""
         n = len(pages)
@@ -74,6 +84,13 @@ class PagePool:
         """A request starts to read `pages` (distinct, already in use or held)."""
         self.num_held_only -= int(np.count_nonzero(self.users[pages] == 0))
         self.users[pages] += 1
+
+    def use_held(self, pages: Int32) -> None:
+        """Somebody needs `pages` that resume points hold, or will (repeats and the null page
+        allowed)."""
+        pages = pages[pages.nonzero()].astype(np.int64, copy=False)
+        self.num_held_only -= len(self._once(pages[self.users[pages] == 0]))
+        np.add.at(self.counts, pages, 1)
 
     def use_new(self, pages: Int32) -> int:
         """Requests start to read `pages` (distinct, taken just now; null pages allowed); returns

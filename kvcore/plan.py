@@ -1,7 +1,8 @@
-"""Plans: `StepPlan`, `OutOfPages`, and how steps are checked, planned and committed.
+"""Plans: `StepPlan`, `OutOfPages`, and how steps are checked and planned.
 
 Most steps are *decode steps*, one token for each request. Where the rows of the tokens go, and
-which entries of the tables change, is in `tables.decode`; the rest of such a step is here:
+which entries of the tables change, is in `tables.decode`; the rest of such a step is here, and its
+commit in `progress`:
 
     plan     which batch    that of the last step, if the same requests come in the same order; else
                             `Batches.of` makes one
@@ -12,7 +13,7 @@ which entries of the tables change, is in `tables.decode`; the rest of such a st
                             key before and the tokens of the segment: tokens whose rows are
                             computed, so not the one that the step's logits give
              entries        `DecodeTables.commit`
-             segments       `Chains.cache`: the dense pages of a segment that ends belong to the
+             segments       `Chains.publish`: the dense pages of a segment that ends belong to the
                             index now, under its key; if it has the key already, the request takes
                             the index's pages and gives its own back. A boundary that retention
                             keeps gets a resume point, which holds the pages of windows before it
@@ -27,28 +28,24 @@ of 16, whose first pages are 2 and 1:
     33            34         [2, 1, 3]   0 .. 32         49 = 3 * 16 + 1
 
 Any other step (chunks of prompts, drafts, new states) takes the same way through
-`Chains.boundaries` (what must outlive it), `Tables.plan`, `Tables.fill` and `Chains.commit`.
+`Chains.boundaries` (what must outlive it), `Tables.plan`, `Tables.fill` and `Chains.advance`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from .arrays import NO_ROWS, ONE, Int32, Int64, as_ints, as_token_ids, count_true
+from .arrays import NO_ROWS, ONE, Int32, Int64, as_ints, count_true
 from .prefix.replays import cached_rows
 from .prefix.tracker import Chains
-from .rollbacks import Rollbacks
 from .spec import MOST_TOKENS
-from .tables.decode import DecodeBatch, DecodeChanges, Ending
+from .tables.decode import DecodeBatch, DecodeChanges
 from .tables.drafts import DraftBatch
 from .tables.groups import StepChanges, Tables
 from .tables.state import NO_COPIES
-
-if TYPE_CHECKING:
-    from .announcer import Announcer
 
 
 @dataclass(frozen=True)
@@ -92,7 +89,8 @@ class StepPlan:
             a group, or one for each of a group's pages_per_block (`KVCache.table_index`); rows of
             state groups are all -1. Of a window group only the tokens have a slot that queries
             after this step can see, or a kept boundary needs: attention must take the step's own
-            keys and values from the step (``k``, ``v``), not from the pages.
+            keys and values from the step (``k``, ``v``), not from the pages. With
+            `KVCache(reads="pages")` all have.
         replay_rows, replay_slots: [m] int64 rows of the step that are computed once more, and
             [num_tables, m] int64 where dense groups hold them already: their attention must take
             these rows from the pages, not from the step.
@@ -116,36 +114,35 @@ class StepPlan:
     changes: StepChanges | DecodeChanges = field(repr=False)
 
 
+AnyChanges = StepChanges | DecodeChanges
+
+
 class Steps:
-    """Plans and commits of one cache: `KVCache.plan` and `KVCache.commit` only forward here.
+    """Plans of one cache: `KVCache.plan` only forwards here.
 
     Args:
         chains: what requests add to the index, with its sequences and tables.
-        announcer: told of computed tokens; None if nobody listens.
         max_model_len: longest sequence, tokens.
         enable_caching, has_replays: whether anything is cached, and computed once more.
 
     Attributes:
         planned: the one plan that `commit` takes; None once something changed.
-        rollbacks: how far tokens may be taken back.
     """
 
     def __init__(
         self,
         chains: Chains,
         tables: Tables,
-        announcer: Announcer | None,
         max_model_len: int,
         enable_caching: bool,
         has_replays: bool,
     ) -> None:
-        self._chains, self._tables, self._announcer = chains, tables, announcer
+        self._chains, self._tables = chains, tables
         self._sequences, self._index = chains.sequences, chains.index
         self._batches, self._decodes = tables.batches, tables.decodes
-        self._pool, self._layout = tables.pool, tables.layout
-        self._max_model_len, self._enable_caching = max_model_len, enable_caching
-        self._has_replays = has_replays
-        self.rollbacks = Rollbacks(chains, tables)
+        self._pool = tables.pool
+        self.max_model_len, self.enable_caching = max_model_len, enable_caching
+        self.has_replays = has_replays
         self._ones_cu: Int32 = np.zeros(1, dtype=np.int32)
         self._no_replays = NO_ROWS, np.empty((len(tables.layout.tables), 0), dtype=np.int64)
         self.planned: StepPlan | None = None
@@ -187,8 +184,11 @@ class Steps:
 
     # Plan.
 
-    def plan(self, slots: Any, num_new_tokens: Any) -> StepPlan | OutOfPages:
-        """`KVCache.plan`."""
+    def _asked(
+        self, slots: Any, num_new_tokens: Any
+    ) -> tuple[Int64, Int64, Int64, Int64, DecodeBatch | None]:
+        """The step that is asked for, checked: slots, counts, and tokens before and after it [n];
+        the batch of the last step, if it is its next one."""
         slots, counts = self._vectors(slots, num_new_tokens)
         batch = self._batches.newest
         if batch is not None and batch.is_again(slots, counts):
@@ -201,41 +201,34 @@ class Steps:
             start = self._sequences.num_computed[slots]
             end = start + counts
             longest = int(end[0] if len(slots) == 1 else np.maximum.reduce(end))
-        if longest > self._max_model_len:
+        if longest > self.max_model_len:
             i = int(end.argmax())
             raise ValueError(
                 f"num_new_tokens: slot {slots[i]} would reach {end[i]} tokens, "
-                f"expected at most max_model_len = {self._max_model_len}"
+                f"expected at most max_model_len = {self.max_model_len}"
             )
-        written, chunks = start, NO_ROWS
-        if batch is None:
-            several = counts > ONE
-            if self._has_replays:
-                written = self._chains.replays.written_from(slots, start)
-                several |= written > start
-            chunks = several.nonzero()[0]
-            if not len(chunks):
-                batch = self._batches.of(slots, start)
-            elif len(chunks) == len(slots) and (
-                written is start or not count_true(written > start)
-            ):
-                batch = self._batches.with_drafts(slots, start, counts)
-                if batch is not None:
-                    chunks = NO_ROWS
+        return slots, counts, start, end, batch
+
+    def plan(self, slots: Any, num_new_tokens: Any) -> StepPlan | OutOfPages:
+        """`KVCache.plan`."""
+        slots, counts, start, end, batch = self._asked(slots, num_new_tokens)
+        changes: AnyChanges
         if batch is not None and batch.size == 1 and batch.is_steady:
-            return self._plan_decode(batch)
-        kept, snapshot = (NO_ROWS, NO_ROWS), NO_ROWS
-        if self._enable_caching and (chunks.size or self._tables.states):
-            kept, snapshot = self._chains.boundaries(slots, start, end, chunks, batch)
-        step = self._tables.plan(slots, start, end, written, chunks, kept, snapshot, batch)
-        short = self._make_room(step)
-        if short is not None:
-            return short
+            changes = self._decodes.plan(batch, self.enable_caching)
+        else:
+            changes = self._changes(slots, counts, start, end, batch)
+        if changes.num_new > self._pool.num_free - self._pool.num_reserved:
+            short = self._make_room(changes)
+            if short is not None:
+                return short
+        if isinstance(changes, DecodeChanges):
+            return self._filled_decode(changes)
+        step, batch = changes, changes.batch
         if step.chunk_rows.size:
             cu = np.zeros(len(slots) + 1, dtype=np.int32)
             cu[1:] = np.add.accumulate(counts)
             if len(slots) == 1:
-                positions = np.arange(start[0], longest)
+                positions = np.arange(start[0], end[0])
             else:
                 positions = np.arange(int(cu[-1])) + (start - cu[:-1]).repeat(counts)
         elif isinstance(batch, DraftBatch):
@@ -254,12 +247,9 @@ class Steps:
         )  # fmt: skip
         return plan
 
-    def _plan_decode(self, batch: DecodeBatch) -> StepPlan | OutOfPages:
-        """One token for each request of a batch, whose states all have live pages."""
-        changes = self._decodes.plan(batch, self._enable_caching)
-        short = self._make_room(changes)
-        if short is not None:
-            return short
+    def _filled_decode(self, changes: DecodeChanges) -> StepPlan:
+        """The plan of one token for each request of a batch, whose states all have live pages."""
+        batch = changes.batch
         mapping = self._decodes.fill(changes, self._pool.peek(changes.num_new))
         self.planned = plan = StepPlan(
             batch.slots, batch.counts, self._cu_of(len(batch.slots)), batch.end.astype(np.int32),
@@ -267,102 +257,69 @@ class Steps:
         )  # fmt: skip
         return plan
 
-    def _make_room(self, changes: StepChanges | DecodeChanges) -> OutOfPages | None:
-        """Evict what a step needs to fit, if that is enough; else nothing, and say what it
-        lacks."""
-        free = self._pool.num_free
-        if changes.num_new <= free:
-            return None
-        evictable = self._index.num_evictable
-        if changes.num_new > free + evictable:
-            per_group = self._tables.per_group(changes)
-            worst = max(per_group, key=lambda name: per_group[name])
-            return OutOfPages(changes.num_new, free, evictable, worst, per_group)
+    def changes_of(self, slots: Any, num_new_tokens: Any) -> AnyChanges:
+        """What a step would need and change; nothing changes here.
+
+        Raises:
+            ValueError: as `KVCache.plan`.
+        """
+        return self._changes(*self._asked(slots, num_new_tokens))
+
+    def changes_of_one(self, slot: int, start: int, num_new_tokens: int) -> AnyChanges:
+        """What a step of one request, checked and at `start`, would change."""
+        slots, counts = np.array([slot]), np.array([num_new_tokens])
+        begin = np.array([start])
+        return self._changes(slots, counts, begin, begin + counts, None)
+
+    def _changes(
+        self, slots: Int64, counts: Int64, start: Int64, end: Int64, batch: DecodeBatch | None
+    ) -> AnyChanges:
+        """What a step needs, and changes once it is committed; nothing changes here."""
+        written, chunks = start, NO_ROWS
+        if batch is None:
+            several = counts > ONE
+            if self.has_replays:
+                written = self._chains.replays.written_from(slots, start)
+                several |= written > start
+            chunks = several.nonzero()[0]
+            if not len(chunks):
+                batch = self._batches.of(slots, start)
+            elif len(chunks) == len(slots) and (
+                written is start or not count_true(written > start)
+            ):
+                batch = self._batches.with_drafts(slots, start, counts)
+                if batch is not None:
+                    chunks = NO_ROWS
+        if batch is not None and batch.size == 1 and batch.is_steady:
+            return self._decodes.plan(batch, self.enable_caching)
+        kept, snapshot = (NO_ROWS, NO_ROWS), NO_ROWS
+        if self.enable_caching and (chunks.size or self._tables.states):
+            kept, snapshot = self._chains.boundaries(slots, start, end, chunks, batch)
+        return self._tables.plan(slots, start, end, written, chunks, kept, snapshot, batch)
+
+    def _make_room(self, changes: AnyChanges) -> OutOfPages | None:
+        """Evict what a step needs, more than is free, if that is enough; else nothing, and say what
+        it lacks."""
+        free = self._pool.num_free - self._pool.num_reserved
+        if changes.num_new > free + self._index.num_evictable:
+            return self.lacking(changes, free)
+        self.evict(changes.num_new - free)
+        return None
+
+    def lacking(self, changes: AnyChanges, free: int) -> OutOfPages:
+        """What a step lacks, if `free` pages are."""
+        per_group = self._tables.per_group(changes)
+        worst = max(per_group, key=lambda name: per_group[name])
+        return OutOfPages(changes.num_new, free, self._index.num_evictable, worst, per_group)
+
+    def evict(self, num_pages: int) -> None:
+        """Free `num_pages` evictable pages."""
         # The newest plan names pages that lie deeper in the stack of free ones from here on.
         self.planned = None
-        self._index.evict(changes.num_new - free)
-        return None
+        self._index.evict(num_pages)
 
     def _cu_of(self, n: int) -> Int32:
         """cu_seqlens_q of n requests with one token each."""
         if len(self._ones_cu) != n + 1:
             self._ones_cu = np.arange(n + 1, dtype=np.int32)
         return self._ones_cu
-
-    # Commit.
-
-    def commit(self, plan: StepPlan, input_ids: Any, accepted: Any) -> Int32:
-        """`KVCache.commit`."""
-        if plan.__class__ is not StepPlan:
-            raise ValueError(f"plan: expected a StepPlan, got {plan!r}")
-        ids = as_token_ids("input_ids", input_ids)
-        changes, slots = plan.changes, plan.slots
-        if plan is not self.planned:
-            raise ValueError(
-                "plan: expected the newest plan of this cache, got another cache's, or one made "
-                "before another plan or change"
-            )
-        if len(ids) != len(plan.positions):
-            raise ValueError(
-                f"input_ids: expected {len(plan.positions)} tokens as planned, got {len(ids)}"
-            )
-        end = changes.end
-        if accepted is not None:
-            end = changes.start + self.rollbacks.checked(
-                changes.batch, plan.num_new_tokens, accepted
-            )
-        self.changed()
-        self._pool.take(changes.num_new)
-        if self._layout.drafts:
-            self.rollbacks.reached(slots, changes.end)
-        if isinstance(changes, DecodeChanges):
-            copies = self._commit_decode(plan, changes, ids)
-        elif self._enable_caching:
-            made, ending = self._feed(plan, changes, ids, end)
-            if self._announcer is not None:
-                self._announcer.computed(plan, ids, end)
-            copies = self._chains.commit(changes, end, made, ending)
-        else:
-            effects = self._tables.commit(changes, end, (NO_ROWS, NO_ROWS))
-            self._tables.settle(changes, effects)
-            copies = effects.copies
-        self._sequences.num_computed[slots] = end
-        return copies
-
-    def _commit_decode(self, plan: StepPlan, changes: DecodeChanges, ids: Int32) -> Int32:
-        """`commit` of a plan from `_plan_decode`."""
-        batch = changes.batch
-        if not batch.age:  # its first step
-            self._batches.keep(batch)
-        if not self._enable_caching:
-            return self._decodes.commit(changes)
-        made = self._sequences.feed_one(batch, ids)
-        if self._announcer is not None:
-            self._announcer.computed(plan, ids, changes.end)
-        if not (self._layout.lookahead or batch.ending.slot_list):
-            return self._decodes.commit(changes)
-        # Before the tables move on: the pages that the segments which end here hand to the index.
-        due = self._chains.due(batch)
-        copies = self._decodes.commit(changes)
-        self._chains.cache(batch, *due, made)
-        return copies
-
-    def _feed(
-        self, plan: StepPlan, step: StepChanges, ids: Int32, end: Int64
-    ) -> tuple[list[bytes] | None, Ending | None]:
-        """Give the tokens of a step to the key chains.
-
-        Returns:
-            What `Chains.commit` need not find out of a step with drafts: (keys of the segments that
-            end in it, whose they are); None where it must.
-        """
-        batch, rows = step.batch, step.chunk_rows
-        if isinstance(batch, DraftBatch):
-            return self._sequences.feed_drafts(batch, ids, end)
-        if batch is not None:
-            ones = ids[plan.cu_seqlens_q[step.decode_rows]] if rows.size else ids
-            self._sequences.feed_one(batch, ones)
-        if rows.size:
-            slots, first = step.slots[rows], plan.cu_seqlens_q[rows]
-            self._sequences.feed_several(slots, step.start[rows], end[rows], ids, first)
-        return None, None

@@ -96,8 +96,8 @@ def loads(kv: KVCache, data: bytes, *, key: bytes | None = None) -> None:
             its contents do not fit together. `kv` stays empty and usable, as it does whatever else
             is raised.
     """
-    if kv.sequences.active.any() or kv.index.num_segments:
-        raise ValueError("kv: expected a cache without requests and cached segments")
+    if kv.sequences.active.any() or kv.index.num_segments or kv.pool.withheld:
+        raise ValueError("kv: expected a cache without requests, cached segments, withheld pages")
     if not kv.enable_caching:
         raise ValueError("kv: expected a cache with enable_caching, got one without")
     tick, arrays = _parse(kv, data, key)

@@ -110,6 +110,7 @@ class GroupClass:
         tail: blocks that a resume point holds.
         live: blocks behind the open one that a request may still read, drafts included.
         lag: blocks past a boundary before the segment that ends there gets its key.
+        holds_all: whether a step gives pages to all of its rows, or to those alone that outlive it.
         width: columns of one table; window tables are rings of this many blocks, state tables have
             the live page and the newest snapshot.
         offset, tail_offset, segment_offset: first column in the fused table, in a resume point's
@@ -124,8 +125,10 @@ class GroupClass:
         lookahead: int,
         drafts: int,
         max_len: int,
+        reads_pages: bool,
     ) -> None:
         self.spec = spec
+        self.holds_all = reads_pages or spec.kind == "dense"
         self.tables: Int64 = np.array(tables, dtype=np.int64)
         self.rows = slice_of(tables)
         self.num_tables = len(tables)
@@ -161,13 +164,20 @@ class Layout:
         groups: the groups of a model, in the order of its tables.
         max_model_len: longest sequence, tokens.
         max_draft_tokens: rows of a step that may be rejected or rolled back.
+        reads_pages: queries find rows of their own step in pages, too.
 
     Raises:
         ValueError: no groups, duplicate names, pages of different size, or a lookahead past one
             segment.
     """
 
-    def __init__(self, groups: Sequence[GroupSpec], max_model_len: int, max_draft_tokens: int):
+    def __init__(
+        self,
+        groups: Sequence[GroupSpec],
+        max_model_len: int,
+        max_draft_tokens: int,
+        reads_pages: bool = False,
+    ):
         self.groups = tuple(groups)
         if not self.groups:
             raise ValueError("groups: expected at least one GroupSpec, got none")
@@ -206,7 +216,7 @@ class Layout:
         self.classes = [
             GroupClass(
                 self.groups[self.tables[ids[0]][0]],
-                ids, self.alignment, self.lookahead, max_draft_tokens, max_model_len,
+                ids, self.alignment, self.lookahead, max_draft_tokens, max_model_len, reads_pages,
             )
             for ids in members.values()
         ]  # fmt: skip

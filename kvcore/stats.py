@@ -17,12 +17,14 @@ if TYPE_CHECKING:
 def new_counters(layout: Layout) -> dict[str, int]:
     """All counters, at zero.
 
-    ``misses/...`` counts requests without a hit, ``limited_by/...`` all requests, by
+    ``resumed_...`` count requests that came back after a preemption, which no other counter of
+    requests, prompts and hits does. ``misses/...`` counts requests without a hit, ``limited_by/...`` all requests, by
     `Match.limited_by`; ``group_tokens/...`` sums `Match.per_group`.
     """
     names = [
         "requests", "hits", "prompt_tokens", "hit_tokens", "tokens_without_resume_point",
-        "resume_points_kept", "resume_points_used", "replays", "replayed_tokens",
+        "resume_points_kept", "resume_points_used", "replays", "replayed_tokens", "forks",
+        "resumed_requests", "resumed_prompt_tokens", "resumed_hit_tokens",
     ]  # fmt: skip
     reasons = get_args(Reason)
     names += [f"limited_by/{reason}" for reason in reasons]
@@ -31,15 +33,20 @@ def new_counters(layout: Layout) -> dict[str, int]:
     return dict.fromkeys(names, 0)
 
 
-def count_admission(counters: dict[str, int], match: Match) -> None:
-    """A request was admitted with the hit `match`."""
+def count_admission(counters: dict[str, int], match: Match, resumed: bool) -> None:
+    """A request was admitted with the hit `match`, or came back (`resumed`)."""
+    if match.replay_from is not None and match.replay_to is not None:
+        counters["replays"] += 1
+        counters["replayed_tokens"] += match.replay_to - match.replay_from
+    if resumed:
+        counters["resumed_requests"] += 1
+        counters["resumed_prompt_tokens"] += match.prompt.num_tokens
+        counters["resumed_hit_tokens"] += match.num_saved_tokens
+        return
     counters["requests"] += 1
     counters["prompt_tokens"] += match.prompt.num_tokens
     counters["hit_tokens"] += match.num_saved_tokens
     counters[f"limited_by/{match.limited_by}"] += 1
-    if match.replay_from is not None and match.replay_to is not None:
-        counters["replays"] += 1
-        counters["replayed_tokens"] += match.replay_to - match.replay_from
     if match.num_saved_tokens:
         counters["hits"] += 1
     else:
@@ -66,7 +73,11 @@ def stats(cache: KVCache) -> dict[str, int]:
         "demoted_pins": index.num_demoted_pins,
         "free_pages": cache.num_free_pages,
         "evictable_pages": cache.num_evictable_pages,
-        "pages_in_use": cache.num_pages - 1 - cache.num_free_pages - cache.num_evictable_pages,
+        "pages_in_use": cache.num_pages
+        - 1
+        - cache.num_free_pages
+        - cache.num_evictable_pages
+        - len(cache.pool.withheld),
     }
 
 

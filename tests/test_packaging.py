@@ -94,7 +94,7 @@ def test_the_wheel_holds_the_namespace_and_nothing_else(wheel, files):
     names = zipfile.ZipFile(wheel).namelist()
     tops = {name.split("/")[0] for name in names}
     assert {t for t in tops if not t.endswith(".dist-info")} == {"quire"}
-    packages = ("kernels/", "kvcore/", "models/", "bench/")
+    packages = ("kernels/", "kvcore/", "embed/", "models/", "bench/")
     modules = {f for f in files if f.endswith(".py") and f.startswith(packages)}
     modules = {f.removeprefix("kvcore/quire/") if f.startswith("kvcore/quire/") else f for f in modules}  # fmt: skip
     tables = {f for f in files if f.startswith("kernels/") and f.endswith("/tiles.json")}
@@ -142,7 +142,7 @@ def test_the_metadata(wheel):
 
 
 WORKS = """
-import quire, quire.bench, quire.kernels, quire.models, quire.kvcore
+import quire, quire.bench, quire.embed, quire.kernels, quire.models, quire.kvcore
 from importlib.metadata import version
 assert quire.__version__ == version("quire"), (quire.__version__, version("quire"))
 from quire.kvcore import GroupSpec, KVCache
@@ -188,7 +188,7 @@ def test_mypy_sees_the_types_of_an_installed_quire(installed, tmp_path):
         cwd=tmp_path, capture_output=True, text=True,
     )  # fmt: skip
     assert 'Revealed type is "int"' in done.stdout and 'Revealed type is "str"' in done.stdout
-    assert 'Argument "salt" to "match" of "KVCache" has incompatible type "str"; expected "bytes | None"' in done.stdout  # fmt: skip
+    assert 'Argument "salt" to "match" of "RequestCalls" has incompatible type "str"; expected "bytes | None"' in done.stdout  # fmt: skip
     assert "Found 1 error" in done.stdout, done.stdout
 
 

@@ -132,6 +132,20 @@ def decode_times(cache: KVCache, slots: np.ndarray, steps: int) -> tuple[list[fl
     return plans, totals
 
 
+def add_times(cache: KVCache, slots: np.ndarray, steps: int) -> list[float]:
+    """Seconds of one `Step.add`, on average in each of `steps` decode steps built one by one."""
+    ids, times = np.zeros(len(slots), dtype=np.int32), []
+    for _ in range(steps):
+        step, each = cache.begin(), slots.tolist()
+        start = time.perf_counter()
+        for slot in each:
+            step.add(slot)
+        times.append((time.perf_counter() - start) / len(each))
+        step.plan()
+        step.commit(ids)
+    return times
+
+
 def pool_for(spec: str, num_requests: int) -> int:
     """A million pages, or as many millions as requests of up to two chunks and their window rings
     need.
@@ -147,7 +161,7 @@ def decode_step(spec: str, num_requests: int, steps: int) -> list[Row]:
     """Plan and commit of one token for each of `num_requests` requests, staggered around 8k tokens.
 
     ``_churn`` is the same where each step has another batch: one request ends and one comes, as in
-    a busy server.
+    a busy server. ``_add`` is one request's part of a step built one by one.
     """
     cache, slots = decoding(SPECS[spec], num_requests, num_pages=pool_for(spec, num_requests))
     plans, totals = decode_times(cache, slots, steps)
@@ -162,6 +176,7 @@ def decode_step(spec: str, num_requests: int, steps: int) -> list[Row]:
         row(f"{name}_mean", spec, statistics.fmean(totals), "s"),
         row(f"{name}_plan", spec, statistics.median(plans), "s"),
         row(f"{name}_churn", spec, statistics.median(churn), "s"),
+        row(f"{name}_add", spec, statistics.median(add_times(cache, slots, steps)), "s"),
         row(f"{name}_garbage", spec, garbage(cache, slots, steps), "B"),
     ]
 

@@ -19,13 +19,14 @@ from collections import OrderedDict
 from collections.abc import Iterator
 
 import numpy as np
+import numpy.typing as npt
 
 from ..announcer import Announcer
 from ..arrays import Int32
 from ..pages import PagePool
 from ..policies.base import EvictionPolicy
 from .keys import KEY_BYTES
-from .tree import ResumePoint, Run, merge, path_to
+from .tree import ResumePoint, Run, merge, path_to, split
 
 
 class EvictableTree:
@@ -243,6 +244,74 @@ class EvictableTree:
         self.num_evicted_points, self.num_evicted_segments = evicted
         if announcer is not None and self.num_locked_segments == 0:
             announcer.cleared()
+
+    def drop_pages(self, is_wanted: npt.NDArray[np.bool_]) -> None:
+        """Evict what holds pages that `is_wanted` [num_pages], and what is found only through it.
+        Segments on the path of a running request stay."""
+        ends = self._ends_before(is_wanted)
+        for entry in [e for e in self.pins if self._goes(e, ends, is_wanted)]:
+            self.unpin(entry)
+            ends = {}  # runs may have been merged
+        ends = ends or self._ends_before(is_wanted)
+        for run in self.runs():
+            for depth in run.depths[::-1]:
+                if self._goes(run.points[depth], ends, is_wanted):
+                    self.drop_point(run.points[depth])
+        parents = []
+        highest = {run: end for run, end in ends.items() if run.parent not in ends}
+        for run, end in highest.items():
+            if end > run.start:
+                split(run, end)
+            assert run.parent is not None
+            parents.append(run.parent)
+            self._remove(run)
+        for parent in parents:  # a merge before would have joined what stays to what goes
+            self.became_leaf(parent)
+            merge(parent, self.hybrid)
+
+    def _ends_before(self, is_wanted: npt.NDArray[np.bool_]) -> dict[Run, int]:
+        """Runs that cannot stay whole without the pages that are wanted, parents first, and the
+        boundary up to which they can."""
+        ends: dict[Run, int] = {}
+        for run in self.runs():
+            if run.parent in ends:
+                ends[run] = run.start
+            elif not run.locks:
+                wanted = np.flatnonzero(is_wanted[run.pages].any(axis=1))
+                if wanted.size:
+                    ends[run] = run.start + int(wanted[0])
+        return ends
+
+    @staticmethod
+    def _goes(
+        entry: Run | ResumePoint, ends: dict[Run, int], is_wanted: npt.NDArray[np.bool_]
+    ) -> bool:
+        """Whether `entry` goes with the pages that are wanted; `ends` from `_ends_before`."""
+        run = entry
+        if isinstance(entry, ResumePoint):
+            if is_wanted[entry.pages].any():
+                return True
+            assert entry.run is not None
+            run = entry.run
+        assert isinstance(run, Run)
+        return entry.depth > ends.get(run, entry.depth)
+
+    def _remove(self, run: Run) -> None:
+        """Evict `run` and all runs below it, none of which has a lock, a pin or a resume point.
+        The caller treats the parent."""
+        assert run.parent is not None
+        del run.parent.children[run.segment_key(0)]
+        runs = [run]
+        for node in runs:  # which grows
+            runs.extend(node.children.values())
+        for node in reversed(runs):
+            self.withdraw(node)
+            self.pool.put(node.pages.ravel())
+            if self.announcer is not None:
+                self.announcer.segments_removed(bytes(node.keys))
+            self.num_segments -= node.length
+            self.num_evicted_segments += node.length
+            node.parent, node.length, node.children = None, 0, {}
 
     def drop_point(self, point: ResumePoint) -> None:
         """Evict one resume point."""

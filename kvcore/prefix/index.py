@@ -220,7 +220,7 @@ class PrefixIndex(EvictableTree):
     def add_point(self, run: Run, depth: int, pages: Int32) -> bool:
         """Keep a resume point at boundary `depth` on the path to `run`; False if one is there.
 
-        If True, the caller calls `pool.hold(pages)`, once for all points of a step.
+        The caller has a hold on `pages` for a new point, or takes one at once.
         """
         run = run_of(run, depth)
         point = run.points.get(depth)
@@ -235,6 +235,13 @@ class PrefixIndex(EvictableTree):
         self.num_points += 1
         self.offer(point)
         return True
+
+    def renew(self, run: Run) -> bool:
+        """Whether there is a resume point at the end of `run`, which counts as used now."""
+        point = run.points.get(run.depth)
+        if point is not None:
+            self._used(point)
+        return point is not None
 
     def use(self, run: Run) -> ResumePoint | None:
         """A hit ends at the end of `run`, which is locked: count the use; returns the resume point

@@ -12,6 +12,7 @@ A *segment* is `alignment` tokens from a multiple of it on. Eleven tokens, align
     lookahead 1:  k0 = H(root, 0..4)       k1 = H(k0, 5..8)
 
 With a lookahead of 1 the rows at token 3 depend on token 4 (a drafter's do), so the key covers it.
+What parts prompts from some token on only, and not from the first, are `extra_keys`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from hashlib import sha256
 from typing import Any
 
 from ..arrays import Int32, as_token_ids
+from .extra_keys import Mark, by_segment, marked_key, parse_extra_keys
 
 KEY_BYTES = 32
 
@@ -54,7 +56,9 @@ class Prompt:
         root: key before the first segment, of the seed and the salt.
         num_segments: segments whose key is known.
         keys: num_segments * 32 bytes.
-        last_key: key of the last of them (the root key when there is none).
+        last_key: what the next key is made of: the key of the last of them (the root key when there
+            is none), with the marks of the next segment.
+        marks: of its extra keys.
         tail: int32 token ids that no key covers yet; read-only.
         tokens: [num_tokens] int32, or None: kept only for events and debug.
     """
@@ -64,6 +68,7 @@ class Prompt:
         "keys",
         "last_key",
         "lookahead",
+        "marks",
         "num_segments",
         "num_tokens",
         "root",
@@ -80,6 +85,7 @@ class Prompt:
         seed: bytes,
         salt: bytes,
         keep_tokens: bool = False,
+        extra_keys: Any = None,
     ) -> None:
         self.seed, self.root = seed, root_key(seed, salt)
         tokens = as_token_ids("token_ids", token_ids)
@@ -87,15 +93,25 @@ class Prompt:
             raise ValueError("token_ids: expected at least one token, got none")
         self.alignment, self.lookahead, self.num_tokens = alignment, lookahead, len(tokens)
         self.num_segments = max(0, len(tokens) - lookahead) // alignment
-        key, keys, covered = self.root, [], 0
+        self.marks: tuple[Mark, ...] = ()
+        marks: dict[int, bytes] = {}
+        if extra_keys is not None:
+            self.marks = parse_extra_keys(extra_keys, len(tokens))
+            marks = by_segment(self.marks, alignment, lookahead)
+        keys: list[bytes] = []
+        parts: list[bytes] = []  # bytes of each segment
+        key, covered = self.root, 0
         if self.num_segments:
             first, covered = alignment + lookahead, self.num_segments * alignment + lookahead
-            parts = (
-                tokens[first:covered].view(f"V{4 * alignment}").tolist()
-            )  # bytes of each segment
-            for part in (tokens[:first].tobytes(), *parts):
+            rest = tokens[first:covered].view(f"V{4 * alignment}").tolist()
+            parts = [tokens[:first].tobytes(), *rest]
+        # The last marks may be of the next segment: the prompt ends within it.
+        for segment, packed in (*marks.items(), (self.num_segments, b"")):
+            for part in parts[len(keys) : segment]:
                 key = sha256(key + part).digest()
                 keys.append(key)
+            if packed:
+                key = marked_key(key, packed)
         self.keys = b"".join(keys)
         self.last_key = key
         self.tail = tokens[covered:].copy()

@@ -5,20 +5,28 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from ..spec import GroupSpec, Layout
+from ..spec import GroupSpec, Layout, as_int
+from .extra_keys import parse_extra_keys
 from .index import PrefixIndex
 from .keys import Prompt, root_key
 from .replays import replay_range
 from .tree import Run
 
 Reason = Literal[
-    "caching-disabled", "prompt-too-short", "prompt-end", "not-cached", "diverged", "resume-point"
+    "caching-disabled",
+    "prompt-too-short",
+    "prompt-end",
+    "max-tokens",
+    "not-cached",
+    "diverged",
+    "resume-point",
 ]
 
 _EXPLANATIONS: dict[Reason, str] = {
     "caching-disabled": "caching is disabled",
     "prompt-too-short": "the prompt has no whole segment before its last token",
     "prompt-end": "every segment before the last token was found",
+    "max-tokens": "no longer hit was asked for",
     "not-cached": "nothing of this prompt is cached",
     "diverged": "the cached chain ends, or differs from the prompt, there",
     "resume-point": "dense blocks reach {dense}, but no resume point does",
@@ -38,6 +46,7 @@ class Match:
         replay_from, replay_to: where no resume point is near, the tokens from `replay_from` on may
             be computed once more to restore the windows at `replay_to`, all of whose dense blocks
             are cached; None where that saves nothing.
+        max_tokens: the longest hit that was asked for.
     """
 
     num_tokens: int
@@ -47,6 +56,7 @@ class Match:
     groups: tuple[GroupSpec, ...] = field(repr=False)
     replay_from: int | None = None
     replay_to: int | None = None
+    max_tokens: int | None = None
 
     @property
     def num_saved_tokens(self) -> int:
@@ -68,7 +78,7 @@ class Match:
         return text
 
 
-def limited_by(enabled: bool, usable: int, dense: int, hit: int) -> Reason:
+def limited_by(enabled: bool, usable: int, most: int, dense: int, hit: int) -> Reason:
     """Why a hit of `hit` segments is not longer; all in segments (see `Lookup.find`)."""
     if not enabled:
         return "caching-disabled"
@@ -76,6 +86,8 @@ def limited_by(enabled: bool, usable: int, dense: int, hit: int) -> Reason:
         return "prompt-too-short"
     if hit == usable:
         return "prompt-end"
+    if hit == most < dense:
+        return "max-tokens"
     if dense > hit:
         return "resume-point"
     return "diverged" if dense else "not-cached"
@@ -107,7 +119,7 @@ class Lookup:
         self._enabled, self._replay_tokens = enable_caching, replay_tokens
         self._max_model_len, self._keeps_tokens = max_model_len, keeps_tokens
 
-    def prompt(self, token_ids: Any, salt: bytes | None) -> Prompt:
+    def prompt(self, token_ids: Any, salt: bytes | None, extra_keys: Any = None) -> Prompt:
         """The prompt of `KVCache.match`'s arguments.
 
         Raises:
@@ -116,10 +128,18 @@ class Lookup:
         if not isinstance(token_ids, Prompt):
             a, k = self._alignment, self._lookahead
             salt = b"" if salt is None else salt
-            return Prompt(token_ids, a, k, self._seed, salt, self._keeps_tokens)
+            return Prompt(token_ids, a, k, self._seed, salt, self._keeps_tokens, extra_keys)
         if salt is not None and root_key(token_ids.seed, salt) != token_ids.root:
             raise ValueError(
                 "salt: expected that of the prompt, which its keys were made with, got another"
+            )
+        if (
+            extra_keys is not None
+            and parse_extra_keys(extra_keys, token_ids.num_tokens) != token_ids.marks
+        ):
+            raise ValueError(
+                "extra_keys: expected those of the prompt, which its keys were made with, got "
+                f"{extra_keys!r}"
             )
         return token_ids
 
@@ -131,13 +151,17 @@ class Lookup:
         """
         if not isinstance(match, Match):
             raise ValueError(f"match: expected what `match` returned, got {match!r}")
-        return self.find(match.prompt)
+        return self.find(match.prompt, match.max_tokens)
 
-    def find(self, prompt: Prompt) -> tuple[Match, Run]:
+    def find(self, prompt: Prompt, max_tokens: int | None = None) -> tuple[Match, Run]:
         """What is cached of `prompt`, and the run in which that ends.
 
+        Args:
+            max_tokens: no hit is longer.
+
         Raises:
-            ValueError: the prompt is of a cache with other segments or another seed, or too long.
+            ValueError: the prompt is of a cache with other segments or another seed, or too long,
+                or max_tokens is no int or negative.
         """
         a = self._alignment
         if not (
@@ -151,11 +175,16 @@ class Lookup:
         limit = prompt.num_segments if self._enabled else 0
         run, dense = self._index.find(prompt.keys, limit)
         usable = min((prompt.num_tokens - 1) // a, prompt.num_segments)
-        hit = self._index.resumable(run, dense, usable)
-        reason = limited_by(self._enabled, usable, dense, hit)
-        match = Match(hit * a, dense * a, reason, prompt, self._layout.groups)
+        most = usable
+        if max_tokens is not None:
+            max_tokens = as_int("max_tokens", max_tokens, 0)
+            most = min(usable, max_tokens // a)
+        hit = self._index.resumable(run, dense, most)
+        reason = limited_by(self._enabled, usable, most, dense, hit)
+        groups = self._layout.groups
+        match = Match(hit * a, dense * a, reason, prompt, groups, None, None, max_tokens)
         if self._replay_tokens is not None and self._layout.hybrid:
-            found = replay_range(min(dense, usable) * a, hit * a, self._replay_tokens, a)
+            found = replay_range(min(dense, most) * a, hit * a, self._replay_tokens, a)
             if found is not None:
                 match = replace(match, replay_from=found[0], replay_to=found[1])
         return match, run

@@ -63,6 +63,11 @@ class Sequences:
         """Slots without a request."""
         return len(self._free)
 
+    @property
+    def ids(self) -> list[Hashable]:
+        """Running requests, the one admitted first first."""
+        return list(self._slots)
+
     def __contains__(self, request_id: Hashable) -> bool:
         try:
             return request_id in self._slots
@@ -90,6 +95,18 @@ class Sequences:
         self._open[slot, : len(prompt.tail)] = prompt.tail
         self._prompt_keys[slot], self._more_keys[slot] = prompt.keys, bytearray()
         self._last_key[slot] = prompt.last_key
+        return slot
+
+    def fork(self, request_id: Hashable, source: int) -> int:
+        """Give a request a free slot and the tokens of the request of slot `source`."""
+        slot = self._slots[request_id] = self._free[-1]
+        del self._free[-1]
+        self._checked = None
+        for of_slot in (self.active, self.num_computed, self.prompt_len, self._open):
+            of_slot[slot] = of_slot[source]
+        self._prompt_keys[slot] = self._prompt_keys[source]
+        self._more_keys[slot] = bytearray(self._more_keys[source])
+        self._last_key[slot] = self._last_key[source]
         return slot
 
     def remove(self, request_id: Hashable) -> None:
@@ -145,8 +162,8 @@ class Sequences:
 
     def newest_key(self, slot: int, segment: int) -> bytes:
         """Key of one segment of a request."""
-        if segment + 1 == self.num_keys(slot):
-            return self._last_key[slot]
+        if self._more_keys[slot] and segment + 1 == self.num_keys(slot):
+            return self._last_key[slot]  # that of a prompt may have marks besides
         return self.keys(slot, segment, segment + 1)
 
     def feed_one(self, batch: DecodeBatch, tokens: Int32) -> list[bytes] | None:
@@ -208,6 +225,10 @@ class Sequences:
         if self.lookahead:
             return None, None
         return made, Ending(rows, slots, slot_list, end[rows] - rest)
+
+    def forget_batch(self) -> None:
+        """Tokens come that the newest batch did not feed: find anew where its next ones go."""
+        self._fed = None
 
     def _locate(self, batch: DecodeBatch) -> bool:
         """Find where the next tokens of a batch go, in this step and those after it.

@@ -8,8 +8,10 @@ are computed, for two readers:
 * after the commit of a step of one token a request: the query of that token, which takes its own
   row from the page too.
 
-The queries of a chunk cannot read all of their rows from the pages of a window group: only those
-that later queries see were written.
+Asked with the plan of a step instead of slots, between that plan and its commit, they describe the
+tokens after the step: what its queries see, its own rows included, where an engine writes rows to
+pages before attention reads them. The pages of a window group hold all of these rows if the cache
+was made with ``reads="pages"``, or if each request has one token.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..arrays import Int32, Int64, as_ints, ragged_arange
+from ..plan import StepPlan
 from ..spec import NULL_BLOCK
 
 if TYPE_CHECKING:
@@ -55,21 +58,22 @@ def paged_rows(cache: KVCache, group: int, slots: Any, part: int = 0) -> PagedRo
     Args:
         cache: the allocator.
         group, part: a dense or window group, and which of its pages_per_block pages.
-        slots: [n] ints, from `KVCache.admit`.
+        slots: [n] ints, from `KVCache.admit`; or the newest `StepPlan`, or that of an open `Step`
+            that has not advanced (`Step.full_plan`: with the pages of lookaheads).
 
     Raises:
-        ValueError: an unknown slot, group or part, or a state group.
+        ValueError: an unknown slot, group or part, or a state group; or a plan of which not all
+            rows of the group have pages.
 
     Source: FlashInfer's paged KV layout (``indptr``, ``indices``, ``last_page_len``).
     """
-    slots, lengths, first, table, size = _visible(cache, group, slots, part)
+    linear, lengths, first, size = _linear(cache, group, slots, part)
     stop = -(-lengths // size)
     rows, blocks = ragged_arange(first, stop - first)
-    indptr = np.zeros(len(slots) + 1, dtype=np.int32)
+    indptr = np.zeros(len(lengths) + 1, dtype=np.int32)
     np.cumsum(stop - first, out=indptr[1:])
-    pages = table[slots[rows], blocks % table.shape[1]]
     last = np.where(stop > first, (lengths - 1) % size + 1, 0).astype(np.int32)
-    return PagedRows(indptr, pages, last, first * size)
+    return PagedRows(indptr, linear[rows, blocks], last, first * size)
 
 
 def linear_table(cache: KVCache, group: int, slots: Any, part: int = 0) -> Int32:
@@ -84,19 +88,48 @@ def linear_table(cache: KVCache, group: int, slots: Any, part: int = 0) -> Int32
     Raises:
         ValueError: as `paged_rows`.
     """
-    slots, lengths, first, table, size = _visible(cache, group, slots, part)
+    return _linear(cache, group, slots, part)[0]
+
+
+def _linear(cache: KVCache, group: int, slots: Any, part: int) -> tuple[Int32, Int64, Int64, int]:
+    """The linear table, tokens, first visible block [n] each, and the block size."""
+    plan = slots if isinstance(slots, StepPlan) else None
+    start = None if plan is None else plan.seq_lens - plan.num_new_tokens
+    slots, lengths, first, table, size = _visible(
+        cache, group, slots if plan is None else plan.slots, part, start
+    )
     stop = -(-lengths // size)
     rows, blocks = ragged_arange(first, stop - first)
-    linear = np.zeros((len(slots), int(stop.max(initial=0))), dtype=np.int32)
+    if plan is not None:
+        if np.count_nonzero(lengths != plan.seq_lens - plan.num_new_tokens):
+            raise ValueError("slots: expected a plan that is not committed yet, got an older one")
+        lengths = plan.seq_lens.astype(np.int64)
+    linear = np.zeros((len(slots), int((-(-lengths // size)).max(initial=0))), dtype=np.int32)
     linear[rows, blocks] = table[slots[rows], blocks % table.shape[1]]
-    return linear
+    if plan is not None:
+        of_token = np.arange(len(slots)).repeat(plan.num_new_tokens)
+        t = cache.table_index(group, part)
+        where = plan.slot_mapping[t]
+        if plan.replay_rows.size:  # dense groups hold these rows already
+            again = plan.replay_slots[t]
+            where = where.copy()
+            where[plan.replay_rows] = np.maximum(where[plan.replay_rows], again)
+        missing = np.count_nonzero(where < 0)
+        if missing:
+            name = cache.layout.groups[group].name
+            raise ValueError(
+                f"slots: expected a plan whose rows of group {name!r} all have pages, got one with "
+                f"{missing} that have none: make the cache with reads='pages'"
+            )
+        linear[of_token, plan.positions // size] = where // size
+    return linear, lengths, first, size
 
 
 def _visible(
-    cache: KVCache, group: int, slots: Any, part: int
+    cache: KVCache, group: int, slots: Any, part: int, start: Int64 | None = None
 ) -> tuple[Int64, Int64, Int64, Int32, int]:
-    """Checked slots, their computed tokens, the first block that the newest token or the next sees,
-    the table and its block size."""
+    """Checked slots, their computed tokens, the first block that the newest token or the next sees
+    (with `start` [n]: the query there), the table and its block size."""
     table = cache.table(group, part)
     spec = cache.layout.groups[group]
     if spec.kind == "state":
@@ -107,7 +140,8 @@ def _visible(
     lengths = cache.num_computed[slots]
     first = np.zeros_like(lengths)
     if spec.sliding_window is not None:
-        first = np.maximum(0, lengths - spec.sliding_window) // spec.block_size
+        oldest = lengths - spec.sliding_window if start is None else start - spec.sliding_window + 1
+        first = np.maximum(0, oldest) // spec.block_size
         # A replay has no rows before its start.
         first = np.maximum(first, cache._chains.replays.start[slots] // spec.block_size)
         # The next query sees one row less: a chunk and a hit leave no page for that row alone.

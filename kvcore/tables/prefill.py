@@ -16,7 +16,8 @@ tails are the two blocks before them:
     page          -    -   new  new   -    -   new  new  new  new
 
 Six pages instead of ten. What the ring does not need after the chunk (blocks 2, 3, 6 and 7), only
-resume points hold: it is evictable.
+resume points hold: it is evictable. Where the queries of the step read its own rows from pages too
+(`KVCache(reads="pages")`), all ten blocks get pages, and the other four are free after the commit.
 """
 
 from __future__ import annotations
@@ -135,11 +136,11 @@ class BlockTables:
         spec, size = self.spec, self.spec.block_size
         first, stop = start // size, -(-end // size)
         low = first
-        if self.is_window:
+        if not spec.holds_all:
             low = np.maximum(first, np.maximum(0, end - spec.reach) // size)
             before = (kept // size - spec.tail < low[kept_rows]).nonzero()[0]
             kept_rows, kept = kept_rows[before], kept[before]
-        if not self.is_window or not kept.size:
+        if spec.holds_all or not kept.size:
             rows, blocks = ragged_arange(low, np.maximum(stop - low, ZERO))
         else:
             tails = kept // size
@@ -163,7 +164,7 @@ class BlockTables:
         spec, size = self.spec, self.spec.block_size
         first, stop = start // size, -(-end // size)
         at, parts = first, []
-        if self.is_window:
+        if not spec.holds_all:
             low = max(first, max(0, end - spec.reach) // size)
             for boundary in kept:
                 tail = boundary // size

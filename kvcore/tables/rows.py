@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from ..arrays import Int32, Int64
-from ..pages import PagePool
-from ..spec import Layout
+from ..pages import UNSHARED, PagePool
+from ..spec import NULL_BLOCK, Layout
 from .batches import Batches
+from .decode import recycles
 from .drafts import DraftTables
 from .prefill import BlockTables
-from .state import SNAPSHOT, StateTables
+from .state import LIVE, SNAPSHOT, StateTables
 
 
 class RowTables:
@@ -58,6 +59,33 @@ class RowTables:
         )
         self.batches = Batches(layout, self.array, self.blocks, self.states, self.drafts.most)
         self.deltas: list[tuple[Int64, Int32]] | None = [] if track_deltas else None
+
+    def is_steady(self, slot: int) -> bool:
+        """Whether the states of a request have live pages."""
+        states = self.states  # which get them in the same step
+        return not states or states[0].table.item(slot, 0, LIVE) != NULL_BLOCK
+
+    def needed_by_few(self, slot: int, start: int, num: int, snapshots: bool) -> int:
+        """Pages that a request needs for one token, or for drafts, from `start` on, as a decode
+        step or one with drafts gives them out.
+
+        Args:
+            num: at most `DraftTables.most`. snapshots: whether states are kept at boundaries.
+        """
+        need, counts = 0, self.pool.counts
+        for block in self.blocks:
+            spec = block.spec
+            if -start % spec.block_size < num:
+                if num == 1 and block.is_window and recycles(block):
+                    old = block.table[slot, :, start // spec.block_size % spec.width]
+                    need += int(np.count_nonzero(counts[old] != UNSHARED))
+                else:
+                    need += spec.num_tables
+        if snapshots and (start + num) % self.layout.alignment < num:
+            for state in self.states:
+                old = state.table[slot, :, SNAPSHOT]
+                need += int(np.count_nonzero(counts[old] != UNSHARED))
+        return need
 
     def load(self, slot: int, boundary: int, pages: Int32) -> None:
         """A hit: the request starts at `boundary` with the resume point's `pages`

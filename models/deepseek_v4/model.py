@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quire.embed import AttnMetadata
 from quire.kernels.hyper_connections.call import MAX_HIDDEN, MAX_STREAMS
 from quire.kernels.indexer.call import MAX_HEADS, MAX_TOPK
 
-from ..engine.batch import AttnMetadata
 from ..engine.memory import ModelCache
 from ..layers.basic import Embedding, Linear, RMSNorm
 from ..layers.unpaged_attention import Stored

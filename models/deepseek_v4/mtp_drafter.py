@@ -25,9 +25,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.embed import AttnMetadata, Batch, BatchBuilder, Staging
 from quire.kernels import sample_tokens
 
-from ..engine.batch import AttnMetadata, Batch, BatchBuilder, Staging
 from ..engine.distributions import DRAFT, draw_columns, uniform
 from ..engine.graphs import Capture, Shape, capture_each
 from ..engine.request import Request

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire.embed import AttnMetadata
 from quire.kernels import compress, compressed_attention, index_topk, write_latent
 
-from ..engine.batch import AttnMetadata
 from .cache import CompressorCache, LayerCache, V4PagePool
 from .cache_plan import COMPRESSED, OVERLAP
 from .layer import Attention, AttentionInputs, Compressor, GatedPooling, Indexer

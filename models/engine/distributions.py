@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.embed import Staging
 from quire.kernels import sample_tokens
 
-from .batch import Staging
 from .request import SamplingParams
 
 COLUMNS = ("temperature", "top_k", "top_p", "min_p", "u")  # of `sample_tokens`

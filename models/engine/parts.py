@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from quire.embed import BatchBuilder
 from quire.kernels.common.impls import expect_impl
 from quire.kvcore import KVCache
 
 from ..flashinfer.planner import FlashInfer
-from .batch import BatchBuilder
 from .config import FLASHINFER, MEMORY_SETTINGS, EngineConfig
 from .graphs import DecodeGraphs, Forward, forward_pass, graph_bytes, sizes_to_capture
 from .memory import MemoryPlan, make_allocator, model_cache, plan_memory

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.embed import HostCopy, Staging, known_ids
 from quire.kernels import sample_tokens
 
-from .batch import HostCopy, Staging, known_ids
 from .distributions import (
     ACCEPT,
     RESAMPLE,

@@ -88,7 +88,7 @@ class ScheduledStep:
 
         Returns:
             (input ids [num_tokens] int32, with placeholders for those that the device alone knows
-            (`quire.models.engine.batch.BatchBuilder`), indices of the requests whose next token the
+            (`quire.embed.BatchBuilder`), indices of the requests whose next token the
             step gives: all but those with more of their prompt to come).
         """
         ids, ready = [], []
@@ -332,7 +332,8 @@ class Scheduler:
             with self.allocating:
                 # What is cached has changed since the request came: look up again, without hashing.
                 request.match = self.kv.match(request.match.prompt, salt=request.salt)
-                request.slot = self.kv.admit(request.key, request.match)
+                resumed = request.num_cached_tokens >= 0  # it was admitted before
+                request.slot = self.kv.admit(request.key, request.match, resumed=resumed)
         except Exception as error:
             self.failed.append((self.waiting.popleft(), error))
             return None

@@ -35,7 +35,8 @@ from .request import Request
 from .sampler import NewTokens, Sampled
 
 if TYPE_CHECKING:
-    from .batch import Batch, BatchBuilder
+    from quire.embed import Batch, BatchBuilder
+
     from .graphs import Capture
     from .scheduler import ScheduledStep
 

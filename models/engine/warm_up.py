@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .batch import AttnMetadata, BatchBuilder
+from quire.embed import AttnMetadata, BatchBuilder
 
 if TYPE_CHECKING:
     from .config import EngineConfig

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quire.embed import AttnMetadata
 from quire.kernels.common.checks import HEAD_DIMS
 
 from ..config.named import FULL, SLIDING, ModelConfig
-from ..engine.batch import AttnMetadata
 from ..engine.config import FLASHINFER
 from ..engine.memory import ModelCache
 from ..flashinfer.attention import FlashInferAttend

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from quire.embed import AttnMetadata
+
 from ..config.named import ModelConfig
-from ..engine.batch import AttnMetadata
 from ..layers.attention import PagedAttend
 from ..layers.kv_cache import PageTensors
 from .step import PreparedStep

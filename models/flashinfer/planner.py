@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from quire.embed import Staging
 from quire.kernels.common.flashinfer import import_flashinfer
 
-from ..engine.batch import Staging
 from ..layers.kv_cache import E4M3
 from .rows import GroupKeys, Sequences, as_int32, as_rows
 from .step import GATHERED_BLOCK, Gathered, GroupStep, PreparedStep

@@ -28,10 +28,10 @@ from typing import Protocol
 
 from torch import Tensor
 
+from quire.embed import AttnMetadata
 from quire.kernels import paged_attention, sliding_window_attention, write_kv
 
 from ..config.named import ModelConfig
-from ..engine.batch import AttnMetadata
 from .kv_cache import PageTensors
 
 

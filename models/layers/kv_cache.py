@@ -1,17 +1,8 @@
 """Where the keys and values of every layer live.
 
-Layers dealt into cache groups, and the page tensors.
+Layers dealt into cache groups (`quire.kvcore.cache_groups` draws them), and the page tensors.
 
 Layers that share another layer's keys and values take no part: they have the pages of their donor.
-
-One page id stands for ``num_tensors`` physical pages, one in each page tensor. The j-th layer of
-every group has its rows in tensor j and sees it with its own shape, so layers with different heads,
-head sizes and block sizes share one pool::
-
-              tensor 0      tensor 1
-    group 0   layer 2       layer 5        full attention
-    group 1   layer 0       layer 3        sliding window
-    group 2   layer 1       layer 4        sliding window
 
 Pages of e4m3 hold the scales of their rows too, unless a layer has one scale for all keys and one
 for all values: behind the quantized values of K and V, fp32 [2, num_kv_heads, block_size], a head's
@@ -27,21 +18,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire.kvcore import GroupSpec
+from quire.kvcore import GroupSpec, LayerPlacement, LayerShape
+from quire.kvcore import cache_groups as groups_of_layers
 
-from ..config.named import FULL, SLIDING, ModelConfig
+from ..config.named import ModelConfig
 
 E4M3 = torch.float8_e4m3fn
 SCALE_BYTES = 4
-PAGE_ALIGNMENT = 16
-
-
-@dataclass(frozen=True)
-class LayerPlacement:
-    """Cache group of one layer, and which page tensor has its rows."""
-
-    group: int
-    tensor: int
 
 
 @dataclass(frozen=True)
@@ -83,12 +66,10 @@ def _rows(
 def cache_groups(
     config: ModelConfig, dtype: torch.dtype, *, base_block_size: int = 16, row_scales: bool = True
 ) -> tuple[list[GroupSpec], list[LayerPlacement]]:
-    """Deals layers of one kind into groups of equal size, with pages of equal bytes.
+    """Deals the layers of a model into groups, as `quire.kvcore.cache_groups` does by their shapes.
 
-    A group has as many layers as the rarer kind (or the commoner one, when that has less than half
-    as many again). The largest page is everybody's page: lighter layers put more tokens in theirs
-    when the sizes divide, else leave a rest unused. With scales, sizes are compared without them:
-    block sizes are the same in every dtype, and the rest is less than a scale's share.
+    With scales, sizes are compared without them: block sizes are the same in every dtype, and what
+    a page leaves unused is less than a scale's share.
 
     Args:
         dtype: of K and V.
@@ -100,48 +81,13 @@ def cache_groups(
 
     Raises:
         ValueError: a base_block_size below 1.
-
-    Source: vLLM 0.33 ``v1/core/kv_cache_utils`` (group sizes, page unification).
     """
-    if base_block_size < 1:
-        raise ValueError(f"base_block_size: expected >= 1, got {base_block_size}")
-    owners = config.layer_types[: config.num_kv_owners]
-    layers = {
-        kind: [i for i, layer_type in enumerate(owners) if layer_type == kind]
-        for kind in (FULL, SLIDING)
-        if kind in owners
-    }
-    counts = sorted(len(members) for members in layers.values())
-    group_size = counts[-1] if counts[-1] < 1.5 * counts[0] else counts[0]
-    sizes = {kind: _row_elements(config, members[0]) for kind, members in layers.items()}
-    largest = max(sizes.values())
-    block_sizes = {
-        kind: base_block_size * (largest // size if largest % size == 0 else 1)
-        for kind, size in sizes.items()
-    }
-    page_bytes = max(
-        block_sizes[kind] * token_bytes(config, members[0], dtype, row_scales=row_scales)
-        for kind, members in layers.items()
-    )
-    # Rows of every page start at a multiple of 16 bytes.
-    page_bytes = -(-page_bytes // PAGE_ALIGNMENT) * PAGE_ALIGNMENT
-
-    groups: list[GroupSpec] = []
-    placement = [LayerPlacement(-1, -1)] * config.num_layers
-    for kind, members in layers.items():
-        num_groups = -(-len(members) // group_size)
-        for i in range(num_groups):
-            for tensor, layer in enumerate(members[i::num_groups]):
-                placement[layer] = LayerPlacement(len(groups), tensor)
-            groups.append(
-                GroupSpec(
-                    name=f"{kind.removesuffix('_attention')}.{i}",
-                    kind="dense" if kind == FULL else "window",
-                    block_size=block_sizes[kind],
-                    page_bytes=page_bytes,
-                    sliding_window=config.attention(members[0]).sliding_window,
-                )
-            )
+    shapes = []
+    for layer in range(config.num_kv_owners):
+        size = _row_elements(config, layer) * dtype.itemsize
+        scales = token_bytes(config, layer, dtype, row_scales=row_scales) - size
+        shapes.append(LayerShape(size, config.attention(layer).sliding_window, scales))
+    groups, placement = groups_of_layers(shapes, base_block_size=base_block_size)
     # A layer without keys and values of its own is where its donor is.
     return groups, [placement[config.kv_donor(layer)] for layer in range(config.num_layers)]
 

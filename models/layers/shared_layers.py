@@ -20,10 +20,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quire.embed import AttnMetadata
 from quire.kernels import paged_attention
 
 from ..config.named import ModelConfig
-from ..engine.batch import AttnMetadata
 from .attention import PagedAttend
 from .kv_cache import LayerCache, PageTensors
 

@@ -36,11 +36,11 @@ from quire.kvcore import (
 from quire.kvcore.tables.drafts import DraftBatch
 from tests.support.kvcore.device import POISON, Device, Request, Text
 from tests.support.kvcore.digest import digest
+from tests.support.kvcore.forks import Forks
 from tests.support.kvcore.misuse import Misuse
 from tests.support.kvcore.promises import Promises, Reader, interval_of, possible
 
 MAX_REQUESTS = 5
-HISTORY = 64  # texts that new prompts may start with
 SALTS = (b"", b"", b"", b"tenant", b"adapter 1")
 
 
@@ -135,10 +135,12 @@ def options_of(rng: random.Random, specs: list[GroupSpec]) -> dict:
         "max_draft_tokens": drafts,
         "replay_tokens": replays,
         "max_pinned_pages": rng.choice((None, 0, 20)),
+        "reads": rng.choice(("step", "step", "pages")),
+        "adopt": rng.random() > 0.2,
     }
 
 
-class Life(Misuse):
+class Life(Misuse, Forks):
     """A cache, its engine, and what it owes; each method named in `WEIGHTS` is one step.
 
     Args:
@@ -185,13 +187,15 @@ class Life(Misuse):
 
     # How calls are made.
 
-    def call(self, name: str, *args, **kwargs):
+    def call(self, name: str, *args, on=None, **kwargs):
+        """A call of the cache, or of a step of it (`on`)."""
         self.calls[name] += 1
         if self.trace is not None:
             shown = [*map(self._shown, args), *(f"{k}={v!r}" for k, v in kwargs.items())]
-            self.trace.append(f"x{len(self.trace)} = kv.{name}({', '.join(shown)})")
+            owner = "kv" if on is None else self._shown(on)
+            self.trace.append(f"x{len(self.trace)} = {owner}.{name}({', '.join(shown)})")
         try:
-            result = getattr(self.kv, name)(*args, **kwargs)
+            result = getattr(on or self.kv, name)(*args, **kwargs)
             if self.trace is not None:
                 self.results.append((f"x{len(self.trace) - 1}", result))
             return result
@@ -199,6 +203,14 @@ class Life(Misuse):
             for array in self.lent:  # the caller's arrays are the caller's
                 array[:] = self.rng.randrange(MAX_REQUESTS)
             self.lent.clear()
+
+    def try_call(self, name: str, *args, **kwargs):
+        """`call`; None if the user's policy raised."""
+        try:
+            return self.call(name, *args, **kwargs)
+        except Fault:
+            assert self.policy.fails
+            return None
 
     def _shown(self, value) -> str:
         """Source text of an argument: the result of an earlier call, or a part of one, by its name."""
@@ -237,56 +249,66 @@ class Life(Misuse):
         """A prompt that starts like something known, or like nothing."""
         rng, most = self.rng, self.kv.max_model_len - 4
         known = [r.text for r in self.requests] + self.history
-        tokens, salt = [], rng.choice(SALTS)
+        tokens, salt, base = [], rng.choice(SALTS), None
         if known and rng.random() < 0.9:
             base = rng.choice(known[-4:] if rng.random() < 0.5 else known)
             size = rng.choice((len(base), rng.randint(0, len(base))))
             tokens = base.tokens[:size]
             salt = base.salt if rng.random() < 0.9 else salt
         tokens = tokens + self.bits(1, rng.choice((2, 40, most)))
-        return Text(tokens[:most], salt)
+        tokens = tokens[:most]
+        return Text(tokens, salt, self.new_extra_keys(base, len(tokens)))
 
-    def match(self, text: Text):
+    def match(self, text: Text, max_tokens: int | None = None):
         """Look a prompt up: hits are at least what is promised, and what a reader of the events would say."""
-        match = self.call("match", self.lend(text.tokens), salt=text.salt)
+        kwargs = {} if max_tokens is None else {"max_tokens": max_tokens}
+        if text.extra_keys:
+            kwargs["extra_keys"] = self.order(text.extra_keys)
+        match = self.call("match", self.lend(text.tokens), salt=text.salt, **kwargs)
         kv, promises = self.kv, self.promises
-        assert match.num_tokens % kv.alignment == 0 and match.num_tokens <= promises.usable(
-            len(text)
-        )
+        most = promises.most(text, max_tokens)
+        assert match.num_tokens % kv.alignment == 0 and match.num_saved_tokens <= most
+        if match.limited_by == "max-tokens":
+            assert match.num_tokens == most < min(match.dense_tokens, promises.usable(len(text)))
         assert kv.enable_caching or not match.num_saved_tokens
+        self.look_for_evictions()
         if self.intact:
             assert match.dense_tokens >= promises.dense(text), "a promised segment is missing"
-            assert match.num_tokens >= promises.hit(text), "a promised hit is missing"
+            assert match.num_tokens >= promises.hit(text, max_tokens), "a promised hit is missing"
         if self.log is not None:
             read = self.reader.read(self.log)
             if self.reader.lost and read < self.capacity:
                 self.call("announce")
                 self.reader.read(self.log)
             if not self.reader.lost:
-                told = self.reader.hit(text)
+                told = self.reader.hit(text, most)
                 assert told <= match.num_tokens, "events tell a longer hit"
                 # Between two points whose windows overlap there may be hits that a reader need not see.
                 kinds = {g.kind for g in kv.layout.groups}
                 between = "window" in kinds and "state" not in kinds
                 assert told == match.num_tokens or between, "events tell a shorter hit"
-        self._check_replay(match)
+        self._check_replay(match, most)
         return match
 
-    def _check_replay(self, match) -> None:
+    def _check_replay(self, match, most: int) -> None:
         kv = self.kv
-        to = min(match.dense_tokens, self.promises.usable(match.prompt.num_tokens))
+        to = min(match.dense_tokens, most)
         first = max(0, to - (kv.replay_tokens or to)) // kv.alignment * kv.alignment
         offered = kv.replay_tokens is not None and kv.hybrid and first > match.num_tokens
         assert (match.replay_from, match.replay_to) == ((first, to) if offered else (None, None))
 
     def look(self) -> None:
         """Look a prompt up, and count how much longer the hit could be."""
-        text = self.new_text()
-        match, most = self.match(text), possible(self.device, text)
+        text, max_tokens = self.new_text(), self.max_tokens()
+        match, most = self.match(text, max_tokens), possible(self.device, text, max_tokens)
         if self.kv.enable_caching:
             assert match.num_tokens <= most, "a hit on rows that are gone"
             self.missed[(most - match.num_tokens) // self.kv.alignment] += 1
-        assert self.call("match", match.prompt) == match
+        assert self.call("match", match.prompt, max_tokens=max_tokens) == match
+
+    def max_tokens(self) -> int | None:
+        """The longest hit that the engine wants."""
+        return self.rng.choice((None, None, None, None, 0, self.rng.randint(0, 200)))
 
     def admit(self) -> None:
         if len(self.requests) == MAX_REQUESTS:
@@ -294,7 +316,7 @@ class Life(Misuse):
         self.admit_text(self.new_text())
 
     def admit_text(self, text: Text) -> None:
-        match = self.match(text)
+        match = self.match(text, self.max_tokens())
         rid = self.rng.choice((next(self.names), f"r{next(self.names)}", ("r", next(self.names))))
         if isinstance(self.policy, Moody) and self.rng.random() < 0.2:
             self.policy.fails = {"asked"}
@@ -302,7 +324,7 @@ class Life(Misuse):
             self.fails("admit", rid, match, error=Fault)
             assert digest(self.kv) == before, "a failed admit left traces"
             self.policy.fails = set()
-        slot = self.call("admit", rid, match)
+        slot = self.call("admit", rid, match, resumed=self.rng.random() < 0.2)
         assert self.kv.slot_of(rid) == slot
         self.requests.append(request := Request(rid, slot, text, match))
         self.promises.admit(request, match)
@@ -315,38 +337,88 @@ class Life(Misuse):
         self, counts: dict[Request, int], accepted: dict[Request, int] | None = None
     ) -> bool:
         """Plan a step, run it on the device, commit it; False if it does not fit."""
-        kv, rng, order = self.kv, self.rng, list(counts)
-        stock = kv.num_free_pages + kv.num_evictable_pages
+        rng, order = self.rng, list(counts)
+        step = self.call("begin") if rng.random() < 0.5 else None
         try:
-            plan = self.call("plan", self.lend([r.slot for r in order]), self.lend(counts.values()))
+            if step is not None:
+                plan = self._added(step, counts)
+            else:
+                slots = [r.slot for r in order]
+                asked = self.call("needed", self.lend(slots), self.lend(counts.values()))
+                plan = self._fits(0, "plan", self.lend(slots), self.lend(counts.values()))
+                assert asked.fits == (plan is not None)
+                assert asked.needed == sum(asked.per_group.values())
+                assert plan is None or asked.needed == plan.changes.num_new
         except Fault:
             assert self.policy.fails
+            if step is not None:
+                self.call("cancel", on=step)
             return False
-        if isinstance(plan, OutOfPages):
-            self.calls["out of pages"] += 1
-            assert plan.needed > plan.free + plan.evictable == stock
-            assert sum(plan.per_group.values()) == plan.needed
+        if plan is None or rng.random() < 0.05:  # the engine changed its mind
+            if step is not None:
+                self.call("cancel", on=step)
             return False
-        if rng.random() < 0.05:
-            return False  # the engine changed its mind
-        self.finish_step(plan, counts, accepted)
+        self.finish_step(plan, counts, accepted, step)
         return True
 
+    def _fits(self, reserved: int, *args, **kwargs):
+        """What a call gives that plans something; None where pages do not suffice."""
+        stock = self.kv.num_free_pages - reserved + self.kv.num_evictable_pages
+        plan = self.call(*args, **kwargs)
+        if not isinstance(plan, OutOfPages):
+            return plan
+        self.calls["out of pages"] += 1
+        assert plan.needed > plan.free + plan.evictable == stock
+        assert sum(plan.per_group.values()) == plan.needed
+        return None
+
+    def _added(self, step, counts: dict[Request, int]):
+        """The plan of a step to which requests are added one by one, some of them twice."""
+        order = list(counts)
+        dropped = [r for r in order if self.rng.random() < 0.1]
+        for r in dropped:
+            if self._fits(step.num_reserved, "add", r.slot, on=step) is None:
+                return None
+        for r in self.order(dropped):
+            self.call("drop", r.slot, on=step)
+        for r in order:
+            if self._fits(step.num_reserved, "add", r.slot, counts[r], on=step) is None:
+                return None
+        return self.call("plan", on=step)
+
     def finish_step(
-        self, plan, counts: dict[Request, int], accepted: dict[Request, int] | None
+        self, plan, counts: dict[Request, int], accepted: dict[Request, int] | None, step=None
     ) -> None:
-        """Run a planned step on the device and commit it."""
+        """Run a planned step on the device and commit it; `step`: the one that it is the plan of."""
         kv, device, rng = self.kv, self.device, self.rng
         if rng.random() < 0.2:  # calls that change nothing may come between
             self.call("match", self.new_text().tokens)
             self.call("cut", [r.slot for r in self.requests], [1] * len(self.requests))
+            for r in self.requests:
+                room = kv.max_model_len - r.computed
+                if room:
+                    self.call("needed", [r.slot], [rng.randint(1, room)])
             self.call("stats")
+        withheld = list(kv.pool.withheld)
+        for t, (g, _) in enumerate(kv.layout.tables):
+            size = kv.layout.groups[g].block_size
+            assert not np.isin(plan.slot_mapping[t] // size, withheld).any(), "a withheld page"
+        if step is not None and rng.random() < 0.2:  # and to an open step others do no harm
+            self.admit()
+            self.evict()
+            self.device.wipe_free_pages()
         self.calls["with drafts"] += isinstance(plan.changes.batch, DraftBatch)
         arrays = self._arrays(plan)
         ids = self._run(plan, counts, accepted or counts)
         held = kv.pool.holds > 0
         taken = None if accepted is None else self.lend(accepted.values())
-        copies = self.call("commit", plan, self.lend(ids), taken)
+        if step is None:
+            copies = self.call("commit", plan, self.lend(ids), taken)
+        elif taken is not None or rng.random() < 0.5:
+            copies = self.call("commit", self.lend(ids), taken, on=step)
+        else:
+            copies = self.call("advance", on=step)
+            assert not len(self.call("commit", self.lend(ids), on=step))
         assert not held[copies[:, 1]].any(), "a snapshot that a resume point holds is written over"
         device.copy(copies)
         assert self._arrays(plan) == arrays, "the arrays of a plan changed"
@@ -469,9 +541,9 @@ class Life(Misuse):
         r = self.requests.pop(self.rng.randrange(len(self.requests)))
         self.call("release", r.rid)
         self.promises.end(r)
-        done = Text(r.text.tokens if preempt else r.text.tokens[: r.computed] or [0], r.text.salt)
-        self.history.append(done)
-        del self.history[:-HISTORY]
+        tokens = r.text.tokens if preempt else r.text.tokens[: r.computed] or [0]
+        done = Text(tokens, r.text.salt, r.text.extra_keys)
+        self.remember(done)
         if preempt:
             self.admit_text(done)
 
@@ -517,11 +589,11 @@ class Life(Misuse):
         if not self.kv.enable_caching:
             return
         texts = [self.new_text() for _ in range(6)]
-        hits = [self.kv.match(t.tokens, salt=t.salt) for t in texts]
+        hits = [self.kv.match(t.tokens, salt=t.salt, extra_keys=t.extra_keys) for t in texts]
         data, pages = snapshot.dumps(self.kv), snapshot.page_ids(self.kv)
         old = self.promises
-        self.history += [r.text for r in self.requests]
-        del self.history[:-HISTORY]
+        for r in self.requests:
+            self.remember(r.text)
         self.requests.clear()
         kept = np.full_like(self.device.memory, POISON)
         kept[pages] = self.device.memory[pages]
@@ -538,6 +610,12 @@ class Life(Misuse):
 
     # After each step.
 
+    def look_for_evictions(self) -> None:
+        """What is promised is owed until something was evicted."""
+        stats = self.kv.stats()
+        if stats["evicted_resume_points"] or stats["evicted_segments"]:
+            self.intact = False
+
     def check(self, share: float = 0.3) -> None:
         """Invariants; and the next query of each request finds its rows, in the tables and all their formats.
 
@@ -545,9 +623,7 @@ class Life(Misuse):
             share: of the calls of this that look at everything.
         """
         kv = self.kv
-        stats = kv.stats()
-        if stats["evicted_resume_points"] or stats["evicted_segments"]:
-            self.intact = False
+        self.look_for_evictions()
         for r in self.requests:
             assert kv.num_computed[r.slot] == r.computed
         if self.rng.random() < share:
@@ -561,7 +637,10 @@ class Life(Misuse):
 
     def take(self, name: str) -> None:
         """One step. In some, the user's policy and log fail."""
-        if name in ("step", "decode", "release", "rollback", "evict") and self.rng.random() < 0.1:
+        if (
+            name in ("step", "decode", "release", "rollback", "evict", "fork", "evict_pages")
+            and self.rng.random() < 0.1
+        ):
             if isinstance(self.policy, Moody):
                 self.policy.fails = {self.rng.choice(("add", "discard", "pop"))}
             if self.log is not None:
@@ -578,12 +657,13 @@ class Life(Misuse):
         while self.requests:
             self.release()
         self.call("clear")
+        self.call("restore_pages", sorted(self.kv.pool.withheld))
         self.kv.check_invariants()
         assert self.kv.num_free_pages == self.kv.num_pages - 1
 
 
 WEIGHTS = {
-    "admit": 5, "look": 2, "step": 14, "decode": 2, "drop_plan": 1, "rollback": 3, "release": 3, "preempt": 1, "pin": 1,
+    "admit": 5, "fork": 1, "abort": 0.7, "evict_pages": 0.4, "restore_pages": 0.4, "reset": 0.05, "look": 2, "step": 14, "decode": 2, "drop_plan": 1, "rollback": 3, "release": 3, "preempt": 1, "pin": 1,
     "pin_request": 0.5, "expire_pins": 0.5, "evict": 0.7, "clear": 0.05, "restore": 0.15, "stale_plan": 0.7, "foreign_plan": 0.2,
     "wrong_arguments": 0.7,
 }  # fmt: skip

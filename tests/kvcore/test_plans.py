@@ -86,6 +86,7 @@ CHANGES = {
     "evict": lambda e: e.kv.evict(1),
     "evict-nothing": lambda e: e.kv.evict(0),
     "clear": lambda e: e.kv.clear(),
+    "begin": lambda e: e.kv.begin(),
 }
 NO_CHANGES = {
     "match": lambda e: e.kv.match([1] * 30),

@@ -7,10 +7,10 @@ from collections import Counter
 import pytest
 
 from quire.kvcore import pages
-from quire.kvcore.prefix import index, lookup
+from quire.kvcore.prefix import index, keys, lookup
 from quire.kvcore.prefix import requests as sequences
 from quire.kvcore.prefix import tracker as chains
-from quire.kvcore.tables import drafts
+from quire.kvcore.tables import drafts, forks
 from quire.kvcore.tables import groups as tables
 from quire.kvcore.tables import prefill as chunks
 from quire.kvcore.tables import state as states
@@ -37,9 +37,15 @@ def test_lives():
         "refused",
         "out of pages",
         "with drafts",
+        "fork",
+        "evict_pages",
+        "add",
+        "drop",
+        "advance",
+        "cancel",
     ):
         assert calls[name] > 5, name
-    assert calls["commit"] > 1000 and calls["with drafts"] > 200
+    assert calls["commit"] > 1000 and calls["with drafts"] > 100
 
 
 def same_pages(original):
@@ -121,7 +127,85 @@ def all_stay(original):
     return commit
 
 
+def shares_all(original):
+    """A fork copies no open block."""
+
+    def plan_fork(self, source, cached, computed, lowest):
+        plan = original(self, source, computed, computed, computed + 99)
+        plan.columns, plan.tables = plan.columns[:0], plan.tables[:0]
+        return plan
+
+    return plan_fork
+
+
+def forgets_answer(original):
+    """The keys of a fork are those of its prompt."""
+
+    def fork(self, request_id, source):
+        slot = original(self, request_id, source)
+        self._last_key[slot] = self._prompt_keys[slot][-32:]
+        return slot
+
+    return fork
+
+
+def no_lock(original):
+    def fork(self, source, slot):
+        original(self, source, slot)
+        self.index.root.locks, self.runs[slot] = 1, self.index.root
+
+    return fork
+
+
+def all_at_once(original):
+    """An extra key splits the whole prompt."""
+
+    def by_segment(marks, alignment, lookahead):
+        return {0: b"".join(m.packed() for m in marks)} if marks else {}
+
+    return by_segment
+
+
+def keeps(original):
+    """A request that is discarded leaves a resume point."""
+
+    def end(self, slot, computed, keep=True):
+        return original(self, slot, computed)
+
+    return end
+
+
+def one_run(original):
+    """What is below a run whose pages are wanted stays."""
+
+    def drop(self, is_wanted):
+        for run in self.runs():
+            for depth in run.depths[:]:
+                if is_wanted[run.points[depth].pages].any():
+                    self.drop_point(run.points[depth])
+
+    return drop
+
+
+def any_length(original):
+    """An admission takes the longest hit."""
+
+    def again(self, match):
+        return self.find(match.prompt)
+
+    return again
+
+
 PLANTED = {
+    "open blocks of a fork are shared": (forks.ForkTables, "plan_fork", shares_all),
+    "a fork forgets its answer": (sequences.Sequences, "fork", forgets_answer),
+    "a fork does not lock": (chains.Chains, "fork", no_lock),
+    "extra keys are forgotten": (keys, "marked_key", lambda original: lambda key, marks: key),
+    "extra keys split all": (keys, "by_segment", all_at_once),
+    "what is discarded is kept": (chains.Chains, "end", keeps),
+    "wanted pages of segments stay": (index.PrefixIndex, "drop_pages", one_run),
+    "a longer hit than asked for": (lookup.Lookup, "again", any_length),
+    "a reset forgets nothing": (index.PrefixIndex, "clear", nothing),
     "blocks of rejected tokens stay": (drafts.DraftTables, "commit", all_stay),
     "a page has two owners": (pages.PagePool, "take", same_pages),
     "a tail of the wrong blocks": (chunks.BlockTables, "tails", off_by_one),

@@ -366,7 +366,7 @@ def test_layers_of_a_slot_share_memory_and_slots_do_not():
 
 
 def test_bad_sizes():
-    with pytest.raises(ValueError, match="base_block_size: expected >= 1, got 0"):
+    with pytest.raises(ValueError, match="base_block_size: expected an int >= 1, got 0"):
         cache_groups(CONFIGS["gemma3-tiny"], torch.float32, base_block_size=0)
     groups, placement = cache_groups(CONFIGS["gemma3-tiny"], torch.float32)
     with pytest.raises(ValueError, match="num_pages: expected >= 2"):

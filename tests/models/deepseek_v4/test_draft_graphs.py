@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from quire.embed import HostCopy
 from quire.kernels import sample_tokens
 from quire.models.deepseek_v4 import mtp_drafter
 from quire.models.deepseek_v4.mtp_drafter import MTPDrafter, greedy
-from quire.models.engine import batch
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.request import SamplingParams
 from quire.models.loading.random_weights import random_model
@@ -111,8 +111,8 @@ def test_a_step_with_drafts_waits_once(model, method, sampling, monkeypatch):
     for module, names in KERNELS.items():  # each is one operation
         for name in names:
             monkeypatch.setattr(module, name, step.unseen(getattr(module, name)))
-    wait = batch.HostCopy.wait
-    monkeypatch.setattr(batch.HostCopy, "wait", lambda copy: copies.append(copy) or wait(copy))
+    wait = HostCopy.wait
+    monkeypatch.setattr(HostCopy, "wait", lambda copy: copies.append(copy) or wait(copy))
 
     def seen(name, original):
         def call(*args, **kwargs):

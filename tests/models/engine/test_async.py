@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from quire.models.engine import batch, report, sampler
+from quire.embed import HostCopy
+from quire.models.engine import report, sampler
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.request import SamplingParams
 from quire.models.engine.scheduler import SchedulerPolicy
@@ -87,7 +88,7 @@ def test_steps_that_fail_are_done_again(where, monkeypatch):
         staging = engine._builder._staging
         staging.send = fails(rng, staging.send)
     elif where == "wait":
-        monkeypatch.setattr(batch.HostCopy, "wait", fails(rng, batch.HostCopy.wait))
+        monkeypatch.setattr(HostCopy, "wait", fails(rng, HostCopy.wait))
     else:
         model.forward = fails(rng, model.forward, after=True)
     work = [(tokens, params) for tokens, params, _ in workload(rng, 10, VOCAB, 150)]
@@ -326,8 +327,8 @@ def test_a_step_waits_for_the_earlier_steps_tokens_only(sampling, monkeypatch):
     # What samples on a CPU is not what does on a device: `sample_tokens` is one operation.
     monkeypatch.setattr(sampler, "sample_tokens", step.unseen(sampler.sample_tokens))
     engine.step(), engine.step()  # prompts; a replay
-    wait = batch.HostCopy.wait
-    monkeypatch.setattr(batch.HostCopy, "wait", lambda copy: calls.append(copy) or wait(copy))
+    wait = HostCopy.wait
+    monkeypatch.setattr(HostCopy, "wait", lambda copy: calls.append(copy) or wait(copy))
 
     def seen(name, original):
         def call(*args, **kwargs):
@@ -354,7 +355,7 @@ def test_the_device_works_while_the_host_prepares(on, idle, monkeypatch):
     now, free, gaps = [0], [0], []
     engine = Engine(ToyModel(), EngineConfig(num_pages=90, async_scheduling=on))
     launch, choose, deliver = engine._run, engine.scheduler._choose, engine.outputs.deliver
-    arrive, wait = batch.HostCopy.__init__, batch.HostCopy.wait
+    arrive, wait = HostCopy.__init__, HostCopy.wait
 
     def queued(*args):
         start = max(now[0], free[0])
@@ -375,8 +376,8 @@ def test_the_device_works_while_the_host_prepares(on, idle, monkeypatch):
 
     engine._run = queued
     engine.scheduler._choose, engine.outputs.deliver = busy(1, choose), busy(2, deliver)
-    monkeypatch.setattr(batch.HostCopy, "__init__", noting)
-    monkeypatch.setattr(batch.HostCopy, "wait", waiting)
+    monkeypatch.setattr(HostCopy, "__init__", noting)
+    monkeypatch.setattr(HostCopy, "wait", waiting)
     engine.add_request([5] * 9, SamplingParams(12, ignore_eos=True))
     while engine.has_work:
         engine.step()

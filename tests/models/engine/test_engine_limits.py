@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from quire.embed import BatchBuilder
 from quire.kernels.common.checks import HEAD_DIMS
 from quire.kvcore import GroupSpec, KVCache
 from quire.models.config.named import FULL, get_config
 from quire.models.deepseek_v4.cache_plan import CacheFormat, plan_cache
 from quire.models.engine import memory
-from quire.models.engine.batch import BatchBuilder
 from quire.models.engine.config import EngineConfig
 from quire.models.engine.engine import Engine
 from quire.models.engine.request import SamplingParams

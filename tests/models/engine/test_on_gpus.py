@@ -15,12 +15,12 @@ from quire.bench.common.floors import Rates
 from quire.bench.common.workload import chat_workload
 from quire.bench.prefill_decode import __main__ as prefill_decode
 from quire.bench.prefill_decode.build import build_model as build_bench_model
+from quire.embed import BatchBuilder
 from quire.kernels.common import launch_cache, launching
 from quire.kvcore import KVCache
 from quire.models.config.named import get_config
 from quire.models.deepseek_v4.model import DeepseekV4
 from quire.models.engine import parts
-from quire.models.engine.batch import BatchBuilder
 from quire.models.engine.engine import EngineConfig
 from quire.models.engine.graphs import WARM_UP_RUNS, DecodeGraphs, sizes_to_capture
 from quire.models.engine.memory import free_memory, model_cache

@@ -44,6 +44,9 @@ def test_a_preempted_request_keeps_its_salt_and_what_is_told_of_its_first_admiss
     outputs, q_lens = finish(run)
     # Of 60 tokens, those up to a boundary are found again, but the output tells of the first time.
     assert q_lens[0] == [12] and outputs[salted].num_cached_tokens == 0
+    stats = run.kv.stats()
+    assert (stats["requests"], stats["hits"], stats["prompt_tokens"]) == (1, 0, 40)
+    assert (stats["resumed_requests"], stats["resumed_hit_tokens"]) == (1, 48)
     known = (tokens + list(outputs[salted].token_ids))[:-1]
     other = run.add_request(known)
     same = run.add_request(known, salt=b"tenant")

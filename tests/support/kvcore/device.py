@@ -27,14 +27,20 @@ def _hash(data: bytes) -> int:
 
 
 class Text:
-    """A sequence of tokens under a salt, and a hash of each of its prefixes.
+    """A sequence of tokens under a salt, some of which stand for more than their ids, and a hash of each of its prefixes.
 
     Attributes:
         tokens: ids. num_given: tokens that were the prompt: they are known before they are computed.
+        extra_keys: (start, stop, key) as of `KVCache.match`. A token stands for its id and its place in each of these.
     """
 
-    def __init__(self, tokens: list[int], salt: bytes) -> None:
+    def __init__(self, tokens: list[int], salt: bytes, extra_keys=()) -> None:
         self.salt, self.tokens, self.num_given = salt, [], len(tokens)
+        self.extra_keys = [
+            (start, None if stop is None or stop > len(tokens) else stop, key)
+            for start, stop, key in extra_keys
+            if start < len(tokens)
+        ]
         self._hashers = [blake2b(len(salt).to_bytes(4, "little") + salt, digest_size=8)]
         self._hashes: list[int] = []
         self._array: np.ndarray | None = None  # the same
@@ -46,11 +52,28 @@ class Text:
     def extend(self, tokens: list[int]) -> None:
         for token in tokens:
             hasher = self._hashers[-1].copy()
-            hasher.update(token.to_bytes(4, "little"))
+            at = len(self._hashes)
+            extra = [
+                (key, at - start)
+                for start, stop, key in self.extra_keys
+                if start <= at and (stop is None or at < stop)
+            ]
+            hasher.update(token.to_bytes(4, "little") + repr(sorted(extra)).encode())
             self._hashers.append(hasher)
             self._hashes.append(int.from_bytes(hasher.digest(), "little") >> 1)
         self.tokens += tokens
         self._array = None
+
+    def copy(self) -> Text:
+        """The same, which goes on alone."""
+        text = Text([], self.salt)
+        text.tokens, text.num_given, text.extra_keys = (
+            self.tokens[:],
+            self.num_given,
+            self.extra_keys,
+        )
+        text._hashers, text._hashes = self._hashers[:], self._hashes[:]
+        return text
 
     def cut(self, n: int) -> None:
         """Forget the tokens from position `n` on; never those of the prompt."""

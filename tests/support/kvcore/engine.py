@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from quire.kvcore import GroupSpec, KVCache, StepPlan
+from quire.kvcore import GroupSpec, KVCache, OutOfPages, StepPlan
 
 POISON = -1
 INEXACT = -2
@@ -102,11 +102,46 @@ class Engine:
             identity[first : to - spec.sliding_window + 1] = INEXACT
         return identity
 
-    def step(self, counts: dict[object, int], accepted: dict[object, int] | None = None):
-        """Compute `counts[rid]` tokens of each request; returns the plan or OutOfPages."""
+    def _planned(self, slots: list[int], counts: list[int], how: str):
+        """A plan of the whole batch, or a step built one by one (some are added twice); and how it is committed."""
+        if how == "plan":
+            plan = self.kv.plan(slots, counts)
+            return plan, lambda *args: self.kv.commit(plan, *args)
+        step = self.kv.begin()
+        added = slots[len(slots) // 2 :] * (len(slots) % 2)
+        for slot in added:
+            step.add(slot)
+        for slot in added[::-1]:
+            if slot in [part.slot for part in step.parts]:
+                step.drop(slot)
+        for slot, count in zip(slots, counts, strict=True):
+            part = step.add(slot, count)
+            if isinstance(part, OutOfPages):
+                step.cancel()
+                return part, None
+        return step.plan(), step.commit if how == "add" else lambda ids, _: self._late(step, ids)
+
+    def _late(self, step, ids: list[int]):
+        """The step advances before its tokens are known."""
+        copies = step.advance()
+        self.kv.check_invariants()
+        assert not len(step.commit(ids))
+        return copies
+
+    def step(
+        self,
+        counts: dict[object, int],
+        accepted: dict[object, int] | None = None,
+        how: str = "plan",
+    ):
+        """Compute `counts[rid]` tokens of each request; returns the plan or OutOfPages.
+
+        Args:
+            how: "plan" for the whole batch, "add" one by one, or "late": and advance before the tokens are known.
+        """
         order = list(counts)
         slots = [self.slots[r] for r in order]
-        plan = self.kv.plan(slots, [counts[r] for r in order])
+        plan, commit = self._planned(slots, [counts[r] for r in order], how)
         if not isinstance(plan, StepPlan):
             return plan
         self._poison_free_pages()
@@ -146,7 +181,7 @@ class Engine:
         for rid, m in zip(order, taken or counts.values(), strict=True):
             self._write_waiting_rows(rid, before[rid] + m)
         held = self.kv.pool.holds > 0
-        copies = self.kv.commit(plan, ids, taken)
+        copies = commit(ids, taken)
         assert not held[copies[:, 1]].any(), "a snapshot that a resume point holds is written over"
         self._copy(copies)
         if taken:  # rejected tokens never happened

@@ -98,11 +98,19 @@ class Misuse:
             ("match", []), ("match", [-1]), ("match", [2**31]), ("match", [0.5]), ("match", [[1, 2]]), ("match", None),
             ("match", [0] * long), ("match", other.prompt), ("match", text.tokens, {"salt": "text"}),
             ("match", match.prompt, {"salt": text.salt + b"other"}),
+            ("match", match.prompt, {"extra_keys": [(0, 1, b"other")]}), ("match", text.tokens, {"extra_keys": 1}),
+            ("match", text.tokens, {"extra_keys": [(0, 1)]}), ("match", text.tokens, {"extra_keys": [(0, 1, "text")]}),
+            ("match", text.tokens, {"extra_keys": [(1, 1, b"")]}), ("match", text.tokens, {"extra_keys": [(-1, 1, b"")]}),
+            ("match", text.tokens, {"extra_keys": [(0, len(text) + 1, b"")]}), ("match", text.tokens, {"extra_keys": [(len(text), None, b"")]}),
+            ("match", text.tokens, {"max_tokens": -1}), ("match", text.tokens, {"max_tokens": 1.0}),
+            ("fork", kv.max_requests, "new"), ("fork", -1, "new"), ("fork", good[0], []), ("release", "unknown", {"discard": True}),
+            ("evict_pages", [1], {"withhold": 1}), ("restore_pages", [0]), ("restore_pages", 3), ("evict_pages", [0]), ("evict_pages", [kv.num_pages]), ("evict_pages", [1.0]), ("evict_pages", [[1]]), ("evict_pages", None),
             ("admit", "new", None), ("admit", "new", other), ("admit", [], match), ("admit", "new", match.prompt),
             ("plan", [], []), ("plan", good, [1] * (len(good) + 1)), ("plan", [kv.max_requests], [1]),
             ("plan", [-1], [1]), ("plan", [good[0]] * 2, [1, 1]), ("plan", good, [0] * len(good)),
             ("plan", good, [-3] * len(good)), ("plan", good, [0.5] * len(good)), ("plan", good, [long] * len(good)),
             ("plan", [[good[0]]], [[1]]), ("plan", "0", [1]), ("plan", good, [2**62] * len(good)),
+            ("needed", [-1], [1]), ("needed", good, [0] * len(good)), ("needed", good, [long] * len(good)), ("needed", [], []),
             ("cut", [kv.max_requests], [1]), ("cut", good, [0] * len(good)), ("cut", [], []),
             ("commit", None, [0]), ("commit", match, [0]),
             ("rollback", kv.max_requests, 1), ("rollback", -1, 1), ("rollback", good[0], 0), ("rollback", good[0], long),
@@ -116,6 +124,10 @@ class Misuse:
         ]  # fmt: skip
         wrong += [("plan", [s], [1]) for s in idle] + [("rollback", s, 1) for s in idle]
         wrong += [("admit", r.rid, match) for r in self.requests]
+        wrong += [("fork", r.slot, r.rid) for r in self.requests] + [
+            ("fork", s, "new") for s in idle
+        ]
+        wrong += [("reset", {"end_requests": 0})] * bool(self.requests)
         if not idle:
             wrong.append(("admit", "one too many", match))
         if self.log is None:

@@ -43,16 +43,22 @@ class Promises:
                 return boundary - self.a
         return most
 
-    def hit(self, text: Text) -> int:
+    def most(self, text: Text, max_tokens: int | None) -> int:
+        """The longest hit that `text` can have, if none past `max_tokens` is asked for."""
+        usable = self.usable(len(text))
+        return usable if max_tokens is None else min(usable, max_tokens // self.a * self.a)
+
+    def hit(self, text: Text, max_tokens: int | None) -> int:
         """The longest boundary of a prompt that must be a hit."""
-        n = min(self.dense(text), self.usable(len(text)))
+        n = min(self.dense(text), self.most(text, max_tokens))
         while n and self.hybrid and self._key(text, n) not in self.points:
             n -= self.a
         return n
 
     def admit(self, request: Request, match) -> None:
         n, hit = len(request.text), match.num_tokens
-        request.keep = {(n - 1) // self.a * self.a, n // self.a * self.a, match.dense_tokens}
+        junction = match.replay_to or match.dense_tokens
+        request.keep = {(n - 1) // self.a * self.a, n // self.a * self.a, junction}
         request.cached, request.snapshot = match.replay_to or hit, hit
         request.waits = match.replay_to or 0
 
@@ -86,13 +92,15 @@ class Promises:
             self.points.add(self._key(request.text, boundary))
 
 
-def possible(device: Device, text: Text) -> int:
+def possible(device: Device, text: Text, max_tokens: int | None) -> int:
     """The longest hit of a prompt that any look-up could find: some page that is not free has each row it needs."""
     layout = device.kv.layout
     held = np.ones(len(device.memory), dtype=bool)
     held[device.kv.pool.free_pages()] = False
     known = np.unique(device.memory[held])
     most = max(0, min(len(text) - 1, len(text) - layout.lookahead)) // layout.alignment
+    if max_tokens is not None:
+        most = min(most, max_tokens // layout.alignment)
     usable = np.ones(most + 1, dtype=bool)
     boundaries = np.arange(most + 1) * layout.alignment
     for t, spec in enumerate(device.specs):
@@ -121,8 +129,17 @@ class Reader:
             struct.pack("<QQ", len(self.seed), len(text.salt)) + self.seed + text.salt
         ).digest()
         keys, start = [], 0
+        marks = {(a, 0, a, k) for a, _, k in text.extra_keys}
+        marks |= {(b, 1, a, k) for a, b, k in text.extra_keys if b is not None}
         for end in range(self.a + self.ahead, len(text) + 1, self.a):
             part = text.tokens[start:end]
+            here = [
+                struct.pack("<QBQQ", p, ends, a, len(k)) + k
+                for p, ends, a, k in sorted(marks)
+                if start <= p < end
+            ]
+            if here:
+                key = sha256(key + sha256(b"".join(here)).digest() + b"\0").digest()
             key = sha256(key + struct.pack(f"<{len(part)}i", *part)).digest()
             keys.append(key)
             start = end
@@ -150,14 +167,14 @@ class Reader:
                         assert self.lost or known, "removed what was not stored"
         return len(events)
 
-    def hit(self, text: Text) -> int:
-        """Tokens of a prompt that the cache should hit."""
+    def hit(self, text: Text, most: int) -> int:
+        """Tokens of a prompt, at most `most`, that the cache should hit."""
         keys = self.keys(text)
         depth = len(keys)
         for group in self.dense:
             found = [k in self.stored[group] for k in keys[:depth]]
             depth = found.index(False) if False in found else depth
-        depth = min(depth, (len(text) - 1) // self.a)
+        depth = min(depth, most // self.a)
         while depth and not all(keys[depth - 1] in self.stored[g] for g in self.others):
             depth -= 1
         self._check_tokens(text, keys[:depth])

@@ -2,7 +2,7 @@
 
 import torch
 
-from quire.models.engine.batch import AttnMetadata
+from quire.embed import AttnMetadata
 from quire.models.families.decoder import Decoder
 from quire.models.layers.kv_cache import PageTensors, cache_groups
 

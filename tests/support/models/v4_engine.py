@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.embed import AttnMetadata
 from quire.kvcore import KVCache, StepPlan
 from quire.models.deepseek_v4.cache import V4PagePool
 from quire.models.deepseek_v4.cache_plan import CacheFormat, plan_cache
 from quire.models.deepseek_v4.model import DeepseekV4
 from quire.models.deepseek_v4.mtp_drafter import chain_drafts
 from quire.models.deepseek_v4.paged_attention import PagedAttend
-from quire.models.engine.batch import AttnMetadata
 
 NAN = 255  # as bytes: NaN in fp32, bf16 and e4m3
 

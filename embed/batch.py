@@ -1,0 +1,273 @@
+"""From the integers of `quire.kvcore` to the tensors of `quire.kernels`, once per step.
+
+The block tables live on the device, one row for each slot of a request, and a step gathers the rows
+of its requests. They are brought up to date before a step with the entries that changed since the
+one before: so they say where the context is, and a page that the step starts is in its slot mapping
+only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .staging import Staging
+
+if TYPE_CHECKING:
+    from quire.kvcore import KVCache, StepArrays, StepPlan, WorkerTables
+
+STRIDE = 16  # Triton compiles another kernel for a stride that is no multiple of that
+
+
+@dataclass(frozen=True)
+class AttnMetadata:
+    """What attention must know about one ragged step; sequences with one new token come first.
+
+    Attributes:
+        cu_seqlens_q: [num_seqs + 1] int32, prefix sums of new tokens.
+        seq_lens: [num_seqs] int32, KV tokens including this step's.
+        block_tables: per group [num_seqs, width] int32, page ids of the context before this step:
+            block b is in column b % width of a window group's ring, and b of a linear table.
+        slot_mappings: per group [num_tokens] int64, where a row is written, page * block_size +
+            row; -1 = nowhere.
+        max_seqlen_q, max_seq_len: host ints, longest q_len and an upper bound of seq_lens.
+        num_decodes: host int, leading sequences with few new tokens: one, or, where no sequence has
+            more than that, one and its drafts.
+        request_slots: [num_seqs] int32, the allocator's slots of the requests: where models keep
+            what is not in pages.
+        replay_rows: [num_replayed] int64, rows of the step that are computed once more although
+            full attention has their keys and values.
+        replay_slots: per group [num_replayed] int64, where these are (-1 in other groups). None
+            where there are none.
+        prepared: what an `AttentionPlanner` made of the step; None where there is none.
+    """
+
+    cu_seqlens_q: Tensor
+    seq_lens: Tensor
+    block_tables: tuple[Tensor, ...]
+    slot_mappings: tuple[Tensor, ...]
+    max_seqlen_q: int
+    max_seq_len: int
+    num_decodes: int
+    request_slots: Tensor | None = None
+    replay_rows: Tensor | None = None
+    replay_slots: tuple[Tensor, ...] | None = None
+    prepared: Any = None
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Everything that one forward pass reads.
+
+    Attributes:
+        input_ids, positions: [num_tokens] int64.
+        logits_rows: [num_rows] int64, rows whose logits are wanted.
+    """
+
+    input_ids: Tensor
+    positions: Tensor
+    logits_rows: Tensor
+    attn: AttnMetadata
+
+
+class AttentionPlanner(Protocol):
+    """Plans attention of a step on the host, for an implementation that wants it."""
+
+    def step(self, plan: StepPlan) -> Any:
+        """`AttnMetadata.prepared` of a step, until the next one."""
+
+    def padding(self, num_decodes: int, num_tokens: int) -> Any:
+        """`AttnMetadata.prepared` of padding: sequences of one token, and one of several."""
+
+    def fixed(self, num_seqs: int, rows: int) -> FixedPlan:
+        """For a graph of so many sequences, and rows of each; raises what cannot be captured."""
+
+
+class FixedPlan(Protocol):
+    """What a graph attends through.
+
+    Attributes:
+        step: `AttnMetadata.prepared`.
+    """
+
+    step: Any
+
+    def plan(self, plan: StepPlan | None) -> None:
+        """Prepares the next replay, or, without a plan, one of padding."""
+
+
+MakePlanner = Callable[["KVCache"], AttentionPlanner]
+
+
+class BatchBuilder:
+    """Makes the tensors of a step from its plan, and keeps the block tables on the device.
+
+    Only table entries that changed since the last step travel to the device. Input ids below 0 are
+    placeholders for ids that the host does not know: -1 - i stands for ``sampled[i]``.
+
+    Args:
+        kv: an allocator made with ``track_deltas=True``; nobody else may take its deltas. Or the
+            `quire.kvcore.WorkerTables` of one in another process, which are updated with each step
+            before it is built; `make_planner` needs the allocator itself. Each of the groups has one table, so that tables and groups have the same numbers, and none has states, so
+            that plans have no pages to copy.
+        make_planner: makes one of attention, of the allocator; None = attention needs none.
+        max_placeholders: ids of a step that the host may not know.
+
+    Attributes:
+        num_groups: cache groups.
+        planner: of the attention of each step, or None.
+        tables: [max_requests, columns] int32 on the device, all block tables side by side.
+        sampled: [max_placeholders] int64 on the device, what placeholders stand for.
+
+    Raises:
+        NotImplementedError: a group with states, or with several pages in a block.
+    """
+
+    def __init__(
+        self,
+        kv: KVCache | WorkerTables,
+        device: torch.device | str,
+        make_planner: MakePlanner | None = None,
+        *,
+        max_placeholders: int = 0,
+    ) -> None:
+        self._kv = kv
+        self.planner = None if make_planner is None else make_planner(kv)
+        self._groups = kv.layout.groups
+        self.num_groups = len(self._groups)
+        for g in self._groups:
+            if g.kind == "state" or g.pages_per_block > 1:
+                raise NotImplementedError(
+                    f"kv: supported are dense and window groups with one page in a block, got {g}"
+                )
+        self._decode_tokens = 1 + kv.max_draft_tokens
+        self._columns = [kv.layout.columns(g) for g in range(len(self._groups))]
+        self._staging = Staging(device)
+        kv.take_deltas()  # the copy below starts from the present state
+        # Columns are read past the last one, too (`_columns_up_to`).
+        shape = kv.tables.shape
+        flat = torch.zeros(kv.tables.size + STRIDE, dtype=torch.int32, device=device)
+        self.tables = flat[: kv.tables.size].view(shape)
+        self.tables.copy_(torch.from_numpy(kv.tables))
+        self._views = [self.tables[:, :0]] * len(self._groups)
+        self.sampled = torch.zeros(max_placeholders, dtype=torch.int64, device=device)
+        # Entries that changed and are not in the copy yet: a step that fails must not lose them.
+        self._stale = np.empty(0, dtype=np.int64)
+
+    def build(
+        self, plan: StepPlan | StepArrays, input_ids: np.ndarray, logits_rows: np.ndarray
+    ) -> Batch:
+        """Tensors of one step, to be called between the plan and its commit.
+
+        Args:
+            plan: sequences with one new token first; what `quire.kvcore.step_arrays` makes of it
+                will do.
+            input_ids: [num_tokens] int32, the new tokens of all sequences, or placeholders.
+            logits_rows: [num_rows] int64.
+        """
+        changes, replays = self._changes(), [plan.replay_rows, _even(plan.replay_slots)]
+        arrays = [
+            plan.slots,
+            plan.cu_seqlens_q,
+            plan.seq_lens,
+            _even(plan.slot_mapping),
+            plan.slots.astype(np.int32),
+            input_ids.astype(np.int64),
+            plan.positions,
+            logits_rows,
+            *(replays if len(plan.replay_rows) else []),
+            *(changes if len(changes[0]) else []),
+        ]
+        rows, cu_seqlens_q, seq_lens, slot_mapping, request_slots, *more = self._staging.send(
+            arrays
+        )
+        inputs, more = more[:3], more[3:]
+        if len(changes[0]):
+            self._apply(*more[-2:])
+        # Lists: for a few numbers numpy's reductions cost more.
+        counts, max_seq_len = plan.num_new_tokens.tolist(), max(plan.seq_lens.tolist())
+        attn = AttnMetadata(
+            cu_seqlens_q=cu_seqlens_q,
+            seq_lens=seq_lens,
+            block_tables=self.gather(rows, max_seq_len),
+            slot_mappings=slot_mapping[:, : len(input_ids)].unbind(0),
+            max_seqlen_q=max(counts),
+            max_seq_len=max_seq_len,
+            num_decodes=len(counts) if max(counts) <= self._decode_tokens else counts.count(1),
+            request_slots=request_slots,
+            replay_rows=more[0] if len(plan.replay_rows) else None,
+            replay_slots=more[1][:, : len(more[0])].unbind(0) if len(plan.replay_rows) else None,
+            prepared=None if self.planner is None else self.planner.step(plan),
+        )
+        ids, *others = inputs
+        return Batch(self.token_ids(ids) if input_ids.min() < 0 else ids, *others, attn)
+
+    def token_ids(self, ids: Tensor) -> Tensor:
+        """`known_ids` of input ids."""
+        return known_ids(ids, self.sampled)
+
+    def gather(self, rows: Tensor, max_seq_len: int) -> tuple[Tensor, ...]:
+        """Per group [num_seqs, width] int32: the block tables of some requests.
+
+        Args:
+            rows: [num_seqs] int64, slots.
+            max_seq_len: no sequence is longer.
+        """
+        return tuple(t.index_select(0, rows) for t in self._columns_up_to(max_seq_len))
+
+    def update_tables(self) -> None:
+        """Brings `tables` up to date where no `build` does."""
+        index, value = self._changes()
+        if len(index):
+            self._apply(*self._staging.send([index, value]))
+
+    def _columns_up_to(self, max_seq_len: int) -> list[Tensor]:
+        """Of each group the columns of `tables` that sequences of this length have.
+
+        Of a window group all, since blocks are found by the width of its ring. Of a dense group a
+        multiple of 16, which is a stride that kernels are compiled for: the entries behind the last
+        block, or those of the next table, are never read.
+        """
+        for i, (spec, (first, width)) in enumerate(zip(self._groups, self._columns, strict=True)):
+            if spec.kind == "dense":
+                width = -(-min(width, -(-max_seq_len // spec.block_size)) // STRIDE) * STRIDE
+            if self._views[i].shape[1] != width:
+                size, stride = (len(self.tables), width), (self.tables.shape[1], 1)
+                self._views[i] = self.tables.as_strided(size, stride, first)
+        return self._views
+
+    def _changes(self) -> tuple[np.ndarray, np.ndarray]:
+        index, _ = self._kv.take_deltas()
+        if len(self._stale):
+            index = np.concatenate((self._stale, index))
+        self._stale = index
+        # An entry may have changed twice; its present value for both makes their order irrelevant
+        # on the device.
+        return index, self._kv.tables.reshape(-1)[index]
+
+    def _apply(self, index: Tensor, value: Tensor) -> None:
+        self.tables.view(-1)[index] = value
+        self._stale = self._stale[:0]
+
+
+def known_ids(ids: Tensor, sampled: Tensor) -> Tensor:
+    """Ids with each placeholder replaced, on the device.
+
+    Args:
+        ids: [n] int64.
+        sampled: of `BatchBuilder`.
+    """
+    if not len(sampled):
+        return ids
+    return torch.where(ids < 0, sampled[(-1 - ids).clamp_(min=0)], ids)
+
+
+def _even(rows: np.ndarray) -> np.ndarray:
+    """Rows of int64 with one more column if need be, so that each starts at 16 bytes: kernels are
+    compiled for that."""
+    return rows if rows.shape[1] % 2 == 0 else np.pad(rows, ((0, 0), (0, 1)))

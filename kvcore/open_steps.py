@@ -1,0 +1,195 @@
+"""The steps of a cache that are open: `OpenSteps` (see `step` for the life of one)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import gcd
+from typing import Any
+
+import numpy as np
+
+from .arrays import Int64, as_ints
+from .part import Part
+from .plan import OutOfPages, StepPlan, Steps
+from .prefix.tracker import Chains
+from .progress import Progress
+from .step import Step
+from .tables.groups import Tables
+
+
+class OpenSteps:
+    """The steps of one cache that are not over, and what keeps them from one another's pages.
+
+    Args:
+        steps, progress, chains, tables: of the cache.
+
+    Attributes:
+        building: the step to which requests may be added.
+        by_slot: the parts of steps that have not advanced.
+        advanced: steps that have, and are not committed; in that order.
+        quiet: a token at a position that this does not divide starts no block.
+        plain: whether nothing but a block that starts takes a page.
+    """
+
+    def __init__(self, steps: Steps, progress: Progress, chains: Chains, tables: Tables) -> None:
+        self._steps, self.progress, self.chains, self._tables = steps, progress, chains, tables
+        self.layout, self.pool, self.sequences = tables.layout, tables.pool, chains.sequences
+        self.max_requests, self.active = self.sequences.max_requests, self.sequences.active
+        self.num_computed = self.sequences.num_computed
+        self.max_model_len, self.most_lookahead = steps.max_model_len, self.layout.drafts
+        self.quiet = gcd(*(g.block_size for g in self.layout.groups))
+        self.plain = not (tables.states or steps.has_replays)
+        self._few = max(1, tables.drafts.most) if tables.blocks else 1
+        self._alignment, self._replays_stop = self.layout.alignment, chains.replays.stop
+        self.building: Step | None = None
+        self.by_slot: dict[int, Part] = {}
+        self.advanced: list[Step] = []
+
+    def begin(self) -> Step:
+        """`KVCache.begin`."""
+        if self.building is not None:
+            if self.building.parts:
+                raise ValueError(
+                    "begin: expected no step that is being built: ask for its plan, or cancel it"
+                )
+            self.building.cancel()
+        self._steps.planned = None  # the newest plan may need what is reserved from here on
+        self.building = Step(self)
+        return self.building
+
+    # What a request needs.
+
+    def is_quiet(self, slot: int, start: int) -> bool:
+        """Whether a request that starts no block takes no page for its next token either."""
+        states = self._tables.states
+        if states:  # which rule replays out
+            return bool((start + 1) % self._alignment and self._tables.is_steady(slot))
+        return start >= self._replays_stop.item(slot)
+
+    def reserve(self, slot: int, start: int, num: int) -> int | OutOfPages:
+        """Reserve pages for `num` tokens of a request from `start` on; returns how many."""
+        steps, tables, pool, changes = self._steps, self._tables, self.pool, None
+        is_few = num <= self._few and start >= self._replays_stop.item(slot)
+        if is_few and tables.is_steady(slot):
+            need = tables.needed_by_few(slot, start, num, steps.enable_caching)
+        else:
+            changes = steps.changes_of_one(slot, start, num)
+            need = changes.num_new
+        free = pool.num_free - pool.num_reserved
+        if need > free:
+            if need > free + self.chains.index.num_evictable:
+                changes = changes or steps.changes_of_one(slot, start, num)
+                return steps.lacking(changes, free)
+            steps.evict(need - free)
+        pool.num_reserved += need
+        return need
+
+    def planned(self, step: Step) -> StepPlan:
+        """Plan a step, and take its pages; it is not built on."""
+        parts, reserved = step.parts, step.num_reserved
+        slots = np.fromiter([p.slot for p in parts], np.int64, len(parts))
+        counts = np.fromiter([p.num_new_tokens + p.lookahead for p in parts], np.int64, len(parts))
+        self.pool.num_reserved -= reserved
+        try:
+            plan = self._steps.plan(slots, counts)
+        except BaseException:
+            self.pool.num_reserved += reserved
+            raise
+        assert isinstance(plan, StepPlan) and plan.changes.num_new <= reserved, "pages of parts"
+        self._steps.planned = self.building = None
+        step.pages = self.pool.peek(plan.changes.num_new)
+        self.pool.take(plan.changes.num_new)
+        return plan
+
+    # What becomes of steps.
+
+    def has_advanced(self, step: Step) -> None:
+        """`step` has: its requests may be in other steps, and released."""
+        self._let_go(step)
+        self.advanced.append(step)
+
+    def is_over(self, step: Step) -> None:
+        """`step` is committed or cancelled."""
+        if step in self.advanced:
+            self.advanced.remove(step)
+            return
+        if step is self.building:
+            self.building = None
+        self._let_go(step)
+
+    def give_back(self, step: Step) -> None:
+        """`step` does not take place: what it has of the pool is free again."""
+        self._steps.planned = None  # it names pages that lie deeper in the stack now
+        if step is self.building:
+            self.pool.num_reserved -= step.num_reserved
+        self.pool.put(step.pages)
+
+    def _let_go(self, step: Step) -> None:
+        """The requests of `step` may be in other steps."""
+        slots = step.slots
+        if len(slots) == len(self.by_slot):
+            self.by_slot.clear()
+        for slot in slots if self.by_slot else ():
+            del self.by_slot[slot]
+
+    # What others may do.
+
+    @property
+    def some(self) -> bool:
+        """Whether there is any."""
+        return bool(self.by_slot or self.advanced)
+
+    def busy(self, name: str, slot: int) -> ValueError:
+        """The error of a call that must wait until a step has advanced."""
+        return ValueError(
+            f"{name}: expected a request that no step holds, got slot {slot}, which is in a step "
+            "that has not advanced: drop it, or advance, commit or cancel that step first"
+        )
+
+    def leave(self, slot: int, name: str) -> None:
+        """The request of `slot` is about to be released.
+
+        Raises:
+            ValueError: it is in a step that has not advanced.
+        """
+        if slot in self.by_slot:
+            raise self.busy(name, slot)
+        for step in self.advanced:
+            step.leave(slot)
+
+    def expect_settled(self, slot: int) -> None:
+        """Raise ValueError if `slot` is in a step that is not committed."""
+        if slot in self.by_slot:
+            raise self.busy("slot", slot)
+        if any(slot in step.slots for step in self.advanced):
+            raise ValueError(
+                f"slot: expected a request whose steps are committed, got slot {slot}, of which "
+                "one has advanced only"
+            )
+
+    def expect_none_of(self, slots: Any) -> None:
+        """Raise ValueError, for `KVCache.plan`, if a step is being built, or has one of `slots`."""
+        if self.building is not None and self.building.parts:
+            raise ValueError(
+                "plan: expected no step that is being built: ask for its plan, or cancel it"
+            )
+        for slot in as_ints("slots", slots).ravel().tolist():
+            self.expect_settled(slot)
+
+    def expect_in_order(self, step: Step) -> None:
+        """Raise ValueError if an earlier step of a request of `step` is not committed."""
+        for older in self.advanced:
+            if older is step:
+                return
+            both = older.slots & step.slots
+            if both:
+                raise ValueError(
+                    f"commit: expected the steps of a request in their order, got a later one of "
+                    f"slot {min(both)} before one that has advanced"
+                )
+
+    def taken(self) -> Iterator[Int64]:
+        """Pages of steps that are planned and have not advanced."""
+        steps = {id(part._step): part._step for part in self.by_slot.values()}
+        for step in steps.values():
+            yield step.pages

@@ -1,0 +1,96 @@
+"""Extra keys: what tokens of a prompt stand for besides their ids, such as an image or an adapter.
+
+An extra key of the tokens [start, stop) parts prompts from token `start` on, and from `stop` on it
+parts those that go on with it from those that do not; all before stays shared. So what enters the
+key chain are *marks*, where an extra key begins and where it ends:
+
+    alignment 4, an image of the tokens [6, 14)
+
+    tokens        0  1  2  3 | 4  5  6  7 | 8  9 10 11 |12 13 14 15
+    image                          [...............................)
+    marks                          begins                   ends
+    keys          k0           k1 = H(H(k0, begins), 4..7)
+                               k2 = H(k1, 8..11)     k3 = H(H(k2, ends), 12..15)
+
+With a lookahead of k the rows at token t depend on the token t + k, so a mark at token p belongs to
+the segment of token p - k.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from hashlib import sha256
+from typing import Any, NamedTuple
+
+from ..spec import as_int
+
+ExtraKeys = Sequence[tuple[int, int | None, bytes]]
+
+
+class Mark(NamedTuple):
+    """Where an extra key begins or ends.
+
+    Attributes:
+        position: of the token. ends: whether it ends there. start: where it began.
+    """
+
+    position: int
+    ends: bool
+    start: int
+    key: bytes
+
+    def packed(self) -> bytes:
+        """As bytes that no other mark has, nor several."""
+        size = len(self.key)
+        return struct.pack("<QBQQ", self.position, self.ends, self.start, size) + self.key
+
+
+def parse_extra_keys(extra_keys: Any, num_tokens: int) -> tuple[Mark, ...]:
+    """Marks of a prompt's extra keys, sorted.
+
+    Args:
+        extra_keys: as of `KVCache.match`. num_tokens: prompt length.
+
+    Raises:
+        ValueError: one is not (start, stop, key), not within the prompt, or two of one key have
+            one start.
+    """
+    marks: set[Mark] = set()
+    try:
+        parts = [(start, stop, key) for start, stop, key in extra_keys]
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"extra_keys: expected (start, stop, key) each, got {extra_keys!r}"
+        ) from None
+    for start, stop, key in parts:
+        start = as_int("extra_keys: start", start, 0, num_tokens - 1)
+        if not isinstance(key, bytes):
+            raise ValueError(f"extra_keys: key: expected bytes, got {type(key).__name__}")
+        begin = Mark(start, False, start, key)
+        if begin in marks:
+            raise ValueError(
+                f"extra_keys: expected each key once at one start, got several {key!r} at {start}"
+            )
+        marks.add(begin)
+        if stop is not None:
+            stop = as_int("extra_keys: stop", stop, start + 1, num_tokens)
+            marks.add(Mark(stop, True, start, key))
+    return tuple(sorted(marks))
+
+
+def by_segment(marks: tuple[Mark, ...], alignment: int, lookahead: int) -> dict[int, bytes]:
+    """Marks, packed, of each segment that has some."""
+    found: dict[int, bytes] = {}
+    for mark in marks:
+        segment = max(0, mark.position - lookahead) // alignment
+        found[segment] = found.get(segment, b"") + mark.packed()
+    return found
+
+
+def marked_key(previous: bytes, marks: bytes) -> bytes:
+    """What stands for the key `previous` in a segment with `marks`.
+
+    No tokens make the same key: what is hashed has an odd number of bytes after `previous`.
+    """
+    return sha256(previous + sha256(marks).digest() + b"\0").digest()

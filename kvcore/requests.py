@@ -1,0 +1,255 @@
+"""Calls on one request: its prompt is looked up, it starts, goes on as two, and ends."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from .arrays import Int32
+from .contents import CacheContents
+from .open_steps import OpenSteps
+from .plan import OutOfPages
+from .prefix.extra_keys import ExtraKeys
+from .prefix.lookup import Match
+from .prefix.tracker import Chains
+from .progress import Progress
+from .spec import Layout
+from .stats import count_admission
+from .tables.groups import Tables
+
+
+@dataclass(frozen=True)
+class PagesNeeded:
+    """What a step would need; nothing was changed.
+
+    Attributes:
+        needed, free, evictable: pages that the step needs, that are free, that eviction could free.
+        per_group: pages that each group needs.
+    """
+
+    needed: int
+    free: int
+    evictable: int
+    per_group: dict[str, int]
+
+    @property
+    def fits(self) -> bool:
+        """Whether `KVCache.plan` would plan it."""
+        return self.needed <= self.free + self.evictable
+
+
+class Fork(NamedTuple):
+    """A request that goes on as another one does.
+
+    Attributes:
+        slot: its slot.
+        copies: [m, 2] int32 pages (source, destination) to copy before the next step, after all
+            copies of the steps before.
+    """
+
+    slot: int
+    copies: Int32
+
+
+class RequestCalls(CacheContents):
+    """The part of `KVCache` that starts and ends requests.
+
+    Attributes:
+        layout: the groups.
+        max_requests: requests admitted at once.
+        counters: since the start, see `stats`.
+    """
+
+    layout: Layout
+    max_requests: int
+    counters: dict[str, int]
+    _tables: Tables
+    _chains: Chains
+    _progress: Progress
+    _open: OpenSteps
+
+    def match(
+        self,
+        token_ids: Any,
+        *,
+        salt: bytes | None = None,
+        extra_keys: ExtraKeys | None = None,
+        max_tokens: int | None = None,
+    ) -> Match:
+        """Longest cached prefix of a prompt. Changes nothing.
+
+        Args:
+            token_ids: [num_tokens] ints in [0, 2**31), or the `prompt` of an earlier match (not
+                hashed again).
+            salt: tenant or other identity of the whole prompt; requests with different salts never
+                share. None: that of the prompt, and b"" of token ids.
+            extra_keys: (start, stop, key) of tokens [start, stop) that stand for more than their
+                ids, such as an image or an adapter: prompts share what is before them whatever the
+                key, and what is after only with the same one. stop None: to the end, the answer
+                included. None: those of the prompt, and none of token ids.
+            max_tokens: no longer hit; 0 for a request that is to compute everything. `admit` and
+                `pin` keep to it. None: as long as there is.
+
+        Returns:
+            Match; at least the last token of the prompt is left to compute.
+
+        Raises:
+            ValueError: empty or longer than max_model_len, not integers, ids out of range, extra
+                keys out of the prompt, a negative max_tokens, or a prompt of another salt or other
+                extra keys, or of a cache with other segments or another hash_seed.
+        """
+        prompt = self._lookup.prompt(token_ids, salt, extra_keys)
+        return self._lookup.find(prompt, max_tokens)[0]
+
+    def admit(self, request_id: Hashable, match: Match, *, resumed: bool = False) -> int:
+        """Give a request a slot and the pages of its hit (looked up again). Allocates nothing.
+
+        Args:
+            request_id: any hashable that is not admitted now.
+            match: from `match`.
+            resumed: it was admitted before and then preempted: it counts as resumed, not as one
+                more request with a prompt and a hit.
+
+        Returns:
+            The slot; ``num_computed[slot]`` tokens are already valid.
+
+        Raises:
+            ValueError: the id is admitted already or not hashable, all slots are taken, or `match`
+                is of a cache with other segments or another hash_seed. Nothing changed, neither if
+                the policy's `asked` raises.
+        """
+        self._check_new(request_id)
+        match, run = self._lookup.again(match)
+        keep = self._chains.ask(match)
+        self._steps.changed()
+        slot = self.sequences.add(request_id, match.prompt, match.num_saved_tokens)
+        self._progress.rollbacks.floor[slot] = match.replay_to or match.num_tokens
+        if self._announcer is not None:
+            self._announcer.admitted(slot, match.prompt)
+        self._chains.start(slot, match, run, keep)
+        count_admission(self.counters, match, resumed)
+        return slot
+
+    def _check_new(self, request_id: Hashable) -> None:
+        if request_id in self.sequences:
+            raise ValueError(f"request_id: expected a new id, got {request_id!r}, already admitted")
+        if not self.sequences.num_free:
+            raise ValueError(f"request_id: all max_requests = {self.max_requests} slots are taken")
+
+    def fork(self, slot: int, request_id: Hashable) -> Fork | OutOfPages:
+        """Start a request that goes on as another one does: a beam, or one of several samples.
+
+        The two share the pages of all tokens that are cached, or that are in full blocks of
+        windows; of the others the new request gets copies (see `tables.forks`). Both go on from
+        ``num_computed[slot]``, and may be rolled back as far. When free pages run short, cached
+        entries are evicted as in `plan`.
+
+        Args:
+            slot: from `admit`, or of a fork.
+            request_id: of the new request: any hashable that is not admitted now.
+
+        Returns:
+            Fork, whose copies are to run before the next step; or OutOfPages, and nothing changed.
+
+        Raises:
+            ValueError: the slot is unknown, the id is admitted already or not hashable, or all
+                slots are taken. Nothing changed.
+        """
+        source = self.sequences.checked(slot)
+        self._open.expect_settled(source)
+        self._check_new(request_id)
+        cached, computed = int(self._chains.cached[source]), int(self.sequences.lengths[source])
+        lowest = self._progress.rollbacks.lowest(source)
+        plan = self._tables.plan_fork(source, cached, computed, lowest)
+        demand = dict.fromkeys((g.name for g in self.layout.groups), 0)
+        for table in plan.tables.tolist():
+            demand[self.layout.groups[self.layout.tables[table][0]].name] += 1
+        free = self.pool.num_free - self.pool.num_reserved
+        lacks = len(plan.columns) - free
+        if lacks > self.index.num_evictable:
+            worst = max(demand, key=lambda name: demand[name])
+            needed, evictable = len(plan.columns), self.index.num_evictable
+            return OutOfPages(needed, free, evictable, worst, demand)
+        if lacks > 0:
+            self._steps.evict(lacks)
+        self._steps.changed()
+        new = self.sequences.fork(request_id, source)
+        self._progress.rollbacks.floor[new] = self._progress.rollbacks.floor[source]
+        if self._announcer is not None:
+            self._announcer.forked(source, new)
+        self._chains.fork(source, new)
+        pages = self.pool.peek(len(plan.columns))
+        self.pool.take(len(pages))
+        self.counters["forks"] += 1
+        return Fork(new, self._tables.fork(source, new, plan, pages))
+
+    def needed(self, slots: Any, num_new_tokens: Any) -> PagesNeeded:
+        """The pages that a step would need. A plan made before stays good.
+
+        Args:
+            slots, num_new_tokens: [n] as for `plan`, which evicts what the step needs at once.
+
+        Raises:
+            ValueError: as `plan`.
+        """
+        changes = self._steps.changes_of(slots, num_new_tokens)
+        free = self.pool.num_free - self.pool.num_reserved
+        per_group = self._tables.per_group(changes)
+        return PagesNeeded(changes.num_new, free, self.index.num_evictable, per_group)
+
+    def release(self, request_id: Hashable, *, discard: bool = False) -> None:
+        """End a request: finished, aborted or preempted. What is cached of it stays findable.
+
+        The last boundary it reached becomes a resume point, so that the next turn of a chat, or the
+        same request after preemption, resumes there.
+
+        Args:
+            request_id: from `admit` or `fork`.
+            discard: nothing becomes findable by this: no resume point, no pin of `pin_request`.
+                What its commits made findable stays, as others may have hit it; if its rows turned
+                out wrong, `evict_pages` removes them.
+
+        Raises:
+            ValueError: the id is unknown.
+        """
+        slot = self.sequences.slot_of(request_id)
+        self._open.leave(slot, "request_id")
+        self._steps.changed()
+        run, depth = self._chains.end(slot, int(self.sequences.lengths[slot]), not discard)
+        if discard:
+            self._pins.at_release.pop(slot, None)
+        self._pins.released(slot, run, depth)
+        self.sequences.remove(request_id)
+        if self._announcer is not None:
+            self._announcer.released(slot)
+
+    def reset(self, *, end_requests: bool = False) -> list[Hashable]:
+        """Forget everything cached, pinned or not: for new weights, or pages that lost their rows.
+
+        All pages but those withheld are free afterwards. Counters go on; a `Match` made before may still be admitted,
+        and hits nothing.
+
+        Args:
+            end_requests: release running requests, as with ``discard=True``. False refuses while
+                there are any.
+
+        Returns:
+            The ids of the requests that this ended, the one admitted first first.
+
+        Raises:
+            ValueError: requests are running, and end_requests is False. Nothing changed.
+        """
+        running = self.sequences.ids
+        if running and end_requests is not True:
+            raise ValueError(
+                f"end_requests: expected True while requests are running, got {end_requests!r} "
+                f"with {running}"
+            )
+        for request_id in running:  # before anything changes
+            if (slot := self.sequences.slot_of(request_id)) in self._open.by_slot:
+                raise self._open.busy("end_requests", slot)
+        for request_id in running:
+            self.release(request_id, discard=True)
+        self.clear()
+        return running

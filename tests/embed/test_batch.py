@@ -1,0 +1,77 @@
+"""A worker that gets plans as arrays makes the same tensors as the process that has the allocator."""
+
+from __future__ import annotations
+
+import pickle
+import random
+
+import numpy as np
+import torch
+
+from quire.embed import BatchBuilder
+from quire.kvcore import GroupSpec, KVCache, OutOfPages, WorkerTables, step_arrays
+
+GROUPS = [
+    GroupSpec("full", "dense", 16, 4096),
+    GroupSpec("local", "window", 8, 4096, sliding_window=40),
+]
+SHAPE = {"max_requests": 6, "max_model_len": 300, "max_draft_tokens": 2}
+
+
+class Both:
+    """The cache, whose deltas two readers take."""
+
+    def __init__(self, kv: KVCache) -> None:
+        self.layout, self.tables, self.max_draft_tokens = kv.layout, kv.tables, kv.max_draft_tokens
+        self.deltas = []
+
+    def take_deltas(self):
+        taken, self.deltas = self.deltas, []
+        indices = np.concatenate([np.empty(0, np.int64), *taken])
+        return indices, self.tables.reshape(-1)[indices]
+
+
+def test_a_worker_builds_the_same_batch():
+    rng = random.Random(1)
+    kv = KVCache(GROUPS, num_pages=60, track_deltas=True, replay_tokens=39, **SHAPE)
+    here, worker = Both(kv), WorkerTables(GROUPS, **SHAPE)
+    builders = BatchBuilder(here, "cpu"), BatchBuilder(worker, "cpu")
+    running, steps, replays = {}, 0, 0
+    for step in range(250):
+        if kv.num_free_slots and rng.random() < 0.5:
+            text = rng.randint(0, 2)
+            prompt = [text] * rng.randint(20, 120) + [step] * 9
+            running[step] = kv.admit(step, kv.match(prompt)), prompt
+        if running and rng.random() < 0.3:
+            rid = rng.choice(list(running))
+            del running[rid]
+            kv.release(rid)
+        if not running:
+            continue
+        left = {slot: prompt[int(kv.num_computed[slot]) :][:40] or [7] for slot, prompt in running.values()}  # fmt: skip
+        left = dict(sorted(left.items(), key=lambda item: len(item[1])))
+        plan = kv.plan(list(left), [len(ids) for ids in left.values()])
+        if isinstance(plan, OutOfPages):
+            kv.reset(end_requests=True)
+            running.clear()
+            continue
+        ids = np.array([i for part in left.values() for i in part], dtype=np.int32)
+        arrays = pickle.loads(pickle.dumps(step_arrays(kv, plan)))
+        here.deltas.append(arrays.table_indices)
+        worker.update(arrays)
+        one = builders[0].build(plan, ids, plan.cu_seqlens_q[1:].astype(np.int64) - 1)
+        other = builders[1].build(arrays, ids, arrays.cu_seqlens_q[1:].astype(np.int64) - 1)
+        assert torch.equal(one.input_ids, other.input_ids)
+        assert torch.equal(one.positions, other.positions)
+        for name, value in vars(one.attn).items():
+            same = getattr(other.attn, name)
+            if isinstance(value, tuple):
+                assert all(map(torch.equal, value, same)), name
+            else:
+                assert torch.equal(value, same) if torch.is_tensor(value) else value == same, name
+        for row, slot in enumerate(left):
+            pages = one.attn.block_tables[0][row, : -(-int(kv.num_computed[slot]) // 16)]
+            assert pages.tolist() == kv.table(0)[slot, : len(pages)].tolist()
+        kv.commit(plan, ids)
+        steps, replays = steps + 1, replays + bool(len(plan.replay_rows))
+    assert steps > 100 and replays > 3
