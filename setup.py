@@ -10,7 +10,7 @@ from setuptools import setup
 
 PACKAGES = sorted(
     ".".join(module.parent.parts)
-    for top in ("kernels", "kvcore", "embed", "models", "bench")
+    for top in ("kernels", "kvcore", "models", "bench")
     for module in Path(top).rglob("__init__.py")
     if module.parent != Path("kvcore/quire")
 )

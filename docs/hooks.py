@@ -18,14 +18,16 @@ def public_names(package: str) -> dict[str, str]:
     """Where each name of a package's ``__all__`` is defined, as its ``__init__`` says.
 
     Args:
-        package: ``"kvcore"``, ``"kernels"``, ``"embed"`` or ``"models"``.
+        package: ``"kvcore"``, ``"kvcore.device"``, ``"kernels"`` or ``"models"``.
 
     Returns:
         The dotted path of each name, such as ``{"KVCache": "kvcore.cache.KVCache"}``.
     """
     found: dict[str, Any] = {}
     homes: dict[str, str] = {}
-    for node in ast.parse((ROOT / package / "__init__.py").read_text(encoding="utf-8")).body:
+    for node in ast.parse(
+        (ROOT / package.replace(".", "/") / "__init__.py").read_text(encoding="utf-8")
+    ).body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             if node.targets[0].id in ("__all__", "_HOME"):
                 found[node.targets[0].id] = ast.literal_eval(node.value)
@@ -73,4 +75,4 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Replace what is meant for readers on GitHub, and put public names where a page asks."""
     markdown = markdown.replace("](../bench/results/", "](results/").replace(".ipynb)", ".md)")
-    return re.sub(r"<!-- api: (\w+) -->", lambda found: api(found[1]), markdown)
+    return re.sub(r"<!-- api: ([\w.]+) -->", lambda found: api(found[1]), markdown)

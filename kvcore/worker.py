@@ -69,7 +69,7 @@ def step_arrays(kv: KVCache, plan: StepPlan) -> StepArrays:
 class WorkerTables:
     """A worker's copy of the block tables of a cache in another process.
 
-    `quire.embed.BatchBuilder` takes it in place of the cache.
+    `quire.kvcore.device.BatchBuilder` takes it in place of the cache.
 
     Args:
         groups, max_requests, max_model_len, max_draft_tokens: as of the `KVCache`.

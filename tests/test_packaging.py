@@ -94,7 +94,7 @@ def test_the_wheel_holds_the_namespace_and_nothing_else(wheel, files):
     names = zipfile.ZipFile(wheel).namelist()
     tops = {name.split("/")[0] for name in names}
     assert {t for t in tops if not t.endswith(".dist-info")} == {"quire"}
-    packages = ("kernels/", "kvcore/", "embed/", "models/", "bench/")
+    packages = ("kernels/", "kvcore/", "models/", "bench/")
     modules = {f for f in files if f.endswith(".py") and f.startswith(packages)}
     modules = {f.removeprefix("kvcore/quire/") if f.startswith("kvcore/quire/") else f for f in modules}  # fmt: skip
     tables = {f for f in files if f.startswith("kernels/") and f.endswith("/tiles.json")}
@@ -142,7 +142,7 @@ def test_the_metadata(wheel):
 
 
 WORKS = """
-import quire, quire.bench, quire.embed, quire.kernels, quire.models, quire.kvcore
+import quire, quire.bench, quire.kernels, quire.models, quire.kvcore, quire.kvcore.device
 from importlib.metadata import version
 assert quire.__version__ == version("quire"), (quire.__version__, version("quire"))
 from quire.kvcore import GroupSpec, KVCache

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quire.embed import AttnMetadata
 from quire.kernels.hyper_connections.call import MAX_HIDDEN, MAX_STREAMS
 from quire.kernels.indexer.call import MAX_HEADS, MAX_TOPK
+from quire.kvcore.device import AttnMetadata
 
 from ..engine.memory import ModelCache
 from ..layers.basic import Embedding, Linear, RMSNorm

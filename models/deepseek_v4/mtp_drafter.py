@@ -25,8 +25,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.embed import AttnMetadata, Batch, BatchBuilder, Staging
 from quire.kernels import sample_tokens
+from quire.kvcore.device import AttnMetadata, Batch, BatchBuilder, Staging
 
 from ..engine.distributions import DRAFT, draw_columns, uniform
 from ..engine.graphs import Capture, Shape, capture_each

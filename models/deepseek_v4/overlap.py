@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire.embed import AttnMetadata
 from quire.kernels import copy_overlap
+from quire.kvcore.device import AttnMetadata
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.embed import AttnMetadata
 from quire.kernels import compress, compressed_attention, index_topk, write_latent
+from quire.kvcore.device import AttnMetadata
 
 from .cache import CompressorCache, LayerCache, V4PagePool
 from .cache_plan import COMPRESSED, OVERLAP

@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from quire.embed import Batch
+    from quire.kvcore.device import Batch
 
     from .request import Request
     from .sampler import SampledOnDevice

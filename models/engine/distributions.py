@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.embed import Staging
 from quire.kernels import sample_tokens
+from quire.kvcore.device import Staging
 
 from .request import SamplingParams
 

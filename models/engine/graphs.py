@@ -28,8 +28,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from quire.embed import AttnMetadata, BatchBuilder, FixedPlan, MakePlanner, Staging
 from quire.kvcore import KVCache, StepPlan
+from quire.kvcore.device import AttnMetadata, BatchBuilder, FixedPlan, MakePlanner, Staging
 
 from .memory import free_memory
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from quire.embed import BatchBuilder
 from quire.kernels.common.impls import expect_impl
 from quire.kvcore import KVCache
+from quire.kvcore.device import BatchBuilder
 
 from ..flashinfer.planner import FlashInfer
 from .config import FLASHINFER, MEMORY_SETTINGS, EngineConfig

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.embed import HostCopy, Staging, known_ids
 from quire.kernels import sample_tokens
+from quire.kvcore.device import HostCopy, Staging, known_ids
 
 from .distributions import (
     ACCEPT,

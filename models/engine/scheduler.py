@@ -88,7 +88,7 @@ class ScheduledStep:
 
         Returns:
             (input ids [num_tokens] int32, with placeholders for those that the device alone knows
-            (`quire.embed.BatchBuilder`), indices of the requests whose next token the
+            (`quire.kvcore.device.BatchBuilder`), indices of the requests whose next token the
             step gives: all but those with more of their prompt to come).
         """
         ids, ready = [], []

@@ -35,7 +35,7 @@ from .request import Request
 from .sampler import NewTokens, Sampled
 
 if TYPE_CHECKING:
-    from quire.embed import Batch, BatchBuilder
+    from quire.kvcore.device import Batch, BatchBuilder
 
     from .graphs import Capture
     from .scheduler import ScheduledStep

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from quire.embed import AttnMetadata, BatchBuilder
+from quire.kvcore.device import AttnMetadata, BatchBuilder
 
 if TYPE_CHECKING:
     from .config import EngineConfig

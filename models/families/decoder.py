@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quire.embed import AttnMetadata
 from quire.kernels.common.checks import HEAD_DIMS
+from quire.kvcore.device import AttnMetadata
 
 from ..config.named import FULL, SLIDING, ModelConfig
 from ..engine.config import FLASHINFER

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.embed import AttnMetadata
+from quire.kvcore.device import AttnMetadata
 
 from ..config.named import ModelConfig
 from ..layers.attention import PagedAttend

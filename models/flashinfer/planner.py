@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from quire.embed import Staging
 from quire.kernels.common.flashinfer import import_flashinfer
+from quire.kvcore.device import Staging
 
 from ..layers.kv_cache import E4M3
 from .rows import GroupKeys, Sequences, as_int32, as_rows

@@ -28,8 +28,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from quire.embed import AttnMetadata
 from quire.kernels import paged_attention, sliding_window_attention, write_kv
+from quire.kvcore.device import AttnMetadata
 
 from ..config.named import ModelConfig
 from .kv_cache import PageTensors

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire.embed import AttnMetadata
 from quire.kernels import paged_attention
+from quire.kvcore.device import AttnMetadata
 
 from ..config.named import ModelConfig
 from .attention import PagedAttend

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quire.embed import HostCopy
 from quire.kernels import sample_tokens
+from quire.kvcore.device import HostCopy
 from quire.models.deepseek_v4 import mtp_drafter
 from quire.models.deepseek_v4.mtp_drafter import MTPDrafter, greedy
 from quire.models.engine.engine import Engine, EngineConfig

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from quire.bench.common.bounds import UNIT, bounding
-from quire.embed import AttnMetadata
 from quire.kernels.compressor import reference as reference_compress
 from quire.kvcore import KVCache, StepPlan
+from quire.kvcore.device import AttnMetadata
 from quire.models.deepseek_v4.cache import V4PagePool
 from quire.models.deepseek_v4.cache_plan import CacheFormat, plan_cache
 from quire.models.deepseek_v4.config import CONFIGS, CSA, HCA, MOE, SLIDING

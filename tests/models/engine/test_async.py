@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from quire.embed import HostCopy
+from quire.kvcore.device import HostCopy
 from quire.models.engine import report, sampler
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.request import SamplingParams

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from quire.embed import BatchBuilder
 from quire.kernels.common.checks import HEAD_DIMS
 from quire.kvcore import GroupSpec, KVCache
+from quire.kvcore.device import BatchBuilder
 from quire.models.config.named import FULL, get_config
 from quire.models.deepseek_v4.cache_plan import CacheFormat, plan_cache
 from quire.models.engine import memory

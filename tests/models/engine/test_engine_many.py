@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from quire.embed import Staging
 from quire.kernels import sample_tokens
+from quire.kvcore.device import Staging
 from quire.models.engine.distributions import draw_columns, uniform
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.request import SamplingParams

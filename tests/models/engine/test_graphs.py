@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quire.embed import batch
 from quire.kernels import paged_attention, sliding_window_attention
+from quire.kvcore.device import batch
 from quire.models.config.named import FULL, SLIDING, get_config
 from quire.models.deepseek_v4.config import CSA, HCA, MOE
 from quire.models.deepseek_v4.model import DeepseekV4
@@ -473,7 +473,7 @@ def test_a_decode_step_waits_for_its_tokens_only(name, sampling, monkeypatch):
 
         return call
 
-    # Arrays of the host go through `quire.embed.Staging`, which pins them where there is a GPU; nothing else may.
+    # Arrays of the host go through `quire.kvcore.device.Staging`, which pins them where there is a GPU; nothing else may.
     for owner, names in ((torch.Tensor, ON_HOST), (torch, ("tensor", "as_tensor"))):
         for method in names:
             monkeypatch.setattr(owner, method, seen(method, getattr(owner, method)))

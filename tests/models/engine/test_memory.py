@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from quire.embed import Staging
 from quire.kernels import sample_tokens
 from quire.kernels.common import launching
 from quire.kvcore import GroupSpec, KVCache
+from quire.kvcore.device import Staging
 from quire.models.config.named import CONFIGS, FULL, SLIDING, MoEConfig
 from quire.models.engine.distributions import filter_columns
 from quire.models.engine.engine import Engine, EngineConfig

@@ -15,9 +15,9 @@ from quire.bench.common.floors import Rates
 from quire.bench.common.workload import chat_workload
 from quire.bench.prefill_decode import __main__ as prefill_decode
 from quire.bench.prefill_decode.build import build_model as build_bench_model
-from quire.embed import BatchBuilder
 from quire.kernels.common import launch_cache, launching
 from quire.kvcore import KVCache
+from quire.kvcore.device import BatchBuilder
 from quire.models.config.named import get_config
 from quire.models.deepseek_v4.model import DeepseekV4
 from quire.models.engine import parts

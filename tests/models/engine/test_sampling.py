@@ -9,8 +9,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quire.bench.common.bounds import bounded, bounding
-from quire.embed import Staging
 from quire.kernels import sample_tokens
+from quire.kvcore.device import Staging
 from quire.models.engine.distributions import (
     derived_seed,
     draw,

@@ -2,7 +2,7 @@
 
 import torch
 
-from quire.embed import AttnMetadata
+from quire.kvcore.device import AttnMetadata
 from quire.models.families.decoder import Decoder
 from quire.models.layers.kv_cache import PageTensors, cache_groups
 

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.embed import AttnMetadata
 from quire.kvcore import KVCache, StepPlan
+from quire.kvcore.device import AttnMetadata
 from quire.models.deepseek_v4.cache import V4PagePool
 from quire.models.deepseek_v4.cache_plan import CacheFormat, plan_cache
 from quire.models.deepseek_v4.model import DeepseekV4

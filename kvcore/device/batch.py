@@ -19,7 +19,9 @@ from torch import Tensor
 from .staging import Staging
 
 if TYPE_CHECKING:
-    from quire.kvcore import KVCache, StepArrays, StepPlan, WorkerTables
+    from ..cache import KVCache
+    from ..plan import StepPlan
+    from ..worker import StepArrays, WorkerTables
 
 STRIDE = 16  # Triton compiles another kernel for a stride that is no multiple of that
 
@@ -78,7 +80,7 @@ class Batch:
 class AttentionPlanner(Protocol):
     """Plans attention of a step on the host, for an implementation that wants it."""
 
-    def step(self, plan: StepPlan) -> Any:
+    def step(self, plan: StepPlan | StepArrays) -> Any:
         """`AttnMetadata.prepared` of a step, until the next one."""
 
     def padding(self, num_decodes: int, num_tokens: int) -> Any:
@@ -97,11 +99,11 @@ class FixedPlan(Protocol):
 
     step: Any
 
-    def plan(self, plan: StepPlan | None) -> None:
+    def plan(self, plan: StepPlan | StepArrays | None) -> None:
         """Prepares the next replay, or, without a plan, one of padding."""
 
 
-MakePlanner = Callable[["KVCache"], AttentionPlanner]
+MakePlanner = Callable[["KVCache | WorkerTables"], AttentionPlanner]
 
 
 class BatchBuilder:
@@ -171,7 +173,7 @@ class BatchBuilder:
             logits_rows: [num_rows] int64.
         """
         changes, replays = self._changes(), [plan.replay_rows, _even(plan.replay_slots)]
-        arrays = [
+        arrays: list[np.ndarray] = [
             plan.slots,
             plan.cu_seqlens_q,
             plan.seq_lens,
@@ -204,8 +206,9 @@ class BatchBuilder:
             replay_slots=more[1][:, : len(more[0])].unbind(0) if len(plan.replay_rows) else None,
             prepared=None if self.planner is None else self.planner.step(plan),
         )
-        ids, *others = inputs
-        return Batch(self.token_ids(ids) if input_ids.min() < 0 else ids, *others, attn)
+        ids, positions, rows = inputs
+        ids = self.token_ids(ids) if input_ids.min() < 0 else ids
+        return Batch(ids, positions, rows, attn)
 
     def token_ids(self, ids: Tensor) -> Tensor:
         """`known_ids` of input ids."""

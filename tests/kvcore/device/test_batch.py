@@ -8,8 +8,8 @@ import random
 import numpy as np
 import torch
 
-from quire.embed import BatchBuilder
 from quire.kvcore import GroupSpec, KVCache, OutOfPages, WorkerTables, step_arrays
+from quire.kvcore.device import BatchBuilder
 
 GROUPS = [
     GroupSpec("full", "dense", 16, 4096),

@@ -1,7 +1,6 @@
-"""From the integers of `quire.kvcore` to the tensors that `quire.kernels` take, for any engine.
+"""From the integers of plans to the tensors that kernels take, for any engine.
 
-It needs numpy and torch, so it can be part of neither: the allocator imports without torch, and the
-kernels without numpy. It knows no model and no request.
+It needs torch, without which the rest of `quire.kvcore` imports. It knows no model and no kernel.
 """
 
 from .batch import (
