@@ -76,8 +76,9 @@ class StepPlan:
     """One step of a batch, as the kernels need it. Arrays are not to be written to: some serve
     several plans.
 
-    It holds until the cache changes: another plan, an admission, a commit, rollback, release or
-    eviction voids it, pins and look-ups do not. `KVCache.commit` refuses a void plan.
+    From `KVCache.plan` it holds until the cache changes: another plan, an admission, a commit,
+    rollback, release or eviction voids it, pins and look-ups do not. `KVCache.commit` refuses a
+    void plan. From `Step.plan` it holds until the step advances.
 
     Attributes:
         slots: [n] int64 request slots, in batch order.

@@ -120,19 +120,22 @@ class Progress:
         self._steps.changed()
         if not self._enable_caching:
             return
-        changes, slots = plan.changes, plan.slots
-        rows = np.arange(len(slots))
-        if gone:
-            is_gone = np.isin(slots, list(gone))
-            rows, end = rows[~is_gone], np.where(is_gone, 0, end)
-        self._sequences.forget_batch()
-        self._sequences.feed_several(
-            slots[rows], changes.start[rows], end[rows], ids, plan.cu_seqlens_q[rows]
-        )
+        changes, slots, made = plan.changes, plan.slots, None
+        if isinstance(changes, DecodeChanges) and not gone:
+            made = self._sequences.feed_next(slots, changes.start, end, ids, None)
+        else:
+            rows = np.arange(len(slots))
+            if gone:
+                is_gone = np.isin(slots, list(gone))
+                rows, end = rows[~is_gone], np.where(is_gone, 0, end)
+            self._sequences.forget_batch()
+            self._sequences.feed_several(
+                slots[rows], changes.start[rows], end[rows], ids, plan.cu_seqlens_q[rows]
+            )
         if self._announcer is not None:
             self._announcer.computed(plan, ids, end)
         if passed is not None:
-            self._chains.publish_late(passed)
+            self._chains.publish_late(passed, made)
 
     def _advance(
         self, plan: StepPlan, end: Int64, ending: Ending | None
