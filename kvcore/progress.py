@@ -34,19 +34,25 @@ class Progress:
     Args:
         steps: its plans. chains: what requests add to the index. tables: where their pages are.
         announcer: told of computed tokens; None if nobody listens.
+        enable_caching: whether anything is cached.
 
     Attributes:
         rollbacks: how far tokens may be taken back.
     """
 
     def __init__(
-        self, steps: Steps, chains: Chains, tables: Tables, announcer: Announcer | None
+        self,
+        steps: Steps,
+        chains: Chains,
+        tables: Tables,
+        announcer: Announcer | None,
+        enable_caching: bool,
     ) -> None:
         self._steps, self._chains, self._tables = steps, chains, tables
         self._announcer, self._sequences = announcer, chains.sequences
         self._batches, self._decodes = tables.batches, tables.decodes
         self._pool, self._layout = tables.pool, tables.layout
-        self._enable_caching = steps.enable_caching
+        self._enable_caching = enable_caching
         self.rollbacks = Rollbacks(chains, tables)
 
     def commit(self, plan: StepPlan, input_ids: Any, accepted: Any) -> Int32:
