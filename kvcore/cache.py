@@ -154,8 +154,13 @@ class KVCache(CacheSteps, RequestCalls):
         )  # fmt: skip
         has_replays = replay_tokens is not None
         self._steps = Steps(self._chains, self._tables, max_model_len, enable_caching, has_replays)
-        self._progress = Progress(self._steps, self._chains, self._tables, self._announcer)
-        self._open = OpenSteps(self._steps, self._progress, self._chains, self._tables)
+        self._progress = Progress(
+            self._steps, self._chains, self._tables, self._announcer, enable_caching
+        )
+        self._open = OpenSteps(
+            self._steps, self._progress, self._chains, self._tables,
+            max_model_len, enable_caching, has_replays,
+        )  # fmt: skip
         self._lookup = Lookup(
             self.index, layout, hash_seed, enable_caching, replay_tokens, max_model_len,
             debug or events is not None,

@@ -22,6 +22,7 @@ class OpenSteps:
 
     Args:
         steps, progress, chains, tables: of the cache.
+        max_model_len, enable_caching, has_replays: as of `Steps`.
 
     Attributes:
         building: the step to which requests may be added.
@@ -31,14 +32,24 @@ class OpenSteps:
         plain: whether nothing but a block that starts takes a page.
     """
 
-    def __init__(self, steps: Steps, progress: Progress, chains: Chains, tables: Tables) -> None:
+    def __init__(
+        self,
+        steps: Steps,
+        progress: Progress,
+        chains: Chains,
+        tables: Tables,
+        max_model_len: int,
+        enable_caching: bool,
+        has_replays: bool,
+    ) -> None:
         self._steps, self.progress, self.chains, self._tables = steps, progress, chains, tables
         self.layout, self.pool, self.sequences = tables.layout, tables.pool, chains.sequences
         self.max_requests, self.active = self.sequences.max_requests, self.sequences.active
         self.num_computed = self.sequences.num_computed
-        self.max_model_len, self.most_lookahead = steps.max_model_len, self.layout.drafts
+        self.max_model_len, self.most_lookahead = max_model_len, self.layout.drafts
         self.quiet = gcd(*(g.block_size for g in self.layout.groups))
-        self.plain = not (tables.states or steps.has_replays)
+        self.plain = not (tables.states or has_replays)
+        self._enable_caching = enable_caching
         self._few = max(1, tables.drafts.most) if tables.blocks else 1
         self._alignment, self._replays_stop = self.layout.alignment, chains.replays.stop
         self.building: Step | None = None
@@ -71,15 +82,15 @@ class OpenSteps:
         steps, tables, pool, changes = self._steps, self._tables, self.pool, None
         is_few = num <= self._few and start >= self._replays_stop.item(slot)
         if is_few and tables.is_steady(slot):
-            need = tables.needed_by_few(slot, start, num, steps.enable_caching)
+            need = tables.needed_by_few(slot, start, num, self._enable_caching)
         else:
-            changes = steps.changes_of_one(slot, start, num)
+            changes = steps.changes_of([slot], [num])
             need = changes.num_new
         free = pool.num_free - pool.num_reserved
         if need > free:
             if need > free + self.chains.index.num_evictable:
-                changes = changes or steps.changes_of_one(slot, start, num)
-                return steps.lacking(changes, free)
+                changes = changes or steps.changes_of([slot], [num])
+                return steps.lacking(need, tables.per_group(changes))
             steps.evict(need - free)
         pool.num_reserved += need
         return need

@@ -76,8 +76,9 @@ class StepPlan:
     """One step of a batch, as the kernels need it. Arrays are not to be written to: some serve
     several plans.
 
-    It holds until the cache changes: another plan, an admission, a commit, rollback, release or
-    eviction voids it, pins and look-ups do not. `KVCache.commit` refuses a void plan.
+    From `KVCache.plan` it holds until the cache changes: another plan, an admission, a commit,
+    rollback, release or eviction voids it, pins and look-ups do not. `KVCache.commit` refuses a
+    void plan. From `Step.plan` it holds until the step advances.
 
     Attributes:
         slots: [n] int64 request slots, in batch order.
@@ -141,8 +142,8 @@ class Steps:
         self._sequences, self._index = chains.sequences, chains.index
         self._batches, self._decodes = tables.batches, tables.decodes
         self._pool = tables.pool
-        self.max_model_len, self.enable_caching = max_model_len, enable_caching
-        self.has_replays = has_replays
+        self._max_model_len, self._enable_caching = max_model_len, enable_caching
+        self._has_replays = has_replays
         self._ones_cu: Int32 = np.zeros(1, dtype=np.int32)
         self._no_replays = NO_ROWS, np.empty((len(tables.layout.tables), 0), dtype=np.int64)
         self.planned: StepPlan | None = None
@@ -201,11 +202,11 @@ class Steps:
             start = self._sequences.num_computed[slots]
             end = start + counts
             longest = int(end[0] if len(slots) == 1 else np.maximum.reduce(end))
-        if longest > self.max_model_len:
+        if longest > self._max_model_len:
             i = int(end.argmax())
             raise ValueError(
                 f"num_new_tokens: slot {slots[i]} would reach {end[i]} tokens, "
-                f"expected at most max_model_len = {self.max_model_len}"
+                f"expected at most max_model_len = {self._max_model_len}"
             )
         return slots, counts, start, end, batch
 
@@ -214,7 +215,7 @@ class Steps:
         slots, counts, start, end, batch = self._asked(slots, num_new_tokens)
         changes: AnyChanges
         if batch is not None and batch.size == 1 and batch.is_steady:
-            changes = self._decodes.plan(batch, self.enable_caching)
+            changes = self._decodes.plan(batch, self._enable_caching)
         else:
             changes = self._changes(slots, counts, start, end, batch)
         if changes.num_new > self._pool.num_free - self._pool.num_reserved:
@@ -265,12 +266,6 @@ class Steps:
         """
         return self._changes(*self._asked(slots, num_new_tokens))
 
-    def changes_of_one(self, slot: int, start: int, num_new_tokens: int) -> AnyChanges:
-        """What a step of one request, checked and at `start`, would change."""
-        slots, counts = np.array([slot]), np.array([num_new_tokens])
-        begin = np.array([start])
-        return self._changes(slots, counts, begin, begin + counts, None)
-
     def _changes(
         self, slots: Int64, counts: Int64, start: Int64, end: Int64, batch: DecodeBatch | None
     ) -> AnyChanges:
@@ -278,7 +273,7 @@ class Steps:
         written, chunks = start, NO_ROWS
         if batch is None:
             several = counts > ONE
-            if self.has_replays:
+            if self._has_replays:
                 written = self._chains.replays.written_from(slots, start)
                 several |= written > start
             chunks = several.nonzero()[0]
@@ -291,9 +286,9 @@ class Steps:
                 if batch is not None:
                     chunks = NO_ROWS
         if batch is not None and batch.size == 1 and batch.is_steady:
-            return self._decodes.plan(batch, self.enable_caching)
+            return self._decodes.plan(batch, self._enable_caching)
         kept, snapshot = (NO_ROWS, NO_ROWS), NO_ROWS
-        if self.enable_caching and (chunks.size or self._tables.states):
+        if self._enable_caching and (chunks.size or self._tables.states):
             kept, snapshot = self._chains.boundaries(slots, start, end, chunks, batch)
         return self._tables.plan(slots, start, end, written, chunks, kept, snapshot, batch)
 
@@ -302,15 +297,15 @@ class Steps:
         it lacks."""
         free = self._pool.num_free - self._pool.num_reserved
         if changes.num_new > free + self._index.num_evictable:
-            return self.lacking(changes, free)
+            return self.lacking(changes.num_new, self._tables.per_group(changes))
         self.evict(changes.num_new - free)
         return None
 
-    def lacking(self, changes: AnyChanges, free: int) -> OutOfPages:
-        """What a step lacks, if `free` pages are."""
-        per_group = self._tables.per_group(changes)
+    def lacking(self, needed: int, per_group: dict[str, int]) -> OutOfPages:
+        """What a step lacks that needs so many pages."""
         worst = max(per_group, key=lambda name: per_group[name])
-        return OutOfPages(changes.num_new, free, self._index.num_evictable, worst, per_group)
+        free, evictable = self._pool.num_free - self._pool.num_reserved, self._index.num_evictable
+        return OutOfPages(needed, free, evictable, worst, per_group)
 
     def evict(self, num_pages: int) -> None:
         """Free `num_pages` evictable pages."""

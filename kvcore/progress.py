@@ -34,19 +34,25 @@ class Progress:
     Args:
         steps: its plans. chains: what requests add to the index. tables: where their pages are.
         announcer: told of computed tokens; None if nobody listens.
+        enable_caching: whether anything is cached.
 
     Attributes:
         rollbacks: how far tokens may be taken back.
     """
 
     def __init__(
-        self, steps: Steps, chains: Chains, tables: Tables, announcer: Announcer | None
+        self,
+        steps: Steps,
+        chains: Chains,
+        tables: Tables,
+        announcer: Announcer | None,
+        enable_caching: bool,
     ) -> None:
         self._steps, self._chains, self._tables = steps, chains, tables
         self._announcer, self._sequences = announcer, chains.sequences
         self._batches, self._decodes = tables.batches, tables.decodes
         self._pool, self._layout = tables.pool, tables.layout
-        self._enable_caching = steps.enable_caching
+        self._enable_caching = enable_caching
         self.rollbacks = Rollbacks(chains, tables)
 
     def commit(self, plan: StepPlan, input_ids: Any, accepted: Any) -> Int32:
@@ -120,19 +126,22 @@ class Progress:
         self._steps.changed()
         if not self._enable_caching:
             return
-        changes, slots = plan.changes, plan.slots
-        rows = np.arange(len(slots))
-        if gone:
-            is_gone = np.isin(slots, list(gone))
-            rows, end = rows[~is_gone], np.where(is_gone, 0, end)
-        self._sequences.forget_batch()
-        self._sequences.feed_several(
-            slots[rows], changes.start[rows], end[rows], ids, plan.cu_seqlens_q[rows]
-        )
+        changes, slots, made = plan.changes, plan.slots, None
+        if isinstance(changes, DecodeChanges) and not gone:
+            made = self._sequences.feed_next(slots, changes.start, end, ids, None)
+        else:
+            rows = np.arange(len(slots))
+            if gone:
+                is_gone = np.isin(slots, list(gone))
+                rows, end = rows[~is_gone], np.where(is_gone, 0, end)
+            self._sequences.forget_batch()
+            self._sequences.feed_several(
+                slots[rows], changes.start[rows], end[rows], ids, plan.cu_seqlens_q[rows]
+            )
         if self._announcer is not None:
             self._announcer.computed(plan, ids, end)
         if passed is not None:
-            self._chains.publish_late(passed)
+            self._chains.publish_late(passed, made)
 
     def _advance(
         self, plan: StepPlan, end: Int64, ending: Ending | None

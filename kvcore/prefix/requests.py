@@ -173,18 +173,30 @@ class Sequences:
             Keys of the segments that end here; None where prompts or a lookahead make it less
             simple.
         """
+        return self.feed_next(batch.slots, batch.start, batch.end, tokens, batch.ending)
+
+    def feed_next(
+        self, slots: Int64, start: Int64, end: Int64, tokens: Int32, ending: Ending | None
+    ) -> list[bytes] | None:
+        """`feed_one` of a batch that may have moved on: its `slots`, and where they were before and
+        after the step.
+
+        Args:
+            ending: who completed a segment, if that is known.
+        """
         a, k = self.alignment, self.lookahead
-        if batch.slots is not self._fed and not self._locate(batch):
+        if slots is not self._fed and not self._locate(slots, start):
             for i in range(len(tokens)):
-                self.feed(int(batch.slots[i]), int(batch.start[i]), tokens[i : i + 1])
+                self.feed(int(slots[i]), int(start[i]), tokens[i : i + 1])
             return None
         self._flat[self._indices] = tokens
         self._indices += ONE
-        rows, slots, slot_list, _ = batch.ending
-        if k:
-            rows = ((batch.end >= a + k) & ((batch.end - k) % a == 0)).nonzero()[0]
-            slots = batch.slots[rows]
+        if k or ending is None:
+            rows = ((end >= a + k) & ((end - k) % a == 0)).nonzero()[0]
+            slots = slots[rows]
             slot_list = slots.tolist()
+        else:
+            rows, slots, slot_list, _ = ending
         if not slot_list:
             return None if k else []
         self._indices[rows] = first = slots * self._width
@@ -203,7 +215,7 @@ class Sequences:
             Keys of the segments that end here, and whose they are; None where prompts or a
             lookahead make it less simple.
         """
-        if batch.slots is not self._fed and not self._locate(batch):
+        if batch.slots is not self._fed and not self._locate(batch.slots, batch.start):
             self.feed_several(batch.slots, batch.start, end, tokens, batch.cu[:-1])
             return None, None
         # Rejected ones are written over; those behind the end of a segment are the first of the
@@ -230,16 +242,16 @@ class Sequences:
         """Tokens come that the newest batch did not feed: find anew where its next ones go."""
         self._fed = None
 
-    def _locate(self, batch: DecodeBatch) -> bool:
+    def _locate(self, slots: Int64, start: Int64) -> bool:
         """Find where the next tokens of a batch go, in this step and those after it.
 
         False, and nothing is found, if some are of prompts, whose keys are known: the requests are
         then fed one by one.
         """
-        a, k, start = self.alignment, self.lookahead, batch.start
-        if np.count_nonzero(start < self.prompt_len[batch.slots]):
+        a, k = self.alignment, self.lookahead
+        if np.count_nonzero(start < self.prompt_len[slots]):
             return False
-        self._fed, first = batch.slots, batch.slots * self._width
+        self._fed, first = slots, slots * self._width
         self._indices, self._stops = first + start % a, first + a
         if k:  # the first segment is longer
             is_first = start < a + k

@@ -222,9 +222,9 @@ class Chains(Boundaries):
         if passed.tails:
             self.index.pool.use_held(np.concatenate(passed.tails))
 
-    def publish_late(self, passed: Passed) -> None:
+    def publish_late(self, passed: Passed, made: list[bytes] | None) -> None:
         """`publish`, after `wait`."""
-        self.publish(passed, None)
+        self.publish(passed, made)
         if passed.tails:
             self.index.pool.unuse(np.concatenate(passed.tails))
 
