@@ -1,8 +1,9 @@
 """`KVCache`: requests, their block tables, and what is cached of them.
 
 The life of a request is ``match -> admit -> (plan -> run the model -> commit)* -> release``. Steps
-treat the whole batch. Here, in `stepping` (steps) and in `requests` (one request) are the calls; what they do is in `plan`,
-`step` and `progress` (steps planned, built and committed), `tables.decode` and `tables.groups` (pages), `prefix.requests` (tokens), `prefix.lookup` (hits),
+treat the whole batch. The calls are here, in `stepping` (steps) and in `requests` (one request);
+what they do is in `plan` (steps planned and committed), `step` (steps built request by request),
+`tables.decode` and `tables.groups` (pages), `prefix.requests` (tokens), `prefix.lookup` (hits),
 `prefix.index` (what is cached), `prefix.tracker` (how what requests compute gets there) and
 `contents` (pins, eviction, announcements).
 """
@@ -31,7 +32,6 @@ from .prefix.lookup import Lookup
 from .prefix.pins import Pins
 from .prefix.requests import Sequences
 from .prefix.tracker import Chains
-from .progress import Progress
 from .requests import RequestCalls
 from .spec import MOST_TOKENS, GroupSpec, Layout, as_int
 from .stats import describe, new_counters, stats
@@ -153,12 +153,11 @@ class KVCache(CacheSteps, RequestCalls):
             adopt,
         )  # fmt: skip
         has_replays = replay_tokens is not None
-        self._steps = Steps(self._chains, self._tables, max_model_len, enable_caching, has_replays)
-        self._progress = Progress(
-            self._steps, self._chains, self._tables, self._announcer, enable_caching
+        self._steps = Steps(
+            self._chains, self._tables, self._announcer, max_model_len, enable_caching, has_replays
         )
         self._open = OpenSteps(
-            self._steps, self._progress, self._chains, self._tables,
+            self._steps, self._chains, self._tables, self._announcer,
             max_model_len, enable_caching, has_replays,
         )  # fmt: skip
         self._lookup = Lookup(

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import gcd
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .arrays import Int64, as_ints
+from .arrays import Int32, Int64, as_ints
 from .part import Part
 from .plan import OutOfPages, StepPlan, Steps
-from .prefix.tracker import Chains
-from .progress import Progress
+from .prefix.tracker import Chains, Passed
 from .step import Step
+from .tables.decode import DecodeChanges
 from .tables.groups import Tables
+
+if TYPE_CHECKING:
+    from .announcer import Announcer
 
 
 class OpenSteps:
     """The steps of one cache that are not over, and what keeps them from one another's pages.
 
     Args:
-        steps, progress, chains, tables: of the cache.
+        steps, chains, tables: of the cache.
+        announcer: told of computed tokens; None if nobody listens.
         max_model_len, enable_caching, has_replays: as of `Steps`.
 
     Attributes:
@@ -35,14 +39,15 @@ class OpenSteps:
     def __init__(
         self,
         steps: Steps,
-        progress: Progress,
         chains: Chains,
         tables: Tables,
+        announcer: Announcer | None,
         max_model_len: int,
         enable_caching: bool,
         has_replays: bool,
     ) -> None:
-        self._steps, self.progress, self.chains, self._tables = steps, progress, chains, tables
+        self.steps, self.chains, self._tables = steps, chains, tables
+        self._announcer = announcer
         self.layout, self.pool, self.sequences = tables.layout, tables.pool, chains.sequences
         self.max_requests, self.active = self.sequences.max_requests, self.sequences.active
         self.num_computed = self.sequences.num_computed
@@ -64,7 +69,7 @@ class OpenSteps:
                     "begin: expected no step that is being built: ask for its plan, or cancel it"
                 )
             self.building.cancel()
-        self._steps.planned = None  # the newest plan may need what is reserved from here on
+        self.steps.planned = None  # the newest plan may need what is reserved from here on
         self.building = Step(self)
         return self.building
 
@@ -79,7 +84,7 @@ class OpenSteps:
 
     def reserve(self, slot: int, start: int, num: int) -> int | OutOfPages:
         """Reserve pages for `num` tokens of a request from `start` on; returns how many."""
-        steps, tables, pool, changes = self._steps, self._tables, self.pool, None
+        steps, tables, pool, changes = self.steps, self._tables, self.pool, None
         is_few = num <= self._few and start >= self._replays_stop.item(slot)
         if is_few and tables.is_steady(slot):
             need = tables.needed_by_few(slot, start, num, self._enable_caching)
@@ -102,17 +107,55 @@ class OpenSteps:
         counts = np.fromiter([p.num_new_tokens + p.lookahead for p in parts], np.int64, len(parts))
         self.pool.num_reserved -= reserved
         try:
-            plan = self._steps.plan(slots, counts)
+            plan = self.steps.plan(slots, counts)
         except BaseException:
             self.pool.num_reserved += reserved
             raise
         assert isinstance(plan, StepPlan) and plan.changes.num_new <= reserved, "pages of parts"
-        self._steps.planned = self.building = None
+        self.steps.planned = self.building = None
         step.pages = self.pool.peek(plan.changes.num_new)
         self.pool.take(plan.changes.num_new)
         return plan
 
     # What becomes of steps.
+
+    def advance(self, plan: StepPlan, end: Int64) -> tuple[Int32, Passed | None]:
+        """The tokens of a step, whose pages are taken, count as computed up to `end` [n]; which
+        they are is not known.
+
+        Returns:
+            ([m, 2] pages to copy after the step, what is to be published; None for nothing).
+        """
+        self.steps.changed()
+        copies, passed = self.steps.advance(plan, end, None)
+        if passed is not None:
+            self.chains.wait(passed)
+        return copies, passed
+
+    def publish(
+        self, plan: StepPlan, passed: Passed | None, ids: Int32, end: Int64, gone: set[int]
+    ) -> None:
+        """Cache what a step completed that has advanced to `end` [n], now that its tokens are
+        known; not that of the slots `gone`."""
+        self.steps.changed()
+        if not self._enable_caching:
+            return
+        changes, slots, made = plan.changes, plan.slots, None
+        if isinstance(changes, DecodeChanges) and not gone:
+            made = self.sequences.feed_next(slots, changes.start, end, ids, None)
+        else:
+            rows = np.arange(len(slots))
+            if gone:
+                is_gone = np.isin(slots, list(gone))
+                rows, end = rows[~is_gone], np.where(is_gone, 0, end)
+            self.sequences.forget_batch()
+            self.sequences.feed_several(
+                slots[rows], changes.start[rows], end[rows], ids, plan.cu_seqlens_q[rows]
+            )
+        if self._announcer is not None:
+            self._announcer.computed(plan, ids, end)
+        if passed is not None:
+            self.chains.publish_late(passed, made)
 
     def has_advanced(self, step: Step) -> None:
         """`step` has: its requests may be in other steps, and released."""
@@ -130,7 +173,7 @@ class OpenSteps:
 
     def give_back(self, step: Step) -> None:
         """`step` does not take place: what it has of the pool is free again."""
-        self._steps.planned = None  # it names pages that lie deeper in the stack now
+        self.steps.planned = None  # it names pages that lie deeper in the stack now
         if step is self.building:
             self.pool.num_reserved -= step.num_reserved
         self.pool.put(step.pages)

@@ -1,8 +1,7 @@
-"""Plans: `StepPlan`, `OutOfPages`, and how steps are checked and planned.
+"""Steps: `StepPlan`, `OutOfPages`, and how steps are planned and committed.
 
 Most steps are *decode steps*, one token for each request. Where the rows of the tokens go, and
-which entries of the tables change, is in `tables.decode`; the rest of such a step is here, and its
-commit in `progress`:
+which entries of the tables change, is in `tables.decode`; the rest of such a step is here:
 
     plan     which batch    that of the last step, if the same requests come in the same order; else
                             `Batches.of` makes one
@@ -29,23 +28,31 @@ of 16, whose first pages are 2 and 1:
 
 Any other step (chunks of prompts, drafts, new states) takes the same way through
 `Chains.boundaries` (what must outlive it), `Tables.plan`, `Tables.fill` and `Chains.advance`.
+
+A commit *advances* the requests (the rows count as computed, and nothing of that depends on what
+the tokens are) and *publishes* what they completed. A `step` that is followed by others before its
+tokens are known does one after the other.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .arrays import NO_ROWS, ONE, Int32, Int64, as_ints, count_true
+from .arrays import NO_ROWS, ONE, Int32, Int64, as_token_ids, count_true
+from .checks import as_batch, check_batch, wrong_size
 from .prefix.replays import cached_rows
-from .prefix.tracker import Chains
-from .spec import MOST_TOKENS
-from .tables.decode import DecodeBatch, DecodeChanges
+from .prefix.tracker import Chains, Passed
+from .rollbacks import Rollbacks
+from .tables.decode import DecodeBatch, DecodeChanges, Ending
 from .tables.drafts import DraftBatch
 from .tables.groups import StepChanges, Tables
 from .tables.state import NO_COPIES
+
+if TYPE_CHECKING:
+    from .announcer import Announcer
 
 
 @dataclass(frozen=True)
@@ -119,69 +126,43 @@ AnyChanges = StepChanges | DecodeChanges
 
 
 class Steps:
-    """Plans of one cache: `KVCache.plan` only forwards here.
+    """Plans and commits of one cache: `KVCache.plan` and `KVCache.commit` only forward here.
 
     Args:
         chains: what requests add to the index, with its sequences and tables.
+        announcer: told of computed tokens; None if nobody listens.
         max_model_len: longest sequence, tokens.
         enable_caching, has_replays: whether anything is cached, and computed once more.
 
     Attributes:
         planned: the one plan that `commit` takes; None once something changed.
+        rollbacks: how far tokens may be taken back.
     """
 
     def __init__(
         self,
         chains: Chains,
         tables: Tables,
+        announcer: Announcer | None,
         max_model_len: int,
         enable_caching: bool,
         has_replays: bool,
     ) -> None:
-        self._chains, self._tables = chains, tables
+        self._chains, self._tables, self._announcer = chains, tables, announcer
         self._sequences, self._index = chains.sequences, chains.index
         self._batches, self._decodes = tables.batches, tables.decodes
-        self._pool = tables.pool
+        self._pool, self._layout = tables.pool, tables.layout
         self._max_model_len, self._enable_caching = max_model_len, enable_caching
         self._has_replays = has_replays
         self._ones_cu: Int32 = np.zeros(1, dtype=np.int32)
         self._no_replays = NO_ROWS, np.empty((len(tables.layout.tables), 0), dtype=np.int64)
+        self.rollbacks = Rollbacks(chains, tables)
         self.planned: StepPlan | None = None
 
     def changed(self) -> None:
         """Something changes: the newest plan is void, and what is used from here on is newer."""
         self.planned = None
         self._index.tick += 1
-
-    # Checks.
-
-    def checked(self, slots: Any, num_new_tokens: Any) -> tuple[Int64, Int64]:
-        """`slots` and `num_new_tokens` as arrays [n] of a step that requests can take.
-
-        Raises:
-            ValueError: as `KVCache.plan`, but for the lengths of sequences.
-        """
-        slots, counts = self._vectors(slots, num_new_tokens)
-        self._check(slots, counts)
-        return slots, counts
-
-    def _vectors(self, slots: Any, num_new_tokens: Any) -> tuple[Int64, Int64]:
-        slots, counts = as_ints("slots", slots), as_ints("num_new_tokens", num_new_tokens)
-        if slots.ndim != 1 or counts.shape != slots.shape or not len(slots):
-            raise ValueError(
-                f"slots, num_new_tokens: expected two vectors of one length > 0, "
-                f"got {list(slots.shape)} and {list(counts.shape)}"
-            )
-        return slots, counts
-
-    def _check(self, slots: Int64, counts: Int64) -> None:
-        # Those below 1 are large without a sign; sums with those past any length would overflow.
-        if np.count_nonzero((counts - ONE).view(np.uint64) >= MOST_TOKENS):
-            raise ValueError(
-                f"num_new_tokens: expected at least 1 and at most {MOST_TOKENS} each, "
-                f"got {counts.tolist()}"
-            )
-        self._sequences.check(slots)
 
     # Plan.
 
@@ -190,7 +171,7 @@ class Steps:
     ) -> tuple[Int64, Int64, Int64, Int64, DecodeBatch | None]:
         """The step that is asked for, checked: slots, counts, and tokens before and after it [n];
         the batch of the last step, if it is its next one."""
-        slots, counts = self._vectors(slots, num_new_tokens)
+        slots, counts = as_batch(slots, num_new_tokens)
         batch = self._batches.newest
         if batch is not None and batch.is_again(slots, counts):
             slots, counts = batch.slots, batch.counts
@@ -198,7 +179,7 @@ class Steps:
         else:
             batch = None
             slots, counts = slots.copy(), counts.copy()  # the caller may use its buffers again
-            self._check(slots, counts)
+            check_batch(slots, counts, self._sequences)
             start = self._sequences.num_computed[slots]
             end = start + counts
             longest = int(end[0] if len(slots) == 1 else np.maximum.reduce(end))
@@ -318,3 +299,100 @@ class Steps:
         if len(self._ones_cu) != n + 1:
             self._ones_cu = np.arange(n + 1, dtype=np.int32)
         return self._ones_cu
+
+    # Commit.
+
+    def commit(self, plan: StepPlan, input_ids: Any, accepted: Any) -> Int32:
+        """`KVCache.commit`."""
+        if plan.__class__ is not StepPlan:
+            raise ValueError(f"plan: expected a StepPlan, got {plan!r}")
+        ids = as_token_ids("input_ids", input_ids)
+        if plan is not self.planned:
+            raise ValueError(
+                "plan: expected the newest plan of this cache, got another cache's, or one made "
+                "before another plan or change"
+            )
+        if len(ids) != len(plan.positions):
+            raise wrong_size(len(plan.positions), ids)
+        end = plan.changes.end if accepted is None else self.end_of(plan, accepted)
+        self._pool.take(plan.changes.num_new)
+        return self.finish(plan, ids, end)
+
+    def end_of(self, plan: StepPlan, accepted: Any) -> Int64:
+        """[n] tokens after a step of which `accepted` tokens stay.
+
+        Raises:
+            ValueError: as `KVCache.commit`.
+        """
+        changes = plan.changes
+        taken = self.rollbacks.checked(changes.batch, plan.num_new_tokens, accepted)
+        end: Int64 = changes.start + taken
+        return end
+
+    def finish(self, plan: StepPlan, ids: Int32, end: Int64) -> Int32:
+        """Advance and publish a step whose pages are taken, up to `end` [n] tokens; returns the
+        copies to run after it."""
+        changes, made, ending = plan.changes, None, None
+        self.changed()
+        if self._enable_caching:
+            if isinstance(changes, DecodeChanges):
+                made = self._sequences.feed_one(changes.batch, ids)
+            else:
+                made, ending = self._feed(plan, changes, ids, end)
+            if self._announcer is not None:
+                self._announcer.computed(plan, ids, end)
+        copies, passed = self.advance(plan, end, ending)
+        if passed is not None:
+            self._chains.publish(passed, made)
+        return copies
+
+    def advance(
+        self, plan: StepPlan, end: Int64, ending: Ending | None
+    ) -> tuple[Int32, Passed | None]:
+        """The tokens of a step, whose pages are taken, count as computed up to `end` [n].
+
+        Args:
+            ending: whose segments end, if a step with drafts knows.
+        """
+        changes, passed = plan.changes, None
+        if self._layout.drafts:
+            self.rollbacks.reached(plan.slots, changes.end)
+        if isinstance(changes, DecodeChanges):
+            batch = changes.batch
+            due: tuple[Ending, Int64, Int64] | None = None
+            if not batch.age:  # its first step
+                self._batches.keep(batch)
+            if self._enable_caching and (self._layout.lookahead or batch.ending.slot_list):
+                # Before the tables move on: whose segments end here.
+                due = self._chains.due(batch)
+            copies = self._decodes.commit(changes)
+            if due is not None:
+                passed = self._chains.passed(batch, *due)
+        elif self._enable_caching:
+            copies, passed = self._chains.advance(changes, end, ending)
+        else:
+            effects = self._tables.commit(changes, end, (NO_ROWS, NO_ROWS))
+            self._tables.settle(changes, effects)
+            copies = effects.copies
+        self._sequences.num_computed[plan.slots] = end
+        return copies, passed
+
+    def _feed(
+        self, plan: StepPlan, step: StepChanges, ids: Int32, end: Int64
+    ) -> tuple[list[bytes] | None, Ending | None]:
+        """Give the tokens of a step to the key chains.
+
+        Returns:
+            What `Chains` need not find out of a step with drafts: (keys of the segments that end in
+            it, whose they are); None where it must.
+        """
+        batch, rows = step.batch, step.chunk_rows
+        if isinstance(batch, DraftBatch):
+            return self._sequences.feed_drafts(batch, ids, end)
+        if batch is not None:
+            ones = ids[plan.cu_seqlens_q[step.decode_rows]] if rows.size else ids
+            self._sequences.feed_one(batch, ones)
+        if rows.size:
+            slots, first = step.slots[rows], plan.cu_seqlens_q[rows]
+            self._sequences.feed_several(slots, step.start[rows], end[rows], ids, first)
+        return None, None

@@ -13,7 +13,6 @@ from .plan import OutOfPages
 from .prefix.extra_keys import ExtraKeys
 from .prefix.lookup import Match
 from .prefix.tracker import Chains
-from .progress import Progress
 from .spec import Layout
 from .stats import count_admission
 from .tables.groups import Tables
@@ -66,7 +65,6 @@ class RequestCalls(CacheContents):
     counters: dict[str, int]
     _tables: Tables
     _chains: Chains
-    _progress: Progress
     _open: OpenSteps
 
     def match(
@@ -124,7 +122,7 @@ class RequestCalls(CacheContents):
         keep = self._chains.ask(match)
         self._steps.changed()
         slot = self.sequences.add(request_id, match.prompt, match.num_saved_tokens)
-        self._progress.rollbacks.floor[slot] = match.replay_to or match.num_tokens
+        self._steps.rollbacks.floor[slot] = match.replay_to or match.num_tokens
         if self._announcer is not None:
             self._announcer.admitted(slot, match.prompt)
         self._chains.start(slot, match, run, keep)
@@ -160,7 +158,7 @@ class RequestCalls(CacheContents):
         self._open.expect_settled(source)
         self._check_new(request_id)
         cached, computed = int(self._chains.cached[source]), int(self.sequences.lengths[source])
-        lowest = self._progress.rollbacks.lowest(source)
+        lowest = self._steps.rollbacks.lowest(source)
         plan = self._tables.plan_fork(source, cached, computed, lowest)
         demand = dict.fromkeys((g.name for g in self.layout.groups), 0)
         for table in plan.tables.tolist():
@@ -175,7 +173,7 @@ class RequestCalls(CacheContents):
             self._steps.evict(lacks)
         self._steps.changed()
         new = self.sequences.fork(request_id, source)
-        self._progress.rollbacks.floor[new] = self._progress.rollbacks.floor[source]
+        self._steps.rollbacks.floor[new] = self._steps.rollbacks.floor[source]
         if self._announcer is not None:
             self._announcer.forked(source, new)
         self._chains.fork(source, new)
@@ -227,8 +225,8 @@ class RequestCalls(CacheContents):
     def reset(self, *, end_requests: bool = False) -> list[Hashable]:
         """Forget everything cached, pinned or not: for new weights, or pages that lost their rows.
 
-        All pages but those withheld are free afterwards. Counters go on; a `Match` made before may still be admitted,
-        and hits nothing.
+        All pages but those withheld are free afterwards. Counters go on; a `Match` made before may
+        still be admitted, and hits nothing.
 
         Args:
             end_requests: release running requests, as with ``discard=True``. False refuses while

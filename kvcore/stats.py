@@ -18,8 +18,9 @@ def new_counters(layout: Layout) -> dict[str, int]:
     """All counters, at zero.
 
     ``resumed_...`` count requests that came back after a preemption, which no other counter of
-    requests, prompts and hits does. ``misses/...`` counts requests without a hit, ``limited_by/...`` all requests, by
-    `Match.limited_by`; ``group_tokens/...`` sums `Match.per_group`.
+    requests, prompts and hits does. ``misses/...`` counts requests without a hit,
+    ``limited_by/...`` all requests, by `Match.limited_by`; ``group_tokens/...`` sums
+    `Match.per_group`.
     """
     names = [
         "requests", "hits", "prompt_tokens", "hit_tokens", "tokens_without_resume_point",

@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .arrays import NO_ROWS, Int32, Int64, as_ints, as_token_ids
+from .checks import wrong_size
 from .part import Part
 from .plan import OutOfPages, StepPlan
 from .prefix.tracker import Passed
@@ -191,7 +192,7 @@ class Step:
         if self._state is not PLANNED:
             raise self._unexpected("advance", "a planned step")
         assert self._full is not None
-        copies, self._passed = self._open.progress.advance(self._full, self._end)
+        copies, self._passed = self._open.advance(self._full, self._end)
         self._state = ADVANCED
         self._open.has_advanced(self)
         return copies
@@ -217,9 +218,9 @@ class Step:
             raise self._unexpected("commit", "a planned step")
         shown, full = self.plan(), self.full_plan()
         ids = as_token_ids("input_ids", input_ids)
-        progress, counts = self._open.progress, shown.num_new_tokens
+        steps, counts = self._open.steps, shown.num_new_tokens
         if len(ids) != len(shown.positions):
-            raise progress.wrong_size(shown, ids)
+            raise wrong_size(len(shown.positions), ids)
         end = self._end
         if accepted is not None:
             taken = as_ints("accepted", accepted)
@@ -227,7 +228,7 @@ class Step:
                 raise ValueError(
                     f"accepted: expected at most {counts.tolist()}, got {taken.tolist()}"
                 )
-            end = progress.end_of(full, taken)
+            end = steps.end_of(full, taken)
             if self._state is ADVANCED and np.count_nonzero(taken < counts):
                 raise ValueError(
                     f"accepted: expected all of {counts.tolist()} tokens of a step that has "
@@ -239,9 +240,9 @@ class Step:
             ids[self._is_shown] = known
         copies = NO_COPIES
         if self._state is PLANNED:
-            copies = progress.finish(full, ids, end)
+            copies = steps.finish(full, ids, end)
         else:
-            progress.publish(full, self._passed, ids, end, self._gone)
+            self._open.publish(full, self._passed, ids, end, self._gone)
         self._end_here()
         return copies
 

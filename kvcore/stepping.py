@@ -6,11 +6,11 @@ from __future__ import annotations
 from typing import Any
 
 from .arrays import Int32, Int64
+from .checks import as_batch, check_batch
 from .open_steps import OpenSteps
 from .plan import OutOfPages, StepPlan, Steps
 from .prefix.requests import Sequences
 from .prefix.tracker import Chains
-from .progress import Progress
 from .spec import as_int
 from .step import Step
 from .tables.groups import Tables
@@ -29,7 +29,6 @@ class CacheSteps:
     _chains: Chains
     _tables: Tables
     _steps: Steps
-    _progress: Progress
     _open: OpenSteps
 
     def cut(self, slots: Any, num_new_tokens: Any) -> Int64:
@@ -47,7 +46,8 @@ class CacheSteps:
         Raises:
             ValueError: as `plan` for the slots and counts.
         """
-        slots, counts = self._steps.checked(slots, num_new_tokens)
+        slots, counts = as_batch(slots, num_new_tokens)
+        check_batch(slots, counts, self.sequences)
         if not (self._tables.states and self.enable_caching):
             return counts.copy()
         start = self.sequences.num_computed[slots]
@@ -89,7 +89,7 @@ class CacheSteps:
             ValueError: the plan is not the newest, or void, or an argument has the wrong size.
                 Nothing changed.
         """
-        return self._progress.commit(plan, input_ids, accepted)
+        return self._steps.commit(plan, input_ids, accepted)
 
     def begin(self) -> Step:
         """Start to build a step, request by request (see `Step`). It voids the newest plan.
@@ -113,9 +113,9 @@ class CacheSteps:
         """
         slot, num_tokens = self.sequences.checked(slot), as_int("num_tokens", num_tokens, 1)
         self._open.expect_settled(slot)
-        self._progress.rollbacks.expect(slot, num_tokens)
+        self._steps.rollbacks.expect(slot, num_tokens)
         self._steps.changed()
-        self._progress.rollbacks.take_back(slot, num_tokens)
+        self._steps.rollbacks.take_back(slot, num_tokens)
 
     def lowest_rollback(self, slot: int) -> int:
         """The fewest tokens that `rollback` can leave the request of `slot`.
@@ -123,4 +123,4 @@ class CacheSteps:
         Raises:
             ValueError: the slot is unknown.
         """
-        return self._progress.rollbacks.lowest(self.sequences.checked(slot))
+        return self._steps.rollbacks.lowest(self.sequences.checked(slot))
