@@ -8,7 +8,7 @@ commit in `progress`:
                             `Batches.of` makes one
              pages          free ones are a stack: `peek` shows those that `take` will remove
              too few        `PrefixIndex.evict`: cached pages that no running request needs
-    commit   tokens, keys   `Sequences.feed_one`: each token joins the open segment of its request.
+    commit   tokens, keys   `Sequences.feed_next`: each token joins the open segment of its request.
                             The last one of a segment (one alignment) makes its key, a hash of the
                             key before and the tokens of the segment: tokens whose rows are
                             computed, so not the one that the step's logits give

@@ -95,7 +95,10 @@ class Progress:
         self._steps.changed()
         if self._enable_caching:
             if isinstance(changes, DecodeChanges):
-                made = self._sequences.feed_one(changes.batch, ids)
+                batch = changes.batch
+                made = self._sequences.feed_next(
+                    batch.slots, batch.start, batch.end, ids, batch.ending
+                )
             else:
                 made, ending = self._feed(plan, changes, ids, end)
             if self._announcer is not None:
@@ -188,7 +191,7 @@ class Progress:
             return self._sequences.feed_drafts(batch, ids, end)
         if batch is not None:
             ones = ids[plan.cu_seqlens_q[step.decode_rows]] if rows.size else ids
-            self._sequences.feed_one(batch, ones)
+            self._sequences.feed_next(batch.slots, batch.start, batch.end, ones, batch.ending)
         if rows.size:
             slots, first = step.slots[rows], plan.cu_seqlens_q[rows]
             self._sequences.feed_several(slots, step.start[rows], end[rows], ids, first)
