@@ -188,11 +188,6 @@ class OpenSteps:
 
     # What others may do.
 
-    @property
-    def some(self) -> bool:
-        """Whether there is any."""
-        return bool(self.by_slot or self.advanced)
-
     def busy(self, name: str, slot: int) -> ValueError:
         """The error of a call that must wait until a step has advanced."""
         return ValueError(

@@ -7,7 +7,7 @@ which entries of the tables change, is in `tables.decode`; the rest of such a st
                             `Batches.of` makes one
              pages          free ones are a stack: `peek` shows those that `take` will remove
              too few        `PrefixIndex.evict`: cached pages that no running request needs
-    commit   tokens, keys   `Sequences.feed_one`: each token joins the open segment of its request.
+    commit   tokens, keys   `Sequences.feed_next`: each token joins the open segment of its request.
                             The last one of a segment (one alignment) makes its key, a hash of the
                             key before and the tokens of the segment: tokens whose rows are
                             computed, so not the one that the step's logits give
@@ -324,9 +324,8 @@ class Steps:
         Raises:
             ValueError: as `KVCache.commit`.
         """
-        changes = plan.changes
-        taken = self.rollbacks.checked(changes.batch, plan.num_new_tokens, accepted)
-        end: Int64 = changes.start + taken
+        taken = self.rollbacks.checked(plan.changes.batch, plan.num_new_tokens, accepted)
+        end: Int64 = plan.changes.start + taken
         return end
 
     def finish(self, plan: StepPlan, ids: Int32, end: Int64) -> Int32:
@@ -336,7 +335,7 @@ class Steps:
         self.changed()
         if self._enable_caching:
             if isinstance(changes, DecodeChanges):
-                made = self._sequences.feed_one(changes.batch, ids)
+                made = self._feed_next(changes.batch, ids)
             else:
                 made, ending = self._feed(plan, changes, ids, end)
             if self._announcer is not None:
@@ -377,6 +376,9 @@ class Steps:
         self._sequences.num_computed[plan.slots] = end
         return copies, passed
 
+    def _feed_next(self, batch: DecodeBatch, ids: Int32) -> list[bytes] | None:
+        return self._sequences.feed_next(batch.slots, batch.start, batch.end, ids, batch.ending)
+
     def _feed(
         self, plan: StepPlan, step: StepChanges, ids: Int32, end: Int64
     ) -> tuple[list[bytes] | None, Ending | None]:
@@ -391,7 +393,7 @@ class Steps:
             return self._sequences.feed_drafts(batch, ids, end)
         if batch is not None:
             ones = ids[plan.cu_seqlens_q[step.decode_rows]] if rows.size else ids
-            self._sequences.feed_one(batch, ones)
+            self._feed_next(batch, ones)
         if rows.size:
             slots, first = step.slots[rows], plan.cu_seqlens_q[rows]
             self._sequences.feed_several(slots, step.start[rows], end[rows], ids, first)

@@ -68,8 +68,9 @@ class CacheSteps:
             ValueError: an unknown or repeated slot, one in a step of `begin` that is not committed,
                 a count below 1, or a sequence past max_model_len; or a step is being built.
         """
-        if self._open.some:
-            self._open.expect_none_of(slots)
+        steps = self._open
+        if steps.by_slot or steps.advanced:
+            steps.expect_none_of(slots)
         return self._steps.plan(slots, num_new_tokens)
 
     def commit(self, plan: StepPlan, input_ids: Any, accepted: Any = None) -> Int32:

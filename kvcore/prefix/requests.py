@@ -14,7 +14,7 @@ import numpy as np
 
 from ..arrays import ONE, Int32, Int64, ragged_arange
 from ..spec import as_int
-from ..tables.decode import NOBODY, DecodeBatch, Ending
+from ..tables.decode import NOBODY, Ending
 from ..tables.drafts import DraftBatch
 from .keys import KEY_BYTES, Prompt, next_key
 
@@ -166,23 +166,18 @@ class Sequences:
             return self._last_key[slot]  # that of a prompt may have marks besides
         return self.keys(slot, segment, segment + 1)
 
-    def feed_one(self, batch: DecodeBatch, tokens: Int32) -> list[bytes] | None:
+    def feed_next(
+        self, slots: Int64, start: Int64, end: Int64, tokens: Int32, ending: Ending | None
+    ) -> list[bytes] | None:
         """The next token of each request of a batch [n]; those of prompts are known.
+
+        Args:
+            slots, start, end: of the batch, before and after the step; it may have moved on since.
+            ending: who completes a segment, if that is known.
 
         Returns:
             Keys of the segments that end here; None where prompts or a lookahead make it less
             simple.
-        """
-        return self.feed_next(batch.slots, batch.start, batch.end, tokens, batch.ending)
-
-    def feed_next(
-        self, slots: Int64, start: Int64, end: Int64, tokens: Int32, ending: Ending | None
-    ) -> list[bytes] | None:
-        """`feed_one` of a batch that may have moved on: its `slots`, and where they were before and
-        after the step.
-
-        Args:
-            ending: who completed a segment, if that is known.
         """
         a, k = self.alignment, self.lookahead
         if slots is not self._fed and not self._locate(slots, start):
