@@ -28,3 +28,4 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(50_000)  # collections of the youngest take several percent of all time else

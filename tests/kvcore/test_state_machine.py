@@ -57,7 +57,7 @@ for _name in traffic.WEIGHTS:
 
 TestTraffic = pytest.mark.slow(Machine.TestCase)
 TestTraffic.settings = settings(
-    max_examples=int(os.environ.get("QUIRE_STATE_MACHINE_EXAMPLES", "200")),
+    max_examples=int(os.environ.get("QUIRE_STATE_MACHINE_EXAMPLES", "150")),
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=list(HealthCheck),
@@ -68,7 +68,7 @@ TestTraffic.settings = settings(
 def test_long_lives():
     """Caches that live for hundreds of steps with full pools."""
     taken, evicted = Counter(), 0
-    for seed in range(20):
+    for seed in range(15):
         evicted += traffic.run(seed, 300, taken)
     assert evicted > 1000
     assert all(taken[name] > 50 for name in traffic.WEIGHTS)
