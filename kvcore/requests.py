@@ -163,12 +163,9 @@ class RequestCalls(CacheContents):
         demand = dict.fromkeys((g.name for g in self.layout.groups), 0)
         for table in plan.tables.tolist():
             demand[self.layout.groups[self.layout.tables[table][0]].name] += 1
-        free = self.pool.num_free - self.pool.num_reserved
-        lacks = len(plan.columns) - free
+        lacks = len(plan.columns) - (self.pool.num_free - self.pool.num_reserved)
         if lacks > self.index.num_evictable:
-            worst = max(demand, key=lambda name: demand[name])
-            needed, evictable = len(plan.columns), self.index.num_evictable
-            return OutOfPages(needed, free, evictable, worst, demand)
+            return self._steps.lacking(len(plan.columns), demand)
         if lacks > 0:
             self._steps.evict(lacks)
         self._steps.changed()

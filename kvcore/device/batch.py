@@ -115,8 +115,9 @@ class BatchBuilder:
     Args:
         kv: an allocator made with ``track_deltas=True``; nobody else may take its deltas. Or the
             `quire.kvcore.WorkerTables` of one in another process, which are updated with each step
-            before it is built; `make_planner` needs the allocator itself. Each of the groups has one table, so that tables and groups have the same numbers, and none has states, so
-            that plans have no pages to copy.
+            before it is built; `make_planner` needs the allocator itself. Each of the groups has
+            one table, so that tables and groups have the same numbers, and none has states, so that
+            plans have no pages to copy.
         make_planner: makes one of attention, of the allocator; None = attention needs none.
         max_placeholders: ids of a step that the host may not know.
 
