@@ -1,0 +1,1 @@
+"""Tiers behind the page pool: host memory and disk for dense segments and whole resume points."""
