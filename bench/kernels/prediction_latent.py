@@ -208,7 +208,7 @@ def _add_compressed(case: LatentCase, device: Device, work: _Work) -> None:
         max_keys=most,
         bounded=shape.op != "hca",
     )
-    work.kernels += 2 if plan.workspace_numel else 1
+    work.kernels += 2 if plan.is_split else 1
     count = case.batch
     if plan.programs:
         left = 1 if 2 * count <= plan.programs else 2

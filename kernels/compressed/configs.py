@@ -51,13 +51,19 @@ class DecodePlan:
         num_splits: KV splits of each query tile of the others.
         programs: those that divide all query tiles between them instead (``common.stream_k``); 0:
             none do.
-        workspace_numel: fp32 elements; 0 where no tile is split.
+        workspace_numel: fp32 elements; 0 where no tile could be split, and 1 where one could and
+            none is: with memory for parts and without it would be two kernels.
     """
 
     num_unsplit: int
     num_splits: int
     programs: int
     workspace_numel: int
+
+    @property
+    def is_split(self) -> bool:
+        """Whether there are parts to merge."""
+        return self.programs > 0 or self.num_splits > 1
 
 
 def select_config(
@@ -138,6 +144,6 @@ def plan_decode(
     most = min(max_keys // MIN_SPLIT_KEYS, 2 * programs // max(1, tiles))
     num_splits = min(range(1, max(1, most) + 1), key=cost)
     if num_splits == 1:
-        return DecodePlan(num_decodes, 1, 0, 0)
+        return DecodePlan(num_decodes, 1, 0, 1)
     numel = partial_numel(tiles * num_splits, block_q, num_heads, head_dim)
     return DecodePlan(num_unsplit, num_splits, 0, numel)

@@ -219,7 +219,7 @@ def _prepare_decode(
     attention = Launch(
         compressed_decode_kernel, (items * queries.HEAD_TILES,), {**shared, **decode}
     )
-    if partial_out is None:
+    if not plan.is_split:
         return [attention]
     # Whatever the batch: a number of splits is no reason for another kernel.
     most_splits = plan.programs or (max_keys or 0) // MIN_SPLIT_KEYS

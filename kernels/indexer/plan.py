@@ -27,7 +27,7 @@ from ..common.tile_shapes import next_power_of_2
 WORKSPACE_NUMEL = 1 << 24
 # Values that one program selects from; they live in registers. Two counters of a scan share 32
 # bits, so 32768 is the limit.
-MIN_BLOCK, MAX_BLOCK = 1024, 8192
+MIN_BLOCK, MAX_BLOCK = 2048, 8192
 # Scores of a query begin at multiples of this.
 ROW_ALIGNMENT = 64
 

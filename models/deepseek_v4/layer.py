@@ -14,16 +14,16 @@ not the model's business: a layer hands its projections of the step to ``attend`
 pass, which `models.deepseek_v4.paged_attention` provides for caches, and
 `models.deepseek_v4.unpaged_attention` for whole sequences without any.
 
-Over pages, a layer calls these operators of `quire.kernels`, in this order; between them are plain
-products of torch. Each is in a folder of ``kernels/``, its kernels too (that of splits is in
+Over pages, a layer calls these operators of `quire.kernels`, in this order, the first and
+expand_streams around both halves; between them are plain products of torch. Each is in a folder of ``kernels/``, its kernels too (that of splits is in
 ``common/``). Groups of pages are those of `models.deepseek_v4.cache_plan`::
 
     operator              folder             kernels                     pages
     collapse_streams      hyper_connections  _products_kernel _collapse_kernel
-    residual_norm         norms              _residual_norm_kernel
+    residual_norm         norms              _residual_norm_kernel       (q_a_norm)
     write_latent          latent_write       _write_latent_kernel        writes window
-    copy_overlap  CSA     overlap_copy       _copy_overlap_kernel        reads, writes overlap
-    compress      CSA HCA compressor         _compress_kernel            writes compressed
+    copy_overlap  CSA     overlap_copy       _copy_overlap_kernel        reads, writes overlap; ring
+    compress      CSA HCA compressor         _compress_kernel            writes compressed; ring
     index_topk    CSA     indexer            index_scores_kernel index_select_kernel
                                                                          reads compressed
     compressed_attention  compressed         compressed_prefill_kernel compressed_decode_kernel

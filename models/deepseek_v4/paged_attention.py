@@ -22,7 +22,7 @@ class PagedAttend:
     """Attention of one ragged step through `quire.kernels`; an `Attend`.
 
     There is one for each forward pass, which calls it in every layer. Context comes from pages, the
-    step's own raw rows from the projections. So attention takes the window's table without the
+    step's own raw rows from `write_latent`. So attention takes the window's table without the
     blocks of this step, and the compressed one with them (`with_new_blocks`): entries that the step
     closes are read from their pages.
 

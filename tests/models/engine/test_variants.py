@@ -17,10 +17,9 @@ ROOT = Path(__file__).resolve().parents[3]
 # Registers of a thread are those of `bench.static` for sm_90, at the sizes of the released models.
 V4 = {
     # The three kinds of layers differ in their loop over keys: a window alone; a window and all
-    # entries; a window and the entries that a list names. Decode of few sequences splits the keys of
-    # a list. Compiled for splits, what is not split has a loop longer by 1.7 %.
+    # entries; a window and the entries that a list names.
     "compressed_prefill_kernel": 3,
-    "compressed_decode_kernel": 4,
+    "compressed_decode_kernel": 3,
     # Equal splits (56 registers) and stream-K (72).
     "compressed_merge_kernel": 2,
     # Entries of CSA (8 tokens, 512 channels), its index keys (128 channels), entries of HCA (128 tokens).
@@ -30,9 +29,9 @@ V4 = {
     "_write_latent_kernel": 3,
     # One token of a sequence, or as many as a product has columns for.
     "index_scores_kernel": 2,
-    # A row of scores lies in registers: blocks of 1024 to 8192. Where no query has more entries than
-    # it may select, nothing is scored (19 registers, 68 for the smallest block).
-    "index_select_kernel": 5,
+    # A row of scores lies in registers: blocks of 2048 to 8192. Where no query has more entries than
+    # it may select, nothing is scored (19 registers, 68 for a block of 1024).
+    "index_select_kernel": 4,
     # Rows that one expert has: up to 16, to 64, and more.
     "_gate_up_kernel": 3,
     "_down_kernel": 3,
