@@ -57,10 +57,10 @@ class DiskStore:
         folder: is made if it is not there (its parent is). It gets three files, which only the user
             may read: `pages`, `records.sqlite`, `lock`.
         page_bytes: of a page.
-        capacity: bytes of the file of pages. If it is less than before, what lies beyond is dropped;
-            if it is more, all stays.
+        capacity: bytes of the file of pages. If it is less than before, what lies beyond is
+            dropped; if it is more, all stays.
         layout: whatever must be the same for pages to be of use: model, dtype, order of bytes in a
-            page, block sizes, alignment, hash seed... Of values that are bytes only a digest is kept.
+            page, block sizes, alignment, hash seed. Of values that are bytes only a digest is kept.
         on_mismatch: with another layout or page size than before, or a damaged database: raise, or
             start anew with an empty folder.
         direct: go past the page cache where the file system can (`O_DIRECT`).

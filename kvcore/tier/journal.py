@@ -1,8 +1,8 @@
 """Records of a tier in SQLite: which there are, the checksums of their pages, and of what layout.
 
 A call is one transaction, durable when it returns (write-ahead log, flushed). Rows are numbered as
-they come, so each record comes after those that it needs. A row has a digest of its own, which tells
-a damaged one from a sound one wherever SQLite itself sees no difference.
+they come, so each record comes after those that it needs. A row has a digest of its own, which
+tells a damaged one from a sound one wherever SQLite itself sees no difference.
 """
 
 from __future__ import annotations
@@ -221,6 +221,7 @@ class RecordDatabase:
     def find(self, point: int, key: bytes) -> Row | None:
         """The row of one record."""
         with self._lock, self._errors():
+            self.settle()  # or what it finds may be undone next
             found = self._db.execute(
                 f"SELECT {_COLUMNS} FROM records WHERE key = ? AND point = ?", (key, point)
             ).fetchone()
@@ -284,8 +285,8 @@ class RecordDatabase:
     def _commit(self, change: Callable[[], None], undo: Callable[[], None]) -> None:
         """One transaction. If its commit fails, `undo` remains to be done; it must be right whether
         or not the change took place."""
-        self._db.execute("BEGIN IMMEDIATE")
         try:
+            self._db.execute("BEGIN IMMEDIATE")
             change()
             self._undo = undo
             self._db.execute("COMMIT")

@@ -200,8 +200,9 @@ class PageJobs:
                     f"{error}"
                 ) from error
             if len(row) != self.file.page_bytes or (writable and not row.flags.writeable):
+                kind = "writable bytes" if writable else "bytes"
                 raise ValueError(
-                    f"buffers: expected {self.file.page_bytes} {'writable ' * writable}bytes at {i}, "
+                    f"buffers: expected {self.file.page_bytes} {kind} at {i}, "
                     f"got {len(row)}{'' if row.flags.writeable else ' that are read-only'}"
                 )
             rows.append(row)
