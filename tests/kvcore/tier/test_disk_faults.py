@@ -232,7 +232,7 @@ def test_a_failed_flush_fails_what_is_being_written(folder, faults, monkeypatch)
             raise OSError(errno.EIO, "lost")
 
         monkeypatch.setattr(pagefile.os, "fdatasync", flush)
-        monkeypatch.setattr(pagefile.os, "pwritev", lambda *a: (go.wait(30), write(*a))[1])
+        monkeypatch.setattr(pagefile.os, "pwritev", lambda *a: (go.wait(3), write(*a))[1])
         with pytest.raises(OSError, match="lost"):
             store.added([segment("a", pages=[1])])
         go.set()
