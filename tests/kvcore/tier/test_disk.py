@@ -75,12 +75,12 @@ def test_random_traffic_with_restarts(folder, direct):
 
 @pytest.mark.parametrize("page_bytes", [1, 511, 512, 4096, 5000, 70000])
 @pytest.mark.parametrize("direct", [True, False])
-def test_any_page_size_and_any_memory(folder, page_bytes, direct):
-    """Pages in any order, whose neighbours go in one call; rows of aligned arrays, arrays that are not aligned, bytes."""
+def test_any_page_size_and_any_memory(tmp_path, page_bytes, direct):
+    """Pages in any order; rows of aligned arrays, arrays that are not aligned, bytes. On a disk, which is stricter about `O_DIRECT`."""
     dice = np.random.default_rng(page_bytes)
     layout = LAYOUT
     with DiskStore(
-        folder, page_bytes=page_bytes, capacity=1 << 23, layout=layout, direct=direct
+        tmp_path / "store", page_bytes=page_bytes, capacity=1 << 23, layout=layout, direct=direct
     ) as store:
         n = min(100, store.num_pages - 1)
         data = dice.integers(0, 256, (n, page_bytes), dtype=np.uint8)
