@@ -310,9 +310,10 @@ def test_a_damaged_database_is_refused_or_cleared(folder, damage):
             assert list(store.records()) == []
             assert os.path.getsize(os.path.join(folder, "pages")) == 0
         return
+    before = files(folder)
     with pytest.raises(DamagedDatabase, match=r'on_mismatch="clear"'):
-        with open_store(folder) as store:
-            store.added([])
+        open_store(folder)
+    assert files(folder) == before
     with open_store(folder, on_mismatch="clear") as store:
         assert list(store.records()) == []
         add(store, CHAIN)

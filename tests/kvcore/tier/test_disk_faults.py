@@ -263,6 +263,15 @@ def test_calls_that_move_less_than_asked(folder, monkeypatch, name, direct):
     assert len(sizes) > 5
 
 
+def test_a_system_that_writes_nothing(folder, monkeypatch):
+    with open_store(folder) as store:
+        monkeypatch.setattr(pagefile.os, "pwritev", lambda *_: 0)
+        with pytest.raises(OSError, match="wrote less than it was given"):
+            store.write([1], [bytes(PAGE_BYTES)]).result(30)
+        with pytest.raises(ValueError, match="that are written, got 1"):
+            store.added([segment("a", pages=[1])])
+
+
 def test_an_unreadable_page_does_not_take_its_neighbours(folder, faults, monkeypatch):
     with open_store(folder) as store:
         add(store, CHAIN)
