@@ -124,7 +124,7 @@ class RequestCalls(CacheContents):
         slot = self.sequences.add(request_id, match.prompt, match.num_saved_tokens)
         self._steps.rollbacks.floor[slot] = match.replay_to or match.num_tokens
         if self._announcer is not None:
-            self._announcer.admitted(slot, match.prompt)
+            self._announcer.admitted(slot, match.prompt, request_id)
         self._chains.start(slot, match, run, keep)
         count_admission(self.counters, match, resumed)
         return slot
@@ -172,7 +172,7 @@ class RequestCalls(CacheContents):
         new = self.sequences.fork(request_id, source)
         self._steps.rollbacks.floor[new] = self._steps.rollbacks.floor[source]
         if self._announcer is not None:
-            self._announcer.forked(source, new)
+            self._announcer.forked(source, new, request_id)
         self._chains.fork(source, new)
         pages = self.pool.peek(len(plan.columns))
         self.pool.take(len(pages))
