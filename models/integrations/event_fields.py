@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import groupby
+from typing import Any
 
 from quire.kvcore import BlockStored
 
@@ -61,6 +62,32 @@ def images_of(event: BlockStored) -> list[list[tuple[str, int]]]:
         ]
         for i, keys in enumerate(blocks)
     ]
+
+
+def mm_infos(event: BlockStored) -> list[dict[str, Any] | None]:
+    """Of each block of an event its images as Dynamo has them, None if it has none."""
+    return [
+        {"mm_objects": [{"mm_hash": image_hash(text), "offsets": []} for text, _ in images]}
+        if images
+        else None
+        for images in images_of(event)
+    ]
+
+
+def image_hash(identifier: str) -> int:
+    """What Dynamo puts in a block's hash for an image with this identifier: of 64 hexadecimal
+    digits the first 16, of any other XXH3."""
+    if len(identifier) == 64 and not set(identifier.lower()) - set("0123456789abcdef"):
+        return int(identifier[:16], 16)
+    try:
+        import xxhash
+    except ImportError as error:
+        raise ImportError(
+            "images with identifiers that are not 64 hexadecimal digits need the package xxhash: "
+            "pip install 'quire[events]'"
+        ) from error
+    value: int = xxhash.xxh3_64_intdigest(identifier.encode())
+    return value
 
 
 def by_lora(event: BlockStored) -> Iterator[tuple[str | None, BlockStored]]:

@@ -53,7 +53,7 @@ class Tree:
 @pytest.mark.parametrize("late", [False, True], ids=["live", "announced"])
 @pytest.mark.parametrize("mix", DENSE + HYBRID, ids=str)
 def test_a_reader_with_its_own_hashes_knows_what_is_cached(mix, late):
-    router = Router(mix, workers=2, num_pages=90, seed=len(mix))
+    router = Router(mix, workers=2, num_pages=60, seed=len(mix))
     trees = [Tree() for _ in router.logs]
     seen = {"": 0, "salt": 0, "extra_keys": 0}
     for turn in range(60):

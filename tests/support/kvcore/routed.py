@@ -75,15 +75,21 @@ class Router:
                 ask = ask.followed([END])
             if rng.random() < 0.35:  # another adapter or tenant for the same tokens
                 ask = self._of(ask.tokens, ask.images)
+            if rng.random() < 0.35:  # other images
+                loras = [part for part in ask.extra_keys if part[1] is None]
+                images = [(a, b, self._image()) for a, b, _ in ask.images]
+                ask = Ask(ask.tokens, ask.salt, (*loras, *images))
         else:
             ask = self._of((), [])
         for _ in range(int(rng.integers(1, 4))):
             ask = ask.followed(rng.integers(0, 2, int(rng.integers(1, 14))).tolist())
             if rng.random() < 0.3:
                 long = int(rng.integers(1, 11))
-                key = [b"cat", b"dog", b"\xff\x00", b"a" * 64][rng.integers(4)]
-                ask = ask.followed([IMAGE] * long + [END], [(0, long, key)])
+                ask = ask.followed([IMAGE] * long + [END], [(0, long, self._image())])
         return ask.cut(150).followed([1])
+
+    def _image(self) -> bytes:
+        return [b"cat", b"dog", b"\xff\x00", b"a" * 64][self.rng.integers(4)]
 
     def _of(self, tokens, images) -> Ask:
         name = [None, None, None, "sql", "chat"][self.rng.integers(5)]
