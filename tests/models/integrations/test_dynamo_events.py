@@ -11,6 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -23,7 +24,9 @@ from quire.models.integrations.dynamo_events import DynamoEvents, block_hashes  
 from quire.models.integrations.event_fields import image_hash, lora_key  # noqa: E402
 from tests.support.kvcore.engine import groups  # noqa: E402
 from tests.support.kvcore.routed import DENSE, HYBRID, IMAGE, Ask, Router  # noqa: E402
+from tests.support.models import page_blocks  # noqa: E402
 
+ROOT = Path(__file__).resolve().parents[3]
 WORKERS = 3
 
 
@@ -192,6 +195,12 @@ def test_another_version_is_refused(monkeypatch):
         importlib.reload(dynamo_events)
     monkeypatch.undo()
     importlib.reload(dynamo_events)
+
+
+def test_the_page_prints_what_it_shows():
+    pytest.importorskip("dynamo.llm", reason="needs ai-dynamo-runtime with what it depends on")
+    (block,) = page_blocks.run(ROOT / "docs" / "adopt-allocator.md", "needs Dynamo")
+    assert block[0] == block[1]
 
 
 # The other path: vLLM's events over ZMQ, which Dynamo's publisher relays and its indexer reads.
