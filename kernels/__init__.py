@@ -12,6 +12,7 @@ from typing import Any
 _HOME = {
     "IndexPages": "common.latent_pages",
     "LatentPages": "common.latent_pages",
+    "attention_for": "attention.api",
     "collapse_streams": "hyper_connections.api",
     "combine_experts": "routing.api",
     "compress": "compressor.api",
@@ -41,6 +42,7 @@ _HOME = {
 __all__ = [
     "IndexPages",
     "LatentPages",
+    "attention_for",
     "collapse_streams",
     "combine_experts",
     "compress",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,6 +18,7 @@ from .events import (
     split_keys,
     tail_hashes,
 )
+from .identities import NOTHING, Identity, identity_of
 from .prefix.keys import KEY_BYTES, Prompt
 from .prefix.requests import Sequences
 from .spec import GroupClass, Layout
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from .prefix.tree import Run
 
 _NO_TOKENS: Int32 = np.empty(0, dtype=np.int32)
+_Noted = tuple[Int32, Identity]  # of a segment: its tokens, and what else parts prompts there
 
 
 class Announcer:
@@ -40,17 +42,21 @@ class Announcer:
 
     Attributes:
         tokens: [alignment] int32 tokens of each cached segment, by its key.
+        identities: of the cached segments that have one, if the log names them.
     """
 
     def __init__(self, log: EventLog, layout: Layout, sequences: Sequences) -> None:
         self.log = log
         self.alignment = layout.alignment
         self.tokens: dict[bytes, Int32] = {}
+        self.identities: dict[bytes, Identity] = {}
         # How often besides a key is cached: in several places only after a snapshot that somebody
         # forged.
         self.copies: Counter[bytes] = Counter()
         self._sequences = sequences
         self._prompts: list[Int32] = [np.empty(0, np.int32)] * sequences.max_requests
+        self._identities: list[Identity] = [NOTHING] * sequences.max_requests
+        self._request_ids: list[Hashable] = [None] * sequences.max_requests
         # The newest tokens after the prompt, a ring a request: those that no cached segment has
         # yet, and room for a step.
         self._kept = 2 * layout.alignment + layout.lookahead
@@ -80,15 +86,18 @@ class Announcer:
 
     # Tokens of running requests.
 
-    def admitted(self, slot: int, prompt: Prompt) -> None:
+    def admitted(self, slot: int, prompt: Prompt, request_id: Hashable) -> None:
         """A request starts."""
-        assert prompt.tokens is not None
-        self._prompts[slot] = prompt.tokens
+        assert prompt.tokens is not None and prompt.salt is not None
+        self._prompts[slot], self._request_ids[slot] = prompt.tokens, request_id
+        if self.log.identities:
+            self._identities[slot] = identity_of(prompt.salt, prompt.marks)
         self._told[slot] = 0
 
-    def forked(self, source: int, slot: int) -> None:
+    def forked(self, source: int, slot: int, request_id: Hashable) -> None:
         """A request starts with the tokens of that of slot `source`."""
-        self._prompts[slot] = self._prompts[source]
+        self._prompts[slot], self._request_ids[slot] = self._prompts[source], request_id
+        self._identities[slot] = self._identities[source]
         self._answers[slot] = self._answers[source]
         self._told[slot] = self._told[source]
 
@@ -126,7 +135,7 @@ class Announcer:
 
     def released(self, slot: int) -> None:
         """A request ended."""
-        self._prompts[slot] = np.empty(0, np.int32)
+        self._prompts[slot], self._request_ids[slot] = _NO_TOKENS, None
 
     # What the index did.
 
@@ -138,19 +147,29 @@ class Announcer:
         columns = np.arange(max(0, first * a - n), max(0, last * a - n))
         answer = self._answers[slot, columns % self._answers.shape[1]]
         parts = np.concatenate([prompt[first * a : last * a], answer]).reshape(-1, a)
-        for key, tokens in zip(keys, parts, strict=True):
+        for i, (key, tokens) in enumerate(zip(keys, parts, strict=True)):
             if key in self.tokens:
                 self.copies[key] += 1
             self.tokens[key] = tokens.copy()
+            if self._identities[slot] is not NOTHING:
+                begin = (first + i) * a
+                self.identities[key] = self._identities[slot].over(begin, begin + a)
         parent = self._sequences.keys(slot, first - 1, first) if first else None
         if self._dense:
-            self._tell(self._segments(keys, list(parts), parent, first))
+            noted = self._noted(keys)
+            self._tell(self._segments(keys, noted, parent, first, self._request_ids[slot]))
 
-    def point(self, run: Run, depth: int) -> None:
-        """There is a resume point at segment `depth` on the path to `run` now."""
+    def point(self, run: Run, depth: int, slot: int | None = None) -> None:
+        """There is a resume point at segment `depth` on the path to `run` now; that of the request
+        of `slot`, if of one."""
         keys = split_keys(self._before(run, depth))
-        for event in self._point(keys, [self.tokens[key] for key in keys], depth):
+        who = None if slot is None else self._request_ids[slot]
+        for event in self._point(keys, self._noted(keys), depth, who):
             self._tell(event)
+
+    def _noted(self, keys: tuple[bytes, ...]) -> list[_Noted]:
+        """Tokens and identities of cached segments."""
+        return [(self.tokens[key], self.identities.get(key, NOTHING)) for key in keys]
 
     def _before(self, run: Run | None, depth: int) -> bytes:
         """Keys of the segments before segment `depth` on the path to `run`, as far as tails reach
@@ -168,39 +187,43 @@ class Announcer:
 
         What is held now is noted; the events are made of it when they are taken.
         """
-        noted: list[tuple[int, bytes, list[Int32], int, list[int]]] = []
+        noted: list[tuple[int, bytes, list[_Noted], int, list[int]]] = []
         number = 1
         for run in runs:
             keys = self._before(run.parent, run.start) + bytes(run.keys)
-            tokens = [self.tokens[key] for key in split_keys(keys)]
-            noted.append((run.start, keys, tokens, run.length, run.depths[:]))
+            parts = self._noted(split_keys(keys))
+            noted.append((run.start, keys, parts, run.length, run.depths[:]))
             number += bool(self._dense) + len(run.depths) * len(self._tails)
         self.log.announce(self._noted_events(noted), number)
 
     def _noted_events(
-        self, noted: list[tuple[int, bytes, list[Int32], int, list[int]]]
+        self, noted: list[tuple[int, bytes, list[_Noted], int, list[int]]]
     ) -> Iterator[Event]:
-        """Events of runs: (first segment, keys of the run and before it, their tokens, segments,
-        boundaries of resume points)."""
+        """Events of runs: (first segment, keys of the run and before it, what is noted of these,
+        segments, boundaries of resume points)."""
         yield AllBlocksCleared()
-        for start, packed, tokens, length, depths in noted:
+        for start, packed, parts, length, depths in noted:
             keys = split_keys(packed)
             above = len(keys) - length
             if self._dense:
-                yield self._segments(
-                    keys[above:], tokens[above:], keys[above - 1] if above else None, start
-                )
+                parent = keys[above - 1] if above else None
+                yield self._segments(keys[above:], parts[above:], parent, start)
             for depth in depths:
                 end = above + depth - start
                 part = slice(max(0, end - self._reach - 1), end)
-                yield from self._point(keys[part], tokens[part], depth)
+                yield from self._point(keys[part], parts[part], depth)
 
     def _segments(
-        self, keys: tuple[bytes, ...], tokens: list[Int32], parent: bytes | None, first: int
+        self,
+        keys: tuple[bytes, ...],
+        noted: list[_Noted],
+        parent: bytes | None,
+        first: int,
+        request_id: Hashable = None,
     ) -> Event:
-        """The event of segments with these keys and tokens, from segment `first` on, after
-        `parent`."""
-        a, ids = self.alignment, tuple(np.concatenate(tokens).tolist())
+        """The event of segments with these keys, from segment `first` on, after `parent`."""
+        a, ids = self.alignment, tuple(np.concatenate([tokens for tokens, _ in noted]).tolist())
+        over = tuple(identity.ranges for _, identity in noted)
         return BlockStored(
             "dense",
             self._dense,
@@ -212,17 +235,30 @@ class Announcer:
             a,
             None,
             self.log.medium,
+            noted[-1][1].salt,
+            over if any(over) else (),
+            request_id,
         )
 
-    def _point(self, keys: tuple[bytes, ...], tokens: list[Int32], depth: int) -> Iterator[Event]:
-        """Events of the resume point at segment `depth`; keys and tokens of the segments before it,
-        as far as tails reach and one more."""
+    def _point(
+        self,
+        keys: tuple[bytes, ...],
+        noted: list[_Noted],
+        depth: int,
+        request_id: Hashable = None,
+    ) -> Iterator[Event]:
+        """Events of the resume point at segment `depth`; keys of the segments before it, as far as
+        tails reach and one more."""
         boundary, first = depth * self.alignment, depth - len(keys)
         for c, groups, names in self._tails:
             num_blocks = min(c.tail, boundary // c.block_size)
             start = boundary - num_blocks * c.block_size
             within, skipped = divmod(start - first * self.alignment, self.alignment)
-            ids = np.concatenate([_NO_TOKENS, *tokens[within:]])[skipped:]
+            ids = np.concatenate([_NO_TOKENS, *(tokens for tokens, _ in noted[within:])])[skipped:]
+            over = tuple(
+                noted[at // self.alignment - first][1].over(at, at + c.block_size).ranges
+                for at in range(start, boundary, c.block_size)
+            )
             parent = keys[within - 1] if within else None
             yield BlockStored(
                 c.spec.kind,
@@ -235,6 +271,9 @@ class Announcer:
                 c.block_size,
                 c.spec.sliding_window,
                 self.log.medium,
+                noted[-1][1].salt,
+                over if any(over) else (),
+                request_id,
             )
 
     def segments_removed(self, keys: bytes) -> None:
@@ -245,6 +284,7 @@ class Announcer:
                 self.copies[key] -= 1
             else:
                 del self.tokens[key]
+                self.identities.pop(key, None)
         if self._dense:
             names = self._dense_names
             self._tell(BlockRemoved("dense", self._dense, names, hashes, self.log.medium))
@@ -258,5 +298,6 @@ class Announcer:
     def cleared(self) -> None:
         """Nothing is cached any more."""
         self.tokens.clear()
+        self.identities.clear()
         self.copies.clear()
         self._tell(AllBlocksCleared())

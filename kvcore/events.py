@@ -17,18 +17,20 @@ and whose key is stored in every group that is not dense, or which lies between 
 of a chain (or the start and one) that are at most a tail apart in each window group (`Layout.span`;
 with replays, at most sliding_window - 1 tokens). Where no group is dense, which keys lead to a
 boundary is not told, and a hit between two of them may be longer than a reader expects. Keys are
-hashes of all tokens before; a salt never shows.
+hashes of all tokens before, of the salt and of extra keys. A reader that has other hashes of its
+own needs these besides the tokens: a log with `identities` tells them, any other never does.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import islice
 from typing import Literal
 
+from .identities import Ranges
 from .prefix.keys import KEY_BYTES
 from .spec import as_int
 
@@ -50,6 +52,10 @@ class BlockStored:
         block_size: tokens of one of these blocks; the alignment for dense groups.
         sliding_window: tokens, window groups only.
         medium: where the blocks are.
+        salt: of the prompt, where the log has identities.
+        extra_keys: where it does, of each block the extra keys (start, stop, key) that lie over
+            some of its tokens, a stop behind the block its end; () if no block has any.
+        request_id: whose request stored them, as of `KVCache.admit`; None where that is not known.
     """
 
     kind: Literal["dense", "window", "state"]
@@ -62,6 +68,9 @@ class BlockStored:
     block_size: int
     sliding_window: int | None
     medium: str
+    salt: bytes = b""
+    extra_keys: tuple[Ranges, ...] = ()
+    request_id: Hashable = None
 
 
 @dataclass(frozen=True)
@@ -95,6 +104,7 @@ class EventLog:
         max_bytes: about how much memory they may take. An event that alone takes more is dropped
             too.
         medium: named in each event.
+        identities: whether events name salts and extra keys, which may be secrets of tenants.
 
     Attributes:
         next_number: number of the next event.
@@ -102,15 +112,22 @@ class EventLog:
         num_bytes: about how much memory the events take.
 
     Raises:
-        ValueError: capacity or max_bytes is below 1.
+        ValueError: capacity or max_bytes is below 1, or identities is no bool.
     """
 
     def __init__(
-        self, capacity: int = 100_000, *, max_bytes: int = 1 << 28, medium: str = "GPU"
+        self,
+        capacity: int = 100_000,
+        *,
+        max_bytes: int = 1 << 28,
+        medium: str = "GPU",
+        identities: bool = False,
     ) -> None:
+        if not isinstance(identities, bool):
+            raise ValueError(f"identities: expected True or False, got {identities!r}")
         self._capacity = as_int("capacity", capacity, 1)
         self._max_bytes = as_int("max_bytes", max_bytes, 1)
-        self.medium = medium
+        self.medium, self.identities = medium, identities
         self.next_number = 0
         self.num_dropped = 0
         self.num_bytes = 0
@@ -171,12 +188,15 @@ class EventLog:
 
 
 def size_of(event: Event) -> int:
-    """About how many bytes of memory an event takes: its hashes, and a pointer and an int for each
-    token."""
+    """About how many bytes of memory an event takes: its hashes, extra keys, and a pointer and an
+    int for each token."""
     if isinstance(event, AllBlocksCleared):
         return 64
     size = 400 + 80 * len(event.block_hashes)
-    return size + 36 * len(event.token_ids) if isinstance(event, BlockStored) else size
+    if isinstance(event, BlockStored):
+        size += 36 * len(event.token_ids) + len(event.salt)
+        size += sum(200 + len(key) for keys in event.extra_keys for *_, key in keys)
+    return size
 
 
 def tail_hashes(key: bytes, num_blocks: int) -> tuple[bytes, ...]:

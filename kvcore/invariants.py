@@ -111,8 +111,9 @@ def check_invariants(cache: KVCache) -> None:
     assert segments == index.num_segments and locked == index.num_locked_segments
     assert points == index.num_points and pinned == index.num_pinned_segments
     if cache._announcer is not None:
-        known = len(cache._announcer.tokens) + cache._announcer.copies.total()
-        assert known == segments, "tokens of what is not cached"
+        told = cache._announcer
+        assert len(told.tokens) + told.copies.total() == segments, "tokens of what is not cached"
+        assert told.identities.keys() <= told.tokens.keys(), "identities of what is not cached"
     assert np.count_nonzero((held > 0) & (used == 0)) == pool.num_held_only
     assert (used[1:] == pool.users[1:]).all() and (held[1:] == pool.holds[1:]).all()
 

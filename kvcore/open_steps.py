@@ -91,7 +91,7 @@ class OpenSteps:
         else:
             changes = steps.changes_of([slot], [num])
             need = changes.num_new
-        free = pool.num_free - pool.num_reserved
+        free = pool.num_available
         if need > free:
             if need > free + self.chains.index.num_evictable:
                 changes = changes or steps.changes_of([slot], [num])

@@ -50,6 +50,11 @@ class PagePool:
         self.withheld: set[int] = set()
         self.num_held_only = 0  # window pages that only resume points hold
 
+    @property
+    def num_available(self) -> int:
+        """Free pages that no step which is being built has reserved."""
+        return self.num_free - self.num_reserved
+
     def peek(self, n: int) -> Int64:
         """The n pages that the next `take(n)` hands out, as a copy."""
         assert n <= self.num_free

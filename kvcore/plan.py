@@ -199,7 +199,7 @@ class Steps:
             changes = self._decodes.plan(batch, self._enable_caching)
         else:
             changes = self._changes(slots, counts, start, end, batch)
-        if changes.num_new > self._pool.num_free - self._pool.num_reserved:
+        if changes.num_new > self._pool.num_available:
             short = self._make_room(changes)
             if short is not None:
                 return short
@@ -276,7 +276,7 @@ class Steps:
     def _make_room(self, changes: AnyChanges) -> OutOfPages | None:
         """Evict what a step needs, more than is free, if that is enough; else nothing, and say what
         it lacks."""
-        free = self._pool.num_free - self._pool.num_reserved
+        free = self._pool.num_available
         if changes.num_new > free + self._index.num_evictable:
             return self.lacking(changes.num_new, self._tables.per_group(changes))
         self.evict(changes.num_new - free)
@@ -285,7 +285,7 @@ class Steps:
     def lacking(self, needed: int, per_group: dict[str, int]) -> OutOfPages:
         """What a step lacks that needs so many pages."""
         worst = max(per_group, key=lambda name: per_group[name])
-        free, evictable = self._pool.num_free - self._pool.num_reserved, self._index.num_evictable
+        free, evictable = self._pool.num_available, self._index.num_evictable
         return OutOfPages(needed, free, evictable, worst, per_group)
 
     def evict(self, num_pages: int) -> None:

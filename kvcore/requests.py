@@ -124,7 +124,7 @@ class RequestCalls(CacheContents):
         slot = self.sequences.add(request_id, match.prompt, match.num_saved_tokens)
         self._steps.rollbacks.floor[slot] = match.replay_to or match.num_tokens
         if self._announcer is not None:
-            self._announcer.admitted(slot, match.prompt)
+            self._announcer.admitted(slot, match.prompt, request_id)
         self._chains.start(slot, match, run, keep)
         count_admission(self.counters, match, resumed)
         return slot
@@ -163,7 +163,7 @@ class RequestCalls(CacheContents):
         demand = dict.fromkeys((g.name for g in self.layout.groups), 0)
         for table in plan.tables.tolist():
             demand[self.layout.groups[self.layout.tables[table][0]].name] += 1
-        lacks = len(plan.columns) - (self.pool.num_free - self.pool.num_reserved)
+        lacks = len(plan.columns) - self.pool.num_available
         if lacks > self.index.num_evictable:
             return self._steps.lacking(len(plan.columns), demand)
         if lacks > 0:
@@ -172,7 +172,7 @@ class RequestCalls(CacheContents):
         new = self.sequences.fork(request_id, source)
         self._steps.rollbacks.floor[new] = self._steps.rollbacks.floor[source]
         if self._announcer is not None:
-            self._announcer.forked(source, new)
+            self._announcer.forked(source, new, request_id)
         self._chains.fork(source, new)
         pages = self.pool.peek(len(plan.columns))
         self.pool.take(len(pages))
@@ -189,8 +189,7 @@ class RequestCalls(CacheContents):
             ValueError: as `plan`.
         """
         changes = self._steps.changes_of(slots, num_new_tokens)
-        free = self.pool.num_free - self.pool.num_reserved
-        per_group = self._tables.per_group(changes)
+        free, per_group = self.pool.num_available, self._tables.per_group(changes)
         return PagesNeeded(changes.num_new, free, self.index.num_evictable, per_group)
 
     def release(self, request_id: Hashable, *, discard: bool = False) -> None:

@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from . import identities
 from .arrays import Int32, Int64
 from .events import split_keys
 from .prefix.keys import KEY_BYTES, root_key
@@ -74,6 +75,9 @@ def dumps(kv: KVCache, *, key: bytes | None = None) -> bytes:
         keys = [key for r in runs for key in split_keys(bytes(r.keys))]
         known = [kv._announcer.tokens[key] for key in keys]
         arrays["tokens"] = np.array(known, np.int32).reshape(len(known), kv.alignment)
+        if kv._announcer.log.identities:
+            packed = identities.dumps(kv._announcer.identities, keys)
+            arrays["identities"] = np.frombuffer(packed, dtype=np.uint8)
     header = {
         **_settings(kv),
         "tick": index.tick,
@@ -102,10 +106,13 @@ def loads(kv: KVCache, data: bytes, *, key: bytes | None = None) -> None:
         raise ValueError("kv: expected a cache with enable_caching, got one without")
     tick, arrays = _parse(kv, data, key)
     _check(kv, tick, arrays)
+    keys, told = split_keys(arrays["keys"].tobytes()), {}
+    if kv._announcer is not None and kv._announcer.log.identities:
+        told = identities.loads(arrays["identities"].tobytes(), keys)
     _build(kv, tick, arrays)
     if kv._announcer is not None:
-        keys = split_keys(arrays["keys"].tobytes())
         kv._announcer.tokens.update(zip(keys, arrays["tokens"], strict=True))
+        kv._announcer.identities.update(told)
         kv.announce()
 
 
@@ -184,7 +191,7 @@ def _digest(data: bytes, key: bytes | None) -> bytes:
 
 def _columns(kv: KVCache) -> dict[str, tuple[str, list[int]]]:
     """Dtype and columns of each array; rows follow from its contents. Tokens are there if the cache
-    had events."""
+    had events, and identities if these named them."""
     return {
         "runs": ("int64", [4]),
         "keys": ("uint8", []),
@@ -192,6 +199,7 @@ def _columns(kv: KVCache) -> dict[str, tuple[str, list[int]]]:
         "points": ("int64", [4]),
         "point_pages": ("int32", [kv.layout.pages_per_point]),
         "tokens": ("int32", [kv.alignment]),
+        "identities": ("uint8", []),
     }
 
 
@@ -228,7 +236,11 @@ def _parse(kv: KVCache, data: bytes, key: bytes | None) -> tuple[int, dict[str, 
         raise ValueError(f"snapshot: tick: expected an int in 0..{_MAX_COUNT}, got {tick!r:.60}")
     columns, described = _columns(kv), header.get("arrays")
     names = list(columns)
-    if not isinstance(described, dict) or list(described) not in (names, names[:-1]):
+    if not isinstance(described, dict) or list(described) not in (
+        names,
+        names[:-1],
+        names[:-2],
+    ):
         raise ValueError(f"snapshot: arrays: expected {names}, got {described!r:.200}")
     arrays: dict[str, _Array] = {}
     at = _PREFIX.size + length
@@ -262,6 +274,10 @@ def _parse(kv: KVCache, data: bytes, key: bytes | None) -> tuple[int, dict[str, 
     if kv._announcer is not None and "tokens" not in arrays:
         raise ValueError(
             "snapshot: expected one of a cache with events, which has the tokens that events name"
+        )
+    if kv._announcer is not None and kv._announcer.log.identities and "identities" not in arrays:
+        raise ValueError(
+            "snapshot: expected one of a cache whose events name identities, got one without them"
         )
     return tick, arrays
 

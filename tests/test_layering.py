@@ -21,7 +21,8 @@ ALLOWED = {
         "quire.kernels", "quire.kvcore", "quire.models",
     },
     "models/integrations": {
-        "msgspec", "numpy", "prometheus_client", "sglang", "torch", "transformers", "vllm", "zmq",
+        "dynamo", "msgspec", "numpy", "prometheus_client", "sglang", "torch", "transformers", "vllm", "xxhash",
+        "zmq",
         "quire.kernels", "quire.kvcore", "quire.models",
     },
     "bench": {

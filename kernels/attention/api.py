@@ -22,6 +22,8 @@ Kernels run on the device of the tensors, whichever is the current one, and on i
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -164,6 +166,21 @@ def sliding_window_attention(
     """
     checks.expect_int("sliding_window", sliding_window, 1)
     return _attention(locals())
+
+
+def attention_for(sliding_window: int | None) -> Callable[..., torch.Tensor]:
+    """``sliding_window_attention`` with this window, or ``paged_attention`` if it is None: one call
+    for the layers of a model, whichever they are.
+
+    Args:
+        sliding_window: as in ``sliding_window_attention``; None = no window.
+
+    Returns:
+        A function of ``paged_attention``'s arguments.
+    """
+    if sliding_window is None:
+        return paged_attention
+    return partial(sliding_window_attention, sliding_window=sliding_window)
 
 
 def merge_partials(

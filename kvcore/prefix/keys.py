@@ -60,7 +60,8 @@ class Prompt:
             is none), with the marks of the next segment.
         marks: of its extra keys.
         tail: int32 token ids that no key covers yet; read-only.
-        tokens: [num_tokens] int32, or None: kept only for events and debug.
+        tokens: [num_tokens] int32, or None: kept only for events and debug; and so is
+        salt: what it was made with, or None.
     """
 
     __slots__ = (
@@ -72,6 +73,7 @@ class Prompt:
         "num_segments",
         "num_tokens",
         "root",
+        "salt",
         "seed",
         "tail",
         "tokens",
@@ -117,3 +119,4 @@ class Prompt:
         self.tail = tokens[covered:].copy()
         self.tail.flags.writeable = False
         self.tokens: Int32 | None = tokens.copy() if keep_tokens else None
+        self.salt: bytes | None = salt if keep_tokens else None

@@ -307,7 +307,7 @@ class Chains(Boundaries):
             if not self.index.add_point(self.runs[slot], boundary // a, pages):
                 known.append(pages)
             elif self._announcer is not None:
-                self._announcer.point(self.runs[slot], boundary // a)
+                self._announcer.point(self.runs[slot], boundary // a, slot)
         self._counters["resume_points_kept"] += len(slots) - len(known)
         if known:
             self.index.pool.unhold(np.concatenate(known))

@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from quire.kernels import paged_attention, sliding_window_attention, write_kv
+from quire.kernels import attention_for, write_kv
 from quire.kernels.attention.call import AttentionCall, check_attention
 from quire.kernels.common.checks import MODEL_DTYPES, expect_ids, expect_tensor
 
@@ -290,9 +290,5 @@ def _attend(call: dict[str, Any], with_lse: bool) -> tuple[torch.Tensor, torch.T
     lse = None
     if with_lse:
         lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
-    if call["sliding_window"] is None:
-        del call["sliding_window"]
-        out = paged_attention(**call, lse=lse)
-    else:
-        out = sliding_window_attention(**call, lse=lse)
+    out = attention_for(call.pop("sliding_window"))(**call, lse=lse)
     return out, None if lse is None else lse.masked_fill_(lse == -math.inf, math.inf)

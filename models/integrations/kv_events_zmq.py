@@ -2,8 +2,8 @@
 
 So existing routers can read them.
 
-A batch is ``[ts, [event, ...], data_parallel_rank]`` in MessagePack, the rank left out when None;
-an event is a map with its name under ``"type"``. Readers must skip fields they do not know. Live
+A batch is ``[ts, [event, ...], data_parallel_rank]`` in MessagePack; an event is a map with its name
+under ``"type"``. Readers must skip fields they do not know. Live
 batches are sent by a PUB socket as ``[topic, number, batch]``, number 8 bytes big-endian. A replay
 request to the ROUTER socket is ``[empty, first number]`` from a DEALER (which must read all
 answers), answered by ``[empty, topic, number, batch]`` for each batch still kept, then ``[empty,
@@ -16,12 +16,14 @@ Source: vLLM `distributed/kv_events.py`, with map-encoded events (vLLM PR 42892)
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from threading import Lock, Thread
 from time import sleep
 from typing import Any
 
 from quire.kvcore import AllBlocksCleared, BlockRemoved, BlockStored, EventLog
+
+from .event_fields import by_lora, images_of, mm_infos, short_hash, text_of
 
 try:
     import msgspec
@@ -48,48 +50,71 @@ def encode_batch(
     ts: float,
     data_parallel_rank: int | None = None,
     int_hashes: bool = False,
+    lora_ids: Mapping[str, int] | None = None,
+    session_of: Callable[[Hashable], str | None] | None = None,
 ) -> bytes:
-    """One batch as MessagePack. An event of several groups becomes one for each.
+    """One batch as MessagePack. An event of several groups becomes one for each, and one of several
+    adapters too.
 
     Args:
         events: from `EventLog.take`.
         ts: seconds since 1970.
         data_parallel_rank: of the engine, if it has several.
-        int_hashes: send the last 8 bytes of each hash as an unsigned integer, which older readers
-            expect, instead of all 32 bytes.
+        int_hashes: send the last 8 bytes of each hash as an unsigned integer, which vLLM does by
+            default and Dynamo expects, instead of all 32 bytes.
+        lora_ids: number of each adapter, if readers want one beside its name.
+        session_of: session of a request id, or None.
 
     Returns:
         The payload of a message.
     """
-    maps = [m for event in events for m in _maps(event, int_hashes)]
-    batch: list[Any] = [ts, maps]
-    if data_parallel_rank is not None:
-        batch.append(data_parallel_rank)
-    return msgspec.msgpack.encode(batch)
+    ids, sessions = lora_ids or {}, session_of or (lambda request_id: None)
+    maps: list[dict[str, Any]] = []
+    for event in events:
+        if isinstance(event, BlockStored):
+            for name, part in by_lora(event):
+                of_part = {"lora_id": ids.get(name or ""), "lora_name": name}
+                if (session := sessions(part.request_id)) is not None:
+                    of_part["session_id"] = session
+                maps += _stored(part, of_part, int_hashes)
+        else:
+            maps += _gone(event, int_hashes)
+    # Of three, whatever the rank: Dynamo reads no batch of two.
+    return msgspec.msgpack.encode([ts, maps, data_parallel_rank])
 
 
-def _maps(
-    event: BlockStored | BlockRemoved | AllBlocksCleared, int_hashes: bool
-) -> list[dict[str, Any]]:
+def _gone(event: BlockRemoved | AllBlocksCleared, int_hashes: bool) -> list[dict[str, Any]]:
     if isinstance(event, AllBlocksCleared):
         return [{"type": "AllBlocksCleared"}]
     hashes = [_hash(h, int_hashes) for h in event.block_hashes]
-    if isinstance(event, BlockRemoved):
-        common = {"type": "BlockRemoved", "block_hashes": hashes, "medium": event.medium}
-        return [{**common, "group_idx": g} for g in event.groups]
+    common = {"type": "BlockRemoved", "block_hashes": hashes, "medium": event.medium}
+    return [{**common, "group_idx": g} for g in event.groups]
+
+
+def _stored(event: BlockStored, of_part: dict[str, Any], int_hashes: bool) -> list[dict[str, Any]]:
+    """An event of one adapter, with what is known of it and of the request."""
     parent = None if event.parent is None else _hash(event.parent, int_hashes)
     common = {
         "type": "BlockStored",
-        "block_hashes": hashes,
+        "block_hashes": [_hash(h, int_hashes) for h in event.block_hashes],
         "parent_block_hash": parent,
         "token_ids": event.token_ids,
         "block_size": event.block_size,
-        "lora_id": None,
         "medium": event.medium,
-        "lora_name": None,
+        **of_part,
         "kv_cache_spec_kind": _KINDS[event.kind],
         "token_start": event.start,  # of this project: position of the first token
     }
+    salt, name = text_of(event.salt), of_part["lora_name"]
+    keys = [[*([name] if name else []), *images] for images in images_of(event)]
+    if salt:
+        common["cache_salt"] = salt  # of SGLang and Dynamo; vLLM names it of the first block
+        if event.start == 0 and keys:
+            keys[0].append(salt)
+    if any(keys):
+        common["extra_keys"] = [of_block or None for of_block in keys]
+    if any(infos := mm_infos(event)):
+        common["block_mm_infos"] = infos  # Dynamo takes images from here only
     if event.sliding_window is not None:
         common["kv_cache_spec_sliding_window"] = event.sliding_window
     return [
@@ -99,7 +124,7 @@ def _maps(
 
 
 def _hash(value: bytes, as_int: bool) -> bytes | int:
-    return int.from_bytes(value[-8:], "big") if as_int else value
+    return short_hash(value) if as_int else value
 
 
 class Publisher:
@@ -123,7 +148,7 @@ class Publisher:
         topic: first frame of each message.
         num_kept: batches kept for replay.
         queue_size: messages that the PUB socket holds for each slow reader.
-        data_parallel_rank, int_hashes: as for `encode_batch`.
+        data_parallel_rank, int_hashes, lora_ids, session_of: as for `encode_batch`.
 
     Attributes:
         endpoint, replay_endpoint: where the sockets are bound, ports filled in.
@@ -140,11 +165,18 @@ class Publisher:
         queue_size: int = 100_000,
         data_parallel_rank: int | None = None,
         int_hashes: bool = False,
+        lora_ids: Mapping[str, int] | None = None,
+        session_of: Callable[[Hashable], str | None] | None = None,
     ) -> None:
         self.next_number = 0
         self.replay_endpoint: str | None = None
         self._topic = topic.encode()
-        self._rank, self._int_hashes = data_parallel_rank, int_hashes
+        self._options: dict[str, Any] = {
+            "data_parallel_rank": data_parallel_rank,
+            "int_hashes": int_hashes,
+            "lora_ids": lora_ids,
+            "session_of": session_of,
+        }
         self._kept = _Kept(num_kept)
         self._next_event = 0
         self._context = zmq.Context()
@@ -189,9 +221,7 @@ class Publisher:
             sent += len(events)
             self.next_number += first != self._next_event  # lost events: a batch nobody can replay
             self._next_event = first + len(events)
-            payload = encode_batch(
-                events, ts=ts, data_parallel_rank=self._rank, int_hashes=self._int_hashes
-            )
+            payload = encode_batch(events, ts=ts, **self._options)
             self._live.send_multipart((self._topic, _wire(self.next_number), payload))
             self._kept.add(self.next_number, payload)
             self.next_number += 1

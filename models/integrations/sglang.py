@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from quire.kernels import paged_attention, sliding_window_attention, write_kv
+from quire.kernels import attention_for, write_kv
 
 NAME = "quire"
 SERVED = "0.5.23"
@@ -183,7 +183,9 @@ class QuireAttention:
         _expect_served(layer, forward_batch, kwargs)
         step = self.forward_metadata
         assert step is not None, "init_forward_metadata comes before the layers"
-        window = layer.sliding_window_size is not None and layer.sliding_window_size > -1
+        window: int | None = None
+        if layer.sliding_window_size is not None and layer.sliding_window_size > -1:
+            window = layer.sliding_window_size + 1  # SGLang counts the keys before the query's own
         heads, kv_heads, dim = layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim
         q = q.reshape(-1, heads, dim)
         pages = [
@@ -192,23 +194,17 @@ class QuireAttention:
         ]  # fmt: skip
         if k is not None and v is not None:
             k, v = k.view(-1, kv_heads, dim), v.view(-1, kv_heads, dim)
-            slots = step.window_slots if window else step.slots
+            slots = step.slots if window is None else step.window_slots
             if save_kv_cache and slots is not None:
                 write_kv(k, v, *pages, slots[: k.shape[0]])
-        call: dict[str, Any] = {
-            "q": q, "k_pages": pages[0], "v_pages": pages[1], "k": k, "v": v,
-            "block_table": step.window_table if window else step.table,
-            "seq_lens": step.seq_lens, "cu_seqlens_q": step.cu_seqlens_q,
-            "max_seqlen_q": step.max_seqlen_q, "max_seq_len": step.max_seq_len,
-            "softmax_scale": layer.scaling, "softcap": layer.logit_cap or None,
-            "sinks": None if sinks is None else sinks.float(),
-            "out": torch.zeros_like(q),  # rows of padding belong to no request
-        }  # fmt: skip
-        if window:
-            # SGLang counts the keys before the query's own.
-            out = sliding_window_attention(**call, sliding_window=layer.sliding_window_size + 1)
-        else:
-            out = paged_attention(**call)
+        out = attention_for(window)(
+            q, *pages, step.table if window is None else step.window_table,
+            step.seq_lens, step.cu_seqlens_q, k=k, v=v,
+            max_seqlen_q=step.max_seqlen_q, max_seq_len=step.max_seq_len,
+            softmax_scale=layer.scaling, softcap=layer.logit_cap or None,
+            sinks=None if sinks is None else sinks.float(),
+            out=torch.zeros_like(q),  # rows of padding belong to no request
+        )  # fmt: skip
         return out.view(-1, heads * dim)
 
     def _pages(self, rows: torch.Tensor, kv_heads: int, dim: int) -> torch.Tensor:

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.kernels import paged_attention, sliding_window_attention, write_kv
+from quire.kernels import attention_for, write_kv
 from quire.kvcore import KVCache, OutOfPages, StepPlan
 
 from ..layers.kv_cache import PageTensors, cache_groups
@@ -234,11 +234,9 @@ class QuireCache(Cache):
         out = torch.zeros_like(every[0])
         if self._plan is not None:
             q, k, v = (x[self._rows] for x in every)
-            call: Any = paged_attention
-            if window is not None:
-                call, rest = sliding_window_attention, rest | {"sliding_window": window}
-            pages, step = (cache.k_pages, cache.v_pages), (self._tables[cache.group], *self._lens)
-            out[self._rows] = call(q, *pages, *step, max_seqlen_q=self._longest, k=k, v=v, **rest)
+            attend, pages = attention_for(window), (cache.k_pages, cache.v_pages)
+            step = (self._tables[cache.group], *self._lens)
+            out[self._rows] = attend(q, *pages, *step, max_seqlen_q=self._longest, k=k, v=v, **rest)
             write_kv(k, v, *pages, self._slot_mapping[cache.group])
         return out.unflatten(0, (len(qkv[0]), -1))
 

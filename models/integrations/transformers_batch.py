@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.kernels import paged_attention, sliding_window_attention
+from quire.kernels import attention_for
 
 from .transformers import AttentionInterface
 
@@ -52,11 +52,7 @@ def _attention(
     pages = [x.squeeze(0).transpose(0, 1).unsqueeze(1) for x in (k, v)]  # of one row each
     rows = torch.arange(int(given["max_length_k"]), dtype=torch.int32, device=cu_k.device)
     table = (cu_k[:-1, None] + rows).clamp_(max=len(pages[0]) - 1)
-    call: Any = paged_attention
-    rest: dict[str, Any] = {"softmax_scale": given.get("scaling"), "softcap": given.get("softcap")}
-    if window is not None:
-        call, rest["sliding_window"] = sliding_window_attention, window
-    out = call(
+    out = attention_for(window)(
         query.squeeze(0).transpose(0, 1).contiguous(),
         *pages,
         table,
@@ -64,6 +60,7 @@ def _attention(
         cu_q,
         max_seqlen_q=int(given["max_length_q"]),
         sinks=None if sinks is None else sinks.float(),
-        **rest,
+        softmax_scale=given.get("scaling"),
+        softcap=given.get("softcap"),
     )
     return out.unsqueeze(0), None

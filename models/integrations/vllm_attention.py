@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from quire.kernels import paged_attention, sliding_window_attention, write_kv
+from quire.kernels import attention_for, write_kv
 
 try:
     import vllm
@@ -229,10 +229,7 @@ class QuireAttention(AttentionImpl[QuireMetadata]):
         n, (pages, rest) = attn_metadata.num_tokens, self._pages(layer, kv_cache)
         if self.kv_sharing_target_layer_name is None:
             rest |= {"k": key[:n], "v": value[:n]}
-        attend: Any = paged_attention
-        if self.sliding_window is not None:
-            attend, rest["sliding_window"] = sliding_window_attention, self.sliding_window
-        attend(
+        attention_for(self.sliding_window)(
             query[:n],
             *pages,
             *attn_metadata.tables,

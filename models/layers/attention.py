@@ -28,7 +28,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from quire.kernels import paged_attention, sliding_window_attention, write_kv
+from quire.kernels import attention_for, write_kv
 from quire.kvcore.device import AttnMetadata
 
 from ..config.named import ModelConfig
@@ -113,29 +113,24 @@ class PagedAttend:
     def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         attn, cache = self._attn, self._pool.layers[layer]
         window = self._config.attention(layer).sliding_window
-        arguments = {
-            "max_seqlen_q": attn.max_seqlen_q,
-            "k": k,
-            "v": v,
-            "k_scale": cache.k_scale,
-            "v_scale": cache.v_scale,
-            "max_seq_len": attn.max_seq_len,
-            "num_decodes": attn.num_decodes,
-            "softmax_scale": self._config.softmax_scale,
-            "sinks": sinks,
-            "impl": self.impl,
-        }
-        tensors = (
+        return attention_for(window)(
             q,
             cache.k_pages,
             cache.v_pages,
             attn.block_tables[cache.group],
             attn.seq_lens,
             attn.cu_seqlens_q,
+            max_seqlen_q=attn.max_seqlen_q,
+            k=k,
+            v=v,
+            k_scale=cache.k_scale,
+            v_scale=cache.v_scale,
+            max_seq_len=attn.max_seq_len,
+            num_decodes=attn.num_decodes,
+            softmax_scale=self._config.softmax_scale,
+            sinks=sinks,
+            impl=self.impl,
         )
-        if window is None:
-            return paged_attention(*tensors, **arguments)
-        return sliding_window_attention(*tensors, sliding_window=window, **arguments)
 
     def _write(self, layer: int, k: Tensor, v: Tensor) -> None:
         cache = self._pool.layers[layer]

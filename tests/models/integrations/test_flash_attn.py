@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from quire.bench.common.bounds import bounding
+from quire.kernels.attention import api
 from quire.models.integrations import flash_attn
 from quire.models.integrations.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 from tests.support.helpers import DEVICE, NAN, assert_within_budget
@@ -44,8 +45,9 @@ impls = pytest.mark.parametrize("impl", ["triton", "torch"], indirect=True)
 def impl(request, monkeypatch):
     """The kernels by either implementation; on a CPU Triton is its interpreter."""
     for name in ("paged_attention", "sliding_window_attention", "write_kv"):
-        function = functools.partial(getattr(flash_attn, name), impl=request.param)
-        monkeypatch.setattr(flash_attn, name, function)
+        module = flash_attn if name == "write_kv" else api  # `attention_for` looks there
+        function = functools.partial(getattr(module, name), impl=request.param)
+        monkeypatch.setattr(module, name, function)
 
 
 def numbers(*shape, seed=0, dtype=torch.float32):

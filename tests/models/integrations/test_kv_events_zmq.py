@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections import deque
+from dataclasses import replace
 from typing import ClassVar
 
 import pytest
@@ -16,6 +17,7 @@ zmq = pytest.importorskip("zmq", reason="needs the extra events")
 
 from quire.kvcore import AllBlocksCleared, BlockRemoved, BlockStored, EventLog  # noqa: E402
 from quire.models.integrations import kv_events_zmq  # noqa: E402
+from quire.models.integrations.event_fields import lora_key  # noqa: E402
 from quire.models.integrations.kv_events_zmq import END, Publisher, encode_batch  # noqa: E402
 
 Context = zmq.Context
@@ -62,6 +64,42 @@ def test_stored_blocks_are_maps_with_the_published_names():
         "group_name": "w.0",
     }
     assert second == {**first, "group_idx": 2, "group_name": "w.1"}
+
+
+DIGEST = b"0123456789abcdef" + b"5" * 48
+ADAPTED = BlockStored(
+    "dense", (0,), ("full",), (b"\x01" * 32, b"\x02" * 32, b"\x03" * 32), b"\x09" * 32, 4, tuple(range(6)), 2,
+    None, "GPU", b"tenant", ((), ((5, 8, lora_key("sql")), (3, 7, DIGEST)), ((5, 9, lora_key("sql")),)), "r1",
+)  # fmt: skip
+
+
+def test_stored_blocks_name_adapter_images_salt_and_session():
+    """An adapter that starts within the event parts it in two, the second behind the first."""
+    sessions = {"r1": "s7"}.get
+    payload = encode_batch([ADAPTED], ts=2.0, lora_ids={"sql": 5}, session_of=sessions)
+    plain, named = msgspec.msgpack.decode(payload)[1]
+    common = {
+        "type": "BlockStored", "block_size": 2, "medium": "GPU", "session_id": "s7", "group_idx": 0,
+        "kv_cache_spec_kind": "full_attention", "group_name": "full", "cache_salt": "tenant",
+    }  # fmt: skip
+    assert plain == common | {
+        "block_hashes": [b"\x01" * 32], "parent_block_hash": b"\x09" * 32, "token_ids": [0, 1],
+        "token_start": 4, "lora_id": None, "lora_name": None,
+    }  # fmt: skip
+    image = {"mm_objects": [{"mm_hash": 0x0123456789ABCDEF, "offsets": []}]}
+    assert named == common | {
+        "block_hashes": [b"\x02" * 32, b"\x03" * 32], "parent_block_hash": b"\x01" * 32,
+        "token_ids": [2, 3, 4, 5], "token_start": 6, "lora_id": 5, "lora_name": "sql",
+        "extra_keys": [["sql", [DIGEST.decode(), -3]], ["sql"]], "block_mm_infos": [image, None],
+    }  # fmt: skip
+
+
+def test_the_first_block_names_the_salt_as_vllm_does():
+    event = replace(ADAPTED, start=0, extra_keys=())
+    (got,) = msgspec.msgpack.decode(encode_batch([event], ts=2.0))[1]
+    assert got["extra_keys"] == [["tenant"], None, None] and "session_id" not in got
+    (got,) = msgspec.msgpack.decode(encode_batch([replace(event, salt=b"\xff")], ts=2.0))[1]
+    assert got["cache_salt"] == "ff", "no text"
 
 
 class Stored(msgspec.Struct, tag="BlockStored"):

@@ -37,6 +37,7 @@ import functools, json
 from collections import Counter
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.layers import attention
+from quire.kernels.attention import api
 
 job = json.load(open(sys.argv[1]))
 memory = job["memory"]
@@ -54,7 +55,8 @@ for name in ("flash_attn_varlen_func", "flash_attn_with_kvcache"):
     setattr(attention, name, counted(name, getattr(attention, name)))
 if job["impl"]:
     for name in ("paged_attention", "sliding_window_attention", "write_kv"):
-        setattr(flash_attn, name, functools.partial(getattr(flash_attn, name), impl=job["impl"]))
+        module = flash_attn if name == "write_kv" else api  # `attention_for` looks there
+        setattr(module, name, functools.partial(getattr(module, name), impl=job["impl"]))
 llm = LLM(job["model"], enforce_eager=True, max_model_len=1024, max_num_batched_tokens=job["batch"])
 seen.clear()
 greedy = SamplingParams(temperature=1e-9, max_tokens=job["max_tokens"], ignore_eos=True)

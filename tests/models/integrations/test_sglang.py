@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from quire.kernels.attention import api
 from quire.models.integrations import sglang
 from tests.support.models import sglang_steps as steps
 from tests.support.models.sglang_steps import HEADS, Host, Mode, layer, play
@@ -45,8 +46,9 @@ def test_sinks_and_soft_cap():
 @pytest.mark.slow
 def test_steps_by_the_triton_kernels(monkeypatch):
     for name in ("paged_attention", "sliding_window_attention", "write_kv"):
-        function = functools.partial(getattr(sglang, name), impl="triton")
-        monkeypatch.setattr(sglang, name, function)
+        module = sglang if name == "write_kv" else api  # `attention_for` looks there
+        function = functools.partial(getattr(module, name), impl="triton")
+        monkeypatch.setattr(module, name, function)
     play(Backend, 4, True)
 
 

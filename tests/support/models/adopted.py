@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from quire.bench.common.bounds import gamma
+from quire.kernels.attention import api
 from quire.models.integrations import transformers_batch
 from quire.models.integrations.transformers import QuireCache, QuirePool
 
@@ -142,9 +143,9 @@ def batched(family):
     # Without a package that says how much memory a CPU has.
     host.get_device_and_memory_breakdown = lambda: (torch.device("cpu"), 1 << 33, 0, 0)
     for name in ("paged_attention", "sliding_window_attention"):
-        kernel = getattr(transformers_batch, name)
+        kernel = getattr(api, name)
         counted = lambda *a, kernel=kernel, name=name, **b: calls.append(name) or kernel(*a, **b)  # noqa: E731
-        setattr(transformers_batch, name, counted)
+        setattr(api, name, counted)
     before = transformers_batch.register()
     model.set_attn_implementation("paged|eager")
     prompts = [torch.randint(3, 259, (n,)).tolist() for n in (40, 17, 33)]

@@ -21,6 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from quire.kernels.attention import api
 from quire.kernels.common import launching
 from quire.models.deepseek_v4 import mtp_drafter, overlap, paged_attention, rope
 from quire.models.engine import distributions, graphs, sampler
@@ -28,7 +29,8 @@ from quire.models.engine.engine import Engine
 from quire.models.layers import attention, moe
 
 KERNELS = {
-    attention: ("paged_attention", "sliding_window_attention", "write_kv"),
+    api: ("paged_attention", "sliding_window_attention"),
+    attention: ("write_kv",),
     paged_attention: ("write_latent", "compress", "index_topk", "compressed_attention"),
     overlap: ("copy_overlap",),
     rope: ("write_latent",),

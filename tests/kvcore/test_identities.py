@@ -1,0 +1,197 @@
+"""Events name salts and extra keys where the log says so: a reader with hashes of its own then answers as `match` does."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from quire.kvcore import AllBlocksCleared, BlockRemoved, EventLog, KVCache, snapshot
+from tests.support.kvcore.engine import groups
+from tests.support.kvcore.routed import DENSE, HYBRID, IMAGE, Ask, Router
+
+EXTRA = ((0, None, b"adapter"), (3, 10, b"cat"))
+
+
+class Tree:
+    """A router's own tree: a block is what is in it, and where it hangs. Keys of the cache are names to it."""
+
+    def __init__(self) -> None:
+        self.paths: dict[bytes | None, tuple] = {None: ()}
+
+    def read(self, events) -> None:
+        for event in events:
+            if isinstance(event, AllBlocksCleared):
+                self.paths = {None: ()}
+            elif event.kind != "dense":
+                continue
+            elif isinstance(event, BlockRemoved):
+                for key in event.block_hashes:
+                    del self.paths[key]
+            else:
+                parents = (event.parent, *event.block_hashes)
+                size = event.block_size
+                for i, (key, parent) in enumerate(zip(event.block_hashes, parents, strict=False)):
+                    tokens = event.token_ids[i * size : (i + 1) * size]
+                    over = event.extra_keys[i] if event.extra_keys else ()
+                    self.paths[key] = (*self.paths[parent], (event.salt, tokens, frozenset(over)))
+
+    def depth(self, ask: Ask, size: int) -> int:
+        """Blocks of a prompt that are there."""
+        held, path = set(self.paths.values()), ()
+        for at in range(0, len(ask.tokens) - size + 1, size):
+            over = {
+                (a, at + size if b is None else min(b, at + size), key)
+                for a, b, key in ask.extra_keys
+                if a < at + size and (b is None or b > at)
+            }
+            path = (*path, (ask.salt, ask.tokens[at : at + size], frozenset(over)))
+            if path not in held:
+                return at
+        return len(ask.tokens) // size * size
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["live", "announced"])
+@pytest.mark.parametrize("mix", DENSE + HYBRID, ids=str)
+def test_a_reader_with_its_own_hashes_knows_what_is_cached(mix, late):
+    router = Router(mix, workers=2, num_pages=60, seed=len(mix))
+    trees = [Tree() for _ in router.logs]
+    seen = {"": 0, "salt": 0, "extra_keys": 0}
+    for turn in range(60):
+        router.turn()
+        for kv, log, tree in zip(router.workers, router.logs, trees, strict=True):
+            if late and turn % 10 == 0:
+                kv.announce()
+            tree.read(log.take()[1])
+            for i in router.rng.integers(len(router.asked), size=4) if router.asked else []:
+                ask = router.asked[i]
+                found = kv.match(ask.tokens, **ask.keys).dense_tokens
+                assert tree.depth(ask, kv.alignment) == found
+                seen["salt"] += found > 0 and ask.salt != b""
+                seen["extra_keys"] += found > 0 and bool(ask.extra_keys)
+                seen[""] += found > 0 and ask.keys == Ask(()).keys
+    assert min(seen.values()) > 0, seen
+    for kv in router.workers:
+        kv.check_invariants()
+    assert any(kv.index.num_evicted_segments for kv in router.workers)
+
+
+def run(kv: KVCache, rid, tokens, **keys) -> None:
+    slot = kv.admit(rid, kv.match(tokens, **keys))
+    at = int(kv.num_computed[slot])
+    kv.commit(kv.plan([slot], [len(tokens) - at]), tokens[at:])
+    kv.release(rid)
+
+
+def stored(log: EventLog, kind="dense"):
+    return [e for e in log.take()[1] if not isinstance(e, AllBlocksCleared) and e.kind == kind]
+
+
+def cache(log: EventLog, *mix) -> KVCache:
+    return KVCache(groups(*mix), num_pages=80, max_requests=2, max_model_len=200, events=log)
+
+
+def test_the_extra_keys_of_a_block_are_those_over_its_tokens():
+    log = EventLog(identities=True)
+    kv = cache(log, (8, None), (4, 10))
+    run(kv, "a", [1, 2, 3, *[IMAGE] * 7, *range(16)], salt=b"tenant", extra_keys=EXTRA)
+    for event in log.take()[1]:
+        assert (event.salt, event.request_id) == (b"tenant", "a")
+        over = list(event.extra_keys)
+        if event.kind == "dense":
+            cats = {0: (3, 8, b"cat"), 8: (3, 10, b"cat")}
+            expected = [
+                ((0, at + 8, b"adapter"), *([cats[at]] if at in cats else []))
+                for at in range(event.start, event.start + 8 * len(over), 8)
+            ]
+        else:
+            assert event.start == 12
+            expected = [((0, at, b"adapter"),) for at in (16, 20, 24)]
+        assert over == expected
+
+
+def test_of_a_tail_too_the_blocks_under_an_image_name_it():
+    log = EventLog(identities=True)
+    kv = cache(log, (8, None), (4, 10))
+    run(kv, "a", [1, 2, 3, *[IMAGE] * 7, *range(7)], extra_keys=EXTRA[1:])
+    (window,) = stored(log, "window")
+    assert (window.start, window.extra_keys) == (4, (((3, 8, b"cat"),), ((3, 10, b"cat"),), ()))
+
+
+def test_only_a_log_with_identities_names_them():
+    log = EventLog()
+    kv = cache(log, (4, None), (4, 6))
+    run(kv, "a", [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], salt=b"tenant-secret", extra_keys=EXTRA)
+    kv.announce()
+    events = log.take()[1]
+    assert len(events) > 2 and not any("secret" in repr(e) or "cat" in repr(e) for e in events)
+    with pytest.raises(ValueError, match="identities: expected True or False, got 1"):
+        EventLog(identities=1)
+
+
+def test_a_fork_stores_with_the_identity_of_its_source_and_its_own_name():
+    log = EventLog(identities=True)
+    kv = cache(log, (4, None))
+    slot = kv.admit("a", kv.match([1, 2, 3, 4, 5], salt=b"t"))
+    kv.commit(kv.plan([slot], [5]), [1, 2, 3, 4, 5])
+    fork = kv.fork(slot, "b").slot
+    kv.release("a")
+    kv.commit(kv.plan([fork], [3]), [6, 7, 8])
+    assert [(e.request_id, e.salt) for e in stored(log)] == [("a", b"t"), ("b", b"t")]
+    kv.announce()
+    assert [e.request_id for e in stored(log)] == [None]
+
+
+def test_a_slot_is_another_identity_when_it_is_used_again():
+    log = EventLog(identities=True)
+    kv = cache(log, (4, None))
+    run(kv, "a", [1, 2, 3, 4, 5], salt=b"t", extra_keys=((0, None, b"x"),))
+    run(kv, "b", [1, 2, 3, 4, 5])
+    assert [(e.request_id, e.salt, e.extra_keys) for e in stored(log)] == [
+        ("a", b"t", (((0, 4, b"x"),),)),
+        ("b", b"", ()),
+    ]
+
+
+def test_a_snapshot_keeps_identities():
+    logs = [EventLog(identities=True) for _ in range(2)]
+    before, after = (cache(log, (8, None), (4, 10)) for log in logs)
+    tokens = [1, 2, 3, *[IMAGE] * 7, *range(16)]
+    run(before, "a", tokens, salt=b"t", extra_keys=EXTRA)
+    run(before, "b", tokens)
+    snapshot.loads(after, snapshot.dumps(before))
+    logs[0].take()
+    before.announce()
+    expected, got = (sorted(log.take()[1], key=repr) for log in logs)
+    assert got == expected
+    assert {e.salt for e in got if not isinstance(e, AllBlocksCleared)} == {b"", b"t"}
+
+
+def test_a_snapshot_without_identities_is_refused_by_a_cache_that_names_them():
+    plain = cache(EventLog(), (4, None))
+    run(plain, "a", [1, 2, 3, 4, 5], salt=b"t")
+    log = EventLog(identities=True)
+    kv = cache(log, (4, None))
+    with pytest.raises(ValueError, match="expected one of a cache whose events name identities"):
+        snapshot.loads(kv, snapshot.dumps(plain))
+    assert kv.index.num_segments == 0
+    told = cache(EventLog(identities=True), (4, None))
+    run(told, "a", [1, 2, 3, 4, 5], salt=b"t")
+    quiet = cache(EventLog(), (4, None))
+    snapshot.loads(quiet, snapshot.dumps(told))
+    assert quiet.match([1, 2, 3, 4, 5], salt=b"t").num_tokens == 4
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [b"[1]", b"{", b'{"0": 1}', b'{"7": ["", []]}', b'{"-1": ["", []]}', b'{"0": ["zz", []]}',
+     b'{"0": ["", [[3, 1, ""]]]}', b'{"0": ["", [[true, 2, ""]]]}', b'{"0": ["", [[0, 2, 5]]]}', b"[" * 100_000],
+)  # fmt: skip
+def test_forged_identities_are_refused(forged, monkeypatch):
+    before = cache(EventLog(identities=True), (4, None))
+    run(before, "a", [1, 2, 3, 4, 5], salt=b"t")
+    kv = cache(EventLog(identities=True), (4, None))
+    monkeypatch.setattr(snapshot.identities, "dumps", lambda *_: forged)
+    data = snapshot.dumps(before)
+    with pytest.raises(ValueError, match="snapshot: identities"):
+        snapshot.loads(kv, data)
+    assert kv.index.num_segments == 0 and kv.match(np.arange(9)).num_tokens == 0
