@@ -144,15 +144,6 @@ class AppendOnlyCache:
         hit = self.index.resumable(run, dense, max_tokens // self.alignment)
         return hit * self.alignment, dense * self.alignment
 
-    def needed(self, request: RequestTables, end: int) -> int:
-        """Pages that `reserve` would take."""
-        n = 0
-        for group, size in self._each:
-            more = -(-end // size) - len(request.tables[group])
-            if more > 0:
-                n += more
-        return n
-
     # A request.
 
     def admit(
@@ -182,19 +173,19 @@ class AppendOnlyCache:
             request.cached = request.room = hit * a
             index.lock(run)
             self._load(request, run)
-        given: list[list[int]] | OutOfPages
+        lacks = self._lacks(self._counts(request, end), least)
         try:
-            given = self.reserve(request, end, least)
-            if not isinstance(given, OutOfPages):
+            if lacks is None:
                 index.policy.asked(keys, hit, [k // a for k in request.keep])
+                if hit:
+                    index.use(request.run)
+                self.reserve(request, end)
         except BaseException:
             self.release(request, False)
             raise
-        if isinstance(given, OutOfPages):
+        if lacks is not None:
             self.release(request, False)
-            return given
-        if hit:
-            index.use(request.run)
+            return lacks
         return request
 
     def _load(self, request: RequestTables, run: Run) -> None:
@@ -229,21 +220,14 @@ class AppendOnlyCache:
             The new pages of each group, to be appended to its table; or OutOfPages, and nothing has
             changed.
         """
-        counts = [
-            max(0, -(-end // size) - len(request.tables[group])) for group, size in self._each
-        ]
+        counts = self._counts(request, end)
+        lacks = self._lacks(counts, least)
+        if lacks is not None:
+            return lacks
         needed, pool = sum(counts), self.pool
-        least = max(least, needed)
-        if least > pool.num_free:
-            if least > self.num_available:
-                names = [g.name for g in self.layout.groups]
-                worst = names[counts.index(max(counts))]
-                per_group = dict(zip(names, counts, strict=True))
-                evictable = self.index.num_evictable
-                return OutOfPages(least, pool.num_free, evictable, worst, per_group)
-            if needed > pool.num_free:
-                self.index.tick += 1
-                self.index.evict(needed - pool.num_free)
+        if needed > pool.num_free:
+            self.index.tick += 1
+            self.index.evict(needed - pool.num_free)
         taken = pool.peek(needed)
         pool.take(needed)
         given, at, pages = [], 0, taken.tolist()
@@ -257,6 +241,21 @@ class AppendOnlyCache:
             pool.use_new(np.array(windows, dtype=np.int32))
         request.room = min(len(request.tables[group]) * size for group, size in self._each)
         return given
+
+    def _counts(self, request: RequestTables, end: int) -> list[int]:
+        """Blocks up to token `end` that each group lacks."""
+        tables = request.tables
+        return [max(0, -(-end // size) - len(tables[group])) for group, size in self._each]
+
+    def _lacks(self, counts: list[int], least: int) -> OutOfPages | None:
+        """What is missing for `counts` new blocks of each group, and `least` available pages."""
+        least = max(least, sum(counts))
+        if least <= self.pool.num_free or least <= self.num_available:
+            return None
+        names = [g.name for g in self.layout.groups]
+        worst = names[counts.index(max(counts))]
+        per_group = dict(zip(names, counts, strict=True))
+        return OutOfPages(least, self.pool.num_free, self.index.num_evictable, worst, per_group)
 
     def let_go(self, request: RequestTables, start: int, keep_tail: bool = True) -> None:
         """Blocks of windows that no query at token `start` or later sees leave the tables.

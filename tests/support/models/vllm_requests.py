@@ -425,7 +425,7 @@ def main():
 
     said = []
     for name in sys.argv[4:] or CASES:
-        for pages in (70, 110, 170, 260, 500, 2000):
+        for pages in (130, 180, 260, 400, 700, 3000):
             row = run(name, pages, int(sys.argv[2]), where, classes)
             said.append(row)
             v, q = row["vllm"], row["quire"]
