@@ -1,8 +1,8 @@
 """`CacheManager`: `quire.kvcore` behind the interface of vLLM 0.33's `KVCacheManager`; of
 `vllm_scheduler`.
 
-What vLLM's Scheduler and engine use of that interface, for models that `unsupported` has nothing
-against, is below; a method that only others call raises `NotImplementedError`. Keys of segments are
+What vLLM's Scheduler and engine use of that interface, for models that it
+serves, is below; a method that only others call raises `NotImplementedError`. Keys of segments are
 vLLM's block hashes, so salts, adapters, images and lookaheads part prompts as vLLM has them.
 
 A running request may be preempted in the very step in which it was given slots, and then nobody
@@ -12,26 +12,18 @@ the first look-up of a waiting request, or when the scheduler is done.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    MLAAttentionSpec,
-    SlidingWindowMLASpec,
-    SlidingWindowSpec,
-)
 from vllm.v1.metrics.stats import PrefixCacheStats
 from vllm.v1.request import Request, RequestStatus
 
 from quire.kvcore import AppendOnlyCache, GroupSpec, OutOfPages, RequestTables
 
 KEY_BYTES = 32
-DENSE, WINDOWS = (FullAttentionSpec, MLAAttentionSpec), (SlidingWindowSpec, SlidingWindowMLASpec)
 
 
 @dataclass
@@ -44,39 +36,14 @@ class Pages(KVCacheBlocks):
 
     hit: int = 0
 
-    def get_block_ids(  # noqa: D102
+    def get_block_ids(
         self, allow_none: bool = False, *, group_ids: Sequence[int] | None = None
     ) -> tuple[list[int], ...] | None:
+        """Copies; None if there are no pages and `allow_none`."""
         groups = self.blocks if group_ids is None else [self.blocks[i] for i in group_ids]
         if allow_none and not any(groups):
             return None
         return tuple([list(pages) for pages in groups])
-
-
-def unsupported(config: KVCacheConfig) -> list[str]:
-    """What is not served of a model's cache groups."""
-    what = [] if config.kv_cache_groups else ["models without cache groups"]
-    for i, group in enumerate(config.kv_cache_groups):
-        spec, name = group.kv_cache_spec, f"cache group {i}"
-        if type(spec) not in DENSE + WINDOWS or not spec.prefix_cacheable:
-            what.append(f"{name}: {type(spec).__name__}")
-        elif spec.prefix_replay_tokens or getattr(spec, "extra_retained_tokens", 0):
-            what.append(f"{name}: windows that are computed again")
-        elif group.host_resident:
-            what.append(f"{name}: pages on the host")
-    return what
-
-
-def group_specs(config: KVCacheConfig) -> list[GroupSpec]:
-    """A model's cache groups; pages count as one byte each."""
-    groups = []
-    for i, group in enumerate(config.kv_cache_groups):
-        spec, window = group.kv_cache_spec, None
-        if type(spec) in WINDOWS:
-            window = spec.sliding_window
-        kind = "window" if window else "dense"
-        groups.append(GroupSpec(str(i), kind, spec.block_size, 1, window))
-    return groups
 
 
 class Tracked:
@@ -98,57 +65,47 @@ class CacheManager(KVCacheManager):
     """See above; methods are as vLLM's `KVCacheManager` says.
 
     Args:
-        drop_last_block: hits end a segment before what is cached does, as a drafter needs whose
-            rows depend on the token after them.
+        scheduler: whose it is. groups: its cache groups, as kvcore has them.
 
     Attributes:
         cache: the pages of all groups.
     """
 
-    def __init__(
-        self,
-        kv_cache_config: KVCacheConfig,
-        max_model_len: int,
-        hash_block_size: int,
-        max_in_flight_tokens: int,
-        enable_caching: bool = True,
-        drop_last_block: bool = False,
-        log_stats: bool = False,
-        watermark: float = 0.0,
-    ) -> None:
-        specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-        has_windows = any(type(s) in WINDOWS for s in specs)
-        interval = kv_cache_config.prefix_cache_retention_interval
+    def __init__(self, scheduler: Any, groups: Sequence[GroupSpec]) -> None:
+        self.kv_cache_config = config = scheduler.kv_cache_config
+        interval = config.prefix_cache_retention_interval
+        if interval is None or all(group.kind == "dense" for group in groups):
+            interval = "dense"
+        self.max_model_len, self.log_stats = scheduler.max_model_len, scheduler.log_stats
+        self.enable_caching = scheduler.cache_config.enable_prefix_caching
         self.cache = AppendOnlyCache(
-            group_specs(kv_cache_config),
-            num_pages=kv_cache_config.num_blocks,
-            max_model_len=max_model_len,
-            retention="dense" if interval is None or not has_windows else interval or "latest",
-            enable_caching=enable_caching,
+            groups,
+            num_pages=config.num_blocks,
+            max_model_len=self.max_model_len,
+            retention=interval or "latest",
+            enable_caching=self.enable_caching,
         )
-        self.kv_cache_config, self.max_model_len = kv_cache_config, max_model_len
-        self.enable_caching, self.log_stats = enable_caching, log_stats
-        self.prefix_cache_stats = PrefixCacheStats() if log_stats else None
-        self.watermark_blocks = int(watermark * kv_cache_config.num_blocks)
-        self.num_kv_cache_groups = len(specs)
-        self.mamba_shared_prefix_checkpoint = self.enable_kv_cache_events = False
+        self.prefix_cache_stats = PrefixCacheStats() if self.log_stats else None
+        self.watermark_blocks = int(scheduler.scheduler_config.watermark * config.num_blocks)
+        self.num_kv_cache_groups = len(groups)
+        specs = [group.kv_cache_spec for group in config.kv_cache_groups]
         # What the engine asks of each group.
         each = [SimpleNamespace(block_size=s.block_size, kv_cache_spec=s) for s in specs]
         self.coordinator = SimpleNamespace(single_type_managers=each)
         # Block sizes, and the most blocks that a request has at once, as vLLM counts to admit one.
+        longest = scheduler.vllm_config.max_in_flight_tokens, self.max_model_len
         self._groups = [
             (
                 s.block_size,
-                s.max_admission_blocks_per_request(max_in_flight_tokens, max_model_len)
-                if type(s) in WINDOWS
-                else max_model_len,
+                s.max_admission_blocks_per_request(*longest) if g.sliding_window else longest[1],
             )
-            for s in specs
+            for s, g in zip(specs, groups, strict=True)
         ]
         self._alignment = self.cache.alignment
-        self._per_key = self._alignment // hash_block_size
-        self._drop = drop_last_block
-        self._zeroes, self._to_zero = kv_cache_config.needs_kv_cache_zeroing, []
+        self._per_key = self._alignment // scheduler.hash_block_size
+        # A drafter's last rows depend on the token after them, which hashes may cover, or not.
+        self._drop = scheduler.use_eagle_block_drop
+        self._zeroes, self._to_zero = config.needs_kv_cache_zeroing, []
         self._tracked: dict[str, Tracked] = {}
         self._pending: dict[str, Tracked] = {}
         self.empty_kv_cache_blocks = Pages(tuple(() for _ in specs))
@@ -171,9 +128,10 @@ class CacheManager(KVCacheManager):
             return b""
         return self._keys(request, 0, len(request.block_hashes) // self._per_key)
 
-    def get_computed_blocks(  # noqa: D102
+    def get_computed_blocks(
         self, request: Request, max_cache_hit_length: int | None = None
     ) -> tuple[Pages, int, int]:
+        """(what was found, tokens of it, 0)."""
         self._publish_pending()
         most = request.num_tokens - 1 if max_cache_hit_length is None else max_cache_hit_length
         keys = self._prompt_keys(request)
@@ -186,37 +144,31 @@ class CacheManager(KVCacheManager):
 
     # Slots.
 
-    def allocate_slots(  # noqa: D102
+    def allocate_slots(
         self,
         request: Request,
         num_new_tokens: int,
         num_new_computed_tokens: int = 0,
         new_computed_blocks: KVCacheBlocks | None = None,
         num_lookahead_tokens: int = 0,
-        num_external_computed_tokens: int = 0,
-        delay_cache_blocks: bool = False,
-        num_encoder_tokens: int = 0,
         full_sequence_must_fit: bool = False,
-        reserved_blocks: int = 0,
         has_scheduled_reqs: bool = True,
-        skip_zeroing_group_ids: tuple[int, ...] = (),
+        **unserved: Any,
     ) -> Pages | None:
+        """New pages for the next tokens of a request; None where they lack."""
         tracked = self._tracked.get(request.request_id)
         end = request.num_computed_tokens + num_new_computed_tokens + num_new_tokens
         if tracked is not None and end + num_lookahead_tokens <= tracked.quiet:
             return self.empty_kv_cache_blocks
-        if num_external_computed_tokens or delay_cache_blocks or num_encoder_tokens:
-            raise NotImplementedError(
-                "allocate_slots: supported are decoders without a connector, got "
-                f"{num_external_computed_tokens} external and {num_encoder_tokens} encoder tokens"
-            )
+        if any(unserved.values()):
+            raise NotImplementedError(f"allocate_slots: supported are decoders, got {unserved}")
         slots, running = end + num_lookahead_tokens, request.status == RequestStatus.RUNNING
         slots = min(slots, self.max_model_len)
         lengths = [num_new_computed_tokens // size for size, _ in self._groups]
         if tracked is not None:
             self._let_go(tracked)
             lengths = [*map(len, tracked.tables.tables)]
-        least = self._missing(slots, lengths, slots) + reserved_blocks
+        least = self._missing(slots, lengths, slots)
         if full_sequence_must_fit:
             least = max(least, self._missing(request.num_tokens, lengths))
         if has_scheduled_reqs and not running:
@@ -290,12 +242,14 @@ class CacheManager(KVCacheManager):
             self._publish(tracked, tracked.pending)
         self._pending.clear()
 
-    def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:  # noqa: D102
+    def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
+        """Tokens of a request are known."""
         tracked = self._tracked.get(request.request_id)
         if tracked is not None and self.enable_caching:
             self._publish(tracked, num_computed_tokens)
 
-    def free(self, request: Request) -> None:  # noqa: D102
+    def free(self, request: Request) -> None:
+        """A request ends, or is preempted."""
         self._pending.pop(request.request_id, None)
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is not None:
@@ -303,7 +257,8 @@ class CacheManager(KVCacheManager):
 
     # The rest of a step.
 
-    def new_step_starts(self) -> None:  # noqa: D102
+    def new_step_starts(self) -> None:
+        """The scheduler begins a step."""
         self._publish_pending()
 
     def take_boundary_state_offloads(self) -> dict[str, list[tuple[int, int, int]]]:
@@ -315,7 +270,8 @@ class CacheManager(KVCacheManager):
         """There are none: hits end where blocks do."""
         return [], []
 
-    def take_new_block_ids(self) -> list[int]:  # noqa: D102
+    def take_new_block_ids(self) -> list[int]:
+        """Pages for the worker to zero."""
         pages, self._to_zero = self._to_zero, []
         return pages
 
@@ -323,17 +279,18 @@ class CacheManager(KVCacheManager):
         """There are none."""
         return []
 
-    def get_blocks(self, request_id: str) -> Pages:  # noqa: D102
+    def get_blocks(self, request_id: str) -> Pages:
+        """All pages of a request."""
         tracked = self._tracked.get(request_id)
-        return (
-            self.empty_kv_cache_blocks if tracked is None else Pages(tuple(tracked.tables.tables))
-        )
+        return Pages(tuple(tracked.tables.tables)) if tracked else self.empty_kv_cache_blocks
 
-    def estimate_cached_tokens(self, request: Request) -> int:  # noqa: D102
+    def estimate_cached_tokens(self, request: Request) -> int:
+        """Tokens of a request that others find."""
         tracked = self._tracked.get(request.request_id)
         return 0 if tracked is None else tracked.tables.cached
 
-    def reset_prefix_cache(self) -> bool:  # noqa: D102
+    def reset_prefix_cache(self) -> bool:
+        """Forget what is cached; False while requests run."""
         if self._tracked:
             return False
         self.cache.clear()
@@ -342,17 +299,13 @@ class CacheManager(KVCacheManager):
         return True
 
 
-def _refused(name: str) -> Callable[..., Any]:
-    def refuse(self: CacheManager, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError(f"{name}: supported are models without a connector")
-
-    return refuse
+def _refuse(self: CacheManager, *args: Any, **kwargs: Any) -> Any:
+    raise NotImplementedError("CacheManager: supported are models without a connector")
 
 
 for _name in (
-    "emit_cached_block_events", "evict_blocks", "finalize_partial_tail_offloads",
-    "get_block_ids_for_computed_tokens", "get_computed_blocks_for_connector",
-    "pop_blocks_for_free", "record_blocks_for_zeroing", "remove_skipped_blocks",
-    "truncate_computed_blocks",
+    "evict_blocks", "finalize_partial_tail_offloads", "get_block_ids_for_computed_tokens",
+    "get_computed_blocks_for_connector", "pop_blocks_for_free", "record_blocks_for_zeroing",
+    "remove_skipped_blocks", "truncate_computed_blocks",
 ):  # fmt: skip
-    setattr(CacheManager, _name, _refused(_name))
+    setattr(CacheManager, _name, _refuse)

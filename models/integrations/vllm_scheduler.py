@@ -18,6 +18,12 @@ try:
     import vllm
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.kv_cache_interface import (
+        FullAttentionSpec,
+        MLAAttentionSpec,
+        SlidingWindowMLASpec,
+        SlidingWindowSpec,
+    )
 except ImportError as error:
     raise ImportError("needs vLLM 0.33: pip install 'quire[vllm]'") from error
 
@@ -26,7 +32,37 @@ SUPPORTED = "0.33"
 if not vllm.__version__.startswith(f"{SUPPORTED}."):
     raise ImportError(f"vllm: expected {SUPPORTED}, got {vllm.__version__}")
 
-from .vllm_kv_manager import CacheManager, unsupported  # noqa: E402  vLLM is the right one
+from quire.kvcore import GroupSpec  # noqa: E402
+
+from .vllm_kv_manager import CacheManager  # noqa: E402  of this version alone
+
+DENSE, WINDOWS = (FullAttentionSpec, MLAAttentionSpec), (SlidingWindowSpec, SlidingWindowMLASpec)
+
+
+def unsupported(config: Any) -> list[str]:
+    """What is not served of a model's cache groups."""
+    what = [] if config.kv_cache_groups else ["models without cache groups"]
+    for i, group in enumerate(config.kv_cache_groups):
+        spec, name = group.kv_cache_spec, f"cache group {i}"
+        if type(spec) not in DENSE + WINDOWS or not spec.prefix_cacheable:
+            what.append(f"{name}: {type(spec).__name__}")
+        elif spec.prefix_replay_tokens or getattr(spec, "extra_retained_tokens", 0):
+            what.append(f"{name}: windows that are computed again")
+        elif group.host_resident:
+            what.append(f"{name}: pages on the host")
+    return what
+
+
+def group_specs(config: Any) -> list[GroupSpec]:
+    """A model's cache groups; pages count as one byte each."""
+    groups = []
+    for i, group in enumerate(config.kv_cache_groups):
+        spec, window = group.kv_cache_spec, None
+        if type(spec) in WINDOWS:
+            window = spec.sliding_window
+        kind = "window" if window else "dense"
+        groups.append(GroupSpec(str(i), kind, spec.block_size, 1, window))
+    return groups
 
 
 def refusals(vllm_config: Any, kv_cache_config: Any) -> list[str]:
@@ -68,16 +104,7 @@ class QuireScheduler(Scheduler):
                 f"got {'; '.join(refused)}"
             )
         super().__init__(vllm_config, kv_cache_config, *args, **kwargs)
-        self.kv_cache_manager = CacheManager(
-            kv_cache_config,
-            self.max_model_len,
-            self.hash_block_size,
-            vllm_config.max_in_flight_tokens,
-            self.cache_config.enable_prefix_caching,
-            self.use_eagle_block_drop,
-            self.log_stats,
-            self.scheduler_config.watermark,
-        )
+        self.kv_cache_manager = CacheManager(self, group_specs(kv_cache_config))
 
 
 class QuireAsyncScheduler(QuireScheduler, AsyncScheduler):

@@ -47,6 +47,7 @@ from vllm.v1.structured_output import StructuredOutputManager  # noqa: E402
 from quire.models.integrations.vllm_scheduler import QuireScheduler  # noqa: E402
 
 LONGEST, VOCAB, DRAFTS, NO_TOKEN = 512, 5000, 3, 5001
+SIZES = (130, 180, 260, 400, 700, 3000)
 MASK = (1 << 64) - 1
 HYBRID = [(16, None), (16, 64), (16, 64), (16, 100)]
 CASES = {
@@ -425,7 +426,7 @@ def main():
 
     said = []
     for name in sys.argv[4:] or CASES:
-        for pages in (130, 180, 260, 400, 700, 3000):
+        for pages in SIZES:
             row = run(name, pages, int(sys.argv[2]), where, classes)
             said.append(row)
             v, q = row["vllm"], row["quire"]
