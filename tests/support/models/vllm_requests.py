@@ -169,7 +169,9 @@ class Worker:
                 pages = np.array(tables[g])[blocks]
                 self.wrong += int(np.count_nonzero(pages == 0))
                 rows = text.rows[start : start + n] * np.uint64(tag(g))
-                for key, row in zip((pages * 4096 + at % size).tolist(), rows.tolist(), strict=True):
+                for key, row in zip(
+                    (pages * 4096 + at % size).tolist(), rows.tolist(), strict=True
+                ):
                     self.wrong += writes.setdefault(key, row) != row
                 self.memory[pages, at % size] = rows
         sampled, proposed = [], []
@@ -385,7 +387,9 @@ def run(name, num_pages, num_requests, where, classes):
     requests = chats(1, num_requests, groups)
     said = {"case": name, "pages": num_pages, "requests": len(requests)}
     for who, cls in classes(is_async).items():
-        config = configuration(num_pages, is_async, drafts, case["policy"], case["retention"], where)
+        config = configuration(
+            num_pages, is_async, drafts, case["policy"], case["retention"], where
+        )
         scheduler = scheduler_of(cls, config, cache_groups(groups, num_pages, case["retention"]))
         worker = Worker(groups, num_pages, drafts, 5)
         check = None
