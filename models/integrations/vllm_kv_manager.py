@@ -21,7 +21,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.metrics.stats import PrefixCacheStats
 from vllm.v1.request import Request, RequestStatus
 
-from quire.kvcore import AppendOnlyCache, GroupSpec, OutOfPages, RequestTables
+from quire.kvcore import LRU, AppendOnlyCache, GroupSpec, OutOfPages, RequestTables
 
 KEY_BYTES = 32
 
@@ -74,15 +74,15 @@ class CacheManager(KVCacheManager):
     def __init__(self, scheduler: Any, groups: Sequence[GroupSpec]) -> None:
         self.kv_cache_config = config = scheduler.kv_cache_config
         interval = config.prefix_cache_retention_interval
-        if interval is None or all(group.kind == "dense" for group in groups):
-            interval = "dense"
+        has_windows = any(group.kind == "window" for group in groups)
         self.max_model_len, self.log_stats = scheduler.max_model_len, scheduler.log_stats
         self.enable_caching = scheduler.cache_config.enable_prefix_caching
         self.cache = AppendOnlyCache(
             groups,
             num_pages=config.num_blocks,
             max_model_len=self.max_model_len,
-            retention=interval or "latest",
+            retention="dense" if interval is None or not has_windows else interval or "latest",
+            policy=None if has_windows else LRU(),  # as vLLM's: there is little to choose from
             enable_caching=self.enable_caching,
         )
         self.prefix_cache_stats = PrefixCacheStats() if self.log_stats else None

@@ -5,7 +5,7 @@ keep (`SchedulerOutput`: new pages appended, those of resumed requests replaced)
 token is a hash of these. A row's content is a hash of the tokens up to it, made here from token lists; nothing of an allocator is asked what
 is right. With asynchronous scheduling a step runs after the next one was scheduled.
 
-Runs where vLLM is: python vllm_requests.py CHECKOUT REQUESTS OUT.json [CASE ...]; writes what was computed, checked and wrong.
+Runs where vLLM is: python vllm_requests.py CHECKOUT REQUESTS SIZES OUT.json [CASE ...]; writes what was computed, checked and wrong.
 """
 
 import json
@@ -24,6 +24,7 @@ import torch  # noqa: E402
 from vllm.config import (  # noqa: E402
     CacheConfig,
     DeviceConfig,
+    KVEventsConfig,
     ModelConfig,
     SchedulerConfig,
     SpeculativeConfig,
@@ -35,9 +36,13 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler  # noqa: E402
 from vllm.v1.core.sched.scheduler import Scheduler  # noqa: E402
 from vllm.v1.kv_cache_interface import (  # noqa: E402
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    MambaSpec,
+    MLAAttentionSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput  # noqa: E402
@@ -47,14 +52,13 @@ from vllm.v1.structured_output import StructuredOutputManager  # noqa: E402
 from quire.models.integrations.vllm_scheduler import QuireScheduler  # noqa: E402
 
 LONGEST, VOCAB, DRAFTS, NO_TOKEN = 512, 5000, 3, 5001
-SIZES = (130, 180, 260, 400, 700, 3000)
 MASK = (1 << 64) - 1
 HYBRID = [(16, None), (16, 64), (16, 64), (16, 100)]
 CASES = {
     "dense": {"groups": [(16, None)]},
     "hybrid": {"groups": HYBRID},
     "hybrid, every boundary": {"groups": HYBRID, "retention": None},
-    "hybrid, intervals": {"groups": HYBRID, "retention": 64},
+    "hybrid, intervals": {"groups": HYBRID, "retention": 192},
     "hybrid, async": {"groups": HYBRID, "is_async": True},
     "hybrid, drafts": {"groups": HYBRID, "drafts": True},
     "hybrid, async, drafts": {"groups": HYBRID, "is_async": True, "drafts": True},
@@ -308,7 +312,7 @@ def cache_groups(groups, num_pages, retention):
 
 
 def scheduler_of(cls, config, kv_config, log_stats=False):
-    sizes = [g.kv_cache_spec.block_size for g in kv_config.kv_cache_groups]
+    sizes = [g.kv_cache_spec.block_size for g in kv_config.kv_cache_groups] or [16]
     return cls(
         config, kv_config, StructuredOutputManager(config), max(sizes), hash_block_size=min(sizes), log_stats=log_stats
     )  # fmt: skip
@@ -415,9 +419,137 @@ def run(name, num_pages, num_requests, where, classes):
     return said
 
 
+def timings(where, sizes=(1, 16, 64, 256), steps=64):
+    """Microseconds that `allocate_slots` takes for a request of a decode step, and to admit one with a hit; the two managers by turns.
+
+    A decode step asks for a token of each running request; over `steps` steps blocks start and segments become findable. Their schedulers
+    are not involved but for making the managers.
+    """
+    hasher = get_request_block_hasher(16, sha256)
+    params = SamplingParams(max_tokens=LONGEST, ignore_eos=True, temperature=0.0)
+    rng, said = random.Random(0), []
+    for groups in ("dense", "hybrid"):
+        config = configuration(16_384, False, False, "fcfs", 0, where)
+        for n in sizes:
+            prompts = [
+                [rng.randrange(VOCAB) for _ in range(rng.randrange(130, 200))] for _ in range(n)
+            ]
+            managers, admitted = {}, {}
+            for who, cls in (("vllm", Scheduler), ("quire", QuireScheduler)):
+                pages = cache_groups(CASES[groups]["groups"], 16_384, 0)
+                manager = scheduler_of(cls, config, pages).kv_cache_manager
+                for turn in range(2):  # the second time with a hit
+                    requests = [
+                        Request(f"{turn} {i}", list(p), params, None, block_hasher=hasher) for i, p in enumerate(prompts)
+                    ]  # fmt: skip
+                    manager.new_step_starts()
+                    started = time.perf_counter()
+                    for r in requests:
+                        found, hit, _ = manager.get_computed_blocks(r)
+                        assert manager.allocate_slots(r, r.num_tokens - hit, hit, found) is not None
+                        r.status = RequestStatus.RUNNING
+                    admitted[who] = (time.perf_counter() - started) / n * 1e6
+                    for r in requests:
+                        r.num_computed_tokens = r.num_tokens
+                        r.append_output_token_ids(7)
+                        if not turn:
+                            manager.free(r)
+                managers[who] = manager, requests, []
+            for _ in range(steps):
+                for manager, requests, times in managers.values():
+                    started = time.perf_counter()
+                    manager.new_step_starts()
+                    for r in requests:
+                        manager.allocate_slots(r, 1)
+                    manager.take_boundary_state_offloads()
+                    times.append(time.perf_counter() - started)
+                    for r in requests:
+                        r.num_computed_tokens += 1
+                        r.append_output_token_ids(7)
+            row = {"groups": groups, "requests": n}
+            for who, (_, _, times) in managers.items():
+                row[who] = {
+                    "median us": sorted(times)[steps // 2] / n * 1e6, "mean us": sum(times) / steps / n * 1e6, "admit us": admitted[who],
+                }  # fmt: skip
+            said.append(row)
+    return said
+
+
+def refusals(where):
+    """What each configuration that is not served is told when its scheduler is made; None if it is served."""
+    said = {}
+
+    def told(name, groups, change=lambda config: None, **more):
+        config = configuration(100, False, False, "fcfs", 0, where, **more)
+        change(config)
+        pages = KVCacheConfig(100, [], [KVCacheGroupSpec(["layer"], g) for g in groups])
+        try:
+            said[name] = scheduler_of(QuireScheduler, config, pages) and None
+        except NotImplementedError as error:
+            said[name] = str(error)
+
+    shape = {"block_size": 16, "num_kv_heads": 1, "head_size": 16, "dtype": torch.float16}
+    full = FullAttentionSpec(**shape)
+
+    def context(config):
+        config.parallel_config.decode_context_parallel_size = 2
+
+    def stages(config):
+        config.parallel_config.pipeline_parallel_size = 2
+
+    def connector(config):
+        config.kv_transfer_config = object()
+
+    told("served", [full, SlidingWindowSpec(sliding_window=32, **shape), MLAAttentionSpec(**shape)])
+    told("chunked", [ChunkedLocalAttentionSpec(attention_chunk_size=32, **shape)])
+    told("cross", [CrossAttentionSpec(**shape)])
+    told("mamba", [full, MambaSpec(block_size=16, shapes=((2,),), dtypes=(torch.float16,))])
+    told("no groups", [])
+    told("connector", [full], connector)
+    told("events", [full], kv_events_config=KVEventsConfig(enable_kv_cache_events=True))
+    told("DCP", [full], context)
+    told("PP", [full], stages)
+    return said
+
+
+def failures(where):
+    """A request that is aborted in each state frees all; one that the policy fails for ends alone; the cache can be reset."""
+    groups, said = CASES["hybrid"]["groups"], {}
+    config = configuration(300, True, False, "fcfs", 0, where)
+    scheduler = scheduler_of(QuireScheduler, config, cache_groups(groups, 300, 0), True)
+    cache, worker = scheduler.kv_cache_manager.cache, Worker(groups, 300, False, 0)
+    hasher = get_request_block_hasher(16, sha256)
+    params = SamplingParams(max_tokens=20, ignore_eos=True, temperature=0.0)
+    for i, steps in enumerate((0, 1, 2, 3, 5, 8)):  # waiting, in flight, in a chunk, decoding
+        for rid in (f"a{i}", f"b{i}"):
+            prompt = [(i + 7 * j) % VOCAB for j in range(300)]
+            scheduler.add_request(Request(rid, prompt, params, None, block_hasher=hasher))
+        flying = []
+        for _ in range(steps):
+            so = scheduler.schedule()
+            flying.append((so, worker.take(so)))
+            if len(flying) > 1:
+                so, work = flying.pop(0)
+                scheduler.update_from_output(so, worker.run(work, True)[0])
+        scheduler.finish_requests([f"a{i}", f"b{i}"], RequestStatus.FINISHED_ABORTED)
+        for so, work in flying:
+            scheduler.update_from_output(so, worker.run(work, True)[0])
+        cache.check_invariants()
+        said[f"aborted after {steps} steps"] = [len(cache.requests), 299 - cache.num_available]
+    said["wrong"] = worker.wrong
+    said["usage"] = scheduler.get_kv_cache_usage()
+    said["reset"] = [scheduler.reset_prefix_cache(), cache.pool.num_free]
+    for name in ("evict_blocks", "remove_skipped_blocks"):
+        try:
+            getattr(scheduler.kv_cache_manager, name)("a0")
+        except NotImplementedError as error:
+            said[name] = str(error)
+    return said
+
+
 def main():
     init_none_hash(sha256)
-    where = Path(sys.argv[3]).resolve().parent / "model"
+    where = Path(sys.argv[4]).resolve().parent / "model"
     where.mkdir(exist_ok=True)
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1,
@@ -429,8 +561,8 @@ def main():
         return {"vllm": AsyncScheduler if is_async else Scheduler, "quire": QuireScheduler}
 
     said = []
-    for name in sys.argv[4:] or CASES:
-        for pages in SIZES:
+    for name in sys.argv[5:] or CASES:
+        for pages in map(int, sys.argv[3].split(",")):
             row = run(name, pages, int(sys.argv[2]), where, classes)
             said.append(row)
             v, q = row["vllm"], row["quire"]
@@ -439,7 +571,10 @@ def main():
                 v["preempted"], q["preempted"], "wrong", v["wrong"], q["wrong"], "differ", v["differ"], q["differ"], "rows", q["rows"],
                 "left", q["left"], "acc", q["accepted"], q["rejected"], f"{v['seconds']:.1f} {q['seconds']:.1f} s", flush=True,
             )  # fmt: skip
-    Path(sys.argv[3]).write_text(json.dumps(said))
+    results = {
+        "cases": said, "refusals": refusals(where), "failures": failures(where), "timings": timings(where),
+    }  # fmt: skip
+    Path(sys.argv[4]).write_text(json.dumps(results))
 
 
 if __name__ == "__main__":
