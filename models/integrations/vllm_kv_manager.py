@@ -1,9 +1,9 @@
 """`CacheManager`: `quire.kvcore` behind the interface of vLLM 0.33's `KVCacheManager`; of
 `vllm_scheduler`.
 
-What vLLM's Scheduler and engine use of that interface, for models that it
-serves, is below; a method that only others call raises `NotImplementedError`. Keys of segments are
-vLLM's block hashes, so salts, adapters, images and lookaheads part prompts as vLLM has them.
+What vLLM's Scheduler and engine use of that interface, for models that are served, is below; a
+method that only others call raises `NotImplementedError`. Keys of segments are vLLM's block hashes,
+so salts, adapters, images and lookaheads part prompts as vLLM has them.
 
 A running request may be preempted in the very step in which it was given slots, and then nobody
 computes these rows. So what it completes becomes findable once no more requests are preempted: at
@@ -13,7 +13,6 @@ the first look-up of a waiting request, or when the scheduler is done.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,15 +25,8 @@ from quire.kvcore import LRU, AppendOnlyCache, GroupSpec, OutOfPages, RequestTab
 KEY_BYTES = 32
 
 
-@dataclass
 class Pages(KVCacheBlocks):
-    """Pages of each group, where vLLM's `KVCacheBlocks` has blocks.
-
-    Attributes:
-        hit: of a look-up: tokens that it found.
-    """
-
-    hit: int = 0
+    """Pages of each group, where vLLM's `KVCacheBlocks` has blocks."""
 
     def get_block_ids(
         self, allow_none: bool = False, *, group_ids: Sequence[int] | None = None
@@ -131,16 +123,14 @@ class CacheManager(KVCacheManager):
     def get_computed_blocks(
         self, request: Request, max_cache_hit_length: int | None = None
     ) -> tuple[Pages, int, int]:
-        """(what was found, tokens of it, 0)."""
+        """(no pages yet, tokens that are cached, 0)."""
         self._publish_pending()
         most = request.num_tokens - 1 if max_cache_hit_length is None else max_cache_hit_length
         keys = self._prompt_keys(request)
         hit, dense = self.cache.find(keys, most)
         if self._drop and hit and hit == dense:
             hit, _ = self.cache.find(keys, dense - self._alignment)
-        if not hit:
-            return self.empty_kv_cache_blocks, 0, 0
-        return Pages(self.empty_kv_cache_blocks.blocks, hit), hit, 0
+        return self.empty_kv_cache_blocks, hit, 0
 
     # Slots.
 
@@ -254,8 +244,6 @@ class CacheManager(KVCacheManager):
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is not None:
             self.cache.release(tracked.tables)
-
-    # The rest of a step.
 
     def new_step_starts(self) -> None:
         """The scheduler begins a step."""
