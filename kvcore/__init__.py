@@ -1,5 +1,6 @@
 """Retention-aware KV-cache allocator for hybrid-attention models; needs numpy and nothing else."""
 
+from .append_only import AppendOnlyCache, RequestTables
 from .cache import KVCache
 from .events import AllBlocksCleared, BlockRemoved, BlockStored, EventLog, tail_hashes
 from .layers import LayerPlacement, LayerShape, cache_groups
@@ -24,6 +25,7 @@ __all__ = [
     "S3FIFO",
     "Adaptive",
     "AllBlocksCleared",
+    "AppendOnlyCache",
     "BlockRemoved",
     "BlockStored",
     "CostAware",
@@ -42,6 +44,7 @@ __all__ = [
     "Part",
     "Prompt",
     "Ranked",
+    "RequestTables",
     "Step",
     "StepArrays",
     "StepPlan",

@@ -1,0 +1,98 @@
+"""vLLM's Scheduler on kvcore beside its own (`tests.support.models.vllm_requests`), where vLLM is."""
+
+import importlib
+import sys
+from types import ModuleType
+
+import pytest
+
+from tests.support.models.vllm_python import said_by
+
+REQUESTS, SIZES = 110, (130, 400)  # of each of ten cases; pages of the pool
+CASES = ("dense", "hybrid", "hybrid, every boundary", "hybrid, intervals", "hybrid, async", "hybrid, drafts", "hybrid, async, drafts",
+         "hybrid, priorities", "block sizes 16 and 32", "dense, async, drafts")  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def said(tmp_path_factory) -> dict:
+    sizes = ",".join(map(str, SIZES))
+    return said_by(tmp_path_factory, "vllm_requests.py", str(REQUESTS), sizes)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_answers_are_right_and_so_is_each_row_that_a_query_reads(name, said):
+    rows = [row for row in said["cases"] if row["case"] == name]
+    assert [row["pages"] for row in rows] == list(SIZES)
+    for row in rows:
+        ours, theirs = row["quire"], row["vllm"]
+        assert ours["wrong"] == ours["differ"] == 0
+        assert ours["rows"] > 100_000 and ours["aborted"] > 0
+        assert (
+            ours["left"] == 0
+        )  # pages that nobody needs are free or cached, and free once that is forgotten
+        if "drafts" in name:
+            assert ours["accepted"] > 500 and ours["rejected"] > 500
+        if "priorities" not in name:
+            assert theirs["differ"] == 0
+    assert rows[0]["quire"]["preempted"] > 0
+
+
+def test_no_more_tokens_are_computed_than_with_vllms_manager(said):
+    """In all; each run may differ by what one more preemption costs."""
+    computed = {who: [row[who]["computed"] for row in said["cases"]] for who in ("quire", "vllm")}
+    assert sum(computed["quire"]) < 0.98 * sum(computed["vllm"])
+    for ours, theirs in zip(computed["quire"], computed["vllm"], strict=True):
+        assert ours <= 1.01 * theirs
+
+
+def test_slots_are_given_no_slower_than_by_vllms_manager(said):
+    assert len(said["timings"]) == 8
+    for row in said["timings"]:
+        assert row["quire"]["median us"] < row["vllm"]["median us"], row
+
+
+REFUSED = {
+    "chunked": "cache group 0: ChunkedLocalAttentionSpec",
+    "cross": "cache group 0: CrossAttentionSpec",
+    "mamba": "cache group 1: MambaSpec",
+    "no groups": "models without cache groups",
+    "connector": "KV connectors (kv_transfer_config)",
+    "events": "KV events (enable_kv_cache_events)",
+    "DCP": "decode context parallelism",
+    "PP": "pipeline parallelism",
+}
+
+
+def test_what_is_not_served_is_refused_by_name(said):
+    start = "QuireScheduler: supported are decoders with full and sliding-window attention, got "
+    assert said["refusals"] == {"served": None} | {name: start + what for name, what in REFUSED.items()}  # fmt: skip
+    for name in ("evict_blocks", "remove_skipped_blocks"):
+        assert said["failures"][name].endswith("supported are models without a connector")
+
+
+def test_an_abort_in_any_state_frees_all(said):
+    failures = said["failures"]
+    for steps in (0, 1, 2, 3, 5, 8):
+        assert failures[f"aborted after {steps} steps"] == [0, 0]
+    assert failures["wrong"] == failures["usage"] == 0
+    assert failures["reset"] == [True, 299]
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.330.0", "1.33.0"])
+def test_other_versions_are_refused(version, monkeypatch):
+    names = "vllm", "vllm.v1", "vllm.v1.core", "vllm.v1.core.sched", "vllm.v1.kv_cache_interface"
+    names += "vllm.v1.core.sched.scheduler", "vllm.v1.core.sched.async_scheduler"
+    for name in names:
+        module = ModuleType(name)
+        module.__version__, module.__path__ = version, []
+        module.Scheduler = module.AsyncScheduler = module.FullAttentionSpec = object
+        module.MLAAttentionSpec = module.SlidingWindowSpec = module.SlidingWindowMLASpec = object
+        monkeypatch.setitem(sys.modules, name, module)
+    with pytest.raises(ImportError, match=rf"vllm: expected 0\.33, got {version}"):
+        importlib.import_module("quire.models.integrations.vllm_scheduler")
+
+
+def test_absent_vllm_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(ImportError, match=r"needs vLLM 0\.33: pip install 'quire\[vllm\]'"):
+        importlib.import_module("quire.models.integrations.vllm_scheduler")
