@@ -61,6 +61,10 @@ class Watch:
         self._plan, self._commit = cache.plan, cache.commit
         self._begin = cache.begin
         self._prompts: dict[int, Int32] = {}  # by slot
+        groups = [cache.layout.groups[g] for g, _ in cache.layout.tables]
+        self._names = [group.name for group in groups]
+        self._block_sizes = np.array([[group.block_size] for group in groups])
+        self._states = [t for t, group in enumerate(groups) if group.kind == "state"]
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None  # which is in a call
         self._call = ""
@@ -148,12 +152,10 @@ class Watch:
 
     def _check_rows(self, plan: StepPlan) -> None:
         """No row that a plan writes may be on page 0."""
-        layout = self._cache.layout
-        for row, (group, _) in zip(plan.slot_mapping, layout.tables, strict=True):
-            pages = row[row >= 0] // layout.groups[group].block_size
-            assert (pages != NULL_BLOCK).all(), f"a row of {layout.groups[group].name} on page 0"
-        states = [t for t, (g, _) in enumerate(layout.tables) if layout.groups[g].kind == "state"]
-        assert (plan.state_pages[states] != NULL_BLOCK).all(), "a live state on page 0"
+        pages = plan.slot_mapping // self._block_sizes
+        for t in (pages == NULL_BLOCK).any(axis=1).nonzero()[0]:
+            raise AssertionError(f"a row of {self._names[t]} on page 0")
+        assert (plan.state_pages[self._states] != NULL_BLOCK).all(), "a live state on page 0"
         assert (plan.copies[:, 1] != NULL_BLOCK).all(), "a copy to page 0"
 
     def _check_tokens(self, plan: StepPlan, ids: Int32, slots: set[int]) -> None:

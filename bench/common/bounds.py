@@ -44,17 +44,13 @@ TILE = 16
 
 class Bounded(Tensor):
     """A float64 tensor with ``error``, a tensor like it: how far a right program may be from each
-    element.
+    element; ``value`` is its memory as an ordinary tensor.
 
     A part of it is bounded as well; of arithmetic outside of `bounding` only values come out.
     """
 
     error: Tensor
-
-    @property
-    def value(self) -> Tensor:
-        """The float64 numbers as an ordinary tensor."""
-        return _value(self)
+    value: Tensor
 
     @classmethod
     def __torch_function__(
@@ -71,6 +67,7 @@ def bounded(value: Tensor, error: Tensor | None = None) -> Bounded:
     """A tensor with errors; without any it is exact."""
     value = _value(value)
     result: Bounded = value.as_subclass(Bounded)
+    result.value = value
     result.error = torch.zeros_like(value) if error is None else error
     return result
 
@@ -104,6 +101,7 @@ class bounding(TorchFunctionMode):
     def __init__(self, weights: torch.dtype = torch.float32):
         super().__init__()
         self.weights = weights
+        self._latest: tuple[Any, ...] = ()
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -111,13 +109,11 @@ class bounding(TorchFunctionMode):
         kwargs, name = kwargs or {}, func.__name__
         if name in LOOKED_UP and type(args[0]) is Tensor:  # most of what an oracle's loops do
             return func(*args, **kwargs)
-        tensors = [x for x in _flat([*args, *kwargs.values()]) if isinstance(x, Tensor)]
-        wide = any(x.dtype == torch.float64 for x in tensors)
-        if name in ("softmax", "logsumexp") and wide:
-            return _softmax(name, self.weights, *args, **kwargs)
-        if name in RULES and wide:
+        if name in RULES and any(map(_is_wide, args)):
             return _apply(RULES[name], args, kwargs)
-        if not any(isinstance(x, Bounded) for x in tensors):
+        if name in ("softmax", "logsumexp") and _is_wide(args[0]):
+            return self._softmax(name, *args, **kwargs)
+        if not any(type(x) is Bounded for x in _flat([*args, *kwargs.values()])):
             made = func(*args, **kwargs)
             return bounded(made) if name in MADE and made.dtype == torch.float64 else made
         if name == "__setitem__":
@@ -131,6 +127,33 @@ class bounding(TorchFunctionMode):
         if isinstance(result, Tensor) and result.is_floating_point():
             raise NotImplementedError(f"bounding: no rule for {name}")
         return result
+
+    def _softmax(self, name: str, x: Any, dim: int, keepdim: bool = False) -> Bounded:
+        """Weights of logits, or their lse; a logit of -inf is none."""
+        a, da = _parts(x)
+        if a.shape[dim] == 0:
+            return bounded(a if name == "softmax" else a.logsumexp(dim, keepdim))
+        # An oracle asks for lse and weights of the same logits, one after the other.
+        version = (dim, a._version, da._version)
+        if not self._latest or self._latest[0] is not x or self._latest[1] != version:
+            self._latest = (x, version, *_exponentials(a, da, dim))
+        off, p, drift, steps = self._latest[2:]
+        if name == "logsumexp":
+            value = a.logsumexp(dim, keepdim)
+            error = drift + steps
+            error = (error if keepdim else error.squeeze(dim)) + 4 * UNIT * value.abs()
+            return bounded(value, torch.where(value.isfinite(), error, 0.0))
+        error = p * torch.expm1(off + drift + steps)
+        # Weights are kept against the largest logit, so what fp16 loses of small ones is relative
+        # to the largest weight.
+        tiny = _smallest(self.weights) * p.amax(dim, keepdim=True)
+        if self.weights != torch.float32:
+            error = error + _rounding(p + error, self.weights)
+        return bounded(torch.softmax(a, dim), error + tiny)
+
+
+def _is_wide(x: Any) -> bool:
+    return type(x) is Bounded or (isinstance(x, Tensor) and x.dtype == torch.float64)
 
 
 def _flat(items: Any) -> list[Any]:
@@ -147,8 +170,7 @@ def _map(change: Callable[[Any], Any], items: Any) -> Any:
 
 
 def _value(x: Any) -> Any:
-    with torch._C.DisableTorchFunctionSubclass():
-        return x.as_subclass(Tensor) if isinstance(x, Bounded) else x
+    return x.value if type(x) is Bounded else x
 
 
 def _parts(x: Any) -> tuple[Tensor, Tensor]:
@@ -208,8 +230,17 @@ def _sub(x: Any, y: Any) -> tuple[Tensor, Tensor, float]:
 
 
 def _mul(x: Any, y: Any) -> tuple[Tensor, Tensor, float]:
+    if type(x) is not Bounded or type(y) is not Bounded:
+        return _mul_exact(x, y) if type(x) is Bounded else _mul_exact(y, x)
     (a, da), (b, db) = _parts(x), _parts(y)
     return a * b, a.abs() * db + da * b.abs() + da * db, 1
+
+
+def _mul_exact(x: Any, y: Any) -> tuple[Tensor, Tensor, float]:
+    """A product with a number or tensor without errors, as `_mul` has it."""
+    a, b = (_value(z).double() if isinstance(z, Tensor) else z for z in (x, y))
+    value = a * b
+    return value, x.error * abs(b) if type(x) is Bounded else torch.zeros_like(value), 1
 
 
 def _div(x: Any, y: Any) -> tuple[Tensor, Tensor, float]:
@@ -260,8 +291,14 @@ def _clamp(x: Any, min: float | None = None, max: float | None = None) -> tuple[
 
 def _matmul(x: Any, y: Any) -> tuple[Tensor, Tensor, float]:
     (a, da), (b, db) = _parts(x), _parts(y)
-    given = a.abs() @ db + da @ (b.abs() + db)
-    return a @ b, given + gamma(a.shape[-1]) * ((a.abs() + da) @ (b.abs() + db)), 0
+    size_a = a.abs() + da if type(x) is Bounded else a.abs()
+    size_b = b.abs() + db if type(y) is Bounded else b.abs()
+    error = gamma(a.shape[-1]) * (size_a @ size_b)
+    if type(x) is Bounded:
+        error = error + da @ size_b
+    if type(y) is Bounded:
+        error = error + a.abs() @ db
+    return a @ b, error, 0
 
 
 def _sum(x: Any, dim: Any = None, keepdim: bool = False) -> tuple[Tensor, Tensor, float]:
@@ -284,40 +321,32 @@ def _masked_fill(x: Any, mask: Tensor, value: float) -> tuple[Tensor, Tensor, fl
     return a.masked_fill(mask, value), da.masked_fill(mask, 0.0), 0
 
 
-def _softmax(name: str, weights: torch.dtype, x: Any, dim: int, keepdim: bool = False) -> Bounded:
-    """Weights of logits, or their lse; a logit of -inf is none."""
-    a, da = _parts(x)
-    if a.shape[dim] == 0:
-        return bounded(a if name == "softmax" else a.logsumexp(dim, keepdim))
+def _exponentials(a: Tensor, da: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor, Any]:
+    """Of logits and their errors: errors of the exponents; weights; log sum_k p_k exp(off_k), exact
+    for errors far below UNIT as well; relative error of a weight by the steps of a softmax.
+    """
     live = a.isfinite()
-    count = live.sum(dim, keepdim=True)
-    size = torch.where(live, a.abs(), 0.0)
-    off = torch.where(live, da + _slack(size, count, dim), 0.0)
-    p = torch.where(live, torch.softmax(a, dim), 0.0)
-    # log sum_k p_k exp(off_k), exact for errors far below UNIT as well.
+    size, p = a.abs(), torch.softmax(a, dim)
+    count: Any = a.shape[dim]
+    if live.all():
+        off = da + _slack(size, math.log1p(count), dim)
+    else:
+        count = live.sum(dim, keepdim=True).double()
+        size, p = torch.where(live, size, 0.0), torch.where(live, p, 0.0)
+        off = torch.where(live, da + _slack(size, torch.log1p(count), dim), 0.0)
     drift = torch.log1p((p * torch.expm1(off)).sum(dim, keepdim=True))
-    if name == "logsumexp":
-        value = a.logsumexp(dim, keepdim)
-        error = drift + _steps(count) + gamma(count)
-        error = (error if keepdim else error.squeeze(dim)) + 4 * UNIT * value.abs()
-        return bounded(value, torch.where(value.isfinite(), error, 0.0))
-    error = p * torch.expm1(off + drift + _steps(count) + gamma(count))
-    # Weights are kept against the largest logit, so what fp16 loses of small ones is relative to
-    # the largest weight.
-    tiny = _smallest(weights) * p.amax(dim, keepdim=True)
-    rounded = _rounding(p + error, weights) if weights != torch.float32 else 0.0
-    return bounded(torch.softmax(a, dim), error + rounded + tiny)
+    return off, p, drift, _steps(count) + gamma(count)
 
 
-def _slack(size: Tensor, count: Tensor, dim: int) -> Tensor:
+def _slack(size: Tensor, log_count: Any, dim: int) -> Tensor:
     """Absolute errors of exponents: a logit and the maximum are multiplied by log2(e), subtracted,
     and stored by pieces with log(count).
     """
     largest = size.amax(dim, keepdim=True)
-    return 8 * UNIT * (size + largest + torch.log1p(count.double()) + 1)
+    return 8 * UNIT * (size + largest + (log_count + 1))
 
 
-def _steps(count: Tensor) -> Tensor:
+def _steps(count: Any) -> Any:
     """Relative error of a weight by the rescalings of a softmax in tiles: an exponential and two
     products each, and as many at its two ends.
     """

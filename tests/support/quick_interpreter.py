@@ -26,6 +26,7 @@ def quicken() -> None:
     for part in (
         _patch_once_a_launch,
         _list_builtins_once,
+        _call_builtins_directly,
         _no_overflow_checks_that_nothing_reads,
         _numpy_types_by_name,
         _types_equal_themselves,
@@ -98,7 +99,7 @@ def _patch_once_a_launch() -> None:
 
 def _list_builtins_once() -> None:
     """Listing the members of ``triton.language`` at each launch is slow; they are always the same."""
-    patch_attr, is_builtin = interpreter._patch_attr, core.is_builtin
+    is_builtin = core.is_builtin
     found = {}
 
     def patch_builtin(pkg, builder, *scope):
@@ -106,9 +107,30 @@ def _list_builtins_once() -> None:
             found[pkg] = [(n, m) for n, m in inspect.getmembers(pkg) if is_builtin(m)]
         for name, member in found[pkg]:
             if getattr(pkg, name) is member:  # and not replaced already, in this launch
-                patch_attr(pkg, name, member, builder, *scope)
+                interpreter._patch_attr(pkg, name, member, builder, *scope)
 
     _replace(interpreter, "_patch_builtin", patch_builtin)
+
+
+def _call_builtins_directly() -> None:
+    """A function of ``triton.language`` that the interpreter replaces calls a check of an argument
+    that is given here, and that calls the function.
+    """
+    checked = core.builtin(lambda: None).__code__
+    patch_attr, semantic = interpreter._patch_attr, interpreter.interpreter_semantic
+
+    def patch_attr_directly(obj, name, member, builder, *scope):
+        if not scope or getattr(member, "__code__", None) is not checked:
+            return patch_attr(obj, name, member, builder, *scope)
+        function = member.__wrapped__
+
+        def call(*args, **kwargs):
+            kwargs["_semantic"] = semantic
+            return function(*args, **kwargs)
+
+        scope[0].set_attr(obj, name, call)
+
+    _replace(interpreter, "_patch_attr", patch_attr_directly)
 
 
 def _no_overflow_checks_that_nothing_reads() -> None:
@@ -161,8 +183,8 @@ def _compare_shapes_as_numbers() -> None:
 def _shapes_once() -> None:
     """Types and tensors of one shape share it and the number of elements, which nothing changes."""
     block_init, tensor_init = core.block_type.__init__, core.tensor.__init__
-    blocks, tensors = {}, {}
-    shared = set()
+    blocks, tensors, names = {}, {}, {}
+    shared = {}  # from ids of shapes that types share
 
     def as_ints(shape):
         """The shape as a tuple of int; None if it is anything else."""
@@ -172,18 +194,24 @@ def _shapes_once() -> None:
 
     def block_init_once(self, element_ty, shape):
         known_type = type(element_ty) in (core.dtype, core.pointer_type)
-        sizes = as_ints(shape) if known_type else None
-        if sizes is None:
-            block_init(self, element_ty, shape)
-        elif sizes in blocks:
-            self.__dict__.update(blocks[sizes])
-            self.element_ty = element_ty
-            self.name = f"<{self.shape}, {element_ty}>"
-        else:
-            block_init(self, element_ty, shape)
-            own = ("element_ty", "name")
-            blocks[sizes] = {k: v for k, v in self.__dict__.items() if k not in own}
-            shared.add(id(self.shape))  # `blocks` holds it, so that its id stays its own
+        kept = shared.get(id(shape)) if known_type else None
+        if kept is None:
+            sizes = as_ints(shape) if known_type else None
+            kept = blocks.get(sizes)
+            if kept is None:
+                block_init(self, element_ty, shape)
+                if sizes is not None:
+                    own = ("element_ty", "name")
+                    kept = {k: v for k, v in self.__dict__.items() if k not in own}
+                    # `blocks` holds the shape, so that its id stays its own.
+                    blocks[sizes] = shared[id(self.shape)] = kept
+                return
+        self.__dict__.update(kept)
+        self.element_ty = element_ty
+        key = id(self.shape), element_ty.name
+        if key not in names:
+            names[key] = f"<{self.shape}, {element_ty}>"
+        self.name = names[key]
 
     def tensor_init_once(self, handle, type):
         shape = type.__dict__.get("shape")  # None for a scalar

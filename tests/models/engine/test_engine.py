@@ -69,7 +69,7 @@ class Recorder:
 
     def _poison(self, pages):
         for slot in self.engine.pool.tensors:
-            slot.view(self.engine.model.dtype)[pages] = float("nan")
+            slot.view(self.engine.model.dtype).index_fill_(0, pages.to(DEVICE), float("nan"))
 
     def run(self, max_steps=100_000):
         for _ in range(max_steps):

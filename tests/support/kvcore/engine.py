@@ -37,7 +37,8 @@ class RowIds:
         self._lookahead = lookahead
         self._tokens: list[int] = []
         self._chain = [hash(("salt", salt))]  # before each token, and after the last
-        self._ids: list[int] = []
+        self._ids = np.empty(64, dtype=np.int64)  # of which the first are known
+        self._num_ids = 0
 
     def of(self, tokens: list[int]) -> np.ndarray:
         """Identity of the row of each token that has `lookahead` tokens after it."""
@@ -45,15 +46,22 @@ class RowIds:
         same = min(len(known), len(tokens))
         if known[:same] != tokens[:same]:
             same = next(i for i in range(same) if known[i] != tokens[i])
-            del known[same:], self._chain[same + 1 :], self._ids[max(0, same - more) :]
+            del known[same:], self._chain[same + 1 :]
+            self._num_ids = min(self._num_ids, max(0, same - more))
+            self._ids = self._ids.copy()  # somebody may look at the old ones
         for token in tokens[len(known) :]:
             self._chain.append(hash((self._chain[-1], token)))
             known.append(token)
         count = max(0, len(tokens) - more)
-        for i in range(len(self._ids), count):
+        if count > len(self._ids):
+            self._ids = np.resize(self._ids, 2 * count)
+        for i in range(self._num_ids, count):
             ahead = known[i + 1 : i + 1 + more]
-            self._ids.append(hash((self._chain[i + 1], *ahead)) & 0x7FFFFFFFFFFFFFFF)
-        return np.array(self._ids[:count], dtype=np.int64)
+            self._ids[i] = hash((self._chain[i + 1], *ahead)) & 0x7FFFFFFFFFFFFFFF
+        self._num_ids = max(self._num_ids, count)
+        ids = self._ids[:count]
+        ids.flags.writeable = False
+        return ids
 
 
 def row_ids(tokens: list[int], salt: bytes, lookahead: int = 0) -> np.ndarray:
@@ -194,9 +202,9 @@ class Engine:
 
     def _check_replay(self, plan, t, identity, offset, start, count, to) -> None:
         """Dense rows that are computed again are not written, and the plan says where they are."""
-        if self.specs[t].kind != "dense":
-            return
         again = range(start, min(start + count, to))
+        if self.specs[t].kind != "dense" or not again:
+            return
         at = np.searchsorted(plan.replay_rows, offset)
         assert plan.replay_rows[at : at + len(again)].tolist() == [
             offset + p - start for p in again
@@ -206,6 +214,8 @@ class Engine:
         assert (self.rows[t].reshape(-1)[slots] == identity[list(again)]).all()
 
     def _copy(self, pages: np.ndarray) -> None:
+        if not len(pages):
+            return
         assert (pages[:, 1] > 0).all(), "page 0 is the initial state of every request"
         for rows in self.rows:
             rows[pages[:, 1]] = rows[pages[:, 0]]
