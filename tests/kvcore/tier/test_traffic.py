@@ -10,8 +10,8 @@ from tests.kvcore.tier.traffic import live
 def test_lives():
     """`python -m tests.kvcore.tier.traffic` goes on for as long as one likes."""
     checked = Counter()
-    for seed in range(8):
-        checked += live(seed, 60).checked
+    for seed in range(10):
+        checked += live(seed, 80).checked
     for name in (
         "stores",
         "loads",

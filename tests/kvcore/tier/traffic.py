@@ -43,7 +43,7 @@ class TieredTraffic(Traffic):
         }
         self.tiers = Tiers(
             kv, **specs, prefill_tokens_per_second=SLOW,
-            watermark=draw.one([None, kv.num_pages // 2, kv.num_pages]),
+            watermark=draw.one([None, kv.num_pages // 2, *[kv.num_pages] * 4]),
         )  # fmt: skip
         self.memory = Memory(self.e, self.tiers)
         self.copied: dict[Job, bool] = {}
@@ -53,7 +53,9 @@ class TieredTraffic(Traffic):
     def steps(self) -> list[str]:
         names = [*super().steps(), *["stores"] * 6, *["look"] * 6, "evict", "rarely"]
         if "admit" in names:
-            names += ["serve"] * 5
+            names += [*["serve"] * 5, *["bounce"] * 2]
+        if len(self.e.slots) > 1:
+            names += ["release"] * 6
         if self.tiers.jobs:
             names += [*["end_job"] * 5, "copy", "cancel" if self.draw.number(0, 3) == 0 else "copy"]
         return names
@@ -82,6 +84,15 @@ class TieredTraffic(Traffic):
             self.model.end(self.running.pop(rid), tokens)
             self.history.append(done)
             del self.history[:-40]
+
+    def bounce(self):
+        """What is due is stored, everything leaves the device, and somebody comes back."""
+        for _ in range(4):
+            self.stores()
+            while self.tiers.jobs and self.draw.number(0, 7):
+                self.end_job()
+        self.e.kv.evict(1000)
+        self.look()
 
     # Look-ups and loads.
 
