@@ -202,6 +202,17 @@ def test_dense_on_the_host_and_the_resume_point_on_the_disk():
     assert s.serve([*PROMPT, 1]).num_tokens == 96
 
 
+def test_a_part_of_a_chain_that_goes_on_past_a_fork_comes_alone():
+    s = Setup(pages=200, retention=32)
+    s.serve(PROMPT)
+    s.serve([*PROMPT[:72], *range(300, 340)])
+    s.store()
+    s.forget()
+    match = s.load([*PROMPT, 1], max_tokens=40)
+    assert match.num_tokens == 32 and s.e.kv.index.num_segments == 4
+    assert s.serve([*PROMPT[:40], 1]).num_tokens == 32
+
+
 def test_two_points_in_two_places_hold_what_is_between_them():
     """Windows of 33 tokens, segments of 8: points at 48 and 80 hold between them the tail of 64."""
     specs = groups((8, None), (8, 33))
