@@ -205,7 +205,7 @@ def test_dense_on_the_host_and_the_resume_point_on_the_disk():
 def test_a_part_of_a_chain_that_goes_on_past_a_fork_comes_alone():
     s = Setup(pages=200, retention=32)
     s.serve(PROMPT)
-    s.serve([*PROMPT[:72], *range(300, 340)])
+    s.serve([*PROMPT[:40], *range(300, 340)])
     s.store()
     s.forget()
     match = s.load([*PROMPT, 1], max_tokens=40)
