@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -28,7 +29,28 @@ if TYPE_CHECKING:
     from .prefix.tree import Run
 
 _NO_TOKENS: Int32 = np.empty(0, dtype=np.int32)
-_Noted = tuple[Int32, Identity]  # of a segment: its tokens, and what else parts prompts there
+Noted = tuple[Int32, Identity]  # of a segment: its tokens, and what else parts prompts there
+
+
+class Listener(Protocol):
+    """What an index tells of what it has and has not any more; see `Announcer`."""
+
+    def adopted(
+        self, keys: bytes, noted: Sequence[Noted] | None, parent: bytes | None, first: int
+    ) -> None:
+        """Segments came, by pages that somebody else filled."""
+
+    def point(self, run: Run, depth: int) -> None:
+        """A resume point came."""
+
+    def segments_removed(self, keys: bytes) -> None:
+        """Segments went, parents first."""
+
+    def point_removed(self, key: bytes, depth: int) -> None:
+        """A resume point went."""
+
+    def cleared(self) -> None:
+        """Everything went."""
 
 
 class Announcer:
@@ -39,14 +61,18 @@ class Announcer:
         log: where events go.
         layout: the groups.
         sequences: the running requests and their keys.
+        medium: named in the events; that of the log by default.
 
     Attributes:
         tokens: [alignment] int32 tokens of each cached segment, by its key.
         identities: of the cached segments that have one, if the log names them.
     """
 
-    def __init__(self, log: EventLog, layout: Layout, sequences: Sequences) -> None:
+    def __init__(
+        self, log: EventLog, layout: Layout, sequences: Sequences, medium: str | None = None
+    ) -> None:
         self.log = log
+        self.medium = log.medium if medium is None else medium
         self.alignment = layout.alignment
         self.tokens: dict[bytes, Int32] = {}
         self.identities: dict[bytes, Identity] = {}
@@ -156,18 +182,48 @@ class Announcer:
                 self.identities[key] = self._identities[slot].over(begin, begin + a)
         parent = self._sequences.keys(slot, first - 1, first) if first else None
         if self._dense:
-            noted = self._noted(keys)
+            noted = self.of_segments(keys)
             self._tell(self._segments(keys, noted, parent, first, self._request_ids[slot]))
+
+    def adopted(
+        self, keys: bytes, noted: Sequence[Noted] | None, parent: bytes | None, first: int
+    ) -> None:
+        """Segments with these keys, and what is noted of them, from segment `first` on, are cached
+        now: pages that somebody else filled."""
+        assert noted is not None
+        hashes = split_keys(keys)
+        for key, (tokens, identity) in zip(hashes, noted, strict=True):
+            if key in self.tokens:
+                self.copies[key] += 1
+            self.tokens[key] = tokens.copy()
+            if identity is not NOTHING:
+                self.identities[key] = identity
+        if self._dense:
+            self._tell(self._segments(hashes, list(noted), parent, first))
 
     def point(self, run: Run, depth: int, slot: int | None = None) -> None:
         """There is a resume point at segment `depth` on the path to `run` now; that of the request
         of `slot`, if of one."""
         keys = split_keys(self._before(run, depth))
         who = None if slot is None else self._request_ids[slot]
-        for event in self._point(keys, self._noted(keys), depth, who):
+        for event in self._point(keys, self.of_segments(keys), depth, who):
             self._tell(event)
 
-    def _noted(self, keys: tuple[bytes, ...]) -> list[_Noted]:
+    def of_prompt(self, prompt: Prompt, first: int, last: int) -> list[Noted]:
+        """Tokens and identities of segments [first, last) of a prompt."""
+        assert prompt.tokens is not None and prompt.salt is not None
+        a, whole = self.alignment, NOTHING
+        if self.log.identities:
+            whole = identity_of(prompt.salt, prompt.marks)
+        return [
+            (
+                prompt.tokens[i * a : (i + 1) * a],
+                whole if whole is NOTHING else whole.over(i * a, (i + 1) * a),
+            )
+            for i in range(first, last)
+        ]
+
+    def of_segments(self, keys: tuple[bytes, ...]) -> list[Noted]:
         """Tokens and identities of cached segments."""
         return [(self.tokens[key], self.identities.get(key, NOTHING)) for key in keys]
 
@@ -181,27 +237,37 @@ class Announcer:
             run = run.parent
         return keys
 
-    def everything(self, runs: Iterable[Run]) -> None:
+    def everything(
+        self, runs: Iterable[Run], others: Iterable[tuple[Iterator[Event], int]] = ()
+    ) -> None:
         """All that `runs` (parents first) hold is cached, and nothing else: for readers that know
         nothing, or lost track.
 
         What is held now is noted; the events are made of it when they are taken.
+
+        Args:
+            others: what `noted` says of other places.
         """
-        noted: list[tuple[int, bytes, list[_Noted], int, list[int]]] = []
-        number = 1
+        parts = [self.noted(runs), *others]
+        events = chain([AllBlocksCleared()], *(part for part, _ in parts))
+        self.log.announce(events, 1 + sum(number for _, number in parts))
+
+    def noted(self, runs: Iterable[Run]) -> tuple[Iterator[Event], int]:
+        """The events of all that `runs` (parents first) hold now, and their number."""
+        noted: list[tuple[int, bytes, list[Noted], int, list[int]]] = []
+        number = 0
         for run in runs:
             keys = self._before(run.parent, run.start) + bytes(run.keys)
-            parts = self._noted(split_keys(keys))
+            parts = self.of_segments(split_keys(keys))
             noted.append((run.start, keys, parts, run.length, run.depths[:]))
             number += bool(self._dense) + len(run.depths) * len(self._tails)
-        self.log.announce(self._noted_events(noted), number)
+        return self._noted_events(noted), number
 
     def _noted_events(
-        self, noted: list[tuple[int, bytes, list[_Noted], int, list[int]]]
+        self, noted: list[tuple[int, bytes, list[Noted], int, list[int]]]
     ) -> Iterator[Event]:
         """Events of runs: (first segment, keys of the run and before it, what is noted of these,
         segments, boundaries of resume points)."""
-        yield AllBlocksCleared()
         for start, packed, parts, length, depths in noted:
             keys = split_keys(packed)
             above = len(keys) - length
@@ -216,7 +282,7 @@ class Announcer:
     def _segments(
         self,
         keys: tuple[bytes, ...],
-        noted: list[_Noted],
+        noted: list[Noted],
         parent: bytes | None,
         first: int,
         request_id: Hashable = None,
@@ -234,7 +300,7 @@ class Announcer:
             ids,
             a,
             None,
-            self.log.medium,
+            self.medium,
             noted[-1][1].salt,
             over if any(over) else (),
             request_id,
@@ -243,7 +309,7 @@ class Announcer:
     def _point(
         self,
         keys: tuple[bytes, ...],
-        noted: list[_Noted],
+        noted: list[Noted],
         depth: int,
         request_id: Hashable = None,
     ) -> Iterator[Event]:
@@ -270,7 +336,7 @@ class Announcer:
                 tuple(ids.tolist()),
                 c.block_size,
                 c.spec.sliding_window,
-                self.log.medium,
+                self.medium,
                 noted[-1][1].salt,
                 over if any(over) else (),
                 request_id,
@@ -287,13 +353,13 @@ class Announcer:
                 self.identities.pop(key, None)
         if self._dense:
             names = self._dense_names
-            self._tell(BlockRemoved("dense", self._dense, names, hashes, self.log.medium))
+            self._tell(BlockRemoved("dense", self._dense, names, hashes, self.medium))
 
     def point_removed(self, key: bytes, depth: int) -> None:
         """The resume point at segment `depth`, after the segment of `key`, is gone."""
         for c, groups, names in self._tails:
             hashes = tail_hashes(key, min(c.tail, depth * self.alignment // c.block_size))
-            self._tell(BlockRemoved(c.spec.kind, groups, names, hashes, self.log.medium))
+            self._tell(BlockRemoved(c.spec.kind, groups, names, hashes, self.medium))
 
     def cleared(self) -> None:
         """Nothing is cached any more."""
