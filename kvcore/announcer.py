@@ -146,6 +146,17 @@ class Announcer:
         if self._dense:
             self._tell(self._segments(keys, list(parts), parent, first))
 
+    def adopted(self, keys: bytes, tokens: Int32, parent: bytes | None, first: int) -> None:
+        """Segments with these keys and `tokens` [n, alignment], from segment `first` on, are cached
+        now: pages that somebody else filled."""
+        hashes = split_keys(keys)
+        for key, part in zip(hashes, tokens, strict=True):
+            if key in self.tokens:
+                self.copies[key] += 1
+            self.tokens[key] = part.copy()
+        if self._dense:
+            self._tell(self._segments(hashes, list(tokens), parent, first))
+
     def point(self, run: Run, depth: int) -> None:
         """There is a resume point at segment `depth` on the path to `run` now."""
         keys = split_keys(self._before(run, depth))

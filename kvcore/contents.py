@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,6 +17,9 @@ from .prefix.pins import Pins, expiry_of
 from .prefix.requests import Sequences
 from .spec import as_int, as_seconds
 
+if TYPE_CHECKING:
+    from .tier.tiers import Tiers
+
 
 class CacheContents:
     """The part of `KVCache` that no step needs.
@@ -26,12 +29,14 @@ class CacheContents:
         pool: the pages.
         index: what is cached.
         sequences: the running requests.
+        tiers: what is behind the pool (`tier.Tiers` puts itself here).
     """
 
     alignment: int
     pool: PagePool
     index: PrefixIndex
     sequences: Sequences
+    tiers: Tiers | None = None
     _steps: Steps
     _lookup: Lookup
     _pins: Pins
@@ -85,8 +90,10 @@ class CacheContents:
         return self._pins.expire(as_seconds("now", now))
 
     def clear(self) -> None:
-        """Forget everything cached that no running request needs, pinned or not."""
+        """Forget everything cached that no running request needs, pinned or not, in tiers too."""
         self._steps.changed()
+        if self.tiers is not None:
+            self.tiers.clear()
         self.index.clear()
 
     def evict(self, num_pages: int) -> int:

@@ -17,6 +17,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +28,9 @@ from ..pages import PagePool
 from ..policies.base import EvictionPolicy
 from .keys import KEY_BYTES
 from .tree import ResumePoint, Run, merge, path_to, split
+
+if TYPE_CHECKING:
+    from .holdings import Holding
 
 
 class EvictableTree:
@@ -45,6 +49,7 @@ class EvictableTree:
             need.
         pins: expiry of each pinned entry, the oldest pin first.
         announcer: told of what goes; None if nobody listens.
+        holdings: what jobs keep here.
     """
 
     def __init__(
@@ -71,6 +76,7 @@ class EvictableTree:
         self.num_pinned_segments = 0
         self.num_pinned_point_pages = 0
         self.num_demoted_pins = 0
+        self.holdings: dict[Holding, None] = {}
 
     @property
     def num_evictable(self) -> int:
