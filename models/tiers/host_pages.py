@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import sys
 import weakref
 
@@ -45,8 +44,8 @@ class HostPages:
                 f"expected host memory for {num_pages} pages of {page_bytes} bytes, "
                 f"{self.num_bytes / 2**30:.4g} GiB, and {free / 2**30:.4g} GiB are free"
             )
-        memory = np.frombuffer(mmap.mmap(-1, self.num_bytes), dtype=np.uint8)
-        whole = torch.from_numpy(memory)
+        memory = torch.zeros(self.num_bytes + SYSTEM_PAGE, dtype=torch.uint8)
+        whole = memory[-memory.data_ptr() % SYSTEM_PAGE :][: self.num_bytes]
         self.rows = whole.view(num_pages, stride)[:, :page_bytes]
         if device.type == "cuda":
             _pin(whole, device)
