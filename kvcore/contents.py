@@ -113,7 +113,8 @@ class CacheContents:
 
     def evict_pages(self, pages: Any, *, withhold: bool = False) -> Int64:
         """Free certain pages, with what cannot be found without them: to give them back, or because
-        their rows turned out wrong. Looks at all that is cached.
+        their rows turned out wrong, for which reason copies of them in tiers go too. Looks at all
+        that is cached.
 
         Args:
             pages: [n] ints in 1..num_pages - 1, in any order; repeats and free pages allowed.
@@ -135,6 +136,8 @@ class CacheContents:
         self._steps.planned = None
         is_wanted = np.zeros(self.pool.num_pages, dtype=np.bool_)
         is_wanted[ids] = True
+        if self.tiers is not None:
+            self.tiers.forget_copies(is_wanted)
         self.index.drop_pages(is_wanted)
         is_wanted[self.pool.free_pages()] = False
         is_wanted[list(self.pool.withheld)] = False
@@ -178,4 +181,5 @@ class CacheContents:
             raise ValueError(
                 "events: expected an EventLog at construction to announce to, got None"
             )
-        self._announcer.everything(self.index.runs())
+        others = [] if self.tiers is None else self.tiers.noted()
+        self._announcer.everything(self.index.runs(), others)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from ..prefix.keys import KEY_BYTES
 from .base import Entry, in_order
@@ -21,6 +21,11 @@ Filed = tuple[int, int, int, Entry]  # last use, -depth, a number of its own
 Queue = tuple[int, str, bool]  # segments saved per page, kind, in a conversation that went on
 # Of the two ends, the junction and the edited end of a prompt.
 KINDS = ("end", "end", "junction", "edited")
+
+
+def segments_per_page(entry: Entry) -> float:
+    """Segments that a hit on `entry` saves for each page that its eviction frees."""
+    return entry.gain / (entry.freed or 1)
 
 
 class Adaptive:
@@ -55,14 +60,22 @@ class Adaptive:
     Args:
         patience: mean waits after which half of those who return have done so.
         memory: keys remembered, as a multiple of the cached entries.
+        worth: what a hit on an entry saves for each page that its eviction frees, in any unit;
+            segments for each page by default.
     """
 
-    def __init__(self, patience: float = 3.0, memory: float = 16.0) -> None:
+    def __init__(
+        self,
+        patience: float = 3.0,
+        memory: float = 16.0,
+        worth: Callable[[Entry], float] | None = None,
+    ) -> None:
         if not (0 <= patience < math.inf and 1 <= memory < math.inf):
             raise ValueError(
                 f"patience, memory: expected >= 0 and >= 1, got {patience} and {memory}"
             )
         self._patience, self._memory = patience, memory
+        self._worth = segments_per_page if worth is None else worth
         self._new: OrderedDict[Entry, None] = OrderedDict()  # not looked at yet
         self._filed: dict[Entry, tuple[int, Record]] = {}
         self._queues: dict[Queue, list[Filed]] = {}
@@ -200,7 +213,7 @@ class Adaptive:
             heapq.heapify(heap)
 
     def _queue(self, entry: Entry, record: Record) -> Queue:
-        _, exponent = math.frexp(entry.gain / (entry.freed or 1))
+        _, exponent = math.frexp(self._worth(entry))
         like = record.stand or record
         return exponent - 1, like.kind, like.later
 

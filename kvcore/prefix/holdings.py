@@ -98,11 +98,9 @@ def adopt(
     end, known = index.insert(run, new, source)
     index.pool.put(pages[:known].ravel())
     if index.announcer is not None and known < len(pages):
-        assert tokens is not None
         before = keys[(first + known - 1) * KEY_BYTES : (first + known) * KEY_BYTES]
-        index.announcer.adopted(
-            new[known * KEY_BYTES :], tokens[known:], before or None, first + known
-        )
+        told = None if tokens is None else tokens[known:]
+        index.announcer.adopted(new[known * KEY_BYTES :], told, before or None, first + known)
     is_new = False
     if point is not None:
         is_new = index.add_point(end, end.depth, point)

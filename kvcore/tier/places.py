@@ -15,7 +15,9 @@ from ..prefix.holdings import Holding
 from ..prefix.index import PrefixIndex
 from ..prefix.tree import ResumePoint, Run, run_of
 from ..spec import Layout, as_int
+from .ledger import Ledger, TierAnnouncer
 from .records import Journal
+from .restore import restore
 
 DEVICE = "device"
 
@@ -99,14 +101,28 @@ class Place:
 class Tier(Place):
     """A tier, its link and its counters.
 
+    Args:
+        name: of the tier.
+        spec: as it was asked for.
+        policy: of its index.
+        layout, span: of the device's index.
+        announcer: writes events; None if nobody listens.
+
     Attributes:
+        ledger: hears of what comes and goes.
         bytes_per_second: of its link, as measured.
         queued_bytes: of loads that are not done.
         counters: since the start; see `Tiers.stats`.
     """
 
     def __init__(
-        self, name: str, spec: TierSpec, policy: EvictionPolicy, layout: Layout, span: int
+        self,
+        name: str,
+        spec: TierSpec,
+        policy: EvictionPolicy,
+        layout: Layout,
+        span: int,
+        announcer: TierAnnouncer | None,
     ) -> None:
         pool = PagePool(spec.num_pages)
         index = PrefixIndex(
@@ -116,6 +132,25 @@ class Tier(Place):
         self.bytes_per_second = float(spec.bytes_per_second)
         self.queued_bytes = 0
         self.counters = dict.fromkeys(COUNTERS, 0)
+        self.ledger = index.announcer = Ledger(spec.journal, announcer)
+        if spec.journal is not None:
+            kept, lost = restore(index, spec.journal.records(), layout.pages_per_point)
+            self.ledger.records = {(r.kind, r.key): r for r in kept}
+            if lost:
+                spec.journal.removed(lost[::-1])
+
+    def make_room(self, num_pages: int) -> bool:
+        """As of `Place`; False too once the journal is broken."""
+        if self.ledger.is_broken:
+            return False
+        has_room = super().make_room(num_pages)
+        self.ledger.flush()
+        return has_room and not self.ledger.is_broken
+
+    def drop(self, pages: Int32) -> None:
+        """As of `Place`."""
+        super().drop(pages)
+        self.ledger.flush()
 
     def load_seconds(self, num_bytes: int) -> float:
         """Seconds until so many bytes have come, after all that is queued."""
@@ -129,7 +164,6 @@ class Tier(Place):
 COUNTERS = (
     "stored_pages", "stored_points", "stored_segments", "store_failures", "loaded_pages",
     "loaded_points", "loaded_segments", "load_failures", "lost", "refused_stores",
-    "journal_errors",
 )  # fmt: skip
 
 

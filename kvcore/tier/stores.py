@@ -9,8 +9,8 @@ from ..prefix.tree import ResumePoint, Run
 from .jobs import Job
 from .match import Planner
 from .places import Found, Place, Tier
-from .transfers import Transfers, chain_keys, end_of
-from .watched import coming
+from .transfers import Lack, Transfers, chain_keys, end_of
+from .watched import Watched, coming
 
 LOOKED_AT = 64, 4096  # entries of a place in a call, at first and at most
 REMEMBERED = 1024  # failures
@@ -50,16 +50,16 @@ class Stores:
     def _due_between(self, source: Place, target: Tier, max_pages: int, jobs: list[Job]) -> int:
         """Add to `jobs` those from `source` to `target`; returns their pages."""
         pool, total = source.index.pool, 0
-        low = pool.num_pages // 8 if self._watermark is None else self._watermark
-        if source is not self._places[0]:
-            low = pool.num_pages // 8
+        low = self._low(self._places[0])
+        if source is not self._places[0]:  # what the device may send next must find a place
+            low = min(max(low, self._low(source)), pool.num_pages - 1)
         needed = low - source.num_free
         looked, seen = LOOKED_AT[0], 0
         while needed > 0:
             entries = coming(source.index, looked)
             for entry in entries[seen:]:
                 needed -= entry.freed
-                if entry not in self._busy and not self.is_clean(source, target, entry):
+                if entry not in self._busy and self.copy_of(source, target, entry) is None:
                     if max_pages <= total and jobs:
                         return total
                     job = self._store(source, target, entry, max_pages - total, not jobs)
@@ -74,6 +74,12 @@ class Stores:
             looked *= 4
         return total
 
+    def _low(self, place: Place) -> int:
+        """Pages of a place that are to be free, or to be had without a loss."""
+        if place is self._places[0] and self._watermark is not None:
+            return self._watermark
+        return place.index.pool.num_pages // 8
+
     def _store(
         self, source: Place, target: Tier, entry: Run | ResumePoint, max_pages: int, is_first: bool
     ) -> Job | None:
@@ -85,7 +91,7 @@ class Stores:
         if is_first:
             max_pages = max(max_pages, self._transfers.least_pages)
         job = self._transfers.store(source, target, entry, max_pages)
-        if isinstance(job, str):
+        if isinstance(job, Lack):
             target.counters["refused_stores"] += 1
             self._failed(key)
             return None
@@ -98,13 +104,15 @@ class Stores:
         size = entry.num_pages * self._transfers.page_bytes
         return target.load_seconds(size) < self._planner.compute_seconds(entry.gain)
 
-    def is_clean(self, source: Place, target: Place, entry: Run | ResumePoint) -> bool:
-        """Whether `target` has what `entry` of `source` is."""
+    def copy_of(
+        self, source: Place, target: Place, entry: Run | ResumePoint
+    ) -> Run | ResumePoint | None:
+        """What `target` has of what `entry` of `source` is; of a chain, the run that it ends in."""
         if isinstance(entry, ResumePoint):
             copy = self._copies.get(entry)
             if copy is not None:
                 if copy.run is not None:
-                    return True
+                    return copy
                 del self._copies[entry]
         run, depth = end_of(entry)
         found = Found(target, *target.index.find(chain_keys(run, depth), depth))
@@ -112,8 +120,8 @@ class Stores:
             copy = found.point(depth)
             if copy is not None:
                 self._remember(source, entry, copy)
-            return copy is not None
-        return found.depth == depth
+            return copy
+        return found.run if found.depth == depth else None
 
     def _remember(self, source: Place, entry: ResumePoint, copy: ResumePoint) -> None:
         self._copies[entry] = copy
@@ -127,8 +135,13 @@ class Stores:
         source, target = self._places[place], self._places[place + 1]
         assert isinstance(entry, (Run, ResumePoint)) and isinstance(target, Tier)
         is_there = entry.run is not None if isinstance(entry, ResumePoint) else bool(entry.parent)
-        if is_there and not self.is_clean(source, target, entry):
+        if not is_there:
+            return
+        copy = self.copy_of(source, target, entry)
+        if copy is None:
             target.counters["lost"] += 1
+        elif isinstance(target.index.policy, Watched):
+            target.index.policy.needed(copy)
 
     # The end of a job.
 
@@ -164,7 +177,7 @@ class Stores:
             self._failed(entry.key)
         else:
             self._failures.pop(entry.key, None)
-            self.is_clean(parts.source_places[0], target, entry)
+            self.copy_of(parts.source_places[0], target, entry)
 
     def _failed(self, key: bytes) -> None:
         """Try `key` again later, and later each time."""

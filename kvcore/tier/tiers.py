@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..attachments import attach
+from ..events import Event
 from ..plan import OutOfPages
 from ..policies.adaptive import Adaptive
 from ..policies.base import Entry
@@ -13,17 +14,23 @@ from ..prefix.extra_keys import ExtraKeys
 from ..prefix.keys import KEY_BYTES, Prompt
 from ..spec import as_int
 from .jobs import Job
+from .ledger import TierAnnouncer, tokens_of
 from .match import Planner, TierMatch
+from .open_jobs import OpenJobs
 from .places import DEVICE, Place, Tails, Tier, TierSpec, as_rate
 from .stores import Stores
-from .transfers import Transfers
+from .transfers import Lack, Transfers
 from .watched import Watched
 
 if TYPE_CHECKING:
     from ..cache import KVCache
 
 
-class Tiers:
+LEAST_WORTH = 1e-9  # seconds: an entry whose load takes longer than its prefill
+MEDIA = {"host": "CPU", "disk": "DISK"}  # in events
+
+
+class Tiers(OpenJobs):
     """Tiers behind the pool of a cache: what leaves the pool is kept there, and comes back.
 
     They keep whole entries, as the pool does: dense segments, each after its parent, and resume
@@ -92,8 +99,21 @@ class Tiers:
             attach(spec.policy)
 
     def _tier(self, name: str, spec: TierSpec) -> Tier:
-        policy = Adaptive() if spec.policy is None else spec.policy
-        return Tier(name, spec, policy, self._kv.layout, self._kv.index.span)
+        policy = spec.policy
+        if policy is None:
+            policy = Adaptive(worth=lambda entry: self._worth(name, entry))
+        kv, announcer = self._kv, None
+        if kv._announcer is not None:
+            log, medium = kv._announcer.log, MEDIA[name]
+            announcer = TierAnnouncer(log, kv.layout, kv.sequences, medium)
+        return Tier(name, spec, policy, kv.layout, kv.index.span, announcer)
+
+    def _worth(self, name: str, entry: Entry) -> float:
+        """Seconds that an entry of a tier saves for each byte that its eviction frees."""
+        tier = next(tier for tier in self.tiers if tier.name == name)
+        load = entry.num_pages * self.page_bytes / tier.bytes_per_second
+        saved = self._planner.compute_seconds(entry.gain) - load
+        return max(saved, LEAST_WORTH) / ((entry.freed or 1) * self.page_bytes)
 
     def _watch(self) -> None:
         """Have the policies of all places go through `Watched`."""
@@ -158,7 +178,12 @@ class Tiers:
         """
         max_bytes = as_int("max_bytes", max_bytes, 0)
         made = self._stores.due(max_bytes // self.page_bytes)
-        self.jobs.update(dict.fromkeys(made))
+        for job in made:
+            parts = job.parts
+            listener = parts.source_places[0].index.announcer
+            if listener is not None:
+                parts.tokens = tokens_of(listener, parts.keys[parts.first * KEY_BYTES :])
+            self.jobs[job] = None
         return made
 
     # Loads.
@@ -186,11 +211,11 @@ class Tiers:
             return None
         self._changed()
         job = self._transfers.load(self._device, way, prompt)
-        if job is None:
-            return self._lacking(sum(way.pages))
+        if isinstance(job, Lack):
+            return self._out_of_pages(job)
         for place, pages in zip(self.tiers, way.pages[1:], strict=True):
             place.queued_bytes += pages * self.page_bytes
-        if prompt.tokens is not None:
+        if self._kv._announcer is not None and prompt.tokens is not None:
             parts, a = job.parts, self._kv.alignment
             rows = prompt.tokens[parts.first * a : (parts.first + len(parts.segments)) * a]
             parts.tokens = rows.reshape(-1, a)
@@ -212,96 +237,12 @@ class Tiers:
             else:
                 run.num_uses += 1
 
-    def _lacking(self, needed: int) -> OutOfPages:
+    def _out_of_pages(self, lack: Lack) -> OutOfPages:
         groups = self._kv.layout.groups
-        return self._kv._steps.lacking(needed, dict.fromkeys((g.name for g in groups), needed))
-
-    # The end of jobs.
-
-    def done(self, job: Job, failed: Any = (), *, seconds: float | None = None) -> None:
-        """A job's pages are copied: what came is findable where it went, from now on.
-
-        A load may be called done as soon as its copies are queued, where all that reads these
-        pages is queued behind them; if a copy fails after that, call `KVCache.evict_pages`.
-
-        Args:
-            job: that is open.
-            failed: [n] ints, target pages whose copies failed. What they belong to is not adopted,
-                nor what comes after it in the chain. Where a load fails, its source is dropped too,
-                with what cannot be found without it; where a store does, it is tried again later.
-            seconds: that the copies took: measures the link of a load.
-
-        Raises:
-            ValueError: the job is not open, or has no such pages. Nothing changed.
-        """
-        parts = self._open(job)
-        rows = parts.failed_rows(failed)
-        if seconds is not None:
-            seconds = as_rate("seconds", seconds)
-        self._close(job)
-        if parts.is_void:
-            parts.holding.end()
-            return
-        parts.target.index.tick += 1
-        segments, is_new, came = self._transfers.adopt(parts, rows)
-        self._let_go(job)
-        if job.kind == "store":
-            self._stores.ended(job, len(rows), segments, is_new, came)
-            return
-        parts_of = [(p, (parts.places == i)) for i, p in enumerate(parts.source_places)]
-        ok = parts.units >= 0
-        for place, mine in parts_of:
-            if isinstance(place, Tier) and mine.any():
-                count = place.counters
-                bad = mine[rows]
-                count["load_failures"] += bool(bad.any())
-                count["loaded_pages"] += int(mine.sum()) - int(bad.sum())
-                count["loaded_segments"] += len(set(parts.units[mine & ok].tolist()))
-                count["loaded_points"] += bool((mine & ~ok).any())
-                if bad.any():
-                    place.drop(parts.sources[rows[bad]])
-                elif seconds is not None and mine.all():
-                    place.measured(job.num_bytes, seconds)
-
-    def cancel(self, job: Job) -> None:
-        """End a job whose copies do not run, or not any more: it brings nothing.
-
-        Raises:
-            ValueError: the job is not open.
-        """
-        self._open(job)
-        self._close(job)
-        self._let_go(job)
-
-    def _open(self, job: Job) -> Any:
-        if job not in self.jobs:
-            raise ValueError(f"job: expected one that is open, got {job!r}")
-        return job.parts
-
-    def _close(self, job: Job) -> None:
-        self._changed()
-        del self.jobs[job]
-        job.is_open = False
-        key = job.parts.keys[-KEY_BYTES:]
-        if self._loading.get(key) is job:
-            del self._loading[key]
-        if job.kind == "load":
-            for i, place in enumerate(job.parts.source_places):
-                if isinstance(place, Tier):
-                    place.queued_bytes -= int((job.parts.places == i).sum()) * self.page_bytes
-
-    def _let_go(self, job: Job) -> None:
-        """End what an open job keeps; its own pages, but those adopted, are free again."""
-        parts = job.parts
-        parts.holding.end(used=False)
-        self._let_go_of_sources(job)
-
-    def _let_go_of_sources(self, job: Job) -> None:
-        for holding in job.parts.holdings:
-            holding.end(used=job.kind == "load")
-        job.parts.holdings = []
-        if job.parts.entry is not None:
-            self._stores.unlocked(job)
+        counts = [*lack.per_group, *[0] * (len(groups) - len(lack.per_group))]
+        per_group = {g.name: n for g, n in zip(groups, counts, strict=True)}
+        most = max(per_group, key=lambda name: per_group[name])
+        return OutOfPages(lack.needed, lack.free, lack.evictable, most, per_group)
 
     def computed(self, num_tokens: int, seconds: float) -> None:
         """The engine computed the prefill of `num_tokens` in `seconds`: measures its rate."""
@@ -309,24 +250,10 @@ class Tiers:
         planner = self._planner
         planner.prefill_tokens_per_second += 0.2 * (rate - planner.prefill_tokens_per_second)
 
-    # All of it.
-
-    def _changed(self) -> None:
-        """The stack of free pages may change: the newest plan is void."""
-        self._kv._steps.planned = None
-
-    def clear(self) -> None:
-        """Forget everything kept. Open jobs bring nothing, and keep their own pages until they are
-        done. (`KVCache.clear` and `KVCache.reset` call this.)"""
-        for job in self.jobs:
-            parts = job.parts
-            if not parts.is_void:
-                parts.is_void = True
-                parts.holding.detach()
-                self._let_go_of_sources(job)
-        self._loading.clear()
-        for tier in self.tiers:
-            tier.index.clear()
+    def noted(self) -> list[tuple[Iterator[Event], int]]:
+        """The events of all that tiers hold now, for `KVCache.announce`."""
+        announcers = [(tier, tier.ledger.announcer) for tier in self.tiers]
+        return [a.noted(tier.index.runs()) for tier, a in announcers if a is not None]
 
     def stats(self) -> dict[str, int]:
         """Counters since the start, and pages by state now, of each tier: ``"name/tier"``."""
@@ -338,6 +265,7 @@ class Tiers:
                 "segments": index.num_segments,
                 "free_pages": index.pool.num_free,
                 "queued_bytes": tier.queued_bytes,
+                "journal_errors": tier.ledger.num_errors,
             }
             for name, value in {**tier.counters, **now}.items():
                 found[f"tier_{name}/{tier.name}"] = value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,7 +17,21 @@ from .places import Found, Place, Tails, names_of
 if TYPE_CHECKING:
     from .match import Way
 
-NO_ROOM = "no room"
+
+@dataclass(slots=True)
+class Lack:
+    """A job that does not fit; nothing was changed.
+
+    Attributes:
+        needed, free, evictable: pages that it needs, that are free, and that eviction could free
+            without what the job itself builds on.
+        per_group: pages that each group needs.
+    """
+
+    needed: int
+    free: int
+    evictable: int
+    per_group: list[int] = field(default_factory=list)
 
 
 def end_of(entry: Run | ResumePoint) -> tuple[Run, int]:
@@ -52,12 +67,12 @@ class Transfers:
 
     def store(
         self, source: Place, target: Place, entry: Run | ResumePoint, max_pages: int
-    ) -> Job | str | None:
+    ) -> Job | Lack | None:
         """The job that stores `entry` of `source` in `target`, or the first segments of it.
 
         Returns:
-            Job; None where not even one segment is within `max_pages`; NO_ROOM where the target has
-            no room.
+            Job; None where not even one segment is within `max_pages`; Lack where the target has no
+            room.
         """
         run, depth = end_of(entry)
         keys = chain_keys(run, depth)
@@ -74,8 +89,8 @@ class Transfers:
             pages, point, new, used = pages[:n], None, new[:0], NO_VALUES
         holding = there.hold(first, used)
         taken = _take(target, holding, pages.size + len(new))
-        if taken is None:
-            return NO_ROOM
+        if isinstance(taken, Lack):
+            return taken
         segments = taken[: pages.size].reshape(pages.shape)
         sources, groups = pages.ravel(), self._groups_of(len(pages))
         units = np.arange(len(pages)).repeat(self._width)
@@ -96,8 +111,8 @@ class Transfers:
         )  # fmt: skip
         return self._job("store", parts, groups, end)
 
-    def load(self, device: Place, way: Way, prompt: Prompt) -> Job | None:
-        """The job of a way; None where the device has no room."""
+    def load(self, device: Place, way: Way, prompt: Prompt) -> Job | Lack:
+        """The job of a way."""
         found, first = way.found, way.found[0].depth
         point, used, new = None, NO_VALUES, np.empty(0, dtype=np.int64)
         places = np.empty(0, dtype=np.int64)
@@ -126,8 +141,9 @@ class Transfers:
         source_of = np.concatenate([np.empty(0, np.int64), *numbers])
         holding = found[0].hold(first, used)
         taken = _take(device, holding, len(sources))
-        if taken is None:
-            return None
+        if isinstance(taken, Lack):
+            taken.per_group = np.bincount(groups).tolist()
+            return taken
         segments = taken[: num_segments * self._width].reshape(num_segments, self._width)
         if point is not None:
             point[new] = taken[num_segments * self._width :]
@@ -199,14 +215,15 @@ class Transfers:
         return segments, is_new, n
 
 
-def _take(place: Place, holding: Holding, num_pages: int) -> Int32 | None:
-    """Take pages for a job, and evict where it must; None where there is no room, and then, as
-    where the policy raises, the holding ends."""
+def _take(place: Place, holding: Holding, num_pages: int) -> Int32 | Lack:
+    """Take pages for a job, and evict where it must. Where there is no room, and where the policy
+    raises, the holding ends."""
     try:
         if place.make_room(num_pages):
             return holding.take(num_pages)
+        lack = Lack(num_pages, place.num_free, place.index.num_evictable)
     except BaseException:
         holding.end()
         raise
     holding.end()
-    return None
+    return lack

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from itertools import islice
 
@@ -13,6 +14,9 @@ from ..prefix.tree import ResumePoint, Run
 
 class Watched:
     """Stands in front of the policy of an index.
+
+    Entries of a tier that the device has as well are *spare*: to lose them costs a copy at most, so
+    they go before all others. One that the device evicts is spare no more.
 
     Args:
         policy: the one that decides.
@@ -27,27 +31,51 @@ class Watched:
         on_asked: Callable[[bytes, int, Sequence[int]], None] | None = None,
     ) -> None:
         self.policy = policy
-        self.add, self.discard = policy.add, policy.discard
-        self._pop, self._asked = policy.pop, policy.asked
         self._on_pop, self._on_asked = on_pop, on_asked
+        self._spare: OrderedDict[Entry, None] = OrderedDict()
+
+    def add(self, entry: Entry) -> None:
+        """As of the policy; it is not spare."""
+        self._spare.pop(entry, None)
+        self.policy.add(entry)
+
+    def discard(self, entry: Entry) -> None:
+        """As of the policy."""
+        self._spare.pop(entry, None)
+        self.policy.discard(entry)
+
+    def spare(self, entry: Entry) -> None:
+        """`entry`, which was added, is on the device too."""
+        self.policy.discard(entry)
+        self._spare[entry] = None
+
+    def needed(self, entry: Entry) -> None:
+        """`entry` is the only copy now, if it was a spare one."""
+        if entry in self._spare:
+            self.add(entry)
 
     def pop(self) -> Entry | None:
-        """As of the policy."""
-        entry = self._pop()
+        """The entry that has been spare for longest; else as of the policy."""
+        if self._spare:
+            return self._spare.popitem(last=False)[0]
+        entry = self.policy.pop()
         if entry is not None:
             self._on_pop(entry)
         return entry
 
     def asked(self, keys: bytes, hit: int, kept: Sequence[int] = ()) -> None:
         """As of the policy."""
-        self._asked(keys, hit, kept)
+        self.policy.asked(keys, hit, kept)
         if self._on_asked is not None:
             self._on_asked(keys, hit, kept)
 
     def coming(self, n: int) -> list[Entry] | None:
         """As of the policy; None where it cannot tell."""
         tell = getattr(self.policy, "coming", None)
-        return None if tell is None else list(islice(tell(n), n))
+        if tell is None:
+            return None
+        spare = list(islice(self._spare, n))
+        return [*spare, *tell(n - len(spare))]
 
 
 def coming(index: EvictableTree, n: int) -> list[Run | ResumePoint]:

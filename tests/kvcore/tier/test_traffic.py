@@ -11,14 +11,6 @@ def test_lives():
     """`python -m tests.kvcore.tier.traffic` goes on for as long as one likes."""
     checked = Counter()
     for seed in range(8):
-        checked += live(seed, 60).checked
-    for name in (
-        "stores",
-        "loads",
-        "done",
-        "failed",
-        "kept promises",
-        "stored points",
-        "cancelled",
-    ):
+        checked += live(seed, 80).checked
+    for name in ("stores", "loads", "done", "failed", "kept promises", "stored points"):
         assert checked[name] > 0, (name, checked)

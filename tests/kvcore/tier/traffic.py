@@ -18,7 +18,7 @@ import numpy as np
 from quire.kvcore import LRU, S3FIFO, Adaptive, CostAware, OutOfPages
 from quire.kvcore.tier import Job, TierMatch, Tiers, TierSpec
 from tests.kvcore.traffic import MAX_LEN, Dice, Traffic
-from tests.support.kvcore.tiers import Contents, Memory, longest
+from tests.support.kvcore.tiers import Contents, DictJournal, Memory, longest
 
 SLOW = 1e-6  # tokens a second: everything is worth a load
 
@@ -36,10 +36,14 @@ class TieredTraffic(Traffic):
         self.checked = Counter()
         names = draw.one([("host",), ("host", "disk"), ("host", "disk"), ("disk",)])
         policies = [LRU, Adaptive, CostAware, S3FIFO]
-        specs = {n: TierSpec(draw.one([30, 80, 400]), 1e9, draw.one(policies)()) for n in names}
+        self.journals = {n: DictJournal() for n in names if draw.one([False, True])}
+        specs = {
+            n: TierSpec(draw.one([30, 80, 400]), 1e9, draw.one(policies)(), self.journals.get(n))
+            for n in names
+        }
         self.tiers = Tiers(
             kv, **specs, prefill_tokens_per_second=SLOW,
-            watermark=draw.one([None, kv.num_pages // 2, kv.num_pages]),
+            watermark=draw.one([None, kv.num_pages // 2, *[kv.num_pages] * 4]),
         )  # fmt: skip
         self.memory = Memory(self.e, self.tiers)
         self.copied: dict[Job, bool] = {}
@@ -49,7 +53,9 @@ class TieredTraffic(Traffic):
     def steps(self) -> list[str]:
         names = [*super().steps(), *["stores"] * 6, *["look"] * 6, "evict", "rarely"]
         if "admit" in names:
-            names += ["serve"] * 5
+            names += [*["serve"] * 5, *["bounce"] * 2]
+        if len(self.e.slots) > 1:
+            names += ["release"] * 6
         if self.tiers.jobs:
             names += [*["end_job"] * 5, "copy", "cancel" if self.draw.number(0, 3) == 0 else "copy"]
         return names
@@ -78,6 +84,15 @@ class TieredTraffic(Traffic):
             self.model.end(self.running.pop(rid), tokens)
             self.history.append(done)
             del self.history[:-40]
+
+    def bounce(self):
+        """What is due is stored, everything leaves the device, and somebody comes back."""
+        for _ in range(4):
+            self.stores()
+            while self.tiers.jobs and self.draw.number(0, 7):
+                self.end_job()
+        self.e.kv.evict(1000)
+        self.look()
 
     # Look-ups and loads.
 
@@ -249,8 +264,19 @@ class TieredTraffic(Traffic):
     def check(self):
         super().check()
         self.memory.check()
+        for tier in self.tiers.tiers:
+            if tier.name in self.journals:
+                self._check_journal(tier)
         if self.draw.number(0, 3) == 0:
             self.memory.poison_free_pages()
+
+    def _check_journal(self, tier):
+        """A journal has what the tier has, and what went whose pages are free still."""
+        kept, contents = self.journals[tier.name].kept, Contents(tier.index)
+        keys = {("segment", k) for k in contents.segments} | {("point", k) for k in contents.points}
+        assert keys <= kept.keys()
+        waiting = {(r.kind, r.key): r for r in tier.ledger._removed}
+        assert kept.keys() - keys <= waiting.keys()
 
     def finish_life(self):
         while self.tiers.jobs:

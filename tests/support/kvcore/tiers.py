@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 
 from quire.kvcore.invariants import check_index
-from quire.kvcore.tier import Job, Tiers
+from quire.kvcore.tier import Job, Record, Tiers
 from tests.support.kvcore.engine import POISON, Engine
 
 
@@ -84,3 +84,42 @@ def longest(places: list[Contents], keys: list[bytes], most: int, span: int, hyb
             break
         n -= 1
     return n
+
+
+class DictJournal:
+    """A journal in memory, which refuses what a journal need not take.
+
+    Attributes:
+        kept: the records, by kind and key.
+        fails: whether calls raise.
+    """
+
+    def __init__(self) -> None:
+        self.kept: dict[tuple[str, bytes], Record] = {}
+        self.fails = False
+
+    def records(self) -> list[Record]:
+        return list(self.kept.values())
+
+    def added(self, records) -> None:
+        self._expect_well()
+        for r in records:
+            known = (r.kind, r.key) in self.kept
+            assert not known, "kept already"
+            before = r.parent if r.kind == "segment" else r.key
+            assert not before or ("segment", before) in self.kept, "its parent comes later"
+            taken = {p for k in self.kept.values() for p in k.pages if k.kind == "segment"}
+            assert not taken & set(r.pages) - {0}, "a page of two records"
+            self.kept[r.kind, r.key] = r
+
+    def removed(self, records) -> None:
+        self._expect_well()
+        for r in records:
+            assert self.kept.pop((r.kind, r.key)) == r
+            below = [k for k in self.kept.values() if k.parent == r.key and k.kind == "segment"]
+            assert r.kind == "point" or not below, "its children are still there"
+            assert r.kind == "point" or ("point", r.key) not in self.kept
+
+    def _expect_well(self) -> None:
+        if self.fails:
+            raise OSError("no space left")
