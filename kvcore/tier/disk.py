@@ -105,8 +105,6 @@ class DiskStore:
         self._pid = os.getpid()
         with suppress(FileExistsError):
             os.mkdir(self.folder, 0o700)
-        if not os.path.isdir(self.folder):
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), self.folder)
         with ExitStack() as opened:
             self._lock_handle = _lock(os.path.join(self.folder, "lock"))
             opened.callback(os.close, self._lock_handle)
@@ -268,9 +266,8 @@ class DiskStore:
         keys = {(int(record.kind == "point"), record.key): None for record in records}
         rows = [row for key in keys if (row := self._records.find(*key)) is not None]
         self._records.remove(rows)
-        for row in rows:
-            ids = np.frombuffer(row.pages, "<i4").astype(np.int64)
-            self._pages.drop(ids[ids > 0])
+        ids = np.frombuffer(b"".join(row.pages for row in rows), "<i4").astype(np.int64)
+        self._pages.drop(ids[ids > 0])
 
     def _check_order(self, records: list[Record]) -> None:
         """Refuse a record without those that it needs."""

@@ -22,7 +22,6 @@ import numpy as np
 from .records import Record
 
 VERSION = "1"
-_APPLICATION_ID = 0x71756972  # "quir": tells our files from other programs'
 _CHUNK = 1024
 _COLUMNS = "id, point, key, parent, depth, pages, sums, digest"
 # Words in messages of SQLite that do not tell of damage.
@@ -161,18 +160,18 @@ class RecordDatabase:
 
     def _prepare(self, layout: Mapping[str, str], stride: int) -> bool:
         db = self._db
-        new = not db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
-        if not new and db.execute("PRAGMA application_id").fetchone()[0] != _APPLICATION_ID:
-            raise DamagedDatabase(self.path, "a database of another program")
+        tables = db.execute("SELECT sql FROM sqlite_master WHERE sql NOT NULL ORDER BY name")
+        found = [sql for (sql,) in tables]
+        if found and found != list(_TABLES):
+            raise DamagedDatabase(self.path, "other tables")
         if db.execute("PRAGMA journal_mode = WAL").fetchone()[0] != "wal":
             raise OSError(errno.ENOTSUP, "expected a file system with shared memory", self.path)
         db.execute("PRAGMA synchronous = FULL")
         if sys.platform == "darwin":
             db.execute("PRAGMA fullfsync = 1")
         asked = {"format": VERSION, **layout}
-        if new:
+        if not found:
             db.execute("BEGIN IMMEDIATE")
-            db.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
             for statement in _TABLES:
                 db.execute(statement)
             rows = [(f"layout.{name}", text) for name, text in asked.items()]
@@ -180,9 +179,6 @@ class RecordDatabase:
             db.executemany("INSERT INTO meta VALUES (?, ?)", rows)
             db.execute("COMMIT")
             return True
-        tables = db.execute("SELECT sql FROM sqlite_master WHERE sql NOT NULL ORDER BY name")
-        if tables.fetchall() != [(statement,) for statement in _TABLES]:
-            raise DamagedDatabase(self.path, "other tables")
         meta = db.execute("SELECT name, value FROM meta WHERE name LIKE 'layout.%'")
         kept = {name.removeprefix("layout."): value for name, value in meta}
         if kept != asked:

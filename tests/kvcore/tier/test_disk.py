@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from quire.kvcore.tier.disk import DiskStore, StoreInUse
-from quire.kvcore.tier.journal import DamagedDatabase, LayoutMismatch
+from quire.kvcore.tier.journal import DamagedDatabase, LayoutMismatch, Row
 from quire.kvcore.tier.pagejobs import DamagedPages
 from quire.kvcore.tier.records import Record
 from tests.kvcore.tier.disk_model import (
@@ -75,12 +75,12 @@ def test_random_traffic_with_restarts(folder, direct):
 
 @pytest.mark.parametrize("page_bytes", [1, 511, 512, 4096, 5000, 70000])
 @pytest.mark.parametrize("direct", [True, False])
-def test_any_page_size_and_any_memory(folder, page_bytes, direct):
-    """Pages in any order, whose neighbours go in one call; rows of aligned arrays, arrays that are not aligned, bytes."""
+def test_any_page_size_and_any_memory(tmp_path, page_bytes, direct):
+    """Pages in any order; rows of aligned arrays, arrays that are not aligned, bytes. On a disk, which is stricter about `O_DIRECT`."""
     dice = np.random.default_rng(page_bytes)
     layout = LAYOUT
     with DiskStore(
-        folder, page_bytes=page_bytes, capacity=1 << 23, layout=layout, direct=direct
+        tmp_path / "store", page_bytes=page_bytes, capacity=1 << 23, layout=layout, direct=direct
     ) as store:
         n = min(100, store.num_pages - 1)
         data = dice.integers(0, 256, (n, page_bytes), dtype=np.uint8)
@@ -143,6 +143,19 @@ def test_points_may_share_pages(folder):
         store.write([4], [bytes(PAGE_BYTES)]).result(30)
 
 
+def test_records_that_contradict_each_other(folder):
+    """Of two that say other checksums of a page only one can be right."""
+    with open_store(folder) as store:
+        add(store, CHAIN)
+        wrong = Row.of(segment("x", pages=[4]), b"\4\0\0\0", b"oops")
+        store._records.add([wrong, Row.of(segment("y", "x", 2), b"", b"")])
+    with open_store(folder) as store:
+        assert store.num_dropped == 2 and "; 2 records dropped" in store.describe()
+        assert ids(store.records()) == ids(CHAIN) and wrong_in(store, CHAIN) == []
+    with open_store(folder) as store:
+        assert store.num_dropped == 0
+
+
 def test_each_flipped_bit_of_a_page_is_found(folder):
     with open_store(folder) as store:
         add(store, CHAIN)
@@ -200,6 +213,24 @@ def test_flipped_bits_of_the_database_make_no_wrong_record(folder):
         except (DamagedDatabase, LayoutMismatch):
             outcomes.append(None)
     assert {None, len(traffic.kept)} < set(outcomes)  # some lose a part only
+
+
+def test_a_damaged_index_of_the_database_is_made_anew(folder):
+    """A key stands in the table and in its index. Damage in one costs the record, in the other nothing."""
+    with open_store(folder) as store:
+        add(store, CHAIN)
+    sound, outcomes, at = files(folder), [], 0
+    while (at := sound["records.sqlite"].find(CHAIN[-1].key, at + 1)) >= 0:
+        damaged = bytearray(sound["records.sqlite"])
+        damaged[at + 9] ^= 1
+        lay_out(folder, sound | {"records.sqlite": bytes(damaged)})
+        with open_store(folder) as store:
+            outcomes.append(len(list(store.records())))
+            assert wrong_in(store, store.records()) == []
+            store.removed(CHAIN[::-1])
+            assert list(store.records()) == []
+            add(store, CHAIN)
+    assert sorted(outcomes) == [3, 4]
 
 
 @pytest.mark.parametrize("pages", [40, 12, 7, 4, 2])
@@ -279,9 +310,10 @@ def test_a_damaged_database_is_refused_or_cleared(folder, damage):
             assert list(store.records()) == []
             assert os.path.getsize(os.path.join(folder, "pages")) == 0
         return
+    before = files(folder)
     with pytest.raises(DamagedDatabase, match=r'on_mismatch="clear"'):
-        with open_store(folder) as store:
-            store.added([])
+        open_store(folder)
+    assert files(folder) == before
     with open_store(folder, on_mismatch="clear") as store:
         assert list(store.records()) == []
         add(store, CHAIN)
@@ -350,7 +382,8 @@ def test_jobs_that_would_meet_are_refused(folder, monkeypatch):
     go, real = threading.Event(), os.pwritev
     row = [bytes(PAGE_BYTES)]
     with open_store(folder) as store:
-        monkeypatch.setattr(pagefile.os, "pwritev", lambda *a: (go.wait(30), real(*a))[1])
+        store.write([1], row).result(30)
+        monkeypatch.setattr(pagefile.os, "pwritev", lambda *a: (go.wait(3), real(*a))[1])
         job = store.write([1], row)
         with pytest.raises(ValueError, match="that no other job reads or writes, got 1"):
             store.write([1], row)
