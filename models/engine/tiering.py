@@ -4,11 +4,12 @@ Between two steps, `EngineTiers.advance`::
 
     copies that have ended      what came is findable; whom it was for is admitted like any other
     waiting requests, in order  where loading is quicker than computing, a load begins, and the
-                                request waits for it while others run; at most one for each wait
+                                request waits for it while others run; at most one for each wait,
+                                but for those that fail
     what eviction takes next    is stored, behind what is loaded
 
-A load only prefetches into the prefix cache. So a request whose load failed, or brought less than
-it was to, goes on with what is there: the next shorter resume point, or none.
+A load only prefetches into the prefix cache. What failed in one is dropped where it came from; so
+the next load is for the next shorter resume point, and a request goes on with what is there.
 
 What a folder holds is of use to the same weights in the same pages only, so it goes by a digest of
 these (`layout`).
@@ -44,6 +45,7 @@ STORE_BYTES = 256 * 2**20  # of the stores that run at once, about
 LINK = {"cuda": 20e9, "cpu": 4e9}
 DISK_LINK = 1e9
 PREFILL = 5000.0
+MOST_LOADS = 4  # for one wait of a request
 PAGE_FORMAT = 1  # of what pages hold; raised when rows are laid out in another way
 SAMPLES = 64  # of each weight, in a digest
 
@@ -64,7 +66,7 @@ class EngineTiers:
     def __init__(self, tiers: Tiers, copier: PageCopier, disk: DiskStore | None = None) -> None:
         self.tiers, self.copier, self._disk = tiers, copier, disk
         self._loading: dict[Request, Job] = {}  # by who waits for it
-        self._tried: set[Request] = set()  # those that waited for a load, or need none
+        self._tries: dict[Request, int] = {}  # loads of those that wait; MOST_LOADS = no more
         self._loads: set[Job] = set()
         self._ended: list[FinishedJob] = []
 
@@ -80,7 +82,7 @@ class EngineTiers:
     def forget(self, request: Request) -> None:
         """A request waits no more. Any thread may call it that has the engine's lock."""
         self._loading.pop(request, None)
-        self._tried.discard(request)
+        self._tries.pop(request, None)
 
     def advance(self, waiting: Iterable[Request], room: int) -> list[tuple[Request, Exception]]:
         """Ends what is copied, and begins loads and stores.
@@ -98,7 +100,7 @@ class EngineTiers:
             self.copier.cancel(job)
         failed = []
         for request in list(islice(waiting, max(0, room))):
-            if request not in self._loading and request not in self._tried:
+            if request not in self._loading and self._tries.get(request, 0) < MOST_LOADS:
                 try:
                     self._load(request)
                 except Exception as error:
@@ -148,9 +150,11 @@ class EngineTiers:
         if match.pending is not None:  # of somebody with the same prefix
             self._loading[request] = match.pending
             return
-        self._tried.add(request)
         job = self.tiers.load(match) if match.num_bytes else None
-        if isinstance(job, Job):  # else the pool has no room for it
+        if not isinstance(job, Job):  # nothing to load, or no room for it
+            self._tries[request] = MOST_LOADS
+        else:
+            self._tries[request] = self._tries.get(request, 0) + 1
             self._loading[request] = job
             self._loads.add(job)
             self.copier.start(job)
@@ -166,6 +170,8 @@ class EngineTiers:
         for one in ended:
             self._loads.discard(one.job)
             self.tiers.done(one.job, one.failed, seconds=one.seconds or None)
+            if not one.failed:
+                self._tries |= {r: MOST_LOADS for r, j in self._loading.items() if j is one.job}
         if ended:
             self._loading = {r: job for r, job in self._loading.items() if job.is_open}
 

@@ -129,7 +129,7 @@ def test_outputs_are_those_without_tiers(where, share, is_async, tmp_path, monke
     )
     engine = Engine(model, config)
     work = list(workload(rng, 40, VOCAB, engine.max_model_len))
-    work += [(tokens + [5, 6], replace(params, max_tokens=3), None) for tokens, params, _ in work]
+    work += [([*tokens, 5, 6], replace(params, max_tokens=3), None) for tokens, params, _ in work]
 
     def distrust(step):
         engine.pool.poison(engine.kv.pool.free_pages())
@@ -300,7 +300,7 @@ def test_an_aborted_request_needs_no_load(monkeypatch):
 
 
 def test_a_load_that_fails_is_computed(monkeypatch):
-    """And is not tried again by the request that waited."""
+    """What cannot be loaded is dropped, and so is not tried for ever."""
     engine = toy_engine()
     behind(engine, LONG)
     calls = []
@@ -315,7 +315,8 @@ def test_a_load_that_fails_is_computed(monkeypatch):
         output = finish(engine)[request_id]
     assert output.token_ids == alone(engine.model, LONG, PARAMS) and output.num_cached_tokens == 0
     assert "to_device" in calls
-    assert engine.kv.stats()["tier_load_failures/host"] == calls.count("to_device") == 1
+    assert 1 <= engine.kv.stats()["tier_load_failures/host"] <= tiering.MOST_LOADS
+    assert engine.kv.stats()["tier_loaded_pages/host"] == 0
     end(engine)
 
 
@@ -332,7 +333,7 @@ def test_of_a_damaged_page_the_shorter_resume_point_is_loaded(tmp_path):
     page = int(index.pages_between(run, 4, 5).ravel()[0])
     with open(tmp_path / "cache" / "pages", "r+b") as file:
         stride = engine.tiers._disk._pages.file.stride
-        file.seek(page * stride)
+        file.seek((page - 1) * stride)
         file.write(bytes([255] * 8))
     request_id = engine.add_request(LONG, PARAMS)
     output = finish(engine)[request_id]
@@ -396,10 +397,32 @@ def test_settings(tmp_path):
         toy_engine(disk_cache=tmp_path / "cache")
     engine.close()
     toy_engine(disk_cache=tmp_path / "cache").close()
-    other = ToyModel()
-    other.scores += 1
-    with pytest.raises(ValueError, match="layout"):
-        toy_engine(model=other, disk_cache=tmp_path / "cache")
+    with pytest.raises(ValueError, match=r"^layout: expected that of .*hash_seed"):
+        toy_engine(disk_cache=tmp_path / "cache", hash_seed=b"another")
     plain = Engine(ToyModel(), EngineConfig(num_pages=40))
     plain.close()
     assert plain.tiers is None and "behind" not in plain.memory.describe()
+
+
+def test_a_folder_goes_with_its_weights():
+    """Of the same shape, in the same engine; and with rows that only other scales make."""
+    memory = SimpleNamespace(groups=())
+    kept = [
+        tiering.layout(random_model(few("gemma3-tiny"), seed=seed), memory, EngineConfig(**more))
+        for seed, more in ((0, {}), (0, {}), (1, {}), (0, {"kv_cache_dtype": "fp8"}))
+    ]
+    assert kept[0] == kept[1]
+    different = [{name for name in kept[0] if kept[0][name] != other[name]} for other in kept[2:]]
+    assert different == [{"weights"}, {"kv_cache_dtype"}]
+
+
+def test_a_process_that_starts_anew_finds_what_was_cached(tmp_path):
+    """Also what was only on the device, at the end; and what was in host memory."""
+    settings = {"disk_cache": tmp_path / "cache", "disk_cache_gib": 300 * GIB_OF_A_PAGE}
+    for num_cached in (0, 96):
+        engine = toy_engine(**settings)
+        request_id = engine.add_request(LONG, PARAMS)
+        output = finish(engine)[request_id]
+        assert output.num_cached_tokens == num_cached
+        assert output.token_ids == alone(engine.model, LONG, PARAMS)
+        engine.close()
