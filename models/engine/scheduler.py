@@ -365,10 +365,8 @@ class Scheduler:
     def _advance_tiers(self) -> None:
         if self.tiers is None:
             return
-        with self.allocating:
-            room = 0 if self._starved else self.max_num_seqs - len(self.running)
-            failed = self.tiers.advance(self.waiting, room)
-        for request, error in failed:
+        room = 0 if self._starved else self.max_num_seqs - len(self.running)
+        for request, error in self.tiers.advance(self.waiting, room):
             self.fail(request, error)
 
     def _may_admit(self, budget: int) -> bool:

@@ -204,7 +204,16 @@ def make_tiers(
             layout=layout(model, memory, config),
         )
         specs["disk"] = TierSpec(disk.num_pages, DISK_LINK, journal=disk)
-    tiers = Tiers(kv, **specs, prefill_tokens_per_second=PREFILL, page_bytes=pages.num_bytes)
+    # What a step may take is to be had without a loss.
+    blocks = ((g, -(-config.max_num_batched_tokens // g.block_size)) for g in memory.groups)
+    step = sum(g.pages_per_block * count for g, count in blocks)
+    tiers = Tiers(
+        kv,
+        **specs,
+        prefill_tokens_per_second=PREFILL,
+        page_bytes=pages.num_bytes,
+        watermark=min(memory.num_pages // 2, max(memory.num_pages // 8, step)),
+    )
     return EngineTiers(tiers, PageCopier(pages, host=host, disk=disk), disk)
 
 

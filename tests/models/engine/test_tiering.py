@@ -391,14 +391,15 @@ def test_settings(tmp_path):
             EngineConfig(**settings)
     with pytest.raises(ValueError, match=r"host_cache_gib=1000000.*: MemoryError|fit the memory"):
         toy_engine(host_cache_gib=1e6)
-    engine = toy_engine(disk_cache=tmp_path / "cache", disk_cache_gib=0.5)
-    assert "\nbehind    150 KiB of host memory, 512 MiB of disk\n" in engine.memory.describe()
+    kept = {"disk_cache": tmp_path / "cache", "disk_cache_gib": 2**-10}
+    engine = toy_engine(**kept)
+    assert "\nbehind    150 KiB of host memory, 1 MiB of disk\n" in engine.memory.describe()
     with pytest.raises(OSError, match="expected a store that nobody uses"):
-        toy_engine(disk_cache=tmp_path / "cache")
+        toy_engine(**kept)
     engine.close()
-    toy_engine(disk_cache=tmp_path / "cache").close()
+    toy_engine(**kept).close()
     with pytest.raises(ValueError, match=r"^layout: expected that of .*hash_seed"):
-        toy_engine(disk_cache=tmp_path / "cache", hash_seed=b"another")
+        toy_engine(**kept, hash_seed=b"another")
     plain = Engine(ToyModel(), EngineConfig(num_pages=40))
     plain.close()
     assert plain.tiers is None and "behind" not in plain.memory.describe()
