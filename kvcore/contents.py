@@ -87,7 +87,9 @@ class CacheContents:
         Raises:
             ValueError: `now` is not a finite number.
         """
-        return self._pins.expire(as_seconds("now", now))
+        now = as_seconds("now", now)
+        in_tiers = 0 if self.tiers is None else self.tiers.expire_pins(now)
+        return self._pins.expire(now) + in_tiers
 
     def clear(self) -> None:
         """Forget everything cached that no running request needs, pinned or not, in tiers too."""

@@ -92,7 +92,7 @@ class PrefixIndex(EvictableTree):
         parts = []
         node: Run | None = run
         while node is not None and node.depth > first:
-            parts.append(node.pages[max(0, first - node.start) : end - node.start])
+            parts.append(node.pages[max(0, first - node.start) : max(0, end - node.start)])
             node = node.parent
         if not parts:
             return np.empty((0, self.pages_per_segment), dtype=np.int32)

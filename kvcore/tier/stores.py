@@ -35,6 +35,7 @@ class Stores:
         # Resume points of a place, and their copies in the next one.
         self._copies: dict[ResumePoint, ResumePoint] = {}
         self._busy: dict[Run | ResumePoint, Job] = {}
+        self._leaving: set[Run | ResumePoint] = set()  # of these, those that are to leave first
         # Failures in a row of an entry, by its key, and the call before which it is not tried again.
         self._failures: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
         self._calls = 0
@@ -108,6 +109,7 @@ class Stores:
             return None
         if is_first:
             max_pages = max(max_pages, self._transfers.least_pages)
+        is_spare = isinstance(source.index.policy, Watched) and source.index.policy.is_spare(entry)
         job = self._transfers.store(source, target, entry, max_pages)
         if isinstance(job, Lack):
             target.counters["refused_stores"] += 1
@@ -115,6 +117,8 @@ class Stores:
             return None
         if job is not None:
             self._busy[entry] = job
+            if is_spare:
+                self._leaving.add(entry)
         return job
 
     def _is_worth_it(self, target: Tier, entry: Entry) -> bool:
@@ -169,8 +173,18 @@ class Stores:
         assert entry is not None
         self._busy.pop(entry, None)
         index = job.parts.source_places[0].index
-        if isinstance(entry, ResumePoint) and entry.run is not None and entry not in index.pins:
+        is_leaving = entry in self._leaving
+        self._leaving.discard(entry)
+        if entry in index.pins:
+            return
+        if isinstance(entry, ResumePoint):
+            if entry.run is None:
+                return
             index.offer(entry)
+        elif entry.locks or entry.children or entry.parent is None:
+            return
+        if is_leaving and isinstance(index.policy, Watched):
+            index.policy.spare(entry)
 
     def ended(self, job: Job, num_failed: int, segments: int, is_new: bool, came: int) -> None:
         """A store is done.

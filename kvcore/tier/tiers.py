@@ -12,12 +12,14 @@ from ..policies.adaptive import Adaptive
 from ..policies.base import Entry
 from ..prefix.extra_keys import ExtraKeys
 from ..prefix.keys import KEY_BYTES, Prompt
-from ..spec import as_int
+from ..prefix.pins import Pins
+from ..spec import Layout, as_int
+from .hints import Answer, Hints, Intent
 from .jobs import Job
 from .ledger import TierAnnouncer, tokens_of
 from .match import Planner, TierMatch
 from .open_jobs import OpenJobs
-from .places import DEVICE, Place, Tails, Tier, TierSpec, as_rate
+from .places import DEVICE, Found, Place, Tails, Tier, TierSpec, as_rate
 from .stores import Stores
 from .transfers import Lack, Transfers
 from .watched import Watched
@@ -45,6 +47,8 @@ class Tiers(OpenJobs):
         watermark: pages of the pool that are to be free, or to be had without a loss: so many of
             those that eviction takes next are copied before it comes. By default an eighth of
             each place.
+        max_hint_bytes: that the prefixes which one tenant (one salt) retains by hints may have;
+            None for no limit but that of pins.
 
     Attributes:
         tiers: those there are, the nearest first.
@@ -66,6 +70,7 @@ class Tiers(OpenJobs):
         prefill_tokens_per_second: float,
         page_bytes: int | None = None,
         watermark: int | None = None,
+        max_hint_bytes: int | None = None,
     ) -> None:
         if not kv.enable_caching:
             raise ValueError("kv: expected a cache with enable_caching, got one without")
@@ -93,6 +98,7 @@ class Tiers(OpenJobs):
             [self._device, *self.tiers], self._transfers, self._planner, watermark
         )
         self._loading: dict[bytes, Job] = {}  # by the key of the boundary
+        self._hints = Hints(self, max_hint_bytes)
         self._watch()
         kv.tiers = self
         for spec in specs.values():
@@ -209,8 +215,8 @@ class Tiers(OpenJobs):
         if not isinstance(match, TierMatch):
             raise ValueError(f"match: expected what `Tiers.match` returned, got {match!r}")
         prompt = match.prompt
-        _, way = self._planner.match(prompt, match.device.max_tokens, None)
-        if not any(way.pages):
+        now, way = self._planner.match(prompt, match.device.max_tokens, None)
+        if now.num_saved_tokens == now.device.num_saved_tokens:
             return None
         self._changed()
         job = self._transfers.load(self._device, way, prompt)
@@ -252,6 +258,83 @@ class Tiers(OpenJobs):
         rate = as_int("num_tokens", num_tokens, 1) / as_rate("seconds", seconds)
         planner = self._planner
         planner.prefill_tokens_per_second += 0.2 * (rate - planner.prefill_tokens_per_second)
+
+    # What callers intend.
+
+    def hint(
+        self,
+        match: TierMatch,
+        intent: Intent,
+        *,
+        now: float | None = None,
+        ttl: float | None = None,
+        max_bytes: int | None = None,
+    ) -> Answer:
+        """What the caller intends with a prefix. It never changes what a request reads, evicts
+        nothing that a running request needs, and keeps to the tenant's budget.
+
+        Args:
+            match: from `match`.
+            intent: ``"retain"``: keep it where it is until everything else is gone, for `ttl`
+                seconds from `now` on (`KVCache.expire_pins` ends it). ``"prefetch"``: bring it to
+                the device, at most `max_bytes` of it. ``"demote"``: it leaves the device first.
+                ``"release"``: it is an ordinary prefix again.
+
+        Raises:
+            ValueError: another intent, or an argument that it needs is missing or out of range.
+        """
+        if not isinstance(match, TierMatch):
+            raise ValueError(f"match: expected what `Tiers.match` returned, got {match!r}")
+        self._changed()
+        if intent == "prefetch":
+            return self._hints.prefetch(match, max_bytes)
+        if intent == "retain":
+            if now is None or ttl is None:
+                raise ValueError(f"now, ttl: expected seconds to retain, got {now!r} and {ttl!r}")
+            return self._hints.retain(match, now, ttl)
+        if intent == "demote":
+            return self._hints.demote(match)
+        if intent == "release":
+            return self._hints.release(match)
+        raise ValueError(
+            f"intent: expected 'retain', 'prefetch', 'demote' or 'release', got {intent!r}"
+        )
+
+    def expire_pins(self, now: float) -> int:
+        """End the pins in tiers whose time has passed; returns how many. (`KVCache.expire_pins`
+        calls this.)"""
+        return self._hints.expire(now)
+
+    # For those inside.
+
+    @property
+    def places(self) -> list[Place]:
+        """The device and the tiers."""
+        return [self._device, *self.tiers]
+
+    @property
+    def device(self) -> Place:
+        """The pool of the cache."""
+        return self._device
+
+    @property
+    def device_pins(self) -> Pins:
+        """Pins of the cache."""
+        return self._kv._pins
+
+    @property
+    def alignment(self) -> int:
+        """Tokens of a segment."""
+        return self._kv.alignment
+
+    @property
+    def layout(self) -> Layout:
+        """The groups."""
+        return self._kv.layout
+
+    def where(self, prompt: Prompt, limit: int) -> list[tuple[Place, Found]]:
+        """Where the first `limit` segments of a prompt end in each place."""
+        return [(p, Found(p, *p.index.find(prompt.keys, limit))) for p in self.places]
 
     def noted(self) -> list[tuple[Iterator[Event], int]]:
         """The events of all that tiers hold now, for `KVCache.announce`."""

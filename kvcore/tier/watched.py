@@ -15,8 +15,9 @@ from ..prefix.tree import ResumePoint, Run
 class Watched:
     """Stands in front of the policy of an index.
 
-    Entries of a tier that the device has as well are *spare*: to lose them costs a copy at most, so
-    they go before all others. One that the device evicts is spare no more.
+    *Spare* entries go before all others: those of a tier that the device has as well, since to lose
+    them costs a copy at most, and those that somebody wants to leave. One of a tier that the device
+    evicts is spare no more.
 
     Args:
         policy: the one that decides.
@@ -49,6 +50,10 @@ class Watched:
         self.policy.discard(entry)
         self._spare[entry] = None
 
+    def is_spare(self, entry: Entry) -> bool:
+        """Whether `entry` goes before others."""
+        return entry in self._spare
+
     def needed(self, entry: Entry) -> None:
         """`entry` is the only copy now, if it was a spare one."""
         if entry in self._spare:
@@ -56,9 +61,7 @@ class Watched:
 
     def pop(self) -> Entry | None:
         """The entry that has been spare for longest; else as of the policy."""
-        if self._spare:
-            return self._spare.popitem(last=False)[0]
-        entry = self.policy.pop()
+        entry = self._spare.popitem(last=False)[0] if self._spare else self.policy.pop()
         if entry is not None:
             self._on_pop(entry)
         return entry

@@ -22,7 +22,7 @@ class Setup:
 
     def __init__(self, specs=HYBRID, pages=60, host=200, disk=None, journal=None, **options):
         cache = {"retention": "latest", "policy": LRU(), "max_requests": 4, "max_model_len": 300}
-        names = {"prefill", "watermark", "rate", "policy_of_host"}
+        names = {"prefill", "watermark", "rate", "policy_of_host", "max_hint_bytes"}
         mine = {n: options.pop(n) for n in names & options.keys()}
         self.e = Engine(specs, num_pages=pages, **cache | options)
         rate = mine.get("rate", 1e9)
@@ -31,6 +31,7 @@ class Setup:
             self.e.kv, host=None if host is None else TierSpec(host, rate, policy),
             disk=None if disk is None else TierSpec(disk, rate / 10, LRU(), journal),
             prefill_tokens_per_second=mine.get("prefill", 1.0), watermark=mine.get("watermark", pages),
+            max_hint_bytes=mine.get("max_hint_bytes"),
         )  # fmt: skip
         self.memory = Memory(self.e, self.tiers)
         self.ids = 0
@@ -200,6 +201,17 @@ def test_dense_on_the_host_and_the_resume_point_on_the_disk():
     assert given["host"] == (96, True) and given["disk"] == (0, True)
     assert "96 from host" in match.explain() and "from disk" in match.explain()
     assert s.serve([*PROMPT, 1]).num_tokens == 96
+
+
+def test_a_part_of_a_chain_that_goes_on_past_a_fork_comes_alone():
+    s = Setup(pages=200, retention=32)
+    s.serve(PROMPT)
+    s.serve([*PROMPT[:40], *range(300, 340)])
+    s.store()
+    s.forget()
+    match = s.load([*PROMPT, 1], max_tokens=34)
+    assert match.num_tokens == 32 and s.e.kv.index.num_segments == 4
+    assert s.serve([*PROMPT[:34], 1]).num_tokens == 32
 
 
 def test_two_points_in_two_places_hold_what_is_between_them():
@@ -618,6 +630,28 @@ def test_stats_by_tier():
     stats = s.e.kv.stats()
     assert (
         stats["tier_loaded_pages/host"] == job.num_pages and stats["tier_loaded_points/host"] == 1
+    )
+
+
+def test_metrics_by_tier():
+    pytest.importorskip("prometheus_client", reason="prometheus-client is not installed")
+    from quire.models.integrations.prometheus import metrics_text
+
+    s = Setup(disk=100)
+    s.serve(PROMPT)
+    s.store()
+    text, stats = metrics_text(s.e.kv), s.e.kv.stats()
+    assert (
+        f'quire_kv_tier_stored_segments_total{{tier="host"}} {stats["tier_stored_segments/host"]:.1f}'
+        in text
+    )
+    assert 'quire_kv_tier_loaded_pages_total{tier="disk"} 0.0' in text
+    for key, value in stats.items():
+        name, _, tier = key.partition("/")
+        if name.startswith("tier_"):
+            assert f"quire_kv_{name}" in text and f'{{tier="{tier}"}} {float(value)}' in text
+    assert "quire_kv_tier" not in metrics_text(
+        KVCache(HYBRID, num_pages=9, max_requests=1, max_model_len=9)
     )
 
 

@@ -48,7 +48,7 @@ class TieredTraffic(Traffic):
         self.memory = Memory(self.e, self.tiers)
         self.copied: dict[Job, bool] = {}
         self.cleared = False
-        self.promised: dict[Job, TierMatch] = {}
+        self.promised: dict[Job, tuple[TierMatch, list[int], bytes]] = {}
 
     def steps(self) -> list[str]:
         names = [*super().steps(), *["stores"] * 6, *["look"] * 6, "evict", "rarely"]
@@ -118,8 +118,8 @@ class TieredTraffic(Traffic):
         elif job is None:
             assert match.num_bytes == 0 and match.num_saved_tokens == match.device.num_saved_tokens
         else:
-            assert job.num_bytes == match.num_bytes > 0
-            self.promised[job] = match
+            assert job.num_bytes == match.num_bytes
+            self.promised[job] = match, prompt, salt
             self._began(job)
             self.checked["loads"] += 1
 
@@ -146,7 +146,7 @@ class TieredTraffic(Traffic):
         if match.num_bytes:
             self.checked["matches"] += 1
         if match.num_saved_tokens > match.device.num_saved_tokens:
-            assert match.num_bytes
+            assert match.num_bytes or not kv.layout.pages_per_segment
         return match
 
     def _numbers(self):
@@ -213,15 +213,31 @@ class TieredTraffic(Traffic):
             assert old.segments <= new.segments <= old.segments | keys
             assert old.points.keys() <= new.points.keys() <= old.points.keys() | keys
         if promised is not None and not failed and not parts.is_void:
-            match = promised
+            match, prompt, salt = promised
             got = self.e.kv.match(match.prompt, max_tokens=match.device.max_tokens)
             assert got.num_saved_tokens >= match.num_saved_tokens
             self.checked["kept promises"] += 1
+            self._use(prompt, salt, match.device.max_tokens)
         if job.kind == "store" and not failed and not parts.is_void:
             assert keys <= now[target].segments
             if parts.point is not None:
                 assert parts.keys[-32:] in now[target].points
                 self.checked["stored points"] += 1
+
+    def _use(self, prompt, salt, max_tokens):
+        """A request starts with what came, and every row that it sees is checked."""
+        if not self.e.kv.num_free_slots or max_tokens is not None:
+            return
+        rid, self.next_id = self.next_id, self.next_id + 1
+        match = self.e.admit(rid, prompt, salt)
+        self.running[rid] = self.model.admit(
+            prompt, salt, match.num_tokens, match.dense_tokens, match.replay_to
+        )
+        self.e.check()
+        self.checked["used"] += 1
+        if self.draw.number(0, 3):
+            self.model.end(self.running.pop(rid), list(prompt))
+            self.e.release(rid)
 
     def cancel(self):
         job = self.draw.one(list(self.tiers.jobs))
