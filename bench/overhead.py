@@ -32,6 +32,7 @@ from triton.compiler import CompiledKernel
 from quire.kernels import (
     IndexPages,
     LatentPages,
+    PoolPages,
     collapse_streams,
     combine_experts,
     compress,
@@ -42,6 +43,7 @@ from quire.kernels import (
     expert_mlp,
     flash_mla_with_kvcache,
     gated_product,
+    gather_pages,
     index_topk,
     index_topk_workspace_numel,
     merge_partials,
@@ -52,6 +54,7 @@ from quire.kernels import (
     residual_norm,
     route_tokens,
     sample_tokens,
+    scatter_pages,
     sliding_window_attention,
     workspace_numel,
     write_kv,
@@ -158,6 +161,8 @@ def calls(device: str = "cpu") -> dict[str, Callable[[], object]]:
         ring_rows = torch.zeros(BATCH, RATIO, dtype=torch.int64)
         states, lens = torch.zeros(2, BATCH, dtype=torch.int32).unbind(0)
         states += torch.arange(BATCH, dtype=torch.int32)
+        pool_rows = PoolPages(row_bytes)
+        page_rows = torch.zeros(BATCH, pool_rows.num_bytes, dtype=torch.uint8)
     batch = (table, seq_lens, cu)
     impl = {"impl": "triton"}
     more = {"max_seqlen_q": 1, "k": k, "v": v, "out": out, "workspace": workspace, **impl}
@@ -246,6 +251,8 @@ def calls(device: str = "cpu") -> dict[str, Callable[[], object]]:
             series, series_gate, ape, ring, series_pages, from_pages=slots, state_index=slots, state_rows=ring_rows,
             tokens=slots, to_pages=slots, **impl,
         ),
+        "gather_pages": lambda: gather_pages(pool_rows, slots, page_rows, **impl),
+        "scatter_pages": lambda: scatter_pages(pool_rows, slots, page_rows, slots, **impl),
     }  # fmt: skip
 
 

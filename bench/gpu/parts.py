@@ -40,7 +40,7 @@ V4_TESTS = """
 """
 # What models have around attention.
 OPERATOR_TESTS = """
-    tests/gpu/test_gpu_sampling.py
+    tests/gpu/test_gpu_page_copy.py tests/gpu/test_gpu_sampling.py
     tests/kernels/gating/test_gated_product.py::test_gated_product
     tests/kernels/gating/test_gated_product.py::test_numbers_that_overflow_an_exponential
     tests/kernels/gating/test_gated_product.py::test_only_the_result_is_written
@@ -54,6 +54,8 @@ OPERATOR_TESTS = """
     tests/kernels/overlap_copy/test_overlap_copy.py::test_copy_overlap
     tests/kernels/overlap_copy/test_overlap_copy.py::test_nan_stays_where_it_is
     tests/kernels/overlap_copy/test_overlap_copy.py::test_padding_rows
+    tests/kernels/page_copy/test_page_copy.py::test_copy
+    tests/kernels/page_copy/test_page_copy.py::test_pages_come_back_as_they_were
     tests/kernels/rotary/test_norm_rope.py::test_a_head_without_frequencies_stays_where_it_is
     tests/kernels/rotary/test_norm_rope.py::test_norm_rope
     tests/kernels/rotary/test_norm_rope.py::test_only_the_heads_are_written

@@ -9,6 +9,7 @@ right, then says how fast it was.
     python -m bench.prefill_decode --kv-cache-dtype fp8 --limit 4
     python -m bench.prefill_decode --compare torch --limit 4
     python -m bench.prefill_decode --model deepseek-v4-tiny --limit 2 --scale 0.25 --speculate mtp --draft-tokens 2
+    python -m bench.prefill_decode --num-pages 400 --host-cache 0.25 --no-baseline
 
 Work: chats of several turns with shared system prompts, or a trace of requests in Mooncake's
 format. At most --max-num-seqs requests are in the engine at once; the next is added when one is
@@ -31,6 +32,10 @@ With --speculate all of these runs have a drafter: "ngram" repeats earlier text,
 model's own drafter layer. The prompts then run once more, with caching and without a drafter, and
 outputs that differ are checked in both runs. How often a random model's drafter is right is a
 matter of how its weights were drawn (`bench.prefill_decode.build`), not of a trained one.
+
+With --host-cache, --disk-cache or both, what leaves the pool is kept there
+(`quire.models.engine.tiering`), and the prompts run once more without them, which outputs of the
+first run are compared with. Another run with the same folder starts with what was in it.
 
 With --compare the prompts run once more, with caching and the other implementation, and both are
 printed side by side; what it generates is checked as well. "flashinfer" is attention through
@@ -87,7 +92,7 @@ from ..peers.flashinfer import expect_kernels, import_flashinfer
 from .build import BenchModel, build_model
 from .drive import Key, Run, run_workload
 from .plot import save_plot
-from .report import comparison, metrics, report, speculation
+from .report import comparison, metrics, report, speculation, tiers
 from .text import header, split_table, table
 from .verify import Check, check_outputs, sample
 
@@ -106,6 +111,7 @@ class Measured:
     run: Run
     num_pages: int
     describe: str
+    moved: dict[str, int]
 
 
 @program
@@ -116,6 +122,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.draft_tokens is not None and not args.speculate:
             raise ValueError("draft_tokens: expected --speculate with it, got none")
+        has_tiers = args.host_cache is not None or args.disk_cache is not None
+        if args.disk_cache_gib is not None and args.disk_cache is None:
+            raise ValueError("disk_cache_gib: expected --disk-cache with it, got none")
+        if has_tiers and (args.compare or args.speculate or (args.split or 1) > 1):
+            raise ValueError(
+                "host_cache, disk_cache: expected no --compare, --speculate or --split with them"
+            )
         torch.set_num_threads(args.threads)
         if args.plot:
             require_matplotlib(args.plot)
@@ -194,8 +207,9 @@ def measure(
 
     warm = replace(workload, sessions=tuple(s[:1] for s in workload.sessions[:WARM_UP_SESSIONS]))
     # One size for all engines: what is free is not quite the same for each.
-    warmed = _run(built, warm, settings, "warm-up", drafter=drafter())
-    settings = replace(settings, num_pages=warmed.num_pages)
+    without = replace(settings, host_cache_gib=None, disk_cache=None)
+    warmed = _run(built, warm, without, "warm-up", drafter=drafter())
+    settings, without = (replace(s, num_pages=warmed.num_pages) for s in (settings, without))
     others = replace(settings, impl=compare)
     if compare:
         _run(built, warm, others, f"warm-up, {compare}", drafter=drafter())
@@ -206,7 +220,7 @@ def measure(
     among = outputs if dtype == "auto" else sampled
     with torch.cuda.device_of(next(model.parameters())):  # whose events and streams are timed
         rates = measure_rates(model)
-    uncached = plain = other = None
+    uncached = plain = other = untiered = None
     again: list[Run] = []
 
     def known() -> dict[str, Any]:
@@ -238,6 +252,14 @@ def measure(
             and metrics(uncached.run, model, rates, uncached.num_pages, kv_cache_dtype=dtype),
             compared=uncached and comparison(cached.run, uncached.run),
             speculated=plain and speculation(speculate, draft_tokens, cached.run, plain.run),
+            tiers=untiered
+            and tiers(
+                settings,
+                cached.run,
+                cached.moved,
+                untiered.run,
+                metrics(untiered.run, model, rates, untiered.num_pages, kv_cache_dtype=dtype),
+            ),
             other_impl=other
             and {
                 "impl": compare,
@@ -246,9 +268,14 @@ def measure(
             },
         )
 
+    if settings.has_tiers:
+        keep(known())
+        prompts = cached.run.prompts
+        untiered = _run(built, workload, without, "without tiers", prompts=prompts)
+        _check_differing(built, cached.run, untiered.run, among, dtype)
     if baseline:
         keep(known())
-        off = replace(settings, enable_caching=False)
+        off = replace(without, enable_caching=False)
         prompts = cached.run.prompts
         uncached = _run(built, workload, off, "caching off", prompts=prompts, drafter=drafter())
         _check_differing(built, cached.run, uncached.run, among, dtype)
@@ -283,9 +310,12 @@ def _run(
     run = run_workload(
         engine, workload, concurrency=settings.max_num_seqs, prompts=prompts, label=label
     )
+    moved = {} if engine.tiers is None else engine.tiers.copier.num_bytes
+    engine.close()  # a disk gets what is cached, and is counted
     del engine
     gc.collect()
-    return Measured(run, num_pages, describe)
+    names = {f"{source} to {target}": count for (source, target), count in moved.items()}
+    return Measured(run, num_pages, describe, names)
 
 
 def _checked(built: BenchModel, outputs: dict, kv_cache_dtype: str) -> Check:
@@ -350,6 +380,9 @@ def _settings(args: argparse.Namespace, device: torch.device, workload: Workload
         retention=args.retention,
         impl=args.impl,
         decode_graphs=False if args.no_graphs else None,
+        host_cache_gib=args.host_cache,
+        disk_cache=args.disk_cache,
+        disk_cache_gib=args.disk_cache_gib or EngineConfig.disk_cache_gib,
     )
 
 
@@ -414,6 +447,24 @@ def _parser() -> Parser:
         type=integer(most=MAX_PAGES),
         metavar="N",
         help="pool size; default: what memory allows",
+    )
+    add(
+        "--host-cache",
+        type=number(above=True),
+        metavar="GIB",
+        help="host memory behind the pool; default: none",
+    )
+    add(
+        "--disk-cache",
+        type=Path,
+        metavar="DIR",
+        help="folder behind these, which outlives the run; default: none",
+    )
+    add(
+        "--disk-cache-gib",
+        type=number(above=True),
+        metavar="GIB",
+        help="what it may take; default: 16",
     )
     add(
         "--max-num-seqs",

@@ -26,6 +26,8 @@ dictionary::
     speculation            kind, draft_tokens, drafts, accepted, tokens_per_step, steps, steps_without, cpu_speedup, hit_tokens,
                            hit_tokens_without, identical_requests, identical_tokens, output_tokens; or null. tokens_per_step: of one
                            decoding request, 1 without drafts (the acceptance length)
+    tiers                  with --host-cache or --disk-cache: host_gib, disk, disk_gib; counters {tier: {name: count}}; moved {way: bytes, those of
+                           the end included}; without, of the same prompts without them, as cached; comparison, of cached against it; or null
     other_impl             with --compare: impl; run, of the same prompts with caching on, as cached; comparison, of it against cached; or null
 
 A number that does not exist (no step of a kind, no second token) is null.
@@ -40,6 +42,7 @@ from typing import Any
 
 import numpy as np
 
+from quire.models.engine.config import EngineConfig
 from quire.models.engine.report import PARTS, StepReport, outside_model
 from quire.models.families.decoder import Decoder
 
@@ -187,6 +190,37 @@ def speculation(kind: str, draft_tokens: int, run: Run, plain: Run) -> dict[str,
     }
 
 
+def tiers(
+    settings: EngineConfig,
+    run: Run,
+    moved: dict[str, int],
+    plain: Run,
+    without: dict[str, Any],
+) -> dict[str, Any]:
+    """What tiers did in ``run``, and how it differs from the same prompts in ``plain``, without
+    them.
+
+    Args:
+        moved: bytes by way.
+        without: metrics of ``plain``.
+    """
+    counters: dict[str, dict[str, int]] = {}
+    for name, count in run.stats.items():
+        if name.startswith("tier_"):
+            what, tier = name.removeprefix("tier_").split("/")
+            counters.setdefault(tier, {})[what] = count
+    has_disk = settings.disk_cache is not None
+    return {
+        "host_gib": settings.host_cache_gib,
+        "disk": str(settings.disk_cache) if has_disk else None,
+        "disk_gib": settings.disk_cache_gib if has_disk else None,
+        "counters": counters,
+        "moved": moved,
+        "without": without,
+        "comparison": comparison(run, plain),
+    }
+
+
 def report(
     *,
     machine: dict[str, Any],
@@ -199,6 +233,7 @@ def report(
     uncached: dict[str, Any] | None,
     compared: dict[str, Any] | None,
     speculated: dict[str, Any] | None = None,
+    tiers: dict[str, Any] | None = None,
     other_impl: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The whole dictionary of the file's docstring."""
@@ -226,6 +261,7 @@ def report(
         "uncached": uncached,
         "comparison": compared,
         "speculation": speculated,
+        "tiers": tiers,
         "other_impl": other_impl,
     }
 

@@ -34,6 +34,8 @@ def header(result: dict[str, Any]) -> str:
 def table(result: dict[str, Any]) -> str:
     """The numbers of both runs side by side, then results per group, then the comparison."""
     runs = {"caching on": result["cached"]}
+    if (behind := result["tiers"]) is not None:
+        runs = {"with tiers": result["cached"], "without tiers": behind["without"]}
     if result["uncached"] is not None:
         runs["caching off"] = result["uncached"]
     if (other := result["other_impl"]) is not None:
@@ -62,6 +64,8 @@ def table(result: dict[str, Any]) -> str:
             f"{compared['identical_requests']} of {result['workload']['requests']} requests, "
             f"{compared['identical_tokens']} of {compared['output_tokens']} tokens"
         )
+    if behind is not None:
+        lines += _tiers(behind, result)
     if other is not None:
         lines.append(_against(other, result))
     if (drafted := result["speculation"]) is not None:
@@ -88,6 +92,27 @@ def split_table(result: dict[str, Any]) -> str:
             "CPU time of the engine's thread; columns of steps: medians; worst step = the largest share outside of model, sample and wait",
         ]
     )
+
+
+def _tiers(behind: dict[str, Any], result: dict[str, Any]) -> list[str]:
+    """What was stored, loaded and moved, and what it was good for."""
+    same, rates = (
+        behind["comparison"],
+        [result["cached"]["hit"]["rate"], behind["without"]["hit"]["rate"]],
+    )
+    moved = ", ".join(f"{way} {count / 2**20:.1f} MiB" for way, count in behind["moved"].items())
+    lines = [
+        f"{tier}: {count['stored_points']} resume points and {count['stored_segments']} segments stored, {count['loaded_points']} and "
+        f"{count['loaded_segments']} loaded, {count['lost']} lost; {count['store_failures'] + count['load_failures']} failures"
+        for tier, count in behind["counters"].items()
+    ]
+    return [
+        *lines,
+        f"moved: {moved or 'nothing'}",
+        f"with tiers against without: hit rate {rates[0]:.1%} instead of {rates[1]:.1%}, {same['speedup']:.2f} x as fast, TTFT p50 {same['ttft_speedup']:.2f} x; "
+        f"identical output: {same['identical_requests']} of {result['workload']['requests']} requests, "
+        f"{same['identical_tokens']} of {same['output_tokens']} tokens",
+    ]
 
 
 def _against(other: dict[str, Any], result: dict[str, Any]) -> str:

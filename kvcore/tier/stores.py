@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from ..policies.base import Entry
+from ..prefix.eviction import EvictableTree
 from ..prefix.tree import ResumePoint, Run
 from .jobs import Job
 from .match import Planner
@@ -80,6 +81,23 @@ class Stores:
         if place is self._places[0] and self._watermark is not None:
             return self._watermark
         return place.index.pool.num_pages // 8
+
+    def everything(self, max_pages: int) -> list[Job]:
+        """The jobs, of at most `max_pages` pages, that bring what a place holds to the next one."""
+        self._calls += 1
+        jobs: list[Job] = []
+        total = 0
+        for source, target in zip(self._places, self._places[1:], strict=False):
+            assert isinstance(target, Tier)
+            for entry in every(source.index):
+                if entry not in self._busy and self.copy_of(source, target, entry) is None:
+                    if max_pages <= total and jobs:
+                        return jobs
+                    job = self._store(source, target, entry, max_pages - total, not jobs)
+                    if job is not None:
+                        jobs.append(job)
+                        total += job.num_pages
+        return jobs
 
     def _store(
         self, source: Place, target: Tier, entry: Run | ResumePoint, max_pages: int, is_first: bool
@@ -200,3 +218,14 @@ class Stores:
         self._failures.move_to_end(key)
         if len(self._failures) > REMEMBERED:
             self._failures.popitem(last=False)
+
+
+def every(index: EvictableTree) -> list[Run | ResumePoint]:
+    """Entries of `index`, the one used least recently first."""
+    entries: list[Run | ResumePoint] = []
+    for run in index.runs():
+        if index.hybrid:
+            entries += run.points.values()
+        elif not run.children:
+            entries.append(run)
+    return sorted(entries, key=lambda entry: entry.last_used)

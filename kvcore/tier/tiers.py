@@ -169,7 +169,7 @@ class Tiers(OpenJobs):
 
     # Stores.
 
-    def stores(self, max_bytes: int) -> list[Job]:
+    def stores(self, max_bytes: int, *, everything: bool = False) -> list[Job]:
         """Jobs that copy what eviction would take next, and what the next tier lacks, behind it.
 
         To be called between steps. An entry stays findable and readable while it is copied, and is
@@ -178,12 +178,15 @@ class Tiers(OpenJobs):
 
         Args:
             max_bytes: of all jobs together; a first job may have more, when one segment does.
+            everything: whatever the next tier lacks, as at the end of a process. (Call it again,
+                but not for ever: where a tier has no room for all, there is always something.)
 
         Raises:
             ValueError: `max_bytes` is no int or negative. Other errors: those of a tier's policy.
         """
         max_bytes = as_int("max_bytes", max_bytes, 0)
-        made = self._stores.due(max_bytes // self.page_bytes)
+        choose = self._stores.everything if everything else self._stores.due
+        made = choose(max_bytes // self.page_bytes)
         for job in made:
             parts = job.parts
             listener = parts.source_places[0].index.announcer

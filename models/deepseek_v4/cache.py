@@ -87,6 +87,11 @@ class V4PagePool:
         self.layers = [self._layer(layer) for layer in range(len(plan.layers))]
 
     @property
+    def tensors(self) -> list[Tensor]:
+        """The page tensors: one."""
+        return [self.data]
+
+    @property
     def rings(self) -> list[Tensor]:
         """The rings of all layers."""
         caches = [cache for layer in self.layers for cache in (layer.compressed, layer.index_keys)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from numbers import Real
 
@@ -11,6 +12,7 @@ from .scheduler import SchedulerPolicy
 
 MEMORY_SETTINGS = (
     "max_num_seqs", "max_num_batched_tokens", "max_model_len", "num_pages", "cache_bytes",
+    "host_cache_gib",
 )  # fmt: skip
 """Settings that memory depends on."""
 FLASHINFER = "flashinfer"
@@ -41,6 +43,13 @@ class EngineConfig:
             compute just the tokens that restore the windows of sliding layers, instead of all
             tokens from the resume point on. Not with DeepSeek-V4, whose replayed tokens would have
             to be kept from pooling into the entries that are cached.
+        host_cache_gib: GiB of host memory behind the pool: what is cached and leaves the pool goes
+            there, and comes back where loading it is quicker than computing it again
+            (`quire.models.engine.tiering`). None = none.
+        disk_cache: a folder behind these, for one engine at a time, which outlives the process
+            (`Engine.close` writes what is not there yet); None = none. It goes with one model: with
+            other weights or settings it is refused.
+        disk_cache_gib: GiB that it may take.
         policy: how a step is divided between prefill and decode.
         seed: requests without a seed of their own get one from it, in the order they come.
         impl: "triton" or "torch" for the kernels; None = by device; "flashinfer" = attention
@@ -75,6 +84,9 @@ class EngineConfig:
     enable_caching: bool = True
     hash_seed: bytes = b""
     replay: bool = False
+    host_cache_gib: float | None = None
+    disk_cache: str | os.PathLike[str] | None = None
+    disk_cache_gib: float = 16.0
     policy: SchedulerPolicy = field(default_factory=SchedulerPolicy)
     seed: int = 0
     impl: str | None = None
@@ -103,6 +115,19 @@ class EngineConfig:
         fraction = self.memory_fraction
         if fraction is not None and (isinstance(fraction, bool) or not isinstance(fraction, Real)):
             raise ValueError(f"memory_fraction: expected a number in (0, 1], got {fraction!r}")
+        for name in ("host_cache_gib", "disk_cache_gib"):
+            value = getattr(self, name)
+            is_number = isinstance(value, Real) and not isinstance(value, bool)
+            if not (
+                (is_number and 0 < value < 2**33) or (value is None and name == "host_cache_gib")
+            ):
+                raise ValueError(f"{name}: expected a number > 0, got {value!r}")
+        if self.disk_cache is not None and not isinstance(self.disk_cache, str | os.PathLike):
+            raise ValueError(f"disk_cache: expected a path or None, got {self.disk_cache!r}")
+        if self.has_tiers and not self.enable_caching:
+            raise ValueError(
+                "enable_caching: expected True with host_cache_gib or disk_cache, got False"
+            )
         if not isinstance(self.policy, SchedulerPolicy):
             raise ValueError(f"policy: expected a SchedulerPolicy, got {self.policy!r}")
         if self.impl is not None and self.impl not in IMPLS:
@@ -113,3 +138,8 @@ class EngineConfig:
                 f"max_num_seqs: expected 1..max_num_batched_tokens={self.max_num_batched_tokens}, "
                 f"got {self.max_num_seqs}"
             )
+
+    @property
+    def has_tiers(self) -> bool:
+        """Whether there is anything behind the pool."""
+        return self.host_cache_gib is not None or self.disk_cache is not None

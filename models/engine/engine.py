@@ -24,10 +24,8 @@ where a `ModelDrafter` reads its hidden states.
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -47,6 +45,7 @@ from .request import RequestOutput, SamplingParams
 from .sampler import NewTokens
 from .scheduler import ScheduledStep
 from .speculative import Drafter, ModelDrafter, SamplingDrafter
+from .turns import StepTurns
 
 
 class Engine:
@@ -70,6 +69,7 @@ class Engine:
     Attributes:
         kv: the allocator, for its ``describe`` and ``stats``.
         pool: the page tensors.
+        tiers: what is behind them; None = nothing.
         memory: how the pool was sized.
         inputs: checks prompts and makes requests of them.
         outputs: the unfinished requests.
@@ -98,6 +98,7 @@ class Engine:
         parts = make_parts(model, config, drafter)
         self.clock, self._idle, self.totals = parts.clock, parts.idle, EngineTotals()
         self.memory, self.kv, self.pool = parts.memory, parts.kv, parts.pool
+        self.tiers = parts.tiers
         self.max_model_len = self.memory.max_model_len
         self.scheduler, self._builder, self._sampler = parts.scheduler, parts.builder, parts.sampler
         self._run, self._graphs, self._is_async = parts.run, parts.graphs, parts.is_async
@@ -111,11 +112,8 @@ class Engine:
             model, self.max_model_len, tokenizer=tokenizer, seed=config.seed
         )
         self._num_added = 0
-        # Held whenever requests or the allocator change, but not while the model runs. `_one_step`
-        # is held for all of a step.
-        self.lock = threading.RLock()
-        self._one_step = threading.Lock()
-        self._stepping: int | None = None  # the thread that steps
+        self._turns = StepTurns()
+        self.lock = self._turns.lock
 
     @property
     def unfinished(self) -> frozenset[str]:
@@ -214,7 +212,7 @@ class Engine:
             ValueError: an unknown id.
         """
         with self.lock:
-            return self.outputs.abort(request_id, in_step=self._stepping is not None)
+            return self.outputs.abort(request_id, in_step=self._turns.is_taken)
 
     @torch.inference_mode()
     def step(self) -> StepReport | None:
@@ -226,26 +224,21 @@ class Engine:
             RuntimeError: called from within a step.
         """
         # Launches, streams and captures are those of the current device.
-        with self._alone(), torch.cuda.device_of(self._builder.tables):
+        with self._turns.take(self._end_aborted), torch.cuda.device_of(self._builder.tables):
             return self._step()
 
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """One step at a time; at its end those give up their pages that were aborted meanwhile."""
-        if self._stepping == threading.get_ident():
-            raise RuntimeError(
-                "step: expected to be called between steps, got a call from within one"
-            )
-        with self._one_step:
-            with self.lock:
-                self._stepping = threading.get_ident()
-            try:
-                yield
-            finally:
-                with self.lock:
-                    self._stepping = None
-                    self.outputs.end_failed()
-                    self.outputs.end_aborted()
+    def close(self) -> None:
+        """Waits for what is copied, and writes what is cached to `EngineConfig.disk_cache`, whose
+        folder is free then. No step may follow. Without tiers it does nothing.
+        """
+        if self.tiers is not None:
+            with self._turns.take(), self.lock, torch.cuda.device_of(self._builder.tables):
+                self.tiers.close()
+
+    def _end_aborted(self) -> None:
+        """Those give up their pages that were aborted while a step ran."""
+        self.outputs.end_failed()
+        self.outputs.end_aborted()
 
     def _step(self) -> StepReport | None:
         self.clock.start()
@@ -256,15 +249,19 @@ class Engine:
                 self.outputs.end_failed()
             if step is None:
                 delivered = self._receive(before)
-        if step is None:
+        while step is None:
             with self.lock:
                 self._draft()
                 step = self.scheduler.schedule()
                 self.outputs.end_failed()
                 if step is None:
                     self._idle.stop()
-                    has_news = delivered or self.outputs.has_finished
-                    return self._report(**delivered) if has_news else None
+                    if delivered or self.outputs.has_finished:
+                        return self._report(**delivered)
+                    if self.tiers is None or not self.tiers.is_loading:
+                        return None
+            if step is None:  # all who wait, wait for pages
+                self.tiers.wait()
         try:
             launched = self._forward(step)
             due = self._in_flight if self._is_async else launched
@@ -379,6 +376,8 @@ class Engine:
         finished, deltas = self.outputs.take()
         report = StepReport.of(self.clock, finished, deltas, self._idle.take(), **numbers)
         self.totals.add(report)
+        if self.tiers is not None:
+            self.tiers.observe(report)
         return report
 
     def _draft(self) -> None:

@@ -145,6 +145,7 @@ class MemoryPlan:
         free_bytes: memory that was free for it; None where the caller named the size of the pool.
         fixed_bytes: memory of requests that is not in pages.
         graph_bytes: memory of decode graphs, as far as it was measured before.
+        host_bytes, disk_bytes: behind the pool.
     """
 
     groups: tuple[GroupSpec, ...]
@@ -157,6 +158,8 @@ class MemoryPlan:
     free_bytes: int | None = None
     fixed_bytes: int = 0
     graph_bytes: int = 0
+    host_bytes: int = 0
+    disk_bytes: int = 0
 
     @property
     def cache_bytes(self) -> int:
@@ -216,10 +219,13 @@ class MemoryPlan:
         kept = f" (every {self.interval})" if self.interval else ""
         besides = f", and {_size(self.fixed_bytes)} besides" if self.fixed_bytes else ""
         besides += f", {_size(self.graph_bytes)} of decode graphs" if self.graph_bytes else ""
+        tiers = (("host memory", self.host_bytes), ("disk", self.disk_bytes))
+        behind = [f"{_size(size)} of {what}" for what, size in tiers if size]
         return "\n".join(
             [
                 f"pool      {_size(self.cache_bytes)}{of}: {self.num_pages} pages of "
                 f"{_size(self.page_bytes)}{besides}",
+                *([f"behind    {', '.join(behind)}"] if behind else []),
                 f"request   {_size(self.bytes_per_token)} a token + "
                 f"{_size(self.bytes_per_request)}, at most {self.max_model_len} tokens",
                 f"hits      multiples of {self.alignment} tokens, retention "
@@ -278,13 +284,14 @@ def plan_memory(
             cache_bytes = int(max(0, free - besides - graph_bytes) * (fraction or MEMORY_FRACTION))
         cache_bytes = CPU_CACHE_BYTES if cache_bytes is None else cache_bytes
         num_pages = max(0, cache_bytes - cache.fixed_bytes) // cache.page_bytes
+    host_bytes = int((config.host_cache_gib or 0) * 2**30)
     named = config.num_pages is not None or config.cache_bytes is not None
     if named and model.device.type == "cpu" and sys.platform == "linux":
-        needed_bytes = num_pages * cache.page_bytes + cache.fixed_bytes
+        needed_bytes = num_pages * cache.page_bytes + cache.fixed_bytes + host_bytes
         if needed_bytes > (left := free_memory(model.device)):
             raise ValueError(
                 f"num_pages: expected pages that fit the memory, got {num_pages} "
-                f"({_size(needed_bytes)} with what requests take besides), "
+                f"({_size(needed_bytes)} with what requests and tiers take besides), "
                 f"and {_size(left)} are free"
             )
     fits = longest_request(cache.groups, num_pages, max_model_len, max_draft_tokens)
@@ -293,8 +300,7 @@ def plan_memory(
         pages = 1 + pages_of_request(cache.groups, needed, max_draft_tokens)
         raise ValueError(
             f"num_pages: expected at least {pages} ({_size(pages * cache.page_bytes)}) for one "
-            f"request of {needed} tokens, "
-            f"got {num_pages}"
+            f"request of {needed} tokens, got {num_pages}"
         )
     return MemoryPlan(
         groups=tuple(cache.groups),
@@ -307,6 +313,8 @@ def plan_memory(
         free_bytes=free,
         fixed_bytes=cache.fixed_bytes,
         graph_bytes=graph_bytes,
+        host_bytes=host_bytes,
+        disk_bytes=int(config.disk_cache_gib * 2**30) if config.disk_cache is not None else 0,
     )
 
 

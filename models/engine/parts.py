@@ -23,6 +23,7 @@ from .report import IdleClock, StepClock
 from .sampler import Sampler
 from .scheduler import Scheduler
 from .speculative import Drafter, ModelDrafter
+from .tiering import EngineTiers, make_tiers
 from .warm_up import warm_up
 
 
@@ -34,6 +35,7 @@ class EngineParts:
         clock, idle: time of the host, and of the device.
         memory: how the pool was sized.
         kv, pool: the allocator, and the page tensors.
+        tiers: what is behind them; None = nothing.
         run: the model over its pages.
         graphs: None where steps are not replayed.
         is_async: whether the tokens of a step are read while the next one runs.
@@ -44,6 +46,7 @@ class EngineParts:
     memory: MemoryPlan
     kv: KVCache
     pool: Any
+    tiers: EngineTiers | None
     scheduler: Scheduler
     builder: BatchBuilder
     sampler: Sampler
@@ -96,14 +99,16 @@ def _make(model: nn.Module, config: EngineConfig, drafter: Drafter | None) -> En
         ),
     )
     kv, clock = make_allocator(model, memory, config), StepClock()
+    pool = cache.allocate(memory.num_pages)
+    tiers = make_tiers(model, kv, pool, memory, config) if config.has_tiers else None
     scheduler = Scheduler(
         kv,
         clock,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_seqs=config.max_num_seqs,
         policy=config.policy,
+        tiers=tiers,
     )
-    pool = cache.allocate(memory.num_pages)
     # Drafts are guessed from tokens that the host knows.
     wanted = on_gpu if config.async_scheduling is None else config.async_scheduling
     is_async = wanted and drafter is None
@@ -142,6 +147,7 @@ def _make(model: nn.Module, config: EngineConfig, drafter: Drafter | None) -> En
         memory=memory,
         kv=kv,
         pool=pool,
+        tiers=tiers,
         scheduler=scheduler,
         builder=builder,
         sampler=sampler,

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,6 +25,9 @@ from quire.kvcore.spec import as_int
 
 from .report import ALLOCATOR, StepClock
 from .request import Request
+
+if TYPE_CHECKING:
+    from .tiering import EngineTiers
 
 
 @dataclass(frozen=True)
@@ -139,6 +142,7 @@ class Scheduler:
         max_num_batched_tokens: new tokens in a step.
         max_num_seqs: requests running at once, at most as many.
         policy: who goes first.
+        tiers: what is behind the pool; None = nothing.
 
     Attributes:
         waiting, running: requests, first come first.
@@ -155,8 +159,9 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_num_seqs: int,
         policy: SchedulerPolicy | None = None,
+        tiers: EngineTiers | None = None,
     ) -> None:
-        self.kv = kv
+        self.kv, self.tiers = kv, tiers
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_num_seqs = max_num_seqs
         self.policy = policy or SchedulerPolicy()
@@ -189,12 +194,15 @@ class Scheduler:
         A request that cannot be admitted, or of which one token does not fit though it runs alone,
         is added to ``failed``.
         """
+        self._advance_tiers()
         chosen, admitted = self._choose()
         num_preempted = 0
         while chosen:
             step = self._plan(chosen, admitted, num_preempted)
             if isinstance(step, ScheduledStep):
                 return step
+            if self.tiers is not None and self.tiers.settle():
+                continue  # pages that copies held
             self._starved = True
             victim = self.running[-1]
             if len(self.running) == 1:
@@ -220,6 +228,7 @@ class Scheduler:
         None where that must be known first: to preempt, as output becomes prompt. Requests that it
         admits may find rows that turn out to be NaN (`take_back_admitted`).
         """
+        self._advance_tiers()
         chosen, admitted = self._choose()
         step = self._plan(chosen, admitted) if chosen else None
         if isinstance(step, ScheduledStep):
@@ -234,7 +243,7 @@ class Scheduler:
         Its pages stay findable until they are needed.
         """
         if request.slot < 0:
-            self.waiting.remove(request)
+            self._stop_waiting(request)
             return
         self._release(request)
         self._starved = False
@@ -307,9 +316,8 @@ class Scheduler:
                 prefill -= chosen[request]
                 budget -= chosen[request]
         admitted = set()
-        while self._may_admit(prefill):
-            request = self._admit()
-            if request is None:
+        while self._may_admit(prefill) and (request := self._next()) is not None:
+            if not self._admit(request):
                 continue
             admitted.add(request)
             count = request.num_tokens - int(self.kv.num_computed[request.slot])
@@ -324,9 +332,8 @@ class Scheduler:
             spare -= num_drafts
         return chosen, admitted
 
-    def _admit(self) -> Request | None:
-        """Gives the first waiting request a slot; returns it, or None where it failed."""
-        request = self.waiting[0]
+    def _admit(self, request: Request) -> bool:
+        """Gives a waiting request a slot; False where it failed."""
         try:
             request.make_room()
             with self.allocating:
@@ -335,17 +342,36 @@ class Scheduler:
                 resumed = request.num_cached_tokens >= 0  # it was admitted before
                 request.slot = self.kv.admit(request.key, request.match, resumed=resumed)
         except Exception as error:
-            self.failed.append((self.waiting.popleft(), error))
-            return None
-        self.running.append(self.waiting.popleft())
+            self.fail(request, error)
+            return False
+        self.running.append(request)
+        self._stop_waiting(request)
         if request.num_cached_tokens < 0:
             request.num_cached_tokens = int(self.kv.num_computed[request.slot])
             request.limited_by = request.match.limited_by
-        return request
+        return True
+
+    def _next(self) -> Request | None:
+        """The first waiting request, but for those that wait for pages to be loaded."""
+        if self.tiers is None or not self.tiers.is_loading:
+            return self.waiting[0] if self.waiting else None
+        return next((r for r in self.waiting if not self.tiers.waits(r)), None)
+
+    def _stop_waiting(self, request: Request) -> None:
+        self.waiting.remove(request)
+        if self.tiers is not None:
+            self.tiers.forget(request)
+
+    def _advance_tiers(self) -> None:
+        if self.tiers is None:
+            return
+        room = 0 if self._starved else self.max_num_seqs - len(self.running)
+        for request, error in self.tiers.advance(self.waiting, room):
+            self.fail(request, error)
 
     def _may_admit(self, budget: int) -> bool:
         room = budget > 0 and len(self.running) < self.max_num_seqs
-        return bool(self.waiting) and room and not self._starved
+        return room and not self._starved
 
     def _preempt(self, request: Request) -> None:
         self._release(request)

@@ -30,7 +30,7 @@ from tests.support.kernels.edges import (
 
 F16, I64, I32, F64 = torch.float16, torch.int64, torch.int32, torch.float64
 # What other files have the tables of.
-ELSEWHERE = {"attention", "cache_write", "common", "compressed", "compressor", "experts", "indexer", "latent_write", "mla"}  # fmt: skip
+ELSEWHERE = {"attention", "cache_write", "common", "compressed", "compressor", "experts", "indexer", "latent_write", "mla", "page_copy"}  # fmt: skip
 
 
 def apart(*names):

@@ -189,6 +189,8 @@ def test_settings_of_another_type_are_named(name):
         "hash_seed": ("text", 5),
         "retention": ("no such", -4, 2.5),
         "kv_cache_dtype": ("fp4", 8),
+        **dict.fromkeys(("host_cache_gib", "disk_cache_gib"), ("0.5", True, [0.5], 0, float("nan"))),
+        "disk_cache": (3, b"folder", ["folder"]),
         "impl": ("cuda", 1),
         "rejection_sample_method": ("none", 1),
     }  # fmt: skip

@@ -1,0 +1,1 @@
+"""Copies of whole pages between the page tensors of a pool and rows of one buffer."""

@@ -1,0 +1,101 @@
+"""The page tensors of a pool, and where they lie: what one launch copies pages of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import gcd
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..common.checks import expect_apart, expect_int, expect_tensor
+
+# Bytes that addresses, strides and sizes of rows are multiples of; copies are fastest at 16.
+ALIGNMENT = 4
+FASTEST = 16
+
+
+@dataclass(frozen=True, eq=False)
+class PoolPages:
+    """Page tensors of one shape: page id p is row p of each of them. Make it once for a pool.
+
+    Args:
+        tensors: of [num_pages, page_bytes] uint8 on one device, with equal strides, the last one 1;
+            page_bytes, the other stride and all addresses are multiples of 4 bytes. (Copies move 16
+            bytes at a time where they are multiples of 16.)
+
+    Attributes:
+        addresses: [num_tensors] int64 on their device, where each of them begins.
+        is_aligned: whether all of that are multiples of 16.
+
+    Raises:
+        ValueError: ``tensors`` are not as above.
+    """
+
+    tensors: Sequence[Tensor]
+    addresses: Tensor = field(init=False)
+    is_aligned: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        tensors = self.tensors
+        if not isinstance(tensors, (list, tuple)) or not tensors:
+            raise ValueError(f"tensors: expected at least one tensor in a list, got {tensors!r}")
+        same: Any = None
+        for i, tensor in enumerate(tensors):
+            name = f"tensors[{i}]"
+            expect_tensor(name, tensor, (None, None), torch.uint8, device=_device(tensors[0]))
+            expect_int(f"{name}: page_bytes", tensor.shape[1], 1)
+            expect_apart(name, tensor)
+            expect_alignment(name, tensor)
+            same = same or (tuple(tensor.shape), tensor.stride())
+            if (tuple(tensor.shape), tensor.stride()) != same:
+                raise ValueError(
+                    f"{name}: expected {list(same[0])} with strides {same[1]} as tensors[0], got "
+                    f"{list(tensor.shape)} with strides {tensor.stride()}"
+                )
+        found = [tensor.data_ptr() for tensor in tensors]
+        addresses = torch.tensor(found, dtype=torch.int64, device=tensors[0].device)
+        object.__setattr__(self, "tensors", tuple(tensors))
+        object.__setattr__(self, "addresses", addresses)
+        object.__setattr__(self, "is_aligned", gcd(*found, *same[0][1:], same[1][0]) % FASTEST == 0)
+
+    @property
+    def device(self) -> torch.device:
+        """Of all tensors."""
+        return self.tensors[0].device
+
+    @property
+    def num_pages(self) -> int:
+        """Page ids."""
+        return self.tensors[0].shape[0]
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page in one tensor."""
+        return self.tensors[0].shape[1]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes behind one page id, of all tensors: those of a row of a buffer."""
+        return len(self.tensors) * self.page_bytes
+
+
+def expect_alignment(name: str, tensor: Tensor) -> None:
+    """Require rows of bytes that begin at multiples of `ALIGNMENT`; ValueError otherwise."""
+    for what, number in (("size", tensor.shape[1]), ("stride", tensor.stride(0))):
+        if number % ALIGNMENT:
+            raise ValueError(
+                f"{name}: expected rows whose {what} is a multiple of {ALIGNMENT} bytes, got "
+                f"{number}"
+            )
+    if tensor.data_ptr() % ALIGNMENT:
+        raise ValueError(
+            f"{name}: expected an address that is a multiple of {ALIGNMENT}, got "
+            f"{tensor.data_ptr():#x}"
+        )
+
+
+def _device(tensor: Any) -> torch.device | None:
+    return tensor.device if isinstance(tensor, Tensor) else None

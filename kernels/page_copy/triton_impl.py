@@ -1,0 +1,147 @@
+"""``gather_pages`` and ``scatter_pages`` in one launch over all tensors of a pool.
+
+Layout: tensors [num_pages, page_bytes], buffer [num_rows, num_tensors * page_bytes], uint8; tensors
+are given by a list of their addresses. A page of one tensor is pieces of BLOCK words of 4 bytes. A
+few programs take the pieces in turn: to and from host memory the link is the bound, which few are
+enough for, and the other multiprocessors stay with whoever computes meanwhile.
+
+Source: as of ``gather_pages``.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from ..common import launch_cache
+from ..common.checks import expect_tensor
+from ..common.launching import Launch
+from ..common.tile_shapes import next_power_of_2
+from .call import check_copy, is_reachable
+from .pool_pages import ALIGNMENT, FASTEST, PoolPages
+
+# Words of a piece: of each of 128 threads four loads of 16 bytes are under way.
+BLOCK = 2048
+# Programs, at most. A link of 64 GB/s over which an answer takes 2 us has 128 KiB under way, and a
+# program has 8; device memory has some MiB.
+HOST_PROGRAMS = 32
+DEVICE_PROGRAMS = 1024
+
+
+@triton.jit(do_not_specialize=["num_pieces"])
+def _copy_pages_kernel(
+    addresses,
+    page_ids,
+    buffer,
+    rows,
+    num_pieces,
+    NUM_TENSORS: tl.constexpr,
+    WORDS: tl.constexpr,
+    PAGE_STRIDE: tl.constexpr,
+    ROW_STRIDE: tl.constexpr,
+    ALIGN: tl.constexpr,
+    GATHER: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    # Of a page of one tensor.
+    PIECES: tl.constexpr = (WORDS + BLOCK - 1) // BLOCK
+    cells = tl.multiple_of(buffer.to(tl.pointer_type(tl.int32)), ALIGN)
+    for piece in range(tl.program_id(0), num_pieces, tl.num_programs(0)):
+        tensor = piece // PIECES % NUM_TENSORS
+        copy = tl.cast(piece // PIECES // NUM_TENSORS, tl.int64)
+        word = piece % PIECES * BLOCK + tl.arange(0, BLOCK)
+        page = tl.load(page_ids + copy)
+        row = copy
+        if rows is not None:
+            row = tl.load(rows + copy)
+        base = tl.load(addresses + tensor).to(tl.pointer_type(tl.int32))
+        of_page = tl.multiple_of(base, ALIGN) + page * PAGE_STRIDE + word
+        of_row = cells + row * ROW_STRIDE + (tensor * WORDS + word)
+        if GATHER:
+            values = tl.load(of_page, mask=word < WORDS, other=0)
+            tl.store(of_row, values, mask=word < WORDS)
+        else:
+            values = tl.load(of_row, mask=word < WORDS, other=0)
+            tl.store(of_page, values, mask=word < WORDS)
+
+
+def copy(
+    pages: PoolPages,
+    page_ids: torch.Tensor,
+    buffer: torch.Tensor,
+    rows: torch.Tensor | None,
+    written: str,
+) -> None:
+    """Check and launch the copies of ``call.check_copy``'s arguments."""
+    reachable = is_reachable(buffer, pages)
+    aligned = reachable and pages.is_aligned and launch_cache.rows_at_16_bytes(buffer)
+    launch_cache.run(
+        (copy, written, aligned, reachable),
+        {
+            "addresses": pages.addresses,
+            "page_ids": page_ids,
+            "buffer": buffer,
+            "rows": rows,
+            "num_tensors": len(pages.tensors),
+            "page_stride": pages.tensors[0].stride(0),
+        },
+        lambda arguments: _checked(arguments, pages, written, aligned),
+    )
+
+
+def _checked(
+    arguments: dict[str, Any], pages: PoolPages, written: str, aligned: bool
+) -> tuple[dict[str, Any], list[Launch]]:
+    ids = {name: arguments[name] for name in ("page_ids", "buffer", "rows")}
+    check_copy(pages, **ids, written=written)
+    for name in ("page_ids", "rows"):
+        if ids[name] is not None:
+            expect_tensor(name, ids[name], (None,), torch.int64, device=pages.device)
+    return arguments, [prepare(**arguments, gather=written == "buffer", aligned=aligned)]
+
+
+def prepare(
+    addresses: torch.Tensor,
+    page_ids: torch.Tensor,
+    buffer: torch.Tensor,
+    rows: torch.Tensor | None,
+    num_tensors: int,
+    page_stride: int,
+    *,
+    gather: bool,
+    aligned: bool,
+) -> Launch:
+    """The launch of checked arguments.
+
+    Args:
+        addresses: of `PoolPages`.
+        page_ids, buffer, rows: as of ``quire.kernels.gather_pages``.
+        num_tensors: of the pool.
+        page_stride: bytes from one page to the next.
+        gather: from pages to the buffer; else the reverse.
+        aligned: whether all rows begin and end at multiples of 16 bytes.
+    """
+    words = buffer.shape[1] // num_tensors // ALIGNMENT
+    block = min(BLOCK, next_power_of_2(words))
+    num_pieces = page_ids.shape[0] * num_tensors * triton.cdiv(words, block)
+    programs = HOST_PROGRAMS if buffer.is_cpu and not addresses.is_cpu else DEVICE_PROGRAMS
+    return Launch(
+        _copy_pages_kernel,
+        (min(num_pieces, programs),),
+        {
+            "addresses": addresses,
+            "page_ids": page_ids,
+            "buffer": buffer,
+            "rows": rows,
+            "num_pieces": num_pieces,
+            "NUM_TENSORS": num_tensors,
+            "WORDS": words,
+            "PAGE_STRIDE": page_stride // ALIGNMENT,
+            "ROW_STRIDE": buffer.stride(0) // ALIGNMENT,
+            "ALIGN": FASTEST if aligned else ALIGNMENT,
+            "GATHER": gather,
+            "BLOCK": block,
+            "num_warps": 4,
+        },
+    )

@@ -1,0 +1,245 @@
+"""Host memory and disk behind the pool of an engine: what is loaded for whom, and what is stored.
+
+Between two steps, `EngineTiers.advance`::
+
+    copies that have ended      what came is findable; whom it was for is admitted like any other
+    waiting requests, in order  where loading is quicker than computing, a load begins, and the
+                                request waits for it while others run; at most one for each wait,
+                                but for those that fail
+    what eviction takes next    is stored, behind what is loaded
+
+A load only prefetches into the prefix cache. What failed in one is dropped where it came from; so
+the next load is for the next shorter resume point, and a request goes on with what is there.
+
+What a folder holds is of use to the same weights in the same pages only, so it goes by a digest of
+these (`layout`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from quire.kernels import PoolPages
+from quire.kvcore import KVCache
+from quire.kvcore.tier import Job, Tiers, TierSpec
+from quire.kvcore.tier.disk import DiskStore
+
+from ..tiers.copier import FinishedJob, PageCopier
+from ..tiers.host_pages import HostPages
+
+if TYPE_CHECKING:
+    from .config import EngineConfig
+    from .memory import MemoryPlan
+    from .report import StepReport
+    from .request import Request
+
+GIB = 2**30
+STORE_BYTES = 256 * 2**20  # of the stores that run at once, about
+# Rates until they are measured: bytes a second of the links, and tokens a second of prefill.
+LINK = {"cuda": 20e9, "cpu": 4e9}
+DISK_LINK = 1e9
+PREFILL = 5000.0
+MOST_LOADS = 4  # for one wait of a request
+PAGE_FORMAT = 1  # of what pages hold; raised when rows are laid out in another way
+SAMPLES = 64  # of each weight, in a digest
+
+
+class EngineTiers:
+    """Loads and stores of one engine. The thread that steps calls it, between steps.
+
+    Args:
+        tiers: of its cache.
+        copier: of its pool.
+        disk: closed with it.
+
+    Attributes:
+        tiers: what is where.
+        copier: who copies it.
+    """
+
+    def __init__(self, tiers: Tiers, copier: PageCopier, disk: DiskStore | None = None) -> None:
+        self.tiers, self.copier, self._disk = tiers, copier, disk
+        self._loading: dict[Request, Job] = {}  # by who waits for it
+        self._tries: dict[Request, int] = {}  # loads of those that wait; MOST_LOADS = no more
+        self._loads: set[Job] = set()
+        self._ended: list[FinishedJob] = []
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether a request waits for a load."""
+        return bool(self._loading)
+
+    def waits(self, request: Request) -> bool:
+        """Whether a request is not to be admitted yet."""
+        return request in self._loading
+
+    def forget(self, request: Request) -> None:
+        """A request waits no more. Any thread may call it that has the engine's lock."""
+        self._loading.pop(request, None)
+        self._tries.pop(request, None)
+
+    def advance(self, waiting: Iterable[Request], room: int) -> list[tuple[Request, Exception]]:
+        """Ends what is copied, and begins loads and stores.
+
+        Args:
+            waiting: first come first.
+            room: requests that may be admitted.
+
+        Returns:
+            Requests whose look-up failed, and how.
+        """
+        self._end(self.copier.poll())
+        wanted = set(self._loading.values())
+        for job in self._loads - wanted:  # nobody waits for what has not begun
+            self.copier.cancel(job)
+        failed = []
+        for request in list(islice(waiting, max(0, room))):
+            if request not in self._loading and self._tries.get(request, 0) < MOST_LOADS:
+                try:
+                    self._load(request)
+                except Exception as error:
+                    failed.append((request, error))
+        open_bytes = sum(job.num_bytes for job in self.tiers.jobs if job.kind == "store")
+        self._store(max(0, STORE_BYTES - open_bytes))
+        self._end(self.copier.poll())
+        return failed
+
+    def wait(self) -> None:
+        """Waits until some copies have ended; `advance` sees to them."""
+        self._ended += self.copier.wait()
+
+    def settle(self) -> bool:
+        """Waits for all copies, whose pages are held meanwhile; False where there are none."""
+        had_jobs = bool(self.tiers.jobs)
+        self._end([])
+        while self.copier.has_jobs:
+            self._end(self.copier.wait())
+        return had_jobs
+
+    def observe(self, report: StepReport) -> None:
+        """A step was measured: what prefill takes."""
+        num_tokens = report.num_tokens - report.num_decodes
+        if report.num_prefills and num_tokens >= report.num_decodes:
+            self.tiers.computed(num_tokens, report.total)
+
+    def store_everything(self) -> None:
+        """Writes what the pool and host memory hold behind them, as far as it has room."""
+        self.settle()
+        # Of what is more than there is room for, each is written once at most.
+        left = sum(tier.index.pool.num_pages for tier in self.tiers.tiers)
+        while left > 0 and (jobs := self._store(STORE_BYTES, everything=True)):
+            left -= sum(job.num_pages for job in jobs)
+            self.settle()
+
+    def close(self) -> None:
+        """Waits for copies; has the disk hold what was cached, and closes it."""
+        self._loading.clear()
+        if self._disk is not None:
+            self.store_everything()
+            self._disk.close()
+        self.copier.close()
+
+    def _load(self, request: Request) -> None:
+        match = self.tiers.match(request.match.prompt, salt=request.salt)
+        if match.pending is not None:  # of somebody with the same prefix
+            self._loading[request] = match.pending
+            return
+        job = self.tiers.load(match) if match.num_bytes else None
+        if not isinstance(job, Job):  # nothing to load, or no room for it
+            self._tries[request] = MOST_LOADS
+        else:
+            self._tries[request] = self._tries.get(request, 0) + 1
+            self._loading[request] = job
+            self._loads.add(job)
+            self.copier.start(job)
+
+    def _store(self, max_bytes: int, everything: bool = False) -> list[Job]:
+        jobs = self.tiers.stores(max_bytes, everything=everything)
+        for job in jobs:
+            self.copier.start(job)
+        return jobs
+
+    def _end(self, ended: list[FinishedJob]) -> None:
+        ended, self._ended = [*self._ended, *ended], []
+        for one in ended:
+            self._loads.discard(one.job)
+            self.tiers.done(one.job, one.failed, seconds=one.seconds or None)
+            if not one.failed:
+                self._tries |= {r: MOST_LOADS for r, j in self._loading.items() if j is one.job}
+        if ended:
+            self._loading = {r: job for r, job in self._loading.items() if job.is_open}
+
+
+def make_tiers(
+    model: nn.Module, kv: KVCache, pool: Any, memory: MemoryPlan, config: EngineConfig
+) -> EngineTiers:
+    """The tiers of a configuration that has some.
+
+    Args:
+        pool: whose ``tensors`` are the page tensors.
+
+    Raises:
+        MemoryError: there is not so much host memory.
+        OSError: the folder is of no use; of another layout, or in use
+            (`quire.kvcore.tier.disk`).
+    """
+    pages, device = PoolPages(pool.tensors), model.device
+    host = disk = None
+    specs: dict[str, TierSpec] = {}
+    if memory.host_bytes:
+        num_pages = max(2, memory.host_bytes // pages.num_bytes)
+        host = HostPages(num_pages, pages.num_bytes, device)
+        specs["host"] = TierSpec(num_pages, LINK[device.type])
+    if memory.disk_bytes:
+        disk = DiskStore(
+            config.disk_cache,
+            page_bytes=pages.num_bytes,
+            capacity=memory.disk_bytes,
+            layout=layout(model, memory, config),
+        )
+        specs["disk"] = TierSpec(disk.num_pages, DISK_LINK, journal=disk)
+    # What a step may take is to be had without a loss.
+    blocks = ((g, -(-config.max_num_batched_tokens // g.block_size)) for g in memory.groups)
+    step = sum(g.pages_per_block * count for g, count in blocks)
+    tiers = Tiers(
+        kv,
+        **specs,
+        prefill_tokens_per_second=PREFILL,
+        page_bytes=pages.num_bytes,
+        watermark=min(memory.num_pages // 2, max(memory.num_pages // 8, step)),
+    )
+    return EngineTiers(tiers, PageCopier(pages, host=host, disk=disk), disk)
+
+
+def layout(
+    model: nn.Module, memory: MemoryPlan, config: EngineConfig
+) -> dict[str, str | int | bytes]:
+    """What has to be the same for pages on a disk to be of use."""
+    return {
+        "page_format": PAGE_FORMAT,
+        "model": repr(model.config).encode(),
+        "weights": weights_digest(model),
+        "dtype": str(model.dtype),
+        "kv_cache_dtype": config.kv_cache_dtype,
+        "kv_scales": repr(getattr(model, "kv_scales", None)).encode(),
+        "groups": repr(memory.groups).encode(),
+        "hash_seed": config.hash_seed,
+    }
+
+
+@torch.no_grad()
+def weights_digest(model: nn.Module) -> bytes:
+    """Tells weights apart by some numbers of each of them, without reading all."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, weight in model.state_dict().items():
+        digest.update(f"{name} {weight.dtype} {list(weight.shape)}".encode())
+        flat = weight.detach().reshape(-1)
+        some = flat[:: max(1, flat.numel() // SAMPLES)][: 2 * SAMPLES]
+        digest.update(some.contiguous().view(torch.uint8).cpu().numpy().tobytes())
+    return digest.digest()

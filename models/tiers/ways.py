@@ -1,0 +1,89 @@
+"""How pages go between a pool and host memory: by a kernel, or by copy engines."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from time import perf_counter
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.kernels import PoolPages, gather_pages, scatter_pages
+
+from .streams import DIRECTIONS, TO_HOST
+
+PROBED = (1, 4, 16, 64)  # pages
+REPEATS = 5
+# A kernel takes multiprocessors from the model meanwhile: it has to be that much quicker.
+WORTH_IT = 1.25
+
+
+class PageWays:
+    """Copies pages between a pool and rows of host memory, by what is quicker there.
+
+    Args:
+        pool: the page tensors.
+
+    Attributes:
+        kernel_from: by direction, pages of one copy from which on the kernel takes it; before
+            `probe`, and on a CPU, it never does.
+    """
+
+    def __init__(self, pool: PoolPages) -> None:
+        self._pool = pool
+        self.kernel_from: dict[str, float] = dict.fromkeys(DIRECTIONS, math.inf)
+
+    def copy(self, direction: str, pages: np.ndarray, buffer: Tensor, rows: np.ndarray) -> object:
+        """Copies pages on the current stream.
+
+        Args:
+            direction: `TO_HOST` or `TO_DEVICE`.
+            pages: [n] ids in the pool.
+            buffer: [num_rows, num_bytes] uint8 of the host.
+            rows: [n] of it.
+
+        Returns:
+            What has to live until it is done.
+        """
+        if len(pages) >= self.kernel_from[direction]:
+            return self._by(direction, "triton", pages, buffer, rows)
+        return self._by(direction, "torch", pages, buffer, rows)
+
+    def _by(
+        self, direction: str, impl: str, pages: np.ndarray, buffer: Tensor, rows: np.ndarray
+    ) -> object:
+        ids = [torch.from_numpy(x.astype(np.int64)) for x in (pages, rows)]
+        if impl == "triton":
+            ids = [x.to(self._pool.device) for x in ids]
+        copy = gather_pages if direction == TO_HOST else scatter_pages
+        copy(self._pool, ids[0], buffer, ids[1], impl=impl)
+        return ids
+
+    def probe(
+        self, buffer: Tensor, synchronize: Callable[[], None] = torch.cuda.synchronize
+    ) -> None:
+        """Measures on a GPU from how many pages on the kernel is quicker. Nothing is cached yet.
+
+        Args:
+            buffer: [num_rows, num_bytes] uint8 of pinned memory, which holds zeros, as all pages do.
+            synchronize: waits for the current stream.
+        """
+        most = min(self._pool.num_pages - 1, len(buffer))
+        counts = [n for n in PROBED if n <= most]
+        for direction in DIRECTIONS:
+            self.kernel_from[direction] = math.inf
+            for n in reversed(counts):
+                pages, rows = np.arange(1, n + 1), np.arange(n)
+                seconds = {"triton": math.inf, "torch": math.inf}
+                for _ in range(REPEATS):  # by turns; the first compiles
+                    for impl in seconds:
+                        synchronize()
+                        start = perf_counter()
+                        self._by(direction, impl, pages, buffer, rows)
+                        synchronize()
+                        seconds[impl] = min(seconds[impl], perf_counter() - start)
+                if seconds["triton"] * WORTH_IT > seconds["torch"]:
+                    break
+                self.kernel_from[direction] = n

@@ -1,0 +1,429 @@
+"""Tiers behind an engine: outputs are those without them, whatever is loaded, stored, or fails."""
+
+import random
+from collections import Counter
+from concurrent.futures import Future
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from quire.kvcore.invariants import check_index
+from quire.kvcore.tier import disk as disk_module
+from quire.models.engine import tiering
+from quire.models.engine.engine import Engine, EngineConfig
+from quire.models.engine.request import SamplingParams
+from quire.models.loading.random_weights import random_model
+from quire.models.tiers import ways
+from tests.models.engine.test_engine import DEVICE, Recorder, prompt
+from tests.models.engine.test_engine_many import alone, run_all, workload
+from tests.models.engine.test_isolation import BAD, KINDS, SpoiledModel
+from tests.support.models.few import few
+from tests.support.models.toy import VOCAB, ToyModel, ToyPool
+
+BOTH = pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+PAGE_BYTES = 512  # 16 rows of token and position, of two groups
+GIB_OF_A_PAGE = PAGE_BYTES / 2**30
+
+
+class TieredPool(ToyPool):
+    """tensors: the same memory as bytes."""
+
+    def __init__(self, num_pages):
+        super().__init__(num_pages)
+        self.tensors = [
+            torch.from_numpy(p.view(np.uint8).reshape(num_pages, -1)) for p in self.pages
+        ]
+
+
+def tiered(model):
+    """The same toy with a pool whose pages can be copied."""
+    make_cache = model.make_cache
+    model.make_cache = lambda **more: replace(
+        make_cache(**more), page_bytes=PAGE_BYTES, allocate=TieredPool
+    )
+    return model
+
+
+def tiers_of(where, folder):
+    """Settings."""
+    found = {}
+    if "host" in where:
+        found["host_cache_gib"] = (40 if "disk" in where else 300) * GIB_OF_A_PAGE
+    if "disk" in where:
+        found |= {"disk_cache": folder / "cache", "disk_cache_gib": 300 * GIB_OF_A_PAGE}
+    return found
+
+
+def recount(engine):
+    """Every page is accounted for, of the pool and of each tier; after a step or at the end."""
+    engine.kv.check_invariants()
+    for tier in engine.tiers.tiers.tiers:
+        check_index(tier.index, [], [], [], Counter())
+
+
+def end(engine):
+    """All that ran has ended, and all pages are free once nothing is cached."""
+    engine.tiers.settle()
+    recount(engine)
+    assert not engine.tiers.tiers.jobs and not engine.tiers.copier.has_jobs
+    assert engine.kv.stats()["pages_in_use"] == 0 and not engine.tiers.is_loading
+    engine.kv.clear()
+    assert engine.kv.num_free_pages == engine.kv.num_pages - 1
+    for tier in engine.tiers.tiers.tiers:
+        assert tier.index.pool.num_free == tier.index.pool.num_pages - 1
+    engine.close()
+
+
+class Faults:
+    """Calls fail now and then, before or after a part of what they do."""
+
+    def __init__(self, monkeypatch, rng, share):
+        self.count, self.rng, self.share = Counter(), rng, share
+        for owner, name in ((ways.PageWays, "copy"), (disk_module.DiskStore, "read"), (disk_module.DiskStore, "write")):  # fmt: skip
+            monkeypatch.setattr(owner, name, self.flaky(name, getattr(owner, name)))
+
+    def flaky(self, name, work):
+        def call(this, *args):
+            if self.rng.random() > self.share:
+                return work(this, *args)
+            self.count[name] += 1
+            if name == "copy":
+                direction, pages, buffer, rows = args
+                half = len(pages) // 2
+                work(this, direction, pages[:half], buffer, rows[:half])
+                raise torch.OutOfMemoryError("copy")
+            if self.rng.random() < 0.5:
+                raise ValueError(name)
+            failed = Future()
+            failed.set_exception(OSError(name))
+            return failed
+
+        return call
+
+
+@pytest.mark.parametrize(
+    "where, share, is_async",
+    [
+        ("host", 0.0, False),
+        ("host", 0.25, True),
+        ("disk", 0.25, False),
+        ("host and disk", 0.0, True),
+        ("host and disk", 0.25, False),
+        ("host and disk", 0.25, True),
+    ],
+)
+def test_outputs_are_those_without_tiers(where, share, is_async, tmp_path, monkeypatch):
+    """Requests come back and are aborted, the pool is too small for all, and calls fail."""
+    rng = random.Random(11)
+    model = tiered(ToyModel())
+    faults = Faults(monkeypatch, rng, share)
+    config = EngineConfig(
+        max_num_seqs=6,
+        max_num_batched_tokens=64,
+        num_pages=30,
+        async_scheduling=is_async,
+        **tiers_of(where, tmp_path),
+    )
+    engine = Engine(model, config)
+    work = list(workload(rng, 40, VOCAB, engine.max_model_len))
+    work += [([*tokens, 5, 6], replace(params, max_tokens=3), None) for tokens, params, _ in work]
+
+    def distrust(step):
+        engine.pool.poison(engine.kv.pool.free_pages())
+        if step % 8 == 0:
+            recount(engine)
+
+    outputs = run_all(engine, work, rng, distrust, in_flight=9)
+    for (tokens, params, _), output in zip(work, outputs, strict=True):
+        expected = alone(model, tokens, params)[: engine.max_model_len - len(tokens)]
+        if output.finish_reason == "abort":
+            expected = expected[: len(output.token_ids)]
+        assert output.token_ids == expected
+    stats = engine.kv.stats()
+    loads = {name: count for name, count in stats.items() if name.startswith("tier_loaded_pages")}
+    stores = {name: count for name, count in stats.items() if name.startswith("tier_stored_pages")}
+    assert min(stores.values()) > 10 and sum(loads.values()) > 3, stats
+    assert share == 0 or sum(faults.count.values()) > 10
+    monkeypatch.undo()
+    end(engine)
+
+
+FAMILIES = ("gemma3-tiny", "gemma4-tiny", "gpt-oss-tiny", "llama-tiny", "deepseek-v4-tiny")
+
+
+def cached(engine, tokens):
+    """Bytes of all pages that are cached of a prompt, and the boundaries of its resume points."""
+    index, keys = engine.kv.index, engine.kv.match(tokens).prompt.keys
+    run, depth = index.find(keys, len(keys) // 32)
+    pages, points, node = [index.pages_between(run, 0, depth).ravel()], {}, run
+    while node is not None:
+        points |= {d: p for d, p in node.points.items() if d <= depth}
+        node = node.parent
+    pages += [points[d].pages for d in sorted(points)]
+    ids = np.concatenate(pages)
+    rows = [tensor[ids[ids > 0]].clone() for tensor in engine.pool.tensors]
+    return depth, sorted(points), rows, ids
+
+
+def leave(engine, *places):
+    """What these hold goes to the places behind them, and is there no more."""
+    engine.tiers.store_everything()
+    if "device" in places:
+        engine.kv.evict(engine.kv.num_evictable_pages)
+    for tier in engine.tiers.tiers.tiers:
+        if tier.name in places:
+            tier.index.evict(tier.index.num_evictable)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_pages_come_back_as_they_left(name, tmp_path):
+    """Around host memory and disk, to other pages; logits behind them are those of a run without a cache."""
+    model = random_model(few(name), device=DEVICE)
+    run = Recorder(
+        model,
+        num_pages=200,
+        host_cache_gib=0.01,
+        disk_cache=tmp_path / "cache",
+        disk_cache_gib=0.01,
+    )
+    tokens = prompt(130)
+    run.add(tokens, max_tokens=2)
+    run.run()
+    depth, points, before, ids = cached(run.engine, tokens)
+    assert depth > 0
+    for way in (["device"], ["device", "host"]):
+        leave(run.engine, *way)
+        assert cached(run.engine, tokens)[0] == 0
+        run.add(prompt(60, seed=9), max_tokens=1)  # others get the pages that these had
+        run.run()
+        again = run.add([*tokens, *prompt(20, seed=len(way))], max_tokens=2)
+        run.run()
+        assert (
+            run.check(again).num_cached_tokens
+            >= 128 // run.engine.kv.alignment * run.engine.kv.alignment
+        )
+        *there, after, loaded = cached(run.engine, tokens)
+        assert there == [depth, points] and not np.array_equal(loaded, ids)
+        assert all(a.equal(b) for a, b in zip(after, before, strict=True))
+    stats = run.engine.kv.stats()
+    assert stats["tier_loaded_pages/host"] and stats["tier_loaded_pages/disk"]
+    end(run.engine)
+
+
+def toy_engine(monkeypatch=None, model=None, **settings):
+    settings = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "num_pages": 40} | settings
+    settings = {"host_cache_gib": 300 * GIB_OF_A_PAGE} | settings
+    return Engine(tiered(model or ToyModel()), EngineConfig(**settings))
+
+
+def finish(engine, *wanted):
+    """Outputs by id."""
+    outputs = {}
+    while engine.has_work:
+        report = engine.step()
+        outputs |= {o.request_id: o for o in report.finished}
+        recount(engine)
+    assert engine.step() is None
+    return outputs
+
+
+PARAMS = SamplingParams(4, ignore_eos=True)
+LONG, SHORT = [5 + n % 9 for n in range(100)], [9] * 20
+
+
+class Later:
+    """Copies to the device that end when `let` says so."""
+
+    def __init__(self, engine, monkeypatch):
+        self.held, begin = [], engine.tiers.copier._streams.begin
+
+        def held(direction, copy):
+            done = begin(direction, copy)
+            if direction == "to_device":
+                done = SimpleNamespace(
+                    done=lambda d=done: self.ended, result=self.let, seconds=1e-3
+                )
+                self.held.append(done)
+            return done
+
+        self.ended = False
+        monkeypatch.setattr(engine.tiers.copier._streams, "begin", held)
+
+    def let(self):
+        self.ended = True
+
+
+def behind(engine, tokens):
+    """Has a prompt in the tiers and not on the device."""
+    engine.add_request(tokens, PARAMS)
+    finish(engine)
+    leave(engine, "device")
+
+
+@BOTH
+def test_others_run_while_a_request_waits(is_async, monkeypatch):
+    engine = toy_engine(async_scheduling=is_async)
+    behind(engine, LONG)
+    later = Later(engine, monkeypatch)
+    slow = engine.add_request(LONG, PARAMS)
+    same = engine.add_request([*LONG, 7, 8], PARAMS)  # waits for the same pages
+    quick = engine.add_request(SHORT, PARAMS)
+    order = []
+    while not order:
+        order += [o.request_id for o in engine.step().finished]
+        recount(engine)
+    assert order == [quick] and len(engine.tiers.tiers.jobs) == 1 and not later.ended
+    outputs = finish(engine)  # with nobody else to run, copies are waited for
+    assert later.ended
+    assert outputs[slow].num_cached_tokens == outputs[same].num_cached_tokens == 96
+    assert outputs[slow].token_ids == alone(engine.model, LONG, PARAMS)
+    assert outputs[same].token_ids == alone(engine.model, [*LONG, 7, 8], PARAMS)
+    end(engine)
+
+
+def test_an_aborted_request_needs_no_load(monkeypatch):
+    """Its pages come nevertheless, as their copies have begun; nobody waits for them."""
+    engine = toy_engine()
+    behind(engine, LONG)
+    later = Later(engine, monkeypatch)
+    aborted, quick = engine.add_request(LONG, PARAMS), engine.add_request(SHORT, PARAMS)
+    engine.step()
+    assert engine.abort(aborted).finish_reason == "abort"
+    assert not engine.tiers.is_loading
+    outputs = finish(engine)
+    assert list(outputs) == [quick] and engine.tiers.tiers.jobs
+    later.let()
+    end(engine)
+
+
+def test_a_load_that_fails_is_computed(monkeypatch):
+    """What cannot be loaded is dropped, and so is not tried for ever."""
+    engine = toy_engine()
+    behind(engine, LONG)
+    calls = []
+
+    def fail(this, direction, *args):
+        calls.append(direction)
+        raise torch.OutOfMemoryError("copy")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ways.PageWays, "copy", fail)
+        request_id = engine.add_request(LONG, PARAMS)
+        output = finish(engine)[request_id]
+    assert output.token_ids == alone(engine.model, LONG, PARAMS) and output.num_cached_tokens == 0
+    assert "to_device" in calls
+    assert 1 <= engine.kv.stats()["tier_load_failures/host"] <= tiering.MOST_LOADS
+    assert engine.kv.stats()["tier_loaded_pages/host"] == 0
+    end(engine)
+
+
+def test_of_a_damaged_page_the_shorter_resume_point_is_loaded(tmp_path):
+    """On the disk bytes rot: what comes before them is of use."""
+    settings = {"host_cache_gib": None, "retention": 32}
+    settings |= {"disk_cache": tmp_path / "cache", "disk_cache_gib": 300 * GIB_OF_A_PAGE}
+    engine = toy_engine(**settings)
+    behind(engine, LONG)
+    index = engine.tiers.tiers.tiers[0].index
+    keys = engine.kv.match(LONG).prompt.keys
+    run, depth = index.find(keys, 6)
+    assert depth == 6
+    page = int(index.pages_between(run, 4, 5).ravel()[0])
+    with open(tmp_path / "cache" / "pages", "r+b") as file:
+        stride = engine.tiers._disk._pages.file.stride
+        file.seek((page - 1) * stride)
+        file.write(bytes([255] * 8))
+    request_id = engine.add_request(LONG, PARAMS)
+    output = finish(engine)[request_id]
+    assert output.num_cached_tokens == 64
+    assert output.token_ids == alone(engine.model, LONG, PARAMS)
+    assert engine.kv.stats()["tier_load_failures/disk"] == 1
+    end(engine)
+
+
+@BOTH
+def test_what_may_be_nan_is_nowhere_found(is_async, monkeypatch):
+    """Not in a tier either, nor does it come with a load or a store that runs."""
+    model = SpoiledModel(KINDS["nan"])
+    engine = toy_engine(model=model, async_scheduling=is_async)
+    behind(engine, LONG)
+    later = Later(engine, monkeypatch)
+    waiting = engine.add_request(LONG, PARAMS)
+    bad = engine.add_request([11, BAD, 12] * 7, PARAMS)
+    outputs = {}
+    while bad not in outputs:
+        outputs |= {o.request_id: o for o in engine.step().finished}
+        recount(engine)
+    assert outputs[bad].finish_reason == "nan" and not later.ended
+    assert engine.tiers.tiers.match(LONG).num_tokens == 0
+    outputs = finish(engine)
+    assert outputs[waiting].num_cached_tokens == 0
+    assert outputs[waiting].token_ids == alone(model, LONG, PARAMS)
+    end(engine)
+
+
+def test_pages_that_copies_hold_are_waited_for(monkeypatch):
+    """Before anybody is preempted, or fails as it does not fit alone."""
+    engine = toy_engine(num_pages=16)
+    behind(engine, LONG)
+    later = Later(engine, monkeypatch)
+    first = engine.add_request(SHORT, SamplingParams(60, ignore_eos=True))
+    engine.step()
+    engine.add_request(LONG, PARAMS)
+    outputs = finish(engine)
+    assert outputs[first].num_preemptions == 0 and outputs[first].finish_reason == "length"
+    assert later.ended
+    end(engine)
+
+
+def test_settings(tmp_path):
+    for settings, message in [
+        ({"host_cache_gib": 0}, "host_cache_gib: expected a number > 0, got 0"),
+        ({"host_cache_gib": "1"}, "host_cache_gib: expected a number > 0, got '1'"),
+        ({"host_cache_gib": float("nan")}, "host_cache_gib: expected a number > 0, got nan"),
+        ({"disk_cache": 3}, "disk_cache: expected a path or None, got 3"),
+        ({"disk_cache_gib": None}, "disk_cache_gib: expected a number > 0, got None"),
+        ({"host_cache_gib": 1, "enable_caching": False}, "enable_caching: expected True with host"),
+    ]:
+        with pytest.raises(ValueError, match=f"^{message}"):
+            EngineConfig(**settings)
+    with pytest.raises(ValueError, match=r"host_cache_gib=1000000.*: MemoryError|fit the memory"):
+        toy_engine(host_cache_gib=1e6)
+    kept = {"disk_cache": tmp_path / "cache", "disk_cache_gib": 2**-10}
+    engine = toy_engine(**kept)
+    assert "\nbehind    150 KiB of host memory, 1 MiB of disk\n" in engine.memory.describe()
+    with pytest.raises(OSError, match="expected a store that nobody uses"):
+        toy_engine(**kept)
+    engine.close()
+    toy_engine(**kept).close()
+    with pytest.raises(ValueError, match=r"^layout: expected that of .*hash_seed"):
+        toy_engine(**kept, hash_seed=b"another")
+    plain = Engine(ToyModel(), EngineConfig(num_pages=40))
+    plain.close()
+    assert plain.tiers is None and "behind" not in plain.memory.describe()
+
+
+def test_a_folder_goes_with_its_weights():
+    """Of the same shape, in the same engine; and with rows that only other scales make."""
+    memory = SimpleNamespace(groups=())
+    kept = [
+        tiering.layout(random_model(few("gemma3-tiny"), seed=seed), memory, EngineConfig(**more))
+        for seed, more in ((0, {}), (0, {}), (1, {}), (0, {"kv_cache_dtype": "fp8"}))
+    ]
+    assert kept[0] == kept[1]
+    different = [{name for name in kept[0] if kept[0][name] != other[name]} for other in kept[2:]]
+    assert different == [{"weights"}, {"kv_cache_dtype"}]
+
+
+def test_a_process_that_starts_anew_finds_what_was_cached(tmp_path):
+    """Also what was only on the device, at the end; and what was in host memory."""
+    settings = {"disk_cache": tmp_path / "cache", "disk_cache_gib": 300 * GIB_OF_A_PAGE}
+    for num_cached in (0, 96):
+        engine = toy_engine(**settings)
+        request_id = engine.add_request(LONG, PARAMS)
+        output = finish(engine)[request_id]
+        assert output.num_cached_tokens == num_cached
+        assert output.token_ids == alone(engine.model, LONG, PARAMS)
+        engine.close()

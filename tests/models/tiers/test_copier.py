@@ -1,0 +1,353 @@
+"""Jobs of tiers through a `PageCopier`: every way that pages go, and what fails on it."""
+
+import threading
+from concurrent.futures import Future
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from quire.kernels import PoolPages
+from quire.kvcore.tier import Copies
+from quire.models.tiers import copier as copier_module
+from quire.models.tiers import host_pages, streams, ways
+from quire.models.tiers.copier import PageCopier
+from quire.models.tiers.host_pages import HostPages
+
+CPU = torch.device("cpu")
+NUM_PAGES, PAGE_BYTES, NUM_TENSORS = 12, 64, 3
+ROW_BYTES = PAGE_BYTES * NUM_TENSORS
+
+
+class Damaged(OSError):
+    def __init__(self, pages):
+        self.pages = pages
+
+
+class MemoryDisk:
+    """Pages in a dictionary. Calls end at once, or when `finish` is called; what they end with can be set."""
+
+    def __init__(self, *, at_once=True):
+        self.pages, self.errors, self.calls, self.at_once = {}, [], [], at_once
+
+    def write(self, pages, buffers):
+        copies = dict(zip(pages.tolist(), buffers, strict=True))
+        return self._call(lambda: self.pages.update({p: b.copy() for p, b in copies.items()}))
+
+    def read(self, pages, buffers):
+        def fill():
+            for page, buffer in zip(pages.tolist(), buffers, strict=True):
+                buffer[:] = self.pages[page]
+
+        return self._call(fill)
+
+    def _call(self, work):
+        future = Future()
+        self.calls.append((future, work))
+        if self.at_once:
+            self.finish()
+        return future
+
+    def finish(self):
+        future, work = self.calls.pop(0)
+        error = self.errors.pop(0) if self.errors else None
+        if not isinstance(error, OSError) or isinstance(error, Damaged):
+            work()
+        future.set_exception(error) if error else future.set_result(None)
+
+
+def made(**options):
+    """(copier, tensors of its pool with random bytes, host pages, disk)."""
+    generator = torch.Generator().manual_seed(5)
+    tensors = [torch.randint(256, (NUM_PAGES, PAGE_BYTES), generator=generator, dtype=torch.uint8) for _ in range(NUM_TENSORS)]  # fmt: skip
+    disk, host = MemoryDisk(**options), HostPages(9, ROW_BYTES, CPU)
+    return PageCopier(PoolPages(tensors), host=host, disk=disk), tensors, host, disk
+
+
+def copies(source, target, sources, targets):
+    ids = (np.array(x, dtype=np.int32) for x in (sources, targets))
+    return Copies(0, source, target, *ids)
+
+
+def job(*some):
+    return SimpleNamespace(copies=some)
+
+
+def run(copier, *some):
+    one = job(*some)
+    copier.start(one)
+    [ended] = copier.wait()
+    assert ended.job is one and not copier.has_jobs and ended.seconds >= 0
+    assert copier.wait() == []
+    return ended
+
+
+def rows(tensors, pages):
+    return torch.cat([tensor[pages] for tensor in tensors], 1)
+
+
+def test_around_all_places():
+    """Device, host, disk, host, device, disk, device: as if they had never left, and nothing else changed."""
+    copier, tensors, host, _disk = made()
+    before, others = (
+        rows(tensors, [2, 7, 5]),
+        [i for i in range(NUM_PAGES) if i not in (1, 3, 4, 8, 9, 10)],
+    )
+    untouched = rows(tensors, others)
+    way = [
+        copies("device", "host", [2, 7, 5], [4, 1, 8]),
+        copies("host", "disk", [4, 1, 8], [3, 9, 1]),
+        copies("disk", "host", [3, 9, 1], [2, 3, 5]),
+        copies("host", "device", [2, 3, 5], [1, 4, 3]),
+        copies("device", "disk", [1, 4, 3], [11, 12, 13]),
+        copies("disk", "device", [11, 12, 13], [10, 8, 9]),
+    ]
+    for one in way:
+        assert run(copier, one).failed == ()
+    assert rows(tensors, [1, 4, 3]).equal(before) and rows(tensors, [10, 8, 9]).equal(before)
+    assert rows(tensors, others).equal(untouched)
+    assert host.rows[[4, 1, 8]].equal(before)
+    assert copier.num_bytes == {(c.source, c.target): 3 * ROW_BYTES for c in way}
+
+
+def test_a_job_of_several_places():
+    copier, tensors, host, disk = made()
+    disk.pages[6] = np.full(ROW_BYTES, 6, np.uint8)
+    host.rows[2] = 2
+    assert (
+        run(copier, copies("host", "device", [2], [1]), copies("disk", "device", [6], [2])).failed
+        == ()
+    )
+    assert rows(tensors, [1, 2]).equal(
+        torch.tensor([[2], [6]], dtype=torch.uint8).expand(2, ROW_BYTES)
+    )
+
+
+def test_few_staging_rows(monkeypatch):
+    """Parts take turns at them; what needs none goes past."""
+    monkeypatch.setattr(copier_module, "STAGING_BYTES", 2 * ROW_BYTES)
+    copier, tensors, _host, disk = made(at_once=False)
+    first = job(copies("device", "disk", [1, 2, 3, 4, 5], [1, 2, 3, 4, 5]))
+    second = job(copies("device", "host", [6], [1]))
+    copier.start(first)
+    assert len(disk.calls) == 2  # of a page each
+    copier.start(second)
+    assert [ended.job for ended in copier.poll()] == [second]
+    disk.finish()
+    assert copier.poll() == [] and len(disk.calls) == 2
+    for _ in range(4):
+        disk.finish()
+        copier.poll()
+    assert not copier.has_jobs and sorted(disk.pages) == [1, 2, 3, 4, 5]
+    assert all(torch.from_numpy(disk.pages[i]).equal(rows(tensors, [i])[0]) for i in disk.pages)
+
+
+def test_wait_waits_for_threads():
+    copier, _tensors, _host, disk = made(at_once=False)
+    one = job(copies("host", "disk", [1], [1]), copies("device", "disk", [1], [2]))
+    copier.start(one)
+    threading.Timer(0.02, lambda: (disk.finish(), disk.finish())).start()
+    assert [ended.job for ended in copier.wait()] == [one]
+
+
+@pytest.mark.parametrize("source, target", [("host", "disk"), ("device", "disk")])
+def test_a_write_that_fails(source, target):
+    copier, tensors, host, disk = made()
+    disk.errors = [OSError("full")]
+    ended = run(copier, copies(source, target, [1, 2], [5, 6]), copies("device", "host", [3], [4]))
+    assert ended.failed == (5, 6) and [str(e) for e in ended.errors] == ["full"] and not disk.pages
+    assert host.rows[4].equal(rows(tensors, [3])[0])
+    assert run(copier, copies(source, target, [1, 2], [5, 6])).failed == ()  # and its rows are free
+
+
+@pytest.mark.parametrize("target", ["host", "device"])
+@pytest.mark.parametrize("error, failed", [(Damaged((8,)), (2,)), (OSError("gone"), (1, 2, 3))])
+def test_a_read_that_fails(target, error, failed):
+    """Of damaged pages all others come."""
+    copier, tensors, host, disk = made()
+    for page in (7, 8, 9):
+        disk.pages[page] = np.full(ROW_BYTES, page, np.uint8)
+    before = rows(tensors, [2])
+    disk.errors = [error]
+    ended = run(copier, copies("disk", target, [7, 8, 9], [1, 2, 3]))
+    assert ended.failed == failed and ended.errors == (error,)
+    have = host.rows if target == "host" else rows(tensors, slice(None))
+    if len(failed) == 1:
+        assert have[1].eq(7).all() and have[3].eq(9).all()
+    if target == "device":
+        assert rows(tensors, [2]).equal(before)
+    assert run(copier, copies("disk", target, [7, 8, 9], [1, 2, 3])).failed == ()
+
+
+@pytest.mark.parametrize(
+    "way", [("device", "host"), ("host", "device"), ("disk", "device"), ("device", "disk")]
+)
+def test_a_copy_that_fails(monkeypatch, way):
+    copier, _tensors, _host, disk = made()
+    disk.pages = {i: np.zeros(ROW_BYTES, np.uint8) for i in (1, 2)}
+
+    def fail(*args):
+        raise RuntimeError("copy")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ways.PageWays, "copy", fail)
+        ended = run(copier, copies(*way, [1, 2], [3, 4]))
+    assert ended.failed == (3, 4) and [str(e) for e in ended.errors] == ["copy"]
+    assert copier.num_bytes == {}
+    assert run(copier, copies(*way, [1, 2], [3, 4])).failed == ()
+
+
+def test_a_cancelled_job_ends_what_has_begun(monkeypatch):
+    monkeypatch.setattr(copier_module, "STAGING_BYTES", 2 * ROW_BYTES)
+    copier, _tensors, _host, disk = made(at_once=False)
+    one = job(copies("device", "disk", [1, 2, 3, 4], [1, 2, 3, 4]))
+    copier.start(one)
+    copier.cancel(one)
+    assert copier.poll() == []
+    disk.finish(), disk.finish()
+    [ended] = copier.poll()
+    assert ended.job is one and ended.failed == (3, 4) and sorted(disk.pages) == [1, 2]
+
+
+def test_close_waits():
+    copier, _tensors, _host, disk = made(at_once=False)
+    copier.start(job(copies("host", "disk", [1], [1])))
+    threading.Timer(0.02, disk.finish).start()
+    copier.close()
+    assert not copier.has_jobs and 1 in disk.pages
+
+
+def test_host_pages_begin_where_a_disk_takes_them():
+    """Large ones; small ones would waste too much."""
+    for page_bytes, stride in [
+        (ROW_BYTES, ROW_BYTES),
+        (4096, 4096),
+        (300_000, 74 * 4096),
+        (5000, 5000),
+    ]:
+        pages = HostPages(3, page_bytes, CPU)
+        assert pages.rows.shape == (3, page_bytes) and pages.rows.stride(0) == stride
+        assert pages.num_bytes == 3 * stride and not pages.rows.any()
+        pages.arrays(np.array([1]))[0][:] = 7
+        assert pages.rows[1].eq(7).all() and not pages.rows[0].any()
+
+
+def test_memory_that_is_not_there(monkeypatch):
+    monkeypatch.setattr(host_pages, "free_memory", lambda device: 2**20)
+    with pytest.raises(
+        MemoryError,
+        match=r"expected host memory for 1025 pages of 1024 bytes, 0.0009775 GiB, and 0.0009766 GiB are free",
+    ):
+        HostPages(1025, 1024, CPU)  # fmt: skip
+
+
+class Driver:
+    """Stands in for the CUDA run time: what is pinned, and in which order a stream is given work."""
+
+    def __init__(self, status=0):
+        self.status, self.pinned, self.log = status, {}, []
+
+    def cudaHostRegister(self, address, size, flags):
+        if not self.status:
+            self.pinned[address] = size
+        return self.status
+
+    def cudaHostUnregister(self, address):
+        del self.pinned[address]
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    one = Driver()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: one)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    return one
+
+
+def test_pages_are_pinned_as_long_as_they_live(driver):
+    pages = HostPages(3, 8192, torch.device("cuda"))
+    assert driver.pinned == {pages.rows.data_ptr(): 3 * 8192}
+    del pages
+    assert driver.pinned == {}
+
+
+def test_a_driver_that_pins_nothing(driver):
+    driver.status = 2
+    with pytest.raises(MemoryError, match=r"memory that the driver pins, got CUDA error 2"):
+        HostPages(3, 8192, torch.device("cuda"))
+
+
+def test_copies_run_behind_the_model_and_are_awaited(monkeypatch):
+    """On a GPU: the copy stream waits for the model's, then copies, then records."""
+    log, ready = [], []
+
+    class Stream:
+        def __init__(self, device):
+            self.number = len([x for x in log if x[0] == "new"])
+            log.append(("new", self.number))
+
+        def wait_stream(self, other):
+            log.append((self.number, "waits for", other))
+
+        def __enter__(self):
+            log.append((self.number, "current"))
+
+        def __exit__(self, *_):
+            log.append((self.number, "left"))
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            log.append("recorded")
+
+        def elapsed_time(self, other):
+            return 1500.0
+
+        def query(self):
+            return bool(ready)
+
+        def synchronize(self):
+            log.append("synchronized")
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the model's")
+    both = streams.CopyStreams(torch.device("cuda"))
+    pending = both.begin("to_device", lambda: log.append("copied"))
+    assert log == [("new", 0), ("new", 1), (1, "waits for", "the model's"), (1, "current"), "recorded", "copied", "recorded", (1, "left")]  # fmt: skip
+    assert not pending.done()
+    ready.append(True)
+    assert pending.done()
+    pending.result()
+    assert log[-1] == "synchronized" and pending.seconds == 1.5
+
+
+@pytest.mark.parametrize("quick_from, found", [(1, 1), (4, 4), (16, 16), (99, float("inf"))])
+def test_the_kernel_is_taken_from_where_it_is_quicker(monkeypatch, quick_from, found):
+    """Times of a stand-in clock; both ways leave a pool of zeros as it was."""
+    clock = [0.0]
+    monkeypatch.setattr(ways, "perf_counter", lambda: clock[0])
+
+    def copy(self, direction, impl, pages, buffer, rows):
+        n = len(pages)
+        clock[0] += n if impl == "torch" else (n / 2 if n >= quick_from else n / 1.1)
+        taken.append((direction, impl, n))
+
+    pool = PoolPages([torch.zeros(70, 64, dtype=torch.uint8)])
+    taken = []
+    monkeypatch.setattr(ways.PageWays, "_by", copy)
+    chosen = ways.PageWays(pool)
+    buffer = torch.zeros(64, 64, dtype=torch.uint8)
+    chosen.probe(buffer, synchronize=lambda: None)
+    assert chosen.kernel_from == {"to_host": found, "to_device": found}
+    taken.clear()
+    for n in (1, 3, 4, 63):
+        chosen.copy("to_host", np.arange(1, n + 1), buffer, np.arange(n))
+    assert [impl for _, impl, _ in taken] == [
+        "triton" if n >= found else "torch" for n in (1, 3, 4, 63)
+    ]
