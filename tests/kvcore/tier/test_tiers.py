@@ -563,6 +563,21 @@ def test_a_journal_that_fails_ends_the_stores_and_nothing_else():
     assert s.serve([*PROMPT, 1]).num_tokens == 96
 
 
+def test_events_of_tiers_name_salts():
+    """Of what was computed, of its copy, and of what came back."""
+    log = EventLog(identities=True)
+    s = Setup(host=40, events=log)
+    s.serve(PROMPT, salt=b"tenant")
+    s.store()
+    s.forget()
+    first = log.take()[1]
+    s.load(PROMPT, salt=b"tenant")
+    for events, media in [(first, {"GPU", "CPU"}), (log.take()[1], {"GPU"})]:
+        stored = [event for event in events if isinstance(event, BlockStored)]
+        assert {event.medium for event in stored if event.kind == "dense"} == media
+        assert {event.salt for event in stored} == {b"tenant"}
+
+
 def test_events_say_where():
     log = EventLog()
     s = Setup(host=40, disk=100, events=log)
