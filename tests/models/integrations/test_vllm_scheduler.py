@@ -70,6 +70,11 @@ def test_what_is_not_served_is_refused_by_name(said):
         assert said["failures"][name].endswith("supported are models without a connector")
 
 
+def test_a_hit_leaves_a_drafter_the_block_that_it_cannot_trust(said):
+    """Of prompts of 100, 97 and 81 equal tokens, one after the other: the last whole block that is found is computed again."""
+    assert said["failures"]["drafter"] == [0, 96, 80, 0, 80, 64]
+
+
 def test_an_abort_in_any_state_frees_all(said):
     failures = said["failures"]
     for steps in (0, 1, 2, 3, 5, 8):

@@ -49,7 +49,8 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput  # noqa: E402
 from vllm.v1.request import Request, RequestStatus  # noqa: E402
 from vllm.v1.structured_output import StructuredOutputManager  # noqa: E402
 
-from quire.models.integrations.vllm_scheduler import QuireScheduler  # noqa: E402
+from quire.models.integrations.vllm_kv_manager import CacheManager  # noqa: E402
+from quire.models.integrations.vllm_scheduler import QuireScheduler, group_specs  # noqa: E402
 
 LONGEST, VOCAB, DRAFTS, NO_TOKEN = 512, 5000, 3, 5001
 MASK = (1 << 64) - 1
@@ -571,6 +572,23 @@ def failures(where):
             hits.append(manager.cache.find(manager._prompt_keys(second), 299)[1])
     manager.free(first)
     said["findable"] = hits
+    said["drafter"] = []
+    for drops in (
+        False,
+        True,
+    ):  # a drafter whose last row before a hit depends on the token after it
+        kv_config = cache_groups(CASES["dense"]["groups"], 100, 0)
+        other = scheduler_of(
+            QuireScheduler, configuration(100, False, False, "fcfs", 0, where), kv_config
+        )
+        other.use_eagle_block_drop = drops
+        manager = CacheManager(other, group_specs(kv_config))
+        for end in (100, 97, 81):
+            request = Request(f"e{end}", [5] * end, params, None, block_hasher=hasher)
+            found, hit, _ = manager.get_computed_blocks(request)
+            said["drafter"].append(hit)
+            manager.allocate_slots(request, end - hit, hit, found)
+            manager.free(request)
     said["usage"] = scheduler.get_kv_cache_usage()
     said["reset"] = [scheduler.reset_prefix_cache(), cache.pool.num_free]
     for name in ("evict_blocks", "remove_skipped_blocks"):
