@@ -267,7 +267,7 @@ class AppendOnlyCache:
         gone: list[int] = []
         for group, size, reach, tail, _ in self._windows:
             first, table = (start - reach) // size, request.tables[group]
-            if keep_tail:
+            if keep_tail and self.enable_caching:
                 first = min(first, request.cached // size - tail)
             old = request.num_gone[group]
             if first > old:

@@ -194,6 +194,16 @@ def test_pages_of_rejected_tokens_stay_with_their_request():
     assert tables.room == 32
 
 
+def test_without_caching_windows_keep_nothing_for_others():
+    cache = full(100, enable_caching=False)
+    tables = cache.admit(b"", 80, 0, 80)
+    cache.publish(tables, keys_of(list(range(80)), 8), 0)
+    assert cache.find(keys_of(list(range(80)), 8), 79) == (0, 0) and tables.cached == 0
+    cache.let_go(tables, 80)
+    assert tables.num_gone == [0, 7, 6]
+    cache.check_invariants()
+
+
 def test_what_lacks_is_said_and_nothing_changes():
     cache = full()
     tables = cache.admit(b"", 40, 0, 40)

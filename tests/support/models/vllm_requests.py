@@ -49,7 +49,8 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput  # noqa: E402
 from vllm.v1.request import Request, RequestStatus  # noqa: E402
 from vllm.v1.structured_output import StructuredOutputManager  # noqa: E402
 
-from quire.models.integrations.vllm_scheduler import QuireScheduler  # noqa: E402
+from quire.models.integrations.vllm_kv_manager import CacheManager  # noqa: E402
+from quire.models.integrations.vllm_scheduler import QuireScheduler, group_specs  # noqa: E402
 
 LONGEST, VOCAB, DRAFTS, NO_TOKEN = 512, 5000, 3, 5001
 MASK = (1 << 64) - 1
@@ -64,6 +65,12 @@ CASES = {
     "hybrid, async, drafts": {"groups": HYBRID, "is_async": True, "drafts": True},
     "hybrid, priorities": {"groups": HYBRID, "policy": "priority"},
     "block sizes 16 and 32": {"groups": [(32, None), (16, 40)]},
+    "no caching, async, drafts": {
+        "groups": HYBRID,
+        "is_async": True,
+        "drafts": True,
+        "caching": False,
+    },
     "dense, async, drafts": {"groups": [(16, None)], "is_async": True, "drafts": True},
 }
 
@@ -386,7 +393,14 @@ def serve(scheduler, worker, requests, groups, is_async, check=None):
 
 
 def run(name, num_pages, num_requests, where, classes):
-    case = {"is_async": False, "drafts": False, "policy": "fcfs", "retention": 0, **CASES[name]}
+    case = {
+        "is_async": False,
+        "drafts": False,
+        "policy": "fcfs",
+        "retention": 0,
+        "caching": True,
+        **CASES[name],
+    }
     groups, is_async, drafts = case["groups"], case["is_async"], case["drafts"]
     requests = chats(1, num_requests, groups)
     said = {"case": name, "pages": num_pages, "requests": len(requests)}
@@ -394,6 +408,7 @@ def run(name, num_pages, num_requests, where, classes):
         config = configuration(
             num_pages, is_async, drafts, case["policy"], case["retention"], where
         )
+        config.cache_config.enable_prefix_caching = case["caching"]
         scheduler = scheduler_of(cls, config, cache_groups(groups, num_pages, case["retention"]))
         worker = Worker(groups, num_pages, drafts, 5)
         check = None
@@ -537,6 +552,43 @@ def failures(where):
         cache.check_invariants()
         said[f"aborted after {steps} steps"] = [len(cache.requests), 299 - cache.num_available]
     said["wrong"] = worker.wrong
+    # A running request is given slots for its second chunk, and preempted in the same step: nobody computes that.
+    manager, hits = scheduler.kv_cache_manager, []
+    first, second = (Request(name, [9] * 300, params, None, block_hasher=hasher) for name in "cd")
+    manager.new_step_starts()
+    manager.allocate_slots(first, 96)
+    first.status, first.num_computed_tokens = RequestStatus.RUNNING, 96
+    for preempted in (True, False):
+        manager.new_step_starts()
+        manager.allocate_slots(first, 200 if preempted else 100)
+        if preempted:
+            manager.free(first)
+            hits.append(manager.cache.find(manager._prompt_keys(second), 299)[1])
+            first.status, first.num_computed_tokens = RequestStatus.WAITING, 0
+            manager.allocate_slots(first, 96)
+            first.status, first.num_computed_tokens = RequestStatus.RUNNING, 96
+        else:
+            manager.get_computed_blocks(second)
+            hits.append(manager.cache.find(manager._prompt_keys(second), 299)[1])
+    manager.free(first)
+    said["findable"] = hits
+    said["drafter"] = []
+    for drops in (
+        False,
+        True,
+    ):  # a drafter whose last row before a hit depends on the token after it
+        kv_config = cache_groups(CASES["dense"]["groups"], 100, 0)
+        other = scheduler_of(
+            QuireScheduler, configuration(100, False, False, "fcfs", 0, where), kv_config
+        )
+        other.use_eagle_block_drop = drops
+        manager = CacheManager(other, group_specs(kv_config))
+        for end in (100, 97, 81):
+            request = Request(f"e{end}", [5] * end, params, None, block_hasher=hasher)
+            found, hit, _ = manager.get_computed_blocks(request)
+            said["drafter"].append(hit)
+            manager.allocate_slots(request, end - hit, hit, found)
+            manager.free(request)
     said["usage"] = scheduler.get_kv_cache_usage()
     said["reset"] = [scheduler.reset_prefix_cache(), cache.pool.num_free]
     for name in ("evict_blocks", "remove_skipped_blocks"):
