@@ -179,6 +179,14 @@ class LLM:
         self.engine.check(ids, params)
         return self._deltas(ids, params)
 
+    def close(self) -> None:
+        """Writes what is cached to `EngineConfig.disk_cache`, and gives the folder free.
+
+        See `Engine.close`.
+        """
+        with interrupts_wait():
+            self.engine.close()
+
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],

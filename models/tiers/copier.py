@@ -21,6 +21,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from quire.kernels import PoolPages
 
@@ -109,7 +110,8 @@ class PageCopier:
         self.num_bytes: dict[tuple[str, str], int] = {}
         some = self._staging or host
         if pool.device.type == "cuda" and some is not None:
-            self._ways.probe(some.rows)
+            with torch.cuda.device_of(pool.addresses):
+                self._ways.probe(some.rows)
 
     @property
     def has_jobs(self) -> bool:
