@@ -10,7 +10,7 @@ import numpy as np
 
 from ..arrays import Int32, Int64, as_ints
 from ..prefix.holdings import Holding
-from ..prefix.keys import Prompt
+from ..prefix.keys import KEY_BYTES, Prompt
 from ..prefix.tree import ResumePoint, Run
 from .places import Place
 
@@ -119,6 +119,12 @@ class JobParts:
     prompt: Prompt | None = None
     tokens: Int32 | None = None
     is_void: bool = False
+
+    @property
+    def first_key(self) -> tuple[str, bytes]:
+        """The target and the key of the first segment; that is empty where there is none."""
+        start = self.first * KEY_BYTES
+        return self.target.name, self.keys[start : start + KEY_BYTES]
 
     def failed_rows(self, failed: Any) -> Int64:
         """Copies whose target is in `failed`.

@@ -128,7 +128,8 @@ class OpenJobs:
         """End what an open job keeps; its own pages, but those adopted, are free again."""
         parts = job.parts
         parts.holding.end(used=False)
-        self._let_go_of_sources(job)
+        if not parts.is_void:  # else its sources were let go of then
+            self._let_go_of_sources(job)
 
     def _let_go_of_sources(self, job: Job) -> None:
         for holding in job.parts.holdings:

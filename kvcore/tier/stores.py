@@ -172,6 +172,7 @@ class Stores:
         entry = job.parts.entry
         assert entry is not None
         self._busy.pop(entry, None)
+        self._transfers.is_over(job.parts)
         index = job.parts.source_places[0].index
         is_leaving = entry in self._leaving
         self._leaving.discard(entry)

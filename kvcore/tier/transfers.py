@@ -62,6 +62,7 @@ class Transfers:
         self._tails, self._alignment, self.page_bytes = tails, alignment, page_bytes
         self._width = len(tails.segment_groups)
         self.least_pages = max(self._width, len(tails.point_groups))
+        self._underway: set[tuple[str, bytes]] = set()  # first segments of open stores
 
     # Made.
 
@@ -71,13 +72,16 @@ class Transfers:
         """The job that stores `entry` of `source` in `target`, or the first segments of it.
 
         Returns:
-            Job; None where not even one segment is within `max_pages`; Lack where the target has no
-            room.
+            Job; None where not even one segment is within `max_pages`, or where a job is open that
+            brings the same segments; Lack where the target has no room.
         """
         run, depth = end_of(entry)
         keys = chain_keys(run, depth)
         there = Found(target, *target.index.find(keys, depth))
         first, known = there.depth, there.point(depth)
+        next_key = keys[first * KEY_BYTES : (first + 1) * KEY_BYTES]
+        if (target.name, next_key) in self._underway:
+            return None
         pages = source.index.pages_between(run, first, depth)
         point = entry.pages if isinstance(entry, ResumePoint) and known is None else None
         targets, used = self._shared(there, depth, point)
@@ -109,7 +113,14 @@ class Transfers:
             target, keys[: end * KEY_BYTES], first, segments, None if point is None else targets,
             holding, [reading], sources, places, taken, units, [source], entry,
         )  # fmt: skip
+        if len(pages):
+            self._underway.add(parts.first_key)
         return self._job("store", parts, groups, end)
+
+    def is_over(self, parts: JobParts) -> None:
+        """A store ends."""
+        if len(parts.segments):
+            self._underway.remove(parts.first_key)
 
     def load(self, device: Place, way: Way, prompt: Prompt) -> Job | Lack:
         """The job of a way."""

@@ -117,6 +117,18 @@ def test_what_is_clean_is_not_written_again():
     assert s.tiers.stats()["tier_lost/host"] == 0
 
 
+def test_two_points_of_a_chain_bring_their_segments_once():
+    s = Setup(pages=200, retention=32)
+    s.serve(PROMPT)
+    s.store()
+    stats = s.e.kv.stats()
+    assert stats["tier_stored_points/host"] > 2
+    dense = {r for r, page in enumerate(s.memory.rows["host"][0]) if (page != -1).any()}
+    windows = {r for r, page in enumerate(s.memory.rows["host"][1]) if (page != -1).any()}
+    assert len(dense) == 12 and stats["tier_stored_segments/host"] == 12
+    assert stats["tier_stored_pages/host"] == len(dense) + len(windows)
+
+
 def test_nothing_is_stored_while_there_is_room():
     s = Setup(pages=400, watermark=50)
     s.serve(PROMPT)
@@ -415,8 +427,9 @@ def test_a_policy_that_raises_leaves_everything_as_it_was():
 # Other calls while jobs are open.
 
 
+@pytest.mark.parametrize("end", ["done", "cancel"])
 @pytest.mark.parametrize("kind", ["store", "load"])
-def test_clear_while_a_job_is_open(kind):
+def test_clear_while_a_job_is_open(kind, end):
     s = Setup()
     s.serve(PROMPT)
     if kind == "load":
@@ -431,9 +444,11 @@ def test_clear_while_a_job_is_open(kind):
         s.e.kv.reset()
     for job in jobs:
         s.memory.copy(job)
-        s.tiers.done(job)
+        getattr(s.tiers, end)(job)
     s.check()
     assert s.tiers.match([*PROMPT, 1]).dense_tokens == 0, "what was cached before comes back"
+    s.serve(PROMPT)
+    assert s.store()
     s.e.kv.reset()
     assert s.e.kv.num_free_pages == s.e.kv.num_pages - 1
 
