@@ -45,10 +45,11 @@ from .request import RequestOutput, SamplingParams
 from .sampler import NewTokens
 from .scheduler import ScheduledStep
 from .speculative import Drafter, ModelDrafter, SamplingDrafter
+from .tier_calls import TierCalls
 from .turns import StepTurns
 
 
-class Engine:
+class Engine(TierCalls):
     """Runs many requests at once. ``while engine.has_work: engine.step()``.
 
     What fails in one request, such as its text that cannot be decoded, ends that request alone,
@@ -226,14 +227,6 @@ class Engine:
         # Launches, streams and captures are those of the current device.
         with self._turns.take(self._end_aborted), torch.cuda.device_of(self._builder.tables):
             return self._step()
-
-    def close(self) -> None:
-        """Waits for what is copied, and writes what is cached to `EngineConfig.disk_cache`, whose
-        folder is free then. No step may follow. Without tiers it does nothing.
-        """
-        if self.tiers is not None:
-            with self._turns.take(), self.lock, torch.cuda.device_of(self._builder.tables):
-                self.tiers.close()
 
     def _end_aborted(self) -> None:
         """Those give up their pages that were aborted while a step ran."""

@@ -18,17 +18,20 @@ these (`layout`).
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Iterable
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from quire.kernels import PoolPages
 from quire.kvcore import KVCache
-from quire.kvcore.tier import Job, Tiers, TierSpec
+from quire.kvcore.tier import Answer, Job, Tiers, TierSpec
 from quire.kvcore.tier.disk import DiskStore
+from quire.kvcore.tier.hints import Intent
 
 from ..tiers.copier import FinishedJob, PageCopier
 from ..tiers.host_pages import HostPages
@@ -54,7 +57,7 @@ class EngineTiers:
     """Loads and stores of one engine. The thread that steps calls it, between steps.
 
     Args:
-        tiers: of its cache.
+        kv: the cache. tiers: of it.
         copier: of its pool.
         disk: closed with it.
 
@@ -63,12 +66,15 @@ class EngineTiers:
         copier: who copies it.
     """
 
-    def __init__(self, tiers: Tiers, copier: PageCopier, disk: DiskStore | None = None) -> None:
-        self.tiers, self.copier, self._disk = tiers, copier, disk
+    def __init__(
+        self, kv: KVCache, tiers: Tiers, copier: PageCopier, disk: DiskStore | None = None
+    ) -> None:
+        self._kv, self.tiers, self.copier, self._disk = kv, tiers, copier, disk
         self._loading: dict[Request, Job] = {}  # by who waits for it
         self._tries: dict[Request, int] = {}  # loads of those that wait; MOST_LOADS = no more
         self._loads: set[Job] = set()
         self._ended: list[FinishedJob] = []
+        self._retains = False  # whether anything ever was to be kept for a time
 
     @property
     def is_loading(self) -> bool:
@@ -95,6 +101,8 @@ class EngineTiers:
             Requests whose look-up failed, and how.
         """
         self._end(self.copier.poll())
+        if self._retains:
+            self._kv.expire_pins(time.monotonic())
         wanted = set(self._loading.values())
         for job in self._loads - wanted:  # nobody waits for what has not begun
             self.copier.cancel(job)
@@ -109,6 +117,17 @@ class EngineTiers:
         self._store(max(0, STORE_BYTES - open_bytes))
         self._end(self.copier.poll())
         return failed
+
+    def hint(
+        self, prompt: np.ndarray, intent: Intent, *, salt: bytes, now: float, **options: Any
+    ) -> Answer:
+        """As `quire.kvcore.tier.Tiers.hint`; what is to be loaded begins to be."""
+        self._end(self.copier.poll())
+        answer = self.tiers.hint(self.tiers.match(prompt, salt=salt), intent, now=now, **options)
+        self._retains |= intent == "retain"
+        if answer.job is not None and not self.copier.has(answer.job):
+            self.copier.start(answer.job)
+        return answer
 
     def wait(self) -> None:
         """Waits until some copies have ended; `advance` sees to them."""
@@ -214,7 +233,7 @@ def make_tiers(
         page_bytes=pages.num_bytes,
         watermark=min(memory.num_pages // 2, max(memory.num_pages // 8, step)),
     )
-    return EngineTiers(tiers, PageCopier(pages, host=host, disk=disk), disk)
+    return EngineTiers(kv, tiers, PageCopier(pages, host=host, disk=disk), disk)
 
 
 def layout(

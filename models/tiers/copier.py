@@ -21,6 +21,8 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from quire.kernels import PoolPages
 
@@ -109,7 +111,17 @@ class PageCopier:
         self.num_bytes: dict[tuple[str, str], int] = {}
         some = self._staging or host
         if pool.device.type == "cuda" and some is not None:
-            self._ways.probe(some.rows)
+            with torch.cuda.device_of(pool.addresses):
+                self._ways.probe(some.rows)
+
+    @property
+    def addresses(self) -> Tensor:
+        """On the device of the pool."""
+        return self._pool.addresses
+
+    def has(self, job: Job) -> bool:
+        """Whether a job was started and has not ended."""
+        return any(running.job is job for running in self._running)
 
     @property
     def has_jobs(self) -> bool:

@@ -555,3 +555,49 @@ def test_floors_of_deepseek_v4():
     fewer = layers * (config.head_dim * 4 - 584)
     assert floors.decode_bytes(model, one, "fp8") == want - fewer
     assert floors.prefill_flops(config, one, one) > 2 * experts // 4
+
+
+def test_tiers_against_none(tmp_path, capsys):
+    """In a pool that is too small: more hits, the same output; and a second run begins with what the first one left."""
+    small = [
+        *TINY,
+        "--scale",
+        "0.2",
+        "--num-pages",
+        "80",
+        "--no-baseline",
+        "--check",
+        "1",
+        "--json",
+        str(tmp_path / "out.json"),
+    ]
+    small += ["--host-cache", "0.01", "--disk-cache", str(tmp_path / "cache"), "--disk-cache-gib", "0.02"]  # fmt: skip
+    rates, moved = [], {}
+    for _ in range(2):
+        assert prefill_decode.main(small) == 0
+        result = json.loads((tmp_path / "out.json").read_text())
+        tiers, compared = result["tiers"], result["tiers"]["comparison"]
+        assert compared["identical_requests"] == result["workload"]["requests"]
+        rates += [tiers["without"]["hit"]["rate"], result["cached"]["hit"]["rate"]]
+        text = capsys.readouterr().out
+        assert "with tiers against without: hit rate" in text and "without tiers" in text
+        assert tiers["counters"]["host"]["stored_pages"]
+        moved.update(tiers["moved"])
+    assert moved["host to disk"] and moved["disk to device"]
+    assert rates[0] == rates[2] and rates[3] > rates[1]
+    assert tiers["counters"]["disk"]["loaded_pages"] and tiers["disk_gib"] == 0.02
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--disk-cache-gib", "1"], "disk_cache_gib: expected --disk-cache with it, got none"),
+        (
+            ["--host-cache", "1", "--speculate", "ngram"],
+            "host_cache, disk_cache: expected no --compare",
+        ),
+    ],
+)
+def test_tiers_that_are_refused(arguments, message, capsys):
+    assert prefill_decode.main([*ONE, *arguments]) != 0
+    assert message in capsys.readouterr().err

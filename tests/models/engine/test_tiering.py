@@ -427,3 +427,33 @@ def test_a_process_that_starts_anew_finds_what_was_cached(tmp_path):
         assert output.num_cached_tokens == num_cached
         assert output.token_ids == alone(engine.model, LONG, PARAMS)
         engine.close()
+
+
+def test_hints():
+    """Brought before anybody asks, left first, kept for a time; and nothing of it without tiers."""
+    engine = toy_engine(num_pages=30)
+    behind(engine, LONG)
+    answer = engine.hint(LONG, "prefetch")
+    assert (answer.outcome, answer.num_tokens) == ("accepted", 96) and engine.tiers.copier.has_jobs
+    assert engine.hint(LONG, "prefetch").job is answer.job or not engine.tiers.copier.has_jobs
+    first = engine.add_request(SHORT, PARAMS)
+    finish(engine)
+    assert engine.kv.match([*LONG, 3]).num_tokens == 96  # nobody had to ask for it
+    assert engine.hint(LONG, "demote").outcome == "accepted"
+    engine.add_request([3] * 280, PARAMS)
+    finish(engine)
+    assert engine.kv.match([*SHORT, 3]).num_tokens == 16 > engine.kv.match([*LONG, 3]).num_tokens
+    kept = engine.hint(LONG, "retain", ttl=1000)
+    assert kept.outcome == "accepted" and "host" in kept.reason
+    assert engine.hint(LONG, "release").outcome == "accepted"
+    again = engine.add_request(LONG, PARAMS)
+    output = finish(engine)[again]
+    assert output.num_cached_tokens == 96 and output.token_ids == alone(engine.model, LONG, PARAMS)
+    assert first != again
+    with pytest.raises(ValueError, match=r"^now, ttl: expected seconds to retain"):
+        engine.hint(LONG, "retain")
+    with pytest.raises(ValueError, match=r"^prompt_token_ids: expected ints"):
+        engine.hint([-1], "prefetch")
+    end(engine)
+    with pytest.raises(ValueError, match=r"^hint: expected an engine with host_cache_gib"):
+        Engine(ToyModel(), EngineConfig(num_pages=40)).hint(LONG, "prefetch")

@@ -1,0 +1,71 @@
+"""What callers say to the tiers of an engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+
+from quire.kvcore.tier import Answer
+from quire.kvcore.tier.hints import Intent
+
+from .input_processor import InputProcessor
+from .request import SamplingParams
+from .tiering import EngineTiers
+from .turns import StepTurns
+
+
+class TierCalls:
+    """The part of `Engine` that no request needs.
+
+    Attributes:
+        tiers: what is behind the pool; None = nothing.
+        inputs: checks prompts.
+    """
+
+    tiers: EngineTiers | None
+    inputs: InputProcessor
+    _turns: StepTurns
+
+    def hint(
+        self,
+        prompt_token_ids: Sequence[int],
+        intent: Intent,
+        *,
+        salt: bytes = b"",
+        ttl: float | None = None,
+        max_bytes: int | None = None,
+    ) -> Answer:
+        """Says what the caller intends with a prefix. It waits for a step that runs; outputs never
+        change.
+
+        Args:
+            prompt_token_ids: of the prefix.
+            intent: "prefetch" = it is wanted soon: its copies begin at once; "demote" = a pause
+                begins: it leaves the pool first; "retain" = it is kept for ``ttl`` seconds;
+                "release" = none of that any more. See `quire.kvcore.tier.Tiers.hint`.
+            salt: of its requests.
+            ttl: for "retain".
+            max_bytes: for "prefetch".
+
+        Raises:
+            ValueError: an engine without tiers, or arguments out of range.
+        """
+        tiers = self.tiers
+        if tiers is None:
+            raise ValueError("hint: expected an engine with host_cache_gib or disk_cache")
+        prompt = self.inputs.check(prompt_token_ids, SamplingParams())
+        with self._turns.take(), self._turns.lock, torch.cuda.device_of(tiers.copier.addresses):
+            return tiers.hint(
+                prompt, intent, salt=salt, now=time.monotonic(), ttl=ttl, max_bytes=max_bytes
+            )
+
+    def close(self) -> None:
+        """Waits for what is copied, and writes what is cached to `EngineConfig.disk_cache`, whose
+        folder is free then. No step may follow. Without tiers it does nothing.
+        """
+        tiers = self.tiers
+        if tiers is not None:
+            with self._turns.take(), self._turns.lock, torch.cuda.device_of(tiers.copier.addresses):
+                tiers.close()
