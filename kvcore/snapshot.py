@@ -238,11 +238,8 @@ def _parse(kv: KVCache, data: bytes, key: bytes | None) -> tuple[int, dict[str, 
         raise ValueError(f"snapshot: tick: expected an int in 0..{_MAX_COUNT}, got {tick!r:.60}")
     columns, described = _columns(kv), header.get("arrays")
     names = list(columns)
-    if not isinstance(described, dict) or list(described) not in (
-        names,
-        names[:-1],
-        names[:-2],
-    ):
+    known = names, names[:-1], names[:-2]
+    if not isinstance(described, dict) or list(described) not in known:
         raise ValueError(f"snapshot: arrays: expected {names}, got {described!r:.200}")
     arrays: dict[str, _Array] = {}
     at = _PREFIX.size + length
