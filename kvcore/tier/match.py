@@ -173,7 +173,7 @@ class Planner:
         found = [Found(self._device, run, match.dense_tokens // a)]
         found += [Found(tier, *tier.index.find(prompt.keys, limit)) for tier in self._tiers]
         usable = min((prompt.num_tokens - 1) // a, prompt.num_segments)
-        most = usable if max_tokens is None else min(usable, match.max_tokens // a)  # type: ignore[operator]
+        most = usable if match.max_tokens is None else min(usable, match.max_tokens // a)
         ways = [self._as_is(match, found), *self._ways(match, found, most)]
         for way in ways:
             way.seconds = self._seconds(prompt, way)

@@ -36,7 +36,8 @@ class Stores:
         self._copies: dict[ResumePoint, ResumePoint] = {}
         self._busy: dict[Run | ResumePoint, Job] = {}
         self._leaving: set[Run | ResumePoint] = set()  # of these, those that are to leave first
-        # Failures in a row of an entry, by its key, and the call before which it is not tried again.
+        # Failures in a row of an entry, by its key, and the call before which it is not tried
+        # again.
         self._failures: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
         self._calls = 0
 
