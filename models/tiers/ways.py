@@ -55,8 +55,9 @@ class PageWays:
         self, direction: str, impl: str, pages: np.ndarray, buffer: Tensor, rows: np.ndarray
     ) -> object:
         ids = [torch.from_numpy(x.astype(np.int64)) for x in (pages, rows)]
-        if impl == "triton":
-            ids = [x.to(self._pool.device) for x in ids]
+        if impl == "triton" and self._pool.device.type == "cuda":
+            # From pinned memory, or the host would wait for all that the stream waits for.
+            ids = [x.pin_memory().to(self._pool.device, non_blocking=True) for x in ids]
         copy = gather_pages if direction == TO_HOST else scatter_pages
         copy(self._pool, ids[0], buffer, ids[1], impl=impl)
         return ids

@@ -457,3 +457,51 @@ def test_hints():
     end(engine)
     with pytest.raises(ValueError, match=r"^hint: expected an engine with host_cache_gib"):
         Engine(ToyModel(), EngineConfig(num_pages=40)).hint(LONG, "prefetch")
+
+
+@pytest.mark.parametrize(
+    "name, num_users", [("gemma3-tiny", 4), ("gemma4-tiny", 4), ("deepseek-v4-tiny", 3)]
+)
+def test_conversations_in_a_pool_that_is_too_small(name, num_users, tmp_path, monkeypatch):
+    """Turn after turn, each prompt with the answer before: the same tokens as with room for all, whatever fails."""
+    model = random_model(few(name), device=DEVICE)
+
+    def converse(num_pages, **settings):
+        config = EngineConfig(
+            max_num_seqs=2, max_num_batched_tokens=48, num_pages=num_pages, **settings
+        )
+        engine = Engine(model, config)
+        prompts = {user: prompt(70 + 9 * user, seed=user) for user in range(num_users)}
+        for turn in range(3):
+            ids = {engine.add_request(p, PARAMS): user for user, p in prompts.items()}
+            for request_id, output in finish_any(engine).items():
+                user = ids[request_id]
+                prompts[user] = [
+                    *output.prompt_token_ids,
+                    *output.token_ids,
+                    *prompt(11, seed=turn),
+                ]
+        return engine, prompts
+
+    def finish_any(engine):
+        outputs = {}
+        while engine.has_work:
+            outputs |= {o.request_id: o for o in engine.step().finished}
+            engine.kv.check_invariants()
+        return outputs
+
+    _, expected = converse(400, enable_caching=False)
+    faults = Faults(monkeypatch, random.Random(3), 0.1)
+    plain = Engine(model, EngineConfig(max_num_seqs=2, max_model_len=150, num_pages=400))
+    needed = 1 + 2 * -(-plain.memory.request_bytes(150) // plain.memory.page_bytes)
+    for is_async in (False, True):
+        folder = tmp_path / str(is_async)
+        engine, prompts = converse(
+            needed, max_model_len=150, async_scheduling=is_async, host_cache_gib=0.001,
+            disk_cache=folder, disk_cache_gib=0.01,
+        )  # fmt: skip
+        assert prompts == expected
+        stats = engine.kv.stats()
+        assert stats["tier_stored_pages/host"] and stats["tier_loaded_pages/host"]
+        end(engine)
+    assert faults.count

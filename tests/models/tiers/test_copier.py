@@ -88,9 +88,12 @@ def rows(tensors, pages):
     return torch.cat([tensor[pages] for tensor in tensors], 1)
 
 
-def test_around_all_places():
+@pytest.mark.parametrize("by", ["kernel", "engines"])
+def test_around_all_places(by):
     """Device, host, disk, host, device, disk, device: as if they had never left, and nothing else changed."""
     copier, tensors, host, _disk = made()
+    if by == "kernel":
+        copier._ways.kernel_from = dict.fromkeys(streams.DIRECTIONS, 1)
     before, others = (
         rows(tensors, [2, 7, 5]),
         [i for i in range(NUM_PAGES) if i not in (1, 3, 4, 8, 9, 10)],
