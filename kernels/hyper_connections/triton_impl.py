@@ -30,11 +30,9 @@ from ..common.launching import Launch, arch_and_sms
 from ..common.tile_shapes import MAX_REGISTERS, next_power_of_2
 from .call import MAX_HIDDEN, MAX_STREAMS, check_collapse, check_expand
 
-# Bytes of a token in a tile of the products; parts that the reduction is split into, at most.
-BLOCK_BYTES = 128
-MAX_SPLITS = 32
-# Tiles that a part has at least.
-MIN_TILES = 4
+# Bytes of a token in a tile of the products; parts that the reduction is split into, at most;
+# tiles that a part has, at least.
+BLOCK_BYTES, MAX_SPLITS, MIN_TILES = 128, 32, 4
 # Tokens of a tile of the products: the fewest of a matrix instruction, and where tokens are many
 # as many as read fn seldom enough.
 FEW_TOKENS, MANY_TOKENS = 16, 64
