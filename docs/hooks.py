@@ -18,7 +18,8 @@ def public_names(package: str) -> dict[str, str]:
     """Where each name of a package's ``__all__`` is defined, as its ``__init__`` says.
 
     Args:
-        package: ``"kvcore"``, ``"kvcore.device"``, ``"kernels"`` or ``"models"``.
+        package: ``"kvcore"``, ``"kvcore.device"``, ``"kvcore.tier"``, ``"kernels"`` or
+            ``"models"``.
 
     Returns:
         The dotted path of each name, such as ``{"KVCache": "kvcore.cache.KVCache"}``.

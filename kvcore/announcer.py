@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from itertools import chain
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -29,6 +30,25 @@ if TYPE_CHECKING:
 _NO_TOKENS: Int32 = np.empty(0, dtype=np.int32)
 
 
+class Listener(Protocol):
+    """What an index tells of what it has and has not any more; see `Announcer`."""
+
+    def adopted(self, keys: bytes, tokens: Int32 | None, parent: bytes | None, first: int) -> None:
+        """Segments came, by pages that somebody else filled."""
+
+    def point(self, run: Run, depth: int) -> None:
+        """A resume point came."""
+
+    def segments_removed(self, keys: bytes) -> None:
+        """Segments went, parents first."""
+
+    def point_removed(self, key: bytes, depth: int) -> None:
+        """A resume point went."""
+
+    def cleared(self) -> None:
+        """Everything went."""
+
+
 class Announcer:
     """Writes the events of one cache; keeps the tokens of running requests and cached segments,
     which events must name.
@@ -37,13 +57,17 @@ class Announcer:
         log: where events go.
         layout: the groups.
         sequences: the running requests and their keys.
+        medium: named in the events; that of the log by default.
 
     Attributes:
         tokens: [alignment] int32 tokens of each cached segment, by its key.
     """
 
-    def __init__(self, log: EventLog, layout: Layout, sequences: Sequences) -> None:
+    def __init__(
+        self, log: EventLog, layout: Layout, sequences: Sequences, medium: str | None = None
+    ) -> None:
         self.log = log
+        self.medium = log.medium if medium is None else medium
         self.alignment = layout.alignment
         self.tokens: dict[bytes, Int32] = {}
         # How often besides a key is cached: in several places only after a snapshot that somebody
@@ -146,6 +170,18 @@ class Announcer:
         if self._dense:
             self._tell(self._segments(keys, list(parts), parent, first))
 
+    def adopted(self, keys: bytes, tokens: Int32 | None, parent: bytes | None, first: int) -> None:
+        """Segments with these keys and `tokens` [n, alignment], from segment `first` on, are cached
+        now: pages that somebody else filled."""
+        assert tokens is not None
+        hashes = split_keys(keys)
+        for key, part in zip(hashes, tokens, strict=True):
+            if key in self.tokens:
+                self.copies[key] += 1
+            self.tokens[key] = part.copy()
+        if self._dense:
+            self._tell(self._segments(hashes, list(tokens), parent, first))
+
     def point(self, run: Run, depth: int) -> None:
         """There is a resume point at segment `depth` on the path to `run` now."""
         keys = split_keys(self._before(run, depth))
@@ -162,27 +198,37 @@ class Announcer:
             run = run.parent
         return keys
 
-    def everything(self, runs: Iterable[Run]) -> None:
+    def everything(
+        self, runs: Iterable[Run], others: Iterable[tuple[Iterator[Event], int]] = ()
+    ) -> None:
         """All that `runs` (parents first) hold is cached, and nothing else: for readers that know
         nothing, or lost track.
 
         What is held now is noted; the events are made of it when they are taken.
+
+        Args:
+            others: what `noted` says of other places.
         """
+        parts = [self.noted(runs), *others]
+        events = chain([AllBlocksCleared()], *(part for part, _ in parts))
+        self.log.announce(events, 1 + sum(number for _, number in parts))
+
+    def noted(self, runs: Iterable[Run]) -> tuple[Iterator[Event], int]:
+        """The events of all that `runs` (parents first) hold now, and their number."""
         noted: list[tuple[int, bytes, list[Int32], int, list[int]]] = []
-        number = 1
+        number = 0
         for run in runs:
             keys = self._before(run.parent, run.start) + bytes(run.keys)
             tokens = [self.tokens[key] for key in split_keys(keys)]
             noted.append((run.start, keys, tokens, run.length, run.depths[:]))
             number += bool(self._dense) + len(run.depths) * len(self._tails)
-        self.log.announce(self._noted_events(noted), number)
+        return self._noted_events(noted), number
 
     def _noted_events(
         self, noted: list[tuple[int, bytes, list[Int32], int, list[int]]]
     ) -> Iterator[Event]:
         """Events of runs: (first segment, keys of the run and before it, their tokens, segments,
         boundaries of resume points)."""
-        yield AllBlocksCleared()
         for start, packed, tokens, length, depths in noted:
             keys = split_keys(packed)
             above = len(keys) - length
@@ -211,7 +257,7 @@ class Announcer:
             ids,
             a,
             None,
-            self.log.medium,
+            self.medium,
         )
 
     def _point(self, keys: tuple[bytes, ...], tokens: list[Int32], depth: int) -> Iterator[Event]:
@@ -234,7 +280,7 @@ class Announcer:
                 tuple(ids.tolist()),
                 c.block_size,
                 c.spec.sliding_window,
-                self.log.medium,
+                self.medium,
             )
 
     def segments_removed(self, keys: bytes) -> None:
@@ -247,13 +293,13 @@ class Announcer:
                 del self.tokens[key]
         if self._dense:
             names = self._dense_names
-            self._tell(BlockRemoved("dense", self._dense, names, hashes, self.log.medium))
+            self._tell(BlockRemoved("dense", self._dense, names, hashes, self.medium))
 
     def point_removed(self, key: bytes, depth: int) -> None:
         """The resume point at segment `depth`, after the segment of `key`, is gone."""
         for c, groups, names in self._tails:
             hashes = tail_hashes(key, min(c.tail, depth * self.alignment // c.block_size))
-            self._tell(BlockRemoved(c.spec.kind, groups, names, hashes, self.log.medium))
+            self._tell(BlockRemoved(c.spec.kind, groups, names, hashes, self.medium))
 
     def cleared(self) -> None:
         """Nothing is cached any more."""

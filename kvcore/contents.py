@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,6 +17,9 @@ from .prefix.pins import Pins, expiry_of
 from .prefix.requests import Sequences
 from .spec import as_int, as_seconds
 
+if TYPE_CHECKING:
+    from .tier.tiers import Tiers
+
 
 class CacheContents:
     """The part of `KVCache` that no step needs.
@@ -26,12 +29,14 @@ class CacheContents:
         pool: the pages.
         index: what is cached.
         sequences: the running requests.
+        tiers: what is behind the pool (`tier.Tiers` puts itself here).
     """
 
     alignment: int
     pool: PagePool
     index: PrefixIndex
     sequences: Sequences
+    tiers: Tiers | None = None
     _steps: Steps
     _lookup: Lookup
     _pins: Pins
@@ -82,11 +87,15 @@ class CacheContents:
         Raises:
             ValueError: `now` is not a finite number.
         """
-        return self._pins.expire(as_seconds("now", now))
+        now = as_seconds("now", now)
+        in_tiers = 0 if self.tiers is None else self.tiers.expire_pins(now)
+        return self._pins.expire(now) + in_tiers
 
     def clear(self) -> None:
-        """Forget everything cached that no running request needs, pinned or not."""
+        """Forget everything cached that no running request needs, pinned or not, in tiers too."""
         self._steps.changed()
+        if self.tiers is not None:
+            self.tiers.clear()
         self.index.clear()
 
     def evict(self, num_pages: int) -> int:
@@ -106,7 +115,8 @@ class CacheContents:
 
     def evict_pages(self, pages: Any, *, withhold: bool = False) -> Int64:
         """Free certain pages, with what cannot be found without them: to give them back, or because
-        their rows turned out wrong. Looks at all that is cached.
+        their rows turned out wrong, for which reason copies of them in tiers go too. Looks at all
+        that is cached.
 
         Args:
             pages: [n] ints in 1..num_pages - 1, in any order; repeats and free pages allowed.
@@ -128,6 +138,8 @@ class CacheContents:
         self._steps.planned = None
         is_wanted = np.zeros(self.pool.num_pages, dtype=np.bool_)
         is_wanted[ids] = True
+        if self.tiers is not None:
+            self.tiers.forget_copies(is_wanted)
         self.index.drop_pages(is_wanted)
         is_wanted[self.pool.free_pages()] = False
         is_wanted[list(self.pool.withheld)] = False
@@ -171,4 +183,5 @@ class CacheContents:
             raise ValueError(
                 "events: expected an EventLog at construction to announce to, got None"
             )
-        self._announcer.everything(self.index.runs())
+        others = [] if self.tiers is None else self.tiers.noted()
+        self._announcer.everything(self.index.runs(), others)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .arrays import NO_ROWS, Int32, Int64
+from .prefix.eviction import EvictableTree
 from .prefix.tree import Run, path_to
 from .tables.state import SNAPSHOT
 
@@ -21,23 +22,11 @@ def check_invariants(cache: KVCache) -> None:
     Raises:
         AssertionError: any count or owner is wrong.
     """
-    pool, index, a = cache.pool, cache.index, cache.alignment
+    index, a = cache.index, cache.alignment
     cache._tables.batches.check(cache.num_computed)
-    owners: list[Int32 | Int64] = [
-        pool.free_pages(),
-        np.array(sorted(pool.withheld), dtype=np.int64),
-    ]
+    owners: list[Int32 | Int64] = []
     users: list[Int32 | Int64] = []
-    holds: list[Int32 | Int64] = []
     locks: Counter[int] = Counter()
-    pins: Counter[int] = Counter()
-    segments = locked = points = pinned = 0
-    for entry in index.pins:
-        pinned_run = entry if isinstance(entry, Run) else entry.run
-        assert pinned_run is not None and pinned_run.parent is not None, "a pin of what is gone"
-        assert pinned_run.depth == entry.depth
-        for node in path_to(pinned_run):
-            pins[id(node)] += 1
     for slot in np.flatnonzero(cache.sequences.active).tolist():
         computed, cached = int(cache.num_computed[slot]), int(cache._chains.cached[slot])
         replaying = computed < int(cache._chains.replays.stop[slot])
@@ -79,6 +68,48 @@ def check_invariants(cache: KVCache) -> None:
             differs = part.reshape(c.num_tables, -1) != row[:, :whole]
             twins = np.concatenate([NO_ROWS, *cache._chains.twins.get(slot, ())])
             assert np.isin(row[:, :whole][differs], twins).all(), "a page of neither"
+    owners += cache._open.taken()
+    waiting: list[Int32 | Int64] = [pages for step in cache._open.advanced for pages in step.held]
+    users += waiting
+    check_index(index, owners, users, waiting, locks)
+    if cache._announcer is not None:
+        known = len(cache._announcer.tokens) + cache._announcer.copies.total()
+        assert known == index.num_segments, "tokens of what is not cached"
+
+
+def check_index(
+    index: EvictableTree,
+    owners: list[Int32 | Int64],
+    users: list[Int32 | Int64],
+    holds: list[Int32 | Int64],
+    locks: Counter[int],
+) -> None:
+    """Recount `index` and its pool.
+
+    Args:
+        owners: pages that somebody else than the index alone has. users, holds: pages that somebody
+            reads, or that points which are to come hold; one entry for each time.
+        locks: running requests below each run, by its id.
+
+    Raises:
+        AssertionError: any count or owner is wrong.
+    """
+    pool = index.pool
+    owners = [pool.free_pages(), np.array(sorted(pool.withheld), dtype=np.int64), *owners]
+    users, holds, locks = users[:], holds[:], locks.copy()
+    for holding in index.holdings:
+        owners.append(holding.taken)
+        users.append(holding.used)
+        for node in path_to(holding.run):
+            locks[id(node)] += 1
+    pins: Counter[int] = Counter()
+    segments = locked = points = pinned = 0
+    for entry in index.pins:
+        pinned_run = entry if isinstance(entry, Run) else entry.run
+        assert pinned_run is not None and pinned_run.parent is not None, "a pin of what is gone"
+        assert pinned_run.depth == entry.depth
+        for node in path_to(pinned_run):
+            pins[id(node)] += 1
     for run in index.runs():
         segments += run.length
         locked += run.length if run.locks else 0
@@ -97,10 +128,6 @@ def check_invariants(cache: KVCache) -> None:
             points += 1
             assert point.run is run
             holds.append(point.pages)
-    owners += cache._open.taken()
-    waiting = [pages for step in cache._open.advanced for pages in step.held]
-    users += waiting
-    holds += waiting
     assert 0 <= pool.num_reserved <= pool.num_free, "what is reserved is free"
     used, held = _count(users, pool.num_pages), _count(holds, pool.num_pages)
     used[0] = held[0] = 0  # empty entries
@@ -110,9 +137,6 @@ def check_invariants(cache: KVCache) -> None:
     assert (owned[1:] == 1).all(), "a page has two owners"
     assert segments == index.num_segments and locked == index.num_locked_segments
     assert points == index.num_points and pinned == index.num_pinned_segments
-    if cache._announcer is not None:
-        known = len(cache._announcer.tokens) + cache._announcer.copies.total()
-        assert known == segments, "tokens of what is not cached"
     assert np.count_nonzero((held > 0) & (used == 0)) == pool.num_held_only
     assert (used[1:] == pool.users[1:]).all() and (held[1:] == pool.holds[1:]).all()
 

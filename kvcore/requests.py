@@ -220,7 +220,7 @@ class RequestCalls(CacheContents):
             self._announcer.released(slot)
 
     def reset(self, *, end_requests: bool = False) -> list[Hashable]:
-        """Forget everything cached, pinned or not: for new weights, or pages that lost their rows.
+        """Forget everything cached, pinned or not, in tiers too: for new weights, or pages that lost their rows.
 
         All pages but those withheld are free afterwards. Counters go on; a `Match` made before may
         still be admitted, and hits nothing.
@@ -233,13 +233,19 @@ class RequestCalls(CacheContents):
             The ids of the requests that this ended, the one admitted first first.
 
         Raises:
-            ValueError: requests are running, and end_requests is False. Nothing changed.
+            ValueError: requests are running, and end_requests is False; or tiers have open jobs.
+                Nothing changed.
         """
         running = self.sequences.ids
         if running and end_requests is not True:
             raise ValueError(
                 f"end_requests: expected True while requests are running, got {end_requests!r} "
                 f"with {running}"
+            )
+        if self.tiers is not None and self.tiers.jobs:
+            raise ValueError(
+                f"reset: expected no open jobs of tiers, got {len(self.tiers.jobs)}: end them with "
+                f"`done` or `cancel`"
             )
         for request_id in running:  # before anything changes
             if (slot := self.sequences.slot_of(request_id)) in self._open.by_slot:

@@ -100,6 +100,8 @@ def loads(kv: KVCache, data: bytes, *, key: bytes | None = None) -> None:
         raise ValueError("kv: expected a cache without requests, cached segments, withheld pages")
     if not kv.enable_caching:
         raise ValueError("kv: expected a cache with enable_caching, got one without")
+    if kv.tiers is not None and kv.tiers.jobs:
+        raise ValueError("kv: expected no open jobs of tiers: end them with `done` or `cancel`")
     tick, arrays = _parse(kv, data, key)
     _check(kv, tick, arrays)
     _build(kv, tick, arrays)

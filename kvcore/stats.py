@@ -79,6 +79,7 @@ def stats(cache: KVCache) -> dict[str, int]:
         - cache.num_free_pages
         - cache.num_evictable_pages
         - len(cache.pool.withheld),
+        **({} if cache.tiers is None else cache.tiers.stats()),
     }
 
 

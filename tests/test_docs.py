@@ -211,7 +211,7 @@ def hooks() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("package", ["kvcore", "kvcore.device", "kernels", "models"])
+@pytest.mark.parametrize("package", ["kvcore", "kvcore.device", "kvcore.tier", "kernels", "models"])
 def test_the_reference_has_the_public_names(hooks, package):
     quire = importlib.import_module(f"quire.{package}")
     names = hooks.public_names(package)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import heapq
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from ..prefix.keys import KEY_BYTES
-from .base import Entry
+from .base import Entry, in_order
+from .returns import GONE, NOTHING, Kind, Record, Visit, hazard
 
-DOUBT = 10.0  # imagined entries of a kind, of the mean share: it has to show that it differs
 # Segments from the end of a prompt in which an earlier entry is looked for: about a millisecond.
 RECALLED = 4096
 
@@ -23,77 +23,9 @@ Queue = tuple[int, str, bool]  # segments saved per page, kind, in a conversatio
 KINDS = ("end", "end", "junction", "edited")
 
 
-class Kind:
-    """How many entries of one kind were made and returned to; late ones count more.
-
-    Attributes:
-        made, returned: how many.
-        waited: prompts until these returns, in all.
-    """
-
-    __slots__ = ("made", "returned", "waited")
-
-    def __init__(self) -> None:
-        self.made = self.returned = self.waited = 0.0
-
-    def count(self) -> None:
-        """One more was made."""
-        self.made += 1
-        if self.made > 1024:
-            self.made /= 2
-            self.returned /= 2
-            self.waited /= 2
-
-    def share(self, prior: float) -> float:
-        """How many were returned to; `prior` while there is little to tell."""
-        return (self.returned + DOUBT * prior) / (self.made + DOUBT)
-
-    def wait(self, prior: float) -> float:
-        """Mean time to a return; `prior` while there is little to tell."""
-        return (self.waited + DOUBT * prior) / (self.returned + DOUBT)
-
-
-class Visit:
-    """A prompt that was admitted."""
-
-    __slots__ = ("at", "end", "later", "moved_on", "records")
-
-    def __init__(self, at: int, end: int, later: bool) -> None:
-        self.at = at  # prompts before and with it
-        self.end = end  # segments
-        self.later = later  # it goes on with an earlier one
-        self.moved_on = False  # a later one goes on with it
-        self.records: list[Record] = []
-
-
-class Record:
-    """What `Adaptive` remembers of an entry, cached or evicted."""
-
-    __slots__ = ("entry", "kind", "last_used", "open", "since", "stand", "visit")
-
-    def __init__(self) -> None:
-        self.entry: Entry | None = None  # while it is filed
-        self.visit: Visit | None = None
-        self.kind = ""
-        self.since = 0  # prompt since which it has this kind, or was used
-        self.last_used = -1
-        self.open = False  # no prompt returned to it since
-        self.stand: Record | None = None  # an evicted longer entry whose returns it serves
-
-    @property
-    def later(self) -> bool:
-        """Its prompt goes on with an earlier one."""
-        return self.visit is not None and self.visit.later
-
-
-def hazard(share: float, half: float, age: float) -> float:
-    """Returns per prompt to an entry that none returned to so far.
-
-    A `share` of its kind is returned to at all, half of these within `half` prompts, with a long
-    tail (log-logistic, shape 1): an old entry is less and less likely to be one of them.
-    """
-    left = share * half / (half + age)
-    return left / ((half + age) * (1 - share + left))
+def segments_per_page(entry: Entry) -> float:
+    """Segments that a hit on `entry` saves for each page that its eviction frees."""
+    return entry.gain / (entry.freed or 1)
 
 
 class Adaptive:
@@ -128,14 +60,22 @@ class Adaptive:
     Args:
         patience: mean waits after which half of those who return have done so.
         memory: keys remembered, as a multiple of the cached entries.
+        worth: what a hit on an entry saves for each page that its eviction frees, in any unit;
+            segments for each page by default.
     """
 
-    def __init__(self, patience: float = 3.0, memory: float = 16.0) -> None:
+    def __init__(
+        self,
+        patience: float = 3.0,
+        memory: float = 16.0,
+        worth: Callable[[Entry], float] | None = None,
+    ) -> None:
         if not (0 <= patience < math.inf and 1 <= memory < math.inf):
             raise ValueError(
                 f"patience, memory: expected >= 0 and >= 1, got {patience} and {memory}"
             )
         self._patience, self._memory = patience, memory
+        self._worth = segments_per_page if worth is None else worth
         self._new: OrderedDict[Entry, None] = OrderedDict()  # not looked at yet
         self._filed: dict[Entry, tuple[int, Record]] = {}
         self._queues: dict[Queue, list[Filed]] = {}
@@ -183,6 +123,34 @@ class Adaptive:
                 self._stand_in(shorter, record)
             record.stand = None
             return entry
+        return None
+
+    def coming(self, n: int) -> list[Entry]:
+        """The entries that `pop` would take out next as far as they are looked at, at most `n`;
+        they stay."""
+        found: list[Entry] = []
+        heads = [
+            head for q, heap in self._queues.items() if (head := self._head(q, in_order(heap)))
+        ]
+        heapq.heapify(heads)
+        while heads and len(found) < n:
+            _, filed, queue, rest = heads[0]
+            found.append(filed[3])
+            head = self._head(queue, rest)
+            if head is None:
+                heapq.heappop(heads)
+            else:
+                heapq.heapreplace(heads, head)
+        return found
+
+    def _head(
+        self, queue: Queue, filed: Iterator[Filed]
+    ) -> tuple[float, Filed, Queue, Iterator[Filed]] | None:
+        """What the next entry of `filed` is expected to save, the entry, and the others."""
+        for head in filed:
+            known = self._filed.get(head[3], GONE)
+            if known[0] == head[2]:
+                return 2.0 ** queue[0] * self._chance(known[1]), head, queue, filed
         return None
 
     def _stand_in(self, shorter: Entry, record: Record) -> None:
@@ -245,7 +213,7 @@ class Adaptive:
             heapq.heapify(heap)
 
     def _queue(self, entry: Entry, record: Record) -> Queue:
-        _, exponent = math.frexp(entry.gain / (entry.freed or 1))
+        _, exponent = math.frexp(self._worth(entry))
         like = record.stand or record
         return exponent - 1, like.kind, like.later
 
@@ -379,7 +347,3 @@ class Adaptive:
             known = self._records.get(shorter.key)
             visit = known.visit if known is not None else None
         return visit if visit is not None and entry.depth > visit.end else None
-
-
-GONE = (0, Record())
-NOTHING = Kind()

@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol, TypeVar
 
 from ..spec import as_int
+
+T = TypeVar("T", bound=tuple[Any, ...])
 
 
 class Entry(Protocol):
@@ -136,11 +138,32 @@ class Ranked:
             del self._tickets[entry]
         return entry
 
+    def coming(self, n: int) -> list[Entry]:
+        """The entries that `pop` would take out next, at most `n`; they stay. (A policy may lack
+        this: then those used least recently are taken for it.)"""
+        found: list[Entry] = []
+        for _, _, ticket, entry in in_order(self._heap):
+            if len(found) == n:
+                break
+            if self._tickets.get(entry) == ticket:
+                found.append(entry)
+        return found
+
     def asked(self, keys: bytes, hit: int, kept: Sequence[int] = ()) -> None:
         """Called with each admitted prompt; does nothing here."""
 
     def evicted(self, entry: Entry, rank: float) -> None:
         """Called with each popped entry; does nothing here."""
+
+
+def in_order(heap: list[T]) -> Iterator[T]:
+    """Items of a heap, the least first; they stay. It must not change meanwhile."""
+    fringe = [(heap[0], 0)] if heap else []
+    while fringe:
+        item, i = heapq.heappop(fringe)
+        yield item
+        for j in range(2 * i + 1, min(2 * i + 3, len(heap))):
+            heapq.heappush(fringe, (heap[j], j))
 
 
 class Ghosts:

@@ -60,5 +60,13 @@ class S3FIFO:
             return entry
         return None
 
+    def coming(self, n: int) -> list[Entry]:
+        """The entries that `pop` would take out next while no queue is over its share, about: at
+        most `n`; they stay."""
+        queues = (self._small, self._main)
+        waiting = [(uses, entry) for queue in queues for entry, uses in queue.items()]
+        waiting.sort(key=lambda pair: pair[0])
+        return [entry for _, entry in waiting[:n]]
+
     def asked(self, keys: bytes, hit: int, kept: Sequence[int] = ()) -> None:
         """Nothing is learned from prompts."""

@@ -17,16 +17,20 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from ..announcer import Announcer
+from ..announcer import Listener
 from ..arrays import Int32
 from ..pages import PagePool
 from ..policies.base import EvictionPolicy
 from .keys import KEY_BYTES
 from .tree import ResumePoint, Run, merge, path_to, split
+
+if TYPE_CHECKING:
+    from .holdings import Holding
 
 
 class EvictableTree:
@@ -45,6 +49,7 @@ class EvictableTree:
             need.
         pins: expiry of each pinned entry, the oldest pin first.
         announcer: told of what goes; None if nobody listens.
+        holdings: what jobs keep here.
     """
 
     def __init__(
@@ -63,7 +68,7 @@ class EvictableTree:
         self.num_useless_evicted = 0  # of these segments, those that could serve no hit
         self.root = Run(None, 0, b"", np.empty((0, pages_per_segment), dtype=np.int32))
         self.root.locks = 1
-        self.announcer: Announcer | None = None
+        self.announcer: Listener | None = None
         self._useless: dict[Run, None] = {}  # an ordered set: a run is listed once
         # Calls of the policy that raised, to be repeated: `add` (True) or `discard`.
         self._failed: dict[Run | ResumePoint, bool] = {}
@@ -71,6 +76,7 @@ class EvictableTree:
         self.num_pinned_segments = 0
         self.num_pinned_point_pages = 0
         self.num_demoted_pins = 0
+        self.holdings: dict[Holding, None] = {}
 
     @property
     def num_evictable(self) -> int:
@@ -225,10 +231,14 @@ class EvictableTree:
     def _segments(self, num_pages: int) -> int:
         return -(-num_pages // max(1, self.pages_per_segment))
 
-    def clear(self) -> None:
-        """Drop all resume points, and all segments but those on the path of a running request."""
+    def clear(self, *, tell_each: bool = False) -> None:
+        """Drop all resume points, and all segments but those on the path of a running request.
+
+        Args:
+            tell_each: the announcer hears of each, and not that nothing is cached any more.
+        """
         announcer, evicted = self.announcer, (self.num_evicted_points, self.num_evicted_segments)
-        if self.num_locked_segments == 0:
+        if self.num_locked_segments == 0 and not tell_each:
             self.announcer = None  # one record for all of them, below
         runs = list(self.runs())
         points = [run.points[depth] for run in runs for depth in reversed(run.depths)]
@@ -242,7 +252,7 @@ class EvictableTree:
         self._useless.clear()
         self.announcer = announcer
         self.num_evicted_points, self.num_evicted_segments = evicted
-        if announcer is not None and self.num_locked_segments == 0:
+        if announcer is not None and self.num_locked_segments == 0 and not tell_each:
             announcer.cleared()
 
     def drop_pages(self, is_wanted: npt.NDArray[np.bool_]) -> None:

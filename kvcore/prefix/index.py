@@ -66,15 +66,18 @@ class PrefixIndex(EvictableTree):
                 break
         return run, depth
 
-    def resumable(self, run: Run, depth: int, limit: int) -> int:
-        """Longest boundary <= min(depth, limit) on the path to `run` that a request can resume
-        at."""
+    def resumable(self, run: Run, depth: int, limit: int, last: int = 0) -> int:
+        """Longest boundary <= min(depth, limit) on the path to `run` that a request can resume at.
+
+        Args:
+            last: there is a resume point at this boundary of the chain, in another index perhaps.
+        """
         limit = min(depth, limit)
         if not self.hybrid or not limit:
             return limit
         run = run_of(run, limit)
         point = point_before(run, limit + 1)
-        last = 0 if point is None else point.depth
+        last = last if point is None else max(last, point.depth)
         most = last + self.span
         boundary, below = limit, None  # on another path than over the run `below`
         while boundary > last:
@@ -89,7 +92,7 @@ class PrefixIndex(EvictableTree):
         parts = []
         node: Run | None = run
         while node is not None and node.depth > first:
-            parts.append(node.pages[max(0, first - node.start) : end - node.start])
+            parts.append(node.pages[max(0, first - node.start) : max(0, end - node.start)])
             node = node.parent
         if not parts:
             return np.empty((0, self.pages_per_segment), dtype=np.int32)
@@ -115,9 +118,11 @@ class PrefixIndex(EvictableTree):
             self.withdraw(run)
         run.locks += 1
 
-    def unlock(self, run: Run) -> Run:
-        """Undo one `lock(run)`, while the request still has its tables; the path counts as used
-        now.
+    def unlock(self, run: Run, *, used: bool = True) -> Run:
+        """Undo one `lock(run)`, while the request still has its tables.
+
+        Args:
+            used: the path counts as used now.
 
         Returns:
             `run`, or the run below it if the two were merged.
@@ -127,7 +132,8 @@ class PrefixIndex(EvictableTree):
             if node.source is not None:
                 _, node.source = node.pages, None
             node.locks -= 1
-            node.last_used = self.tick
+            if used:
+                node.last_used = self.tick
             if node.locks == 0:
                 self.num_locked_segments -= node.length
         self.became_leaf(run)

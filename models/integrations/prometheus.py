@@ -38,6 +38,26 @@ COUNTERS = {
     "evicted_segments": ("evicted_segments", "Dense segments evicted, by reason.", "reason"),
     "demoted_pins": ("demoted_pins", "Pins ended by lack of pages.", None),
 }
+# Of caches with tiers; each has the tier as its label.
+TIER_COUNTERS = {
+    "tier_stored_pages": "Pages stored in a tier.",
+    "tier_stored_points": "Resume points stored in a tier.",
+    "tier_stored_segments": "Dense segments stored in a tier.",
+    "tier_store_failures": "Stores of which a copy failed.",
+    "tier_refused_stores": "Stores for which a tier had no room.",
+    "tier_lost": "Entries evicted before they were stored in the tier.",
+    "tier_loaded_pages": "Pages loaded from a tier.",
+    "tier_loaded_points": "Resume points loaded from a tier.",
+    "tier_loaded_segments": "Dense segments loaded from a tier.",
+    "tier_load_failures": "Loads of which a copy failed.",
+    "tier_journal_errors": "Errors of a tier's journal.",
+}
+TIER_GAUGES = {
+    "tier_points": "Resume points in a tier now.",
+    "tier_segments": "Dense segments in a tier now.",
+    "tier_free_pages": "Pages of a tier that hold nothing.",
+    "tier_queued_bytes": "Bytes of loads that are not done.",
+}
 GAUGES = {
     "resume_points": ("resume_points", "Resume points cached now."),
     "cached_segments": ("cached_segments", "Dense segments cached now."),
@@ -90,6 +110,15 @@ class KVCacheCollector:
             yield family
         for key, (name, text) in GAUGES.items():
             yield self._core.GaugeMetricFamily(f"{self._prefix}_{name}", text, value=stats[key])
+        families = self._core.CounterMetricFamily, self._core.GaugeMetricFamily
+        for of_tiers, make in zip((TIER_COUNTERS, TIER_GAUGES), families, strict=True):
+            for key, text in of_tiers.items():
+                family = make(f"{self._prefix}_{key}", text, labels=["tier"])
+                for stat, value in stats.items():
+                    if stat.startswith(f"{key}/"):
+                        family.add_metric([stat.partition("/")[2]], value)
+                if family.samples:
+                    yield family
 
 
 def metrics_text(kv: KVCache, prefix: str = "quire_kv") -> str:

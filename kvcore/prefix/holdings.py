@@ -1,0 +1,113 @@
+"""What jobs keep of an index while they copy pages, and how the pages that they filled become
+entries.
+
+A job is no request: it has no slot and no tables. It locks a path, so that nothing on it is
+evicted; it reads pages of resume points; and it has pages of its own, which it fills. When these
+are filled, `adopt` makes entries of them:
+
+    segments        0   1   2 | 3   4   5        a job that brings segments 3 to 5 and the resume
+    resume points           2             5      point at 6 locks the path to the end of segment 2
+    locked          =========
+    taken                       --------- --
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..arrays import NO_VALUES, Int32
+from .index import PrefixIndex
+from .keys import KEY_BYTES
+from .tree import Run
+
+
+class Holding:
+    """What a job keeps of an index and its pool, as a running request does.
+
+    Args:
+        index: whose path is locked up to the end of `run`.
+        used: pages of resume points that are read (repeats and the null page allowed).
+
+    Attributes:
+        run: where the locked path ends.
+        taken: [n] int32 pages that are nobody else's, see `take`.
+    """
+
+    def __init__(self, index: PrefixIndex, run: Run, used: Int32 = NO_VALUES) -> None:
+        self.index, self.run, self.used = index, run, used
+        self.taken: Int32 = NO_VALUES
+        index.lock(run)
+        index.pool.use_held(used)
+        index.holdings[self] = None
+
+    def take(self, num_pages: int) -> Int32:
+        """Take free pages; returns them."""
+        pool = self.index.pool
+        self.taken = pool.peek(num_pages).astype(np.int32)
+        pool.take(num_pages)
+        return self.taken
+
+    def detach(self) -> None:
+        """Keep the pages that were taken alone."""
+        index = self.index
+        index.pool.unuse(self.used)
+        run, self.run, self.used = self.run, index.root, NO_VALUES
+        index.unlock(run, used=False)
+
+    def end(self, *, used: bool = False) -> None:
+        """Let go of everything; `used`: the path counts as used now."""
+        pool = self.index.pool
+        del self.index.holdings[self]
+        pool.unuse(self.used)
+        pool.put(self.taken)
+        self.index.unlock(self.run, used=used)
+
+
+def adopt(
+    index: PrefixIndex,
+    keys: bytes,
+    first: int,
+    pages: Int32,
+    point: Int32 | None = None,
+    tokens: Int32 | None = None,
+) -> tuple[int, bool]:
+    """Make entries of pages that nobody has: the caller's from now on, or free again.
+
+    Segments [0, first) of the chain are there and locked. Of segments that are there already, and
+    of a resume point that is, the old pages stay, and the new ones are free again.
+
+    Args:
+        keys: of segments [0, first + n), 32 bytes each.
+        pages: [n, pages_per_segment] taken pages of segments [first, first + n).
+        point: [pages_per_point] pages of the resume point at the end: pages that were taken, and
+            pages that other points of `index` hold and the caller keeps in use.
+        tokens: [n, alignment] of the segments; needed where the index has an announcer.
+
+    Returns:
+        (segments that were not there, whether the resume point was not).
+    """
+    run, depth = index.find(keys, first)
+    assert depth == first, "the chain before is locked"
+    run = index.end_at(run, first)
+    index.lock(run)
+    new = keys[first * KEY_BYTES :]
+
+    def source(begin: int, end: int) -> Int32:
+        return pages[begin - first : end - first]
+
+    end, known = index.insert(run, new, source)
+    index.pool.put(pages[:known].ravel())
+    if index.announcer is not None and known < len(pages):
+        before = keys[(first + known - 1) * KEY_BYTES : (first + known) * KEY_BYTES]
+        told = None if tokens is None else tokens[known:]
+        index.announcer.adopted(new[known * KEY_BYTES :], told, before or None, first + known)
+    is_new = False
+    if point is not None:
+        is_new = index.add_point(end, end.depth, point)
+        index.pool.hold(point)
+        if not is_new:
+            index.pool.unhold(point)
+        elif index.announcer is not None:
+            index.announcer.point(end, end.depth)
+    index.unlock(end)
+    return len(pages) - known, is_new

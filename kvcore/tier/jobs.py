@@ -1,0 +1,158 @@
+"""Jobs: pages that the engine is to copy between places."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from ..arrays import Int32, Int64, as_ints
+from ..prefix.holdings import Holding
+from ..prefix.keys import KEY_BYTES, Prompt
+from ..prefix.tree import ResumePoint, Run
+from .places import Place
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """Pages of one group that go from one place to another.
+
+    Attributes:
+        group: index of the cache group.
+        source, target: names of the places.
+        sources, targets: [n] int32 page ids there; page ``sources[i]`` goes to ``targets[i]``.
+    """
+
+    group: int
+    source: str
+    target: str
+    sources: Int32
+    targets: Int32
+
+    def __len__(self) -> int:
+        return len(self.sources)
+
+
+@dataclass(eq=False)
+class Job:
+    """Pages to copy. Tell `Tiers.done` when all of them are, or which of them could not be.
+
+    Attributes:
+        kind: ``"store"`` or ``"load"``.
+        copies: what to copy, group after group in the order of the groups: an engine that copies
+            the pages of a group tensor by tensor may run layer 0 when its tensor's are there.
+        num_pages, num_bytes: of all copies.
+        num_tokens: what a load will make a hit on the device, if nothing fails; of a store, tokens
+            of the prefix that it makes findable there.
+        is_open: neither done nor cancelled yet.
+    """
+
+    kind: Literal["store", "load"]
+    copies: tuple[Copies, ...]
+    num_pages: int
+    num_bytes: int
+    num_tokens: int
+    is_open: bool = True
+    parts: JobParts = field(repr=False, kw_only=True)
+
+    def cut(self, max_pages: int) -> Iterator[tuple[Copies, ...]]:
+        """The copies in portions of at most `max_pages` pages, in their order.
+
+        Raises:
+            ValueError: `max_pages` is below 1.
+        """
+        if max_pages < 1:
+            raise ValueError(f"max_pages: expected at least 1, got {max_pages}")
+        portion: list[Copies] = []
+        room = max_pages
+        for c in self.copies:
+            start = 0
+            while start < len(c):
+                end = min(len(c), start + room)
+                some = Copies(
+                    c.group, c.source, c.target, c.sources[start:end], c.targets[start:end]
+                )
+                portion.append(some)
+                room -= end - start
+                start = end
+                if not room:
+                    yield tuple(portion)
+                    portion, room = [], max_pages
+        if portion:
+            yield tuple(portion)
+
+
+@dataclass(eq=False, slots=True)
+class JobParts:
+    """What a job brings, and what it keeps meanwhile.
+
+    Attributes:
+        target: where it goes.
+        keys: of the chain up to its last segment.
+        first: number of its first segment.
+        segments: [n, pages_per_segment] pages of the target.
+        point: [pages_per_point] pages of the target of the resume point at the end, or None.
+        holding: of the target. holdings: of the sources.
+        sources, places, targets, units: [num_pages] source page, number of the place (see
+            `sources_of`), target page, and segment (-1: of the resume point) of each copy.
+        source_places: the places.
+        entry: of the device or a tier, that is stored.
+        prompt: that a load is for.
+        is_void: what was cached before it was forgotten meanwhile: it brings nothing.
+    """
+
+    target: Place
+    keys: bytes
+    first: int
+    segments: Int32
+    point: Int32 | None
+    holding: Holding
+    holdings: list[Holding]
+    sources: Int32
+    places: Int64
+    targets: Int32
+    units: Int64
+    source_places: list[Place]
+    entry: Run | ResumePoint | None = None
+    prompt: Prompt | None = None
+    tokens: Int32 | None = None
+    is_void: bool = False
+
+    @property
+    def first_key(self) -> tuple[str, bytes]:
+        """The target and the key of the first segment; that is empty where there is none."""
+        start = self.first * KEY_BYTES
+        return self.target.name, self.keys[start : start + KEY_BYTES]
+
+    def failed_rows(self, failed: Any) -> Int64:
+        """Copies whose target is in `failed`.
+
+        Raises:
+            ValueError: `failed` has pages that are no targets of the job.
+        """
+        pages = np.unique(as_ints("failed", failed)).ravel()
+        rows: Int64 = np.isin(self.targets, pages).nonzero()[0]
+        if len(rows) < len(pages):
+            raise ValueError(
+                f"failed: expected pages that are targets of the job, got "
+                f"{np.setdiff1d(pages, self.targets).tolist()}"
+            )
+        return rows
+
+
+def copies_of(
+    groups: Int64, places: Int64, sources: Int32, targets: Int32, names: list[str], target: str
+) -> tuple[Copies, ...]:
+    """[n] pages by group and place, in the order of groups."""
+    if not len(sources):
+        return ()
+    order = np.lexsort((places, groups))
+    groups, places, sources, targets = groups[order], places[order], sources[order], targets[order]
+    starts = np.flatnonzero(np.diff(groups * len(names) + places, prepend=-1))
+    ends = [*starts[1:].tolist(), len(sources)]
+    return tuple(
+        Copies(int(groups[i]), names[places[i]], target, sources[i:end], targets[i:end])
+        for i, end in zip(starts.tolist(), ends, strict=True)
+    )

@@ -1,0 +1,317 @@
+"""What is where of a prompt, and the cheapest way to have it on the device.
+
+Every place has a tree of its own, so the dense chain that all of them hold between them is as long
+as the longest; a resume point may be in any of them, or be made of neighbours that two of them
+hold. The seconds of a way are those of its loads, which go over several links at once, and then of
+the prefill of what is left:
+
+    segments            0   1   2   3   4   5   6        device: hit at 1, dense up to 4
+    device              =========================        host: dense up to 6, resume point at 5
+    host  dense         =============================    a hit at 5: segment 4 and the window pages
+    resume points           d               h            of the point come from the host
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from ..arrays import Int32, Int64
+from ..prefix.keys import Prompt
+from ..prefix.lookup import Match, Reason, limited_by
+from ..prefix.replays import replay_range
+from ..prefix.tree import ResumePoint, point_after, point_before, run_of
+from .places import Found, Place, Tails, Tier
+
+if TYPE_CHECKING:
+    from ..cache import KVCache
+    from .jobs import Job
+
+Limit = Reason | Literal["slower"]
+
+_EXPLANATIONS: dict[Limit, str] = {
+    "caching-disabled": "caching is disabled",
+    "prompt-too-short": "the prompt has no whole segment before its last token",
+    "prompt-end": "every segment before the last token was found",
+    "max-tokens": "no longer hit was asked for",
+    "not-cached": "nothing of this prompt is kept anywhere",
+    "diverged": "the chain that is kept ends, or differs from the prompt, there",
+    "resume-point": "dense blocks reach {dense}, but no resume point does",
+    "slower": "loading more would take longer than computing it",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one place gives to a prompt.
+
+    Attributes:
+        place: its name; ``"device"`` gives without a copy, ``"compute"`` stands for the prefill.
+        num_tokens: whose dense blocks come from here, or which are computed.
+        num_pages, num_bytes: to copy, window pages included.
+        seconds: until they are there, or computed.
+    """
+
+    place: str
+    num_tokens: int
+    num_pages: int
+    num_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class TierMatch:
+    """Result of a look-up in all places.
+
+    Attributes:
+        num_tokens: the hit once everything is loaded.
+        num_saved_tokens: tokens that the request will not compute then; less than `num_tokens`
+            never, more where it replays.
+        device: the match on the device alone, as of `KVCache.match`.
+        shares: what each place gives, the device first and what is computed last.
+        seconds: until the whole prompt is computed: loads, then prefill.
+        limited_by: why the hit is not longer.
+        dense_tokens: tokens whose dense blocks are kept somewhere.
+        pending: an open load of this prompt, if there is one: to wait for it may be enough.
+    """
+
+    num_tokens: int
+    num_saved_tokens: int
+    device: Match
+    shares: tuple[Share, ...]
+    seconds: float
+    limited_by: Limit
+    dense_tokens: int
+    pending: Job | None = field(default=None, repr=False)
+
+    @property
+    def prompt(self) -> Prompt:
+        """The hashed prompt."""
+        return self.device.prompt
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes to load."""
+        return sum(share.num_bytes for share in self.shares)
+
+    def explain(self) -> str:
+        """One sentence: hit length, what comes from where, and what limited it."""
+        texts = []
+        for s in self.shares:
+            if s.place == "device":
+                texts.append(f"{s.num_tokens} on the device")
+            elif s.place == "compute":
+                texts.append(f"{s.num_tokens} to compute ({_time(s.seconds)})")
+            elif s.num_pages:
+                texts.append(
+                    f"{s.num_tokens} from {s.place} "
+                    f"({s.num_bytes / 2**20:.3g} MiB, {_time(s.seconds)})"
+                )
+        why = _EXPLANATIONS[self.limited_by].format(dense=self.dense_tokens)
+        saved = self.num_saved_tokens
+        return f"{saved} of {self.prompt.num_tokens} tokens: {', '.join(texts)}; {why}"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+@dataclass(slots=True)
+class Way:
+    """One way to have a prefix on the device.
+
+    Attributes:
+        found: where the chain ends in each place; the device is the first.
+        hit: boundary of the resume point, or the end where none is needed. dense: boundary up to
+            which dense segments are then there. Both in segments.
+        ranges: (number of the place, first, end) of the segments to load.
+        tail: ([pages_per_point] number of the place, and page there) of the resume point to load.
+        saved: tokens that are not computed then.
+        pages: pages to copy from each place.
+        seconds: of the loads and the prefill.
+    """
+
+    found: list[Found]
+    hit: int
+    dense: int
+    ranges: list[tuple[int, int, int]]
+    tail: tuple[Int64, Int32] | None
+    saved: int
+    pages: list[int]
+    seconds: float = 0.0
+
+
+class Planner:
+    """Finds the cheapest way; changes nothing.
+
+    Args:
+        kv: the cache whose pool is the device.
+        device, tiers: all places.
+        page_bytes: bytes of a page in all of its tensors.
+
+    Attributes:
+        prefill_tokens_per_second: as measured.
+    """
+
+    def __init__(
+        self, kv: KVCache, device: Place, tiers: list[Tier], tails: Tails, page_bytes: int,
+        prefill_tokens_per_second: float,
+    ) -> None:  # fmt: skip
+        self._kv, self._device, self._tiers, self._tails = kv, device, tiers, tails
+        self._page_bytes = page_bytes
+        self.prefill_tokens_per_second = prefill_tokens_per_second
+
+    def match(
+        self, prompt: Prompt, max_tokens: int | None, pending: Job | None
+    ) -> tuple[TierMatch, Way]:
+        """What is where of `prompt`, and the cheapest way."""
+        kv, a = self._kv, self._kv.alignment
+        match, run = kv._lookup.find(prompt, max_tokens)
+        limit = prompt.num_segments if kv.enable_caching else 0
+        found = [Found(self._device, run, match.dense_tokens // a)]
+        found += [Found(tier, *tier.index.find(prompt.keys, limit)) for tier in self._tiers]
+        usable = min((prompt.num_tokens - 1) // a, prompt.num_segments)
+        most = usable if match.max_tokens is None else min(usable, match.max_tokens // a)
+        ways = [self._as_is(match, found), *self._ways(match, found, most)]
+        for way in ways:
+            way.seconds = self._seconds(prompt, way)
+        best = min(ways, key=lambda way: (way.seconds, -way.saved, sum(way.pages)))
+        dense = max(f.depth for f in found)
+        why: Limit = limited_by(kv.enable_caching, usable, most, dense, best.hit)
+        if best.saved < max(way.saved for way in ways):
+            why = "slower"
+        made = TierMatch(
+            best.hit * a, best.saved, match, self._shares(prompt, best), best.seconds, why,
+            dense * a, pending,
+        )  # fmt: skip
+        return made, best
+
+    def _as_is(self, match: Match, found: list[Found]) -> Way:
+        """The way without any load."""
+        hit = (match.replay_to or match.num_tokens) // self._kv.alignment
+        return Way(found, hit, found[0].depth, [], None, match.num_saved_tokens, [0] * len(found))
+
+    def _ways(self, match: Match, found: list[Found], most: int) -> list[Way]:
+        """Ways with loads. Seconds grow and shrink evenly between the ends of the chains, so these
+        are where to look."""
+        kv, a = self._kv, self._kv.alignment
+        ways: dict[tuple[int, int, bool], Way] = {}
+        for n in range(2, len(found) + 1):
+            some = found[:n]
+            for limit in {min(f.depth, most) for f in some}:
+                hit = self.boundary(some, limit)
+                if hit * a > match.num_tokens and (n, hit, True) not in ways:
+                    ways[n, hit, True] = self._way(found, n, hit, True)
+                replays = kv.replay_tokens is not None and kv.hybrid
+                if replays and limit > found[0].depth and (n, limit, False) not in ways:
+                    ways[n, limit, False] = self._way(found, n, limit, False)
+        for way in ways.values():
+            self._save(way, match, most)
+        return [way for way in ways.values() if way.saved > match.num_saved_tokens]
+
+    def _save(self, way: Way, match: Match, most: int) -> None:
+        """What the request does not compute, as `Lookup.find` will see it."""
+        kv, a = self._kv, self._kv.alignment
+        hit = way.hit if way.tail is not None or not kv.hybrid else match.num_tokens // a
+        way.saved = hit * a
+        if kv.replay_tokens is not None and kv.hybrid:
+            replay = replay_range(min(way.dense, most) * a, hit * a, kv.replay_tokens, a)
+            if replay is not None:
+                way.saved, way.hit = replay[0], replay[1] // a
+
+    def boundary(self, found: list[Found], limit: int) -> int:
+        """Longest boundary <= `limit` that a request could resume at with what `found` holds."""
+        limit = min(limit, max(f.depth for f in found))
+        if not self._kv.hybrid or not limit:
+            return limit
+        last = max(0 if p is None else p.depth for p in (_before(f, limit) for f in found))
+        return max(f.place.index.resumable(f.run, f.depth, limit, last) for f in found)
+
+    def _way(self, found: list[Found], n: int, hit: int, with_point: bool) -> Way:
+        """The way to `hit` by what the first `n` of `found` hold."""
+        at, ranges = found[0].depth, list[tuple[int, int, int]]()
+        for i, f in enumerate(found[:n]):
+            if i and at < (end := min(f.depth, hit)):
+                ranges.append((i, at, end))
+                at = end
+        pages = [0] * len(found)
+        for i, first, end in ranges:
+            pages[i] += (end - first) * self._kv.layout.pages_per_segment
+        tail = None
+        if with_point and self._kv.hybrid:
+            tail = self.tail(found[:n], hit)
+            counts = np.bincount(tail[0][tail[1] != 0], minlength=len(found))
+            pages = [p + int(c) for p, c in zip(pages, counts, strict=True)]
+            pages[0] = 0
+        return Way(found, hit, max(at, found[0].depth), ranges, tail, 0, pages)
+
+    def tail(self, found: list[Found], depth: int) -> tuple[Int64, Int32]:
+        """Where the pages of the resume point at `depth` are: number of the place, and page
+        there."""
+        exact = next((i for i, f in enumerate(found) if f.point(depth) is not None), None)
+        if exact is None:
+            places, pages = self._tail_between(found, depth)
+        else:
+            point = found[exact].point(depth)
+            assert point is not None
+            pages = point.pages.copy()
+            places = np.full(len(pages), exact, dtype=np.int64)
+        before = _before(found[0], depth)
+        if exact != 0 and before is not None:  # the device's own blocks need no copy
+            later, earlier = self._tails.shared(depth - before.depth)
+            places[later], pages[later] = 0, before.pages[earlier]
+        return places, pages
+
+    def _tail_between(self, found: list[Found], depth: int) -> tuple[Int64, Int32]:
+        """`tail` out of the points before and after `depth`."""
+        befores = [(p.depth, -i, p) for i, f in enumerate(found) if (p := _before(f, depth))]
+        last, minus, before = max(befores, default=(0, 0, None))
+        most = last + self._device.index.span
+        afters = (
+            (i, p)
+            for i, f in enumerate(found)
+            if f.depth >= depth and (p := point_after(run_of(f.run, depth), depth, most))
+        )
+        number, after = next(afters)  # there is one: `boundary` found it
+        n = len(after.pages)
+        first = None if before is None else np.arange(1, n + 1, dtype=np.int32)
+        code = self._kv.layout.tail_between(
+            depth, last, first, after.depth, np.arange(n + 1, 2 * n + 1, dtype=np.int32)
+        )
+        none = np.zeros(n, dtype=np.int32)
+        pages = np.concatenate([none[:1], none if before is None else before.pages, after.pages])
+        places = np.repeat([0, -minus, number], [1, n, n])
+        return places[code], pages[code]
+
+    def compute_seconds(self, num_segments: int) -> float:
+        """Seconds that the prefill of so many segments takes."""
+        return num_segments * self._kv.alignment / self.prefill_tokens_per_second
+
+    def _seconds(self, prompt: Prompt, way: Way) -> float:
+        return self._load_seconds(way) + self._prefill_seconds(prompt, way)
+
+    def _load_seconds(self, way: Way) -> float:
+        loads = zip(self._tiers, way.pages[1:], strict=True)
+        return max((t.load_seconds(n * self._page_bytes) for t, n in loads), default=0.0)
+
+    def _prefill_seconds(self, prompt: Prompt, way: Way) -> float:
+        return (prompt.num_tokens - way.saved) / self.prefill_tokens_per_second
+
+    def _shares(self, prompt: Prompt, way: Way) -> tuple[Share, ...]:
+        a = self._kv.alignment
+        shares = [Share("device", min(way.found[0].depth, way.hit) * a, 0, 0, 0.0)]
+        for i, tier in enumerate(self._tiers, 1):
+            tokens = sum(end - first for j, first, end in way.ranges if j == i) * a
+            size = way.pages[i] * self._page_bytes
+            shares.append(Share(tier.name, tokens, way.pages[i], size, tier.load_seconds(size)))
+        left = prompt.num_tokens - way.saved
+        seconds = self._prefill_seconds(prompt, way)
+        return (*shares, Share("compute", left, 0, 0, seconds))
+
+
+def _before(found: Found, depth: int) -> ResumePoint | None:
+    """The last resume point at or before boundary `depth` of the chain in a place."""
+    depth = min(depth, found.depth)
+    return point_before(run_of(found.run, depth), depth + 1) if depth else None

@@ -1,0 +1,231 @@
+"""Places where pages are: the device's pool, and the tiers behind it, each with an index."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..arrays import Int32, Int64
+from ..attachments import check_policy
+from ..pages import PagePool
+from ..policies.base import EvictionPolicy
+from ..prefix.holdings import Holding
+from ..prefix.index import PrefixIndex
+from ..prefix.tree import ResumePoint, Run, run_of
+from ..spec import Layout, as_int
+from .ledger import Ledger, TierAnnouncer
+from .records import Journal
+from .restore import restore
+
+DEVICE = "device"
+
+
+@dataclass(frozen=True)
+class TierSpec:
+    """One tier behind the pool.
+
+    Args:
+        num_pages: pages that it has room for, page 0 (never used) included.
+        bytes_per_second: of its link: how quickly pages come from it. `Tiers.done` measures it.
+        policy: eviction policy, of this tier alone. None: `Adaptive`, with the seconds that an
+            entry saves for each of its bytes.
+        journal: keeps the tier past the end of the process; None keeps nothing.
+
+    Raises:
+        ValueError: a field is out of range.
+    """
+
+    num_pages: int
+    bytes_per_second: float
+    policy: EvictionPolicy | None = None
+    journal: Journal | None = None
+
+    def __post_init__(self) -> None:
+        as_int("num_pages", self.num_pages, 2, 2**31 - 1)
+        as_rate("bytes_per_second", self.bytes_per_second)
+        if self.policy is not None:
+            check_policy(self.policy)
+
+
+def as_rate(name: str, value: float) -> float:
+    """`value` as a rate, in something a second.
+
+    Raises:
+        ValueError: it is no number above 0.
+    """
+    number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(
+        value, bool
+    )
+    if not number or not 0 < value < float("inf"):
+        raise ValueError(f"{name}: expected a finite number > 0, got {value!r}")
+    return float(value)
+
+
+class Place:
+    """A pool of pages and what is cached in it.
+
+    Args:
+        name: ``"device"``, or that of a tier.
+        index: of its pages.
+    """
+
+    def __init__(self, name: str, index: PrefixIndex) -> None:
+        self.name, self.index = name, index
+
+    @property
+    def num_free(self) -> int:
+        """Pages that nobody has and no step has reserved."""
+        return self.index.pool.num_free - self.index.pool.num_reserved
+
+    def make_room(self, num_pages: int) -> bool:
+        """Evict until `num_pages` are free; False, and nothing changed, where that is not
+        enough."""
+        lacks = num_pages - self.num_free
+        if lacks > self.index.num_evictable:
+            return False
+        if lacks > 0:
+            self.index.evict(lacks)
+        return True
+
+    def drop(self, pages: Int32) -> None:
+        """Evict what holds `pages`, and what is found only through it; what is locked stays."""
+        is_wanted = np.zeros(self.index.pool.num_pages, dtype=np.bool_)
+        is_wanted[pages] = True
+        is_wanted[0] = False
+        if is_wanted.any():
+            self.index.drop_pages(is_wanted)
+
+
+class Tier(Place):
+    """A tier, its link and its counters.
+
+    Args:
+        name: of the tier.
+        spec: as it was asked for.
+        policy: of its index.
+        layout, span: of the device's index.
+        announcer: writes events; None if nobody listens.
+
+    Attributes:
+        ledger: hears of what comes and goes.
+        bytes_per_second: of its link, as measured.
+        queued_bytes: of loads that are not done.
+        counters: since the start; see `Tiers.stats`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        spec: TierSpec,
+        policy: EvictionPolicy,
+        layout: Layout,
+        span: int,
+        announcer: TierAnnouncer | None,
+    ) -> None:
+        pool = PagePool(spec.num_pages)
+        index = PrefixIndex(
+            pool, layout.pages_per_segment, layout.hybrid, policy, span, layout.tail_between
+        )
+        super().__init__(name, index)
+        self.bytes_per_second = float(spec.bytes_per_second)
+        self.queued_bytes = 0
+        self.counters = dict.fromkeys(COUNTERS, 0)
+        self.ledger = index.announcer = Ledger(spec.journal, announcer)
+        if spec.journal is not None:
+            kept, lost = restore(index, spec.journal.records(), layout.pages_per_point)
+            self.ledger.records = {(r.kind, r.key): r for r in kept}
+            if lost:
+                spec.journal.removed(lost[::-1])
+
+    def make_room(self, num_pages: int) -> bool:
+        """As of `Place`; False too once the journal is broken."""
+        if self.ledger.is_broken:
+            return False
+        has_room = super().make_room(num_pages)
+        self.ledger.flush()
+        return has_room and not self.ledger.is_broken
+
+    def drop(self, pages: Int32) -> None:
+        """As of `Place`."""
+        super().drop(pages)
+        self.ledger.flush()
+
+    def load_seconds(self, num_bytes: int) -> float:
+        """Seconds until so many bytes have come, after all that is queued."""
+        return (self.queued_bytes + num_bytes) / self.bytes_per_second if num_bytes else 0.0
+
+    def measured(self, num_bytes: int, seconds: float) -> None:
+        """`num_bytes` came in `seconds`: the rate moves towards that."""
+        self.bytes_per_second += 0.2 * (num_bytes / seconds - self.bytes_per_second)
+
+
+COUNTERS = (
+    "stored_pages", "stored_points", "stored_segments", "store_failures", "loaded_pages",
+    "loaded_points", "loaded_segments", "load_failures", "lost", "refused_stores",
+)  # fmt: skip
+
+
+@dataclass(slots=True)
+class Found:
+    """Where the chain of a prompt ends in a place.
+
+    Attributes:
+        run: in which it ends, after `depth` segments.
+    """
+
+    place: Place
+    run: Run
+    depth: int
+
+    def point(self, depth: int) -> ResumePoint | None:
+        """The resume point at boundary `depth` here."""
+        return run_of(self.run, depth).points.get(depth) if 0 < depth <= self.depth else None
+
+    def hold(self, depth: int, used: Int32) -> Holding:
+        """Keep the chain up to boundary `depth`, and the pages `used`."""
+        index = self.place.index
+        run = index.end_at(self.run, depth) if depth else index.root
+        return Holding(index, run, used)
+
+
+class Tails:
+    """Columns of resume points and segments: whose they are, and which of them points share.
+
+    Attributes:
+        segment_groups, point_groups: [pages_per_segment], [pages_per_point] group of each column.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self.segment_groups: Int64 = np.zeros(layout.pages_per_segment, dtype=np.int64)
+        self.point_groups: Int64 = np.zeros(layout.pages_per_point, dtype=np.int64)
+        for c in layout.classes:
+            groups = np.array([layout.tables[t][0] for t in c.tables.tolist()])
+            if c.spec.kind == "dense":
+                n = c.num_tables * c.per_segment
+                self.segment_groups[c.segment_offset :][:n] = groups.repeat(c.per_segment)
+            self.point_groups[c.tail_offset :][: c.num_tables * c.tail] = groups.repeat(c.tail)
+        self._shared: dict[int, tuple[Int64, Int64]] = {}
+
+    def shared(self, gap: int) -> tuple[Int64, Int64]:
+        """Columns of a point whose blocks a point `gap` segments before it holds too, and the
+        columns that these have there."""
+        found = self._shared.get(gap)
+        if found is None:
+            later, earlier = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+            for c in self._layout.classes:
+                n = max(0, c.tail - gap * c.per_segment)
+                first = c.tail_offset + c.tail * np.arange(c.num_tables)[:, None]
+                later.append((first + np.arange(n)).ravel())
+                earlier.append((first + np.arange(c.tail - n, c.tail)).ravel())
+            found = np.concatenate(later), np.concatenate(earlier)
+            if len(self._shared) < 4096:
+                self._shared[gap] = found
+        return found
+
+
+def names_of(places: Iterable[Place]) -> list[str]:
+    """Names of `places`."""
+    return [place.name for place in places]

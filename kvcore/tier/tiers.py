@@ -1,0 +1,355 @@
+"""`Tiers`: host memory and disk behind the pool of one cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..attachments import attach
+from ..events import Event
+from ..plan import OutOfPages
+from ..policies.adaptive import Adaptive
+from ..policies.base import Entry
+from ..prefix.extra_keys import ExtraKeys
+from ..prefix.keys import KEY_BYTES, Prompt
+from ..prefix.pins import Pins
+from ..spec import Layout, as_int
+from .hints import Answer, Hints, Intent
+from .jobs import Job
+from .ledger import TierAnnouncer, tokens_of
+from .match import Planner, TierMatch
+from .open_jobs import OpenJobs
+from .places import DEVICE, Found, Place, Tails, Tier, TierSpec, as_rate
+from .stores import Stores
+from .transfers import Lack, Transfers
+from .watched import Watched
+
+if TYPE_CHECKING:
+    from ..cache import KVCache
+
+
+LEAST_WORTH = 1e-9  # seconds: an entry whose load takes longer than its prefill
+MEDIA = {"host": "CPU", "disk": "DISK"}  # in events
+
+
+class Tiers(OpenJobs):
+    """Tiers behind the pool of a cache: what leaves the pool is kept there, and comes back.
+
+    They keep whole entries, as the pool does: dense segments, each after its parent, and resume
+    points, each with its chain. Pages are copied by the engine: `stores` and `load` hand out jobs,
+    and `done` ends them. Nothing of it happens in the calls of a step.
+
+    Args:
+        kv: the cache, new or in use; one `Tiers` for each.
+        host, disk: the tiers behind the device, the nearer first; at least one.
+        prefill_tokens_per_second: what the engine computes; `computed` measures it.
+        page_bytes: bytes of a page id, in all page tensors; by default those of one tensor.
+        watermark: pages of the pool that are to be free, or to be had without a loss: so many of
+            those that eviction takes next are copied before it comes. By default an eighth of
+            each place.
+        max_hint_bytes: that the prefixes which one tenant (one salt) retains by hints may have;
+            None for no limit but that of pins.
+
+    Attributes:
+        tiers: those there are, the nearest first.
+        jobs: that are open, the oldest first.
+
+    Calls are to be made as those of the cache: one at a time, between steps. `load`, `done` and
+    `cancel` void a plan that is not committed.
+
+    Raises:
+        ValueError: no tier, an argument out of range, a cache without caching, or with tiers.
+    """
+
+    def __init__(
+        self,
+        kv: KVCache,
+        *,
+        host: TierSpec | None = None,
+        disk: TierSpec | None = None,
+        prefill_tokens_per_second: float,
+        page_bytes: int | None = None,
+        watermark: int | None = None,
+        max_hint_bytes: int | None = None,
+    ) -> None:
+        if not kv.enable_caching:
+            raise ValueError("kv: expected a cache with enable_caching, got one without")
+        if kv.tiers is not None:
+            raise ValueError("kv: expected a cache without tiers, got one that has some")
+        specs = {name: s for name, s in (("host", host), ("disk", disk)) if s is not None}
+        if not specs:
+            raise ValueError("host, disk: expected at least one TierSpec, got None")
+        for name, spec in specs.items():
+            if not isinstance(spec, TierSpec):
+                raise ValueError(f"{name}: expected a TierSpec, got {spec!r}")
+        rate = as_rate("prefill_tokens_per_second", prefill_tokens_per_second)
+        size = kv.layout.page_bytes if page_bytes is None else as_int("page_bytes", page_bytes, 1)
+        if watermark is not None:
+            watermark = as_int("watermark", watermark, 0)
+        self._kv = kv
+        self.page_bytes = size
+        self.jobs: dict[Job, None] = {}
+        self._device = Place(DEVICE, kv.index)
+        self.tiers: tuple[Tier, ...] = tuple(self._tier(name, spec) for name, spec in specs.items())
+        tails = Tails(kv.layout)
+        self._transfers = Transfers(tails, kv.alignment, size)
+        self._planner = Planner(kv, self._device, [*self.tiers], tails, size, rate)
+        self._stores = Stores(
+            [self._device, *self.tiers], self._transfers, self._planner, watermark
+        )
+        self._loading: dict[bytes, Job] = {}  # by the key of the boundary
+        self._hints = Hints(self, max_hint_bytes)
+        self._watch()
+        kv.tiers = self
+        for spec in specs.values():
+            attach(spec.policy)
+
+    def _tier(self, name: str, spec: TierSpec) -> Tier:
+        policy = spec.policy
+        if policy is None:
+            policy = Adaptive(worth=lambda entry: self._worth(name, entry))
+        kv, announcer = self._kv, None
+        if kv._announcer is not None:
+            log, medium = kv._announcer.log, MEDIA[name]
+            announcer = TierAnnouncer(log, kv.layout, kv.sequences, medium)
+        return Tier(name, spec, policy, kv.layout, kv.index.span, announcer)
+
+    def _worth(self, name: str, entry: Entry) -> float:
+        """Seconds that an entry of a tier saves for each byte that its eviction frees."""
+        tier = next(tier for tier in self.tiers if tier.name == name)
+        load = entry.num_pages * self.page_bytes / tier.bytes_per_second
+        saved = self._planner.compute_seconds(entry.gain) - load
+        return max(saved, LEAST_WORTH) / ((entry.freed or 1) * self.page_bytes)
+
+    def _watch(self) -> None:
+        """Have the policies of all places go through `Watched`."""
+        places: list[Place] = [self._device, *self.tiers]
+        for i, place in enumerate(places):
+            on_asked = self._asked if place is self._device else None
+            index = place.index
+
+            def on_pop(entry: Entry, i: int = i) -> None:
+                self._stores.evicted(i, entry)
+
+            index.policy = Watched(index.policy, on_pop, on_asked)
+
+    def _asked(self, keys: bytes, hit: int, kept: Sequence[int]) -> None:
+        for tier in self.tiers:
+            tier.index.policy.asked(keys, hit, kept)
+
+    # What is where.
+
+    def match(
+        self,
+        token_ids: Any,
+        *,
+        salt: bytes | None = None,
+        extra_keys: ExtraKeys | None = None,
+        max_tokens: int | None = None,
+    ) -> TierMatch:
+        """Where a prompt is, and the quickest way to have it. Changes nothing.
+
+        Args:
+            token_ids, salt, extra_keys, max_tokens: as of `KVCache.match`.
+
+        Raises:
+            ValueError: as `KVCache.match`.
+        """
+        prompt = self._kv._lookup.prompt(token_ids, salt, extra_keys)
+        return self._match(prompt, max_tokens)
+
+    def _match(self, prompt: Prompt, max_tokens: int | None) -> TierMatch:
+        pending = None
+        if self._loading:
+            for depth in range(prompt.num_segments, 0, -1):
+                key = prompt.keys[(depth - 1) * KEY_BYTES : depth * KEY_BYTES]
+                if (pending := self._loading.get(key)) is not None:
+                    break
+        return self._planner.match(prompt, max_tokens, pending)[0]
+
+    # Stores.
+
+    def stores(self, max_bytes: int) -> list[Job]:
+        """Jobs that copy what eviction would take next, and what the next tier lacks, behind it.
+
+        To be called between steps. An entry stays findable and readable while it is copied, and is
+        not evicted; afterwards its eviction writes nothing. Parents come before children, and a
+        resume point with the last of its chain.
+
+        Args:
+            max_bytes: of all jobs together; a first job may have more, when one segment does.
+
+        Raises:
+            ValueError: `max_bytes` is no int or negative. Other errors: those of a tier's policy.
+        """
+        max_bytes = as_int("max_bytes", max_bytes, 0)
+        made = self._stores.due(max_bytes // self.page_bytes)
+        for job in made:
+            parts = job.parts
+            listener = parts.source_places[0].index.announcer
+            if listener is not None:
+                parts.tokens = tokens_of(listener, parts.keys[parts.first * KEY_BYTES :])
+            self.jobs[job] = None
+        return made
+
+    # Loads.
+
+    def load(self, match: TierMatch) -> Job | OutOfPages | None:
+        """The job that brings to the device what `match` says, looked up again.
+
+        Device pages are reserved, and cached entries evicted for them as in `KVCache.plan`. Until
+        the job is done nothing is findable that was not.
+
+        Args:
+            match: from `match`.
+
+        Returns:
+            Job; OutOfPages, and nothing changed; or None: there is nothing to load.
+
+        Raises:
+            ValueError: `match` is none of this cache's. Other errors: those of the policy.
+        """
+        if not isinstance(match, TierMatch):
+            raise ValueError(f"match: expected what `Tiers.match` returned, got {match!r}")
+        prompt = match.prompt
+        now, way = self._planner.match(prompt, match.device.max_tokens, None)
+        if now.num_saved_tokens == now.device.num_saved_tokens:
+            return None
+        self._changed()
+        job = self._transfers.load(self._device, way, prompt)
+        if isinstance(job, Lack):
+            return self._out_of_pages(job)
+        for place, pages in zip(self.tiers, way.pages[1:], strict=True):
+            place.queued_bytes += pages * self.page_bytes
+        if self._kv._announcer is not None and prompt.tokens is not None:
+            parts, a = job.parts, self._kv.alignment
+            rows = prompt.tokens[parts.first * a : (parts.first + len(parts.segments)) * a]
+            parts.tokens = rows.reshape(-1, a)
+        self._use_sources(job)
+        self.jobs[job] = None
+        self._loading[job.parts.keys[-KEY_BYTES:]] = job
+        return job
+
+    def _use_sources(self, job: Job) -> None:
+        """What a load reads counts as used now."""
+        for holding in job.parts.holdings:
+            index, run = holding.index, holding.run
+            index.tick += 1
+            if index.hybrid:
+                point = run.points.get(run.depth)
+                if point is not None:
+                    point.num_uses += 1
+                    index.renew(run)
+            else:
+                run.num_uses += 1
+
+    def _out_of_pages(self, lack: Lack) -> OutOfPages:
+        groups = self._kv.layout.groups
+        counts = [*lack.per_group, *[0] * (len(groups) - len(lack.per_group))]
+        per_group = {g.name: n for g, n in zip(groups, counts, strict=True)}
+        most = max(per_group, key=lambda name: per_group[name])
+        return OutOfPages(lack.needed, lack.free, lack.evictable, most, per_group)
+
+    def computed(self, num_tokens: int, seconds: float) -> None:
+        """The engine computed the prefill of `num_tokens` in `seconds`: measures its rate."""
+        rate = as_int("num_tokens", num_tokens, 1) / as_rate("seconds", seconds)
+        planner = self._planner
+        planner.prefill_tokens_per_second += 0.2 * (rate - planner.prefill_tokens_per_second)
+
+    # What callers intend.
+
+    def hint(
+        self,
+        match: TierMatch,
+        intent: Intent,
+        *,
+        now: float | None = None,
+        ttl: float | None = None,
+        max_bytes: int | None = None,
+    ) -> Answer:
+        """What the caller intends with a prefix. It never changes what a request reads, evicts
+        nothing that a running request needs, and keeps to the tenant's budget.
+
+        Args:
+            match: from `match`.
+            intent: ``"retain"``: keep it where it is until everything else is gone, for `ttl`
+                seconds from `now` on (`KVCache.expire_pins` ends it). ``"prefetch"``: bring it to
+                the device, at most `max_bytes` of it. ``"demote"``: it leaves the device first.
+                ``"release"``: it is an ordinary prefix again.
+
+        Raises:
+            ValueError: another intent, or an argument that it needs is missing or out of range.
+        """
+        if not isinstance(match, TierMatch):
+            raise ValueError(f"match: expected what `Tiers.match` returned, got {match!r}")
+        self._changed()
+        if intent == "prefetch":
+            return self._hints.prefetch(match, max_bytes)
+        if intent == "retain":
+            if now is None or ttl is None:
+                raise ValueError(f"now, ttl: expected seconds to retain, got {now!r} and {ttl!r}")
+            return self._hints.retain(match, now, ttl)
+        if intent == "demote":
+            return self._hints.demote(match)
+        if intent == "release":
+            return self._hints.release(match)
+        raise ValueError(
+            f"intent: expected 'retain', 'prefetch', 'demote' or 'release', got {intent!r}"
+        )
+
+    def expire_pins(self, now: float) -> int:
+        """End the pins in tiers whose time has passed; returns how many. (`KVCache.expire_pins`
+        calls this.)"""
+        return self._hints.expire(now)
+
+    # For those inside.
+
+    @property
+    def places(self) -> list[Place]:
+        """The device and the tiers."""
+        return [self._device, *self.tiers]
+
+    @property
+    def device(self) -> Place:
+        """The pool of the cache."""
+        return self._device
+
+    @property
+    def device_pins(self) -> Pins:
+        """Pins of the cache."""
+        return self._kv._pins
+
+    @property
+    def alignment(self) -> int:
+        """Tokens of a segment."""
+        return self._kv.alignment
+
+    @property
+    def layout(self) -> Layout:
+        """The groups."""
+        return self._kv.layout
+
+    def where(self, prompt: Prompt, limit: int) -> list[tuple[Place, Found]]:
+        """Where the first `limit` segments of a prompt end in each place."""
+        return [(p, Found(p, *p.index.find(prompt.keys, limit))) for p in self.places]
+
+    def noted(self) -> list[tuple[Iterator[Event], int]]:
+        """The events of all that tiers hold now, for `KVCache.announce`."""
+        announcers = [(tier, tier.ledger.announcer) for tier in self.tiers]
+        return [a.noted(tier.index.runs()) for tier, a in announcers if a is not None]
+
+    def stats(self) -> dict[str, int]:
+        """Counters since the start, and pages by state now, of each tier: ``"name/tier"``."""
+        found: dict[str, int] = {}
+        for tier in self.tiers:
+            index = tier.index
+            now = {
+                "points": index.num_points,
+                "segments": index.num_segments,
+                "free_pages": index.pool.num_free,
+                "queued_bytes": tier.queued_bytes,
+                "journal_errors": tier.ledger.num_errors,
+            }
+            for name, value in {**tier.counters, **now}.items():
+                found[f"tier_{name}/{tier.name}"] = value
+        return found

@@ -1,0 +1,240 @@
+"""How jobs are made, and what becomes of the pages that they brought."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..arrays import NO_VALUES, Int32, Int64
+from ..prefix.holdings import Holding, adopt
+from ..prefix.keys import KEY_BYTES, Prompt
+from ..prefix.tree import ResumePoint, Run, path_to, point_before, run_of
+from .jobs import Job, JobParts, copies_of
+from .places import Found, Place, Tails, names_of
+
+if TYPE_CHECKING:
+    from .match import Way
+
+
+@dataclass(slots=True)
+class Lack:
+    """A job that does not fit; nothing was changed.
+
+    Attributes:
+        needed, free, evictable: pages that it needs, that are free, and that eviction could free
+            without what the job itself builds on.
+        per_group: pages that each group needs.
+    """
+
+    needed: int
+    free: int
+    evictable: int
+    per_group: list[int] = field(default_factory=list)
+
+
+def end_of(entry: Run | ResumePoint) -> tuple[Run, int]:
+    """The run in which the prefix of an entry ends, and its segments."""
+    run = entry.run if isinstance(entry, ResumePoint) else entry
+    assert run is not None
+    return run, entry.depth
+
+
+def chain_keys(run: Run, depth: int) -> bytes:
+    """Keys of the first `depth` segments on the path to `run`."""
+    return b"".join(bytes(node.keys) for node in path_to(run))[: depth * KEY_BYTES]
+
+
+class Transfers:
+    """Makes jobs and ends them.
+
+    Args:
+        tails: columns of pages.
+        alignment: tokens of a segment.
+        page_bytes: bytes of a page in all of its tensors.
+
+    Attributes:
+        least_pages: of a job with one segment, or one resume point.
+    """
+
+    def __init__(self, tails: Tails, alignment: int, page_bytes: int) -> None:
+        self._tails, self._alignment, self.page_bytes = tails, alignment, page_bytes
+        self._width = len(tails.segment_groups)
+        self.least_pages = max(self._width, len(tails.point_groups))
+        self._underway: set[tuple[str, bytes]] = set()  # first segments of open stores
+
+    # Made.
+
+    def store(
+        self, source: Place, target: Place, entry: Run | ResumePoint, max_pages: int
+    ) -> Job | Lack | None:
+        """The job that stores `entry` of `source` in `target`, or the first segments of it.
+
+        Returns:
+            Job; None where not even one segment is within `max_pages`, or where a job is open that
+            brings the same segments; Lack where the target has no room.
+        """
+        run, depth = end_of(entry)
+        keys = chain_keys(run, depth)
+        there = Found(target, *target.index.find(keys, depth))
+        first, known = there.depth, there.point(depth)
+        next_key = keys[first * KEY_BYTES : (first + 1) * KEY_BYTES]
+        if (target.name, next_key) in self._underway:
+            return None
+        pages = source.index.pages_between(run, first, depth)
+        point = entry.pages if isinstance(entry, ResumePoint) and known is None else None
+        targets, used = self._shared(there, depth, point)
+        new = NO_VALUES if point is None else ((point != 0) & (targets == 0)).nonzero()[0]
+        if pages.size + len(new) > max_pages:
+            n = min(len(pages), max_pages // self._width) if self._width else 0
+            if not n:
+                return None
+            pages, point, new, used = pages[:n], None, new[:0], NO_VALUES
+        holding = there.hold(first, used)
+        taken = _take(target, holding, pages.size + len(new))
+        if isinstance(taken, Lack):
+            return taken
+        segments = taken[: pages.size].reshape(pages.shape)
+        sources, groups = pages.ravel(), self._groups_of(len(pages))
+        units = np.arange(len(pages)).repeat(self._width)
+        if point is not None:
+            targets[new] = taken[pages.size :]
+            sources = np.concatenate([sources, point[new]])
+            groups = np.concatenate([groups, self._tails.point_groups[new]])
+            units = np.concatenate([units, np.full(len(new), -1)])
+        whole = entry.pages if isinstance(entry, ResumePoint) else NO_VALUES
+        reading = Found(source, run, depth).hold(depth, whole)
+        if isinstance(entry, ResumePoint):  # to evict it now would free nothing
+            source.index.withdraw(entry)
+        end = first + len(pages)
+        places = np.zeros(len(sources), dtype=np.int64)
+        parts = JobParts(
+            target, keys[: end * KEY_BYTES], first, segments, None if point is None else targets,
+            holding, [reading], sources, places, taken, units, [source], entry,
+        )  # fmt: skip
+        if len(pages):
+            self._underway.add(parts.first_key)
+        return self._job("store", parts, groups, end)
+
+    def is_over(self, parts: JobParts) -> None:
+        """A store ends."""
+        if len(parts.segments):
+            self._underway.remove(parts.first_key)
+
+    def load(self, device: Place, way: Way, prompt: Prompt) -> Job | Lack:
+        """The job of a way."""
+        found, first = way.found, way.found[0].depth
+        point, used, new = None, NO_VALUES, np.empty(0, dtype=np.int64)
+        places = np.empty(0, dtype=np.int64)
+        if way.tail is not None:
+            places, pages = way.tail
+            new = ((places != 0) & (pages != 0)).nonzero()[0]
+            point = np.where(places == 0, pages, 0).astype(np.int32)
+            used = point[point != 0]
+        depth = way.hit if way.tail is not None else way.dense
+        end = max([first, *(stop for _, _, stop in way.ranges)])
+        # A point within what the device has needs the chain before it alone.
+        first = min(first, depth)
+        num_segments = max(0, end - first) if way.ranges else 0
+        # Everything is looked up before locks split runs.
+        parts = [
+            found[i].place.index.pages_between(found[i].run, a, b).ravel() for i, a, b in way.ranges
+        ]
+        numbers = [np.full(len(p), i) for (i, _, _), p in zip(way.ranges, parts, strict=True)]
+        groups, units = self._groups_of(num_segments), np.arange(num_segments).repeat(self._width)
+        if len(new):
+            parts.append(pages[new])
+            numbers.append(places[new])
+            groups = np.concatenate([groups, self._tails.point_groups[new]])
+            units = np.concatenate([units, np.full(len(new), -1)])
+        sources = np.concatenate([NO_VALUES, *parts])
+        source_of = np.concatenate([np.empty(0, np.int64), *numbers])
+        holding = found[0].hold(first, used)
+        taken = _take(device, holding, len(sources))
+        if isinstance(taken, Lack):
+            taken.per_group = np.bincount(groups).tolist()
+            return taken
+        segments = taken[: num_segments * self._width].reshape(num_segments, self._width)
+        if point is not None:
+            point[new] = taken[num_segments * self._width :]
+        holdings = []
+        for i, f in enumerate(found[1:], 1):
+            mine = sources[(source_of == i) & (units == -1)]
+            ends = [stop for j, _, stop in way.ranges if j == i]
+            if ends or len(mine):
+                upto = max([*ends, min(depth, f.depth)])
+                holdings.append(f.hold(upto, mine))
+        made = JobParts(
+            device, prompt.keys[: (first + num_segments) * KEY_BYTES], first, segments, point,
+            holding, holdings, sources, source_of, taken, units, [f.place for f in found],
+            prompt=prompt,
+        )  # fmt: skip
+        return self._job("load", made, groups, depth)
+
+    def _groups_of(self, num_segments: int) -> Int64:
+        return np.tile(self._tails.segment_groups, num_segments)
+
+    def _shared(self, found: Found, depth: int, point: Int32 | None) -> tuple[Int32, Int32]:
+        """Pages of a point at `depth` that the one before it has there, and these alone."""
+        if point is None:
+            return NO_VALUES, NO_VALUES
+        targets = np.zeros(len(point), dtype=np.int32)
+        before = None
+        if found.depth:
+            before = point_before(run_of(found.run, found.depth), min(depth, found.depth + 1))
+        if before is None:
+            return targets, NO_VALUES
+        later, earlier = self._tails.shared(depth - before.depth)
+        targets[later] = before.pages[earlier]
+        return targets, targets[targets != 0]
+
+    def _job(self, kind: str, parts: JobParts, groups: Int64, depth: int) -> Job:
+        names = names_of(parts.source_places)
+        copies = copies_of(
+            groups, parts.places, parts.sources, parts.targets, names, parts.target.name
+        )
+        size = len(parts.sources)
+        return Job(
+            "load" if kind == "load" else "store", copies, size, size * self.page_bytes,
+            depth * self._alignment,
+            parts=parts,
+        )  # fmt: skip
+
+    # Ended.
+
+    def adopt(self, parts: JobParts, failed: Int64) -> tuple[int, bool, int]:
+        """Make entries of what came, up to the first segment of which a page failed.
+
+        Returns:
+            (new segments, whether the resume point is new, segments that came).
+        """
+        holding, index = parts.holding, parts.target.index
+        bad = parts.units[failed]
+        n = int(min(bad[bad >= 0], default=len(parts.segments)))
+        whole = not len(failed) and parts.point is not None
+        point = parts.point if whole else None
+        given_back = [parts.segments[n:].ravel()]
+        if not whole and parts.point is not None:
+            given_back.append(parts.targets[parts.units == -1])
+        holding.taken = np.concatenate(given_back)
+        tokens = None if parts.tokens is None else parts.tokens[:n]
+        segments, is_new = adopt(
+            index, parts.keys[: (parts.first + n) * KEY_BYTES], parts.first, parts.segments[:n],
+            point, tokens,
+        )  # fmt: skip
+        return segments, is_new, n
+
+
+def _take(place: Place, holding: Holding, num_pages: int) -> Int32 | Lack:
+    """Take pages for a job, and evict where it must. Where there is no room, and where the policy
+    raises, the holding ends."""
+    try:
+        if place.make_room(num_pages):
+            return holding.take(num_pages)
+        lack = Lack(num_pages, place.num_free, place.index.num_evictable)
+    except BaseException:
+        holding.end()
+        raise
+    holding.end()
+    return lack

@@ -1,0 +1,693 @@
+"""What tiers promise, sentence by sentence."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from quire.kvcore import LRU, EventLog, GroupSpec, KVCache, OutOfPages, Ranked, snapshot
+from quire.kvcore.events import BlockRemoved, BlockStored
+from quire.kvcore.tier import Job, Tiers, TierSpec
+from tests.support.kvcore.engine import Engine, groups
+from tests.support.kvcore.tiers import Contents, DictJournal, Memory
+
+HYBRID = groups((8, None), (4, 10))
+DENSE = groups((8, None))
+STATE = groups((4, None), GroupSpec("state", "state", 4, 4096))
+PAGE = 4096
+
+
+class Setup:
+    """An engine of one cache, with tiers behind it and their memory."""
+
+    def __init__(self, specs=HYBRID, pages=60, host=200, disk=None, journal=None, **options):
+        cache = {"retention": "latest", "policy": LRU(), "max_requests": 4, "max_model_len": 300}
+        names = {"prefill", "watermark", "rate", "policy_of_host", "max_hint_bytes"}
+        mine = {n: options.pop(n) for n in names & options.keys()}
+        self.e = Engine(specs, num_pages=pages, **cache | options)
+        rate = mine.get("rate", 1e9)
+        policy = mine.get("policy_of_host", LRU())
+        self.tiers = Tiers(
+            self.e.kv, host=None if host is None else TierSpec(host, rate, policy),
+            disk=None if disk is None else TierSpec(disk, rate / 10, LRU(), journal),
+            prefill_tokens_per_second=mine.get("prefill", 1.0), watermark=mine.get("watermark", pages),
+            max_hint_bytes=mine.get("max_hint_bytes"),
+        )  # fmt: skip
+        self.memory = Memory(self.e, self.tiers)
+        self.ids = 0
+
+    def serve(self, tokens, answer=(), salt=b"", chunk=64):
+        """A whole request; every row that it reads is checked."""
+        self.ids += 1
+        return self.e.run(self.ids, list(tokens), list(answer), chunk, salt)
+
+    def store(self, max_bytes=1 << 30) -> list[Job]:
+        """Store what is due, until nothing is."""
+        done = []
+        while jobs := self.tiers.stores(max_bytes):
+            for job in jobs:
+                self.memory.copy(job)
+                self.tiers.done(job)
+            done += jobs
+        self.check()
+        return done
+
+    def load(self, tokens, **options):
+        """Load what a prompt needs; returns the match before."""
+        match = self.tiers.match(tokens, **options)
+        job = self.tiers.load(match)
+        assert isinstance(job, Job)
+        self.memory.copy(job)
+        self.tiers.done(job)
+        self.check()
+        return match
+
+    def forget(self):
+        """Evict everything that no request needs from the device."""
+        self.e.kv.evict(self.e.kv.num_pages)
+
+    def check(self):
+        self.e.check()
+        self.memory.check()
+        self.memory.poison_free_pages()
+
+    def has(self, name) -> Contents:
+        return Contents(next(t.index for t in self.tiers.tiers if t.name == name))
+
+
+PROMPT = list(range(1, 101))
+
+
+@pytest.mark.parametrize("specs", [HYBRID, DENSE, STATE], ids=["hybrid", "dense", "state"])
+@pytest.mark.parametrize("place", ["host", "disk"])
+def test_a_prefix_comes_back_as_it_left(specs, place):
+    s = Setup(specs, **({"host": 200} if place == "host" else {"host": None, "disk": 200}))
+    s.serve(PROMPT)
+    before = s.e.kv.match([*PROMPT, 1]).num_tokens
+    s.store()
+    s.forget()
+    assert s.e.kv.match([*PROMPT, 1]).num_tokens == 0
+    match = s.load([*PROMPT, 1])
+    assert match.num_tokens == match.num_saved_tokens == before > 0
+    assert s.serve([*PROMPT, 1]).num_tokens == before  # and every row that it reads is right
+
+
+def test_host_to_disk_and_back():
+    s = Setup(host=40, disk=300)
+    for i in range(6):
+        s.serve([i, *PROMPT])
+        s.store()
+        s.forget()
+    kept = s.has("disk")
+    assert len(kept.points) >= 4
+    first = s.tiers.match([0, *PROMPT, 1])
+    assert [share.place for share in first.shares if share.num_pages] == ["disk"]
+    s.load([0, *PROMPT, 1])
+    assert s.serve([0, *PROMPT, 1]).num_tokens == first.num_tokens > 0
+
+
+def test_what_is_clean_is_not_written_again():
+    s = Setup()
+    s.serve(PROMPT)
+    assert s.store()
+    for _ in range(3):
+        s.forget()
+        s.load([*PROMPT, 1])
+        assert not s.tiers.stores(1 << 30), "it bounces, and is written once"
+    assert s.tiers.stats()["tier_lost/host"] == 0
+
+
+def test_two_points_of_a_chain_bring_their_segments_once():
+    s = Setup(pages=200, retention=32)
+    s.serve(PROMPT)
+    s.store()
+    stats = s.e.kv.stats()
+    assert stats["tier_stored_points/host"] > 2
+    dense = {r for r, page in enumerate(s.memory.rows["host"][0]) if (page != -1).any()}
+    windows = {r for r, page in enumerate(s.memory.rows["host"][1]) if (page != -1).any()}
+    assert len(dense) == 12 and stats["tier_stored_segments/host"] == 12
+    assert stats["tier_stored_pages/host"] == len(dense) + len(windows)
+
+
+def test_nothing_is_stored_while_there_is_room():
+    s = Setup(pages=400, watermark=50)
+    s.serve(PROMPT)
+    assert s.tiers.stores(1 << 30) == []
+
+
+def test_what_is_evicted_before_it_is_stored_is_lost_and_counted():
+    s = Setup()
+    s.serve(PROMPT)
+    s.forget()
+    assert s.tiers.stats()["tier_lost/host"] > 0
+    assert s.tiers.match([*PROMPT, 1]).num_tokens == 0
+
+
+def test_an_entry_under_store_stays_readable_and_is_not_evicted():
+    s = Setup(pages=40)
+    s.serve(PROMPT)
+    hit = s.e.kv.match([*PROMPT, 1]).num_tokens
+    jobs = s.tiers.stores(1 << 30)
+    assert jobs
+    s.forget()
+    assert s.e.kv.match([*PROMPT, 1]).num_tokens == hit
+    assert s.serve([*PROMPT, 1]).num_tokens == hit
+    for job in jobs:
+        s.memory.copy(job)
+        s.tiers.done(job)
+    s.forget()
+    assert s.e.kv.match([*PROMPT, 1]).num_tokens == 0
+    s.load([*PROMPT, 1])
+    assert s.serve([*PROMPT, 1]).num_tokens == hit
+
+
+def test_parents_come_first_and_a_point_with_the_last_of_its_chain():
+    s = Setup()
+    s.serve(PROMPT)
+    seen: set[bytes] = set()
+    while jobs := s.tiers.stores(2 * PAGE):  # a segment has a page
+        for job in jobs:
+            s.memory.copy(job)
+            s.tiers.done(job)
+            now = s.has("host")
+            for key, chain in now.points.items():
+                assert set(chain) <= now.segments, key
+            assert seen <= now.segments
+            seen = now.segments
+    assert len(seen) == len(PROMPT) // 8 and s.has("host").points
+
+
+def test_deep_dense_on_the_device_and_the_resume_point_on_the_host():
+    s = Setup(pages=100)
+    s.serve(PROMPT)
+    s.store()
+    lock = s.e.kv.match([*PROMPT, 1])
+    index = s.e.kv.index
+    run, depth = index.find(lock.prompt.keys, 99)
+    run = index.end_at(run, depth)
+    index.lock(run)  # as a request does that goes on from here
+    s.forget()
+    match = s.tiers.match([*PROMPT, 1])
+    assert match.device.num_tokens == 0 < match.device.dense_tokens
+    pages = sum(share.num_pages for share in match.shares)
+    assert 0 < pages <= s.e.kv.layout.pages_per_point
+    job = s.tiers.load(match)
+    s.memory.copy(job)
+    s.tiers.done(job)
+    assert s.e.kv.match([*PROMPT, 1]).num_tokens == match.num_tokens > 0
+    index.unlock(run)
+    assert s.serve([*PROMPT, 1]).num_tokens == match.num_tokens
+
+
+def test_dense_on_the_host_and_the_resume_point_on_the_disk():
+    s = Setup(host=60, disk=300)
+    s.serve(PROMPT)
+    s.store()
+    s.forget()
+    host = s.tiers.tiers[0].index
+    for run in list(host.runs()):
+        for point in list(run.points.values()):
+            host.drop_point(point)
+    match = s.load([*PROMPT, 1])
+    given = {share.place: (share.num_tokens, share.num_pages > 0) for share in match.shares}
+    assert given["host"] == (96, True) and given["disk"] == (0, True)
+    assert "96 from host" in match.explain() and "from disk" in match.explain()
+    assert s.serve([*PROMPT, 1]).num_tokens == 96
+
+
+def test_a_part_of_a_chain_that_goes_on_past_a_fork_comes_alone():
+    s = Setup(pages=200, retention=32)
+    s.serve(PROMPT)
+    s.serve([*PROMPT[:40], *range(300, 340)])
+    s.store()
+    s.forget()
+    match = s.load([*PROMPT, 1], max_tokens=34)
+    assert match.num_tokens == 32 and s.e.kv.index.num_segments == 4
+    assert s.serve([*PROMPT[:34], 1]).num_tokens == 32
+
+
+def test_two_points_in_two_places_hold_what_is_between_them():
+    """Windows of 33 tokens, segments of 8: points at 48 and 80 hold between them the tail of 64."""
+    specs = groups((8, None), (8, 33))
+    s = Setup(specs, pages=200, host=300, disk=None)
+    s.serve(PROMPT[:48])
+    s.serve(PROMPT[:80])
+    s.store()
+    s.forget()
+    probe = [*PROMPT[:64], 999]
+    match = s.load(probe)
+    assert match.num_tokens == 64
+    assert s.serve(probe).num_tokens == 64
+
+
+def test_the_quickest_way_wins():
+    slow = Setup(prefill=1e9, rate=1.0)
+    slow.serve(PROMPT)
+    assert not slow.store(), "what is computed sooner than loaded is not kept"
+    s = Setup(prefill=1.0, rate=1e9)
+    s.serve(PROMPT)
+    s.store()
+    s.forget()
+    assert s.tiers.match([*PROMPT, 1]).num_bytes
+    s.tiers._planner.prefill_tokens_per_second = 1e12
+    match = s.tiers.match([*PROMPT, 1])
+    assert match.num_bytes == 0 and match.limited_by == "slower"
+    assert "longer than computing" in match.explain()
+    assert s.tiers.load(match) is None
+
+
+def test_what_is_queued_on_the_link_counts():
+    s = Setup(rate=1e6, prefill=100.0)
+    for i in (1, 2):
+        s.serve([i, *PROMPT])
+    s.store()
+    s.forget()
+    alone = s.tiers.match([1, *PROMPT, 1])
+    job = s.tiers.load(s.tiers.match([2, *PROMPT, 1]))
+    later = s.tiers.match([1, *PROMPT, 1])
+    wait = job.num_bytes / 1e6
+    assert later.seconds == pytest.approx(alone.seconds + wait)
+    s.tiers.done(job, seconds=2 * wait)  # the link is slower than it was told to be
+    assert s.tiers.tiers[0].bytes_per_second == pytest.approx(0.9e6)
+    assert s.tiers.match([1, *PROMPT, 1]).seconds < later.seconds
+
+
+def test_a_load_is_found_by_those_who_want_the_same():
+    s = Setup()
+    s.serve(PROMPT)
+    s.store()
+    s.forget()
+    assert s.tiers.match([*PROMPT, 1]).pending is None
+    job = s.tiers.load(s.tiers.match([*PROMPT, 1]))
+    assert s.tiers.match([*PROMPT, 2]).pending is job
+    again = s.tiers.load(s.tiers.match([*PROMPT, 2]))  # twice is right, too
+    for j in (job, again):
+        s.memory.copy(j)
+        s.tiers.done(j)
+    s.check()
+    assert s.tiers.match([*PROMPT, 2]).pending is None
+    assert s.serve([*PROMPT, 1]).num_tokens > 0
+
+
+def test_out_of_pages_changes_nothing():
+    s = Setup(pages=32)
+    s.serve(PROMPT)
+    s.store()
+    s.forget()
+    s.e.admit("long", list(range(200, 350)))
+    s.e.step({"long": 130})
+    match = s.tiers.match([*PROMPT, 1])
+    before = s.e.kv.stats()
+    short = s.tiers.load(match)
+    assert isinstance(short, OutOfPages) and short.needed > short.free + short.evictable
+    assert sum(short.per_group.values()) == short.needed
+    assert before == s.e.kv.stats() and not s.tiers.jobs
+    s.check()
+
+
+def test_copies_come_group_after_group_and_in_portions():
+    s = Setup()
+    s.serve(PROMPT)
+    s.store()
+    s.forget()
+    job = s.tiers.load(s.tiers.match([*PROMPT, 1]))
+    order = [c.group for c in job.copies]
+    assert order == sorted(order) and len(set(order)) == 2
+    assert all(c.sources.dtype == c.targets.dtype == np.int32 for c in job.copies)
+    assert sum(map(len, job.copies)) == job.num_pages == job.num_bytes // PAGE
+    portions = list(job.cut(3))
+    assert [sum(map(len, p)) for p in portions[:-1]] == [3] * (len(portions) - 1)
+    rows = [pair for p in portions for c in p for pair in zip(c.sources, c.targets, strict=True)]
+    assert rows == [p for c in job.copies for p in zip(c.sources, c.targets, strict=True)]
+    with pytest.raises(ValueError, match="max_pages: expected at least 1, got 0"):
+        list(job.cut(0))
+    s.tiers.cancel(job)
+    s.check()
+
+
+# Failure.
+
+
+def test_a_load_that_fails_falls_back_to_the_next_shorter_point():
+    s = Setup(retention=32, pages=200)
+    s.serve(PROMPT)
+    s.store()
+    s.forget()
+    match = s.tiers.match([*PROMPT, 1])
+    job = s.tiers.load(match)
+    s.memory.copy(job)
+    bad = job.parts.segments[7, 0]  # tokens 56 to 63
+    s.tiers.done(job, [bad])
+    s.check()
+    assert s.e.kv.match([*PROMPT, 1]).dense_tokens == 56
+    shorter = s.load([*PROMPT, 1])
+    assert shorter.num_tokens == 32
+    assert s.serve([*PROMPT, 1]).num_tokens == 32
+    assert s.tiers.stats()["tier_load_failures/host"] == 1
+
+
+def test_a_window_page_that_fails_takes_its_point_alone():
+    s = Setup()
+    s.serve(PROMPT)
+    s.store()
+    s.forget()
+    kept = s.has("host")
+    job = s.tiers.load(s.tiers.match([*PROMPT, 1]))
+    window = next(c for c in job.copies if c.group == 1)
+    s.memory.copy(job)
+    s.tiers.done(job, window.targets[:1])
+    s.check()
+    now = s.has("host")
+    assert now.segments == kept.segments and len(now.points) < len(kept.points)
+    assert s.e.kv.match([*PROMPT, 1]).dense_tokens == 96
+
+
+def test_a_store_that_fails_is_tried_again_but_not_at_once():
+    s = Setup(host=100)
+    s.serve(PROMPT)
+    (job, *_) = s.tiers.stores(1 << 30)
+    s.tiers.done(job, job.copies[0].targets)
+    for other in list(s.tiers.jobs):
+        s.tiers.cancel(other)
+    host = s.tiers.tiers[0]
+    assert host.index.pool.num_free == 99 and not host.index.num_segments
+    tries = [len(s.tiers.stores(1 << 30)) for _ in range(4)]
+    for other in list(s.tiers.jobs):
+        s.memory.copy(other)
+        s.tiers.done(other)
+    assert sum(tries) and not tries[0]
+    s.store()
+    s.forget()
+    s.load([*PROMPT, 1])
+    assert s.serve([*PROMPT, 1]).num_tokens == 96
+
+
+def test_a_job_ends_once_and_with_pages_of_its_own():
+    s = Setup()
+    s.serve(PROMPT)
+    job = s.tiers.stores(1 << 30)[0]
+    with pytest.raises(ValueError, match="failed: expected pages that are targets"):
+        s.tiers.done(job, [10**6])
+    assert job.is_open
+    s.tiers.cancel(job)
+    for call in (s.tiers.done, s.tiers.cancel):
+        with pytest.raises(ValueError, match="job: expected one that is open"):
+            call(job)
+    with pytest.raises(ValueError, match="match: expected what"):
+        s.tiers.load(s.e.kv.match(PROMPT))
+
+
+def test_a_policy_that_raises_leaves_everything_as_it_was():
+    class Moody(Ranked):
+        fails = False
+
+        def rank(self, entry):
+            return entry.last_used
+
+        def pop(self):
+            if self.fails:
+                raise KeyError("mood")
+            return super().pop()
+
+    policy = Moody()
+    s = Setup(policy_of_host=policy, host=30)
+    for i in range(4):
+        s.serve([i, *PROMPT[:60]])
+        policy.fails = i == 3
+        if policy.fails:
+            with pytest.raises(KeyError):
+                s.store()
+        else:
+            s.store()
+    s.check()
+    policy.fails = False
+    s.store()
+
+
+# Other calls while jobs are open.
+
+
+@pytest.mark.parametrize("end", ["done", "cancel"])
+@pytest.mark.parametrize("kind", ["store", "load"])
+def test_clear_while_a_job_is_open(kind, end):
+    s = Setup()
+    s.serve(PROMPT)
+    if kind == "load":
+        s.store()
+        s.forget()
+        jobs = [s.tiers.load(s.tiers.match([*PROMPT, 1]))]
+    else:
+        jobs = s.tiers.stores(1 << 30)
+    s.e.kv.clear()
+    s.check()
+    with pytest.raises(ValueError, match="reset: expected no open jobs of tiers, got"):
+        s.e.kv.reset()
+    for job in jobs:
+        s.memory.copy(job)
+        getattr(s.tiers, end)(job)
+    s.check()
+    assert s.tiers.match([*PROMPT, 1]).dense_tokens == 0, "what was cached before comes back"
+    s.serve(PROMPT)
+    assert s.store()
+    s.e.kv.reset()
+    assert s.e.kv.num_free_pages == s.e.kv.num_pages - 1
+
+
+def test_wrong_rows_are_not_kept_elsewhere():
+    s = Setup()
+    s.serve(PROMPT)
+    s.store()
+    keys = s.e.kv.match([*PROMPT, 1]).prompt.keys
+    run, _ = s.e.kv.index.find(keys, 12)
+    page = int(s.e.kv.index.pages_between(run, 5, 6)[0, 0])
+    s.e.kv.evict_pages([page])
+    assert s.tiers.match([*PROMPT, 1]).dense_tokens == 40
+    s.check()
+
+
+def test_wrong_rows_under_store_do_not_get_there():
+    s = Setup()
+    s.serve(PROMPT)
+    jobs = s.tiers.stores(1 << 30)
+    page = int(jobs[0].copies[0].sources[0])
+    s.e.kv.evict_pages([page])
+    for job in jobs:
+        s.memory.copy(job)
+        s.tiers.done(job)
+    s.check()
+    assert not s.has("host").segments
+
+
+def test_a_snapshot_is_not_restored_among_open_jobs():
+    s = Setup()
+    s.serve(PROMPT)
+    data = snapshot.dumps(s.e.kv)
+    s.store()
+    s.forget()
+    job = s.tiers.load(s.tiers.match([*PROMPT, 1]))
+    with pytest.raises(ValueError, match="kv: expected no open jobs of tiers"):
+        snapshot.loads(s.e.kv, data)
+    s.tiers.cancel(job)
+
+
+def test_tenants_do_not_meet():
+    s = Setup()
+    s.serve(PROMPT, salt=b"one")
+    s.store()
+    s.forget()
+    assert s.tiers.match([*PROMPT, 1], salt=b"two").dense_tokens == 0
+    assert s.tiers.match([*PROMPT, 1], salt=b"one").num_tokens == 96
+
+
+# What else there is.
+
+
+def test_spare_copies_go_first():
+    s = Setup(pages=200)
+    for i in (1, 2):
+        s.serve([i, *PROMPT])
+    s.store()
+    s.forget()
+    s.load([2, *PROMPT, 1])  # the newest in the host, and on the device now
+    host = s.tiers.tiers[0].index
+    host.evict(1)
+    s.forget()
+    assert s.tiers.match([1, *PROMPT, 1]).num_tokens == 96
+    assert s.tiers.match([2, *PROMPT, 1]).num_tokens == 0
+
+
+def test_a_copy_is_spare_no_more_once_the_device_evicts():
+    s = Setup(pages=200)
+    for i in (1, 2):
+        s.serve([i, *PROMPT])
+    s.store()
+    s.forget()
+    s.load([2, *PROMPT, 1])
+    s.forget()
+    s.tiers.tiers[0].index.evict(1)
+    assert s.tiers.match([2, *PROMPT, 1]).num_tokens == 96
+    assert s.tiers.match([1, *PROMPT, 1]).num_tokens == 0
+
+
+def test_a_restart_finds_what_the_journal_kept():
+    journal = DictJournal()
+    s = Setup(host=None, disk=100, journal=journal)
+    for i in range(3):
+        s.serve([i, *PROMPT], salt=b"x")
+        s.store()
+    kept, rows = s.has("disk"), s.memory.rows["disk"]
+    new = Setup(host=None, disk=100, journal=journal)
+    new.memory.rows["disk"] = rows
+    found = new.has("disk")
+    assert found.segments == kept.segments and found.points == kept.points and kept.points
+    new.check()
+    new.load([2, *PROMPT, 1], salt=b"x")
+    assert new.serve([2, *PROMPT, 1], salt=b"x").num_tokens == 96
+    for i in range(5, 12):  # and it evicts what it found
+        new.serve([i, *PROMPT])
+        new.store()
+    new.check()
+
+
+def test_records_that_fit_nowhere_are_removed():
+    journal = DictJournal()
+    s = Setup(host=None, disk=100, journal=journal)
+    s.serve(PROMPT)
+    s.store()
+    segments = [r for r in journal.records() if r.kind == "segment"]
+    del journal.kept["segment", segments[6].key]
+    new = Setup(host=None, disk=100, journal=journal)
+    assert len(new.has("disk").segments) == 6
+    assert len(journal.kept) == 6 + len(new.has("disk").points)
+    new.check()
+
+
+def test_a_journal_that_fails_ends_the_stores_and_nothing_else():
+    journal = DictJournal()
+    s = Setup(host=None, disk=100, journal=journal)
+    s.serve(PROMPT)
+    s.store()
+    journal.fails = True
+    s.serve([7, *PROMPT])
+    s.store()
+    assert s.tiers.stats()["tier_journal_errors/disk"] == 1
+    s.serve([8, *PROMPT])
+    assert not s.store()
+    s.forget()
+    s.load([*PROMPT, 1])
+    assert s.serve([*PROMPT, 1]).num_tokens == 96
+
+
+def test_events_say_where():
+    log = EventLog()
+    s = Setup(host=40, disk=100, events=log)
+    stored: dict[str, set] = {"GPU": set(), "CPU": set(), "DISK": set()}
+    points: dict[str, set] = {"GPU": set(), "CPU": set(), "DISK": set()}
+
+    def read():
+        for event in log.take()[1]:
+            if isinstance(event, BlockStored | BlockRemoved):
+                where = stored if event.kind == "dense" else points
+                hashes = event.block_hashes if event.kind == "dense" else event.block_hashes[-1:]
+                if isinstance(event, BlockStored):
+                    assert len(event.token_ids) == event.block_size * len(event.block_hashes)
+                    where[event.medium].update(hashes)
+                else:
+                    where[event.medium] -= set(hashes)
+            else:
+                for places in (stored, points):
+                    for found in places.values():
+                        found.clear()
+
+    def same():
+        read()
+        for medium, index in [
+            ("GPU", s.e.kv.index),
+            *zip(("CPU", "DISK"), (t.index for t in s.tiers.tiers), strict=True),
+        ]:
+            contents = Contents(index)
+            assert stored[medium] == contents.segments
+            assert points[medium] == contents.points.keys()
+
+    for i in range(4):
+        s.serve([i, *PROMPT])
+        s.store()
+        s.forget()
+        same()
+    s.load([1, *PROMPT, 1])
+    same()
+    assert stored["GPU"] and stored["CPU"] and stored["DISK"]
+    s.e.kv.announce()
+    for places in (stored, points):
+        for found in places.values():
+            found.clear()
+    same()
+    s.e.kv.clear()
+    same()
+    assert not (stored["CPU"] or points["DISK"])
+
+
+def test_stats_by_tier():
+    s = Setup(disk=100)
+    s.serve(PROMPT)
+    s.store()
+    stats = s.e.kv.stats()
+    assert stats["tier_stored_segments/host"] == 12 and stats["tier_stored_points/host"] >= 1
+    assert stats["tier_stored_pages/host"] == sum(
+        1 for r in s.memory.rows["host"][0] if (r != -1).any()
+    ) + sum(1 for r in s.memory.rows["host"][1] if (r != -1).any())
+    assert stats["tier_loaded_pages/disk"] == 0
+    s.forget()
+    job = s.tiers.load(s.tiers.match([*PROMPT, 1]))
+    assert s.tiers.stats()["tier_queued_bytes/host"] == job.num_bytes
+    s.memory.copy(job)
+    s.tiers.done(job)
+    stats = s.e.kv.stats()
+    assert (
+        stats["tier_loaded_pages/host"] == job.num_pages and stats["tier_loaded_points/host"] == 1
+    )
+
+
+def test_metrics_by_tier():
+    pytest.importorskip("prometheus_client", reason="prometheus-client is not installed")
+    from quire.models.integrations.prometheus import metrics_text
+
+    s = Setup(disk=100)
+    s.serve(PROMPT)
+    s.store()
+    text, stats = metrics_text(s.e.kv), s.e.kv.stats()
+    assert (
+        f'quire_kv_tier_stored_segments_total{{tier="host"}} {stats["tier_stored_segments/host"]:.1f}'
+        in text
+    )
+    assert 'quire_kv_tier_loaded_pages_total{tier="disk"} 0.0' in text
+    for key, value in stats.items():
+        name, _, tier = key.partition("/")
+        if name.startswith("tier_"):
+            assert f"quire_kv_{name}" in text and f'{{tier="{tier}"}} {float(value)}' in text
+    assert "quire_kv_tier" not in metrics_text(
+        KVCache(HYBRID, num_pages=9, max_requests=1, max_model_len=9)
+    )
+
+
+def test_what_tiers_refuse():
+    kv = KVCache(HYBRID, num_pages=40, max_requests=1, max_model_len=100)
+    spec = TierSpec(10, 1e9)
+    with pytest.raises(ValueError, match="host, disk: expected at least one TierSpec"):
+        Tiers(kv, prefill_tokens_per_second=1.0)
+    with pytest.raises(ValueError, match="host: expected a TierSpec, got 3"):
+        Tiers(kv, host=3, prefill_tokens_per_second=1.0)
+    with pytest.raises(ValueError, match="prefill_tokens_per_second: expected a finite number > 0"):
+        Tiers(kv, host=spec, prefill_tokens_per_second=0)
+    with pytest.raises(ValueError, match="bytes_per_second: expected a finite number > 0, got nan"):
+        TierSpec(10, float("nan"))
+    with pytest.raises(ValueError, match="num_pages: expected an int >= 2"):
+        TierSpec(1, 1.0)
+    off = KVCache(HYBRID, num_pages=40, max_requests=1, max_model_len=100, enable_caching=False)
+    with pytest.raises(ValueError, match="kv: expected a cache with enable_caching"):
+        Tiers(off, host=spec, prefill_tokens_per_second=1.0)
+    tiers = Tiers(kv, host=spec, prefill_tokens_per_second=1.0)
+    with pytest.raises(ValueError, match="kv: expected a cache without tiers"):
+        Tiers(kv, host=TierSpec(10, 1.0), prefill_tokens_per_second=1.0)
+    with pytest.raises(ValueError, match="max_bytes: expected an int >= 0, got -1"):
+        tiers.stores(-1)

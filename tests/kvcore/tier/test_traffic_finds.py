@@ -1,0 +1,115 @@
+"""Random traffic notices what goes wrong in tiers: each fault is planted, and must be found."""
+
+from __future__ import annotations
+
+import pytest
+
+from quire.kvcore.prefix.holdings import Holding
+from quire.kvcore.tier import transfers
+from quire.kvcore.tier.ledger import Ledger
+from quire.kvcore.tier.match import Planner
+from quire.kvcore.tier.places import Found, Place, Tails
+from quire.kvcore.tier.transfers import Transfers
+from tests.kvcore.tier.traffic import live
+
+
+def all_came(original):
+    """Failures are adopted."""
+
+    def adopt(self, parts, failed):
+        return original(self, parts, failed[:0])
+
+    return adopt
+
+
+def swapped(original):
+    """Shared window blocks are taken for each other."""
+
+    def shared(self, gap):
+        later, earlier = original(self, gap)
+        return later, earlier[::-1]
+
+    return shared
+
+
+def no_lock(original):
+    """A job locks nothing."""
+
+    def hold(self, depth, used):
+        return original(self, 0, used)
+
+    return hold
+
+
+def no_use(original):
+    """Pages of resume points that a job reads may be written over."""
+
+    def end(self, *args, **kwargs):
+        self.used = self.used[:0]
+        return original(self, *args, **kwargs)
+
+    return end
+
+
+def other_order(original):
+    """Sources do not go with their targets."""
+
+    def copies_of(groups, places, sources, *rest):
+        return original(groups, places, sources[::-1], *rest)
+
+    return copies_of
+
+
+def never(original):
+    def method(self, *args):
+        return None
+
+    return method
+
+
+def always(original):
+    def make_room(self, num_pages):
+        original(self, num_pages)
+        return num_pages <= self.index.pool.num_free + 1
+
+    return make_room
+
+
+def too_long(original):
+    """A hit goes one segment past the last resume point."""
+
+    def boundary(self, found, limit):
+        return min(original(self, found, limit) + 1, limit)
+
+    return boundary
+
+
+def only_the_device(original):
+    def boundary(self, found, limit):
+        return original(self, found[:1], limit)
+
+    return boundary
+
+
+FAULTS = [
+    (Transfers, "adopt", all_came),
+    (Tails, "shared", swapped),
+    (Found, "hold", no_lock),
+    (Holding, "end", no_use),
+    (transfers, "copies_of", other_order),
+    (Ledger, "flush", never),
+    (Place, "make_room", always),
+    (Planner, "boundary", too_long),
+    (Planner, "boundary", only_the_device),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("owner", "name", "fault"), FAULTS, ids=lambda v: getattr(v, "__name__", v)
+)
+def test_a_fault_is_found(owner, name, fault, monkeypatch):
+    monkeypatch.setattr(owner, name, fault(getattr(owner, name)))
+    with pytest.raises((AssertionError, ValueError, RuntimeError, IndexError, StopIteration)):
+        for seed in range(40):
+            live(seed, 100)

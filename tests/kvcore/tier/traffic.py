@@ -1,0 +1,336 @@
+"""Random traffic through a cache with tiers: copies at any later time, failures, and a check of every row.
+
+    python -m tests.kvcore.tier.traffic --steps 200000 --seed 0
+
+goes on where the tests stop. The engine checks every row that a request can see; what a match promises is compared with
+sets of keys; and after each step all pages of all places are counted anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections import Counter
+
+import numpy as np
+
+from quire.kvcore import LRU, S3FIFO, Adaptive, CostAware, OutOfPages
+from quire.kvcore.tier import Job, TierMatch, Tiers, TierSpec
+from tests.kvcore.traffic import MAX_LEN, Dice, Traffic
+from tests.support.kvcore.tiers import Contents, DictJournal, Memory, longest
+
+SLOW = 1e-6  # tokens a second: everything is worth a load
+
+
+class TieredTraffic(Traffic):
+    """`Traffic` with tiers behind it.
+
+    Args:
+        draw: of all choices.
+    """
+
+    def __init__(self, draw) -> None:
+        super().__init__(draw)
+        kv = self.e.kv
+        self.checked = Counter()
+        names = draw.one([("host",), ("host", "disk"), ("host", "disk"), ("disk",)])
+        policies = [LRU, Adaptive, CostAware, S3FIFO]
+        self.journals = {n: DictJournal() for n in names if draw.one([False, True])}
+        specs = {
+            n: TierSpec(draw.one([30, 80, 400]), 1e9, draw.one(policies)(), self.journals.get(n))
+            for n in names
+        }
+        self.tiers = Tiers(
+            kv, **specs, prefill_tokens_per_second=SLOW,
+            watermark=draw.one([None, kv.num_pages // 2, *[kv.num_pages] * 4]),
+        )  # fmt: skip
+        self.memory = Memory(self.e, self.tiers)
+        self.copied: dict[Job, bool] = {}
+        self.cleared = False
+        self.promised: dict[Job, tuple[TierMatch, list[int], bytes]] = {}
+
+    def steps(self) -> list[str]:
+        names = [*super().steps(), *["stores"] * 6, *["look"] * 6, "evict", "rarely"]
+        if "admit" in names:
+            names += [*["serve"] * 5, *["bounce"] * 2]
+        if len(self.e.slots) > 1:
+            names += ["release"] * 6
+        if self.tiers.jobs:
+            names += [*["end_job"] * 5, "copy", "cancel" if self.draw.number(0, 3) == 0 else "copy"]
+        return names
+
+    def _evicted(self) -> int:
+        return super()._evicted() + self.cleared
+
+    def serve(self):
+        """A request, most of it or all of it."""
+        rid = self.next_id
+        self.admit()
+        for _ in range(8):
+            c, known = self.e.computed(rid), len(self.e.tokens[rid])
+            if c == known:
+                if known >= MAX_LEN - 1 or self.draw.one([False, False, True]):
+                    break
+                self.e.tokens[rid] += self.draw.bits(1, 1)
+                known += 1
+            (count,) = self.e.kv.cut([self.e.slots[rid]], [known - c]).tolist()
+            self._advance({rid: count})
+            if self.e.computed(rid) == c:
+                break  # out of pages
+        if self.draw.number(0, 5):
+            tokens = list(self.e.tokens[rid])
+            done = self.e.release(rid)
+            self.model.end(self.running.pop(rid), tokens)
+            self.history.append(done)
+            del self.history[:-40]
+
+    def bounce(self):
+        """What is due is stored, everything leaves the device, and somebody comes back."""
+        for _ in range(4):
+            self.stores()
+            while self.tiers.jobs and self.draw.number(0, 7):
+                self.end_job()
+        self.e.kv.evict(1000)
+        self.look()
+
+    # Look-ups and loads.
+
+    def _contents(self) -> list[Contents]:
+        return [Contents(self.e.kv.index), *(Contents(t.index) for t in self.tiers.tiers)]
+
+    def look(self):
+        """A match of all places, checked; perhaps a load."""
+        salt = self.draw.one([b"", b"", b"t"])
+        base = self.draw.one([*self.history, *self.e.tokens.values()])
+        cut = self.draw.one([len(base), len(base), self.draw.number(0, len(base))])
+        prompt = (base[:cut] + self.draw.bits(1, 3))[: MAX_LEN - 10]
+        max_tokens = self.draw.one([None, None, None, self.draw.number(0, MAX_LEN)])
+        match = self._match(prompt, salt, max_tokens)
+        if not self.draw.one([True, True, False]):
+            return
+        before = self._numbers()
+        job = self.tiers.load(match)
+        if isinstance(job, OutOfPages):
+            assert job.needed > job.free + job.evictable
+            assert before == self._numbers()
+            self.checked["out of pages"] += 1
+        elif job is None:
+            assert match.num_bytes == 0 and match.num_saved_tokens == match.device.num_saved_tokens
+        else:
+            assert job.num_bytes == match.num_bytes
+            self.promised[job] = match, prompt, salt
+            self._began(job)
+            self.checked["loads"] += 1
+
+    def _match(self, prompt, salt, max_tokens=None):
+        kv, tiers = self.e.kv, self.tiers
+        before = self._numbers()
+        match = tiers.match(prompt, salt=salt, max_tokens=max_tokens)
+        assert before == self._numbers(), "a look-up changes nothing"
+        assert match.device == kv.match(match.prompt, max_tokens=max_tokens)
+        assert match.explain()
+        p, a = match.prompt, kv.alignment
+        keys = [p.keys[i : i + 32] for i in range(0, len(p.keys), 32)]
+        most = min((len(prompt) - 1) // a, p.num_segments)
+        most = most if max_tokens is None else min(most, max_tokens // a)
+        places = self._contents()
+        hit = longest(places, keys, most, kv.index.span, kv.hybrid) * a
+        if kv.replay_tokens is None or not kv.hybrid:
+            assert match.num_tokens == match.num_saved_tokens == hit
+        else:
+            dense = longest(places, keys, most, 0, False) * a
+            replay = max(0, dense - kv.replay_tokens) // a * a
+            assert match.num_saved_tokens == max(hit, replay)
+        assert match.num_tokens <= self.model.dense_hit(prompt, salt), "a false hit"
+        if match.num_bytes:
+            self.checked["matches"] += 1
+        if match.num_saved_tokens > match.device.num_saved_tokens:
+            assert match.num_bytes or not kv.layout.pages_per_segment
+        return match
+
+    def _numbers(self):
+        kv = self.e.kv
+        return [kv.stats(), *(t.index.num_evictable for t in self.tiers.tiers)]
+
+    # Jobs.
+
+    def stores(self):
+        for job in self.tiers.stores(self.draw.one([1, 4096 * 4, 4096 * 64, 1 << 30])):
+            self._began(job)
+            self.checked["stores"] += 1
+
+    def _began(self, job):
+        self.copied[job] = False
+        if self.draw.one([False, True]):
+            self._copy(job)
+
+    def _copy(self, job):
+        if not self.copied[job]:
+            self.memory.poison_free_pages()
+            self.memory.copy(job)
+            self.copied[job] = True
+
+    def copy(self):
+        self._copy(self.draw.one(list(self.tiers.jobs)))
+
+    def end_job(self):
+        """A job is done; one in eight with failures."""
+        job = self.draw.one(list(self.tiers.jobs))
+        failed = []
+        targets = [t for c in job.copies for t in c.targets.tolist()]
+        if targets and self.draw.number(0, 7) == 0:
+            failed = [self.draw.one(targets) for _ in range(self.draw.number(1, 3))]
+            self._spoil(job, failed)
+        elif not self.copied[job]:
+            self._copy(job)
+        known = self._contents()
+        self.tiers.done(job, failed, seconds=self.draw.one([None, 0.1]))
+        del self.copied[job]
+        self.checked["failed" if failed else "done"] += 1
+        self._check_adopted(job, known, failed)
+
+    def _spoil(self, job, failed):
+        self._copy(job)
+        for c in job.copies:
+            for t in set(failed) & set(c.targets.tolist()):
+                for rows in self.memory.rows[c.target]:
+                    rows[t] = -3
+
+    def _check_adopted(self, job, known, failed):
+        """What came is there, what was there still is (but failed sources), and nothing else is."""
+        promised = self.promised.pop(job, None)
+        parts, now = job.parts, self._contents()
+        names = ["device", *(t.name for t in self.tiers.tiers)]
+        target = names.index(parts.target.name)
+        keys = {parts.keys[i : i + 32] for i in range(0, len(parts.keys), 32)}
+        for i, (old, new) in enumerate(zip(known, now, strict=True)):
+            if i != target:
+                assert new.segments <= old.segments and new.points.keys() <= old.points.keys()
+                if not failed:
+                    assert new.segments == old.segments and new.points.keys() == old.points.keys()
+                continue
+            assert old.segments <= new.segments <= old.segments | keys
+            assert old.points.keys() <= new.points.keys() <= old.points.keys() | keys
+        if promised is not None and not failed and not parts.is_void:
+            match, prompt, salt = promised
+            got = self.e.kv.match(match.prompt, max_tokens=match.device.max_tokens)
+            assert got.num_saved_tokens >= match.num_saved_tokens
+            self.checked["kept promises"] += 1
+            self._use(prompt, salt, match.device.max_tokens)
+        if job.kind == "store" and not failed and not parts.is_void:
+            assert keys <= now[target].segments
+            if parts.point is not None:
+                assert parts.keys[-32:] in now[target].points
+                self.checked["stored points"] += 1
+
+    def _use(self, prompt, salt, max_tokens):
+        """A request starts with what came, and every row that it sees is checked."""
+        if not self.e.kv.num_free_slots or max_tokens is not None:
+            return
+        rid, self.next_id = self.next_id, self.next_id + 1
+        match = self.e.admit(rid, prompt, salt)
+        self.running[rid] = self.model.admit(
+            prompt, salt, match.num_tokens, match.dense_tokens, match.replay_to
+        )
+        self.e.check()
+        self.checked["used"] += 1
+        if self.draw.number(0, 3):
+            self.model.end(self.running.pop(rid), list(prompt))
+            self.e.release(rid)
+
+    def cancel(self):
+        job = self.draw.one(list(self.tiers.jobs))
+        known = self._contents()
+        self.tiers.cancel(job)
+        del self.copied[job]
+        self.promised.pop(job, None)
+        now = self._contents()
+        assert all(
+            a.segments == b.segments and a.points.keys() == b.points.keys()
+            for a, b in zip(known, now, strict=True)
+        )
+        self.checked["cancelled"] += 1
+
+    # Orders of other calls.
+
+    def evict(self):
+        self.e.kv.evict(self.draw.number(1, self.draw.one([4, 40, 1000])))
+
+    def rarely(self):
+        draw, kv = self.draw, self.e.kv
+        what = draw.number(0, 9)
+        if what == 0 and draw.number(0, 3) == 0:
+            kv.clear()
+            self.cleared = True
+            assert not any(t.index.num_points for t in self.tiers.tiers)
+        elif what < 3:
+            kv.evict_pages(np.array([draw.number(1, kv.num_pages - 1) for _ in range(3)]))
+        elif what == 4 and not self.e.slots:
+            if self.tiers.jobs:
+                try:
+                    kv.reset()
+                except ValueError as error:
+                    assert "jobs" in str(error)
+                    return
+                raise AssertionError("a reset with open jobs")
+            kv.reset()
+            self.cleared = True
+
+    def check(self):
+        super().check()
+        self.memory.check()
+        for tier in self.tiers.tiers:
+            if tier.name in self.journals:
+                self._check_journal(tier)
+        if self.draw.number(0, 3) == 0:
+            self.memory.poison_free_pages()
+
+    def _check_journal(self, tier):
+        """A journal has what the tier has, and what went whose pages are free still."""
+        kept, contents = self.journals[tier.name].kept, Contents(tier.index)
+        keys = {("segment", k) for k in contents.segments} | {("point", k) for k in contents.points}
+        assert keys <= kept.keys()
+        waiting = {(r.kind, r.key): r for r in tier.ledger._removed}
+        assert kept.keys() - keys <= waiting.keys()
+
+    def finish_life(self):
+        while self.tiers.jobs:
+            self.end_job()
+        self.finish()
+        for tier in self.tiers.tiers:
+            assert tier.index.pool.num_free == tier.index.pool.num_pages - 1
+            assert not tier.index.holdings
+
+
+def live(seed: int, steps: int) -> TieredTraffic:
+    """One cache with tiers, for a number of steps."""
+    traffic = TieredTraffic(Dice(seed))
+    for _ in range(steps):
+        getattr(traffic, traffic.draw.one(traffic.steps()))()
+        traffic.check()
+    traffic.finish_life()
+    return traffic
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--steps", type=int, default=200_000)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    checked, left, seed, start = Counter(), args.steps, args.seed, time.time()
+    while left > 0:
+        steps = min(left, random.Random(seed).choice([100, 300, 1000]))
+        try:
+            checked += live(seed, steps).checked
+        except BaseException:
+            print(f"seed {seed}, {steps} steps")
+            raise
+        left -= steps
+        seed += 1
+    print(f"{args.steps} steps, {seed - args.seed} lives, {time.time() - start:.0f} s")
+    print(dict(checked))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""Memory of tiers for the stand-in engine, copies of pages between places, and what tiers hold as plain sets of keys."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+
+from quire.kvcore.invariants import check_index
+from quire.kvcore.tier import Job, Record, Tiers
+from tests.support.kvcore.engine import POISON, Engine
+
+
+class Memory:
+    """Rows of all places of one engine."""
+
+    def __init__(self, engine: Engine, tiers: Tiers) -> None:
+        self.engine, self.tiers = engine, tiers
+        self.rows = {"device": engine.rows}
+        for tier in tiers.tiers:
+            n = tier.index.pool.num_pages
+            self.rows[tier.name] = [np.full((n, r.shape[1]), POISON) for r in engine.rows]
+
+    def copy(self, job: Job, but: set[int] = frozenset()) -> None:
+        """Run the copies of a job, but those to the target pages `but`."""
+        tables = self.engine.kv.layout.tables
+        for c in job.copies:
+            assert len(set(c.targets.tolist())) == len(c.targets) and (c.targets > 0).all()
+            keep = ~np.isin(c.targets, list(but))
+            for t, (group, _) in enumerate(tables):
+                if group == c.group:
+                    self.rows[c.target][t][c.targets[keep]] = self.rows[c.source][t][
+                        c.sources[keep]
+                    ]
+            if c.target == "device":
+                self.engine._poisoned[c.targets[keep]] = False
+
+    def poison_free_pages(self) -> None:
+        for tier in self.tiers.tiers:
+            free = tier.index.pool.free_pages()
+            for rows in self.rows[tier.name]:
+                rows[free] = POISON
+
+    def check(self) -> None:
+        """Recount each tier."""
+        for tier in self.tiers.tiers:
+            check_index(tier.index, [], [], [], Counter())
+            queued = sum(
+                len(c) for job in self.tiers.jobs for c in job.copies
+                if job.kind == "load" and c.source == tier.name
+            )  # fmt: skip
+            assert tier.queued_bytes == queued * self.tiers.page_bytes
+
+
+class Contents:
+    """What an index holds, read off its runs: keys of segments, and chains of keys of resume points."""
+
+    def __init__(self, index) -> None:
+        self.segments: set[bytes] = set()
+        self.points: dict[bytes, tuple[bytes, ...]] = {}
+        chains = {id(index.root): ()}
+        for run in index.runs():
+            keys = tuple(bytes(run.keys[i : i + 32]) for i in range(0, len(run.keys), 32))
+            chain = chains[id(run.parent)] + keys
+            chains[id(run)] = chain
+            self.segments.update(keys)
+            for depth in run.points:
+                self.points[chain[depth - 1]] = chain[:depth]
+
+
+def longest(places: list[Contents], keys: list[bytes], most: int, span: int, hybrid: bool) -> int:
+    """The longest boundary, in segments, that a prompt with these keys could resume at with what is anywhere."""
+    dense = 0
+    while dense < len(keys) and any(keys[dense] in p.segments for p in places):
+        dense += 1
+    n = min(dense, most)
+    if not hybrid:
+        return n
+    has = [any(key in p.points for p in places) for key in keys]
+    while n and not has[n - 1]:
+        before = max((b for b in range(1, n) if has[b - 1]), default=0)
+        chains = [chain for p in places for chain in p.points.values()]
+        if any(n < len(chain) <= before + span and list(chain[:n]) == keys[:n] for chain in chains):
+            break
+        n -= 1
+    return n
+
+
+class DictJournal:
+    """A journal in memory, which refuses what a journal need not take.
+
+    Attributes:
+        kept: the records, by kind and key.
+        fails: whether calls raise.
+    """
+
+    def __init__(self) -> None:
+        self.kept: dict[tuple[str, bytes], Record] = {}
+        self.fails = False
+
+    def records(self) -> list[Record]:
+        return list(self.kept.values())
+
+    def added(self, records) -> None:
+        self._expect_well()
+        for r in records:
+            known = (r.kind, r.key) in self.kept
+            assert not known, "kept already"
+            before = r.parent if r.kind == "segment" else r.key
+            assert not before or ("segment", before) in self.kept, "its parent comes later"
+            taken = {p for k in self.kept.values() for p in k.pages if k.kind == "segment"}
+            assert not taken & set(r.pages) - {0}, "a page of two records"
+            self.kept[r.kind, r.key] = r
+
+    def removed(self, records) -> None:
+        self._expect_well()
+        for r in records:
+            assert self.kept.pop((r.kind, r.key)) == r
+            below = [k for k in self.kept.values() if k.parent == r.key and k.kind == "segment"]
+            assert r.kind == "point" or not below, "its children are still there"
+            assert r.kind == "point" or ("point", r.key) not in self.kept
+
+    def _expect_well(self) -> None:
+        if self.fails:
+            raise OSError("no space left")
