@@ -12,8 +12,9 @@ from quire.bench.replay.experiment import empty_cache
 from quire.bench.replay.links import Link
 from quire.bench.replay.requests import Request
 from quire.bench.replay.simulate import Workload, replay
-from quire.bench.replay.tier_experiment import run_tier_grid
+from quire.bench.replay.tier_experiment import run_tier_grid, whole_chains
 from quire.bench.replay.tiers import TierMemory, serving_pages
+from quire.bench.replay.vllm_host import VllmHost, available
 from quire.kvcore import LRU, Adaptive, GroupSpec
 
 PAGE = 100  # bytes
@@ -230,3 +231,27 @@ def test_what_cannot_be_replayed_is_said_in_one_line(arguments, capsys):
     assert main([*arguments, "--quiet"]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.count("\n") == 1 and "expected" in captured.err
+
+
+@pytest.mark.skipif(available() is None, reason="vLLM 0.33 is not importable")
+@pytest.mark.parametrize("groups", [DENSE, HYBRID], ids=["dense", "hybrid"])
+def test_vllm_brings_back_what_it_stored(groups):
+    """A, B that evicts it, A: the pages of the hit come back, at the speed of the link."""
+    requests = [request(0.0, 0), request(1.0, 100), request(10.0, 0)]
+    workload = Workload("w", requests)
+    chains = whole_chains(workload, empty_cache(groups, workload))
+    pages = 9 + (4 if groups is HYBRID else 0)  # the tail of a window of 64 in pages of 16
+    made = []
+
+    def vllm(cache):
+        made.append(VllmHost(cache, chains=chains, pages=1000, link=10_000.0))
+        return made[0]
+
+    pool = 11 if groups is DENSE else 22
+    found = run(requests, pool, groups, behind=vllm, retention="latest")
+    assert found.hits.tolist() == [0, 0, 288]
+    assert found.ttft[2] == pytest.approx(pages * PAGE / 10_000 + 0.032)
+    assert made[0].links["host>device"].num_bytes == pages * PAGE
+    assert made[0].report()["waste"] == 0
+    small = VllmHost(empty_cache(groups, workload), chains=chains, pages=5, link=10_000.0)
+    assert run(requests, pool, groups, behind=lambda cache: small).hits.tolist() == [0, 0, 0]
