@@ -105,7 +105,7 @@ def pr43447() -> str:
 
 TIER_FILES = {
     "V4-Flash, 2,000 requests": "replay-tiers-conversation.json",
-    "Gemma-4-31B, 1,000 requests": "replay-tiers-conversation-gemma.json",
+    "Gemma-4-31B, 2,000 requests": "replay-tiers-conversation-gemma.json",
 }
 TIER_LINES = {
     ("tiers", "adaptive"): "tiers, `Adaptive`",
