@@ -24,7 +24,7 @@ def describe_machine(device: torch.device) -> dict[str, str | int | None]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": _version("triton"),
-        "commit": _commit(),
+        "commit": commit(),
     }
 
 
@@ -42,7 +42,8 @@ def _cpu_name() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def _commit() -> str:
+def commit() -> str:
+    """The commit of this checkout, `-dirty` behind it where files differ; "unknown" elsewhere."""
     here = Path(__file__).resolve().parent
     command = ("git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=10")
     return _first_line(*command) or "unknown"

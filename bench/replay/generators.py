@@ -5,6 +5,8 @@ Ids stand for blocks of `BLOCK` tokens. Where a later prompt repeats an answer, 
 
 from __future__ import annotations
 
+import heapq
+
 import numpy as np
 
 from .requests import Request
@@ -104,6 +106,38 @@ def agent_tree(
     return requests
 
 
+def agent_pauses(
+    *, agents: int = 96, steps: int = 16, branches: int = 3, fork: float = 0.2, root: int = 8192, step: int = 1024,
+    answer: int = 256, pause: float = 20.0, spread: float = 1.2, rate: float = 0.25, seed: int = 0
+) -> list[Request]:  # fmt: skip
+    """Agents that wait for their tools between steps, and now and then go on in several branches.
+
+    Each step's prompt is that of the step before, its answer, and what the tool said. It comes when the answer would end at 50
+    tokens a second, and a pause after that.
+
+    agents: that start at `rate` a second (Poisson); all begin with one shared prompt of `root` // 2 tokens. steps: of one agent, all
+    branches together. fork: how likely a step goes on in `branches` contexts at once, each with a pause of its own. step: tokens of a
+    tool's output, from half to twice. pause: seconds, the median; spread: sigma of its logarithm (log-normal).
+    """
+    rng = np.random.default_rng(seed)
+    fresh = _Ids()
+    shared = fresh(root // 2)
+    requests = []
+    for agent, start in enumerate(np.cumsum(rng.exponential(1 / rate, agents)).tolist()):
+        waiting = [(start, 0, shared + fresh(root // 2))]
+        made = 1
+        for _ in range(steps):
+            now, _, prompt = heapq.heappop(waiting)
+            said = fresh(answer)
+            requests.append(_turn(now, agent, prompt, said))
+            for _ in range(branches if rng.random() < fork else 1):
+                wait = answer / 50 + pause * float(np.exp(spread * rng.standard_normal()))
+                output = fresh(int(rng.integers(step // 2, step * 2)))
+                heapq.heappush(waiting, (now + wait, made, prompt + said + output))
+                made += 1
+    return sorted(requests, key=lambda r: r.arrival)
+
+
 def million_token_prompts(*, prompts: int = 14, tokens: int = MILLION) -> list[Request]:
     """PR 43447's experiment: long prompts one after another, then look-ups of each at 10, 20, .. 100 % of its length."""
     fresh = _Ids()
@@ -136,6 +170,7 @@ GENERATORS = {
     "round-robin": round_robin,
     "system-prompt": shared_system_prompt,
     "agent-tree": agent_tree,
+    "agent-pauses": agent_pauses,
     "pr43447": million_token_prompts,
     "pr40676": prefix_sweep,
 }

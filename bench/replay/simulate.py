@@ -8,34 +8,17 @@ answer is ever interrupted), and gives back what is not cached when the answer e
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from quire.kvcore import GroupSpec, KVCache, Prompt, StepPlan
+from quire.kvcore import GroupSpec, KVCache, Prompt
 
+from .engine import Behind, Engine, Timing
 from .requests import Request
 
-
-@dataclass(frozen=True)
-class Timing:
-    """How fast the engine is.
-
-    prefill_rate: prompt tokens a second, of all requests together. decode_rate: answer tokens a second, of each request.
-    chunk: tokens of a prefill chunk. max_requests: requests at once.
-    """
-
-    prefill_rate: float = 20_000.0
-    decode_rate: float = 50.0
-    chunk: int = 8192
-    max_requests: int = 64
-
-    def __post_init__(self) -> None:
-        for name in ("prefill_rate", "decode_rate", "chunk", "max_requests"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name}: expected > 0, got {getattr(self, name)}")
+__all__ = ["Outcome", "Timing", "Workload", "replay"]
 
 
 @dataclass
@@ -81,12 +64,17 @@ class Workload:
 
 @dataclass
 class Outcome:
-    """What a replay saw, one entry a request: hits [n] tokens, ttft [n] seconds (look-ups: 0); and the cache's counters at the end."""
+    """What a replay saw, one entry a request: hits [n] tokens, from_device [n] those of them that no load brought, ttft [n] seconds
+    (look-ups: 0); stalled: seconds in which all that waited had loads to wait for; stats: the cache's counters at the end;
+    behind: what the memories behind its pool report."""
 
     hits: np.ndarray
     ttft: np.ndarray
     makespan: float
     stats: dict[str, int]
+    from_device: np.ndarray
+    stalled: float
+    behind: dict[str, float | int]
 
 
 def replay(
@@ -96,11 +84,12 @@ def replay(
     num_pages: int,
     timing: Timing,
     progress: Callable[[int], object] = lambda n: None,
+    behind: Callable[[KVCache], Behind] | None = None,
     **options: object,
 ) -> Outcome:
     """Serve `workload` from a pool of `num_pages` pages.
 
-    options: of `KVCache` (retention, policy). progress: called with 1 after each request.
+    options: of `KVCache` (retention, policy). progress: called with 1 after each request. behind: makes the memories behind the pool.
 
     Raises: ValueError when a request alone does not fit the pool.
     """
@@ -112,71 +101,10 @@ def replay(
         max_model_len=longest,
         **options,
     )  # type: ignore[arg-type]
-    engine = _Engine(cache, timing)
-    prompts = workload.prompts(cache)
-    hits, ttft = np.zeros(len(prompts), np.int64), np.zeros(len(prompts))
-    for i, (request, prompt) in enumerate(zip(workload.requests, prompts, strict=True)):
-        engine.wait_until(request.arrival)
-        if request.output == 0:
-            hits[i] = cache.match(prompt).num_tokens
-        else:
-            hits[i] = engine.serve(i, request, prompt)
-            ttft[i] = engine.now - request.arrival
-        progress(1)
-    makespan = engine.drain() - workload.requests[0].arrival
-    return Outcome(hits, ttft, makespan, cache.stats())
-
-
-class _Engine:
-    def __init__(self, cache: KVCache, timing: Timing) -> None:
-        self.cache = cache
-        self.timing = timing
-        self.now = 0.0
-        self._running: list[tuple[float, int]] = []  # (end of the answer, request id)
-
-    def serve(self, number: int, request: Request, prompt: Prompt) -> int:
-        """Admit a request, compute its prompt, start its answer; returns its hit."""
-        cache = self.cache
-        while not cache.num_free_slots:
-            self._finish_one()
-        slot = cache.admit(number, cache.match(prompt))
-        hit = int(cache.num_computed[slot])
-        tokens = request.tokens(number)
-        for start, end, rate in (
-            (hit, request.input, self.timing.prefill_rate),
-            (request.input, len(tokens), None),
-        ):
-            while start < end:
-                count = min(self.timing.chunk, end - start)
-                [count] = cache.cut([slot], [count]).tolist()
-                plan = cache.plan([slot], [count])
-                while not isinstance(plan, StepPlan):
-                    if not self._running:
-                        raise ValueError(
-                            f"pool: expected room for request {number} of {len(tokens)} tokens: {plan}"
-                        )
-                    self._finish_one()
-                    plan = cache.plan([slot], [count])
-                cache.commit(plan, tokens[start : start + count])
-                start += count
-                if rate:
-                    self.wait_until(self.now + count / rate)
-        heapq.heappush(self._running, (self.now + request.output / self.timing.decode_rate, number))
-        return hit
-
-    def wait_until(self, time: float) -> None:
-        """Advance the clock; answers end on the way."""
-        while self._running and self._running[0][0] <= time:
-            self._finish_one()
-        self.now = max(self.now, time)
-
-    def drain(self) -> float:
-        """End all answers; returns the time."""
-        while self._running:
-            self._finish_one()
-        return self.now
-
-    def _finish_one(self) -> None:
-        end, number = heapq.heappop(self._running)
-        self.now = max(self.now, end)
-        self.cache.release(number)
+    memories = None if behind is None else behind(cache)
+    engine = Engine(cache, timing, workload.requests, workload.prompts(cache), memories, progress)
+    makespan = engine.run() - workload.requests[0].arrival
+    return Outcome(
+        engine.hits, engine.ttft, makespan, cache.stats(), engine.from_device, engine.stalled,
+        {} if memories is None else memories.report(),
+    )  # fmt: skip

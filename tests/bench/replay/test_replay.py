@@ -180,6 +180,7 @@ def test_generators_share_what_they_say(name):
         "round-robin": "sessions=3,turns=3,first=512,user=64,answer=32",
         "system-prompt": "requests=12,prompts=2,system=512,user=128,answer=32",
         "agent-tree": "trees=2,depth=2,root=512,step=64,answer=32",
+        "agent-pauses": "agents=3,steps=4,root=512,step=64,answer=32",
         "pr43447": "prompts=2,tokens=5120",
         "pr40676": "prefixes=2,requests=8,prefix=512,user=64,answer=16",
     }

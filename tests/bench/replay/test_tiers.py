@@ -1,0 +1,257 @@
+"""Tiers behind a replayed pool: times by hand, bytes that are moved once, and what an infinite or an absent tier must equal."""
+
+import json
+
+import numpy as np
+import pytest
+
+from quire.bench.replay.__main__ import main, make_workload
+from quire.bench.replay.bounds import clairvoyant_hits
+from quire.bench.replay.engine import Timing
+from quire.bench.replay.experiment import empty_cache
+from quire.bench.replay.links import Link
+from quire.bench.replay.requests import Request
+from quire.bench.replay.simulate import Workload, replay
+from quire.bench.replay.tier_experiment import run_tier_grid, whole_chains
+from quire.bench.replay.tiers import TierMemory, serving_pages
+from quire.bench.replay.vllm_host import VllmHost, available
+from quire.kvcore import LRU, Adaptive, GroupSpec
+
+PAGE = 100  # bytes
+DENSE = [GroupSpec("d", "dense", 32, PAGE)]
+HYBRID = [GroupSpec("d", "dense", 32, PAGE), GroupSpec("w", "window", 16, PAGE, 64)]
+TIMING = Timing(prefill_rate=1000.0, decode_rate=100.0, max_requests=2)
+INFINITE = 1e15  # bytes a second
+
+
+def behind(
+    timing=TIMING, *, host=1000, disk=0, link=10_000.0, disk_link=1000.0, policy=LRU, made=None
+):
+    """Makes a `TierMemory` that stores everything as soon as it may, and puts it into `made`."""
+
+    def make(cache):
+        memory = TierMemory(
+            cache, host=host, disk=disk, link=link, disk_link=disk_link, policy=policy, timing=timing,
+            watermark=cache.num_pages,
+        )  # fmt: skip
+        if made is not None:
+            made.append(memory)
+        return memory
+
+    return make
+
+
+def request(arrival, first, tokens=320, output=1):
+    """A prompt of blocks `first`, `first` + 1 .. of 32 tokens."""
+    return Request(arrival, 0, tokens, output, np.arange(first, first + -(-tokens // 32)), 32)
+
+
+def run(requests, pages, groups=DENSE, timing=TIMING, **options):
+    options.setdefault("policy", LRU())
+    return replay(Workload("w", requests), groups, num_pages=1 + pages, timing=timing, **options)
+
+
+def test_a_link_is_a_queue():
+    link = Link(100.0)
+    assert link.send(1.0, 50) == 1.5 and link.send(1.2, 100) == 2.5 and link.send(9.0, 10) == 9.1
+    assert link.num_bytes == 160
+    assert link.room(9.0, 1.0) == 90 and link.room(9.0, 0.05) == 0 and link.room(20.0, 1.0) == 100
+
+
+def test_a_load_takes_the_time_of_its_bytes():
+    """A, then B that evicts it, then A: 9 of 10 pages come back at 10,000 bytes a second."""
+    requests = [request(0.0, 0), request(1.0, 100), request(10.0, 0)]
+    alone = run(requests, 11)
+    assert alone.hits.tolist() == [0, 0, 0] and alone.ttft == pytest.approx([0.32] * 3)
+    tiers = run(requests, 11, behind=behind())
+    assert tiers.hits.tolist() == [0, 0, 288]
+    assert tiers.from_device.tolist() == [0, 0, 0]
+    assert tiers.ttft == pytest.approx([0.32, 0.32, 9 * PAGE / 10_000 + 0.032])
+    assert tiers.stalled == pytest.approx(0.09)
+
+
+@pytest.mark.parametrize(("tokens", "expected"), [(64, 0.09 + 0.032), (200, 0.2 + 0.032)])
+def test_a_load_does_not_hold_up_the_request_behind_it(tokens, expected):
+    requests = [request(0.0, 0), request(1.0, 100, 23 * 32)]  # which fills the pool
+    requests += [request(10.0, 0), request(10.0, 200, tokens)]
+    tiers = run(requests, 24, behind=behind())
+    assert tiers.hits[2] == 288
+    assert tiers.ttft[2:] == pytest.approx([expected, tokens / 1000])
+
+
+def test_loads_wait_for_each_other_on_their_link():
+    """Two prompts come back at once: the second's pages come after the first's. A third one, of the
+    first's prefix, waits for that load and moves nothing."""
+    requests = [request(0.0, 0), request(1.0, 100), request(2.0, 200, 33 * 32)]
+    requests += [request(10.0, 0), request(10.0, 100), request(10.0, 0)]
+    made = []
+    timing = Timing(prefill_rate=1000.0, decode_rate=100.0, max_requests=4)
+    tiers = run(requests, 34, timing=timing, behind=behind(timing, made=made))
+    assert tiers.hits[3:].tolist() == [288, 288, 288]
+    assert tiers.ttft[3:] == pytest.approx([0.09 + 0.032, 0.18 + 0.032, 0.09 + 0.064])
+    assert made[0].links["host>device"].num_bytes == 2 * 9 * PAGE
+
+
+def test_what_would_be_slower_than_computing_is_not_loaded():
+    requests = [request(0.0, 0), request(1.0, 100), request(10.0, 0)]
+    made = []
+    slow = 9 * PAGE / 0.289  # the prefill of these tokens takes 0.288 s
+    tiers = run(requests, 11, behind=behind(link=slow, made=made))
+    assert tiers.ttft[2] == pytest.approx(0.32)
+    assert made[0].links["host>device"].num_bytes == 0
+
+
+def test_a_prefix_that_bounces_is_written_once():
+    requests = [request(float(i), 100 * (i % 2)) for i in range(8)]
+    made = []
+    tiers = run(requests, 11, behind=behind(made=made))
+    links = made[0].links
+    assert tiers.hits.tolist() == [0, 0] + [288] * 6
+    assert links["host>device"].num_bytes == 6 * 9 * PAGE
+    assert links["device>host"].num_bytes == 2 * 10 * PAGE
+
+
+def test_disk_keeps_what_leaves_the_host():
+    requests = [request(float(3 * i), 100 * (i % 4)) for i in range(8)]
+    made = []
+    host = run(requests, 11, behind=behind(host=10))
+    both = run(requests, 11, behind=behind(host=10, disk=1000, disk_link=9000.0, made=made))
+    assert host.hits[4:].tolist() == [0] * 4
+    assert both.hits[4:].tolist() == [288] * 4
+    assert (
+        made[0].links["disk>device"].num_bytes + made[0].links["host>device"].num_bytes
+        == 4 * 9 * PAGE
+    )
+    assert made[0].links["disk>device"].num_bytes > 0
+
+
+def random_requests(seed, n=60, every=0.5):
+    """Prompts that share prefixes in a random tree."""
+    rng = np.random.default_rng(seed)
+    prompts, requests, fresh = [[]], [], iter(range(10**6))
+    for i in range(n):
+        base = prompts[rng.integers(len(prompts))]
+        ids = base[: rng.integers(len(base) + 1)] + [
+            next(fresh) for _ in range(rng.integers(1, 12))
+        ]
+        prompts.append(ids)
+        size = len(ids) * 16 - int(rng.integers(16))
+        requests.append(Request(i * every, i, size, int(rng.integers(1, 20)), np.array(ids), 16))
+    return requests
+
+
+@pytest.mark.parametrize("groups", [DENSE, HYBRID], ids=["dense", "hybrid"])
+def test_an_infinite_host_is_an_infinite_pool(groups):
+    timing = Timing(prefill_rate=1e6, decode_rate=1e4, max_requests=1)
+    pages = 40 if groups is DENSE else 120
+    for seed in range(2):
+        requests = random_requests(seed)
+        infinite = run(requests, 20_000, groups, timing, retention="dense")
+        small = run(requests, pages, groups, timing, retention="dense", policy=LRU())
+        tiers = run(
+            requests, pages, groups, timing, retention="dense", policy=LRU(),
+            behind=behind(timing, host=20_000, link=INFINITE, policy=LRU),
+        )  # fmt: skip
+        assert tiers.hits.tolist() == infinite.hits.tolist()
+        assert small.hits.sum() < infinite.hits.sum()
+        assert tiers.from_device.sum() < tiers.hits.sum()
+
+
+def test_tiers_are_within_the_bounds_of_their_bytes():
+    timing = Timing(prefill_rate=1e6, decode_rate=1e4, max_requests=1)
+    for seed, policy in ((3, LRU), (4, Adaptive)):
+        workload = Workload("random", random_requests(seed))
+        made = []
+        tiers = replay(
+            workload, DENSE, num_pages=41, timing=timing, policy=policy(),
+            behind=behind(timing, host=60, link=INFINITE, policy=policy, made=made),
+        )  # fmt: skip
+        alone = replay(workload, DENSE, num_pages=41, timing=timing, policy=policy())
+        bound = clairvoyant_hits(workload, empty_cache(DENSE, workload), 100)
+        assert alone.hits.sum() < tiers.hits.sum() <= bound
+
+
+def test_pages_that_serve_hits():
+    """Counted by asking for every prefix of every chain; a chain without a resume point serves none."""
+    timing = Timing(prefill_rate=1e6, decode_rate=1e4, max_requests=1)
+    requests, made = random_requests(2), []
+    run(requests, 80, HYBRID, timing, behind=behind(timing, host=200, link=INFINITE, made=made))
+    [tier] = made[0].tiers.tiers
+    index, serving, points = tier.index, set(), set()
+    for run_ in index.runs():
+        for depth, point in run_.points.items():
+            serving.update(index.pages_between(run_, 0, depth).ravel().tolist())
+            points.update(point.pages[point.pages != 0].tolist())
+    assert serving_pages(index) == len(serving) + len(points) > 0
+
+
+def test_rows():
+    """No tier is the pool alone; saved seconds are hits; little of a tier is wasted."""
+    workload = make_workload("agent-pauses:agents=10,steps=6,root=4096,rate=0.1", None, 0)
+    rows = run_tier_grid(
+        workload, "v4-flash", ["60%"], ["0", "30%"], ["0"], ["lru"], Timing(), link=5e10, disk_link=5e9,
+        progress=False,
+    )  # fmt: skip
+    found = {(r["memory"], r["eviction"], r["host"]): r for r in rows}
+    pool, none, some = (
+        found[key] for key in (("pool", "lru", "0"), ("tiers", "lru", "0"), ("tiers", "lru", "30%"))
+    )
+    measured = ("hit_rate", "mean_hit", "hit_tokens", "ttft_p50", "ttft_p99", "tokens_per_s")
+    assert [pool[k] for k in measured] == [none[k] for k in measured]
+    assert some["saved_s"] == (some["hit_tokens"] - pool["hit_tokens"]) / Timing.prefill_rate > 0
+    assert 0 <= some["waste"] < 0.05
+    bound = found["one pool", "clairvoyant", "30%"]
+    assert some["hit_rate"] <= bound["hit_rate"] <= found["one pool", "infinite", "0"]["hit_rate"]
+    assert some["versions"]["commit"]
+
+
+def test_command_line(tmp_path, capsys):
+    out = tmp_path / "rows.json"
+    assert main(
+        ["--workload", "agent-pauses:agents=4,steps=4,root=1024,rate=1.0", "--preset", "llama-like", "--pool", "80%",
+         "--host", "30%", "--disk", "0", "0.5", "--link", "40", "--eviction", "lru", "--quiet", "--json", str(out)]
+    ) == 0  # fmt: skip
+    rows = json.loads(out.read_text())
+    assert {(r["host"], r["disk"]) for r in rows if r["memory"] == "tiers"} == {
+        ("30%", "0"),
+        ("30%", "0.5"),
+    }
+    assert all(r["link"] == 40e9 for r in rows)
+    assert "to host" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--host", "x"], ["--host", "-1"], ["--host", "1%", "--disk", "2%%"], ["--host", "1", "--link", "0"],
+        ["--host", "1", "--plot", "a.svg"], ["--host", "1", "--retention", "auto", "dense"], ["--ahead", "0"],
+    ],
+)  # fmt: skip
+def test_what_cannot_be_replayed_is_said_in_one_line(arguments, capsys):
+    assert main([*arguments, "--quiet"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1 and "expected" in captured.err
+
+
+@pytest.mark.skipif(available() is None, reason="vLLM 0.33 is not importable")
+@pytest.mark.parametrize("groups", [DENSE, HYBRID], ids=["dense", "hybrid"])
+def test_vllm_brings_back_what_it_stored(groups):
+    """A, B that evicts it, A: the pages of the hit come back, at the speed of the link."""
+    requests = [request(0.0, 0), request(1.0, 100), request(10.0, 0)]
+    workload = Workload("w", requests)
+    chains = whole_chains(workload, empty_cache(groups, workload))
+    pages = 9 + (4 if groups is HYBRID else 0)  # the tail of a window of 64 in pages of 16
+    made = []
+
+    def vllm(cache):
+        made.append(VllmHost(cache, chains=chains, pages=1000, link=10_000.0))
+        return made[0]
+
+    pool = 11 if groups is DENSE else 22
+    found = run(requests, pool, groups, behind=vllm, retention="latest")
+    assert found.hits.tolist() == [0, 0, 288]
+    assert found.ttft[2] == pytest.approx(pages * PAGE / 10_000 + 0.032)
+    assert made[0].links["host>device"].num_bytes == pages * PAGE
+    assert made[0].report()["waste"] == 0
+    small = VllmHost(empty_cache(groups, workload), chains=chains, pages=5, link=10_000.0)
+    assert run(requests, pool, groups, behind=lambda cache: small).hits.tolist() == [0, 0, 0]
