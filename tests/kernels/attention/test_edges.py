@@ -330,7 +330,8 @@ def test_every_argument_has_a_row():
     }
     home = quire.kernels._HOME
     assert set(home) == set(quire.kernels.__all__)
-    assert set(tables) == {n for n in home if home[n].startswith(("attention.", "cache_write."))}
+    mine = {n for n in home if home[n].startswith(("attention.", "cache_write."))}
+    assert set(tables) == mine - {"attention_for"}  # which only chooses one of the first two
     for name, rows in tables.items():
         expect_all_arguments(getattr(quire.kernels, name), rows)
 
