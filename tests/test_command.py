@@ -212,7 +212,7 @@ MOST = {
 # Options whose values only the program itself can judge.
 FREE = {
     "model", "prompt", "file", "system", "stop", "device", "impl", "only", "parts", "write", "workload", "pool", "peers", "out",
-    "baseline", "unpack", "target", "retention", "disk_cache",
+    "baseline", "unpack", "target", "retention", "disk_cache", "host", "disk",
 }  # fmt: skip
 
 
