@@ -255,3 +255,11 @@ def test_vllm_brings_back_what_it_stored(groups):
     assert made[0].report()["waste"] == 0
     small = VllmHost(empty_cache(groups, workload), chains=chains, pages=5, link=10_000.0)
     assert run(requests, pool, groups, behind=lambda cache: small).hits.tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("option", ["host", "disk"])
+def test_sizes_that_are_none_are_named(option, capsys):
+    arguments = ["--workload", "round-robin", "--limit", "3", "--pool", "100%", "--host", "1"]
+    for size in ("x", "-1", "nan", "5%%", "pages", ""):
+        assert main([*arguments, f"--{option}", size]) == 2
+        assert f"error: {option}: expected" in capsys.readouterr().err
