@@ -332,10 +332,12 @@ class Steps:
         """Advance and publish a step whose pages are taken, up to `end` [n] tokens; returns the
         copies to run after it."""
         changes, made, ending = plan.changes, None, None
-        self.changed()
+        self.planned = None
+        self._index.tick += 1
         if self._enable_caching:
             if isinstance(changes, DecodeChanges):
-                made = self._feed_next(changes.batch, ids)
+                b = changes.batch
+                made = self._sequences.feed_next(b.slots, b.start, b.end, ids, b.ending)
             else:
                 made, ending = self._feed(plan, changes, ids, end)
             if self._announcer is not None:
@@ -376,9 +378,6 @@ class Steps:
         self._sequences.num_computed[plan.slots] = end
         return copies, passed
 
-    def _feed_next(self, batch: DecodeBatch, ids: Int32) -> list[bytes] | None:
-        return self._sequences.feed_next(batch.slots, batch.start, batch.end, ids, batch.ending)
-
     def _feed(
         self, plan: StepPlan, step: StepChanges, ids: Int32, end: Int64
     ) -> tuple[list[bytes] | None, Ending | None]:
@@ -393,7 +392,7 @@ class Steps:
             return self._sequences.feed_drafts(batch, ids, end)
         if batch is not None:
             ones = ids[plan.cu_seqlens_q[step.decode_rows]] if rows.size else ids
-            self._feed_next(batch, ones)
+            self._sequences.feed_next(batch.slots, batch.start, batch.end, ones, batch.ending)
         if rows.size:
             slots, first = step.slots[rows], plan.cu_seqlens_q[rows]
             self._sequences.feed_several(slots, step.start[rows], end[rows], ids, first)
