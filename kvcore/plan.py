@@ -332,7 +332,7 @@ class Steps:
         """Advance and publish a step whose pages are taken, up to `end` [n] tokens; returns the
         copies to run after it."""
         changes, made, ending = plan.changes, None, None
-        self.planned = None
+        self.planned = None  # `changed`, without the call: each step comes here
         self._index.tick += 1
         if self._enable_caching:
             if isinstance(changes, DecodeChanges):

@@ -22,7 +22,7 @@ Reason = Literal[
     "resume-point",
 ]
 
-_EXPLANATIONS: dict[Reason, str] = {
+EXPLANATIONS: dict[Reason, str] = {
     "caching-disabled": "caching is disabled",
     "prompt-too-short": "the prompt has no whole segment before its last token",
     "prompt-end": "every segment before the last token was found",
@@ -71,7 +71,7 @@ class Match:
 
     def explain(self) -> str:
         """One sentence: hit length and what limited it."""
-        why = _EXPLANATIONS[self.limited_by].format(dense=self.dense_tokens)
+        why = EXPLANATIONS[self.limited_by].format(dense=self.dense_tokens)
         text = f"{self.num_tokens} of {self.prompt.num_tokens} tokens: {why}"
         if self.replay_from is not None:
             text += f"; replayed from {self.replay_from}"

@@ -20,7 +20,7 @@ import numpy as np
 
 from ..arrays import Int32, Int64
 from ..prefix.keys import Prompt
-from ..prefix.lookup import Match, Reason, limited_by
+from ..prefix.lookup import EXPLANATIONS, Match, Reason, limited_by
 from ..prefix.replays import replay_range
 from ..prefix.tree import ResumePoint, point_after, point_before, run_of
 from .places import Found, Place, Tails, Tier
@@ -31,14 +31,10 @@ if TYPE_CHECKING:
 
 Limit = Reason | Literal["slower"]
 
-_EXPLANATIONS: dict[Limit, str] = {
-    "caching-disabled": "caching is disabled",
-    "prompt-too-short": "the prompt has no whole segment before its last token",
-    "prompt-end": "every segment before the last token was found",
-    "max-tokens": "no longer hit was asked for",
+_EXPLANATIONS: dict[Limit, str] = dict(EXPLANATIONS.items())
+_EXPLANATIONS |= {
     "not-cached": "nothing of this prompt is kept anywhere",
     "diverged": "the chain that is kept ends, or differs from the prompt, there",
-    "resume-point": "dense blocks reach {dense}, but no resume point does",
     "slower": "loading more would take longer than computing it",
 }
 

@@ -94,9 +94,7 @@ class Tiers(OpenJobs):
         tails = Tails(kv.layout)
         self._transfers = Transfers(tails, kv.alignment, size)
         self._planner = Planner(kv, self._device, [*self.tiers], tails, size, rate)
-        self._stores = Stores(
-            [self._device, *self.tiers], self._transfers, self._planner, watermark
-        )
+        self._stores = Stores(self.places, self._transfers, self._planner, watermark)
         self._loading: dict[bytes, Job] = {}  # by the key of the boundary
         self._hints = Hints(self, max_hint_bytes)
         self._watch()
@@ -123,8 +121,7 @@ class Tiers(OpenJobs):
 
     def _watch(self) -> None:
         """Have the policies of all places go through `Watched`."""
-        places: list[Place] = [self._device, *self.tiers]
-        for i, place in enumerate(places):
+        for i, place in enumerate(self.places):
             on_asked = self._asked if place is self._device else None
             index = place.index
 
