@@ -169,8 +169,7 @@ COMPRESSED = [
     *refused("window_pages", lambda a: LatentPages(a["window_pages"].data[:0], 4, 16, 4), blamed="window_pages: num_pages"),
     *refused("window_pages", lambda a: LatentPages(zeros(1, 4, 16).expand(2**29, 4, 16), 4, 16, 4), error=NotImplementedError),
     *no_tensors("window_table", I64, optional=False),
-    *refused("window_table", lambda a: a["window_table"][:, :0], blamed="window_table: width"),
-    *right("window_table", lambda a: a["window_table"][:, :1], lambda a: a["window_table"][:, :3]),
+    *right("window_table", lambda a: a["window_table"][:, :0], lambda a: a["window_table"][:, :1], lambda a: a["window_table"][:, :3]),
     *no_tensors("seq_lens", I64, optional=False),
     *right("seq_lens", lambda a: ints(0, -5)),
     *no_tensors("cu_seqlens_q", I64, optional=False),
@@ -242,7 +241,7 @@ def test_compressed(row, impl):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("width", [1, 2, 5])
+@pytest.mark.parametrize("width", [0, 1, 2, 5])
 @pytest.mark.parametrize("num_decodes", [0, 2])
 def test_a_ring_too_small_for_the_window_without_in_step_rows(impl, width, num_decodes):
     """The oldest rows are overwritten: the last width * 4 positions are seen, whichever query asks."""
