@@ -193,7 +193,9 @@ def test_a_row_of_a_batch_is_what_it_is_alone(impl):
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("num_decodes", [0, 2])
 def test_the_context_and_the_step_merge_to_the_whole(impl, num_decodes):
-    batch = make_batch(AttentionCase("", [700, 40, 33, 9], [1, 2, 20, 9], num_decodes=num_decodes, sinks=True))
+    batch = make_batch(
+        AttentionCase("", [700, 40, 33, 9], [1, 2, 20, 9], num_decodes=num_decodes, sinks=True)
+    )
     exact, exact_lse = attention_reference(batch)
     q_lens = batch["cu_seqlens_q"].diff()
     parts = [

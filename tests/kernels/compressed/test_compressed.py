@@ -220,7 +220,9 @@ def entries_of_rank(batch, rank, num_ranks):
         kv=None,
         window_table=batch["window_table"][:, :0],
         compressed_pages=dataclasses.replace(pages, data=data),
-        compressed_table=torch.arange(table.numel(), dtype=torch.int32, device=DEVICE).view(-1, width),
+        compressed_table=torch.arange(table.numel(), dtype=torch.int32, device=DEVICE).view(
+            -1, width
+        ),
         compress_ratio=ratio * num_ranks,
         seq_lens=batch["seq_lens"] + shift,
         sinks=None,
