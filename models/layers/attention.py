@@ -217,6 +217,6 @@ class PagedAttend:
             # Each row is one rank's: the others add zeros.
             here = (slots >= 0)[:, None, None]
             kept_k, kept_v = (
-                context.ranks.sum(torch.where(here, kept, 0)) for kept in (kept_k, kept_v)
+                context.group.sum(torch.where(here, kept, 0)) for kept in (kept_k, kept_v)
             )
         return k.index_copy(0, rows, kept_k), v.index_copy(0, rows, kept_v)

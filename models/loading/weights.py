@@ -77,7 +77,11 @@ def build_model(
         group: the ranks; None = one has it all.
         unit: as in `quire.models.parallel.shard.shard_config`.
     """
-    config = config if group is None else shard_config(config, group.size, unit)
+    config = (
+        config
+        if group is None
+        else shard_config(config, group.size, unit, split_context=group.split_context)
+    )
     if isinstance(config, DeepseekV4Config):
         return DeepseekV4(config, device=device, dtype=dtype, group=group)
     return _MODELS[config.family](config, device=device, dtype=dtype, group=group)

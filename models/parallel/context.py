@@ -18,43 +18,23 @@ Source: decode context parallel of vLLM; Helix (arXiv 2507.07120); FlashDecoding
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
 from quire.kernels import merge_partials
 
-
-class Ranks(Protocol):
-    """The ranks that share a context, and what they send each other.
-
-    Attributes:
-        rank, size: this one, and how many there are.
-    """
-
-    rank: int
-    size: int
-
-    def sum(self, part: Tensor) -> Tensor:
-        """The sum of what all ranks have, in place."""
-
-    def gather(self, part: Tensor) -> Tensor:
-        """[num_rows, n] of each rank side by side: [num_rows, size * n]."""
-
-    def exchange(self, parts: Tensor) -> Tensor:
-        """[size, ...], of which rank r gets element r: what this rank got, by sender."""
+from .group import Group
 
 
 class SplitContext:
     """What this rank holds of a context, and how its attention becomes that of all.
 
     Args:
-        ranks: that share it.
+        group: the ranks that share it.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
-        self.ranks, self.rank, self.size = ranks, ranks.rank, ranks.size
+    def __init__(self, group: Group) -> None:
+        self.group, self.rank, self.size = group, group.rank, group.size
 
     def slots(self, slots: Tensor, page_rows: int) -> Tensor:
         """Where rows lie on this rank.
@@ -91,7 +71,7 @@ class SplitContext:
         Returns:
             [num_tokens, size * num_heads, head_dim], those of rank 0 first.
         """
-        return self.ranks.gather(q.flatten(1)).unflatten(1, (-1, q.shape[2]))
+        return self.group.gather(q.flatten(1)).unflatten(1, (-1, q.shape[2]))
 
     def merge(
         self, context: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor] | None,
@@ -110,8 +90,8 @@ class SplitContext:
         """
         out, lse = context
         parts = out.unflatten(1, (self.size, -1)).transpose(0, 1).contiguous()
-        outs = self.ranks.exchange(parts)
-        lses = self.ranks.exchange(lse.unflatten(0, (self.size, -1)))
+        outs = self.group.exchange(parts)
+        lses = self.group.exchange(lse.unflatten(0, (self.size, -1)))
         if own is not None:
             outs, lses = torch.cat([outs, own[0][None]]), torch.cat([lses, own[1][None]])
         return merge_partials(outs, lses, sinks=sinks, impl=impl)
@@ -133,10 +113,17 @@ class SplitContext:
         beyond = torch.iinfo(torch.int32).max
         found = torch.where(entries < 0, beyond, entries * self.size + self.rank)
         order = torch.where(entries < 0, -torch.inf, scores.nan_to_num(torch.inf, torch.inf))
-        found, by_id = self.ranks.gather(found).sort(1)
-        order = self.ranks.gather(order).gather(1, by_id)
-        best = order.sort(1, descending=True, stable=True).indices[:, :topk]
+        found, by_id = self.group.gather(found).sort(1)
+        order = self.group.gather(order).gather(1, by_id)
+        best = order.sort(dim=1, descending=True, stable=True).indices[:, :topk]
         best = found.gather(1, best)
         mine = (best < beyond) & (best % self.size == self.rank)
         chosen = torch.where(mine, best // self.size, beyond).sort(1).values[:, : entries.shape[1]]
         return torch.where(chosen < beyond, chosen, -1).int(), mine.sum(1, dtype=torch.int32)
+
+
+def split_context(group: Group | None) -> SplitContext | None:
+    """The context of ranks that share it; None where each has it all."""
+    if group is None or not group.split_context or group.size == 1:
+        return None
+    return SplitContext(group)

@@ -1,14 +1,15 @@
 """The ranks that run one model together, and everything that they send each other.
 
 A rank computes a part of every product: the heads of an attention layer, the width of an MLP and of
-every expert, the rows of the vocabulary. So there are four kinds of messages, one method each::
+every expert, the rows of the vocabulary. So there are five kinds of messages, one method each::
 
     sum        a row-parallel product's parts, added up             two a layer
     gather     logits of the sampled rows, side by side             one a step
+    exchange   parts of attention, of a context that is split       two a layer
     from_first sampled tokens and drafts of rank 0, on the device   one a step
     say        what requests came and went, of rank 0, on the CPU   one a step
 
-The first three are collectives of the device's group (NCCL on GPUs, where graphs capture them; gloo
+All but the last are collectives of the device's group (NCCL on GPUs, where graphs capture them; gloo
 on CPUs), the last one and `agree` are of a group of CPUs, whose ranks may wait for work for days.
 """
 
@@ -36,14 +37,19 @@ class Group:
     Args:
         device: of this rank.
         timeout: seconds that a collective on the device may take.
+        split_context: the ranks share the context (`quire.models.parallel.context`).
 
     Attributes:
         rank, size: this one, and how many there are.
+        split_context: as given.
         sent: bytes that this rank's messages hold, by method, since `Counter.clear`.
         calls: how often each method was called; what a stuck rank lacks.
     """
 
-    def __init__(self, device: torch.device, timeout: float) -> None:
+    def __init__(
+        self, device: torch.device, timeout: float, *, split_context: bool = False
+    ) -> None:
+        self.split_context = split_context
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.device = device
         self._cpu = dist.new_group(backend="gloo", timeout=FOREVER)
@@ -79,6 +85,21 @@ class Group:
         if part.numel():
             _gather(out.flatten(0, 1), part.contiguous(), group=self._on_device)
         return out.transpose(0, 1).flatten(1)
+
+    def exchange(self, parts: Tensor) -> Tensor:
+        """Rank r gets element r of what each rank has.
+
+        Args:
+            parts: [size, ...], contiguous.
+
+        Returns:
+            The same shape: what each rank had for this one, by rank.
+        """
+        self._count("exchange", parts)
+        out = torch.empty_like(parts)
+        if parts.numel():
+            dist.all_to_all_single(out, parts, group=self._on_device)
+        return out
 
     def from_first(self, data: Tensor) -> Tensor:
         """What rank 0 has there, in place.
