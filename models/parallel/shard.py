@@ -72,6 +72,7 @@ def shard_config(config: Any, size: int, unit: int = 1, *, split_context: bool =
             shape,
             num_heads=shape.num_heads // size,
             num_kv_heads=shape.num_kv_heads if split else max(1, shape.num_kv_heads // size),
+            context_size=size if split else 1,
         )
 
     moe = config.moe

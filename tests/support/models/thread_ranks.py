@@ -13,7 +13,9 @@ TIMEOUT = 120.0  # seconds: a rank that fails breaks the barrier at once
 class ThreadGroup:
     """One rank of `run_ranks`; the attributes and methods of `Group` that a model uses."""
 
-    def __init__(self, rank: int, size: int, shared: dict[str, Any], *, split_context: bool) -> None:
+    def __init__(
+        self, rank: int, size: int, shared: dict[str, Any], *, split_context: bool
+    ) -> None:
         self.rank, self.size, self.split_context = rank, size, split_context
         self._cells, self._barrier = shared["cells"], shared["barrier"]
 
