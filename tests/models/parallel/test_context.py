@@ -82,7 +82,7 @@ def test_the_best_entries_of_all_ranks_are_exact(size, values):
         ]
 
     found = run_ranks(size, work, split_context=True)
-    assert [sorted(sum(rows, [])) for rows in zip(*found, strict=True)] == expected
+    assert [sorted(w for row in rows for w in row) for rows in zip(*found, strict=True)] == expected
 
 
 def run_split(size, config, work):
