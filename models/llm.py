@@ -32,7 +32,7 @@ from .engine.speculative import Drafter, NGramDrafter
 from .loading.random_weights import random_model
 from .loading.weights import build_model, find_dtype, load_model
 from .parallel.group import Group
-from .parallel.lockstep import engine_of_ranks
+from .parallel.lockstep import engine_of_ranks, expect_lockstep
 from .parallel.shard import shard_config
 from .progress import tqdm
 from .tokenizer import ByteTokenizer, Tokenizer, find_tokenizer
@@ -125,7 +125,9 @@ class LLM:
         if settings.tensor_parallel_size > 1:
             if built:
                 raise ValueError("tensor_parallel_size: expected 1 with a built model")
-            shard_config(config, settings.tensor_parallel_size)  # says what does not fit
+            # What does not fit is said before any process starts.
+            expect_lockstep(settings)
+            shard_config(config, settings.tensor_parallel_size)
             self.engine = engine_of_ranks(
                 build, settings, tokenizer=self.tokenizer, drafter=drafter,
                 device=given["device"], work=given,

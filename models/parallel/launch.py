@@ -49,6 +49,7 @@ class Ranks:
     Attributes:
         group: of the ranks.
         watch: of the ranks.
+        processes: that this one has started.
 
     Raises:
         ValueError: another number of ranks was started, ranks that run a model already, or arguments
@@ -64,7 +65,7 @@ class Ranks:
         timeout: float,
         work: Mapping[str, Any],
     ) -> None:
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self.processes: list[subprocess.Popen[bytes]] = []
         self._watch: Watch | None = None
         started, _ = launched()
         self._owns = started == 1
@@ -103,7 +104,7 @@ class Ranks:
         elif self._watch is not None:
             self._watch.close()
         self._watch = None
-        for process in self._processes:
+        for process in self.processes:
             if error:
                 process.kill()
             try:
@@ -111,13 +112,12 @@ class Ranks:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        self._processes = []
         if self._owns and dist.is_initialized():
             with suppress(Exception):
                 dist.destroy_process_group()
 
     def _give_up(self) -> None:
-        for process in self._processes:  # one that is stopped would end nothing itself
+        for process in self.processes:  # one that is stopped would end nothing itself
             process.kill()
         self.group.abort()
 
@@ -139,12 +139,12 @@ class Ranks:
         torch.set_num_threads(threads)
         for spec in specs:
             process = subprocess.Popen([sys.executable, "-m", WORKER], stdin=subprocess.PIPE)
-            self._processes.append(process)
+            self.processes.append(process)
             assert process.stdin is not None
             with suppress(BrokenPipeError):
                 process.stdin.write(spec)
                 process.stdin.close()
-        for rank, process in enumerate(self._processes, start=1):
+        for rank, process in enumerate(self.processes, start=1):
             while not store.check([f"{STARTED}/{rank}"]):
                 if process.poll() is not None:
                     status = process.returncode
@@ -152,7 +152,7 @@ class Ranks:
                     raise RankError(f"rank {rank} ended at its start, with exit status {status}")
                 time.sleep(0.01)
         # However this process ends, the others do not stay: their connections break.
-        weakref.finalize(self, _kill, self._processes)
+        weakref.finalize(self, _kill, self.processes)
         dist.init_process_group("gloo", store=store, rank=0, world_size=size)
 
 

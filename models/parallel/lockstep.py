@@ -3,8 +3,8 @@
 Rank 0 has the requests. Before each step it says which of them came and went since the last one,
 in the order in which it took them itself; then all ranks run the same scheduler over the same
 allocator, and so plan the same pages. What is sampled, rank 0 says (`quire.models.engine.sampler`).
-A digest of all plans so far, and of the tables that a step reads, is compared every
-`CHECK_STEPS` steps, before the model runs.
+A digest of all plans so far, and of the tables that a step reads, is compared every few
+steps, before the model runs.
 
 What comes while a step runs waits for its end. So all ranks change their requests between the same
 two steps.
@@ -41,7 +41,6 @@ from .group import Group
 from .launch import Ranks
 from .watch import FAILED, RankError
 
-CHECK_STEPS = 16
 SECONDS_TO_KNOW = 3.0  # until it is known why a call failed
 STEP, CALL, CLOSE = "step", "call", "close"
 
@@ -56,9 +55,14 @@ class LockstepEngine(Engine):
         model: built for the group of ``ranks``.
         ranks: of the model.
 
+    Attributes:
+        check_steps: steps from one comparison of digests to the next.
+
     Raises:
         ValueError: settings that make ranks differ, and as `Engine`.
     """
+
+    check_steps = 16
 
     def __init__(
         self,
@@ -69,11 +73,7 @@ class LockstepEngine(Engine):
         tokenizer: Tokenizer | None = None,
         drafter: Drafter | None = None,
     ) -> None:
-        if config.has_tiers:
-            raise ValueError(
-                "host_cache_gib, disk_cache: expected none with tensor_parallel_size > 1: copies "
-                "end at another time on each rank"
-            )
+        expect_lockstep(config)
         super().__init__(model, config, tokenizer=tokenizer, drafter=drafter)
         self.ranks, self.group = ranks, ranks.group
         self._taken: list[tuple[Any, ...]] = []  # calls since the last step
@@ -104,9 +104,9 @@ class LockstepEngine(Engine):
             if not self._turns.is_taken:
                 self._taken.append(("abort", request_id))
                 return super().abort(request_id)
-            for call in self._waiting_calls:
+            for i, call in enumerate(self._waiting_calls):
                 if call[0] == "add" and call[3] == request_id:
-                    self._waiting_calls.remove(call)
+                    del self._waiting_calls[i]
                     ids = tuple(call[1].tolist())
                     return RequestOutput(request_id, ids, (), "abort", 0, "", 0, 0.0, ())
             # Its step goes on as on other ranks; nobody hears of it any more.
@@ -208,7 +208,7 @@ class LockstepEngine(Engine):
 
     def _forward(self, step: ScheduledStep) -> LaunchedStep:
         self._note(step.plan)
-        if self._num_steps % CHECK_STEPS == 0:
+        if self._num_steps % self.check_steps == 0:
             self._compare(step.plan)
         return super()._forward(step)
 
@@ -225,8 +225,17 @@ class LockstepEngine(Engine):
         if others:
             raise RankError(
                 f"step {self._num_steps}: rank {', '.join(others)} planned other steps or pages "
-                f"than rank 0 in the last {CHECK_STEPS} steps"
+                f"than rank 0 in the last {self.check_steps} steps"
             )
+
+
+def expect_lockstep(config: EngineConfig) -> None:
+    """Raises ValueError for settings by which ranks would not make the same steps."""
+    if config.has_tiers:
+        raise ValueError(
+            "host_cache_gib, disk_cache: expected none with tensor_parallel_size > 1: copies end at "
+            "another time on each rank"
+        )
 
 
 def engine_of_ranks(
