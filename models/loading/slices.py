@@ -40,12 +40,15 @@ class Piece:
         """Whether nothing is read too much."""
         return self.cut is None or self.cut.start % self.block == 0
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether the rank has nothing of the weight, but zeros in its place."""
+        return self.cut is not None and self.cut.start >= self.cut.stop
+
     def of(self, read: Tensor) -> Tensor:
         """The rank's part of what was read, dequantized."""
         if self.cut is None:
             return read
-        if self.cut.start >= self.cut.stop:  # the rank has zeros
-            return read.narrow(self.cut.axis, 0, 0)
         cut, first = self.cut, self.cut.start // self.block * self.block
         return replace(cut, start=cut.start - first, stop=cut.stop - first).of(read)
 
@@ -112,6 +115,16 @@ def piece_of(source: Source, whole: Tensor, part: Tensor, group: Group) -> Piece
     elif packed:
         value = scale
     return Piece(value, scale, cut, block)
+
+
+def shared_columns(source: Source, whole: Tensor) -> int:
+    """Rows or columns of a part of a weight that share a scale: no width is cut between them."""
+    if source.kind == "mxfp4":
+        return FP4_GROUP
+    if source.kind != "fp8" or source.scale is None:
+        return 1
+    sizes = zip(whole.shape, source.scale.shape, strict=False)
+    return max([1, *(block_size(size, n) for size, n in sizes if 1 < n < size)])
 
 
 def read(tensors: Any, name: str, cut: Cut | None) -> Tensor:

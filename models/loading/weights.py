@@ -47,7 +47,7 @@ from .finite import expect_finite, expect_finite_packed, expect_ids
 from .hf_storage import HfStorage
 from .match import UP, WHOLE, Source, Target, match, part_of, unique
 from .slices import WHOLE as ALL
-from .slices import Piece, fill_up, piece_of, read
+from .slices import Piece, fill_up, piece_of, read, shared_columns
 
 _MODELS: dict[str, type[Decoder]] = {
     "gemma3": Gemma,
@@ -58,8 +58,6 @@ _MODELS: dict[str, type[Decoder]] = {
 Keep = Callable[[Tensor, Tensor], None]
 """Gives a layer the values of its weight and their scales, both on its device."""
 FP8_MODES = ("auto", "keep", "dequantize")
-# Columns that share a scale, by how they are stored: no width is cut between them.
-UNITS = {"fp8": FP8_BLOCK, "fp4": FP4_GROUP, "mxfp4": FP4_GROUP}
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -139,7 +137,7 @@ def load_model(
     sources = match(path, found, parameters, storage)
     model, pieces = whole, {}
     if group is not None:
-        unit = max(UNITS.get(source.kind, 1) for source in sources)
+        unit = max(shared_columns(source, part_of(parameters, source.target)) for source in sources)
         model = build_model(config, device="meta", dtype=dtype, group=group, unit=unit)
         pieces = _pieces(sources, parameters, dict(model.named_parameters()), group)
     kept = kept_as_stored(model, sources, fp8, device)
@@ -189,7 +187,8 @@ def _load_deepseek_v4(
     plain, pieces = whole, {}
     if group is not None:
         # Other matrices than experts are dequantized: they may be cut anywhere.
-        config = shard_config(config, group.size, UNITS.get(kept, 1))
+        unit = {"fp8": FP8_BLOCK, "fp4": FP4_GROUP}.get(kept, 1)
+        config = shard_config(config, group.size, unit)
         plain = DeepseekV4(config, device="meta", dtype=dtype, max_positions=1, group=group)
         pieces = _pieces(sources, parameters, dict(plain.named_parameters()), group)
     if fp8 == "dequantize" or (fp8 == "auto" and fits(plain, device)):
@@ -343,6 +342,9 @@ def _dequantize(
     weight = part_of(parameters, source.target)
     assert weight is not None
     device = weight.device
+    if piece.is_empty:
+        weight.zero_()
+        return
     if source.kind == "ids":
         weight.copy_(value)
         expect_ids(weight, model.config.num_experts, source.value)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import datetime
 import pickle
 from collections import Counter
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -143,6 +144,12 @@ class Group:
         out: list[Any] = [None] * self.size
         dist.all_gather_object(out, message, group=self._cpu)
         return out
+
+    def abort(self) -> None:
+        """Makes what waits for other ranks fail. Another thread may call it."""
+        for group in (self._on_device, self._cpu):
+            with suppress(Exception):  # not every backend can
+                group.abort()
 
     def close(self) -> None:
         """Ends the groups of this object. Every rank calls it, and none waits for another."""
