@@ -127,7 +127,8 @@ class LLM:
                 raise ValueError("tensor_parallel_size: expected 1 with a built model")
             # What does not fit is said before any process starts.
             expect_lockstep(settings)
-            shard_config(config, settings.tensor_parallel_size)
+            split = settings.context_parallel_size > 1
+            shard_config(config, settings.tensor_parallel_size, split_context=split)
             self.engine = engine_of_ranks(
                 build, settings, tokenizer=self.tokenizer, drafter=drafter,
                 device=given["device"], work=given,

@@ -146,6 +146,7 @@ class MemoryPlan:
         fixed_bytes: memory of requests that is not in pages.
         graph_bytes: memory of decode graphs, as far as it was measured before.
         host_bytes, disk_bytes: behind the pool.
+        context_size: ranks that share a context, each with such a pool.
     """
 
     groups: tuple[GroupSpec, ...]
@@ -160,6 +161,7 @@ class MemoryPlan:
     graph_bytes: int = 0
     host_bytes: int = 0
     disk_bytes: int = 0
+    context_size: int = 1
 
     @property
     def cache_bytes(self) -> int:
@@ -204,6 +206,16 @@ class MemoryPlan:
         pages = pages_of_request(self.groups, num_tokens, self.max_draft_tokens)
         return min(self.max_num_seqs, (self.num_pages - 1) // pages)
 
+    def _shared(self) -> list[str]:
+        """What it costs that ranks share a context."""
+        if self.context_size == 1:
+            return []
+        return [
+            f"context   of {self.context_size} ranks: each has 1 / {self.context_size} of its bytes; "
+            f"hits are multiples of {self.context_size} times as many tokens as on one rank (a "
+            "smaller base_block_size makes them shorter)"
+        ]
+
     def describe(self, lengths: Sequence[int] = ()) -> str:
         """The plan in words.
 
@@ -232,6 +244,7 @@ class MemoryPlan:
                 f"{self.retention!r}{kept}",
                 f"fits      requests of so many tokens at once: {fits} (at most "
                 f"{self.max_num_seqs})",
+                *self._shared(),
             ]
         )
 
@@ -315,6 +328,7 @@ def plan_memory(
         graph_bytes=graph_bytes,
         host_bytes=host_bytes,
         disk_bytes=int(config.disk_cache_gib * 2**30) if config.disk_cache is not None else 0,
+        context_size=config.context_parallel_size,
     )
 
 

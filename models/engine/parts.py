@@ -81,6 +81,14 @@ def _make(model: nn.Module, config: EngineConfig, drafter: Drafter | None) -> En
             f"tensor_parallel_size: expected {size}, the ranks of this model, got "
             f"{config.tensor_parallel_size}; quire.models.LLM builds models of several ranks"
         )
+    split = 1 if group is None or not group.split_context else size
+    if config.context_parallel_size != split:
+        raise ValueError(
+            f"context_parallel_size: expected {split}, as the ranks of this model share the "
+            f"context, got {config.context_parallel_size}"
+        )
+    if split > 1 and config.impl == FLASHINFER:
+        raise ValueError("impl: expected kernels of quire for a context that ranks share")
     impl = None if config.impl == FLASHINFER else config.impl
     expect_impl(impl, device.type)
     if hasattr(model, "expect_impl"):

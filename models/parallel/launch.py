@@ -44,6 +44,7 @@ class Ranks:
         size: ranks.
         device: None, or what each rank is to run on: "cuda" = the GPU of its number on its machine.
         timeout: seconds after which a rank that gets no further is stuck.
+        split_context: as of `Group`.
         work: arguments of `quire.models.llm.LLM` for ranks that are started.
 
     Attributes:
@@ -63,6 +64,7 @@ class Ranks:
         device: torch.device | str | None,
         *,
         timeout: float,
+        split_context: bool = False,
         work: Mapping[str, Any],
     ) -> None:
         self.processes: list[subprocess.Popen[bytes]] = []
@@ -80,7 +82,8 @@ class Ranks:
                 "tensor_parallel_size: expected ranks without a model; `close` the one they have, "
                 "or start other processes"
             )
-        self.group = Group(_device_of(device, rank, self._owns), timeout)
+        place = _device_of(device, rank, self._owns)
+        self.group = Group(place, timeout, split_context=split_context)
         peers = connect(rank, size, self.group.say, _host(store), timeout)
         self.watch = Watch(
             rank,

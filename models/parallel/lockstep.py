@@ -9,8 +9,7 @@ steps, before the model runs.
 What comes while a step runs waits for its end. So all ranks change their requests between the same
 two steps.
 
-Another thing than tensor parallel that deals a model or its cache to ranks finds its place here:
-it is the same for the engine.
+How a model or its context is dealt to the ranks is not seen here: it is the same for the engine.
 """
 
 from __future__ import annotations
@@ -259,7 +258,13 @@ def engine_of_ranks(
         ValueError, RankError: as `Ranks` and `Engine`.
         SystemExit: on other ranks.
     """
-    ranks = Ranks(config.tensor_parallel_size, device, timeout=config.rank_timeout, work=work)
+    ranks = Ranks(
+        config.tensor_parallel_size,
+        device,
+        timeout=config.rank_timeout,
+        split_context=config.context_parallel_size > 1,
+        work=work,
+    )
     first = ranks.group.rank == 0
     try:
         model = build(ranks.group)

@@ -15,7 +15,7 @@ from tests.models.deepseek_v4.test_engine import Knowing, V4Recorder
 from tests.models.engine.test_engine import Recorder, prompt
 from tests.models.engine.test_replays import LENGTH, without_points
 from tests.support.models.few import few
-from tests.support.models.thread_ranks import run_ranks
+from tests.support.models.ranks import on_ranks
 from tests.support.models.tolerance import tolerance
 
 V4 = "deepseek-v4-tiny"
@@ -81,14 +81,14 @@ def test_the_best_entries_of_all_ranks_are_exact(size, values):
             for row, n in zip(entries.tolist(), lens.tolist(), strict=True)
         ]
 
-    found = run_ranks(size, work, split_context=True)
+    found = on_ranks(size, work, split_context=True)
     assert [sorted(w for row in rows for w in row) for rows in zip(*found, strict=True)] == expected
 
 
 def run_split(size, config, work):
     """What ``work(model)`` gives on rank 0: a recorder and ids of requests, each checked against the whole model without a cache."""
     whole = random_model(config)
-    ranks = run_ranks(
+    ranks = on_ranks(
         size, lambda group: work(random_model(config, group=group)), split_context=True
     )
     run, ids = ranks[0]
@@ -107,7 +107,12 @@ def run_split(size, config, work):
 
 def recorder(model, **settings):
     kind = V4Recorder if model.config.name == V4 else Recorder
-    return kind(model, **settings)
+    return kind(model, **sizes(model), **settings)
+
+
+def sizes(model):
+    size = 1 if model.group is None else model.group.size
+    return {"tensor_parallel_size": size, "context_parallel_size": size}
 
 
 def requests(model):
@@ -165,7 +170,7 @@ def test_rows_that_are_computed_once_more():
     """Full attention takes them from the pages of all ranks."""
 
     def work(model):
-        run = without_points(model)
+        run = without_points(model, **sizes(model))
         again = run.add(prompt(LENGTH))
         run.run()
         return run, [again]
@@ -186,7 +191,7 @@ def test_quantized_pages():
 
     whole = random_model(config)
     alone, ids = work(whole)
-    ranks = run_ranks(2, lambda group: work(random_model(config, group=group)), split_context=True)
+    ranks = on_ranks(2, lambda group: work(random_model(config, group=group)), split_context=True)
     for run, _ in ranks:
         for i in ids:
             got, expected = torch.stack(run.logits[i]), torch.stack(alone.logits[i])

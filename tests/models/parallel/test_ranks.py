@@ -81,15 +81,19 @@ def processes():
     pool.llm.close()
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_one_model_on_several_ranks(processes, name):
+@pytest.mark.parametrize(
+    ("name", "split"),
+    [*((name, False) for name in FAMILIES), ("gemma4-tiny", True), ("deepseek-v4-tiny", True)],
+)
+def test_one_model_on_several_ranks(processes, name, split):
     """Logits up to the order of sums; tokens with hits, chunks, drafts and preemption, every plan and table compared."""
     config = config_of(name)
     one, ids = random_model(config, seed=5), torch.tensor(prompts()[0])
     allowed = tolerance(one)
     size = processes.llm.engine.group.size
     draft = partial(MTPDrafter if name == "deepseek-v4-tiny" else _ngram, max_draft_tokens=2)
-    part = build_model(config, device="meta", dtype=torch.float32, group=processes.llm.engine.group)
+    group = SimpleNamespace(size=size, rank=0, split_context=split)
+    part = build_model(config, device="meta", dtype=torch.float32, group=group)
     cache = model_cache(part, max_requests=4, max_draft_tokens=2, drafter_layers=True)
     longest = len(PREFIX) + 9 + MAX_TOKENS
     settings = {
@@ -98,6 +102,7 @@ def test_one_model_on_several_ranks(processes, name):
         # Not enough for the running ones.
         "num_pages": 1 + int(1.5 * pages_of_request(cache.groups, longest, 2)),
         "max_model_len": longest + 3,
+        "context_parallel_size": size if split else 1,
         "decode_graphs": name == "gemma4-tiny" or (name == "deepseek-v4-tiny" and SIZE > 2),
     }
     params = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)
@@ -112,7 +117,8 @@ def test_one_model_on_several_ranks(processes, name):
     assert totals.num_preempted > 0 and totals.num_drafts > 0
     # A pool of so many bytes has room for so much more, as far as there are KV heads.
     heads = 1 if name == "deepseek-v4-tiny" else config.full.num_kv_heads
-    assert memory.bytes_per_token == alone.memory.bytes_per_token * max(1, heads // size) / heads
+    share = 1 / size if split else max(1, heads // size) / heads
+    assert memory.bytes_per_token == alone.memory.bytes_per_token * share
 
 
 def _ngram(model, max_draft_tokens):

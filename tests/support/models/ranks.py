@@ -15,7 +15,8 @@ from quire.models.parallel.lockstep import CALL, CLOSE, LockstepEngine
 class ThreadGroup:
     """One rank of several in this process; sums are in the order of the ranks."""
 
-    def __init__(self, rank, size, shared):
+    def __init__(self, rank, size, shared, split_context=False):
+        self.split_context = split_context
         self.rank, self.size, self.device = rank, size, torch.device("cpu")
         self._slots, self._barrier = shared
         self.sent, self.calls = Counter(), Counter()
@@ -35,6 +36,9 @@ class ThreadGroup:
     def gather(self, part):
         return torch.cat(self._exchange(part.clone()), dim=1)
 
+    def exchange(self, parts):
+        return torch.stack([sent[self.rank] for sent in self._exchange(parts.clone())])
+
     def from_first(self, data):
         return data.copy_(self._exchange(data.clone())[0])
 
@@ -45,12 +49,12 @@ class ThreadGroup:
         return self._exchange(message)
 
 
-def groups(size):
+def groups(size, **options):
     shared = [None] * size, threading.Barrier(size)
-    return [ThreadGroup(rank, size, shared) for rank in range(size)]
+    return [ThreadGroup(rank, size, shared, **options) for rank in range(size)]
 
 
-def on_ranks(size, work):
+def on_ranks(size, work, **options):
     """What ``work(group)`` gives on each of ``size`` ranks."""
     out, failed = [None] * size, []
 
@@ -61,7 +65,7 @@ def on_ranks(size, work):
             failed.append(error)
             group._barrier.abort()
 
-    threads = [threading.Thread(target=run, args=(group,)) for group in groups(size)]
+    threads = [threading.Thread(target=run, args=(group,)) for group in groups(size, **options)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -81,6 +85,7 @@ class Processes:
 
     @contextmanager
     def engine(self, config, drafter=None, **settings):
+        """settings: of the engine; context_parallel_size splits the context of the group."""
         outer = self.llm.engine
         settings = EngineConfig(tensor_parallel_size=outer.group.size, **settings)
         outer.group.say((CALL, _follow, (config, drafter, settings)))
@@ -90,6 +95,7 @@ class Processes:
 
 
 def _inner(outer, config, drafter, settings):
+    outer.group.split_context = settings.context_parallel_size > 1
     model = random_model(config, seed=5, group=outer.group)
     made = None if drafter is None else drafter(model)
     inner = LockstepEngine(model, settings, ranks=outer.ranks, drafter=made)
