@@ -1,7 +1,7 @@
 """Ranks: processes that are there already, or that rank 0 starts.
 
 Under ``torchrun``, and wherever ``torch.distributed`` is initialized, each process is a rank.
-Elsewhere rank 0 starts the others on its own machine, ``python -m quire.models.parallel.worker``.
+Elsewhere rank 0 starts the others on its own machine (`quire.models.parallel.worker`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from .group import Group
 from .watch import RankError, Watch, connect
 
-WORKER = f"{__name__.rpartition('.')[0]}.worker"
+WORKER = f"from {__name__.rpartition('.')[0]}.worker import main; main()"
 LOCAL = "127.0.0.1"
 ONE_MODEL = "quire/models"  # in the store: how many models the processes have run
 STARTED = "quire/started"
@@ -141,7 +141,7 @@ class Ranks:
             ) from error
         torch.set_num_threads(threads)
         for spec in specs:
-            process = subprocess.Popen([sys.executable, "-m", WORKER], stdin=subprocess.PIPE)
+            process = subprocess.Popen([sys.executable, "-c", WORKER], stdin=subprocess.PIPE)
             self.processes.append(process)
             assert process.stdin is not None
             with suppress(BrokenPipeError):

@@ -224,7 +224,10 @@ def connect(
                 raise RankError(f"ranks {missing} did not come within {seconds:g} s") from None
             connection.settimeout(seconds)
             peer = Peer(connection)
-            [hello] = peer.read()
-            peer.rank = hello["rank"]
-            peers[peer.rank] = peer
+            said: list[dict[str, Any]] = []
+            while not said and not peer.is_closed:
+                said = peer.read()
+            if said:
+                peer.rank = said[0]["rank"]
+                peers[peer.rank] = peer
     return [peers[rank] for rank in sorted(peers)]

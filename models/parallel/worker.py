@@ -1,4 +1,4 @@
-"""A rank that `quire.models.parallel.launch.Ranks` starts: ``python -m`` of this module.
+"""A rank that `quire.models.parallel.launch.Ranks` starts.
 
 It reads from stdin which rank it is and of what, and runs until rank 0 is done.
 """
@@ -17,7 +17,3 @@ def main() -> None:
     spec = pickle.load(sys.stdin.buffer)
     join(spec)
     LLM(**spec["work"])
-
-
-if __name__ == "__main__":
-    main()
