@@ -137,8 +137,8 @@ def plan_cache(
     such pages.
 
     Args:
-        block_size: tokens of a page of entries where one rank has all of them, a multiple of both ratios; default: the first such
-            that holds two HCA windows.
+        block_size: tokens of a page of entries where one rank has all of them, a multiple of both
+            ratios; default: the first such that holds two HCA windows.
         window_block_size: a divisor of block_size; default: the largest that is at most half a
             sliding window.
         drafters: whether the drafter layers take part.

@@ -18,8 +18,8 @@ where it was cut into steps, by the quantization's error; with the same cuts the
 bit, whether the rows before were computed for this request or found cached. Rows that a step
 computes once more are read from pages and rounded to the model's dtype.
 
-Where ranks share a context (`quire.models.parallel.context`), pages of full attention hold a part of
-it, and its layers merge what all ranks see.
+Where ranks share a context (`quire.models.parallel.context`), pages of full attention hold a part
+of it, and its layers merge what all ranks see.
 
 `shared_layers` has the steps of models whose last layers share keys and values, and
 `unpaged_attention` whole sequences without a cache.

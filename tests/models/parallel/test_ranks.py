@@ -18,8 +18,9 @@ from quire.models.config.named import get_config
 from quire.models.deepseek_v4.mtp_drafter import MTPDrafter
 from quire.models.engine.config import EngineConfig
 from quire.models.engine.engine import Engine
-from quire.models.engine.memory import model_cache, pages_of_request
+from quire.models.engine.memory import model_cache
 from quire.models.engine.request import SamplingParams
+from quire.models.engine.room import pages_of_request
 from quire.models.engine.speculative import NGramDrafter
 from quire.models.llm import LLM
 from quire.models.loading.random_weights import random_model
