@@ -28,6 +28,10 @@ dictionary::
                            decoding request, 1 without drafts (the acceptance length)
     tiers                  with --host-cache or --disk-cache: host_gib, disk, disk_gib; counters {tier: {name: count}}; moved {way: bytes, those of
                            the end included}; without, of the same prompts without them, as cached; comparison, of cached against it; or null
+    ranks                  with --tensor-parallel-size: size; memory of a rank, in words; tokens_per_step; sum_bytes_per_layer_token, what is
+                           summed of a token in a layer (embedding included), least_bytes_per_layer_token, of two sums of its hidden state;
+                           gather_bytes_per_row, logits of a rank; sent_share, how often a rank sends what is summed; run and comparison as of
+                           other_impl; or null
     other_impl             with --compare: impl; run, of the same prompts with caching on, as cached; comparison, of it against cached; or null
 
 A number that does not exist (no step of a kind, no second token) is null.
@@ -234,6 +238,7 @@ def report(
     compared: dict[str, Any] | None,
     speculated: dict[str, Any] | None = None,
     tiers: dict[str, Any] | None = None,
+    ranks: dict[str, Any] | None = None,
     other_impl: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The whole dictionary of the file's docstring."""
@@ -262,6 +267,7 @@ def report(
         "comparison": compared,
         "speculation": speculated,
         "tiers": tiers,
+        "ranks": ranks,
         "other_impl": other_impl,
     }
 

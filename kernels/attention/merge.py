@@ -181,7 +181,7 @@ def prepare_splits(
             "num_heads": num_heads,
             "target_items": plan.target_items,
             "sliding_window": call.sliding_window,
-            "NEW_KV": call.k is not None,
+            "NEW_KV": call.paged_context,
             "BLOCK_Q": block_q,
             "MIN_TOKENS": MIN_SPLIT_KEYS,
             "HEAD_DIM": head_dim,

@@ -144,6 +144,7 @@ def _tile_config(call: AttentionCall, phase: str, config: Config, arch: int) -> 
         HALF=half and uses_fp16_values(config, call.scales == "rows"),
         # The interpreter, which runs what is on a CPU, knows none.
         PTX=quantized and not call.q.is_cpu,
+        PAGED_CONTEXT=call.paged_context,
         DIVIDE=call.q.element_size() == 2 and not quantized and _divides(config, arch),
     )
 

@@ -114,12 +114,14 @@ def _shared_arguments(call: CompressedCall, config: CompressedConfig, arch: int)
         HOIST=hoists(config.swap, config.divide, arch),
         ALIGNED=launch_cache.rows_at_16_bytes(window, call.kv, entries),
     )
+    window_table = strided.table(call.window_table)
     return {
         "q": strided.rows(call.q),
         "window_pages": _paged_rows(window),
         "kv": strided.matrix(call.kv),
         "compressed_pages": None if entries is None else _paged_rows(entries),
-        "window_table": strided.table(call.window_table),
+        # A kernel divides by the width, also where there are no entries to look up.
+        "window_table": window_table._replace(width=max(1, window_table.width)),
         "compressed_table": _table(call.compressed_table),
         "topk_indices": _table(call.topk_indices),
         "lists": Lists(call.window_lens, call.topk_lens, call.tokens_per_len),

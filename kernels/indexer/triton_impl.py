@@ -101,13 +101,15 @@ def _prepare_scores(
             "q": call.q,
             "weights": call.weights,
             "keys": pages.data,  # where the keys begin, too
-            "scores": scores,
+            "workspace": scores,
             "entries_per_program": entries,
             "last_row": last,
             "block_table": call.block_table,
             **_shared_arguments(call, first),
             "q_stride_token": call.q.stride(0),
             "q_stride_head": call.q.stride(1),
+            # Who sees no more than topk takes all, and needs no scores but to tell them.
+            "topk": plan.topk if call.scores is None else 0,
             "weights_stride": call.weights.stride(0),
             "table_stride": call.block_table.stride(0),
             "stride_page": keys.stride(0),
@@ -149,6 +151,8 @@ def _prepare_select(
             "next_blocks": plan.num_blocks[level],
             **_shared_arguments(call, first),
             "out_stride": call.out.stride(0),
+            "scores": call.scores,
+            "told_stride": 0 if call.scores is None else call.scores.stride(0),
             "BLOCK": plan.block,
             "BLOCK_TOPK": next_power_of_2(plan.topk),
             # At most 16 values a thread: twice that, and one program fills the registers of an SM.

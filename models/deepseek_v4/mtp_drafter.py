@@ -160,10 +160,10 @@ class MTPDrafter:
             shape = self._graphs.shape_of(len(slots), longest)
             if shape is not None:
                 self._builder.update_tables()
-                return self._graphs(shape, slots, seq_lens)
+                return self._alike(self._graphs(shape, slots, seq_lens))
         request_slots, lengths = self._staging.send([slots, seq_lens])
         self._builder.update_tables()
-        return chain_drafts(
+        drafts = chain_drafts(
             self.model,
             self._streams[request_slots],
             lengths,
@@ -175,6 +175,12 @@ class MTPDrafter:
             choose=choose,
             impl=self._impl,
         )
+        return self._alike(drafts)
+
+    def _alike(self, drafts: Tensor) -> Tensor:
+        """The drafts of rank 0, where several ranks run the model."""
+        group = self.model.group
+        return drafts if group is None else group.from_first(drafts.contiguous())
 
 
 class ChainGraphs:

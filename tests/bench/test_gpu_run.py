@@ -112,6 +112,13 @@ def test_the_limits_add_up_to_less_than_nine_minutes():
     assert order[:4] == ["environment", "attention", "prefill-decode", "v4"]
 
 
+def test_several_gpus_run_one_model():
+    for count, size in ((2, "2"), (3, "2"), (4, "4"), (8, "8"), (16, "8")):
+        assert [p.name for p in plan(False, count)[:-1]] == [p.name for p in plan(False)]
+        arguments = plan(False, count)[-1].arguments
+        assert arguments[arguments.index("--tensor-parallel-size") + 1] == size
+
+
 def test_the_tests_of_every_part_are_there():
     for part in plan(False):
         for name in part.arguments if part.tests else ():
@@ -138,7 +145,7 @@ def test_the_plan_runs_nothing(tmp_path, capsys):
     assert gpu.main(["--plan", "--out", str(tmp_path / "none")]) == 0
     assert not (tmp_path / "none").exists()
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == len(plan(False)) + 2
+    assert len(lines) == len(plan(False, gpu.num_gpus())) + 2
     assert gpu.main(["--parts", "kernels,nothing"]) == 2
 
 

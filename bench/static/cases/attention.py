@@ -40,6 +40,7 @@ class Shape:
     table_width: int = 256
     q_len: int = 1
     in_step: bool = True
+    context_only: bool = False
     sliding_window: int | None = None
     softcap: float | None = None
     sinks: bool = False
@@ -107,6 +108,7 @@ def shapes() -> list[Shape]:
     for phase in ("decode", "prefill"):
         table += [
             Shape(f"{phase}-pages-only", 128, 64, phase, in_step=False),
+            Shape(f"{phase}-context-only", 128, 64, phase, in_step=False, context_only=True),
             Shape(f"{phase}-pages-only-window", 128, 64, phase, in_step=False, sliding_window=512),
             *(Shape(f"{phase}-d{d}-apart", d, 64, phase, sliding_window=512, apart=True) for d in (64, 128, 256, 512)),
             Shape(f"{phase}-window-ring", 256, 64, phase, sliding_window=512),
@@ -191,6 +193,7 @@ def launches(shape: Shape, arch: int) -> list[Any]:
         max_seqlen_q=q_len,
         k=k,
         v=v,
+        context_only=shape.context_only,
         num_decodes=num_seqs if shape.phase == "decode" else 0,
         softcap=shape.softcap,
         sinks=sinks,

@@ -27,6 +27,7 @@ class Shape:
     num_heads: int = 64
     index_dim: int = 128
     rows: int = 64
+    scores: bool = False
 
 
 def cases() -> list[StaticCase]:
@@ -61,6 +62,7 @@ def shapes() -> list[Shape]:
         table += [
             Shape(f"index-{phase}-small-pages", phase, 512, 1 << 15, rows=2),
             Shape(f"index-{phase}-small-pages-fp8", phase, 512, 1 << 15, fp8=True, rows=2),
+            Shape(f"index-{phase}-scores", phase, 512, 1 << 20, scores=True),
             Shape(f"index-{phase}-all-picked", phase, 512, 1 << 11),
             Shape(f"index-{phase}-fp32", phase, 512, 1 << 13, dtype="float32"),
             Shape(f"index-{phase}-fp32-fp8", phase, 512, 1 << 13, dtype="float32", fp8=True),
@@ -92,6 +94,7 @@ def launches(shape: Shape, arch: int) -> list[Any]:
         compress_ratio=4,
         max_seqlen_q=q_len,
         max_seq_len=shape.max_seq_len,
+        scores=meta(num_tokens, shape.topk, dtype="float32") if shape.scores else None,
     )
     made = indexer_triton.prepare(call, arch, NUM_SMS[arch])
     return made[: 1 + len(call.plan.num_blocks)]

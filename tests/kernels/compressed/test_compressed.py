@@ -11,6 +11,7 @@ from quire.kernels import (
     LatentPages,
     compressed_attention,
     compressed_attention_workspace_numel,
+    merge_partials,
     page_bytes,
 )
 from quire.kernels.common import launching
@@ -200,6 +201,58 @@ def test_the_result_does_not_depend_on_who_counts_as_decode(impl, topk):
     for num_decodes in (0, 1, 3):
         out = attend(batch | {"num_decodes": num_decodes}, impl)
         assert_within_budget("out", out.cpu(), exact)
+
+
+def entries_of_rank(batch, rank, num_ranks):
+    """The call of one of several ranks that hold every num_ranks-th entry: it sees no raw row. See `quire.kernels.merge_partials`."""
+    pages, ratio = batch["compressed_pages"], batch["compress_ratio"]
+    table = batch["compressed_table"]
+    size, width = pages.storage_block_size, batch["compressed_table"].shape[1]
+    data = torch.full((table.numel(), *pages.data.shape[1:]), NAN, device=DEVICE)
+    for entry in range(rank, width * size, num_ranks):
+        own = entry // num_ranks
+        for s, page in enumerate(table[:, entry // size].tolist()):
+            if page != NO_PAGE:
+                data[s * width + own // size, own % size] = pages.data[page, entry % size]
+    shift = (num_ranks - 1 - rank) * ratio
+    mine = dict(
+        batch,
+        kv=None,
+        window_table=batch["window_table"][:, :0],
+        compressed_pages=dataclasses.replace(pages, data=data),
+        compressed_table=torch.arange(table.numel(), dtype=torch.int32, device=DEVICE).view(
+            -1, width
+        ),
+        compress_ratio=ratio * num_ranks,
+        seq_lens=batch["seq_lens"] + shift,
+        sinks=None,
+        cos_sin=None,
+    )
+    if batch["topk_indices"] is not None:
+        named = batch["topk_indices"]
+        mine["topk_indices"] = torch.where(named % num_ranks == rank, named // num_ranks, -1)
+    return mine
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("topk", [None, 4])
+def test_entries_may_be_spread_over_ranks(topk, num_ranks, impl):
+    """Entry w is rank w % n's, where it is entry w // n: a longer sequence of a higher ratio sees just those that the queries see."""
+    case = Case("", [61, 3, 40], [1, 1, 25], ratio=4, topk=topk, num_decodes=2, scattered=False, lens=False, inverse_rope=False)  # fmt: skip
+    batch = make_batch(case)
+    exact, exact_lse = exactly(batch)
+    calls = [
+        dict(batch, compressed_pages=None, compressed_table=None, compress_ratio=None,
+             topk_indices=None, topk_lens=None, sinks=None),
+        *(entries_of_rank(batch, rank, num_ranks) for rank in range(num_ranks)),
+    ]  # fmt: skip
+    lses = torch.full((len(calls), *exact_lse.shape), NAN, device=DEVICE)
+    outs = torch.stack([attend(call, impl, lse=lse) for call, lse in zip(calls, lses, strict=True)])
+    lse = torch.empty(exact_lse.shape, device=DEVICE)
+    out = merge_partials(outs, lses, sinks=batch["sinks"], lse=lse, impl=impl)
+    assert_within_budget("out", out.cpu(), exact)
+    assert_within_budget("lse", lse.cpu(), exact_lse)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
