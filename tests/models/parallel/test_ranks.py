@@ -18,6 +18,7 @@ from quire.models.config.named import get_config
 from quire.models.deepseek_v4.mtp_drafter import MTPDrafter
 from quire.models.engine.config import EngineConfig
 from quire.models.engine.engine import Engine
+from quire.models.engine.graphs import Shape, capture_each
 from quire.models.engine.memory import model_cache, pages_of_request
 from quire.models.engine.request import SamplingParams
 from quire.models.engine.speculative import NGramDrafter
@@ -228,6 +229,21 @@ def test_requests_that_come_and_go_while_a_step_runs(is_async):
         assert engine.kv.num_free_slots == 4
 
     in_threads(lead, async_scheduling=is_async)
+
+
+def test_shapes_that_one_rank_cannot_capture():
+    """No rank replays them: the others would send sums of other sizes."""
+    shapes = [Shape(1, 1), Shape(2, 1), Shape(4, 1)]
+
+    def work(group):
+        def add(shape):
+            if group.rank == 1 and shape.num_seqs == 2:
+                raise RuntimeError("no memory")
+
+        return capture_each(shapes, add, "decode graphs", group)
+
+    with pytest.warns(RuntimeWarning, match="2 x 1"):
+        assert on_ranks(2, work) == [[Shape(1, 1), Shape(4, 1)]] * 2
 
 
 def test_what_ranks_refuse():
