@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from quire.bench.prefill_decode.ranks import bytes_sent
 from quire.models.config.named import get_config
 from quire.models.deepseek_v4.mtp_drafter import MTPDrafter
 from quire.models.engine.config import EngineConfig
@@ -104,8 +105,14 @@ def test_one_model_on_several_ranks(processes, name):
     params = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)
     with processes.engine(config, drafter=draft, **settings) as engine:
         logits = engine.everywhere(full_forward, ids)
+        sent = engine.everywhere(bytes_sent, 8)
         outputs = run(engine, params)
         totals, memory = engine.totals, engine.memory
+    # Of each token: the embedding, and two parts of a layer, or three; of E models inputs of all layers. Of one row: logits.
+    layers = len(config.layer_types)
+    sums = 1 + layers * (3 if name == "gemma4-moe-tiny" else 2)
+    values = sums * config.hidden_size + layers * getattr(config, "per_layer_input_size", 0)
+    assert sent == {"sum": 8 * 4 * values, "gather": 4 * -(-config.vocab_size // size)}
     assert (logits - one.full_forward(ids)).abs().max() <= allowed
     alone = Engine(one, EngineConfig(max_num_seqs=4, num_pages=2000, base_block_size=None))
     assert_same_tokens(one, outputs, run(alone, params), allowed)
