@@ -85,7 +85,7 @@ from quire.models.engine.memory import KV_CACHE_DTYPES, weight_bytes
 from quire.models.engine.speculative import Drafter
 from quire.models.flashinfer.support import expect_supported
 from quire.models.llm import DRAFTERS
-from quire.models.parallel.shard import MAX_SIZE
+from quire.models.parallel.shard import MAX_SIZE, shard_config
 from quire.models.tokenizer import NUM_SPECIAL
 
 from ..common.floors import measure_rates
@@ -151,6 +151,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         built = build_model(
             name, device=device, dtype=dtype, kv_cache_dtype=args.kv_cache_dtype, seed=args.seed
         )
+        if args.tensor_parallel_size is not None:
+            shard_config(built.model.config, args.tensor_parallel_size)  # says what does not fit
         workload = _workload(args, built)
         settings = _settings(args, device, workload)
         if FLASHINFER in (args.impl, args.compare):

@@ -155,6 +155,7 @@ def _make(model: nn.Module, config: EngineConfig, drafter: Drafter | None) -> En
             max_seq_len=memory.max_model_len,
             max_draft_tokens=num_drafts,
             device=device,
+            group=group,
         )
         with torch.inference_mode(), torch.cuda.device_of(builder.tables):
             graphs.capture()

@@ -56,10 +56,12 @@ class Group:
         self._cpu = dist.new_group(backend="gloo", timeout=FOREVER)
         self._on_device = dist.new_group(
             backend="nccl" if device.type == "cuda" else "gloo",
-            timeout=datetime.timedelta(seconds=timeout),
+            # Who is stuck is known, and said, before this ends the process.
+            timeout=datetime.timedelta(seconds=2 * timeout),
         )
         self.sent: Counter[str] = Counter()
-        self.calls: Counter[str] = Counter()
+        # All keys from the start: another thread adds them up.
+        self.calls = Counter(dict.fromkeys(("sum", "gather", "from_first", "say", "all_say"), 0))
 
     def sum(self, part: Tensor) -> Tensor:
         """The sum of what all ranks have, in place; the same bits on each of them.
@@ -141,6 +143,7 @@ class Group:
 
     def all_say(self, message: Any) -> list[Any]:
         """What every rank says, by rank; all wait for all."""
+        self.calls["all_say"] += 1
         out: list[Any] = [None] * self.size
         dist.all_gather_object(out, message, group=self._cpu)
         return out

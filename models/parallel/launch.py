@@ -71,10 +71,18 @@ class Ranks:
         self._watch: Watch | None = None
         started, _ = launched()
         self._owns = started == 1
-        if self._owns:
-            self._start(size, timeout, work)
-        elif started != size:
+        if started not in (1, size):
             raise ValueError(f"tensor_parallel_size: expected {started}, the ranks, got {size}")
+        try:
+            if self._owns:
+                self._start(size, timeout, work)
+            self._meet(size, device, timeout)
+        except BaseException as error:
+            self.close(f"{type(error).__name__}: {error}")
+            raise
+
+    def _meet(self, size: int, device: torch.device | str | None, timeout: float) -> None:
+        """Makes the groups and the watch."""
         store = dist.group.WORLD.get_group_store()
         rank = dist.get_rank()
         if rank == 0 and store.add(ONE_MODEL, 1) > 1:

@@ -137,12 +137,12 @@ class LockstepEngine(Engine):
 
     def close(self) -> None:
         """Ends all ranks. No step may follow."""
-        if not self._failed and not self.ranks.watch.verdict():
-            self.group.say((CLOSE,))
-            self.ranks.close()
-        else:
-            self.ranks.close(self._failed or self.ranks.watch.verdict())
-        self._failed = self._failed or "the engine is closed"
+        with self._turns.take():
+            failed = self._failed or self.ranks.watch.verdict()
+            if not failed:
+                self.group.say((CLOSE,))
+            self.ranks.close(failed)
+            self._failed = failed or "the engine is closed"
 
     def _add(
         self, prompt: np.ndarray, params: SamplingParams, request_id: str | None, salt: bytes,

@@ -275,7 +275,7 @@ def test_nothing_runs_where_no_kernel_can_be_launched(tmp_path, monkeypatch, cap
         code("first", "raise SystemExit('error: no C compiler')", vital=True),
         code("second", ""),
     ]
-    monkeypatch.setattr(gpu, "plan", lambda dry_run: parts)
+    monkeypatch.setattr(gpu, "plan", lambda dry_run, num_gpus: parts)
     assert gpu.main(["--dry-run", "--out", str(tmp_path)]) == 1
     assert "no C compiler" in capsys.readouterr().out and not (tmp_path / "second.json").exists()
 

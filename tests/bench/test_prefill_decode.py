@@ -407,6 +407,10 @@ def test_wrong_output_of_the_run_without_caching_is_refused_too(monkeypatch, cap
         (["--split", "0"], "split: expected an int in 1..1000, got 0"),
         (["--check", "0"], "check: expected an int >= 1, got 0"),
         (["--draft-tokens", "3"], "draft_tokens: expected --speculate with it, got none"),
+        (
+            ["--tensor-parallel-size", "2", "--speculate", "ngram"],
+            "tensor_parallel_size: expected no",
+        ),
     ],
 )
 def test_errors_name_the_argument(arguments, message, capsys):

@@ -14,10 +14,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from quire.bench.prefill_decode.ranks import bytes_sent
 from quire.models.config.named import get_config
 from quire.models.deepseek_v4.mtp_drafter import MTPDrafter
 from quire.models.engine.config import EngineConfig
 from quire.models.engine.engine import Engine
+from quire.models.engine.graphs import Shape, capture_each
 from quire.models.engine.memory import model_cache
 from quire.models.engine.request import SamplingParams
 from quire.models.engine.room import pages_of_request
@@ -109,8 +111,14 @@ def test_one_model_on_several_ranks(processes, name, split):
     params = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)
     with processes.engine(config, drafter=draft, **settings) as engine:
         logits = engine.everywhere(full_forward, ids)
+        sent = engine.everywhere(bytes_sent, 8)
         outputs = run(engine, params)
         totals, memory = engine.totals, engine.memory
+    # Of each token: the embedding, and two parts of a layer, or three; of E models inputs of all layers. Of one row: logits.
+    layers = len(config.layer_types)
+    sums = 1 + layers * (3 if name == "gemma4-moe-tiny" else 2)
+    values = sums * config.hidden_size + layers * getattr(config, "per_layer_input_size", 0)
+    assert sent == {"sum": 8 * 4 * values, "gather": 4 * -(-config.vocab_size // size)}
     assert (logits - one.full_forward(ids)).abs().max() <= allowed
     alone = Engine(one, EngineConfig(max_num_seqs=4, num_pages=2000, base_block_size=None))
     assert_same_tokens(one, outputs, run(alone, params), allowed)
@@ -235,6 +243,21 @@ def test_requests_that_come_and_go_while_a_step_runs(is_async):
         assert engine.kv.num_free_slots == 4
 
     in_threads(lead, async_scheduling=is_async)
+
+
+def test_shapes_that_one_rank_cannot_capture():
+    """No rank replays them: the others would send sums of other sizes."""
+    shapes = [Shape(1, 1), Shape(2, 1), Shape(4, 1)]
+
+    def work(group):
+        def add(shape):
+            if group.rank == 1 and shape.num_seqs == 2:
+                raise RuntimeError("no memory")
+
+        return capture_each(shapes, add, "decode graphs", group)
+
+    with pytest.warns(RuntimeWarning, match="2 x 1"):
+        assert on_ranks(2, work) == [[Shape(1, 1), Shape(4, 1)]] * 2
 
 
 def test_what_ranks_refuse():
