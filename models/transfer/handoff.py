@@ -21,14 +21,16 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from hashlib import sha256
 from typing import Any
 
 import numpy as np
 
-from quire.kvcore import KVCache, OutOfPages
+from quire.kvcore import KVCache, OutOfPages, Prompt
+from quire.kvcore.arrays import as_token_ids
 from quire.kvcore.handoff import HandOff, Incoming, Outgoing, incoming, outgoing
 from quire.kvcore.page_layout import Layout, LayoutMismatch, layout_digest, layout_texts
-from quire.kvcore.prefix.keys import KEY_BYTES
+from quire.kvcore.prefix.keys import KEY_BYTES, root_key
 
 from .objects import HEADER_BYTES, Manifest, check, loads, seal
 from .pages import PageMemory
@@ -125,14 +127,14 @@ class PrefixTransfer:
         if out is None:
             return run.ended()
         try:
-            self._send(out, run)
+            self._send(out, self._marker(token_ids, salt), run)
         finally:
             with self._between_steps():
                 out.end()
         run.report.num_tokens = out.num_tokens
         return run.ended()
 
-    def _send(self, out: Outgoing, run: TransferRun) -> None:
+    def _send(self, out: Outgoing, marker: StoreKey, run: TransferRun) -> None:
         manifest = self._manifest(out)
         head = self._head(out.keys, len(out.keys) // KEY_BYTES)
         objects = self._objects(out)
@@ -144,8 +146,7 @@ class PrefixTransfer:
             if out.is_void:
                 raise Forgotten("send")
             data = np.frombuffer(manifest.dumps(), np.uint8)
-            layout = head._replace(kind="layout", layout=b"")
-            for key in (layout, head):  # what it is, before that it is
+            for key in (marker, head):  # what it is, before that it is
                 run.finish([run.store.put(key, [seal(key, [data]), data])])
                 run.report.count(key.kind, HEADER_BYTES + len(data))
 
@@ -197,7 +198,9 @@ class PrefixTransfer:
             match = self._kv.match(token_ids, salt=salt, extra_keys=extra_keys)
         prompt, a = match.prompt, self._kv.alignment
         most = min((prompt.num_tokens - 1) // a, prompt.num_segments)
+        marker = self._marker(token_ids, salt)
         if num_tokens is not None and (num_tokens % a or not 0 < num_tokens <= most * a):
+            self._expect_no_other(marker, run)
             raise ValueError(
                 f"num_tokens: expected a multiple of {a} in 1..{most * a}, got {num_tokens}"
             )
@@ -209,6 +212,7 @@ class PrefixTransfer:
         depths = range(wanted, have, -1) if num_tokens is None else [wanted]
         found = self._find(prompt.keys, depths, wait, run)
         if found is None:
+            self._expect_no_other(marker, run)
             return run.ended()
         head, manifest = found
         with run.timed("cache"), self._between_steps():
@@ -226,7 +230,7 @@ class PrefixTransfer:
             whole = range(len(prompt.keys[: manifest.num_tokens // a * KEY_BYTES]) // KEY_BYTES)
             keys = [self._key(prompt.keys, i + 1, "segment") for i in whole]
             point = head._replace(kind="point")
-            run.store.remove([head, head._replace(kind="layout", layout=b""), point, *keys])
+            run.store.remove([head, marker, point, *keys])
         return run.ended()
 
     def _find(
@@ -234,11 +238,10 @@ class PrefixTransfer:
     ) -> tuple[StoreKey, Manifest] | None:
         """The manifest of the longest prefix, at one of ``depths`` (longest first)."""
         heads = [self._head(keys, depth) for depth in depths]
-        layouts = [head._replace(kind="layout", layout=b"") for head in heads]
         end, pause = time.monotonic() + wait, FIRST_WAIT
         while True:
-            sizes = run.exists([*heads, *layouts])
-            there = [i for i, size in enumerate(sizes[: len(heads)]) if size is not None]
+            sizes = run.exists(heads)
+            there = [i for i, size in enumerate(sizes) if size is not None]
             if (there and there[0] == 0) or time.monotonic() >= end:
                 break
             with run.timed("wait"):
@@ -252,12 +255,15 @@ class PrefixTransfer:
             if manifest.num_tokens != depths[i] * self._kv.alignment:
                 raise DamagedObject(head, f"expected another prefix, got {manifest}")
             return head, manifest
-        for key, size in zip(layouts, sizes[len(heads) :], strict=True):
-            if size is not None:
-                told = loads(key, self._get_json(key, size, run)).get("layout")
-                if isinstance(told, dict):
-                    self._expect_layout(run, told)
         return None
+
+    def _expect_no_other(self, marker: StoreKey, run: TransferRun) -> None:
+        """That no engine with another layout has sent this prompt."""
+        [size] = run.exists([marker])
+        if size is not None:
+            told = loads(marker, self._get_json(marker, size, run)).get("layout")
+            if isinstance(told, dict):
+                self._expect_layout(run, told)
 
     def _expect_layout(self, run: TransferRun, layout: Any) -> None:
         if layout != self.layout:
@@ -319,6 +325,15 @@ class PrefixTransfer:
     def _key(self, keys: bytes, depth: int, kind: str) -> StoreKey:
         segment = keys[(depth - 1) * KEY_BYTES : depth * KEY_BYTES]
         return StoreKey(segment, kind, self._digest, self._rank)
+
+    def _marker(self, token_ids: Any, salt: bytes | None) -> StoreKey:
+        """Of the object that tells with which layout a prompt was sent. Keys of segments would not
+        find it, as they depend on the layout."""
+        prompt = isinstance(token_ids, Prompt)
+        tokens = token_ids.tail if prompt else as_token_ids("token_ids", token_ids)
+        digest = sha256(token_ids.last_key if prompt else root_key(b"", salt or b""))
+        digest.update(tokens.tobytes())
+        return StoreKey(digest.digest(), "layout", b"", self._rank)
 
     def _head(self, keys: bytes, depth: int) -> StoreKey:
         return self._key(keys, depth, "manifest")

@@ -27,7 +27,7 @@ class StoreKey(NamedTuple):
 
     Attributes:
         segment: 32 bytes, the key of a segment (`quire.kvcore.prefix.keys`): of it, or of the
-            prefix that ends with it.
+            prefix that ends with it; of ``"layout"`` a digest of a whole prompt.
         kind: ``"segment"``, ``"point"`` (a resume point), ``"manifest"`` or ``"layout"``.
         layout: digest of the layout (`quire.kvcore.page_layout`); empty for ``"layout"``, which
             tells of one.

@@ -117,10 +117,12 @@ def test_what_came_can_leave_the_store(store):
         ({"layout": {"dtype": "fp8", "model": b"m"}}, {"layout": {"dtype": "bf16", "model": b"m"}}, ("dtype",)),
         ({"layout": {"model": b"m"}}, {"layout": {"model": b"n", "dtype": "x"}}, ("dtype", "model")),
         ({"name": "dense"}, {"name": "window"}, ("groups",)),
+        ({"name": "dense"}, {"name": "state"}, ("groups",)),
+        ({"hash_seed": b"a", "layout": {"seed": b"a"}}, {"hash_seed": b"b", "layout": {"seed": b"b"}}, ("seed",)),
     ],
 )  # fmt: skip
 def test_another_layout_is_refused_and_named(sender, receiver, names, store):
-    sender, receiver = End(**sender), End(**receiver)
+    there, sender, receiver = receiver, End(**sender), End(**receiver)
     prompt = text(1, 61)
     sender.serve(prompt)
     sender.sent(prompt, store)
@@ -129,13 +131,12 @@ def test_another_layout_is_refused_and_named(sender, receiver, names, store):
     ) as error:
         receiver.received(prompt, store)
     assert error.value.names == names and all(name in str(error.value) for name in names)
+    with pytest.raises(LayoutMismatch):
+        receiver.received(prompt, store, num_tokens=4)  # which may be no boundary here
     assert receiver.kv.index.num_segments == 0
     receiver.serve(prompt)  # goes on, and its own manifest is beside the other
     receiver.sent(prompt, store)
-    assert (
-        End(**{"name": receiver.name, "layout": receiver.layout}).received(prompt, store).num_tokens
-        == 60
-    )
+    assert End(**there).received(prompt, store).num_tokens == receiver.kv.match(prompt).num_tokens
 
 
 @pytest.mark.parametrize("kind", ["segment", "point", "manifest"])

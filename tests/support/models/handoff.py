@@ -33,13 +33,11 @@ class End:
         options: of `KVCache`.
 
     Attributes:
-        name, layout: as given.
         kv, device: pages and rows.
         transfer: sends and receives.
     """
 
     def __init__(self, name="window", layout=None, **options) -> None:
-        self.name, self.layout = name, layout
         options = {"num_pages": 200, "max_requests": 4, "max_model_len": 512} | options
         self.kv = KVCache(GROUPS[name], debug=True, **options)
         self.device = Device(self.kv, Counter())
