@@ -20,6 +20,9 @@ ALLOWED = {
         "jinja2", "numpy", "safetensors", "tokenizers", "torch", "tqdm",
         "quire.kernels", "quire.kvcore", "quire.models",
     },
+    "models/transfer": {
+        "mooncake", "numpy", "quire.kernels", "quire.kvcore", "quire.models",
+    },
     "models/integrations": {
         "dynamo", "msgspec", "numpy", "prometheus_client", "sglang", "torch", "transformers", "vllm", "xxhash",
         "zmq",

@@ -6,21 +6,32 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .store import Buffers, DamagedObject, MissingObject, StoreKey, ThreadedStore, num_bytes
+from .store import (
+    TIMEOUT,
+    Buffers,
+    DamagedObject,
+    MissingObject,
+    StoreKey,
+    ThreadedStore,
+    num_bytes,
+)
 
 
 class DictStore(ThreadedStore):
     """Objects in a dictionary.
 
     Args:
+        objects: bytes by key, for those that share them; None = new ones.
         timeout: see `ThreadedStore`.
 
     Attributes:
         objects: bytes by key.
     """
 
-    def __init__(self, *, timeout: float = 30.0) -> None:
-        self.objects: dict[StoreKey, bytes] = {}
+    def __init__(
+        self, objects: dict[StoreKey, bytes] | None = None, *, timeout: float = TIMEOUT
+    ) -> None:
+        self.objects = {} if objects is None else objects
         super().__init__(timeout=timeout)
 
     def _exists(self, keys: Sequence[StoreKey]) -> list[int | None]:

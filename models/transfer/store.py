@@ -145,6 +145,18 @@ def num_bytes(buffers: Buffers) -> int:
     return sum(buffer.nbytes for buffer in buffers)
 
 
+def parse_address(name: str, text: str) -> tuple[str, int]:
+    """(host, port) of "host:port", the argument ``name``.
+
+    Raises:
+        ValueError: it is none.
+    """
+    host, colon, port = text.rpartition(":")
+    if not (host and colon and port.isascii() and port.isdigit() and int(port) < 2**16):
+        raise ValueError(f"{name}: expected host:port, got {text!r:.99}")
+    return host, int(port)
+
+
 class ThreadedStore:
     """A store over calls that wait: threads make them.
 
