@@ -21,14 +21,15 @@ def store():
     store.close()
 
 
+@pytest.mark.parametrize("length", [101, 13])  # and one that is shorter than windows
 @pytest.mark.parametrize("name", GROUPS)
-def test_what_one_computed_the_other_finds(name, store):
+def test_what_one_computed_the_other_finds(name, length, store):
     """Every row that the receiver reads then is checked."""
     sender, receiver = End(name), End(name)
-    prompt = text(1, 101)
+    prompt = text(1, length)
     assert sender.serve(prompt) == 0
     sent = sender.sent(prompt, store)
-    usable = 100 // sender.kv.alignment * sender.kv.alignment
+    usable = (length - 1) // sender.kv.alignment * sender.kv.alignment
     assert sent.num_tokens == sender.kv.match(prompt).num_tokens == usable
     came = receiver.received(prompt, store)
     assert came.num_tokens == sent.num_tokens == receiver.kv.match(prompt).num_tokens
@@ -244,6 +245,24 @@ def test_a_request_may_compute_it_meanwhile(store):
 
 class Stops(Exception):
     pass
+
+
+def test_pages_that_go_are_neither_evicted_nor_written(store):
+    """Though the sender evicts all that it can, and computes others in a pool that holds little more."""
+    sender, receiver = End(num_pages=36), End()
+    prompt = text(1, 61)
+    sender.serve(prompt)
+    puts = []
+
+    def press(name, *args):
+        if name == "put" and args[0].kind == "segment":
+            puts.append(name)
+            sender.kv.evict(sender.kv.num_evictable_pages)
+            sender.serve(text(10 + len(puts), 30))
+
+    assert sender.sent(prompt, Slow(store, press)).num_tokens == 60 and len(puts) == 15
+    assert receiver.received(prompt, store).num_tokens == 60
+    assert receiver.serve(prompt) == 60
 
 
 @pytest.mark.parametrize("name", ["window", "dense"])
