@@ -10,6 +10,7 @@ from quire.models.engine.request import SamplingParams
 from quire.models.loading.random_weights import random_model
 from quire.models.transfer.memory import DictStore
 from tests.models.engine.test_engine import DEVICE, Recorder, prompt
+from tests.models.engine.test_tiering import end, leave
 from tests.support.models.few import few
 
 FAMILIES = ("gemma3-tiny", "gemma4-tiny", "gemma4-e-tiny", "gemma4-moe-tiny", "gpt-oss-tiny", "llama-tiny", "deepseek-v4-tiny")  # fmt: skip
@@ -66,6 +67,25 @@ def test_e4m3_pages_go_as_they_are(store):
     with pytest.raises(LayoutMismatch) as error:
         other.import_prefix(prompt(100), store)
     assert "kv_cache_dtype" in error.value.names and "kv_cache_dtype fp8" in str(error.value)
+
+
+def test_what_came_goes_to_host_memory_and_back(store):
+    """A receiver with tiers keeps it as what it computed itself."""
+    model = random_model(few("gemma4-tiny"), device=DEVICE)
+    ends = [Recorder(model, num_pages=200, host_cache_gib=0.01) for _ in range(2)]
+    tokens = prompt(100)
+    ends[0].add(tokens, max_tokens=1)
+    ends[0].run()
+    ends[0].engine.export_prefix(tokens, store)
+    assert ends[1].engine.import_prefix(tokens, store).num_tokens == 96
+    leave(ends[1].engine, "device")
+    assert ends[1].engine.kv.match(tokens).num_tokens == 0
+    request = ends[1].add(tokens, max_tokens=3)
+    ends[1].run()
+    assert ends[1].check(request).num_cached_tokens == 96
+    assert ends[1].engine.kv.stats()["tier_loaded_pages/host"] > 0
+    for one in ends:
+        end(one.engine)
 
 
 def test_steps_go_on_while_a_prefix_comes(store):
