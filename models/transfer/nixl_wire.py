@@ -9,23 +9,19 @@ import json
 import socket
 import struct
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 
 def nixl_api() -> Any:
-    """NIXL's module of agents: by its front, which knows the CUDA of the machine, or without that
-    of the package for CUDA 12, which needs none.
+    """NIXL's module of agents: of the one package for some CUDA, or none, that is installed, or of
+    its front, which may have to import torch to choose among several.
 
     Raises:
-        ImportError: neither is installed.
+        ImportError: it is not installed.
     """
-    try:
-        return import_module("nixl._api")
-    except ImportError as error:
-        try:
-            return import_module("nixl_cu12._api")
-        except ImportError:
-            raise error from None
+    found = [name for name in ("nixl_cu12", "nixl_cu13", "nixl_rocm") if find_spec(name)]
+    return import_module(f"{found[0] if len(found) == 1 else 'nixl'}._api")
 
 
 _LENGTH = struct.Struct("<I")
