@@ -143,15 +143,16 @@ class PrefixTransfer:
         run.report.num_known = len(objects) - len(missing)
         if missing or has_head is None:
             self._move(missing, run, self._put_one)
-            if out.is_void:
-                raise Forgotten("send")
             data = np.frombuffer(manifest.dumps(), np.uint8)
             for key in (marker, head):  # what it is, before that it is
+                if out.is_void:
+                    raise Forgotten("send")
                 run.finish([run.store.put(key, [seal(key, [data]), data])])
                 run.report.count(key.kind, HEADER_BYTES + len(data))
 
-    def _put_one(self, key: StoreKey, pages: np.ndarray, staging: Any, rows: np.ndarray,
-                 run: TransferRun) -> Ticket:  # fmt: skip
+    def _put_one(
+        self, key: StoreKey, pages: np.ndarray, staging: Any, rows: np.ndarray, run: TransferRun
+    ) -> Ticket:
         with run.timed("copy"):
             self._pages.copy_out(pages, staging, rows)
         buffers = staging.arrays(rows)
@@ -227,8 +228,8 @@ class PrefixTransfer:
                     made.end()
         run.report.num_tokens = manifest.num_tokens
         if remove:
-            whole = range(len(prompt.keys[: manifest.num_tokens // a * KEY_BYTES]) // KEY_BYTES)
-            keys = [self._key(prompt.keys, i + 1, "segment") for i in whole]
+            depths = range(1, manifest.num_tokens // a + 1)
+            keys = [self._key(prompt.keys, depth, "segment") for depth in depths]
             point = head._replace(kind="point")
             run.store.remove([head, marker, point, *keys])
         return run.ended()
@@ -248,14 +249,14 @@ class PrefixTransfer:
                 time.sleep(min(pause, max(0.0, end - time.monotonic())))
             pause = min(2 * pause, LONGEST_WAIT)
         run.begin()
-        for i in there[:1]:
-            head = heads[i]
-            manifest = Manifest.loads(head, self._get_json(head, sizes[i], run))
-            self._expect_layout(run, manifest.layout)
-            if manifest.num_tokens != depths[i] * self._kv.alignment:
-                raise DamagedObject(head, f"expected another prefix, got {manifest}")
-            return head, manifest
-        return None
+        if not there:
+            return None
+        head = heads[there[0]]
+        manifest = Manifest.loads(head, self._get_json(head, sizes[there[0]], run))
+        self._expect_layout(run, manifest.layout)
+        if manifest.num_tokens != depths[there[0]] * self._kv.alignment:
+            raise DamagedObject(head, f"expected another prefix, got {manifest}")
+        return head, manifest
 
     def _expect_no_other(self, marker: StoreKey, run: TransferRun) -> None:
         """That no engine with another layout has sent this prompt."""
@@ -303,8 +304,9 @@ class PrefixTransfer:
             if not made.adopt():
                 raise Forgotten("receive")
 
-    def _get_one(self, key: StoreKey, pages: np.ndarray, staging: Any, rows: np.ndarray,
-                 run: TransferRun) -> Ticket:  # fmt: skip
+    def _get_one(
+        self, key: StoreKey, pages: np.ndarray, staging: Any, rows: np.ndarray, run: TransferRun
+    ) -> Ticket:
         header, buffers = np.empty(HEADER_BYTES, np.uint8), staging.arrays(rows)
 
         def came() -> None:
