@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import hashlib
 import os
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
@@ -26,8 +25,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from ..page_layout import LayoutMismatch, layout_texts
 from ..prefix.keys import KEY_BYTES
-from .journal import DamagedDatabase, LayoutMismatch, RecordDatabase, Row
+from .journal import DamagedDatabase, RecordDatabase, Row
 from .pagefile import DIRECT_BLOCKS, Bytes, PageFile, direct_block, stride_of
 from .pagejobs import PageJobs
 from .records import Record
@@ -93,14 +93,7 @@ class DiskStore:
                 raise ValueError(f"{name}: expected an int of at least 1, got {value!r}")
         if on_mismatch not in ("refuse", "clear"):
             raise ValueError(f"on_mismatch: expected 'refuse' or 'clear', got {on_mismatch!r}")
-        asked = {"page_bytes": str(page_bytes)}
-        for name, setting in layout.items():
-            if not isinstance(setting, (str, int, bytes)) or name in ("page_bytes", "format"):
-                raise ValueError(
-                    "layout: expected str, int or bytes by names other than page_bytes and format, "
-                    f"got {name!r}: {type(setting).__name__}"
-                )
-            asked[name] = _text(setting)
+        asked = layout_texts(layout, page_bytes)
         self.folder, self.page_bytes = os.fspath(folder), page_bytes
         self._pid = os.getpid()
         with suppress(FileExistsError):
@@ -366,12 +359,6 @@ def _lock(path: str) -> int:
             raise StoreInUse(path, holder or "a process that starts") from error
         raise
     return handle
-
-
-def _text(setting: str | int | bytes) -> str:
-    if isinstance(setting, bytes):
-        return "BLAKE2b " + hashlib.blake2b(setting, digest_size=16).hexdigest()
-    return str(setting)
 
 
 def _sync_folder(folder: str) -> None:

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..page_layout import LayoutMismatch
 from .records import Record
 
 VERSION = "1"
@@ -57,26 +58,6 @@ class DamagedDatabase(OSError):
             f"expected the database of records of a tier, got: {reason} "
             '(on_mismatch="clear" starts anew; what was kept is lost)',
             path,
-        )
-
-
-class LayoutMismatch(ValueError):
-    """What is on the disk has another layout.
-
-    Attributes:
-        names: of the settings that differ.
-    """
-
-    def __init__(self, path: str, kept: Mapping[str, str], asked: Mapping[str, str]) -> None:
-        both = sorted({*kept, *asked})
-        self.names = tuple(name for name in both if kept.get(name) != asked.get(name))
-        super().__init__(
-            "layout: expected that of "
-            + f"{path}: "
-            + ", ".join(f"{n} {kept.get(n, 'not set')}" for n in self.names)
-            + "; got "
-            + ", ".join(f"{n} {asked.get(n, 'not set')}" for n in self.names)
-            + ' (on_mismatch="clear" starts anew)'
         )
 
 
@@ -182,7 +163,7 @@ class RecordDatabase:
         meta = db.execute("SELECT name, value FROM meta WHERE name LIKE 'layout.%'")
         kept = {name.removeprefix("layout."): value for name, value in meta}
         if kept != asked:
-            raise LayoutMismatch(self.path, kept, asked)
+            raise LayoutMismatch(self.path, kept, asked, 'on_mismatch="clear" starts anew')
         if not self._whole():
             db.execute("REINDEX")  # what is wrong may be an index only, or a row without one
             if not self._whole():

@@ -37,6 +37,7 @@ from ..tokenizer import Tokenizer
 from . import speculative
 from .batch import LaunchedStep
 from .config import EngineConfig
+from .handoff_calls import HandOffCalls
 from .input_processor import InputProcessor
 from .output_processor import OutputProcessor
 from .parts import make_parts
@@ -49,7 +50,7 @@ from .tier_calls import TierCalls
 from .turns import StepTurns
 
 
-class Engine(TierCalls):
+class Engine(TierCalls, HandOffCalls):
     """Runs many requests at once. ``while engine.has_work: engine.step()``.
 
     What fails in one request, such as its text that cannot be decoded, ends that request alone,
@@ -94,8 +95,7 @@ class Engine(TierCalls):
         drafter: Drafter | None = None,
     ) -> None:
         config = config or EngineConfig()
-        self.model = model
-        self.drafter = drafter
+        self.model, self._config, self.drafter = model, config, drafter
         parts = make_parts(model, config, drafter)
         self.clock, self._idle, self.totals = parts.clock, parts.idle, EngineTotals()
         self.memory, self.kv, self.pool = parts.memory, parts.kv, parts.pool
