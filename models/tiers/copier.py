@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Generator
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -182,10 +182,7 @@ class PageCopier:
         size = len(copies)
         if {copies.source, copies.target} == {DEVICE, DISK}:
             size = max(1, len(self._staging.rows) // PARTS_AT_ONCE)
-        return [
-            replace(copies, sources=copies.sources[i : i + size], targets=copies.targets[i : i + size])
-            for i in range(0, len(copies), size)
-        ]  # fmt: skip
+        return [copies[i : i + size] for i in range(0, len(copies), size)]
 
     def _begin(self) -> None:
         """Begins what there are staging rows for."""
