@@ -27,14 +27,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from quire.kernels import PoolPages
 from quire.kvcore import KVCache
 from quire.kvcore.tier import Answer, Job, Tiers, TierSpec
 from quire.kvcore.tier.disk import DiskStore
 from quire.kvcore.tier.hints import Intent
 
 from ..tiers.copier import FinishedJob, PageCopier
-from ..tiers.host_pages import HostPages
+from ..tiers.host_pages import HostPages, row_stride
+from ..tiers.parts import page_parts
 
 if TYPE_CHECKING:
     from .config import EngineConfig
@@ -201,18 +201,21 @@ def make_tiers(
     """The tiers of a configuration that has some.
 
     Args:
-        pool: whose ``tensors`` are the page tensors.
+        pool: whose ``tensors`` are the page tensors, and ``filled`` what pages of each group fill
+            of them (`quire.models.tiers.parts`).
 
     Raises:
         MemoryError: there is not so much host memory.
         OSError: the folder is of no use; of another layout, or in use
             (`quire.kvcore.tier.disk`).
     """
-    pages, device = PoolPages(pool.tensors), model.device
+    on_disk = bool(memory.disk_bytes)
+    parts = page_parts(memory.groups, pool.tensors, pool.filled, on_disk=on_disk)
+    pages, device = parts.pages, model.device
     host = disk = None
     specs: dict[str, TierSpec] = {}
     if memory.host_bytes:
-        num_pages = max(2, memory.host_bytes // pages.num_bytes)
+        num_pages = max(2, memory.host_bytes // row_stride(pages.num_bytes))
         host = HostPages(num_pages, pages.num_bytes, device)
         specs["host"] = TierSpec(num_pages, LINK[device.type])
     if memory.disk_bytes:
@@ -220,7 +223,7 @@ def make_tiers(
             config.disk_cache,
             page_bytes=pages.num_bytes,
             capacity=memory.disk_bytes,
-            layout=layout(model, memory, config),
+            layout=layout(model, memory, config) | {"parts": repr(parts.shape)},
         )
         specs["disk"] = TierSpec(disk.num_pages, DISK_LINK, journal=disk)
     # What a step may take is to be had without a loss.
@@ -231,6 +234,7 @@ def make_tiers(
         **specs,
         prefill_tokens_per_second=PREFILL,
         page_bytes=pages.num_bytes,
+        parts=parts.counts,
         watermark=min(memory.num_pages // 2, max(memory.num_pages // 8, step)),
     )
     return EngineTiers(kv, tiers, PageCopier(pages, host=host, disk=disk), disk)

@@ -36,6 +36,7 @@ class TieredPool(ToyPool):
         self.tensors = [
             torch.from_numpy(p.view(np.uint8).reshape(num_pages, -1)) for p in self.pages
         ]
+        self.filled = [(2, self.tensors[0].shape[1])] * 2
 
 
 def tiered(model):
