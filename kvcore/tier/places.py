@@ -202,7 +202,9 @@ class Columns:
 
     def __init__(self, n: int, num_pages: int) -> None:
         self.num_pages = num_pages
-        self.groups, self.parts, self.pages = (np.zeros(n, dtype=np.int64) for _ in range(3))
+        self.groups: Int64 = np.zeros(n, dtype=np.int64)
+        self.pages: Int64 = np.zeros(n, dtype=np.int64)
+        self.parts: Int32 = np.zeros(n, dtype=np.int32)
 
     def __len__(self) -> int:
         return len(self.pages)

@@ -191,7 +191,7 @@ class Transfers:
         segments = np.arange(num_segments).repeat(self._width)
         return np.concatenate([segments, np.full(len(new), -1)])
 
-    def _groups_and_parts(self, num_segments: int, new: Int64) -> tuple[Int64, Int64]:
+    def _groups_and_parts(self, num_segments: int, new: Int64) -> tuple[Int64, Int32]:
         """Groups and parts of the same copies."""
         segments, points = self._tails.segments, self._tails.points
         return (
