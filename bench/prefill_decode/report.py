@@ -27,7 +27,7 @@ dictionary::
                            hit_tokens_without, identical_requests, identical_tokens, output_tokens; or null. tokens_per_step: of one
                            decoding request, 1 without drafts (the acceptance length)
     tiers                  with --host-cache or --disk-cache: host_gib, disk, disk_gib; counters {tier: {name: count}}; moved {way: bytes, those of
-                           the end included}; without, of the same prompts without them, as cached; comparison, of cached against it; or null
+                           the end included}; space {tier: held, taken: bytes of its entries before that, those that hold rows and all}; without, of the same prompts without them, as cached; comparison, of cached against it; or null
     other_impl             with --compare: impl; run, of the same prompts with caching on, as cached; comparison, of it against cached; or null
 
 A number that does not exist (no step of a kind, no second token) is null.
@@ -194,6 +194,7 @@ def tiers(
     settings: EngineConfig,
     run: Run,
     moved: dict[str, int],
+    space: dict[str, tuple[int, int]],
     plain: Run,
     without: dict[str, Any],
 ) -> dict[str, Any]:
@@ -202,6 +203,7 @@ def tiers(
 
     Args:
         moved: bytes by way.
+        space: of each tier at the end of ``run``, bytes that hold rows, and bytes taken.
         without: metrics of ``plain``.
     """
     counters: dict[str, dict[str, int]] = {}
@@ -216,6 +218,7 @@ def tiers(
         "disk_gib": settings.disk_cache_gib if has_disk else None,
         "counters": counters,
         "moved": moved,
+        "space": {tier: {"held": held, "taken": taken} for tier, (held, taken) in space.items()},
         "without": without,
         "comparison": comparison(run, plain),
     }

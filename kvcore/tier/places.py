@@ -260,6 +260,18 @@ class Tails:
             self.points.fill(c.tail_offset, of_tables, there.tail_offset, c.tail)
         self._shared: dict[int, tuple[Int64, Int64]] = {}
 
+    def count(self, tier: Tier) -> list[int]:
+        """Pages of each group that the entries of `tier` have, each once."""
+        index, num_groups = tier.index, len(self.layout.groups)
+        counts = np.bincount(self.segments.groups, minlength=num_groups) * index.num_segments
+        group_of = np.full(index.pool.num_pages, num_groups, dtype=np.int64)
+        for run in index.runs():
+            for point in run.points.values():
+                group_of[point.pages] = self.points.groups
+        group_of[0] = num_groups
+        counts += np.bincount(group_of, minlength=num_groups + 1)[:num_groups]
+        return [int(n) for n in counts]
+
     def shared(self, gap: int) -> tuple[Int64, Int64]:
         """Columns of a point whose blocks a point `gap` segments before it holds too, and the
         columns that these have there."""

@@ -97,7 +97,7 @@ class Tiers(OpenJobs):
         self.jobs: dict[Job, None] = {}
         self._device = Place(DEVICE, kv.index)
         self.tiers: tuple[Tier, ...] = tuple(self._tier(name, spec) for name, spec in specs.items())
-        tails = Tails(kv.layout, self.layout)
+        self._tails = tails = Tails(kv.layout, self.layout)
         self._transfers = Transfers(tails, kv.alignment, size)
         self._planner = Planner(kv, self._device, [*self.tiers], tails, size, rate)
         self._stores = Stores(self.places, self._transfers, self._planner, watermark)
@@ -342,6 +342,10 @@ class Tiers(OpenJobs):
         """The events of all that tiers hold now, for `KVCache.announce`."""
         announcers = [(tier, tier.ledger.announcer) for tier in self.tiers]
         return [a.noted(tier.index.runs()) for tier, a in announcers if a is not None]
+
+    def pages_by_group(self) -> dict[str, list[int]]:
+        """Pages of each tier that its entries have now, by group; it looks at each resume point."""
+        return {tier.name: self._tails.count(tier) for tier in self.tiers}
 
     def stats(self) -> dict[str, int]:
         """Counters since the start, and pages by state now, of each tier: ``"name/tier"``."""

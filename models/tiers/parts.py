@@ -35,12 +35,14 @@ class PageParts:
     Attributes:
         pages: of the pool, in parts.
         counts: [num_groups] parts that a page of each group has in a tier, the first ones.
+        filled: [num_groups] bytes of such a page that hold rows.
         unused: of the bytes that a segment, and a resume point, take there, over those that hold
             rows; less 1.
     """
 
     pages: PoolPages
     counts: tuple[int, ...]
+    filled: tuple[int, ...]
     unused: tuple[float, float]
 
     @property
@@ -92,7 +94,7 @@ def page_parts(
         for tensor in tensors[j : j + n]
     ]
     pages = PoolPages(views, len(views) // n)
-    return PageParts(pages, tuple(counts), (segment, point))
+    return PageParts(pages, tuple(counts), tuple(t * b for t, b in filled), (segment, point))
 
 
 def _slices(filled: Sequence[tuple[int, int]], page_bytes: int) -> list[int]:

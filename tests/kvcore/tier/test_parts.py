@@ -74,7 +74,8 @@ def test_entries_take_the_bytes_of_their_groups(way):
         depths = [d for r in index.runs() for d in r.points]
         blocks = {2 * d - i for d in depths for i in (1, 2, 3)}  # neighbours share some
         assert index.num_segments and len(depths) > 1
-        assert taken(tier) == 6 * index.num_segments + 5 * len(blocks) + 2 * 3 * len(depths)
+        counts = [6 * index.num_segments, 5 * len(blocks), 2 * 3 * len(depths)]
+        assert s.tiers.pages_by_group()[tier.name] == counts and taken(tier) == sum(counts)
     assert all(job.num_bytes == 1000 * sum(map(len, job.copies)) for job in jobs)
     s.e.kv.evict(60)
     match = s.tiers.match([*PROMPT, 1])
