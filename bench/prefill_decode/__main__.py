@@ -119,6 +119,7 @@ class Measured:
     num_pages: int
     describe: str
     moved: dict[str, int]
+    space: dict[str, tuple[int, int]]
 
 
 @program
@@ -273,6 +274,7 @@ def measure(
                 settings,
                 cached.run,
                 cached.moved,
+                cached.space,
                 untiered.run,
                 metrics(untiered.run, model, rates, untiered.num_pages, kv_cache_dtype=dtype),
             ),
@@ -338,11 +340,12 @@ def _run(
         engine, workload, concurrency=settings.max_num_seqs, prompts=prompts, label=label
     )
     moved = {} if engine.tiers is None else engine.tiers.copier.num_bytes
+    space = {} if engine.tiers is None else engine.tiers.space()
     engine.close()  # a disk gets what is cached, and is counted
     del engine
     gc.collect()
     names = {f"{source} to {target}": count for (source, target), count in moved.items()}
-    return Measured(run, num_pages, describe, names)
+    return Measured(run, num_pages, describe, names, space)
 
 
 def _checked(built: BenchModel, outputs: dict, kv_cache_dtype: str) -> Check:

@@ -110,6 +110,11 @@ def _tiers(behind: dict[str, Any], result: dict[str, Any]) -> list[str]:
     ]
     return [
         *lines,
+        *(
+            f"{tier}: {space['taken'] / 2**20:.1f} MiB taken, {1 - space['held'] / space['taken']:.1%} of them unused"
+            for tier, space in behind["space"].items()
+            if space["taken"]
+        ),
         f"moved: {moved or 'nothing'}",
         f"with tiers against without: hit rate {rates[0]:.1%} instead of {rates[1]:.1%}, {same['speedup']:.2f} x as fast, TTFT p50 {same['ttft_speedup']:.2f} x; "
         f"identical output: {same['identical_requests']} of {result['workload']['requests']} requests, "

@@ -67,7 +67,7 @@ class DiskStore:
         workers: threads that read and write pages.
 
     Attributes:
-        page_bytes: of a page. num_pages: pages 0 (the null page, which is not stored) to
+        page_bytes: of a page. stride: that it takes on the disk. num_pages: pages 0 (the null page, which is not stored) to
             num_pages - 1.
         num_dropped: records that were found, but were damaged, or without those that they need.
 
@@ -104,7 +104,7 @@ class DiskStore:
             block = direct_block(self.folder)
             self._records = self._open_records(asked, block, on_mismatch)
             opened.callback(self._records.close)
-            stride = self._records.stride
+            self.stride = stride = self._records.stride
             if type(capacity) is not int or capacity < stride:
                 raise ValueError(
                     f"capacity: expected at least {stride} (one page), got {capacity!r}"

@@ -183,7 +183,7 @@ class Hints:
         if run.locks:
             return Answer("deferred", 0, 0, "running requests or open jobs need it")
         policy.spare(entry)
-        size = entry.freed * self._tiers.page_bytes
+        size = self._tiers.num_bytes(entry)
         return Answer("accepted", depth * self._tiers.alignment, size, "it leaves the device first")
 
     def release(self, match: TierMatch) -> Answer:

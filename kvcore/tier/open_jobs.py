@@ -25,7 +25,7 @@ class OpenJobs:
     Attributes:
         tiers: those there are, the nearest first.
         jobs: that are open, the oldest first.
-        page_bytes: bytes of a page id, in all page tensors.
+        page_bytes: bytes of a page of a tier.
     """
 
     tiers: tuple[Tier, ...]

@@ -55,7 +55,8 @@ class Stores:
         pool, total = source.index.pool, 0
         low = self._low(self._places[0])
         if source is not self._places[0]:  # what the device may send next must find a place
-            low = min(max(low, self._low(source)), pool.num_pages - 1)
+            low = max(low * self._transfers.most_parts, self._low(source))
+            low = min(low, pool.num_pages - 1)
         needed = low - source.num_free
         looked, seen = LOOKED_AT[0], 0
         while needed > 0:
@@ -124,7 +125,7 @@ class Stores:
 
     def _is_worth_it(self, target: Tier, entry: Entry) -> bool:
         """Whether loading an entry would be quicker than computing it."""
-        size = entry.num_pages * self._transfers.page_bytes
+        size = self._transfers.num_bytes(entry)
         return target.load_seconds(size) < self._planner.compute_seconds(entry.gain)
 
     def copy_of(

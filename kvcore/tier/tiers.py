@@ -13,7 +13,7 @@ from ..policies.base import Entry
 from ..prefix.extra_keys import ExtraKeys
 from ..prefix.keys import KEY_BYTES, Prompt
 from ..prefix.pins import Pins
-from ..spec import Layout, as_int
+from ..spec import MOST_PARTS, Layout, as_int
 from .hints import Answer, Hints, Intent
 from .jobs import Job
 from .ledger import TierAnnouncer, noted_of
@@ -43,7 +43,10 @@ class Tiers(OpenJobs):
         kv: the cache, new or in use; one `Tiers` for each.
         host, disk: the tiers behind the device, the nearer first; at least one.
         prefill_tokens_per_second: what the engine computes; `computed` measures it.
-        page_bytes: bytes of a page id, in all page tensors; by default those of one tensor.
+        page_bytes: bytes of a page of a tier; by default those of a page of the pool in one tensor.
+        parts: [num_groups] pages of a tier that a page of each group takes there, by default 1. The
+            pool's pages are equal; where a group leaves some of its own unused, smaller pages in
+            tiers need not keep that. `Copies.parts` says which part of a page goes where.
         watermark: pages of the pool that are to be free, or to be had without a loss: so many of
             those that eviction takes next are copied before it comes. By default an eighth of
             each place.
@@ -53,6 +56,7 @@ class Tiers(OpenJobs):
     Attributes:
         tiers: those there are, the nearest first.
         jobs: that are open, the oldest first.
+        layout: the groups in pages of tiers.
 
     Calls are to be made as those of the cache: one at a time, between steps. `load`, `done` and
     `cancel` void a plan that is not committed.
@@ -69,6 +73,7 @@ class Tiers(OpenJobs):
         disk: TierSpec | None = None,
         prefill_tokens_per_second: float,
         page_bytes: int | None = None,
+        parts: Sequence[int] | None = None,
         watermark: int | None = None,
         max_hint_bytes: int | None = None,
     ) -> None:
@@ -88,10 +93,11 @@ class Tiers(OpenJobs):
             watermark = as_int("watermark", watermark, 0)
         self._kv = kv
         self.page_bytes = size
+        self.layout = kv.layout.in_parts(size, _checked_parts(parts, kv.layout))
         self.jobs: dict[Job, None] = {}
         self._device = Place(DEVICE, kv.index)
         self.tiers: tuple[Tier, ...] = tuple(self._tier(name, spec) for name, spec in specs.items())
-        tails = Tails(kv.layout)
+        self._tails = tails = Tails(kv.layout, self.layout)
         self._transfers = Transfers(tails, kv.alignment, size)
         self._planner = Planner(kv, self._device, [*self.tiers], tails, size, rate)
         self._stores = Stores(self.places, self._transfers, self._planner, watermark)
@@ -110,7 +116,7 @@ class Tiers(OpenJobs):
         if kv._announcer is not None:
             log, medium = kv._announcer.log, MEDIA[name]
             announcer = TierAnnouncer(log, kv.layout, kv.sequences, medium)
-        return Tier(name, spec, policy, kv.layout, kv.index.span, announcer)
+        return Tier(name, spec, policy, self.layout, kv.index.span, announcer)
 
     def _worth(self, name: str, entry: Entry) -> float:
         """Seconds that an entry of a tier saves for each byte that its eviction frees."""
@@ -324,10 +330,9 @@ class Tiers(OpenJobs):
         """Tokens of a segment."""
         return self._kv.alignment
 
-    @property
-    def layout(self) -> Layout:
-        """The groups."""
-        return self._kv.layout
+    def num_bytes(self, entry: Entry) -> int:
+        """Bytes that an entry takes in a tier, with the segments that it gains."""
+        return self._transfers.num_bytes(entry)
 
     def where(self, prompt: Prompt, limit: int) -> list[tuple[Place, Found]]:
         """Where the first `limit` segments of a prompt end in each place."""
@@ -337,6 +342,10 @@ class Tiers(OpenJobs):
         """The events of all that tiers hold now, for `KVCache.announce`."""
         announcers = [(tier, tier.ledger.announcer) for tier in self.tiers]
         return [a.noted(tier.index.runs()) for tier, a in announcers if a is not None]
+
+    def pages_by_group(self) -> dict[str, list[int]]:
+        """Pages of each tier that its entries have now, by group; it looks at each resume point."""
+        return {tier.name: self._tails.count(tier) for tier in self.tiers}
 
     def stats(self) -> dict[str, int]:
         """Counters since the start, and pages by state now, of each tier: ``"name/tier"``."""
@@ -353,3 +362,20 @@ class Tiers(OpenJobs):
             for name, value in {**tier.counters, **now}.items():
                 found[f"tier_{name}/{tier.name}"] = value
         return found
+
+
+def _checked_parts(parts: Sequence[int] | None, layout: Layout) -> list[int]:
+    """`parts` of `Tiers`.
+
+    Raises:
+        ValueError: they are none.
+    """
+    groups = layout.groups
+    if parts is None:
+        return [1] * len(groups)
+    if not isinstance(parts, Sequence) or len(parts) != len(groups):
+        raise ValueError(f"parts: expected {len(groups)} ints, one a group, got {parts!r}")
+    return [
+        as_int(f"parts[{i}]", n, 1, MOST_PARTS // g.pages_per_block)
+        for i, (n, g) in enumerate(zip(parts, groups, strict=True))
+    ]

@@ -91,6 +91,7 @@ class CachePlan:
     Attributes:
         groups: in the order of an allocator's tables; a page of each has the same bytes.
         layers: of the trunk, then drafters.
+        filled: bytes at the start of a page of each group that hold rows.
         context_size: ranks that share a context; a page has the entries of a block of "compressed"
             over this.
     """
@@ -98,6 +99,7 @@ class CachePlan:
     format: CacheFormat
     groups: tuple[GroupSpec, ...]
     layers: tuple[LayerPlacement, ...]
+    filled: tuple[int, ...]
     context_size: int = 1
 
     def group_index(self, name: str) -> int | None:
@@ -209,4 +211,6 @@ def plan_cache(
         LayerPlacement(first + layer // share, layer % share * window_bytes, *starts[layer])
         for layer in range(len(kinds))
     )
-    return CachePlan(fmt, tuple(groups), layers, context_size)
+    shares = [min(share, len(kinds) - i * share) * window_bytes for i in range(num_windows)]
+    filled = (*[size] * bool(size), *shares, *[overlap_bytes] * bool(overlap_bytes))
+    return CachePlan(fmt, tuple(groups), layers, filled, context_size)

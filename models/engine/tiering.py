@@ -27,14 +27,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from quire.kernels import PoolPages
 from quire.kvcore import KVCache
 from quire.kvcore.tier import Answer, Job, Tiers, TierSpec
 from quire.kvcore.tier.disk import DiskStore
 from quire.kvcore.tier.hints import Intent
 
 from ..tiers.copier import FinishedJob, PageCopier
-from ..tiers.host_pages import HostPages
+from ..tiers.host_pages import HostPages, row_stride
+from ..tiers.parts import PageParts, page_parts
 
 if TYPE_CHECKING:
     from .config import EngineConfig
@@ -59,6 +59,8 @@ class EngineTiers:
     Args:
         kv: the cache. tiers: of it.
         copier: of its pool.
+        parts: of its pages.
+        sizes: bytes that a page of each tier takes there.
         disk: closed with it.
 
     Attributes:
@@ -67,9 +69,16 @@ class EngineTiers:
     """
 
     def __init__(
-        self, kv: KVCache, tiers: Tiers, copier: PageCopier, disk: DiskStore | None = None
+        self,
+        kv: KVCache,
+        tiers: Tiers,
+        copier: PageCopier,
+        parts: PageParts,
+        sizes: dict[str, int],
+        disk: DiskStore | None = None,
     ) -> None:
         self._kv, self.tiers, self.copier, self._disk = kv, tiers, copier, disk
+        self._parts, self._sizes = parts, sizes
         self._loading: dict[Request, Job] = {}  # by who waits for it
         self._tries: dict[Request, int] = {}  # loads of those that wait; MOST_LOADS = no more
         self._loads: set[Job] = set()
@@ -147,6 +156,16 @@ class EngineTiers:
         if report.num_prefills and num_tokens >= report.num_decodes:
             self.tiers.computed(num_tokens, report.total)
 
+    def space(self) -> dict[str, tuple[int, int]]:
+        """Of each tier, the bytes of its entries that hold rows, and those that they take; it looks
+        at each resume point."""
+        parts, found = self._parts, {}
+        for name, counts in self.tiers.pages_by_group().items():
+            pages = [n // each for n, each in zip(counts, parts.counts, strict=True)]
+            held = sum(n * size for n, size in zip(pages, parts.filled, strict=True))
+            found[name] = held, sum(counts) * self._sizes[name]
+        return found
+
     def store_everything(self) -> None:
         """Writes what the pool and host memory hold behind them, as far as it has room."""
         self.settle()
@@ -201,18 +220,23 @@ def make_tiers(
     """The tiers of a configuration that has some.
 
     Args:
-        pool: whose ``tensors`` are the page tensors.
+        pool: whose ``tensors`` are the page tensors, and ``filled`` what pages of each group fill
+            of them (`quire.models.tiers.parts`).
 
     Raises:
         MemoryError: there is not so much host memory.
         OSError: the folder is of no use; of another layout, or in use
             (`quire.kvcore.tier.disk`).
     """
-    pages, device = PoolPages(pool.tensors), model.device
+    on_disk = bool(memory.disk_bytes)
+    parts = page_parts(memory.groups, pool.tensors, pool.filled, on_disk=on_disk)
+    pages, device = parts.pages, model.device
     host = disk = None
     specs: dict[str, TierSpec] = {}
+    sizes: dict[str, int] = {}
     if memory.host_bytes:
-        num_pages = max(2, memory.host_bytes // pages.num_bytes)
+        sizes["host"] = row_stride(pages.num_bytes)
+        num_pages = max(2, memory.host_bytes // sizes["host"])
         host = HostPages(num_pages, pages.num_bytes, device)
         specs["host"] = TierSpec(num_pages, LINK[device.type])
     if memory.disk_bytes:
@@ -220,9 +244,10 @@ def make_tiers(
             config.disk_cache,
             page_bytes=pages.num_bytes,
             capacity=memory.disk_bytes,
-            layout=layout(model, memory, config),
+            layout=layout(model, memory, config) | {"parts": repr(parts.shape)},
         )
         specs["disk"] = TierSpec(disk.num_pages, DISK_LINK, journal=disk)
+        sizes["disk"] = disk.stride
     # What a step may take is to be had without a loss.
     blocks = ((g, -(-config.max_num_batched_tokens // g.block_size)) for g in memory.groups)
     step = sum(g.pages_per_block * count for g, count in blocks)
@@ -231,9 +256,11 @@ def make_tiers(
         **specs,
         prefill_tokens_per_second=PREFILL,
         page_bytes=pages.num_bytes,
+        parts=parts.counts,
         watermark=min(memory.num_pages // 2, max(memory.num_pages // 8, step)),
     )
-    return EngineTiers(kv, tiers, PageCopier(pages, host=host, disk=disk), disk)
+    copier = PageCopier(pages, host=host, disk=disk)
+    return EngineTiers(kv, tiers, copier, parts, sizes, disk)
 
 
 def layout(

@@ -152,6 +152,8 @@ class PageTensors:
     Attributes:
         layers: LayerCache of each layer.
         tensors: [num_tensors] of [num_pages, page_bytes] uint8, zeros at first.
+        filled: [num_groups] (tensors, bytes of each) that hold rows in a page of the group, the
+            first ones.
 
     Raises:
         ValueError: num_pages is below 2.
@@ -175,11 +177,15 @@ class PageTensors:
             for _ in range(num_tensors(placement))
         ]
         self.layers = []
+        self.filled = [(0, 0)] * len(groups)
         for layer, place in enumerate(placement):
             shape = config.attention(layer)
             block_size = groups[place.group].block_size
             if context is not None and shape.sliding_window is None:
                 block_size //= context.size
+            size = block_size * token_bytes(config, layer, dtype, row_scales=kv_scales is None)
+            filled = self.filled[place.group]
+            self.filled[place.group] = max(filled[0], place.tensor + 1), max(filled[1], size)
             rows = self.tensors[place.tensor].view(dtype)  # [num_pages, page elements]
             used = 2 * block_size * shape.num_kv_heads * shape.head_dim
             pages = rows[:, :used].unflatten(1, (2, block_size, shape.num_kv_heads, shape.head_dim))

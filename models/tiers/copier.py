@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Generator
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -88,7 +88,7 @@ class PageCopier:
     """Copies pages for jobs, several at a time. One thread calls it.
 
     Args:
-        pool: the page tensors of the device.
+        pool: the page tensors of the device; a page of a tier has what is behind one id of them.
         host: pages of the tier "host", if there is one.
         disk: pages of the tier "disk".
 
@@ -103,7 +103,7 @@ class PageCopier:
         self._streams, self._ways = CopyStreams(pool.device), PageWays(pool)
         self._staging: HostPages | None = None
         if disk is not None:
-            num_rows = max(1, min(STAGING_BYTES // pool.num_bytes, pool.num_pages))
+            num_rows = max(1, min(STAGING_BYTES // pool.num_bytes, pool.num_ids))
             self._staging = HostPages(num_rows, pool.num_bytes, pool.device)
         self._free = np.arange(0 if self._staging is None else len(self._staging.rows))
         self._running: list[_Running] = []
@@ -182,10 +182,7 @@ class PageCopier:
         size = len(copies)
         if {copies.source, copies.target} == {DEVICE, DISK}:
             size = max(1, len(self._staging.rows) // PARTS_AT_ONCE)
-        return [
-            replace(copies, sources=copies.sources[i : i + size], targets=copies.targets[i : i + size])
-            for i in range(0, len(copies), size)
-        ]  # fmt: skip
+        return [copies[i : i + size] for i in range(0, len(copies), size)]
 
     def _begin(self) -> None:
         """Begins what there are staging rows for."""
@@ -217,7 +214,7 @@ class PageCopier:
         self, running: _Running, copies: Copies, rows: np.ndarray
     ) -> Generator[Pending, None, None]:
         """The stages of a part; what fails in one of them fails there and goes no further."""
-        sources, targets = copies.sources, copies.targets
+        sources, targets, parts = copies.sources, copies.targets, copies.parts
         source, target = copies.source, copies.target
         try:
             if source == DISK:
@@ -229,18 +226,22 @@ class PageCopier:
                 running.errors += [] if good.all() else [reading.exception()]
                 sources, targets, rows = sources[good], targets[good], rows[good[: len(rows)]]
                 if target == DEVICE and len(targets):
-                    yield from self._copy(running, TO_DEVICE, targets, self._staging, rows)
+                    ids = self._ids(targets, parts[good])
+                    yield from self._copy(running, TO_DEVICE, ids, self._staging, rows)
             elif target == DISK:
                 of, at = (self._host, sources) if source == HOST else (self._staging, rows)
                 if source == DEVICE:
-                    yield from self._copy(running, TO_HOST, sources, self._staging, rows)
+                    ids = self._ids(sources, parts)
+                    yield from self._copy(running, TO_HOST, ids, self._staging, rows)
                 writing = _timed(running, self._disk.write(targets, of.arrays(at)))
                 yield writing
                 writing.result()
             elif target == HOST:
-                yield from self._copy(running, TO_HOST, sources, self._host, targets)
+                ids = self._ids(sources, parts)
+                yield from self._copy(running, TO_HOST, ids, self._host, targets)
             else:
-                yield from self._copy(running, TO_DEVICE, targets, self._host, sources)
+                ids = self._ids(targets, parts)
+                yield from self._copy(running, TO_DEVICE, ids, self._host, sources)
         except Exception as error:
             running.failed += targets.tolist()
             running.errors.append(error)
@@ -248,16 +249,20 @@ class PageCopier:
         moved = self.num_bytes.get((source, target), 0)
         self.num_bytes[source, target] = moved + len(targets) * self._pool.num_bytes
 
+    def _ids(self, pages: np.ndarray, parts: np.ndarray) -> np.ndarray:
+        """Ids of parts of pages of the pool."""
+        return pages.astype(np.int64) * self._pool.num_parts + parts
+
     def _copy(
         self,
         running: _Running,
         direction: str,
-        pages: np.ndarray,
+        ids: np.ndarray,
         host: HostPages,
         rows: np.ndarray,
     ) -> Generator[Pending, None, None]:
         copying = self._streams.begin(
-            direction, lambda: self._ways.copy(direction, pages, host.rows, rows)
+            direction, lambda: self._ways.copy(direction, ids, host.rows, rows)
         )
         yield copying
         running.seconds += copying.seconds

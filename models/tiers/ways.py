@@ -40,7 +40,7 @@ class PageWays:
 
         Args:
             direction: `TO_HOST` or `TO_DEVICE`.
-            pages: [n] ids in the pool.
+            pages: [n] ids in the pool, as of `PoolPages`.
             buffer: [num_rows, num_bytes] uint8 of the host.
             rows: [n] of it.
 
@@ -71,7 +71,7 @@ class PageWays:
             buffer: [num_rows, num_bytes] uint8 of pinned memory, which holds zeros, as all pages do.
             synchronize: waits for the current stream.
         """
-        most = min(self._pool.num_pages - 1, len(buffer))
+        most = min(self._pool.num_ids - 1, len(buffer))
         counts = [n for n in PROBED if n <= most]
         for direction in DIRECTIONS:
             self.kernel_from[direction] = math.inf

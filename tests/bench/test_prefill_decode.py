@@ -587,6 +587,10 @@ def test_tiers_against_none(tmp_path, capsys):
         assert "with tiers against without: hit rate" in text and "without tiers" in text
         assert tiers["counters"]["host"]["stored_pages"]
         moved.update(tiers["moved"])
+        for name, space in tiers["space"].items():
+            assert space["held"] <= space["taken"] <= 1.05 * space["held"], tiers["space"]
+            assert f"{name}: {space['taken'] / 2**20:.1f} MiB taken" in text or not space["taken"]
+        assert tiers["space"]["host"]["taken"] > 1000
     assert moved["host to disk"] and moved["disk to device"]
     assert rates[0] == rates[2] and rates[3] > rates[1]
     assert tiers["counters"]["disk"]["loaded_pages"] and tiers["disk_gib"] == 0.02

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
 from quire.kvcore.prefix.holdings import Holding
 from quire.kvcore.tier import transfers
 from quire.kvcore.tier.ledger import Ledger
 from quire.kvcore.tier.match import Planner
-from quire.kvcore.tier.places import Found, Place, Tails
+from quire.kvcore.tier.places import Columns, Found, Place, Tails
 from quire.kvcore.tier.transfers import Transfers
 from tests.kvcore.tier.traffic import live
 
@@ -54,10 +57,29 @@ def no_use(original):
 def other_order(original):
     """Sources do not go with their targets."""
 
-    def copies_of(groups, places, sources, *rest):
-        return original(groups, places, sources[::-1], *rest)
+    def copies_of(groups, parts, made):
+        return original(groups, parts, replace(made, sources=made.sources[::-1]))
 
     return copies_of
+
+
+def other_parts(original):
+    """Parts of pages are taken for each other."""
+
+    def copies_of(groups, parts, made):
+        return original(groups, parts[::-1], made)
+
+    return copies_of
+
+
+def other_columns(original):
+    """Parts are those of the next page of the device."""
+
+    def of(self, place, pages):
+        own = original(self, place, pages)
+        return np.roll(own, 1, axis=-1) if own is not pages else own
+
+    return of
 
 
 def never(original):
@@ -97,6 +119,8 @@ FAULTS = [
     (Found, "hold", no_lock),
     (Holding, "end", no_use),
     (transfers, "copies_of", other_order),
+    (transfers, "copies_of", other_parts),
+    (Columns, "of", other_columns),
     (Ledger, "flush", never),
     (Place, "make_room", always),
     (Planner, "boundary", too_long),

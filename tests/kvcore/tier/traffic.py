@@ -41,8 +41,9 @@ class TieredTraffic(Traffic):
             n: TierSpec(draw.one([30, 80, 400]), 1e9, draw.one(policies)(), self.journals.get(n))
             for n in names
         }
+        parts = draw.one([None, [draw.number(1, 3) for _ in kv.layout.groups]])
         self.tiers = Tiers(
-            kv, **specs, prefill_tokens_per_second=SLOW,
+            kv, **specs, prefill_tokens_per_second=SLOW, parts=parts,
             watermark=draw.one([None, kv.num_pages // 2, *[kv.num_pages] * 4]),
         )  # fmt: skip
         self.memory = Memory(self.e, self.tiers)

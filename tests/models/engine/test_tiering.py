@@ -36,6 +36,7 @@ class TieredPool(ToyPool):
         self.tensors = [
             torch.from_numpy(p.view(np.uint8).reshape(num_pages, -1)) for p in self.pages
         ]
+        self.filled = [(2, self.tensors[0].shape[1])] * 2
 
 
 def tiered(model):
@@ -501,6 +502,10 @@ def test_conversations_in_a_pool_that_is_too_small(name, num_users, tmp_path, mo
             disk_cache=folder, disk_cache_gib=0.01,
         )  # fmt: skip
         assert prompts == expected
+        space = engine.tiers.space()
+        assert space["host"][0] and all(h <= taken <= 1.05 * h for h, taken in space.values()), (
+            space
+        )
         stats = engine.kv.stats()
         assert stats["tier_stored_pages/host"] and stats["tier_loaded_pages/host"]
         end(engine)

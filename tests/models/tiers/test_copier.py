@@ -66,8 +66,9 @@ def made(**options):
     return PageCopier(PoolPages(tensors), host=host, disk=disk), tensors, host, disk
 
 
-def copies(source, target, sources, targets):
-    ids = (np.array(x, dtype=np.int32) for x in (sources, targets))
+def copies(source, target, sources, targets, parts=None):
+    parts = [0] * len(sources) if parts is None else parts
+    ids = (np.array(x, dtype=np.int32) for x in (sources, targets, parts))
     return Copies(0, source, target, *ids)
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 
 from quire.kvcore.invariants import check_index
-from quire.kvcore.tier import Job, Record, Tiers
+from quire.kvcore.tier import Copies, Job, Record, Tiers
 from tests.support.kvcore.engine import POISON, Engine
 
 
@@ -16,24 +16,54 @@ class Memory:
 
     def __init__(self, engine: Engine, tiers: Tiers) -> None:
         self.engine, self.tiers = engine, tiers
+        layout = engine.kv.layout
+        pairs = zip(tiers.layout.groups, layout.groups, strict=True)
+        self.parts = [small.pages_per_block // g.pages_per_block for small, g in pairs]
+        # Rows of a page of a tier: so many of each table.
+        self.widths = [
+            -(-r.shape[1] // self.parts[group]) for (group, _), r in zip(layout.tables, engine.rows, strict=True)
+        ]  # fmt: skip
         self.rows = {"device": engine.rows}
         for tier in tiers.tiers:
             n = tier.index.pool.num_pages
-            self.rows[tier.name] = [np.full((n, r.shape[1]), POISON) for r in engine.rows]
+            self.rows[tier.name] = [np.full((n, width), POISON) for width in self.widths]
 
     def copy(self, job: Job, but: set[int] = frozenset()) -> None:
         """Run the copies of a job, but those to the target pages `but`."""
         tables = self.engine.kv.layout.tables
         for c in job.copies:
-            assert len(set(c.targets.tolist())) == len(c.targets) and (c.targets > 0).all()
+            self._check_parts(c)
             keep = ~np.isin(c.targets, list(but))
             for t, (group, _) in enumerate(tables):
                 if group == c.group:
-                    self.rows[c.target][t][c.targets[keep]] = self.rows[c.source][t][
-                        c.sources[keep]
-                    ]
+                    for i in keep.nonzero()[0].tolist():
+                        part = int(c.parts[i])
+                        source = self._rows(c.source, t, int(c.sources[i]), part)
+                        target = self._rows(c.target, t, int(c.targets[i]), part)
+                        n = min(len(source), len(target))
+                        target[:n] = source[:n]
             if c.target == "device":
                 self.engine._poisoned[c.targets[keep]] = False
+
+    def _check_parts(self, c: Copies) -> None:
+        """Each page of a tier once; of a page of the device all parts, each once."""
+        assert (c.targets > 0).all() and (c.sources > 0).all()
+        parts, n = c.parts.tolist(), self.parts[c.group]
+        assert set(parts) <= {*range(n)}
+        for place, pages in ((c.source, c.sources.tolist()), (c.target, c.targets.tolist())):
+            if place == "device":
+                every = {(p, part) for p in set(pages) for part in range(n)}
+                assert set(zip(pages, parts, strict=True)) == every and len(pages) == len(every)
+            else:
+                assert len(set(pages)) == len(pages)
+
+    def _rows(self, place: str, t: int, page: int, part: int) -> np.ndarray:
+        """Where a part of a page is, of table `t`."""
+        rows = self.rows[place][t][page]
+        if place != "device":
+            return rows
+        width = self.widths[t]
+        return rows[part * width : (part + 1) * width]
 
     def poison_free_pages(self) -> None:
         for tier in self.tiers.tiers:
