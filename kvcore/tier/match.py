@@ -56,6 +56,14 @@ class Share:
     num_bytes: int
     seconds: float
 
+    def __str__(self) -> str:
+        if self.place == "device":
+            return f"{self.num_tokens} on the device"
+        if self.place == "compute":
+            return f"{self.num_tokens} to compute ({_time(self.seconds)})"
+        size = f"{self.num_bytes / 2**20:.3g} MiB"
+        return f"{self.num_tokens} from {self.place} ({size}, {_time(self.seconds)})"
+
 
 @dataclass(frozen=True)
 class TierMatch:
@@ -94,17 +102,8 @@ class TierMatch:
 
     def explain(self) -> str:
         """One sentence: hit length, what comes from where, and what limited it."""
-        texts = []
-        for s in self.shares:
-            if s.place == "device":
-                texts.append(f"{s.num_tokens} on the device")
-            elif s.place == "compute":
-                texts.append(f"{s.num_tokens} to compute ({_time(s.seconds)})")
-            elif s.num_pages:
-                texts.append(
-                    f"{s.num_tokens} from {s.place} "
-                    f"({s.num_bytes / 2**20:.3g} MiB, {_time(s.seconds)})"
-                )
+        without = ("device", "compute")  # a copy
+        texts = [str(s) for s in self.shares if s.num_pages or s.place in without]
         why = _EXPLANATIONS[self.limited_by].format(dense=self.dense_tokens)
         saved = self.num_saved_tokens
         return f"{saved} of {self.prompt.num_tokens} tokens: {', '.join(texts)}; {why}"

@@ -39,9 +39,10 @@ from .batch import LaunchedStep
 from .config import EngineConfig
 from .input_processor import InputProcessor
 from .output_processor import OutputProcessor
+from .outputs import RequestOutput
 from .parts import make_parts
 from .report import DELIVER, DRAFT, MODEL, SAMPLE, TENSORS, WAIT, EngineTotals, StepReport
-from .request import RequestOutput, SamplingParams
+from .request import SamplingParams
 from .sampler import NewTokens
 from .scheduler import ScheduledStep
 from .speculative import Drafter, ModelDrafter, SamplingDrafter

@@ -349,6 +349,7 @@ class Scheduler:
         if request.num_cached_tokens < 0:
             request.num_cached_tokens = int(self.kv.num_computed[request.slot])
             request.limited_by = request.match.limited_by
+            request.dense_tokens = request.match.dense_tokens
         return True
 
     def _next(self) -> Request | None:

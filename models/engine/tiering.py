@@ -188,9 +188,11 @@ class EngineTiers:
         ended, self._ended = [*self._ended, *ended], []
         for one in ended:
             self._loads.discard(one.job)
-            self.tiers.done(one.job, one.failed, seconds=one.seconds or None)
-            if not one.failed:
-                self._tries |= {r: MOST_LOADS for r, j in self._loading.items() if j is one.job}
+            shares = self.tiers.done(one.job, one.failed, seconds=one.seconds or None)
+            for request in [r for r, job in self._loading.items() if job is one.job]:
+                request.loads += shares
+                if not one.failed:
+                    self._tries[request] = MOST_LOADS
         if ended:
             self._loading = {r: job for r, job in self._loading.items() if job.is_open}
 

@@ -271,16 +271,33 @@ def test_others_run_while_a_request_waits(is_async, monkeypatch):
     slow = engine.add_request(LONG, PARAMS)
     same = engine.add_request([*LONG, 7, 8], PARAMS)  # waits for the same pages
     quick = engine.add_request(SHORT, PARAMS)
-    order = []
-    while not order:
-        order += [o.request_id for o in engine.step().finished]
+    first = []
+    while not first:
+        first += engine.step().finished
         recount(engine)
-    assert order == [quick] and len(engine.tiers.tiers.jobs) == 1 and not later.ended
+    assert (
+        [o.request_id for o in first] == [quick]
+        and len(engine.tiers.tiers.jobs) == 1
+        and not later.ended
+    )
     outputs = finish(engine)  # with nobody else to run, copies are waited for
     assert later.ended
     assert outputs[slow].num_cached_tokens == outputs[same].num_cached_tokens == 96
     assert outputs[slow].token_ids == alone(engine.model, LONG, PARAMS)
     assert outputs[same].token_ids == alone(engine.model, [*LONG, 7, 8], PARAMS)
+    (share,) = outputs[slow].loads  # 6 segments of 16 tokens, and the last of the window's blocks
+    assert (share.place, share.num_tokens, share.num_bytes) == (
+        "host",
+        96,
+        share.num_pages * PAGE_BYTES,
+    )
+    assert share.num_pages == engine.kv.stats()["tier_loaded_pages/host"] > 6 and share.seconds > 0
+    assert outputs[same].loads == (share,) and first[0].loads == ()
+    assert outputs[slow].explain() == (
+        f"96 of 100 tokens, 96 from host ({share.num_bytes / 2**20:.3g} MiB, 2 ms): "
+        "every segment before the last token was found"
+    )
+    assert first[0].explain() == "0 of 20 tokens: nothing of this prompt is cached"
     end(engine)
 
 
@@ -314,6 +331,7 @@ def test_a_load_that_fails_is_computed(monkeypatch):
         request_id = engine.add_request(LONG, PARAMS)
         output = finish(engine)[request_id]
     assert output.token_ids == alone(engine.model, LONG, PARAMS) and output.num_cached_tokens == 0
+    assert all(share.num_tokens == share.num_bytes == 0 for share in output.loads)
     assert "to_device" in calls
     assert 1 <= engine.kv.stats()["tier_load_failures/host"] <= tiering.MOST_LOADS
     assert engine.kv.stats()["tier_loaded_pages/host"] == 0
@@ -339,6 +357,7 @@ def test_of_a_damaged_page_the_shorter_resume_point_is_loaded(tmp_path):
     output = finish(engine)[request_id]
     assert output.num_cached_tokens == 64
     assert output.token_ids == alone(engine.model, LONG, PARAMS)
+    assert [share.num_tokens for share in output.loads] == [64, 0]  # then the point at its end
     assert engine.kv.stats()["tier_load_failures/disk"] == 1
     end(engine)
 
