@@ -143,8 +143,10 @@ class EngineTiers:
 
     def observe(self, report: StepReport) -> None:
         """A step was measured: what prefill takes."""
-        num_tokens = report.num_tokens - report.num_decodes
-        if report.num_prefills and num_tokens >= report.num_decodes:
+        # A request with drafts, which is no prefill, has at most twice as many tokens.
+        others = report.num_decodes + 2 * report.num_drafts
+        num_tokens = report.num_tokens - others
+        if num_tokens >= max(1, others):
             self.tiers.computed(num_tokens, report.total)
 
     def store_everything(self) -> None:

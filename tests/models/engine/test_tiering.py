@@ -15,6 +15,8 @@ from quire.kvcore.tier import disk as disk_module
 from quire.models.engine import tiering
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.request import SamplingParams
+from quire.models.engine.speculative import NGramDrafter
+from quire.models.llm import DRAFTERS
 from quire.models.loading.random_weights import random_model
 from quire.models.tiers import ways
 from tests.models.engine.test_engine import DEVICE, Recorder, prompt
@@ -105,18 +107,19 @@ class Faults:
 
 
 @pytest.mark.parametrize(
-    "where, share, is_async",
+    "where, share, is_async, num_drafts",
     [
-        ("host", 0.0, False),
-        ("host", 0.25, True),
-        ("disk", 0.25, False),
-        ("host and disk", 0.0, True),
-        ("host and disk", 0.25, False),
-        ("host and disk", 0.25, True),
+        ("host", 0.0, False, 0),
+        ("host", 0.25, True, 0),
+        ("host", 0.25, False, 3),
+        ("disk", 0.25, False, 0),
+        ("host and disk", 0.0, True, 0),
+        ("host and disk", 0.25, False, 2),
+        ("host and disk", 0.25, True, 0),
     ],
 )
-def test_outputs_are_those_without_tiers(where, share, is_async, tmp_path, monkeypatch):
-    """Requests come back and are aborted, the pool is too small for all, and calls fail."""
+def test_outputs_are_those_without_tiers(where, share, is_async, num_drafts, tmp_path, monkeypatch):
+    """Requests come back and are aborted, drafts are rejected, the pool is too small for all, and calls fail."""
     rng = random.Random(11)
     model = tiered(ToyModel())
     faults = Faults(monkeypatch, rng, share)
@@ -127,7 +130,8 @@ def test_outputs_are_those_without_tiers(where, share, is_async, tmp_path, monke
         async_scheduling=is_async,
         **tiers_of(where, tmp_path),
     )
-    engine = Engine(model, config)
+    drafter = NGramDrafter(num_drafts, min_ngram=1) if num_drafts else None
+    engine = Engine(model, config, drafter=drafter)
     work = list(workload(rng, 40, VOCAB, engine.max_model_len))
     work += [([*tokens, 5, 6], replace(params, max_tokens=3), None) for tokens, params, _ in work]
 
@@ -147,6 +151,8 @@ def test_outputs_are_those_without_tiers(where, share, is_async, tmp_path, monke
     stores = {name: count for name, count in stats.items() if name.startswith("tier_stored_pages")}
     assert min(stores.values()) > 10 and sum(loads.values()) > 3, stats
     assert share == 0 or sum(faults.count.values()) > 10
+    totals = engine.totals
+    assert num_drafts == 0 or 20 < totals.num_accepted < totals.num_drafts - 20, totals
     monkeypatch.undo()
     end(engine)
 
@@ -448,6 +454,21 @@ def test_a_process_that_starts_anew_finds_what_was_cached(tmp_path):
         engine.close()
 
 
+def test_steps_of_drafts_are_no_prefill():
+    """Or what a prefill takes, and so what is loaded, would go by the pace of decode steps."""
+    engine = toy_engine()
+    measured = []
+    engine.tiers.tiers.computed = lambda num_tokens, seconds: measured.append(num_tokens)
+    for num_tokens, num_decodes, num_drafts in ((100, 4, 0), (8, 8, 0), (8, 0, 6), (8, 2, 3), (100, 2, 9), (0, 0, 0)):  # fmt: skip
+        engine.tiers.observe(
+            SimpleNamespace(
+                num_tokens=num_tokens, num_decodes=num_decodes, num_drafts=num_drafts, total=1.0
+            )
+        )
+    assert measured == [96, 80]
+    end(engine)
+
+
 def test_hints():
     """Brought before anybody asks, left first, kept for a time; and nothing of it without tiers."""
     engine = toy_engine(num_pages=30)
@@ -479,17 +500,26 @@ def test_hints():
 
 
 @pytest.mark.parametrize(
-    "name, num_users", [("gemma3-tiny", 4), ("gemma4-tiny", 4), ("deepseek-v4-tiny", 3)]
+    "name, num_users, drafter",
+    [
+        ("gemma3-tiny", 4, None),
+        ("gemma4-tiny", 6, "ngram"),
+        ("deepseek-v4-tiny", 3, None),
+        ("deepseek-v4-tiny", 4, "mtp"),
+    ],
 )
-def test_conversations_in_a_pool_that_is_too_small(name, num_users, tmp_path, monkeypatch):
-    """Turn after turn, each prompt with the answer before: the same tokens as with room for all, whatever fails."""
-    model = random_model(few(name), device=DEVICE)
+def test_conversations_in_a_pool_that_is_too_small(name, num_users, drafter, tmp_path, monkeypatch):
+    """Turn after turn, each prompt with the answer before: the same tokens as with room for all and without drafts, whatever fails."""
+    config = few(name)
+    if drafter == "mtp":
+        config = replace(config, num_mtp_layers=1)
+    model = random_model(config, device=DEVICE)
 
-    def converse(num_pages, **settings):
+    def converse(num_pages, make_drafter=None, **settings):
         config = EngineConfig(
             max_num_seqs=2, max_num_batched_tokens=48, num_pages=num_pages, **settings
         )
-        engine = Engine(model, config)
+        engine = Engine(model, config, drafter=make_drafter and make_drafter(model, 2))
         prompts = {user: prompt(70 + 9 * user, seed=user) for user in range(num_users)}
         for turn in range(3):
             ids = {engine.add_request(p, PARAMS): user for user, p in prompts.items()}
@@ -511,16 +541,22 @@ def test_conversations_in_a_pool_that_is_too_small(name, num_users, tmp_path, mo
 
     _, expected = converse(400, enable_caching=False)
     faults = Faults(monkeypatch, random.Random(3), 0.1)
-    plain = Engine(model, EngineConfig(max_num_seqs=2, max_model_len=150, num_pages=400))
+    make_drafter = DRAFTERS.get(drafter)
+    plain = Engine(
+        model,
+        EngineConfig(max_num_seqs=2, max_model_len=150, num_pages=400),
+        drafter=make_drafter and make_drafter(model, 2),
+    )
     needed = 1 + 2 * -(-plain.memory.request_bytes(150) // plain.memory.page_bytes)
-    for is_async in (False, True):
+    for is_async in (False, True) if drafter is None else (False,):
         folder = tmp_path / str(is_async)
         engine, prompts = converse(
-            needed, max_model_len=150, async_scheduling=is_async, host_cache_gib=0.001,
+            needed, make_drafter, max_model_len=150, async_scheduling=is_async, host_cache_gib=0.001,
             disk_cache=folder, disk_cache_gib=0.01,
         )  # fmt: skip
         assert prompts == expected
         stats = engine.kv.stats()
         assert stats["tier_stored_pages/host"] and stats["tier_loaded_pages/host"]
+        assert drafter is None or engine.totals.num_drafts > 3
         end(engine)
     assert faults.count
