@@ -68,10 +68,10 @@ class Hints:
             job = match.pending
             return Answer("accepted", job.num_tokens, 0, "it is being loaded", job)
         if match.num_saved_tokens == match.device.num_saved_tokens:
-            there = "it is on the device" if match.device.num_tokens else "nothing of it is kept"
-            return Answer(
-                "accepted" if match.device.num_tokens else "refused", match.num_tokens, 0, there
-            )
+            saved = match.num_saved_tokens
+            if saved:
+                return Answer("accepted", saved, 0, "it is on the device")
+            return Answer("refused", 0, 0, "nothing of it is kept that is worth a load")
         if max_bytes is not None and match.num_bytes > as_int("max_bytes", max_bytes, 0):
             shorter = self._within(match, max_bytes)
             if shorter is None:
