@@ -166,7 +166,7 @@ class Planner:
         match, run = kv._lookup.find(prompt, max_tokens)
         limit = prompt.num_segments if kv.enable_caching else 0
         found = [Found(self._device, run, match.dense_tokens // a)]
-        found += [Found(tier, *tier.index.find(prompt.keys, limit)) for tier in self._tiers]
+        found += self.behind(prompt, limit)
         usable = min((prompt.num_tokens - 1) // a, prompt.num_segments)
         most = usable if match.max_tokens is None else min(usable, match.max_tokens // a)
         ways = [self._as_is(match, found), *self._ways(match, found, most)]
@@ -182,6 +182,10 @@ class Planner:
             dense * a, pending,
         )  # fmt: skip
         return made, best
+
+    def behind(self, prompt: Prompt, limit: int) -> list[Found]:
+        """Where the first `limit` segments of a prompt end in each tier."""
+        return [Found(tier, *tier.index.find(prompt.keys, limit)) for tier in self._tiers]
 
     def _as_is(self, match: Match, found: list[Found]) -> Way:
         """The way without any load."""

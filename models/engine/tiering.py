@@ -167,11 +167,12 @@ class EngineTiers:
         self.copier.close()
 
     def _load(self, request: Request) -> None:
-        match = self.tiers.match(request.match.prompt, salt=request.salt)
-        if match.pending is not None:  # of somebody with the same prefix
-            self._loading[request] = match.pending
+        prompt = request.match.prompt
+        job = self.tiers.pending(prompt)
+        if job is not None:  # of somebody with the same prefix
+            self._loading[request] = job
             return
-        job = self.tiers.load(match) if match.num_bytes else None
+        job = self.tiers.load(prompt)
         if not isinstance(job, Job):  # nothing to load, or no room for it
             self._tries[request] = MOST_LOADS
         else:
