@@ -271,7 +271,7 @@ def test_a_prompt_is_loaded_without_a_match():
     assert s.serve([*PROMPT, 1]).num_tokens == 96
     assert s.tiers.load(s.e.kv.match([*PROMPT, 1]).prompt) is None
     for wrong in ([*PROMPT, 1], None):
-        with pytest.raises(ValueError, match="match: expected what `Tiers.match` returned, got"):
+        with pytest.raises(ValueError, match=r"match: expected what `Tiers.match` returned, got"):
             s.tiers.load(wrong)
 
 
