@@ -260,6 +260,10 @@ class Tiers(OpenJobs):
         planner = self._planner
         planner.prefill_tokens_per_second = averaged(planner.prefill_tokens_per_second, rate)
 
+    def prefill_seconds(self, num_tokens: int) -> float:
+        """Seconds that the prefill of `num_tokens` takes, as measured."""
+        return num_tokens / self._planner.prefill_tokens_per_second
+
     # What callers intend.
 
     def hint(

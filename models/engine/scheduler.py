@@ -367,7 +367,7 @@ class Scheduler:
         if self.tiers is None:
             return
         room = 0 if self._starved else self.max_num_seqs - len(self.running)
-        for request, error in self.tiers.advance(self.waiting, room):
+        for request, error in self.tiers.advance(self.waiting, room, is_idle=not self.running):
             self.fail(request, error)
 
     def _may_admit(self, budget: int) -> bool:

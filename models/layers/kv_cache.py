@@ -12,7 +12,7 @@ with the page, and are shared with it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,6 +37,7 @@ class LayerCache:
         group: index of the cache group whose table and slots address them.
         k_scale, v_scale: where pages are e4m3, fp32 [num_pages, block_size, num_kv_heads] views of
             it, or one number each; else None.
+        tensor: number of the page tensor.
     """
 
     k_pages: Tensor
@@ -44,6 +45,7 @@ class LayerCache:
     group: int
     k_scale: Tensor | float | None = None
     v_scale: Tensor | float | None = None
+    tensor: int = 0
 
     def rows(self, page: Tensor, row: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Keys and values [..., num_kv_heads, head_dim] at rows [...] of pages, as `dtype`."""
@@ -123,10 +125,14 @@ class PageTensors:
     Attributes:
         layers: LayerCache of each layer.
         tensors: [num_tensors] of [num_pages, page_bytes] uint8, zeros at first.
+        arrive: what a layer calls with the number of its tensor before it reads or writes pages,
+            where some may be on their way (`quire.models.tiers.streams.CopyStreams.arrive`).
 
     Raises:
         ValueError: num_pages is below 2.
     """
+
+    arrive: Callable[[int], None] | None = None
 
     def __init__(
         self,
@@ -158,7 +164,8 @@ class PageTensors:
                 behind = behind[:, : 2 * shape.num_kv_heads * block_size]
                 each = behind.unflatten(1, (2, shape.num_kv_heads, block_size)).transpose(2, 3)
                 scales = each[:, 0], each[:, 1]
-            self.layers.append(LayerCache(pages[:, 0], pages[:, 1], place.group, *scales))
+            cache = LayerCache(pages[:, 0], pages[:, 1], place.group, *scales, place.tensor)
+            self.layers.append(cache)
 
 
 def empty_pages(num_pages: int, page_bytes: int, device: torch.device | str) -> Tensor:

@@ -5,8 +5,8 @@
     device <-> disk     both, over rows of a small buffer
 
 Nothing waits but `PageCopier.wait`: `PageCopier.poll`, between two steps, takes each copy one stage
-further where the stage before has ended. On a CPU copies between device and host have ended when
-they return, so all but a disk's threads runs in the order of calls.
+further where the stage before has ended. On a CPU copies between device and host run in the order of
+calls, those that a step runs ahead of when it reads their pages.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Generator
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +61,7 @@ class _Running:
 
     Attributes:
         parts: copies that are not begun.
+        is_ahead: whether its pages are in use already.
         open: number of those that are begun and not ended.
         seconds: of copies between device and host.
         span: from when to when the disk moved its pages.
@@ -67,6 +69,7 @@ class _Running:
 
     job: Job
     parts: deque[Copies]
+    is_ahead: bool = False
     open: int = 0
     seconds: float = 0.0
     span: list[float] = field(default_factory=lambda: [math.inf, -math.inf])
@@ -91,16 +94,24 @@ class PageCopier:
         pool: the page tensors of the device.
         host: pages of the tier "host", if there is one.
         disk: pages of the tier "disk".
+        by_tensor: copies that steps run ahead of come tensor by tensor.
 
     Attributes:
+        streams: of copies between device and host.
         num_bytes: moved since the start, by (source, target).
     """
 
     def __init__(
-        self, pool: PoolPages, *, host: HostPages | None = None, disk: DiskStore | None = None
+        self,
+        pool: PoolPages,
+        *,
+        host: HostPages | None = None,
+        disk: DiskStore | None = None,
+        by_tensor: bool = False,
     ) -> None:
         self._pool, self._host, self._disk = pool, host, disk
-        self._streams, self._ways = CopyStreams(pool.device), PageWays(pool)
+        self.streams, self._ways = CopyStreams(pool.device), PageWays(pool)
+        self._ahead_tensors = [*range(len(pool.tensors))] if by_tensor else [None]
         self._staging: HostPages | None = None
         if disk is not None:
             num_rows = max(1, min(STAGING_BYTES // pool.num_bytes, pool.num_pages))
@@ -128,11 +139,25 @@ class PageCopier:
         """Whether any job has not ended."""
         return bool(self._running)
 
-    def start(self, job: Job) -> None:
-        """Begins to copy what a job says, behind the jobs before it."""
+    def start(self, job: Job, *, ahead: bool = False) -> None:
+        """Begins to copy what a job says, behind the jobs before it.
+
+        Args:
+            ahead: of a job that `can_run_ahead`: its pages may be used from now on, by whoever
+                comes behind `streams`.
+        """
         parts = deque(part for copies in job.copies for part in self._cut(copies))
-        self._running.append(_Running(job, parts))
+        if ahead:
+            # A model's layers need the tensors in turn, each of them in the pages of all groups.
+            sources, targets = (np.concatenate([getattr(c, x) for c in parts]) for x in ("sources", "targets"))  # fmt: skip
+            parts = deque([replace(parts[0], sources=sources, targets=targets)])
+        self._running.append(_Running(job, parts, is_ahead=ahead))
         self._begin()
+
+    def can_run_ahead(self, job: Job) -> bool:
+        """Whether all of a job is given to the stream at once. What a disk brings is checked first,
+        page by page."""
+        return bool(job.copies) and all((c.source, c.target) == (HOST, DEVICE) for c in job.copies)
 
     def cancel(self, job: Job) -> None:
         """Copies of a job that are not begun will not be: their pages count as failed."""
@@ -148,6 +173,7 @@ class PageCopier:
             if part.pending.done():
                 self._advance(part)
         self._begin()
+        self.streams.forget_ended()
         ended = [running for running in self._running if not running.parts and not running.open]
         self._running = [running for running in self._running if running not in ended]
         return [
@@ -256,10 +282,15 @@ class PageCopier:
         host: HostPages,
         rows: np.ndarray,
     ) -> Generator[Pending, None, None]:
-        copying = self._streams.begin(
-            direction, lambda: self._ways.copy(direction, pages, host.rows, rows)
-        )
+        if running.is_ahead:
+            parts = [partial(self._ways.copy, direction, pages, host.rows, rows, tensor) for tensor in self._ahead_tensors]  # fmt: skip
+            copying = self.streams.begin_ahead(parts)
+        else:
+            copying = self.streams.begin(
+                direction, lambda: self._ways.copy(direction, pages, host.rows, rows)
+            )
         yield copying
+        copying.result()
         running.seconds += copying.seconds
 
 

@@ -12,10 +12,12 @@ import torch
 
 from quire.kvcore.invariants import check_index
 from quire.kvcore.tier import disk as disk_module
+from quire.models.config.named import get_config
 from quire.models.engine import tiering
 from quire.models.engine.engine import Engine, EngineConfig
 from quire.models.engine.request import SamplingParams
 from quire.models.engine.speculative import NGramDrafter
+from quire.models.layers.attention import PagedAttend
 from quire.models.llm import DRAFTERS
 from quire.models.loading.random_weights import random_model
 from quire.models.tiers import ways
@@ -93,9 +95,9 @@ class Faults:
                 return work(this, *args)
             self.count[name] += 1
             if name == "copy":
-                direction, pages, buffer, rows = args
+                direction, pages, buffer, rows, *tensor = args
                 half = len(pages) // 2
-                work(this, direction, pages[:half], buffer, rows[:half])
+                work(this, direction, pages[:half], buffer, rows[:half], *tensor)
                 raise torch.OutOfMemoryError("copy")
             if self.rng.random() < 0.5:
                 raise ValueError(name)
@@ -241,10 +243,10 @@ LONG, SHORT = [5 + n % 9 for n in range(100)], [9] * 20
 
 
 class Later:
-    """Copies to the device that end when `let` says so."""
+    """Copies to the device that end when `let` says so; no step runs ahead of them."""
 
     def __init__(self, engine, monkeypatch):
-        self.held, begin = [], engine.tiers.copier._streams.begin
+        self.held, begin = [], engine.tiers.copier.streams.begin
 
         def held(direction, copy):
             done = begin(direction, copy)
@@ -256,7 +258,8 @@ class Later:
             return done
 
         self.ended = False
-        monkeypatch.setattr(engine.tiers.copier._streams, "begin", held)
+        monkeypatch.setattr(engine.tiers.copier.streams, "begin", held)
+        monkeypatch.setattr(engine.tiers.copier, "can_run_ahead", lambda job: False)
 
     def let(self):
         self.ended = True
@@ -322,10 +325,16 @@ def test_an_aborted_request_needs_no_load(monkeypatch):
     end(engine)
 
 
-def test_a_load_that_fails_is_computed(monkeypatch):
-    """What cannot be loaded is dropped, and so is not tried for ever."""
-    engine = toy_engine()
+@BOTH
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_a_load_that_fails_is_computed(runs_ahead, is_async, monkeypatch):
+    """What cannot be loaded is dropped, and so is not tried for ever; a step that ran ahead of it is dropped."""
+    engine = toy_engine(async_scheduling=is_async)
     behind(engine, LONG)
+    if not runs_ahead:
+        monkeypatch.setattr(engine.tiers.copier, "can_run_ahead", lambda job: False)
+    other = engine.add_request(SHORT, PARAMS)
+    engine.step()
     calls = []
 
     def fail(this, direction, *args):
@@ -335,13 +344,112 @@ def test_a_load_that_fails_is_computed(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(ways.PageWays, "copy", fail)
         request_id = engine.add_request(LONG, PARAMS)
-        output = finish(engine)[request_id]
+        outputs = finish(engine)
+    output = outputs[request_id]
     assert output.token_ids == alone(engine.model, LONG, PARAMS) and output.num_cached_tokens == 0
+    assert outputs[other].token_ids == alone(engine.model, SHORT, PARAMS)
+    assert output.num_preemptions == 0 and outputs[other].num_preemptions == int(runs_ahead)
     assert all(share.num_tokens == share.num_bytes == 0 for share in output.loads)
     assert "to_device" in calls
     assert 1 <= engine.kv.stats()["tier_load_failures/host"] <= tiering.MOST_LOADS
-    assert engine.kv.stats()["tier_loaded_pages/host"] == 0
+    assert runs_ahead or engine.kv.stats()["tier_loaded_pages/host"] == 0
+    assert engine.kv.match([*LONG, 1]).num_tokens == 96  # computed
     end(engine)
+
+
+@BOTH
+def test_after_a_late_failure_the_shorter_resume_point_is_used(is_async, monkeypatch):
+    """What the device had before stays, and nobody finds what did not come."""
+    engine = toy_engine(async_scheduling=is_async)
+    behind(engine, LONG)
+    engine.add_request(LONG[:40], PARAMS)
+    finish(engine)  # 32 tokens come again, the rest of LONG is on the host alone
+    assert engine.kv.match([*LONG, 1]).num_tokens == 32
+    copy = ways.PageWays.copy
+
+    def late(this, direction, *args):
+        copy(this, direction, *args)
+        if direction == "to_device":
+            raise torch.OutOfMemoryError("copy")
+
+    request_id = engine.add_request(LONG, PARAMS)
+    with monkeypatch.context() as patch:
+        patch.setattr(ways.PageWays, "copy", late)
+        while not engine.kv.stats()["tier_load_failures/host"]:
+            engine.step()
+            recount(engine)
+    assert engine.tiers.tiers.match(LONG).num_tokens == 32
+    output = finish(engine)[request_id]
+    assert output.num_cached_tokens == 32 and output.loads == ()
+    assert output.token_ids == alone(engine.model, LONG, PARAMS)
+    end(engine)
+
+
+def test_who_runs_ahead(monkeypatch):
+    """Who is alone; or whose prefill takes as long as the copies, for which the others would wait."""
+    for num_others, rate, runs_ahead in ((0, 1.0, True), (1, 1.0, False), (1, 1e12, True)):
+        engine = toy_engine()
+        behind(engine, LONG)
+        engine.tiers.tiers.tiers[0].bytes_per_second = rate
+        engine.tiers.tiers._planner.prefill_tokens_per_second = 1e-5
+        for _ in range(num_others):
+            engine.add_request(SHORT, SamplingParams(20, ignore_eos=True))
+            engine.step()
+        started, start = [], engine.tiers.copier.start
+        monkeypatch.setattr(
+            engine.tiers.copier,
+            "start",
+            lambda job, ahead=False, start=start, started=started: (
+                started.append((job.kind, ahead)),
+                start(job, ahead=ahead),
+            ),
+        )
+        engine.tiers.tiers._planner.prefill_tokens_per_second = 1.0
+        request_id = engine.add_request(LONG, PARAMS)
+        if rate == 1.0:  # a load is chosen all the same
+            engine.tiers.tiers._planner.prefill_tokens_per_second = 1e-6
+            monkeypatch.setattr(engine.tiers.tiers, "prefill_seconds", lambda num_tokens: 4.0)
+        output = finish(engine)[request_id]
+        assert output.token_ids == alone(engine.model, LONG, PARAMS)
+        assert ("load", runs_ahead) in started and output.num_cached_tokens == 96
+        end(engine)
+
+
+@pytest.mark.parametrize("name", ["gemma3-tiny", "gemma4-tiny", "gemma4-e-tiny"])
+def test_layers_wait_for_their_own_pages(name, monkeypatch):
+    """A step begins before they have come, and each layer reads what a run without a cache computes."""
+    model = random_model(get_config(name), device=DEVICE)
+    run = Recorder(model, num_pages=200, host_cache_gib=0.01)
+    tokens = prompt(130)
+    run.add(tokens, max_tokens=2)
+    run.run()
+    leave(run.engine, "device")
+    free = torch.from_numpy(run.engine.kv.pool.free_pages())
+    for tensor in run.engine.pool.tensors:
+        tensor[free] = 255
+    done, copy, attend = [], ways.PageWays.copy, PagedAttend._attend
+
+    def copied(this, direction, pages, buffer, rows, tensor=None):
+        done.append(("copied", tensor))
+        return copy(this, direction, pages, buffer, rows, tensor)
+
+    def attended(this, layer, *args):
+        done.append(("attended", this._pool.layers[layer].tensor))
+        return attend(this, layer, *args)
+
+    monkeypatch.setattr(ways.PageWays, "copy", copied)
+    monkeypatch.setattr(PagedAttend, "_attend", attended)
+    again = run.add([*tokens, *prompt(20, seed=1)], max_tokens=2)
+    run.run()
+    assert run.check(again).num_cached_tokens >= 112
+    num_tensors = len(run.engine.pool.tensors)
+    copies = [x for x in done if x[0] == "copied" and x[1] is not None]
+    assert sorted(copies) == [("copied", i) for i in range(num_tensors)] and num_tensors > 1
+    for tensor in range(num_tensors):
+        assert done.index(("copied", tensor)) < done.index(("attended", tensor))
+    first = done.index(("attended", 0))
+    assert sum(kind == "copied" for kind, _ in done[:first]) == 1  # of layer 0 alone
+    end(run.engine)
 
 
 def test_of_a_damaged_page_the_shorter_resume_point_is_loaded(tmp_path):
