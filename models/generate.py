@@ -40,7 +40,8 @@ from .command import MAX_DRAFTS, MAX_PAGES, REFUSED, Parser, integer, number, pr
 from .engine.config import IMPLS
 from .engine.engine import EngineConfig
 from .engine.memory import KV_CACHE_DTYPES
-from .engine.request import MAX_SAMPLES, RequestError, SamplingParams
+from .engine.outputs import RequestError
+from .engine.request import MAX_SAMPLES, SamplingParams
 from .engine.speculative import Drafter
 from .llm import DRAFTERS, LLM
 from .loading.weights import DTYPES

@@ -27,7 +27,8 @@ from .device import find_device
 from .engine.engine import Engine, EngineConfig
 from .engine.interrupts import interrupts_wait
 from .engine.memory import free_memory, weight_bytes
-from .engine.request import OutputDelta, RequestError, RequestOutput, SamplingParams
+from .engine.outputs import OutputDelta, RequestError, RequestOutput
+from .engine.request import SamplingParams
 from .engine.speculative import Drafter, NGramDrafter
 from .loading.random_weights import random_model
 from .loading.weights import build_model, find_dtype, load_model

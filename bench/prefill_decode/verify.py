@@ -35,7 +35,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.models.config.named import ModelConfig
-from quire.models.engine.request import RequestOutput
+from quire.models.engine.outputs import RequestOutput
 from quire.models.families.decoder import Decoder
 from quire.models.layers.basic import RMSNorm
 

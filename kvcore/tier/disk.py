@@ -141,25 +141,40 @@ class DiskStore:
         if self._records.new:
             self._pages.file.truncate(1)
             return 0
-        end = self._pages.file.num_held
         depths = {b"": 0}  # of the segments so far
-        bad = []
-        for row in self._records.rows():
-            ids = np.frombuffer(row.pages, "<i4").astype(np.int64) if row.sound else None
-            needed = row.key if row.point else row.parent
-            if (
-                ids is None
-                or depths.get(needed, -2) + (not row.point) != row.depth
-                or (ids >= end).any()
-                or not self._pages.adopt(ids[ids > 0], np.frombuffer(row.sums, "<u4")[ids > 0])
-            ):
-                bad.append(row)
-            elif not row.point:
-                depths[row.key] = row.depth
+        bad: list[Row] = []
+        for rows in self._records.chunks():
+            if not self._take(rows, depths):  # else, as a rule, all at once
+                bad += [row for row in rows if not self._take([row], depths)]
         if bad:
             self._records.forget(bad)
         self._pages.file.truncate(self.num_pages)
         return len(bad)
+
+    def _take(self, rows: list[Row], depths: dict[bytes, int]) -> bool:
+        """Take over rows, all or none; False where one is not whole.
+
+        Args:
+            depths: of the segments before, and then of these too.
+        """
+        more: dict[bytes, int] = {}
+        for row in rows:
+            needed = row.key if row.point else row.parent
+            depth = more.get(needed)
+            if depth is None:
+                depth = depths.get(needed, -2)
+            if depth + (not row.point) != row.depth or not row.sound:
+                return False
+            if not row.point:
+                more[row.key] = row.depth
+        ids = np.frombuffer(b"".join([row.pages for row in rows]), "<i4").astype(np.int64)
+        sums = np.frombuffer(b"".join([row.sums for row in rows]), "<u4")
+        is_page = ids > 0
+        whole = not (ids >= self._pages.file.num_held).any()
+        if not (whole and self._pages.adopt(ids[is_page], sums[is_page])):
+            return False
+        depths.update(more)
+        return True
 
     # Pages.
 

@@ -11,13 +11,13 @@ import errno
 import hashlib
 import os
 import sqlite3
+import struct
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import NamedTuple
-
-import numpy as np
 
 from ..page_layout import LayoutMismatch
 from .records import Record
@@ -92,7 +92,7 @@ class Row(NamedTuple):
     @property
     def record(self) -> Record:
         """As the tier knows it."""
-        pages = tuple(np.frombuffer(self.pages, "<i4").tolist())
+        pages = struct.unpack(f"<{len(self.pages) // 4}i", self.pages)
         kind = "point" if self.point else "segment"
         return Record(kind, self.key, self.parent, self.depth, pages)  # type: ignore[arg-type]
 
@@ -182,6 +182,10 @@ class RecordDatabase:
 
     def rows(self) -> Iterator[Row]:
         """All rows, oldest first. Changes in between are allowed: it reads some at a time."""
+        return chain.from_iterable(self.chunks())
+
+    def chunks(self) -> Iterator[list[Row]]:
+        """As `rows`, in lists."""
         last = -1 << 63
         while True:
             with self._lock, self._errors():
@@ -189,8 +193,8 @@ class RecordDatabase:
                     f"SELECT {_COLUMNS} FROM records WHERE id > ? ORDER BY id LIMIT ?",
                     (last, _CHUNK),
                 ).fetchall()
-            for values in found:
-                yield Row(*values)
+            if found:
+                yield [*map(Row._make, found)]
             if len(found) < _CHUNK:
                 return
             last = found[-1][0]

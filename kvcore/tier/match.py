@@ -56,6 +56,14 @@ class Share:
     num_bytes: int
     seconds: float
 
+    def __str__(self) -> str:
+        if self.place == "device":
+            return f"{self.num_tokens} on the device"
+        if self.place == "compute":
+            return f"{self.num_tokens} to compute ({_time(self.seconds)})"
+        size = f"{self.num_bytes / 2**20:.3g} MiB"
+        return f"{self.num_tokens} from {self.place} ({size}, {_time(self.seconds)})"
+
 
 @dataclass(frozen=True)
 class TierMatch:
@@ -94,17 +102,8 @@ class TierMatch:
 
     def explain(self) -> str:
         """One sentence: hit length, what comes from where, and what limited it."""
-        texts = []
-        for s in self.shares:
-            if s.place == "device":
-                texts.append(f"{s.num_tokens} on the device")
-            elif s.place == "compute":
-                texts.append(f"{s.num_tokens} to compute ({_time(s.seconds)})")
-            elif s.num_pages:
-                texts.append(
-                    f"{s.num_tokens} from {s.place} "
-                    f"({s.num_bytes / 2**20:.3g} MiB, {_time(s.seconds)})"
-                )
+        without = ("device", "compute")  # a copy
+        texts = [str(s) for s in self.shares if s.num_pages or s.place in without]
         why = _EXPLANATIONS[self.limited_by].format(dense=self.dense_tokens)
         saved = self.num_saved_tokens
         return f"{saved} of {self.prompt.num_tokens} tokens: {', '.join(texts)}; {why}"
@@ -168,7 +167,7 @@ class Planner:
         match, run = kv._lookup.find(prompt, max_tokens)
         limit = prompt.num_segments if kv.enable_caching else 0
         found = [Found(self._device, run, match.dense_tokens // a)]
-        found += [Found(tier, *tier.index.find(prompt.keys, limit)) for tier in self._tiers]
+        found += self.behind(prompt, limit)
         usable = min((prompt.num_tokens - 1) // a, prompt.num_segments)
         most = usable if match.max_tokens is None else min(usable, match.max_tokens // a)
         ways = [self._as_is(match, found), *self._ways(match, found, most)]
@@ -184,6 +183,10 @@ class Planner:
             dense * a, pending,
         )  # fmt: skip
         return made, best
+
+    def behind(self, prompt: Prompt, limit: int) -> list[Found]:
+        """Where the first `limit` segments of a prompt end in each tier."""
+        return [Found(tier, *tier.index.find(prompt.keys, limit)) for tier in self._tiers]
 
     def _as_is(self, match: Match, found: list[Found]) -> Way:
         """The way without any load."""

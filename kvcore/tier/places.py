@@ -63,6 +63,11 @@ def as_rate(name: str, value: float) -> float:
     return float(value)
 
 
+def averaged(rate: float, measured: float) -> float:
+    """`rate` once something else was measured."""
+    return rate + 0.2 * (measured - rate)
+
+
 class Place:
     """A pool of pages and what is cached in it.
 
@@ -158,7 +163,7 @@ class Tier(Place):
 
     def measured(self, num_bytes: int, seconds: float) -> None:
         """`num_bytes` came in `seconds`: the rate moves towards that."""
-        self.bytes_per_second += 0.2 * (num_bytes / seconds - self.bytes_per_second)
+        self.bytes_per_second = averaged(self.bytes_per_second, num_bytes / seconds)
 
 
 COUNTERS = (

@@ -19,7 +19,7 @@ from .jobs import Job
 from .ledger import TierAnnouncer, noted_of
 from .match import Planner, TierMatch
 from .open_jobs import OpenJobs
-from .places import DEVICE, Found, Place, Tails, Tier, TierSpec, as_rate
+from .places import DEVICE, Found, Place, Tails, Tier, TierSpec, as_rate, averaged
 from .stores import Stores
 from .transfers import Lack, Transfers
 from .watched import Watched
@@ -159,16 +159,16 @@ class Tiers(OpenJobs):
             ValueError: as `KVCache.match`.
         """
         prompt = self._kv._lookup.prompt(token_ids, salt, extra_keys)
-        return self._match(prompt, max_tokens)
+        return self._planner.match(prompt, max_tokens, self.pending(prompt))[0]
 
-    def _match(self, prompt: Prompt, max_tokens: int | None) -> TierMatch:
-        pending = None
+    def pending(self, prompt: Prompt) -> Job | None:
+        """The open load that brings most of a prompt, if there is one."""
         if self._loading:
             for depth in range(prompt.num_segments, 0, -1):
                 key = prompt.keys[(depth - 1) * KEY_BYTES : depth * KEY_BYTES]
-                if (pending := self._loading.get(key)) is not None:
-                    break
-        return self._planner.match(prompt, max_tokens, pending)[0]
+                if (job := self._loading.get(key)) is not None:
+                    return job
+        return None
 
     # Stores.
 
@@ -200,14 +200,15 @@ class Tiers(OpenJobs):
 
     # Loads.
 
-    def load(self, match: TierMatch) -> Job | OutOfPages | None:
-        """The job that brings to the device what `match` says, looked up again.
+    def load(self, match: TierMatch | Prompt) -> Job | OutOfPages | None:
+        """The job that brings a prompt to the device, as far as it is quicker than computing it;
+        looked up now.
 
         Device pages are reserved, and cached entries evicted for them as in `KVCache.plan`. Until
         the job is done nothing is findable that was not.
 
         Args:
-            match: from `match`.
+            match: from `match`, or the prompt of one, such as that of `KVCache.match`.
 
         Returns:
             Job; OutOfPages, and nothing changed; or None: there is nothing to load.
@@ -215,10 +216,13 @@ class Tiers(OpenJobs):
         Raises:
             ValueError: `match` is none of this cache's. Other errors: those of the policy.
         """
-        if not isinstance(match, TierMatch):
+        if not isinstance(match, (TierMatch, Prompt)):
             raise ValueError(f"match: expected what `Tiers.match` returned, got {match!r}")
-        prompt = match.prompt
-        now, way = self._planner.match(prompt, match.device.max_tokens, None)
+        if isinstance(match, TierMatch):
+            prompt, max_tokens = match.prompt, match.device.max_tokens
+        else:
+            prompt, max_tokens = match, None
+        now, way = self._planner.match(prompt, max_tokens, None)
         if now.num_saved_tokens == now.device.num_saved_tokens:
             return None
         self._changed()
@@ -260,7 +264,11 @@ class Tiers(OpenJobs):
         """The engine computed the prefill of `num_tokens` in `seconds`: measures its rate."""
         rate = as_int("num_tokens", num_tokens, 1) / as_rate("seconds", seconds)
         planner = self._planner
-        planner.prefill_tokens_per_second += 0.2 * (rate - planner.prefill_tokens_per_second)
+        planner.prefill_tokens_per_second = averaged(planner.prefill_tokens_per_second, rate)
+
+    def prefill_seconds(self, num_tokens: int) -> float:
+        """Seconds that the prefill of `num_tokens` takes, as measured."""
+        return num_tokens / self._planner.prefill_tokens_per_second
 
     # What callers intend.
 
@@ -334,9 +342,10 @@ class Tiers(OpenJobs):
         """Bytes that an entry takes in a tier, with the segments that it gains."""
         return self._transfers.num_bytes(entry)
 
-    def where(self, prompt: Prompt, limit: int) -> list[tuple[Place, Found]]:
+    def where(self, prompt: Prompt, limit: int) -> list[Found]:
         """Where the first `limit` segments of a prompt end in each place."""
-        return [(p, Found(p, *p.index.find(prompt.keys, limit))) for p in self.places]
+        device = Found(self._device, *self._device.index.find(prompt.keys, limit))
+        return [device, *self._planner.behind(prompt, limit)]
 
     def noted(self) -> list[tuple[Iterator[Event], int]]:
         """The events of all that tiers hold now, for `KVCache.announce`."""

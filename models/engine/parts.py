@@ -24,7 +24,7 @@ from .report import IdleClock, StepClock
 from .sampler import Sampler
 from .scheduler import Scheduler
 from .speculative import Drafter, ModelDrafter
-from .tiering import EngineTiers, make_tiers
+from .tiering import EngineTiers, behind_loads, make_tiers
 from .warm_up import warm_up
 
 
@@ -145,6 +145,8 @@ def _make(model: nn.Module, config: EngineConfig, drafter: Drafter | None) -> En
         group=group,
     )
     run, graphs = forward_pass(model, pool, config.impl, hidden=hidden), None
+    if tiers is not None:
+        run = behind_loads(run, tiers.copier.streams, hasattr(pool, "arrive"))
     if isinstance(drafter, ModelDrafter):
         drafter.attach(pool, builder, max_requests=config.max_num_seqs, impl=config.impl)
     if sizes:

@@ -28,7 +28,8 @@ from .distributions import (
     rejection_sample,
     uniform,
 )
-from .request import Request, SamplingParams, TokenLogprobs
+from .outputs import TokenLogprobs
+from .request import Request, SamplingParams
 
 NO_TOKEN = -1  # as `sample_tokens` gives it
 REJECTION_SAMPLE_METHODS = ("strict", "standard")  # `quire.models.engine.speculative`

@@ -11,6 +11,12 @@ Between two steps, `EngineTiers.advance`::
 A load only prefetches into the prefix cache. What failed in one is dropped where it came from; so
 the next load is for the next shorter resume point, and a request goes on with what is there.
 
+A step may run ahead of a load from host memory: the request is admitted at once, and each layer
+waits for its own page tensor (`quire.models.tiers.streams`). It does where nobody else would wait
+for the copies, or where they take no longer than the prefill that they hide behind. What a disk
+brings is checked first, page by page, so nothing runs ahead of that. Where such a copy fails, the
+step does: its requests wait again, and what came is forgotten (`TierCalls._drop_step`).
+
 What a folder holds is of use to the same weights in the same pages only, so it goes by a digest of
 these (`layout`).
 """
@@ -19,7 +25,8 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -28,13 +35,14 @@ import torch
 from torch import nn
 
 from quire.kvcore import KVCache
-from quire.kvcore.tier import Answer, Job, Tiers, TierSpec
+from quire.kvcore.tier import Answer, Job, Share, Tiers, TierSpec
 from quire.kvcore.tier.disk import DiskStore
 from quire.kvcore.tier.hints import Intent
 
 from ..tiers.copier import FinishedJob, PageCopier
 from ..tiers.host_pages import HostPages, row_stride
 from ..tiers.parts import PageParts, page_parts
+from ..tiers.streams import CopyStreams
 
 if TYPE_CHECKING:
     from .config import EngineConfig
@@ -83,6 +91,9 @@ class EngineTiers:
         self._tries: dict[Request, int] = {}  # loads of those that wait; MOST_LOADS = no more
         self._loads: set[Job] = set()
         self._ended: list[FinishedJob] = []
+        # Loads that steps run ahead of: for whom, and what came; those of them that failed.
+        self._ahead: dict[Job, tuple[Request, tuple[Share, ...]]] = {}
+        self._lost: list[FinishedJob] = []
         self._retains = False  # whether anything ever was to be kept for a time
 
     @property
@@ -99,12 +110,15 @@ class EngineTiers:
         self._loading.pop(request, None)
         self._tries.pop(request, None)
 
-    def advance(self, waiting: Iterable[Request], room: int) -> list[tuple[Request, Exception]]:
+    def advance(
+        self, waiting: Iterable[Request], room: int, *, is_idle: bool = False
+    ) -> list[tuple[Request, Exception]]:
         """Ends what is copied, and begins loads and stores.
 
         Args:
             waiting: first come first.
             room: requests that may be admitted.
+            is_idle: no request runs.
 
         Returns:
             Requests whose look-up failed, and how.
@@ -119,13 +133,23 @@ class EngineTiers:
         for request in list(islice(waiting, max(0, room))):
             if request not in self._loading and self._tries.get(request, 0) < MOST_LOADS:
                 try:
-                    self._load(request)
+                    self._load(request, is_idle)
                 except Exception as error:
                     failed.append((request, error))
         open_bytes = sum(job.num_bytes for job in self.tiers.jobs if job.kind == "store")
         self._store(max(0, STORE_BYTES - open_bytes))
         self._end(self.copier.poll())
+        self.drop_lost()  # nobody was admitted since
         return failed
+
+    def drop_lost(self) -> None:
+        """What came with a load that failed after it was counted as done is found no more, nor is
+        it where it came from. No request that runs may have it."""
+        self._end(self.copier.poll())
+        lost, self._lost = self._lost, []
+        for one in lost:
+            self._kv.evict_pages(np.array(one.failed))
+        self.copier.streams.forget_ended(failed=True)
 
     def hint(
         self, prompt: np.ndarray, intent: Intent, *, salt: bytes, now: float, **options: Any
@@ -152,8 +176,10 @@ class EngineTiers:
 
     def observe(self, report: StepReport) -> None:
         """A step was measured: what prefill takes."""
-        num_tokens = report.num_tokens - report.num_decodes
-        if report.num_prefills and num_tokens >= report.num_decodes:
+        # A request with drafts, which is no prefill, has at most twice as many tokens.
+        others = report.num_decodes + 2 * report.num_drafts
+        num_tokens = report.num_tokens - others
+        if num_tokens >= max(1, others):
             self.tiers.computed(num_tokens, report.total)
 
     def space(self) -> dict[str, tuple[int, int]]:
@@ -169,6 +195,7 @@ class EngineTiers:
     def store_everything(self) -> None:
         """Writes what the pool and host memory hold behind them, as far as it has room."""
         self.settle()
+        self.drop_lost()
         # Of what is more than there is room for, each is written once at most.
         left = sum(tier.index.pool.num_pages for tier in self.tiers.tiers)
         while left > 0 and (jobs := self._store(STORE_BYTES, everything=True)):
@@ -183,19 +210,32 @@ class EngineTiers:
             self._disk.close()
         self.copier.close()
 
-    def _load(self, request: Request) -> None:
-        match = self.tiers.match(request.match.prompt, salt=request.salt)
-        if match.pending is not None:  # of somebody with the same prefix
-            self._loading[request] = match.pending
+    def _load(self, request: Request, is_idle: bool) -> None:
+        prompt = request.match.prompt
+        job = self.tiers.pending(prompt)
+        if job is not None:  # of somebody with the same prefix
+            self._loading[request] = job
             return
-        job = self.tiers.load(match) if match.num_bytes else None
+        job = self.tiers.load(prompt)
         if not isinstance(job, Job):  # nothing to load, or no room for it
             self._tries[request] = MOST_LOADS
         else:
             self._tries[request] = self._tries.get(request, 0) + 1
-            self._loading[request] = job
-            self._loads.add(job)
-            self.copier.start(job)
+            ahead = self.copier.can_run_ahead(job) and (is_idle or self._is_hidden(job, request))
+            self.copier.start(job, ahead=ahead)
+            if ahead:
+                shares = self.tiers.done(job)
+                request.loads += shares
+                self._ahead[job] = request, shares
+            else:
+                self._loading[request] = job
+                self._loads.add(job)
+
+    def _is_hidden(self, job: Job, request: Request) -> bool:
+        """Whether the prefill of what is left of a request takes as long as its load."""
+        host = self.tiers.tiers[0]
+        left = request.match.prompt.num_tokens - job.num_tokens
+        return host.queued_bytes <= host.bytes_per_second * self.tiers.prefill_seconds(left)
 
     def _store(self, max_bytes: int, everything: bool = False) -> list[Job]:
         jobs = self.tiers.stores(max_bytes, everything=everything)
@@ -206,12 +246,45 @@ class EngineTiers:
     def _end(self, ended: list[FinishedJob]) -> None:
         ended, self._ended = [*self._ended, *ended], []
         for one in ended:
+            if one.job in self._ahead:
+                self._end_ahead(one)
+                continue
             self._loads.discard(one.job)
-            self.tiers.done(one.job, one.failed, seconds=one.seconds or None)
-            if not one.failed:
-                self._tries |= {r: MOST_LOADS for r, j in self._loading.items() if j is one.job}
+            shares = self.tiers.done(one.job, one.failed, seconds=one.seconds or None)
+            for request in [r for r, job in self._loading.items() if job is one.job]:
+                request.loads += shares
+                if not one.failed:
+                    self._tries[request] = MOST_LOADS
         if ended:
             self._loading = {r: job for r, job in self._loading.items() if job.is_open}
+
+    def _end_ahead(self, one: FinishedJob) -> None:
+        """A load has ended that was counted as done: now it is known how."""
+        request, shares = self._ahead.pop(one.job)
+        request.loads = [share for share in request.loads if share not in shares]
+        if one.failed:
+            self.tiers.tiers[0].counters["load_failures"] += 1
+            self._lost.append(one)
+        elif one.seconds:
+            self.tiers.tiers[0].measured(one.job.num_bytes, one.seconds)
+            request.loads += [replace(share, seconds=one.seconds) for share in shares]
+
+
+def behind_loads(run: Callable[..., Any], streams: CopyStreams, by_tensor: bool) -> Any:
+    """A forward pass behind the copies that it runs ahead of.
+
+    Args:
+        by_tensor: whether its layers see to that themselves.
+    """
+
+    def behind(*args: Any, **options: Any) -> Any:
+        if not by_tensor:
+            streams.arrive_all()
+        out = run(*args, **options)
+        streams.arrive_all()  # a drafter's layers read pages, too
+        return out
+
+    return behind
 
 
 def make_tiers(
@@ -259,7 +332,10 @@ def make_tiers(
         parts=parts.counts,
         watermark=min(memory.num_pages // 2, max(memory.num_pages // 8, step)),
     )
-    copier = PageCopier(pages, host=host, disk=disk)
+    num_tensors = len(pool.tensors) if hasattr(pool, "arrive") else 0
+    copier = PageCopier(pages, host=host, disk=disk, num_tensors=num_tensors)
+    if num_tensors:
+        pool.arrive = copier.streams.arrive
     return EngineTiers(kv, tiers, copier, parts, sizes, disk)
 
 

@@ -12,7 +12,7 @@ with the page, and are shared with it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -38,6 +38,7 @@ class LayerCache:
         group: index of the cache group whose table and slots address them.
         k_scale, v_scale: where pages are e4m3, fp32 [num_pages, block_size, num_kv_heads] views of
             it, or one number each; else None.
+        tensor: number of the page tensor.
     """
 
     k_pages: Tensor
@@ -45,6 +46,7 @@ class LayerCache:
     group: int
     k_scale: Tensor | float | None = None
     v_scale: Tensor | float | None = None
+    tensor: int = 0
 
     def of_heads(self, heads: slice) -> LayerCache:
         """The pages of some KV heads."""
@@ -52,12 +54,12 @@ class LayerCache:
         def scale(x: Tensor | float | None) -> Tensor | float | None:
             return x[:, :, heads] if isinstance(x, Tensor) else x
 
-        return LayerCache(
-            self.k_pages[:, :, heads],
-            self.v_pages[:, :, heads],
-            self.group,
-            scale(self.k_scale),
-            scale(self.v_scale),
+        return replace(
+            self,
+            k_pages=self.k_pages[:, :, heads],
+            v_pages=self.v_pages[:, :, heads],
+            k_scale=scale(self.k_scale),
+            v_scale=scale(self.v_scale),
         )
 
     def rows(self, page: Tensor, row: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -154,10 +156,14 @@ class PageTensors:
         tensors: [num_tensors] of [num_pages, page_bytes] uint8, zeros at first.
         filled: [num_groups] (tensors, bytes of each) that hold rows in a page of the group, the
             first ones.
+        arrive: what a layer calls with the number of its tensor before it reads or writes pages,
+            where some may be on their way (`quire.models.tiers.streams.CopyStreams.arrive`).
 
     Raises:
         ValueError: num_pages is below 2.
     """
+
+    arrive: Callable[[int], None] | None = None
 
     def __init__(
         self,
@@ -197,7 +203,8 @@ class PageTensors:
                 behind = behind[:, : 2 * shape.num_kv_heads * block_size]
                 each = behind.unflatten(1, (2, shape.num_kv_heads, block_size)).transpose(2, 3)
                 scales = each[:, 0], each[:, 1]
-            self.layers.append(LayerCache(pages[:, 0], pages[:, 1], place.group, *scales))
+            cache = LayerCache(pages[:, 0], pages[:, 1], place.group, *scales, place.tensor)
+            self.layers.append(cache)
 
 
 def empty_pages(num_pages: int, page_bytes: int, device: torch.device | str) -> Tensor:

@@ -5,8 +5,8 @@
     device <-> disk     both, over rows of a small buffer
 
 Nothing waits but `PageCopier.wait`: `PageCopier.poll`, between two steps, takes each copy one stage
-further where the stage before has ended. On a CPU copies between device and host have ended when
-they return, so all but a disk's threads runs in the order of calls.
+further where the stage before has ended. On a CPU copies between device and host run in the order of
+calls, those that a step runs ahead of when it reads their pages.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from collections import deque
 from collections.abc import Generator
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +61,7 @@ class _Running:
 
     Attributes:
         parts: copies that are not begun.
+        is_ahead: whether its pages are in use already.
         open: number of those that are begun and not ended.
         seconds: of copies between device and host.
         span: from when to when the disk moved its pages.
@@ -67,6 +69,7 @@ class _Running:
 
     job: Job
     parts: deque[Copies]
+    is_ahead: bool = False
     open: int = 0
     seconds: float = 0.0
     span: list[float] = field(default_factory=lambda: [math.inf, -math.inf])
@@ -91,16 +94,25 @@ class PageCopier:
         pool: the page tensors of the device; a page of a tier has what is behind one id of them.
         host: pages of the tier "host", if there is one.
         disk: pages of the tier "disk".
+        num_tensors: page tensors of the device, by which copies come that steps run ahead of; 0 =
+            they come at once.
 
     Attributes:
+        streams: of copies between device and host.
         num_bytes: moved since the start, by (source, target).
     """
 
     def __init__(
-        self, pool: PoolPages, *, host: HostPages | None = None, disk: DiskStore | None = None
+        self,
+        pool: PoolPages,
+        *,
+        host: HostPages | None = None,
+        disk: DiskStore | None = None,
+        num_tensors: int = 0,
     ) -> None:
         self._pool, self._host, self._disk = pool, host, disk
-        self._streams, self._ways = CopyStreams(pool.device), PageWays(pool)
+        self.streams, self._ways = CopyStreams(pool.device), PageWays(pool)
+        self._num_tensors = num_tensors
         self._staging: HostPages | None = None
         if disk is not None:
             num_rows = max(1, min(STAGING_BYTES // pool.num_bytes, pool.num_ids))
@@ -128,11 +140,25 @@ class PageCopier:
         """Whether any job has not ended."""
         return bool(self._running)
 
-    def start(self, job: Job) -> None:
-        """Begins to copy what a job says, behind the jobs before it."""
+    def start(self, job: Job, *, ahead: bool = False) -> None:
+        """Begins to copy what a job says, behind the jobs before it.
+
+        Args:
+            ahead: of a job that `can_run_ahead`: its pages may be used from now on, by whoever
+                comes behind `streams`.
+        """
         parts = deque(part for copies in job.copies for part in self._cut(copies))
-        self._running.append(_Running(job, parts))
+        if ahead:
+            # A model's layers need the tensors in turn, each of them in the pages of all groups.
+            sources, targets = (np.concatenate([getattr(c, x) for c in parts]) for x in ("sources", "targets"))  # fmt: skip
+            parts = deque([replace(parts[0], sources=sources, targets=targets)])
+        self._running.append(_Running(job, parts, is_ahead=ahead))
         self._begin()
+
+    def can_run_ahead(self, job: Job) -> bool:
+        """Whether all of a job is given to the stream at once. What a disk brings is checked first,
+        page by page."""
+        return bool(job.copies) and all((c.source, c.target) == (HOST, DEVICE) for c in job.copies)
 
     def cancel(self, job: Job) -> None:
         """Copies of a job that are not begun will not be: their pages count as failed."""
@@ -148,6 +174,7 @@ class PageCopier:
             if part.pending.done():
                 self._advance(part)
         self._begin()
+        self.streams.forget_ended()
         ended = [running for running in self._running if not running.parts and not running.open]
         self._running = [running for running in self._running if running not in ended]
         return [
@@ -253,6 +280,19 @@ class PageCopier:
         """Ids of parts of pages of the pool."""
         return pages.astype(np.int64) * self._pool.num_parts + parts
 
+    def _by_tensor(
+        self, ids: np.ndarray, rows: np.ndarray
+    ) -> list[tuple[np.ndarray, np.ndarray, int | None]]:
+        """Copies as one for each page tensor of the device: ids, rows, and which tensor of an id."""
+        each = self._pool.num_tensors
+        if not self._num_tensors:
+            return [(ids, rows, None)]
+        if each == self._num_tensors:  # an id has a piece of every tensor
+            return [(ids, rows, tensor) for tensor in range(each)]
+        of = ids % self._pool.num_parts
+        parts = [(of == t // each, t % each) for t in range(self._num_tensors)]
+        return [(ids[here], rows[here], tensor) for here, tensor in parts]
+
     def _copy(
         self,
         running: _Running,
@@ -261,10 +301,17 @@ class PageCopier:
         host: HostPages,
         rows: np.ndarray,
     ) -> Generator[Pending, None, None]:
-        copying = self._streams.begin(
-            direction, lambda: self._ways.copy(direction, ids, host.rows, rows)
-        )
+        if running.is_ahead:
+            parts = self._by_tensor(ids, rows)
+            copying = self.streams.begin_ahead(
+                [partial(self._ways.copy, direction, i, host.rows, r, t) for i, r, t in parts]
+            )
+        else:
+            copying = self.streams.begin(
+                direction, lambda: self._ways.copy(direction, ids, host.rows, rows)
+            )
         yield copying
+        copying.result()
         running.seconds += copying.seconds
 
 

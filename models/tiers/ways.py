@@ -32,10 +32,18 @@ class PageWays:
     """
 
     def __init__(self, pool: PoolPages) -> None:
-        self._pool = pool
+        self._pool, each = pool, pool.num_tensors
+        self._tensors = [PoolPages(pool.tensors[t::each], pool.num_parts) for t in range(each)]
         self.kernel_from: dict[str, float] = dict.fromkeys(DIRECTIONS, math.inf)
 
-    def copy(self, direction: str, pages: np.ndarray, buffer: Tensor, rows: np.ndarray) -> object:
+    def copy(
+        self,
+        direction: str,
+        pages: np.ndarray,
+        buffer: Tensor,
+        rows: np.ndarray,
+        tensor: int | None = None,
+    ) -> object:
         """Copies pages on the current stream.
 
         Args:
@@ -43,23 +51,33 @@ class PageWays:
             pages: [n] ids in the pool, as of `PoolPages`.
             buffer: [num_rows, num_bytes] uint8 of the host.
             rows: [n] of it.
+            tensor: what this one of an id's tensors has of them alone; None = what all have.
 
         Returns:
             What has to live until it is done.
         """
-        if len(pages) >= self.kernel_from[direction]:
-            return self._by(direction, "triton", pages, buffer, rows)
-        return self._by(direction, "torch", pages, buffer, rows)
+        by_kernel = len(pages) >= self.kernel_from[direction]
+        return self._by(direction, "triton" if by_kernel else "torch", pages, buffer, rows, tensor)
 
     def _by(
-        self, direction: str, impl: str, pages: np.ndarray, buffer: Tensor, rows: np.ndarray
+        self,
+        direction: str,
+        impl: str,
+        pages: np.ndarray,
+        buffer: Tensor,
+        rows: np.ndarray,
+        tensor: int | None = None,
     ) -> object:
         ids = [torch.from_numpy(x.astype(np.int64)) for x in (pages, rows)]
         if impl == "triton" and self._pool.device.type == "cuda":
             # From pinned memory, or the host would wait for all that the stream waits for.
             ids = [x.pin_memory().to(self._pool.device, non_blocking=True) for x in ids]
         copy = gather_pages if direction == TO_HOST else scatter_pages
-        copy(self._pool, ids[0], buffer, ids[1], impl=impl)
+        pool = self._pool
+        if tensor is not None:
+            pool = self._tensors[tensor]
+            buffer = buffer[:, tensor * pool.num_bytes : (tensor + 1) * pool.num_bytes]
+        copy(pool, ids[0], buffer, ids[1], impl=impl)
         return ids
 
     def probe(
@@ -88,3 +106,5 @@ class PageWays:
                 if seconds["triton"] * WORTH_IT > seconds["torch"]:
                     break
                 self.kernel_from[direction] = n
+            if self.kernel_from[direction] <= most:  # compiled now, not when a request waits
+                self._by(direction, "triton", np.arange(1, 2), buffer, np.arange(1), 0)

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from quire.kvcore.prefix.holdings import Holding
+from quire.kvcore.prefix.pins import Pins
 from quire.kvcore.tier import transfers
-from quire.kvcore.tier.ledger import Ledger
+from quire.kvcore.tier.ledger import Ledger, TierAnnouncer
 from quire.kvcore.tier.match import Planner
 from quire.kvcore.tier.places import Columns, Found, Place, Tails
 from quire.kvcore.tier.transfers import Transfers
@@ -113,7 +114,22 @@ def only_the_device(original):
     return boundary
 
 
+def no_pin(original):
+    """What is pinned may be evicted."""
+
+    def pin(self, run, depth, expiry):
+        kept = original(self, run, depth, expiry)
+        for entry in list(self._index.pins):
+            self._index.unpin(entry)
+        return kept
+
+    return pin
+
+
 FAULTS = [
+    (TierAnnouncer, "point_removed", never),
+    (TierAnnouncer, "segments_removed", never),
+    (Pins, "pin", no_pin),
     (Transfers, "adopt", all_came),
     (Tails, "shared", swapped),
     (Found, "hold", no_lock),
@@ -135,5 +151,5 @@ FAULTS = [
 def test_a_fault_is_found(owner, name, fault, monkeypatch):
     monkeypatch.setattr(owner, name, fault(getattr(owner, name)))
     with pytest.raises((AssertionError, ValueError, RuntimeError, IndexError, StopIteration)):
-        for seed in range(40):
+        for seed in range(120):
             live(seed, 100)

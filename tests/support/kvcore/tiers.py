@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 
 import numpy as np
 
+from quire.kvcore import AllBlocksCleared, BlockStored, EventLog
 from quire.kvcore.invariants import check_index
 from quire.kvcore.tier import Copies, Job, Record, Tiers
 from tests.support.kvcore.engine import POISON, Engine
@@ -96,6 +97,51 @@ class Contents:
             self.segments.update(keys)
             for depth in run.points:
                 self.points[chain[depth - 1]] = chain[:depth]
+
+
+class EventReader:
+    """What events say is where, as a reader outside knows it: by medium, keys of segments and of resume points.
+
+    Attributes:
+        segments: keys by medium.
+        points: keys by medium and (kind, groups), of the boundaries whose tails are stored.
+    """
+
+    def __init__(self, log: EventLog) -> None:
+        self.log = log
+        self.segments: defaultdict[str, set[bytes]] = defaultdict(set)
+        self.points: defaultdict[tuple, set[bytes]] = defaultdict(set)
+
+    def read(self) -> None:
+        """Take the events that came; each must fit what those before said."""
+        for event in self.log.take()[1]:
+            if isinstance(event, AllBlocksCleared):
+                self.segments.clear()
+                self.points.clear()
+                continue
+            is_dense = event.kind == "dense"
+            if is_dense:
+                known, hashes = self.segments[event.medium], set(event.block_hashes)
+            else:
+                known = self.points[event.medium, event.kind, event.groups]
+                hashes = set(event.block_hashes[-1:])
+            if isinstance(event, BlockStored):
+                assert not known & hashes, "stored twice"
+                before = event.parent
+                assert not is_dense or before is None or before in known, "its parent comes later"
+                known |= hashes
+            else:
+                assert hashes <= known, "removed, and was not there"
+                known -= hashes
+
+    def check(self, media: dict[str, Contents], has_dense: bool) -> None:
+        """It is what indexes hold, exactly."""
+        self.read()
+        for medium, contents in media.items():
+            if has_dense:
+                assert self.segments[medium] == contents.segments, medium
+            for (where, *_), points in self.points.items():
+                assert where != medium or points == contents.points.keys(), medium
 
 
 def longest(places: list[Contents], keys: list[bytes], most: int, span: int, hybrid: bool) -> int:
