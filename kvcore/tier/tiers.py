@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..attachments import attach
@@ -105,12 +105,17 @@ class Tiers(OpenJobs):
     def _tier(self, name: str, spec: TierSpec) -> Tier:
         policy = spec.policy
         if policy is None:
-            policy = Adaptive(worth=lambda entry: self._worth(name, entry))
+            policy = self._adaptive(lambda entry: self._worth(name, entry))
         kv, announcer = self._kv, None
         if kv._announcer is not None:
             log, medium = kv._announcer.log, MEDIA[name]
             announcer = TierAnnouncer(log, kv.layout, kv.sequences, medium)
         return Tier(name, spec, policy, kv.layout, kv.index.span, announcer)
+
+    def _adaptive(self, worth: Callable[[Entry], float]) -> Adaptive:
+        """The policy of a tier that brings none: it learns with that of the cache if it can."""
+        policy = self._kv.index.policy
+        return policy.behind(worth) if isinstance(policy, Adaptive) else Adaptive(worth=worth)
 
     def _worth(self, name: str, entry: Entry) -> float:
         """Seconds that an entry of a tier saves for each byte that its eviction frees."""
