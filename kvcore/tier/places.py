@@ -12,7 +12,7 @@ from ..pages import PagePool
 from ..policies.base import EvictionPolicy
 from ..prefix.holdings import Holding
 from ..prefix.index import PrefixIndex
-from ..prefix.tree import ResumePoint, Run, run_of
+from ..prefix.tree import ResumePoint, Run, point_before, run_of
 from ..spec import Layout, as_int
 from .ledger import Ledger, TierAnnouncer
 from .records import Journal
@@ -187,6 +187,13 @@ class Found:
     def point(self, depth: int) -> ResumePoint | None:
         """The resume point at boundary `depth` here."""
         return run_of(self.run, depth).points.get(depth) if 0 < depth <= self.depth else None
+
+    def resumable(self) -> int:
+        """Segments up to the last entry of the chain here."""
+        if not self.place.index.hybrid or not self.depth:
+            return self.depth
+        point = point_before(run_of(self.run, self.depth), self.depth + 1)
+        return 0 if point is None else point.depth
 
     def hold(self, depth: int, used: Int32) -> Holding:
         """Keep the chain up to boundary `depth`, and the pages `used`."""

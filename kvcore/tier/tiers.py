@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..attachments import attach
@@ -48,7 +48,7 @@ class Tiers(OpenJobs):
             pool's pages are equal; where a group leaves some of its own unused, smaller pages in
             tiers need not keep that. `Copies.parts` says which part of a page goes where.
         watermark: pages of the pool that are to be free, or to be had without a loss: so many of
-            those that eviction takes next are copied before it comes. By default an eighth of
+            those that eviction takes next are copied before it comes. By default a sixteenth of
             each place.
         max_hint_bytes: that the prefixes which one tenant (one salt) retains by hints may have;
             None for no limit but that of pins.
@@ -111,12 +111,17 @@ class Tiers(OpenJobs):
     def _tier(self, name: str, spec: TierSpec) -> Tier:
         policy = spec.policy
         if policy is None:
-            policy = Adaptive(worth=lambda entry: self._worth(name, entry))
+            policy = self._adaptive(lambda entry: self._worth(name, entry))
         kv, announcer = self._kv, None
         if kv._announcer is not None:
             log, medium = kv._announcer.log, MEDIA[name]
             announcer = TierAnnouncer(log, kv.layout, kv.sequences, medium)
         return Tier(name, spec, policy, self.layout, kv.index.span, announcer)
+
+    def _adaptive(self, worth: Callable[[Entry], float]) -> Adaptive:
+        """The policy of a tier that brings none: it learns with that of the cache if it can."""
+        policy = self._kv.index.policy
+        return policy.behind(worth) if isinstance(policy, Adaptive) else Adaptive(worth=worth)
 
     def _worth(self, name: str, entry: Entry) -> float:
         """Seconds that an entry of a tier saves for each byte that its eviction frees."""

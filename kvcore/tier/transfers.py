@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -74,8 +75,9 @@ class Transfers:
     # Made.
 
     def store(
-        self, source: Place, target: Place, entry: Run | ResumePoint, max_pages: int
-    ) -> Job | Lack | None:
+        self, source: Place, target: Place, entry: Run | ResumePoint, max_pages: int,
+        is_admitted: Callable[[int, int], bool],
+    ) -> Job | Lack | None:  # fmt: skip
         """The job that stores `entry` of `source` in `target`, or the first segments of it.
 
         Returns:
@@ -95,9 +97,9 @@ class Transfers:
         if isinstance(entry, ResumePoint) and known is None:
             point = columns.of(source, entry.pages)
         targets, used = self._shared(there, depth, point)
-        new: Int64 = np.empty(0, dtype=np.int64)
-        if point is not None:
-            new = ((point != 0) & (targets == 0)).nonzero()[0]
+        new = NO_VALUES if point is None else ((point != 0) & (targets == 0)).nonzero()[0]
+        if not is_admitted(pages.size + len(new), depth - there.resumable()):
+            return None
         if pages.size + len(new) > max_pages:
             n = min(len(pages), max_pages // self._width) if self._width else 0
             if not n:
