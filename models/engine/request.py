@@ -367,6 +367,8 @@ def failure(request: Request, cause: Exception) -> RequestError:
 
 def _several(name: str, value: Any, kind: type, most: int) -> tuple[Any, ...]:
     """``value`` as a tuple: one alone, a list and None will do too."""
+    if value == () and type(value) is tuple:  # as most requests have it
+        return value
     if isinstance(value, kind):
         return (value,)
     if value is not None and not isinstance(value, Iterable):
@@ -389,7 +391,8 @@ def _number(
     """``value`` as an int (kind Integral) or a float (Real), in [low, high]."""
     kinds, plain = ((Integral,), int) if kind is Integral else ((Real, Decimal), float)
     try:
-        if isinstance(value, bool) or not isinstance(value, kinds):
+        # Asking an abstract class takes longer than all the rest.
+        if type(value) is not plain and (isinstance(value, bool) or not isinstance(value, kinds)):
             raise TypeError
         number = plain(value)
     except (TypeError, ValueError, OverflowError):
