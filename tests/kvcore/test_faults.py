@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from quire.kvcore import LRU, S3FIFO, CostAware, GroupSpec, OutOfPages, StepPlan
 from quire.kvcore import plan as manager_module
-from tests.support.budgets import budget
+from tests.support.budgets import budget, size
 from tests.support.kvcore.engine import Engine, groups
 
 STATE = GroupSpec("state", "state", 4, 4096)
@@ -150,7 +150,8 @@ def test_out_of_pages_changes_nothing(specs):
     e.check()
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@pytest.mark.long
+@settings(max_examples=size(20, long=60), deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     specs=st.sampled_from(list(CASES.values())), seed=st.integers(0, 10_000), abort_at=st.integers(0, 40)
 )  # fmt: skip
