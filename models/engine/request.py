@@ -367,8 +367,6 @@ def failure(request: Request, cause: Exception) -> RequestError:
 
 def _several(name: str, value: Any, kind: type, most: int) -> tuple[Any, ...]:
     """``value`` as a tuple: one alone, a list and None will do too."""
-    if value == () and type(value) is tuple:  # as most requests have it
-        return value
     if isinstance(value, kind):
         return (value,)
     if value is not None and not isinstance(value, Iterable):
@@ -389,11 +387,10 @@ def _number(
     high: float | None = None,
 ) -> Any:
     """``value`` as an int (kind Integral) or a float (Real), in [low, high]."""
-    kinds, plain = ((Integral,), int) if kind is Integral else ((Real, Decimal), float)
+    kinds, plain = ((int, Integral), int) if kind is Integral else ((float, Real, Decimal), float)
     try:
-        # Asking an abstract class takes longer than all the rest.
-        if type(value) is not plain and (isinstance(value, bool) or not isinstance(value, kinds)):
-            raise TypeError
+        if isinstance(value, bool) or not isinstance(value, kinds):
+            raise TypeError  # asked of int and float first: abstract classes take long
         number = plain(value)
     except (TypeError, ValueError, OverflowError):
         number = None

@@ -192,7 +192,7 @@ def test_broken_rejection_shows(rule, monkeypatch, budget):
     kind = "guess, good" if rule == "one number for both" else "bad"
     guess = drafter(kind, model, params, 2)
     outputs, _, _ = run(model, guess, params, num_tokens=4, num_outputs=budget)
-    assert excess(outputs, expected) > Z
+    assert excess(outputs, expected) > Z * (budget // 1500)
 
 
 @pytest.mark.slow
