@@ -30,11 +30,9 @@ MODULES = {
 }
 PROGRAMS = list(MODULES)
 
-# One whose output is written when it ends, and one that writes it at once (and needs no torch, which takes long to load).
-PRINTING = [
-    ["models.deepseek_v4.memory"],
-    ["bench.replay", "--quiet", "--limit", "3", "--preset", "llama-like", "--pool", "100%"],
-]
+# One whose output is written when it ends, and one that writes it at once: when asked to flush, or as Python is told to.
+REPLAY = ["bench.replay", "--quiet", "--limit", "3", "--preset", "llama-like", "--pool", "100%"]
+PRINTING = [(["models.deepseek_v4.memory"], ""), (REPLAY, ""), (REPLAY, "1")]
 
 # Says when a module is about to be imported, and then gives the test all the time to send a signal.
 STOP = """
@@ -141,8 +139,7 @@ def test_where_sigint_is_ignored_it_stays_so(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize("arguments", PRINTING)
+@pytest.mark.parametrize(("arguments", "unbuffered"), PRINTING)
 def test_a_full_disk_is_status_2_and_one_line(arguments, unbuffered):
     with open("/dev/full", "wb") as full:
         done = subprocess.run(
@@ -152,8 +149,7 @@ def test_a_full_disk_is_status_2_and_one_line(arguments, unbuffered):
     assert (done.returncode, done.stderr) == (2, b"error: [Errno 28] No space left on device\n")
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize("arguments", PRINTING)
+@pytest.mark.parametrize(("arguments", "unbuffered"), PRINTING)
 def test_output_that_nobody_reads_is_status_141_without_a_word(arguments, unbuffered):
     reader, writer = os.pipe()
     os.close(reader)

@@ -97,7 +97,9 @@ class Transfers:
         if isinstance(entry, ResumePoint) and known is None:
             point = columns.of(source, entry.pages)
         targets, used = self._shared(there, depth, point)
-        new = NO_VALUES if point is None else ((point != 0) & (targets == 0)).nonzero()[0]
+        new: Int64 = np.empty(0, dtype=np.int64)
+        if point is not None:
+            new = ((point != 0) & (targets == 0)).nonzero()[0]
         if not is_admitted(pages.size + len(new), depth - there.resumable()):
             return None
         if pages.size + len(new) > max_pages:

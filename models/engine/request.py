@@ -299,10 +299,10 @@ def _number(
     high: float | None = None,
 ) -> Any:
     """``value`` as an int (kind Integral) or a float (Real), in [low, high]."""
-    kinds, plain = ((Integral,), int) if kind is Integral else ((Real, Decimal), float)
+    kinds, plain = ((int, Integral), int) if kind is Integral else ((float, Real, Decimal), float)
     try:
         if isinstance(value, bool) or not isinstance(value, kinds):
-            raise TypeError
+            raise TypeError  # asked of int and float first: abstract classes take long
         number = plain(value)
     except (TypeError, ValueError, OverflowError):
         number = None

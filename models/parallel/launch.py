@@ -76,12 +76,14 @@ class Ranks:
         try:
             if self._owns:
                 self._start(size, timeout, work)
-            self._meet(size, device, timeout)
+            self._meet(size, device, timeout, split_context)
         except BaseException as error:
             self.close(f"{type(error).__name__}: {error}")
             raise
 
-    def _meet(self, size: int, device: torch.device | str | None, timeout: float) -> None:
+    def _meet(
+        self, size: int, device: torch.device | str | None, timeout: float, split_context: bool
+    ) -> None:
         """Makes the groups and the watch."""
         store = dist.group.WORLD.get_group_store()
         rank = dist.get_rank()

@@ -26,6 +26,7 @@ from quire.bench.gpu.outcomes import read_outcomes, summary_of
 from quire.bench.gpu.parts import Part, plan
 from quire.bench.gpu.runner import Runner
 from quire.models.loading.weights import build_model
+from tests.support.forked import printed
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PROGRAMS = [part for part in plan(True) if not part.tests and part.name not in ("environment", "peers", "warm-up")]  # fmt: skip
@@ -373,8 +374,7 @@ def compile_one(cache, file):
     """Compiles a kernel for sm_90 with this cache; returns whether it was found there."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", COMPILE, str(file)]
-    subprocess.run(command, cwd=ROOT, env=environment, check=True)
+    printed(COMPILE, str(file), cwd=ROOT, env=environment)
     [line] = file.read_text().splitlines()
     file.unlink()
     return json.loads(line)["hit"]

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from quire.bench.static import __main__ as static
 from quire.bench.static import compiling, report, rules, sass
+from tests.support.forked import printed
 from tests.support.shared import once_a_run
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -32,16 +31,6 @@ REQUIRED = {
     "kernel", "config", "arch", "registers", "spill_bytes", "shared_bytes", "shared_limit", "mma", "kv_copy_bytes",
     "tiles_in_flight", "bytes_in_flight_per_sm",
 }  # fmt: skip
-
-
-def run(*arguments, **changes):
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=ROOT,
-        env=ENVIRONMENT | changes,
-        capture_output=True,
-        text=True,
-    )
 
 
 def check_rows(rows, head_dim):
@@ -66,45 +55,24 @@ def check_rows(rows, head_dim):
         assert 100 < row["sass_per_tile"] < 2000
 
 
-@pytest.mark.slow
-def test_the_command_reports_wide_copies_without_spills(tmp_path):
-    path = tmp_path / "static.json"
-    done = run("-m", "bench.static", "--only", "prefill-d512-p128", "--arch", "90", "--jobs", "1", "--json", str(path))  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    check_rows(json.loads(path.read_text()), 512)
-
-
-def printed(tmp_path_factory, name, code):
-    """The JSON that a process prints which runs ``code``, once a run of pytest."""
-
-    def make(folder):
-        done = run("-c", code)
-        assert done.returncode == 0, done.stderr
-        (folder / "printed.json").write_text(done.stdout)
-
-    return json.loads((once_a_run(tmp_path_factory, name, make) / "printed.json").read_text())
-
-
-@pytest.fixture(scope="module")
-def measured(tmp_path_factory):
-    """Rows of kernels compiled for sm_90 by one process: those of the table, and some that it would not launch."""
-    return printed(tmp_path_factory, "static_measured", """
-import json
+# What each test asks of a process that compiles, which Triton does only where it does not interpret.
+MEASURED = """
 from quire.bench.static import compiling
 from quire.kernels.attention import configs
 from quire.kernels.attention import triton_impl as paged
-rows = {"table": [compiling.measure(*work) for work in compiling.distinct((90,), "decode-d128-p")]}
-rows["prefill"] = compiling.measure("prefill-d128-p16", 90, 0)
+answer = {}
+answer["table"] = [compiling.measure(*work) for work in compiling.distinct((90,), "decode-d128-p16-q1")]
+answer["prefill"] = compiling.measure("prefill-d128-p16", 90, 0)
 def measure(name, *config, **more):
     paged.select_config = lambda *a, **k: configs.Config(*config, **{"mask_all": True} | more)
     return compiling.measure(name, 90, 0)
 for stages in (2, 3, 4):
-    rows[f"{stages} stages"] = measure("decode-d128-p16-q1", 16, 64, 4, stages)
+    answer[f"{stages} stages"] = measure("decode-d128-p16-q1", 16, 64, 4, stages)
 for stages in (2, 3):  # one of its loops copies by tensor descriptors
     config = dict(new_kv_tma=True, mask_all=False)
-    rows[f"prefill, {stages} stages"] = measure("prefill-d64-p128", 64, 64, 4, stages, **config)
+    answer[f"prefill, {stages} stages"] = measure("prefill-d64-p128", 64, 64, 4, stages, **config)
 registers, paged.MAX_REGISTERS = paged.MAX_REGISTERS, 40
-rows["40 registers"] = measure("decode-d64-p128-q1", 16, 64, 4, 2)
+answer["40 registers"] = measure("decode-d64-p128-q1", 16, 64, 4, 2)
 paged.MAX_REGISTERS, prepare = registers, paged.prepare
 def odd(*arguments):
     launches = prepare(*arguments)
@@ -114,14 +82,63 @@ def odd(*arguments):
     )
     return launches
 paged.prepare = odd
-rows["odd strides"] = measure("decode-d64-p128-q1", 16, 64, 4, 2)
-print(json.dumps(rows))
-""")  # fmt: skip
+answer["odd strides"] = measure("decode-d64-p128-q1", 16, 64, 4, 2)
+"""
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """The answers of one process, whose cases take long to build: what the command reports, what each of ``LISTED`` raised, or
+    nothing, and rows of kernels compiled for sm_90, those of the table and some that it would not launch."""
+
+    def make(folder):
+        code = f"""
+import collections, json, traceback
+from quire.bench.static import __main__ as static, cases as static_cases, compiling, report, rules
+command = ["--only", "prefill-d512-p128", "--arch", "90", "--jobs", "1", "--json", "command.json"]
+assert static.main(command) == 0
+known = {{"collections": collections, "compiling": compiling, "report": report, "rules": rules, "static_cases": static_cases, "cases": static_cases.all_cases(), "everything": compiling.distinct(static_cases.ALL_ARCHS)}}
+raised = {{}}
+for name, body in {LISTED!r}.items():
+    try:
+        exec(body, dict(known))
+        raised[name] = ""
+    except Exception:
+        raised[name] = traceback.format_exc()
+with open("raised.json", "w") as file:
+    json.dump(raised, file)
+{MEASURED}
+with open("measured.json", "w") as file:
+    json.dump(answer, file)
+"""  # fmt: skip
+        environment = ENVIRONMENT | {"PYTHONPATH": str(ROOT)}
+        printed("import bench\n" + code, cwd=folder, env=environment)
+
+    folder = once_a_run(tmp_path_factory, "static", make)
+    return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
+
+
+@pytest.fixture
+def measured(compiled):
+    """Rows of ``MEASURED``."""
+    return compiled["measured"]
+
+
+@pytest.fixture(scope="module")
+def committed():
+    """Rows of all committed tables."""
+    return [row for path in report.RESULTS.glob("*.json") for row in report.read(path)]
 
 
 @pytest.mark.slow
-def test_decode_has_wide_copies_without_spills(measured):
+def test_the_command_reports_wide_copies_without_spills(compiled):
+    check_rows(compiled["command"], 512)
+
+
+@pytest.mark.slow
+def test_decode_has_wide_copies_without_spills(measured, committed):
     check_rows(measured["table"], 128)
+    check_rows([r for r in committed if r["arch"] == 90 and r["case"].startswith("decode-d128-p")], 128)  # fmt: skip
 
 
 def test_wgmma_of_prefill_overlap(measured):
@@ -406,30 +423,12 @@ assert most == set(static_cases.ALL_ARCHS), most
 }
 
 
-@pytest.fixture(scope="module")
-def listed(tmp_path_factory):
-    """What each of ``LISTED`` raised, or nothing."""
-    return printed(tmp_path_factory, "static_listed", f"""
-import collections, json, traceback
-from quire.bench.static import cases as static_cases, compiling, report, rules
-known = {{"collections": collections, "compiling": compiling, "report": report, "rules": rules, "static_cases": static_cases, "cases": static_cases.all_cases(), "everything": compiling.distinct(static_cases.ALL_ARCHS)}}
-raised = {{}}
-for name, body in {LISTED!r}.items():
-    try:
-        exec(body, dict(known))
-        raised[name] = ""
-    except Exception:
-        raised[name] = traceback.format_exc()
-print(json.dumps(raised))
-""")  # fmt: skip
-
-
 @pytest.mark.parametrize("name", LISTED)
-def test_the_list_of_kernels(name, listed):
+def test_the_list_of_kernels(name, compiled):
     """What an earlier case has compiled already gives no row, and no kernel is lost; ``tiles`` keeps one launch of each tile shape. Every case
     can be built for every architecture. The committed tables have every kernel with the tile shapes of today, on the architectures that a table
     has (one has all), and break no rule."""
-    assert not listed[name], listed[name]
+    assert not compiled["raised"][name], compiled["raised"][name]
 
 
 def test_only_whole_architectures_become_the_baseline():

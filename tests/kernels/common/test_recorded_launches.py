@@ -3,13 +3,12 @@ compiled offline, with the same bytes from a remembered call as from a first one
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from quire.bench import overhead
+from tests.support.forked import printed
 from tests.support.recording import session
 from tests.support.recording.driver import missing
 from tests.support.shared import once_a_run
@@ -25,12 +24,8 @@ def recorded(tmp_path_factory):
     def make(folder):
         # Triton launches only where it does not interpret.
         environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-        found = subprocess.run(
-            [sys.executable, "-m", "tests.support.recording.session", folder],
-            cwd=ROOT, env=environment, capture_output=True, text=True,
-        )  # fmt: skip
-        assert found.returncode == 0, found.stderr
-        (folder / "recorded.json").write_text(found.stdout)
+        code = "import sys; from tests.support.recording.session import main; main(sys.argv[1])"
+        (folder / "recorded.json").write_text(printed(code, str(folder), cwd=ROOT, env=environment))
 
     folder = once_a_run(tmp_path_factory, "recorded_launches", make)
     return json.loads((folder / "recorded.json").read_text())

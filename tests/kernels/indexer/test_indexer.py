@@ -1,8 +1,6 @@
 """``index_topk`` against the float64 oracle, both implementations, on batches full of poison and of equal scores."""
 
 import dataclasses
-import subprocess
-import sys
 from itertools import pairwise
 
 import pytest
@@ -18,6 +16,7 @@ from quire.kernels.indexer import plan as indexer_plan
 from quire.kernels.indexer import reference as reference_indexer
 from quire.kernels.indexer import triton_impl as indexer_triton
 from quire.kernels.indexer.plan import plan
+from tests.support.forked import printed
 from tests.support.helpers import DEVICE, NAN
 from tests.support.kernels.indexer_cases import IndexCase, exact_scores, make_index_batch
 
@@ -448,4 +447,4 @@ def test_the_torch_implementation_needs_no_triton():
         "    torch.tensor([0, 1], dtype=torch.int32), topk=2, max_seqlen_q=1, max_seq_len=12)\n"
         "assert out.tolist() == [[0, 1]] and lens.tolist() == [2]"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    printed(code)

@@ -144,6 +144,10 @@ FAULTS = [
 ]
 
 
+# Lives that are tried first, where the first few find nothing; another finds the fault when these no longer do.
+FOUND_BY = {all_came: 2, swapped: 28, always: 5}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("owner", "name", "fault"), FAULTS, ids=lambda v: getattr(v, "__name__", v)
@@ -151,5 +155,5 @@ FAULTS = [
 def test_a_fault_is_found(owner, name, fault, monkeypatch):
     monkeypatch.setattr(owner, name, fault(getattr(owner, name)))
     with pytest.raises((AssertionError, ValueError, RuntimeError, IndexError, StopIteration)):
-        for seed in range(120):
+        for seed in (FOUND_BY.get(fault, 0), *range(120)):
             live(seed, 100)
