@@ -150,8 +150,9 @@ class PageCopier:
         parts = deque(part for copies in job.copies for part in self._cut(copies))
         if ahead:
             # A model's layers need the tensors in turn, each of them in the pages of all groups.
-            sources, targets = (np.concatenate([getattr(c, x) for c in parts]) for x in ("sources", "targets"))  # fmt: skip
-            parts = deque([replace(parts[0], sources=sources, targets=targets)])
+            names = ("sources", "targets", "parts")
+            joined = {name: np.concatenate([getattr(c, name) for c in parts]) for name in names}
+            parts = deque([replace(parts[0], **joined)])
         self._running.append(_Running(job, parts, is_ahead=ahead))
         self._begin()
 

@@ -408,7 +408,7 @@ def test_on_a_cpu_a_part_is_copied_when_somebody_waits():
 def test_a_job_that_steps_run_ahead_of(by_tensor):
     """Of all groups at once, tensor by tensor where layers wait for these; not what a disk brings."""
     _, tensors, host, _disk = made()
-    copier = PageCopier(PoolPages(tensors), host=host, by_tensor=by_tensor)
+    copier = PageCopier(PoolPages(tensors), host=host, num_tensors=len(tensors) * by_tensor)
     host.rows[1:5] = torch.arange(4, dtype=torch.uint8)[:, None] + 7
     one = job(copies("host", "device", [1, 2], [3, 4]), copies("host", "device", [3, 4], [5, 6]))
     assert copier.can_run_ahead(one) and not copier.can_run_ahead(job())
