@@ -62,7 +62,7 @@ def run_tier_grid(
     page_bytes = cache.layout.page_bytes
     common: Row = {
         "workload": workload.name, "preset": preset, "retention": retention, "link": link,
-        "disk_link": disk_link, "prefill_rate": timing.prefill_rate, "versions": versions(),
+        "disk_link": disk_link, "prefill_rate": timing.prefill_rate, "hints": timing.hints, "versions": versions(),
     }  # fmt: skip
     sizes = [
         (pool, host, disk, *(pages_of(text, preset, workload) for text in (pool, host, disk)))
