@@ -5,8 +5,8 @@
     device <-> disk     both, over rows of a small buffer
 
 Nothing waits but `PageCopier.wait`: `PageCopier.poll`, between two steps, takes each copy one stage
-further where the stage before has ended. On a CPU copies between device and host run in the order of
-calls, those that a step runs ahead of when it reads their pages.
+further where the stage before has ended. On a CPU copies between device and host run in the order
+of calls, those that a step runs ahead of when it reads their pages.
 """
 
 from __future__ import annotations
@@ -149,7 +149,8 @@ class PageCopier:
         parts = deque(part for copies in job.copies for part in self._cut(copies))
         if ahead:
             # A model's layers need the tensors in turn, each of them in the pages of all groups.
-            sources, targets = (np.concatenate([getattr(c, x) for c in parts]) for x in ("sources", "targets"))  # fmt: skip
+            sources = np.concatenate([part.sources for part in parts])
+            targets = np.concatenate([part.targets for part in parts])
             parts = deque([replace(parts[0], sources=sources, targets=targets)])
         self._running.append(_Running(job, parts, is_ahead=ahead))
         self._begin()
@@ -283,7 +284,8 @@ class PageCopier:
         rows: np.ndarray,
     ) -> Generator[Pending, None, None]:
         if running.is_ahead:
-            parts = [partial(self._ways.copy, direction, pages, host.rows, rows, tensor) for tensor in self._ahead_tensors]  # fmt: skip
+            copy = partial(self._ways.copy, direction, pages, host.rows, rows)
+            parts = [partial(copy, tensor) for tensor in self._ahead_tensors]
             copying = self.streams.begin_ahead(parts)
         else:
             copying = self.streams.begin(
