@@ -51,7 +51,8 @@ class RequestOutput:
             admitted.
         dense_tokens: prompt tokens whose full-attention rows were cached then.
         loads: what was loaded behind the pool while it waited: by load and place tokens, bytes, and
-            seconds of the copies of that load. Requests that waited for one load have it each.
+            seconds of the copies of that load (0.0 where the request ended before these were
+            known). Requests that waited for one load have it each.
         num_preemptions: times that the request lost its pages and was resumed.
         num_drafts, num_accepted: speculated tokens that were computed, and those that became
             output.

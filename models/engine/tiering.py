@@ -175,7 +175,9 @@ class EngineTiers:
         return had_jobs
 
     def observe(self, report: StepReport) -> None:
-        """A step was measured: what prefill takes."""
+        """A step was measured: what prefill takes, where it waited for no copies."""
+        if self._ahead:
+            return
         # A request with drafts, which is no prefill, has at most twice as many tokens.
         others = report.num_decodes + 2 * report.num_drafts
         num_tokens = report.num_tokens - others
@@ -261,13 +263,15 @@ class EngineTiers:
     def _end_ahead(self, one: FinishedJob) -> None:
         """A load has ended that was counted as done: now it is known how."""
         request, shares = self._ahead.pop(one.job)
+        host = self.tiers.tiers[0]
         request.loads = [share for share in request.loads if share not in shares]
         if one.failed:
-            self.tiers.tiers[0].counters["load_failures"] += 1
+            host.counters["load_failures"] += 1
             self._lost.append(one)
-        elif one.seconds:
-            self.tiers.tiers[0].measured(one.job.num_bytes, one.seconds)
-            request.loads += [replace(share, seconds=one.seconds) for share in shares]
+            return
+        request.loads += [replace(share, seconds=one.seconds) for share in shares]
+        if one.seconds:
+            host.measured(one.job.num_bytes, one.seconds)
 
 
 def behind_loads(run: Callable[..., Any], streams: CopyStreams, by_tensor: bool) -> Any:

@@ -5,8 +5,8 @@
     device <-> disk     both, over rows of a small buffer
 
 Nothing waits but `PageCopier.wait`: `PageCopier.poll`, between two steps, takes each copy one stage
-further where the stage before has ended. On a CPU copies between device and host run in the order of
-calls, those that a step runs ahead of when it reads their pages.
+further where the stage before has ended. On a CPU copies between device and host run in the order
+of calls, those that a step runs ahead of when it reads their pages.
 """
 
 from __future__ import annotations
