@@ -38,6 +38,7 @@ from typing import Any
 
 import torch
 
+from quire.kernels.common.launching import arch_of
 from quire.models.command import Parser, integer, number, output_file, program
 from quire.models.device import find_device
 
@@ -293,7 +294,7 @@ def _device(device: torch.device, rates: dict[str, Any]) -> Device:
     return dataclasses.replace(
         H200,
         name=properties.name,
-        arch=properties.major * 10 + properties.minor,
+        arch=arch_of(device),
         num_sms=properties.multi_processor_count,
         copy_bytes_per_s=rates["copy_bytes_per_s"],
         matmul_flops_per_s=rates["matmul_flops_per_s"],

@@ -1,6 +1,6 @@
 """What can be known of the kernels without a GPU: a table of every configuration, compiled offline.
 
-    python -m bench.static [--all | --arch 80 90 100] [--only TEXT] [--jobs 2] [--json FILE]
+    python -m bench.static [--all | --arch sm_90 gfx942] [--only TEXT] [--jobs 2] [--json FILE]
                            [--baseline FILE] [--update] [--fresh]
 
 By default every kernel is compiled for sm_90 once with each of its tile shapes, and for sm_80 and
@@ -28,7 +28,7 @@ once. Exit status 1 if a kernel breaks one of these rules:
 
 A kernel that does not compile fails as well. The baseline, ``bench/results/static/VERSION.json`` of
 the Triton installed, has all cases on all architectures; ``--all --update`` makes it anew, ``--arch
-80 --update`` its rows of sm_80. The rules decide; the differences from the baseline are only shown.
+sm_80 --update`` its rows of sm_80. The rules decide; the differences from the baseline are only shown.
 A row of the baseline holds a hash of all that decides it (``key``: the sources of the kernel and of
 what it calls, its arguments, and how a row is read); where that is what it was, the row stands and
 nothing is compiled, but with ``--fresh``.
@@ -63,7 +63,7 @@ from typing import Any
 from quire.models.command import Parser, integer, output_file, program
 
 from ..common.workers import Workers
-from .cases import ALL_ARCHS, ARCHS, DEFAULT_ARCH, MORE_ARCHS, SAMPLE_ARCHS
+from .cases import ALL_ARCHS, ARCHS, DEFAULT_ARCH, SAMPLE_ARCHS
 from .compiling import attempt, distinct, key
 from .report import RESULTS, differences, read, table, write, write_baseline
 from .rules import problems
@@ -118,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         write_baseline(rows, baseline)
     failures = [text for text in results if isinstance(text, str)]
     failures += [
-        f"{row['case']} {row['kernel']} sm_{row['arch']}: {text}"
+        f"{row['case']} {row['kernel']} {row['arch']}: {text}"
         for row in rows
         for text in problems(row)
     ]
@@ -141,12 +141,8 @@ def _parser() -> Parser:
         "--json", type=output_file, metavar="FILE", help="also write the rows as a JSON list"
     )
     chosen = parser.add_mutually_exclusive_group()
-    chosen.add_argument(
-        "--all", action="store_true", help=f"every case for sm_{', '.join(map(str, ALL_ARCHS))}"
-    )
-    chosen.add_argument(
-        "--arch", type=integer(), nargs="+", choices=ARCHS + MORE_ARCHS, help="every case for these"
-    )
+    chosen.add_argument("--all", action="store_true", help=f"every case for {', '.join(ALL_ARCHS)}")
+    chosen.add_argument("--arch", nargs="+", choices=ARCHS, help="every case for these")
     parser.add_argument("--jobs", type=integer(most=1024), default=os.cpu_count())
     parser.add_argument("--only", default="", help="compile only cases whose name contains this")
     parser.add_argument("--baseline", type=Path, metavar="FILE", help="rows to show the differences from; default: those of this Triton")  # fmt: skip

@@ -9,6 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from quire.kernels.common.arch import named
+
 from . import sass, ttgir
 from .cases import all_cases
 from .rules import PIPELINED, resident_programs
@@ -81,8 +83,8 @@ def _specialise(
 
 
 def distinct(
-    archs: Sequence[int], only: str = "", samples: Sequence[int] = (), tiles: Sequence[int] = ()
-) -> list[tuple[str, int, int]]:
+    archs: Sequence[str], only: str = "", samples: Sequence[str] = (), tiles: Sequence[str] = ()
+) -> list[tuple[str, str, int]]:
     """(case's name, arch, index of the launch): all cases for ``archs``, the samples for
     ``samples``, and for ``tiles`` one launch of each kernel, dtype and tile shape.
 
@@ -98,7 +100,7 @@ def distinct(
         for name, case in cases:
             if only not in name or (arch in samples and not case.sample):
                 continue
-            for index, launch in enumerate(case.launches(arch)):
+            for index, launch in enumerate(case.launches(named(arch))):
                 kernel, head_dim = launch.kernel.__name__, launch.values.get("HEAD_DIM")
                 keys = [(arch, kernel, repr(specialise(launch)))]
                 if arch in tiles:
@@ -112,7 +114,7 @@ def distinct(
     return work
 
 
-def key(name: str, arch: int, index: int) -> str:
+def key(name: str, arch: str, index: int) -> str:
     """What decides a row, in 16 hex digits: with another Triton, another source of the kernel or of
     what it calls, other arguments or another way of reading what is compiled they differ.
 
@@ -121,14 +123,12 @@ def key(name: str, arch: int, index: int) -> str:
     """
     import triton
 
-    from quire.kernels.common.tile_shapes import SHARED_MEMORY
-
     case = all_cases()[name]
-    launch = case.launches(arch)[index]
+    launch = case.launches(named(arch))[index]
     sizes = (case.dtype, case.key_bytes, case.scale_bytes, case.min_copy_bytes)
     parts = (
-        triton.__version__, launch.kernel.cache_key, specialise(launch), config(launch), arch,
-        SHARED_MEMORY[arch], sizes, _readers(),
+        triton.__version__, launch.kernel.cache_key, specialise(launch), config(launch),
+        named(arch), sizes, _readers(),
     )  # fmt: skip
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
@@ -158,7 +158,7 @@ def value_parts(launch: Any) -> int:
     return values["HEAD_DIM"] // values["VALUE_DIM"] if "VALUE_DIM" in values else 1
 
 
-def measure(name: str, arch: int, index: int) -> dict[str, Any]:
+def measure(name: str, arch: str, index: int) -> dict[str, Any]:
     """Compile a kernel of a case for an architecture: its row of the report.
 
     Args:
@@ -170,15 +170,13 @@ def measure(name: str, arch: int, index: int) -> dict[str, Any]:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from quire.kernels.common.tile_shapes import SHARED_MEMORY
-
     started = processor_seconds()
     case = all_cases()[name]
-    launch = case.launches(arch)[index]
+    launch = case.launches(named(arch))[index]
     kernel = launch.kernel.__name__.strip("_")
     signature, constants, attributes, options = specialise(launch)
     source = ASTSource(launch.kernel, signature, constants, attributes)
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    compiled = triton.compile(source, target=GPUTarget(*named(arch).target), options=options)
     code, metadata = sass.read(compiled.asm["cubin"]), compiled.metadata
     threads = metadata.num_warps * 32
     resident = resident_programs(
@@ -206,7 +204,7 @@ def measure(name: str, arch: int, index: int) -> dict[str, Any]:
         "spill_bytes": code.spill_bytes,
         "stack_bytes": code.stack_bytes,
         "shared_bytes": metadata.shared,
-        "shared_limit": SHARED_MEMORY[arch],
+        "shared_limit": named(arch).shared_memory,
         "ctas_per_sm": resident,
         "mma": code.mma,
         "kv_copy_bytes": copy,
@@ -225,11 +223,11 @@ def processor_seconds() -> float:
     return times.user + times.system + times.children_user + times.children_system
 
 
-def attempt(name: str, arch: int, index: int) -> dict[str, Any] | str:
+def attempt(name: str, arch: str, index: int) -> dict[str, Any] | str:
     """``measure``, or what to say of a kernel that does not compile."""
     try:
         return measure(name, arch, index)
     except OSError:  # a full disk says nothing of the kernel
         raise
     except Exception as error:
-        return f"{name} sm_{arch}: does not compile: {type(error).__name__}: {error}"
+        return f"{name} {arch}: does not compile: {type(error).__name__}: {error}"

@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from .cases import ARCHS
+
 # Of a row: what says nothing of the kernel.
 NOT_COMPARED = ("triton", "seconds")
 RESULTS = Path(__file__).parent.parent / "results" / "static"
@@ -23,7 +25,7 @@ def differences(rows: list[dict[str, Any]], baseline: list[dict[str, Any]]) -> l
         """
         found: dict[str, dict[str, Any]] = {}
         for row in rows:
-            name = first = f"{row['case']} {row['kernel']} sm_{row['arch']}"
+            name = first = f"{row['case']} {row['kernel']} {row['arch']}"
             for i in itertools.count(2):
                 if name not in found:
                     break
@@ -89,7 +91,7 @@ def write_baseline(rows: list[dict[str, Any]], path: Path) -> None:
     """
     archs = {row["arch"] for row in rows}
     kept = [row for row in read(path) if row["arch"] not in archs] if path.exists() else []
-    rows = sorted(kept + rows, key=lambda row: row["arch"])
+    rows = sorted(kept + rows, key=lambda row: ARCHS.index(row["arch"]))
     columns = [name for name in rows[0] if name not in NOT_COMPARED]
     lines = ",\n".join(json.dumps([row[name] for name in columns]) for row in rows)
     path.parent.mkdir(parents=True, exist_ok=True)

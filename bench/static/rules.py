@@ -8,9 +8,9 @@ from . import sass
 
 # Of an SM: shared memory, threads and programs it can hold (CUDA programming guide, compute
 # capabilities table).
-SM_SHARED = {80: 164 << 10, 86: 100 << 10, 89: 100 << 10, 90: 228 << 10, 100: 228 << 10, 120: 100 << 10}  # fmt: skip
-SM_THREADS = {80: 2048, 86: 1536, 89: 1536, 90: 2048, 100: 2048, 120: 1536}
-SM_PROGRAMS = {80: 32, 86: 16, 89: 24, 90: 32, 100: 32, 120: 24}
+SM_SHARED = {"sm_80": 164 << 10, "sm_86": 100 << 10, "sm_89": 100 << 10, "sm_90": 228 << 10, "sm_100": 228 << 10, "sm_120": 100 << 10}  # fmt: skip
+SM_THREADS = {"sm_80": 2048, "sm_86": 1536, "sm_89": 1536, "sm_90": 2048, "sm_100": 2048, "sm_120": 1536}  # fmt: skip
+SM_PROGRAMS = {"sm_80": 32, "sm_86": 16, "sm_89": 24, "sm_90": 32, "sm_100": 32, "sm_120": 24}
 SM_REGISTERS = 65536
 # Columns of tensor memory (sm_100), where tcgen05 keeps its accumulators.
 SM_TENSOR_COLUMNS = 512
@@ -21,7 +21,7 @@ MIN_BYTES_IN_FLIGHT = 36 << 10
 # Architectures with 99 KiB of shared memory for a program. Of compressed attention over fp8 pages no
 # shape fits there that overlaps: the loop over the step's own rows is not pipelined with swapped
 # products, and without the swap 4 warps spill and 8 copy the rotated channels 8 bytes at a time.
-SMALL = (86, 89, 120)
+SMALL = ("sm_86", "sm_89", "sm_120")
 PIPELINED = ("prefill_kernel", "decode_kernel", "scores_kernel")
 # Pages of 48 tokens: which of them each row of a tile is in has to be divided out, and smaller
 # tiles, which leave room, cost more. Decode of 64 rows of 512 channels over e4m3: no shape found
@@ -33,7 +33,7 @@ LESS_IN_FLIGHT = ("decode-fp8-d128-p16-q16", "decode-fp8-d128-p128-q16", "decode
 
 
 def resident_programs(
-    arch: int, registers: int, shared_bytes: int, threads: int, tensor_columns: int = 0
+    arch: str, registers: int, shared_bytes: int, threads: int, tensor_columns: int = 0
 ) -> int:
     """Programs that an SM holds at once.
 
@@ -77,7 +77,7 @@ def problems(row: dict[str, Any]) -> list[str]:
     if not overlaps and not (fp8_rows and row["arch"] in SMALL):
         found.append("copies nothing while it multiplies")
     least = MIN_BYTES_IN_FLIGHT if row["case"] not in LESS_IN_FLIGHT else 32 << 10
-    paced = row["kernel"].endswith("decode_kernel") and row["arch"] == 90
+    paced = row["kernel"].endswith("decode_kernel") and row["arch"] == "sm_90"
     if paced and row["bytes_in_flight_per_sm"] < least:
         found.append(f"keeps {row['bytes_in_flight_per_sm']} bytes in flight per SM")
     return found

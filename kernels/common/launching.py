@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from triton.runtime import JITFunction
 
+from .arch import Arch, named
+
 # Triton 3.10 will not fuse multiplications and additions unless told to, and 3.9 warns of that.
 OPTIONS = {"enable_fp_fusion": True}
 
@@ -98,13 +100,22 @@ def partials(
 
 
 # What CPU tensors (the Triton interpreter) are launched for.
-INTERPRETER_ARCH = 90
+INTERPRETER_ARCH = named("sm_90")
 INTERPRETER_SMS = 2
 
 
-def arch_and_sms(tensor: torch.Tensor) -> tuple[int, int]:
-    """Compute capability as major * 10 + minor, and streaming multiprocessors."""
+def arch_and_sms(tensor: torch.Tensor) -> tuple[Arch, int]:
+    """The architecture of a tensor's device, and its streaming multiprocessors (AMD: CUs)."""
     if not tensor.is_cuda:
         return INTERPRETER_ARCH, INTERPRETER_SMS
     properties = torch.cuda.get_device_properties(tensor.device)
-    return properties.major * 10 + properties.minor, properties.multi_processor_count
+    return arch_of(tensor.device), properties.multi_processor_count
+
+
+def arch_of(device: torch.device | int | None = None) -> Arch:
+    """The architecture of a device of ``torch.cuda``, which under ROCm is an AMD one; None: the
+    current device."""
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip is None:
+        return named(f"sm_{properties.major}{properties.minor}")
+    return named(properties.gcnArchName)

@@ -2,7 +2,7 @@
 
 Tile shapes for another GPU: ``python -m bench.tune --write tuned`` on that GPU compiles the shapes
 that may fit, times them on the named model shapes and writes ``tuned/<operator>/tiles.json``, with
-new entries for the GPU's class alone (``tile_shapes.gpu_class``). ``python -m bench.static --all``
+new entries for the GPU's class alone (``Arch.tiles``). ``python -m bench.static --all``
 then says whether they hold on the other GPUs of that class. Copy a file over
 ``kernels/<operator>/tiles.json`` of the installed package, or let ``bench.tune --write`` do that,
 and start Python again: a process reads each table once. An entry can also be edited by hand; a
@@ -26,7 +26,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from .tile_shapes import MAX_ROWS, gpu_class
+from .arch import Arch, Tiles
+from .tile_shapes import MAX_ROWS
 
 C = TypeVar("C")
 DTYPES = {2: "16-bit", 4: "fp32"}
@@ -38,7 +39,7 @@ class Key:
     """What an entry is for; None: any value.
 
     Attributes:
-        gpu: class of GPUs, of ``gpu_class``.
+        gpu: class of GPUs, of ``Arch.tiles``.
         dtype: of the queries and the new K/V.
         pages: what the pages hold: fp8 with scales, or values of ``dtype``.
         phase: of the batch.
@@ -47,7 +48,7 @@ class Key:
         rows: query rows of a tile that the entry is for, or more if no entry is for those.
     """
 
-    gpu: Literal["hopper", "blackwell", "medium", "small"] | None = None
+    gpu: Tiles | None = None
     dtype: Literal["16-bit", "fp32"] | None = None
     pages: Literal["same", "fp8"] | None = None
     phase: Literal["prefill", "decode"] | None = None
@@ -106,7 +107,7 @@ class TileTable(Generic[C]):
 
     def select(
         self,
-        arch: int,
+        arch: Arch,
         *,
         dtype_bytes: int,
         head_dim: int,
@@ -117,7 +118,7 @@ class TileTable(Generic[C]):
         """The launch choices for an architecture.
 
         Args:
-            arch: compute capability as major * 10 + minor.
+            arch: of the GPU.
             dtype_bytes: of a query value, 2 or 4.
             head_dim: of the keys.
             fp8: whether the pages hold fp8 values.
@@ -130,8 +131,7 @@ class TileTable(Generic[C]):
         pages: Any = "fp8" if fp8 else "same"
         dtype: Any = DTYPES[dtype_bytes]
         some_phase: Any = phase
-        gpu: Any = gpu_class(arch)
-        return self.find(Key(gpu, dtype, pages, some_phase, head_dim, rows)).config
+        return self.find(Key(arch.tiles, dtype, pages, some_phase, head_dim, rows)).config
 
     def with_configs(self, configs: dict[Key, C]) -> str:
         """The text of the file with other launch choices in the entries of some keys.

@@ -7,6 +7,8 @@ Source: OCP 8-bit floating point specification for e4m3.
 import triton
 import triton.language as tl
 
+from .arch import Arch
+
 # Bit patterns of fp32: infinity, 448, and the smallest normal e4m3 value 2^-6.
 INF_BITS = tl.constexpr(0x7F800000)
 E4M3_MAX_BITS = tl.constexpr(0x43E00000)
@@ -15,30 +17,30 @@ E4M3_NORMAL_BITS = tl.constexpr(0x3C800000)
 CHUNK = tl.constexpr(128)
 
 
-def hoists(swap: bool, divide: bool, arch: int) -> bool:
+def hoists(swap: bool, divide: bool, arch: Arch) -> bool:
     """Whether loop-invariant code should leave the loop over keys: elsewhere it costs more
     registers than it saves work.
 
-    swap, divide: as in ``update``. arch: compute capability as major * 10 + minor; that of wgmma is
-        90.
+    swap, divide: as in ``update``.
     """
-    return swap or (divide and arch // 10 != 9)
+    return swap or (divide and arch.matrix != "wgmma")
 
 
 @triton.jit
 def halve_e4m3(quantized, HARDWARE: tl.constexpr):
     """e4m3fn bytes as fp16 numbers, exactly; without HARDWARE a factor of 2^8 is missing.
 
-    HARDWARE: convert by the instruction that sm_89 and later have. Without it the bits are moved
+    HARDWARE: convert by an instruction (``Arch.widens_e4m3``). Without it the bits are moved
     into an fp16 whose exponent has a bias of 15 instead of 7, subnormals included. (The two NaN
     become 480; no key has them.)
     """
     if HARDWARE:
         values = quantized.to(tl.float8e4nv, bitcast=True).to(tl.float16)
     else:
-        bits = quantized.to(tl.uint16)
-        half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
-        values = half.to(tl.float16, bitcast=True)
+        # The sign is repeated above the other seven bits: of its copies one ends at the top, and one
+        # where the first bit of the wider exponent has to be 0.
+        bits = quantized.to(tl.int8, bitcast=True).to(tl.int16) << 7
+        values = (bits.to(tl.uint16, bitcast=True) & 0xBF80).to(tl.float16, bitcast=True)
     return values
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..common.arch import Arch
 from ..common.decode_plans import LAUNCH_COST, SPLIT_COST, partial_numel, plan_stream_k
 from ..common.tile_tables import TileTable
 
@@ -67,7 +68,7 @@ class DecodePlan:
 
 
 def select_config(
-    head_dim: int, dtype_bytes: int, fp8: bool, arch: int, *, rows: int
+    head_dim: int, dtype_bytes: int, fp8: bool, arch: Arch, *, rows: int
 ) -> CompressedConfig:
     """Tile shape of the attention kernel, of prefill and of decode.
 
@@ -75,7 +76,7 @@ def select_config(
         head_dim: a power of two in 16..512.
         dtype_bytes: of a query value, 2 or 4.
         fp8: whether the pages are quantized.
-        arch: compute capability as major * 10 + minor.
+        arch: of the GPU.
         rows: of the query tile, ``tile_rows``.
 
     Returns:

@@ -9,6 +9,7 @@ import pytest
 
 from quire.kernels.attention import configs
 from quire.kernels.attention.configs import Config
+from quire.kernels.common.arch import named
 from quire.kernels.common.tile_tables import Entry, Key, TileTable, dump, parse
 from quire.kernels.compressed import configs as compressed_configs
 from quire.kernels.mla import configs as mla_configs
@@ -37,7 +38,7 @@ def test_a_missing_field_stands_for_any_value(tmp_path):
         {"dtype": "fp32", "block_m": 16, **SHAPE},
         {"dtype": "16-bit", "rows": 16, **SHAPE},
     )
-    for arch in (75, 80, 90, 100):
+    for arch in map(named, ("sm_75", "sm_80", "sm_90", "sm_100", "gfx942", "gfx1201")):
         for phase in (None, "prefill", "decode"):
             for head_dim in (16, 512):
                 config = table.select(arch, dtype_bytes=4, head_dim=head_dim, phase=phase, rows=64)
@@ -52,7 +53,7 @@ def test_the_smallest_head_dim_and_the_most_rows_that_fit_answer(tmp_path):
     table = written(tmp_path, *rows)
 
     def shape(head_dim, rows):
-        config = table.select(90, dtype_bytes=2, head_dim=head_dim, rows=rows)
+        config = table.select(named("sm_90"), dtype_bytes=2, head_dim=head_dim, rows=rows)
         return config.block_m, config.block_n
 
     assert [shape(d, 64) for d in (16, 64, 128, 256)] == [(64, 32), (64, 32), (16, 64), (16, 64)]
@@ -85,7 +86,7 @@ def test_only_some_launch_choices_change_and_those_lose_their_comment(tmp_path):
 
 
 REFUSED = [
-    ({"rows": 16, **SHAPE, "gpu": "turing"}, "gpu: expected one of hopper, blackwell, medium, small, got 'turing'"),
+    ({"rows": 16, **SHAPE, "gpu": "turing"}, "gpu: expected one of hopper, blackwell, medium, small, cdna3, cdna4, rdna3, rdna4, got 'turing'"),
     ({"rows": 16, **SHAPE, "block_n": 48}, "block_n: expected a power of two, got 48"),
     ({"rows": 16, **SHAPE, "num_warps": 0}, "num_warps: expected a power of two, got 0"),
     ({"rows": 16, **SHAPE, "num_stages": 0}, "num_stages: expected 1 or more, got 0"),
@@ -105,7 +106,7 @@ REFUSED = [
 def test_what_is_wrong_is_named_with_its_file_and_entry(row, why, tmp_path):
     table = written(tmp_path, {"rows": 32, **SHAPE}, row)
     with pytest.raises(ValueError) as error:
-        table.select(90, dtype_bytes=2, head_dim=64)
+        table.select(named("sm_90"), dtype_bytes=2, head_dim=64)
     assert str(error.value) == f"{table.path}: entry 2, {json.dumps(row)}: {why}"
 
 
@@ -125,7 +126,7 @@ def test_two_entries_for_one_question_are_refused(tmp_path):
         with pytest.raises(
             ValueError, match=r"tiles\.json: entry 2: expected another key than entry 1 has"
         ):
-            table.select(90, dtype_bytes=2, head_dim=64)
+            table.select(named("sm_90"), dtype_bytes=2, head_dim=64)
     for other in ({"phase": "prefill", "rows": 16}, {"rows": 32}, {"rows": 16, "head_dim": 64}):
         assert len(written(tmp_path, first, {**other, **SHAPE}).contents[1]) == 2
 
@@ -137,10 +138,11 @@ import sys
 for name in ("torch", "triton"):
     sys.modules[name] = None
 from quire.kernels.attention import configs
+from quire.kernels.common.arch import named
 from quire.kernels.compressed import configs as compressed_configs
 from quire.kernels.mla import configs as mla_configs
-assert configs.select_config(128, 2, "decode", 16, 90).block_m == 16
-assert compressed_configs.select_config(512, 2, True, 90, rows=64).block_m == 64
-assert mla_configs.select_config(2, 64, 90).block_m == 64
+assert configs.select_config(128, 2, "decode", 16, named("sm_90")).block_m == 16
+assert compressed_configs.select_config(512, 2, True, named("sm_90"), rows=64).block_m == 64
+assert mla_configs.select_config(2, 64, named("sm_90")).block_m == 64
 """
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)

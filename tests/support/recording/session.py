@@ -187,10 +187,11 @@ def compile_offline():
 
     from quire.bench.static.cases import all_cases
     from quire.bench.static.compiling import specialise
+    from quire.kernels.common.arch import named
 
     wanted = dict(COMPILED)
     for case in all_cases().values():
-        for launch in case.launches(90) if wanted else ():
+        for launch in case.launches(named("sm_90")) if wanted else ():
             name = launch.kernel.__name__
             described = any(isinstance(v, TensorDescriptor) for v in launch.arguments.values())
             if wanted.get(name) is not described:
