@@ -232,7 +232,7 @@ def table(entry: TableEntry, rows: list[dict[str, Any]], taken: dict[str, Any]) 
         marks = ("table " if row is rows[0] else "") + ("taken" if row is taken else "")
         times = [f"{row['ms'][c]:.4g}" if c in row["ms"] else "-" for c in cases]
         ratio = row["wrong"] or ("-" if row["ratio"] is None else f"{row['ratio']:.3f}")
-        config = [str(int(value)) for value in (*row["config"], 0, 0)[: len(entry.columns)]]
+        config = [str(int(value or 0)) for value in (*row["config"], 0, 0, 0)[: len(entry.columns)]]
         lines.append((marks, *config, *times, ratio))
     return "\n".join(aligned(lines))
 

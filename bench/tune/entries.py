@@ -41,6 +41,19 @@ STATIC_QUERIES = {16: 1, 32: 8, 64: 16}
 CASES_PER_ENTRY = 4
 
 
+def _launch_choices(arch: Arch) -> dict[str, tuple[Any, ...]]:
+    """Warps, stages and rows of the matrix instruction that are worth compiling for.
+
+    AMD's copies go through registers, so that one tile on its way is much, and none is a choice;
+    a wavefront of RDNA has half the lanes of one of CDNA.
+    """
+    if arch.maker == "nvidia":
+        return {"warps": (4, 8), "stages": (2, 3, 4, 5), "nonkdims": (None,)}
+    if arch.matrix == "mfma":
+        return {"warps": (4, 8), "stages": (1, 2, 3), "nonkdims": (None, 16)}
+    return {"warps": (4, 8, 16), "stages": (1, 2), "nonkdims": (None,)}
+
+
 class TableEntry(ABC):
     """An entry of a table.
 
@@ -117,7 +130,7 @@ class _AttentionEntry(TableEntry):
     rows: int = 0
     e4m3: bool = False
 
-    columns = ("m", "n", "warps", "stages", "parts", "tma", "per sm")
+    columns = ("m", "n", "warps", "stages", "parts", "tma", "per sm", "nonkdim")
     module, table = paged, configs.TILES
 
     @property
@@ -133,8 +146,15 @@ class _AttentionEntry(TableEntry):
         heights = (32, 64, 128) if self.phase == "prefill" else (self.rows,)
         parts = (1, 2) if self.phase == "prefill" and self.head_dim >= 256 else (1,)
         found = [self.current(arch)]
-        for *shape, value_parts in product(heights, (16, 32, 64, 128), (4, 8), (2, 3, 4, 5), parts):
-            own = {"mask_all": found[0].mask_all, "fp16_values": found[0].fp16_values}
+        warps, stages, nonkdims = _launch_choices(arch).values()
+        for *shape, value_parts, nonkdim in product(
+            heights, (16, 32, 64, 128), warps, stages, parts, nonkdims
+        ):
+            own = {
+                "mask_all": found[0].mask_all,
+                "fp16_values": found[0].fp16_values,
+                "matrix_instr_nonkdim": nonkdim,
+            }
             config = configs.Config(*shape, value_parts, **own)
             # Tiles of new K/V have two bytes an element in any case.
             row_bytes = 2 * (self.head_dim + self.head_dim // value_parts)
@@ -168,10 +188,11 @@ class _AttentionEntry(TableEntry):
         return quire_calls(problem, in_step=self.phase == "prefill", impl=impl)
 
     def values(self, config: configs.Config) -> tuple[Any, ...]:
-        """The last two as far as they are not the defaults."""
+        """The last three as far as they are not the defaults."""
         shape = (config.block_m, config.block_n, config.num_warps, config.num_stages, config.value_parts)  # fmt: skip
-        more = (config.new_kv_tma, config.programs_per_sm)
-        return shape + (more if more[1] else more[:1] if more[0] else ())
+        more = (config.new_kv_tma, config.programs_per_sm, config.matrix_instr_nonkdim or 0)
+        given = max((i for i, value in enumerate(more, 1) if value), default=0)
+        return shape + more[:given]
 
 
 @dataclass(frozen=True)
@@ -184,7 +205,7 @@ class _MlaEntry(TableEntry):
 
     rows: int
 
-    columns = ("m", "n", "warps", "stages", "swap", "divide", "per sm")
+    columns = ("m", "n", "warps", "stages", "swap", "divide", "per sm", "parts", "nonkdim")
     module, table = mla_triton, mla_configs.TILES
 
     @property
@@ -197,7 +218,12 @@ class _MlaEntry(TableEntry):
     def candidates(self, arch: Arch) -> list[mla_configs.MlaConfig]:
         found = [self.current(arch)]
         per_sm = (1, 2) if self.rows == 16 else (1,)
-        for shape in product((16, 32, 64), (4, 8), (2, 3, 4), (True, False), (True, False), per_sm):
+        warps, stages, nonkdims = _launch_choices(arch).values()
+        parts = (1, 4, 8) if arch.matrix == "wmma" else (1,)
+        divides = (True, False) if arch.maker == "nvidia" else (False,)
+        for shape in product(
+            (16, 32, 64), warps, stages[:3], (True, False), divides, per_sm, parts, nonkdims
+        ):
             config = mla_configs.MlaConfig(self.rows, *shape)
             if _fits(config, 2 * (512 + 64), arch) and config not in found:
                 found.append(config)
@@ -230,7 +256,7 @@ class _CompressedEntry(TableEntry):
     rows: int
     fp8: bool
 
-    columns = ("m", "n", "warps", "stages", "swap", "divide")
+    columns = ("m", "n", "warps", "stages", "swap", "divide", "nonkdim")
     module, table = compressed_triton, compressed_configs.TILES
 
     @property
@@ -243,7 +269,9 @@ class _CompressedEntry(TableEntry):
 
     def candidates(self, arch: Arch) -> list[compressed_configs.CompressedConfig]:
         found = [self.current(arch)]
-        for shape in product((16, 32, 64), (4, 8), (2, 3, 4), (True, False), (True, False)):
+        warps, stages, nonkdims = _launch_choices(arch).values()
+        divides = (True, False) if arch.maker == "nvidia" else (False,)
+        for shape in product((16, 32, 64), warps, stages[:3], (True, False), divides, nonkdims):
             config = compressed_configs.CompressedConfig(self.rows, *shape)
             if _fits(config, 576 if self.fp8 else 2 * 512, arch) and config not in found:
                 found.append(config)

@@ -38,6 +38,8 @@ class Config:
         mask_all: one loop with masks for each source of keys, instead of one without for whole
             tiles and one with for the edges.
         fp16_values: of fp8 pages, see ``uses_fp16_values``.
+        matrix_instr_nonkdim: rows of the matrix instructions, 16 or 32 (AMD's MFMA); None: Triton's
+            choice, which is 32 for tiles that have them: then fewer warps have rows of their own.
     """
 
     block_m: int
@@ -49,6 +51,7 @@ class Config:
     programs_per_sm: int = 0
     mask_all: bool = False
     fp16_values: Literal["never", "one_scale", "always"] = "never"
+    matrix_instr_nonkdim: int | None = None
 
 
 TILES = TileTable(Path(__file__).with_name("tiles.json"), Config)

@@ -32,7 +32,7 @@ from ..common import launch_cache, strided
 from ..common.arch import Arch
 from ..common.checks import expect_head_dim
 from ..common.decode_plans import MIN_SPLIT_KEYS
-from ..common.launching import Launch, arch_and_sms, partials
+from ..common.launching import Launch, arch_and_sms, given, partials
 from ..common.query_tiles import LOG2E
 from ..common.tile_shapes import MAX_REGISTERS, tile_heads
 from . import merge
@@ -153,6 +153,7 @@ def _options(config: Config, arch: Arch) -> dict[str, Any]:
     return {
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
+        **given(matrix_instr_nonkdim=config.matrix_instr_nonkdim),
         **arch.register_limit(MAX_REGISTERS),
     }
 

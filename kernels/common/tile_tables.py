@@ -10,7 +10,8 @@ mistake raises ValueError with the file and the entry. A shape changes speed, ne
 computed.
 
 A file is ``{"comments": [text], "entries": [entry]}``, one entry a line. The fields of an entry are
-those of `Key`, of which a missing one stands for any value, those of the operator's dataclass of
+those of `Key`, of which a missing one stands for any value (a missing "gpu" for those that no other
+entry names), those of the operator's dataclass of
 launch choices, of which a missing one has its default, and "comment". ``block_m`` is ``rows`` where
 it is missing.
 """
@@ -93,6 +94,8 @@ class TileTable(Generic[C]):
     def find(self, question: Key) -> Entry[C]:
         """The entry of the smallest head_dim that is enough and the most rows up to those asked.
 
+        Of two such entries that which names the GPU.
+
         Raises:
             LookupError: no entry is for that.
         """
@@ -101,7 +104,12 @@ class TileTable(Generic[C]):
             if not entries:
                 raise LookupError(f"{self.path}: expected an entry for {question}, got none")
             self._found[question] = min(
-                entries, key=lambda e: (e.key.head_dim or sys.maxsize, -(e.key.rows or 0))
+                entries,
+                key=lambda e: (
+                    e.key.head_dim or sys.maxsize,
+                    -(e.key.rows or 0),
+                    e.key.gpu is None,
+                ),
             )
         return self._found[question]
 
@@ -205,10 +213,11 @@ def _entry(row: Any, config: type[C]) -> Entry[C]:
 
 
 def _questions(key: Key) -> Iterator[tuple[Any, ...]]:
-    """Everything that a key is for; its head_dim and rows as they are."""
+    """Everything that a key is for; its head_dim and rows as they are, and its GPU: an entry that
+    names one comes before one that names none."""
     some = [
-        [value] if value is not None or not _choices(hint) else _choices(hint)
-        for value, hint in zip(vars(key).values(), _hints(Key).values(), strict=True)
+        [value] if value is not None or name == "gpu" or not _choices(hint) else _choices(hint)
+        for (name, value), hint in zip(vars(key).items(), _hints(Key).values(), strict=True)
     ]
     return product(*some)
 

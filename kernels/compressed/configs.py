@@ -30,6 +30,8 @@ class CompressedConfig:
         swap: whether the products are swapped, so that keys and channels lie along the tensor
             cores' tiles of 64.
         divide: whether warps divide the scores of a tile between them (``common.tiles.update``).
+        matrix_instr_nonkdim: rows of the matrix instructions, 16 or 32 (AMD's MFMA); None: Triton's
+            choice, which is 32 for tiles that have them: then fewer warps have rows of their own.
     """
 
     block_m: int
@@ -38,6 +40,7 @@ class CompressedConfig:
     num_stages: int
     swap: bool
     divide: bool = False
+    matrix_instr_nonkdim: int | None = None
 
 
 TILES = TileTable(Path(__file__).with_name("tiles.json"), CompressedConfig)

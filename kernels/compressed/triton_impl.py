@@ -20,7 +20,7 @@ from ..common import launch_cache, strided
 from ..common.arch import Arch
 from ..common.decode_plans import SPLIT_COST
 from ..common.latent_pages import LatentPages
-from ..common.launching import Launch, arch_and_sms, partials
+from ..common.launching import Launch, arch_and_sms, given, partials
 from ..common.merging import block_parts, compressed_merge_kernel
 from ..common.query_tiles import LOG2E
 from ..common.tile_shapes import MAX_REGISTERS, tile_heads, tile_rows
@@ -139,6 +139,7 @@ def _shared_arguments(call: CompressedCall, config: CompressedConfig, arch: Arch
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
         # 16 warps have to share the 65536 registers of a multiprocessor.
+        **given(matrix_instr_nonkdim=config.matrix_instr_nonkdim),
         **arch.register_limit(min(MAX_REGISTERS, 2048 // config.num_warps)),
     }
 

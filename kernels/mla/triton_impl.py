@@ -18,7 +18,7 @@ import torch
 from ..common import launch_cache, strided
 from ..common.arch import Arch
 from ..common.decode_plans import MIN_SPLIT_KEYS, SPLIT_COST
-from ..common.launching import Launch, arch_and_sms, partials
+from ..common.launching import Launch, arch_and_sms, given, partials
 from ..common.merging import block_parts, compressed_merge_kernel
 from ..common.query_tiles import LOG2E
 from ..common.tile_shapes import MAX_REGISTERS, tile_heads
@@ -94,9 +94,11 @@ def _shared_arguments(call: MlaCall, config: MlaConfig, arch: Arch) -> dict[str,
         "SWAP": config.swap,
         "DIVIDE": config.divide,
         "HOIST": hoists(config.swap, config.divide, arch),
+        "PARTS": config.key_parts,
         "ALIGNED": launch_cache.rows_at_16_bytes(call.pages, call.kv),
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
+        **given(matrix_instr_nonkdim=config.matrix_instr_nonkdim),
         **arch.register_limit(min(MAX_REGISTERS, 2048 // config.num_warps // config.per_sm)),
     }
 
