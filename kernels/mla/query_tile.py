@@ -66,7 +66,6 @@ def attend_query_tile(
     )
     for start in tl.range(low, high, BLOCK_N, disable_licm=not HOIST):
         key = start + offs_n
-        read = (key < high)[:, None]
         if PARTS > 1:
             # Keys past the last one are that one again, whose weight is 0.
             key = tl.minimum(key, high - 1)
@@ -84,17 +83,21 @@ def attend_query_tile(
             if ALIGNED:
                 rows = tl.multiple_of(rows, 16)
         if PARTS > 1:
+            live_key = start + offs_n < high
+            read = live_key[:, None]
             latents = tl.load(rows[:, None] + dim[None, :])
         else:
+            live_key = key < high
+            read = live_key[:, None]
             # What lies in rows that are not live may be NaN: 0 * NaN would reach the output.
             latents = tl.load(rows[:, None] + dim[None, :], mask=read, other=0.0)
             ropes = tl.load(rows[:, None] + rope_dim[None, :], mask=read, other=0.0)
         if ONE_TOKEN:
-            visible = read if SWAP else (start + offs_n < high)[None, :]
+            visible = read if SWAP else live_key[None, :]
         elif SWAP:
             visible = read & (key[:, None] <= position[None, :])
         else:
-            visible = (start + offs_n < high)[None, :] & (key[None, :] <= position[:, None])
+            visible = live_key[None, :] & (key[None, :] <= position[:, None])
         if PARTS > 1:
             # Not known to be 0: see `score_parts`.
             again = q_rows + tl.minimum(high - start, 0)
