@@ -80,6 +80,14 @@ class Device:
 
 # Copy and matmul rates as measured on an H200 by others; L2 rate, latency and launch are estimates. A run on a GPU replaces the rates by its own.
 H200 = Device("NVIDIA H200", named("sm_90"), 132, 4.3e12, 780e12, 1.755e9)
+# Published peaks, which no program reaches: AMD's data sheets; instructions of a tile are those counted on sm_90, and nothing was measured.
+MI300X = Device(
+    "AMD Instinct MI300X, published peaks", named("gfx942"), 304, 5.3e12, 1307e12, 2.1e9, 17.2e12
+)
+MI355X = Device(
+    "AMD Instinct MI355X, published peaks", named("gfx950"), 256, 8.0e12, 2517e12, 2.4e9, 17.2e12
+)
+DEVICES = {"h200": H200, "mi300x": MI300X, "mi355x": MI355X}
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from quire.kernels.common.arch import named
+from quire.kernels.common import launching
+from quire.kernels.common.arch import Arch, named
 
-from . import sass, ttgir
-from .cases import all_cases
-from .rules import PIPELINED, resident_programs
+from . import amdgcn, sass, ttgir
+from .cases import StaticCase, all_cases
+from .rules import PIPELINED, SIMDS, resident_programs, resident_workgroups
 
 
 def specialise(
@@ -138,7 +139,9 @@ def _readers() -> str:
     """A hash of the modules that make a row of what Triton gives."""
     files = sorted(Path(__file__).parent.glob("*.py"))
     sources = b"".join(
-        path.read_bytes() for path in files if path.stem in ("compiling", "rules", "sass", "ttgir")
+        path.read_bytes()
+        for path in files
+        if path.stem in ("amdgcn", "compiling", "rules", "sass", "ttgir")
     )
     return hashlib.sha256(sources).hexdigest()
 
@@ -165,7 +168,6 @@ def measure(name: str, arch: str, index: int) -> dict[str, Any]:
         name: of the case.
         index: of the kernel among the case's launches.
     """
-    import torch
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -176,45 +178,94 @@ def measure(name: str, arch: str, index: int) -> dict[str, Any]:
     kernel = launch.kernel.__name__.strip("_")
     signature, constants, attributes, options = specialise(launch)
     source = ASTSource(launch.kernel, signature, constants, attributes)
-    compiled = triton.compile(source, target=GPUTarget(*named(arch).target), options=options)
-    code, metadata = sass.read(compiled.asm["cubin"]), compiled.metadata
-    threads = metadata.num_warps * 32
-    resident = resident_programs(
-        arch, code.registers, metadata.shared, threads, getattr(metadata, "tmem_size", None) or 0
-    )
-    values = launch.values
-    copy, tiles, in_flight, instructions = 0, 0, 0, None
-    parts = value_parts(launch)
-    if kernel.endswith(PIPELINED):
-        element_size = getattr(torch, case.dtype).itemsize
-        tile_bytes = values["BLOCK_N"] * case.key_bytes
-        if parts > 1:  # all of a key, and a part of its values
-            tile_bytes = tile_bytes * (parts + 1) // (2 * parts)
-        copy = code.copy_bytes(element_size, case.scale_bytes)
-        instructions = code.tile_instructions(tile_bytes, threads, case.scale_bytes)
-        tiles = ttgir.tiles_in_flight(compiled.asm["ttgir"]) or 0
-        in_flight = tile_bytes * tiles * resident
+    with launching.without_buffer_operations():
+        compiled = triton.compile(source, target=GPUTarget(*named(arch).target), options=options)
+    read = _read_nvidia if named(arch).maker == "nvidia" else _read_amd
     return {
         "kernel": kernel,
         "case": name,
         "config": config(launch),
         "arch": arch,
         "dtype": case.dtype,
-        "registers": code.registers,
-        "spill_bytes": code.spill_bytes,
-        "stack_bytes": code.stack_bytes,
-        "shared_bytes": metadata.shared,
+        "shared_bytes": compiled.metadata.shared,
         "shared_limit": named(arch).shared_memory,
-        "ctas_per_sm": resident,
-        "mma": code.mma,
-        "kv_copy_bytes": copy,
         "min_copy_bytes": case.min_copy_bytes,
-        "tiles_in_flight": tiles,
-        "bytes_in_flight_per_sm": in_flight,
-        "sass_per_tile": instructions,
+        **read(case, launch, named(arch), compiled),
         "triton": triton.__version__,
         "seconds": round(processor_seconds() - started, 2),
     }
+
+
+def _read_nvidia(case: StaticCase, launch: Any, arch: Arch, compiled: Any) -> dict[str, Any]:
+    """The columns of a row that are read from a cubin."""
+    import torch
+
+    code, metadata = sass.read(compiled.asm["cubin"]), compiled.metadata
+    threads = metadata.num_warps * 32
+    resident = resident_programs(
+        arch.name,
+        code.registers,
+        metadata.shared,
+        threads,
+        getattr(metadata, "tmem_size", None) or 0,
+    )
+    copy, tiles, in_flight, instructions = 0, 0, 0, None
+    if (tile_bytes := _tile_bytes(case, launch)) is not None:
+        element_size = getattr(torch, case.dtype).itemsize
+        copy = code.copy_bytes(element_size, case.scale_bytes)
+        instructions = code.tile_instructions(tile_bytes, threads, case.scale_bytes)
+        tiles = ttgir.tiles_in_flight(compiled.asm["ttgir"]) or 0
+        in_flight = tile_bytes * tiles * resident
+    return {
+        "registers": code.registers,
+        "accumulators": None,
+        "spill_bytes": code.spill_bytes,
+        "stack_bytes": code.stack_bytes,
+        "scalar_spills": None,
+        "ctas_per_sm": resident,
+        "waves_per_simd": None,
+        "mma": code.mma,
+        "loads": None,
+        "kv_copy_bytes": copy,
+        "tiles_in_flight": tiles,
+        "bytes_in_flight_per_sm": in_flight,
+        "sass_per_tile": instructions,
+    }
+
+
+def _read_amd(case: StaticCase, launch: Any, arch: Arch, compiled: Any) -> dict[str, Any]:
+    """The columns of a row that are read from AMD assembly; those in flight are not known."""
+    code, metadata = amdgcn.read(compiled.asm["amdgcn"]), compiled.metadata
+    resident = resident_workgroups(arch.name, code.registers, metadata.shared, metadata.num_warps)
+    loads, copy, instructions = "", 0, None
+    if (tile_bytes := _tile_bytes(case, launch)) is not None:
+        loads, copy = code.loads(), code.load_bytes()
+        instructions = code.tile_instructions(tile_bytes, metadata.num_warps * arch.lanes)
+    return {
+        "registers": code.registers,
+        "accumulators": code.accumulators,
+        "spill_bytes": 4 * code.spilled,
+        "stack_bytes": code.scratch_bytes,
+        "scalar_spills": code.scalar_spills,
+        "ctas_per_sm": resident,
+        "waves_per_simd": resident * metadata.num_warps // SIMDS,
+        "mma": code.mma,
+        "loads": loads,
+        "kv_copy_bytes": copy,
+        "tiles_in_flight": 0,
+        "bytes_in_flight_per_sm": 0,
+        "sass_per_tile": instructions,
+    }
+
+
+def _tile_bytes(case: StaticCase, launch: Any) -> int | None:
+    """Bytes of a K/V tile, without scales; None of a kernel without such tiles."""
+    if not launch.kernel.__name__.endswith(PIPELINED):
+        return None
+    tile_bytes, parts = launch.values["BLOCK_N"] * case.key_bytes, value_parts(launch)
+    if parts > 1:  # all of a key, and a part of its values
+        tile_bytes = tile_bytes * (parts + 1) // (2 * parts)
+    return int(tile_bytes)
 
 
 def processor_seconds() -> float:

@@ -11,11 +11,12 @@ constants is one ``tl.constexpr`` argument.
 """
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from triton import knobs
 from triton.runtime import JITFunction
 
 from .arch import Arch, named
@@ -65,7 +66,25 @@ def fields(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 def launch(kernel: JITFunction, grid: tuple[int, ...], arguments: dict[str, Any]) -> Any:
     """``Launch(kernel, grid, arguments).run()``; returns the compiled kernel, if there is one."""
-    return kernel[grid](**arguments, **OPTIONS) if min(grid) > 0 else None
+    if min(grid) <= 0:
+        return None
+    if torch.version.hip is None:
+        return kernel[grid](**arguments, **OPTIONS)
+    with without_buffer_operations():
+        return kernel[grid](**arguments, **OPTIONS)
+
+
+@contextmanager
+def without_buffer_operations() -> Iterator[None]:
+    """On AMD, kernels are compiled without buffer instructions, whose offsets have 32 bits.
+
+    Triton would use them for tensors in memory of less than 2 GiB, and compile another kernel for
+    each way in which the tensors of a call are smaller or larger than that; and Triton 3.7.1 fails
+    where pointers into two such tensors, or into one such and another, are chosen between.
+    """
+    with knobs.amd.scope():
+        knobs.amd.use_buffer_ops = False
+        yield
 
 
 def on_device(index: int) -> AbstractContextManager[Any]:
