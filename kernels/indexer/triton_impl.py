@@ -19,7 +19,7 @@ import torch
 import triton
 
 from ..common import launch_cache
-from ..common.e4m3 import E4M3_ARCH
+from ..common.arch import Arch
 from ..common.launching import Launch, arch_and_sms
 from ..common.tile_shapes import MAX_REGISTERS, PROGRAMS_PER_SM, next_power_of_2
 from .call import IndexCall
@@ -53,12 +53,12 @@ def _prepared(arguments: dict[str, Any]) -> tuple[dict[str, Any], list[Launch]]:
     return dict(vars(call)), prepare(call, *arch_and_sms(call.q))
 
 
-def prepare(call: IndexCall, arch: int, num_sms: int) -> list[Launch]:
+def prepare(call: IndexCall, arch: Arch, num_sms: int) -> list[Launch]:
     """The launches of a checked call: of each chunk of queries the scores and all levels.
 
     Args:
         call: the checked call.
-        arch: compute capability as major * 10 + minor.
+        arch: of the GPU.
         num_sms: streaming multiprocessors of the device.
     """
     plan, num_tokens = call.plan, call.q.shape[0]
@@ -77,7 +77,7 @@ def prepare(call: IndexCall, arch: int, num_sms: int) -> list[Launch]:
 
 
 def _prepare_scores(
-    call: IndexCall, scores: torch.Tensor, first: int, last: int, arch: int, num_sms: int
+    call: IndexCall, scores: torch.Tensor, first: int, last: int, arch: Arch, num_sms: int
 ) -> Launch:
     """The launch that scores the queries [first, last)."""
     pages, plan = call.pages, call.plan
@@ -120,10 +120,10 @@ def _prepare_scores(
             "ROWS": pages.storage_block_size,
             "BLOCK_T": block_t,
             "BLOCK_N": block_n,
-            "HARDWARE_FP8": arch >= E4M3_ARCH,
+            "HARDWARE_FP8": arch.widens_e4m3,
             "num_warps": num_warps,
             "num_stages": num_stages,
-            "maxnreg": MAX_REGISTERS,
+            **arch.register_limit(MAX_REGISTERS),
         },
     )
 

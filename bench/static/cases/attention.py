@@ -7,6 +7,7 @@ import functools
 from typing import Any
 
 from quire.kernels.attention import call as attention_call
+from quire.kernels.common.arch import Arch
 
 from . import NUM_SMS, StaticCase, meta
 
@@ -151,7 +152,7 @@ def fp8_shapes() -> list[Shape]:
     return [*table, Shape("write-fp8-d128-number", 128, 64, "write", scales="number")]
 
 
-def launches(shape: Shape, arch: int) -> list[Any]:
+def launches(shape: Shape, arch: Arch) -> list[Any]:
     """The kernels that a shape launches, as ``Launch`` values over tensors without storage."""
     from quire.kernels.attention import merge
     from quire.kernels.attention import triton_impl as paged
@@ -202,7 +203,7 @@ def launches(shape: Shape, arch: int) -> list[Any]:
         k_scale=k_scale,
         v_scale=v_scale,
     )
-    return paged.prepare(attention_call.check_attention(call), arch, NUM_SMS[arch])
+    return paged.prepare(attention_call.check_attention(call), arch, NUM_SMS[arch.name])
 
 
 def _scales(shape: Shape) -> tuple[Any, Any]:

@@ -6,6 +6,8 @@ import dataclasses
 import functools
 from typing import Any
 
+from quire.kernels.common.arch import Arch
+
 from . import NUM_SMS, StaticCase, meta
 
 # Bytes become bf16 in the registers of the matrix instruction, 8 of them 16 bytes, and Triton copies them into shared memory in the same
@@ -71,7 +73,7 @@ def shapes() -> list[Shape]:
     return table
 
 
-def launches(shape: Shape, arch: int) -> list[Any]:
+def launches(shape: Shape, arch: Arch) -> list[Any]:
     """The kernels that a shape launches for its first chunk of queries."""
     from quire.kernels.common.latent_pages import IndexPages, page_bytes
     from quire.kernels.indexer import triton_impl as indexer_triton
@@ -96,5 +98,5 @@ def launches(shape: Shape, arch: int) -> list[Any]:
         max_seq_len=shape.max_seq_len,
         scores=meta(num_tokens, shape.topk, dtype="float32") if shape.scores else None,
     )
-    made = indexer_triton.prepare(call, arch, NUM_SMS[arch])
+    made = indexer_triton.prepare(call, arch, NUM_SMS[arch.name])
     return made[: 1 + len(call.plan.num_blocks)]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from quire.kernels.common.arch import Arch
+
 from . import StaticCase, meta
 
 NUM_COPIES, NUM_ROWS = 64, 512
@@ -28,7 +30,7 @@ def cases() -> list[StaticCase]:
     ]
 
 
-def launches(arch: int, pool: str, gather: bool) -> list[Any]:
+def launches(arch: Arch, pool: str, gather: bool) -> list[Any]:
     """The launch of one call."""
     from quire.kernels.page_copy import triton_impl
 

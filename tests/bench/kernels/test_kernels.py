@@ -287,7 +287,7 @@ def test_predictions_over_e4m3_pages(monkeypatch):
 
 
 def test_instructions_of_the_model_are_those_of_the_static_table():
-    rows = {(row["case"], row["kernel"]): row for row in report.read(report.RESULTS / "3.7.1.json") if row["arch"] == 90}  # fmt: skip
+    rows = {(row["case"], row["kernel"]): row for row in report.read(report.RESULTS / "3.7.1.json") if row["arch"] == "sm_90"}  # fmt: skip
     for (head_dim, height), instructions in prediction.E4M3_INSTRUCTIONS.items():
         case = f"prefill-fp8-d{head_dim}-p128", "prefill_kernel"
         if height <= 64:

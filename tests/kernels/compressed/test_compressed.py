@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 
+from quire.bench.static.cases import ALL_ARCHS
 from quire.kernels import (
     LatentPages,
     compressed_attention,
@@ -15,6 +16,7 @@ from quire.kernels import (
     page_bytes,
 )
 from quire.kernels.common import launching
+from quire.kernels.common.arch import named
 from quire.kernels.common.tile_shapes import tile_heads, tile_rows
 from quire.kernels.compressed import configs, flash_mla
 from quire.kernels.compressed import reference as reference_compressed
@@ -129,7 +131,7 @@ def test_against_float64(case):
 
 @pytest.mark.parametrize("num_heads, q_lens", [(20, [2, 1]), (20, [1, 1])])
 def test_divided_scores_below_hopper(num_heads, q_lens, monkeypatch):
-    monkeypatch.setattr(compressed_triton, "arch_and_sms", lambda _: (80, 2))
+    monkeypatch.setattr(compressed_triton, "arch_and_sms", lambda _: (named("sm_80"), 2))
     case = Case("", [150, 40], q_lens, ratio=4, topk=6, num_heads=num_heads, **REAL)
     batch = make_batch(case)
     exact, _ = exactly(batch)
@@ -275,7 +277,7 @@ def test_in_step_rows_are_cached_rows(impl):
     assert attend(written, impl).equal(expected)
 
 
-@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_quantized_rows_are_read_exactly(arch):
     """A query that sees one key gets its row: every quantized value with every scale that a finite bf16 number can have."""
     quantized = torch.arange(256, dtype=torch.uint8)
@@ -300,7 +302,7 @@ def test_quantized_rows_are_read_exactly(arch):
         lse=None,
         workspace=None,
     )
-    for launch in compressed_triton.prepare(call, arch, 2):
+    for launch in compressed_triton.prepare(call, named(arch), 2):
         launch.run()
     expected = torch.stack([reference_compressed.read_row(pages, 1, row) for row in range(rows)])
     assert call.out[:, 0].double().equal(expected.to(BF16).double())
@@ -310,7 +312,7 @@ def test_quantized_rows_are_read_exactly(arch):
 def test_the_stated_workspace_suffices(num_heads):
     """Whatever the batch, the format, the architecture and the lengths are."""
     for arch, fp8, has_topk in itertools.product(
-        (80, 86, 90, 100, 120), (False, True), (False, True)
+        map(named, ALL_ARCHS), (False, True), (False, True)
     ):
         for decode_tokens, num_decodes, num_sms in itertools.product(
             (1, 3, 9), (1, 300), (1, 7, 132)

@@ -11,6 +11,7 @@ import triton.language as tl
 from quire.bench.common.bounds import bounding
 from quire.kernels import IndexPages, index_topk, index_topk_workspace_numel
 from quire.kernels.common import ordering
+from quire.kernels.common.arch import named
 from quire.kernels.common.tiles import widen_e4m3
 from quire.kernels.indexer import plan as indexer_plan
 from quire.kernels.indexer import reference as reference_indexer
@@ -375,19 +376,19 @@ def test_ordered_bits():
     assert all(a < b for a, b in pairwise(values[:6] + values[7:]))
 
 
-@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_quantised_keys_are_widened_on_every_architecture(arch, monkeypatch):
-    monkeypatch.setattr(indexer_triton, "arch_and_sms", lambda tensor: (arch, 2))
+    monkeypatch.setattr(indexer_triton, "arch_and_sms", lambda tensor: (named(arch), 2))
     case = IndexCase("", [300, 51], [1, 1], fp8=True, dtype=BF16)
     batch = make_index_batch(case)
     assert_selected(select(batch), reference_indexer.select(exact_scores(batch), case.topk))
 
 
-@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("power", [-126, -60, 60, 118])
 def test_queries_beyond_fp16_meet_quantised_keys(power, arch, monkeypatch):
     """bf16 queries of which every second head is out of the range of fp16, and weights that bring all heads to one scale again."""
-    monkeypatch.setattr(indexer_triton, "arch_and_sms", lambda tensor: (arch, 2))
+    monkeypatch.setattr(indexer_triton, "arch_and_sms", lambda tensor: (named(arch), 2))
     case = IndexCase("", [300, 51], [2, 1], fp8=True, dtype=BF16)
     batch = make_index_batch(case)
     want = reference_indexer.select(exact_scores(batch), case.topk)
