@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from ..policies.base import Entry
 from ..prefix.tree import ResumePoint, Run
 from .match import Planner
 from .places import Place, Tier
@@ -23,11 +26,11 @@ class Admission:
 
     Args:
         planner: knows what a prefill costs.
-        page_bytes: bytes of a page in all of its tensors.
+        num_bytes: that an entry of any place takes in a tier, with the segments that it gains.
     """
 
-    def __init__(self, planner: Planner, page_bytes: int) -> None:
-        self._planner, self._page_bytes = planner, page_bytes
+    def __init__(self, planner: Planner, num_bytes: Callable[[Entry], int]) -> None:
+        self._planner, self._num_bytes = planner, num_bytes
         self._calls = 0
         self._victims: dict[Tier, list[Run | ResumePoint]] = {}  # of this call
         # Entries that were refused, and the call from which on they are looked at again.
@@ -59,7 +62,7 @@ class Admission:
         chance = _chance(source, entry)
         if chance is None:
             return True
-        density = chance * self._saved(target, entry.num_pages, gain) / num_pages
+        density = chance * self._saved(target, entry, gain) / num_pages
         for victim in self._next(target):
             if lacks <= 0:
                 break
@@ -86,11 +89,11 @@ class Admission:
         if isinstance(policy, Watched) and policy.is_spare(entry):
             return 0.0
         chance = _chance(tier, entry)
-        return 0.0 if chance is None else chance * self._saved(tier, entry.num_pages, entry.gain)
+        return 0.0 if chance is None else chance * self._saved(tier, entry, entry.gain)
 
-    def _saved(self, tier: Tier, num_pages: int, gain: int) -> float:
-        """Seconds that a hit saves which brings `num_pages` pages of `tier`."""
-        load = num_pages * self._page_bytes / tier.bytes_per_second
+    def _saved(self, tier: Tier, entry: Entry, gain: int) -> float:
+        """Seconds that a hit on `entry` saves which brings it from `tier`."""
+        load = self._num_bytes(entry) / tier.bytes_per_second
         return max(0.0, self._planner.compute_seconds(gain) - load)
 
 

@@ -41,7 +41,7 @@ class Stores:
         # again.
         self._failures: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
         self._calls = 0
-        self._admission = Admission(planner, transfers.page_bytes)
+        self._admission = Admission(planner, transfers.num_bytes)
 
     def due(self, max_pages: int) -> list[Job]:
         """The jobs to start now, of at most `max_pages` pages."""

@@ -336,9 +336,10 @@ def make_tiers(
         parts=parts.counts,
         watermark=min(memory.num_pages // 2, max(memory.num_pages // 8, step)),
     )
-    num_tensors = len(pool.tensors) if hasattr(pool, "arrive") else 0
+    by_tensor = hasattr(pool, "arrive")
+    num_tensors = len(pool.tensors) if by_tensor else None
     copier = PageCopier(pages, host=host, disk=disk, num_tensors=num_tensors)
-    if num_tensors:
+    if by_tensor:
         pool.arrive = copier.streams.arrive
     return EngineTiers(kv, tiers, copier, parts, sizes, disk)
 

@@ -94,8 +94,8 @@ class PageCopier:
         pool: the page tensors of the device; a page of a tier has what is behind one id of them.
         host: pages of the tier "host", if there is one.
         disk: pages of the tier "disk".
-        num_tensors: page tensors of the device, by which copies come that steps run ahead of; 0 =
-            they come at once.
+        num_tensors: copies that steps run ahead of come tensor by tensor, of so many that a page
+            of the device has; None = all at once.
 
     Attributes:
         streams: of copies between device and host.
@@ -108,11 +108,11 @@ class PageCopier:
         *,
         host: HostPages | None = None,
         disk: DiskStore | None = None,
-        num_tensors: int = 0,
+        num_tensors: int | None = None,
     ) -> None:
         self._pool, self._host, self._disk = pool, host, disk
-        self.streams, self._ways = CopyStreams(pool.device), PageWays(pool)
-        self._num_tensors = num_tensors
+        self.streams, self._ways = CopyStreams(pool.device), PageWays(pool, num_tensors)
+        self._ahead_tensors = [None] if num_tensors is None else [*range(num_tensors)]
         self._staging: HostPages | None = None
         if disk is not None:
             num_rows = max(1, min(STAGING_BYTES // pool.num_bytes, pool.num_ids))
@@ -151,8 +151,8 @@ class PageCopier:
         if ahead:
             # A model's layers need the tensors in turn, each of them in the pages of all groups.
             names = ("sources", "targets", "parts")
-            joined = {name: np.concatenate([getattr(c, name) for c in parts]) for name in names}
-            parts = deque([replace(parts[0], **joined)])
+            whole = {x: np.concatenate([getattr(c, x) for c in parts]) for x in names}
+            parts = deque([replace(parts[0], **whole)])
         self._running.append(_Running(job, parts, is_ahead=ahead))
         self._begin()
 
@@ -281,19 +281,6 @@ class PageCopier:
         """Ids of parts of pages of the pool."""
         return pages.astype(np.int64) * self._pool.num_parts + parts
 
-    def _by_tensor(
-        self, ids: np.ndarray, rows: np.ndarray
-    ) -> list[tuple[np.ndarray, np.ndarray, int | None]]:
-        """Copies as one for each page tensor of the device: ids, rows, and which tensor of an id."""
-        each = self._pool.num_tensors
-        if not self._num_tensors:
-            return [(ids, rows, None)]
-        if each == self._num_tensors:  # an id has a piece of every tensor
-            return [(ids, rows, tensor) for tensor in range(each)]
-        of = ids % self._pool.num_parts
-        parts = [(of == t // each, t % each) for t in range(self._num_tensors)]
-        return [(ids[here], rows[here], tensor) for here, tensor in parts]
-
     def _copy(
         self,
         running: _Running,
@@ -303,10 +290,8 @@ class PageCopier:
         rows: np.ndarray,
     ) -> Generator[Pending, None, None]:
         if running.is_ahead:
-            parts = self._by_tensor(ids, rows)
-            copying = self.streams.begin_ahead(
-                [partial(self._ways.copy, direction, i, host.rows, r, t) for i, r, t in parts]
-            )
+            copy = partial(self._ways.copy, direction, ids, host.rows, rows)
+            copying = self.streams.begin_ahead([partial(copy, t) for t in self._ahead_tensors])
         else:
             copying = self.streams.begin(
                 direction, lambda: self._ways.copy(direction, ids, host.rows, rows)

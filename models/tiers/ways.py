@@ -25,15 +25,17 @@ class PageWays:
 
     Args:
         pool: the page tensors.
+        num_tensors: of a page of the device, for copies of one of them alone.
 
     Attributes:
         kernel_from: by direction, pages of one copy from which on the kernel takes it; before
             `probe`, and on a CPU, it never does.
     """
 
-    def __init__(self, pool: PoolPages) -> None:
-        self._pool, each = pool, pool.num_tensors
-        self._tensors = [PoolPages(pool.tensors[t::each], pool.num_parts) for t in range(each)]
+    def __init__(self, pool: PoolPages, num_tensors: int | None = None) -> None:
+        self._pool = pool
+        self._has_all = num_tensors in (None, pool.num_tensors)
+        self._tensors = [self._share_of(i) for i in range(num_tensors or 0)]
         self.kernel_from: dict[str, float] = dict.fromkeys(DIRECTIONS, math.inf)
 
     def copy(
@@ -51,13 +53,32 @@ class PageWays:
             pages: [n] ids in the pool, as of `PoolPages`.
             buffer: [num_rows, num_bytes] uint8 of the host.
             rows: [n] of it.
-            tensor: what this one of an id's tensors has of them alone; None = what all have.
+            tensor: what this page tensor has of them alone; None = what all have.
 
         Returns:
             What has to live until it is done.
         """
         by_kernel = len(pages) >= self.kernel_from[direction]
         return self._by(direction, "triton" if by_kernel else "torch", pages, buffer, rows, tensor)
+
+    def _share_of(self, tensor: int) -> PoolPages:
+        """What a page tensor of the device has of the pool: a share of each part, or it is in one
+        part alone."""
+        pool = self._pool
+        if self._has_all:
+            return PoolPages(pool.tensors[tensor :: pool.num_tensors], pool.num_parts)
+        return PoolPages([pool.tensors[tensor]])
+
+    def _of_tensor(
+        self, tensor: int, ids: np.ndarray, rows: np.ndarray, buffer: Tensor
+    ) -> tuple[np.ndarray, np.ndarray, Tensor]:
+        """Those of the copies that concern a page tensor of the device, and where it is in rows."""
+        part, column = divmod(tensor, self._pool.num_tensors)
+        if not self._has_all:
+            own = ids % self._pool.num_parts == part
+            ids, rows = ids[own] // self._pool.num_parts, rows[own]
+        size = self._pool.page_bytes
+        return ids, rows, buffer[:, column * size : (column + 1) * size]
 
     def _by(
         self,
@@ -68,15 +89,15 @@ class PageWays:
         rows: np.ndarray,
         tensor: int | None = None,
     ) -> object:
+        pool = self._pool
+        if tensor is not None:
+            pages, rows, buffer = self._of_tensor(tensor, pages, rows, buffer)
+            pool = self._tensors[tensor]
         ids = [torch.from_numpy(x.astype(np.int64)) for x in (pages, rows)]
         if impl == "triton" and self._pool.device.type == "cuda":
             # From pinned memory, or the host would wait for all that the stream waits for.
             ids = [x.pin_memory().to(self._pool.device, non_blocking=True) for x in ids]
         copy = gather_pages if direction == TO_HOST else scatter_pages
-        pool = self._pool
-        if tensor is not None:
-            pool = self._tensors[tensor]
-            buffer = buffer[:, tensor * pool.num_bytes : (tensor + 1) * pool.num_bytes]
         copy(pool, ids[0], buffer, ids[1], impl=impl)
         return ids
 
@@ -107,4 +128,5 @@ class PageWays:
                     break
                 self.kernel_from[direction] = n
             if self.kernel_from[direction] <= most:  # compiled now, not when a request waits
-                self._by(direction, "triton", np.arange(1, 2), buffer, np.arange(1), 0)
+                first = 0 if self._tensors else None
+                self._by(direction, "triton", np.arange(1, 2), buffer, np.arange(1), first)

@@ -404,19 +404,34 @@ def test_on_a_cpu_a_part_is_copied_when_somebody_waits():
     both.arrive_all()
 
 
-@pytest.mark.parametrize("by_tensor", [False, True])
-def test_a_job_that_steps_run_ahead_of(by_tensor):
+@pytest.mark.parametrize("how", ["at once", "by tensor", "tensors as parts", "bytes as parts"])
+def test_a_job_that_steps_run_ahead_of(how):
     """Of all groups at once, tensor by tensor where layers wait for these; not what a disk brings."""
-    _, tensors, host, _disk = made()
-    copier = PageCopier(PoolPages(tensors), host=host, num_tensors=len(tensors) * by_tensor)
-    host.rows[1:5] = torch.arange(4, dtype=torch.uint8)[:, None] + 7
-    one = job(copies("host", "device", [1, 2], [3, 4]), copies("host", "device", [3, 4], [5, 6]))
+    _, tensors, _host, _disk = made()
+    num_tensors, n, views = None if how == "at once" else NUM_TENSORS, 1, tensors
+    if how == "tensors as parts":
+        n = NUM_TENSORS
+    elif how == "bytes as parts":
+        n, half = 2, PAGE_BYTES // 2
+        views = [tensor[:, i * half :][:, :half] for i in range(n) for tensor in tensors]
+    pool = PoolPages(views, n)
+    host = HostPages(1 + 4 * n, pool.num_bytes, CPU)
+    copier = PageCopier(pool, host=host, num_tensors=num_tensors)
+    host.rows[1:] = (
+        torch.arange(4 * n, dtype=torch.uint8)[:, None] // n + 7
+    )  # of a page, then the next
+
+    def some(first, targets):
+        rows = [1 + first * n + i for i in range(2 * n)]
+        return copies("host", "device", rows, np.repeat(targets, n), [*range(n)] * 2)
+
+    one = job(some(0, [3, 4]), some(2, [5, 6]))
     assert copier.can_run_ahead(one) and not copier.can_run_ahead(job())
     assert not copier.can_run_ahead(job(*one.copies, copies("disk", "device", [1], [1])))
     copier.start(one, ahead=True)
     assert copier.poll() == [] and copier.has(one)
     expected = torch.tensor([7, 8, 9, 10], dtype=torch.uint8)
-    if by_tensor:
+    if num_tensors:
         copier.streams.arrive(2)
         assert tensors[2][3:7].eq(expected[:, None]).all()
         assert not tensors[0][3:7].eq(expected[:, None]).all()
