@@ -53,22 +53,29 @@ class Admission:
             num_pages: that it would take there. gain: segments that a hit on it would save over
                 the next shorter entry there.
         """
+        pages = gain * target.index.pages_per_segment
+        if isinstance(entry, ResumePoint):
+            pages += len(entry.pages)
+        saved = self._saved(target, pages, gain)
+        if not saved:  # to compute it is as quick
+            return self._refuse(entry)
         lacks = num_pages - target.num_free
-        if lacks <= 0:
-            return True
         chance = _chance(source, entry)
-        if chance is None:
+        if lacks <= 0 or chance is None:
             return True
-        density = chance * self._saved(target, entry.num_pages, gain) / num_pages
+        density = chance * saved / num_pages
         for victim in self._next(target):
             if lacks <= 0:
                 break
             freed = victim.freed
             lacks -= freed
             if density * freed < self._worth(target, victim):
-                self._refused[entry] = self._calls + PATIENCE
-                return False
+                return self._refuse(entry)
         return True
+
+    def _refuse(self, entry: Run | ResumePoint) -> bool:
+        self._refused[entry] = self._calls + PATIENCE
+        return False
 
     def _next(self, tier: Tier) -> list[Run | ResumePoint]:
         """What `tier` would evict next, without what went since this call began."""
@@ -90,7 +97,7 @@ class Admission:
 
     def _saved(self, tier: Tier, num_pages: int, gain: int) -> float:
         """Seconds that a hit saves which brings `num_pages` pages of `tier`."""
-        load = num_pages * self._page_bytes / tier.bytes_per_second
+        load = tier.load_seconds(num_pages * self._page_bytes)
         return max(0.0, self._planner.compute_seconds(gain) - load)
 
 
