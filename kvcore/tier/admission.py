@@ -26,10 +26,10 @@ class Admission:
 
     Args:
         planner: knows what a prefill costs.
-        num_bytes: that an entry of any place takes in a tier, with the segments that it gains.
+        num_bytes: that an entry of any place takes in a tier, with so many segments.
     """
 
-    def __init__(self, planner: Planner, num_bytes: Callable[[Entry], int]) -> None:
+    def __init__(self, planner: Planner, num_bytes: Callable[[Entry, int], int]) -> None:
         self._planner, self._num_bytes = planner, num_bytes
         self._calls = 0
         self._victims: dict[Tier, list[Run | ResumePoint]] = {}  # of this call
@@ -56,22 +56,26 @@ class Admission:
             num_pages: that it would take there. gain: segments that a hit on it would save over
                 the next shorter entry there.
         """
+        saved = self._saved(target, entry, gain)
+        if not saved:  # to compute it is as quick
+            return self._refuse(entry)
         lacks = num_pages - target.num_free
-        if lacks <= 0:
-            return True
         chance = _chance(source, entry)
-        if chance is None:
+        if lacks <= 0 or chance is None:
             return True
-        density = chance * self._saved(target, entry, gain) / num_pages
+        density = chance * saved / num_pages
         for victim in self._next(target):
             if lacks <= 0:
                 break
             freed = victim.freed
             lacks -= freed
             if density * freed < self._worth(target, victim):
-                self._refused[entry] = self._calls + PATIENCE
-                return False
+                return self._refuse(entry)
         return True
+
+    def _refuse(self, entry: Run | ResumePoint) -> bool:
+        self._refused[entry] = self._calls + PATIENCE
+        return False
 
     def _next(self, tier: Tier) -> list[Run | ResumePoint]:
         """What `tier` would evict next, without what went since this call began."""
@@ -93,7 +97,7 @@ class Admission:
 
     def _saved(self, tier: Tier, entry: Entry, gain: int) -> float:
         """Seconds that a hit on `entry` saves which brings it from `tier`."""
-        load = self._num_bytes(entry) / tier.bytes_per_second
+        load = tier.load_seconds(self._num_bytes(entry, gain))
         return max(0.0, self._planner.compute_seconds(gain) - load)
 
 

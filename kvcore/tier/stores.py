@@ -120,7 +120,7 @@ class Stores:
         if self._admission.is_refused(entry):
             return None
         key = entry.key
-        if self._calls < self._failures.get(key, (0, 0))[1] or not self._is_worth_it(target, entry):
+        if self._calls < self._failures.get(key, (0, 0))[1]:
             return None
         if is_first:
             max_pages = max(max_pages, self._transfers.least_pages)
@@ -138,11 +138,6 @@ class Stores:
             if is_spare:
                 self._leaving.add(entry)
         return job
-
-    def _is_worth_it(self, target: Tier, entry: Entry) -> bool:
-        """Whether loading an entry would be quicker than computing it."""
-        size = self._transfers.num_bytes(entry)
-        return target.load_seconds(size) < self._planner.compute_seconds(entry.gain)
 
     def copy_of(
         self, source: Place, target: Place, entry: Run | ResumePoint

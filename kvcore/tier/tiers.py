@@ -345,7 +345,7 @@ class Tiers(OpenJobs):
 
     def num_bytes(self, entry: Entry) -> int:
         """Bytes that an entry takes in a tier, with the segments that it gains."""
-        return self._transfers.num_bytes(entry)
+        return self._transfers.num_bytes(entry, entry.gain)
 
     def where(self, prompt: Prompt, limit: int) -> list[Found]:
         """Where the first `limit` segments of a prompt end in each place."""

@@ -68,9 +68,10 @@ class Transfers:
         self.most_parts = 1 + max([*tails.segments.parts.tolist(), *tails.points.parts.tolist()])
         self._underway: set[tuple[str, bytes]] = set()  # first segments of open stores
 
-    def num_bytes(self, entry: Entry) -> int:
-        """Bytes that `entry`, of any place, takes in a tier, with the segments that it gains."""
-        return (entry.gain * self._width + len(self._tails.points)) * self.page_bytes
+    def num_bytes(self, entry: Entry, segments: int) -> int:
+        """Bytes that `entry`, of any place, takes in a tier, with so many segments."""
+        point = len(self._tails.points) if isinstance(entry, ResumePoint) else 0
+        return (segments * self._width + point) * self.page_bytes
 
     # Made.
 
