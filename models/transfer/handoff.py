@@ -34,31 +34,12 @@ from quire.kvcore.prefix.keys import KEY_BYTES, root_key
 
 from .objects import HEADER_BYTES, Manifest, check, loads, seal
 from .pages import PageMemory
-from .run import HandedOff, TransferRun
-from .store import DamagedObject, MissingObject, Store, StoreKey, Ticket, TransferError
+from .run import Forgotten, HandedOff, NoRoom, TransferRun
+from .store import DamagedObject, MissingObject, Store, StoreKey, Ticket
 
 STAGING_BYTES = 64 * 2**20
 TIMEOUT = 60.0  # seconds
 FIRST_WAIT, LONGEST_WAIT = 1e-3, 50e-3  # seconds between two looks for a manifest
-
-
-class NoRoom(TransferError):
-    """The receiver's pool has not so many pages.
-
-    Attributes:
-        out_of_pages: what is needed, and what there is.
-    """
-
-    def __init__(self, out_of_pages: OutOfPages) -> None:
-        self.out_of_pages = out_of_pages
-        super().__init__(f"receive: {out_of_pages}")
-
-
-class Forgotten(TransferError):
-    """The cache was cleared, or its pages turned out wrong, while they were handed off."""
-
-    def __init__(self, verb: str) -> None:
-        super().__init__(f"{verb}: expected a cache that stays, got one that was cleared meanwhile")
 
 
 class PrefixTransfer:
@@ -142,19 +123,38 @@ class PrefixTransfer:
         missing = [one for one, size in zip(objects, known, strict=True) if size is None]
         run.report.num_known = len(objects) - len(missing)
         if missing or has_head is None:
-            self._move(missing, run, self._put_one)
+
+            def put(*of_object: Any) -> Ticket:
+                return self._put_one(out, *of_object)
+
+            try:
+                self._move(missing, run, put)
+                self._expect_valid(out)
+            except Forgotten:
+                run.take_back([key for key, _ in missing])
+                raise
             data = np.frombuffer(manifest.dumps(), np.uint8)
             for key in (marker, head):  # what it is, before that it is
-                if out.is_void:
-                    raise Forgotten("send")
                 run.finish([run.store.put(key, [seal(key, [data]), data])])
                 run.report.count(key.kind, HEADER_BYTES + len(data))
 
+    @staticmethod
+    def _expect_valid(out: Outgoing) -> None:
+        if out.is_void:
+            raise Forgotten("send")
+
     def _put_one(
-        self, key: StoreKey, pages: np.ndarray, staging: Any, rows: np.ndarray, run: TransferRun
+        self,
+        out: Outgoing,
+        key: StoreKey,
+        pages: np.ndarray,
+        staging: Any,
+        rows: np.ndarray,
+        run: TransferRun,
     ) -> Ticket:
         with run.timed("copy"):
             self._pages.copy_out(pages, staging, rows)
+        self._expect_valid(out)  # else others may have written these pages meanwhile
         buffers = staging.arrays(rows)
         with run.timed("checksum"):
             header = seal(key, buffers)
@@ -379,6 +379,7 @@ class PrefixTransfer:
                 free = np.concatenate([free, *(rows_of.pop(ticket) for ticket in ended)])
             rows, free = free[: len(pages)], free[len(pages) :]
             ticket = begin(key, pages, staging, rows, run)
+            run.begun.append(ticket)
             rows_of[ticket] = rows
             run.report.count(key.kind, HEADER_BYTES + len(pages) * self._pages.page_bytes)
         run.finish(list(rows_of))

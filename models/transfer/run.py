@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from quire.kvcore import OutOfPages
+
 from .store import (
     DamagedObject,
     Store,
@@ -14,6 +16,25 @@ from .store import (
     Ticket,
     TransferError,
 )
+
+
+class NoRoom(TransferError):
+    """The receiver's pool has not so many pages.
+
+    Attributes:
+        out_of_pages: what is needed, and what there is.
+    """
+
+    def __init__(self, out_of_pages: OutOfPages) -> None:
+        self.out_of_pages = out_of_pages
+        super().__init__(f"receive: {out_of_pages}")
+
+
+class Forgotten(TransferError):
+    """The cache was cleared, or its pages turned out wrong, while they were handed off."""
+
+    def __init__(self, verb: str) -> None:
+        super().__init__(f"{verb}: expected a cache that stays, got one that was cleared meanwhile")
 
 
 @dataclass
@@ -49,11 +70,13 @@ class TransferRun:
 
     Attributes:
         at_end: what is to be done when a ticket has ended well.
+        begun: tickets of all objects so far.
     """
 
     def __init__(self, verb: str, store: Store, timeout: float) -> None:
         self.verb, self.store, self.timeout = verb, store, timeout
         self.report, self.at_end = HandedOff(), dict[Ticket, Callable[[], None]]()
+        self.begun: list[Ticket] = []
         self._start = time.monotonic()
         self.begin()
 
@@ -98,6 +121,18 @@ class TransferRun:
         except TransferError as failed:
             error.__cause__ = failed
         return error
+
+    def take_back(self, keys: list[StoreKey]) -> None:
+        """What was put is not to be found: its rows may be wrong, or others'.
+
+        Raises:
+            StoreFailed: it may be there still.
+        """
+        left = self.begun
+        while left and time.monotonic() < self._deadline:  # or they would come after that
+            ended = self.store.poll(left, self._deadline - time.monotonic())
+            left = [ticket for ticket in left if ticket not in ended]
+        self.store.remove(keys)
 
     def ended(self) -> HandedOff:
         """The report."""

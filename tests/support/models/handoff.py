@@ -6,7 +6,7 @@ from collections import Counter
 
 import numpy as np
 
-from quire.kvcore import GroupSpec, KVCache
+from quire.kvcore import GroupSpec, KVCache, OutOfPages
 from quire.models.transfer.handoff import PrefixTransfer
 from quire.models.transfer.pages import ArrayPages
 from tests.support.kvcore.device import Device, Request, Text
@@ -22,6 +22,10 @@ GROUPS = {
         GroupSpec("state", "state", 8, 8),
     ],
 }
+
+
+class NoPages(Exception):
+    """A prompt does not fit beside what others hold."""
 
 
 class End:
@@ -54,6 +58,9 @@ class End:
         while (left := len(tokens) - request.computed) > 0:
             (count,) = self.kv.cut(slot, [min(chunk, left)]).tolist()
             plan = self.kv.plan(slot, [count])
+            if isinstance(plan, OutOfPages):
+                self.kv.release("r")
+                raise NoPages(str(plan))
             self.device.wipe_free_pages()
             self.device.copy(plan.copies)
             self.device.check(request, plan.state_pages[:, 0] if len(plan.state_pages) else None)
