@@ -77,6 +77,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     options = _parser().parse_args(argv)
     if options.update and (options.only or not (options.arch or options.all)):
         raise ValueError("update: expected --all or --arch without --only")
+    if options.samples and not (options.arch or options.all):
+        raise ValueError("samples: expected --all or --arch with it")
     if options.update and options.baseline:
         output_file(str(options.baseline))
     return options
