@@ -97,7 +97,7 @@ class Admission:
 
     def _saved(self, tier: Tier, num_pages: int, gain: int) -> float:
         """Seconds that a hit saves which brings `num_pages` pages of `tier`."""
-        load = tier.load_seconds(num_pages * self._page_bytes)
+        load = num_pages * self._page_bytes / tier.bytes_per_second  # no queue of now
         return max(0.0, self._planner.compute_seconds(gain) - load)
 
 

@@ -45,7 +45,7 @@ class Tiers(OpenJobs):
         prefill_tokens_per_second: what the engine computes; `computed` measures it.
         page_bytes: bytes of a page id, in all page tensors; by default those of one tensor.
         watermark: pages of the pool that are to be free, or to be had without a loss: so many of
-            those that eviction takes next are copied before it comes. By default a sixteenth of
+            those that eviction takes next are copied before it comes. By default an eighth of
             each place.
         max_hint_bytes: that the prefixes which one tenant (one salt) retains by hints may have;
             None for no limit but that of pins.
