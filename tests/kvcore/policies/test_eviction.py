@@ -191,7 +191,10 @@ def test_adaptive_asks_how_many_of_a_kind_are_returned_to():
             policy.asked(key(*said[:9], "new"), 9)
     while policy._new:
         policy._look(64)
-    share = {kind: policy._returns._rate(kind, False)[0] for kind in ("edited", "end", "answer", "junction")}
+    share = {
+        kind: policy._returns._rate(kind, False)[0]
+        for kind in ("edited", "end", "answer", "junction")
+    }
     assert share["edited"] > 0.8, "a kind of few entries"
     assert share["end"] == pytest.approx(10 / 19, abs=0.02)
     assert share["answer"] < 0.02 and share["junction"] < 0.02
