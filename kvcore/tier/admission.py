@@ -97,7 +97,7 @@ class Admission:
 
     def _saved(self, tier: Tier, entry: Entry, gain: int) -> float:
         """Seconds that a hit on `entry` saves which brings it from `tier`."""
-        load = tier.load_seconds(self._num_bytes(entry, gain))
+        load = self._num_bytes(entry, gain) / tier.bytes_per_second  # no queue of now
         return max(0.0, self._planner.compute_seconds(gain) - load)
 
 

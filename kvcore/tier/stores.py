@@ -93,7 +93,7 @@ class Stores:
         """Pages of a place that are to be free, or to be had without a loss."""
         if place is self._places[0] and self._watermark is not None:
             return self._watermark
-        return place.index.pool.num_pages // 16
+        return place.index.pool.num_pages // 8
 
     def everything(self, max_pages: int) -> list[Job]:
         """The jobs, of at most `max_pages` pages, that bring what a place holds to the next one."""

@@ -48,7 +48,7 @@ class Tiers(OpenJobs):
             pool's pages are equal; where a group leaves some of its own unused, smaller pages in
             tiers need not keep that. `Copies.parts` says which part of a page goes where.
         watermark: pages of the pool that are to be free, or to be had without a loss: so many of
-            those that eviction takes next are copied before it comes. By default a sixteenth of
+            those that eviction takes next are copied before it comes. By default an eighth of
             each place.
         max_hint_bytes: that the prefixes which one tenant (one salt) retains by hints may have;
             None for no limit but that of pins.
