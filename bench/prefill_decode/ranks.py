@@ -70,15 +70,15 @@ def run_on_ranks(
         "tokens_per_step": sum(steps) / len(steps),
         "sum_bytes_per_layer_token": sent["sum"] / COUNTED / config.num_layers,
         "least_bytes_per_layer_token": least,
-        "gather_bytes_per_row": sent["gather"],
+        "gather_bytes_per_row": sent["gather"] / COUNTED,
         # Of what is summed, a ring sends all but one part twice: once to add it up, once the sum.
         "sent_share": 2 * (size - 1) / size,
     }
 
 
 def bytes_sent(engine: LockstepEngine, num_tokens: int) -> dict[str, int]:
-    """Bytes of each kind of message in a forward pass that gives logits of one row."""
+    """Bytes of each kind of message in a forward pass that gives logits of all rows."""
     before = engine.group.sent.copy()
     ids = torch.zeros(num_tokens, dtype=torch.int64, device=engine.model.device)
-    engine.model.full_forward(ids, logits_rows=ids[:1])
+    engine.model.full_forward(ids)
     return dict(engine.group.sent - before)

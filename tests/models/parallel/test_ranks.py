@@ -119,11 +119,11 @@ def test_one_model_on_several_ranks(processes, name, split):
         sent = engine.everywhere(bytes_sent, 8)
         outputs = run(engine, params)
         totals, memory = engine.totals, engine.memory
-    # Of each token: the embedding, and two parts of a layer, or three; of E models inputs of all layers. Of one row: logits.
+    # Of each token: the embedding, and two parts of a layer, or three; of E models inputs of all layers. Of each row: logits.
     layers = len(config.layer_types)
     sums = 1 + layers * (3 if name == "gemma4-moe-tiny" else 2)
     values = sums * config.hidden_size + layers * getattr(config, "per_layer_input_size", 0)
-    assert sent == {"sum": 8 * 4 * values, "gather": 4 * -(-config.vocab_size // size)}
+    assert sent == {"sum": 8 * 4 * values, "gather": 8 * 4 * -(-config.vocab_size // size)}
     assert (logits - one.full_forward(ids)).abs().max() <= allowed
     alone = Engine(one, EngineConfig(max_num_seqs=4, num_pages=2000, base_block_size=None))
     assert_same_tokens(one, outputs, run(alone, params), allowed)
