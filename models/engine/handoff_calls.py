@@ -64,7 +64,7 @@ class HandOffCalls:
             What was sent; ``num_tokens`` is of the prefix, 0 where nothing is cached.
 
         Raises:
-            ValueError: arguments out of range, or an engine without caching.
+            ValueError: arguments out of range, or an engine without caching or of several ranks.
             quire.models.transfer.store.TransferError: it failed; the other engine finds nothing.
         """
         prompt = self.inputs.check(prompt_token_ids, SamplingParams())
@@ -99,7 +99,7 @@ class HandOffCalls:
             What came; ``num_tokens`` is of the hit.
 
         Raises:
-            ValueError: arguments out of range, or an engine without caching.
+            ValueError: arguments out of range, or an engine without caching or of several ranks.
             quire.kvcore.page_layout.LayoutMismatch: the other engine's pages are of another model,
                 dtype or layout; the message names what differs.
             quire.models.transfer.store.TransferError: it failed, and nothing came. A request
@@ -113,6 +113,11 @@ class HandOffCalls:
 
     @cached_property
     def _transfer(self) -> PrefixTransfer:
+        if self._config.tensor_parallel_size > 1:
+            raise ValueError(
+                "tensor_parallel_size: expected 1 for a hand-off, got "
+                f"{self._config.tensor_parallel_size}: each rank has a part of the pages"
+            )
         return PrefixTransfer(
             self.kv,
             PoolMemory(PoolPages(self.pool.tensors)),
