@@ -30,6 +30,7 @@ from quire.models.loading.weights import build_model
 from quire.models.parallel.lockstep import CLOSE, LockstepEngine
 from quire.models.parallel.watch import RankError
 from quire.models.transfer.memory import DictStore
+from tests.support.budgets import LONG
 from tests.support.models.few import few
 from tests.support.models.ranks import Processes, add_a_page_on, full_forward, on_ranks
 from tests.support.models.tolerance import tolerance
@@ -90,10 +91,13 @@ def processes():
     pool.llm.close()
 
 
-@pytest.mark.parametrize(
-    ("name", "split"),
-    [*((name, False) for name in FAMILIES), ("gemma4-tiny", True), ("deepseek-v4-tiny", True)],
-)
+# Threads run all families with every ``make test`` (`test_context`), over the same parts of models.
+CASES = [("gemma4-e-tiny", False), ("deepseek-v4-tiny", False), ("deepseek-v4-tiny", True)]
+ALL_CASES = [(name, split) for name in FAMILIES for split in (False, True)]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "split"), ALL_CASES if LONG else CASES)
 def test_one_model_on_several_ranks(processes, name, split):
     """Logits up to the order of sums; tokens with hits, chunks, drafts and preemption, every plan and table compared."""
     config = config_of(name)
@@ -112,7 +116,7 @@ def test_one_model_on_several_ranks(processes, name, split):
         "num_pages": 1 + int(1.5 * pages_of_request(cache.groups, longest, 2)),
         "max_model_len": longest + 3,
         "context_parallel_size": size if split else 1,
-        "decode_graphs": name == "gemma4-tiny" or (name == "deepseek-v4-tiny" and SIZE > 2),
+        "decode_graphs": name in ("gemma4-tiny", "gemma4-e-tiny") or (name == "deepseek-v4-tiny" and SIZE > 2),
     }
     params = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)
     with processes.engine(config, drafter=draft, **settings) as engine:
