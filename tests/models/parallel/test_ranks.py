@@ -92,7 +92,7 @@ def processes():
 
 
 # Threads run all families with every ``make test`` (`test_context`), over the same parts of models.
-CASES = [("gemma4-e-tiny", False), ("deepseek-v4-tiny", False), ("deepseek-v4-tiny", True)]
+CASES = [("gemma4-e-tiny", False), ("deepseek-v4-tiny", True)]
 ALL_CASES = [(name, split) for name in FAMILIES for split in (False, True)]
 
 
