@@ -28,17 +28,14 @@ class Piece:
         value, scale: what is read of each; None = all of it.
         cut: what the rank has of the dequantized part; None = all of it.
         block: elements along the cut that share a scale, as far as that matters.
+        is_whole_blocks: whether nothing is read too much.
     """
 
     value: Cut | None = None
     scale: Cut | None = None
     cut: Cut | None = None
     block: int = 1
-
-    @property
-    def is_whole_blocks(self) -> bool:
-        """Whether nothing is read too much."""
-        return self.cut is None or self.cut.start % self.block == 0
+    is_whole_blocks: bool = True
 
     @property
     def is_empty(self) -> bool:
@@ -102,10 +99,12 @@ def piece_of(source: Source, whole: Tensor, part: Tensor, group: Group) -> Piece
     else:
         block = 1
     if cut.runs > 1 and length % block:  # both runs have a part of some block
-        return Piece(cut=cut, block=EVERYTHING)
+        return Piece(cut=cut, block=EVERYTHING, is_whole_blocks=False)
     start, stop = cut.start // block * block, min(length, -(-cut.stop // block) * block)
+    is_whole = (start, stop) == (cut.start, cut.stop)
     if start >= stop:
         start = stop = 0
+        is_whole = True
     value = replace(cut, axis=scale_axis, start=start, stop=stop)
     scale = None
     if scales > 1 or packed:
@@ -114,7 +113,7 @@ def piece_of(source: Source, whole: Tensor, part: Tensor, group: Group) -> Piece
         value = replace(value, start=start // 2, stop=stop // 2)
     elif packed:
         value = scale
-    return Piece(value, scale, cut, block)
+    return Piece(value, scale, cut, block, is_whole)
 
 
 def shared_columns(source: Source, whole: Tensor) -> int:

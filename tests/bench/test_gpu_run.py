@@ -366,7 +366,7 @@ import sys, triton
 from quire.bench.common.compilations import record_compilations
 from quire.bench.static.compiling import measure
 record_compilations(sys.argv[1])
-measure("write-d128", 90, 0)
+measure("write-d128", "sm_90", 0)
 """
 
 

@@ -109,7 +109,11 @@ def test_the_chosen_tile_shape_is_the_one_that_runs(monkeypatch):
     monkeypatch.setattr(tune, "time_calls", lambda *a, **k: Timing(1.0, 1.0, 1.0, 1, 1))
     entry, broken = AttentionEntry("prefill", 32), Config(64, 48, 4, 3)  # no power of two
     rows = tune.measure(
-        entry, [case_of("prefill")], [entry.current(90), broken], torch.device("cpu"), seconds=0.001
+        entry,
+        [case_of("prefill")],
+        [entry.current(HOPPER), broken],
+        torch.device("cpu"),
+        seconds=0.001,
     )
     assert rows[0]["wrong"] is None and rows[0]["ratio"] == 1
     assert "power of 2" in rows[1]["wrong"] and rows[1]["ratio"] is None
@@ -130,7 +134,7 @@ def test_a_wrong_result_is_not_timed(monkeypatch):
     entry = AttentionEntry("decode", 32, 16)
     # A right result of another case makes up for nothing.
     (row,) = tune.measure(
-        entry, [case] * 2, [entry.current(90)], torch.device("cpu"), seconds=0.001
+        entry, [case] * 2, [entry.current(HOPPER)], torch.device("cpu"), seconds=0.001
     )
     assert len(made) == 2 and row["wrong"] and not row["ms"] and row["ratio"] is None
 
@@ -156,16 +160,16 @@ def pool():
 @pytest.mark.slow
 def test_what_breaks_a_static_rule_is_refused(pool):
     entry = AttentionEntry("decode", 512, 64)
-    fits, spills = entry.current(90), Config(64, 64, 4, 2, mask_all=True)
-    reasons = tune.compile_all(entry, [fits, spills], 90, pool)
+    fits, spills = entry.current(HOPPER), Config(64, 64, 4, 2, mask_all=True)
+    reasons = tune.compile_all(entry, [fits, spills], HOPPER, pool)
     assert reasons[0] is None and "spills" in reasons[1]
 
 
 @pytest.mark.slow
 def test_what_is_not_compiled_in_time_is_not_tried(pool):
     entry = AttentionEntry("decode", 32, 16)
-    fits = entry.current(90)
-    reasons = tune.compile_all(entry, [fits] * 3, 90, pool, deadline=perf_counter())
+    fits = entry.current(HOPPER)
+    reasons = tune.compile_all(entry, [fits] * 3, HOPPER, pool, deadline=perf_counter())
     assert reasons[0] is None and reasons[-1] == "out of time"
 
 
@@ -175,7 +179,7 @@ def test_no_case_is_timed_after_the_time_but_the_first(monkeypatch):
     more = dataclasses.replace(case, context=30)
     device = torch.device("cpu")
     for deadline, count in ((perf_counter(), 1), (perf_counter() + 1000, 2)):
-        (row,) = tune.measure(entry, [case, more], [entry.current(90)], device, 0.001, deadline)
+        (row,) = tune.measure(entry, [case, more], [entry.current(HOPPER)], device, 0.001, deadline)
         assert len(row["ms"]) == count and row["ratio"] == 1
 
 

@@ -116,7 +116,8 @@ def test_one_model_on_several_ranks(processes, name, split):
         "num_pages": 1 + int(1.5 * pages_of_request(cache.groups, longest, 2)),
         "max_model_len": longest + 3,
         "context_parallel_size": size if split else 1,
-        "decode_graphs": name in ("gemma4-tiny", "gemma4-e-tiny") or (name == "deepseek-v4-tiny" and SIZE > 2),
+        "decode_graphs": name in ("gemma4-tiny", "gemma4-e-tiny")
+        or (name == "deepseek-v4-tiny" and SIZE > 2),
     }
     params = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)
     with processes.engine(config, drafter=draft, **settings) as engine:
