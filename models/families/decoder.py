@@ -229,7 +229,9 @@ class Decoder(nn.Module):
         """
         positions = torch.arange(len(input_ids), device=input_ids.device)
         rows = logits_rows if self.config.num_kv_shared_layers > 0 else None
-        attend = UnpagedAttend(self.config, rows=rows, stored=stored)
+        attend = UnpagedAttend(
+            self.config, rows=rows, stored=stored, context=split_context(self.group)
+        )
         return self._run(input_ids, positions, attend, logits_rows)
 
     @torch.inference_mode()

@@ -175,10 +175,7 @@ class PagedAttend:
             lse = q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
             return self._call(layer, cache, q, lse=lse, **arguments), lse
 
-        # The keys and values that this rank's heads see, of those of all ranks' heads.
-        group = context.size * q.shape[1] // k.shape[1]
-        first = context.rank * q.shape[1] // group
-        heads = slice(first, first + max(1, q.shape[1] // group))
+        heads = context.own_heads(q.shape[1], k.shape[1])
         own = part(
             cache.of_heads(heads), q, k=k[:, heads], v=v[:, heads],
             seq_lens=own_lens, max_seq_len=attn.max_seqlen_q,

@@ -62,6 +62,16 @@ class SplitContext:
         """
         return (self.size - 1 - self.rank) * ratio
 
+    def own_heads(self, num_heads: int, num_kv_heads: int) -> slice:
+        """The KV heads that this rank's heads see.
+
+        Args:
+            num_heads: of a rank. num_kv_heads: of all.
+        """
+        group = self.size * num_heads // num_kv_heads
+        first = self.rank * num_heads // group
+        return slice(first, first + max(1, num_heads // group))
+
     def all_heads(self, q: Tensor) -> Tensor:
         """The queries of all ranks.
 
