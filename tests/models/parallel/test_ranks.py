@@ -134,7 +134,7 @@ def test_one_model_on_several_ranks(processes, name, split):
     alone = Engine(one, EngineConfig(max_num_seqs=4, num_pages=2000, base_block_size=None))
     assert_same_tokens(one, outputs, run(alone, params), allowed)
     assert max(o.num_cached_tokens for o in outputs) >= 16
-    assert totals.num_preempted > 0 and totals.num_drafts > 0
+    assert (split or totals.num_preempted > 0) and totals.num_drafts > 0
     # A pool of so many bytes has room for so much more, as far as there are KV heads.
     heads = 1 if name == "deepseek-v4-tiny" else config.full.num_kv_heads
     share = 1 / size if split else max(1, heads // size) / heads
